@@ -1,0 +1,34 @@
+# Every target sets up what it needs: python3 (3.11 or later) with venv is enough. The work is done in tools/dev.
+#
+#   PYTHON=/path/to/python   use this one Python
+#   ARGS='-k name -x'        further arguments for pytest (test, stress) or the cases to run (bench)
+#   TORCH=no                 do not try to install torch for the compatibility tests
+#   ROUNDS=10                how often stress runs the suite
+
+export PYTHON ARGS TORCH ROUNDS
+
+.PHONY: help demo test lint format stress bench clean
+
+help: ## say what there is
+	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' Makefile
+
+demo: ## train on the handwritten digits with 4 ranks
+	@tools/dev demo
+
+test: ## lint, then the tests on every supported Python that this machine has
+	@tools/dev test
+
+lint: ## ruff and mypy
+	@tools/dev lint
+
+format: ## let ruff rewrite what it can
+	@tools/dev format
+
+stress: ## the suite ten times, every second time under load
+	@tools/dev stress
+
+bench: ## the benchmarks: Phalanx, its peer and the floor
+	@tools/dev bench
+
+clean: ## remove environments, caches and build products
+	@tools/dev clean

@@ -1,0 +1,33 @@
+"""Fixtures for all tests, and the leak checks for all tests and doctests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests import leaks
+from tests.helpers import Gate, Ready
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the leak checks as a plugin: fixtures of a conftest would not reach the doctests under src."""
+    config.pluginmanager.register(leaks, "leaks")
+
+
+@pytest.fixture
+def ready(tmp_path: Path) -> Iterator[Ready]:
+    """Where workers tell the test that they have come so far."""
+    with Ready(tmp_path / "ready") as it:
+        yield it
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    """Where workers wait until the test lets them go on."""
+    with Gate(tmp_path / "gate") as it:
+        yield it

@@ -1,0 +1,178 @@
+"""What tests use to see processes and to meet them, without ever sleeping.
+
+It owns looking at processes from outside (`alive`, `wait_gone`, `descendants`) and meeting with them (`Ready`: a worker
+tells the test; `Gate`: the test lets workers go on). It knows nothing of Phalanx, so it can judge it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import time
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+TIMEOUT = 20.0
+"""Seconds after which a wait in a test has failed: far beyond what a loaded machine needs."""
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    """State letter and parent of a process, or None if there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stream:
+            # The name in parentheses may itself hold spaces and parentheses: the fields begin after the last one.
+            fields = stream.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return fields[0].decode(), int(fields[1])
+
+
+def alive(pid: int) -> bool:
+    """Whether the process exists and has not exited: a zombie, which only waits to be reaped, is not alive."""
+    stat = _stat(pid)
+    return stat is not None and stat[0] not in "ZX"
+
+
+def descendants(pid: int) -> set[int]:
+    """The children of a process, their children, and so on, zombies included.
+
+    Who was orphaned belongs to another parent and is not among them: take their pids before that happens.
+    """
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal() and (stat := _stat(int(entry))) is not None:
+            children.setdefault(stat[1], []).append(int(entry))
+    found: set[int] = set()
+    todo = [pid]
+    while todo:
+        for child in children.get(todo.pop(), ()):
+            if child not in found:
+                found.add(child)
+                todo.append(child)
+    return found
+
+
+def wait_gone(pids: Iterable[int], timeout: float = TIMEOUT) -> set[int]:
+    """Wait until none of the processes is alive; return those that still are after `timeout` seconds.
+
+    A pidfd becomes readable when its process exits, whoever the parent is, so this wakes up at that moment.
+    """
+    deadline = time.monotonic() + timeout
+    with contextlib.ExitStack() as stack:
+        waiting: dict[int, int] = {}
+        poll = select.poll()
+        for pid in set(pids):
+            with contextlib.suppress(ProcessLookupError):
+                fd = os.pidfd_open(pid)
+                stack.callback(os.close, fd)
+                waiting[fd] = pid
+                poll.register(fd, select.POLLIN)
+        while waiting:
+            remaining = max(0.0, deadline - time.monotonic())
+            ready = poll.poll(remaining * 1000)
+            for fd, _ in ready:
+                poll.unregister(fd)
+                del waiting[fd]
+            if not ready and remaining == 0.0:
+                break
+        return {pid for pid in waiting.values() if alive(pid)}
+
+
+def tell(address: str, text: str) -> None:
+    """Say something to the test that waits at `Ready.address`. For workers that are functions."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.sendto(text.encode(), address)
+
+
+class Ready:
+    """Where workers tell the test that they have come so far.
+
+    A datagram socket: each message arrives whole, from any number of processes, and no one has to connect, so that
+    a worker needs one line in whatever language it is.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.address = str(path)
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            self._sock.bind(self.address)
+        except BaseException:
+            self._sock.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._sock.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.address)
+
+    def python(self, expression: str = "__import__('os').getpid()") -> str:
+        """A line of Python that says `str(expression)` here: for `python -c` and scripts. The pid, unless told."""
+        return (
+            "s = __import__('socket'); s = s.socket(s.AF_UNIX, s.SOCK_DGRAM); "
+            f"s.sendto(str({expression}).encode(), {self.address!r}); s.close()"
+        )
+
+    def wait(self, count: int = 1, timeout: float = TIMEOUT) -> list[str]:
+        """The next `count` messages, in the order of arrival; AssertionError if they are not here in `timeout` s."""
+        deadline = time.monotonic() + timeout
+        messages: list[str] = []
+        while len(messages) < count:
+            self._sock.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                messages.append(self._sock.recv(65536).decode())
+            except TimeoutError:
+                message = f"{len(messages)} of {count} messages within {timeout} s: {messages}"
+                raise AssertionError(message) from None
+        return messages
+
+    def pids(self, count: int = 1, timeout: float = TIMEOUT) -> list[int]:
+        """The next `count` messages, which are pids."""
+        return [int(message) for message in self.wait(count, timeout)]
+
+
+class Gate:
+    """Where workers wait until the test lets them go on.
+
+    A FIFO of which the test holds both ends: opening never blocks, passes lie there for workers that come later, and
+    if the test process dies every waiting worker sees the end of file and goes on.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.address = str(path)
+        os.mkfifo(self.address)
+        self._fd = os.open(self.address, os.O_RDWR | os.O_CLOEXEC)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        os.close(self._fd)
+        os.unlink(self.address)
+
+    def python(self) -> str:
+        """An expression of Python that waits here: for `python -c` and scripts."""
+        return f"open({self.address!r}, 'rb', 0).read(1)"
+
+    def open(self, count: int = 1) -> None:
+        """Let `count` workers through."""
+        os.write(self._fd, b"." * count)
+
+
+def pass_gate(address: str) -> None:
+    """Wait at `Gate.address` until the test opens. For workers that are functions."""
+    with open(address, "rb", 0) as stream:
+        stream.read(1)

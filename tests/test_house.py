@@ -1,0 +1,126 @@
+"""What holds for the whole source: which module may import which, and what no module does."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src"
+MODULES = sorted(SOURCE.rglob("*.py"))
+SCRIPTS = sorted(
+    path
+    for folder in ("src", "tests", "examples", "benchmarks")
+    for path in (ROOT / folder).rglob("*.py")
+    if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+)
+
+LAYERS = ("_core", "errors", "multiprocessing", "cli")
+"""The packages from the ground up: each may import itself and what stands before it."""
+
+FLOORS = [module for module in MODULES if module.relative_to(SOURCE / "phalanx").parts[0] in LAYERS]
+
+
+def name_of(path: Path) -> str:
+    """Where a file stands, for the test's name."""
+    return str(path.relative_to(ROOT))
+
+
+def nodes(path: Path) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+
+
+def imports(path: Path, tree: Iterator[ast.AST]) -> Iterator[str]:
+    """The absolute names of what the nodes import: `from a import b` counts as `a.b`, because b may be a module."""
+    package = path.relative_to(SOURCE).parts[:-1]
+    for node in tree:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that run when the module is imported: no bodies of functions, no `if TYPE_CHECKING`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from at_import(child)
+
+
+@pytest.mark.parametrize("path", FLOORS, ids=name_of)
+def test_imports_point_down_only(path: Path) -> None:
+    floor = LAYERS.index(path.relative_to(SOURCE / "phalanx").parts[0])
+    allowed = LAYERS[: floor + 1]
+    for name in imports(path, nodes(path)):
+        top, _, rest = name.partition(".")
+        if top == "phalanx":
+            assert rest.split(".")[0] in allowed, f"{name_of(path)} imports {name}: from here only {allowed} is below"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_nothing_of_others_is_imported_before_it_is_needed(path: Path) -> None:
+    own = {"phalanx", *sys.stdlib_module_names}
+    if path.is_relative_to(SOURCE / "phalanx" / "cli"):
+        own |= {"click"}  # the command line's own library; nothing below it may load it
+    names = {name.split(".")[0] for name in imports(path, at_import(ast.parse(path.read_text(encoding="utf-8"))))}
+    assert names <= own
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_nobody_sleeps(path: Path) -> None:
+    assert "time.sleep" not in imports(path, nodes(path))
+    calls = [ast.unparse(node.func) for node in nodes(path) if isinstance(node, ast.Call)]
+    assert "time.sleep" not in calls
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_a_module_says_what_it_is(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{name_of(path)} has no docstring"
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
+def test_every_ignored_finding_carries_a_code_and_a_reason(path: Path) -> None:
+    """Written so: `# noqa: S102 - the script is the user's` or `# type: ignore[attr]  # absent before 3.13`."""
+    reasoned = re.compile(
+        r"# (ruff: |flake8: )?noqa: [A-Z]+[0-9]+(, ?[A-Z]+[0-9]+)*\W+\w.{9,}|# type: ignore\[[\w, -]+\]\W+\w.{9,}"
+    )
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
+        if token.type == tokenize.COMMENT and re.search(r"#.*(\bnoqa\b|type: *ignore)", token.string):
+            assert reasoned.search(token.string), f"{name_of(path)}:{token.start[0]}: no reason: {token.string}"
+
+
+def test_every_rule_that_is_off_carries_a_reason() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    lint = tomllib.loads(text)["tool"]["ruff"]["lint"]
+    rules = [*lint["ignore"], *(rule for rules in lint["per-file-ignores"].values() for rule in rules)]
+    for rule in rules:
+        assert re.search(rf'^    "{rule}", +# \w.+', text, re.MULTILINE), f"{rule} is off without a reason"
+
+
+@pytest.mark.parametrize("module", ["phalanx", "phalanx.errors", "phalanx.multiprocessing"])
+def test_an_import_loads_the_standard_library_only(module: str) -> None:
+    code = (
+        "import sys; before = set(sys.modules); "
+        f"import {module}; "
+        "print(*sorted({name.split('.')[0] for name in set(sys.modules) - before} - sys.stdlib_module_names))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert out.split() == ["phalanx"]
