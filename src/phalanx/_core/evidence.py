@@ -1,0 +1,335 @@
+"""Evidence: what a failing process leaves behind about itself, and how that is read back.
+
+Owns the error file: its format, its writing as one step, and its reading without ever trusting it; and the
+file beside it that holds the Python stack after a fatal signal. It refuses to know who reads it, what a rank is, and
+anything else of Phalanx: a worker loads this file by its path, in whatever Python it runs (3.8 or later), so
+it imports nothing but ``os`` and ``time`` before something has gone wrong.
+
+The format is that of torch elastic, with keys of our own inside ``extraInfo``::
+
+    {"message": {"message": "ValueError: bad shape",
+                 "extraInfo": {"py_callstack": "Traceback ...", "timestamp": "1795184205",
+                               "monotonic_ns": 81232345678, "pid": 4242}}}
+
+``timestamp`` is Unix time in whole seconds, as a string. ``monotonic_ns`` is CLOCK_MONOTONIC, which all processes
+of one kernel share: it orders failures that fall into the same second.
+"""
+
+# ruff: noqa: BLE001 - an exception's own methods can raise anything, and what they raise must not replace what happened.
+
+from __future__ import annotations
+
+import os
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Any
+
+ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
+"""The environment variable that names a worker's error file."""
+
+TEXT_LIMIT = 1 << 20
+"""The most characters of a message, and of a traceback, that `describe` keeps."""
+
+READ_LIMIT = 16 << 20
+"""The most bytes that `read` accepts. A file written by `record` cannot be longer: two texts of at most
+`TEXT_LIMIT` characters, each character at most seven bytes of JSON (an escaped surrogate)."""
+
+_PLAIN_LINES = 2000
+
+
+def describe(exc: BaseException) -> tuple[str, str]:
+    r"""Put an exception into words, whatever its own methods do.
+
+    Never raises. Text beyond `TEXT_LIMIT` characters is cut, and says how much; of a traceback the middle goes, because
+    its two ends are what one reads. Lone surrogates become backslash escapes, so that the result
+    can always be encoded.
+
+    Args:
+        exc: Any exception, with or without a traceback. Causes, contexts, notes and groups are followed.
+
+    Returns:
+        The message (``"TypeName: text"``) and the traceback as the interpreter would print it.
+
+    >>> describe(ValueError("bad shape"))
+    ('ValueError: bad shape', 'ValueError: bad shape\n')
+    """
+    try:
+        name = str(type(exc).__name__)
+    except BaseException:
+        name = "Exception"
+    try:
+        text = str(exc)
+    except BaseException as failure:
+        text = f"<__str__ raised {type(failure).__name__}>"
+    message = _cut_end(name + ": " + text)
+    try:
+        import traceback
+
+        stack = "".join(traceback.format_exception(type(exc), exc, exc.__traceback__))
+    except BaseException:  # RecursionError or MemoryError while formatting, or a hostile __cause__
+        stack = _plain_stack(exc, message)
+    return _encodable(message), _encodable(_cut_middle(stack))
+
+
+def write_error_file(
+    path: str,
+    message: str,
+    py_callstack: str,
+    *,
+    monotonic_ns: int | None = None,
+    pid: int | None = None,
+    **extra: Any,
+) -> None:
+    """Write an error file in one step: a reader sees the old file, or none, or all of the new one.
+
+    Args:
+        path: Where. The folder must exist. A file that is there is replaced.
+        message: One line or more on what happened.
+        py_callstack: The traceback as text; may be empty.
+        monotonic_ns: When it happened, on CLOCK_MONOTONIC, in nanoseconds. Default: now.
+        pid: The process that it happened to. Default: this one.
+        **extra: More keys for ``extraInfo``. What JSON cannot say is written as its ``repr``.
+
+    Raises:
+        OSError: It could not be written. Nothing is left over, and a file that was there is untouched.
+    """
+    info = {
+        "py_callstack": py_callstack,
+        "timestamp": str(int(time.time())),
+        "monotonic_ns": time.monotonic_ns() if monotonic_ns is None else monotonic_ns,
+        "pid": os.getpid() if pid is None else pid,
+    }
+    info.update(extra)
+    write_json(path, {"message": {"message": message, "extraInfo": info}})
+
+
+def write_json(path: str, value: Any) -> None:
+    """Write `value` as JSON to `path` in one step. Raises OSError as `write_error_file` does."""
+    import json
+
+    # What UTF-8 cannot say becomes \\udXXX, which inside a JSON string is the right escape for it.
+    data = json.dumps(value, ensure_ascii=False, default=_repr).encode("utf-8", "backslashreplace")
+    # The temporary name does not contain the final one: that one may be as long as the file system allows.
+    # No fsync: the page cache outlives the process, and only the death of the process is at stake here.
+    name = f".error.{os.getpid()}.{time.monotonic_ns()}.tmp"
+    temporary = os.path.join(os.path.dirname(path) or os.curdir, name)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[os.write(fd, left) :]
+        finally:
+            os.close(fd)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def record(exc: BaseException, path: str | None = None, *, tb_text: str | None = None) -> bool:
+    """Leave evidence of an exception, as well as can be done; never raises.
+
+    The first evidence of a process wins: a file that already carries this process's pid is left as it is, for what
+    came first is the cause and what follows is its consequence. Evidence of another process (a child that inherited
+    the environment) is replaced, unless that process is our parent.
+
+    Args:
+        exc: What happened.
+        path: The error file. Default: the value of ``TORCHELASTIC_ERROR_FILE``.
+        tb_text: The traceback to record in place of the exception's own, whole and as it is.
+
+    Returns:
+        Whether `path` now holds evidence of this process.
+    """
+    try:
+        monotonic_ns = time.monotonic_ns()  # first of all: the rest takes its time
+        path = path or os.environ.get(ERROR_FILE_ENV)
+        if not path:
+            return False
+        author = written_by(read(path)[0])
+        if author == os.getpid():
+            return True
+        if author == os.getppid():
+            return False
+        message, stack = describe(exc)
+        write_error_file(path, message, stack if tb_text is None else tb_text, monotonic_ns=monotonic_ns)
+    except BaseException:  # the exception being recorded must not be lost to one of ours
+        return False
+    return True
+
+
+def read(path: str, limit: int = READ_LIMIT) -> tuple[dict[str, Any] | None, str]:
+    """Read an error file that anyone may have written, or half written. Never raises.
+
+    Never blocks either, were it a FIFO. Bytes that are not UTF-8 are replaced when the rest makes sense.
+
+    Args:
+        path: The file.
+        limit: The most bytes to accept.
+
+    Returns:
+        The JSON object and ``""``; or None and why there is none: ``"missing"`` or ``"unreadable: ..."``.
+
+    >>> read("/nowhere/error.json")
+    (None, 'missing')
+    >>> read("/")
+    (None, 'unreadable: it is not a regular file')
+    """
+    import json
+
+    why = ""
+    try:
+        raw = _contents(path, limit + 1)
+        if len(raw) > limit:
+            why = f"it is longer than {limit} bytes"
+        elif not raw:
+            why = "it is empty"
+        else:
+            data = json.loads(raw.decode("utf-8", "replace"))
+            if isinstance(data, dict):
+                return data, ""
+            why = "it holds no JSON object"
+    except (FileNotFoundError, NotADirectoryError):
+        return None, "missing"
+    except OSError as exc:
+        why = exc.strerror or str(exc)
+    except ValueError as exc:
+        why = f"damaged or half written ({exc})"
+    except (RecursionError, MemoryError) as exc:
+        why = f"{type(exc).__name__} while parsing it"
+    return None, f"unreadable: {why}"
+
+
+def written_by(data: dict[str, Any] | None) -> int | None:
+    """The pid that error file data (as `read` returns it) carries, or None."""
+    return _number(_extra_info(data).get("pid"))
+
+
+def written_at(data: dict[str, Any] | None) -> int | None:
+    """The moment (CLOCK_MONOTONIC, nanoseconds) that error file data carries, or None."""
+    return _number(_extra_info(data).get("monotonic_ns"))
+
+
+def fatal_path(path: str) -> str:
+    """The file beside an error file that takes the Python stack when a fatal signal strikes.
+
+    >>> fatal_path("/logs/0/error.json")
+    '/logs/0/error.json.fatal'
+    """
+    return path + ".fatal"
+
+
+def catch_fatal_signals(path: str | None = None) -> bool:
+    """Have the interpreter write the stacks of all threads to `fatal_path` when a fatal signal strikes.
+
+    Fatal are SIGSEGV, SIGFPE, SIGABRT, SIGBUS and SIGILL. A file of its own, because the handler runs in a dying
+    process: it can write to a descriptor and do nothing else, so the descriptor must be open before, and
+    stays open as long as the process lives. The file stays empty unless the worst happens; whoever reaps the
+    process removes it then (`remove_empty`).
+
+    Args:
+        path: The error file. Default: the value of ``TORCHELASTIC_ERROR_FILE``.
+
+    Returns:
+        Whether this was done. It is not where the user has enabled faulthandler already. Never raises.
+    """
+    try:
+        import faulthandler
+
+        path = path or os.environ.get(ERROR_FILE_ENV)
+        if not path or faulthandler.is_enabled():
+            return False
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        fd = os.open(fatal_path(path), flags, 0o666)
+        faulthandler.enable(fd)
+    except (OSError, ValueError, RuntimeError, ImportError):
+        return False
+    return True
+
+
+def remove_empty(path: str) -> None:
+    """Remove `fatal_path` of an error file if nothing was written to it. Never raises."""
+    try:
+        if os.stat(fatal_path(path)).st_size == 0:
+            os.unlink(fatal_path(path))
+    except (OSError, ValueError):
+        pass
+
+
+def read_fatal(path: str, limit: int = TEXT_LIMIT) -> str:
+    """The stack that a fatal signal left beside an error file, or ``""``. Never raises."""
+    try:
+        return _contents(fatal_path(path), limit).decode("utf-8", "replace")
+    except (OSError, ValueError):
+        return ""
+
+
+def _contents(path: str, limit: int) -> bytes:
+    """At most `limit` bytes of a regular file. O_NONBLOCK: to open a FIFO would wait for its writer otherwise."""
+    import errno
+    import stat
+
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file")
+        chunks = []
+        while limit > 0 and (chunk := os.read(fd, min(limit, 1 << 20))):
+            chunks.append(chunk)
+            limit -= len(chunk)
+        return b"".join(chunks)
+    finally:
+        os.close(fd)
+
+
+def _extra_info(data: dict[str, Any] | None) -> dict[str, Any]:
+    message = (data or {}).get("message")
+    info = message.get("extraInfo") if isinstance(message, dict) else None
+    return info if isinstance(info, dict) else {}
+
+
+def _number(value: Any) -> int | None:
+    return value if type(value) is int and 0 <= value < 1 << 63 else None
+
+
+def _repr(value: object) -> str:
+    try:
+        return repr(value)
+    except BaseException:
+        return f"<a {type(value).__name__} whose __repr__ raises>"
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _cut_end(text: str) -> str:
+    over = len(text) - TEXT_LIMIT
+    return text if over <= 0 else f"{text[:TEXT_LIMIT]}\n... {over} characters cut ..."
+
+
+def _cut_middle(text: str) -> str:
+    over = len(text) - TEXT_LIMIT
+    if over <= 0:
+        return text
+    half = TEXT_LIMIT // 2
+    return f"{text[:half]}\n... {over} characters cut ...\n{text[-half:]}"
+
+
+def _plain_stack(exc: BaseException, message: str) -> str:
+    """The traceback with nothing but attribute look-ups: no source lines, no causes, no recursion."""
+    lines = ["Traceback (most recent call last):\n"]
+    try:
+        step: TracebackType | None = exc.__traceback__
+        while step is not None and len(lines) < _PLAIN_LINES:
+            code = step.tb_frame.f_code
+            lines.append(f'  File "{code.co_filename}", line {step.tb_lineno}, in {code.co_name}\n')
+            step = step.tb_next
+    except BaseException:
+        lines.append("  (the rest of the traceback could not be formatted)\n")
+    lines.append(message + "\n")
+    return "".join(lines)

@@ -1,0 +1,38 @@
+"""Failures: how a worker records its own, what a launcher knows of it, and the report that a person reads.
+
+Owns the error file's meaning, `ProcessFailure`, `Outcome`, `ChildFailedError` and the report. Refuses to know how
+workers are started, watched or stopped: it is given exit codes, paths and moments.
+"""
+
+from __future__ import annotations
+
+from phalanx.errors._child_failed import ChildFailedError, first_failure
+from phalanx.errors._failure import Outcome, ProcessFailure, describe_exit, signal_name
+from phalanx.errors._handler import ErrorHandler, get_error_handler, record
+
+__all__ = [
+    "ChildFailedError",
+    "ErrorHandler",
+    "Outcome",
+    "ProcessFailure",
+    "describe_exit",
+    "first_failure",
+    "format_ranks",
+    "format_report",
+    "get_error_handler",
+    "record",
+    "signal_name",
+]
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from phalanx.errors._report import format_ranks, format_report
+
+
+def __getattr__(name: str) -> object:
+    """The report's functions, loaded when first used: nobody needs them unless something has failed."""
+    if name in {"format_ranks", "format_report"}:
+        from phalanx.errors import _report
+
+        return getattr(_report, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

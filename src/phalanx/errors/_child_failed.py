@@ -1,0 +1,75 @@
+"""`ChildFailedError`: what a launcher raises when its workers failed.
+
+Owns the choice of the first failure. How the report reads belongs to `phalanx.errors._report`, which is loaded when it
+is asked for.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+    from phalanx.errors._failure import Outcome, ProcessFailure
+
+
+class ChildFailedError(Exception):
+    """Workers of a group failed. As text, it is the report: see `format_msg`.
+
+    Args:
+        name: What was run.
+        failures: The failures by global rank, at least one, in the order of their exits.
+        outcomes: What became of every worker, by global rank, as far as known.
+        log_dir: Where the logs of the run are, or ``""``.
+
+    Raises:
+        ValueError: `failures` is empty.
+
+    >>> from phalanx.errors import ProcessFailure
+    >>> error = ChildFailedError("train.py", {3: ProcessFailure(3, 4242, 1, "<N/A>")})
+    >>> rank, failure = error.get_first_failure()
+    >>> rank, failure.message
+    (3, 'exited with code 1; no error was recorded')
+    """
+
+    def __init__(
+        self,
+        name: str,
+        failures: Mapping[int, ProcessFailure],
+        *,
+        outcomes: Mapping[int, Outcome] | None = None,
+        log_dir: str = "",
+    ) -> None:
+        if not failures:
+            raise ValueError("failures must hold at least one failure")
+        super().__init__(name)
+        self.name = name
+        self.failures = dict(failures)
+        self.outcomes = dict(outcomes or {})
+        self.log_dir = log_dir
+
+    def get_first_failure(self) -> tuple[int, ProcessFailure]:
+        """The global rank and the failure that came first: by its evidence, else by its exit, else by order."""
+        return first_failure(self.failures)
+
+    def format_msg(self) -> str:
+        """The report: the root cause, the other failures, the workers that were stopped because of it."""
+        from phalanx.errors._report import format_report
+
+        return format_report(self.name, self.failures, outcomes=self.outcomes, log_dir=self.log_dir)
+
+    def __str__(self) -> str:
+        return "\n" + self.format_msg()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.name, self.failures), self.__dict__
+
+
+def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The rank and failure with the least `ProcessFailure.first_key`; of equals, the earlier in the mapping.
+
+    Raises:
+        ValueError: There is no failure.
+    """
+    return min(failures.items(), key=lambda item: item[1].first_key)

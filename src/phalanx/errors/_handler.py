@@ -1,0 +1,242 @@
+"""Recording one's own end: `record`, `ErrorHandler`.
+
+Owns what a worker's code can do to leave evidence of a failure, and how a launcher that is itself a worker passes on
+the evidence of what it launched. The format and the writing belong to `phalanx._core.evidence`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+
+from phalanx._core import evidence
+from phalanx.errors._child_failed import ChildFailedError
+from phalanx.errors._failure import NOT_AVAILABLE
+
+TYPE_CHECKING = False
+if not TYPE_CHECKING:
+
+    def overload(fn):  # noqa: ANN001, ANN202 (typing takes 3 ms to import, and its overload is for type checkers)
+        return fn
+
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine
+    from types import TracebackType
+    from typing import Any, ParamSpec, Protocol, TypeVar, overload  # noqa: TC004 (the one above is what runs)
+
+    P = ParamSpec("P")
+    R = TypeVar("R")
+
+    class Decorator(Protocol):
+        """What `record` is without a function."""
+
+        @overload
+        def __call__(self, fn: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, Coroutine[Any, Any, R | None]]: ...
+        @overload
+        def __call__(self, fn: Callable[P, R]) -> Callable[P, R | None]: ...
+
+
+_COROUTINE = 0x80  # CO_COROUTINE of a code object's flags: set by "async def"
+
+
+class ErrorHandler:
+    """Writes a process's error file. Override what should be done otherwise, and give it to `record`."""
+
+    def initialize(self) -> None:
+        """Called before the recorded function: has the interpreter print its stacks on a fatal signal.
+
+        They go to stderr. Where that is already arranged, or there is no stderr, nothing changes.
+        """
+        import faulthandler
+
+        if not faulthandler.is_enabled():
+            try:
+                faulthandler.enable(all_threads=True)
+            except (RuntimeError, OSError, ValueError, AttributeError):  # a stderr that is closed, or no file
+                return
+
+    def record_exception(self, e: BaseException) -> None:
+        """Write `e` to the file named by ``TORCHELASTIC_ERROR_FILE``; without that, do nothing.
+
+        Best effort, never raises. Of several exceptions of one process the first is kept.
+
+        Args:
+            e: The exception. Its traceback is recorded whole.
+        """
+        evidence.record(e)
+
+    def override_error_code_in_rootcause_data(
+        self,
+        rootcause_error_file: str,
+        rootcause_error: dict[str, Any],
+        error_code: int = 0,
+    ) -> None:
+        """Put `error_code` as ``errorCode`` into error file data, in place.
+
+        Args:
+            rootcause_error_file: Where the data came from, for the warning when it has no room for a code.
+            rootcause_error: Error file data.
+            error_code: The exit code to tell.
+        """
+        message = rootcause_error.get("message")
+        if isinstance(message, dict):
+            message["errorCode"] = error_code
+        else:
+            import logging
+
+            logger = logging.getLogger(__name__)
+            logger.warning("%s has no place for the error code %d", rootcause_error_file, error_code)
+
+    def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None:
+        """Make another process's error file our own, as when a worker is itself the launcher of what failed.
+
+        Written to the file named by ``TORCHELASTIC_ERROR_FILE``, replacing what is there; without that, nothing is
+        done.
+
+        Args:
+            rootcause_error_file: The file to pass on.
+            error_code: An exit code to put into it; 0 for none.
+
+        Raises:
+            FileNotFoundError: `rootcause_error_file` does not exist.
+            ValueError: It is no error file; the message says why.
+            OSError: Ours could not be written.
+        """
+        data, problem = evidence.read(rootcause_error_file)
+        if problem == "missing":
+            import errno
+
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), rootcause_error_file)
+        if data is None:
+            raise ValueError(f"{rootcause_error_file}: {problem}")
+        if error_code:
+            self.override_error_code_in_rootcause_data(rootcause_error_file, data, error_code)
+        if own := os.environ.get(evidence.ERROR_FILE_ENV):
+            evidence.write_json(own, _adopted(data))
+
+
+def get_error_handler() -> ErrorHandler:
+    """A new handler of the kind that `record` uses by default."""
+    return ErrorHandler()
+
+
+@overload
+def record(fn: None = None, error_handler: ErrorHandler | None = None) -> Decorator: ...
+
+
+@overload
+def record(
+    fn: Callable[P, Coroutine[Any, Any, R]],
+    error_handler: ErrorHandler | None = None,
+) -> Callable[P, Coroutine[Any, Any, R | None]]: ...
+
+
+@overload
+def record(fn: Callable[P, R], error_handler: ErrorHandler | None = None) -> Callable[P, R | None]: ...
+
+
+def record(fn: Callable[P, R] | None = None, error_handler: ErrorHandler | None = None) -> Any:
+    """Decorate the main function of a worker so that its failure leaves an error file.
+
+    - An exception is recorded, and raised again. Its traceback shows the function, not this decorator.
+    - `SystemExit` with code 0 or None is a return, of None. Any other is raised again, with no error file.
+    - `KeyboardInterrupt` and `asyncio.CancelledError` are raised again, with no error file: someone wanted the end.
+    - Of a `ChildFailedError` the root cause's error file becomes this process's; if it left none, the
+      `ChildFailedError` itself is recorded. It is raised again.
+
+    Scripts that ``phalanx run`` starts need no decorator. Coroutine functions (``async def``) are recorded as they are
+    awaited. Generator functions are not: calling one runs none of its code.
+
+    Args:
+        fn: The function. Left out, as in ``@record()``, a decorator is returned.
+        error_handler: Writes the error file. Default: `get_error_handler()`.
+
+    Returns:
+        The decorated function, with the name, signature and docstring of `fn`.
+
+    >>> @record
+    ... def main():
+    ...     raise SystemExit(0)
+    >>> main()
+    """
+    handler = error_handler or get_error_handler()
+    if fn is None:
+        return functools.partial(record, error_handler=handler)
+    if getattr(getattr(fn, "__code__", None), "co_flags", 0) & _COROUTINE:
+        coroutine: Callable[P, Awaitable[Any]] = fn  # type: ignore[assignment]
+
+        @functools.wraps(fn)
+        async def recorded_coroutine(*args: P.args, **kwargs: P.kwargs) -> Any:
+            with _Recording(handler):
+                return await coroutine(*args, **kwargs)
+
+        return recorded_coroutine
+
+    @functools.wraps(fn)
+    def recorded(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        with _Recording(handler):
+            return fn(*args, **kwargs)
+        return None
+
+    return recorded
+
+
+class _Recording:
+    """What `record` does around a call."""
+
+    def __init__(self, handler: ErrorHandler) -> None:
+        self._handler = handler
+
+    def __enter__(self) -> None:
+        self._handler.initialize()
+
+    def __exit__(self, kind: object, exc: BaseException | None, trace: TracebackType | None) -> bool:
+        if exc is None:
+            return False
+        if isinstance(exc, SystemExit):
+            return exc.code is None or exc.code == 0
+        cancelled = getattr(sys.modules.get("asyncio"), "CancelledError", GeneratorExit)  # not loaded: not raised
+        if isinstance(exc, (KeyboardInterrupt, GeneratorExit, cancelled)):
+            return False
+        if trace is not None:
+            # The first entry is the wrapper's frame. What the interpreter raises again is the exception as it stands.
+            exc.__traceback__ = trace.tb_next
+        try:
+            if not (isinstance(exc, ChildFailedError) and self._passed_on(exc)):
+                self._handler.record_exception(exc)
+        except Exception:  # an overridden handler: it must not put itself in the place of the failure
+            import logging
+
+            logging.getLogger(__name__).warning("the error handler failed", exc_info=True)
+        return False
+
+    def _passed_on(self, exc: ChildFailedError) -> bool:
+        _, failure = exc.get_first_failure()
+        if failure.error_file == NOT_AVAILABLE or failure.unreadable:
+            return False
+        try:
+            self._handler.dump_error_file(failure.error_file, failure.exitcode)
+        except (OSError, ValueError):  # gone or damaged in the meantime
+            return False
+        return True
+
+
+def _adopted(data: dict[str, Any]) -> dict[str, Any]:
+    """Error file data as this process's own: with our pid, now, and the pid that it was recorded by.
+
+    The moment is ours, not the original's: that may have been on another machine, with another monotonic clock.
+    """
+    message = data.get("message")
+    if not isinstance(message, dict):
+        message = {"message": message if isinstance(message, str) else str(message)}
+    info = message.get("extraInfo")
+    if not isinstance(info, dict):
+        info = {"py_callstack": "", "timestamp": str(int(time.time()))}
+    stamp = {"monotonic_ns": time.monotonic_ns(), "pid": os.getpid()}
+    origin = evidence.written_by(data)
+    if origin is not None:
+        stamp["origin_pid"] = origin
+    return {**data, "message": {**message, "extraInfo": {**info, **stamp}}}

@@ -1,0 +1,880 @@
+"""Errors: evidence written by real processes, read back without trust, and the report that comes of it."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import phalanx
+from phalanx import errors
+from phalanx._core import evidence
+from phalanx.errors import ChildFailedError, ErrorHandler, Outcome, ProcessFailure, format_ranks, format_report, record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.helpers import Gate, Ready
+
+SOURCES = Path(phalanx.__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def error_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this process is to leave its evidence, as a worker would."""
+    path = tmp_path / "error.json"
+    monkeypatch.setenv(evidence.ERROR_FILE_ENV, str(path))
+    return path
+
+
+def start(code: str, error_file: Path, *argv: str) -> subprocess.Popen[str]:
+    """Start `code` in a Python process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *argv],
+        env=os.environ | {evidence.ERROR_FILE_ENV: str(error_file), "PYTHONPATH": str(SOURCES)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(code: str, error_file: Path) -> tuple[subprocess.Popen[str], str]:
+    """Run `code` to its end; return the process and what it wrote to stderr."""
+    with start(code, error_file) as process:
+        stderr = process.communicate(timeout=30)[1]
+    return process, stderr
+
+
+def info(path: Path) -> dict[str, Any]:
+    found = json.loads(path.read_text())["message"]["extraInfo"]
+    assert isinstance(found, dict)
+    return found
+
+
+def raised(exc: BaseException) -> BaseException:
+    """`exc` with a traceback."""
+    try:
+        raise exc  # noqa: TRY301 (this is the frame that the tests look for)
+    except BaseException as caught:  # noqa: BLE001
+        return caught
+
+
+# --- describe ---------------------------------------------------------------------------------------------------------
+
+
+def test_describe_gives_what_the_interpreter_prints() -> None:
+    exc = raised(ValueError("bad shape"))
+    exc.add_note("in layer 3")
+    exc.__cause__ = KeyError("w")
+    message, stack = evidence.describe(exc)
+    assert message == "ValueError: bad shape"
+    assert stack == "".join(traceback.format_exception(exc))
+    assert "in layer 3" in stack
+    assert "direct cause" in stack
+
+
+def test_describe_shows_the_members_of_a_group() -> None:
+    message, stack = evidence.describe(raised(ExceptionGroup("two", [ValueError("a"), TypeError("b")])))
+    assert message == "ExceptionGroup: two (2 sub-exceptions)"
+    assert "ValueError: a" in stack
+    assert "TypeError: b" in stack
+
+
+class Hostile(Exception):  # noqa: N818
+    """Raises from whatever it is asked; even what is no `Exception`."""
+
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
+
+    def __repr__(self) -> str:
+        raise SystemExit
+
+
+class BadText(Exception):  # noqa: N818
+    def __str__(self) -> str:
+        return 5  # type: ignore[return-value]  # noqa: PLE0307 (that is what is bad about it)
+
+
+@pytest.mark.parametrize("kind", [Hostile, BadText])
+def test_describe_survives_a_hostile_exception(kind: type[Exception]) -> None:
+    message, stack = evidence.describe(raised(kind("x")))
+    assert message.startswith(f"{kind.__name__}: <__str__ raised ")
+    assert "in raised" in stack
+    assert kind.__name__ in stack
+
+
+def test_describe_survives_a_hostile_cause() -> None:
+    exc = raised(ValueError("x"))
+    exc.__cause__ = raised(Hostile("y"))
+    message, stack = evidence.describe(exc)
+    assert message == "ValueError: x"
+    assert "in raised" in stack
+
+
+def test_describe_says_how_much_it_cut() -> None:
+    text = "x" * (evidence.TEXT_LIMIT + 1000) + "THE END"
+    message, stack = evidence.describe(raised(ValueError(text)))
+    assert message.endswith(" characters cut ...")
+    assert f"... {len('ValueError: ') + 1007} characters cut ..." in message
+    assert stack.startswith("Traceback")
+    assert " characters cut ...\n" in stack
+    assert stack.endswith("THE END\n")
+    assert len(stack) < evidence.TEXT_LIMIT + 100
+
+
+def test_describe_makes_lone_surrogates_encodable() -> None:
+    message, stack = evidence.describe(raised(ValueError("a\udc80b")))
+    assert message == "ValueError: a\\udc80b"
+    stack.encode()
+
+
+def test_describe_of_endless_recursion_and_in_it() -> None:
+    seen: list[tuple[str, str]] = []
+
+    def deeper() -> None:
+        try:
+            deeper()
+        except RecursionError as exc:
+            if not seen:
+                seen.append(evidence.describe(exc))  # here the stack is still full
+            raise
+
+    with pytest.raises(RecursionError) as caught:
+        deeper()
+    for message, stack in (seen[0], evidence.describe(caught.value)):
+        assert message.startswith("RecursionError: ")
+        assert "in deeper" in stack
+
+
+def test_describe_of_a_long_chain() -> None:
+    exc: BaseException = ValueError(0)
+    for number in range(1, 3000):
+        outer = ValueError(number)
+        outer.__cause__ = exc
+        exc = outer
+    message, stack = evidence.describe(exc)
+    assert message == "ValueError: 2999"
+    assert "ValueError: 2999" in stack
+
+
+# --- the error file ---------------------------------------------------------------------------------------------------
+
+
+def test_the_file_has_the_well_known_format_and_our_keys(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    before = time.monotonic_ns()
+    evidence.write_error_file(str(path), "ValueError: x", "Traceback ...", step=7, odd={1, 2}.__class__)
+    data = json.loads(path.read_text())
+    extra = data["message"].pop("extraInfo")
+    assert data == {"message": {"message": "ValueError: x"}}
+    assert before <= extra.pop("monotonic_ns") <= time.monotonic_ns()
+    assert abs(int(extra.pop("timestamp")) - time.time()) < 5
+    assert extra == {"py_callstack": "Traceback ...", "pid": os.getpid(), "step": 7, "odd": "<class 'set'>"}
+    assert os.listdir(tmp_path) == ["error.json"]
+
+
+def test_the_file_holds_any_text(tmp_path: Path) -> None:
+    path = str(tmp_path / "error.json")
+    evidence.write_error_file(path, "a\udc80 \x00 é 𝄞", "")
+    data, why = evidence.read(path)
+    assert why == ""
+    assert data is not None
+    assert data["message"]["message"] == "a\udc80 \x00 é 𝄞"
+    assert ProcessFailure(0, os.getpid(), 1, path).message == "a\\udc80 \x00 é 𝄞"
+
+
+def test_the_longest_evidence_can_be_read_back(tmp_path: Path) -> None:
+    path = str(tmp_path / "error.json")
+    assert evidence.record(ValueError("\udc80" * (2 * evidence.TEXT_LIMIT)), path)
+    assert evidence.read(path)[1] == ""
+
+
+def test_a_name_as_long_as_the_file_system_allows(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 255)
+    evidence.write_error_file(str(path), "m", "")
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_a_write_that_fails_leaves_nothing_over(tmp_path: Path) -> None:
+    target = tmp_path / "error.json"
+    target.mkdir()
+    with pytest.raises(IsADirectoryError):
+        evidence.write_error_file(str(target), "m", "")
+    with pytest.raises(FileNotFoundError):
+        evidence.write_error_file(str(tmp_path / "gone" / "error.json"), "m", "")
+    assert os.listdir(tmp_path) == ["error.json"]
+
+
+def test_a_write_without_room_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    evidence.write_error_file(str(path), "old", "")
+    code = (
+        "import resource, signal, sys; from phalanx._core import evidence\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "print(evidence.record(ValueError('x' * 100000)))\n"
+    )
+    with start(code, path) as process:
+        assert process.communicate(timeout=30) == ("False\n", "")
+    assert json.loads(path.read_text())["message"]["message"] == "old"
+    assert os.listdir(tmp_path) == ["error.json"]
+
+
+def test_readers_never_see_half_a_file_that_many_processes_write(tmp_path: Path, ready: Ready, gate: Gate) -> None:
+    path = tmp_path / "error.json"
+    code = (
+        "import os; from phalanx._core import evidence\n"
+        f"{ready.python()}\n"
+        f"{gate.python()}\n"
+        "for n in range(100):\n"
+        f"    evidence.write_error_file({str(path)!r}, str(os.getpid()), 'x' * 50000 + str(os.getpid()))\n"
+    )
+    writers = [start(code, path) for _ in range(4)]
+    try:
+        pids = {str(pid) for pid in ready.pids(4)}
+        gate.open(4)
+        seen = 0
+        while any(writer.poll() is None for writer in writers):
+            data, why = evidence.read(str(path))
+            if data is None:
+                assert why == "missing"
+                continue
+            seen += 1
+            pid = data["message"]["message"]
+            assert pid in pids
+            assert data["message"]["extraInfo"]["py_callstack"].endswith("x" + pid)
+        assert seen > 0
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.communicate()
+    assert {writer.returncode for writer in writers} == {0}
+    assert "error.json" in os.listdir(tmp_path)
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
+
+
+def test_the_first_evidence_of_a_process_wins(error_file: Path) -> None:
+    assert evidence.record(ValueError("first"))
+    assert evidence.record(ValueError("second"))
+    assert json.loads(error_file.read_text())["message"]["message"] == "ValueError: first"
+
+
+def test_evidence_of_a_stranger_gives_way_and_that_of_the_parent_stays(error_file: Path) -> None:
+    evidence.write_error_file(str(error_file), "a child's", "", pid=os.getpid() + 1)
+    assert evidence.record(ValueError("ours"), tb_text="given")
+    assert info(error_file)["py_callstack"] == "given"
+    evidence.write_error_file(str(error_file), "the parent's", "", pid=os.getppid())
+    assert not evidence.record(ValueError("ours"))
+    assert json.loads(error_file.read_text())["message"]["message"] == "the parent's"
+
+
+def test_record_never_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(evidence.ERROR_FILE_ENV, raising=False)
+    assert not evidence.record(ValueError("nowhere to go"))
+    for path in (str(tmp_path), str(tmp_path / "gone" / "x"), "a\0b"):
+        assert not evidence.record(raised(Hostile("x")), path)
+
+
+def test_evidence_runs_on_old_pythons_and_imports_next_to_nothing() -> None:
+    source = Path(evidence.__file__).read_text()
+    tree = ast.parse(source, feature_version=(3, 8))
+    imported = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
+    assert imported == ["os", "time"]
+    future = [node.module for node in tree.body if isinstance(node, ast.ImportFrom)]
+    assert future == ["__future__"]
+
+
+# --- reading without trust --------------------------------------------------------------------------------------------
+
+
+def damaged(path: Path, kind: str) -> None:
+    good = json.dumps({"message": {"message": "ValueError: x", "extraInfo": {"py_callstack": "tb", "timestamp": "5"}}})
+    contents = {
+        "half": good[:30].encode(),
+        "empty": b"",
+        "a list": b"[1]",
+        "a number": b"5",
+        "UTF-16": good.encode("utf-16"),
+        "binary": bytes(range(256)),
+        "deep": b"[" * 200_000,
+        "a long number": b'{"message": ' + b"9" * 10_000 + b"}",
+    }
+    if kind == "huge":
+        with path.open("wb") as file:
+            file.truncate(evidence.READ_LIMIT + 1)
+    elif kind == "a folder":
+        path.mkdir()
+    elif kind == "a FIFO":
+        os.mkfifo(path)
+    elif kind == "a loop":
+        path.symlink_to(path)
+    elif kind == "a device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.write_bytes(contents[kind])
+
+
+KINDS = (
+    "half", "empty", "a list", "a number", "UTF-16", "binary", "deep", "a long number",
+    "huge", "a folder", "a FIFO", "a loop", "a device",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_file_is_unreadable_and_nothing_worse(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "error.json"
+    damaged(path, kind)
+    failure = ProcessFailure(0, 4242, -9, str(path))
+    assert failure.unreadable.startswith("unreadable: ")
+    assert failure.error_file == str(path)
+    assert failure.error_file_data == {"message": "<NONE>"}
+    assert failure.message == "Signal 9 (SIGKILL) received by PID 4242"
+    assert failure.traceback == ""
+    assert failure.evidence_ns is None
+    assert abs(failure.timestamp - time.time()) < 5
+    assert f"error_file: {path} (unreadable: " in format_report("train.py", {0: failure})
+    assert pickle.loads(pickle.dumps(failure)) == failure
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"message": None},
+        {"message": 5},
+        {"message": {"message": {"deeper": 1}}},
+        {"message": {"extraInfo": [1]}},
+        {"message": {"extraInfo": {"py_callstack": 5, "timestamp": [], "pid": "x", "monotonic_ns": "soon"}}},
+        {"message": {"extraInfo": {"timestamp": "NaN", "monotonic_ns": True}}},
+        {"message": {"extraInfo": {"timestamp": 1e300, "monotonic_ns": 1.5}}},
+        {"message": {"extraInfo": {"timestamp": "-5", "monotonic_ns": -5}}},
+        {"message": {"extraInfo": {"timestamp": "253402300800", "monotonic_ns": 1 << 70}}},
+        {"other": 1},
+    ],
+)
+def test_json_of_the_wrong_shape_tells_nothing(tmp_path: Path, data: dict[str, Any]) -> None:
+    path = tmp_path / "error.json"
+    path.write_text(json.dumps(data))
+    failure = ProcessFailure(0, 4242, 1, str(path), observed_ns=77)
+    assert failure.unreadable == ""
+    assert failure.error_file_data == data
+    assert failure.message == "exited with code 1; no error was recorded"
+    assert (failure.traceback, failure.evidence_ns, failure.first_key) == ("", None, 77)
+    assert abs(failure.timestamp - time.time()) < 5
+    failure.timestamp_isoformat()
+
+
+def test_bytes_that_are_not_utf8_cost_themselves_only(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    path.write_bytes(b'{"message": {"message": "caf\xe9", "extraInfo": {"py_callstack": "tb"}}}')
+    failure = ProcessFailure(0, 1, 1, str(path))
+    assert (failure.message, failure.traceback) == ("caf\N{REPLACEMENT CHARACTER}", "tb")
+
+
+def test_the_files_of_torch_are_understood(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    data = {"message": {"message": "V: x", "extraInfo": {"py_callstack": "tb", "timestamp": "12"}, "errorCode": 5}}
+    path.write_text(json.dumps(data))
+    failure = ProcessFailure(0, 123, 1, str(path))
+    assert (failure.message, failure.traceback, failure.timestamp) == ("V: x", "tb", 12)
+    assert failure.error_file_data == data
+    path.write_text('{"message": "flat"}')
+    assert ProcessFailure(0, 123, 1, str(path)).message == "flat"
+
+
+# --- ProcessFailure ---------------------------------------------------------------------------------------------------
+
+
+def test_a_failure_without_a_file(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.json", "<N/A>", "", tmp_path / "none" / "x"):
+        failure = ProcessFailure(2, 4242, -15, path)
+        assert failure.host == os.uname().nodename
+        assert failure.error_file == "<N/A>"
+        assert failure.error_file_data == {"message": "<NONE>"}
+        assert failure.message == "Signal 15 (SIGTERM) received by PID 4242"
+        assert failure.signal_name() == "SIGTERM"
+        assert failure.unreadable == ""
+
+
+@pytest.mark.parametrize(
+    "exitcode, name, message",
+    [
+        (1, "<N/A>", "exited with code 1; no error was recorded"),
+        (0, "<N/A>", "exited with code 0; no error was recorded"),
+        (127, "<N/A>", "exited with code 127 (command not found); no error was recorded"),
+        (-11, "SIGSEGV", "Signal 11 (SIGSEGV) received by PID 7"),
+        (-signal.SIGRTMIN, "SIGRTMIN", f"Signal {signal.SIGRTMIN:d} (SIGRTMIN) received by PID 7"),
+        (-signal.SIGRTMIN - 3, "SIGRTMIN+3", f"Signal {signal.SIGRTMIN + 3} (SIGRTMIN+3) received by PID 7"),
+        (-99, "<N/A>", "Signal 99 (<N/A>) received by PID 7"),
+    ],
+)
+def test_exits_in_words(exitcode: int, name: str, message: str) -> None:
+    failure = ProcessFailure(0, 7, exitcode, "<N/A>")
+    assert (failure.signal_name(), failure.message) == (name, message)
+
+
+def test_a_failure_is_a_frozen_value() -> None:
+    failure = ProcessFailure(0, 7, 1, "<N/A>", rank=8, host="node1", observed_ns=5, detail="d", stderr_tail="t")
+    with pytest.raises(AttributeError, match="frozen"):
+        failure.pid = 8
+    with pytest.raises(AttributeError, match="frozen"):
+        del failure.pid
+    copy = pickle.loads(pickle.dumps(failure))
+    assert copy == failure
+    assert hash(copy) == hash(failure)
+    assert failure.replace(detail="e").detail == "e"
+    assert failure.replace(detail="e") != failure
+    with pytest.raises(TypeError, match="no field 'nothing'"):
+        failure.replace(nothing=1)
+    assert repr(failure).startswith("ProcessFailure(local_rank=0, pid=7, exitcode=1, error_file='<N/A>', rank=8,")
+    with pytest.raises(TypeError):
+        ProcessFailure(0, 7, 1)  # type: ignore[call-arg]
+
+
+def test_the_first_failure_is_the_one_with_the_first_evidence(tmp_path: Path) -> None:
+    def failure(rank: int, evidence_ns: int | None, observed_ns: int | None, pid: int | None = None) -> ProcessFailure:
+        path = tmp_path / f"{rank}.json"
+        if evidence_ns is not None:
+            evidence.write_error_file(str(path), "m", "", monotonic_ns=evidence_ns, pid=pid or 100 + rank)
+        return ProcessFailure(rank, 100 + rank, 1, str(path), observed_ns=observed_ns)
+
+    def first(*failures: ProcessFailure) -> int:
+        return ChildFailedError("x", {each.local_rank: each for each in failures}).get_first_failure()[0]
+
+    late_exit = failure(0, 1000, 9000)
+    assert first(failure(1, None, 2000), late_exit) == 0
+    assert first(failure(2, None, 500), late_exit) == 2
+    assert first(failure(3, 10, 9500, pid=99999), late_exit) == 0  # a child's evidence tells no time of its parent
+    assert first(failure(4, None, None), failure(5, None, None)) == 4
+    assert first(failure(6, None, None), late_exit) == 0
+
+
+def test_the_stack_of_a_fatal_signal_is_the_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    code = (
+        "import faulthandler, resource; from phalanx._core import evidence\n"
+        "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
+        "assert evidence.catch_fatal_signals()\n"
+        "def crash(): faulthandler._sigsegv()\n"
+        "crash()\n"
+    )
+    process, _ = run(code, path)
+    assert process.returncode == -signal.SIGSEGV
+    failure = ProcessFailure(0, process.pid, process.returncode, str(path))
+    assert failure.message == f"Signal 11 (SIGSEGV) received by PID {process.pid}"
+    assert "in crash" in failure.traceback
+    assert ProcessFailure(0, process.pid, -9, str(path)).traceback == ""
+    evidence.remove_empty(str(path))
+    assert os.listdir(tmp_path) == ["error.json.fatal"]
+
+
+def test_the_file_for_fatal_signals_is_removed_when_nothing_happened(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    code = "from phalanx._core import evidence; assert evidence.catch_fatal_signals(); evidence.catch_fatal_signals()"
+    assert run(code, path)[0].returncode == 0
+    assert os.listdir(tmp_path) == ["error.json.fatal"]
+    evidence.remove_empty(str(path))
+    evidence.remove_empty(str(path))
+    assert os.listdir(tmp_path) == []
+
+
+# --- record -----------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+from phalanx.errors import record
+@record
+def main():
+    {}
+main()
+print("went on", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    "body, exitcode, recorded",
+    [
+        ("pass", 0, None),
+        ("sys.exit(0)", 0, None),
+        ("sys.exit()", 0, None),
+        ("sys.exit(3)", 3, None),
+        ("sys.exit('bad')", 1, None),
+        ("raise ValueError('x')", 1, "ValueError: x"),
+        ("raise BaseExceptionGroup('two', [ValueError()])", 1, "ExceptionGroup: two (1 sub-exception)"),
+        ("raise KeyboardInterrupt", -signal.SIGINT, None),
+        ("import os; os.kill(os.getpid(), 9)", -9, None),
+    ],
+)
+def test_record_in_a_process(tmp_path: Path, body: str, exitcode: int, recorded: str | None) -> None:
+    path = tmp_path / "error.json"
+    process, stderr = run(SCRIPT.format(body), path)
+    assert process.returncode == exitcode
+    assert ("went on" in stderr) == (exitcode == 0)
+    failure = ProcessFailure(0, process.pid, process.returncode, str(path))
+    if recorded is None:
+        assert os.listdir(tmp_path) == []
+        return
+    assert failure.message == recorded
+    assert failure.evidence_ns is not None
+    assert set(failure.traceback.splitlines()) <= set(stderr.splitlines())
+    assert "in main" in failure.traceback
+    assert "phalanx" not in stderr
+
+
+def test_record_in_a_process_that_cannot_write(tmp_path: Path) -> None:
+    process, stderr = run(SCRIPT.format("raise ValueError('x')"), tmp_path / "gone" / "error.json")
+    assert process.returncode == 1
+    assert stderr.rstrip().endswith("ValueError: x")
+    assert "During handling" not in stderr
+
+
+def test_record_prints_the_stack_on_a_fatal_signal(tmp_path: Path) -> None:
+    body = "import faulthandler as f, resource as r; r.setrlimit(r.RLIMIT_CORE, (0, 0)); f._sigsegv()"
+    process, stderr = run(SCRIPT.format(body), tmp_path / "error.json")
+    assert process.returncode == -signal.SIGSEGV
+    assert "in main" in stderr
+
+
+def test_record_keeps_name_arguments_and_value(error_file: Path) -> None:
+    @record
+    def add(a: int, *, b: int) -> int:
+        """Add."""
+        return a + b
+
+    assert add(1, b=2) == 3
+    assert (add.__name__, add.__doc__) == ("add", "Add.")
+    assert not error_file.exists()
+
+
+def test_record_with_parentheses_and_a_handler() -> None:
+    class Kept(ErrorHandler):
+        def __init__(self) -> None:
+            self.seen: list[BaseException | None] = []
+
+        def initialize(self) -> None:
+            self.seen.append(None)
+
+        def record_exception(self, e: BaseException) -> None:
+            self.seen.append(e)
+            raise RuntimeError("the handler's own trouble")
+
+    kept = Kept()
+
+    @record(error_handler=kept)
+    def main() -> None:
+        raise ValueError("x")
+
+    with pytest.raises(ValueError, match="x") as caught:
+        main()
+    assert kept.seen == [None, caught.value]
+    assert [entry.name for entry in traceback.extract_tb(caught.value.__traceback__)][1:] == ["main"]
+
+
+def test_record_of_a_coroutine_function(error_file: Path) -> None:
+    @record()
+    async def main(how: BaseException) -> None:
+        await asyncio.sleep(0)
+        raise how
+
+    async def all_ways() -> None:
+        await main(SystemExit(0))
+        with pytest.raises(asyncio.CancelledError):
+            await main(asyncio.CancelledError())
+        assert os.listdir(error_file.parent) == []
+        with pytest.raises(ValueError, match="x"):
+            await main(ValueError("x"))
+
+    assert inspect.iscoroutinefunction(main)
+    asyncio.run(all_ways())
+    assert "recorded" not in info(error_file)["py_callstack"]
+    assert "in main" in info(error_file)["py_callstack"]
+
+
+def test_a_failed_launcher_passes_the_root_cause_on(error_file: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root.json"
+    evidence.write_error_file(str(root), "ROOT", "its traceback", pid=5, monotonic_ns=1)
+
+    @record
+    def launcher() -> None:
+        late = ProcessFailure(1, 6, 1, "<N/A>", observed_ns=100)
+        raise ChildFailedError("x", {1: late, 0: ProcessFailure(0, 5, 7, str(root), observed_ns=200)})
+
+    with pytest.raises(ChildFailedError):
+        launcher()
+    ours = ProcessFailure(0, os.getpid(), 1, str(error_file))
+    assert (ours.message, ours.traceback) == ("ROOT", "its traceback")
+    assert ours.error_file_data["message"]["errorCode"] == 7
+    assert info(error_file)["origin_pid"] == 5
+    assert ours.evidence_ns is not None
+    assert ours.evidence_ns > 1
+    # What goes on to be raised does not replace what was passed on.
+    assert evidence.record(ValueError("later"))
+    assert ProcessFailure(0, os.getpid(), 1, str(error_file)) == ours
+
+
+@pytest.mark.parametrize("contents", [None, b'{"message": {"mess'])
+def test_a_failed_launcher_without_a_root_cause_file_records_its_report(
+    error_file: Path, tmp_path: Path, contents: bytes | None
+) -> None:
+    root = tmp_path / "root.json"
+    if contents is not None:
+        root.write_bytes(contents)
+
+    @record
+    def launcher() -> None:
+        raise ChildFailedError("inner", {0: ProcessFailure(0, 5, -9, str(root))})
+
+    with pytest.raises(ChildFailedError):
+        launcher()
+    message = json.loads(error_file.read_text())["message"]["message"]
+    assert "inner FAILED" in message
+    assert "Signal 9 (SIGKILL) received by PID 5" in message
+
+
+def test_dump_error_file(
+    error_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "root.json"
+    handler = errors.get_error_handler()
+    with pytest.raises(FileNotFoundError):
+        handler.dump_error_file(str(root))
+    root.write_text("{")
+    with pytest.raises(ValueError, match="half written"):
+        handler.dump_error_file(str(root))
+    root.write_text('{"message": "flat", "more": 1}')
+    handler.dump_error_file(str(root), 3)
+    assert "no place for the error code 3" in caplog.text
+    data = json.loads(error_file.read_text())
+    assert (data["more"], data["message"]["message"]) == (1, "flat")
+    assert data["message"]["extraInfo"]["pid"] == os.getpid()
+    error_file.unlink()
+    monkeypatch.delenv(evidence.ERROR_FILE_ENV)
+    handler.dump_error_file(str(root))
+    assert not error_file.exists()
+
+
+# --- ChildFailedError, Outcome ----------------------------------------------------------------------------------------
+
+
+def test_a_child_failed_error_travels() -> None:
+    error = ChildFailedError(
+        "train.py",
+        {3: ProcessFailure(3, 7, 1, "<N/A>")},
+        outcomes={0: Outcome(0, 6, "stopped", -15, 15)},
+        log_dir="/logs",
+    )
+    error.add_note("while testing")
+    copy = pickle.loads(pickle.dumps(error))
+    assert str(copy) == str(error)
+    assert (copy.name, copy.failures, copy.outcomes) == (error.name, error.failures, error.outcomes)
+    assert copy.__notes__ == ["while testing"]
+
+
+def test_a_child_failed_error_needs_a_failure() -> None:
+    with pytest.raises(ValueError, match="at least one failure"):
+        ChildFailedError("x", {})
+
+
+@pytest.mark.parametrize(
+    "outcome, words",
+    [
+        (Outcome(0, 5, "succeeded", 0), "succeeded"),
+        (Outcome(0, 5, "failed", -11), "failed: died of signal 11 (SIGSEGV)"),
+        (Outcome(0, 5, "stopped", -15, 15), "stopped by us (SIGTERM)"),
+        (Outcome(0, 5, "stopped", -9, 9), "stopped by us (SIGKILL)"),
+        (Outcome(0, 5, "stopped", 3, 15), "stopped by us (SIGTERM), exited with code 3"),
+        (Outcome(0, 5, "abandoned", None, 9), "abandoned: pid 5 still there after SIGKILL"),
+        (Outcome(0, 5, "abandoned"), "abandoned: pid 5 still there"),
+    ],
+)
+def test_outcomes_in_words(outcome: Outcome, words: str) -> None:
+    assert outcome.describe() == words
+    assert pickle.loads(pickle.dumps(outcome)) == outcome
+
+
+def test_an_outcome_has_one_of_four_states() -> None:
+    with pytest.raises(ValueError, match="one of succeeded, failed, stopped, abandoned; got 'gone'"):
+        Outcome(0, 5, "gone")
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+@given(st.sets(st.integers(0, 60)))
+def test_rank_ranges_can_be_read_back(ranks: set[int]) -> None:
+    read_back: list[int] = []
+    for part in filter(None, format_ranks(ranks).split(", ")):
+        first, _, last = part.partition("-")
+        read_back += range(int(first), int(last or first) + 1)
+    assert read_back == sorted(ranks)
+
+
+def failed(
+    rank: int, message: str = "", stack: str = "", *, pid: int = 0, exitcode: int = 1, **more: Any
+) -> ProcessFailure:
+    """A failure with a fixed time and host."""
+    failure = ProcessFailure(rank, pid or 100 + rank, exitcode, "<N/A>", host="node1", observed_ns=1000 + rank, **more)
+    return failure.replace(timestamp=0, traceback=stack, message=message or failure.message)
+
+
+@pytest.fixture
+def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.mark.usefixtures("utc")
+def test_the_shortest_report() -> None:
+    assert (
+        str(ChildFailedError("true.sh", {0: failed(0, exitcode=-9, detail="SIGKILL, not sent by us")}))
+        == """
+========================================================================
+true.sh FAILED
+------------------------------------------------------------------------
+Root Cause (first observed failure):
+  time      : 1970-01-01_00:00:00
+  host      : node1
+  rank      : 0 (local_rank: 0)
+  exitcode  : -9 (pid: 100) (SIGKILL)
+  error     : Signal 9 (SIGKILL) received by PID 100
+  detail    : SIGKILL, not sent by us
+========================================================================"""
+    )
+
+
+@pytest.mark.usefixtures("utc")
+def test_a_full_report() -> None:
+    def stack(pid: int, rank: int) -> str:
+        return (
+            "Traceback (most recent call last):\n"
+            f'  File "train.py", line 3, in step\n    fail(<object at 0x7f00{pid:08x}>)\n'
+            f"RuntimeError: [rank{rank}] no\n"
+        )
+
+    failures = {rank: failed(rank, f"RuntimeError: [rank{rank}] no", stack(100 + rank, rank)) for rank in (4, 5, 6, 9)}
+    failures[3] = failed(3, "RuntimeError: [rank3] no", stack(103, 3), stdout_file="/l/3/out", stderr_file="/l/3/err")
+    failures[8] = failed(8, exitcode=2, stderr_tail="Loading: 10%\rLoading: 90%\n\x1b[31musage: train\x1b[0m\n")
+    outcomes = {rank: Outcome(rank, 100 + rank, "stopped", -15, 15) for rank in (0, 1, 2)}
+    outcomes[7] = Outcome(7, 107, "abandoned", None, 9)
+    outcomes[10] = Outcome(10, 110, "succeeded", 0)
+    outcomes[3] = Outcome(3, 103, "failed", 1)
+    assert (
+        format_report("train.py", failures, outcomes=outcomes, log_dir="/l")
+        == """\
+========================================================================
+train.py FAILED
+------------------------------------------------------------------------
+Root Cause (first observed failure):
+  time      : 1970-01-01_00:00:00
+  host      : node1
+  rank      : 3 (local_rank: 3)
+  exitcode  : 1 (pid: 103)
+  stdout    : /l/3/out
+  stderr    : /l/3/err
+  error     : RuntimeError: [rank3] no
+  traceback :
+    Traceback (most recent call last):
+      File "train.py", line 3, in step
+        fail(<object at 0x7f0000000067>)
+    RuntimeError: [rank3] no
+  logs      : /l
+------------------------------------------------------------------------
+Other Failures:
+ranks 4-6, 9: the same
+rank 8:
+  time      : 1970-01-01_00:00:00
+  host      : node1
+  rank      : 8 (local_rank: 8)
+  exitcode  : 2 (pid: 108)
+  error     : exited with code 2; no error was recorded
+  last lines of stderr:
+    Loading: 90%
+    usage: train
+------------------------------------------------------------------------
+ranks 0-2: stopped by us (SIGTERM)
+rank 7: abandoned: pid 107 still there after SIGKILL
+rank 10: succeeded
+========================================================================"""
+    )
+
+
+def test_failures_that_differ_are_not_called_the_same() -> None:
+    failures = {0: failed(0, "ValueError: shape [3]"), 1: failed(1, "ValueError: shape [4]"), 2: failed(2, exitcode=-9)}
+    report = format_report("x", failures)
+    assert "the same" not in report
+    assert "ValueError: shape [4]" in report
+    same = {rank: failed(rank, exitcode=-9) for rank in range(8)}
+    assert "ranks 1-7: the same" in format_report("x", same)
+
+
+def test_a_report_is_bounded() -> None:
+    root = failed(0, "E: " + "x" * 10_000, "\n".join(f"line {n}" for n in range(5000)), stderr_tail="not shown")
+    others = {rank: failed(rank, f"E{'x' * rank}: no", "l\n" * 500) for rank in range(1, 200)}
+    report = format_report("x", {0: root, **others})
+    assert len(report.splitlines()) < 800
+    assert max(map(len, report.splitlines())) < 600
+    assert "4880 lines left out" in report
+    assert "line 4999" in report
+    assert "not shown" not in report
+
+
+def test_nothing_in_a_report_can_act_on_a_terminal() -> None:
+    nasty = "\x1b[2Ja\x00b\x1b]0;title\x07c\x08\udc80\x9b2J"
+    failure = failed(0, nasty, nasty + "\ntail", detail=nasty, stdout_file=nasty)
+    report = format_report(nasty, {0: failure}, log_dir=nasty)
+    assert "a\\x00bc\\x08\\udc80\\x9b2J" in report
+    assert not set(report) - {"\n"} & set(map(chr, [*range(32), *range(127, 160)]))
+    report.encode()
+
+
+def test_a_style_sees_each_line_and_its_kind() -> None:
+    seen = []
+
+    def style(kind: str, line: str) -> str:
+        seen.append(kind)
+        return f"<{line}>"
+
+    report = format_report("x", {0: failed(0), 1: failed(1)}, style=style)
+    assert all(line.startswith("<") and line.endswith(">") for line in report.splitlines())
+    assert set(seen) == {"rule", "title", "heading", "field", "error"}
+
+
+# --- the module -------------------------------------------------------------------------------------------------------
+
+
+def test_the_well_known_names() -> None:
+    from phalanx.multiprocessing import errors as known
+
+    assert {name: getattr(known, name) for name in known.__all__} == {
+        name: getattr(errors, name) for name in known.__all__
+    }
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        errors.nothing  # noqa: B018
+    assert all(hasattr(errors, name) for name in errors.__all__)
+
+
+def test_the_import_is_cheap(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys; before = set(sys.modules); import phalanx.errors\n"
+        "print(*sorted(name for name in set(sys.modules) - before if not name.startswith('phalanx')))\n"
+    )
+    with start(code, tmp_path / "error.json") as process:
+        assert process.communicate(timeout=30) == ("__future__\n", "")
