@@ -1,0 +1,62 @@
+"""The deadline heap: what is due, and when the next thing is. Owns order in time; never waits itself."""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from itertools import count
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # the keeper imports this module and pays for no typing
+    from collections.abc import Callable
+
+
+class Deadline:
+    """One moment with something to do at it. ``cancel`` is idempotent and costs nothing."""
+
+    __slots__ = ("action", "at")
+
+    def __init__(self, at: float, action: Callable[[], None]) -> None:
+        self.at = at
+        self.action: Callable[[], None] | None = action
+
+    def cancel(self) -> None:
+        """Forget the action; the entry leaves the heap when its time comes."""
+        self.action = None
+
+
+class Deadlines:
+    """Deadlines in order of their time; equal times in order of arrival.
+
+    >>> due = Deadlines()
+    >>> first = due.add(2.0, lambda: None)
+    >>> due.next()
+    2.0
+    >>> first.cancel(); due.next() is None
+    True
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Deadline]] = []
+        self._arrival = count()
+
+    def add(self, at: float, action: Callable[[], None]) -> Deadline:
+        """Have ``action`` called by `run` once the clock shows ``at`` (seconds, monotonic)."""
+        deadline = Deadline(at, action)
+        heappush(self._heap, (at, next(self._arrival), deadline))
+        return deadline
+
+    def next(self) -> float | None:
+        """The time of the earliest live deadline, or None."""
+        heap = self._heap
+        while heap and heap[0][2].action is None:
+            heappop(heap)
+        return heap[0][0] if heap else None
+
+    def run(self, now: float) -> None:
+        """Call, in order, every action that is due at ``now``, once."""
+        while (at := self.next()) is not None and at <= now:
+            deadline = heappop(self._heap)[2]
+            action = deadline.action
+            deadline.action = None
+            if action is not None:
+                action()

@@ -1,0 +1,496 @@
+"""The helper process of a group: parent, subreaper and undertaker of every worker.
+
+Owns forking, exec'ing, reaping, signalling and the removal of all that the workers leave behind. It obeys one launcher
+over one socket, and when that socket closes it kills all of its descendants and leaves. It knows no table, no
+deadline of the group, and nothing of why a worker is wanted.
+
+It is two processes, the second a fork of the first that shares its pages:
+
+    launcher -- guard -- keeper -- workers
+
+Both are subreapers. When the keeper is killed, every process below it, however far it has run (setsid, double
+fork), becomes a child of the guard, which finishes the work and reports. When the guard is killed, the keeper does. A lone
+keeper with PR_SET_PDEATHSIG on its workers would lose their grandchildren to init; and arming it needs code in the child
+between fork and exec, which rules out posix_spawn(3) and costs half of the start-up time.
+
+It runs on its own (no site, no package beyond its own few modules), and is up in about 10 ms.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import select
+
+import _socket
+from phalanx._core import clock, linux, wire
+from phalanx._core.loop import READ, WRITE, Loop
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import signal
+    from collections.abc import Callable
+    from typing import Any
+
+    from phalanx._core.deadlines import Deadline
+else:
+    import _signal as signal  # the C half: `signal` builds enums for 3 ms
+
+Spec = tuple[int, bytes, list[bytes], dict[bytes, bytes], "str | None", "str | None", list[int]]
+"""A worker to be: rank, file to execute, argv, environment on top of the group's, stdout file, stderr file (None: the
+launcher's), and which of the given descriptors it inherits. When it inherits any, their numbers follow its argv."""
+
+LINGER = 0.05
+"""Seconds between SIGTERM and SIGKILL for what a worker left behind. Enough for a resource tracker, which ignores
+SIGTERM, to see its worker's end and unlink the shared memory that it tracks."""
+
+KILL_WAIT = 10.0
+"""Seconds that a SIGKILL is given. A process that outlives it sits in uninterruptible sleep, and is abandoned."""
+
+_MODE_FILE = 0o666  # the umask is the caller's
+_QUIET = ("HUP", "INT", "QUIT", "USR1", "USR2", "ALRM", "TERM", "STKFLT", "IO", "PWR", "VTALRM", "PROF")
+
+
+class Worker:
+    """A worker that has not been reaped: so its pid cannot have been reused."""
+
+    __slots__ = ("pid", "pidfd", "rank", "signalled")
+
+    def __init__(self, rank: int, pid: int) -> None:
+        self.rank = rank
+        self.pid = pid
+        self.pidfd = -1
+        self.signalled = 0
+
+    def gone(self) -> bool:
+        """Whether it has exited already, reaped or not."""
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
+
+class Keeper:
+    """One group's keeper. `keep` returns when nothing is left to keep."""
+
+    def __init__(self, sock: _socket.socket, call: Callable[[int, list[int]], None] | None = None) -> None:
+        self._channel = wire.Channel(sock)
+        self._call = call
+        self._loop = Loop()
+        self._workers: dict[int, Worker] = {}
+        self._sessions: set[int] = set()  # every worker leads one; its pid stays taken while the session has a member
+        self._null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        self._oom = linux.OomCounter()
+        self._reason: wire.Message = ()  # the last word, sent when all is swept
+        self._asked: set[int] = set()
+        self._sweep_timer: Deadline | None = None
+        self._lingered = False
+        self._killing = False
+        self._abandoning = False
+        self._leaving = False
+        self._guard = self._launcher = -1
+        self._signals = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def keep(self, launcher: int, guard: int) -> None:
+        """Serve until the group is gone. ``launcher`` is a pidfd, ``guard`` the pid of our parent.
+
+        The socket's end would tell of the launcher's death, were it not that any process that the launcher forks
+        inherits its side of the socket, and may outlive it.
+        """
+        self._guard = os.pidfd_open(guard)
+        self._launcher = launcher
+        self._loop.watch(self._guard, self._on_guard)
+        self._loop.watch(launcher, _bound(self._on_orphaned, launcher))
+        if os.getppid() != guard:
+            self._on_guard(READ)
+        self._run()
+
+    def finish_for(self, status: int) -> None:
+        """What the guard does when its keeper has ended with ``status``: become the keeper, and kill all."""
+        if status:
+            self._reason = ("lost", "keeper", os.waitstatus_to_exitcode(status))
+            self._loop.call(self._kill)
+            self._run()
+
+    def _run(self) -> None:
+        signal.signal(signal.SIGCHLD, _ignore)
+        signal.set_wakeup_fd(self._signals[1], warn_on_full_buffer=False)
+        self._loop.watch(self._signals[0], self._on_signal)
+        self._loop.watch(self._channel.fileno(), self._on_channel)
+        self._loop.run()
+
+    # --- the launcher's wishes
+
+    def _on_channel(self, events: int) -> None:
+        try:
+            if events & WRITE:
+                self._flush()
+            while (received := self._channel.receive()) is not None:
+                (verb, *arguments), fds = received
+                if verb == "start":
+                    self._start(*arguments, fds)  # type: ignore[arg-type]  # the launcher sends what `_start` takes
+                elif verb == "signal":
+                    self._signal(*arguments)  # type: ignore[arg-type]  # as above
+                elif verb == "sweep":
+                    self._sweep(*arguments)  # type: ignore[arg-type]  # as above
+                elif verb == "kill":
+                    self._kill()
+        except wire.Closed:
+            self._on_orphaned(self._channel.fileno())
+
+    def _on_orphaned(self, fd: int) -> None:
+        self._loop.forget(fd)
+        self._reason = self._reason or ("orphaned",)
+        self._kill()
+
+    def _send(self, *message: object) -> None:
+        """Send, or have `_flush` called when there is room. Sets ``_sent``."""
+        self._sent = True  # also when nobody is left to read: the socket is readable then, and `_on_channel` knows
+        try:
+            if not self._channel.send(message):
+                self._sent = False
+                self._loop.change(self._channel.fileno(), READ | WRITE)
+        except wire.Closed:
+            pass
+
+    def _flush(self) -> None:
+        if self._channel.flush():
+            self._loop.change(self._channel.fileno(), READ)
+            if self._leaving:
+                self._loop.stop()
+
+    # --- starting
+
+    def _start(self, fork: bool, base: dict[bytes, bytes], specs: list[Spec], fds: list[int]) -> None:  # noqa: FBT001 - positional on the wire
+        rank, doing = -1, ""
+        ignored = _ignored()
+        try:
+            for spec in specs:
+                rank, doing = spec[0], "opening its log files"
+                with _Outputs(self._null, spec[4], spec[5]) as outputs:
+                    doing = "starting it"
+                    given = [fds[index] for index in spec[6]]
+                    if fork:
+                        pid = self._fork(spec, base, outputs, given, fds)
+                    else:
+                        pid = self._spawn(spec, base, outputs, given, ignored)
+                self._workers[pid] = Worker(rank, pid)
+                self._sessions.add(pid)
+            _allow_descriptors(len(specs))
+            for worker in self._workers.values():
+                rank, doing = worker.rank, "watching it"
+                worker.pidfd = os.pidfd_open(worker.pid)
+        except OSError as error:
+            self._reason = ("start_failed", rank, doing, error.errno or 0, os.fsdecode(error.filename or ""))
+            for worker in self._workers.values():
+                if worker.pidfd >= 0:
+                    os.close(worker.pidfd)
+                    worker.pidfd = -1
+            self._kill()
+            return
+        finally:
+            for fd in fds:
+                os.close(fd)
+        self._send("started", [(worker.rank, pid) for pid, worker in self._workers.items()])
+        for worker in self._workers.values():
+            self._loop.watch(worker.pidfd, _bound(self._on_exit, worker))
+
+    def _spawn(
+        self, spec: Spec, base: dict[bytes, bytes], outputs: _Outputs, given: list[int], ignored: list[int]
+    ) -> int:
+        """Execute a file in a new process. posix_spawn(3) shares our memory until the exec, and reports its errno."""
+        _rank, path, argv, env, _stdout, _stderr, _which = spec
+        for fd in given:
+            os.set_inheritable(fd, True)
+        try:
+            return os.posix_spawn(
+                path,
+                [*argv, ",".join(map(str, given)).encode()] if given else argv,
+                {**base, **env},
+                file_actions=[(os.POSIX_SPAWN_DUP2, fd, target) for target, fd in outputs.fds],
+                setsid=True,
+                setsigmask=(),
+                setsigdef=ignored,
+            )
+        finally:
+            for fd in given:
+                os.set_inheritable(fd, False)
+
+    def _fork(
+        self, spec: Spec, base: dict[bytes, bytes], outputs: _Outputs, given: list[int], all_given: list[int]
+    ) -> int:
+        """Run the group's callable in a fork of ourselves."""
+        keeper = os.getpid()
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            linux.die_with_parent(keeper)
+            os.setsid()
+            signal.set_wakeup_fd(-1)
+            _fresh_signals()
+            for target, fd in outputs.fds:
+                os.dup2(fd, target)
+            outputs.close()
+            for fd in {*self._own_descriptors(), *all_given}.difference(given):
+                os.close(fd)
+            environ = {**base, **spec[3]}
+            for name in list(os.environb):
+                if name not in environ:
+                    del os.environb[name]
+            os.environb.update(environ)
+            gc.unfreeze()
+            gc.enable()
+            call = self._call
+            if call is None:
+                from phalanx._core.worker import serve as call
+            call(spec[0], given)
+        finally:
+            os._exit(70)  # the callable leaves by itself: EX_SOFTWARE is a mistake of ours (sysexits.h)
+
+    def _own_descriptors(self) -> list[int]:
+        """All that is open here and is none of a worker's business."""
+        loop = self._loop.descriptors()
+        return [self._channel.fileno(), self._guard, self._launcher, self._null, *self._signals, *loop]
+
+    # --- ends
+
+    def _on_signal(self, _events: int) -> None:
+        try:
+            while os.read(self._signals[0], 4096):
+                pass
+        except BlockingIOError:
+            pass
+        self._reap_adopted()
+
+    def _on_exit(self, worker: Worker) -> None:
+        """Epoll reports pidfds in the order in which the processes exited; wait4(-1) would go by age."""
+        pid, status, usage = os.wait4(worker.pid, os.WNOHANG)
+        if not pid:
+            return
+        moment = clock.now_ns()
+        self._loop.forget(worker.pidfd)
+        os.close(worker.pidfd)
+        del self._workers[pid]
+        killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == linux.SIGKILL
+        oom = self._oom.risen() if killed and worker.signalled != linux.SIGKILL else ""
+        if not self._reason:  # else the launcher hears one thing only
+            seconds = usage.ru_utime + usage.ru_stime
+            self._send("exit", worker.rank, status, moment, usage.ru_maxrss, seconds, oom)
+        self._reap_adopted()
+
+    def _reap_adopted(self) -> None:
+        """Reap orphans that have become our children. Workers are left to epoll, for the order of their exits."""
+        while True:
+            try:
+                info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                break
+            if info is None or (info.si_pid in self._workers and self._workers[info.si_pid].pidfd >= 0):
+                break
+            os.waitpid(info.si_pid, 0)
+            self._workers.pop(info.si_pid, None)
+            self._asked.discard(info.si_pid)
+        if self._sweep_timer is not None:
+            self._sweep_round()
+
+    def _on_guard(self, _events: int) -> None:
+        self._loop.forget(self._guard)
+        self._reason = ("lost", "guard", -linux.SIGKILL)
+        self._kill()
+
+    # --- signals
+
+    def _signal(self, number: int) -> None:
+        """Send ``number`` to every worker that has not exited, and say to which."""
+        moment = clock.now_ns()
+        reached = []
+        for worker in self._workers.values():
+            if not worker.gone():
+                os.kill(worker.pid, number)
+                if number != linux.SIGKILL:
+                    os.kill(worker.pid, signal.SIGCONT)  # a stopped process would not see it before the SIGKILL
+                worker.signalled = number
+                reached.append(worker.rank)
+        self._send("signalled", number, moment, reached)
+
+    # --- the end of everything
+
+    def _sweep(self, grace: float) -> None:
+        """Remove what the workers left: SIGTERM, a moment, SIGKILL.
+
+        Processes still in a worker's session are part of its job (``sh run.sh`` dies of the SIGTERM at once, the python
+        below it is saving its work): they have the ``grace`` seconds that are left of the group's. Daemons have `LINGER`.
+        """
+        if self._sweep_timer is None and not self._killing:
+            self._sweep_timer = self._loop.after(LINGER, self._linger_over)
+            self._loop.after(max(grace, LINGER), self._kill)
+            self._reap_adopted()
+
+    def _linger_over(self) -> None:
+        self._lingered = True
+        self._sweep_round()
+
+    def _kill(self) -> None:
+        if not self._killing:
+            self._killing = True
+            if self._workers and not self._reason:
+                self._signal(linux.SIGKILL)
+            if self._sweep_timer is not None:
+                self._sweep_timer.cancel()
+            self._sweep_timer = self._loop.after(KILL_WAIT, self._abandon)
+            self._reap_adopted()
+
+    def _abandon(self) -> None:
+        self._abandoning = True
+        self._sweep_round()
+
+    def _sweep_round(self) -> None:
+        """One look at our children: none, and we are done; else each is asked, or killed, until none is left.
+
+        They are not reaped, so their pids are theirs. Whatever they forked comes to us when they die.
+        """
+        left = self._own_children()
+        if not left or self._abandoning:
+            named = [(stat.pid, stat.comm, stat.state) for stat in map(linux.Stat, left)]
+            self._leave(*(self._reason or ("swept", named)))
+            return
+        for pid in left:
+            if self._killing or (self._lingered and linux.Stat(pid).session not in self._sessions):
+                os.kill(pid, linux.SIGKILL)
+            elif pid not in self._asked:
+                self._asked.add(pid)
+                os.kill(pid, signal.SIGTERM)
+                os.kill(pid, signal.SIGCONT)
+
+    def _leave(self, *last_word: object) -> None:
+        if not self._leaving:
+            self._leaving = True
+            self._loop.forget(self._signals[0])
+            self._send(*last_word)
+            if self._sent:
+                self._loop.stop()
+
+    def _own_children(self) -> list[int]:
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return []
+        return linux.children(os.getpid())
+
+
+class _Outputs:
+    """The descriptors that become a worker's 0, 1 and 2: a context that closes what it opened."""
+
+    def __init__(self, null: int, stdout: str | None, stderr: str | None) -> None:
+        self.fds = [(0, null)]
+        self._opened: list[int] = []
+        try:
+            for target, path in ((1, stdout), (2, stderr)):
+                if path is not None:
+                    # Appending, so that a file that is cut short while it is written grows from its new end.
+                    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+                    fd = os.open(path, flags, _MODE_FILE)
+                    self._opened.append(fd)
+                    self.fds.append((target, fd))
+        except OSError:
+            self.close()
+            raise
+
+    def __enter__(self) -> _Outputs:  # noqa: PYI034 - typing.Self would be an import on the keeper's start
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close what was opened."""
+        for fd in self._opened:
+            os.close(fd)
+        self._opened = []
+
+
+def keep(sock: _socket.socket, call: Callable[[int, list[int]], None] | None = None) -> None:
+    """Be guard and keeper at the end ``sock``, with ``call`` for workers that are forks of us. Does not return."""
+    try:
+        _fill_standard_descriptors()
+        _deaf()
+        gc.disable()  # nothing here makes cycles, and a collection would copy every page that is shared with a fork
+        gc.freeze()
+        linux.become_subreaper()
+        parent, guard = os.getppid(), os.getpid()
+        launcher = os.pidfd_open(parent)
+        if os.getppid() != parent:  # it died first, and the pid may be another's by now
+            os._exit(0)
+        keeper = os.fork()
+        if keeper == 0:
+            linux.become_subreaper()
+            Keeper(sock, call).keep(launcher, guard)
+        else:
+            _pid, status = os.waitpid(keeper, 0)
+            Keeper(sock).finish_for(status)
+        os._exit(0)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        raise
+    finally:
+        os._exit(70)
+
+
+def main(fd: int) -> None:
+    """The keeper as a program: the socket to its launcher is descriptor ``fd``. Does not return."""
+    keep(_socket.socket(fileno=fd))
+
+
+def _bound(method: Callable[[Any], None], argument: object) -> Callable[[int], None]:
+    return lambda _events: method(argument)
+
+
+def _ignore(_number: int, _frame: object) -> None:
+    """Have the signal interrupt, and do nothing. Unlike SIG_IGN, this does not outlive an exec."""
+
+
+def _deaf() -> None:
+    """Let no signal but SIGKILL and the stop signals end us: what is meant for the group goes to its launcher."""
+    for name in _QUIET:
+        signal.signal(getattr(signal, "SIG" + name), _ignore)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _ignored() -> list[int]:
+    """The signals that are ignored here, by Python or from whoever started the launcher (nohup, a shell's ``&``)."""
+    return [number for number in signal.valid_signals() if signal.getsignal(number) == signal.SIG_IGN]
+
+
+def _fresh_signals() -> None:
+    """Dispositions and mask as a new Python interpreter has them."""
+    for number in signal.valid_signals():
+        if number not in (linux.SIGKILL, signal.SIGSTOP):
+            try:
+                signal.signal(number, signal.SIG_DFL)
+            except OSError as error:  # those that the C library keeps for itself
+                if error.errno != errno.EINVAL:
+                    raise
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _fill_standard_descriptors() -> None:
+    """Open /dev/null on each of 0, 1, 2 that the launcher had closed, lest a log file or a socket lands there."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # noqa: PLR2004 - stderr
+        os.set_inheritable(fd, True)
+    os.close(fd)
+
+
+def _allow_descriptors(workers: int) -> None:
+    """Make room for a pidfd per worker. Only after the workers have started: they inherit the caller's limit."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = workers + 64
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))

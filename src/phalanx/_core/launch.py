@@ -1,0 +1,167 @@
+"""The launcher's end of the keeper: starts it, talks to it, and cleans up without it when it is gone.
+
+Owns the keeper's process and socket. Knows nothing of when a group should stop, or why.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+from signal import SIGCONT, SIGKILL, pidfd_send_signal
+
+from phalanx._core import clock, linux, wire
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MARK = b"PHALANX_GROUP"
+"""The environment variable that every worker of a group carries, and with it, unless it is removed on purpose,
+every process that a worker starts. Nested groups add to it: ``outer/inner``."""
+
+
+class Launch:
+    """A keeper, from its start to its reaping."""
+
+    def __init__(self) -> None:
+        self.token = os.urandom(8).hex()
+        self.channel: wire.Channel
+        self._guard = 0
+        self._popen: subprocess.Popen[bytes] | None = None
+
+    def environment(self) -> dict[bytes, bytes]:
+        """What a worker's environment is built on: ours, and the group's mark."""
+        base = dict(os.environb)
+        base[MARK] = b"/".join(filter(None, (base.get(MARK), self.token.encode())))
+        return base
+
+    def exec(self, flags: list[str]) -> None:
+        """Start a keeper in an interpreter of its own, with ``flags``. Raises OSError."""
+        ours, theirs = wire.pair()
+        try:
+            root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120 - pathlib costs 5 ms
+            fd = theirs.fileno()
+            code = f"import sys;sys.path.append({root!r});from phalanx._core.keeper import main;main({fd})"
+            command = [sys.executable, *flags, "-c", code]
+            # A session of its own: a Ctrl-C at the terminal is for the launcher.
+            self._popen = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+                command, stdin=subprocess.DEVNULL, pass_fds=[fd], start_new_session=True
+            )
+            self._guard = self._popen.pid
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self.channel = wire.Channel(ours)
+
+    def fork(self, call: Callable[[int, list[int]], None]) -> None:
+        """Start a keeper that is a fork of this process, whose workers each run ``call(rank, fds)``. Raises OSError."""
+        from phalanx._core import keeper  # before the fork: another thread may hold the lock of an import in the child
+
+        ours, theirs = wire.pair()
+        for stream in (sys.stdout, sys.stderr):  # what is in their buffers would be written once more by each fork
+            if stream is not None:
+                stream.flush()
+        try:
+            pid = os.fork()
+        except BaseException:
+            ours.close()
+            theirs.close()
+            raise
+        if pid == 0:
+            try:
+                ours.close()
+                os.setsid()
+                keeper.keep(theirs, call)
+            finally:
+                os._exit(70)
+        theirs.close()
+        self._guard = pid
+        self.channel = wire.Channel(ours)
+
+    def close(self, wait: float) -> int:
+        """Close the socket, reap the guard within ``wait`` seconds (kill it after), and return its exit code.
+
+        A keeper whose socket closes kills what it has and leaves: this is also the way out at any time.
+        """
+        self.channel.close()
+        try:
+            pidfd = os.pidfd_open(self._guard)
+        except OSError:  # reaped already, by a host that ignores SIGCHLD or waits for everybody
+            return self._reap()
+        try:
+            if not _wait([pidfd], wait):
+                os.kill(self._guard, SIGKILL)
+        finally:
+            os.close(pidfd)
+        return self._reap()
+
+    def break_silence(self) -> None:
+        """Kill a keeper that answers no more, so that its guard finishes its work and reports."""
+        try:
+            os.kill(self._guard, SIGCONT)
+            for pid in linux.children(self._guard):
+                pidfd = os.pidfd_open(pid)
+                try:
+                    if linux.Stat(pid).parent == self._guard:  # so the pidfd was opened on no other
+                        pidfd_send_signal(pidfd, SIGKILL)
+                finally:
+                    os.close(pidfd)
+        except OSError:  # gone meanwhile
+            pass
+
+    def kill_marked(self, wait: float) -> list[int]:
+        """Kill all that carries the group's mark, for when guard and keeper are both gone. Returns who is left.
+
+        The mark is the last resort: it sees through setsid and double forks, but not through a cleared environment.
+        """
+        deadline = clock.now() + wait
+        while True:
+            pidfds = {}
+            for stat in linux.processes():
+                if self._is_marked(stat.pid):
+                    try:
+                        pidfds[stat.pid] = os.pidfd_open(stat.pid)
+                        if linux.Stat(stat.pid).start == stat.start:
+                            pidfd_send_signal(pidfds[stat.pid], SIGKILL)
+                    except OSError:
+                        continue
+            left = _wait(list(pidfds.values()), max(0.0, deadline - clock.now()))
+            for pidfd in pidfds.values():
+                os.close(pidfd)
+            if not pidfds or not left:
+                return [] if left else list(pidfds)
+
+    def _is_marked(self, pid: int) -> bool:
+        return pid != os.getpid() and any(
+            entry.startswith(MARK + b"=") and self.token.encode() in entry for entry in linux.environ(pid)
+        )
+
+    def _reap(self) -> int:
+        if self._popen is not None:
+            return self._popen.wait()
+        try:
+            _pid, status = os.waitpid(self._guard, 0)
+        except ChildProcessError:
+            return 0
+        return os.waitstatus_to_exitcode(status)
+
+
+def _wait(pidfds: list[int], seconds: float) -> bool:
+    """Wait until all have exited, for at most ``seconds``. Returns whether they have."""
+    deadline = clock.now() + seconds
+    poll = select.poll()
+    waiting = set(pidfds)
+    for pidfd in waiting:
+        poll.register(pidfd, select.POLLIN)
+    while waiting:
+        ready = poll.poll(max(0.0, deadline - clock.now()) * 1000)
+        if not ready:
+            return False
+        for pidfd, _events in ready:
+            poll.unregister(pidfd)
+            waiting.discard(pidfd)
+    return True

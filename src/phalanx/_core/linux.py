@@ -1,0 +1,183 @@
+"""Every call that Linux has and Python lacks, and the reading of /proc and cgroup files. Probed by trying.
+
+Owns kernel interfaces; knows nothing of groups or workers.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+try:  # The C half of ctypes: all that a prctl(2) needs, 3 ms sooner than the whole. The keeper starts in 10.
+    from _ctypes import call_function as _call, dlopen as _dlopen, dlsym as _dlsym, get_errno as _get_errno
+except ImportError:  # an interpreter that names them otherwise
+    _call = None
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
+PR_SET_CHILD_SUBREAPER = 36
+IN_MODIFY = 0x002
+SIGKILL = 9
+
+
+def _libc(name: str, *args: object) -> int:
+    """Call a function of the C library that takes ints and bytes and returns an int, -1 for an error."""
+    if _call is not None:
+        # RTLD_NOW of the program itself; errno is copied by FUNCFLAG_USE_ERRNO only through the high-level API, so
+        # the result alone tells of failure.
+        return int(_call(_dlsym(_dlopen(None, os.RTLD_NOW), name), args))
+    import ctypes
+
+    return int(getattr(ctypes.CDLL(None), name)(*args))
+
+
+def prctl(option: int, value: int) -> None:
+    """prctl(2) with one number. Raises OSError."""
+    if _libc("prctl", option, value, 0, 0, 0) != 0:
+        raise OSError(errno.EINVAL, f"prctl({option}, {value})")
+
+
+def become_subreaper() -> None:
+    """Let the orphans among all descendants become our children, not init's (PR_SET_CHILD_SUBREAPER(2const))."""
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill us when the thread of ``parent`` that forked us ends; at once if it has already."""
+    prctl(PR_SET_PDEATHSIG, SIGKILL)
+    if os.getppid() != parent:  # it died between our fork and the arming: nobody will tell us any more
+        os.kill(os.getpid(), SIGKILL)
+
+
+def inotify() -> int:
+    """A new inotify(7) descriptor, non-blocking, close-on-exec. Raises OSError."""
+    fd = _libc("inotify_init1", os.O_NONBLOCK | os.O_CLOEXEC)
+    if fd < 0:
+        raise OSError(errno.EMFILE, "too many inotify instances or open files (fs.inotify.max_user_instances, ulimit -n)")
+    return fd
+
+
+def inotify_add(fd: int, path: str, mask: int = IN_MODIFY) -> int:
+    """Watch ``path``; returns the watch descriptor that events carry. Raises OSError."""
+    watch = _libc("inotify_add_watch", fd, os.fsencode(path), mask)
+    if watch < 0:
+        os.stat(path)  # the likeliest cause speaks for itself
+        raise OSError(errno.ENOSPC, "no inotify watch to be had (fs.inotify.max_user_watches)", path)
+    return watch
+
+
+class Stat:
+    """The fields of /proc/PID/stat (proc_pid_stat(5)) that identify a process and its place."""
+
+    __slots__ = ("comm", "group", "parent", "pid", "session", "start", "state")
+
+    def __init__(self, pid: int) -> None:
+        """Read them. Raises ProcessLookupError when there is no such process."""
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - pathlib is not imported on this path
+                text = file.read()
+        except (FileNotFoundError, ProcessLookupError):
+            raise ProcessLookupError(errno.ESRCH, "no such process", str(pid)) from None
+        head, _, tail = text.rpartition(b")")  # a name may hold anything, parentheses too
+        fields = tail.split()
+        self.pid = pid
+        self.comm = os.fsdecode(head.partition(b"(")[2])
+        self.state = fields[0].decode()
+        self.parent, self.group, self.session = (int(field) for field in fields[1:4])
+        self.start = int(fields[19])
+
+
+def children(pid: int) -> list[int]:
+    """The live and zombie children of ``pid``, from the kernel's own list, or by a look at every process."""
+    try:
+        found = []
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children", "rb") as file:  # noqa: PTH123 - as above
+                found += [int(child) for child in file.read().split()]
+        return found  # noqa: TRY300 - the reading as a whole may fail
+    except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN, or no such process
+        return [stat.pid for stat in processes() if stat.parent == pid]
+
+
+def processes() -> Iterator[Stat]:
+    """Every process that /proc shows."""
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                yield Stat(int(name))
+            except (ProcessLookupError, PermissionError):
+                continue
+
+
+def environ(pid: int) -> list[bytes]:
+    """The entries (b"NAME=value") of the environment with which ``pid`` was exec'ed; none when it cannot be read."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123 - as above
+            return file.read().split(b"\0")
+    except OSError:
+        return []
+
+
+class OomCounter:
+    """The kernel's count of OOM kills in the memory cgroup of this process, under cgroup v2 or v1.
+
+    v2: ``oom_kill`` of memory.events; v1: ``oom_kill`` of memory.oom_control (cgroups(7), and the kernel's
+    admin-guide/cgroup-v2). Both rise before the victim is sent its SIGKILL. Where neither can be read, nothing is claimed.
+    """
+
+    def __init__(self) -> None:
+        self._path = ""
+        self._last = 0
+        for path in self._candidates():
+            count = self._read(path)
+            if count is not None:
+                self._path, self._last = path, count
+                break
+
+    def risen(self) -> str:
+        """What rose since the last look, in words; "" when nothing did."""
+        count = self._read(self._path) if self._path else None
+        if count is None or count <= self._last:
+            return ""
+        before, self._last = self._last, count
+        return f"OOM kill: oom_kill in {self._path} rose from {before} to {count}"
+
+    @staticmethod
+    def _read(path: str) -> int | None:
+        try:
+            with open(path, "rb") as file:  # noqa: PTH123 - as above
+                for line in file:
+                    key, _, value = line.partition(b" ")
+                    if key == b"oom_kill":
+                        return int(value)
+        except (OSError, ValueError):
+            pass
+        return None
+
+    @staticmethod
+    def _candidates() -> Iterator[str]:
+        try:
+            with open("/proc/self/cgroup") as file:  # noqa: PTH123 - as above
+                groups = [line.rstrip("\n").split(":", 2) for line in file]
+            with open("/proc/self/mountinfo") as file:  # noqa: PTH123 - as above
+                mounts = [line.split() for line in file]
+        except OSError:
+            return
+        for mount in mounts:
+            # "36 35 98:0 /root /mount/point options [optional fields] - type source superoptions"
+            dash = mount.index("-")
+            kind, options, point = mount[dash + 1], mount[dash + 3].split(","), mount[4]
+            for _number, controllers, path in groups:
+                if kind == "cgroup2" and controllers == "":
+                    name = "memory.events"
+                elif kind == "cgroup" and "memory" in options and "memory" in controllers.split(","):
+                    name = "memory.oom_control"
+                else:
+                    continue
+                # In a container without a cgroup namespace the path is the host's, and the mount is already ours.
+                yield f"{point}{path.rstrip('/')}/{name}"
+                yield f"{point}/{name}"

@@ -1,0 +1,141 @@
+"""One blocking call per thread: epoll over descriptors, a wake-up, and the deadline heap. No tick.
+
+Owns waiting. Knows nothing of what is waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from _thread import allocate_lock
+from collections import deque
+
+from phalanx._core import clock
+from phalanx._core.deadlines import Deadline, Deadlines
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from _thread import LockType
+    from collections.abc import Callable
+
+READ = select.EPOLLIN
+WRITE = select.EPOLLOUT
+
+
+class Latch:
+    """A one-way gate between threads: closed, then open for ever.
+
+    Unlike `threading.Event` it holds no lock while it waits, so an exception that a signal handler raises in the
+    waiting thread (SignalException, KeyboardInterrupt) can never leave it locked.
+
+    >>> gate = Latch()
+    >>> gate.wait(0)
+    False
+    >>> gate.open(); gate.wait()
+    True
+    """
+
+    def __init__(self) -> None:
+        self._open = False
+        self._waiters: deque[LockType] = deque()
+
+    def __bool__(self) -> bool:
+        return self._open
+
+    def open(self) -> None:
+        """Let everybody through, now and later. Idempotent."""
+        self._open = True
+        while self._waiters:
+            self._waiters.popleft().release()
+
+    def wait(self, timeout: float = -1) -> bool:
+        """Wait until open, for at most ``timeout`` seconds (< 0: without limit). Returns whether it is open."""
+        if self._open or timeout == 0:
+            return self._open
+        turn = allocate_lock()
+        turn.acquire()
+        self._waiters.append(turn)
+        if self._open:  # opened between the first look and the append: nobody may come to release us
+            return True
+        # A lock waits at most TIMEOUT_MAX (292 years); more is the same as for ever.
+        return turn.acquire(timeout=min(timeout, 1e8) if timeout > 0 else -1)
+
+
+class Loop:
+    """Calls back when a descriptor is ready, when a deadline is due, or when another thread asks for it."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._callbacks: dict[int, Callable[[int], None]] = {}
+        self._deadlines = Deadlines()
+        self._calls: deque[Callable[[], None]] = deque()
+        self._stopped = False
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.watch(self._wakeup, self._woken)
+
+    def descriptors(self) -> list[int]:
+        """The loop's own descriptors, for a forked child to close."""
+        return [self._epoll.fileno(), self._wakeup]
+
+    def watch(self, fd: int, callback: Callable[[int], None], events: int = READ) -> None:
+        """Call ``callback(events)`` while ``fd`` is ready (level-triggered). Raises OSError (EPERM: not pollable)."""
+        self._epoll.register(fd, events)
+        self._callbacks[fd] = callback
+
+    def change(self, fd: int, events: int) -> None:
+        """Watch ``fd`` for other events."""
+        self._epoll.modify(fd, events)
+
+    def forget(self, fd: int) -> None:
+        """Stop watching ``fd``; before it is closed. Unknown descriptors are ignored."""
+        if self._callbacks.pop(fd, None) is not None:
+            self._epoll.unregister(fd)
+
+    def at(self, moment: float, action: Callable[[], None]) -> Deadline:
+        """Call ``action`` once at ``moment`` (seconds, monotonic)."""
+        return self._deadlines.add(moment, action)
+
+    def after(self, seconds: float, action: Callable[[], None]) -> Deadline:
+        """Call ``action`` once, ``seconds`` from now."""
+        return self._deadlines.add(clock.now() + seconds, action)
+
+    def call(self, action: Callable[[], None]) -> None:
+        """Have the loop's thread call ``action`` soon. The one method that any thread may use."""
+        self._calls.append(action)
+        try:
+            os.eventfd_write(self._wakeup, 1)
+        except OSError:  # closed: the loop has ended, and with it everything that could be asked of it
+            pass
+
+    def stop(self) -> None:
+        """Let `run` return after the current round."""
+        self._stopped = True
+
+    def run(self) -> None:
+        """Serve until `stop`."""
+        while not self._stopped:
+            self.once()
+
+    def once(self) -> None:
+        """Wait for something, and serve what is there, in the order in which the kernel reports it."""
+        due = self._deadlines.next()
+        timeout = None if due is None else max(0.0, due - clock.now())
+        # epoll's ready list is first come, first served; all of it is taken so that the order holds across calls.
+        for fd, events in self._epoll.poll(timeout, len(self._callbacks)):
+            callback = self._callbacks.get(fd)
+            if callback is not None:  # else forgotten by an earlier callback of this round
+                callback(events)
+        self._deadlines.run(clock.now())
+
+    def close(self) -> None:
+        """Give the descriptors back. Not while `run` is under way. Idempotent."""
+        if self._wakeup >= 0:
+            wakeup, self._wakeup = self._wakeup, -1
+            self._epoll.close()
+            os.close(wakeup)
+            self._callbacks.clear()
+
+    def _woken(self, _events: int) -> None:
+        os.eventfd_read(self._wakeup)
+        while self._calls:
+            self._calls.popleft()()

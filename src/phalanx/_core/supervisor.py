@@ -1,0 +1,364 @@
+"""Carries out the group's table. Owns the group's one thread, and the record of what each worker did.
+
+It alone turns messages of the keeper into events, and actions into messages. It decides nothing (`group` does), touches
+no process (`keeper` and `launch` do), and does not know what a rank means to its job.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from signal import SIGTERM
+
+from phalanx._core import clock, group, wire
+from phalanx._core.exit import Exit
+from phalanx._core.group import Action, Event, State
+from phalanx._core.keeper import KILL_WAIT
+from phalanx._core.launch import Launch
+from phalanx._core.loop import READ, WRITE, Latch, Loop
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from phalanx._core.deadlines import Deadline
+    from phalanx._core.keeper import Spec
+    from phalanx._core.pump import Pump
+
+SILENCE = 2.0
+"""Seconds beyond its own last deadline after which a keeper that says nothing is taken for lost."""
+
+
+class KeeperLostError(RuntimeError):
+    """The helper process of a group was killed. Every process of the group has been killed with it."""
+
+
+class Worker:
+    """What is known of one worker. Written by the group's thread alone; read freely once the group has ended."""
+
+    __slots__ = (
+        "abandoned", "cpu_seconds", "exit", "exit_ns", "max_rss_kib", "oom", "order", "pid", "rank", "result",
+        "signalled", "signalled_ns",
+    )  # fmt: skip
+
+    def __init__(self, rank: int, pid: int) -> None:
+        self.rank = rank
+        self.pid = pid
+        self.exit: Exit | None = None
+        self.exit_ns = 0
+        self.order = -1
+        self.signalled: int | None = None
+        self.signalled_ns = 0
+        self.abandoned = ""
+        self.oom = ""
+        self.max_rss_kib = 0
+        self.cpu_seconds = 0.0
+        self.result: bytes | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended badly, and by itself as far as its exit tells."""
+        return self.exit is not None and not self.exit.ok and self.signalled is None
+
+
+class Supervisor:
+    """A group of workers, from start to end. Every method may be called from any thread."""
+
+    def __init__(
+        self, specs: Sequence[Spec], *, settle: float, fds: Sequence[int] = (), pump: Pump | None = None
+    ) -> None:
+        self.specs = specs
+        self.workers: dict[int, Worker] = {}
+        self.done = Latch()
+        self.state = State.STARTING
+        self.lost: KeeperLostError | None = None
+        self.left: list[tuple[int, str, str]] = []
+        self._settle = settle
+        self._fds = fds
+        self._pump = pump
+        self._launch = Launch()
+        self._loop = Loop()
+        self._up = Latch()
+        self._start_error: BaseException | None = None
+        self._grace_timer: Deadline | None = None
+        self._death_signal: int = SIGTERM
+        self._grace_until = 0.0
+        self._grace = 30.0
+        self._said_lost = ""
+        self._reports: wire.Channel | None = None
+        self._results: dict[tuple[int, int], bytes] = {}
+        self._thread: threading.Thread | None = None
+
+    # --- any thread
+
+    def start(
+        self,
+        flags: list[str] | None = None,
+        call: Callable[[int, list[int]], None] | None = None,
+        *,
+        fork: bool = False,
+        grace: float = 30.0,
+    ) -> None:
+        """Start the keeper and all workers; return when every worker runs, or raise, with none left, what went wrong.
+
+        ``flags`` are those of the keeper's interpreter; with ``call``, the keeper is a fork of this process instead.
+        ``fork`` has workers forked from the keeper rather than exec'ed. ``grace``: seconds between SIGTERM and SIGKILL after a failure.
+        """
+        self._grace = grace
+        try:
+            reports, theirs = wire.pair()
+            self._reports = wire.Channel(reports)
+            try:
+                if call is not None:
+                    self._launch.fork(call)
+                else:
+                    self._launch.exec(flags if flags is not None else ["-I", "-S"])
+                channel = self._launch.channel
+                # Report socket first: it is the one descriptor that every worker may need.
+                channel.send(
+                    ("start", fork, self._launch.environment(), list(self.specs)), [theirs.fileno(), *self._fds]
+                )
+                while not channel.flush():  # only a keeper that is not up yet leaves no room
+                    _writable(channel)
+            finally:
+                theirs.close()
+            self._loop.watch(channel.fileno(), self._on_message)
+            self._loop.watch(reports.fileno(), self._on_report)
+            self._thread = threading.Thread(target=self._run, name="phalanx", daemon=True)
+            self._thread.start()
+        except BaseException:
+            self._release()
+            raise
+        try:
+            self._up.wait()
+        except BaseException:  # a signal handler's, while we waited
+            self.kill()
+            self.done.wait(KILL_WAIT)
+            raise
+        if self._start_error is not None:
+            self.done.wait()
+            raise self._start_error
+
+    def stop(self, death_signal: int, grace: float) -> None:
+        """Send ``death_signal`` to the live workers; SIGKILL follows after ``grace`` seconds. Returns at once."""
+
+        def stop() -> None:
+            self._death_signal = death_signal
+            self._grace = grace
+            self._see(Event.STOP)
+
+        self._loop.call(stop)
+
+    def kill(self) -> None:
+        """Kill every process of the group. Returns at once."""
+        self._loop.call(lambda: self._see(Event.KILL))
+
+    def join(self, timeout: float = -1) -> bool:
+        """Wait until the group has ended and nothing of it is left in this process. Returns whether it has."""
+        if not self.done.wait(timeout):
+            return False
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()  # it has nothing left to do
+        return True
+
+    # --- the group's thread
+
+    def _run(self) -> None:
+        try:
+            self._loop.run()
+        except BaseException as error:  # a mistake of ours: the group must not outlive its supervisor
+            if not self._up:
+                self._start_error = error
+            self.lost = self.lost or KeeperLostError(f"the group's supervisor failed: {error!r}")
+            self.lost.__cause__ = error
+            self.state = State.ENDED
+        finally:
+            self._release()
+            self._up.open()
+            self.done.open()
+
+    def _release(self) -> None:
+        """Let go of every descriptor and process."""
+        if self._pump is not None:
+            self._pump.close()
+        if hasattr(self._launch, "channel"):
+            self._launch.close(KILL_WAIT + SILENCE)
+        if self._reports is not None:
+            self._reports.close()
+        self._loop.close()
+
+    def _see(self, event: Event) -> None:
+        self.state, actions = group.step(self.state, event)
+        for action in actions:
+            _DO[action](self)
+
+    def _on_message(self, events: int) -> None:
+        channel = self._launch.channel
+        try:
+            if events & WRITE and channel.flush():
+                self._loop.change(channel.fileno(), READ)
+            while self.state is not State.ENDED and (received := channel.receive()) is not None:
+                (verb, *arguments), _fds = received
+                getattr(self, f"_on_{verb}")(*arguments)
+        except wire.Closed:
+            self._loop.forget(channel.fileno())
+            if self.state is not State.ENDED:
+                self._see(Event.KEEPER_LOST)
+
+    def _on_report(self, _events: int) -> None:
+        """Take results. A worker sends its own before it exits, so it is there when its exit is told."""
+        assert self._reports is not None
+        try:
+            while (received := self._reports.receive()) is not None:
+                (_verb, rank, pid), fds = received
+                with open(fds[0], "rb") as file:  # noqa: PTH123 - a descriptor, not a path
+                    file.seek(0)
+                    self._results[rank, pid] = file.read()  # type: ignore[index]  # the worker bootstrap sends ints
+        except wire.Closed:
+            self._loop.forget(self._reports.fileno())
+
+    def _on_started(self, pids: list[tuple[int, int]]) -> None:
+        for rank, pid in pids:
+            self.workers[rank] = Worker(rank, pid)
+        if self._pump is not None:
+            try:
+                self._pump.open(self._loop)
+            except OSError as error:
+                self._start_error = error
+                self._see(Event.KILL)
+                return
+        self._see(Event.STARTED)
+        self._up.open()
+
+    def _on_start_failed(self, rank: int, doing: str, number: int, filename: str) -> None:
+        what = os.strerror(number)
+        if number == errno.ENOENT and doing == "starting it":
+            what += " (is it there, and the interpreter that its first line names?)"
+        elif number in (errno.EMFILE, errno.ENFILE):
+            what += " (open files: see ulimit -n)"
+        elif number in (errno.EAGAIN, errno.ENOMEM):
+            what += " (processes or memory have run out: see ulimit -u and the cgroup's pids.max)"
+        elif number == errno.ENOEXEC:
+            what += " (a script needs a first line like #!/bin/sh)"
+        name = f": {filename}" if filename else ""
+        self._start_error = OSError(number, f"worker {rank} was not started; {doing} failed: {what}{name}")
+        self._see(Event.START_FAILED)
+
+    def _on_exit(self, rank: int, status: int, moment: int, rss: int, seconds: float, oom: str) -> None:
+        self._on_report(READ)
+        worker = self.workers[rank]
+        worker.result = self._results.pop((rank, worker.pid), None)
+        worker.exit, worker.exit_ns = Exit.of_status(status), moment
+        worker.order = sum(other.exit is not None for other in self.workers.values()) - 1
+        worker.max_rss_kib, worker.cpu_seconds, worker.oom = rss, seconds, oom
+        if worker.order == len(self.workers) - 1:
+            self._see(Event.ALL_ENDED)
+        else:
+            self._see(Event.ONE_SUCCEEDED if worker.exit.ok else Event.ONE_FAILED)
+
+    def _on_signalled(self, number: int, moment: int, ranks: list[int]) -> None:
+        for rank in ranks:
+            worker = self.workers[rank]
+            if worker.signalled is None:
+                worker.signalled_ns = moment
+            worker.signalled = number
+
+    def _on_swept(self, left: list[tuple[int, str, str]]) -> None:
+        self.left = left
+        states = {pid: state for pid, _comm, state in left}
+        for worker in self.workers.values():
+            if worker.exit is None:
+                state = states.get(worker.pid, "?")
+                worker.abandoned = f"still there {KILL_WAIT:g} s after SIGKILL, in state {state}"
+        self._see(Event.SWEPT)
+
+    def _on_lost(self, who: str, returncode: int) -> None:
+        how = f"killed by signal {-returncode}" if returncode < 0 else f"ended with exit code {returncode}"
+        self._said_lost = f"the group's {who} process was {how}" if returncode < 0 else f"the group's {who} process {how}"
+        self._see(Event.KEEPER_LOST)
+
+    # --- actions
+
+    def _tell(self, *message: object) -> None:
+        channel = self._launch.channel
+        try:
+            if not channel.send(message):
+                self._loop.change(channel.fileno(), READ | WRITE)
+        except wire.Closed:
+            pass  # readable at its end: `_on_message` sees it
+
+    def _arm_settle(self) -> None:
+        self._loop.after(self._settle, self._settled)
+
+    def _settled(self) -> None:
+        if self.state is State.SETTLING:
+            self._see(Event.SETTLED)
+
+    def _signal(self) -> None:
+        self._tell("signal", int(self._death_signal))
+
+    def _arm_grace(self) -> None:
+        until = clock.now() + self._grace
+        if self._grace_timer is not None:
+            until = min(until, self._grace_timer.at)  # asked twice: the sooner of the two, never later
+            self._grace_timer.cancel()
+        self._grace_timer = self._loop.at(until, self._grace_over)
+
+    def _grace_over(self) -> None:
+        if self.state in (State.STOPPING, State.SWEEPING):
+            self._see(Event.GRACE_OVER)
+
+    def _sweep(self) -> None:
+        left = 0.0 if self._grace_timer is None else max(0.0, self._grace_timer.at - clock.now())
+        self._tell("sweep", left)
+        self._loop.after(left + KILL_WAIT + SILENCE, self._silent)
+
+    def _kill(self) -> None:
+        self._tell("kill")
+        self._loop.after(KILL_WAIT + SILENCE, self._silent)
+
+    def _silent(self) -> None:
+        """The keeper has missed its own last deadline: let its guard take over, and after that, do without."""
+        if self.state is not State.ENDED:
+            self._said_lost = "the group's keeper answered no more, and was killed"
+            self._launch.break_silence()
+            self._loop.after(KILL_WAIT + SILENCE, self._give_up)
+
+    def _give_up(self) -> None:
+        if self.state is not State.ENDED:
+            self._see(Event.KEEPER_LOST)
+
+    def _finish(self) -> None:
+        if self._pump is None:
+            self._loop.stop()
+        else:
+            self._pump.finish(self._loop.stop)
+
+    def _finish_lost(self) -> None:
+        if not self._said_lost:  # guard and keeper at once
+            self._said_lost = "the group's keeper and its guard were killed"
+            self._launch.kill_marked(KILL_WAIT)
+        self.lost = KeeperLostError(f"{self._said_lost}; every process of the group was killed with it")
+        if not self._up:
+            self._start_error = self.lost
+        self._finish()
+
+
+_DO: dict[Action, Callable[[Supervisor], None]] = {
+    Action.ARM_SETTLE: Supervisor._arm_settle,
+    Action.SIGNAL: Supervisor._signal,
+    Action.ARM_GRACE: Supervisor._arm_grace,
+    Action.SWEEP: Supervisor._sweep,
+    Action.KILL: Supervisor._kill,
+    Action.FINISH: Supervisor._finish,
+    Action.FINISH_LOST: Supervisor._finish_lost,
+}
+
+
+def _writable(channel: wire.Channel) -> None:
+    import select
+
+    poll = select.poll()
+    poll.register(channel.fileno(), select.POLLOUT)
+    poll.poll()

@@ -1,0 +1,213 @@
+"""What runs in a function worker before and after the user's code.
+
+Owns the worker's side of the contract: unpickle, call, send the value back or leave evidence, exit. Knows nothing
+of the group, and as little as possible is imported here: it is on the start-up path of every worker.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import _socket
+from phalanx._core import evidence, linux, wire
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from phalanx._core.payload import Payload
+
+_REPORT, _PAYLOAD = 0, 1  # places among the descriptors that every function worker is given
+
+
+def main(rank: int) -> None:
+    """A worker in an interpreter of its own; the last word of its command line lists its descriptors."""
+    linux.die_with_parent(os.getppid())
+    sys.exit(_serve(rank, [int(fd) for fd in sys.argv[-1].split(",")], "spawn"))
+
+
+def serve(rank: int, fds: list[int]) -> None:
+    """A worker that is a fork of its keeper. Does not return."""
+    _leave(lambda: _serve(rank, fds, "forkserver"))
+
+
+def call(function: Callable[..., Any], arguments: tuple[Any, ...], rank: int, fds: list[int], launcher: int) -> None:
+    """A worker that is a fork of the launcher's, with its call in memory. Does not return."""
+    _leave(lambda: _run(lambda: (function, arguments), rank, fds[_REPORT], "fork", launcher))
+
+
+def _serve(rank: int, fds: list[int], method: str) -> int:
+    from phalanx._core.payload import Payload
+
+    payload = Payload(fds[_PAYLOAD], fds[2:])
+    index = payload.index
+    sys.path[:] = index["path"]
+    sys.argv[:] = index["argv"]
+
+    def load() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _load(payload, rank)
+
+    shared = index.get("multiprocessing")
+    return _run(load, rank, fds[_REPORT], method, index["launcher"], shared)
+
+
+def _load(payload: Payload, rank: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    try:
+        return payload.load(rank)
+    finally:
+        payload.close()
+
+
+def _run(
+    load: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]],
+    rank: int,
+    report: int,
+    method: str,
+    launcher: int,
+    shared: dict[str, Any] | None = None,
+) -> int:
+    """Do the work; within `multiprocessing`'s frame for a child where it is in use. Returns the exit code."""
+    evidence.catch_fatal_signals()
+    # A killed worker loses what is in its buffers, and a log that lags is no log.
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # the interpreter's own text streams
+    if shared is None and "multiprocessing.process" not in sys.modules:
+        return _work(load, rank, report)
+    from multiprocessing import get_context, process
+
+    current = process.current_process()
+    if shared is not None:
+        current.authkey = shared["authkey"]
+        # The flag under which multiprocessing lets authentication keys be unpickled, as its own children do.
+        current._inheriting = True  # type: ignore[attr-defined]  # multiprocessing.spawn sets it so
+    code = 0
+
+    def body() -> None:
+        nonlocal code
+        code = _work(load, rank, report)
+
+    child = get_context(method).Process(target=body, name=f"Process-{rank + 1}")  # type: ignore[attr-defined]  # typeshed lacks it on the base
+    child._parent_pid = launcher
+    # A pidfd serves as the sentinel of the parent: readable once it has ended, as multiprocessing expects.
+    child._bootstrap(os.pidfd_open(launcher))
+    return code
+
+
+def _work(load: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]], rank: int, report: int) -> int:
+    me = os.getpid()
+    try:
+        try:
+            function, arguments = load()
+        except Exception as error:
+            error.add_note(f"The function or the arguments of rank {rank} could not be unpickled in the worker.")
+            raise
+        value = function(*arguments)
+    except SystemExit as leave:
+        code = _exit_code(leave)
+        if code:
+            return code
+        value = None
+    except KeyboardInterrupt as error:
+        _record(error)
+        return _die_of_interrupt()
+    except BaseException as error:  # noqa: BLE001 - the worker's whole purpose is to tell
+        _record(error)
+        return 1
+    if os.getpid() != me:  # a fork of the function's own that came back: it has no value to report
+        return 0
+    try:
+        _send(report, rank, value)
+    except BaseException as error:  # noqa: BLE001 - as above
+        _record(error)
+        return 1
+    return 0
+
+
+def _send(report: int, rank: int, value: object) -> None:
+    from phalanx._core.payload import pack_value
+
+    memfd = pack_value(value)
+    channel = wire.Channel(_socket.socket(fileno=report))
+    try:
+        sent = channel.send(("result", rank, os.getpid()), [memfd])
+        while not sent:
+            import select
+
+            poll = select.poll()
+            poll.register(channel.fileno(), select.POLLOUT)
+            poll.poll()
+            sent = channel.flush()
+    except wire.Closed:  # nobody waits for it any more
+        pass
+    finally:
+        channel.close()
+        os.close(memfd)
+
+
+def _record(error: BaseException) -> None:
+    """Leave evidence, and print the traceback where a plain interpreter would: to stderr, if that is a log file."""
+    # Our own frames, above the user's, are nobody's concern.
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, _payload_file()):
+        trace = trace.tb_next
+    if trace is not None:
+        error.__traceback__ = trace
+    evidence.record(error)
+    if os.environ.get("PHALANX_STDERR_LOGGED"):
+        print(evidence.describe(error)[1], end="", file=sys.stderr, flush=True)  # noqa: T201 - as above
+
+
+def _payload_file() -> str:
+    return getattr(sys.modules.get("phalanx._core.payload"), "__file__", None) or __file__
+
+
+def _exit_code(leave: SystemExit) -> int:
+    """The exit code of ``sys.exit(...)``, as the interpreter would find it."""
+    if leave.code is None:
+        return 0
+    if isinstance(leave.code, int):
+        return leave.code & 0xFF
+    print(leave.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
+    return 1
+
+
+def _die_of_interrupt() -> int:
+    """End by SIGINT, as an interpreter does, so that whoever reaps us sees what happened."""
+    import signal
+
+    _flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
+    return 130
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):  # closed by the user, or a full disk
+            pass
+
+
+def _leave(run: Callable[[], int]) -> None:
+    """Run a forked worker's work as if the interpreter were its own, and end the process."""
+    import atexit
+    import threading
+
+    code = 1
+    try:
+        atexit._clear()  # the launcher's and the keeper's exit handlers are not ours to run
+        if "multiprocessing.util" in sys.modules:
+            atexit.register(sys.modules["multiprocessing.util"]._exit_function)
+        sys.stdin = open(0, closefd=False)  # noqa: PTH123, SIM115 - a descriptor for the life of the process
+        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: PTH123, SIM115 - as above
+        sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: PTH123, SIM115 - as above
+        code = run()
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter's end does
+        atexit._run_exitfuncs()
+    finally:
+        _flush()
+        os._exit(code)

@@ -1,0 +1,444 @@
+"""A started group as its owner sees it: wait, pids, close, and the result.
+
+Owns the meaning of results: which rank failed by itself, which was stopped by us, what each left behind. How processes are
+started and stopped is the engine's business.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+
+from phalanx._core import evidence
+from phalanx._core.supervisor import Supervisor
+from phalanx._core.value import Value
+from phalanx.errors import Outcome, ProcessFailure, signal_name
+from phalanx.multiprocessing import _console, _signals
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import TracebackType
+    from typing import Any, Self
+
+    from phalanx._core.keeper import Spec
+    from phalanx._core.supervisor import Worker
+    from phalanx.multiprocessing._logs import LogsDest, LogsSpecs
+
+SETTLE = 0.1
+"""Seconds after the first failure in which peers may leave evidence of their own before they are stopped."""
+
+GRACE = 30.0
+"""Seconds between the death signal and SIGKILL."""
+
+_TAIL_LINES = 20
+_TAIL_BYTES = 8192
+_STACK_SIGNALS = (signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
+
+
+class RunProcsResult(Value):
+    """What became of a group that has ended.
+
+    Attributes:
+        return_values: What each rank returned that succeeded (None for a binary).
+        failures: Each rank that failed by itself, never one that we stopped.
+        stdouts, stderrs: The files of each rank's streams (``""``: the launcher's own stream).
+        root_cause: The failure that came first: by the moment at which its evidence was recorded in the worker, else
+            by its exit, in the order in which the kernel reported it; None when there is none.
+        outcomes: For every rank: succeeded, failed, stopped by us, or abandoned.
+    """
+
+    __slots__ = (  # noqa: RUF023 - the order is that of the arguments
+        "return_values", "failures", "stdouts", "stderrs", "root_cause", "outcomes",
+    )  # fmt: skip
+
+    return_values: dict[int, Any]
+    failures: dict[int, ProcessFailure]
+    stdouts: dict[int, str]
+    stderrs: dict[int, str]
+    root_cause: ProcessFailure | None
+    outcomes: dict[int, Outcome]
+
+    def __init__(
+        self,
+        return_values: dict[int, Any] | None = None,
+        failures: dict[int, ProcessFailure] | None = None,
+        stdouts: dict[int, str] | None = None,
+        stderrs: dict[int, str] | None = None,
+        outcomes: dict[int, Outcome] | None = None,
+    ) -> None:
+        failures = failures or {}
+        self._store(
+            return_values=return_values or {},
+            failures=failures,
+            stdouts=stdouts or {},
+            stderrs=stderrs or {},
+            root_cause=min(failures.values(), key=lambda failure: failure.first_key, default=None),
+            outcomes=outcomes or {},
+        )
+
+    def is_failed(self) -> bool:
+        """Whether any rank failed by itself."""
+        return bool(self.failures)
+
+
+class PContext(ABC):
+    """A group of processes that is started, waited for and closed as one. Use `start_processes` to get a started one.
+
+    A context manager: leaving it closes the group. Each method may be called from any thread.
+
+    Args:
+        name: What the group is called, in reports.
+        entrypoint: A callable, or the name or path of a binary.
+        args: The positional arguments of each local rank.
+        envs: The environment variables of each local rank, on top of the caller's.
+        logs_specs: Where output goes.
+        log_line_prefixes: What stands before each teed line of a rank; default ``[rank] ``.
+        settle: Seconds after the first failure before the others are stopped (default 0.1).
+        grace: Seconds between SIGTERM and SIGKILL when a failure stops the others (default 30).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        entrypoint: Callable[..., Any] | str,
+        args: Mapping[int, tuple[Any, ...]],
+        envs: Mapping[int, Mapping[str, str]],
+        logs_specs: LogsSpecs,
+        log_line_prefixes: Mapping[int, str] | None = None,
+        *,
+        settle: float = SETTLE,
+        grace: float = GRACE,
+    ) -> None:
+        self.name = name
+        self.entrypoint = entrypoint
+        self.args = dict(args)
+        self.envs = {rank: dict(env) for rank, env in envs.items()}
+        self.nprocs = len(self.args)
+        self.log_line_prefixes = log_line_prefixes
+        self.logs: LogsDest
+        self._logs_specs = logs_specs
+        self._settle = settle
+        self._grace = grace
+        self._supervisor: Supervisor | None = None
+        self._handles_signals = False
+        self._result: RunProcsResult | None = None
+
+    def start(self) -> None:
+        """Start every worker, or none.
+
+        Raises OSError when a worker or the keeper cannot be started (what had started is gone then), TypeError for what
+        cannot be pickled, and whatever the logs specs raise. On the main thread, a SIGTERM, SIGINT, SIGHUP or SIGQUIT
+        (see ``TORCHELASTIC_SIGNALS_TO_HANDLE``) from now on raises `SignalException`, until the group is closed.
+        """
+        if self._supervisor is not None:
+            msg = f"the group {self.name!r} has been started before"
+            raise RuntimeError(msg)
+        self._check()
+        self.logs = self._logs_specs.reify(self.envs)
+        self._handles_signals = _signals.acquire()
+        try:
+            self._supervisor = self._start()
+        except BaseException:
+            self._let_signals_go()
+            raise
+
+    def wait(self, timeout: float | None = -1, period: float = 1) -> RunProcsResult | None:  # noqa: ARG002 - `period` is historical
+        """Wait for the group to end: all succeeded, or one failed and the rest are down.
+
+        Args:
+            timeout: Seconds; 0 asks without blocking; negative or None waits for ever.
+            period: Accepted and without effect: nothing polls, the wait ends with the event that decides.
+
+        Returns:
+            The result, or None when the time is over. The same result again when called again.
+
+        Raises:
+            KeeperLostError: The group's helper process was killed, and with it the group.
+        """
+        supervisor = self._started()
+        if not supervisor.join(-1 if timeout is None or timeout < 0 else timeout):
+            return None
+        self.close()
+        if supervisor.lost is not None:
+            raise supervisor.lost
+        if self._result is None:
+            self._result = self._collect(supervisor)
+        return self._result
+
+    def pids(self) -> dict[int, int]:
+        """The process id of each local rank."""
+        return {rank: worker.pid for rank, worker in sorted(self._started().workers.items())}
+
+    def close(self, death_sig: signal.Signals | int | None = None, timeout: float = GRACE) -> None:
+        """End the group: ``death_sig`` (default SIGTERM), ``timeout`` seconds of grace, SIGKILL. Bounded, idempotent.
+
+        Returns when no process of the group is left, grandchildren and daemons included; a process that
+        outlives SIGKILL (uninterruptible sleep) is abandoned after 10 s and its rank's outcome says so. Called while
+        another close is under way, it sends its signal too and can only shorten the grace.
+        """
+        supervisor = self._supervisor
+        if supervisor is None:
+            return
+        if not supervisor.done:
+            death = signal.SIGTERM if death_sig is None else signal.Signals(death_sig)
+            if death == signal.SIGKILL or timeout <= 0:
+                supervisor.kill()
+            else:
+                supervisor.stop(death, timeout)
+            supervisor.join()
+        self._let_signals_go()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check(self) -> None:
+        """Refuse what cannot work, before anything is created."""
+
+    @abstractmethod
+    def _start(self) -> Supervisor: ...
+
+    @abstractmethod
+    def _value(self, worker: Worker) -> Any:
+        """What a worker that succeeded returned; raises when that cannot be known."""
+
+    def _environment(self, rank: int) -> dict[bytes, bytes]:
+        env = {os.fsencode(name): os.fsencode(value) for name, value in self.envs[rank].items()}
+        env[evidence.ERROR_FILE_ENV.encode()] = os.fsencode(self.logs.error_files[rank])
+        return env
+
+    def _spec(self, rank: int, path: str, argv: list[bytes], fds: list[int]) -> Spec:
+        logs = self.logs
+        env = self._environment(rank)
+        if logs.stderrs[rank] and not isinstance(self.entrypoint, str):
+            env[b"PHALANX_STDERR_LOGGED"] = b"1"
+        return (rank, os.fsencode(path), argv, env, logs.stdouts[rank] or None, logs.stderrs[rank] or None, fds)
+
+    def _supervise(self, specs: list[Spec], fds: list[int]) -> Supervisor:
+        pump = _console.pump(self.logs, self.log_line_prefixes)
+        return Supervisor(specs, settle=self._settle, fds=fds, pump=pump)
+
+    def _started(self) -> Supervisor:
+        if self._supervisor is None:
+            msg = f"the group {self.name!r} has not been started"
+            raise RuntimeError(msg)
+        return self._supervisor
+
+    def _let_signals_go(self) -> None:
+        if self._handles_signals:
+            self._handles_signals = False
+            _signals.release()
+        else:
+            _signals.tidy()
+
+    # --- the result
+
+    def _collect(self, supervisor: Supervisor) -> RunProcsResult:
+        values: dict[int, Any] = {}
+        failures: dict[int, ProcessFailure] = {}
+        outcomes: dict[int, Outcome] = {}
+        for worker in sorted(supervisor.workers.values(), key=lambda worker: (worker.order < 0, worker.order)):
+            state, failure = self._judge(worker, values)
+            code = None if worker.exit is None else worker.exit.returncode
+            outcomes[worker.rank] = Outcome(worker.rank, worker.pid, state, code, worker.signalled)
+            if failure is not None:
+                failures[worker.rank] = failure
+        for path in self.logs.error_files.values():
+            evidence.remove_empty(path)
+        by_rank = dict(sorted(values.items()))
+        logs = self.logs
+        return RunProcsResult(by_rank, failures, logs.stdouts, logs.stderrs, dict(sorted(outcomes.items())))
+
+    def _judge(self, worker: Worker, values: dict[int, Any]) -> tuple[str, ProcessFailure | None]:
+        if worker.exit is None:
+            return "abandoned", None
+        if worker.exit.ok:
+            if worker.signalled is not None and worker.result is None:
+                return "stopped", None
+            try:
+                values[worker.rank] = self._value(worker)
+            except Exception as error:  # noqa: BLE001 - unpickling runs code of the user's
+                error.add_note(f"The return value of rank {worker.rank} could not be unpickled in the launcher.")
+                self._write_evidence(worker, *evidence.describe(error), moment=worker.exit_ns)
+                return "failed", self._failure(worker)
+            return "succeeded", None
+        failure = self._failure(worker)
+        if worker.signalled is not None and (failure.evidence_ns is None or failure.evidence_ns > worker.signalled_ns):
+            return "stopped", None
+        return "failed", failure
+
+    def _failure(self, worker: Worker) -> ProcessFailure:
+        assert worker.exit is not None
+        rank, logs = worker.rank, self.logs
+        code, path = worker.exit.returncode, logs.error_files[rank]
+        if worker.exit.signal in _STACK_SIGNALS and not os.path.exists(path) and (stack := evidence.read_fatal(path)):
+            number = worker.exit.signal
+            message = f"Signal {number} ({signal_name(number)}) received by PID {worker.pid}"
+            self._write_evidence(worker, message, stack, moment=worker.exit_ns)
+        detail = ""
+        if worker.exit.signal == signal.SIGKILL:
+            detail = worker.oom or "SIGKILL, not sent by us"
+        return ProcessFailure(
+            rank,
+            worker.pid,
+            code,
+            path,
+            rank=self._global_rank(rank),
+            observed_ns=worker.exit_ns,
+            detail=detail,
+            stderr_tail=_tail(logs.stderrs[rank]),
+            stdout_file=logs.stdouts[rank],
+            stderr_file=logs.stderrs[rank],
+        )
+
+    def _write_evidence(self, worker: Worker, message: str, stack: str, *, moment: int) -> None:
+        try:
+            evidence.write_error_file(
+                self.logs.error_files[worker.rank], message, stack, monotonic_ns=moment, pid=worker.pid
+            )
+        except OSError:  # the log folder is gone, or its disk full: the failure still has its exit
+            return
+
+    def _global_rank(self, rank: int) -> int | None:
+        text = self.envs[rank].get("RANK", "")
+        return int(text) if text.isascii() and text.isdigit() else None
+
+
+class MultiprocessContext(PContext):
+    """A group whose workers run a function. ``start_method``: "spawn", "forkserver" or "fork"."""
+
+    def __init__(
+        self,
+        name: str,
+        entrypoint: Callable[..., Any],
+        args: Mapping[int, tuple[Any, ...]],
+        envs: Mapping[int, Mapping[str, str]],
+        start_method: str,
+        logs_specs: LogsSpecs,
+        log_line_prefixes: Mapping[int, str] | None = None,
+        **options: float,
+    ) -> None:
+        super().__init__(name, entrypoint, args, envs, logs_specs, log_line_prefixes, **options)
+        self.start_method = start_method
+
+    def _start(self) -> Supervisor:
+        from phalanx._core import payload
+
+        if self.start_method == "fork":
+            return self._start_by_fork()
+        assert callable(self.entrypoint)
+        memfd, extra, wanted = payload.pack(self.entrypoint, self.args)
+        try:
+            # The report socket is 0, the payload 1, what multiprocessing objects hold follows.
+            specs = [
+                self._spec(rank, sys.executable, self._argv(rank), [0, 1, *(2 + index for index in wanted[rank])])
+                for rank in self.args
+            ]
+            supervisor = self._supervise(specs, [memfd, *extra])
+            if self.start_method == "forkserver":
+                supervisor.start(flags=_interpreter_flags(), fork=True, grace=self._grace)
+            else:
+                supervisor.start(grace=self._grace)
+        finally:
+            os.close(memfd)
+        return supervisor
+
+    def _start_by_fork(self) -> Supervisor:
+        from phalanx._core import worker
+
+        function, args, launcher = self.entrypoint, self.args, os.getpid()
+        assert callable(function)
+        supervisor = self._supervise([self._spec(rank, "", [], [0]) for rank in args], [])
+        supervisor.start(
+            call=lambda rank, fds: worker.call(function, args[rank], rank, fds, launcher), fork=True, grace=self._grace
+        )
+        return supervisor
+
+    def _argv(self, rank: int) -> list[bytes]:
+        root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        code = f"import sys;sys.path.append({root!r});from phalanx._core.worker import main;main({rank})"
+        return [os.fsencode(part) for part in (sys.executable, *_interpreter_flags(), "-c", code)]
+
+    def _value(self, worker: Worker) -> Any:
+        if worker.result is None:  # it left by exit code 0 without returning
+            return None
+        return pickle.loads(worker.result)
+
+
+class SubprocessContext(PContext):
+    """A group whose workers are copies of a binary."""
+
+    def __init__(
+        self,
+        name: str,
+        entrypoint: str,
+        args: Mapping[int, tuple[Any, ...]],
+        envs: Mapping[int, Mapping[str, str]],
+        logs_specs: LogsSpecs,
+        log_line_prefixes: Mapping[int, str] | None = None,
+        **options: float,
+    ) -> None:
+        super().__init__(name, entrypoint, args, envs, logs_specs, log_line_prefixes, **options)
+
+    def _check(self) -> None:
+        self._paths = {rank: _find_binary(str(self.entrypoint), rank, env) for rank, env in self.envs.items()}
+
+    def _start(self) -> Supervisor:
+        specs = []
+        for rank, values in self.args.items():
+            argv = [os.fsencode(value if isinstance(value, (str, bytes)) else str(value)) for value in values]
+            specs.append(self._spec(rank, self._paths[rank], [os.fsencode(str(self.entrypoint)), *argv], []))
+        supervisor = self._supervise(specs, [])
+        supervisor.start(grace=self._grace)
+        return supervisor
+
+    def _value(self, worker: Worker) -> Any:  # noqa: ARG002 - a binary returns nothing
+        return None
+
+
+def _interpreter_flags() -> list[str]:
+    """The options (-O, -W, -X …) with which this interpreter runs, for another that should run alike."""
+    return subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined, no-any-return]  # noqa: SLF001 - the standard library's own multiprocessing relies on it
+
+
+def _find_binary(name: str, rank: int, env: Mapping[str, str]) -> str:
+    """The file that a shell would run for ``name`` in the worker's environment."""
+    if not name:
+        raise ValueError("entrypoint: an empty string is not the name of a binary")
+    search = env.get("PATH", os.environ.get("PATH", os.defpath))
+    candidates = [name] if "/" in name else [os.path.join(part or ".", name) for part in search.split(os.pathsep)]
+    found = [path for path in candidates if os.path.exists(path)]
+    for path in found:
+        if os.path.isfile(path) and os.access(path, os.X_OK):
+            return path
+    if not found:
+        where = "" if "/" in name else f"; PATH of rank {rank}: {search}"
+        msg = f"entrypoint: no such binary: {name!r}{where}"
+        raise FileNotFoundError(msg)
+    if os.path.isdir(found[0]):
+        msg = f"entrypoint: {found[0]!r} is a folder, not a binary"
+        raise IsADirectoryError(msg)
+    msg = f"entrypoint: {found[0]!r} is not executable (chmod +x?)"
+    raise PermissionError(msg)
+
+
+def _tail(path: str) -> str:
+    """The last lines of a file, as text; "" when there is none."""
+    if not path:
+        return ""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            data = file.read(_TAIL_BYTES)
+    except OSError:
+        return ""
+    return "\n".join(data.decode("utf-8", "backslashreplace").rstrip().splitlines()[-_TAIL_LINES:])

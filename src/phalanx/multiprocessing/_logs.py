@@ -1,0 +1,195 @@
+"""Where the workers' output and evidence go. Owns the layout of log directories; opens and follows no file."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+
+from phalanx._core.value import Value
+from phalanx.multiprocessing._std import Std, to_map
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SYS_STREAM = ""
+"""In place of a path: the stream stays the launcher's own."""
+
+
+class LogsDest(Value):
+    """The files of one group, by local rank.
+
+    ``stdouts`` and ``stderrs``: where each stream goes (``""``: to the launcher's own). ``tee_stdouts`` and
+    ``tee_stderrs``: those of them that are also shown on the console. ``error_files``: where each worker leaves its evidence.
+    ``filtered_stdout`` and ``filtered_stderr``: one file each for the lines of all ranks that a filter selects.
+    """
+
+    __slots__ = (  # noqa: RUF023 - the order is that of the arguments
+        "stdouts", "stderrs", "tee_stdouts", "tee_stderrs", "error_files", "filtered_stdout", "filtered_stderr",
+    )  # fmt: skip
+
+    stdouts: dict[int, str]
+    stderrs: dict[int, str]
+    tee_stdouts: dict[int, str]
+    tee_stderrs: dict[int, str]
+    error_files: dict[int, str]
+    filtered_stdout: str
+    filtered_stderr: str
+
+    def __init__(
+        self,
+        stdouts: dict[int, str] | None = None,
+        stderrs: dict[int, str] | None = None,
+        tee_stdouts: dict[int, str] | None = None,
+        tee_stderrs: dict[int, str] | None = None,
+        error_files: dict[int, str] | None = None,
+        filtered_stdout: str = "",
+        filtered_stderr: str = "",
+    ) -> None:
+        self._store(
+            stdouts=stdouts or {},
+            stderrs=stderrs or {},
+            tee_stdouts=tee_stdouts or {},
+            tee_stderrs=tee_stderrs or {},
+            error_files=error_files or {},
+            filtered_stdout=filtered_stdout,
+            filtered_stderr=filtered_stderr,
+        )
+
+
+class LogsSpecs(ABC):
+    """What is wanted of a group's logs; `reify` turns it into files. Subclass it for a layout of your own.
+
+    Args:
+        log_dir: The folder for everything, or None for a new temporary one.
+        redirects: Streams that go to files only.
+        tee: Streams that go to files and to the console.
+        local_ranks_filter: The local ranks whose output the console shows; None for all. The files hold everything.
+    """
+
+    def __init__(
+        self,
+        log_dir: str | None = None,
+        redirects: Std | Mapping[int, Std] = Std.NONE,
+        tee: Std | Mapping[int, Std] = Std.NONE,
+        local_ranks_filter: set[int] | None = None,
+    ) -> None:
+        self._root_log_dir = None if log_dir is None else os.fspath(log_dir)
+        self._redirects = redirects
+        self._tee = tee
+        self._local_ranks_filter = local_ranks_filter
+
+    @property
+    def root_log_dir(self) -> str | None:
+        """The folder given as ``log_dir``."""
+        return self._root_log_dir
+
+    @abstractmethod
+    def reify(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
+        """Create the folders for the ranks in ``envs`` and name the files. Raises OSError."""
+
+
+class DefaultLogsSpecs(LogsSpecs):
+    """The layout ``<log_dir>/<run id>_<unique>/attempt_<n>/<local rank>/{stdout.log,stderr.log,error.json}``.
+
+    Run id and attempt are ``TORCHELASTIC_RUN_ID`` and ``TORCHELASTIC_RESTART_COUNT`` of the workers' environments. Missing
+    folders are created. Reified again (a restart), the same instance stays in its run's folder.
+    """
+
+    def __init__(
+        self,
+        log_dir: str | None = None,
+        redirects: Std | Mapping[int, Std] = Std.NONE,
+        tee: Std | Mapping[int, Std] = Std.NONE,
+        local_ranks_filter: set[int] | None = None,
+    ) -> None:
+        super().__init__(log_dir, redirects, tee, local_ranks_filter)
+        if log_dir is not None and os.path.lexists(log_dir) and not os.path.isdir(log_dir):
+            msg = f"log_dir: {os.fspath(log_dir)!r} is not a folder"
+            raise NotADirectoryError(msg)
+        self._run_log_dir: str | None = None
+
+    @property
+    def run_log_dir(self) -> str | None:
+        """The folder of this run, once `reify` has made it."""
+        return self._run_log_dir
+
+    def reify(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
+        """See `LogsSpecs.reify`."""
+        any_env = envs[min(envs)] if envs else {}
+        run_id = any_env.get("TORCHELASTIC_RUN_ID") or "run"
+        attempt = any_env.get("TORCHELASTIC_RESTART_COUNT") or "0"
+        if self._run_log_dir is None:
+            self._run_log_dir = self._make_run_dir(run_id.replace("/", "_"))
+        folder = os.path.join(self._run_log_dir, f"attempt_{attempt}")
+        os.makedirs(folder, exist_ok=True)
+        return lay_out(folder, len(envs), self._redirects, self._tee, self._local_ranks_filter)
+
+    def _make_run_dir(self, run_id: str) -> str:
+        import tempfile
+
+        root = self._root_log_dir
+        if root is None:
+            root = tempfile.mkdtemp(prefix="phalanx_")
+        else:
+            os.makedirs(root, exist_ok=True)
+        return tempfile.mkdtemp(prefix=f"{run_id}_", dir=os.path.abspath(root))
+
+
+def lay_out(
+    folder: str,
+    nprocs: int,
+    redirects: Std | Mapping[int, Std],
+    tee: Std | Mapping[int, Std],
+    local_ranks_filter: set[int] | None = None,
+) -> LogsDest:
+    """Make ``<folder>/<rank>/`` for every rank, and name the files in it. Raises OSError."""
+    redirected, teed = to_map(redirects, nprocs), to_map(tee, nprocs)
+    streams: dict[Std, dict[int, str]] = {Std.OUT: {}, Std.ERR: {}}
+    tees: dict[Std, dict[int, str]] = {Std.OUT: {}, Std.ERR: {}}
+    errors = {}
+    for rank in range(nprocs):
+        rank_dir = os.path.join(folder, str(rank))
+        os.mkdir(rank_dir)
+        shown = local_ranks_filter is None or rank in local_ranks_filter
+        for stream, name in ((Std.OUT, "stdout.log"), (Std.ERR, "stderr.log")):
+            path = os.path.join(rank_dir, name)
+            if stream in redirected[rank] | teed[rank]:
+                streams[stream][rank] = path
+                if shown and stream in teed[rank]:
+                    tees[stream][rank] = path
+            else:
+                streams[stream][rank] = SYS_STREAM if shown else os.devnull
+        errors[rank] = os.path.join(rank_dir, "error.json")
+    return LogsDest(
+        streams[Std.OUT],
+        streams[Std.ERR],
+        tees[Std.OUT],
+        tees[Std.ERR],
+        errors,
+        os.path.join(folder, "filtered_stdout.log"),
+        os.path.join(folder, "filtered_stderr.log"),
+    )
+
+
+class FolderLogsSpecs(LogsSpecs):
+    """The older layout, ``<folder>/<local rank>/…`` in an existing, empty folder."""
+
+    def __init__(self, folder: str, redirects: Std | Mapping[int, Std], tee: Std | Mapping[int, Std]) -> None:
+        super().__init__(folder, redirects, tee)
+        self._folder = folder
+
+    def reify(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
+        """See `LogsSpecs.reify`. Raises FileNotFoundError, NotADirectoryError, or RuntimeError when it is not empty."""
+        folder = self._folder
+        if not os.path.lexists(folder):
+            msg = f"log_dir: {folder!r} does not exist"
+            raise FileNotFoundError(msg)
+        if not os.path.isdir(folder):
+            msg = f"log_dir: {folder!r} is not a folder"
+            raise NotADirectoryError(msg)
+        found = sorted(os.listdir(folder))
+        if found:
+            msg = f"log_dir: {folder!r} is not empty; it holds {', '.join(found[:3])}{' …' if len(found) > 3 else ''}"  # noqa: PLR2004 - a few to recognise it by
+            raise RuntimeError(msg)
+        return lay_out(os.path.abspath(folder), len(envs), self._redirects, self._tee)

@@ -1,0 +1,204 @@
+"""`start_processes`: reads both historical signatures, and refuses bad input before anything starts."""
+
+from __future__ import annotations
+
+import os
+
+from phalanx.multiprocessing._context import GRACE, SETTLE, MultiprocessContext, PContext, SubprocessContext
+from phalanx.multiprocessing._logs import DefaultLogsSpecs, FolderLogsSpecs, LogsSpecs
+from phalanx.multiprocessing._std import Std
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Any
+
+START_METHODS = ("spawn", "forkserver", "fork")
+_UNSET: Any = object()
+
+
+class RanksError(ValueError, RuntimeError):
+    """A mapping does not hold exactly the local ranks of the group. (A RuntimeError as well, as torch raises.)"""
+
+
+def start_processes(
+    name: str,
+    entrypoint: Callable[..., Any] | str,
+    args: Mapping[int, tuple[Any, ...]] | tuple[Any, ...] = _UNSET,
+    envs: Mapping[int, Mapping[str, str]] | None = None,
+    logs_specs: LogsSpecs | str | os.PathLike[str] | None = None,
+    *rest: Any,
+    nprocs: int | None = None,
+    log_line_prefixes: Mapping[int, str] | None = _UNSET,
+    start_method: str = _UNSET,
+    redirects: Std | Mapping[int, Std] = _UNSET,
+    tee: Std | Mapping[int, Std] = _UNSET,
+    log_dir: str | os.PathLike[str] | None = None,
+    settle: float = SETTLE,
+    grace: float = GRACE,
+) -> PContext:
+    """Start N copies of a function or of a binary, as one group.
+
+    Both historical forms work, positionally too::
+
+        start_processes(name, entrypoint, args, envs, logs_specs, log_line_prefixes=None, start_method="spawn")
+        start_processes(name, entrypoint, args, envs, log_dir, start_method="spawn", redirects=Std.NONE, tee=Std.NONE)
+
+    Args:
+        name: What the group is called, in reports.
+        entrypoint: A callable, or the name (found on PATH) or path of a binary. A callable may be anything that
+            cloudpickle can send: also a lambda, a closure, a function of a notebook.
+        args: Local rank → tuple of positional arguments, for exactly the ranks 0 to N - 1; or one tuple for all ranks,
+            with ``nprocs``. A binary's arguments that are no strings are cast with ``str()``.
+        envs: Local rank → environment variables on top of the caller's, for the same ranks; may be left out.
+        logs_specs: A `LogsSpecs` (default: a `DefaultLogsSpecs` with nothing redirected), or, in the second form, the
+            path of an existing, empty folder.
+        nprocs: N, at least 1. Needed only where ``args`` is one tuple, or left out.
+        log_line_prefixes: Local rank → what stands before each teed line; default ``[rank] ``.
+        start_method: "spawn" (a fresh interpreter each), "forkserver" (forks of one fresh interpreter) or "fork" (forks
+            of this process: nothing is pickled). Without effect on binaries.
+        redirects, tee: Second form only: which streams go to files, and which of these to the console as well.
+        settle: Seconds (>= 0) after the first failure in which the others may leave evidence, before they are stopped.
+        grace: Seconds (>= 0) between SIGTERM and SIGKILL when a failure stops the others.
+
+    Returns:
+        The started group.
+
+    Raises:
+        RanksError: ``args`` or ``envs`` does not hold exactly the ranks 0 to N - 1 (a ValueError and a RuntimeError).
+        TypeError: A wrong type, or something that cannot be pickled (the message names it).
+        ValueError: An unknown start method, a negative time, ``nprocs`` below 1.
+        FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, RuntimeError: The binary or the log
+            folder is not what it should be.
+        OSError: A worker could not be started; those that had been are gone, and the message says what ran out.
+
+    >>> with start_processes("greet", "/bin/echo", args={0: ("hello", 0), 1: ("hello", 1)}, redirects=Std.ALL) as group:
+    ...     result = group.wait()
+    >>> open(result.stdouts[1]).read()
+    'hello 1\\n'
+    """
+    given = {"start_method": start_method, "redirects": redirects, "tee": tee, "log_line_prefixes": log_line_prefixes}
+    by_path = isinstance(logs_specs, (str, os.PathLike))
+    order = ("start_method", "redirects", "tee") if by_path else ("log_line_prefixes", "start_method")
+    if len(rest) > len(order):
+        msg = f"start_processes() takes at most {5 + len(order)} positional arguments in this form ({5 + len(rest)} given)"
+        raise TypeError(msg)
+    for option, value in zip(order, rest, strict=False):
+        if given[option] is not _UNSET:
+            msg = f"start_processes() got {option!r} twice, by position and by name"
+            raise TypeError(msg)
+        given[option] = value
+    method = "spawn" if given["start_method"] is _UNSET else given["start_method"]
+    prefixes = None if given["log_line_prefixes"] is _UNSET else given["log_line_prefixes"]
+
+    _check_options(name, entrypoint, method, settle, grace)
+    all_args, all_envs = _per_rank(args, envs, nprocs)
+    specs = _logs_specs(logs_specs, log_dir, given["redirects"], given["tee"])
+    context: PContext
+    if isinstance(entrypoint, str):
+        context = SubprocessContext(name, entrypoint, all_args, all_envs, specs, prefixes, settle=settle, grace=grace)
+    else:
+        context = MultiprocessContext(
+            name, entrypoint, all_args, all_envs, method, specs, prefixes, settle=settle, grace=grace
+        )
+    context.start()
+    return context
+
+
+def _check_options(name: object, entrypoint: object, method: object, settle: object, grace: object) -> None:
+    if not isinstance(name, str):
+        msg = f"name: expected a string, got {name!r}"
+        raise TypeError(msg)
+    if not isinstance(entrypoint, str) and not callable(entrypoint):
+        msg = f"entrypoint: expected a callable, or a binary's name, got {entrypoint!r}"
+        raise TypeError(msg)
+    if method not in START_METHODS:
+        msg = f"start_method: expected one of {', '.join(START_METHODS)}, got {method!r}"
+        raise ValueError(msg)
+    for option, value in (("settle", settle), ("grace", grace)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            msg = f"{option}: expected seconds, got {value!r}"
+            raise TypeError(msg)
+        if not value >= 0:
+            msg = f"{option}: expected 0 seconds or more, got {value!r}"
+            raise ValueError(msg)
+
+
+def _per_rank(args: Any, envs: Any, nprocs: int | None) -> tuple[dict[int, tuple[Any, ...]], dict[int, dict[str, str]]]:
+    """The arguments and environments of each rank, checked."""
+    if nprocs is not None and (isinstance(nprocs, bool) or not isinstance(nprocs, int)):
+        msg = f"nprocs: expected a whole number, got {nprocs!r}"
+        raise TypeError(msg)
+    if args is _UNSET:
+        args = ()
+    if isinstance(args, (tuple, list)):
+        if nprocs is None and envs is None:
+            msg = "nprocs: how many processes? Give nprocs, or args or envs as a mapping from local rank"
+            raise TypeError(msg)
+        count = len(envs) if nprocs is None else nprocs
+        shared = tuple(args)
+        args = dict.fromkeys(range(count), shared)
+    elif not hasattr(args, "keys"):
+        msg = f"args: expected a mapping from local rank to a tuple, or one tuple for all ranks, got {args!r}"
+        raise TypeError(msg)
+    else:
+        count = len(args) if nprocs is None else nprocs
+    if count < 1:
+        msg = f"nprocs: expected at least 1 process, got {count}"
+        raise ValueError(msg)
+    _check_ranks("args", args, count)
+    if envs is None:
+        envs = {rank: {} for rank in range(count)}
+    elif not hasattr(envs, "keys"):
+        msg = f"envs: expected a mapping from local rank to environment variables, got {envs!r}"
+        raise TypeError(msg)
+    _check_ranks("envs", envs, count)
+    for rank, values in args.items():
+        if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
+            msg = f"args: rank {rank}: expected a tuple of arguments, got {values!r}"
+            raise TypeError(msg)
+    for rank, env in envs.items():
+        _check_env(rank, env)
+    ranks = range(count)
+    kept = {id(values): tuple(values) for values in args.values()}  # the same object stays the same: pickled once
+    return {rank: kept[id(args[rank])] for rank in ranks}, {rank: dict(envs[rank]) for rank in ranks}
+
+
+def _check_ranks(which: str, mapping: Any, count: int) -> None:
+    missing = [str(rank) for rank in range(count) if rank not in mapping]
+    surplus = [repr(rank) for rank in mapping if not isinstance(rank, int) or not 0 <= rank < count]
+    if missing or surplus:
+        trouble = [f"{', '.join(ranks)} {what}" for ranks, what in ((missing, "missing"), (surplus, "too many")) if ranks]
+        msg = f"{which}: expected exactly the local ranks 0 to {count - 1}: {'; '.join(trouble)}"
+        raise RanksError(msg)
+
+
+def _check_env(rank: int, env: Any) -> None:
+    if not hasattr(env, "items"):
+        msg = f"envs: rank {rank}: expected environment variables by name, got {env!r}"
+        raise TypeError(msg)
+    for name, value in env.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            msg = f"envs: rank {rank}: {name!r} is {value!r}; names and values must be strings"
+            raise TypeError(msg)
+        if not name or "=" in name or "\0" in name + value:
+            msg = f"envs: rank {rank}: {name!r}={value!r} cannot be an environment variable"
+            raise ValueError(msg)
+
+
+def _logs_specs(logs_specs: Any, log_dir: Any, redirects: Any, tee: Any) -> LogsSpecs:
+    if log_dir is not None:
+        if logs_specs is not None:
+            raise TypeError("log_dir: give either logs_specs or log_dir")
+        logs_specs = log_dir
+    redirects, tee = (Std.NONE if value is _UNSET else value for value in (redirects, tee))
+    if isinstance(logs_specs, (str, os.PathLike)):
+        return FolderLogsSpecs(os.fspath(logs_specs), redirects, tee)
+    if logs_specs is None:
+        return DefaultLogsSpecs(redirects=redirects, tee=tee)
+    if not isinstance(logs_specs, LogsSpecs):
+        msg = f"logs_specs: expected a LogsSpecs or the path of a folder, got {logs_specs!r}"
+        raise TypeError(msg)
+    if redirects or tee:
+        raise TypeError("redirects, tee: they belong into the logs specs that are given")
+    return logs_specs

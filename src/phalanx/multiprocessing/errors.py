@@ -1,0 +1,7 @@
+"""The names of ``torch.distributed.elastic.multiprocessing.errors``; what they are is in `phalanx.errors`."""
+
+from __future__ import annotations
+
+from phalanx.errors import ChildFailedError, ErrorHandler, ProcessFailure, get_error_handler, record
+
+__all__ = ["ChildFailedError", "ErrorHandler", "ProcessFailure", "get_error_handler", "record"]
