@@ -57,7 +57,8 @@ def acquire() -> bool:
     if not _open:
         restore()  # those of a group that another thread closed
         for number in wanted:
-            _replaced[number] = signal.signal(number, _raise)
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup, or a shell's `&`: ignored it stays
+                _replaced[number] = signal.signal(number, _raise)
     _open += 1
     return True
 

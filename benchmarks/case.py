@@ -1,0 +1,119 @@
+"""What a case is: a name, what it measures, its targets, and one function per contender.
+
+Owns the vocabulary of the package, as values. Knows nothing of how a case is run or printed.
+
+Everything here is a ``NamedTuple`` and not a dataclass because each contender's interpreter imports this module, and
+the memory of that interpreter is one of the things measured: ``dataclasses`` alone costs about 2 MB.
+"""
+
+from __future__ import annotations
+
+import operator
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import TypeAlias
+
+    Figures: TypeAlias = Mapping[str, Mapping[str, Sequence[float]]]
+    """Contender -> figure -> the values seen."""
+
+PHALANX, PEER, FLOOR = CONTENDERS = ("phalanx", "peer", "floor")
+
+_COMPARE = {"<=": operator.le, "<": operator.lt, ">=": operator.ge}
+
+
+class Sample(NamedTuple):
+    """What one run of one contender found.
+
+    ``figures`` maps a figure's name to the values seen, one or more; ``notes`` are facts worth printing once.
+    """
+
+    figures: dict[str, list[float]]
+    notes: tuple[str, ...] = ()
+
+
+class Verdict(NamedTuple):
+    """A target, judged: its text, the value found with its unit, and whether it is met (``None``: not measured)."""
+
+    target: str
+    value: float | None
+    unit: str
+    met: bool | None
+
+
+class Target(NamedTuple):
+    """A bound on one of Phalanx's figures: absolute, or a multiple of the same figure of the floor.
+
+    The median is judged, or with ``worst`` the largest value seen (the smallest, for ``>=``).
+
+    >>> double = Target("elapsed", "<=", 2, of_floor=True)
+    >>> double.text("ms"), double.value({"phalanx": {"elapsed": [3.0]}, "floor": {"elapsed": [1.0]}})
+    ('elapsed <= 2 x floor', 3.0)
+    >>> none = Target("left", "<=", 0, worst=True)
+    >>> none.text("processes"), none.value({"phalanx": {"left": [0, 0, 1]}})
+    ('left <= 0 processes at worst', 1)
+    """
+
+    figure: str
+    relation: str
+    limit: float
+    of_floor: bool = False
+    worst: bool = False
+
+    def text(self, unit: str) -> str:
+        """Return the target as a person would write it."""
+        return f"{self.figure} {self.relation} {self.limit:g} {self.unit(unit)}" + (" at worst" if self.worst else "")
+
+    def unit(self, unit: str) -> str:
+        """Return the unit of the limit, given that of the figure."""
+        return "x floor" if self.of_floor else unit
+
+    def value(self, seen: Figures) -> float | None:
+        """Return what is to be held against the limit, or ``None`` where it was not measured."""
+        ours = seen.get(PHALANX, {}).get(self.figure)
+        floor = seen.get(FLOOR, {}).get(self.figure)
+        if not ours or (self.of_floor and not floor):
+            return None
+        extreme = min if self.relation == ">=" else max
+        value = extreme(ours) if self.worst else median(ours)
+        return value / median(floor) if self.of_floor and floor else value
+
+    def met(self, value: float) -> bool:
+        """Tell whether a value meets the target."""
+        return bool(_COMPARE[self.relation](value, self.limit))
+
+
+class Case(NamedTuple):
+    """One thing measured.
+
+    ``units`` names every figure that a contender may return, in the order of printing, with its unit.
+    ``contenders`` maps a contender's name to the function that measures it; each call has an interpreter to itself.
+    ``rounds`` are the measured rounds (the peer, which may be slow, takes part in the first ``peer_rounds`` of them);
+    a round whose result is thrown away goes before them where ``warm_up`` says so.
+    ``limit`` bounds one run of one contender, in seconds.
+    """
+
+    name: str
+    measures: str
+    units: Mapping[str, str]
+    targets: tuple[Target, ...]
+    contenders: Mapping[str, Callable[[], Sample]]
+    rounds: int = 5
+    peer_rounds: int = 3
+    warm_up: bool = True
+    limit: float = 120.0
+
+    def targets_text(self) -> list[str]:
+        """Return the targets as a person would write them."""
+        return [target.text(self.units[target.figure]) for target in self.targets]
+
+    def judge(self, seen: Figures) -> list[Verdict]:
+        """Judge every target by what was seen."""
+        verdicts = []
+        for target, text in zip(self.targets, self.targets_text(), strict=True):
+            value = target.value(seen)
+            met = None if value is None else target.met(value)
+            verdicts.append(Verdict(text, value, target.unit(self.units[target.figure]), met))
+        return verdicts

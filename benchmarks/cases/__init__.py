@@ -1,0 +1,26 @@
+"""The cases by name, each in a module of its own that is imported when it is asked for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from benchmarks.case import Case
+
+_MODULES = {
+    "true64": "true64",
+    "spawn64": "spawn64",
+    "exit_to_wait": "exit_to_wait",
+    "import": "import_time",
+    "memory": "memory",
+    "thousand": "thousand",
+    "idle256": "idle256",
+}
+
+NAMES = tuple(_MODULES)
+
+
+def load(name: str) -> Case:
+    """Return the case of this name (one of ``NAMES``; else ``KeyError``)."""
+    return cast("Case", import_module(f"{__name__}.{_MODULES[name]}").CASE)

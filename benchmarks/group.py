@@ -1,0 +1,55 @@
+"""Starting a group through the API that Phalanx and its peer share by name.
+
+One function serves both contenders, so that a difference in the figures is a difference of the libraries and not of
+two pieces of benchmark code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.case import PEER, PHALANX
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LIBRARY = {PHALANX: "phalanx.multiprocessing", PEER: "torch.distributed.elastic.multiprocessing"}
+
+
+def start(
+    contender: str, entrypoint: Callable[..., object] | str, args: list[tuple[object, ...]], *, tee: bool = False
+) -> Any:
+    """Start one worker per item of ``args`` and return the started context; with ``tee``, all streams teed."""
+    library = importlib.import_module(LIBRARY[contender])
+    logs = library.DefaultLogsSpecs(log_dir=tempfile.mkdtemp(), tee=library.Std.ALL if tee else library.Std.NONE)
+    return library.start_processes(
+        "benchmark", entrypoint, dict(enumerate(args)), {rank: {} for rank in range(len(args))}, logs
+    )
+
+
+def run_ms(contender: str, entrypoint: Callable[..., object] | str, workers: int) -> float:
+    """Return the milliseconds from the call to the result for workers without arguments, all of which must succeed."""
+    began = perf_counter()
+    context = start(contender, entrypoint, [()] * workers)
+    result = context.wait()
+    took = (perf_counter() - began) * 1e3
+    context.close()
+    if result.is_failed():
+        raise RuntimeError(f"{entrypoint} failed: {result.failures}")
+    return took
+
+
+def repeat(times: int, measure: Callable[[], float]) -> list[float]:
+    """Measure once to warm up, then ``times`` times more, and return these."""
+    measure()
+    return [measure() for _ in range(times)]
+
+
+def elapsed_ms(action: Callable[[], object]) -> float:
+    """Return how long an action takes, in milliseconds."""
+    began = perf_counter()
+    action()
+    return (perf_counter() - began) * 1e3

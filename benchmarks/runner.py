@@ -1,0 +1,121 @@
+"""Runs a case: the contenders in turn, A B C A B C …, each time in a fresh interpreter.
+
+Owns the interpreters it starts, and whatever they leave behind. Knows nothing of what is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from benchmarks import procfs
+from benchmarks.case import CONTENDERS, PEER, PHALANX, Case, Sample, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class RunError(Exception):
+    """A contender did not deliver figures."""
+
+
+class Result(NamedTuple):
+    """What a case came to.
+
+    ``figures``: contender -> figure -> every value seen in the measured rounds.
+    ``notes`` and ``errors``: contender -> text.
+    """
+
+    case: Case
+    rounds: int
+    figures: dict[str, dict[str, list[float]]]
+    notes: dict[str, tuple[str, ...]]
+    errors: dict[str, str]
+
+    def verdicts(self) -> list[Verdict]:
+        """Judge every target of the case."""
+        return self.case.judge(self.figures)
+
+    def missed(self) -> bool:
+        """Tell whether a target was missed, or Phalanx failed to deliver."""
+        return PHALANX in self.errors or any(verdict.met is False for verdict in self.verdicts())
+
+
+def run_case(case: Case, interpreters: Mapping[str, str], rounds: int | None = None) -> Result:
+    """Run a case, in as many rounds as it asks for or as are given here.
+
+    ``interpreters`` maps the contenders that take part to their Python. One that fails once is left out from then on.
+    """
+    rounds = rounds or case.rounds
+    turns = {PEER: min(rounds, case.peer_rounds)}
+    result = Result(case, rounds, {}, {}, {})
+    for turn in range(-1 if case.warm_up else 0, rounds):
+        for contender in CONTENDERS:
+            absent = contender not in interpreters or contender not in case.contenders
+            if absent or contender in result.errors or turn >= turns.get(contender, rounds):
+                continue
+            sys.stderr.write(f"{case.name}: {f'round {turn + 1}/{rounds}' if turn >= 0 else 'warm-up'}: {contender}\n")
+            try:
+                sample = run_contender(case, contender, interpreters[contender])
+            except RunError as error:
+                result.errors[contender] = str(error)
+                continue
+            if turn >= 0:
+                result.notes[contender] = sample.notes
+                for figure, values in sample.figures.items():
+                    result.figures.setdefault(contender, {}).setdefault(figure, []).extend(values)
+    return result
+
+
+def run_contender(case: Case, contender: str, python: str) -> Sample:
+    """Run one contender once, within ``case.limit`` seconds; raise ``RunError`` when it fails.
+
+    Whatever it leaves behind is killed, and noted. Its output goes to files and not to pipes: a worker that outlives it
+    would hold a pipe open.
+    """
+    mark = uuid.uuid4().hex
+    command = [python, "-m", "benchmarks.contender", case.name, contender]
+    with tempfile.TemporaryDirectory(prefix="benchmark-", ignore_cleanup_errors=True) as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        try:
+            with out.open("wb") as stdout, err.open("wb") as stderr:
+                environment = _environment(mark, folder)
+                code = subprocess.run(
+                    command,
+                    cwd=ROOT,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=stdout,
+                    stderr=stderr,
+                    timeout=case.limit,
+                    check=False,
+                ).returncode
+        except subprocess.TimeoutExpired:
+            raise RunError(f"not done after {case.limit:g} s") from None
+        finally:
+            left = procfs.sweep(mark)
+        if code:
+            lines = err.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
+            raise RunError(f"exit code {code}: {lines[-1]}")
+        found = json.loads(out.read_text(errors="replace").splitlines()[-1])
+    notes = (*found["notes"], f"left {left} processes behind") if left else tuple(found["notes"])
+    return Sample(found["figures"], notes)
+
+
+def _environment(mark: str, folder: str) -> dict[str, str]:
+    """Return the environment of a contender.
+
+    This checkout comes first on the path; byte code may be kept, else each import would compile anew; and temporary
+    files go where they are removed.
+    """
+    path = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return kept | {"PYTHONPATH": os.pathsep.join(path), "TMPDIR": folder, procfs.MARK: mark}

@@ -1,0 +1,315 @@
+"""``phalanx run``: a script, a module or a binary as a group of workers on this machine.
+
+Owns the options, the workers' environment and the exit code. Knows nothing of how a group is kept together.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import signal
+import socket
+import sys
+import time
+
+import click
+
+from phalanx._core import script as script_module
+from phalanx.cli import _nproc
+from phalanx.multiprocessing import (
+    DefaultLogsSpecs,
+    KeeperLostError,
+    PContext,
+    RunProcsResult,
+    SignalException,
+    Std,
+    start_processes,
+)
+from phalanx.multiprocessing.errors import ChildFailedError, record
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Any
+
+_SETTINGS = {
+    "help_option_names": ["-h", "--help"],
+    "token_normalize_func": lambda token: token.replace("_", "-"),
+    "allow_interspersed_args": False,  # everything after the script is the script's
+    "max_content_width": 100,
+}
+
+
+def _option(*names: str, **settings: Any) -> Callable[[Any], Any]:
+    """An option that the environment can set, as PHALANX_NAME, or as PET_NAME, where torchrun's users have it."""
+    long = next(name for name in names if name.startswith("--")).lstrip("-").upper().replace("-", "_")
+    return click.option(*names, envvar=[f"PHALANX_{long}", f"PET_{long}"], show_envvar=False, **settings)
+
+
+class _Nproc(click.ParamType):
+    name = "N|auto|cpu|gpu"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return _nproc.count(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class _Streams(click.ParamType):
+    name = "0|1|2|3|RANK:STREAMS,…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Std | dict[int, Std]:
+        try:
+            return value if isinstance(value, (Std, dict)) else Std.from_str(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class _Ranks(click.ParamType):
+    name = "RANK,…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> set[int]:
+        if isinstance(value, set):
+            return value
+        try:
+            return {int(part) for part in value.split(",") if part.strip()}
+        except ValueError:
+            self.fail(f"{value!r}: expected local ranks, like 0,1", param, ctx)
+
+
+@click.command(context_settings=_SETTINGS)
+@_option("--nproc-per-node", type=_Nproc(), default="1", show_default=True, help="Workers on this machine.")
+@_option("-m", "--module", is_flag=True, help="SCRIPT is a module, as for python -m.")
+@_option("--no-python", is_flag=True, help="SCRIPT is a binary, started as it is.")
+@_option("--run-id", metavar="NAME", help="What the run is called. Default: the date and time.")
+@_option("--role", default="default", show_default=True, help="ROLE_NAME of the workers.")
+@_option("--log-dir", type=click.Path(file_okay=False), help="Folder for the runs' logs. Default: where state goes.")
+@_option("-r", "--redirects", type=_Streams(), help="Streams that go to files only: 1 stdout, 2 stderr, 3 both.")
+@_option("-t", "--tee", type=_Streams(), help="Streams that go to files and to the console. Default: 3.")
+@_option("--local-ranks-filter", type=_Ranks(), help="Local ranks whose output the console shows.")
+@_option("--grace", type=click.FloatRange(min=0), default=30.0, show_default=True, metavar="SECONDS",
+         help="Time between SIGTERM and SIGKILL.")  # fmt: skip
+@_option("--start-method", type=click.Choice(["spawn", "forkserver", "fork"]), default="spawn", show_default=True,
+         help="How functions are started. Scripts and binaries are always executed afresh.")  # fmt: skip
+@_option("--master-addr", default="127.0.0.1", show_default=True, help="MASTER_ADDR of the workers.")
+@_option("--master-port", type=click.IntRange(0, 65535), default=0, metavar="PORT",
+         help="MASTER_PORT of the workers. Default: a free port.")  # fmt: skip
+@_option("--standalone", is_flag=True, hidden=True, help="Accepted: one machine without a store is what this is.")
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def run(script: str, args: tuple[str, ...], **options: Any) -> None:
+    """Run SCRIPT as a group of workers on this machine.
+
+    \b
+    phalanx run --nproc-per-node 4 train.py --lr 0.1
+    phalanx run --nproc-per-node auto -m package.train
+    phalanx run --nproc-per-node 2 --no-python ./a.out
+
+    Every worker finds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and their like in its environment.
+    When one fails, the others are stopped, and the report names the failure that came first. The first Ctrl-C stops
+    the workers gracefully, the second at once.
+
+    Exit code: 0, or that of the root cause (128 + n for signal n). Every option can be set by the environment, as
+    PHALANX_NPROC_PER_NODE=4 (or PET_NPROC_PER_NODE).
+    """
+    sys.exit(_run(script, args, **options))
+
+
+def _run(
+    script: str,
+    args: tuple[str, ...],
+    *,
+    nproc_per_node: int,
+    module: bool,
+    no_python: bool,
+    run_id: str | None,
+    role: str,
+    log_dir: str | None,
+    redirects: Std | dict[int, Std] | None,
+    tee: Std | dict[int, Std] | None,
+    local_ranks_filter: set[int] | None,
+    grace: float,
+    start_method: str,
+    master_addr: str,
+    master_port: int,
+    standalone: bool,  # noqa: ARG001 - accepted for torchrun's users
+) -> int:
+    entrypoint, head = _command(script, module=module, no_python=no_python)
+    _check_ranks(nproc_per_node, redirects, tee, local_ranks_filter)
+    if redirects is None and tee is None:
+        tee = Std.ALL
+    run_id = run_id or time.strftime("%Y%m%d-%H%M%S")
+    specs = _logs(log_dir, redirects or Std.NONE, tee or Std.NONE, local_ranks_filter)
+    port = master_port or _free_port(master_addr)
+    envs = {
+        rank: worker_env(rank, nproc_per_node, role=role, run_id=run_id, master_addr=master_addr, master_port=port)
+        for rank in range(nproc_per_node)
+    }
+    try:
+        group = start_processes(
+            script, entrypoint, (*head, *args), envs, specs,
+            nprocs=nproc_per_node, start_method=start_method, grace=grace,
+        )  # fmt: skip
+    except SignalException as error:
+        return 128 + error.sigval
+    except OSError as error:
+        raise click.ClickException(str(error)) from None
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    try:
+        _say(f"{nproc_per_node} worker{'s' * (nproc_per_node > 1)}, logs in {specs.run_log_dir}")
+        result = group.wait()
+    except SignalException as error:
+        return _stop(group, error.sigval, grace)
+    except KeeperLostError as error:
+        raise click.ClickException(str(error)) from None
+    finally:
+        _stop(group, signal.SIGTERM, grace)
+    assert result is not None
+    return _verdict(script, result, specs.run_log_dir or "")
+
+
+def worker_env(
+    rank: int, world_size: int, *, role: str, run_id: str, master_addr: str, master_port: int
+) -> dict[str, str]:
+    """The variables that a worker finds, with the names and meanings that torch programs read."""
+    size, me = str(world_size), str(rank)
+    return {
+        "RANK": me,
+        "LOCAL_RANK": me,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_RANK": me,
+        "ROLE_NAME": role,
+        "ROLE_WORLD_SIZE": size,
+        "MASTER_ADDR": master_addr,
+        "MASTER_PORT": str(master_port),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 serves the store at MASTER_PORT, not we
+    }
+
+
+def _command(script: str, *, module: bool, no_python: bool) -> tuple[str, tuple[str, ...]]:
+    """The binary to start, and the arguments that come before the user's. Raises UsageError."""
+    if no_python:
+        if module:
+            raise click.UsageError("--module and --no-python exclude each other")
+        return script, ()
+    if not module and not os.path.exists(script):
+        folder = os.path.dirname(script) or "."
+        names = os.listdir(folder) if os.path.isdir(folder) else []
+        close = difflib.get_close_matches(os.path.basename(script), names, n=1)
+        hint = f"; did you mean {os.path.join(os.path.dirname(script), close[0])!r}?" if close else ""
+        msg = f"script {script!r} does not exist{hint}"
+        raise click.UsageError(msg)
+    if not module and os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
+        msg = f"script {script!r} is a folder without a __main__.py"
+        raise click.UsageError(msg)
+    python = os.environ.get("PYTHON_EXEC", sys.executable)
+    return python, ("-u", script_module.__file__, *(["-m"] if module else []), script)
+
+
+def _check_ranks(nproc: int, *choices: Any) -> None:
+    for option, choice in zip(("--redirects", "--tee", "--local-ranks-filter"), choices, strict=True):
+        if isinstance(choice, (dict, set)):
+            wrong = sorted(rank for rank in choice if not 0 <= rank < nproc)
+            if wrong:
+                msg = f"{option}: there is no local rank {', '.join(map(str, wrong))}; ranks are 0 to {nproc - 1}"
+                raise click.UsageError(msg)
+
+
+def _logs(
+    log_dir: str | None, redirects: Std | Mapping[int, Std], tee: Std | Mapping[int, Std], ranks: set[int] | None
+) -> DefaultLogsSpecs:
+    """Logs in ``log_dir``, or in the user's folder for state (XDG base directories), which survives /tmp's cleaning."""
+    if log_dir is None:
+        state = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
+        log_dir = os.path.join(state, "phalanx", "runs")
+        try:
+            os.makedirs(log_dir, exist_ok=True)
+        except OSError:
+            pass
+        if not os.access(log_dir, os.W_OK):  # a home that is read-only, or not there
+            return DefaultLogsSpecs(None, redirects, tee, ranks)
+    try:
+        return DefaultLogsSpecs(log_dir, redirects, tee, ranks)
+    except OSError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def _free_port(addr: str) -> int:
+    """A port that the kernel finds free now. (Nothing can hold it until the workers bind it.)"""
+    try:
+        with socket.create_server((addr, 0)) as server:
+            return int(server.getsockname()[1])
+    except OSError:  # a name of another interface, or one that does not resolve here: any interface's will do
+        with socket.create_server(("", 0)) as server:
+            return int(server.getsockname()[1])
+
+
+def _stop(group: PContext, first: signal.Signals, grace: float) -> int:
+    """Close the group: gracefully, and at once on a further signal. Cleanup is never abandoned."""
+    death, seconds = first, grace
+    while True:
+        try:
+            if group.wait(0) is None:
+                text = "killing the workers" if death == signal.SIGKILL else f"stopping the workers (at most {seconds:g} s; once more to kill them)"
+                _say(f"{death.name}: {text}")
+            group.close(death, seconds)
+        except SignalException:
+            death, seconds = signal.SIGKILL, 0.0
+        except KeeperLostError:
+            return 128 + first
+        else:
+            return 128 + first
+
+
+def _verdict(name: str, result: RunProcsResult, log_dir: str) -> int:
+    """Report, and find the exit code."""
+    root = result.root_cause
+    if root is None:
+        abandoned = [outcome.describe() for outcome in result.outcomes.values() if outcome.state == "abandoned"]
+        for line in abandoned:
+            _say(line)
+        return 1 if abandoned else 0
+
+    @record  # a launcher that is itself a worker passes the root cause on to its own error file
+    def fail() -> None:
+        raise ChildFailedError(name, result.failures, outcomes=result.outcomes, log_dir=log_dir)
+
+    try:
+        fail()
+    except ChildFailedError as error:
+        from phalanx.errors import format_report
+
+        style = _style if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else None
+        click.echo(format_report(name, error.failures, outcomes=error.outcomes, log_dir=log_dir, style=style), err=True)
+    return 128 - root.exitcode if root.exitcode < 0 else root.exitcode or 1
+
+
+def _style(kind: str, line: str) -> str:
+    looks: dict[str, dict[str, Any]] = {
+        "rule": {"dim": True},
+        "title": {"fg": "red", "bold": True},
+        "heading": {"bold": True},
+        "error": {"fg": "red"},
+    }
+    return click.style(line, **looks.get(kind, {}))
+
+
+def _say(text: str) -> None:
+    click.echo(f"phalanx: {text}", err=True)
+
+
+def main() -> None:
+    """``python -m phalanx.cli.run``: where ``python -m torch.distributed.run`` stood."""
+    run(prog_name="phalanx run")
+
+
+if __name__ == "__main__":
+    main()
