@@ -7,20 +7,11 @@ keeper and the launcher can be compared. The wall clock serves people only, and 
 from __future__ import annotations
 
 import time
-from typing import Protocol
 
 NS = 1_000_000_000
 
 now = time.monotonic
 now_ns = time.monotonic_ns
-
-
-class Clock(Protocol):
-    """Anything that says what time it is, in seconds, and never goes back."""
-
-    def __call__(self) -> float:
-        """The moment now."""
-        ...
 
 
 class FakeClock:

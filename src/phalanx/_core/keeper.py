@@ -80,7 +80,8 @@ class Keeper:
         self._workers: dict[int, Worker] = {}
         self._sessions: set[int] = set()  # every worker leads one; its pid stays taken while the session has a member
         self._null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        self._oom = linux.OomCounter()
+        self._oom_file, self._oom_kills = "", 0
+        self._exits: list[tuple[object, ...]] = []
         self._reason: wire.Message = ()  # the last word, sent when all is swept
         self._asked: set[int] = set()
         self._sweep_timer: Deadline | None = None
@@ -161,7 +162,10 @@ class Keeper:
 
     # --- starting
 
-    def _start(self, fork: bool, base: dict[bytes, bytes], specs: list[Spec], fds: list[int]) -> None:  # noqa: FBT001 - positional on the wire
+    def _start(  # noqa: FBT001 - positional on the wire
+        self, fork: bool, base: dict[bytes, bytes], specs: list[Spec], oom: tuple[str, int], fds: list[int]
+    ) -> None:
+        self._oom_file, self._oom_kills = oom
         rank, doing = -1, ""
         ignored = _ignored()
         try:
@@ -273,11 +277,24 @@ class Keeper:
         os.close(worker.pidfd)
         del self._workers[pid]
         killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == linux.SIGKILL
-        oom = self._oom.risen() if killed and worker.signalled != linux.SIGKILL else ""
-        if not self._reason:  # else the launcher hears one thing only
-            seconds = usage.ru_utime + usage.ru_stime
-            self._send("exit", worker.rank, status, moment, usage.ru_maxrss, seconds, oom)
+        oom = self._oom_risen() if killed and worker.signalled != linux.SIGKILL else ""
+        if not self._exits:  # all that this round of the loop sees goes in one message
+            self._loop.call(self._tell_exits)
+        self._exits.append((worker.rank, status, moment, usage.ru_maxrss, usage.ru_utime + usage.ru_stime, oom))
+
+    def _tell_exits(self) -> None:
+        if self._exits and not self._reason:  # else the launcher hears one thing only
+            self._send("exits", self._exits)
+        self._exits = []
         self._reap_adopted()
+
+    def _oom_risen(self) -> str:
+        """What the kernel says of an OOM kill since it was last asked; "" when it says nothing."""
+        kills = linux.oom_kills(self._oom_file) if self._oom_file else None
+        if kills is None or kills <= self._oom_kills:
+            return ""
+        before, self._oom_kills = self._oom_kills, kills
+        return f"OOM kill: oom_kill in {self._oom_file} rose from {before} to {kills}"
 
     def _reap_adopted(self) -> None:
         """Reap orphans that have become our children. Workers are left to epoll, for the order of their exits."""
@@ -367,6 +384,7 @@ class Keeper:
         if not self._leaving:
             self._leaving = True
             self._loop.forget(self._signals[0])
+            self._tell_exits()
             self._send(*last_word)
             if self._sent:
                 self._loop.stop()
@@ -488,9 +506,10 @@ def _fill_standard_descriptors() -> None:
 
 def _allow_descriptors(workers: int) -> None:
     """Make room for a pidfd per worker. Only after the workers have started: they inherit the caller's limit."""
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = workers + 64
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+    if 0 <= os.sysconf("SC_OPEN_MAX") < wanted:
+        import resource
+
+        _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

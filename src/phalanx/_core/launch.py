@@ -15,7 +15,7 @@ from phalanx._core import clock, linux, wire
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 MARK = b"PHALANX_GROUP"
 """The environment variable that every worker of a group carries, and with it, unless it is removed on purpose,
@@ -27,7 +27,7 @@ class Launch:
 
     def __init__(self) -> None:
         self.token = os.urandom(8).hex()
-        self.channel: wire.Channel
+        self.channel: wire.Channel  # from the start on
         self._guard = 0
         self._popen: subprocess.Popen[bytes] | None = None
 
@@ -37,7 +37,7 @@ class Launch:
         base[MARK] = b"/".join(filter(None, (base.get(MARK), self.token.encode())))
         return base
 
-    def exec(self, flags: list[str]) -> None:
+    def exec(self, flags: Sequence[str]) -> None:
         """Start a keeper in an interpreter of its own, with ``flags``. Raises OSError."""
         ours, theirs = wire.pair()
         try:
@@ -85,8 +85,10 @@ class Launch:
     def close(self, wait: float) -> int:
         """Close the socket, reap the guard within ``wait`` seconds (kill it after), and return its exit code.
 
-        A keeper whose socket closes kills what it has and leaves: this is also the way out at any time.
+        A keeper whose socket closes kills what it has and leaves: this is also the way out at any time. Idempotent.
         """
+        if not self._guard:
+            return 0
         self.channel.close()
         try:
             pidfd = os.pidfd_open(self._guard)
@@ -141,10 +143,11 @@ class Launch:
         )
 
     def _reap(self) -> int:
+        guard, self._guard = self._guard, 0
         if self._popen is not None:
             return self._popen.wait()
         try:
-            _pid, status = os.waitpid(self._guard, 0)
+            _pid, status = os.waitpid(guard, 0)
         except ChildProcessError:
             return 0
         return os.waitstatus_to_exitcode(status)

@@ -78,7 +78,7 @@ class Stat:
     def __init__(self, pid: int) -> None:
         """Read them. Raises ProcessLookupError when there is no such process."""
         try:
-            with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - pathlib is not imported on this path
+            with open(f"/proc/{pid}/stat", "rb") as file:
                 text = file.read()
         except (FileNotFoundError, ProcessLookupError):
             raise ProcessLookupError(errno.ESRCH, "no such process", str(pid)) from None
@@ -96,7 +96,7 @@ def children(pid: int) -> list[int]:
     try:
         found = []
         for task in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{task}/children", "rb") as file:  # noqa: PTH123 - as above
+            with open(f"/proc/{pid}/task/{task}/children", "rb") as file:
                 found += [int(child) for child in file.read().split()]
         return found  # noqa: TRY300 - the reading as a whole may fail
     except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN, or no such process
@@ -116,68 +116,57 @@ def processes() -> Iterator[Stat]:
 def environ(pid: int) -> list[bytes]:
     """The entries (b"NAME=value") of the environment with which ``pid`` was exec'ed; none when it cannot be read."""
     try:
-        with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123 - as above
+        with open(f"/proc/{pid}/environ", "rb") as file:
             return file.read().split(b"\0")
     except OSError:
         return []
 
 
-class OomCounter:
-    """The kernel's count of OOM kills in the memory cgroup of this process, under cgroup v2 or v1.
+def find_oom_counter() -> tuple[str, int]:
+    """The file that counts OOM kills in this process's memory cgroup, v2 or v1, and its count; ("", 0) if there is none.
 
     v2: ``oom_kill`` of memory.events; v1: ``oom_kill`` of memory.oom_control (cgroups(7), and the kernel's
-    admin-guide/cgroup-v2). Both rise before the victim is sent its SIGKILL. Where neither can be read, nothing is claimed.
+    admin-guide/cgroup-v2). Both rise before the victim is sent its SIGKILL.
     """
+    for path in _oom_files():
+        count = oom_kills(path)
+        if count is not None:
+            return path, count
+    return "", 0
 
-    def __init__(self) -> None:
-        self._path = ""
-        self._last = 0
-        for path in self._candidates():
-            count = self._read(path)
-            if count is not None:
-                self._path, self._last = path, count
-                break
 
-    def risen(self) -> str:
-        """What rose since the last look, in words; "" when nothing did."""
-        count = self._read(self._path) if self._path else None
-        if count is None or count <= self._last:
-            return ""
-        before, self._last = self._last, count
-        return f"OOM kill: oom_kill in {self._path} rose from {before} to {count}"
+def oom_kills(path: str) -> int | None:
+    """The count in a file that `find_oom_counter` found; None when it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            for line in file:
+                key, _, value = line.partition(b" ")
+                if key == b"oom_kill":
+                    return int(value)
+    except (OSError, ValueError):
+        pass
+    return None
 
-    @staticmethod
-    def _read(path: str) -> int | None:
-        try:
-            with open(path, "rb") as file:  # noqa: PTH123 - as above
-                for line in file:
-                    key, _, value = line.partition(b" ")
-                    if key == b"oom_kill":
-                        return int(value)
-        except (OSError, ValueError):
-            pass
-        return None
 
-    @staticmethod
-    def _candidates() -> Iterator[str]:
-        try:
-            with open("/proc/self/cgroup") as file:  # noqa: PTH123 - as above
-                groups = [line.rstrip("\n").split(":", 2) for line in file]
-            with open("/proc/self/mountinfo") as file:  # noqa: PTH123 - as above
-                mounts = [line.split() for line in file]
-        except OSError:
-            return
-        for mount in mounts:
-            # "36 35 98:0 /root /mount/point options [optional fields] - type source superoptions"
-            dash = mount.index("-")
-            kind, options, point = mount[dash + 1], mount[dash + 3].split(","), mount[4]
-            for _number, controllers, path in groups:
-                if kind == "cgroup2" and controllers == "":
-                    name = "memory.events"
-                elif kind == "cgroup" and "memory" in options and "memory" in controllers.split(","):
-                    name = "memory.oom_control"
-                else:
-                    continue
-                # In a container without a cgroup namespace the path is the host's, and the mount is already ours.
-                yield f"{point}{path.rstrip('/')}/{name}"
-                yield f"{point}/{name}"
+def _oom_files() -> Iterator[str]:
+    try:
+        with open("/proc/self/cgroup") as file:
+            groups = [line.rstrip("\n").split(":", 2) for line in file]
+        with open("/proc/self/mountinfo") as file:
+            mounts = [line.split() for line in file]
+    except OSError:
+        return
+    for mount in mounts:
+        # "36 35 98:0 /root /mount/point options [optional fields] - type source superoptions"
+        dash = mount.index("-")
+        kind, options, point = mount[dash + 1], mount[dash + 3].split(","), mount[4]
+        for _number, controllers, path in groups:
+            if kind == "cgroup2" and controllers == "":
+                name = "memory.events"
+            elif kind == "cgroup" and "memory" in options and "memory" in controllers.split(","):
+                name = "memory.oom_control"
+            else:
+                continue
+            # In a container without a cgroup namespace the path is the host's, and the mount is already ours.
+            yield f"{point}{path.rstrip('/')}/{name}"
+            yield f"{point}/{name}"

@@ -11,7 +11,7 @@ import os
 import threading
 from signal import SIGTERM
 
-from phalanx._core import clock, group, wire
+from phalanx._core import clock, group, linux, wire
 from phalanx._core.exit import Exit
 from phalanx._core.group import Action, Event, State
 from phalanx._core.keeper import KILL_WAIT
@@ -63,61 +63,67 @@ class Worker:
 
 
 class Supervisor:
-    """A group of workers, from start to end. Every method may be called from any thread."""
+    """A group of workers, from start to end. Every method may be called from any thread.
 
-    def __init__(
-        self, specs: Sequence[Spec], *, settle: float, fds: Sequence[int] = (), pump: Pump | None = None
-    ) -> None:
-        self.specs = specs
+    ``settle``: seconds between the first failure and the stopping of the others. ``grace``: seconds between SIGTERM and
+    SIGKILL then.
+    """
+
+    def __init__(self, *, settle: float, grace: float) -> None:
         self.workers: dict[int, Worker] = {}
-        self.done = Latch()
+        self.ended = Latch()  # the outcome of every worker is known, and no process of theirs is left
+        self.done = Latch()  # and nothing of ours: keeper, thread, descriptors
         self.state = State.STARTING
         self.lost: KeeperLostError | None = None
         self.left: list[tuple[int, str, str]] = []
         self._settle = settle
-        self._fds = fds
-        self._pump = pump
+        self._grace = grace
+        self._pump: Pump | None = None
         self._launch = Launch()
         self._loop = Loop()
         self._up = Latch()
         self._start_error: BaseException | None = None
         self._grace_timer: Deadline | None = None
         self._death_signal: int = SIGTERM
-        self._grace_until = 0.0
-        self._grace = 30.0
         self._said_lost = ""
         self._reports: wire.Channel | None = None
         self._results: dict[tuple[int, int], bytes] = {}
+        self._exits = 0
         self._thread: threading.Thread | None = None
 
     # --- any thread
 
-    def start(
-        self,
-        flags: list[str] | None = None,
-        call: Callable[[int, list[int]], None] | None = None,
-        *,
-        fork: bool = False,
-        grace: float = 30.0,
+    def boot(
+        self, flags: Sequence[str] = ("-I", "-S"), call: Callable[[int, list[int]], None] | None = None
     ) -> None:
-        """Start the keeper and all workers; return when every worker runs, or raise, with none left, what went wrong.
+        """Start the keeper, which takes 10 ms to get up: time to prepare what `start` needs. `start` or `abort` follows.
 
         ``flags`` are those of the keeper's interpreter; with ``call``, the keeper is a fork of this process instead.
-        ``fork`` has workers forked from the keeper rather than exec'ed. ``grace``: seconds between SIGTERM and SIGKILL after a failure.
         """
-        self._grace = grace
+        try:
+            if call is not None:
+                self._launch.fork(call)
+            else:
+                self._launch.exec(flags)
+        except BaseException:
+            self.abort()
+            raise
+
+    def start(self, specs: Sequence[Spec], fds: Sequence[int] = (), pump: Pump | None = None, *, fork: bool = False) -> None:
+        """Start all workers; return when every one runs, or raise, with none left, what went wrong.
+
+        ``fork`` has them forked from the keeper rather than exec'ed. ``fds`` are what the specs refer to, from 1 on.
+        """
+        self._pump = pump
         try:
             reports, theirs = wire.pair()
             self._reports = wire.Channel(reports)
+            oom = linux.find_oom_counter()
+            channel = self._launch.channel
             try:
-                if call is not None:
-                    self._launch.fork(call)
-                else:
-                    self._launch.exec(flags if flags is not None else ["-I", "-S"])
-                channel = self._launch.channel
-                # Report socket first: it is the one descriptor that every worker may need.
+                # The report socket comes first: it is the one descriptor that every function worker needs.
                 channel.send(
-                    ("start", fork, self._launch.environment(), list(self.specs)), [theirs.fileno(), *self._fds]
+                    ("start", fork, self._launch.environment(), list(specs), oom), [theirs.fileno(), *fds]
                 )
                 while not channel.flush():  # only a keeper that is not up yet leaves no room
                     _writable(channel)
@@ -125,10 +131,11 @@ class Supervisor:
                 theirs.close()
             self._loop.watch(channel.fileno(), self._on_message)
             self._loop.watch(reports.fileno(), self._on_report)
-            self._thread = threading.Thread(target=self._run, name="phalanx", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="phalanx", daemon=True)
+            thread.start()
+            self._thread = thread
         except BaseException:
-            self._release()
+            self.abort()
             raise
         try:
             self._up.wait()
@@ -139,6 +146,12 @@ class Supervisor:
         if self._start_error is not None:
             self.done.wait()
             raise self._start_error
+
+    def abort(self) -> None:
+        """Undo `boot`, when `start` was not reached or has failed. Idempotent."""
+        if self._thread is None:  # else that thread lets go of everything
+            self._release()
+            self.done.open()
 
     def stop(self, death_signal: int, grace: float) -> None:
         """Send ``death_signal`` to the live workers; SIGKILL follows after ``grace`` seconds. Returns at once."""
@@ -154,13 +167,11 @@ class Supervisor:
         """Kill every process of the group. Returns at once."""
         self._loop.call(lambda: self._see(Event.KILL))
 
-    def join(self, timeout: float = -1) -> bool:
-        """Wait until the group has ended and nothing of it is left in this process. Returns whether it has."""
-        if not self.done.wait(timeout):
-            return False
+    def join(self) -> None:
+        """Wait until nothing of the group is left in this process."""
+        self.done.wait()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()  # it has nothing left to do
-        return True
 
     # --- the group's thread
 
@@ -174,16 +185,16 @@ class Supervisor:
             self.lost.__cause__ = error
             self.state = State.ENDED
         finally:
-            self._release()
             self._up.open()
+            self.ended.open()
+            self._release()
             self.done.open()
 
     def _release(self) -> None:
         """Let go of every descriptor and process."""
         if self._pump is not None:
             self._pump.close()
-        if hasattr(self._launch, "channel"):
-            self._launch.close(KILL_WAIT + SILENCE)
+        self._launch.close(KILL_WAIT + SILENCE)
         if self._reports is not None:
             self._reports.close()
         self._loop.close()
@@ -245,17 +256,21 @@ class Supervisor:
         self._start_error = OSError(number, f"worker {rank} was not started; {doing} failed: {what}{name}")
         self._see(Event.START_FAILED)
 
-    def _on_exit(self, rank: int, status: int, moment: int, rss: int, seconds: float, oom: str) -> None:
+    def _on_exits(self, exits: list[tuple[int, int, int, int, float, str]]) -> None:
         self._on_report(READ)
-        worker = self.workers[rank]
-        worker.result = self._results.pop((rank, worker.pid), None)
-        worker.exit, worker.exit_ns = Exit.of_status(status), moment
-        worker.order = sum(other.exit is not None for other in self.workers.values()) - 1
-        worker.max_rss_kib, worker.cpu_seconds, worker.oom = rss, seconds, oom
-        if worker.order == len(self.workers) - 1:
+        for rank, status, moment, rss, seconds, oom in exits:
+            worker = self.workers[rank]
+            worker.exit, worker.exit_ns, worker.order = Exit.of_status(status), moment, self._exits
+            worker.max_rss_kib, worker.cpu_seconds, worker.oom = rss, seconds, oom
+            worker.result = self._results.pop((rank, worker.pid), None)
+            self._exits += 1
+            self._on_exit(worker.exit)
+
+    def _on_exit(self, how: Exit) -> None:
+        if self._exits == len(self.workers):
             self._see(Event.ALL_ENDED)
         else:
-            self._see(Event.ONE_SUCCEEDED if worker.exit.ok else Event.ONE_FAILED)
+            self._see(Event.ONE_SUCCEEDED if how.ok else Event.ONE_FAILED)
 
     def _on_signalled(self, number: int, moment: int, ranks: list[int]) -> None:
         for rank in ranks:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from abc import ABC, abstractmethod
+from contextlib import ExitStack
 
 from phalanx._core import evidence
 from phalanx._core.supervisor import Supervisor
@@ -21,7 +22,7 @@ from phalanx.multiprocessing import _console, _signals
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
     from typing import Any, Self
 
@@ -86,6 +87,25 @@ class RunProcsResult(Value):
         return bool(self.failures)
 
 
+class _Plan:
+    """How a group's workers are started: by which keeper, and what each of them executes and inherits."""
+
+    def __init__(
+        self,
+        commands: dict[int, tuple[str, list[bytes], list[int]]],
+        *,
+        flags: Sequence[str] = ("-I", "-S"),
+        call: Callable[[int, list[int]], None] | None = None,
+        fork: bool = False,
+        fds: Sequence[int] = (),
+    ) -> None:
+        self.commands = commands  # rank → file, argv, and the indices of the descriptors that it inherits
+        self.flags = flags
+        self.call = call
+        self.fork = fork
+        self.fds = fds
+
+
 class PContext(ABC):
     """A group of processes that is started, waited for and closed as one. Use `start_processes` to get a started one.
 
@@ -138,14 +158,20 @@ class PContext(ABC):
         if self._supervisor is not None:
             msg = f"the group {self.name!r} has been started before"
             raise RuntimeError(msg)
-        self._check()
-        self.logs = self._logs_specs.reify(self.envs)
-        self._handles_signals = _signals.acquire()
-        try:
-            self._supervisor = self._start()
-        except BaseException:
-            self._let_signals_go()
-            raise
+        with ExitStack() as held, ExitStack() as undo:
+            plan = self._plan(held)
+            self._handles_signals = _signals.acquire()
+            undo.callback(self._let_signals_go)
+            supervisor = Supervisor(settle=self._settle, grace=self._grace)
+            undo.callback(supervisor.abort)
+            supervisor.boot(plan.flags, plan.call)  # it gets up while we go on
+            undo.callback(self._logs_specs.tidy)
+            self.logs = self._logs_specs.reify(self.envs)
+            specs = [self._spec(rank, *command) for rank, command in plan.commands.items()]
+            pump = _console.pump(self.logs, self.log_line_prefixes)
+            supervisor.start(specs, plan.fds, pump, fork=plan.fork)
+            self._supervisor = supervisor
+            undo.pop_all()
 
     def wait(self, timeout: float | None = -1, period: float = 1) -> RunProcsResult | None:  # noqa: ARG002 - `period` is historical
         """Wait for the group to end: all succeeded, or one failed and the rest are down.
@@ -161,13 +187,14 @@ class PContext(ABC):
             KeeperLostError: The group's helper process was killed, and with it the group.
         """
         supervisor = self._started()
-        if not supervisor.join(-1 if timeout is None or timeout < 0 else timeout):
+        if not supervisor.ended.wait(-1 if timeout is None or timeout < 0 else timeout):
             return None
-        self.close()
+        self._let_signals_go()
         if supervisor.lost is not None:
             raise supervisor.lost
         if self._result is None:
             self._result = self._collect(supervisor)
+            self._tidy()
         return self._result
 
     def pids(self) -> dict[int, int]:
@@ -184,13 +211,14 @@ class PContext(ABC):
         supervisor = self._supervisor
         if supervisor is None:
             return
-        if not supervisor.done:
+        if not supervisor.ended:
             death = signal.SIGTERM if death_sig is None else signal.Signals(death_sig)
             if death == signal.SIGKILL or timeout <= 0:
                 supervisor.kill()
             else:
                 supervisor.stop(death, timeout)
-            supervisor.join()
+        supervisor.join()
+        self._tidy()
         self._let_signals_go()
 
     def __enter__(self) -> Self:
@@ -201,11 +229,9 @@ class PContext(ABC):
     ) -> None:
         self.close()
 
-    def _check(self) -> None:
-        """Refuse what cannot work, before anything is created."""
-
     @abstractmethod
-    def _start(self) -> Supervisor: ...
+    def _plan(self, held: ExitStack) -> _Plan:
+        """How to start the workers; refuses what cannot work, before anything is created. ``held`` closes what it holds."""
 
     @abstractmethod
     def _value(self, worker: Worker) -> Any:
@@ -223,15 +249,16 @@ class PContext(ABC):
             env[b"PHALANX_STDERR_LOGGED"] = b"1"
         return (rank, os.fsencode(path), argv, env, logs.stdouts[rank] or None, logs.stderrs[rank] or None, fds)
 
-    def _supervise(self, specs: list[Spec], fds: list[int]) -> Supervisor:
-        pump = _console.pump(self.logs, self.log_line_prefixes)
-        return Supervisor(specs, settle=self._settle, fds=fds, pump=pump)
-
     def _started(self) -> Supervisor:
         if self._supervisor is None:
             msg = f"the group {self.name!r} has not been started"
             raise RuntimeError(msg)
         return self._supervisor
+
+    def _tidy(self) -> None:
+        for path in self.logs.error_files.values():
+            evidence.remove_empty(path)
+        self._logs_specs.tidy()
 
     def _let_signals_go(self) -> None:
         if self._handles_signals:
@@ -252,8 +279,6 @@ class PContext(ABC):
             outcomes[worker.rank] = Outcome(worker.rank, worker.pid, state, code, worker.signalled)
             if failure is not None:
                 failures[worker.rank] = failure
-        for path in self.logs.error_files.values():
-            evidence.remove_empty(path)
         by_rank = dict(sorted(values.items()))
         logs = self.logs
         return RunProcsResult(by_rank, failures, logs.stdouts, logs.stderrs, dict(sorted(outcomes.items())))
@@ -301,10 +326,10 @@ class PContext(ABC):
         )
 
     def _write_evidence(self, worker: Worker, message: str, stack: str, *, moment: int) -> None:
+        path = self.logs.error_files[worker.rank]
         try:
-            evidence.write_error_file(
-                self.logs.error_files[worker.rank], message, stack, monotonic_ns=moment, pid=worker.pid
-            )
+            os.makedirs(os.path.dirname(path), exist_ok=True)  # `_tidy` may have been here before
+            evidence.write_error_file(path, message, stack, monotonic_ns=moment, pid=worker.pid)
         except OSError:  # the log folder is gone, or its disk full: the failure still has its exit
             return
 
@@ -330,38 +355,29 @@ class MultiprocessContext(PContext):
         super().__init__(name, entrypoint, args, envs, logs_specs, log_line_prefixes, **options)
         self.start_method = start_method
 
-    def _start(self) -> Supervisor:
+    def _plan(self, held: ExitStack) -> _Plan:
+        function, args = self.entrypoint, self.args
+        assert callable(function)
+        if self.start_method == "fork":
+            from phalanx._core import worker
+
+            launcher = os.getpid()
+            return _Plan(
+                {rank: ("", [], [0]) for rank in args},
+                call=lambda rank, fds: worker.call(function, args[rank], rank, fds, launcher),
+                fork=True,
+            )
         from phalanx._core import payload
 
-        if self.start_method == "fork":
-            return self._start_by_fork()
-        assert callable(self.entrypoint)
-        memfd, extra, wanted = payload.pack(self.entrypoint, self.args)
-        try:
-            # The report socket is 0, the payload 1, what multiprocessing objects hold follows.
-            specs = [
-                self._spec(rank, sys.executable, self._argv(rank), [0, 1, *(2 + index for index in wanted[rank])])
-                for rank in self.args
-            ]
-            supervisor = self._supervise(specs, [memfd, *extra])
-            if self.start_method == "forkserver":
-                supervisor.start(flags=_interpreter_flags(), fork=True, grace=self._grace)
-            else:
-                supervisor.start(grace=self._grace)
-        finally:
-            os.close(memfd)
-        return supervisor
-
-    def _start_by_fork(self) -> Supervisor:
-        from phalanx._core import worker
-
-        function, args, launcher = self.entrypoint, self.args, os.getpid()
-        assert callable(function)
-        supervisor = self._supervise([self._spec(rank, "", [], [0]) for rank in args], [])
-        supervisor.start(
-            call=lambda rank, fds: worker.call(function, args[rank], rank, fds, launcher), fork=True, grace=self._grace
-        )
-        return supervisor
+        memfd, extra, wanted = payload.pack(function, args)
+        held.callback(os.close, memfd)
+        # The report socket is 0, the payload 1, what multiprocessing objects hold follows.
+        fds = {rank: [0, 1, *(2 + index for index in wanted[rank])] for rank in args}
+        if self.start_method == "forkserver":
+            commands = {rank: ("", [], fds[rank]) for rank in args}
+            return _Plan(commands, flags=_interpreter_flags(), fork=True, fds=[memfd, *extra])
+        commands = {rank: (sys.executable, self._argv(rank), fds[rank]) for rank in args}
+        return _Plan(commands, fds=[memfd, *extra])
 
     def _argv(self, rank: int) -> list[bytes]:
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -389,17 +405,13 @@ class SubprocessContext(PContext):
     ) -> None:
         super().__init__(name, entrypoint, args, envs, logs_specs, log_line_prefixes, **options)
 
-    def _check(self) -> None:
-        self._paths = {rank: _find_binary(str(self.entrypoint), rank, env) for rank, env in self.envs.items()}
-
-    def _start(self) -> Supervisor:
-        specs = []
+    def _plan(self, held: ExitStack) -> _Plan:  # noqa: ARG002 - a binary needs nothing held
+        name = str(self.entrypoint)
+        commands: dict[int, tuple[str, list[bytes], list[int]]] = {}
         for rank, values in self.args.items():
-            argv = [os.fsencode(value if isinstance(value, (str, bytes)) else str(value)) for value in values]
-            specs.append(self._spec(rank, self._paths[rank], [os.fsencode(str(self.entrypoint)), *argv], []))
-        supervisor = self._supervise(specs, [])
-        supervisor.start(grace=self._grace)
-        return supervisor
+            argv = [os.fsencode(value if isinstance(value, (str, bytes)) else str(value)) for value in (name, *values)]
+            commands[rank] = (_find_binary(name, rank, self.envs[rank]), argv, [])
+        return _Plan(commands)
 
     def _value(self, worker: Worker) -> Any:  # noqa: ARG002 - a binary returns nothing
         return None

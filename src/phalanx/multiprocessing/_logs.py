@@ -88,12 +88,16 @@ class LogsSpecs(ABC):
     def reify(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
         """Create the folders for the ranks in ``envs`` and name the files. Raises OSError."""
 
+    def tidy(self) -> None:  # noqa: B027 - most layouts have nothing to tidy
+        """Called when a group has ended, perhaps more than once: remove what nobody will look for. Must not raise."""
+
 
 class DefaultLogsSpecs(LogsSpecs):
     """The layout ``<log_dir>/<run id>_<unique>/attempt_<n>/<local rank>/{stdout.log,stderr.log,error.json}``.
 
     Run id and attempt are ``TORCHELASTIC_RUN_ID`` and ``TORCHELASTIC_RESTART_COUNT`` of the workers' environments. Missing
-    folders are created. Reified again (a restart), the same instance stays in its run's folder.
+    folders are created. Reified again (a restart), the same instance stays in its run's folder. A temporary folder in which
+    no file is left when the group has ended (nothing redirected, nobody failed) is removed.
     """
 
     def __init__(
@@ -124,6 +128,18 @@ class DefaultLogsSpecs(LogsSpecs):
         folder = os.path.join(self._run_log_dir, f"attempt_{attempt}")
         os.makedirs(folder, exist_ok=True)
         return lay_out(folder, len(envs), self._redirects, self._tee, self._local_ranks_filter)
+
+    def tidy(self) -> None:
+        """See `LogsSpecs.tidy`."""
+        if self._root_log_dir is not None or self._run_log_dir is None:
+            return
+        found = list(os.walk(os.path.dirname(self._run_log_dir), topdown=False))
+        if not any(files for _path, _folders, files in found):
+            for path, _folders, _files in found:
+                try:
+                    os.rmdir(path)
+                except OSError:  # another thread was faster, or something has come to be there
+                    continue
 
     def _make_run_dir(self, run_id: str) -> str:
         import tempfile
