@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import TYPE_CHECKING
 
 import pytest
@@ -31,3 +32,19 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
     """Where workers wait until the test lets them go on."""
     with Gate(tmp_path / "gate") as it:
         yield it
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Path:
+    """A new, empty folder."""
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let temporary files be the test's own: the error files of a group that failed stay, which is no leak."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))

@@ -9,22 +9,21 @@ It is two processes, the second a fork of the first that shares its pages:
     launcher -- guard -- keeper -- workers
 
 Both are subreapers. When the keeper is killed, every process below it, however far it has run (setsid, double
-fork), becomes a child of the guard, which finishes the work and reports. When the guard is killed, the keeper does. A lone
-keeper with PR_SET_PDEATHSIG on its workers would lose their grandchildren to init; and arming it needs code in the child
-between fork and exec, which rules out posix_spawn(3) and costs half of the start-up time.
+fork), becomes a child of the guard, which finishes the work and reports. When the guard is killed, the keeper
+does. A lone keeper with PR_SET_PDEATHSIG on its workers would lose their grandchildren to init; and arming it
+needs code in the child between fork and exec, which rules out posix_spawn(3) and costs half of the start-up time.
 
 It runs on its own (no site, no package beyond its own few modules), and is up in about 10 ms.
 """
 
 from __future__ import annotations
 
-import errno
+import _socket
 import gc
 import os
 import select
 
-import _socket
-from phalanx._core import clock, linux, wire
+from phalanx._core import clock, linux, starting, wire
 from phalanx._core.loop import READ, WRITE, Loop
 
 TYPE_CHECKING = False
@@ -34,12 +33,9 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx._core.deadlines import Deadline
+    from phalanx._core.starting import Spec
 else:
     import _signal as signal  # the C half: `signal` builds enums for 3 ms
-
-Spec = tuple[int, bytes, list[bytes], dict[bytes, bytes], "str | None", "str | None", list[int]]
-"""A worker to be: rank, file to execute, argv, environment on top of the group's, stdout file, stderr file (None: the
-launcher's), and which of the given descriptors it inherits. When it inherits any, their numbers follow its argv."""
 
 LINGER = 0.05
 """Seconds between SIGTERM and SIGKILL for what a worker left behind. Enough for a resource tracker, which ignores
@@ -47,9 +43,6 @@ SIGTERM, to see its worker's end and unlink the shared memory that it tracks."""
 
 KILL_WAIT = 10.0
 """Seconds that a SIGKILL is given. A process that outlives it sits in uninterruptible sleep, and is abandoned."""
-
-_MODE_FILE = 0o666  # the umask is the caller's
-_QUIET = ("HUP", "INT", "QUIT", "USR1", "USR2", "ALRM", "TERM", "STKFLT", "IO", "PWR", "VTALRM", "PROF")
 
 
 class Worker:
@@ -114,7 +107,7 @@ class Keeper:
             self._run()
 
     def _run(self) -> None:
-        signal.signal(signal.SIGCHLD, _ignore)
+        signal.signal(signal.SIGCHLD, starting.ignore)
         signal.set_wakeup_fd(self._signals[1], warn_on_full_buffer=False)
         self._loop.watch(self._signals[0], self._on_signal)
         self._loop.watch(self._channel.fileno(), self._on_channel)
@@ -129,7 +122,7 @@ class Keeper:
             while (received := self._channel.receive()) is not None:
                 (verb, *arguments), fds = received
                 if verb == "start":
-                    self._start(*arguments, fds)  # type: ignore[arg-type]  # the launcher sends what `_start` takes
+                    self._start(*arguments, fds)  # type: ignore[arg-type, call-arg]  # the launcher sends what `_start` takes
                 elif verb == "signal":
                     self._signal(*arguments)  # type: ignore[arg-type]  # as above
                 elif verb == "sweep":
@@ -162,22 +155,28 @@ class Keeper:
 
     # --- starting
 
-    def _start(  # noqa: FBT001 - positional on the wire
-        self, fork: bool, base: dict[bytes, bytes], specs: list[Spec], oom: tuple[str, int], fds: list[int]
+    def _start(
+        self,
+        fork: bool,  # noqa: FBT001 - positional on the wire
+        base: dict[bytes, bytes],
+        specs: list[Spec],
+        oom: tuple[str, int],
+        fds: list[int],
     ) -> None:
         self._oom_file, self._oom_kills = oom
         rank, doing = -1, ""
-        ignored = _ignored()
+        ignored = starting.ignored_signals()
         try:
             for spec in specs:
                 rank, doing = spec[0], "opening its log files"
-                with _Outputs(self._null, spec[4], spec[5]) as outputs:
+                with starting.Outputs(self._null, spec[4], spec[5]) as outputs:
                     doing = "starting it"
                     given = [fds[index] for index in spec[6]]
                     if fork:
-                        pid = self._fork(spec, base, outputs, given, fds)
+                        private = {*self._own_descriptors(), *fds}.difference(given)
+                        pid = starting.fork(spec, base, outputs, given, private, self._call)
                     else:
-                        pid = self._spawn(spec, base, outputs, given, ignored)
+                        pid = starting.execute(spec, base, outputs, given, ignored)
                 self._workers[pid] = Worker(rank, pid)
                 self._sessions.add(pid)
             _allow_descriptors(len(specs))
@@ -198,59 +197,6 @@ class Keeper:
         self._send("started", [(worker.rank, pid) for pid, worker in self._workers.items()])
         for worker in self._workers.values():
             self._loop.watch(worker.pidfd, _bound(self._on_exit, worker))
-
-    def _spawn(
-        self, spec: Spec, base: dict[bytes, bytes], outputs: _Outputs, given: list[int], ignored: list[int]
-    ) -> int:
-        """Execute a file in a new process. posix_spawn(3) shares our memory until the exec, and reports its errno."""
-        _rank, path, argv, env, _stdout, _stderr, _which = spec
-        for fd in given:
-            os.set_inheritable(fd, True)
-        try:
-            return os.posix_spawn(
-                path,
-                [*argv, ",".join(map(str, given)).encode()] if given else argv,
-                {**base, **env},
-                file_actions=[(os.POSIX_SPAWN_DUP2, fd, target) for target, fd in outputs.fds],
-                setsid=True,
-                setsigmask=(),
-                setsigdef=ignored,
-            )
-        finally:
-            for fd in given:
-                os.set_inheritable(fd, False)
-
-    def _fork(
-        self, spec: Spec, base: dict[bytes, bytes], outputs: _Outputs, given: list[int], all_given: list[int]
-    ) -> int:
-        """Run the group's callable in a fork of ourselves."""
-        keeper = os.getpid()
-        pid = os.fork()
-        if pid:
-            return pid
-        try:
-            linux.die_with_parent(keeper)
-            os.setsid()
-            signal.set_wakeup_fd(-1)
-            _fresh_signals()
-            for target, fd in outputs.fds:
-                os.dup2(fd, target)
-            outputs.close()
-            for fd in {*self._own_descriptors(), *all_given}.difference(given):
-                os.close(fd)
-            environ = {**base, **spec[3]}
-            for name in list(os.environb):
-                if name not in environ:
-                    del os.environb[name]
-            os.environb.update(environ)
-            gc.unfreeze()
-            gc.enable()
-            call = self._call
-            if call is None:
-                from phalanx._core.worker import serve as call
-            call(spec[0], given)
-        finally:
-            os._exit(70)  # the callable leaves by itself: EX_SOFTWARE is a mistake of ours (sysexits.h)
 
     def _own_descriptors(self) -> list[int]:
         """All that is open here and is none of a worker's business."""
@@ -337,7 +283,8 @@ class Keeper:
         """Remove what the workers left: SIGTERM, a moment, SIGKILL.
 
         Processes still in a worker's session are part of its job (``sh run.sh`` dies of the SIGTERM at once, the python
-        below it is saving its work): they have the ``grace`` seconds that are left of the group's. Daemons have `LINGER`.
+        below it is saving its work): they have the ``grace`` seconds that are left of the group's. Daemons have
+        `LINGER`.
         """
         if self._sweep_timer is None and not self._killing:
             self._sweep_timer = self._loop.after(LINGER, self._linger_over)
@@ -397,42 +344,11 @@ class Keeper:
         return linux.children(os.getpid())
 
 
-class _Outputs:
-    """The descriptors that become a worker's 0, 1 and 2: a context that closes what it opened."""
-
-    def __init__(self, null: int, stdout: str | None, stderr: str | None) -> None:
-        self.fds = [(0, null)]
-        self._opened: list[int] = []
-        try:
-            for target, path in ((1, stdout), (2, stderr)):
-                if path is not None:
-                    # Appending, so that a file that is cut short while it is written grows from its new end.
-                    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-                    fd = os.open(path, flags, _MODE_FILE)
-                    self._opened.append(fd)
-                    self.fds.append((target, fd))
-        except OSError:
-            self.close()
-            raise
-
-    def __enter__(self) -> _Outputs:  # noqa: PYI034 - typing.Self would be an import on the keeper's start
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close what was opened."""
-        for fd in self._opened:
-            os.close(fd)
-        self._opened = []
-
-
 def keep(sock: _socket.socket, call: Callable[[int, list[int]], None] | None = None) -> None:
     """Be guard and keeper at the end ``sock``, with ``call`` for workers that are forks of us. Does not return."""
     try:
-        _fill_standard_descriptors()
-        _deaf()
+        starting.fill_standard_descriptors()
+        starting.turn_deaf()
         gc.disable()  # nothing here makes cycles, and a collection would copy every page that is shared with a fork
         gc.freeze()
         linux.become_subreaper()
@@ -459,49 +375,12 @@ def keep(sock: _socket.socket, call: Callable[[int, list[int]], None] | None = N
 
 def main(fd: int) -> None:
     """The keeper as a program: the socket to its launcher is descriptor ``fd``. Does not return."""
+    os.set_inheritable(fd, False)  # it had to survive one exec; no worker may hold our end of the conversation
     keep(_socket.socket(fileno=fd))
 
 
 def _bound(method: Callable[[Any], None], argument: object) -> Callable[[int], None]:
     return lambda _events: method(argument)
-
-
-def _ignore(_number: int, _frame: object) -> None:
-    """Have the signal interrupt, and do nothing. Unlike SIG_IGN, this does not outlive an exec."""
-
-
-def _deaf() -> None:
-    """Let no signal but SIGKILL and the stop signals end us: what is meant for the group goes to its launcher."""
-    for name in _QUIET:
-        signal.signal(getattr(signal, "SIG" + name), _ignore)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-
-
-def _ignored() -> list[int]:
-    """The signals that are ignored here, by Python or from whoever started the launcher (nohup, a shell's ``&``)."""
-    return [number for number in signal.valid_signals() if signal.getsignal(number) == signal.SIG_IGN]
-
-
-def _fresh_signals() -> None:
-    """Dispositions and mask as a new Python interpreter has them."""
-    for number in signal.valid_signals():
-        if number not in (linux.SIGKILL, signal.SIGSTOP):
-            try:
-                signal.signal(number, signal.SIG_DFL)
-            except OSError as error:  # those that the C library keeps for itself
-                if error.errno != errno.EINVAL:
-                    raise
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-
-
-def _fill_standard_descriptors() -> None:
-    """Open /dev/null on each of 0, 1, 2 that the launcher had closed, lest a log file or a socket lands there."""
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # noqa: PLR2004 - stderr
-        os.set_inheritable(fd, True)
-    os.close(fd)
 
 
 def _allow_descriptors(workers: int) -> None:

@@ -41,14 +41,12 @@ class Launch:
         """Start a keeper in an interpreter of its own, with ``flags``. Raises OSError."""
         ours, theirs = wire.pair()
         try:
-            root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120 - pathlib costs 5 ms
+            root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
             fd = theirs.fileno()
             code = f"import sys;sys.path.append({root!r});from phalanx._core.keeper import main;main({fd})"
             command = [sys.executable, *flags, "-c", code]
             # A session of its own: a Ctrl-C at the terminal is for the launcher.
-            self._popen = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-                command, stdin=subprocess.DEVNULL, pass_fds=[fd], start_new_session=True
-            )
+            self._popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[fd], start_new_session=True)
             self._guard = self._popen.pid
         except BaseException:
             ours.close()
@@ -57,8 +55,11 @@ class Launch:
             theirs.close()
         self.channel = wire.Channel(ours)
 
-    def fork(self, call: Callable[[int, list[int]], None]) -> None:
-        """Start a keeper that is a fork of this process, whose workers each run ``call(rank, fds)``. Raises OSError."""
+    def fork(self, call: Callable[[int, list[int]], None], forget: Callable[[], None]) -> None:
+        """Start a keeper that is a fork of this process, whose workers each run ``call(rank, fds)``. Raises OSError.
+
+        ``forget`` closes, in the fork, what is the launcher's alone.
+        """
         from phalanx._core import keeper  # before the fork: another thread may hold the lock of an import in the child
 
         ours, theirs = wire.pair()
@@ -74,6 +75,7 @@ class Launch:
         if pid == 0:
             try:
                 ours.close()
+                forget()
                 os.setsid()
                 keeper.keep(theirs, call)
             finally:

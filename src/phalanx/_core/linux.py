@@ -8,11 +8,6 @@ from __future__ import annotations
 import errno
 import os
 
-try:  # The C half of ctypes: all that a prctl(2) needs, 3 ms sooner than the whole. The keeper starts in 10.
-    from _ctypes import call_function as _call, dlopen as _dlopen, dlsym as _dlsym, get_errno as _get_errno
-except ImportError:  # an interpreter that names them otherwise
-    _call = None
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,17 +21,19 @@ SIGKILL = 9
 
 def _libc(name: str, *args: object) -> int:
     """Call a function of the C library that takes ints and bytes and returns an int, -1 for an error."""
-    if _call is not None:
-        # RTLD_NOW of the program itself; errno is copied by FUNCFLAG_USE_ERRNO only through the high-level API, so
-        # the result alone tells of failure.
-        return int(_call(_dlsym(_dlopen(None, os.RTLD_NOW), name), args))
-    import ctypes
+    try:  # the C half of ctypes is all that this needs, and 3 ms sooner there than the whole: the keeper starts in 10
+        from _ctypes import call_function, dlopen, dlsym
 
-    return int(getattr(ctypes.CDLL(None), name)(*args))
+        library: str = None  # type: ignore[assignment]  # dlopen(3) takes NULL for the program itself; typeshed does not
+        return int(call_function(dlsym(dlopen(library, os.RTLD_NOW), name), args))
+    except ImportError:  # an interpreter that names them otherwise
+        import ctypes
+
+        return int(getattr(ctypes.CDLL(None), name)(*args))
 
 
 def prctl(option: int, value: int) -> None:
-    """prctl(2) with one number. Raises OSError."""
+    """Set an attribute of this process. Raises OSError."""
     if _libc("prctl", option, value, 0, 0, 0) != 0:
         raise OSError(errno.EINVAL, f"prctl({option}, {value})")
 
@@ -53,11 +50,22 @@ def die_with_parent(parent: int) -> None:
         os.kill(os.getpid(), SIGKILL)
 
 
+def occupy_standard_descriptors() -> list[int]:
+    """Open /dev/null on each of 0, 1, 2 that is closed, lest a socket lands there. The caller closes them."""
+    opened = []
+    while (fd := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) <= 2:  # noqa: PLR2004 - stderr
+        opened.append(fd)
+    os.close(fd)
+    return opened
+
+
 def inotify() -> int:
-    """A new inotify(7) descriptor, non-blocking, close-on-exec. Raises OSError."""
+    """Make a descriptor for inotify events, non-blocking, close-on-exec. Raises OSError."""
     fd = _libc("inotify_init1", os.O_NONBLOCK | os.O_CLOEXEC)
     if fd < 0:
-        raise OSError(errno.EMFILE, "too many inotify instances or open files (fs.inotify.max_user_instances, ulimit -n)")
+        raise OSError(
+            errno.EMFILE, "too many inotify instances or open files (fs.inotify.max_user_instances, ulimit -n)"
+        )
     return fd
 
 
@@ -114,7 +122,7 @@ def processes() -> Iterator[Stat]:
 
 
 def environ(pid: int) -> list[bytes]:
-    """The entries (b"NAME=value") of the environment with which ``pid`` was exec'ed; none when it cannot be read."""
+    """List what ``pid`` was exec'ed with (b"NAME=value"), or nothing when that cannot be read."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return file.read().split(b"\0")
@@ -123,7 +131,7 @@ def environ(pid: int) -> list[bytes]:
 
 
 def find_oom_counter() -> tuple[str, int]:
-    """The file that counts OOM kills in this process's memory cgroup, v2 or v1, and its count; ("", 0) if there is none.
+    """Find the file that counts OOM kills in this process's memory cgroup, and its count; ("", 0) if there is none.
 
     v2: ``oom_kill`` of memory.events; v1: ``oom_kill`` of memory.oom_control (cgroups(7), and the kernel's
     admin-guide/cgroup-v2). Both rise before the victim is sent its SIGKILL.
@@ -157,7 +165,7 @@ def _oom_files() -> Iterator[str]:
     except OSError:
         return
     for mount in mounts:
-        # "36 35 98:0 /root /mount/point options [optional fields] - type source superoptions"
+        # A line: 36 35 98:0 /root /mount/point options optional-fields... - type source superoptions.
         dash = mount.index("-")
         kind, options, point = mount[dash + 1], mount[dash + 3].split(","), mount[4]
         for _number, controllers, path in groups:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import select
-from _collections import deque  # `collections` itself costs the keeper 1.5 ms
 from _thread import allocate_lock
 
 from phalanx._core import clock
@@ -16,7 +15,10 @@ from phalanx._core.deadlines import Deadline, Deadlines
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from _thread import LockType
+    from collections import deque
     from collections.abc import Callable
+else:
+    from _collections import deque  # the C half: `collections` itself costs the keeper 1.5 ms
 
 READ = select.EPOLLIN
 WRITE = select.EPOLLOUT
@@ -55,7 +57,7 @@ class Latch:
         turn = allocate_lock()
         turn.acquire()
         self._waiters.append(turn)
-        if self._open:  # opened between the first look and the append: nobody may come to release us
+        if bool(self):  # opened between the first look and the append: nobody may come to release us
             return True
         # A lock waits at most TIMEOUT_MAX (292 years); more is the same as for ever.
         return turn.acquire(timeout=min(timeout, 1e8) if timeout > 0 else -1)

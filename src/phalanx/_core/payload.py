@@ -1,12 +1,12 @@
 """A function and its arguments on their way to the workers, and a value on its way back.
 
 Owns pickling: by reference where the worker can import, by value (cloudpickle) for what lives in ``__main__``, in a
-notebook's cell or in another function; and the handing over of what `multiprocessing` keeps in descriptors. Knows nothing of
-processes.
+notebook's cell or in another function; and the handing over of what `multiprocessing` keeps in descriptors. Knows
+nothing of processes.
 
 The group's payload is pickled once, into one memfd that every worker reads at its own offsets. One pickler writes all
-of it; before each rank's arguments its memo is wound back to where the function ended, so that a rank's part may refer to
-the function's objects, and never to another rank's.
+of it; before each rank's arguments its memo is wound back to where the function ended, so that a rank's part may
+refer to the function's objects, and never to another rank's.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ class _ByValue(Exception):  # noqa: N818 - a turn of the road, not an error
     """What is being pickled holds code that a worker cannot import."""
 
 
-def pack(function: Callable[..., Any], arguments: Mapping[int, tuple[Any, ...]]) -> tuple[int, list[int], dict[int, list[int]]]:
+def pack(
+    function: Callable[..., Any], arguments: Mapping[int, tuple[Any, ...]]
+) -> tuple[int, list[int], dict[int, list[int]]]:
     """Pickle a call for every rank into a new memfd.
 
-    Returns the memfd, which the caller owns; descriptors that must reach the workers with it and stay their owners'; and
-    the indices into these that each rank needs. Raises UnpicklableError, which names the culprit.
+    Returns the memfd, which the caller owns; descriptors that must reach the workers with it and stay their
+    owners'; and the indices into these that each rank needs. Raises UnpicklableError, which names the culprit.
     """
     with _Spawning() as spawning:
         try:
@@ -67,13 +69,14 @@ def pack(function: Callable[..., Any], arguments: Mapping[int, tuple[Any, ...]])
     wanted = {rank: [*range(shared[1]), *fds] for rank, (_blob, fds) in ranks.items()}
     fds = spawning.fds
     if any(b"multiprocessing" in blob for blob in blobs):
-        index["multiprocessing"], tracker = _multiprocessing_state()
-        if tracker is not None:
-            # One tracker for all: a worker's own would unlink shared memory that it has only attached.
-            index["tracker"] = len(fds)
-            fds = [*fds, tracker]
-            for which in wanted.values():
-                which.append(len(fds) - 1)
+        index["multiprocessing"] = _multiprocessing_state()
+    tracker = _resource_tracker()
+    if tracker is not None:
+        # One tracker for all: a worker's own would unlink shared memory that it has only attached, by name perhaps.
+        index["tracker"] = len(fds)
+        fds = [*fds, tracker]
+        for which in wanted.values():
+            which.append(len(fds) - 1)
     index["fds"] = wanted
     memfd = os.memfd_create("phalanx-payload")
     try:
@@ -107,7 +110,7 @@ class Payload:
             from multiprocessing import resource_tracker
 
             resource_tracker._resource_tracker._fd = _given[tracker]  # type: ignore[attr-defined]  # as multiprocessing.spawn does
-        unpickler = pickle.Unpickler(io.BytesIO(self._read("function") + self._read("arguments", rank)))  # noqa: S301 - as above
+        unpickler = pickle.Unpickler(io.BytesIO(self._read("function") + self._read("arguments", rank)))
         function = unpickler.load()
         _adopt(function)
         return function, unpickler.load()
@@ -129,17 +132,21 @@ class Payload:
         return b"".join(parts)
 
 
-def pack_value(value: object) -> int:
-    """Pickle a return value into a new memfd. Raises UnpicklableError."""
+def pack_value(value: object, known: Mapping[str, object]) -> int:
+    """Pickle a return value into a new memfd. Raises UnpicklableError.
+
+    ``known`` is what the launcher's ``__main__`` holds: an instance of a class from there comes back as one of
+    that very class.
+    """
     try:
         memfd = os.memfd_create("phalanx-result")
         try:
             try:
-                _pickled(value, memfd, by_value=False)
+                _pickled(value, memfd, known)
             except Exception:  # noqa: BLE001 - as in `pack`
                 os.ftruncate(memfd, 0)
                 os.lseek(memfd, 0, os.SEEK_SET)
-                _pickled(value, memfd, by_value=True)
+                _pickled(value, memfd, None)
         except BaseException:
             os.close(memfd)
             raise
@@ -150,9 +157,11 @@ def pack_value(value: object) -> int:
     return memfd
 
 
-def _pickled(value: object, memfd: int, *, by_value: bool) -> None:
-    with open(memfd, "wb", closefd=False) as file:  # noqa: PTH123 - a descriptor, not a path
-        _pickler(file, by_value=by_value).dump(value)
+def _pickled(value: object, memfd: int, known: Mapping[str, object] | None) -> None:
+    with open(memfd, "wb", closefd=False) as file:
+        pickler = _pickler(file, by_value=known is None)
+        pickler.known = known
+        pickler.dump(value)
 
 
 def _dump(
@@ -184,32 +193,39 @@ def _pickler(file: Any, *, by_value: bool) -> Any:
     reduction = sys.modules.get("multiprocessing.reduction")
     if reduction is not None:  # connections, sockets, and what frameworks have registered there (shared tensors)
         tables.insert(0, reduction.ForkingPickler._extra_reducers)
+    base: Any = _ByReference
     if by_value:
-        import cloudpickle
+        import cloudpickle  # type: ignore[import-untyped]  # it ships no types
 
-        pickler = cloudpickle.Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
-        tables.insert(1, dict(cloudpickle.Pickler.dispatch_table))
-    else:
-        pickler = _ByReference(file, protocol=pickle.HIGHEST_PROTOCOL)
-    pickler.dispatch_table = {name: value for table in reversed(tables) for name, value in table.items()}
-    return pickler
+        base = cloudpickle.Pickler
+        tables.insert(1, dict(base.dispatch_table))
+    # A pickler looks for its table once, when it is made, and finds the class's: setting it on the instance is too
+    # late.
+    table = {name: value for table in reversed(tables) for name, value in table.items()}
+    return type("Pickler", (base,), {"dispatch_table": table})(file, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 class _ByReference(pickle.Pickler):
-    """The plain pickler, which gives up at once at code that a worker could not import."""
+    """The plain pickler, which gives up at once at code that the other side could not import."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.known: Mapping[str, object] = {}  # what the other side's __main__ holds, by name
 
     def reducer_override(self, obj: Any) -> Any:
         """Called for functions and classes among others (pickle documentation, "Custom Reduction")."""
-        if getattr(obj, "__module__", None) == "__main__" and hasattr(obj, "__qualname__"):
-            raise _ByValue
+        if getattr(obj, "__module__", None) == "__main__":
+            name = getattr(obj, "__qualname__", None)
+            if name is not None and self.known.get(name) is not obj:
+                raise _ByValue
         return NotImplemented
 
 
 class _Spawning:
     """Makes `multiprocessing` believe that a process of its own is being spawned in this thread.
 
-    Its locks, queues and connections refuse to be pickled otherwise. Its contract for a "popen" is: `duplicate_for_child`
-    takes a descriptor and returns what ``DupFd(...).detach()`` turns back into one, in the child.
+    Its locks, queues and connections refuse to be pickled otherwise. Its contract for a "popen" is:
+    `duplicate_for_child` takes a descriptor and returns what ``DupFd(...).detach()`` turns back into one, in the child.
     """
 
     def __init__(self) -> None:
@@ -248,11 +264,16 @@ class _Given:
         return fd
 
 
-def _multiprocessing_state() -> tuple[dict[str, Any], int | None]:
-    from multiprocessing import process, resource_tracker
+def _multiprocessing_state() -> dict[str, Any]:
+    from multiprocessing import process
 
-    state = {"authkey": bytes(process.current_process().authkey)}
-    return state, resource_tracker._resource_tracker._fd  # type: ignore[attr-defined]  # as multiprocessing.spawn does
+    return {"authkey": bytes(process.current_process().authkey)}
+
+
+def _resource_tracker() -> int | None:
+    """The descriptor on which this process's resource tracker listens, if it has one."""
+    module = sys.modules.get("multiprocessing.resource_tracker")
+    return None if module is None else module._resource_tracker._fd  # type: ignore[no-any-return]  # as multiprocessing.spawn does
 
 
 def _adopt(function: Callable[..., Any]) -> None:
@@ -280,7 +301,9 @@ def _write(fd: int, *blobs: bytes) -> None:
 # --- the search for what cannot be pickled; only ever run on the way to an error
 
 
-def _culprit(function: Callable[..., Any], arguments: Mapping[int, tuple[Any, ...]], error: Exception) -> UnpicklableError:
+def _culprit(
+    function: Callable[..., Any], arguments: Mapping[int, tuple[Any, ...]], error: Exception
+) -> UnpicklableError:
     why = _first_line(error)
     with _Spawning():
         where = _find(f"the entrypoint {_name(function)}", function, 4)

@@ -116,9 +116,7 @@ class Sink:
             return
         was_full = not self.room()
         self._push()
-        if was_full and self.room():
-            self._on_room()
-        elif self.idle:
+        if (was_full and self.room()) or self.idle:
             self._on_room()
 
     def _push(self) -> None:
@@ -163,8 +161,9 @@ class Sink:
 
     def _write_object(self, data: bytes) -> None:
         try:
-            self._target.write(data.decode("utf-8", "replace"))
-            self._target.flush()
+            target: Any = self._target
+            target.write(data.decode("utf-8", "replace"))
+            target.flush()
         except Exception:  # noqa: BLE001 - the host's own object: its troubles must not end the group
             self.broken = True
         self.written += len(data)
@@ -273,7 +272,7 @@ class Pump:
         loop.call(self._run)
 
     def finish(self, done: Callable[[], None]) -> None:
-        """Show what is still in the files, then call ``done``. Bounded: a sink that takes nothing for `DRAIN` seconds is left."""
+        """Show what is still in the files, then call ``done``; a sink that takes nothing for `DRAIN` s is left."""
         assert self._loop is not None
         self._finished = done
         self._dirty.clear()

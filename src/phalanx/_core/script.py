@@ -1,15 +1,23 @@
 """Runs a Python script or module just as its interpreter would, and leaves evidence when it fails.
 
-A worker's command line is ``python -u .../script.py [-m] TARGET ARGS...``. Owns the likeness: ``__main__``, ``sys.argv``,
-``sys.path[0]``, tracebacks and exit status are those of ``python TARGET ARGS``. Like `evidence`, it is loaded by its path, in
-whatever Python the user runs (3.8 or later), and imports nothing of Phalanx but its two neighbours.
+A worker's command line is ``python -u .../script.py [-m] TARGET ARGS...``. Owns the likeness: ``__main__``,
+``sys.argv``, ``sys.path[0]``, tracebacks and exit status are those of ``python TARGET ARGS``. Like `evidence`, it
+is loaded by its path, in whatever Python the user runs (3.8 or later), and imports nothing of Phalanx but its two
+neighbours.
 """
+
+from __future__ import annotations
 
 import os
 import sys
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import CodeType, ModuleType
+    from typing import Any
 
-def main():  # type: () -> None
+
+def main() -> None:
     """Become the program that ``sys.argv`` names."""
     here = os.path.dirname(os.path.abspath(__file__))
     safe_path = getattr(sys.flags, "safe_path", False)
@@ -23,8 +31,8 @@ def main():  # type: () -> None
         del sys.argv[0]
     namespace = _new_main()
     try:
-        code = _module(namespace, safe_path) if as_module else _script(namespace, safe_path)
-        exec(code, namespace)
+        code = _module(namespace, safe_path=safe_path) if as_module else _script(namespace, safe_path=safe_path)
+        exec(code, namespace)  # noqa: S102 - the user's program
     except SystemExit:
         raise
     except BaseException as error:
@@ -35,14 +43,14 @@ def main():  # type: () -> None
         raise  # the interpreter does the rest: threads, exit handlers, the exit status, SIGINT for a KeyboardInterrupt
 
 
-def _neighbours(here):  # type: (str) -> Any
+def _neighbours(here: str) -> ModuleType:
     """Load `evidence`, and have the kernel kill us when our keeper dies."""
     names = ("linux", "evidence")
     sys.path.insert(0, here)
     kept = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     try:
-        import evidence
-        import linux
+        import evidence  # type: ignore[import-not-found]  # beside this file, while that is on the path
+        import linux  # type: ignore[import-not-found]  # as above
 
         linux.die_with_parent(os.getppid())
     finally:
@@ -50,10 +58,10 @@ def _neighbours(here):  # type: (str) -> Any
         for name in names:  # the user's modules may be called so, too
             sys.modules.pop(name, None)
         sys.modules.update(kept)
-    return evidence
+    return evidence  # type: ignore[no-any-return]  # as above
 
 
-def _new_main():  # type: () -> Dict[str, Any]
+def _new_main() -> dict[str, Any]:
     """A fresh ``__main__``. Ours lives on in the functions that are running."""
     module = type(sys)("__main__")
     sys.modules["__main__"] = module
@@ -62,61 +70,66 @@ def _new_main():  # type: () -> Dict[str, Any]
     return namespace
 
 
-def _script(namespace, safe_path):  # type: (Dict[str, Any], bool) -> Any
+def _script(namespace: dict[str, Any], *, safe_path: bool) -> CodeType:
     target = sys.argv[0]
     if not os.path.isfile(target) or _is_zip(target):
         import runpy
 
         sys.path.insert(0, target)
-        _name, spec, code = _details(runpy._get_main_module_details)  # what ``python FOLDER`` itself calls
+        _name, spec, code = _details(runpy._get_main_module_details)  # type: ignore[attr-defined]  # what ``python FOLDER`` itself calls
         return _under(namespace, spec, code)
     path = os.path.abspath(target)
     if not safe_path:
         sys.path.insert(0, os.path.dirname(os.path.realpath(target)))
     if target.endswith(".pyc"):
-        from importlib.machinery import SourcelessFileLoader as Loader
-    else:
-        Loader = type(__loader__)  # of this very file: SourceFileLoader
-    loader = Loader("__main__", path)
-    namespace.update(__file__=path, __loader__=loader)
-    if target.endswith(".pyc"):
-        return loader.get_code("__main__")
-    return loader.source_to_code(loader.get_data(path), path)
+        from importlib.machinery import SourcelessFileLoader
+
+        binary = SourcelessFileLoader("__main__", path)
+        namespace.update(__file__=path, __loader__=binary)
+        compiled = binary.get_code("__main__")
+        assert compiled is not None
+        return compiled
+    from importlib.machinery import SourceFileLoader
+
+    source = SourceFileLoader("__main__", path)
+    namespace.update(__file__=path, __loader__=source)
+    # Not get_code: that would read and write a cache, which no interpreter does for its script.
+    return source.source_to_code(source.get_data(path), path)
 
 
-def _module(namespace, safe_path):  # type: (Dict[str, Any], bool) -> Any
+def _module(namespace: dict[str, Any], *, safe_path: bool) -> CodeType:
     import runpy
 
     if not safe_path:
         sys.path.insert(0, os.getcwd())
     name, sys.argv[0] = sys.argv[0], "-m"  # as the interpreter has it while it looks
-    _name, spec, code = _details(runpy._get_module_details, name)  # what ``python -m`` itself calls
+    _name, spec, code = _details(runpy._get_module_details, name)  # type: ignore[attr-defined]  # what ``python -m`` itself calls
     sys.argv[0] = spec.origin
     return _under(namespace, spec, code)
 
 
-def _details(find, *names):  # type: (Any, str) -> Any
+def _details(find: Any, *names: str) -> Any:
     import runpy
 
     try:
         return find(*names)
-    except runpy._Error as error:
+    except runpy._Error as error:  # type: ignore[attr-defined]  # typeshed hides it
         sys.exit("{}: {}".format(sys.executable, error))
 
 
-def _under(namespace, spec, code):  # type: (Dict[str, Any], Any, Any) -> Any
+def _under(namespace: dict[str, Any], spec: Any, code: CodeType) -> CodeType:
     namespace.update(
         __file__=spec.origin, __cached__=spec.cached, __loader__=spec.loader, __package__=spec.parent, __spec__=spec
     )
     return code
 
 
-def _is_zip(path):  # type: (str) -> bool
+def _is_zip(path: str) -> bool:
     with open(path, "rb") as file:
         return file.read(4) == b"PK\x03\x04"
 
 
-def _strip(error):  # type: (BaseException) -> None
+def _strip(error: BaseException) -> None:
     """Take our own frames off the top of the traceback."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
@@ -124,13 +137,13 @@ def _strip(error):  # type: (BaseException) -> None
     error.__traceback__ = trace
 
 
-def _show(error):  # type: (BaseException) -> None
+def _show(error: BaseException) -> None:
     """Print the traceback the way the user wants it printed."""
     details = type(error), error, error.__traceback__
     sys.last_type, sys.last_value, sys.last_traceback = details
     try:
         sys.excepthook(*details)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - the hook is the user's, and its exception must not replace theirs
         sys.__excepthook__(*details)
 
 

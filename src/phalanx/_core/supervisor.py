@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from phalanx._core.deadlines import Deadline
-    from phalanx._core.keeper import Spec
     from phalanx._core.pump import Pump
+    from phalanx._core.starting import Spec
 
 SILENCE = 2.0
 """Seconds beyond its own last deadline after which a keeper that says nothing is taken for lost."""
@@ -65,8 +65,9 @@ class Worker:
 class Supervisor:
     """A group of workers, from start to end. Every method may be called from any thread.
 
-    ``settle``: seconds between the first failure and the stopping of the others. ``grace``: seconds between SIGTERM and
-    SIGKILL then.
+    Args:
+        settle: Seconds between the first failure and the stopping of the others.
+        grace: Seconds between SIGTERM and SIGKILL then.
     """
 
     def __init__(self, *, settle: float, grace: float) -> None:
@@ -93,23 +94,23 @@ class Supervisor:
 
     # --- any thread
 
-    def boot(
-        self, flags: Sequence[str] = ("-I", "-S"), call: Callable[[int, list[int]], None] | None = None
-    ) -> None:
-        """Start the keeper, which takes 10 ms to get up: time to prepare what `start` needs. `start` or `abort` follows.
+    def boot(self, flags: Sequence[str] = ("-I", "-S"), call: Callable[[int, list[int]], None] | None = None) -> None:
+        """Start the keeper. It takes 10 ms to get up: time to prepare what `start` needs. Then `start` it, or `abort`.
 
         ``flags`` are those of the keeper's interpreter; with ``call``, the keeper is a fork of this process instead.
         """
         try:
             if call is not None:
-                self._launch.fork(call)
+                self._launch.fork(call, self._loop.close)
             else:
                 self._launch.exec(flags)
         except BaseException:
             self.abort()
             raise
 
-    def start(self, specs: Sequence[Spec], fds: Sequence[int] = (), pump: Pump | None = None, *, fork: bool = False) -> None:
+    def start(
+        self, specs: Sequence[Spec], fds: Sequence[int] = (), pump: Pump | None = None, *, fork: bool = False
+    ) -> None:
         """Start all workers; return when every one runs, or raise, with none left, what went wrong.
 
         ``fork`` has them forked from the keeper rather than exec'ed. ``fds`` are what the specs refer to, from 1 on.
@@ -122,9 +123,7 @@ class Supervisor:
             channel = self._launch.channel
             try:
                 # The report socket comes first: it is the one descriptor that every function worker needs.
-                channel.send(
-                    ("start", fork, self._launch.environment(), list(specs), oom), [theirs.fileno(), *fds]
-                )
+                channel.send(("start", fork, self._launch.environment(), list(specs), oom), [theirs.fileno(), *fds])
                 while not channel.flush():  # only a keeper that is not up yet leaves no room
                     _writable(channel)
             finally:
@@ -178,7 +177,7 @@ class Supervisor:
     def _run(self) -> None:
         try:
             self._loop.run()
-        except BaseException as error:  # a mistake of ours: the group must not outlive its supervisor
+        except BaseException as error:  # noqa: BLE001 - a mistake of ours: the group must not outlive its supervisor
             if not self._up:
                 self._start_error = error
             self.lost = self.lost or KeeperLostError(f"the group's supervisor failed: {error!r}")
@@ -223,7 +222,7 @@ class Supervisor:
         try:
             while (received := self._reports.receive()) is not None:
                 (_verb, rank, pid), fds = received
-                with open(fds[0], "rb") as file:  # noqa: PTH123 - a descriptor, not a path
+                with open(fds[0], "rb") as file:
                     file.seek(0)
                     self._results[rank, pid] = file.read()  # type: ignore[index]  # the worker bootstrap sends ints
         except wire.Closed:
@@ -290,7 +289,9 @@ class Supervisor:
 
     def _on_lost(self, who: str, returncode: int) -> None:
         how = f"killed by signal {-returncode}" if returncode < 0 else f"ended with exit code {returncode}"
-        self._said_lost = f"the group's {who} process was {how}" if returncode < 0 else f"the group's {who} process {how}"
+        self._said_lost = (
+            f"the group's {who} process was {how}" if returncode < 0 else f"the group's {who} process {how}"
+        )
         self._see(Event.KEEPER_LOST)
 
     # --- actions

@@ -1,17 +1,16 @@
 """Messages and descriptors over a socket. Owns framing; knows nothing of what a message means.
 
 One SOCK_SEQPACKET packet is one message: the kernel keeps the boundaries, and several writers may share one end.
-What does not fit a packet travels in a memfd beside it. `marshal` encodes: it is built in, needs no import, and both ends
-are the same interpreter of the same version on the same machine.
+What does not fit a packet travels in a memfd beside it. `marshal` encodes: it is built in, needs no import, and
+both ends are the same interpreter of the same version on the same machine.
 """
 
 from __future__ import annotations
 
+import _socket  # the C module: `socket` itself costs 7 ms to import, most of it for enums
 import marshal
 import os
 import sys
-
-import _socket  # the C module: `socket` itself costs 7 ms to import, most of it for enums
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ class Channel:
         while len(fds) > _DESCRIPTORS:
             self._outbox.append((marshal.dumps(None), tuple(fds[:_DESCRIPTORS]), -1))
             fds = fds[_DESCRIPTORS:]
-        body = marshal.dumps(message)
+        body = marshal.dumps(message)  # type: ignore[arg-type]  # plain values, as `marshal` demands; typeshed spells them out
         memfd = -1
         if len(body) > _PACKET:
             memfd = os.memfd_create("phalanx-message")
@@ -106,7 +105,7 @@ class Channel:
                 continue
             fds, self._fds = self._fds, []
             if isinstance(message, int):
-                with open(fds.pop(), "rb") as file:  # noqa: PTH123 - pathlib is not imported on this path
+                with open(fds.pop(), "rb") as file:
                     file.seek(0)
                     message = marshal.load(file)  # noqa: S302 - as above
             return message, fds

@@ -6,10 +6,10 @@ of the group, and as little as possible is imported here: it is on the start-up 
 
 from __future__ import annotations
 
+import _socket
 import os
 import sys
 
-import _socket
 from phalanx._core import evidence, linux, wire
 
 TYPE_CHECKING = False
@@ -35,7 +35,8 @@ def serve(rank: int, fds: list[int]) -> None:
 
 def call(function: Callable[..., Any], arguments: tuple[Any, ...], rank: int, fds: list[int], launcher: int) -> None:
     """A worker that is a fork of the launcher's, with its call in memory. Does not return."""
-    _leave(lambda: _run(lambda: (function, arguments), rank, fds[_REPORT], "fork", launcher))
+    known = dict(vars(sys.modules["__main__"]))
+    _leave(lambda: _run(lambda: (function, arguments), rank, fds[_REPORT], "fork", launcher, known=known))
 
 
 def _serve(rank: int, fds: list[int], method: str) -> int:
@@ -67,6 +68,7 @@ def _run(
     method: str,
     launcher: int,
     shared: dict[str, Any] | None = None,
+    known: dict[str, Any] | None = None,
 ) -> int:
     """Do the work; within `multiprocessing`'s frame for a child where it is in use. Returns the exit code."""
     evidence.catch_fatal_signals()
@@ -75,7 +77,7 @@ def _run(
         if stream is not None:
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # the interpreter's own text streams
     if shared is None and "multiprocessing.process" not in sys.modules:
-        return _work(load, rank, report)
+        return _work(load, rank, report, known or {})
     from multiprocessing import get_context, process
 
     current = process.current_process()
@@ -87,7 +89,7 @@ def _run(
 
     def body() -> None:
         nonlocal code
-        code = _work(load, rank, report)
+        code = _work(load, rank, report, known or {})
 
     child = get_context(method).Process(target=body, name=f"Process-{rank + 1}")  # type: ignore[attr-defined]  # typeshed lacks it on the base
     child._parent_pid = launcher
@@ -96,7 +98,9 @@ def _run(
     return code
 
 
-def _work(load: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]], rank: int, report: int) -> int:
+def _work(
+    load: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]], rank: int, report: int, known: dict[str, Any]
+) -> int:
     me = os.getpid()
     try:
         try:
@@ -119,17 +123,17 @@ def _work(load: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]], rank: 
     if os.getpid() != me:  # a fork of the function's own that came back: it has no value to report
         return 0
     try:
-        _send(report, rank, value)
+        _send(report, rank, value, known)
     except BaseException as error:  # noqa: BLE001 - as above
         _record(error)
         return 1
     return 0
 
 
-def _send(report: int, rank: int, value: object) -> None:
+def _send(report: int, rank: int, value: object, known: dict[str, Any]) -> None:
     from phalanx._core.payload import pack_value
 
-    memfd = pack_value(value)
+    memfd = pack_value(value, known)
     channel = wire.Channel(_socket.socket(fileno=report))
     try:
         sent = channel.send(("result", rank, os.getpid()), [memfd])
@@ -202,9 +206,9 @@ def _leave(run: Callable[[], int]) -> None:
         atexit._clear()  # the launcher's and the keeper's exit handlers are not ours to run
         if "multiprocessing.util" in sys.modules:
             atexit.register(sys.modules["multiprocessing.util"]._exit_function)
-        sys.stdin = open(0, closefd=False)  # noqa: PTH123, SIM115 - a descriptor for the life of the process
-        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: PTH123, SIM115 - as above
-        sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: PTH123, SIM115 - as above
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115 - a descriptor for the life of the process
+        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - as above
+        sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115 - as above
         code = run()
         threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter's end does
         atexit._run_exitfuncs()

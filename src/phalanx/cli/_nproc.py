@@ -10,8 +10,8 @@ from glob import glob
 def count(wanted: str) -> int:
     """Read the value of ``--nproc-per-node``: a number of at least 1, "auto", "cpu" or "gpu".
 
-    "cpu" is the number of CPUs that this process may use; "gpu" the number of accelerators; "auto" is "gpu" where there is
-    any, else "cpu". Raises ValueError, which says what would be right.
+    "cpu" is the number of CPUs that this process may use; "gpu" the number of accelerators; "auto" is "gpu" where
+    there is any, else "cpu". Raises ValueError, which says what would be right.
 
     >>> count("4")
     4
@@ -34,8 +34,8 @@ def count(wanted: str) -> int:
 def count_gpus(root: str = "/") -> int:
     """The accelerators that a worker would see: the visible-devices variables first, then the kernel's devices.
 
-    NVIDIA: one folder each in /proc/driver/nvidia/gpus, or /dev/nvidiaN where a container has only these. AMD: the nodes
-    of /sys/class/kfd/kfd/topology with SIMD units (the others are CPUs).
+    NVIDIA: one folder each in /proc/driver/nvidia/gpus, or /dev/nvidiaN where a container has only these. AMD: the
+    nodes of /sys/class/kfd/kfd/topology with SIMD units (the others are CPUs).
     """
     for variables, present in (
         (("CUDA_VISIBLE_DEVICES",), _nvidia(root)),

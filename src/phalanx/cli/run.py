@@ -5,6 +5,7 @@ Owns the options, the workers' environment and the exit code. Knows nothing of h
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import signal
@@ -19,6 +20,7 @@ from phalanx.cli import _nproc
 from phalanx.multiprocessing import (
     DefaultLogsSpecs,
     KeeperLostError,
+    LogsDest,
     PContext,
     RunProcsResult,
     SignalException,
@@ -46,48 +48,60 @@ def _option(*names: str, **settings: Any) -> Callable[[Any], Any]:
     return click.option(*names, envvar=[f"PHALANX_{long}", f"PET_{long}"], show_envvar=False, **settings)
 
 
-class _Nproc(click.ParamType):
-    name = "N|auto|cpu|gpu"
+def _reading(read: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    """A callback that reads an option's text, and says in click's way what is wrong with it."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+    def callback(_ctx: click.Context, _param: click.Parameter, value: str | None) -> Any:
         try:
-            return _nproc.count(str(value))
+            return None if value is None else read(value)
         except ValueError as error:
-            self.fail(str(error), param, ctx)
+            raise click.BadParameter(str(error)) from None
+
+    return callback
 
 
-class _Streams(click.ParamType):
-    name = "0|1|2|3|RANK:STREAMS,…"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Std | dict[int, Std]:
-        try:
-            return value if isinstance(value, (Std, dict)) else Std.from_str(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
-class _Ranks(click.ParamType):
-    name = "RANK,…"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> set[int]:
-        if isinstance(value, set):
-            return value
-        try:
-            return {int(part) for part in value.split(",") if part.strip()}
-        except ValueError:
-            self.fail(f"{value!r}: expected local ranks, like 0,1", param, ctx)
+def _ranks(text: str) -> set[int]:
+    try:
+        return {int(part) for part in text.split(",") if part.strip()}
+    except ValueError:
+        msg = f"{text!r}: expected local ranks, like 0,1"
+        raise ValueError(msg) from None
 
 
 @click.command(context_settings=_SETTINGS)
-@_option("--nproc-per-node", type=_Nproc(), default="1", show_default=True, help="Workers on this machine.")
+@_option(
+    "--nproc-per-node",
+    callback=_reading(_nproc.count),
+    metavar="N|auto|cpu|gpu",
+    default="1",
+    show_default=True,
+    help="Workers on this machine.",
+)
 @_option("-m", "--module", is_flag=True, help="SCRIPT is a module, as for python -m.")
 @_option("--no-python", is_flag=True, help="SCRIPT is a binary, started as it is.")
 @_option("--run-id", metavar="NAME", help="What the run is called. Default: the date and time.")
 @_option("--role", default="default", show_default=True, help="ROLE_NAME of the workers.")
 @_option("--log-dir", type=click.Path(file_okay=False), help="Folder for the runs' logs. Default: where state goes.")
-@_option("-r", "--redirects", type=_Streams(), help="Streams that go to files only: 1 stdout, 2 stderr, 3 both.")
-@_option("-t", "--tee", type=_Streams(), help="Streams that go to files and to the console. Default: 3.")
-@_option("--local-ranks-filter", type=_Ranks(), help="Local ranks whose output the console shows.")
+@_option(
+    "-r",
+    "--redirects",
+    callback=_reading(Std.from_str),
+    metavar="STREAMS",
+    help="Streams that go to files only: 1 stdout, 2 stderr, 3 both.",
+)
+@_option(
+    "-t",
+    "--tee",
+    callback=_reading(Std.from_str),
+    metavar="STREAMS",
+    help="Streams that go to files and to the console. Default: 3.",
+)
+@_option(
+    "--local-ranks-filter",
+    callback=_reading(_ranks),
+    metavar="RANK,...",
+    help="Local ranks whose output the console shows.",
+)
 @_option("--grace", type=click.FloatRange(min=0), default=30.0, show_default=True, metavar="SECONDS",
          help="Time between SIGTERM and SIGKILL.")  # fmt: skip
 @_option("--start-method", type=click.Choice(["spawn", "forkserver", "fork"]), default="spawn", show_default=True,
@@ -99,7 +113,7 @@ class _Ranks(click.ParamType):
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(script: str, args: tuple[str, ...], **options: Any) -> None:
-    """Run SCRIPT as a group of workers on this machine.
+    r"""Run SCRIPT as a group of workers on this machine.
 
     \b
     phalanx run --nproc-per-node 4 train.py --lr 0.1
@@ -158,7 +172,6 @@ def _run(
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     try:
-        _say(f"{nproc_per_node} worker{'s' * (nproc_per_node > 1)}, logs in {specs.run_log_dir}")
         result = group.wait()
     except SignalException as error:
         return _stop(group, error.sigval, grace)
@@ -168,6 +181,16 @@ def _run(
         _stop(group, signal.SIGTERM, grace)
     assert result is not None
     return _verdict(script, result, specs.run_log_dir or "")
+
+
+class _RunLogs(DefaultLogsSpecs):
+    """Says where the run's logs are, before the first worker can say anything."""
+
+    def reify(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
+        """See `LogsSpecs.reify`."""
+        logs = super().reify(envs)
+        _say(f"{len(envs)} worker{'s' * (len(envs) > 1)}, logs in {self.run_log_dir}")
+        return logs
 
 
 def worker_env(
@@ -230,20 +253,18 @@ def _logs(
     if log_dir is None:
         state = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
         log_dir = os.path.join(state, "phalanx", "runs")
-        try:
+        with contextlib.suppress(OSError):
             os.makedirs(log_dir, exist_ok=True)
-        except OSError:
-            pass
         if not os.access(log_dir, os.W_OK):  # a home that is read-only, or not there
-            return DefaultLogsSpecs(None, redirects, tee, ranks)
+            return _RunLogs(None, redirects, tee, ranks)
     try:
-        return DefaultLogsSpecs(log_dir, redirects, tee, ranks)
+        return _RunLogs(log_dir, redirects, tee, ranks)
     except OSError as error:
         raise click.UsageError(str(error)) from None
 
 
 def _free_port(addr: str) -> int:
-    """A port that the kernel finds free now. (Nothing can hold it until the workers bind it.)"""
+    """Find a port that is free now. Nothing can hold it until the workers bind it."""
     try:
         with socket.create_server((addr, 0)) as server:
             return int(server.getsockname()[1])
@@ -258,7 +279,11 @@ def _stop(group: PContext, first: signal.Signals, grace: float) -> int:
     while True:
         try:
             if group.wait(0) is None:
-                text = "killing the workers" if death == signal.SIGKILL else f"stopping the workers (at most {seconds:g} s; once more to kill them)"
+                text = (
+                    "killing the workers"
+                    if death == signal.SIGKILL
+                    else f"stopping the workers (at most {seconds:g} s; once more to kill them)"
+                )
                 _say(f"{death.name}: {text}")
             group.close(death, seconds)
         except SignalException:

@@ -1,7 +1,7 @@
 """Start a group of processes as one: the names of ``torch.distributed.elastic.multiprocessing``.
 
-`start_processes` starts N copies of a function or of a binary and returns a `PContext`. The group stands or falls as one: at
-the first failure the others are stopped, and the result names the failure that came first.
+`start_processes` starts N copies of a function or of a binary and returns a `PContext`. The group stands or falls
+as one: at the first failure the others are stopped, and the result names the failure that came first.
 
 >>> from phalanx.multiprocessing import start_processes
 >>> with start_processes("hello", pow, args={0: (2, 3), 1: (3, 2)}) as group:
@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from phalanx._core.supervisor import KeeperLostError
 from phalanx.errors import Outcome, ProcessFailure
-from phalanx.multiprocessing._context import MultiprocessContext, PContext, RunProcsResult, SubprocessContext
+from phalanx.multiprocessing._context import MultiprocessContext, PContext, SubprocessContext
 from phalanx.multiprocessing._logs import DefaultLogsSpecs, LogsDest, LogsSpecs
+from phalanx.multiprocessing._result import RunProcsResult
 from phalanx.multiprocessing._signals import SignalException
 from phalanx.multiprocessing._start import start_processes
 from phalanx.multiprocessing._std import Std, to_map

@@ -1,7 +1,7 @@
 """A started group as its owner sees it: wait, pids, close, and the result.
 
-Owns the meaning of results: which rank failed by itself, which was stopped by us, what each left behind. How processes are
-started and stopped is the engine's business.
+Owns the group's face. How processes are started and stopped is the engine's business; what their ends mean, that of
+`_result`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import sys
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
 
-from phalanx._core import evidence
+from phalanx._core import evidence, linux
 from phalanx._core.supervisor import Supervisor
-from phalanx._core.value import Value
-from phalanx.errors import Outcome, ProcessFailure, signal_name
 from phalanx.multiprocessing import _console, _signals
+from phalanx.multiprocessing._result import collect
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,65 +25,16 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Any, Self
 
-    from phalanx._core.keeper import Spec
+    from phalanx._core.starting import Spec
     from phalanx._core.supervisor import Worker
     from phalanx.multiprocessing._logs import LogsDest, LogsSpecs
+    from phalanx.multiprocessing._result import RunProcsResult
 
 SETTLE = 0.1
 """Seconds after the first failure in which peers may leave evidence of their own before they are stopped."""
 
 GRACE = 30.0
 """Seconds between the death signal and SIGKILL."""
-
-_TAIL_LINES = 20
-_TAIL_BYTES = 8192
-_STACK_SIGNALS = (signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
-
-
-class RunProcsResult(Value):
-    """What became of a group that has ended.
-
-    Attributes:
-        return_values: What each rank returned that succeeded (None for a binary).
-        failures: Each rank that failed by itself, never one that we stopped.
-        stdouts, stderrs: The files of each rank's streams (``""``: the launcher's own stream).
-        root_cause: The failure that came first: by the moment at which its evidence was recorded in the worker, else
-            by its exit, in the order in which the kernel reported it; None when there is none.
-        outcomes: For every rank: succeeded, failed, stopped by us, or abandoned.
-    """
-
-    __slots__ = (  # noqa: RUF023 - the order is that of the arguments
-        "return_values", "failures", "stdouts", "stderrs", "root_cause", "outcomes",
-    )  # fmt: skip
-
-    return_values: dict[int, Any]
-    failures: dict[int, ProcessFailure]
-    stdouts: dict[int, str]
-    stderrs: dict[int, str]
-    root_cause: ProcessFailure | None
-    outcomes: dict[int, Outcome]
-
-    def __init__(
-        self,
-        return_values: dict[int, Any] | None = None,
-        failures: dict[int, ProcessFailure] | None = None,
-        stdouts: dict[int, str] | None = None,
-        stderrs: dict[int, str] | None = None,
-        outcomes: dict[int, Outcome] | None = None,
-    ) -> None:
-        failures = failures or {}
-        self._store(
-            return_values=return_values or {},
-            failures=failures,
-            stdouts=stdouts or {},
-            stderrs=stderrs or {},
-            root_cause=min(failures.values(), key=lambda failure: failure.first_key, default=None),
-            outcomes=outcomes or {},
-        )
-
-    def is_failed(self) -> bool:
-        """Whether any rank failed by itself."""
-        return bool(self.failures)
 
 
 class _Plan:
@@ -159,6 +109,8 @@ class PContext(ABC):
             msg = f"the group {self.name!r} has been started before"
             raise RuntimeError(msg)
         with ExitStack() as held, ExitStack() as undo:
+            for fd in linux.occupy_standard_descriptors():
+                held.callback(os.close, fd)
             plan = self._plan(held)
             self._handles_signals = _signals.acquire()
             undo.callback(self._let_signals_go)
@@ -193,7 +145,7 @@ class PContext(ABC):
         if supervisor.lost is not None:
             raise supervisor.lost
         if self._result is None:
-            self._result = self._collect(supervisor)
+            self._result = collect(supervisor.workers.values(), self.logs, self.envs, self._value)
             self._tidy()
         return self._result
 
@@ -231,7 +183,7 @@ class PContext(ABC):
 
     @abstractmethod
     def _plan(self, held: ExitStack) -> _Plan:
-        """How to start the workers; refuses what cannot work, before anything is created. ``held`` closes what it holds."""
+        """How to start the workers; refuses what cannot work. What is put into ``held`` is closed once they run."""
 
     @abstractmethod
     def _value(self, worker: Worker) -> Any:
@@ -266,76 +218,6 @@ class PContext(ABC):
             _signals.release()
         else:
             _signals.tidy()
-
-    # --- the result
-
-    def _collect(self, supervisor: Supervisor) -> RunProcsResult:
-        values: dict[int, Any] = {}
-        failures: dict[int, ProcessFailure] = {}
-        outcomes: dict[int, Outcome] = {}
-        for worker in sorted(supervisor.workers.values(), key=lambda worker: (worker.order < 0, worker.order)):
-            state, failure = self._judge(worker, values)
-            code = None if worker.exit is None else worker.exit.returncode
-            outcomes[worker.rank] = Outcome(worker.rank, worker.pid, state, code, worker.signalled)
-            if failure is not None:
-                failures[worker.rank] = failure
-        by_rank = dict(sorted(values.items()))
-        logs = self.logs
-        return RunProcsResult(by_rank, failures, logs.stdouts, logs.stderrs, dict(sorted(outcomes.items())))
-
-    def _judge(self, worker: Worker, values: dict[int, Any]) -> tuple[str, ProcessFailure | None]:
-        if worker.exit is None:
-            return "abandoned", None
-        if worker.exit.ok:
-            if worker.signalled is not None and worker.result is None:
-                return "stopped", None
-            try:
-                values[worker.rank] = self._value(worker)
-            except Exception as error:  # noqa: BLE001 - unpickling runs code of the user's
-                error.add_note(f"The return value of rank {worker.rank} could not be unpickled in the launcher.")
-                self._write_evidence(worker, *evidence.describe(error), moment=worker.exit_ns)
-                return "failed", self._failure(worker)
-            return "succeeded", None
-        failure = self._failure(worker)
-        if worker.signalled is not None and (failure.evidence_ns is None or failure.evidence_ns > worker.signalled_ns):
-            return "stopped", None
-        return "failed", failure
-
-    def _failure(self, worker: Worker) -> ProcessFailure:
-        assert worker.exit is not None
-        rank, logs = worker.rank, self.logs
-        code, path = worker.exit.returncode, logs.error_files[rank]
-        if worker.exit.signal in _STACK_SIGNALS and not os.path.exists(path) and (stack := evidence.read_fatal(path)):
-            number = worker.exit.signal
-            message = f"Signal {number} ({signal_name(number)}) received by PID {worker.pid}"
-            self._write_evidence(worker, message, stack, moment=worker.exit_ns)
-        detail = ""
-        if worker.exit.signal == signal.SIGKILL:
-            detail = worker.oom or "SIGKILL, not sent by us"
-        return ProcessFailure(
-            rank,
-            worker.pid,
-            code,
-            path,
-            rank=self._global_rank(rank),
-            observed_ns=worker.exit_ns,
-            detail=detail,
-            stderr_tail=_tail(logs.stderrs[rank]),
-            stdout_file=logs.stdouts[rank],
-            stderr_file=logs.stderrs[rank],
-        )
-
-    def _write_evidence(self, worker: Worker, message: str, stack: str, *, moment: int) -> None:
-        path = self.logs.error_files[worker.rank]
-        try:
-            os.makedirs(os.path.dirname(path), exist_ok=True)  # `_tidy` may have been here before
-            evidence.write_error_file(path, message, stack, monotonic_ns=moment, pid=worker.pid)
-        except OSError:  # the log folder is gone, or its disk full: the failure still has its exit
-            return
-
-    def _global_rank(self, rank: int) -> int | None:
-        text = self.envs[rank].get("RANK", "")
-        return int(text) if text.isascii() and text.isdigit() else None
 
 
 class MultiprocessContext(PContext):
@@ -374,8 +256,8 @@ class MultiprocessContext(PContext):
         # The report socket is 0, the payload 1, what multiprocessing objects hold follows.
         fds = {rank: [0, 1, *(2 + index for index in wanted[rank])] for rank in args}
         if self.start_method == "forkserver":
-            commands = {rank: ("", [], fds[rank]) for rank in args}
-            return _Plan(commands, flags=_interpreter_flags(), fork=True, fds=[memfd, *extra])
+            forks: dict[int, tuple[str, list[bytes], list[int]]] = {rank: ("", [], fds[rank]) for rank in args}
+            return _Plan(forks, flags=_interpreter_flags(), fork=True, fds=[memfd, *extra])
         commands = {rank: (sys.executable, self._argv(rank), fds[rank]) for rank in args}
         return _Plan(commands, fds=[memfd, *extra])
 
@@ -441,16 +323,3 @@ def _find_binary(name: str, rank: int, env: Mapping[str, str]) -> str:
         raise IsADirectoryError(msg)
     msg = f"entrypoint: {found[0]!r} is not executable (chmod +x?)"
     raise PermissionError(msg)
-
-
-def _tail(path: str) -> str:
-    """The last lines of a file, as text; "" when there is none."""
-    if not path:
-        return ""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            data = file.read(_TAIL_BYTES)
-    except OSError:
-        return ""
-    return "\n".join(data.decode("utf-8", "backslashreplace").rstrip().splitlines()[-_TAIL_LINES:])

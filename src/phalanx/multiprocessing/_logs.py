@@ -20,8 +20,9 @@ class LogsDest(Value):
     """The files of one group, by local rank.
 
     ``stdouts`` and ``stderrs``: where each stream goes (``""``: to the launcher's own). ``tee_stdouts`` and
-    ``tee_stderrs``: those of them that are also shown on the console. ``error_files``: where each worker leaves its evidence.
-    ``filtered_stdout`` and ``filtered_stderr``: one file each for the lines of all ranks that a filter selects.
+    ``tee_stderrs``: those of them that are also shown on the console. ``error_files``: where each worker leaves
+    its evidence. ``filtered_stdout`` and ``filtered_stderr``: one file each for the lines of all ranks that a
+    filter selects.
     """
 
     __slots__ = (  # noqa: RUF023 - the order is that of the arguments
@@ -95,9 +96,9 @@ class LogsSpecs(ABC):
 class DefaultLogsSpecs(LogsSpecs):
     """The layout ``<log_dir>/<run id>_<unique>/attempt_<n>/<local rank>/{stdout.log,stderr.log,error.json}``.
 
-    Run id and attempt are ``TORCHELASTIC_RUN_ID`` and ``TORCHELASTIC_RESTART_COUNT`` of the workers' environments. Missing
-    folders are created. Reified again (a restart), the same instance stays in its run's folder. A temporary folder in which
-    no file is left when the group has ended (nothing redirected, nobody failed) is removed.
+    Run id and attempt are ``TORCHELASTIC_RUN_ID`` and ``TORCHELASTIC_RESTART_COUNT`` of the workers' environments.
+    Missing folders are created. Reified again (a restart), the same instance stays in its run's folder. A
+    temporary folder in which no file is left when the group has ended (nothing redirected, nobody failed) is removed.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class DefaultLogsSpecs(LogsSpecs):
             msg = f"log_dir: {os.fspath(log_dir)!r} is not a folder"
             raise NotADirectoryError(msg)
         self._run_log_dir: str | None = None
+        self._made: list[str] = []  # folders, outermost first
 
     @property
     def run_log_dir(self) -> str | None:
@@ -127,19 +129,20 @@ class DefaultLogsSpecs(LogsSpecs):
             self._run_log_dir = self._make_run_dir(run_id.replace("/", "_"))
         folder = os.path.join(self._run_log_dir, f"attempt_{attempt}")
         os.makedirs(folder, exist_ok=True)
-        return lay_out(folder, len(envs), self._redirects, self._tee, self._local_ranks_filter)
+        logs = lay_out(folder, len(envs), self._redirects, self._tee, self._local_ranks_filter)
+        self._made += [folder, *map(os.path.dirname, logs.error_files.values())]
+        return logs
 
     def tidy(self) -> None:
         """See `LogsSpecs.tidy`."""
-        if self._root_log_dir is not None or self._run_log_dir is None:
+        if self._root_log_dir is not None:
             return
-        found = list(os.walk(os.path.dirname(self._run_log_dir), topdown=False))
-        if not any(files for _path, _folders, files in found):
-            for path, _folders, _files in found:
-                try:
-                    os.rmdir(path)
-                except OSError:  # another thread was faster, or something has come to be there
-                    continue
+        try:  # innermost first: the ranks', the attempt's, the run's, the temporary root
+            while self._made:
+                os.rmdir(self._made[-1])
+                self._made.pop()
+        except OSError:  # something is there to be read, or another thread was faster
+            return
 
     def _make_run_dir(self, run_id: str) -> str:
         import tempfile
@@ -149,7 +152,9 @@ class DefaultLogsSpecs(LogsSpecs):
             root = tempfile.mkdtemp(prefix="phalanx_")
         else:
             os.makedirs(root, exist_ok=True)
-        return tempfile.mkdtemp(prefix=f"{run_id}_", dir=os.path.abspath(root))
+        run_dir = tempfile.mkdtemp(prefix=f"{run_id}_", dir=os.path.abspath(root))
+        self._made += [root, run_dir]
+        return run_dir
 
 
 def lay_out(

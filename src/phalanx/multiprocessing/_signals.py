@@ -1,4 +1,4 @@
-"""Signals to the launcher while a group is open. Owns the handlers: installs, shares among groups, and restores them."""
+"""Signals to the launcher while a group is open. Owns the handlers: installs, shares among groups, restores."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def signals_to_handle() -> list[signal.Signals]:
 
     Raises ValueError for a name that is no signal, or one that cannot be handled.
     """
-    wanted = []
+    wanted: list[signal.Signals] = []
     for name in filter(None, (part.strip() for part in os.environ.get(SIGNALS_ENV, _DEFAULT).split(","))):
         try:
             number = signal.Signals[name]

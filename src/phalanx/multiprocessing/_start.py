@@ -18,7 +18,7 @@ _UNSET: Any = object()
 
 
 class RanksError(ValueError, RuntimeError):
-    """A mapping does not hold exactly the local ranks of the group. (A RuntimeError as well, as torch raises.)"""
+    """A mapping does not hold exactly the local ranks of the group. A RuntimeError as well, which torch raises."""
 
 
 def start_processes(
@@ -37,7 +37,7 @@ def start_processes(
     settle: float = SETTLE,
     grace: float = GRACE,
 ) -> PContext:
-    """Start N copies of a function or of a binary, as one group.
+    r"""Start N copies of a function or of a binary, as one group.
 
     Both historical forms work, positionally too::
 
@@ -53,11 +53,14 @@ def start_processes(
         envs: Local rank → environment variables on top of the caller's, for the same ranks; may be left out.
         logs_specs: A `LogsSpecs` (default: a `DefaultLogsSpecs` with nothing redirected), or, in the second form, the
             path of an existing, empty folder.
+        *rest: What follows by position: see the two forms above.
         nprocs: N, at least 1. Needed only where ``args`` is one tuple, or left out.
         log_line_prefixes: Local rank → what stands before each teed line; default ``[rank] ``.
         start_method: "spawn" (a fresh interpreter each), "forkserver" (forks of one fresh interpreter) or "fork" (forks
             of this process: nothing is pickled). Without effect on binaries.
-        redirects, tee: Second form only: which streams go to files, and which of these to the console as well.
+        redirects: Second form only: the streams that go to files only.
+        tee: Second form only: the streams that go to files and to the console.
+        log_dir: The folder of the second form, by its name.
         settle: Seconds (>= 0) after the first failure in which the others may leave evidence, before they are stopped.
         grace: Seconds (>= 0) between SIGTERM and SIGKILL when a failure stops the others.
 
@@ -75,13 +78,19 @@ def start_processes(
     >>> with start_processes("greet", "/bin/echo", args={0: ("hello", 0), 1: ("hello", 1)}, redirects=Std.ALL) as group:
     ...     result = group.wait()
     >>> open(result.stdouts[1]).read()
-    'hello 1\\n'
+    'hello 1\n'
     """
-    given = {"start_method": start_method, "redirects": redirects, "tee": tee, "log_line_prefixes": log_line_prefixes}
+    given: dict[str, Any] = {
+        "start_method": start_method,
+        "redirects": redirects,
+        "tee": tee,
+        "log_line_prefixes": log_line_prefixes,
+    }
     by_path = isinstance(logs_specs, (str, os.PathLike))
     order = ("start_method", "redirects", "tee") if by_path else ("log_line_prefixes", "start_method")
     if len(rest) > len(order):
-        msg = f"start_processes() takes at most {5 + len(order)} positional arguments in this form ({5 + len(rest)} given)"
+        most = 5 + len(order)
+        msg = f"start_processes() takes at most {most} positional arguments in this form, got {5 + len(rest)}"
         raise TypeError(msg)
     for option, value in zip(order, rest, strict=False):
         if given[option] is not _UNSET:
@@ -124,7 +133,9 @@ def _check_options(name: object, entrypoint: object, method: object, settle: obj
             raise ValueError(msg)
 
 
-def _per_rank(args: Any, envs: Any, nprocs: int | None) -> tuple[dict[int, tuple[Any, ...]], dict[int, dict[str, str]]]:
+def _per_rank(  # noqa: C901 - a list of checks, each a line
+    args: Any, envs: Any, nprocs: int | None
+) -> tuple[dict[int, tuple[Any, ...]], dict[int, dict[str, str]]]:
     """The arguments and environments of each rank, checked."""
     if nprocs is not None and (isinstance(nprocs, bool) or not isinstance(nprocs, int)):
         msg = f"nprocs: expected a whole number, got {nprocs!r}"
@@ -168,7 +179,9 @@ def _check_ranks(which: str, mapping: Any, count: int) -> None:
     missing = [str(rank) for rank in range(count) if rank not in mapping]
     surplus = [repr(rank) for rank in mapping if not isinstance(rank, int) or not 0 <= rank < count]
     if missing or surplus:
-        trouble = [f"{', '.join(ranks)} {what}" for ranks, what in ((missing, "missing"), (surplus, "too many")) if ranks]
+        trouble = [
+            f"{', '.join(ranks)} {what}" for ranks, what in ((missing, "missing"), (surplus, "too many")) if ranks
+        ]
         msg = f"{which}: expected exactly the local ranks 0 to {count - 1}: {'; '.join(trouble)}"
         raise RanksError(msg)
 
