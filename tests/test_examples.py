@@ -25,6 +25,18 @@ needs_torch = pytest.mark.skipif(
 RENDEZVOUS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
+@pytest.fixture(autouse=True)
+def temporary_folder(
+    no_leaks: None,  # noqa: ARG001 - it is to look at the folder of before
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Let temporary files be the test's own: torch leaves a cache in TMPDIR, which is no leak of ours."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+
+
 def start(*argv: object) -> subprocess.Popen[str]:
     """Start `python argv…` in the root of the repository, with its output in pipes."""
     env = {name: value for name, value in os.environ.items() if name not in RENDEZVOUS}

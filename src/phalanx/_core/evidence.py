@@ -261,9 +261,11 @@ def remove_empty(path: str) -> None:
 
 
 def read_fatal(path: str, limit: int = TEXT_LIMIT) -> str:
-    """The stack that a fatal signal left beside an error file, or ``""``. Never raises."""
+    """The stack that a fatal signal left beside an error file, without our own frames; or ``""``. Never raises."""
     try:
-        return _contents(fatal_path(path), limit).decode("utf-8", "replace")
+        text = _contents(fatal_path(path), limit).decode("utf-8", "replace")
+        ours = '  File "' + os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+        return "".join(line for line in text.splitlines(keepends=True) if not line.startswith(ours))
     except (OSError, ValueError):
         return ""
 

@@ -19,6 +19,7 @@ It runs on its own (no site, no package beyond its own few modules), and is up i
 from __future__ import annotations
 
 import _socket
+import errno
 import gc
 import os
 import select
@@ -30,7 +31,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     import signal
     from collections.abc import Callable
-    from typing import Any
+    from typing import Any, NoReturn
 
     from phalanx._core.deadlines import Deadline
     from phalanx._core.starting import Spec
@@ -43,6 +44,9 @@ SIGTERM, to see its worker's end and unlink the shared memory that it tracks."""
 
 KILL_WAIT = 10.0
 """Seconds that a SIGKILL is given. A process that outlives it sits in uninterruptible sleep, and is abandoned."""
+
+_OOM_TOGETHER = 1.0  # seconds in which the ends of OOM-killed workers are told after the kernel's count has risen
+_SPARE_DESCRIPTORS = 64  # beside a pidfd for each worker
 
 
 class Worker:
@@ -74,6 +78,8 @@ class Keeper:
         self._sessions: set[int] = set()  # every worker leads one; its pid stays taken while the session has a member
         self._null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         self._oom_file, self._oom_kills = "", 0
+        self._oom_said: list[str] = []
+        self._oom_until = 0.0
         self._exits: list[tuple[object, ...]] = []
         self._reason: wire.Message = ()  # the last word, sent when all is swept
         self._asked: set[int] = set()
@@ -85,26 +91,24 @@ class Keeper:
         self._guard = self._launcher = -1
         self._signals = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
-    def keep(self, launcher: int, guard: int) -> None:
-        """Serve until the group is gone. ``launcher`` is a pidfd, ``guard`` the pid of our parent.
+    def keep(self, launcher: int, guard: int, parent: int) -> None:
+        """Serve until the group is gone. ``launcher`` and ``guard`` are pidfds, ``parent`` is the guard's pid.
 
         The socket's end would tell of the launcher's death, were it not that any process that the launcher forks
         inherits its side of the socket, and may outlive it.
         """
-        self._guard = os.pidfd_open(guard)
-        self._launcher = launcher
-        self._loop.watch(self._guard, self._on_guard)
+        self._guard, self._launcher = guard, launcher
+        self._loop.watch(guard, self._on_guard)
         self._loop.watch(launcher, _bound(self._on_orphaned, launcher))
-        if os.getppid() != guard:
+        if os.getppid() != parent:
             self._on_guard(READ)
         self._run()
 
     def finish_for(self, status: int) -> None:
         """What the guard does when its keeper has ended with ``status``: become the keeper, and kill all."""
-        if status:
-            self._reason = ("lost", "keeper", os.waitstatus_to_exitcode(status))
-            self._loop.call(self._kill)
-            self._run()
+        self._reason = ("lost", "keeper", os.waitstatus_to_exitcode(status))
+        self._loop.call(self._kill)
+        self._run()
 
     def _run(self) -> None:
         signal.signal(signal.SIGCHLD, starting.ignore)
@@ -131,6 +135,9 @@ class Keeper:
                     self._kill()
         except wire.Closed:
             self._on_orphaned(self._channel.fileno())
+        except wire.Truncated:
+            self._reason = ("start_failed", -1, "", errno.EMFILE, "")
+            self._kill()
 
     def _on_orphaned(self, fd: int) -> None:
         self._loop.forget(fd)
@@ -166,6 +173,9 @@ class Keeper:
         self._oom_file, self._oom_kills = oom
         rank, doing = -1, ""
         ignored = starting.ignored_signals()
+        # Watched from its start on, a worker's exit keeps its place in epoll's order. Beyond the caller's limit on
+        # descriptors, which the workers inherit, the watching has to wait until all are started and we may raise it.
+        early = len(specs) + _SPARE_DESCRIPTORS <= os.sysconf("SC_OPEN_MAX")
         try:
             for spec in specs:
                 rank, doing = spec[0], "opening its log files"
@@ -177,31 +187,43 @@ class Keeper:
                         pid = starting.fork(spec, base, outputs, given, private, self._call)
                     else:
                         pid = starting.execute(spec, base, outputs, given, ignored)
-                self._workers[pid] = Worker(rank, pid)
+                worker = self._workers[pid] = Worker(rank, pid)
                 self._sessions.add(pid)
-            _allow_descriptors(len(specs))
-            for worker in self._workers.values():
-                rank, doing = worker.rank, "watching it"
-                worker.pidfd = os.pidfd_open(worker.pid)
+                if early:
+                    self._watch(worker)
+            if not early:
+                _allow_descriptors(len(specs) + _SPARE_DESCRIPTORS)
+                for worker in self._workers.values():
+                    rank, doing = worker.rank, "watching it"
+                    self._watch(worker)
         except OSError as error:
             self._reason = ("start_failed", rank, doing, error.errno or 0, os.fsdecode(error.filename or ""))
-            for worker in self._workers.values():
-                if worker.pidfd >= 0:
-                    os.close(worker.pidfd)
-                    worker.pidfd = -1
-            self._kill()
+        # /dev/null is of no more use, and where descriptors are scarce, its place is what a look at /proc needs.
+        for fd in (*fds, self._null):
+            os.close(fd)
+        self._null = -1
+        if not self._reason:
+            self._send("started", [(worker.rank, pid) for pid, worker in self._workers.items()])
             return
-        finally:
-            for fd in fds:
-                os.close(fd)
-        self._send("started", [(worker.rank, pid) for pid, worker in self._workers.items()])
+        self._unwatch()  # it may be descriptors that have run out, and killing takes some
+        self._kill()
+
+    def _watch(self, worker: Worker) -> None:
+        worker.pidfd = os.pidfd_open(worker.pid)
+        self._loop.watch(worker.pidfd, _bound(self._on_exit, worker))
+
+    def _unwatch(self) -> None:
         for worker in self._workers.values():
-            self._loop.watch(worker.pidfd, _bound(self._on_exit, worker))
+            if worker.pidfd >= 0:
+                self._loop.forget(worker.pidfd)
+                os.close(worker.pidfd)
+                worker.pidfd = -1
 
     def _own_descriptors(self) -> list[int]:
         """All that is open here and is none of a worker's business."""
         loop = self._loop.descriptors()
-        return [self._channel.fileno(), self._guard, self._launcher, self._null, *self._signals, *loop]
+        pidfds = [worker.pidfd for worker in self._workers.values() if worker.pidfd >= 0]
+        return [self._channel.fileno(), self._guard, self._launcher, self._null, *self._signals, *loop, *pidfds]
 
     # --- ends
 
@@ -235,12 +257,16 @@ class Keeper:
         self._reap_adopted()
 
     def _oom_risen(self) -> str:
-        """What the kernel says of an OOM kill since it was last asked; "" when it says nothing."""
+        """What the kernel says of an OOM kill just now; "" when it says nothing. A rise by two explains two ends."""
         kills = linux.oom_kills(self._oom_file) if self._oom_file else None
-        if kills is None or kills <= self._oom_kills:
-            return ""
-        before, self._oom_kills = self._oom_kills, kills
-        return f"OOM kill: oom_kill in {self._oom_file} rose from {before} to {kills}"
+        if kills is not None and kills > self._oom_kills:
+            said = f"OOM kill: oom_kill in {self._oom_file} rose from {self._oom_kills} to {kills}"
+            self._oom_said = [said] * (kills - self._oom_kills)
+            self._oom_until = clock.now() + _OOM_TOGETHER
+            self._oom_kills = kills
+        if clock.now() > self._oom_until:  # a grandchild's, which no later end may claim
+            self._oom_said = []
+        return self._oom_said.pop() if self._oom_said else ""
 
     def _reap_adopted(self) -> None:
         """Reap orphans that have become our children. Workers are left to epoll, for the order of their exits."""
@@ -333,7 +359,7 @@ class Keeper:
             self._loop.forget(self._signals[0])
             self._tell_exits()
             self._send(*last_word)
-            if self._sent:
+            if self._sent or last_word == ("orphaned",):
                 self._loop.stop()
 
     def _own_children(self) -> list[int]:
@@ -353,16 +379,22 @@ def keep(sock: _socket.socket, call: Callable[[int, list[int]], None] | None = N
         gc.freeze()
         linux.become_subreaper()
         parent, guard = os.getppid(), os.getpid()
-        launcher = os.pidfd_open(parent)
-        if os.getppid() != parent:  # it died first, and the pid may be another's by now
-            os._exit(0)
-        keeper = os.fork()
-        if keeper == 0:
-            linux.become_subreaper()
-            Keeper(sock, call).keep(launcher, guard)
+        try:
+            launcher, above = os.pidfd_open(parent), os.pidfd_open(guard)
+            if os.getppid() != parent:  # it died first, and the pid may be another's by now
+                os._exit(0)
+            keeper = os.fork()
+            if keeper == 0:
+                linux.become_subreaper()
+            serving = Keeper(sock, call) if keeper == 0 else None
+        except OSError as error:  # nothing is there to be kept yet
+            _give_up(sock, error)
+        if serving is not None:
+            serving.keep(launcher, above, guard)
         else:
             _pid, status = os.waitpid(keeper, 0)
-            Keeper(sock).finish_for(status)
+            if status:
+                Keeper(sock).finish_for(status)
         os._exit(0)
     except BaseException:
         import traceback
@@ -371,6 +403,14 @@ def keep(sock: _socket.socket, call: Callable[[int, list[int]], None] | None = N
         raise
     finally:
         os._exit(70)
+
+
+def _give_up(sock: _socket.socket, error: OSError) -> NoReturn:
+    """Tell the launcher that there will be no keeper. Does not return."""
+    try:
+        wire.Channel(sock).send(("start_failed", -1, "", error.errno or 0, os.fsdecode(error.filename or "")))
+    finally:
+        os._exit(0)
 
 
 def main(fd: int) -> None:
@@ -383,12 +423,11 @@ def _bound(method: Callable[[Any], None], argument: object) -> Callable[[int], N
     return lambda _events: method(argument)
 
 
-def _allow_descriptors(workers: int) -> None:
-    """Make room for a pidfd per worker. Only after the workers have started: they inherit the caller's limit."""
-    wanted = workers + 64
-    if 0 <= os.sysconf("SC_OPEN_MAX") < wanted:
+def _allow_descriptors(wanted: int) -> None:
+    try:
         import resource
-
-        _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except ImportError as error:  # it is a file, and there may be no descriptor left to open it
+        raise OSError(errno.EMFILE, str(error)) from error
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 MARK = b"PHALANX_GROUP"
 """The environment variable that every worker of a group carries, and with it, unless it is removed on purpose,
-every process that a worker starts. Nested groups add to it: ``outer/inner``."""
+every process that a worker starts. Nested groups add to it: ``outer/inner``.
+
+What /proc shows is the environment of the last exec. The keeper carries the mark too, so that its forks show it; forks
+of the launcher itself, which was exec'ed before there was a group, carry it as the name of a mapped page instead."""
 
 
 class Launch:
@@ -29,6 +32,7 @@ class Launch:
         self.token = os.urandom(8).hex()
         self.channel: wire.Channel  # from the start on
         self._guard = 0
+        self._pidfd = -1
         self._popen: subprocess.Popen[bytes] | None = None
 
     def environment(self) -> dict[bytes, bytes]:
@@ -46,8 +50,10 @@ class Launch:
             code = f"import sys;sys.path.append({root!r});from phalanx._core.keeper import main;main({fd})"
             command = [sys.executable, *flags, "-c", code]
             # A session of its own: a Ctrl-C at the terminal is for the launcher.
-            self._popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[fd], start_new_session=True)
-            self._guard = self._popen.pid
+            self._popen = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[fd], start_new_session=True, env=self.environment()
+            )
+            self._hold(self._popen.pid)
         except BaseException:
             ours.close()
             raise
@@ -77,11 +83,12 @@ class Launch:
                 ours.close()
                 forget()
                 os.setsid()
+                linux.map_name(self._page())
                 keeper.keep(theirs, call)
             finally:
                 os._exit(70)
         theirs.close()
-        self._guard = pid
+        self._hold(pid)
         self.channel = wire.Channel(ours)
 
     def close(self, wait: float) -> int:
@@ -92,21 +99,19 @@ class Launch:
         if not self._guard:
             return 0
         self.channel.close()
-        try:
-            pidfd = os.pidfd_open(self._guard)
-        except OSError:  # reaped already, by a host that ignores SIGCHLD or waits for everybody
-            return self._reap()
-        try:
-            if not _wait([pidfd], wait):
-                os.kill(self._guard, SIGKILL)
-        finally:
-            os.close(pidfd)
+        if self._pidfd >= 0:
+            try:
+                if not _wait([self._pidfd], wait):
+                    pidfd_send_signal(self._pidfd, SIGKILL)
+            finally:
+                os.close(self._pidfd)
+                self._pidfd = -1
         return self._reap()
 
     def break_silence(self) -> None:
         """Kill a keeper that answers no more, so that its guard finishes its work and reports."""
         try:
-            os.kill(self._guard, SIGCONT)
+            pidfd_send_signal(self._pidfd, SIGCONT)
             for pid in linux.children(self._guard):
                 pidfd = os.pidfd_open(pid)
                 try:
@@ -140,9 +145,23 @@ class Launch:
                 return [] if left else list(pidfds)
 
     def _is_marked(self, pid: int) -> bool:
-        return pid != os.getpid() and any(
-            entry.startswith(MARK + b"=") and self.token.encode() in entry for entry in linux.environ(pid)
-        )
+        if pid == os.getpid():
+            return False
+        token = self.token.encode()
+        if any(entry.startswith(MARK + b"=") and token in entry for entry in linux.environ(pid)):
+            return True
+        return self._page().encode() in linux.maps(pid)
+
+    def _page(self) -> str:
+        return f"phalanx-group-{self.token}"
+
+    def _hold(self, guard: int) -> None:
+        """Take hold of the guard: a host that ignores SIGCHLD, or waits for everybody, frees its pid without a word."""
+        self._guard = guard
+        try:
+            self._pidfd = os.pidfd_open(guard)
+        except ProcessLookupError:  # so soon: the socket will tell
+            self._pidfd = -1
 
     def _reap(self) -> int:
         guard, self._guard = self._guard, 0

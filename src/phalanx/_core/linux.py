@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def die_with_parent(parent: int) -> None:
 def occupy_standard_descriptors() -> list[int]:
     """Open /dev/null on each of 0, 1, 2 that is closed, lest a socket lands there. The caller closes them."""
     opened = []
-    while (fd := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) <= 2:  # noqa: PLR2004 - stderr
+    while (fd := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) <= 2:  # noqa: PLR2004 - the number of stderr
         opened.append(fd)
     os.close(fd)
     return opened
@@ -119,6 +120,44 @@ def processes() -> Iterator[Stat]:
                 yield Stat(int(name))
             except (ProcessLookupError, PermissionError):
                 continue
+
+
+def open_unblocking(fd: int) -> tuple[int, int]:
+    """Open for writing, without ever blocking, what ``fd`` writes to: a new descriptor, and the most bytes per write.
+
+    A console is not ours alone: to set O_NONBLOCK on it would break its other users, and so it is opened anew through
+    /proc, where the flag is our own. A regular file never blocks, and keeps the offset that it shares. What cannot be
+    opened (a socket, a terminal of another user) takes `select.PIPE_BUF` bytes whenever poll(2) calls it writable.
+    Raises OSError.
+    """
+    most = 1 << 30
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        try:
+            flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+            return os.open(f"/proc/self/fd/{fd}", flags), most
+        except OSError:
+            most = 4096  # PIPE_BUF
+    return os.dup(fd), most
+
+
+def map_name(name: str) -> None:
+    """Map a page under ``name`` that /proc/PID/maps shows of us and our forks, until an exec. Raises OSError."""
+    fd = os.memfd_create(name)
+    try:
+        # By hand, because `mmap` keeps a descriptor: PROT_NONE, MAP_PRIVATE. The page is never touched.
+        if _libc("mmap", None, 1, 0, 2, fd, 0) == -1:
+            raise OSError(errno.ENOMEM, "mmap", name)
+    finally:
+        os.close(fd)
+
+
+def maps(pid: int) -> bytes:
+    """/proc/PID/maps (proc_pid_maps(5)); empty when it cannot be read."""
+    try:
+        with open(f"/proc/{pid}/maps", "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
 
 
 def environ(pid: int) -> list[bytes]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import select
-from _thread import allocate_lock
+from _thread import RLock, allocate_lock
 
 from phalanx._core import clock
 from phalanx._core.deadlines import Deadline, Deadlines
@@ -72,6 +72,9 @@ class Loop:
         self._deadlines = Deadlines()
         self._calls: deque[Callable[[], None]] = deque()
         self._stopped = False
+        # Between a look at the descriptor and the write its number could become another file's. Reentrant, for a signal
+        # handler that calls while its own thread does.
+        self._gate = RLock()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.watch(self._wakeup, self._woken)
 
@@ -103,11 +106,10 @@ class Loop:
 
     def call(self, action: Callable[[], None]) -> None:
         """Have the loop's thread call ``action`` soon. The one method that any thread may use."""
-        self._calls.append(action)
-        try:
-            os.eventfd_write(self._wakeup, 1)
-        except OSError:  # closed: the loop has ended, and with it everything that could be asked of it
-            pass
+        with self._gate:
+            if self._wakeup >= 0:  # else the loop has ended, and with it everything that could be asked of it
+                self._calls.append(action)
+                os.eventfd_write(self._wakeup, 1)
 
     def stop(self) -> None:
         """Let `run` return after the current round."""
@@ -131,8 +133,9 @@ class Loop:
 
     def close(self) -> None:
         """Give the descriptors back. Not while `run` is under way. Idempotent."""
-        if self._wakeup >= 0:
+        with self._gate:
             wakeup, self._wakeup = self._wakeup, -1
+        if wakeup >= 0:
             self._epoll.close()
             os.close(wakeup)
             self._callbacks.clear()

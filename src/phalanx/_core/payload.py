@@ -273,7 +273,7 @@ def _multiprocessing_state() -> dict[str, Any]:
 def _resource_tracker() -> int | None:
     """The descriptor on which this process's resource tracker listens, if it has one."""
     module = sys.modules.get("multiprocessing.resource_tracker")
-    return None if module is None else module._resource_tracker._fd  # type: ignore[no-any-return]  # as multiprocessing.spawn does
+    return None if module is None else module._resource_tracker._fd  # as multiprocessing.spawn does
 
 
 def _adopt(function: Callable[..., Any]) -> None:

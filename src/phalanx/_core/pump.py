@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import select
-import stat
 import sys
 from collections import deque
 
@@ -39,14 +38,12 @@ _ATOMIC = select.PIPE_BUF  # poll(2) promises room for this much in a writable p
 class Sink:
     """Where lines go: a descriptor, or an object with ``write`` (a notebook's, a test's stand-in for stdout).
 
-    A descriptor is not ours alone, so its flags are left as they are: it is opened anew, through /proc, for
-    non-blocking writes that its other users never notice.
+    A descriptor is written to without blocking, and without its other users noticing (`linux.open_unblocking`).
     """
 
     def __init__(self, target: int | Any) -> None:
         self._target = target
         self._fd = -1
-        self._opened = -1
         self._limit = sys.maxsize
         self._pollable = False
         self._waiting: deque[memoryview] = deque()
@@ -63,25 +60,21 @@ class Sink:
         self._loop, self._on_room = loop, on_room
         if not isinstance(self._target, int):
             return
-        self._fd = self._target
-        mode = os.fstat(self._target).st_mode
-        if stat.S_ISREG(mode):  # writing never blocks, and a second open would have an offset of its own
-            return
-        try:
-            flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
-            self._fd = self._opened = os.open(f"/proc/self/fd/{self._target}", flags)
-        except OSError:  # a socket, or a terminal of another user: small writes, and only when poll says so
-            self._limit = _ATOMIC
-            self._fd = self._opened = os.dup(self._target)
+        self._fd, self._limit = linux.open_unblocking(self._target)
         try:
             loop.watch(self._fd, self._writable, 0)
             self._pollable = True
-        except PermissionError:  # /dev/null and its like are always ready
+        except PermissionError:  # regular files, /dev/null and their like are always ready
             pass
 
     def room(self) -> bool:
         """Whether more may be written."""
         return self._size < BACKLOG
+
+    @property
+    def pending(self) -> int:
+        """Bytes that wait to be written."""
+        return self._size
 
     @property
     def idle(self) -> bool:
@@ -102,11 +95,11 @@ class Sink:
 
     def close(self) -> None:
         """Give the descriptor back."""
-        if self._opened >= 0:
+        if self._fd >= 0:
             assert self._loop is not None
-            self._loop.forget(self._opened)
-            os.close(self._opened)
-            self._opened = self._fd = -1
+            self._loop.forget(self._fd)
+            os.close(self._fd)
+            self._fd = -1
         self.broken = True
 
     def _writable(self, events: int) -> None:
@@ -122,7 +115,7 @@ class Sink:
     def _push(self) -> None:
         while self._waiting:
             data = self._waiting[0]
-            if self._limit < sys.maxsize and self._pollable and not self._ready():
+            if self._pollable and self._limit <= _ATOMIC and not self._ready():
                 break
             try:
                 count = os.write(self._fd, data[: self._limit])
@@ -355,6 +348,10 @@ class Pump:
         for follower in self._followers:
             if follower.fd >= 0 and (count := follower.unread()):
                 text = f"phalanx: the console did not read; {count:,} more bytes in {follower.path}\n"
+                _try_write(2, text.encode())
+        for sink in self._sinks:
+            if sink.pending:
+                text = f"phalanx: the console did not read; {sink.pending:,} bytes are in the log files only\n"
                 _try_write(2, text.encode())
 
 

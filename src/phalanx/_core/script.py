@@ -1,7 +1,8 @@
 """Runs a Python script or module just as its interpreter would, and leaves evidence when it fails.
 
 A worker's command line is ``python -u .../script.py [-m] TARGET ARGS...``. Owns the likeness: ``__main__``,
-``sys.argv``, ``sys.path[0]``, tracebacks and exit status are those of ``python TARGET ARGS``. Like `evidence`, it
+``sys.argv``, ``sys.path[0]``, tracebacks and exit status are those of ``python TARGET ARGS``. What a script could tell:
+``sys.orig_argv`` names this file, and two frames of this file lie below the script's own. Like `evidence`, it
 is loaded by its path, in whatever Python the user runs (3.8 or later), and imports nothing of Phalanx but its two
 neighbours.
 """
@@ -35,12 +36,16 @@ def main() -> None:
         exec(code, namespace)  # noqa: S102 - the user's program
     except SystemExit:
         raise
-    except BaseException as error:
-        _strip(error)
-        evidence.record(error)
-        _show(error)
-        sys.excepthook = lambda *_ignored: None
-        raise  # the interpreter does the rest: threads, exit handlers, the exit status, SIGINT for a KeyboardInterrupt
+    except BaseException as error:  # noqa: BLE001 - raised again below
+        failure = error
+    else:
+        return
+    # Out of the handler: a hook of the user's must find no exception being handled.
+    _strip(failure)
+    evidence.record(failure)
+    _show(failure)
+    sys.excepthook = lambda *_ignored: None
+    raise failure  # the interpreter does the rest: threads, exit handlers, exit status, SIGINT for a KeyboardInterrupt
 
 
 def _neighbours(here: str) -> ModuleType:
@@ -75,10 +80,10 @@ def _script(namespace: dict[str, Any], *, safe_path: bool) -> CodeType:
     if not os.path.isfile(target) or _is_zip(target):
         import runpy
 
-        sys.path.insert(0, target)
+        sys.path.insert(0, _absolute(target))
         _name, spec, code = _details(runpy._get_main_module_details)  # type: ignore[attr-defined]  # what ``python FOLDER`` itself calls
         return _under(namespace, spec, code)
-    path = os.path.abspath(target)
+    path = _absolute(target)
     if not safe_path:
         sys.path.insert(0, os.path.dirname(os.path.realpath(target)))
     if target.endswith(".pyc"):
@@ -94,7 +99,12 @@ def _script(namespace: dict[str, Any], *, safe_path: bool) -> CodeType:
     source = SourceFileLoader("__main__", path)
     namespace.update(__file__=path, __loader__=source)
     # Not get_code: that would read and write a cache, which no interpreter does for its script.
-    return source.source_to_code(source.get_data(path), path)
+    data = source.get_data(path)
+    try:
+        return source.source_to_code(data, path)
+    except SyntaxError as error:
+        error.__traceback__ = None  # the import system's frames, which the interpreter has not either
+        raise
 
 
 def _module(namespace: dict[str, Any], *, safe_path: bool) -> CodeType:
@@ -108,11 +118,16 @@ def _module(namespace: dict[str, Any], *, safe_path: bool) -> CodeType:
     return _under(namespace, spec, code)
 
 
+def _absolute(path: str) -> str:
+    """Find what the interpreter makes of its script's path: absolute since 3.9, but never normalised."""
+    return os.path.join(os.getcwd(), path) if sys.version_info >= (3, 9) else path
+
+
 def _details(find: Any, *names: str) -> Any:
     import runpy
 
     try:
-        return find(*names)
+        return find(*names, runpy._Error)  # type: ignore[attr-defined]  # as below
     except runpy._Error as error:  # type: ignore[attr-defined]  # typeshed hides it
         sys.exit("{}: {}".format(sys.executable, error))
 
@@ -125,8 +140,14 @@ def _under(namespace: dict[str, Any], spec: Any, code: CodeType) -> CodeType:
 
 
 def _is_zip(path: str) -> bool:
-    with open(path, "rb") as file:
-        return file.read(4) == b"PK\x03\x04"
+    """Ask whom the interpreter asks: a zip file's directory is at its end, and anything may stand in front."""
+    import zipimport
+
+    try:
+        zipimport.zipimporter(path)
+    except zipimport.ZipImportError:
+        return False
+    return True
 
 
 def _strip(error: BaseException) -> None:
@@ -138,13 +159,30 @@ def _strip(error: BaseException) -> None:
 
 
 def _show(error: BaseException) -> None:
-    """Print the traceback the way the user wants it printed."""
+    """Print the traceback the way the user wants it printed. A hook may raise SystemExit, to choose the exit status."""
     details = type(error), error, error.__traceback__
     sys.last_type, sys.last_value, sys.last_traceback = details
+    if sys.version_info >= (3, 12):
+        sys.last_exc = error
+    hook = getattr(sys, "excepthook", None)
+    if hook is None:
+        _write("sys.excepthook is missing\n")
+        hook = sys.__excepthook__
     try:
-        sys.excepthook(*details)
-    except BaseException:  # noqa: BLE001 - the hook is the user's, and its exception must not replace theirs
+        hook(*details)
+    except SystemExit:
+        raise
+    except BaseException as failure:  # noqa: BLE001 - the hook is the user's, and what it raises is shown as well
+        _strip(failure)
+        _write("Error in sys.excepthook:\n")
+        sys.__excepthook__(type(failure), failure, failure.__traceback__)
+        _write("\nOriginal exception was:\n")
         sys.__excepthook__(*details)
+
+
+def _write(text: str) -> None:
+    if sys.stderr is not None:
+        sys.stderr.write(text)
 
 
 if __name__ == "__main__":

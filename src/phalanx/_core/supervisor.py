@@ -104,6 +104,9 @@ class Supervisor:
                 self._launch.fork(call, self._loop.close)
             else:
                 self._launch.exec(flags)
+        except BlockingIOError as error:  # EAGAIN, which says too little
+            self.abort()
+            raise OSError(error.errno, f"the group's keeper was not started: {_explain(errno.EAGAIN)}") from error
         except BaseException:
             self.abort()
             raise
@@ -126,6 +129,8 @@ class Supervisor:
                 channel.send(("start", fork, self._launch.environment(), list(specs), oom), [theirs.fileno(), *fds])
                 while not channel.flush():  # only a keeper that is not up yet leaves no room
                     _writable(channel)
+            except wire.Closed:  # it has given up: its last word waits to be read
+                pass
             finally:
                 theirs.close()
             self._loop.watch(channel.fileno(), self._on_message)
@@ -133,6 +138,9 @@ class Supervisor:
             thread = threading.Thread(target=self._run, name="phalanx", daemon=True)
             thread.start()
             self._thread = thread
+        except RuntimeError as error:  # "can't start new thread"
+            self.abort()
+            raise OSError(errno.EAGAIN, f"the group's thread was not started: {_explain(errno.EAGAIN)}") from error
         except BaseException:
             self.abort()
             raise
@@ -242,17 +250,10 @@ class Supervisor:
         self._up.open()
 
     def _on_start_failed(self, rank: int, doing: str, number: int, filename: str) -> None:
-        what = os.strerror(number)
-        if number == errno.ENOENT and doing == "starting it":
-            what += " (is it there, and the interpreter that its first line names?)"
-        elif number in (errno.EMFILE, errno.ENFILE):
-            what += " (open files: see ulimit -n)"
-        elif number in (errno.EAGAIN, errno.ENOMEM):
-            what += " (processes or memory have run out: see ulimit -u and the cgroup's pids.max)"
-        elif number == errno.ENOEXEC:
-            what += " (a script needs a first line like #!/bin/sh)"
+        what = _explain(number) if number != errno.ENOENT or doing == "starting it" else os.strerror(number)
         name = f": {filename}" if filename else ""
-        self._start_error = OSError(number, f"worker {rank} was not started; {doing} failed: {what}{name}")
+        who = f"worker {rank} was not started; {doing} failed" if rank >= 0 else "the group's keeper was not started"
+        self._start_error = OSError(number, f"{who}: {what}{name}")
         self._see(Event.START_FAILED)
 
     def _on_exits(self, exits: list[tuple[int, int, int, int, float, str]]) -> None:
@@ -370,6 +371,19 @@ _DO: dict[Action, Callable[[Supervisor], None]] = {
     Action.FINISH: Supervisor._finish,
     Action.FINISH_LOST: Supervisor._finish_lost,
 }
+
+
+def _explain(number: int) -> str:
+    """An errno in words, with what to look at."""
+    hints = {
+        errno.ENOENT: "is it there, and the interpreter that its first line names?",
+        errno.EMFILE: "open files: see ulimit -n",
+        errno.ENFILE: "open files, of the whole machine: see fs.file-max",
+        errno.EAGAIN: "processes or memory have run out: see ulimit -u and the cgroup's pids.max",
+        errno.ENOMEM: "processes or memory have run out: see ulimit -u and the cgroup's pids.max",
+        errno.ENOEXEC: "a script needs a first line like #!/bin/sh",
+    }
+    return f"{os.strerror(number)} ({hints[number]})" if number in hints else os.strerror(number)
 
 
 def _writable(channel: wire.Channel) -> None:

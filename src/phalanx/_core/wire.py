@@ -8,6 +8,7 @@ both ends are the same interpreter of the same version on the same machine.
 from __future__ import annotations
 
 import _socket  # the C module: `socket` itself costs 7 ms to import, most of it for enums
+import errno
 import marshal
 import os
 import sys
@@ -25,6 +26,10 @@ _INT = 4
 
 class Closed(Exception):  # noqa: N818 - a state of the channel, not an error
     """The other end is gone."""
+
+
+class Truncated(OSError):  # noqa: N818 - a state of the channel, too
+    """The kernel dropped descriptors that came with a message, because no more may be open here (unix(7))."""
 
 
 def pair() -> tuple[_socket.socket, _socket.socket]:
@@ -85,19 +90,22 @@ class Channel:
         return True
 
     def receive(self) -> tuple[Message, list[int]] | None:
-        """The next message and its descriptors; None when there is none now. Raises Closed at the end."""
+        """The next message and its descriptors; None when there is none now. Raises Closed at the end; Truncated."""
         while True:
             try:
-                body, ancillary, _flags, _addr = self._sock.recvmsg(
+                body, ancillary, flags, _addr = self._sock.recvmsg(
                     _PACKET + 1024, _socket.CMSG_SPACE(_INT * (_DESCRIPTORS + 3)), _socket.MSG_CMSG_CLOEXEC
                 )
             except BlockingIOError:
                 return None
-            except ConnectionError:
-                raise Closed from None
+            except ConnectionResetError:
+                # The other end left without reading all of ours. The kernel says so once, ahead of what it had sent.
+                continue
             for level, kind, data in ancillary:
                 if level == _socket.SOL_SOCKET and kind == _socket.SCM_RIGHTS:
                     self._fds += memoryview(data)[: len(data) // _INT * _INT].cast("i").tolist()
+            if flags & _socket.MSG_CTRUNC:
+                raise Truncated(errno.EMFILE, os.strerror(errno.EMFILE))
             if not body:
                 raise Closed
             message = marshal.loads(body)  # noqa: S302 - the other end is our own process

@@ -25,7 +25,10 @@ _REPORT, _PAYLOAD = 0, 1  # places among the descriptors that every function wor
 def main(rank: int) -> None:
     """A worker in an interpreter of its own; the last word of its command line lists its descriptors."""
     linux.die_with_parent(os.getppid())
-    sys.exit(_serve(rank, [int(fd) for fd in sys.argv[-1].split(",")], "spawn"))
+    fds = [int(fd) for fd in sys.argv[-1].split(",")]
+    for fd in fds:
+        os.set_inheritable(fd, False)  # they had to survive our exec; what the user's code starts is not to have them
+    sys.exit(_serve(rank, fds, "spawn"))
 
 
 def serve(rank: int, fds: list[int]) -> None:
@@ -204,6 +207,8 @@ def _leave(run: Callable[[], int]) -> None:
     code = 1
     try:
         atexit._clear()  # the launcher's and the keeper's exit handlers are not ours to run
+        if "faulthandler" in sys.modules:  # the launcher's stacks go where the launcher wants them, ours do not
+            sys.modules["faulthandler"].disable()
         if "multiprocessing.util" in sys.modules:
             atexit.register(sys.modules["multiprocessing.util"]._exit_function)
         sys.stdin = open(0, closefd=False)  # noqa: SIM115 - a descriptor for the life of the process

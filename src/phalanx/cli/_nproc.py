@@ -43,15 +43,16 @@ def count_gpus(root: str = "/") -> int:
     ):
         if present:
             chosen = next((os.environ[name] for name in variables if name in os.environ), None)
-            return present if chosen is None else min(present, _visible(chosen))
+            return present if chosen is None else min(present, _visible(chosen, present))
     return 0
 
 
-def _visible(value: str) -> int:
+def _visible(value: str, present: int) -> int:
     """The devices that a visible-devices variable lets through: those before the first invalid one (CUDA's rule)."""
     devices = 0
     for device in filter(None, (part.strip() for part in value.split(","))):
-        if device.startswith("-"):
+        by_index = device.isascii() and device.isdigit()
+        if not (int(device) < present if by_index else device.startswith(("GPU-", "MIG-"))):
             break
         devices += 1
     return devices

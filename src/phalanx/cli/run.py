@@ -17,6 +17,7 @@ import click
 
 from phalanx._core import script as script_module
 from phalanx.cli import _nproc
+from phalanx.cli._tell import tell
 from phalanx.multiprocessing import (
     DefaultLogsSpecs,
     KeeperLostError,
@@ -104,6 +105,8 @@ def _ranks(text: str) -> set[int]:
 )
 @_option("--grace", type=click.FloatRange(min=0), default=30.0, show_default=True, metavar="SECONDS",
          help="Time between SIGTERM and SIGKILL.")  # fmt: skip
+@_option("--settle", type=click.FloatRange(min=0), default=0.1, show_default=True, metavar="SECONDS",
+         help="Time for the others to leave evidence after the first failure, before they are stopped.")  # fmt: skip
 @_option("--start-method", type=click.Choice(["spawn", "forkserver", "fork"]), default="spawn", show_default=True,
          help="How functions are started. Scripts and binaries are always executed afresh.")  # fmt: skip
 @_option("--master-addr", default="127.0.0.1", show_default=True, help="MASTER_ADDR of the workers.")
@@ -113,7 +116,7 @@ def _ranks(text: str) -> set[int]:
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(script: str, args: tuple[str, ...], **options: Any) -> None:
-    r"""Run SCRIPT as a group of workers on this machine.
+    """Run SCRIPT as a group of workers on this machine.
 
     \b
     phalanx run --nproc-per-node 4 train.py --lr 0.1
@@ -126,8 +129,11 @@ def run(script: str, args: tuple[str, ...], **options: Any) -> None:
 
     Exit code: 0, or that of the root cause (128 + n for signal n). Every option can be set by the environment, as
     PHALANX_NPROC_PER_NODE=4 (or PET_NPROC_PER_NODE).
-    """
-    sys.exit(_run(script, args, **options))
+    """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
+    try:
+        sys.exit(_run(script, args, **options))
+    except KeyboardInterrupt:  # before a group was open, or after
+        sys.exit(128 + signal.SIGINT)
 
 
 def _run(
@@ -144,6 +150,7 @@ def _run(
     tee: Std | dict[int, Std] | None,
     local_ranks_filter: set[int] | None,
     grace: float,
+    settle: float,
     start_method: str,
     master_addr: str,
     master_port: int,
@@ -163,7 +170,7 @@ def _run(
     try:
         group = start_processes(
             script, entrypoint, (*head, *args), envs, specs,
-            nprocs=nproc_per_node, start_method=start_method, grace=grace,
+            nprocs=nproc_per_node, start_method=start_method, settle=settle, grace=grace,
         )  # fmt: skip
     except SignalException as error:
         return 128 + error.sigval
@@ -176,7 +183,8 @@ def _run(
     except SignalException as error:
         return _stop(group, error.sigval, grace)
     except KeeperLostError as error:
-        raise click.ClickException(str(error)) from None
+        _say(f"Error: {error}")
+        return 1
     finally:
         _stop(group, signal.SIGTERM, grace)
     assert result is not None
@@ -251,7 +259,9 @@ def _logs(
 ) -> DefaultLogsSpecs:
     """Logs in ``log_dir``, or in the user's folder for state (XDG base directories), which survives /tmp's cleaning."""
     if log_dir is None:
-        state = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
+        state = os.environ.get("XDG_STATE_HOME", "")
+        if not os.path.isabs(state):  # then the standard wants it ignored
+            state = os.path.join(os.path.expanduser("~"), ".local", "state")
         log_dir = os.path.join(state, "phalanx", "runs")
         with contextlib.suppress(OSError):
             os.makedirs(log_dir, exist_ok=True)
@@ -312,8 +322,9 @@ def _verdict(name: str, result: RunProcsResult, log_dir: str) -> int:
     except ChildFailedError as error:
         from phalanx.errors import format_report
 
-        style = _style if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else None
-        click.echo(format_report(name, error.failures, outcomes=error.outcomes, log_dir=log_dir, style=style), err=True)
+        colour = sys.stderr is not None and sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+        style = _style if colour else None
+        tell(format_report(name, error.failures, outcomes=error.outcomes, log_dir=log_dir, style=style))
     return 128 - root.exitcode if root.exitcode < 0 else root.exitcode or 1
 
 
@@ -328,7 +339,7 @@ def _style(kind: str, line: str) -> str:
 
 
 def _say(text: str) -> None:
-    click.echo(f"phalanx: {text}", err=True)
+    tell(f"phalanx: {text}")
 
 
 def main() -> None:

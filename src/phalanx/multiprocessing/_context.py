@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from phalanx._core import evidence, linux
 from phalanx._core.supervisor import Supervisor
 from phalanx.multiprocessing import _console, _signals
+from phalanx.multiprocessing._logs import LogsDest
 from phalanx.multiprocessing._result import collect
 
 TYPE_CHECKING = False
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from phalanx._core.starting import Spec
     from phalanx._core.supervisor import Worker
-    from phalanx.multiprocessing._logs import LogsDest, LogsSpecs
+    from phalanx.multiprocessing._logs import LogsSpecs
     from phalanx.multiprocessing._result import RunProcsResult
 
 SETTLE = 0.1
@@ -90,7 +91,7 @@ class PContext(ABC):
         self.envs = {rank: dict(env) for rank, env in envs.items()}
         self.nprocs = len(self.args)
         self.log_line_prefixes = log_line_prefixes
-        self.logs: LogsDest
+        self.logs = LogsDest()
         self._logs_specs = logs_specs
         self._settle = settle
         self._grace = grace
@@ -114,10 +115,10 @@ class PContext(ABC):
             plan = self._plan(held)
             self._handles_signals = _signals.acquire()
             undo.callback(self._let_signals_go)
+            undo.callback(self._tidy)
             supervisor = Supervisor(settle=self._settle, grace=self._grace)
             undo.callback(supervisor.abort)
             supervisor.boot(plan.flags, plan.call)  # it gets up while we go on
-            undo.callback(self._logs_specs.tidy)
             self.logs = self._logs_specs.reify(self.envs)
             specs = [self._spec(rank, *command) for rank, command in plan.commands.items()]
             pump = _console.pump(self.logs, self.log_line_prefixes)
@@ -292,6 +293,9 @@ class SubprocessContext(PContext):
         commands: dict[int, tuple[str, list[bytes], list[int]]] = {}
         for rank, values in self.args.items():
             argv = [os.fsencode(value if isinstance(value, (str, bytes)) else str(value)) for value in (name, *values)]
+            if any(b"\0" in value for value in argv):
+                msg = f"args: rank {rank}: an argument of a binary cannot hold a null character"
+                raise ValueError(msg)
             commands[rank] = (_find_binary(name, rank, self.envs[rank]), argv, [])
         return _Plan(commands)
 

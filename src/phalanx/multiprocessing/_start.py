@@ -75,9 +75,13 @@ def start_processes(
             folder is not what it should be.
         OSError: A worker could not be started; those that had been are gone, and the message says what ran out.
 
-    >>> with start_processes("greet", "/bin/echo", args={0: ("hello", 0), 1: ("hello", 1)}, redirects=Std.ALL) as group:
-    ...     result = group.wait()
-    >>> open(result.stdouts[1]).read()
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     args = {0: ("hello", 0), 1: ("hello", 1)}
+    ...     with start_processes("greet", "/bin/echo", args, log_dir=folder, redirects=Std.ALL) as group:
+    ...         result = group.wait()
+    ...     with open(result.stdouts[1]) as stream:
+    ...         stream.read()
     'hello 1\n'
     """
     given: dict[str, Any] = {

@@ -1,0 +1,493 @@
+"""The engine's small parts, each by itself: time, waiting, messages, exits, and what the kernel tells."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from phalanx._core import clock, linux, wire
+from phalanx._core.clock import FakeClock
+from phalanx._core.deadlines import Deadlines
+from phalanx._core.exit import Exit
+from phalanx._core.loop import READ, WRITE, Latch, Loop
+from tests.helpers import TIMEOUT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.helpers import Ready
+
+
+# --- clock and deadlines
+
+
+def test_the_clock_is_the_kernels_monotonic_one() -> None:
+    before, now, after = clock.now_ns(), clock.now(), clock.now_ns()
+    assert before / clock.NS <= now <= after / clock.NS
+
+
+def test_a_fake_clock_moves_when_told_and_never_back() -> None:
+    fake = FakeClock(10.0)
+    fake.advance(0.5)
+    assert fake() == 10.5
+    with pytest.raises(ValueError, match="does not go back"):
+        fake.advance(-1)
+
+
+def test_deadlines_come_due_in_order_and_equal_ones_as_they_came() -> None:
+    seen: list[str] = []
+    due = Deadlines()
+    for at, name in ((2.0, "c"), (1.0, "a"), (2.0, "d"), (1.0, "b"), (3.0, "late")):
+        due.add(at, lambda name=name: seen.append(name))  # type: ignore[misc]  # bound at once
+    assert due.next() == 1.0
+    due.run(0.999)
+    assert seen == []
+    due.run(2.0)
+    assert seen == ["a", "b", "c", "d"]
+    assert due.next() == 3.0
+
+
+def test_a_cancelled_deadline_is_never_due() -> None:
+    seen: list[str] = []
+    due = Deadlines()
+    first = due.add(1.0, lambda: seen.append("first"))
+    due.add(2.0, lambda: seen.append("second"))
+    first.cancel()
+    first.cancel()
+    assert due.next() == 2.0
+    due.run(5.0)
+    assert seen == ["second"]
+    assert due.next() is None
+    first.cancel()
+
+
+def test_an_action_may_add_and_cancel_deadlines() -> None:
+    seen: list[str] = []
+    due = Deadlines()
+    victim = due.add(2.0, lambda: seen.append("victim"))
+
+    def act() -> None:
+        victim.cancel()
+        due.add(1.5, lambda: seen.append("added"))
+
+    due.add(1.0, act)
+    due.run(3.0)
+    assert seen == ["added"]
+
+
+# --- the loop
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    it = Loop()
+    yield it
+    it.close()
+    it.close()
+
+
+def test_a_latch_lets_all_waiters_through() -> None:
+    latch = Latch()
+    assert not latch
+    assert not latch.wait(0)
+    assert not latch.wait(0.001)
+    through: list[bool] = []
+    threads = [threading.Thread(target=lambda: through.append(latch.wait())) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    latch.open()
+    latch.open()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    assert through == [True] * 20
+    assert latch
+    assert latch.wait(1e300)
+
+
+def _start_and_wait(thread: threading.Thread, latch: Latch) -> None:
+    thread.start()
+    latch.wait(TIMEOUT)
+
+
+def test_a_latch_survives_an_exception_out_of_a_wait() -> None:
+    class StopWaitingError(Exception):
+        pass
+
+    def raise_(_number: int, _frame: object) -> None:
+        raise StopWaitingError
+
+    latch = Latch()
+    before = signal.signal(signal.SIGUSR1, raise_)
+    try:
+        main = threading.main_thread().ident
+        assert main is not None
+        thread = threading.Thread(target=lambda: signal.pthread_kill(main, signal.SIGUSR1))
+        with pytest.raises(StopWaitingError):
+            _start_and_wait(thread, latch)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    thread.join()
+    latch.open()
+    assert latch.wait()
+
+
+def test_calls_from_other_threads_all_arrive_in_the_order_of_each(loop: Loop) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def talk(me: int) -> None:
+        for number in range(500):
+            loop.call(lambda number=number: seen.append((me, number)))  # type: ignore[misc]  # bound at once
+
+    threads = [threading.Thread(target=talk, args=(me,)) for me in range(4)]
+    for thread in threads:
+        thread.start()
+    deadline = clock.now() + TIMEOUT
+    while len(seen) < 2000 and clock.now() < deadline:
+        loop.after(1.0, lambda: None)
+        loop.once()
+    for thread in threads:
+        thread.join()
+    for me in range(4):
+        assert [number for who, number in seen if who == me] == list(range(500))
+
+
+def test_a_call_to_a_closed_loop_is_dropped(loop: Loop) -> None:
+    loop.close()
+    loop.call(lambda: pytest.fail("nobody is there to call"))
+
+
+def test_a_loop_stops_after_the_round(loop: Loop) -> None:
+    seen: list[str] = []
+    loop.call(loop.stop)
+    loop.call(lambda: seen.append("the same round"))
+    loop.run()
+    assert seen == ["the same round"]
+
+
+def test_descriptors_are_served_in_the_order_of_their_events(loop: Loop) -> None:
+    seen: list[int] = []
+    pipes = [os.pipe() for _ in range(10)]
+    try:
+        for place, (read, _write) in enumerate(pipes):
+            loop.watch(read, lambda _events, place=place: seen.append(place))  # type: ignore[misc]  # bound at once
+        order = [7, 2, 9, 0, 4]
+        for place in order:
+            os.write(pipes[place][1], b"x")
+        loop.once()
+        assert seen == order
+    finally:
+        for read, write in pipes:
+            loop.forget(read)
+            os.close(read)
+            os.close(write)
+
+
+def test_a_descriptor_forgotten_in_the_same_round_is_not_served(loop: Loop) -> None:
+    seen: list[str] = []
+    (first, to_first), (second, to_second) = os.pipe(), os.pipe()
+    try:
+
+        def serve(_events: int) -> None:
+            seen.append("first")
+            loop.forget(second)
+            loop.forget(second)
+
+        loop.watch(first, serve)
+        loop.watch(second, lambda _events: seen.append("second"))
+        os.write(to_first, b"x")
+        os.write(to_second, b"x")
+        loop.once()
+        assert seen == ["first"]
+    finally:
+        loop.forget(first)
+        for fd in (first, to_first, second, to_second):
+            os.close(fd)
+
+
+def test_what_is_watched_for_can_change(loop: Loop) -> None:
+    seen: list[int] = []
+    read, write = os.pipe()
+    try:
+        loop.watch(write, seen.append, 0)
+        loop.after(0.0, lambda: None)
+        loop.once()
+        assert seen == []
+        loop.change(write, WRITE)
+        loop.once()
+        assert seen == [WRITE]
+        assert READ != WRITE
+    finally:
+        loop.forget(write)
+        os.close(read)
+        os.close(write)
+
+
+def test_a_deadline_ends_the_wait(loop: Loop) -> None:
+    seen: list[str] = []
+    loop.after(0.01, lambda: seen.append("later"))
+    loop.at(clock.now() - 5, lambda: seen.append("long due")).cancel()
+    loop.at(clock.now() - 1, lambda: seen.append("due"))
+    loop.once()
+    assert seen == ["due"]
+    loop.once()
+    assert seen == ["due", "later"]
+
+
+# --- messages
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[wire.Channel, wire.Channel]]:
+    ours, theirs = (wire.Channel(sock) for sock in wire.pair())
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+def receive(channel: wire.Channel) -> tuple[wire.Message, list[int]]:
+    received = channel.receive()
+    assert received is not None
+    return received
+
+
+def test_messages_keep_their_boundaries_and_their_order(ends: tuple[wire.Channel, wire.Channel]) -> None:
+    ours, theirs = ends
+    messages: list[wire.Message] = [("one", 1, 2.5, b"\0\xff", None, [("a", {"b": True})]), (), ("two", "ü" * 1000)]
+    for message in messages:
+        assert ours.send(message)
+    assert [receive(theirs)[0] for _ in messages] == messages
+    assert theirs.receive() is None
+
+
+@pytest.mark.parametrize("size", [32 * 1024 - 1, 32 * 1024, 32 * 1024 + 1, 1 << 20, 50 << 20])
+def test_a_message_of_any_size_arrives(size: int, ends: tuple[wire.Channel, wire.Channel]) -> None:
+    ours, theirs = ends
+    message = ("big", b"x" * size)
+    assert ours.send(message)
+    assert receive(theirs) == (message, [])
+
+
+@pytest.mark.parametrize("count", [1, 249, 250, 251, 500, 501, 1000])
+@pytest.mark.parametrize("size", [0, 100_000])
+def test_any_number_of_descriptors_arrives(count: int, size: int, ends: tuple[wire.Channel, wire.Channel]) -> None:
+    ours, theirs = ends
+    message = ("fds", "x" * size)
+    with contextlib.ExitStack() as stack:
+        read, write = os.pipe()
+        stack.callback(os.close, read)
+        stack.callback(os.close, write)
+        sent = []
+        for number in range(count):  # each has an end of its own, told apart by its size
+            fd = os.memfd_create("test")
+            stack.callback(os.close, fd)
+            os.truncate(fd, number)
+            sent.append(fd)
+        assert ours.send(message, sent)
+        got, fds = receive(theirs)
+        for fd in fds:
+            stack.callback(os.close, fd)
+        assert got == message
+        assert [os.fstat(fd).st_size for fd in fds] == list(range(count))
+        assert not any(map(os.get_inheritable, fds))
+        assert theirs.receive() is None
+
+
+def test_what_does_not_fit_is_kept_and_flushed(ends: tuple[wire.Channel, wire.Channel]) -> None:
+    ours, theirs = ends
+    sent = 0
+    while ours.send(("number", sent, b"x" * 10_000)):
+        sent += 1
+    sent += 1  # the last was kept
+    assert not ours.send(("number", sent, b"big" * 100_000))
+    sent += 1
+    assert not ours.flush()
+    numbers: list[object] = []
+    while len(numbers) < sent:
+        while (received := theirs.receive()) is not None:
+            numbers.append(received[0][1])
+        ours.flush()
+    assert numbers == list(range(sent))
+    assert ours.flush()
+
+
+def test_the_other_end_is_gone(ends: tuple[wire.Channel, wire.Channel]) -> None:
+    ours, theirs = ends
+    assert ours.send(("last words",))
+    ours.close()
+    assert receive(theirs) == (("last words",), [])
+    for _ in range(2):
+        with pytest.raises(wire.Closed):
+            theirs.receive()
+    with pytest.raises(wire.Closed):
+        theirs.send(("anybody?", b"x" * 100_000))
+
+
+def test_a_channel_that_is_closed_lets_go_of_all(ends: tuple[wire.Channel, wire.Channel]) -> None:
+    # What was kept, and descriptors of a message of which the rest has not come: the leak check counts them.
+    ours, theirs = ends
+    while ours.send(("full", b"x" * 30_000)):
+        pass
+    ours.send(("big", b"x" * 100_000))
+    ours.close()
+    while True:
+        try:
+            assert theirs.receive() is not None
+        except wire.Closed:
+            break
+
+
+# --- exits
+
+
+@pytest.mark.parametrize(
+    "status, returncode, ok, number, shell",
+    [(0, 0, True, None, 0), (3 << 8, 3, False, None, 3), (255 << 8, 255, False, None, 255), (9, -9, False, 9, 137)],
+)
+def test_a_wait_status_is_read(status: int, returncode: int, ok: bool, number: int | None, shell: int) -> None:
+    it = Exit.of_status(status)
+    assert (it.returncode, it.ok, it.signal, it.shell_code) == (returncode, ok, number, shell)
+    assert it == Exit(returncode)
+    assert hash(it) == hash(Exit(returncode))
+    assert it != Exit(returncode + 1)
+    assert it != returncode
+    assert repr(it) == f"Exit({returncode})"
+
+
+def test_a_core_dump_is_a_signal_like_any() -> None:
+    assert Exit.of_status(11 | 0x80).signal == 11
+
+
+# --- the kernel
+
+
+def test_the_stat_of_a_process_with_a_wicked_name(ready: Ready) -> None:
+    name = "a) R (b"
+    code = f"import ctypes, signal; ctypes.CDLL(None).prctl(15, {name.encode()!r}); {ready.python()}; signal.pause()"
+    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as process:
+        ready.wait()
+        stat = linux.Stat(process.pid)
+        assert (stat.pid, stat.comm, stat.parent) == (process.pid, name, os.getpid())
+        assert (stat.group, stat.session) == (process.pid, process.pid)
+        assert stat.state in "SR"
+        assert stat.start >= linux.Stat(os.getpid()).start
+        assert process.pid in linux.children(os.getpid())
+        assert process.pid in {other.pid for other in linux.processes()}
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert linux.Stat(process.pid).state == "Z"
+        assert process.pid in linux.children(os.getpid())
+    with pytest.raises(ProcessLookupError):
+        linux.Stat(process.pid)
+    assert process.pid not in linux.children(os.getpid())
+
+
+def test_children_of_every_thread_are_found(ready: Ready) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    stay = threading.Event()
+
+    def launch() -> None:
+        started.append(subprocess.Popen([sys.executable, "-c", f"{ready.python()}; import signal; signal.pause()"]))
+        stay.wait(TIMEOUT)
+
+    thread = threading.Thread(target=launch)
+    thread.start()
+    try:
+        [pid] = ready.pids()
+        assert pid in linux.children(os.getpid())
+    finally:
+        stay.set()
+        thread.join()
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def test_a_process_that_is_not_there_has_nothing() -> None:
+    with subprocess.Popen(["true"]) as process:
+        pass
+    assert linux.children(process.pid) == []
+    assert linux.environ(process.pid) == []
+    assert linux.maps(process.pid) == b""
+
+
+def test_the_environment_of_another_process(ready: Ready) -> None:
+    code = f"{ready.python()}; import signal; signal.pause()"
+    env = {"PATH": os.environ["PATH"], "ODD": "a=b\nc", "EMPTY": ""}
+    with subprocess.Popen([sys.executable, "-c", code], env=env) as process:
+        ready.wait()
+        assert {b"ODD=a=b\nc", b"EMPTY="} <= set(linux.environ(process.pid))
+        process.kill()
+
+
+def in_a_fork(check: Callable[[], bool]) -> int:
+    """The exit code of a fork that says 0 for yes."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os._exit(0 if check() else 1)
+        finally:
+            os._exit(70)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_mapped_name_is_seen_in_forks_and_not_beyond_an_exec() -> None:
+    name = "phalanx-test-page"
+
+    def check() -> bool:
+        before = sorted(os.listdir("/proc/self/fd"))
+        linux.map_name(name)
+        kept = sorted(os.listdir("/proc/self/fd")) == before
+        forked = in_a_fork(lambda: name.encode() in linux.maps(os.getpid())) == 0
+        child = subprocess.run(["cat", "/proc/self/maps"], stdout=subprocess.PIPE, check=True)
+        return kept and forked and name.encode() not in child.stdout
+
+    assert in_a_fork(check) == 0
+    assert name.encode() not in linux.maps(os.getpid())
+
+
+def test_a_subreaper_is_one() -> None:
+    def check() -> bool:
+        linux.become_subreaper()
+        flag = ctypes.c_int()
+        ctypes.CDLL(None).prctl(37, ctypes.byref(flag), 0, 0, 0)  # PR_GET_CHILD_SUBREAPER
+        return flag.value == 1
+
+    assert in_a_fork(check) == 0
+
+
+def test_a_prctl_that_there_is_not() -> None:
+    with pytest.raises(OSError, match=r"prctl\(123456789, 0\)"):
+        linux.prctl(123456789, 0)
+
+
+def test_who_has_lost_its_parent_already_dies_at_once() -> None:
+    def check() -> bool:
+        linux.die_with_parent(1 << 22)  # beyond every pid
+        return True
+
+    assert in_a_fork(check) == -signal.SIGKILL
+
+
+def test_inotify_tells_of_a_write_and_names_what_it_cannot_watch(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    fd = linux.inotify()
+    try:
+        watch = linux.inotify_add(fd, str(path))
+        with pytest.raises(BlockingIOError):
+            os.read(fd, 4096)
+        path.write_text("x")
+        assert int.from_bytes(os.read(fd, 4096)[:4], sys.byteorder) == watch
+        with pytest.raises(FileNotFoundError, match="nowhere"):
+            linux.inotify_add(fd, str(tmp_path / "nowhere"))
+    finally:
+        os.close(fd)

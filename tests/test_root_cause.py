@@ -1,0 +1,445 @@
+"""The failure that came first is the one that is named, and nobody whom we stopped is called a failure.
+
+``PHALANX_ROUNDS`` says how often the races are run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
+from tests.families import KINDS
+from tests.helpers import TIMEOUT, pass_gate, tell
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from phalanx.multiprocessing import RunProcsResult
+    from tests.helpers import Gate, Ready
+
+ROUNDS = int(os.environ.get("PHALANX_ROUNDS", "5"))
+METHODS = KINDS[1:]
+MEMORY = "/sys/fs/cgroup/memory"
+
+
+@pytest.fixture(autouse=True)
+def _logs_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups without a log folder make a temporary one, which is theirs to keep."""
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+
+
+def run(entrypoint: Any, args: dict[int, tuple[Any, ...]], **options: Any) -> RunProcsResult:
+    with start_processes("root cause", entrypoint, args, **options) as group:
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    return result
+
+
+def states(result: RunProcsResult) -> list[str]:
+    return [result.outcomes[rank].state for rank in sorted(result.outcomes)]
+
+
+def cause(result: RunProcsResult) -> int:
+    assert result.root_cause is not None
+    return result.root_cause.local_rank
+
+
+# --- who was first
+
+
+def falls(ready: str, gate: str, tells: str) -> None:
+    """Say that we are up, wait, let another know, and fail."""
+    tell(ready, "up")
+    pass_gate(gate)
+    if tells:
+        tell(tells, "now")
+    raise ValueError("the cause")
+
+
+def follows(ready: str, hears: str, seconds: float) -> None:
+    """Fail ``seconds`` after another has let us know."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.bind(hears)
+        tell(ready, "up")
+        sock.recv(10)
+    time.sleep(seconds)
+    raise RuntimeError("a consequence")
+
+
+def waits(ready: str) -> None:
+    tell(ready, "up")
+    while True:
+        signal.pause()
+
+
+def part(rank: int, ready: str, gate: str, hears: str) -> None:
+    """Rank 3 falls, rank 0 follows 20 ms later, ranks 1 and 2 wait until they are stopped."""
+    if rank == 3:
+        falls(ready, gate, hears)
+    elif rank == 0:
+        follows(ready, hears, 0.02)
+    else:
+        waits(ready)
+
+
+def part_as_program(rank: int, ready: str, gate: str, hears: str) -> tuple[str, ...]:
+    """The same, of programs that leave nothing but their exit."""
+    up = (
+        "import os, signal, socket, time\n"
+        "def tell(address):\n"
+        "    socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b'x', address)\n"
+    )
+    if rank == 3:
+        rest = f"tell({ready!r}); open({gate!r}, 'rb', 0).read(1); tell({hears!r}); os._exit(3)"
+    elif rank == 0:
+        rest = (
+            f"s = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM); s.bind({hears!r}); "
+            f"tell({ready!r}); s.recv(10); time.sleep(0.02); os._exit(1)"
+        )
+    else:
+        rest = f"tell({ready!r}); signal.pause()"
+    return ("-I", "-S", "-c", up + rest)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_is_named_when_another_fails_20_ms_later(kind: str, ready: Ready, gate: Gate, tmp_path: Path) -> None:
+    named = []
+    for attempt in range(ROUNDS):
+        hears = str(tmp_path / f"r0-{attempt}")
+        where = (ready.address, gate.address, hears)
+        if kind == "binary":
+            group = start_processes("race", sys.executable, {rank: part_as_program(rank, *where) for rank in range(4)})
+        else:
+            group = start_processes("race", part, {rank: (rank, *where) for rank in range(4)}, start_method=kind)
+        with group:
+            ready.wait(4)
+            gate.open()
+            result = group.wait(TIMEOUT)
+        assert result is not None
+        named.append(cause(result))
+        assert [result.outcomes[rank].signal_sent for rank in (1, 2, 3)] == [15, 15, None]
+        assert states(result)[1:] == ["stopped", "stopped", "failed"]
+        # On a machine that is slow enough, rank 0 is still on its way to its failure when the settle window is over.
+        stopped = {1, 2} if result.outcomes[0].state == "failed" else {0, 1, 2}
+        assert set(result.failures) == {0, 1, 2, 3} - stopped
+        if kind != "binary":
+            assert "ValueError: the cause" in result.failures[3].traceback
+            assert 0 in stopped or "RuntimeError: a consequence" in result.failures[0].traceback
+    print(f"{kind}: rank 3 named {named.count(3)} times out of {ROUNDS}")  # noqa: T201 - shown with -rP
+    assert named == [3] * ROUNDS
+
+
+def slow_to_leave(ready: str, gate: str, tells: str) -> None:
+    atexit.register(time.sleep, 0.3)
+    falls(ready, gate, tells)
+
+
+def exits(ready: str, hears: str, seconds: float) -> None:
+    """Exit at once, without evidence, ``seconds`` after another has let us know."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.bind(hears)
+        tell(ready, "up")
+        sock.recv(10)
+    time.sleep(seconds)
+    os._exit(5)
+
+
+def slow_part(rank: int, ready: str, gate: str, hears: str, *, rank_0_waits: bool) -> None:
+    if rank == 1:
+        slow_to_leave(ready, gate, hears)
+    elif rank == 2:
+        exits(ready, hears, 0.1)
+    elif rank_0_waits:
+        waits(ready)
+    else:
+        tell(ready, "up")
+
+
+@pytest.mark.parametrize("in_peace", [False, True], ids=["stopped while it leaves", "left in peace"])
+@pytest.mark.parametrize("method", METHODS)
+def test_evidence_counts_more_than_the_order_of_exits(
+    method: str, in_peace: bool, ready: Ready, gate: Gate, tmp_path: Path
+) -> None:
+    # Rank 1 records its exception and takes 0.3 s to leave; rank 2 is gone 0.1 s after the exception. Without a settle
+    # window rank 1 meets our SIGTERM on its way out, and has failed all the same.
+    where = (ready.address, gate.address, str(tmp_path / "r2"))
+    args = {rank: (rank, *where) for rank in range(3)}
+    worker = functools.partial(slow_part, rank_0_waits=not in_peace)
+    settle = TIMEOUT if in_peace else 0.0
+    with start_processes("evidence", worker, args, start_method=method, settle=settle) as group:
+        ready.wait(3)
+        gate.open()
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert cause(result) == 1
+    assert result.root_cause is not None
+    assert result.root_cause.message == "ValueError: the cause"
+    assert states(result) == ["succeeded" if in_peace else "stopped", "failed", "failed"]
+    assert (result.failures[1].observed_ns or 0) > (result.failures[2].observed_ns or 0)
+    assert result.outcomes[1].exitcode == (1 if in_peace else -15)
+    assert result.outcomes[2].exitcode == 5
+
+
+def test_binaries_are_ordered_by_their_exits_as_the_kernel_saw_them(ready: Ready, tmp_path: Path) -> None:
+    # A chain: each exits when the one before it has exited, of which a pidfd tells. The ranks are shuffled,
+    # and the settle window is long enough for all.
+    order = [5, 2, 7, 0, 3, 6, 1, 4]
+    fifos = [str(tmp_path / f"after-{position}") for position in range(len(order) + 1)]
+    for fifo in fifos:
+        os.mkfifo(fifo)
+    held = [os.open(fifo, os.O_RDWR | os.O_CLOEXEC) for fifo in fifos]
+    try:
+        args = {}
+        for position, rank in enumerate(order):
+            before, after = fifos[position], fifos[position + 1]
+            code = f"""
+import os, select
+before, after = os.open({before!r}, os.O_RDONLY), os.open({after!r}, os.O_WRONLY)
+{ready.python()}
+pid = int(os.read(before, 20))
+if pid:
+    poll = select.poll()
+    try:
+        poll.register(os.pidfd_open(pid), select.POLLIN)
+        poll.poll()
+    except ProcessLookupError:
+        pass
+os.write(after, str(os.getpid()).encode())
+os._exit(10 + {position})
+"""
+            args[rank] = ("-I", "-S", "-c", code)
+        with start_processes("chain", sys.executable, args, settle=TIMEOUT) as group:
+            ready.wait(len(order))
+            os.write(held[0], b"0")
+            result = group.wait(TIMEOUT)
+    finally:
+        for fd in held:
+            os.close(fd)
+    assert result is not None
+    assert [failure.local_rank for failure in sorted(result.failures.values(), key=lambda f: f.first_key)] == order
+    assert cause(result) == order[0]
+    assert {rank: failure.exitcode for rank, failure in result.failures.items()} == {
+        rank: 10 + position for position, rank in enumerate(order)
+    }
+
+
+# --- the settle window
+
+
+def shell(*scripts: str) -> dict[int, tuple[str, ...]]:
+    return {rank: ("-c", script) for rank, script in enumerate(scripts)}
+
+
+@pytest.mark.parametrize("settle", [0.0, 0.5])
+def test_the_settle_window_is_as_long_as_was_asked_for(settle: float) -> None:
+    began = time.monotonic()
+    result = run("/bin/sh", shell("exit 3", "exec sleep 600"), settle=settle)
+    took = time.monotonic() - began
+    assert states(result) == ["failed", "stopped"]
+    assert settle <= took < settle + 5
+
+
+def test_in_the_settle_window_peers_may_fail_by_themselves(tmp_path: Path) -> None:
+    fifo = str(tmp_path / "fifo")
+    os.mkfifo(fifo)
+    # The reader sees the end of the file, and has lost its peer. The kernel closes the files of who exits a
+    # moment before it tells of the exit, so that of two programs without evidence either may be told of first.
+    result = run("/bin/sh", shell(f"exec 3>{fifo}; exit 3", f"exec 3<{fifo}; read line <&3; exit 4"), settle=TIMEOUT)
+    assert states(result) == ["failed", "failed"]
+
+
+def test_who_ends_well_in_the_settle_window_has_succeeded() -> None:
+    result = run("/bin/sh", shell("exit 3", "exit 0"), settle=TIMEOUT)
+    assert states(result) == ["failed", "succeeded"]
+    assert list(result.failures) == [0]
+
+
+def test_who_fails_of_our_signal_is_no_failure(ready: Ready, gate: Gate) -> None:
+    # However it dies of it: by the signal, by an exit code, or by an exception on the way out.
+    def worker(rank: int) -> None:
+        if rank == 1:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
+        if rank == 2:
+            signal.signal(signal.SIGTERM, _raise)
+        tell(ready_address, "up")
+        if rank == 0:
+            pass_gate(gate_address)
+            raise ValueError("the cause")
+        while True:
+            signal.pause()
+
+    def _raise(*_: object) -> None:
+        raise RuntimeError("stopped")
+
+    ready_address, gate_address = ready.address, gate.address
+    with start_processes("stopped", worker, {rank: (rank,) for rank in range(4)}, settle=0.0) as group:
+        ready.wait(4)
+        gate.open()
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert list(result.failures) == [0]
+    assert states(result) == ["failed", "stopped", "stopped", "stopped"]
+    assert [result.outcomes[rank].exitcode for rank in range(4)] == [1, 9, 1, -15]
+
+
+def test_a_closed_group_has_no_failures(ready: Ready) -> None:
+    with start_processes("closed", waits, (ready.address,), nprocs=2) as group:
+        ready.wait(2)
+    result = group.wait(0)
+    assert result is not None
+    assert not result.is_failed()
+    assert result.root_cause is None
+    assert states(result) == ["stopped", "stopped"]
+
+
+# --- what is known of it
+
+
+def raises(rank: int, gate: str) -> None:
+    pass_gate(gate)
+    raise ValueError(f"rank {rank} fell")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_tracebacks_of_all_failed_ranks_are_kept(method: str, gate: Gate) -> None:
+    args = {rank: (rank, gate.address) for rank in range(3)}
+    with start_processes("all", raises, args, start_method=method, settle=TIMEOUT) as group:
+        gate.open(3)
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert sorted(result.failures) == [0, 1, 2]
+    for rank, failure in result.failures.items():
+        assert failure.message == f"ValueError: rank {rank} fell"
+        assert "in raises\n" in failure.traceback
+        assert failure.traceback.endswith(f"ValueError: rank {rank} fell\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGUSR1, signal.SIGSEGV])
+def test_a_worker_that_dies_of_a_signal(number: signal.Signals) -> None:
+    result = run("/bin/sh", shell("exec sleep 600", f"kill -{number.value} $$"))
+    assert cause(result) == 1
+    failure = result.failures[1]
+    assert failure.exitcode == -number
+    assert failure.signal_name() == number.name
+    assert failure.message == f"Signal {number.value} ({number.name}) received by PID {failure.pid}"
+    assert states(result) == ["stopped", "failed"]
+
+
+def test_a_sigkill_from_outside_is_not_called_an_oom_kill(ready: Ready) -> None:
+    with start_processes("killed", waits, (ready.address,), nprocs=2) as group:
+        ready.wait(2)
+        os.kill(group.pids()[1], signal.SIGKILL)
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert result.failures[1].detail == "SIGKILL, not sent by us"
+    assert cause(result) == 1
+    assert list(result.failures) == [1]
+
+
+def crashes() -> None:
+    def inner() -> None:
+        ctypes.string_at(0)
+
+    inner()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_fatal_signal_leaves_the_python_stack(method: str) -> None:
+    result = run(crashes, {0: ()}, start_method=method)
+    failure = result.failures[0]
+    assert failure.exitcode == -signal.SIGSEGV
+    assert failure.message == f"Signal 11 (SIGSEGV) received by PID {failure.pid}"
+    with open(failure.error_file, encoding="utf-8") as file:
+        message = json.load(file)["message"]
+    assert message["message"] == failure.message
+    stack = message["extraInfo"]["py_callstack"]
+    assert "Fatal Python error: Segmentation fault" in stack
+    assert stack == failure.traceback
+    assert stack.index(" in inner") < stack.index(" in crashes")  # most recent call first
+
+
+def test_the_last_lines_of_a_captured_stderr(tmp_path: Path) -> None:
+    specs = DefaultLogsSpecs(str(tmp_path / "logs"), redirects=Std.ERR)
+    result = run(
+        "/bin/sh", shell("i=0; while [ $i -lt 99 ]; do i=$((i+1)); echo line $i >&2; done; exit 3"), logs_specs=specs
+    )
+    assert result.failures[0].stderr_tail.splitlines() == [f"line {number}" for number in range(80, 100)]
+    assert result.failures[0].stderr_file == result.stderrs[0]
+
+
+# --- out of memory
+
+
+@pytest.fixture
+def memory_cgroup(tmp_path: Path) -> Iterator[str]:
+    """A memory cgroup (v1) of 64 MiB, without a swap to escape to."""
+    folder = os.path.join(MEMORY, f"phalanx-{os.getpid()}-{tmp_path.name}")
+    try:
+        os.mkdir(folder)
+    except OSError as error:
+        pytest.skip(f"no memory cgroup (v1) to be had: {error}")
+    try:
+        with open(os.path.join(folder, "memory.limit_in_bytes"), "w") as file:
+            file.write(str(64 << 20))
+        with contextlib.suppress(OSError), open(os.path.join(folder, "memory.swappiness"), "w") as file:
+            file.write("0")
+        yield folder
+    finally:
+        deadline = time.monotonic() + TIMEOUT
+        while os.path.exists(folder):
+            with contextlib.suppress(OSError):  # busy until init has reaped who was in it
+                os.rmdir(folder)
+            assert time.monotonic() < deadline
+
+
+LAUNCHER = """
+import sys
+from phalanx.multiprocessing import start_processes
+
+HUNGRY = "hungry = []\\nwhile True: hungry.append(bytearray(b'x') * (1 << 20))"
+QUIET = "import signal; signal.pause()"
+KILLED = "import os; os.kill(os.getpid(), 9)"
+chosen = {"hungry": HUNGRY, "killed": KILLED}[sys.argv[1]]
+args = {0: ("-S", "-c", QUIET), 1: ("-S", "-c", chosen)}
+with start_processes("oom", sys.executable, args) as group:
+    result = group.wait(60)
+print(sorted(result.failures), result.root_cause.exitcode, result.root_cause.detail)
+"""
+
+
+@pytest.mark.parametrize("which", ["hungry", "killed"])
+def test_an_oom_kill_is_called_so_because_the_kernel_says_so(which: str, memory_cgroup: str) -> None:
+    procs = shlex.quote(os.path.join(memory_cgroup, "cgroup.procs"))
+    command = shlex.join([sys.executable, "-c", LAUNCHER, which])
+    path = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        ["/bin/sh", "-c", f"echo $$ > {procs} && exec {command}"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=True,
+    )
+    if which == "killed":
+        assert done.stdout == "[1] -9 SIGKILL, not sent by us\n"
+    else:
+        assert done.stdout.startswith(f"[1] -9 OOM kill: oom_kill in {memory_cgroup}/memory.oom_control rose from 0 to")

@@ -1,0 +1,65 @@
+#!/usr/bin/env python3
+"""Write the group's table into docs/architecture.md, between its two markers.
+
+    python tools/render_table.py            # bring the page up to date
+    python tools/render_table.py --check    # exit code 1 if it is not
+
+The table is the one that runs (`phalanx._core.group.TABLE`), so the page cannot tell another story. Only the standard
+library is needed, and no installation: the source tree is found beside this folder.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "architecture.md"
+BEGIN = "<!-- group table: rendered by tools/render_table.py -->"
+END = "<!-- end of the group table -->"
+
+
+def render() -> str:
+    """Return the table as Markdown: for each state, what can happen, where it leads, and what is done."""
+    from phalanx._core.group import TABLE, State
+
+    lines = []
+    for state in State:
+        lines += [f"**{state.name}**", "", "| when | it becomes | and we |", "| --- | --- | --- |"]
+        for (before, event), (after, actions) in TABLE.items():
+            if before is state:
+                becomes = "" if after is state else after.name
+                lines.append(f"| {event.value} | {becomes} | {'; '.join(action.value for action in actions)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def put(page: str) -> str:
+    """Return the page with the table as it is now. Raises ValueError when a marker is missing, or there twice."""
+    if (page.count(BEGIN), page.count(END)) != (1, 1):
+        message = f"{PAGE.name} must hold each of these lines once: {BEGIN} and {END}"
+        raise ValueError(message)
+    head, _, rest = page.partition(BEGIN)
+    tail = rest.partition(END)[2]
+    return f"{head}{BEGIN}\n\n{render()}\n{END}{tail}"
+
+
+def main(arguments: list[str]) -> int:
+    """Do what the command line asks for and return the exit code."""
+    if arguments not in ([], ["--check"]):
+        sys.stderr.write("usage: python tools/render_table.py [--check]\n")
+        return 2
+    old = PAGE.read_text(encoding="utf-8")
+    new = put(old)
+    if old == new:
+        return 0
+    if arguments:
+        sys.stderr.write(f"{PAGE}: the table is out of date; python {Path(__file__).name} renders it\n")
+        return 1
+    PAGE.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT / "src"))
+    sys.exit(main(sys.argv[1:]))
