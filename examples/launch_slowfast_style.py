@@ -48,7 +48,7 @@ def train(cfg: Config) -> None:
     print(f"rank {rank} of {world_size}: slope {slope.item():.2f}, sum of ranks {ranks.item()}", flush=True)
 
 
-def run(  # noqa: PLR0917 - the long list of plain arguments is the pattern
+def run(
     local_rank: int,
     num_proc: int,
     func: Callable[[Config], None],

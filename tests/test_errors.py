@@ -70,7 +70,7 @@ def raised(exc: BaseException) -> BaseException:
     """`exc` with a traceback."""
     try:
         raise exc  # noqa: TRY301 (this is the frame that the tests look for)
-    except BaseException as caught:  # noqa: BLE001
+    except BaseException as caught:  # noqa: BLE001 - any exception is what it is given
         return caught
 
 
@@ -95,7 +95,7 @@ def test_describe_shows_the_members_of_a_group() -> None:
     assert "TypeError: b" in stack
 
 
-class Hostile(Exception):  # noqa: N818
+class Hostile(Exception):  # noqa: N818 - not an error, a trial
     """Raises from whatever it is asked; even what is no `Exception`."""
 
     def __str__(self) -> str:
@@ -105,7 +105,7 @@ class Hostile(Exception):  # noqa: N818
         raise SystemExit
 
 
-class BadText(Exception):  # noqa: N818
+class BadText(Exception):  # noqa: N818 - as above
     def __str__(self) -> str:
         return 5  # type: ignore[return-value]  # noqa: PLE0307 (that is what is bad about it)
 
@@ -867,7 +867,7 @@ def test_the_well_known_names() -> None:
         name: getattr(errors, name) for name in known.__all__
     }
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        errors.nothing  # noqa: B018
+        errors.nothing  # noqa: B018 - the access is the test
     assert all(hasattr(errors, name) for name in errors.__all__)
 
 

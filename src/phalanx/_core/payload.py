@@ -17,6 +17,7 @@ import marshal
 import os
 import pickle
 import sys
+from contextlib import suppress
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -45,9 +46,10 @@ def pack(
     owners'; and the indices into these that each rank needs. Raises UnpicklableError, which names the culprit.
     """
     with _Spawning() as spawning:
-        try:
+        parts = None
+        with suppress(Exception):  # whatever stands in the way by reference is tried by value
             parts = _dump(function, arguments, spawning, by_value=False)
-        except Exception:  # noqa: BLE001 - whatever stands in the way by reference is tried by value
+        if parts is None:
             spawning.fds.clear()
             try:
                 parts = _dump(function, arguments, spawning, by_value=True)
@@ -151,9 +153,9 @@ def pack_value(value: object, known: Mapping[str, object]) -> int:
             os.close(memfd)
             raise
     except Exception as error:
-        msg = f"the return value, a {_type_name(value)}, cannot be pickled: {_first_line(error)}"
-        where = _find("the return value", value, 4)
-        raise UnpicklableError(msg + (f" ({where})" if where else "")) from error
+        where = _find("the return value", value, 4) or f"the return value ({_type_name(value)})"
+        msg = f"{where} cannot be pickled: {_first_line(error)}"
+        raise UnpicklableError(msg) from error
     return memfd
 
 
@@ -305,6 +307,8 @@ def _culprit(
     function: Callable[..., Any], arguments: Mapping[int, tuple[Any, ...]], error: Exception
 ) -> UnpicklableError:
     why = _first_line(error)
+    if "in a fork context" in why:  # what multiprocessing says of its default objects, without the way out
+        why += ' Make it with multiprocessing.get_context("spawn").'
     with _Spawning():
         where = _find(f"the entrypoint {_name(function)}", function, 4)
         if not where:

@@ -266,7 +266,9 @@ class Pump:
 
     def finish(self, done: Callable[[], None]) -> None:
         """Show what is still in the files, then call ``done``; a sink that takes nothing for `DRAIN` s is left."""
-        assert self._loop is not None
+        if self._loop is None:  # never opened: the group did not come to start
+            done()
+            return
         self._finished = done
         self._dirty.clear()
         self._dirty.extend(follower for follower in self._followers if follower.fd >= 0)

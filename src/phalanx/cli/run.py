@@ -61,6 +61,18 @@ def _reading(read: Callable[[str], Any]) -> Callable[[click.Context, click.Param
     return callback
 
 
+def _only(*accepted: str, why: str) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    """An option of torchrun's that people have in their scripts, as far as its value says what holds here anyway."""
+
+    def read(text: str) -> str:
+        if text not in accepted:
+            msg = f"{text!r}: this version of phalanx run takes {' or '.join(accepted)} only; {why}"
+            raise ValueError(msg)
+        return text
+
+    return _reading(read)
+
+
 def _ranks(text: str) -> set[int]:
     try:
         return {int(part) for part in text.split(",") if part.strip()}
@@ -113,6 +125,9 @@ def _ranks(text: str) -> set[int]:
 @_option("--master-port", type=click.IntRange(0, 65535), default=0, metavar="PORT",
          help="MASTER_PORT of the workers. Default: a free port.")  # fmt: skip
 @_option("--standalone", is_flag=True, hidden=True, help="Accepted: one machine without a store is what this is.")
+@_option("--nnodes", default="1", hidden=True, callback=_only("1", "1:1", why="it runs on one machine"))
+@_option("--node-rank", default="0", hidden=True, callback=_only("0", why="it runs on one machine"))
+@_option("--max-restarts", default="0", hidden=True, callback=_only("0", why="it does not restart"))
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(script: str, args: tuple[str, ...], **options: Any) -> None:
@@ -154,7 +169,7 @@ def _run(
     start_method: str,
     master_addr: str,
     master_port: int,
-    standalone: bool,  # noqa: ARG001 - accepted for torchrun's users
+    **_accepted: Any,  # of torchrun's options, those that could only say what holds here anyway
 ) -> int:
     entrypoint, head = _command(script, module=module, no_python=no_python)
     _check_ranks(nproc_per_node, redirects, tee, local_ranks_filter)
@@ -196,7 +211,11 @@ class _RunLogs(DefaultLogsSpecs):
 
     def reify(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
         """See `LogsSpecs.reify`."""
-        logs = super().reify(envs)
+        try:
+            logs = super().reify(envs)
+        except OSError as error:
+            msg = f"--log-dir: {error}"
+            raise click.ClickException(msg) from None
         _say(f"{len(envs)} worker{'s' * (len(envs) > 1)}, logs in {self.run_log_dir}")
         return logs
 

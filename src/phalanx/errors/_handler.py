@@ -166,7 +166,7 @@ def record(fn: Callable[P, R] | None = None, error_handler: ErrorHandler | None 
     if fn is None:
         return functools.partial(record, error_handler=handler)
     if getattr(getattr(fn, "__code__", None), "co_flags", 0) & _COROUTINE:
-        coroutine: Callable[P, Awaitable[Any]] = fn  # type: ignore[assignment]
+        coroutine: Callable[P, Awaitable[Any]] = fn  # type: ignore[assignment]  # the flag above says so
 
         @functools.wraps(fn)
         async def recorded_coroutine(*args: P.args, **kwargs: P.kwargs) -> Any:

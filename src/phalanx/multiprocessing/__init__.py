@@ -12,13 +12,14 @@ as one: at the first failure the others are stopped, and the result names the fa
 
 from __future__ import annotations
 
+from phalanx._core.payload import UnpicklableError
 from phalanx._core.supervisor import KeeperLostError
 from phalanx.errors import Outcome, ProcessFailure
 from phalanx.multiprocessing._context import MultiprocessContext, PContext, SubprocessContext
 from phalanx.multiprocessing._logs import DefaultLogsSpecs, LogsDest, LogsSpecs
 from phalanx.multiprocessing._result import RunProcsResult
 from phalanx.multiprocessing._signals import SignalException
-from phalanx.multiprocessing._start import start_processes
+from phalanx.multiprocessing._start import RanksError, start_processes
 from phalanx.multiprocessing._std import Std, to_map
 
 __all__ = [
@@ -30,10 +31,12 @@ __all__ = [
     "Outcome",
     "PContext",
     "ProcessFailure",
+    "RanksError",
     "RunProcsResult",
     "SignalException",
     "Std",
     "SubprocessContext",
+    "UnpicklableError",
     "start_processes",
     "to_map",
 ]

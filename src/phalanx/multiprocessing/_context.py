@@ -11,6 +11,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import warnings
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
 
@@ -24,7 +25,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
-    from typing import Any, Self
+    from typing import Any, Literal, Self, overload
 
     from phalanx._core.starting import Spec
     from phalanx._core.supervisor import Worker
@@ -126,6 +127,13 @@ class PContext(ABC):
             self._supervisor = supervisor
             undo.pop_all()
 
+    if TYPE_CHECKING:
+
+        @overload
+        def wait(self, timeout: Literal[-1] | None = -1, period: float = 1) -> RunProcsResult: ...
+        @overload
+        def wait(self, timeout: float | None, period: float = 1) -> RunProcsResult | None: ...
+
     def wait(self, timeout: float | None = -1, period: float = 1) -> RunProcsResult | None:  # noqa: ARG002 - `period` is historical
         """Wait for the group to end: all succeeded, or one failed and the rest are down.
 
@@ -173,6 +181,16 @@ class PContext(ABC):
         supervisor.join()
         self._tidy()
         self._let_signals_go()
+
+    def __repr__(self) -> str:
+        supervisor = self._supervisor
+        state = "not started" if supervisor is None else supervisor.state.name.lower()
+        return f"<{type(self).__name__} {self.name!r}, {state}, {self.nprocs} ranks>"
+
+    def __del__(self) -> None:
+        supervisor = getattr(self, "_supervisor", None)  # the constructor may have raised
+        if supervisor is not None and not supervisor.ended:
+            warnings.warn(f"{self!r} was dropped and runs on; close it", ResourceWarning, source=self, stacklevel=1)
 
     def __enter__(self) -> Self:
         return self
