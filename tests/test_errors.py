@@ -443,7 +443,7 @@ def test_a_failure_is_a_frozen_value() -> None:
         failure.replace(nothing=1)
     assert repr(failure).startswith("ProcessFailure(local_rank=0, pid=7, exitcode=1, error_file='<N/A>', rank=8,")
     with pytest.raises(TypeError):
-        ProcessFailure(0, 7, 1)  # type: ignore[call-arg]
+        ProcessFailure(0, 7, 1)  # type: ignore[call-arg]  # one is missing on purpose
 
 
 def test_the_first_failure_is_the_one_with_the_first_evidence(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import warnings
+import weakref
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
 
@@ -116,7 +117,7 @@ class PContext(ABC):
             plan = self._plan(held)
             self._handles_signals = _signals.acquire()
             undo.callback(self._let_signals_go)
-            undo.callback(self._tidy)
+            undo.callback(self._logs_specs.tidy)
             supervisor = Supervisor(settle=self._settle, grace=self._grace)
             undo.callback(supervisor.abort)
             supervisor.boot(plan.flags, plan.call)  # it gets up while we go on
@@ -125,6 +126,8 @@ class PContext(ABC):
             pump = _console.pump(self.logs, self.log_line_prefixes)
             supervisor.start(specs, plan.fds, pump, fork=plan.fork)
             self._supervisor = supervisor
+            # At `close`, or when the last reference goes: not in `wait`, whose caller waits for the result alone.
+            self._tidy = weakref.finalize(self, _tidy, supervisor, self.logs, self._logs_specs)
             undo.pop_all()
 
     if TYPE_CHECKING:
@@ -155,7 +158,6 @@ class PContext(ABC):
             raise supervisor.lost
         if self._result is None:
             self._result = collect(supervisor.workers.values(), self.logs, self.envs, self._value)
-            self._tidy()
         return self._result
 
     def pids(self) -> dict[int, int]:
@@ -225,11 +227,6 @@ class PContext(ABC):
             msg = f"the group {self.name!r} has not been started"
             raise RuntimeError(msg)
         return self._supervisor
-
-    def _tidy(self) -> None:
-        for path in self.logs.error_files.values():
-            evidence.remove_empty(path)
-        self._logs_specs.tidy()
 
     def _let_signals_go(self) -> None:
         if self._handles_signals:
@@ -309,16 +306,28 @@ class SubprocessContext(PContext):
     def _plan(self, held: ExitStack) -> _Plan:  # noqa: ARG002 - a binary needs nothing held
         name = str(self.entrypoint)
         commands: dict[int, tuple[str, list[bytes], list[int]]] = {}
+        found: dict[str | None, str] = {}  # by PATH
         for rank, values in self.args.items():
             argv = [os.fsencode(value if isinstance(value, (str, bytes)) else str(value)) for value in (name, *values)]
             if any(b"\0" in value for value in argv):
                 msg = f"args: rank {rank}: an argument of a binary cannot hold a null character"
                 raise ValueError(msg)
-            commands[rank] = (_find_binary(name, rank, self.envs[rank]), argv, [])
+            path = self.envs[rank].get("PATH")
+            if path not in found:
+                found[path] = _find_binary(name, rank, self.envs[rank])
+            commands[rank] = (found[path], argv, [])
         return _Plan(commands)
 
     def _value(self, worker: Worker) -> Any:  # noqa: ARG002 - a binary returns nothing
         return None
+
+
+def _tidy(supervisor: Supervisor, logs: LogsDest, specs: LogsSpecs) -> None:
+    """Remove what an ended group left that nobody will look for."""
+    if supervisor.ended:
+        for path in logs.error_files.values():
+            evidence.remove_empty(path)
+        specs.tidy()
 
 
 def _interpreter_flags() -> list[str]:
