@@ -16,6 +16,7 @@ from pathlib import Path
 from textwrap import dedent
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+import click
 import pytest
 
 import phalanx
@@ -317,6 +318,10 @@ SETTINGS = {
     "tee": Setting("0:3,12:1", "2", {0: Std.ALL, 12: Std.OUT}, Std.ERR),
     "local_ranks_filter": Setting("0,2", "1", {0, 2}, {1}),
     "grace": Setting("1.5", "0", 1.5, 0.0),
+    "settle": Setting("1.5", "0", 1.5, 0.0),
+    "nnodes": Setting("1:1", "1", "1:1", "1"),
+    "node_rank": Setting("0", "0", "0", "0"),
+    "max_restarts": Setting("0", "0", "0", "0"),
     "start_method": Setting("fork", "forkserver", "fork", "forkserver"),
     "master_addr": Setting("host", "other", "host", "other"),
     "master_port": Setting("29500", "1", 29500, 1),
@@ -344,6 +349,15 @@ def test_an_option_by_environment_and_by_command_line(name: str, monkeypatch: py
     monkeypatch.setenv(f"PHALANX_{name.upper()}", setting.other)
     assert parsed("script.py")[name] == setting.as_other
     assert parsed(dashes, setting.text, "script.py")[name] == setting.value
+
+
+@pytest.mark.parametrize("option", ["--nnodes=2", "--nnodes=1:4", "--node-rank=1", "--max-restarts=3"])
+def test_what_torchrun_could_do_and_this_cannot_is_refused(option: str) -> None:
+    name, _, value = option.partition("=")
+    with pytest.raises(click.BadParameter, match=f"'{value}': this version of phalanx run takes") as refused:
+        parsed(option, "script.py")
+    assert refused.value.param is not None
+    assert name in refused.value.param.opts
 
 
 @pytest.mark.parametrize("name", FLAGS)

@@ -195,7 +195,7 @@ def test_a_worker_that_returns_nothing(method: str) -> None:
 def test_a_value_that_cannot_be_pickled_fails_its_rank(method: str) -> None:
     result = run(workers.return_generator, {0: ()}, start_method=method)
     assert result.failures.keys() == {0}
-    assert "the return value, a generator, cannot be pickled" in result.failures[0].message
+    assert "the return value (generator) cannot be pickled" in result.failures[0].message
     assert result.failures[0].exitcode == 1
 
 

@@ -117,8 +117,8 @@ class PContext(ABC):
             plan = self._plan(held)
             self._handles_signals = _signals.acquire()
             undo.callback(self._let_signals_go)
-            undo.callback(self._logs_specs.tidy)
             supervisor = Supervisor(settle=self._settle, grace=self._grace)
+            undo.callback(lambda: _tidy(supervisor, self.logs, self._logs_specs))
             undo.callback(supervisor.abort)
             supervisor.boot(plan.flags, plan.call)  # it gets up while we go on
             self.logs = self._logs_specs.reify(self.envs)
@@ -324,7 +324,7 @@ class SubprocessContext(PContext):
 
 def _tidy(supervisor: Supervisor, logs: LogsDest, specs: LogsSpecs) -> None:
     """Remove what an ended group left that nobody will look for."""
-    if supervisor.ended:
+    if supervisor.done:
         for path in logs.error_files.values():
             evidence.remove_empty(path)
         specs.tidy()
