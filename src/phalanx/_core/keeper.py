@@ -143,6 +143,8 @@ class Keeper:
         self._loop.forget(fd)
         self._reason = self._reason or ("orphaned",)
         self._kill()
+        if self._leaving:  # with a last word that nobody will read
+            self._loop.stop()
 
     def _send(self, *message: object) -> None:
         """Send, or have `_flush` called when there is room. Sets ``_sent``."""
@@ -295,10 +297,9 @@ class Keeper:
         moment = clock.now_ns()
         reached = []
         for worker in self._workers.values():
-            if not worker.gone():
-                os.kill(worker.pid, number)
+            if not worker.gone() and _send_signal(worker.pid, number):
                 if number != linux.SIGKILL:
-                    os.kill(worker.pid, signal.SIGCONT)  # a stopped process would not see it before the SIGKILL
+                    _send_signal(worker.pid, signal.SIGCONT)  # a stopped process would not see it before the SIGKILL
                 worker.signalled = number
                 reached.append(worker.rank)
         self._send("signalled", number, moment, reached)
@@ -347,11 +348,11 @@ class Keeper:
             return
         for pid in left:
             if self._killing or (self._lingered and linux.Stat(pid).session not in self._sessions):
-                os.kill(pid, linux.SIGKILL)
+                _send_signal(pid, linux.SIGKILL)
             elif pid not in self._asked:
                 self._asked.add(pid)
-                os.kill(pid, signal.SIGTERM)
-                os.kill(pid, signal.SIGCONT)
+                _send_signal(pid, signal.SIGTERM)
+                _send_signal(pid, signal.SIGCONT)
 
     def _leave(self, *last_word: object) -> None:
         if not self._leaving:
@@ -417,6 +418,15 @@ def main(fd: int) -> None:
     """The keeper as a program: the socket to its launcher is descriptor ``fd``. Does not return."""
     os.set_inheritable(fd, False)  # it had to survive one exec; no worker may hold our end of the conversation
     keep(_socket.socket(fileno=fd))
+
+
+def _send_signal(pid: int, number: int) -> bool:
+    """Send ``number`` to a child, unless it has become another user's (sudo): one that we may not kill is abandoned."""
+    try:
+        os.kill(pid, number)
+    except PermissionError:
+        return False
+    return True
 
 
 def _bound(method: Callable[[Any], None], argument: object) -> Callable[[int], None]:

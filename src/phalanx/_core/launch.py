@@ -15,6 +15,7 @@ from phalanx._core import clock, linux, wire
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from _socket import socket
     from collections.abc import Callable, Sequence
 
 MARK = b"PHALANX_GROUP"
@@ -30,7 +31,7 @@ class Launch:
 
     def __init__(self) -> None:
         self.token = os.urandom(8).hex()
-        self.channel: wire.Channel  # from the start on
+        self.channel: wire.Channel  # from `exec` or `fork` on
         self._guard = 0
         self._pidfd = -1
         self._popen: subprocess.Popen[bytes] | None = None
@@ -43,7 +44,7 @@ class Launch:
 
     def exec(self, flags: Sequence[str]) -> None:
         """Start a keeper in an interpreter of its own, with ``flags``. Raises OSError."""
-        ours, theirs = wire.pair()
+        theirs = self._connect()
         try:
             root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
             fd = theirs.fileno()
@@ -55,11 +56,10 @@ class Launch:
             )
             self._hold(self._popen.pid)
         except BaseException:
-            ours.close()
+            self.channel.close()
             raise
         finally:
             theirs.close()
-        self.channel = wire.Channel(ours)
 
     def fork(self, call: Callable[[int, list[int]], None], forget: Callable[[], None]) -> None:
         """Start a keeper that is a fork of this process, whose workers each run ``call(rank, fds)``. Raises OSError.
@@ -68,19 +68,19 @@ class Launch:
         """
         from phalanx._core import keeper  # before the fork: another thread may hold the lock of an import in the child
 
-        ours, theirs = wire.pair()
         for stream in (sys.stdout, sys.stderr):  # what is in their buffers would be written once more by each fork
-            if stream is not None:
+            if hasattr(stream, "flush"):  # None where there is no console; a stand-in may have `write` alone
                 stream.flush()
+        theirs = self._connect()
         try:
             pid = os.fork()
         except BaseException:
-            ours.close()
+            self.channel.close()
             theirs.close()
             raise
         if pid == 0:
             try:
-                ours.close()
+                self.channel.close()
                 forget()
                 os.setsid()
                 linux.map_name(self._page())
@@ -89,7 +89,6 @@ class Launch:
                 os._exit(70)
         theirs.close()
         self._hold(pid)
-        self.channel = wire.Channel(ours)
 
     def close(self, wait: float) -> int:
         """Close the socket, reap the guard within ``wait`` seconds (kill it after), and return its exit code.
@@ -98,6 +97,8 @@ class Launch:
         """
         if not self._guard:
             return 0
+        # A fork of ours, another group's keeper even, may hold a copy of the socket: closing alone would not end it.
+        self.channel.shutdown()
         self.channel.close()
         if self._pidfd >= 0:
             try:
@@ -154,6 +155,11 @@ class Launch:
 
     def _page(self) -> str:
         return f"phalanx-group-{self.token}"
+
+    def _connect(self) -> socket:
+        ours, theirs = wire.pair()
+        self.channel = wire.Channel(ours)
+        return theirs
 
     def _hold(self, guard: int) -> None:
         """Take hold of the guard: a host that ignores SIGCHLD, or waits for everybody, frees its pid without a word."""

@@ -23,6 +23,8 @@ else:
 READ = select.EPOLLIN
 WRITE = select.EPOLLOUT
 
+_LONGEST = 2e6  # seconds
+
 
 class Latch:
     """A one-way gate between threads: closed, then open for ever.
@@ -47,8 +49,11 @@ class Latch:
     def open(self) -> None:
         """Let everybody through, now and later. Idempotent."""
         self._open = True
-        while self._waiters:
-            self._waiters.popleft().release()
+        while True:
+            try:
+                self._waiters.popleft().release()
+            except IndexError:  # not asked before: who gives up waiting takes its own away meanwhile
+                return
 
     def wait(self, timeout: float = -1) -> bool:
         """Wait until open, for at most ``timeout`` seconds (< 0: without limit). Returns whether it is open."""
@@ -59,8 +64,15 @@ class Latch:
         self._waiters.append(turn)
         if bool(self):  # opened between the first look and the append: nobody may come to release us
             return True
-        # A lock waits at most TIMEOUT_MAX (292 years); more is the same as for ever.
-        return turn.acquire(timeout=min(timeout, 1e8) if timeout > 0 else -1)
+        try:
+            # A lock waits at most TIMEOUT_MAX (292 years); more is the same as for ever.
+            return turn.acquire(timeout=min(timeout, 1e8) if timeout > 0 else -1)
+        finally:
+            if not self._open:  # who asks again and again for a week must not be remembered each time
+                try:
+                    self._waiters.remove(turn)
+                except ValueError:  # `open` was faster
+                    pass
 
 
 class Loop:
@@ -123,7 +135,8 @@ class Loop:
     def once(self) -> None:
         """Wait for something, and serve what is there, in the order in which the kernel reports it."""
         due = self._deadlines.next()
-        timeout = None if due is None else max(0.0, due - clock.now())
+        # epoll_wait(2) counts milliseconds in an int: beyond 24 days it waits in several turns.
+        timeout = None if due is None else min(max(0.0, due - clock.now()), _LONGEST)
         # epoll's ready list is first come, first served; all of it is taken so that the order holds across calls.
         for fd, events in self._epoll.poll(timeout, len(self._callbacks)):
             callback = self._callbacks.get(fd)

@@ -59,18 +59,22 @@ def pack(
             except Exception as error:
                 raise _culprit(function, arguments, error) from error
     shared, ranks = parts
-    blobs = [shared[0], *(blob for blob, _fds in ranks.values())]
+    blobs = [shared[0]]
     index: dict[str, Any] = {
-        "path": [entry or os.getcwd() for entry in sys.path],
+        "path": _search_path(),
         "argv": [str(argument) for argument in getattr(sys, "argv", [])],
         "launcher": os.getpid(),
         "function": (0, len(shared[0])),
         "arguments": {},
     }
     offset = len(shared[0])
+    places: dict[int, int] = {}  # the same arguments for several ranks are written once
     for rank, (blob, _fds) in ranks.items():
-        index["arguments"][rank] = (offset, len(blob))
-        offset += len(blob)
+        if id(blob) not in places:
+            places[id(blob)] = offset
+            blobs.append(blob)
+            offset += len(blob)
+        index["arguments"][rank] = (places[id(blob)], len(blob))
     wanted = {rank: [*range(shared[1]), *fds] for rank, (_blob, fds) in ranks.items()}
     fds = spawning.fds
     if any(b"multiprocessing" in blob for blob in blobs):
@@ -267,6 +271,14 @@ class _Given:
         """The descriptor, in the worker; the caller owns it from now on."""
         fd, _given[self._index] = _given[self._index], -1
         return fd
+
+
+def _search_path() -> list[str]:
+    """`sys.path`, with the working directory by its name: a worker's own entry for it may be another."""
+    try:
+        return [entry or os.getcwd() for entry in sys.path]
+    except FileNotFoundError:  # it has been removed: nothing can be imported from there
+        return list(filter(None, sys.path))
 
 
 def _multiprocessing_state() -> dict[str, Any]:

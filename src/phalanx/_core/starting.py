@@ -64,7 +64,14 @@ def fork(
     Without ``call``, the fork serves as a function worker. Raises OSError.
     """
     parent = os.getpid()
-    pid = os.fork()
+    # A SIGTERM from now on has to wait until it is the worker's to take: our own handlers would swallow it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    pid = -1
+    try:
+        pid = os.fork()
+    finally:
+        if pid:
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
     if pid:
         return pid
     try:

@@ -114,7 +114,7 @@ class Supervisor:
     def start(
         self, specs: Sequence[Spec], fds: Sequence[int] = (), pump: Pump | None = None, *, fork: bool = False
     ) -> None:
-        """Start all workers; return when every one runs, or raise, with none left, what went wrong.
+        """Have all workers started: `wait_until_up` tells what came of it. Raises OSError, with none left.
 
         ``fork`` has them forked from the keeper rather than exec'ed. ``fds`` are what the specs refer to, from 1 on.
         """
@@ -140,25 +140,28 @@ class Supervisor:
             self._thread = thread
         except RuntimeError as error:  # "can't start new thread"
             self.abort()
+            if "shutdown" in str(error):  # from an exit handler: since Python 3.12 it is too late for threads then
+                raise
             raise OSError(errno.EAGAIN, f"the group's thread was not started: {_explain(errno.EAGAIN)}") from error
         except BaseException:
             self.abort()
             raise
-        try:
-            self._up.wait()
-        except BaseException:  # a signal handler's, while we waited
-            self.kill()
-            self.done.wait(KILL_WAIT)
-            raise
+
+    def wait_until_up(self) -> None:
+        """Return when every worker runs, or raise, with none left, what went wrong."""
+        self._up.wait()
         if self._start_error is not None:
             self.done.wait()
             raise self._start_error
 
     def abort(self) -> None:
-        """Undo `boot`, when `start` was not reached or has failed. Idempotent."""
-        if self._thread is None:  # else that thread lets go of everything
+        """Undo `boot` and `start`, however far they came. Idempotent."""
+        if self._thread is None:
             self._release()
             self.done.open()
+        else:  # that thread lets go of everything
+            self.kill()
+            self.done.wait(KILL_WAIT)
 
     def stop(self, death_signal: int, grace: float) -> None:
         """Send ``death_signal`` to the live workers; SIGKILL follows after ``grace`` seconds. Returns at once."""
@@ -194,8 +197,10 @@ class Supervisor:
         finally:
             self._up.open()
             self.ended.open()
-            self._release()
-            self.done.open()
+            try:
+                self._release()
+            finally:  # whatever could not be released, nobody must wait for it for ever
+                self.done.open()
 
     def _release(self) -> None:
         """Let go of every descriptor and process."""

@@ -98,7 +98,6 @@ class PContext(ABC):
         self._settle = settle
         self._grace = grace
         self._supervisor: Supervisor | None = None
-        self._handles_signals = False
         self._result: RunProcsResult | None = None
 
     def start(self) -> None:
@@ -115,16 +114,19 @@ class PContext(ABC):
             for fd in linux.occupy_standard_descriptors():
                 held.callback(os.close, fd)
             plan = self._plan(held)
-            self._handles_signals = _signals.acquire()
-            undo.callback(self._let_signals_go)
-            supervisor = Supervisor(settle=self._settle, grace=self._grace)
-            undo.callback(lambda: _tidy(supervisor, self.logs, self._logs_specs))
-            undo.callback(supervisor.abort)
-            supervisor.boot(plan.flags, plan.call)  # it gets up while we go on
+            with _signals.hold():
+                supervisor = Supervisor(settle=self._settle, grace=self._grace)
+                undo.callback(_signals.release, supervisor)
+                undo.callback(lambda: _tidy(supervisor, self.logs, self._logs_specs))
+                undo.callback(supervisor.abort)
+                _signals.acquire(supervisor)
+                supervisor.boot(plan.flags, plan.call)  # it gets up while we go on
             self.logs = self._logs_specs.reify(self.envs)
             specs = [self._spec(rank, *command) for rank, command in plan.commands.items()]
             pump = _console.pump(self.logs, self.log_line_prefixes)
-            supervisor.start(specs, plan.fds, pump, fork=plan.fork)
+            with _signals.hold():
+                supervisor.start(specs, plan.fds, pump, fork=plan.fork)
+            supervisor.wait_until_up()
             self._supervisor = supervisor
             # At `close`, or when the last reference goes: not in `wait`, whose caller waits for the result alone.
             self._tidy = weakref.finalize(self, _tidy, supervisor, self.logs, self._logs_specs)
@@ -153,7 +155,7 @@ class PContext(ABC):
         supervisor = self._started()
         if not supervisor.ended.wait(-1 if timeout is None or timeout < 0 else timeout):
             return None
-        self._let_signals_go()
+        _signals.release(supervisor)
         if supervisor.lost is not None:
             raise supervisor.lost
         if self._result is None:
@@ -182,7 +184,7 @@ class PContext(ABC):
                 supervisor.stop(death, timeout)
         supervisor.join()
         self._tidy()
-        self._let_signals_go()
+        _signals.release(supervisor)
 
     def __repr__(self) -> str:
         supervisor = self._supervisor
@@ -227,13 +229,6 @@ class PContext(ABC):
             msg = f"the group {self.name!r} has not been started"
             raise RuntimeError(msg)
         return self._supervisor
-
-    def _let_signals_go(self) -> None:
-        if self._handles_signals:
-            self._handles_signals = False
-            _signals.release()
-        else:
-            _signals.tidy()
 
 
 class MultiprocessContext(PContext):

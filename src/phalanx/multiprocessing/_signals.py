@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import contextmanager
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType
     from typing import Any
 
 SIGNALS_ENV = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _DEFAULT = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
-_open = 0  # groups that are open
+_open: set[object] = set()  # the groups that are open: what a set does is one step, for threads and for signal handlers
 _replaced: dict[int, Any] = {}
+_holding = False
+_held: list[int] = []
 
 
 class SignalException(Exception):  # noqa: N818 - torch's name
@@ -48,36 +52,48 @@ def signals_to_handle() -> list[signal.Signals]:
     return wanted
 
 
-def acquire() -> bool:
-    """Raise SignalException on signals from now on; on the main thread only. Returns whether this was done."""
-    global _open  # noqa: PLW0603 - signal handlers are the process's, and so is the count of those who want them
+def acquire(owner: object) -> None:
+    """Raise SignalException on signals from now on, for ``owner``; on the main thread only."""
     if threading.current_thread() is not threading.main_thread():
-        return False
+        return
     wanted = signals_to_handle()
     if not _open:
         restore()  # those of a group that another thread closed
         for number in wanted:
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup, or a shell's `&`: ignored it stays
-                _replaced[number] = signal.signal(number, _raise)
-    _open += 1
-    return True
+            before = signal.getsignal(number)
+            if before != signal.SIG_IGN:  # nohup, or a shell's `&`: ignored it stays
+                _replaced[number] = before
+                signal.signal(number, _raise)
+    _open.add(owner)
 
 
-def release() -> None:
-    """Undo one `acquire`; the last one restores the handlers.
+def release(owner: object) -> None:
+    """Undo the `acquire` of ``owner``, if there was one; the last one restores the handlers. Idempotent.
 
     Python lets only the main thread set handlers. Released by another thread, they stay until the main thread comes by,
     and meanwhile pass each signal to the handler that was there before.
     """
-    global _open  # noqa: PLW0603 - as above
-    _open -= 1
-    tidy()
-
-
-def tidy() -> None:
-    """`restore`, if this is the thread that may."""
+    _open.discard(owner)
     if threading.current_thread() is threading.main_thread():
         restore()
+
+
+@contextmanager
+def hold() -> Iterator[None]:
+    """Have a signal that arrives meanwhile raise at the end: not between a fork and the noting of its pid."""
+    global _holding  # noqa: PLW0603 - signal handlers are the process's
+    if threading.current_thread() is not threading.main_thread():  # where no handler runs
+        yield
+        return
+    _holding = True
+    try:
+        yield
+    finally:
+        _holding = False
+        if _held:
+            number = _held[0]
+            _held.clear()
+            _raise(number, None)
 
 
 def restore() -> None:
@@ -85,12 +101,16 @@ def restore() -> None:
     if _open:
         return
     while _replaced:
-        number, handler = _replaced.popitem()
+        number, handler = next(iter(_replaced.items()))
         if signal.getsignal(number) is _raise:  # else the user has set one since: it stays
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        del _replaced[number]  # not before: `_raise` looks here for what it stands for
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
+    if _holding:
+        _held.append(number)
+        return
     if _open:
         name = signal.Signals(number).name
         msg = f"Process {os.getpid()} got signal: {number} ({name})"

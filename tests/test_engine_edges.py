@@ -1,0 +1,194 @@
+"""The edges of the engine: a signal at an awkward moment, waits without end, much of anything."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from phalanx._core import payload
+from phalanx._core.loop import Latch, Loop
+from phalanx.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
+from phalanx.multiprocessing._signals import acquire, hold, release
+from tests import workers
+from tests.helpers import descendants
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from phalanx.multiprocessing import LogsDest, PContext
+    from tests.helpers import Gate, Ready
+
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
+
+METHODS = ("spawn", "forkserver", "fork")
+
+
+def test_a_latch_forgets_who_has_given_up_waiting() -> None:
+    latch = Latch()
+    for _ in range(100):
+        assert not latch.wait(0.0001)
+    assert not latch._waiters
+
+
+@pytest.mark.parametrize("seconds", [3e6, 1e10, math.inf])
+def test_a_deadline_beyond_what_epoll_can_count(seconds: float) -> None:
+    loop = Loop()
+    try:
+        loop.after(seconds, loop.stop)
+        threading.Timer(0.01, loop.call, [loop.stop]).start()
+        loop.run()
+    finally:
+        loop.close()
+
+
+def test_a_grace_without_end(ready: Ready, gate: Gate) -> None:
+    with start_processes("g", workers.announce, {0: (ready.address, gate.address)}, grace=math.inf) as group:
+        ready.wait()
+        group.close(timeout=math.inf)
+    assert group.wait(0) is not None
+
+
+def test_arguments_that_ranks_share_are_written_once() -> None:
+    shared = (bytes(1_000_000),)
+    memfd, _fds, _wanted = payload.pack(print, dict.fromkeys(range(8), shared))
+    try:
+        assert os.fstat(memfd).st_size < 2 * len(shared[0])
+        view = payload.Payload(os.dup(memfd), [])
+        view._fds = []
+        for rank in (0, 7):
+            view.index["fds"][rank] = []
+            view.index.pop("tracker", None)
+            assert view.load(rank) == (print, shared)
+        view.close()
+    finally:
+        os.close(memfd)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_working_directory_that_has_been_removed(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend("")
+    folder.rmdir()
+    with start_processes("g", len, ("abc",), nprocs=1, start_method=method) as group:
+        assert group.wait().return_values == {0: 3}
+
+
+def test_a_stand_in_for_stdout_that_can_only_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Writer:
+        def write(self, text: str) -> None: ...
+
+    monkeypatch.setattr("sys.stdout", Writer())
+    with start_processes("g", len, ("abc",), nprocs=1, start_method="fork") as group:
+        assert group.wait().return_values == {0: 3}
+
+
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
+def test_a_sigterm_right_after_the_start_is_not_lost(method: str) -> None:
+    for _ in range(20):
+        group = start_processes("g", time.sleep, (600,), nprocs=2, start_method=method)
+        before = time.monotonic()
+        group.close(timeout=20)
+        assert time.monotonic() - before < 10
+        assert {outcome.exitcode for outcome in group.wait().outcomes.values()} == {-signal.SIGTERM}
+
+
+def test_a_start_that_fails_waits_for_no_copy_of_its_socket(logs: Path) -> None:
+    """A fork of the host, taken at the wrong moment, holds the launcher's end of the socket."""
+    kept: list[int] = []
+
+    class Forking(DefaultLogsSpecs):
+        def reify(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:  # noqa: ARG002 - it fails
+            out, into = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                os.close(into)
+                os.read(out, 1)
+                os._exit(0)
+            os.close(out)
+            kept.extend((pid, into))
+            raise OSError("no")
+
+    before = time.monotonic()
+    with pytest.raises(OSError, match="no"):
+        start_processes("g", "true", nprocs=1, logs_specs=Forking(str(logs)))
+    took = time.monotonic() - before
+    os.close(kept[1])
+    os.waitpid(kept[0], 0)
+    assert took < 5
+
+
+def test_a_held_signal_raises_at_the_end() -> None:
+    owner = object()
+    done = False
+    acquire(owner)
+    try:
+        with pytest.raises(SignalException) as caught, hold():  # noqa: PT012 - the order is the point
+            os.kill(os.getpid(), signal.SIGTERM)
+            done = True
+    finally:
+        release(owner)
+    assert done
+    assert caught.value.sigval is signal.SIGTERM
+
+
+def test_signals_are_given_back_once_however_often() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    first, second = object(), object()
+    acquire(first)
+    acquire(second)
+    release(first)
+    release(first)
+    assert signal.getsignal(signal.SIGTERM) is not before
+    release(second)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("how", ["binary", "fork"])
+def test_a_signal_at_any_moment_leaves_nothing(how: str) -> None:
+    """Of the start or the close: no descriptor, thread, child or handler is left (the leak checks see to that, too)."""
+    binary: Callable[[], PContext] = lambda: start_processes("g", "sleep", ("600",), nprocs=1)  # noqa: E731
+    fork: Callable[[], PContext] = lambda: start_processes("g", time.sleep, (600,), nprocs=1, start_method="fork")  # noqa: E731
+    start = binary if how == "binary" else fork
+    start().close()
+    before = time.monotonic()
+    start().close()
+    span = time.monotonic() - before
+
+    def late(_number: int, _frame: object) -> None:
+        """Before the group is open, or after: as if nothing were."""
+
+    moments = random.Random(7)  # noqa: S311 - no secret
+    old = signal.signal(signal.SIGTERM, late)
+    old_alarm = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    try:
+        descriptors = set(os.listdir("/proc/self/fd"))
+        for _ in range(40):
+            group = None
+            signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-5, span))
+            try:
+                group = start()
+                group.close(timeout=5)
+            except SignalException:
+                if group is not None:
+                    group.close(timeout=5)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert signal.getsignal(signal.SIGTERM) is late
+            assert set(os.listdir("/proc/self/fd")) == descriptors
+            assert not descendants(os.getpid())
+            assert threading.active_count() == 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old_alarm)
+        signal.signal(signal.SIGTERM, old)
