@@ -6,6 +6,7 @@ import math
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -13,14 +14,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from phalanx._core import payload
+from phalanx._core import supervisor as supervisor_module
 from phalanx._core.loop import Latch, Loop
-from phalanx.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
+from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, SignalException, start_processes
 from phalanx.multiprocessing._signals import acquire, hold, release
 from tests import workers
 from tests.helpers import descendants
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from phalanx.multiprocessing import LogsDest, PContext
@@ -155,12 +157,16 @@ def test_signals_are_given_back_once_however_often() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.filterwarnings("ignore:.* was dropped, and is killed:ResourceWarning")
 @pytest.mark.parametrize("how", ["binary", "fork"])
 def test_a_signal_at_any_moment_leaves_nothing(how: str) -> None:
     """Of the start or the close: no descriptor, thread, child or handler is left (the leak checks see to that, too)."""
-    binary: Callable[[], PContext] = lambda: start_processes("g", "sleep", ("600",), nprocs=1)  # noqa: E731
-    fork: Callable[[], PContext] = lambda: start_processes("g", time.sleep, (600,), nprocs=1, start_method="fork")  # noqa: E731
-    start = binary if how == "binary" else fork
+
+    def start() -> PContext:
+        if how == "binary":
+            return start_processes("g", "sleep", ("600",), nprocs=1)
+        return start_processes("g", time.sleep, (600,), nprocs=1, start_method="fork")
+
     start().close()
     before = time.monotonic()
     start().close()
@@ -174,6 +180,7 @@ def test_a_signal_at_any_moment_leaves_nothing(how: str) -> None:
     old_alarm = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     try:
         descriptors = set(os.listdir("/proc/self/fd"))
+        children = descendants(os.getpid())  # multiprocessing's resource tracker, of tests before this one
         for _ in range(40):
             group = None
             signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-5, span))
@@ -183,12 +190,52 @@ def test_a_signal_at_any_moment_leaves_nothing(how: str) -> None:
             except SignalException:
                 if group is not None:
                     group.close(timeout=5)
+            for thread in threading.enumerate():  # raised on the way out of the start, it took the group with it
+                if thread.name == "phalanx":
+                    thread.join()
             signal.setitimer(signal.ITIMER_REAL, 0)
             assert signal.getsignal(signal.SIGTERM) is late
             assert set(os.listdir("/proc/self/fd")) == descriptors
-            assert not descendants(os.getpid())
+            assert descendants(os.getpid()) == children
             assert threading.active_count() == 1
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, old_alarm)
         signal.signal(signal.SIGTERM, old)
+
+
+def test_threads_that_wait_together_get_the_same_result(gate: Gate, ready: Ready) -> None:
+    results: list[object] = []
+    with start_processes("g", workers.announce, {0: (ready.address, gate.address)}) as group:
+        threads = [threading.Thread(target=lambda: results.append(group.wait())) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        ready.wait()
+        gate.open()
+        for thread in threads:
+            thread.join()
+    assert len(results) == len(threads)
+    assert all(result is results[0] for result in results)
+
+
+def test_a_group_that_is_dropped_is_killed_and_lets_go_of_the_signals() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    group = start_processes("g", "/bin/sleep", ("600",), nprocs=1)
+    supervisor = group._started()
+    kept = [group]
+    del group
+    with pytest.warns(ResourceWarning, match="'g', running, 1 ranks> was dropped, and is killed; close it"):
+        kept.clear()
+    assert signal.getsignal(signal.SIGTERM) == before
+    supervisor.join()
+
+
+def test_a_keeper_that_never_gets_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stuck = tmp_path / "python"
+    stuck.write_text("#!/bin/sh\nexec sleep 600\n")
+    stuck.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stuck))
+    for name in ("START_WAIT", "SILENCE", "KILL_WAIT"):
+        monkeypatch.setattr(supervisor_module, name, 0.05)
+    with pytest.raises(KeeperLostError, match="answered no more"):
+        start_processes("g", "/bin/true", (), nprocs=1)

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 SOURCES = Path(phalanx.__file__).resolve().parent.parent
 
+MS = 1_000_000
+
 
 @pytest.fixture
 def error_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -370,11 +372,11 @@ def test_a_damaged_file_is_unreadable_and_nothing_worse(tmp_path: Path, kind: st
 def test_json_of_the_wrong_shape_tells_nothing(tmp_path: Path, data: dict[str, Any]) -> None:
     path = tmp_path / "error.json"
     path.write_text(json.dumps(data))
-    failure = ProcessFailure(0, 4242, 1, str(path), observed_ns=77)
+    failure = ProcessFailure(0, 4242, 1, str(path), observed_ns=77 * MS)
     assert failure.unreadable == ""
     assert failure.error_file_data == data
     assert failure.message == "exited with code 1; no error was recorded"
-    assert (failure.traceback, failure.evidence_ns, failure.first_key) == ("", None, 77)
+    assert (failure.traceback, failure.evidence_ns, failure.first_key) == ("", None, 72 * MS)
     assert abs(failure.timestamp - time.time()) < 5
     failure.timestamp_isoformat()
 
@@ -447,11 +449,14 @@ def test_a_failure_is_a_frozen_value() -> None:
 
 
 def test_the_first_failure_is_the_one_with_the_first_evidence(tmp_path: Path) -> None:
-    def failure(rank: int, evidence_ns: int | None, observed_ns: int | None, pid: int | None = None) -> ProcessFailure:
+    def failure(
+        rank: int, evidence_ms: int | None, observed_ms: int | None, pid: int | None = None, exitcode: int = 1
+    ) -> ProcessFailure:
         path = tmp_path / f"{rank}.json"
-        if evidence_ns is not None:
-            evidence.write_error_file(str(path), "m", "", monotonic_ns=evidence_ns, pid=pid or 100 + rank)
-        return ProcessFailure(rank, 100 + rank, 1, str(path), observed_ns=observed_ns)
+        if evidence_ms is not None:
+            evidence.write_error_file(str(path), "m", "", monotonic_ns=evidence_ms * MS, pid=pid or 100 + rank)
+        observed = None if observed_ms is None else observed_ms * MS
+        return ProcessFailure(rank, 100 + rank, exitcode, str(path), observed_ns=observed)
 
     def first(*failures: ProcessFailure) -> int:
         return ChildFailedError("x", {each.local_rank: each for each in failures}).get_first_failure()[0]
@@ -462,6 +467,12 @@ def test_the_first_failure_is_the_one_with_the_first_evidence(tmp_path: Path) ->
     assert first(failure(3, 10, 9500, pid=99999), late_exit) == 0  # a child's evidence tells no time of its parent
     assert first(failure(4, None, None), failure(5, None, None)) == 4
     assert first(failure(6, None, None), late_exit) == 0
+    # A dying process is seen by its peers before its exit is told: 5 ms, and 100 ms after a SIGKILL.
+    assert first(late_exit, failure(7, None, 1004)) == 7
+    assert first(late_exit, failure(8, None, 1006)) == 0
+    assert first(late_exit, failure(9, None, 1099, exitcode=-9)) == 9
+    assert first(late_exit, failure(10, None, 1101, exitcode=-9)) == 0
+    assert first(late_exit, failure(11, None, 1006, exitcode=-11)) == 0
 
 
 def test_the_stack_of_a_fatal_signal_is_the_traceback(tmp_path: Path) -> None:
@@ -611,8 +622,8 @@ def test_a_failed_launcher_passes_the_root_cause_on(error_file: Path, tmp_path: 
 
     @record
     def launcher() -> None:
-        late = ProcessFailure(1, 6, 1, "<N/A>", observed_ns=100)
-        raise ChildFailedError("x", {1: late, 0: ProcessFailure(0, 5, 7, str(root), observed_ns=200)})
+        late = ProcessFailure(1, 6, 1, "<N/A>", observed_ns=100 * MS)
+        raise ChildFailedError("x", {1: late, 0: ProcessFailure(0, 5, 7, str(root), observed_ns=200 * MS)})
 
     with pytest.raises(ChildFailedError):
         launcher()

@@ -135,6 +135,17 @@ def test_nobody_is_left_one_second_after_the_launcher_was_killed(kind: str, read
     assert slowest < 1.0
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stopped_keeper_is_woken_when_the_launcher_was_killed(kind: str, ready: Ready, gate: Gate) -> None:
+    with host("plain", kind, ready, gate) as launcher:
+        everybody = set(ready.pids(EVERYBODY)) | descendants(launcher.pid)
+        [guard] = linux.children(launcher.pid)
+        [kept] = linux.children(guard)
+        os.kill(kept, signal.SIGSTOP)
+        launcher.kill()
+        assert wait_gone(everybody, 5) == set()
+
+
 # --- hosts of every kind
 
 

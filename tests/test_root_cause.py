@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import json
+import multiprocessing
 import os
 import shlex
 import signal
@@ -197,6 +198,35 @@ def test_evidence_counts_more_than_the_order_of_exits(
     assert (result.failures[1].observed_ns or 0) > (result.failures[2].observed_ns or 0)
     assert result.outcomes[1].exitcode == (1 if in_peace else -15)
     assert result.outcomes[2].exitcode == 5
+
+
+def loses_its_peer(rank: int, ends: tuple[Any, Any], gate: str) -> None:
+    mine, other = ends if rank == 0 else ends[::-1]
+    other.close()
+    if rank == 0:
+        pass_gate(gate)
+        os.kill(os.getpid(), signal.SIGKILL)
+    mine.recv()  # EOFError, as soon as the kernel has closed the peer's end
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+def test_who_was_killed_comes_before_whose_connection_broke(method: str, gate: Gate) -> None:
+    for _ in range(ROUNDS):
+        with contextlib.ExitStack() as held:
+            ends = multiprocessing.Pipe()
+            for end in ends:
+                held.callback(end.close)
+            group = held.enter_context(
+                start_processes("p", loses_its_peer, {r: (r, ends, gate.address) for r in (0, 1)}, start_method=method)
+            )
+            held.pop_all()
+            for end in ends:
+                end.close()
+            gate.open()
+            result = group.wait()
+            group.close()
+        assert result.failures.keys() == {0, 1}
+        assert cause(result) == 0
 
 
 def test_binaries_are_ordered_by_their_exits_as_the_kernel_saw_them(ready: Ready, tmp_path: Path) -> None:

@@ -210,8 +210,9 @@ def written_by(data: dict[str, Any] | None) -> int | None:
 
 
 def written_at(data: dict[str, Any] | None) -> int | None:
-    """The moment (CLOCK_MONOTONIC, nanoseconds) that error file data carries, or None."""
-    return _number(_extra_info(data).get("monotonic_ns"))
+    """The moment (CLOCK_MONOTONIC, nanoseconds) at which the process itself recorded error file data, or None."""
+    info = _extra_info(data)
+    return None if "observer" in info else _number(info.get("monotonic_ns"))
 
 
 def fatal_path(path: str) -> str:

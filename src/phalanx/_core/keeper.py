@@ -204,6 +204,8 @@ class Keeper:
         for fd in (*fds, self._null):
             os.close(fd)
         self._null = -1
+        if self._call is not None:  # a fork of the launcher: what it had open was for the workers
+            starting.close_all_but(self._own_descriptors())
         if not self._reason:
             self._send("started", [(worker.rank, pid) for pid, worker in self._workers.items()])
             return
@@ -393,7 +395,9 @@ def keep(sock: _socket.socket, call: Callable[[int, list[int]], None] | None = N
         if serving is not None:
             serving.keep(launcher, above, guard)
         else:
-            _pid, status = os.waitpid(keeper, 0)
+            if call is not None:
+                starting.close_all_but([sock.fileno(), launcher])
+            status = _outlive(keeper, launcher)
             if status:
                 Keeper(sock).finish_for(status)
         os._exit(0)
@@ -404,6 +408,25 @@ def keep(sock: _socket.socket, call: Callable[[int, list[int]], None] | None = N
         raise
     finally:
         os._exit(70)
+
+
+def _outlive(keeper: int, launcher: int) -> int:
+    """Wait for the keeper to end, and return its status: what the guard does.
+
+    A keeper that somebody has stopped (SIGSTOP) cannot see that the launcher has died, so it is woken up then; and
+    should it still be there when all its own deadlines are over, it is killed, and the guard does its work.
+    """
+    ended = os.pidfd_open(keeper)
+    poll = select.poll()
+    poll.register(ended, select.POLLIN)
+    poll.register(launcher, select.POLLIN)
+    if ended not in dict(poll.poll()):
+        poll.unregister(launcher)
+        os.kill(keeper, signal.SIGCONT)
+        if not poll.poll((KILL_WAIT + 1) * 1000):
+            os.kill(keeper, linux.SIGKILL)
+    os.close(ended)
+    return os.waitpid(keeper, 0)[1]
 
 
 def _give_up(sock: _socket.socket, error: OSError) -> NoReturn:

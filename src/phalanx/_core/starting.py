@@ -98,6 +98,17 @@ def fork(
         os._exit(70)  # the callable leaves by itself: EX_SOFTWARE is a mistake of ours (sysexits.h)
 
 
+def close_all_but(wanted: Iterable[int]) -> None:
+    """Close every descriptor but 0, 1, 2 and those ``wanted``: pipes of others would never come to their end."""
+    kept = {0, 1, 2, *wanted}
+    for fd in [int(name) for name in os.listdir("/proc/self/fd")]:
+        if fd not in kept:
+            try:
+                os.close(fd)
+            except OSError:  # that of the listing itself
+                pass
+
+
 class Outputs:
     """The descriptors that become a worker's 0, 1 and 2: a context that closes what it opened."""
 

@@ -30,6 +30,10 @@ SILENCE = 2.0
 """Seconds beyond its own last deadline after which a keeper that says nothing is taken for lost."""
 
 
+START_WAIT = 300.0
+"""Seconds in which the keeper has to get up and start all workers, on however slow a machine or file system."""
+
+
 class KeeperLostError(RuntimeError):
     """The helper process of a group was killed. Every process of the group has been killed with it."""
 
@@ -54,7 +58,7 @@ class Worker:
         self.oom = ""
         self.max_rss_kib = 0
         self.cpu_seconds = 0.0
-        self.result: bytes | None = None
+        self.result: bytes | OSError | None = None  # pickled; or why it could not be received
 
     @property
     def failed(self) -> bool:
@@ -88,7 +92,7 @@ class Supervisor:
         self._death_signal: int = SIGTERM
         self._said_lost = ""
         self._reports: wire.Channel | None = None
-        self._results: dict[tuple[int, int], bytes] = {}
+        self._results: dict[tuple[int, int], bytes | OSError] = {}
         self._exits = 0
         self._thread: threading.Thread | None = None
 
@@ -128,13 +132,14 @@ class Supervisor:
                 # The report socket comes first: it is the one descriptor that every function worker needs.
                 channel.send(("start", fork, self._launch.environment(), list(specs), oom), [theirs.fileno(), *fds])
                 while not channel.flush():  # only a keeper that is not up yet leaves no room
-                    _writable(channel)
+                    _wait_for_room(channel)
             except wire.Closed:  # it has given up: its last word waits to be read
                 pass
             finally:
                 theirs.close()
             self._loop.watch(channel.fileno(), self._on_message)
             self._loop.watch(reports.fileno(), self._on_report)
+            self._loop.after(START_WAIT, self._start_over)
             thread = threading.Thread(target=self._run, name="phalanx", daemon=True)
             thread.start()
             self._thread = thread
@@ -234,10 +239,15 @@ class Supervisor:
         assert self._reports is not None
         try:
             while (received := self._reports.receive()) is not None:
-                (_verb, rank, pid), fds = received
-                with open(fds[0], "rb") as file:
-                    file.seek(0)
-                    self._results[rank, pid] = file.read()  # type: ignore[index]  # the worker bootstrap sends ints
+                (_verb, rank, pid, value), fds = received
+                for fd in fds:  # one, for a value that is too large for a message
+                    with open(fd, "rb") as file:
+                        file.seek(0)
+                        value = file.read()
+                self._results[rank, pid] = value  # type: ignore[index, assignment]  # the worker bootstrap sends these
+        except wire.Truncated as error:
+            _verb, rank, pid, _value = error.message  # type: ignore[misc]  # as above
+            self._results[rank, pid] = error  # type: ignore[index]  # as above
         except wire.Closed:
             self._loop.forget(self._reports.fileno())
 
@@ -309,6 +319,10 @@ class Supervisor:
                 self._loop.change(channel.fileno(), READ | WRITE)
         except wire.Closed:
             pass  # readable at its end: `_on_message` sees it
+
+    def _start_over(self) -> None:
+        if self.state is State.STARTING:
+            self._silent()
 
     def _arm_settle(self) -> None:
         self._loop.after(self._settle, self._settled)
@@ -391,9 +405,10 @@ def _explain(number: int) -> str:
     return f"{os.strerror(number)} ({hints[number]})" if number in hints else os.strerror(number)
 
 
-def _writable(channel: wire.Channel) -> None:
+def _wait_for_room(channel: wire.Channel) -> None:
     import select
 
     poll = select.poll()
     poll.register(channel.fileno(), select.POLLOUT)
-    poll.poll()
+    if not poll.poll(START_WAIT * 1000):
+        raise TimeoutError(errno.ETIMEDOUT, f"the group's keeper was not started: nothing heard for {START_WAIT:g} s")

@@ -28,8 +28,12 @@ class Closed(Exception):  # noqa: N818 - a state of the channel, not an error
     """The other end is gone."""
 
 
-class Truncated(OSError):  # noqa: N818 - a state of the channel, too
-    """The kernel dropped descriptors that came with a message, because no more may be open here (unix(7))."""
+class Truncated(OSError):  # noqa: N818 - what the kernel calls it: MSG_CTRUNC
+    """The kernel dropped descriptors that came with ``message``, because no more may be open here (unix(7))."""
+
+    def __init__(self, message: object) -> None:
+        super().__init__(errno.EMFILE, os.strerror(errno.EMFILE))
+        self.message = message
 
 
 def pair() -> tuple[_socket.socket, _socket.socket]:
@@ -104,11 +108,11 @@ class Channel:
             for level, kind, data in ancillary:
                 if level == _socket.SOL_SOCKET and kind == _socket.SCM_RIGHTS:
                     self._fds += memoryview(data)[: len(data) // _INT * _INT].cast("i").tolist()
-            if flags & _socket.MSG_CTRUNC:
-                raise Truncated(errno.EMFILE, os.strerror(errno.EMFILE))
             if not body:
                 raise Closed
             message = marshal.loads(body)  # noqa: S302 - the other end is our own process
+            if flags & _socket.MSG_CTRUNC:
+                raise Truncated(message)
             if message is None:
                 continue
             fds, self._fds = self._fds, []

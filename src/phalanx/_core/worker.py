@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from phalanx._core.payload import Payload
 
+_SMALL = 16 * 1024  # bytes of a pickled value that go into the message itself
 _REPORT, _PAYLOAD = 0, 1  # places among the descriptors that every function worker is given
 
 
@@ -137,9 +138,13 @@ def _send(report: int, rank: int, value: object, known: dict[str, Any]) -> None:
     from phalanx._core.payload import pack_value
 
     memfd = pack_value(value, known)
+    size = os.fstat(memfd).st_size
     channel = wire.Channel(_socket.socket(fileno=report))
     try:
-        sent = channel.send(("result", rank, os.getpid()), [memfd])
+        if size <= _SMALL:  # without a descriptor, of which only so many may be under way, or open in the launcher
+            sent = channel.send(("result", rank, os.getpid(), os.pread(memfd, size, 0)))
+        else:
+            sent = channel.send(("result", rank, os.getpid(), None), [memfd])
         while not sent:
             import select
 

@@ -32,6 +32,9 @@ LATEST = 1 << 63
 # The signals at which the interpreter's fault handler writes stacks.
 _FATAL = frozenset({signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL})
 
+_EXIT_NOTICED_NS = 5_000_000
+_KILL_NOTICED_NS = 100_000_000
+
 _HINTS = {
     120: "Python could not write out its last output when it left",
     126: "found, but it could not be executed",
@@ -261,9 +264,18 @@ class ProcessFailure(Value):
 
     @property
     def first_key(self) -> int:
-        """What orders failures: the moment of the evidence, else of the exit; else, `LATEST`. CLOCK_MONOTONIC, ns."""
-        known = [moment for moment in (self.evidence_ns, self.observed_ns) if moment is not None]
-        return min(known, default=LATEST)
+        """What orders failures: the moment of the evidence, else of the exit; else, `LATEST`. CLOCK_MONOTONIC, ns.
+
+        The kernel closes a dying process's connections before it reports the exit, so that a peer may have recorded
+        its broken pipe by then. An exit without evidence is therefore dated back: by 5 ms, in which nobody has failed,
+        died and been noticed because of another's exception; and by 100 ms if it was by a SIGKILL, which can be the
+        cause of a peer's exception, but not its consequence.
+        """
+        if self.evidence_ns is not None:
+            return self.evidence_ns if self.observed_ns is None else min(self.evidence_ns, self.observed_ns)
+        if self.observed_ns is None:
+            return LATEST
+        return self.observed_ns - (_KILL_NOTICED_NS if self.exitcode == -signal.SIGKILL else _EXIT_NOTICED_NS)
 
     def signal_name(self) -> str:
         """The signal that ended the worker, or ``"<N/A>"``."""

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import warnings
 import weakref
+from _thread import allocate_lock
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
 
@@ -62,7 +63,8 @@ class _Plan:
 class PContext(ABC):
     """A group of processes that is started, waited for and closed as one. Use `start_processes` to get a started one.
 
-    A context manager: leaving it closes the group. Each method may be called from any thread.
+    A context manager: leaving it closes the group. Each method may be called from any thread. A group whose last
+    reference goes while it runs is killed, with a ResourceWarning.
 
     Args:
         name: What the group is called, in reports.
@@ -99,6 +101,7 @@ class PContext(ABC):
         self._grace = grace
         self._supervisor: Supervisor | None = None
         self._result: RunProcsResult | None = None
+        self._one = allocate_lock()
 
     def start(self) -> None:
         """Start every worker, or none.
@@ -113,10 +116,9 @@ class PContext(ABC):
         with ExitStack() as held, ExitStack() as undo:
             for fd in linux.occupy_standard_descriptors():
                 held.callback(os.close, fd)
-            plan = self._plan(held)
             with _signals.hold():
+                plan = self._plan(held)
                 supervisor = Supervisor(settle=self._settle, grace=self._grace)
-                undo.callback(_signals.release, supervisor)
                 undo.callback(lambda: _tidy(supervisor, self.logs, self._logs_specs))
                 undo.callback(supervisor.abort)
                 _signals.acquire(supervisor)
@@ -158,9 +160,7 @@ class PContext(ABC):
         _signals.release(supervisor)
         if supervisor.lost is not None:
             raise supervisor.lost
-        if self._result is None:
-            self._result = collect(supervisor.workers.values(), self.logs, self.envs, self._value)
-        return self._result
+        return self._result or self._judge(supervisor)
 
     def pids(self) -> dict[int, int]:
         """The process id of each local rank."""
@@ -184,7 +184,7 @@ class PContext(ABC):
                 supervisor.stop(death, timeout)
         supervisor.join()
         self._tidy()
-        _signals.release(supervisor)
+        _signals.release(supervisor)  # once more, if another thread was the first to close
 
     def __repr__(self) -> str:
         supervisor = self._supervisor
@@ -194,7 +194,9 @@ class PContext(ABC):
     def __del__(self) -> None:
         supervisor = getattr(self, "_supervisor", None)  # the constructor may have raised
         if supervisor is not None and not supervisor.ended:
-            warnings.warn(f"{self!r} was dropped and runs on; close it", ResourceWarning, source=self, stacklevel=1)
+            text = f"{self!r} was dropped, and is killed; close it"
+            supervisor.kill()
+            warnings.warn(text, ResourceWarning, source=self, stacklevel=1)
 
     def __enter__(self) -> Self:
         return self
@@ -223,6 +225,13 @@ class PContext(ABC):
         if logs.stderrs[rank] and not isinstance(self.entrypoint, str):
             env[b"PHALANX_STDERR_LOGGED"] = b"1"
         return (rank, os.fsencode(path), argv, env, logs.stdouts[rank] or None, logs.stderrs[rank] or None, fds)
+
+    def _judge(self, supervisor: Supervisor) -> RunProcsResult:
+        result = collect(supervisor.workers.values(), self.logs, self.envs, self._value)
+        with self._one:  # of several threads that wait, one judges for all
+            if self._result is None:
+                self._result = result
+            return self._result
 
     def _started(self) -> Supervisor:
         if self._supervisor is None:
@@ -280,6 +289,8 @@ class MultiprocessContext(PContext):
     def _value(self, worker: Worker) -> Any:
         if worker.result is None:  # it left by exit code 0 without returning
             return None
+        if isinstance(worker.result, OSError):
+            raise worker.result
         return pickle.loads(worker.result)
 
 
@@ -318,7 +329,8 @@ class SubprocessContext(PContext):
 
 
 def _tidy(supervisor: Supervisor, logs: LogsDest, specs: LogsSpecs) -> None:
-    """Remove what an ended group left that nobody will look for."""
+    """Let go of what a closed, or dropped, group has in this process, and of files that nobody will look for."""
+    _signals.release(supervisor)
     if supervisor.done:
         for path in logs.error_files.values():
             evidence.remove_empty(path)

@@ -138,7 +138,9 @@ def _write_evidence(worker: Worker, logs: LogsDest, message: str, stack: str) ->
     path = logs.error_files[worker.rank]
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)  # the layout may have been tidied up before
-        evidence.write_error_file(path, message, stack, monotonic_ns=worker.exit_ns, pid=worker.pid)
+        evidence.write_error_file(
+            path, message, stack, monotonic_ns=worker.exit_ns, pid=worker.pid, observer="launcher"
+        )
     except OSError:  # the log folder is gone, or its disk full: the failure still has its exit
         return
 

@@ -100,11 +100,11 @@ def restore() -> None:
     """Put the handlers back if no group is open; on the main thread."""
     if _open:
         return
-    while _replaced:
-        number, handler = next(iter(_replaced.items()))
+    for number, handler in list(_replaced.items()):
         if signal.getsignal(number) is _raise:  # else the user has set one since: it stays
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        del _replaced[number]  # not before: `_raise` looks here for what it stands for
+        # Not before: `_raise` looks here for what it stands for. It may have restored, too, if it ran just now.
+        _replaced.pop(number, None)
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
