@@ -239,3 +239,17 @@ def test_a_keeper_that_never_gets_up_is_not_waited_for(monkeypatch: pytest.Monke
         monkeypatch.setattr(supervisor_module, name, 0.05)
     with pytest.raises(KeeperLostError, match="answered no more"):
         start_processes("g", "/bin/true", (), nprocs=1)
+
+
+def test_folders_for_evidence_alone_are_made_once_the_workers_run(ready: Ready, gate: Gate) -> None:
+    """By the group's thread, when it has nothing else to do: they are on nobody's way."""
+    args = dict.fromkeys(range(4), (ready.address, gate.address))
+    with start_processes("g", workers.announce, args, start_method="fork") as group:
+        ready.wait(4)
+        made = Latch()
+        loop = group._started()._loop
+        loop.call(lambda: loop.when_idle(made.open))  # after those that wait already
+        assert made.wait(20)
+        assert all(os.path.isdir(os.path.dirname(path)) for path in group.logs.error_files.values())
+        gate.open(4)
+        assert not group.wait().is_failed()

@@ -83,6 +83,7 @@ class Loop:
         self._callbacks: dict[int, Callable[[int], None]] = {}
         self._deadlines = Deadlines()
         self._calls: deque[Callable[[], None]] = deque()
+        self._chores: deque[Callable[[], None]] = deque()
         self._stopped = False
         # Between a look at the descriptor and the write its number could become another file's. Reentrant, for a signal
         # handler that calls while its own thread does.
@@ -123,6 +124,10 @@ class Loop:
                 self._calls.append(action)
                 os.eventfd_write(self._wakeup, 1)
 
+    def when_idle(self, chore: Callable[[], None]) -> None:
+        """Call ``chore`` once when nothing else is to be done. Those left at the end of the loop are not done."""
+        self._chores.append(chore)
+
     def stop(self) -> None:
         """Let `run` return after the current round."""
         self._stopped = True
@@ -137,12 +142,17 @@ class Loop:
         due = self._deadlines.next()
         # epoll_wait(2) counts milliseconds in an int: beyond 24 days it waits in several turns.
         timeout = None if due is None else min(max(0.0, due - clock.now()), _LONGEST)
+        if self._chores:
+            timeout = 0
         # epoll's ready list is first come, first served; all of it is taken so that the order holds across calls.
-        for fd, events in self._epoll.poll(timeout, len(self._callbacks)):
+        ready = self._epoll.poll(timeout, len(self._callbacks))
+        for fd, events in ready:
             callback = self._callbacks.get(fd)
             if callback is not None:  # else forgotten by an earlier callback of this round
                 callback(events)
         self._deadlines.run(clock.now())
+        if self._chores and not ready:
+            self._chores.popleft()()
 
     def close(self) -> None:
         """Give the descriptors back. Not while `run` is under way. Idempotent."""

@@ -20,7 +20,7 @@ from phalanx._core.loop import READ, WRITE, Latch, Loop
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from phalanx._core.deadlines import Deadline
     from phalanx._core.pump import Pump
@@ -94,6 +94,7 @@ class Supervisor:
         self._reports: wire.Channel | None = None
         self._results: dict[tuple[int, int], bytes | OSError] = {}
         self._exits = 0
+        self._chores: Iterable[Callable[[], None]] = ()
         self._thread: threading.Thread | None = None
 
     # --- any thread
@@ -116,13 +117,21 @@ class Supervisor:
             raise
 
     def start(
-        self, specs: Sequence[Spec], fds: Sequence[int] = (), pump: Pump | None = None, *, fork: bool = False
+        self,
+        specs: Sequence[Spec],
+        fds: Sequence[int] = (),
+        pump: Pump | None = None,
+        chores: Iterable[Callable[[], None]] = (),
+        *,
+        fork: bool = False,
     ) -> None:
         """Have all workers started: `wait_until_up` tells what came of it. Raises OSError, with none left.
 
         ``fork`` has them forked from the keeper rather than exec'ed. ``fds`` are what the specs refer to, from 1 on.
+        ``chores`` are done by the group's thread once the workers run, and when nothing else happens.
         """
         self._pump = pump
+        self._chores = chores
         try:
             reports, theirs = wire.pair()
             self._reports = wire.Channel(reports)
@@ -263,6 +272,8 @@ class Supervisor:
                 return
         self._see(Event.STARTED)
         self._up.open()
+        for chore in self._chores:
+            self._loop.when_idle(chore)
 
     def _on_start_failed(self, rank: int, doing: str, number: int, filename: str) -> None:
         what = _explain(number) if number != errno.ENOENT or doing == "starting it" else os.strerror(number)

@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from phalanx._core import evidence, linux
 from phalanx._core.supervisor import Supervisor
 from phalanx.multiprocessing import _console, _signals
-from phalanx.multiprocessing._logs import LogsDest
+from phalanx.multiprocessing._logs import LogsDest, missing_folders
 from phalanx.multiprocessing._result import collect
 
 TYPE_CHECKING = False
@@ -123,11 +123,12 @@ class PContext(ABC):
                 undo.callback(supervisor.abort)
                 _signals.acquire(supervisor)
                 supervisor.boot(plan.flags, plan.call)  # it gets up while we go on
+            self._logs_specs.folders_can_wait = True
             self.logs = self._logs_specs.reify(self.envs)
             specs = [self._spec(rank, *command) for rank, command in plan.commands.items()]
             pump = _console.pump(self.logs, self.log_line_prefixes)
             with _signals.hold():
-                supervisor.start(specs, plan.fds, pump, fork=plan.fork)
+                supervisor.start(specs, plan.fds, pump, missing_folders(self.logs), fork=plan.fork)
             supervisor.wait_until_up()
             self._supervisor = supervisor
             # At `close`, or when the last reference goes: not in `wait`, whose caller waits for the result alone.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 from abc import ABC, abstractmethod
 
@@ -10,7 +12,7 @@ from phalanx.multiprocessing._std import Std, to_map
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 SYS_STREAM = ""
 """In place of a path: the stream stays the launcher's own."""
@@ -67,6 +69,9 @@ class LogsSpecs(ABC):
         tee: Streams that go to files and to the console.
         local_ranks_filter: The local ranks whose output the console shows; None for all. The files hold everything.
     """
+
+    folders_can_wait = False
+    """Set by a group's start, which has `missing_folders` made once the workers are on their way."""
 
     def __init__(
         self,
@@ -129,7 +134,7 @@ class DefaultLogsSpecs(LogsSpecs):
             self._run_log_dir = self._make_run_dir(run_id.replace("/", "_"))
         folder = os.path.join(self._run_log_dir, f"attempt_{attempt}")
         os.makedirs(folder, exist_ok=True)
-        logs = lay_out(folder, len(envs), self._redirects, self._tee, self._local_ranks_filter)
+        logs = lay_out(folder, len(envs), self._redirects, self._tee, self._local_ranks_filter, self.folders_can_wait)
         self._made += [folder, *map(os.path.dirname, logs.error_files.values())]
         return logs
 
@@ -139,7 +144,8 @@ class DefaultLogsSpecs(LogsSpecs):
             return
         try:  # innermost first: the ranks', the attempt's, the run's, the temporary root
             while self._made:
-                os.rmdir(self._made[-1])
+                with contextlib.suppress(FileNotFoundError):  # not made, for want of a worker
+                    os.rmdir(self._made[-1])
                 self._made.pop()
         except OSError:  # something is there to be read, or another thread was faster
             return
@@ -163,15 +169,20 @@ def lay_out(
     redirects: Std | Mapping[int, Std],
     tee: Std | Mapping[int, Std],
     local_ranks_filter: set[int] | None = None,
+    folders_can_wait: bool = False,  # noqa: FBT001, FBT002 - private to this file
 ) -> LogsDest:
-    """Make ``<folder>/<rank>/`` for every rank, and name the files in it. Raises OSError."""
+    """Make ``<folder>/<rank>/`` for every rank, and name the files in it. Raises OSError.
+
+    With ``folders_can_wait``, only for the ranks that have a stream in a file: the others are `missing_folders`.
+    """
     redirected, teed = to_map(redirects, nprocs), to_map(tee, nprocs)
     streams: dict[Std, dict[int, str]] = {Std.OUT: {}, Std.ERR: {}}
     tees: dict[Std, dict[int, str]] = {Std.OUT: {}, Std.ERR: {}}
     errors = {}
     for rank in range(nprocs):
         rank_dir = os.path.join(folder, str(rank))
-        os.mkdir(rank_dir)
+        if redirected[rank] | teed[rank] or not folders_can_wait:
+            os.mkdir(rank_dir)
         shown = local_ranks_filter is None or rank in local_ranks_filter
         for stream, name in ((Std.OUT, "stdout.log"), (Std.ERR, "stderr.log")):
             path = os.path.join(rank_dir, name)
@@ -191,6 +202,21 @@ def lay_out(
         os.path.join(folder, "filtered_stdout.log"),
         os.path.join(folder, "filtered_stderr.log"),
     )
+
+
+def missing_folders(logs: LogsDest) -> Iterator[Callable[[], None]]:
+    """What makes those that `lay_out` has left for later, one by one: a folder costs a busy ext4 up to a millisecond.
+
+    What cannot be made will not take evidence either, and is no error.
+    """
+
+    def make(folder: str) -> None:
+        with contextlib.suppress(OSError):
+            os.mkdir(folder)
+
+    for rank, path in logs.error_files.items():
+        if logs.stdouts[rank] in (SYS_STREAM, os.devnull) and logs.stderrs[rank] in (SYS_STREAM, os.devnull):
+            yield functools.partial(make, os.path.dirname(path))
 
 
 class FolderLogsSpecs(LogsSpecs):
@@ -213,4 +239,4 @@ class FolderLogsSpecs(LogsSpecs):
         if found:
             msg = f"log_dir: {folder!r} is not empty; it holds {', '.join(found[:3])}{' …' if len(found) > 3 else ''}"  # noqa: PLR2004 - a few to recognise it by
             raise RuntimeError(msg)
-        return lay_out(os.path.abspath(folder), len(envs), self._redirects, self._tee)
+        return lay_out(os.path.abspath(folder), len(envs), self._redirects, self._tee, None, self.folders_can_wait)
