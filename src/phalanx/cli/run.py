@@ -94,13 +94,17 @@ def _ranks(text: str) -> set[int]:
 @_option("--no-python", is_flag=True, help="SCRIPT is a binary, started as it is.")
 @_option("--run-id", metavar="NAME", help="What the run is called. Default: the date and time.")
 @_option("--role", default="default", show_default=True, help="ROLE_NAME of the workers.")
-@_option("--log-dir", type=click.Path(file_okay=False), help="Folder for the runs' logs. Default: where state goes.")
+@_option(
+    "--log-dir",
+    type=click.Path(file_okay=False),
+    help="Folder for the runs' logs. Default: ~/.local/state/phalanx/runs.",
+)
 @_option(
     "-r",
     "--redirects",
     callback=_reading(Std.from_str),
     metavar="STREAMS",
-    help="Streams that go to files only: 1 stdout, 2 stderr, 3 both.",
+    help="Streams that go to files only: 1 stdout, 2 stderr, 3 both; or by local rank, 0:3,1:2.",
 )
 @_option(
     "-t",
