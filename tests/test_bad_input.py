@@ -250,7 +250,8 @@ def test_log_dir_removed_before_a_failure(logs: Path, ready: Ready, gate: Gate, 
         result = group.wait()
     assert result is not None
     assert result.failures[0].exitcode == 1
-    assert result.failures[0].error_file == "<N/A>"
+    assert result.failures[0].message == "ValueError: after the gate"  # the folder is made anew, for the evidence
+    assert [path.name for path in logs.rglob("*") if path.is_file()] == ["error.json"]
 
 
 def test_log_dir_removed_before_the_value_fails(logs: Path, ready: Ready, gate: Gate) -> None:

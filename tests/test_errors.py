@@ -217,9 +217,16 @@ def test_a_write_that_fails_leaves_nothing_over(tmp_path: Path) -> None:
     target.mkdir()
     with pytest.raises(IsADirectoryError):
         evidence.write_error_file(str(target), "m", "")
-    with pytest.raises(FileNotFoundError):
-        evidence.write_error_file(str(tmp_path / "gone" / "error.json"), "m", "")
-    assert os.listdir(tmp_path) == ["error.json"]
+    (tmp_path / "plain").touch()
+    with pytest.raises(NotADirectoryError):
+        evidence.write_error_file(str(tmp_path / "plain" / "0" / "error.json"), "m", "")
+    assert sorted(os.listdir(tmp_path)) == ["error.json", "plain"]
+
+
+def test_a_missing_folder_is_made_for_the_evidence(tmp_path: Path) -> None:
+    path = tmp_path / "gone" / "0" / "error.json"
+    evidence.write_error_file(str(path), "m", "")
+    assert evidence.read(str(path))[1] == ""
 
 
 def test_a_write_without_room_leaves_the_old_file(tmp_path: Path) -> None:
@@ -288,7 +295,8 @@ def test_evidence_of_a_stranger_gives_way_and_that_of_the_parent_stays(error_fil
 def test_record_never_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(evidence.ERROR_FILE_ENV, raising=False)
     assert not evidence.record(ValueError("nowhere to go"))
-    for path in (str(tmp_path), str(tmp_path / "gone" / "x"), "a\0b"):
+    (tmp_path / "plain").touch()
+    for path in (str(tmp_path), str(tmp_path / "plain" / "x"), "a\0b"):
         assert not evidence.record(raised(Hostile("x")), path)
 
 

@@ -86,7 +86,7 @@ def write_error_file(
     """Write an error file in one step: a reader sees the old file, or none, or all of the new one.
 
     Args:
-        path: Where. The folder must exist. A file that is there is replaced.
+        path: Where. A missing folder is made. A file that is there is replaced.
         message: One line or more on what happened.
         py_callstack: The traceback as text; may be empty.
         monotonic_ns: When it happened, on CLOCK_MONOTONIC, in nanoseconds. Default: now.
@@ -115,7 +115,9 @@ def write_json(path: str, value: Any) -> None:
     # The temporary name does not contain the final one: that one may be as long as the file system allows.
     # No fsync: the page cache outlives the process, and only the death of the process is at stake here.
     name = f".error.{os.getpid()}.{time.monotonic_ns()}.tmp"
-    temporary = os.path.join(os.path.dirname(path) or os.curdir, name)
+    folder = os.path.dirname(path) or os.curdir
+    os.makedirs(folder, exist_ok=True)  # it may not have been made yet, or have been removed since
+    temporary = os.path.join(folder, name)
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         try:
@@ -245,6 +247,7 @@ def catch_fatal_signals(path: str | None = None) -> bool:
         if not path or faulthandler.is_enabled():
             return False
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        os.makedirs(os.path.dirname(path) or os.curdir, exist_ok=True)
         fd = os.open(fatal_path(path), flags, 0o666)
         faulthandler.enable(fd)
     except (OSError, ValueError, RuntimeError, ImportError):

@@ -26,7 +26,7 @@ from phalanx.multiprocessing import (
     RunProcsResult,
     SignalException,
     Std,
-    start_processes,
+    SubprocessContext,
 )
 from phalanx.multiprocessing.errors import ChildFailedError, record
 
@@ -170,7 +170,6 @@ def _run(
     local_ranks_filter: set[int] | None,
     grace: float,
     settle: float,
-    start_method: str,
     master_addr: str,
     master_port: int,
     **_accepted: Any,  # of torchrun's options, those that could only say what holds here anyway
@@ -186,27 +185,22 @@ def _run(
         rank: worker_env(rank, nproc_per_node, role=role, run_id=run_id, master_addr=master_addr, master_port=port)
         for rank in range(nproc_per_node)
     }
+    argv = dict.fromkeys(envs, (*head, *args))
+    group = SubprocessContext(script, entrypoint, argv, envs, specs, settle=settle, grace=grace)
     try:
-        group = start_processes(
-            script, entrypoint, (*head, *args), envs, specs,
-            nprocs=nproc_per_node, start_method=start_method, settle=settle, grace=grace,
-        )  # fmt: skip
-    except SignalException as error:
-        return 128 + error.sigval
-    except OSError as error:
-        raise click.ClickException(str(error)) from None
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
-    try:
+        group.start()
         result = group.wait()
     except SignalException as error:
         return _stop(group, error.sigval, grace)
     except KeeperLostError as error:
         _say(f"Error: {error}")
         return 1
+    except OSError as error:
+        raise click.ClickException(str(error)) from None
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
     finally:
         _stop(group, signal.SIGTERM, grace)
-    assert result is not None
     return _verdict(script, result, specs.run_log_dir or "")
 
 
@@ -311,7 +305,7 @@ def _stop(group: PContext, first: signal.Signals, grace: float) -> int:
     death, seconds = first, grace
     while True:
         try:
-            if group.wait(0) is None:
+            if group.is_open:
                 text = (
                     "killing the workers"
                     if death == signal.SIGKILL

@@ -108,7 +108,8 @@ class PContext(ABC):
 
         Raises OSError when a worker or the keeper cannot be started (what had started is gone then), TypeError for what
         cannot be pickled, and whatever the logs specs raise. On the main thread, a SIGTERM, SIGINT, SIGHUP or SIGQUIT
-        (see ``TORCHELASTIC_SIGNALS_TO_HANDLE``) from now on raises `SignalException`, until the group is closed.
+        (see ``TORCHELASTIC_SIGNALS_TO_HANDLE``) from now on raises `SignalException`, until the group is closed. One
+        that arrives while the workers start is raised when they run: `is_open` tells, and `close` is as ever.
         """
         if self._supervisor is not None:
             msg = f"the group {self.name!r} has been started before"
@@ -127,13 +128,13 @@ class PContext(ABC):
             self.logs = self._logs_specs.reify(self.envs)
             specs = [self._spec(rank, *command) for rank, command in plan.commands.items()]
             pump = _console.pump(self.logs, self.log_line_prefixes)
-            with _signals.hold():
+            with _signals.hold():  # what arrives meanwhile finds a group that is open, and can be closed gracefully
                 supervisor.start(specs, plan.fds, pump, missing_folders(self.logs), fork=plan.fork)
-            supervisor.wait_until_up()
-            self._supervisor = supervisor
-            # At `close`, or when the last reference goes: not in `wait`, whose caller waits for the result alone.
-            self._tidy = weakref.finalize(self, _tidy, supervisor, self.logs, self._logs_specs)
-            undo.pop_all()
+                supervisor.wait_until_up()
+                self._supervisor = supervisor
+                # At `close`, or when the last reference goes: not in `wait`, whose caller waits for the result alone.
+                self._tidy = weakref.finalize(self, _tidy, supervisor, self.logs, self._logs_specs)
+                undo.pop_all()
 
     if TYPE_CHECKING:
 
@@ -162,6 +163,11 @@ class PContext(ABC):
         if supervisor.lost is not None:
             raise supervisor.lost
         return self._result or self._judge(supervisor)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the group has been started, and has not ended."""
+        return self._supervisor is not None and not self._supervisor.ended
 
     def pids(self) -> dict[int, int]:
         """The process id of each local rank."""

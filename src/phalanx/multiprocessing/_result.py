@@ -137,7 +137,6 @@ def _failure(worker: Worker, logs: LogsDest, global_rank: str) -> ProcessFailure
 def _write_evidence(worker: Worker, logs: LogsDest, message: str, stack: str) -> None:
     path = logs.error_files[worker.rank]
     try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)  # the layout may have been tidied up before
         evidence.write_error_file(
             path, message, stack, monotonic_ns=worker.exit_ns, pid=worker.pid, observer="launcher"
         )

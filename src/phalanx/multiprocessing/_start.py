@@ -6,6 +6,7 @@ import os
 
 from phalanx.multiprocessing._context import GRACE, SETTLE, MultiprocessContext, PContext, SubprocessContext
 from phalanx.multiprocessing._logs import DefaultLogsSpecs, FolderLogsSpecs, LogsSpecs
+from phalanx.multiprocessing._signals import SignalException
 from phalanx.multiprocessing._std import Std
 
 TYPE_CHECKING = False
@@ -114,7 +115,11 @@ def start_processes(
         context = MultiprocessContext(
             name, entrypoint, all_args, all_envs, method, specs, prefixes, settle=settle, grace=grace
         )
-    context.start()
+    try:
+        context.start()
+    except SignalException as error:
+        context.close(error.sigval, grace)
+        raise
     return context
 
 
