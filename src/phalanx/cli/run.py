@@ -153,6 +153,8 @@ def run(script: str, args: tuple[str, ...], **options: Any) -> None:
         sys.exit(_run(script, args, **options))
     except KeyboardInterrupt:  # before a group was open, or after
         sys.exit(128 + signal.SIGINT)
+    except SignalException as error:  # the third, or a later one, between two lines of ours
+        sys.exit(128 + error.sigval)
 
 
 def _run(
@@ -200,7 +202,7 @@ def _run(
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     finally:
-        _stop(group, signal.SIGTERM, grace)
+        group.close(signal.SIGKILL)  # ended already, unless one more signal has broken out of `_stop`
     return _verdict(script, result, specs.run_log_dir or "")
 
 
