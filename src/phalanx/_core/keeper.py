@@ -11,7 +11,8 @@ It is two processes, the second a fork of the first that shares its pages:
 Both are subreapers. When the keeper is killed, every process below it, however far it has run (setsid, double
 fork), becomes a child of the guard, which finishes the work and reports. When the guard is killed, the keeper
 does. A lone keeper with PR_SET_PDEATHSIG on its workers would lose their grandchildren to init; and arming it
-needs code in the child between fork and exec, which rules out posix_spawn(3) and a fork with an exec takes half as long again.
+needs code in the child between fork and exec, which rules out posix_spawn(3): a fork with an exec takes half as long
+again.
 
 It runs on its own (no site, no package beyond its own few modules), and is up in about 10 ms.
 """
