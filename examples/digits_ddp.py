@@ -8,6 +8,8 @@ Needs torch and scikit-learn; runs on the CPU.
 
 from __future__ import annotations
 
+import time
+
 import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
@@ -64,6 +66,9 @@ def main() -> None:
             accuracy = (model.module(pixels).argmax(dim=1) == digits).float().mean().item()
         print(f"test accuracy {accuracy:.3f} over {TEST_SIZE} digits, {world_size} ranks")
     dist.destroy_process_group()
+    # DistributedDataParallel keeps gloo's threads beyond that, and torch 2.13 aborts when one of them drops the last
+    # step's tensors while Python exits: let it drop them now.
+    time.sleep(0.1)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from phalanx._core import clock, linux, wire
 from phalanx._core.clock import FakeClock
 from phalanx._core.deadlines import Deadlines
 from phalanx._core.exit import Exit
-from phalanx._core.loop import READ, WRITE, Latch, Loop
+from phalanx._core.latch import Latch
+from phalanx._core.loop import READ, WRITE, Loop
 from tests.helpers import TIMEOUT
 
 if TYPE_CHECKING:
@@ -138,6 +139,61 @@ def test_a_latch_survives_an_exception_out_of_a_wait() -> None:
     thread.join()
     latch.open()
     assert latch.wait()
+
+
+def test_no_signal_is_too_late_to_end_a_wait() -> None:
+    """The signal is sent when the main thread lets go of the interpreter: just before it blocks."""
+
+    class StopWaitingError(Exception):
+        pass
+
+    def raise_(_number: int, _frame: object) -> None:
+        raise StopWaitingError
+
+    waiting = False
+    rounds = 300
+
+    def disturb() -> None:
+        nonlocal waiting
+        for _ in range(rounds):
+            while not waiting:
+                pass
+            waiting = False
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, raise_)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    try:
+        for _ in range(rounds):
+            latch = Latch()
+            with pytest.raises(StopWaitingError):  # noqa: PT012 - the flag must be set as late as can be
+                waiting = True
+                latch.wait(TIMEOUT)
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join(TIMEOUT)
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_wait_hands_signals_on_to_the_wakeup_descriptor_of_others() -> None:
+    """An event loop of asyncio, say, whose callback waits for a group."""
+    reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    before = signal.signal(signal.SIGUSR1, lambda *_: latch.open())
+    signal.set_wakeup_fd(writer)
+    try:
+        latch = Latch()
+        threading.Timer(0.01, os.kill, [os.getpid(), signal.SIGUSR1]).start()
+        assert latch.wait(TIMEOUT)
+        assert os.read(reader, 100) == bytes([signal.SIGUSR1])
+        assert signal.set_wakeup_fd(-1) == writer
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGUSR1, before)
+        os.close(reader)
+        os.close(writer)
 
 
 def test_calls_from_other_threads_all_arrive_in_the_order_of_each(loop: Loop) -> None:

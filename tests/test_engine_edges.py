@@ -15,7 +15,8 @@ import pytest
 
 from phalanx._core import payload
 from phalanx._core import supervisor as supervisor_module
-from phalanx._core.loop import Latch, Loop
+from phalanx._core.latch import Latch
+from phalanx._core.loop import Loop
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, SignalException, start_processes
 from phalanx.multiprocessing._signals import acquire, hold, release
 from tests import workers

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 import select
-from _thread import RLock, allocate_lock
+from _thread import RLock
 
 from phalanx._core import clock
 from phalanx._core.deadlines import Deadline, Deadlines
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from _thread import LockType
     from collections import deque
     from collections.abc import Callable
 else:
@@ -24,55 +23,6 @@ READ = select.EPOLLIN
 WRITE = select.EPOLLOUT
 
 _LONGEST = 2e6  # seconds
-
-
-class Latch:
-    """A one-way gate between threads: closed, then open for ever.
-
-    Unlike `threading.Event` it holds no lock while it waits, so an exception that a signal handler raises in the
-    waiting thread (SignalException, KeyboardInterrupt) can never leave it locked.
-
-    >>> gate = Latch()
-    >>> gate.wait(0)
-    False
-    >>> gate.open(); gate.wait()
-    True
-    """
-
-    def __init__(self) -> None:
-        self._open = False
-        self._waiters: deque[LockType] = deque()
-
-    def __bool__(self) -> bool:
-        return self._open
-
-    def open(self) -> None:
-        """Let everybody through, now and later. Idempotent."""
-        self._open = True
-        while True:
-            try:
-                self._waiters.popleft().release()
-            except IndexError:  # not asked before: who gives up waiting takes its own away meanwhile
-                return
-
-    def wait(self, timeout: float = -1) -> bool:
-        """Wait until open, for at most ``timeout`` seconds (< 0: without limit). Returns whether it is open."""
-        if self._open or timeout == 0:
-            return self._open
-        turn = allocate_lock()
-        turn.acquire()
-        self._waiters.append(turn)
-        if bool(self):  # opened between the first look and the append: nobody may come to release us
-            return True
-        try:
-            # A lock waits at most TIMEOUT_MAX (292 years); more is the same as for ever.
-            return turn.acquire(timeout=min(timeout, 1e8) if timeout > 0 else -1)
-        finally:
-            if not self._open:  # who asks again and again for a week must not be remembered each time
-                try:
-                    self._waiters.remove(turn)
-                except ValueError:  # `open` was faster
-                    pass
 
 
 class Loop:
