@@ -12,6 +12,7 @@ NS = 1_000_000_000
 
 now = time.monotonic
 now_ns = time.monotonic_ns
+wall = time.time
 
 
 class FakeClock:

@@ -21,6 +21,11 @@ class Deadline:
         self.at = at
         self.action: Callable[[], None] | None = action
 
+    @property
+    def pending(self) -> bool:
+        """Whether its time is to come."""
+        return self.action is not None
+
     def cancel(self) -> None:
         """Forget the action; the entry leaves the heap when its time comes."""
         self.action = None

@@ -1,251 +1,142 @@
-"""Bytes to lines to sinks: follows the workers' log files and shows them, whole lines at a time.
+"""Bytes to lines to sinks: follows the workers' log files, and has views show them.
 
-Owns the following of files (inotify), the cutting into lines, the prefixes, and writing without ever blocking. A worker
-writes to its file and is never held up: the file is the buffer, and a slow console only falls behind. Runs on the
-group's loop; knows nothing of processes.
+Owns the following (inotify), the turns that files take, and the end. A worker writes to its file and is never held
+up: the file is the buffer, and a slow console only falls behind. Runs on the group's loop; knows nothing of processes.
 """
 
 from __future__ import annotations
 
 import os
-import select
-import sys
+import struct
 from collections import deque
 
 from phalanx._core import clock, linux
-from phalanx._core.loop import WRITE
+from phalanx._core.follower import aside
+from phalanx._core.lines import settled
+from phalanx._core.sink import TURN
+from phalanx._core.tell import tell
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from typing import Any
 
     from phalanx._core.deadlines import Deadline
+    from phalanx._core.follower import Follower
     from phalanx._core.loop import Loop
+    from phalanx._core.sink import Sink
+    from phalanx._core.timeline import Timeline
+    from phalanx._core.view import Lane, View
 
-CHUNK = 256 * 1024
-"""Bytes read from a file at a time."""
-
-BACKLOG = 1 << 20
-"""Bytes that may wait for a sink before the files that feed it are left alone."""
-
-DRAIN = 5.0
+STUCK = 5.0
 """Seconds without any progress after which the end of a group stops waiting for a console that does not read."""
 
-_ATOMIC = select.PIPE_BUF  # poll(2) promises room for this much in a writable pipe
+DRAIN = 10.0
+"""Seconds after which it stops waiting for one that reads too slowly."""
+
+LAST_LINES = 20
+"""Lines that are shown of each stream of a failed rank whose output is not shown otherwise."""
+
+_LAST_BYTES = 16 * 1024
+_MOST_REVEALED = 8  # ranks
+_MOST_NAMED = 16  # files
+_MOST_OPEN = 256  # descriptors, or a quarter of what may be open; further files are opened anew at each turn
+_FLUSH = 1.0  # seconds in which what is noted of the times of writing gets to its file
+_EVENT = struct.Struct("iIII")  # struct inotify_event: wd, mask, cookie, len (inotify(7))
+_GROWS = linux.IN_MODIFY | linux.IN_ATTRIB  # a rotated file gets a second name, and loses its first
+_APPEARS = linux.IN_CREATE | linux.IN_MOVED_TO
 
 
-class Sink:
-    """Where lines go: a descriptor, or an object with ``write`` (a notebook's, a test's stand-in for stdout).
+class Stream:
+    """One file of one rank.
 
-    A descriptor is written to without blocking, and without its other users noticing (`linux.open_unblocking`).
+    Args:
+        follower: The file.
+        lanes: The views that are to have it, each with the lane it goes on. None: only its times are noted.
+        number: What the timeline calls it: twice the local rank, plus one for stderr.
+        spare: A view, and the lane, that are to have its last lines if its rank fails.
     """
 
-    def __init__(self, target: int | Any) -> None:
-        self._target = target
-        self._fd = -1
-        self._limit = sys.maxsize
-        self._pollable = False
-        self._waiting: deque[memoryview] = deque()
-        self._size = 0
-        self._loop: Loop | None = None
-        self._on_room: Callable[[], None] = lambda: None
-        self._armed = False
-        self.broken = False
-        self.line_of: Follower | None = None  # whose line stands unfinished at the end
-        self.written = 0
-
-    def open(self, loop: Loop, on_room: Callable[[], None]) -> None:
-        """Get ready; ``on_room`` is called when there is room again after there was none."""
-        self._loop, self._on_room = loop, on_room
-        if not isinstance(self._target, int):
-            return
-        self._fd, self._limit = linux.open_unblocking(self._target)
-        try:
-            loop.watch(self._fd, self._writable, 0)
-            self._pollable = True
-        except PermissionError:  # regular files, /dev/null and their like are always ready
-            pass
-
-    def room(self) -> bool:
-        """Whether more may be written."""
-        return self._size < BACKLOG
+    def __init__(
+        self,
+        follower: Follower,
+        lanes: Iterable[tuple[View, Lane]],
+        *,
+        number: int = -1,
+        spare: tuple[View, Lane] | None = None,
+    ) -> None:
+        self.follower = follower
+        self.lanes = tuple(lanes)
+        self.number = number
+        self.spare = spare
 
     @property
-    def pending(self) -> int:
-        """Bytes that wait to be written."""
-        return self._size
+    def wanted(self) -> bool:
+        """Whether anybody sees it."""
+        return any(not view.surface.sink.broken for view, _lane in self.lanes)
 
-    @property
-    def idle(self) -> bool:
-        """Whether nothing waits to be written."""
-        return not self._waiting
-
-    def write(self, data: bytes) -> None:
-        """Write, or keep until there is room. What a broken sink is given is dropped: it is in the files."""
-        if self.broken or not data:
-            return
-        if self._fd < 0:
-            self._write_object(data)
-            return
-        self._waiting.append(memoryview(data))
-        self._size += len(data)
-        if not self._armed:
-            self._push()
-
-    def close(self) -> None:
-        """Give the descriptor back."""
-        if self._fd >= 0:
-            assert self._loop is not None
-            self._loop.forget(self._fd)
-            os.close(self._fd)
-            self._fd = -1
-        self.broken = True
-
-    def _writable(self, events: int) -> None:
-        if events & (select.EPOLLERR | select.EPOLLHUP):  # reported whether asked for or not, for ever
-            self._break()
-            self._on_room()
-            return
-        was_full = not self.room()
-        self._push()
-        if (was_full and self.room()) or self.idle:
-            self._on_room()
-
-    def _push(self) -> None:
-        while self._waiting:
-            data = self._waiting[0]
-            if self._pollable and self._limit <= _ATOMIC and not self._ready():
-                break
-            try:
-                count = os.write(self._fd, data[: self._limit])
-            except BlockingIOError:
-                break
-            except OSError:  # nobody reads any more (EPIPE, EIO after a hangup), or the disk is full
-                self._break()
-                return
-            self._size -= count
-            self.written += count
-            if count == len(data):
-                self._waiting.popleft()
-            else:
-                self._waiting[0] = data[count:]
-        self._arm(bool(self._waiting))
-
-    def _ready(self) -> bool:
-        poll = select.poll()
-        poll.register(self._fd, select.POLLOUT)
-        return bool(poll.poll(0))
-
-    def _arm(self, wanted: bool) -> None:  # noqa: FBT001 - a state, not an option
-        if wanted != self._armed and self._pollable:
-            assert self._loop is not None
-            self._armed = wanted
-            self._loop.change(self._fd, WRITE if wanted else 0)
-
-    def _break(self) -> None:
-        self.broken = True
-        self._waiting.clear()
-        self._size = 0
-        if self._pollable:
-            assert self._loop is not None
-            self._pollable = False
-            self._loop.forget(self._fd)
-
-    def _write_object(self, data: bytes) -> None:
+    def step(self, buffer: bytearray) -> bool:
+        """Read what its sinks take at a time, and hand it on. Returns whether there may be more."""
+        turn = min(view.surface.sink.turn for view, _lane in self.lanes)
         try:
-            target: Any = self._target
-            target.write(data.decode("utf-8", "replace"))
-            target.flush()
-        except Exception:  # noqa: BLE001 - the host's own object: its troubles must not end the group
-            self.broken = True
-        self.written += len(data)
-
-
-class Follower:
-    """One file on its way to one sink."""
-
-    def __init__(self, path: str, prefix: bytes, sink: Sink) -> None:
-        self.path = path
-        self.prefix = prefix
-        self.sink = sink
-        self.fd = -1
-        self.offset = 0
-        self._partial = b""
-
-    def open(self) -> None:
-        """Open the file. Raises OSError."""
-        self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def close(self) -> None:
-        """Give the descriptor back."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-
-    def unread(self) -> int:
-        """Bytes in the file that were not shown."""
-        return max(0, os.fstat(self.fd).st_size - self.offset) + len(self._partial)
-
-    def step(self) -> bool:
-        """Read one chunk and show the whole lines in it. Returns whether there may be more."""
-        data = os.pread(self.fd, CHUNK, self.offset)
-        if not data:
+            with memoryview(buffer) as whole:
+                count = self.follower.read(whole[:turn])
+        except OSError:  # removed, or not there yet
             return False
-        self.offset += len(data)
-        end = data.rfind(b"\n") + 1
-        if not end:
-            self._partial += data
-            if len(self._partial) > CHUNK:
-                self._flush_partial()
-            return len(data) == CHUNK
-        lines = self._partial + data[:end]
-        self._partial = data[end:]
-        if self.sink.line_of is self:  # its beginning has been shown
-            first, _, lines = lines.partition(b"\n")
-            self.sink.write(first + b"\n")
-            self.sink.line_of = None
-        if lines:
-            self._break_foreign_line()
-            body = lines[:-1].replace(b"\n", b"\n" + self.prefix) if self.prefix else lines[:-1]
-            self.sink.write(self.prefix + body + b"\n")
-        return len(data) == CHUNK
+        more = count == turn or (count > 0 and self.follower.rotates)
+        for view, lane in self.lanes:
+            view.take(lane, buffer, count, more=more)
+        return more
 
-    def finish(self) -> None:
-        """Show the last line, though nobody ended it."""
-        if self._partial or self.sink.line_of is self:
-            self._flush_partial()
-            self.sink.write(b"\n")
-            self.sink.line_of = None
-
-    def _flush_partial(self) -> None:
-        """Show the beginning of a line that is too long to be held: the sink is this file's until the line ends."""
-        if self.sink.line_of is not self:
-            self._break_foreign_line()
-            self.sink.write(self.prefix)
-            self.sink.line_of = self
-        self.sink.write(self._partial)
-        self._partial = b""
-
-    def _break_foreign_line(self) -> None:
-        if self.sink.line_of is not None and self.sink.line_of is not self:
-            self.sink.write(b"\n")
-            self.sink.line_of = None
+    def fall_behind(self) -> None:
+        """There is more to be read, later."""
+        for _view, lane in self.lanes:
+            lane.behind = True
 
 
 class Pump:
-    """All that a group shows on its sinks. Lives on the group's loop, and on no thread of its own."""
+    """All that a group shows. Lives on a loop, and on no thread of its own.
 
-    def __init__(self, followers: Iterable[Follower]) -> None:
-        self._followers = list(followers)
-        self._sinks = list(dict.fromkeys(follower.sink for follower in self._followers))
-        self._watches: dict[int, Follower] = {}
-        self._dirty: deque[Follower] = deque()
+    Args:
+        streams: What is followed.
+        views: Where it goes.
+        timeline: Where the times of writing are noted; None for nowhere.
+        drain: Seconds that the end waits, at most, for a console that reads slowly.
+    """
+
+    def __init__(
+        self,
+        streams: Iterable[Stream],
+        views: Iterable[View],
+        timeline: Timeline | None = None,
+        *,
+        drain: float = DRAIN,
+    ) -> None:
+        self._streams = list(streams)
+        self._views = list(views)
+        self._sinks: list[Sink] = list(dict.fromkeys(view.surface.sink for view in self._views))
+        self._timeline = timeline
+        self._drain = drain
+        self._buffer = bytearray(TURN)
+        self._of_lane = {lane: stream for stream in self._streams for _view, lane in stream.lanes}
+        self._watches: dict[int, list[Stream]] = {}
+        self._missing: dict[int, list[Stream]] = {}  # by the folder in which they, or what leads to them, will appear
+        self._dirty: dict[Stream, None] = {}
+        self._open: deque[Follower] = deque()
+        self._most_open = min(_MOST_OPEN, os.sysconf("SC_OPEN_MAX") // 4)
+        self._revealed: set[int] = set()
         self._notify = -1
         self._loop: Loop | None = None
+        self._timer: Deadline | None = None
+        self._scheduled = False
         self._finished: Callable[[], None] | None = None
-        self._deadline: Deadline | None = None
+        self._all_seen = False
+        self._until = self._stuck = 0.0
         self._progress = 0
+
+    @property
+    def shows(self) -> bool:
+        """Whether there is anything to be seen."""
+        return bool(self._views)
 
     def open(self, loop: Loop) -> None:
         """Start to follow. Raises OSError, with nothing left open."""
@@ -254,31 +145,54 @@ class Pump:
             self._notify = linux.inotify()
             for sink in self._sinks:
                 sink.open(loop, self._run)
-            for follower in self._followers:
-                follower.open()
-                self._watches[linux.inotify_add(self._notify, follower.path)] = follower
+            for stream in self._streams:
+                self._attach(stream)
             loop.watch(self._notify, self._on_change)
         except OSError:
             self.close()
             raise
-        self._dirty.extend(self._followers)
-        loop.call(self._run)
+        self._again()
+
+    def say(self, text: str) -> None:
+        """Show a line of ours on the last view, above what is unfinished there."""
+        if self._loop is None or self._all_seen:  # too late for the console, but not for whoever reads it
+            tell(text)
+            return
+        self._views[-1].surface.write(None, text.encode(errors="backslashreplace") + b"\n")
+        self._again()
+
+    def reveal(self, rank: int) -> None:
+        """A local rank has failed: show the last lines of its streams that are hidden."""
+        if len(self._revealed) >= _MOST_REVEALED or rank in self._revealed:
+            return
+        for stream in self._streams:
+            if stream.spare is not None and stream.number // 2 == rank:
+                self._revealed.add(rank)
+                view, lane = stream.spare
+                view.show(lane, _last_lines(stream.follower.path))
+        self._again()
 
     def finish(self, done: Callable[[], None]) -> None:
-        """Show what is still in the files, then call ``done``; a sink that takes nothing for `DRAIN` s is left."""
+        """Show what is still in the files, then call ``done``, in bounded time; what was not shown is said."""
         if self._loop is None:  # never opened: the group did not come to start
             done()
             return
         self._finished = done
-        self._dirty.clear()
-        self._dirty.extend(follower for follower in self._followers if follower.fd >= 0)
-        self._watch_progress()
-        self._run()
+        for stream in self._streams:
+            self._grown(stream)
+        now = clock.now()
+        self._until, self._stuck = now + self._drain, now + STUCK
+        self._progress = self._written()
+        self._again()
 
     def close(self) -> None:
         """Give every descriptor back. Idempotent."""
-        for follower in self._followers:
-            follower.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._timeline is not None:
+            self._timeline.close()
+        for stream in self._streams:
+            stream.follower.close()
         for sink in self._sinks:
             sink.close()
         if self._notify >= 0:
@@ -287,82 +201,248 @@ class Pump:
             os.close(self._notify)
             self._notify = -1
 
+    # --- what happens to the files
+
+    def _attach(self, stream: Stream) -> None:
+        """Watch a file, or the folder where it will appear. Raises OSError."""
+        path = stream.follower.path
+        while True:
+            try:
+                self._watches.setdefault(linux.inotify_add(self._notify, path, _GROWS), []).append(stream)
+            except FileNotFoundError:
+                folder = _existing(path)
+                self._missing.setdefault(linux.inotify_add(self._notify, folder, _APPEARS), []).append(stream)
+                if _existing(path) == folder and not os.path.exists(path):
+                    return
+            else:
+                self._grown(stream)
+                return
+
+    def _grown(self, stream: Stream) -> None:
+        if stream.wanted:
+            self._dirty[stream] = None
+        if self._timeline is not None and stream.number >= 0:
+            try:
+                size = stream.follower.size()
+            except OSError:
+                return
+            self._timeline.note(stream.number, size)
+
     def _on_change(self, _events: int) -> None:
-        # struct inotify_event: int wd; uint32_t mask, cookie, len; no name follows for a watched file (inotify(7)).
         try:
-            events = memoryview(os.read(self._notify, 65536)).cast("i")
+            data = os.read(self._notify, 65536)
         except BlockingIOError:
             return
-        for watch in dict.fromkeys(events[::4].tolist()):
-            follower = self._watches.get(watch)
-            if follower is None:  # -1: the queue overflowed, and any file may have changed
-                self._dirty.extend(self._followers)
+        place = 0
+        while place < len(data):
+            watch, mask, _cookie, length = _EVENT.unpack_from(data, place)
+            place += _EVENT.size + length
+            if mask & linux.IN_Q_OVERFLOW:  # anything may have happened
+                for missing in list(self._missing):
+                    self._look_again(missing)
+                for watched in list(self._watches):
+                    self._follow_rotation(watched)
+                for stream in self._streams:
+                    self._grown(stream)
+            elif watch in self._missing:
+                self._look_again(watch)
             else:
-                self._dirty.append(follower)
+                for stream in self._watches.get(watch, ()):
+                    self._grown(stream)
+                if mask & linux.IN_ATTRIB:
+                    self._follow_rotation(watch)
+        self._run()
+
+    def _look_again(self, watch: int) -> None:
+        """Something has appeared in a folder: a file that was missing, perhaps, or what leads to it."""
+        linux.inotify_remove(self._notify, watch)
+        for stream in self._missing.pop(watch):
+            try:
+                self._attach(stream)
+            except OSError:  # there is no watch left, or the folder is gone: what is there is shown at the end
+                self._grown(stream)
+
+    def _follow_rotation(self, watch: int) -> None:
+        """The file has another name now, perhaps: what has its old one is to be watched in its place."""
+        for stream in [stream for stream in self._watches.get(watch, ()) if stream.follower.rotates]:
+            try:
+                new = linux.inotify_add(self._notify, stream.follower.path, _GROWS)
+            except OSError:  # removed, or there is no watch left: what is there is read to the end all the same
+                continue
+            if new != watch:
+                self._watches[watch].remove(stream)
+                self._watches.setdefault(new, []).append(stream)
+        if watch in self._watches and not self._watches[watch]:  # it grows no more, and watches are counted
+            del self._watches[watch]
+            linux.inotify_remove(self._notify, watch)
+
+    # --- turns
+
+    def _again(self) -> None:
+        """Have `_run` called soon."""
+        if not self._scheduled:
+            assert self._loop is not None
+            self._scheduled = True
+            self._loop.call(self._scheduled_run)
+
+    def _scheduled_run(self) -> None:
+        self._scheduled = False
         self._run()
 
     def _run(self) -> None:
-        """Serve one chunk of each changed file in turn, as long as their sinks have room; then let the loop breathe."""
-        assert self._loop is not None
-        stuck: list[Follower] = []
-        again: dict[Follower, None] = {}
-        for follower in dict.fromkeys(self._dirty):
-            owner = follower.sink.line_of
-            if follower.fd < 0 or follower.sink.broken:
-                continue
-            if not follower.sink.room() or (owner not in (None, follower) and owner in self._dirty):
-                stuck.append(follower)
-            elif follower.step():
-                again[follower] = None
-        self._dirty.clear()
-        self._dirty.extend([*again, *stuck])
-        if again or any(follower.sink.room() for follower in stuck):
-            self._loop.call(self._run)
-        elif self._finished is not None and not stuck:
+        """Serve one chunk of each changed file in turn, as long as its sinks have room; then let the loop breathe."""
+        busy = self._take_turns()
+        for view in self._views:
+            if view.due <= clock.now():
+                view.tick()
+            view.settle()
+        if self._finished is not None and not self._dirty and not self._all_seen:
             self._end()
+        for sink in self._sinks:
+            sink.flush()
+        if busy:
+            self._again()
+        elif self._all_seen:
+            self._leave_if_idle()
+        self._arm()
+
+    def _take_turns(self) -> bool:
+        """Returns whether a file has more to be read at once."""
+        dirty, self._dirty = self._dirty, {}
+        served: dict[Stream, None] = {}
+        for stream in self._in_order(dirty):
+            if not stream.wanted:
+                continue
+            if not all(view.surface.sink.make_room() for view, _lane in stream.lanes):
+                self._dirty[stream] = None  # until the sink calls
+                stream.fall_behind()
+            elif stream.step(self._buffer):
+                served[stream] = None
+            self._keep_few_open(stream.follower)
+        self._dirty |= served  # after those that have waited
+        return bool(served)
+
+    def _in_order(self, dirty: dict[Stream, None]) -> Iterable[Stream]:
+        """Streams whose unfinished line stands at the end of a console go first: others would break it."""
+        holders = [self._of_lane.get(view.surface.holder) for view in self._views]  # type: ignore[call-overload]  # None has no stream
+        first = {stream: None for stream in holders if stream in dirty}
+        return (first | dirty) if first else dirty
+
+    def _keep_few_open(self, follower: Follower) -> None:
+        if len(self._streams) > self._most_open:
+            self._open.append(follower)
+            if len(self._open) > self._most_open:
+                oldest = self._open.popleft()
+                if oldest not in self._open:
+                    oldest.close()
+
+    def _arm(self) -> None:
+        """Have `_run` called when there is something to show, to note, or to give up."""
+        due = min([view.due for view in self._views], default=float("inf"))
+        if self._timeline is not None and self._timeline.unwritten:
+            due = min(due, self._timeline.since + _FLUSH)
+        if self._finished is not None:
+            due = min(due, self._until, self._stuck)
+        timer = self._timer
+        if timer is not None and timer.pending:
+            if timer.at <= due:
+                return
+            timer.cancel()
+        if due < float("inf"):
+            assert self._loop is not None
+            self._timer = self._loop.at(due, self._on_time)
+
+    def _on_time(self) -> None:
+        if self._timeline is not None and self._timeline.since + _FLUSH <= clock.now():
+            self._timeline.flush()
+        if self._finished is not None:
+            self._look_at_progress()
+        self._run()
+
+    # --- the end
 
     def _end(self) -> None:
-        for follower in self._followers:
-            if follower.fd >= 0:
-                follower.finish()
-        if all(sink.idle for sink in self._sinks) and self._finished is not None:
-            finished, self._finished = self._finished, None
-            if self._deadline is not None:
-                self._deadline.cancel()
+        """Everything has been read."""
+        for stream in self._streams:
+            for view, lane in stream.lanes:
+                view.finish(lane)
+        for view in self._views:
+            view.close()
+        self._all_seen = True
+
+    def _leave_if_idle(self) -> None:
+        if self._finished is not None and all(sink.idle for sink in self._sinks):
+            self._leave()
+
+    def _leave(self) -> None:
+        finished, self._finished = self._finished, None
+        if finished is not None:
             finished()
 
-    def _watch_progress(self) -> None:
-        assert self._loop is not None
-        self._deadline = self._loop.at(clock.now() + DRAIN, self._look_at_progress)
-        self._progress = sum(sink.written for sink in self._sinks)
+    def _written(self) -> int:
+        return sum(sink.written for sink in self._sinks)
 
     def _look_at_progress(self) -> None:
-        if self._finished is None:
-            return
-        if sum(sink.written for sink in self._sinks) > self._progress:
-            self._watch_progress()
-            return
-        self._say_what_is_missing()
-        finished, self._finished = self._finished, None
-        finished()
+        now = clock.now()
+        if now < self._until and self._written() > self._progress:
+            self._progress = self._written()
+            self._stuck = now + STUCK
+        elif now >= min(self._until, self._stuck):
+            self._say_what_is_missing()
+            self._leave()
 
     def _say_what_is_missing(self) -> None:
-        for follower in self._followers:
-            if follower.fd >= 0 and (count := follower.unread()):
-                text = f"phalanx: the console did not read; {count:,} more bytes in {follower.path}\n"
-                _try_write(2, text.encode())
+        for view in self._views:
+            view.release()
+        pending: dict[object, int] = {}
         for sink in self._sinks:
-            if sink.pending:
-                text = f"phalanx: the console did not read; {sink.pending:,} bytes are in the log files only\n"
-                _try_write(2, text.encode())
+            pending |= sink.pending()
+            sink.give_up()
+        said = 0
+        for stream in self._streams:
+            lines = sum(pending.get(lane, 0) for _view, lane in stream.lanes[:1])
+            if stream in self._dirty:
+                lines += _lines_left(stream.follower)
+            if lines:
+                said += 1
+                if said <= _MOST_NAMED:
+                    tell(f"phalanx: … {lines:,} more lines in {stream.follower.path}")
+        if said > _MOST_NAMED:
+            tell(f"phalanx: … and more in {said - _MOST_NAMED} other files")
 
 
-def _try_write(fd: int, data: bytes) -> None:
-    """Write a short text if that is possible now. It may be stderr that is stuck."""
-    poll = select.poll()
-    poll.register(fd, select.POLLOUT)
+def _existing(path: str) -> str:
+    """The nearest folder above ``path`` that exists."""
+    folder = os.path.dirname(os.path.abspath(path))
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    return folder
+
+
+def _lines_left(follower: Follower) -> int:
     try:
-        if any(events & select.POLLOUT for _fd, events in poll.poll(0)):
-            os.write(fd, data[:_ATOMIC])
+        return follower.lines_left()
     except OSError:
-        pass
+        return 0
+
+
+def _last_lines(path: str) -> bytes:
+    """The last lines of a file, and of those that were set aside, whole."""
+    data, cut = b"", False
+    for name in (path, *reversed(aside(path))):
+        most = _LAST_BYTES - len(data)
+        try:
+            with open(name, "rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                data = os.pread(file.fileno(), most, max(0, size - most)) + data
+        except OSError:  # removed
+            continue
+        cut = size > most
+        if cut or data.count(b"\n") > LAST_LINES:
+            break
+    if not data:
+        return b""
+    lines = settled(data.rstrip(b"\n")).split(b"\n")
+    if cut and len(lines) > 1:  # the first of them may have been cut
+        del lines[0]
+    return b"\n".join(lines[-LAST_LINES:]) + b"\n"

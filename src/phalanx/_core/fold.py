@@ -1,0 +1,128 @@
+"""Equal lines of several ranks become one. Owns the comparison, and the order of what it holds back."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+from phalanx._core import clock
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from phalanx._core.view import Lane
+
+WINDOW = 0.2
+"""Seconds in which a line waits for its equals."""
+
+_MOST = 4096  # lines that are held
+_MOST_BYTES = 1 << 20
+
+
+class _Entry:
+    __slots__ = ("lanes", "line", "number", "since", "time")
+
+    def __init__(self, number: int, lane: Lane, line: bytes, time: float) -> None:
+        self.number = number
+        self.line = line
+        self.lanes = [lane]
+        self.since = clock.now()
+        self.time = time
+
+
+class Fold:
+    """Holds each line for a window; those of other ranks that are equal join it. Each rank's lines keep their order.
+
+    Args:
+        emit: Is called with the lanes that said a line, and the line with its end.
+        lanes: How many there are, of each stream: a line that all have said waits no longer.
+        window: Seconds.
+        time: What time it is for the lines (seconds since the epoch).
+    """
+
+    def __init__(
+        self,
+        emit: Callable[[list[Lane], bytes], None],
+        lanes: dict[str, int],
+        window: float = WINDOW,
+        time: Callable[[], float] = clock.wall,
+    ) -> None:
+        self._emit = emit
+        self._lanes = lanes
+        self._window = window
+        self._clock = time
+        self.time = 0.0
+        """When the line that is given out came, by the lines' time."""
+        self._queue: deque[_Entry] = deque()
+        self._equals: dict[tuple[str, bytes], list[_Entry]] = {}
+        self._last: dict[Lane, int] = {}
+        self._count = 0
+        self._bytes = 0
+
+    @property
+    def due(self) -> float:
+        """When `release` has something to do (seconds, monotonic)."""
+        if not self._queue:
+            return math.inf
+        first = self._queue[0]
+        return first.since if self._complete(first) else first.since + self._window
+
+    def add(self, lane: Lane, block: bytes) -> None:
+        """Take whole lines of a lane."""
+        self.release()
+        for line in block.split(b"\n")[:-1]:
+            equals = self._equals.setdefault((lane.stream, line), [])
+            for entry in equals:
+                if entry.number > self._last.get(lane, -1):  # else the lane's lines would change places
+                    entry.lanes.append(lane)
+                    break
+            else:
+                entry = _Entry(self._count, lane, line, self._clock())
+                self._count += 1
+                self._bytes += len(line)
+                equals.append(entry)
+                self._queue.append(entry)
+            self._last[lane] = entry.number
+            while len(self._queue) > _MOST or self._bytes > _MOST_BYTES:
+                self._let_go()
+
+    def release(self, *, everything: bool = False) -> None:
+        """Give out what has waited long enough, in order."""
+        while self._queue and (everything or self.due <= clock.now()):
+            self._let_go()
+
+    def pass_time(self) -> None:
+        """The lines' time has gone on, which need not be ours: give out what has waited long enough by theirs."""
+        now = self._clock()
+        while self._queue and (self._complete(self._queue[0]) or self._queue[0].time + self._window <= now):
+            self._let_go()
+
+    def _let_go(self) -> None:
+        entry = self._queue.popleft()
+        self.time = entry.time
+        self._bytes -= len(entry.line)
+        key = (entry.lanes[0].stream, entry.line)
+        equals = self._equals[key]
+        equals.remove(entry)
+        if not equals:
+            del self._equals[key]
+        self._emit(entry.lanes, entry.line + b"\n")
+
+    def _complete(self, entry: _Entry) -> bool:
+        return len(entry.lanes) >= self._lanes.get(entry.lanes[0].stream, 0)
+
+
+def ranges(ranks: list[int]) -> str:
+    """Ranks in short.
+
+    >>> ranges([3, 0, 1, 2, 7])
+    '0-3,7'
+    """
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and parts[-1][-1] == rank - 1:
+            parts[-1][1:] = [rank]
+        else:
+            parts.append([rank])
+    return ",".join("-".join(map(str, part)) for part in parts)

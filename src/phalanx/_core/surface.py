@@ -1,0 +1,178 @@
+"""What a console looks like: paper, that only grows, or a screen, whose bottom lines can change.
+
+Owns the place of unfinished lines among the whole ones. It is given text with its prefixes, and puts it into a sink.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+
+from phalanx._core import clock
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import re
+    from collections.abc import Callable
+
+    from phalanx._core.sink import Sink
+    from phalanx._core.view import Lane
+
+FRAME = 0.05
+"""Seconds between two pictures of a screen's live lines, at least."""
+
+_SHARE = 2  # live lines have at most one in so many of a screen's rows
+_SIZE = (80, 24)  # of a terminal that does not say
+
+
+class Paper:
+    """A pipe, a file, a notebook: what is written stays."""
+
+    live = False
+    """Whether unfinished lines can be shown, and changed, at the bottom."""
+
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink
+        self.holder: object = None
+        """Whose line stands unfinished at the end."""
+
+    def write(self, owner: object, *text: bytes | memoryview) -> None:
+        """Write whole lines."""
+        if self.holder is not None:
+            self.sink.write((b"\n",), self.holder)
+            self.holder = None
+        self.sink.write(text, owner)
+
+    def extend(self, owner: object, prefix: bytes, text: bytes) -> None:
+        """Write the beginning of a line, or more of it. The prefix comes once, or again if others wrote in between."""
+        if self.holder is not owner:
+            self.write(owner, prefix)
+            self.holder = owner
+        self.sink.write((text,), owner)
+
+    def end(self, owner: object, prefix: bytes, text: bytes) -> None:
+        """Write the end of a line that `extend` has begun; nothing if others have ended it and that was all of it."""
+        if self.holder is owner or text.strip(b"\r"):
+            self.extend(owner, prefix, text)
+            self.sink.write((b"\n",), owner)
+            self.holder = None
+
+    def finish(self) -> None:
+        """End what is unfinished: nothing more comes."""
+        if self.holder is not None:
+            self.sink.write((b"\n",), self.holder)
+            self.holder = None
+
+
+class Screen(Paper):
+    """A terminal: one live line for each rank that has an unfinished one, below everything else.
+
+    They are erased before anything is written and drawn again below it, in the same write, so that nothing flickers.
+    Autowrap is off while they are drawn (DECAWM; xterm's control sequences): a line that is wider than the terminal
+    would take two rows, and the next erasure would miss one.
+    """
+
+    live = True
+
+    def __init__(self, sink: Sink, size: Callable[[], tuple[int, int]] | None = None) -> None:
+        super().__init__(sink)
+        self._size = size or _terminal_size
+        self._live: dict[Lane, bytes] = {}
+        self._drawn = 0
+        self._erased = False
+        self._stale = False
+        self._next = 0.0
+
+    def write(self, owner: object, *text: bytes | memoryview) -> None:
+        """See `Paper.write`."""
+        self.sink.write((self._erasure(), *text), owner)
+        self._erased = bool(self._live)
+
+    def extend(self, owner: object, prefix: bytes, text: bytes) -> None:
+        """See `Paper.extend`. What cannot be held any longer becomes lines of its own: a terminal would wrap it."""
+        self.write(owner, prefix, text, b"\n")
+
+    def end(self, owner: object, prefix: bytes, text: bytes) -> None:
+        """See `Paper.end`."""
+        self.write(owner, prefix, text, b"\n")
+
+    def show(self, owner: Lane, line: bytes) -> None:
+        """Have ``line`` as the owner's live line; nothing to have none."""
+        if line:
+            self._live[owner] = line
+            self._stale = True
+        elif self._live.pop(owner, None) is not None:
+            self._stale = True
+
+    def due(self) -> float:
+        """When `draw` has something to do (seconds, monotonic)."""
+        if self.sink.blocked:  # the sink says when it is not
+            return math.inf
+        return 0.0 if self._erased else self._next if self._stale else math.inf
+
+    def draw(self) -> None:
+        """Draw the live lines if it is time to, and nobody holds up what is written."""
+        if self.due() > clock.now():
+            return
+        _columns, rows = self._size()
+        most = max(1, rows // _SHARE)
+        lines = [line for _lane, line in sorted(self._live.items(), key=lambda item: item[0].rank)]
+        if len(lines) > most:
+            lines[most - 1 :] = [b"... and %d more" % (len(lines) - most + 1)]
+        text = self._erasure()
+        if lines:
+            text += b"\033[?7l" + b"\r\n".join([visible(line) for line in lines]) + b"\033[?7h"
+            self._drawn = len(lines)
+        self.sink.write((text,))
+        self._stale = self._erased = False
+        self._next = clock.now() + FRAME
+
+    def finish(self) -> None:
+        """See `Paper.finish`."""
+        self._live.clear()
+        self.sink.write((self._erasure(),))
+        self._stale = self._erased = False
+
+    def _erasure(self) -> bytes:
+        """What removes the live lines, and leaves the cursor where the first of them began."""
+        drawn, self._drawn = self._drawn, 0
+        if not drawn:
+            return b""
+        return b"\r\033[J" if drawn == 1 else b"\r\033[%dA\033[J" % (drawn - 1)
+
+
+def visible(line: bytes) -> bytes:
+    r"""``line`` without what would move the cursor; colours stay, and end with it.
+
+    >>> visible(b"\033[32m 50%\033[0m\033[A\t|")
+    b'\x1b[32m 50%\x1b[0m |\x1b[0m'
+    """
+    text = _moving().sub(b"", line.replace(b"\t", b" "))
+    return text + b"\033[0m" if b"\033" in text else text
+
+
+@functools.cache
+def _moving() -> re.Pattern[bytes]:
+    """Control sequences but those of colour (SGR), other escape sequences, and control characters (ECMA-48).
+
+    A sequence that is not whole goes as far as it goes: it would make another one of what follows.
+    """
+    import re
+
+    csi = rb"\033\[(?![0-9:;]*m)[0-?]*+[ -/]*+[@-~]?"
+    osc = rb"\033\][^\007\033]*(?:\007|\033\\)?"
+    other = rb"\033[()*+][0-9A-Za-z]|\033[^\[\]]|\033$"
+    return re.compile(b"|".join((csi, osc, other, rb"[\0-\010\012-\032\034-\037\177]")))
+
+
+def _terminal_size() -> tuple[int, int]:
+    import sys
+
+    for stream in (sys.__stderr__, sys.__stdout__):
+        try:
+            if stream is not None:
+                return os.get_terminal_size(stream.fileno())
+        except (OSError, ValueError):
+            continue
+    return _SIZE
