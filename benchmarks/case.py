@@ -44,11 +44,11 @@ class Verdict(NamedTuple):
 
 
 class Target(NamedTuple):
-    """A bound on one of Phalanx's figures: absolute, or a multiple of the same figure of the floor.
+    """A bound on one of Phalanx's figures: absolute, or a multiple of the same figure of the contender ``of``.
 
     The median is judged, or with ``worst`` the largest value seen (the smallest, for ``>=``).
 
-    >>> double = Target("elapsed", "<=", 2, of_floor=True)
+    >>> double = Target("elapsed", "<=", 2, of=FLOOR)
     >>> double.text("ms"), double.value({"phalanx": {"elapsed": [3.0]}, "floor": {"elapsed": [1.0]}})
     ('elapsed <= 2 x floor', 3.0)
     >>> none = Target("left", "<=", 0, worst=True)
@@ -59,7 +59,7 @@ class Target(NamedTuple):
     figure: str
     relation: str
     limit: float
-    of_floor: bool = False
+    of: str = ""
     worst: bool = False
 
     def text(self, unit: str) -> str:
@@ -68,17 +68,17 @@ class Target(NamedTuple):
 
     def unit(self, unit: str) -> str:
         """Return the unit of the limit, given that of the figure."""
-        return "x floor" if self.of_floor else unit
+        return f"x {self.of}" if self.of else unit
 
     def value(self, seen: Figures) -> float | None:
         """Return what is to be held against the limit, or ``None`` where it was not measured."""
         ours = seen.get(PHALANX, {}).get(self.figure)
-        floor = seen.get(FLOOR, {}).get(self.figure)
-        if not ours or (self.of_floor and not floor):
+        theirs = seen.get(self.of, {}).get(self.figure)
+        if not ours or (self.of and not theirs):
             return None
         extreme = min if self.relation == ">=" else max
         value = extreme(ours) if self.worst else median(ours)
-        return value / median(floor) if self.of_floor and floor else value
+        return value / median(theirs) if theirs else value
 
     def met(self, value: float) -> bool:
         """Tell whether a value meets the target."""
@@ -93,6 +93,7 @@ class Case(NamedTuple):
     ``rounds`` are the measured rounds (the peer, which may be slow, takes part in the first ``peer_rounds`` of them);
     a round whose result is thrown away goes before them where ``warm_up`` says so.
     ``limit`` bounds one run of one contender, in seconds.
+    ``interpreter`` names the contender whose interpreter all of them use, where that has what they need.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Case(NamedTuple):
     peer_rounds: int = 3
     warm_up: bool = True
     limit: float = 120.0
+    interpreter: str = ""
 
     def targets_text(self) -> list[str]:
         """Return the targets as a person would write them."""

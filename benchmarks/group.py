@@ -20,14 +20,25 @@ LIBRARY = {PHALANX: "phalanx.multiprocessing", PEER: "torch.distributed.elastic.
 
 
 def start(
-    contender: str, entrypoint: Callable[..., object] | str, args: list[tuple[object, ...]], *, tee: bool = False
+    contender: str,
+    entrypoint: Callable[..., object] | str,
+    args: list[tuple[object, ...]],
+    *,
+    tee: bool = False,
+    **options: object,
 ) -> Any:
-    """Start one worker per item of ``args`` and return the started context; with ``tee``, all streams teed."""
+    """Start one worker per item of ``args`` and return the started context.
+
+    With ``tee``, all streams are teed, each line with the prefix ``[rank] ``, whatever the contender's own would be.
+    """
     library = importlib.import_module(LIBRARY[contender])
     logs = library.DefaultLogsSpecs(log_dir=tempfile.mkdtemp(), tee=library.Std.ALL if tee else library.Std.NONE)
+    ranks = range(len(args))
+    prefixes = {rank: f"[{rank}] " for rank in ranks} if tee else None
     return library.start_processes(
-        "benchmark", entrypoint, dict(enumerate(args)), {rank: {} for rank in range(len(args))}, logs
-    )
+        "benchmark", entrypoint, dict(enumerate(args)), {rank: {} for rank in ranks}, logs, log_line_prefixes=prefixes,
+        **options,
+    )  # fmt: skip
 
 
 def run_ms(contender: str, entrypoint: Callable[..., object] | str, workers: int) -> float:

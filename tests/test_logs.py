@@ -212,7 +212,7 @@ def tee(logs: Path, *texts: bytes, **options: Any) -> RunProcsResult:
         (b"\n\n\nx", b"[0] \n[0] \n[0] \n[0] x\n"),
         (b"\xff\xfe\x80 not UTF-8\n\xc3", b"[0] \xff\xfe\x80 not UTF-8\n[0] \xc3\n"),
         ("é — 漢\n".encode(), "[0] é — 漢\n".encode()),
-        (b"10 %\r50 %\rdone\n", b"[0] 10 %\r50 %\rdone\n"),
+        (b"10 %\r50 %\rdone\n", b"[0] done\n"),
         (b"dos\r\nlines\r\n", b"[0] dos\r\n[0] lines\r\n"),
         (b"a\0b\n\0", b"[0] a\0b\n[0] \0\n"),
     ],
@@ -248,7 +248,7 @@ def test_a_very_long_line(logs: Path, capfdbinary: pytest.CaptureFixture[bytes])
 
 
 def test_binary_garbage_arrives_whole(logs: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    code = "import os\nfor _ in range(40): os.write(1, os.urandom(100_000))\nos.write(1, b'end')"
+    code = "import os\nfor _ in range(40): os.write(1, os.urandom(100_000).replace(b'\\r', b''))\nos.write(1, b'end')"
     run(PYTHON, {0: ("-c", code)}, log_dir=logs, tee=Std.OUT, log_line_prefixes={0: ""})
     assert capfdbinary.readouterr().out == (logs / "0/stdout.log").read_bytes() + b"\n"
 
@@ -340,7 +340,7 @@ def test_a_console_that_reads_nothing_holds_nobody_up(tmp_path: Path, logs: Path
         os.close(writer)
         os.close(reader)
     assert done.returncode == 0
-    assert "the console did not read" in done.stderr
+    assert done.stderr.count("more lines in") == 2
     for rank in range(2):
         assert (logs / f"{rank}/stdout.log").read_text().count("\n") == 20000
 

@@ -15,50 +15,42 @@ import time
 
 import click
 
-from phalanx._core import script as script_module
+from phalanx._core.tell import tell
 from phalanx.cli import _nproc
-from phalanx.cli._tell import tell
+from phalanx.cli._options import (
+    SETTINGS,
+    console_options,
+    console_specs,
+    option,
+    read_ranks,
+    read_size,
+    read_strings,
+    reading,
+)
+from phalanx.cli._place import default_place
+from phalanx.cli._placement import placement_options, take_placement
+from phalanx.cli._recorder import Recorder
 from phalanx.multiprocessing import (
     DefaultLogsSpecs,
     KeeperLostError,
     LogsDest,
     PContext,
+    PreloadError,
     RunProcsResult,
+    ScriptContext,
     SignalException,
     Std,
     SubprocessContext,
 )
+from phalanx.multiprocessing._warm import check_preload
 from phalanx.multiprocessing.errors import ChildFailedError, record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import Any
 
-_SETTINGS = {
-    "help_option_names": ["-h", "--help"],
-    "token_normalize_func": lambda token: token.replace("_", "-"),
-    "allow_interspersed_args": False,  # everything after the script is the script's
-    "max_content_width": 100,
-}
-
-
-def _option(*names: str, **settings: Any) -> Callable[[Any], Any]:
-    """An option that the environment can set, as PHALANX_NAME, or as PET_NAME, where torchrun's users have it."""
-    long = next(name for name in names if name.startswith("--")).lstrip("-").upper().replace("-", "_")
-    return click.option(*names, envvar=[f"PHALANX_{long}", f"PET_{long}"], show_envvar=False, **settings)
-
-
-def _reading(read: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """A callback that reads an option's text, and says in click's way what is wrong with it."""
-
-    def callback(_ctx: click.Context, _param: click.Parameter, value: str | None) -> Any:
-        try:
-            return None if value is None else read(value)
-        except ValueError as error:
-            raise click.BadParameter(str(error)) from None
-
-    return callback
+_SETTINGS = {**SETTINGS, "allow_interspersed_args": False}  # everything after the script is the script's
 
 
 def _only(*accepted: str, why: str) -> Callable[[click.Context, click.Parameter, str | None], Any]:
@@ -70,68 +62,72 @@ def _only(*accepted: str, why: str) -> Callable[[click.Context, click.Parameter,
             raise ValueError(msg)
         return text
 
-    return _reading(read)
-
-
-def _ranks(text: str) -> set[int]:
-    try:
-        return {int(part) for part in text.split(",") if part.strip()}
-    except ValueError:
-        msg = f"{text!r}: expected local ranks, like 0,1"
-        raise ValueError(msg) from None
+    return reading(read)
 
 
 @click.command(context_settings=_SETTINGS)
-@_option(
+@option(
     "--nproc-per-node",
-    callback=_reading(_nproc.count),
+    callback=reading(_nproc.count),
     metavar="N|auto|cpu|gpu",
     default="1",
     show_default=True,
     help="Workers on this machine.",
 )
-@_option("-m", "--module", is_flag=True, help="SCRIPT is a module, as for python -m.")
-@_option("--no-python", is_flag=True, help="SCRIPT is a binary, started as it is.")
-@_option("--run-id", metavar="NAME", help="What the run is called. Default: the date and time.")
-@_option("--role", default="default", show_default=True, help="ROLE_NAME of the workers.")
-@_option(
+@option("-m", "--module", is_flag=True, help="SCRIPT is a module, as for python -m.")
+@option("--no-python", is_flag=True, help="SCRIPT is a binary, started as it is.")
+@option("--run-id", metavar="NAME", help="What the run is called. Default: the date and time.")
+@option("--role", default="default", show_default=True, help="ROLE_NAME of the workers.")
+@option(
     "--log-dir",
     type=click.Path(file_okay=False),
     help="Folder for the runs' logs. Default: ~/.local/state/phalanx/runs.",
 )
-@_option(
+@option(
     "-r",
     "--redirects",
-    callback=_reading(Std.from_str),
+    callback=reading(Std.from_str),
     metavar="STREAMS",
     help="Streams that go to files only: 1 stdout, 2 stderr, 3 both; or by local rank, 0:3,1:2.",
 )
-@_option(
+@option(
     "-t",
     "--tee",
-    callback=_reading(Std.from_str),
+    callback=reading(Std.from_str),
     metavar="STREAMS",
     help="Streams that go to files and to the console. Default: 3.",
 )
-@_option(
+@option(
     "--local-ranks-filter",
-    callback=_reading(_ranks),
+    callback=reading(read_ranks),
     metavar="RANK,...",
     help="Local ranks whose output the console shows.",
 )
-@_option("--grace", type=click.FloatRange(min=0), default=30.0, show_default=True, metavar="SECONDS",
+@console_options
+@option("--drain", type=click.FloatRange(min=0), default=10.0, show_default=True, metavar="SECONDS",
+        help="Time that the end waits, at most, for a console that reads slowly.")  # fmt: skip
+@option("--log-max-size", callback=reading(read_size), metavar="SIZE",
+        help="Set log files aside when they would grow beyond, as stdout.log.1, ...: 100MB, 1GiB.")  # fmt: skip
+@option("--duplicate-stdout-filters", callback=reading(read_strings), metavar="TEXT,...",
+        help="Write lines that hold one of these also to filtered_stdout.log, for all ranks.")  # fmt: skip
+@option("--duplicate-stderr-filters", callback=reading(read_strings), metavar="TEXT,...",
+        help="The same for stderr.")  # fmt: skip
+@option("--grace", type=click.FloatRange(min=0), default=30.0, show_default=True, metavar="SECONDS",
          help="Time between SIGTERM and SIGKILL.")  # fmt: skip
-@_option("--settle", type=click.FloatRange(min=0), default=0.1, show_default=True, metavar="SECONDS",
+@option("--settle", type=click.FloatRange(min=0), default=0.1, show_default=True, metavar="SECONDS",
          help="Time for the others to leave evidence after the first failure, before they are stopped.")  # fmt: skip
-@_option("--start-method", type=click.Choice(["spawn", "forkserver", "fork"]), default="spawn", show_default=True,
+@option("--preload", callback=reading(read_strings), metavar="MODULE,...",
+        help="Modules to import once: the workers are forks that have them already.")  # fmt: skip
+@option("--start-method", type=click.Choice(["spawn", "forkserver", "fork"]), default="spawn", show_default=True,
          help="How functions are started. Scripts and binaries are always executed afresh.")  # fmt: skip
-@_option("--master-addr", default="127.0.0.1", show_default=True, help="MASTER_ADDR of the workers.")
-@_option("--master-port", type=click.IntRange(0, 65535), default=0, metavar="PORT",
+@placement_options
+@option("--master-addr", default="127.0.0.1", show_default=True, help="MASTER_ADDR of the workers.")
+@option("--master-port", type=click.IntRange(0, 65535), default=0, metavar="PORT",
          help="MASTER_PORT of the workers. Default: a free port.")  # fmt: skip
-@_option("--standalone", is_flag=True, hidden=True, help="Accepted: one machine without a store is what this is.")
-@_option("--nnodes", default="1", hidden=True, callback=_only("1", "1:1", why="it runs on one machine"))
-@_option("--node-rank", default="0", hidden=True, callback=_only("0", why="it runs on one machine"))
-@_option("--max-restarts", default="0", hidden=True, callback=_only("0", why="it does not restart"))
+@option("--standalone", is_flag=True, hidden=True, help="Accepted: one machine without a store is what this is.")
+@option("--nnodes", default="1", hidden=True, callback=_only("1", "1:1", why="it runs on one machine"))
+@option("--node-rank", default="0", hidden=True, callback=_only("0", why="it runs on one machine"))
+@option("--max-restarts", default="0", hidden=True, callback=_only("0", why="it does not restart"))
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(script: str, args: tuple[str, ...], **options: Any) -> None:
@@ -174,40 +170,76 @@ def _run(
     settle: float,
     master_addr: str,
     master_port: int,
-    **_accepted: Any,  # of torchrun's options, those that could only say what holds here anyway
+    log_max_size: int | None,
+    duplicate_stdout_filters: list[str] | None,
+    duplicate_stderr_filters: list[str] | None,
+    preload: list[str] | None,
+    start_method: str,  # noqa: ARG001 - of functions, which only the library starts
+    standalone: bool,  # noqa: ARG001 - this, and those below, can only say what holds here anyway
+    nnodes: str,  # noqa: ARG001 - as above
+    node_rank: str,  # noqa: ARG001 - as above
+    max_restarts: str,  # noqa: ARG001 - as above
+    **shown: Any,
 ) -> int:
-    entrypoint, head = _command(script, module=module, no_python=no_python)
+    python = os.environ.get("PYTHON_EXEC", sys.executable)
+    _check_command(script, module=module, no_python=no_python)
+    _check_preload(preload, no_python=no_python, python=python)
     _check_ranks(nproc_per_node, redirects, tee, local_ranks_filter)
     if redirects is None and tee is None:
         tee = Std.ALL
     run_id = run_id or time.strftime("%Y%m%d-%H%M%S")
-    specs = _logs(log_dir, redirects or Std.NONE, tee or Std.NONE, local_ranks_filter)
+    placement, extra, said = take_placement(shown, nproc_per_node)
+    console = console_specs(**shown)
+    _check_shown(nproc_per_node, console.ranks)
+    specs = _logs(log_dir, redirects or Std.NONE, tee or Std.NONE, local_ranks_filter, log_max_size)
     port = master_port or _free_port(master_addr)
     envs = {
         rank: worker_env(rank, nproc_per_node, role=role, run_id=run_id, master_addr=master_addr, master_port=port)
+        | extra[rank]
         for rank in range(nproc_per_node)
     }
-    argv = dict.fromkeys(envs, (*head, *args))
-    group = SubprocessContext(script, entrypoint, argv, envs, specs, settle=settle, grace=grace)
+    argv = dict.fromkeys(envs, args)
+    filters = {"stdout": duplicate_stdout_filters, "stderr": duplicate_stderr_filters}
+    rest: dict[str, Any] = {"settle": settle, "grace": grace, "placement": placement}
+    group: PContext
+    if no_python:
+        group = SubprocessContext(script, script, argv, envs, specs, console=console, filters=filters, **rest)
+    else:
+        rest |= {"module": module, "python": python, "preload": preload or ()}
+        group = ScriptContext(script, script, argv, envs, specs, console=console, filters=filters, **rest)
+    command = [*(["-m"] if module else []), script, *args]
+    recorder = Recorder(group, specs, run_id=run_id, command=command, say=_say)
+    specs.notes = said
     try:
         group.start()
+        recorder.running()
         result = group.wait()
     except SignalException as error:
-        return _stop(group, error.sigval, grace)
-    except KeeperLostError as error:
+        code = _stop(group, error.sigval, grace)
+        recorder.ended("stopped", code, error.sigval.name)
+        return code
+    except (KeeperLostError, PreloadError) as error:
         _say(f"Error: {error}")
+        recorder.ended("failed", 1, str(error))
         return 1
     except OSError as error:
+        recorder.ended("failed", 1, str(error))
         raise click.ClickException(str(error)) from None
     except ValueError as error:
+        recorder.ended("failed", 2, str(error))
         raise click.UsageError(str(error)) from None
     finally:
         group.close(signal.SIGKILL)  # ended already, unless one more signal has broken out of `_stop`
-    return _verdict(script, result, specs.run_log_dir or "")
+    code, cause = _outcome(result)
+    recorder.ended("failed" if code else "succeeded", code, cause)
+    _report(script, result, specs.run_log_dir or "")
+    return code
 
 
 class _RunLogs(DefaultLogsSpecs):
-    """Says where the run's logs are, before the first worker can say anything."""
+    """Says where the run's logs are, and what else there is to say, before the first worker can say anything."""
+
+    notes: Sequence[str] = ()
 
     def reify(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
         """See `LogsSpecs.reify`."""
@@ -217,6 +249,8 @@ class _RunLogs(DefaultLogsSpecs):
             msg = f"--log-dir: {error}"
             raise click.ClickException(msg) from None
         _say(f"{len(envs)} worker{'s' * (len(envs) > 1)}, logs in {self.run_log_dir}")
+        for note in self.notes:
+            _say(note)
         return logs
 
 
@@ -244,12 +278,27 @@ def worker_env(
     }
 
 
-def _command(script: str, *, module: bool, no_python: bool) -> tuple[str, tuple[str, ...]]:
-    """The binary to start, and the arguments that come before the user's. Raises UsageError."""
+def _check_preload(preload: list[str] | None, *, no_python: bool, python: str) -> None:
+    if not preload:
+        return
+    if no_python:
+        raise click.UsageError("--preload and --no-python exclude each other: a binary imports nothing")
+    if python != sys.executable:
+        msg = f"--preload: workers are forks of this interpreter, {sys.executable}; PYTHON_EXEC is {python}"
+        raise click.UsageError(msg)
+    try:
+        check_preload(preload)
+    except ValueError as error:
+        msg = f"--{error}"
+        raise click.UsageError(msg) from None
+
+
+def _check_command(script: str, *, module: bool, no_python: bool) -> None:
+    """Look for the script, before anything starts. Raises UsageError."""
     if no_python:
         if module:
             raise click.UsageError("--module and --no-python exclude each other")
-        return script, ()
+        return
     if not module and not os.path.exists(script):
         folder = os.path.dirname(script) or "."
         names = os.listdir(folder) if os.path.isdir(folder) else []
@@ -260,34 +309,40 @@ def _command(script: str, *, module: bool, no_python: bool) -> tuple[str, tuple[
     if not module and os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
         msg = f"script {script!r} is a folder without a __main__.py"
         raise click.UsageError(msg)
-    python = os.environ.get("PYTHON_EXEC", sys.executable)
-    return python, ("-u", script_module.__file__, *(["-m"] if module else []), script)
 
 
 def _check_ranks(nproc: int, *choices: Any) -> None:
-    for option, choice in zip(("--redirects", "--tee", "--local-ranks-filter"), choices, strict=True):
+    for name, choice in zip(("--redirects", "--tee", "--local-ranks-filter"), choices, strict=True):
         if isinstance(choice, (dict, set)):
             wrong = sorted(rank for rank in choice if not 0 <= rank < nproc)
             if wrong:
-                msg = f"{option}: there is no local rank {', '.join(map(str, wrong))}; ranks are 0 to {nproc - 1}"
+                msg = f"{name}: there is no local rank {', '.join(map(str, wrong))}; ranks are 0 to {nproc - 1}"
                 raise click.UsageError(msg)
 
 
+def _check_shown(world_size: int, ranks: Iterable[int] | None) -> None:
+    wrong = sorted(rank for rank in ranks or () if rank >= world_size)
+    if wrong:
+        msg = f"--ranks: there is no rank {', '.join(map(str, wrong))}; ranks are 0 to {world_size - 1}"
+        raise click.UsageError(msg)
+
+
 def _logs(
-    log_dir: str | None, redirects: Std | Mapping[int, Std], tee: Std | Mapping[int, Std], ranks: set[int] | None
-) -> DefaultLogsSpecs:
-    """Logs in ``log_dir``, or in the user's folder for state (XDG base directories), which survives /tmp's cleaning."""
+    log_dir: str | None,
+    redirects: Std | Mapping[int, Std],
+    tee: Std | Mapping[int, Std],
+    ranks: set[int] | None,
+    max_size: int | None,
+) -> _RunLogs:
+    """Logs in ``log_dir``, or in the default place; in a new temporary folder where that cannot be written to."""
     if log_dir is None:
-        state = os.environ.get("XDG_STATE_HOME", "")
-        if not os.path.isabs(state):  # then the standard wants it ignored
-            state = os.path.join(os.path.expanduser("~"), ".local", "state")
-        log_dir = os.path.join(state, "phalanx", "runs")
+        log_dir = default_place()
         with contextlib.suppress(OSError):
             os.makedirs(log_dir, exist_ok=True)
         if not os.access(log_dir, os.W_OK):  # a home that is read-only, or not there
-            return _RunLogs(None, redirects, tee, ranks)
+            return _RunLogs(None, redirects, tee, ranks, max_size=max_size)
     try:
-        return _RunLogs(log_dir, redirects, tee, ranks)
+        return _RunLogs(log_dir, redirects, tee, ranks, max_size=max_size)
     except OSError as error:
         raise click.UsageError(str(error)) from None
 
@@ -313,7 +368,9 @@ def _stop(group: PContext, first: signal.Signals, grace: float) -> int:
                     if death == signal.SIGKILL
                     else f"stopping the workers (at most {seconds:g} s; once more to kill them)"
                 )
-                _say(f"{death.name}: {text}")
+                text = f"phalanx: {death.name}: {text}"
+                if not group.say(text):  # above the live lines of a terminal
+                    tell(text)
             group.close(death, seconds)
         except SignalException:
             death, seconds = signal.SIGKILL, 0.0
@@ -323,14 +380,25 @@ def _stop(group: PContext, first: signal.Signals, grace: float) -> int:
             return 128 + first
 
 
-def _verdict(name: str, result: RunProcsResult, log_dir: str) -> int:
-    """Report, and find the exit code."""
+def _outcome(result: RunProcsResult) -> tuple[int, str]:
+    """The exit code, and the cause of one that is not 0."""
     root = result.root_cause
-    if root is None:
-        abandoned = [outcome.describe() for outcome in result.outcomes.values() if outcome.state == "abandoned"]
-        for line in abandoned:
-            _say(line)
-        return 1 if abandoned else 0
+    if root is not None:
+        rank = root.local_rank if root.rank is None else root.rank
+        return 128 - root.exitcode if root.exitcode < 0 else root.exitcode or 1, f"rank {rank}: {root.message}"
+    for rank, outcome in result.outcomes.items():
+        if outcome.state == "abandoned":
+            return 1, f"rank {rank}: {outcome.describe()}"
+    return 0, ""
+
+
+def _report(name: str, result: RunProcsResult, log_dir: str) -> None:
+    """Say what went wrong, if anything did."""
+    if not result.failures:
+        for outcome in result.outcomes.values():
+            if outcome.state == "abandoned":
+                _say(outcome.describe())
+        return
 
     @record  # a launcher that is itself a worker passes the root cause on to its own error file
     def fail() -> None:
@@ -344,7 +412,6 @@ def _verdict(name: str, result: RunProcsResult, log_dir: str) -> int:
         colour = sys.stderr is not None and sys.stderr.isatty() and not os.environ.get("NO_COLOR")
         style = _style if colour else None
         tell(format_report(name, error.failures, outcomes=error.outcomes, log_dir=log_dir, style=style))
-    return 128 - root.exitcode if root.exitcode < 0 else root.exitcode or 1
 
 
 def _style(kind: str, line: str) -> str:

@@ -1,51 +1,396 @@
-"""The console side of a group: which files are followed, to which of the launcher's streams, under which prefix."""
+"""The console side of a group: which files are followed, to which of the launcher's streams, and how that looks.
+
+Owns the choices that a person has about the console, and what they mean in views, lanes and prefixes.
+"""
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
+from phalanx._core.value import Value
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    import re
+    from collections.abc import Callable, Iterable, Mapping
     from typing import Any
 
     from phalanx._core.pump import Pump
+    from phalanx._core.view import Lane, View
     from phalanx.multiprocessing._logs import LogsDest
 
+TEMPLATE_ENV = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+DRAIN = 10.0
+
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)  # red is for errors
+_FIELDS = ("role_name", "rank", "local_rank", "host", "time")
 
 
-def pump(logs: LogsDest, prefixes: Mapping[int, str] | None) -> Pump | None:
-    """What shows the teed streams of a group, or None when there are none."""
-    if not logs.tee_stdouts and not logs.tee_stderrs:
+class ConsoleSpecs(Value):
+    """How the console shows what the workers write. The files are the same whatever is chosen here.
+
+    Args:
+        color: "auto" (on a terminal, unless ``NO_COLOR`` is set), "always" or "never".
+        timestamps: None, "iso" (local time with milliseconds, ISO 8601) or "elapsed" (seconds since the start). It is
+            the time at which the line was seen, a fraction of a millisecond after it was written.
+        template: What stands before each line, with ``${role_name}``, ``${rank}``, ``${local_rank}``, ``${host}`` and
+            ``${time}``; None for ``TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE``, or ``[rank] ``.
+        ranks: The global ranks whose lines are shown; None for all. Of one that fails, the last are shown regardless.
+        grep: A regular expression (`re`); only lines in which it is found are shown.
+        fold: Whether lines that are equal across ranks within 0.2 s are shown once, as ``[0-7] …``.
+        format: "text", or "json": JSON Lines with ``time``, ``rank``, ``stream`` and ``text``, all on stdout.
+        drain: Seconds (>= 0) that the end waits, at most, for a console that reads slowly.
+
+    Raises:
+        ValueError: A value that is none of these; the message names the field.
+    """
+
+    __slots__ = ("color", "drain", "fold", "format", "grep", "ranks", "template", "timestamps")
+
+    color: str
+    timestamps: str | None
+    template: str | None
+    ranks: frozenset[int] | None
+    grep: str | None
+    fold: bool
+    format: str
+    drain: float
+
+    def __init__(
+        self,
+        *,
+        color: str = "auto",
+        timestamps: str | None = None,
+        template: str | None = None,
+        ranks: Iterable[int] | None = None,
+        grep: str | None = None,
+        fold: bool = False,
+        format: str = "text",  # noqa: A002 - what it is called on the command line
+        drain: float = DRAIN,
+    ) -> None:
+        choices = {
+            "color": (color, ("auto", "always", "never")),
+            "timestamps": (timestamps, (None, "iso", "elapsed")),
+            "format": (format, ("text", "json")),
+        }
+        for name, (value, allowed) in choices.items():
+            if value not in allowed:
+                msg = f"{name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}"
+                raise ValueError(msg)
+        if not drain >= 0:
+            msg = f"drain: expected 0 seconds or more, got {drain!r}"
+            raise ValueError(msg)
+        if fold and format == "json":
+            raise ValueError("fold, format: machines are given every line; 'json' cannot be folded")
+        self._store(
+            color=color,
+            timestamps=timestamps,
+            template=_checked(template),
+            ranks=None if ranks is None else frozenset(ranks),
+            grep=grep if grep is None else _compiled(grep).pattern,
+            fold=fold,
+            format=format,
+            drain=drain,
+        )
+
+
+def pump(
+    logs: LogsDest,
+    envs: Mapping[int, Mapping[str, str]],
+    prefixes: Mapping[int, str] | None,
+    console: ConsoleSpecs,
+    filters: Mapping[str, list[str] | None],
+) -> Pump | None:
+    """What follows the files of a group, or None when there is nothing to follow.
+
+    ``filters`` are by stream the strings that select lines for the file of all ranks.
+    """
+    if not any((*logs.stdouts.values(), *logs.stderrs.values())):
         return None
-    from phalanx._core.pump import Follower, Pump, Sink
+    from phalanx._core.follower import Follower
+    from phalanx._core.pump import Pump, Stream
+    from phalanx._core.timeline import Timeline
 
-    followers = []
-    width = len(str(max(logs.stdouts, default=0)))
-    for stream, paths in ((sys.stdout, logs.tee_stdouts), (sys.stderr, logs.tee_stderrs)):
-        if stream is None:
-            continue
-        target = _target(stream)
-        sink = Sink(target)
-        colour = isinstance(target, int) and os.isatty(target) and not os.environ.get("NO_COLOR")
+    views = _Views(logs, envs, prefixes, console)
+    streams = []
+    for number, (name, paths, shown, hidden) in enumerate(
+        (
+            ("stdout", logs.stdouts, logs.tee_stdouts, logs.hidden_stdouts),
+            ("stderr", logs.stderrs, logs.tee_stderrs, logs.hidden_stderrs),
+        )
+    ):
+        extract = views.extract(name, filters.get(name))
         for rank, path in sorted(paths.items()):
-            prefix = _prefix(rank, width, colour=colour) if prefixes is None else prefixes.get(rank, "")
-            followers.append(Follower(path, prefix.encode("utf-8", "surrogateescape"), sink))
-    return Pump(followers)
+            if not path or path == os.devnull:
+                continue
+            lanes = []
+            spare = None
+            if rank in shown or rank in hidden:
+                view = views.console(name)
+                if view is not None:
+                    spare = (view, views.lane(rank, name, view))
+                    if rank in shown and (console.ranks is None or views.global_rank(rank) in console.ranks):
+                        lanes.append(spare)
+                        views.count(name)
+                        spare = None
+            if extract is not None:
+                lanes.append((extract, views.lane(rank, name, extract)))
+            follower = Follower(path, rotates=bool(logs.max_size))
+            streams.append(Stream(follower, lanes, number=2 * rank + number, spare=spare))
+    timeline = Timeline(logs.timeline) if logs.timeline else None
+    return Pump(streams, views.all, timeline, drain=console.drain)
 
 
-def _target(stream: Any) -> Any:
-    """The descriptor of a stream; the stream itself where it has none (a notebook's, a test's)."""
+class _Views:
+    """The views of one group, made as they are asked for."""
+
+    def __init__(
+        self,
+        logs: LogsDest,
+        envs: Mapping[int, Mapping[str, str]],
+        prefixes: Mapping[int, str] | None,
+        console: ConsoleSpecs,
+    ) -> None:
+        self._logs = logs
+        self._envs = envs
+        self._console = console
+        self._prefix = Prefixes(envs, prefixes, console)
+        self._by_place: dict[object, View | None] = {}
+        self._colored: set[View] = set()
+        self._counts = {"stdout": 0, "stderr": 0}
+        self.all: list[View] = []
+
+    def global_rank(self, rank: int) -> int:
+        return int(self._envs.get(rank, {}).get("RANK") or rank)
+
+    def lane(self, rank: int, name: str, view: View) -> Lane:
+        from phalanx._core.view import Lane
+
+        return Lane(self.global_rank(rank), name, self._prefix.of(rank, colour=view in self._colored))
+
+    def count(self, name: str) -> None:
+        """One more lane of a stream is shown."""
+        self._counts[name] += 1
+
+    def console(self, name: str) -> View | None:
+        """The view of a stream, on the launcher's stream of that name; one for both if that is one and the same."""
+        stream = sys.stdout if name == "stdout" or self._console.format == "json" else sys.stderr
+        if stream is None:
+            return None
+        found = target(stream)
+        place = _place(found)
+        if place not in self._by_place:
+            self._by_place[place] = self._make(found)
+        return self._by_place[place]
+
+    def _make(self, target: Any) -> View:
+        view, colour = make_view(target, self._console, self._prefix, self._counts)
+        if colour:
+            self._colored.add(view)
+        self.all.append(view)
+        return view
+
+    def extract(self, name: str, needles: list[str] | None) -> View | None:
+        """The file for the lines of all ranks that hold one of ``needles``."""
+        if not needles:
+            return None
+        from phalanx._core.sink import Sink
+        from phalanx._core.surface import Paper
+        from phalanx._core.view import Text, View
+
+        path = self._logs.filtered_stdout if name == "stdout" else self._logs.filtered_stderr
+        wanted = [os.fsencode(needle) for needle in needles]
+
+        def select(block: bytes) -> bytes:
+            if not any(needle in block for needle in wanted):
+                return b""
+            return _joined(line for line in block[:-1].split(b"\n") if any(needle in line for needle in wanted))
+
+        view = View(Paper(Sink(path)), Text(), select)
+        self.all.insert(0, view)  # the last is where we speak
+        return view
+
+
+def make_view(target: Any, console: ConsoleSpecs, prefixes: Prefixes, counts: dict[str, int]) -> tuple[View, bool]:
+    """A view on a descriptor, a stream or a sink, and whether prefixes are coloured there.
+
+    ``counts`` says how many lanes of each stream it will have.
+    """
+    from phalanx._core.fold import Fold, ranges
+    from phalanx._core.sink import Sink
+    from phalanx._core.surface import Paper, Screen
+    from phalanx._core.view import Json, Text, View
+
+    terminal = isinstance(target, int) and os.isatty(target)
+    text = console.format == "text"
+    sink = Sink(target)
+    surface = Screen(sink) if terminal and text and os.environ.get("TERM", "dumb") != "dumb" else Paper(sink)
+    colour = console.color == "always" or (console.color == "auto" and terminal and not os.environ.get("NO_COLOR"))
+    view = View(surface, Text() if text else Json(prefixes.host), _select(console.grep))
+    if console.fold:
+
+        def emit(lanes: list[Lane], line: bytes) -> None:
+            if len(lanes) == 1:
+                surface.write(lanes[0], lanes[0].label(lambda: fold.time), line)
+            else:
+                prefix = prefixes.shared(ranges([lane.rank for lane in lanes]), colour=colour)
+                surface.write(lanes[0], prefix if isinstance(prefix, bytes) else prefix(fold.time), line)
+
+        fold = Fold(emit, counts, time=lambda: view.time())  # noqa: PLW0108 - it is replaced where history is shown
+        view.fold_into(fold)
+    return view, colour and text
+
+
+class Prefixes:
+    """What stands before the lines of each rank."""
+
+    def __init__(
+        self,
+        envs: Mapping[int, Mapping[str, str]],
+        given: Mapping[int, str] | None,
+        console: ConsoleSpecs,
+        *,
+        start: float | None = None,
+    ) -> None:
+        some = envs[min(envs)] if envs else {}
+        many = int(some.get("GROUP_WORLD_SIZE") or 1) > 1
+        self.host = os.uname().nodename if many else ""
+        self._envs = envs
+        self._given = given
+        self._template = console.template if console.template is not None else template_of_environment()
+        self._stamp = stamp(console.timestamps, start)
+        self._width = max([len(envs[rank].get("RANK") or str(rank)) for rank in envs], default=1)
+
+    def of(self, rank: int, *, colour: bool) -> bytes | Callable[[float], bytes]:
+        """The prefix of a local rank, or what gives it for a time."""
+        env = self._envs.get(rank, {})
+        number = env.get("RANK") or str(rank)
+        if self._given is not None:
+            return self._stamped(self._given.get(rank, ""), "")
+        if self._template is None:
+            return self._stamped(_painted(self._label(number), int(number)) if colour else self._label(number), " ")
+        from string import Template
+
+        values = {"role_name": env.get("ROLE_NAME") or "default", "rank": number, "local_rank": str(rank)}
+        values["host"] = os.uname().nodename
+        text = Template(self._template)
+        if "time" not in text.get_identifiers():
+            return self._stamped(text.safe_substitute(values), "")
+        stamp_ = self._stamp or stamp("iso")
+        assert stamp_ is not None
+        return lambda now: _encoded(text.safe_substitute(values, time=stamp_(now)))
+
+    def shared(self, ranks: str, *, colour: bool) -> bytes | Callable[[float], bytes]:
+        """The prefix of a line of several ranks."""
+        return self._stamped(f"\033[1m[{ranks}]\033[0m" if colour else f"[{ranks}]", " ")
+
+    def _label(self, rank: str) -> str:
+        text = f"{self.host} {rank}" if self.host else rank
+        return f"[{text}]".rjust(len(text) - len(rank) + self._width + 2)
+
+    def _stamped(self, text: str, gap: str) -> bytes | Callable[[float], bytes]:
+        if self._stamp is None:
+            return _encoded(text + gap)
+        make, space = self._stamp, "" if not text or text.endswith(" ") else " "
+        return lambda now: _encoded(f"{text}{space}{make(now)} ")
+
+
+def stamp(kind: str | None, start: float | None = None) -> Callable[[float], str] | None:
+    """What writes a time (seconds since the epoch): as "iso", or as "elapsed" since ``start`` (None: now)."""
+    if kind is None:
+        return None
+    import time
+
+    if kind == "elapsed":
+        begin = time.time() if start is None else start
+        return lambda now: f"{max(0.0, now - begin):.3f}"
+    last = (-1, "")
+
+    def iso(now: float) -> str:
+        nonlocal last
+        second = int(now)
+        if last[0] != second:
+            last = (second, time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(second)))
+        return f"{last[1]}.{int((now - second) * 1000):03d}"
+
+    return iso
+
+
+def target(stream: Any) -> Any:
+    """The descriptor of a stream; the stream itself where it has none (a test's), or is none of Python's own files.
+
+    A notebook's stdout writes into the cell. The descriptor that it names is what the kernel's stdout was before.
+    """
     try:
         stream.flush()
         fd = stream.fileno()
     except (OSError, ValueError, AttributeError):
         return stream
-    return fd if isinstance(fd, int) else stream
+    known = isinstance(stream, (io.TextIOWrapper, io.BufferedIOBase, io.RawIOBase))
+    return fd if known and isinstance(fd, int) else stream
 
 
-def _prefix(rank: int, width: int, *, colour: bool) -> str:
-    text = f"[{rank}]".rjust(width + 2)
-    return f"\033[{_COLOURS[rank % len(_COLOURS)]}m{text}\033[0m " if colour else f"{text} "
+def _place(target: Any) -> object:
+    """What is the same for two descriptors whose readers see one stream: one terminal, one pipe."""
+    if not isinstance(target, int):
+        return id(target)
+    found = os.fstat(target)  # a file that was opened twice is one, too: two writers would overwrite each other
+    return found.st_dev, found.st_ino, found.st_rdev
+
+
+def _painted(text: str, rank: int) -> str:
+    return f"\033[{_COLOURS[rank % len(_COLOURS)]}m{text}\033[0m"
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _joined(lines: Iterable[bytes]) -> bytes:
+    chosen = list(lines)
+    return b"\n".join(chosen) + b"\n" if chosen else b""
+
+
+def _select(grep: str | None) -> Callable[[bytes], bytes] | None:
+    if grep is None:
+        return None
+    search = _compiled(grep).search
+
+    def select(block: bytes) -> bytes:
+        # As text: in bytes a class like [äö] would be one of bytes, and a dot half a letter.
+        lines = block[:-1].decode("utf-8", "surrogateescape").split("\n")
+        text = "\n".join([line for line in lines if search(line)])
+        return text.encode("utf-8", "surrogateescape") + b"\n" if text else b""
+
+    return select
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    import re
+
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        msg = f"grep: {pattern!r} is not a regular expression: {error}"
+        raise ValueError(msg) from None
+
+
+def template_of_environment() -> str | None:
+    """The template that the environment gives. Raises ValueError."""
+    return _checked(os.environ.get(TEMPLATE_ENV) or None, TEMPLATE_ENV)
+
+
+def _checked(template: str | None, name: str = "template") -> str | None:
+    if template is None:
+        return None
+    from string import Template
+
+    text = Template(template)
+    unknown = [field for field in text.get_identifiers() if field not in _FIELDS]
+    if unknown:
+        known = ", ".join(f"${{{field}}}" for field in _FIELDS)
+        msg = f"{name}: there is no ${{{unknown[0]}}}; known are {known}"
+        raise ValueError(msg)
+    return template

@@ -24,11 +24,13 @@ class LogsDest(Value):
     ``stdouts`` and ``stderrs``: where each stream goes (``""``: to the launcher's own). ``tee_stdouts`` and
     ``tee_stderrs``: those of them that are also shown on the console. ``error_files``: where each worker leaves
     its evidence. ``filtered_stdout`` and ``filtered_stderr``: one file each for the lines of all ranks that a
-    filter selects.
+    filter selects. ``hidden_stdouts`` and ``hidden_stderrs``: those that the console shows only when their rank fails.
+    ``timeline``: where the times of writing are noted. ``max_size``: bytes at which a file is rotated (0: never).
     """
 
     __slots__ = (  # noqa: RUF023 - the order is that of the arguments
         "stdouts", "stderrs", "tee_stdouts", "tee_stderrs", "error_files", "filtered_stdout", "filtered_stderr",
+        "hidden_stdouts", "hidden_stderrs", "timeline", "max_size",
     )  # fmt: skip
 
     stdouts: dict[int, str]
@@ -38,6 +40,10 @@ class LogsDest(Value):
     error_files: dict[int, str]
     filtered_stdout: str
     filtered_stderr: str
+    hidden_stdouts: dict[int, str]
+    hidden_stderrs: dict[int, str]
+    timeline: str
+    max_size: int
 
     def __init__(
         self,
@@ -48,6 +54,10 @@ class LogsDest(Value):
         error_files: dict[int, str] | None = None,
         filtered_stdout: str = "",
         filtered_stderr: str = "",
+        hidden_stdouts: dict[int, str] | None = None,
+        hidden_stderrs: dict[int, str] | None = None,
+        timeline: str = "",
+        max_size: int = 0,
     ) -> None:
         self._store(
             stdouts=stdouts or {},
@@ -57,6 +67,10 @@ class LogsDest(Value):
             error_files=error_files or {},
             filtered_stdout=filtered_stdout,
             filtered_stderr=filtered_stderr,
+            hidden_stdouts=hidden_stdouts or {},
+            hidden_stderrs=hidden_stderrs or {},
+            timeline=timeline,
+            max_size=max_size,
         )
 
 
@@ -67,7 +81,10 @@ class LogsSpecs(ABC):
         log_dir: The folder for everything, or None for a new temporary one.
         redirects: Streams that go to files only.
         tee: Streams that go to files and to the console.
-        local_ranks_filter: The local ranks whose output the console shows; None for all. The files hold everything.
+        local_ranks_filter: The local ranks whose output the console shows; None for all. The files hold everything, and
+            of a rank that fails the last lines are shown regardless.
+        max_size: Bytes; a log file that would grow beyond is set aside as ``stdout.log.1``, ``stdout.log.2``, … (the
+            oldest is 1), at the end of a line, and none is ever removed. None for no bound.
     """
 
     folders_can_wait = False
@@ -79,7 +96,13 @@ class LogsSpecs(ABC):
         redirects: Std | Mapping[int, Std] = Std.NONE,
         tee: Std | Mapping[int, Std] = Std.NONE,
         local_ranks_filter: set[int] | None = None,
+        *,
+        max_size: int | None = None,
     ) -> None:
+        if max_size is not None and max_size < 1:
+            msg = f"max_size: expected a number of bytes, 1 or more, got {max_size!r}"
+            raise ValueError(msg)
+        self._max_size = max_size or 0
         self._root_log_dir = None if log_dir is None else os.fspath(log_dir)
         self._redirects = redirects
         self._tee = tee
@@ -112,8 +135,10 @@ class DefaultLogsSpecs(LogsSpecs):
         redirects: Std | Mapping[int, Std] = Std.NONE,
         tee: Std | Mapping[int, Std] = Std.NONE,
         local_ranks_filter: set[int] | None = None,
+        *,
+        max_size: int | None = None,
     ) -> None:
-        super().__init__(log_dir, redirects, tee, local_ranks_filter)
+        super().__init__(log_dir, redirects, tee, local_ranks_filter, max_size=max_size)
         if log_dir is not None and os.path.lexists(log_dir) and not os.path.isdir(log_dir):
             msg = f"log_dir: {os.fspath(log_dir)!r} is not a folder"
             raise NotADirectoryError(msg)
@@ -136,7 +161,7 @@ class DefaultLogsSpecs(LogsSpecs):
         os.makedirs(folder, exist_ok=True)
         logs = lay_out(folder, len(envs), self._redirects, self._tee, self._local_ranks_filter, self.folders_can_wait)
         self._made += [folder, *map(os.path.dirname, logs.error_files.values())]
-        return logs
+        return logs.replace(timeline=os.path.join(folder, "timeline"), max_size=self._max_size)
 
     def tidy(self) -> None:
         """See `LogsSpecs.tidy`."""
@@ -178,6 +203,7 @@ def lay_out(
     redirected, teed = to_map(redirects, nprocs), to_map(tee, nprocs)
     streams: dict[Std, dict[int, str]] = {Std.OUT: {}, Std.ERR: {}}
     tees: dict[Std, dict[int, str]] = {Std.OUT: {}, Std.ERR: {}}
+    hidden: dict[Std, dict[int, str]] = {Std.OUT: {}, Std.ERR: {}}
     errors = {}
     for rank in range(nprocs):
         rank_dir = os.path.join(folder, str(rank))
@@ -188,8 +214,8 @@ def lay_out(
             path = os.path.join(rank_dir, name)
             if stream in redirected[rank] | teed[rank]:
                 streams[stream][rank] = path
-                if shown and stream in teed[rank]:
-                    tees[stream][rank] = path
+                if stream in teed[rank]:
+                    (tees if shown else hidden)[stream][rank] = path
             else:
                 streams[stream][rank] = SYS_STREAM if shown else os.devnull
         errors[rank] = os.path.join(rank_dir, "error.json")
@@ -201,6 +227,8 @@ def lay_out(
         errors,
         os.path.join(folder, "filtered_stdout.log"),
         os.path.join(folder, "filtered_stderr.log"),
+        hidden[Std.OUT],
+        hidden[Std.ERR],
     )
 
 

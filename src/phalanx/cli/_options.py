@@ -1,0 +1,129 @@
+"""What options of several commands have in common: how they are declared and read, and those of the console."""
+
+from __future__ import annotations
+
+import click
+
+from phalanx._core import size
+from phalanx.multiprocessing import ConsoleSpecs
+from phalanx.multiprocessing._console import TEMPLATE_ENV, template_of_environment
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+SETTINGS = {
+    "help_option_names": ["-h", "--help"],
+    "token_normalize_func": lambda token: token.replace("_", "-"),
+    "max_content_width": 100,
+}
+
+
+def option(*names: str, **settings: Any) -> Callable[[Any], Any]:
+    """An option that the environment can set, as PHALANX_NAME, or as PET_NAME, where torchrun's users have it."""
+    long = next(name for name in names if name.startswith("--")).lstrip("-").upper().replace("-", "_")
+    return click.option(*names, envvar=[f"PHALANX_{long}", f"PET_{long}"], show_envvar=False, **settings)
+
+
+def reading(read: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    """A callback that reads an option's text, and says in click's way what is wrong with it."""
+
+    def callback(_ctx: click.Context, _param: click.Parameter, value: str | None) -> Any:
+        try:
+            return None if value is None else read(value)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from None
+
+    return callback
+
+
+def read_ranks(text: str) -> set[int]:
+    """Read ranks, and ranges of ranks. Raises ValueError.
+
+    >>> sorted(read_ranks("0,4-6"))
+    [0, 4, 5, 6]
+    """
+    ranks: set[int] = set()
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
+            msg = f"{text!r}: expected ranks, like 0,1 or 0,4-7; the trouble is with {part!r}"
+            raise ValueError(msg)
+        ranks.update(range(int(first), int(last or first) + 1))
+    return ranks
+
+
+def read_size(text: str) -> int:
+    """Read a number of bytes, 1 or more, with a unit or without. Raises ValueError.
+
+    >>> read_size("100MB"), read_size("1GiB"), read_size("4096")
+    (100000000, 1073741824, 4096)
+    """
+    number = size.parse(text)
+    if number < 1:
+        msg = f"{text!r}: expected a size, like 500000, 100MB or 1GiB"
+        raise ValueError(msg)
+    return number
+
+
+def read_strings(text: str) -> list[str]:
+    """Read strings between commas."""
+    return [part for part in text.split(",") if part]
+
+
+def console_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Declare the options of how lines are shown; `console_specs` reads their values."""
+    declarations = [
+        option("--ranks", "--rank", callback=reading(read_ranks), metavar="RANK,...",
+               help="Global ranks whose output is shown, like 0,4-7."),
+        option("--grep", metavar="REGEX", help="Show only lines in which this regular expression is found."),
+        option("--fold", is_flag=True, help="Show lines that are equal across ranks once, as [0-7] ..."),
+        option("--timestamps", is_flag=True, help="Put the time before each line, ISO 8601 with milliseconds."),
+        option("--elapsed", is_flag=True, help="Put the seconds since the start before each line."),
+        option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True,
+               help="json: one JSON object a line, with time, rank, stream and text."),
+        option("--log-line-prefix-template", metavar="TEXT",
+               help="What stands before each line: ${role_name} ${rank} ${local_rank} ${host} ${time}."),
+        option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True,
+               help="Colour the prefixes. auto: on a terminal, unless NO_COLOR is set."),
+    ]  # fmt: skip
+    for declare in reversed(declarations):
+        command = declare(command)
+    return command
+
+
+def console_specs(
+    *,
+    ranks: set[int] | None,
+    grep: str | None,
+    fold: bool,
+    timestamps: bool,
+    elapsed: bool,
+    log_format: str,
+    log_line_prefix_template: str | None,
+    color: str,
+    **more: Any,
+) -> ConsoleSpecs:
+    """What the console options say. Raises UsageError."""
+    if timestamps and elapsed:
+        raise click.UsageError("--timestamps and --elapsed exclude each other")
+    try:
+        if log_line_prefix_template is None:
+            log_line_prefix_template = template_of_environment()
+        return ConsoleSpecs(
+            ranks=ranks,
+            grep=grep,
+            fold=fold,
+            timestamps="iso" if timestamps else "elapsed" if elapsed else None,
+            format=log_format,
+            template=log_line_prefix_template,
+            color=color,
+            **more,
+        )
+    except ValueError as error:
+        named = {"format:": "--log-format:", "template:": "--log-line-prefix-template:", "fold, format:": "--fold:"}
+        text = str(error)
+        head = next((name for name in named if text.startswith(name)), "")
+        text = named[head] + text[len(head) :] if head else text if text.startswith(TEMPLATE_ENV) else f"--{text}"
+        raise click.UsageError(text) from None

@@ -1,0 +1,115 @@
+"""The options of `phalanx run` that say where workers run and within which bounds, and OMP_NUM_THREADS.
+
+Owns their reading. What they mean is the business of `phalanx.multiprocessing.Placement`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from phalanx._core import topology
+from phalanx.cli import _nproc
+from phalanx.cli._options import option, reading
+from phalanx.multiprocessing import Placement
+from phalanx.multiprocessing._placement import divide
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+THREADS = "OMP_NUM_THREADS"
+
+
+def read_limits(text: str) -> dict[str, str | tuple[str, str]]:
+    """Read resource limits. Raises ValueError.
+
+    >>> read_limits("nofile=1024:4096,as=8GiB")
+    {'nofile': ('1024', '4096'), 'as': '8GiB'}
+    """
+    limits: dict[str, str | tuple[str, str]] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or name in limits:
+            msg = f"{text!r}: expected limits, each once, like nofile=4096,as=8GiB; the trouble is with {part!r}"
+            raise ValueError(msg)
+        soft, colon, hard = value.partition(":")
+        limits[name] = (soft, hard) if colon else value
+    try:
+        Placement(rlimits=limits)
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix("rlimits: ")) from None
+    return limits
+
+
+def placement_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Declare the options; `take_placement` reads their values."""
+    declarations = [
+        option("--cpu-bind", default="none", show_default=True, metavar="none|core|numa|LIST",
+               help="CPUs of each worker: whole cores, a NUMA node, or a list for each, as 0-3;4-7."),
+        option("--nice", type=click.IntRange(-20, 19), default=0, metavar="N",
+               help="Added to the nice value of the workers."),
+        option("--rlimit", callback=reading(read_limits), metavar="NAME=VALUE,...",
+               help="Resource limits of each worker, like nofile=4096,as=8GiB."),
+        option("--virtual-local-rank", is_flag=True,
+               help="Each worker sees one device, at index 0, and LOCAL_RANK is 0."),
+    ]  # fmt: skip
+    for declare in reversed(declarations):
+        command = declare(command)
+    return command
+
+
+def take_placement(options: dict[str, Any], nprocs: int) -> tuple[Placement, dict[int, dict[str, str]], list[str]]:
+    """Take the placement options out of ``options``.
+
+    Returns what they say, the variables for each rank that follow from it, and lines for the user. Raises UsageError.
+    """
+    cpu_bind, nice, rlimits, virtual = (
+        options.pop(name) for name in ("cpu_bind", "nice", "rlimit", "virtual_local_rank")
+    )
+    placement = Placement(cpu_bind, nice, rlimits or {}, virtual)
+    try:
+        shares, said = divide(cpu_bind, nprocs)
+        if cpu_bind != "none":  # as found now: what is said below is what will be
+            lists = ";".join(topology.format_list(cpus) for cpus in shares)
+            placement = placement.replace(cpu_bind=lists)
+        placement.resolve(nprocs)
+        placement.environment({rank: {} for rank in range(nprocs)})
+        _check_devices(nprocs, virtual=virtual)
+    except ValueError as error:
+        raise click.UsageError(_by_option(str(error))) from None
+    lines = [_by_option(said)] if said else []
+    if nprocs == 1 or THREADS in os.environ:
+        return placement, {rank: {} for rank in range(nprocs)}, lines
+    threads, line = _threads(shares)
+    return placement, {rank: {THREADS: str(count)} for rank, count in enumerate(threads)}, [*lines, line]
+
+
+def _threads(shares: list[tuple[int, ...]]) -> tuple[list[int], str]:
+    """How many threads each rank gets, and how that is said."""
+    quota = topology.quota()
+    threads = topology.threads(shares, quota)
+    least, most = min(threads), max(threads)
+    cpus = len({cpu for share in shares for cpu in share})
+    limited = f", of which the cgroup grants {quota:g}" if quota is not None and quota < cpus else ""
+    return threads, (
+        f"{THREADS}={least}{f' to {most}' if most > least else ''} for each of {len(shares)} workers "
+        f"({cpus} CPU{'s' * (cpus > 1)}{limited}); set it to choose otherwise"
+    )
+
+
+def _check_devices(nprocs: int, *, virtual: bool) -> None:
+    """Refuse more ranks than devices, where these are counted. Where none can be, nobody may want any."""
+    if virtual and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        devices = _nproc.count_gpus()
+        if 0 < devices < nprocs:
+            msg = f"virtual_local_rank: rank {devices} has no device: there are {devices} for {nprocs} ranks"
+            raise ValueError(msg)
+
+
+def _by_option(text: str) -> str:
+    """Name an option where the library names a field."""
+    field, colon, rest = text.partition(":")
+    return f"--{'rlimit' if field == 'rlimits' else field.replace('_', '-')}{colon}{rest}"

@@ -1,0 +1,281 @@
+"""What a run directory says of itself: ``run.json``, typed, versioned and replaced in one step.
+
+Owns the file's format, its writing and its distrustful reading, and whether a run still runs. Knows nothing of groups
+and options. It is imported when it is needed and not before, because it is the one module that loads msgspec.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from phalanx._core import linux
+
+FILE = "run.json"
+"""The name of the record in a run's folder."""
+
+VERSION = 1
+"""The version of the format. Fields may be added to one; a field that changes its meaning, or goes, makes another."""
+
+_MOST_BYTES = 64 << 20  # 10,000 ranks take 1 MB
+
+State = Literal["running", "succeeded", "failed", "stopped", "lost"]
+RankState = Literal["running", "succeeded", "failed", "stopped", "abandoned", "lost"]
+
+# The bounds keep what a damaged file says from breaking arithmetic and calendars later.
+Moment = Annotated[float, Meta(ge=0, lt=253402214400)]  # 9999-12-31
+Pid = Annotated[int, Meta(ge=1, lt=2**31)]
+Count = Annotated[int, Meta(ge=0, lt=2**31)]
+ExitCode = Annotated[int, Meta(gt=-(2**31), lt=2**31)]
+
+
+class Rank(Struct, frozen=True, kw_only=True):
+    """One worker of an attempt.
+
+    Attributes:
+        rank, local_rank: Its number in the job, and on this machine.
+        pid: Its process.
+        state: "running"; "succeeded"; "failed" by itself; "stopped" by us; "abandoned", when it outlived SIGKILL;
+            "lost", when its end was not seen.
+        exitcode: As `subprocess` gives it, negative for a signal; None when there is none, or it is not known.
+        signal_sent: The last signal that we sent it, or None.
+    """
+
+    rank: Count
+    local_rank: Count
+    pid: Pid
+    state: RankState
+    exitcode: ExitCode | None = None
+    signal_sent: Count | None = None
+
+
+class Attempt(Struct, frozen=True, kw_only=True):
+    """One start of all ranks. ``number`` counts from 0; moments are Unix time in seconds."""
+
+    number: Count
+    started: Moment
+    ended: Moment | None = None
+    ranks: list[Rank] = []
+
+
+class Run(Struct, frozen=True, kw_only=True):
+    """What a run directory says of its run.
+
+    Attributes:
+        version: `VERSION`.
+        run_id: What the run is called.
+        name: What was run.
+        command: It, with its arguments.
+        cwd: Where; "" when that folder was gone.
+        host: The machine's name.
+        pid: The launcher's process,
+        pid_started: and its start, in clock ticks since boot (field 22 of proc_pid_stat(5)): pids are used again.
+        pid_namespace: The namespace in which the pid has its meaning (pid_namespaces(7)), or "".
+        boot_id: Which boot of the machine it was (/proc/sys/kernel/random/boot_id), or "".
+        state: As written. What it means by now, `state_now` says.
+        started, ended: Unix time in seconds; None while it runs.
+        exit_code: The launcher's; None while it runs.
+        nprocs: The number of workers.
+        cause: Why it did not succeed, in one line, or "".
+        attempts: Each start of the workers, the latest last.
+    """
+
+    version: Count = VERSION
+    run_id: str
+    name: str
+    command: list[str]
+    cwd: str = ""
+    host: str
+    pid: Pid
+    pid_started: Annotated[int, Meta(ge=0)]
+    pid_namespace: str = ""
+    boot_id: str = ""
+    state: State
+    started: Moment
+    ended: Moment | None = None
+    exit_code: ExitCode | None = None
+    nprocs: Count
+    cause: str = ""
+    attempts: list[Attempt] = []
+
+
+class UnreadableRecordError(ValueError):
+    """A ``run.json`` that cannot be used. The message names the file, and the field where it is one."""
+
+
+class NoRecordError(UnreadableRecordError):
+    """There is no ``run.json`` in the folder."""
+
+
+class _Versioned(Struct):
+    version: int
+
+
+def begin(*, run_id: str, name: str, command: list[str], started: float, nprocs: int, ranks: list[Rank]) -> Run:
+    """The record of a run that this process launches: "running", in its first attempt.
+
+    >>> run = begin(run_id="night", name="train.py", command=["train.py"], started=1795184205.0, nprocs=4, ranks=[])
+    >>> run.state, run.pid == os.getpid(), state_now(run)
+    ('running', True, 'running')
+    """
+    try:
+        cwd = os.getcwd()
+    except OSError:
+        cwd = ""
+    return Run(
+        run_id=run_id,
+        name=name,
+        command=command,
+        cwd=cwd,
+        host=os.uname().nodename,
+        pid=os.getpid(),
+        pid_started=linux.Stat(os.getpid()).start,
+        pid_namespace=_pid_namespace(),
+        boot_id=_boot_id(),
+        state="running",
+        started=started,
+        nprocs=nprocs,
+        attempts=[Attempt(number=0, started=started, ranks=ranks)],
+    )
+
+
+def end(run: Run, *, state: State, exit_code: int, cause: str, ranks: list[Rank]) -> Run:
+    """The record of a run that is over by now, with what became of the ranks of its last attempt."""
+    ended = max(time.time(), run.started)  # the clock may have been set back
+    last = msgspec.structs.replace(run.attempts[-1], ended=ended, ranks=ranks)
+    attempts = [*run.attempts[:-1], last]
+    return msgspec.structs.replace(run, state=state, ended=ended, exit_code=exit_code, cause=cause, attempts=attempts)
+
+
+def write(run_dir: str, run: Run) -> None:
+    """Write the record in one step: a reader sees the old one, or all of the new one.
+
+    Not synced to the disk: the order of the steps is what matters, and after a crash of the machine the workers are
+    gone, too. Raises OSError; a record that was there is untouched then, and nothing is left over.
+    """
+    try:
+        data = msgspec.json.encode(run)
+    except UnicodeEncodeError:  # arguments and file names are bytes, and may be no text
+        data = msgspec.json.encode(_encodable(msgspec.to_builtins(run)))
+    path = os.path.join(run_dir, FILE)
+    temporary = os.path.join(run_dir, f".{FILE}.{os.getpid()}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        with open(fd, "wb") as file:
+            file.write(data + b"\n")
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def read(run_dir: str) -> Run:
+    """Read the record of a run's folder.
+
+    Raises:
+        NoRecordError: There is none.
+        UnreadableRecordError: It cannot be read, is damaged, has a field of a wrong type, or was written by a newer
+            version. A field that is not known is no error.
+    """
+    path = os.path.join(run_dir, FILE)
+    try:
+        data = _contents(path)
+    except FileNotFoundError:
+        msg = f"{path}: there is no such file"
+        raise NoRecordError(msg) from None
+    except OSError as error:
+        msg = f"{path}: {error.strerror or error}"
+        raise UnreadableRecordError(msg) from None
+    try:
+        version = msgspec.json.decode(data, type=_Versioned).version
+        if version == VERSION:
+            return msgspec.json.decode(data, type=Run)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        msg = f"{path}: {error}"
+        raise UnreadableRecordError(msg) from None
+    msg = f"{path}: version {version}; this Phalanx reads version {VERSION}"
+    if version > VERSION:
+        msg = f"{path}: written by a newer Phalanx (version {version}; this one reads {VERSION})"
+    raise UnreadableRecordError(msg)
+
+
+def state_now(run: Run) -> State:
+    """The state of a run by now: "lost" when the record says "running" and the launcher is gone.
+
+    A launcher on another machine, or in another pid namespace, cannot be looked at from here: its word is taken.
+    """
+    if run.state != "running":
+        return run.state
+    if run.boot_id != _boot_id():  # another machine, or this one before its last start
+        return "lost" if run.host == os.uname().nodename else "running"
+    if run.pid_namespace != _pid_namespace():
+        return "running"
+    return "running" if _lives(run.pid, run.pid_started) else "lost"
+
+
+def to_json(**values: Any) -> str:
+    """One line of JSON. A `Run` among the values is an object of its fields."""
+    return msgspec.json.encode(_encodable(msgspec.to_builtins(values))).decode()
+
+
+def _contents(path: str) -> bytes:
+    """Read a file that anybody may have put there: never waits for a pipe's writer, never fills the memory."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(0, "not a regular file")
+        with open(fd, "rb", closefd=False) as file:
+            data = file.read(_MOST_BYTES + 1)
+    finally:
+        os.close(fd)
+    if len(data) > _MOST_BYTES:
+        raise OSError(0, "too long to be a record")
+    return data
+
+
+def _lives(pid: int, started: int) -> bool:
+    """Whether this very process is there and has not exited."""
+    try:
+        found = linux.Stat(pid)
+    except OSError:  # /proc may hide others' processes (hidepid, proc(5)); kill(2) with 0 asks, and sends nothing
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
+        return True
+    return found.start == started and found.state not in "ZX"
+
+
+def _boot_id() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _encodable(value: Any) -> Any:
+    """The same with backslash escapes for what UTF-8 cannot say (bytes of names and arguments that are no text)."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, list):
+        return [_encodable(part) for part in value]
+    if isinstance(value, dict):
+        return {key: _encodable(part) for key, part in value.items()}
+    return value

@@ -1,0 +1,153 @@
+"""Follow log files into a stream, from Python: the names of ``torch.distributed.elastic.multiprocessing.tail_log``.
+
+Thin faces of the pump that every group has. A group with teed streams needs neither of them.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from phalanx._core.follower import Follower
+from phalanx._core.loop import Loop
+from phalanx._core.pump import Pump, Stream
+from phalanx._core.sink import Sink
+from phalanx._core.surface import Paper
+from phalanx._core.view import Lane, Text, View
+from phalanx.multiprocessing._console import target
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Any, Self, TextIO
+
+__all__ = ["TailLog", "tail_logfile"]
+
+
+class TailLog:
+    r"""Shows what is appended to files, whole lines at a time, until it is stopped. Files may be created later.
+
+    One thread for all files, and none of its wake-ups is for nothing: ``interval_sec`` is accepted and without effect.
+    What reaches ``dst`` is bytes as they are in the files where ``dst`` has a descriptor (the original ends at
+    one that is no UTF-8), else text with replacement characters.
+
+    Args:
+        name: Names the thread, and each file's prefix: ``[{name}{rank}]:``.
+        log_files: Rank → path.
+        dst: Where lines go: a file, a pipe, a terminal, or anything with ``write``. None to do nothing.
+        log_line_prefixes: Rank → what stands before each line, instead.
+        interval_sec: Without effect.
+        log_line_filter: Is called with each line, and says whether it is wanted. None: all are.
+
+    >>> import io, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     seen = io.StringIO()
+    ...     tail = TailLog("trainer", {0: f"{folder}/0.log"}, seen).start()
+    ...     with open(f"{folder}/0.log", "w") as log:
+    ...         written = log.write("ready\n")
+    ...     tail.stop()
+    >>> seen.getvalue()
+    '[trainer0]:ready\n'
+    """
+
+    def __init__(
+        self,
+        name: str,
+        log_files: Mapping[int, str],
+        dst: TextIO | None,
+        log_line_prefixes: Mapping[int, str] | None = None,
+        interval_sec: float = 0.1,  # noqa: ARG002 - historical
+        log_line_filter: Callable[[str], bool] | None = None,
+    ) -> None:
+        self._name = name
+        self._files = dict(log_files)
+        self._dst = dst
+        self._prefixes = log_line_prefixes or {}
+        self._filter = log_line_filter
+        self._loop: Loop | None = None
+        self._pump: Pump | None = None
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+
+    def start(self) -> Self:
+        """Start to follow. Returns itself. Raises OSError when no file can be watched, RuntimeError the second time."""
+        if self._loop is not None:
+            raise RuntimeError("a TailLog is started once")
+        if self._files and self._dst is not None:
+            loop = self._loop = Loop()
+            pump = self._pump = self._make(self._dst)
+            try:
+                pump.open(loop)
+                self._thread = threading.Thread(target=self._run, name=f"TailLog_{self._name}", daemon=True)
+                self._thread.start()
+            except BaseException:
+                pump.close()
+                loop.close()
+                raise
+        return self
+
+    def stop(self) -> None:
+        """Show what is in the files by now, and return. Bounded, as the end of a group is. Idempotent."""
+        if self._thread is not None:
+            loop, pump = self._loop, self._pump
+            assert loop is not None
+            assert pump is not None
+            if not self._stopped:
+                loop.call(lambda: pump.finish(loop.stop))
+            self._thread.join()
+        self._stopped = True
+
+    def stopped(self) -> bool:
+        """Whether `stop` has been called, and has done its work."""
+        return self._stopped
+
+    def _run(self) -> None:
+        assert self._loop is not None
+        assert self._pump is not None
+        try:
+            self._loop.run()
+        finally:
+            self._pump.close()
+            self._loop.close()
+
+    def _make(self, dst: Any) -> Pump:
+        view = View(Paper(Sink(target(dst))), Text(), None if self._filter is None else _select(self._filter))
+        streams = []
+        for rank, path in sorted(self._files.items()):
+            prefix = self._prefixes.get(rank, f"[{self._name}{rank}]:")
+            lane = Lane(rank, "stdout", prefix.encode("utf-8", "surrogateescape"))
+            streams.append(Stream(Follower(path), [(view, lane)]))
+        return Pump(streams, [view])
+
+
+def tail_logfile(
+    header: str,
+    file: str,
+    dst: TextIO,
+    finished: threading.Event,
+    interval_sec: float = 0.1,
+    log_line_filter: Callable[[str], bool] | None = None,
+) -> None:
+    """Show what is appended to one file until ``finished`` is set, then what is left of it, and return.
+
+    Args:
+        header: What stands before each line.
+        file: The path; it may be created later, or never.
+        dst: Where lines go, as for `TailLog`.
+        finished: Set it once nothing more will be written.
+        interval_sec: Without effect: nothing polls.
+        log_line_filter: Is called with each line, and says whether it is wanted. None: all are (the original shows
+            nothing then).
+    """
+    tail = TailLog("", {0: file}, dst, {0: header}, interval_sec, log_line_filter).start()
+    try:
+        finished.wait()
+    finally:
+        tail.stop()
+
+
+def _select(wanted: Callable[[str], bool]) -> Callable[[bytes], bytes]:
+    def select(block: bytes) -> bytes:
+        lines = block.decode("utf-8", "surrogateescape").split("\n")[:-1]
+        return "".join([f"{line}\n" for line in lines if wanted(f"{line}\n")]).encode("utf-8", "surrogateescape")
+
+    return select

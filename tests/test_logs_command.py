@@ -1,0 +1,541 @@
+"""`phalanx logs` as a person uses it: which run, which lines, in which order, and following a run to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
+from tests.helpers import Gate
+from tests.screen import Emulator
+from tests.test_log_options import start_sh
+from tests.test_run import LIMIT, Done, Launcher, Place, read_until, refused, terminal
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.helpers import Ready
+
+LOGS = (sys.executable, "-m", "phalanx", "logs")
+PYTHON = sys.executable
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    folder = tmp_path / "place"
+    folder.mkdir()
+    return Place(folder)
+
+
+def reader(place: Place, *options: object, head: tuple[str, ...] = (), **settings: Any) -> Launcher:
+    argv = [*head, *LOGS, "--log-dir", str(place.logs), *map(str, options)]
+    return Launcher(argv, cwd=place.folder, env=place.env, **settings)
+
+
+def logs(place: Place, *options: object, **settings: Any) -> Done:
+    """What `phalanx logs` says."""
+    with reader(place, *options, **settings) as launcher:
+        return launcher.end()
+
+
+def lines(place: Place, *options: object) -> list[str]:
+    done = logs(place, *options)
+    assert (done.status, done.err) == (0, "")
+    return done.out.splitlines()
+
+
+def sh(place: Place, code: str, *options: object, n: int = 1) -> Path:
+    """Run a shell script in every rank, unseen; return the run's folder."""
+    before = set(place.logs.glob("*"))
+    with start_sh(place, code, "-r", 3, *options, n=n) as launcher:
+        launcher.end()
+    (folder,) = set(place.logs.glob("*")) - before
+    return folder
+
+
+ALTERNATE = """
+    import os
+    rank = int(os.environ["RANK"])
+    folder = os.environ["FOLDER"]
+    mine, next_ = (f"{folder}/fifo{(rank + n) % 3}" for n in (0, 1))
+    with open(mine, "r+b", 0) as mine, open(next_, "r+b", 0) as next_:
+        for turn in range(5):
+            mine.read(1)
+            os.write(1, b"%d: %d\\n" % (turn, rank))
+            next_.write(b".")
+            mine.read(1)
+            os.write(2, b"%d: %d err\\n" % (turn, rank))
+            next_.write(b".")
+    """
+
+
+def alternate(place: Place, *options: object) -> list[str]:
+    """Three ranks write in turns; each growth is seen before the next rank's turn. Returns the order."""
+    place.env["FOLDER"] = str(place.folder)
+    for rank in range(3):
+        os.mkfifo(place.folder / f"fifo{rank}")
+    script = place.write(ALTERNATE)
+    with contextlib.ExitStack() as stack:
+        first = os.open(place.folder / "fifo0", os.O_RDWR)
+        stack.callback(os.close, first)
+        launcher = stack.enter_context(place.start("--nproc-per-node", 3, *options, script))
+        os.write(first, b".")
+        assert launcher.end().status == 0
+    order = []
+    for turn in range(5):
+        order += [f"[{rank}] {turn}: {rank}" for rank in range(3)]
+        order += [f"[{rank}] {turn}: {rank} err" for rank in range(3)]
+    return order
+
+
+# --- which run
+
+
+def test_the_latest_by_default(place: Place) -> None:
+    sh(place, "echo older $RANK", n=2)
+    assert sorted(lines(place)) == ["[0] older 0", "[1] older 1"]
+    sh(place, "echo newer; echo err >&2")
+    assert sorted(lines(place)) == ["[0] err", "[0] newer"]
+
+
+def test_a_run_by_any_of_its_names(place: Place) -> None:
+    folder = sh(place, "echo night", "--run-id", "night")
+    sh(place, "echo day", "--run-id", "day")
+    for name in ("night", "nig", folder.name, str(folder), f"logs/{folder.name}"):
+        assert lines(place, name) == ["[0] night"]
+    place.env["XDG_STATE_HOME"] = str(place.folder / "state")
+    place.run("--no-python", "echo", "default place", logs=False)
+    assert place.program(*LOGS).out == "[0] default place\n"
+
+
+def test_a_run_that_is_not_there(place: Place) -> None:
+    done = logs(place)
+    assert (done.status, done.out) == (1, "")
+    assert done.err == f"Error: there are no runs in {place.logs}\n"
+    folder = sh(place, "echo", "--run-id", "night")
+    done = logs(place, "nihgt_" + folder.name[-8:])
+    assert done.status == 1
+    assert f"close to it: {folder.name}" in done.err
+    done = logs(place, str(place.folder))
+    assert done.status == 1
+    assert "is not a run's folder" in done.err
+    sh(place, "echo", "--run-id", "night")
+    done = logs(place, "night")
+    assert done.status == 1
+    assert "can be any of 2 runs" in done.err
+
+
+def test_the_latest_run_is_empty(place: Place) -> None:
+    (place.logs / "refused").mkdir(parents=True)
+    (place.logs / "refused" / "run.json").write_text("{}")
+    done = logs(place)
+    assert (done.status, done.out) == (1, "")
+    assert done.err == "Error: refused has no logs: its workers were never started\n"
+    (place.logs / "refused" / "attempt_0").mkdir()
+    assert logs(place) == (0, "", "")
+    sh(place, ":")
+    assert logs(place) == (0, "", "")
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None and os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.parametrize("below", [".", "attempt_0", "attempt_0/0"])
+def test_a_folder_that_is_not_ours_to_read(place: Place, below: str) -> None:
+    folder = sh(place, "echo hidden")
+    os.chmod(folder / below, 0)
+    head = ("setpriv", "--bounding-set=-dac_override,-dac_read_search") if os.geteuid() == 0 else ()
+    try:
+        done = logs(place, folder.name, head=head)
+    finally:
+        os.chmod(folder / below, 0o700)
+    assert done.out == ""
+    assert done.status == 1
+    assert re.fullmatch(rf"Error: {folder / below}\S*: Permission denied\n", done.err)
+
+
+# --- in which order
+
+
+@pytest.mark.parametrize(
+    "options", [("-t", "3"), ("-r", "3"), ("-t", "3", "--log-max-size", "10"), ("-t", "3", "--ranks", "0")]
+)
+def test_lines_are_in_the_order_of_time(place: Place, options: tuple[str, ...]) -> None:
+    # Hand-over by pipes is faster than a notification, which only says that a file has grown since the last one. So
+    # what must hold here is the order of each stream; that of all of them, once each line has been seen, is below.
+    order = alternate(place, *options)
+    found = lines(place)
+    assert sorted(found) == sorted(order)
+    for rank in range(3):
+        for end in (rf"\d: {rank}", rf"\d: {rank} err"):
+            mine = re.compile(rf"\[{rank}\] {end}$")
+            assert [line for line in found if mine.match(line)] == [line for line in order if mine.match(line)]
+
+
+def test_what_is_apart_in_time_is_never_mixed(place: Place, gate: Gate) -> None:
+    """Ranks write in turns that the console has shown: the order in which they are seen is the one that is kept."""
+    code = f'while read x <{gate.address}-$RANK; do echo "$RANK: $x"; echo "$RANK: $x err" >&2; done'
+    turns = [0, 2, 1, 1, 0, 2, 2, 1, 0, 1]
+    order = []
+    with contextlib.ExitStack() as stack:
+        fifos = []
+        for rank in range(3):
+            os.mkfifo(f"{gate.address}-{rank}")
+            fifos.append(os.open(f"{gate.address}-{rank}", os.O_RDWR | os.O_CLOEXEC))
+        launcher = stack.enter_context(start_sh(place, code, n=3))
+        for number, rank in enumerate(turns):
+            os.write(fifos[rank], b"turn %d\n" % number)
+            launcher.read_until(f"turn {number}\n", "stdout")
+            launcher.read_until(f"turn {number} err\n")
+            order += [f"[{rank}] {rank}: turn {number}", f"[{rank}] {rank}: turn {number} err"]
+        for fifo in fifos:
+            os.close(fifo)
+        launcher.send(signal.SIGTERM)
+        launcher.end()
+    found = lines(place)
+    assert sorted(found) == sorted(order)
+    turns_found = [int(line.split()[3]) for line in found]
+    assert turns_found == sorted(turns_found)
+
+
+def test_since(place: Place, ready: Ready, gate: Gate) -> None:
+    script = place.write(f"""
+        import os
+        print("early")
+        {ready.python()}
+        {gate.python()}
+        print("late")
+        os.write(2, b"no end")
+        """)
+    with place.start("--nproc-per-node", 2, script) as launcher:
+        ready.wait(2)
+        shown = ""
+        while shown.count("early\n") < 2:
+            shown += launcher.read_until("early\n", "stdout")
+        time.sleep(0.02)  # times are kept in milliseconds: what is tested here is that time passes
+        between = datetime.now(UTC)
+        time.sleep(0.02)
+        gate.open(2)
+        launcher.end()
+    late = ["[0] late", "[0] no end", "[1] late", "[1] no end"]
+    assert sorted(lines(place, "--since", between.isoformat())) == late
+    assert sorted(lines(place, "--since", between.astimezone().replace(tzinfo=None).isoformat())) == late
+    assert sorted(lines(place, "--since", "1h")) == ["[0] early", *late[:2], "[1] early", *late[2:]]
+    assert lines(place, "--since", "0") == []
+    assert lines(place, "--since", "2999-01-01") == []
+    for text in ("yesterday", "1x", "-5", ""):
+        refused(logs(place, f"--since={text}"), "--since", "expected how long ago")
+
+
+# --- which lines
+
+
+def test_ranks_and_streams(place: Place) -> None:
+    sh(place, "echo out $RANK; echo err $RANK >&2", n=4)
+    assert sorted(lines(place, "--rank", 3)) == ["[3] err 3", "[3] out 3"]
+    assert sorted(lines(place, "--ranks", "0,2-3", "--stdout")) == ["[0] out 0", "[2] out 2", "[3] out 3"]
+    assert lines(place, "--stderr", "--rank", 1) == ["[1] err 1"]
+    refused(logs(place, "--rank", 4), "--ranks: this run has no rank 4")
+
+
+def test_attempts(place: Place) -> None:
+    place.logs.mkdir()
+    specs = DefaultLogsSpecs(str(place.logs), redirects=Std.ALL)
+    for attempt in (0, 1, 10):
+        env = {"TORCHELASTIC_RUN_ID": "r", "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+        with start_processes("r", "echo", {0: (f"attempt {attempt}",)}, {0: env}, specs) as group:
+            group.wait()
+    assert lines(place) == ["[0] attempt 10"]
+    assert lines(place, "--attempt", 1) == ["[0] attempt 1"]
+    assert lines(place, "--attempt", 0) == ["[0] attempt 0"]
+    refused(logs(place, "--attempt", 2), "--attempt:", "has no attempt 2; its attempts are 0, 1, 10")
+    refused(logs(place, "--attempt", "last"), "--attempt")
+
+
+def test_filters_and_forms(place: Place) -> None:
+    sh(place, "echo same; echo grün $RANK; echo same err >&2", n=3)
+    assert sorted(lines(place, "--grep", "gr[ü]n [12]")) == ["[1] grün 1", "[2] grün 2"]
+    assert sorted(lines(place, "--fold", "--grep", "same")) == ["[0-2] same", "[0-2] same err"]
+    coloured = lines(place, "--rank", 0, "--grep", "same$", "--color", "always")
+    assert coloured == ["\033[36m[0]\033[0m same"]
+    assert sorted(lines(place, "--stdout", "--log-line-prefix-template", "$rank ")) == sorted(
+        f"{rank} {text}" for rank in range(3) for text in ("same", f"grün {rank}")
+    )
+    refused(logs(place, "--grep", "("), "--grep: '(' is not a regular expression")
+    refused(logs(place, "--timestamps", "--elapsed"), "exclude each other")
+
+
+def test_times_are_those_of_writing(place: Place, ready: Ready, gate: Gate) -> None:
+    script = place.write(f"""
+        import time
+        print("first", time.time(), flush=True)
+        print("same")
+        {ready.python()}
+        {gate.python()}
+        print("same")
+        print("last", time.time(), end="")
+        """)
+    with place.start("--nproc-per-node", 2, script) as launcher:
+        ready.wait(2)
+        time.sleep(0.3)  # equal lines that are further apart are not folded: again, it is time that matters
+        gate.open(2)
+        launcher.end()
+    begun = time.time()
+    rows = [json.loads(line) for line in lines(place, "--log-format", "json")]
+    assert len(rows) == 8
+    for row in rows:
+        seen = datetime.fromisoformat(row["time"]).timestamp()
+        if row["text"] != "same":
+            assert abs(seen - float(row["text"].split()[1])) < 0.2
+        assert seen <= begun
+    for row in lines(place, "--timestamps", "--grep", "first|last"):
+        _prefix, moment, _what, written = row.split()
+        assert abs(datetime.fromisoformat(moment).timestamp() - float(written)) < 0.2
+    found = [line.split() for line in lines(place, "--elapsed", "--grep", "first|last")]
+    firsts, lasts = ([float(words[1]) for words in found if words[2] == what] for what in ("first", "last"))
+    assert len(firsts) == len(lasts) == 2
+    assert all(first > 0.0 and last - first > 0.25 for first, last in zip(firsts, lasts, strict=True))
+    same = [line.split() for line in lines(place, "--elapsed", "--fold", "--grep", "same")]
+    assert [words[0] for words in same] == ["[0-1]", "[0-1]"]
+    assert float(same[1][1]) - float(same[0][1]) > 0.25
+
+
+def test_rotated_logs(place: Place) -> None:
+    script = place.write("import os\nfor n in range(2000): os.write(1, b'line %d\\n' % n)")
+    place.run("--nproc-per-node", 2, "--log-max-size", "1k", script)
+    assert len(list(place.logs.glob("*/attempt_0/1/stdout.log.*"))) > 10
+    found = lines(place)
+    for rank in range(2):
+        assert [line for line in found if line.startswith(f"[{rank}]")] == [f"[{rank}] line {n}" for n in range(2000)]
+
+
+def test_more_files_than_may_be_open(place: Place) -> None:
+    for rank in range(150):
+        folder = place.logs / "many_x" / "attempt_0" / str(rank)
+        folder.mkdir(parents=True)
+        (folder / "stdout.log").write_text(f"of {rank}\n")
+    found = logs(place, "--color", "never", head=("sh", "-c", 'ulimit -n 160; "$@"', "sh"))
+    assert found.err == ""
+    assert sorted(line.split("] ")[1] for line in found.out.splitlines()) == sorted(f"of {n}" for n in range(150))
+
+
+def test_a_run_of_the_library(place: Place) -> None:
+    """There is no run.json."""
+    place.logs.mkdir()
+    args = {rank: ("-c", f"echo of {rank}") for rank in range(2)}
+    specs = DefaultLogsSpecs(str(place.logs), redirects=Std.ALL)
+    with start_processes("library", "sh", args, logs_specs=specs) as group:
+        group.wait()
+    assert sorted(lines(place)) == ["[0] of 0", "[1] of 1"]
+    assert min(lines(place, "--elapsed")).startswith("[0] 0.0")
+
+
+def test_a_folder_of_the_library(place: Place) -> None:
+    """It has no attempts."""
+    folder = place.folder / "flat"
+    folder.mkdir()
+    args = {rank: ("-c", f"echo of {rank}; echo err >&2") for rank in range(2)}
+    with start_processes("library", "sh", args, log_dir=folder, redirects=Std.ALL) as group:
+        group.wait()
+    for name in (str(folder), "./flat"):
+        assert sorted(lines(place, name, "--stdout")) == ["[0] of 0", "[1] of 1"]
+
+
+def test_garbage_in_the_timeline_and_the_files(place: Place) -> None:
+    folder = sh(place, "printf 'a\\n\\377\\nno end'", n=2)
+    timeline = folder / "attempt_0" / "timeline"
+    data = timeline.read_bytes() if timeline.exists() else b""
+    for damaged in (b"", b"phalanx1", data[:-3], data + b"\xff" * 800, os.urandom(1000), None):
+        timeline.unlink(missing_ok=True)
+        if damaged is not None:
+            timeline.write_bytes(damaged)
+        with reader(place) as launcher:
+            out, err = launcher.process.communicate(timeout=LIMIT)
+        assert launcher.process.returncode == 0, err
+        assert sorted(out.splitlines()) == sorted(
+            b"[%d] %s" % (rank, text) for rank in range(2) for text in (b"a", b"\xff", b"no end")
+        )
+
+
+# --- a reader that leaves
+
+
+def test_head(place: Place) -> None:
+    script = place.write("for n in range(100_000): print('line', n)")
+    place.run("-r", 3, script)
+    command = 'set -o pipefail; "$@" | head -1'
+    done = logs(place, head=("bash", "-c", command, "bash"))
+    assert done == (128 + signal.SIGPIPE, "[0] line 0\n", "")
+
+
+def test_a_slow_reader_gets_everything(place: Place) -> None:
+    script = place.write("for n in range(100_000): print('line', n)")
+    place.run("-r", 3, "--nproc-per-node", 2, script)
+    read, write = os.pipe()
+    with reader(place, stdout=write) as launcher:
+        os.close(write)
+        data = b""
+        while chunk := os.read(read, 5000):
+            data += chunk
+        os.close(read)
+        assert launcher.process.wait(LIMIT) == 0
+    found = data.decode().splitlines()
+    for rank in range(2):
+        mine = [line for line in found if line.startswith(f"[{rank}]")]
+        assert mine == [f"[{rank}] line {n}" for n in range(100_000)]
+
+
+# --- following
+
+
+def test_following_a_run_to_its_end(place: Place, ready: Ready, gate: Gate) -> None:
+    second = Gate(place.folder / "second gate")
+    script = place.write(f"""
+        import os
+        print("history of", os.environ["RANK"])
+        {ready.python()}
+        {gate.python()}
+        print("live")
+        {ready.python()}
+        {second.python()}
+        print("no end", end="")
+        """)
+    with second, place.start("--nproc-per-node", 2, "-r", 3, script) as launcher:
+        ready.wait(2)
+        with reader(place, "-f") as follower:
+            shown = ""
+            while shown.count("history") < 2:
+                shown += follower.read_until("\n", "stdout")
+            gate.open(2)
+            ready.wait(2)
+            more = ""
+            while more.count("live") < 2:
+                more += follower.read_until("live\n", "stdout")
+            second.open(2)
+            assert launcher.end().status == 0
+            done = follower.end()
+    assert (done.status, done.err) == (0, "")
+    assert sorted((shown + more + done.out).splitlines()) == [
+        "[0] history of 0", "[0] live", "[0] no end", "[1] history of 1", "[1] live", "[1] no end"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["launcher is killed", "run fails", "reader is interrupted", "reader is told to end"])
+def test_following_ends(place: Place, ready: Ready, gate: Gate, how: str) -> None:
+    script = place.write(f"print('one')\n{ready.python()}\n{gate.python()}\nprint('two')\nraise SystemExit(3)")
+    with place.start("-r", 3, script) as launcher:
+        ready.wait()
+        with reader(place, "-f") as follower:
+            follower.read_until("one\n", "stdout")
+            if how == "launcher is killed":
+                launcher.process.kill()
+                launcher.process.wait()
+                assert follower.end() == (0, "", "")
+            elif how == "run fails":
+                gate.open()
+                assert launcher.end().status == 3
+                assert follower.end() == (0, "[0] two\n", "")
+            elif how == "reader is interrupted":
+                follower.send(signal.SIGINT)
+                assert follower.end() == (130, "", "")
+            else:
+                follower.send(signal.SIGTERM)
+                assert follower.end() == (-signal.SIGTERM, "", "")
+
+
+def test_following_ends_with_its_reader(place: Place, ready: Ready, gate: Gate) -> None:
+    with place.start("-r", 3, place.write(f"print('one')\n{ready.python()}\n{gate.python()}")) as launcher:
+        ready.wait()
+        done = logs(place, "-f", head=("bash", "-c", 'set -o pipefail; "$@" | head -1', "bash"))
+        assert done == (141, "[0] one\n", "")
+        gate.open()
+        launcher.end()
+
+
+@pytest.mark.parametrize("text", ["prompt> ", "\\r bar 10", ""])
+def test_an_interrupt_leaves_a_terminal_tidy(place: Place, ready: Ready, gate: Gate, text: str) -> None:
+    place.env["TERM"] = "xterm"
+    code = f"printf 'one\n{text}'; {PYTHON} -c \"$TELL\"; read x <{gate.address}"
+    place.env["TELL"] = ready.python("1")
+    with start_sh(place, code, "-r", 3) as launcher, terminal() as (ours, theirs):
+        ready.wait()
+        with reader(place, "-f", "--color", "never", stdout=theirs, stderr=theirs) as follower:
+            os.close(theirs)
+            shown = read_until(ours, text[-4:] or "one\r\n")
+            follower.send(signal.SIGINT)
+            shown += read_until(ours, "what never comes")
+            assert follower.process.wait(LIMIT) == 130
+        os.write(gate._fd, b"\n")
+        launcher.end()
+    screen = Emulator(80)
+    screen.feed(shown)
+    assert screen.wraps
+    assert screen.text() == ["[0] one", *([f"[0] {text.strip(chr(92) + 'r')}".rstrip()] if text else [])]
+    assert screen.column == 0
+
+
+def test_following_a_run_that_is_over(place: Place) -> None:
+    sh(place, "echo over")
+    assert lines(place, "-f") == ["[0] over"]
+
+
+def test_following_a_run_that_is_just_starting(place: Place, ready: Ready, gate: Gate) -> None:
+    """There is no record yet, and the file of a rank is not there either."""
+    with place.start("-r", 3, place.write(f"print('x')\n{ready.python()}\n{gate.python()}\nprint('y')")) as launcher:
+        ready.wait()
+        (folder,) = place.logs.iterdir()
+        record = folder / "run.json"
+        while not record.exists():
+            pass
+        os.rename(record, folder / "aside")
+        with reader(place, "-f") as follower:
+            follower.read_until("x\n", "stdout")
+            os.rename(folder / "aside", record)
+            gate.open()
+            launcher.end()
+            assert follower.end() == (0, "[0] y\n", "")
+
+
+def test_following_with_filters_and_rotation(place: Place, ready: Ready, gate: Gate) -> None:
+    script = place.write(f"""
+        import os
+        for n in range(500): os.write(1, b"early %d\\n" % n)
+        {ready.python()}
+        {gate.python()}
+        for n in range(500): os.write(1, b"late %d\\n" % n)
+        """)
+    with place.start("--nproc-per-node", 2, "-r", 3, "--log-max-size", "500", script) as launcher:
+        ready.wait(2)
+        with reader(place, "-f", "--rank", 1, "--grep", "99") as follower:
+            shown = follower.read_until("early 499\n", "stdout")
+            gate.open(2)
+            launcher.end()
+            done = follower.end()
+    expected = [f"[1] {what} {n}" for what in ("early", "late") for n in range(500) if "99" in str(n)]
+    assert (shown + done.out).splitlines() == expected
+    assert done.status == 0
+
+
+def test_help_says_what_it_does(place: Place) -> None:
+    done = place.program(*LOGS, "--help")
+    assert done.status == 0
+    assert "in the order of time" in done.out
+    assert "Usage: phalanx logs [OPTIONS] [RUN]" in done.out
+
+
+def test_the_options_of_the_console_mean_the_same_in_the_environment(place: Place) -> None:
+    sh(place, "echo keep; echo drop")
+    place.env["PHALANX_GREP"] = "keep"
+    assert lines(place) == ["[0] keep"]
+    assert subprocess.run(
+        [*LOGS, "--log-dir", str(place.logs), "--grep", "drop"], env=place.env, capture_output=True, check=True
+    ).stdout == b"[0] drop\n"  # fmt: skip

@@ -1,0 +1,617 @@
+"""How lines come to be shown, without files and descriptors: cutting, views, formats, folding, and screens."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx._core import clock, fold, view
+from phalanx._core.clock import FakeClock
+from phalanx._core.fold import Fold, ranges
+from phalanx._core.lines import Cutter, last_state, settled
+from phalanx._core.surface import FRAME, Paper, Screen, visible
+from phalanx._core.view import QUIET, STATE, Json, Lane, Text, View
+from tests.pump_tools import Memory, lane
+from tests.screen import Emulator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    """A clock that moves when told."""
+    fake = FakeClock(100.0)
+    monkeypatch.setattr(clock, "now", fake)
+    return fake
+
+
+# --- lines
+
+
+@pytest.mark.parametrize(
+    "chunks,blocks,rest,rewritten",
+    [
+        ([], [], b"", False),
+        ([b"a\nb"], [b"a\n"], b"b", False),
+        ([b"a", b"b", b"c\n\nd"], [b"", b"", b"abc\n\n"], b"d", False),
+        ([b"dos\r", b"\nx\r\n"], [b"", b"dos\r\nx\r\n"], b"", False),
+        ([b"dos\r"], [b""], b"dos\r", False),
+        ([b" 1%\r 2%"], [b""], b" 2%", True),
+        ([b" 1%\r", b" 2%\r"], [b"", b""], b" 2%\r", True),
+        ([b"\r 1%", b"\r 2%"], [b"", b""], b" 2%", True),
+        ([b" 1%\r 2%", b"\r 3%\nnext"], [b"", b" 3%\n"], b"next", False),
+        ([b"\r\r\n"], [b"\r\r\n"], b"", False),
+        ([b"a\rb\r\r\nc\rd\n"], [b"b\r\r\nd\n"], b"", False),
+    ],
+)
+def test_a_cutter(chunks: list[bytes], blocks: list[bytes], rest: bytes, rewritten: bool) -> None:
+    cutter = Cutter()
+    assert [cutter.cut(chunk) for chunk in chunks] == blocks
+    assert (cutter.rest, cutter.rewritten) == (rest, rewritten)
+
+
+def test_a_cutter_takes_so_many_bytes_of_a_buffer_and_leaves_it_alone() -> None:
+    cutter = Cutter()
+    buffer = bytearray(b"one\ntwo\nold\n")
+    assert cutter.cut(buffer, 6) == b"one\n"
+    buffer[:] = b""  # no view of it is left
+    assert cutter.rest == b"tw"
+
+
+def test_what_is_taken_of_a_line_leaves_half_a_line_end() -> None:
+    cutter = Cutter()
+    cutter.cut(b"half\r")
+    assert (cutter.take_settled(), cutter.rest) == (b"half", b"\r")
+    assert cutter.cut(b"\n") == b"\r\n"
+    assert not cutter.withdrawn
+    cutter.cut(b"half\r")
+    assert cutter.take_settled() == b"half"
+    assert cutter.cut(b"whole\n") == b"whole\n"
+    assert cutter.withdrawn
+
+
+def test_last_state_and_settled() -> None:
+    assert last_state(b"") == b""
+    assert last_state(b"\r\r") == b"\r\r"
+    assert last_state(b"a\rb\r") == b"b\r"
+    assert settled(b"a\rb\nc\r\n\r\n") == b"b\nc\r\n\r\n"
+
+
+# --- a view on paper
+
+
+class Desk:
+    """A view, and what has been written since one looked last."""
+
+    def __init__(self, form: Text | Json | None = None, select: Callable[[bytes], bytes] | None = None) -> None:
+        self.memory = Memory()
+        self.view = View(Paper(self.memory), form or Text(), select)
+
+    def take(self, lane: Lane, data: bytes) -> bytes:
+        self.view.take(lane, data)
+        return self.memory.taken()
+
+    def tick(self) -> bytes:
+        self.view.tick()
+        self.view.settle()
+        return self.memory.taken()
+
+    def finish(self, *lanes: Lane) -> bytes:
+        for it in lanes:
+            self.view.finish(it)
+        self.view.close()
+        return self.memory.taken()
+
+
+def test_each_line_has_its_prefix() -> None:
+    desk, one = Desk(), lane()
+    assert desk.take(one, b"a\n\nb\n") == b"[0] a\n[0] \n[0] b\n"
+    assert desk.finish(one) == b""
+
+
+def test_a_prefix_may_tell_the_time() -> None:
+    desk = Desk()
+    desk.view.time = lambda: 12.5
+    it = Lane(0, "stdout", lambda now: b"%.1f " % now)
+    assert desk.take(it, b"a\nb\n") == b"12.5 a\n12.5 b\n"
+
+
+def test_an_unfinished_line_is_shown_after_a_quiet_time_and_its_prefix_once(time: FakeClock) -> None:
+    desk, one = Desk(), lane()
+    assert desk.take(one, b"name? ") == b""
+    assert desk.view.due == time() + QUIET
+    time.advance(QUIET / 2)
+    assert desk.tick() == b""
+    assert desk.take(one, b"(y/n) ") == b""
+    time.advance(QUIET * 0.9)
+    assert desk.tick() == b""  # it was not quiet
+    time.advance(QUIET)
+    assert desk.tick() == b"[0] name? (y/n) "
+    assert desk.view.due == float("inf")
+    assert desk.take(one, b"yes") == b""
+    time.advance(QUIET)
+    assert desk.tick() == b"yes"
+    assert desk.take(one, b"\nnext\n") == b"\n[0] next\n"
+
+
+def test_more_that_can_be_read_at_once_is_waited_for(time: FakeClock) -> None:
+    desk, one = Desk(), lane()
+    desk.view.take(one, b"half", more=True)
+    time.advance(10)
+    assert desk.tick() == b""
+    desk.view.take(one, b"", more=False)
+    time.advance(QUIET)
+    assert desk.tick() == b"[0] half"
+
+
+def test_another_ranks_line_breaks_an_unfinished_one(time: FakeClock) -> None:
+    desk, one, other = Desk(), lane(0), lane(1)
+    desk.take(one, b"half")
+    time.advance(QUIET)
+    assert desk.tick() == b"[0] half"
+    assert desk.take(other, b"whole\n") == b"\n[1] whole\n"
+    assert desk.take(one, b" and half\n") == b"[0]  and half\n"
+
+
+def test_a_line_that_was_broken_at_its_end_is_not_ended_twice(time: FakeClock) -> None:
+    desk, one, other = Desk(), lane(0), lane(1)
+    for end in (b"\n", b"\r\n"):
+        desk.take(one, b"half")
+        time.advance(QUIET)
+        desk.tick()
+        assert desk.take(other, b"whole\n") == b"\n[1] whole\n"
+        assert desk.take(one, end) == b""
+        assert desk.take(one, b"next\n") == b"[0] next\n"
+
+
+def test_half_a_line_end_is_not_a_line(time: FakeClock) -> None:
+    desk, one = Desk(), lane()
+    desk.take(one, b"dos\r")
+    time.advance(QUIET)
+    assert desk.tick() == b"[0] dos"
+    assert desk.take(one, b"\nnext\r") == b"\r\n"
+    assert desk.take(one, b"\n") == b"[0] next\r\n"
+
+
+def test_nobody_ends_the_last_line(time: FakeClock) -> None:
+    desk, one, other = Desk(), lane(0), lane(1)
+    desk.take(one, b"shown")
+    time.advance(QUIET)
+    desk.tick()
+    desk.take(other, b"held")
+    assert desk.finish(one, other) == b"\n[1] held\n"
+
+
+def test_a_progress_bar_has_a_state_a_second_and_its_last_one_once(time: FakeClock) -> None:
+    desk, one = Desk(), lane()
+    shown = b""
+    for percent in range(101):
+        shown += desk.take(one, b"\r%3d%%" % percent)
+        shown += desk.tick()
+        time.advance(0.025)
+    assert shown == b"[0]   0%\n[0]  40%\n[0]  80%\n"
+    time.advance(STATE)
+    assert desk.tick() == b"[0] 100%\n"
+    assert desk.take(one, b"\n") == b""
+    assert desk.take(one, b"done\n") == b"[0] done\n"
+
+
+def test_a_progress_bar_that_returns_after_each_state(time: FakeClock) -> None:
+    desk, one = Desk(), lane()
+    shown = b""
+    for percent in range(101):
+        shown += desk.take(one, b"%3d%%\r" % percent)
+        shown += desk.tick()
+        time.advance(0.025)
+    assert shown == b"[0]   1%\n[0]  41%\n[0]  81%\n"
+    assert desk.take(one, b"\n") == b"[0] 100%\r\n"
+
+
+def test_a_bar_whose_last_state_is_another(time: FakeClock) -> None:
+    desk, one = Desk(), lane()
+    desk.take(one, b"\r 50%")
+    assert desk.tick() == b"[0]  50%\n"
+    assert desk.take(one, b"\r100%\n") == b"[0] 100%\n"
+    desk.take(one, b"\r 50%")
+    time.advance(STATE)
+    assert desk.tick() == b"[0]  50%\n"
+    assert desk.take(one, b"\n 50%\n") == b"[0]  50%\n"  # another line, and only looks the same
+    desk.take(one, b"\r 60%")
+    time.advance(STATE)
+    desk.tick()
+    assert desk.finish(one) == b""
+
+
+def test_a_bar_that_is_wiped_away_leaves_no_empty_line(time: FakeClock) -> None:
+    desk, one = Desk(), lane()
+    desk.take(one, b"\r 50%")
+    desk.tick()
+    desk.take(one, b"\r     \r")
+    time.advance(STATE)
+    assert desk.tick() == b""
+    assert desk.take(one, b"done\n") == b"[0] done\n"
+
+
+def test_what_was_shown_of_a_line_and_is_taken_back_stays_a_line(time: FakeClock) -> None:
+    desk, one = Desk(), lane()
+    for rest, shown in ((b"\rback\n", b"\n[0] back\n"), (b"\rback", b"\n")):
+        desk.take(one, b"forth")
+        time.advance(QUIET)
+        assert desk.tick() == b"[0] forth"
+        assert desk.take(one, rest) == shown
+    time.advance(STATE)
+    assert desk.tick() == b"[0] back\n"
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+def test_a_line_that_is_longer_than_can_be_held(monkeypatch: pytest.MonkeyPatch, end: bytes) -> None:
+    monkeypatch.setattr(view, "LONGEST", 10)
+    desk, one, other = Desk(), lane(0), lane(1)
+    assert desk.take(one, b"x" * 9) == b""
+    assert desk.take(one, b"x") == b"[0] " + b"x" * 10
+    assert desk.take(one, b"y" * 25) == b"y" * 25
+    assert desk.take(other, b"whole\n") == b"\n[1] whole\n"
+    assert desk.take(one, b"z" * 10) == b"[0] " + b"z" * 10
+    assert desk.take(one, b"z" + end + b"short\n") == b"z" + end + b"[0] short\n"
+    assert len(one.cutter.rest) == 0
+
+
+# --- for machines, and for patterns
+
+
+def objects(data: bytes) -> list[dict[str, Any]]:
+    assert not data or data.endswith(b"\n")
+    return [json.loads(line) for line in data[:-1].split(b"\n")] if data else []
+
+
+@given(st.lists(st.binary(max_size=20), max_size=8))
+def test_any_bytes_are_valid_json(chunks: list[bytes]) -> None:
+    desk, one = Desk(Json()), lane(3, "stderr")
+    shown = b"".join(desk.take(one, chunk) for chunk in chunks) + desk.finish(one)
+    data = b"".join(chunks)
+    if data and not data.endswith(b"\n"):
+        data += b"\n"
+    found = objects(shown)
+    assert len(found) in (data.count(b"\n"), data.count(b"\n") - 1)  # but for a last line of returns only
+    for it in found:
+        assert list(it) == ["time", "rank", "stream", "text"]
+        assert (it["rank"], it["stream"]) == (3, "stderr")
+
+
+def test_the_fields_of_a_json_line() -> None:
+    desk, one = Desk(Json("node1")), lane()
+    desk.view.time = lambda: 1700000000.125
+    [it] = objects(desk.take(one, b'"\xc3\xa9"\t\xff\0\\\n'))
+    assert list(it) == ["host", "time", "rank", "stream", "text"]
+    del it["time"]
+    assert it == {"host": "node1", "rank": 0, "stream": "stdout", "text": '"é"\t\\xff\0\\'}
+
+
+def test_the_time_of_a_json_line_has_milliseconds_and_an_offset() -> None:
+    from datetime import datetime
+
+    desk, one = Desk(Json()), lane()
+    desk.view.time = lambda: 1700000000.1256
+    [it] = objects(desk.take(one, b"x\n"))
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.125[+-]\d\d:\d\d", it["time"])
+    assert datetime.fromisoformat(it["time"]).timestamp() == 1700000000.125
+
+
+def test_no_json_text_has_its_line_end() -> None:
+    desk, one = Desk(Json()), lane()
+    assert [it["text"] for it in objects(desk.take(one, b"a\r\nb\r\n\r\nc\n"))] == ["a", "b", "", "c"]
+
+
+def test_half_a_line_is_nothing_to_a_machine(time: FakeClock) -> None:
+    desk, one = Desk(Json()), lane()
+    assert desk.take(one, b"half") == b""
+    time.advance(10)
+    assert desk.tick() == b""
+    assert [it["text"] for it in objects(desk.finish(one))] == ["half"]
+
+
+def grep(pattern: bytes) -> Callable[[bytes], bytes]:
+    return lambda block: b"".join(line for line in block.splitlines(keepends=True) if re.search(pattern, line))
+
+
+def test_only_lines_that_are_selected(time: FakeClock) -> None:
+    desk, one = Desk(select=grep(b"loss")), lane()
+    assert desk.take(one, b"hello\nloss 1\nx\nlo") == b"[0] loss 1\n"
+    time.advance(QUIET)
+    assert desk.tick() == b""  # half a line is nothing to a pattern
+    assert desk.take(one, b"ss 2\nloss 3") == b"[0] loss 2\n"
+    assert desk.finish(one) == b"[0] loss 3\n"
+
+
+# --- folding
+
+
+class Folder:
+    """A fold of some ranks, and what has come out."""
+
+    def __init__(self, ranks: int) -> None:
+        self.lanes = [lane(rank) for rank in range(ranks)]
+        self.out: list[tuple[str, bytes]] = []
+        self.fold = Fold(self.emit, {"stdout": ranks})
+
+    def emit(self, lanes: list[Lane], line: bytes) -> None:
+        self.out.append((ranges([it.rank for it in lanes]), line))
+
+    def add(self, rank: int, block: bytes) -> None:
+        self.fold.add(self.lanes[rank], block)
+
+
+@pytest.mark.parametrize(
+    "ranks,text", [([], ""), ([5], "5"), ([1, 0], "0-1"), ([3, 0, 1, 2, 7], "0-3,7"), ([9, 7, 5], "5,7,9")]
+)
+def test_ranges(ranks: list[int], text: str) -> None:
+    assert ranges(ranks) == text
+
+
+def test_a_line_that_all_have_said_comes_at_once(time: FakeClock) -> None:
+    it = Folder(3)
+    for rank in range(3):
+        it.add(rank, b"same\n")
+        it.fold.release()
+    assert it.out == [("0-2", b"same\n")]
+    assert it.fold.due == float("inf")
+    assert time() == 100.0
+
+
+def test_a_line_waits_for_its_equals_no_longer_than_the_window(time: FakeClock) -> None:
+    it = Folder(3)
+    it.add(0, b"same\n")
+    assert it.fold.due == pytest.approx(time() + fold.WINDOW)
+    time.advance(fold.WINDOW * 0.9)
+    it.add(2, b"same\n")
+    it.fold.release()
+    assert it.out == []
+    time.advance(fold.WINDOW * 0.2)
+    it.add(1, b"same\n")  # too late, though nobody has looked at the clock since
+    assert it.out == [("0,2", b"same\n")]
+    time.advance(fold.WINDOW)
+    it.fold.release()
+    assert it.out[1:] == [("1", b"same\n")]
+
+
+def test_a_rank_that_says_a_line_twice_said_two() -> None:
+    it = Folder(2)
+    it.add(0, b"x\nx\n")
+    it.add(1, b"x\n")
+    it.fold.release(everything=True)
+    assert it.out == [("0-1", b"x\n"), ("0", b"x\n")]
+
+
+def test_streams_are_folded_apart() -> None:
+    it = Folder(1)
+    it.fold = Fold(it.emit, {"stdout": 2, "stderr": 2})
+    it.fold.add(lane(0, "stdout"), b"x\n")
+    it.fold.add(lane(1, "stderr"), b"x\n")
+    it.fold.release(everything=True)
+    assert it.out == [("0", b"x\n"), ("1", b"x\n")]
+
+
+def test_a_fold_holds_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fold, "_MOST", 10)
+    it = Folder(2)
+    it.add(0, b"".join(b"%d\n" % number for number in range(25)))
+    assert [line for _ranks, line in it.out] == [b"%d\n" % number for number in range(15)]
+    monkeypatch.setattr(fold, "_MOST_BYTES", 1000)
+    it.add(1, b"x" * 2000 + b"\n")
+    assert it.out[-1] == ("1", b"x" * 2000 + b"\n")
+    assert len(it.out) == 26
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.sampled_from([b"a\n", b"b\n", b"c\n", b"d\n"])))), st.data())
+def test_folding_keeps_each_ranks_lines_in_their_order(
+    said: list[tuple[int, list[bytes]]], data: st.DataObject
+) -> None:
+    fake = FakeClock(100.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clock, "now", fake)
+        it = Folder(4)
+        got: dict[int, list[bytes]] = {rank: [] for rank in range(4)}
+
+        def emit(lanes: list[Lane], line: bytes) -> None:
+            for each in lanes:
+                got[each.rank].append(line)
+
+        it.fold = Fold(emit, {"stdout": 4})
+        for rank, block in said:
+            it.add(rank, b"".join(block))
+            fake.advance(data.draw(st.sampled_from([0.0, 0.05, 0.3])))
+            it.fold.release()
+        it.fold.release(everything=True)
+    for rank in range(4):
+        assert got[rank] == [line for who, block in said if who == rank for line in block]
+    assert not it.fold._equals
+    assert it.fold._bytes == 0
+
+
+# --- a screen
+
+
+class Watcher:
+    """A view on a terminal, and somebody who looks at it."""
+
+    def __init__(self, columns: int = 40, rows: int = 12) -> None:
+        self.terminal = Emulator(columns)
+        self.memory = Memory()
+        self.screen = Screen(self.memory, lambda: (columns, rows))
+        self.view = View(self.screen, Text())
+
+    def take(self, lane: Lane, data: bytes) -> list[str]:
+        """What one sees after the round that handed on ``data``."""
+        self.view.take(lane, data)
+        return self.look()
+
+    def look(self) -> list[str]:
+        if self.view.due <= clock.now():
+            self.view.tick()
+        self.view.settle()
+        self.terminal.feed(self.memory.taken().decode().replace("\n", "\r\n"))  # as a terminal does (ONLCR)
+        return self.terminal.text()
+
+
+def test_whole_lines_stand_above_live_ones_in_the_order_of_ranks(time: FakeClock) -> None:
+    it, one, two = Watcher(), lane(1), lane(2)
+    assert it.take(two, b"\r 10%") == ["[2]  10%"]
+    time.advance(FRAME)
+    assert it.take(one, b"\r 20%") == ["[1]  20%", "[2]  10%"]
+    assert it.take(lane(0), b"hello\nyou\n") == ["[0] hello", "[0] you", "[1]  20%", "[2]  10%"]
+    time.advance(FRAME)
+    assert it.take(two, b"\r 30%") == ["[0] hello", "[0] you", "[1]  20%", "[2]  30%"]
+    assert it.take(two, b"\r100%\n") == ["[0] hello", "[0] you", "[2] 100%", "[1]  20%"]
+    time.advance(FRAME)
+    it.view.finish(one)
+    it.view.finish(two)
+    it.view.close()
+    assert it.look() == ["[0] hello", "[0] you", "[2] 100%", "[1]  20%"]
+    assert it.terminal.wraps
+
+
+def test_live_lines_are_drawn_so_often_and_no_oftener(time: FakeClock) -> None:
+    it, one = Watcher(), lane()
+    it.take(one, b"\r 0%")
+    for percent in range(1, 10):
+        time.advance(FRAME / 10)
+        assert it.take(one, b"\r %d%%" % percent) == ["[0]  0%"]
+        assert it.view.due <= 100 + FRAME
+    time.advance(FRAME / 5)
+    assert it.look() == ["[0]  9%"]
+    assert it.memory.data == b""
+    time.advance(10)
+    it.look()
+    assert it.view.due == float("inf")
+
+
+def test_a_partial_line_is_live_after_a_quiet_time(time: FakeClock) -> None:
+    it, one = Watcher(), lane()
+    assert it.take(one, b"name? ") == []
+    time.advance(QUIET)
+    assert it.look() == ["[0] name?"]
+    time.advance(1)
+    assert it.take(lane(1), b"x\n") == ["[1] x", "[0] name?"]
+    assert it.take(one, b"me\n") == ["[1] x", "[0] name? me"]
+
+
+def test_more_ranks_than_there_is_room_for(time: FakeClock) -> None:
+    it, lanes = Watcher(rows=8), [lane(rank) for rank in range(10)]
+    for each in reversed(lanes):
+        it.take(each, b"\r...")
+        time.advance(FRAME)
+    assert it.look() == ["[0] ...", "[1] ...", "[2] ...", "... and 7 more"]
+    it.take(lanes[0], b"\rdone\n")
+    time.advance(FRAME)
+    assert it.look() == ["[0] done", "[1] ...", "[2] ...", "[3] ...", "... and 6 more"]
+    for each in lanes:
+        it.view.finish(each)
+    it.view.close()
+    assert it.look() == ["[0] done", *[f"[{rank}] ..." for rank in range(1, 10)]]
+
+
+def test_a_live_line_that_is_wider_than_the_terminal_takes_one_row(time: FakeClock) -> None:
+    it, one = Watcher(columns=20), lane()
+    it.take(one, b"\r" + b"x" * 100)
+    assert len(it.look()) == 1
+    assert it.take(lane(1), b"y\n")[0] == "[1] y"
+    time.advance(FRAME)
+    assert it.take(one, b"\rshort") == ["[1] y", "[0] short"]
+
+
+def test_what_scrolls_away_is_whole(time: FakeClock) -> None:
+    """Some bars, and lines from everybody, for longer than the screen is high: no line is lost, doubled or mixed."""
+    it, lanes = Watcher(rows=10), [lane(rank) for rank in range(4)]
+    dice = random.Random(1)  # noqa: S311 - the same numbers in every run, and no secret
+    said = []
+    for number in range(300):
+        who = dice.choice(lanes)
+        if dice.random() < 0.5:
+            it.take(who, b"\r%3d%%" % number)
+        else:
+            it.take(who, b"\rline %d\n" % number)
+            said.append(f"[{who.rank}] line {number}")
+        time.advance(dice.random() * 0.1)
+    whole = it.look()
+    assert whole[: len(said)] == said
+    live = whole[len(said) :]
+    assert live == sorted(live)
+    assert all(re.fullmatch(r"\[\d\] +\d+%", line) for line in live)
+
+
+def test_nothing_is_drawn_while_the_reader_makes_no_room(time: FakeClock) -> None:
+    it, one = Watcher(), lane()
+    it.memory.blocked = True
+    assert it.take(one, b"\r 10%") == []
+    assert it.view.due == float("inf")
+    time.advance(1)
+    it.memory.blocked = False
+    assert it.look() == ["[0]  10%"]
+
+
+def test_a_live_line_that_is_no_longer_selected_goes(time: FakeClock) -> None:
+    it, one = Watcher(), lane()
+    it.view = View(it.screen, Text(), grep(b"loss"))
+    assert it.take(one, b"\rloss 1") == ["[0] loss 1"]
+    time.advance(FRAME)
+    assert it.take(one, b"\rsaving") == []
+
+
+def test_a_line_too_long_to_hold_leaves_no_live_one(time: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(view, "LONGEST", 10)
+    it, one = Watcher(), lane()
+    it.take(one, b"\r 10%")
+    time.advance(FRAME)
+    assert it.take(one, b"x" * 12) == ["[0]  10%" + "x" * 12]
+    time.advance(FRAME)
+    assert it.look() == ["[0]  10%" + "x" * 12]
+
+
+@pytest.mark.parametrize(
+    "line,text",
+    [
+        (b"plain \xc3\xa9", b"plain \xc3\xa9"),
+        (b"\033[1;31mred", b"\033[1;31mred\033[0m"),
+        (b"\033[38:2::1:2:3mx\033[m", b"\033[38:2::1:2:3mx\033[m\033[0m"),
+        (b"up\033[A\033[2Jdown\r\n\b\a", b"updown"),
+        (b"\033[?25lx\033[?25h\033[>4;1m", b"x"),
+        (b"\033]0;title\ax\033]8;;http://y\033\\z", b"xz"),
+        (b"\033(Bx\033c\0337\033", b"x"),
+        (b"a\033[3", b"a"),
+        (b"a\033[3\0331A", b"aA"),
+        (b"\033[\0A", b"A"),
+    ],
+)
+def test_visible(line: bytes, text: bytes) -> None:
+    assert visible(line) == text
+
+
+@given(st.lists(st.sampled_from([b"\033", b"[", b"]", b"A", b"m", b"3", b";", b"?", b" ", b"\0", b"\r", b"\\", b"("])))
+def test_nothing_visible_moves_the_cursor(parts: list[bytes]) -> None:
+    shown = visible(b"".join(parts))
+    assert not re.search(rb"[\0-\032\034-\037\177]", shown)
+    assert b"\033" not in re.sub(rb"\033\[[0-9;]*m", b"", shown)
+
+
+def test_a_screen_asks_its_terminal_for_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    import termios
+
+    master, slave = os.openpty()
+    with os.fdopen(master, "rb"), os.fdopen(slave, "w") as stream:
+        for rows, most in ((4, 2), (40, 5)):
+            termios.tcsetwinsize(slave, (rows, 80))
+            monkeypatch.setattr(sys, "__stderr__", stream)
+            screen = Screen(Memory())
+            for rank in range(5):
+                screen.show(lane(rank), b"live")
+            screen.draw()
+            assert screen._drawn == most

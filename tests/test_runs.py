@@ -1,0 +1,570 @@
+"""`run.json` and `phalanx runs`: what a run directory says of itself, during the run, later, and damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from phalanx._core import linux
+from phalanx.multiprocessing import _record, _runs
+from tests.helpers import TIMEOUT, Gate, Ready, alive, wait_gone
+from tests.test_run import Done, Place, read_until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+IN_MOVED_TO = 0x80
+BOOT = "00000000-1111-2222-3333-444444444444"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    folder = tmp_path / "place"
+    folder.mkdir()
+    return Place(folder)
+
+
+def runs(place: Place, *options: object) -> Done:
+    """What `phalanx runs` says."""
+    return place.program(sys.executable, "-m", "phalanx", "runs", "--log-dir", place.logs, *options)
+
+
+def rows(place: Place, *options: object) -> list[dict[str, Any]]:
+    done = runs(place, "--json", *options)
+    assert done[::2] == (0, ""), done
+    return [json.loads(line) for line in done.out.splitlines()]
+
+
+def row(place: Place) -> dict[str, Any]:
+    """The only run."""
+    (only,) = rows(place)
+    return only
+
+
+def wait_for_record(place: Place) -> Path:
+    """Wait until the only run has its record; return the record. To be called when its workers run."""
+    (folder,) = place.logs.iterdir()
+    fd = linux.inotify()
+    try:
+        linux.inotify_add(fd, str(folder), IN_MOVED_TO)
+        if not (folder / _record.FILE).exists():
+            ready, _, _ = select.select([fd], [], [], TIMEOUT)
+            assert ready
+    finally:
+        os.close(fd)
+    return folder / _record.FILE
+
+
+def example(**changes: Any) -> _record.Run:
+    ranks = [_record.Rank(rank=0, local_rank=0, pid=os.getpid(), state="running")]
+    run = _record.begin(
+        run_id="night", name="train.py", command=["train.py", "--lr", "0.1"], started=1e9, nprocs=1, ranks=ranks
+    )
+    return msgspec.structs.replace(run, **changes)
+
+
+def put(root: Path, name: str, **changes: Any) -> Path:
+    """A run's folder with a record."""
+    folder = root / name
+    folder.mkdir(parents=True)
+    _record.write(str(folder), example(**changes))
+    return folder
+
+
+# --- what real runs say
+
+
+def test_a_run_that_succeeds(place: Place, ready: Ready, gate: Gate) -> None:
+    script = place.write(f"{ready.python()}; {gate.python()}")
+    before = time.time()
+    with place.start("--nproc-per-node", 2, "--run-id", "night", script, "--lr", "0.1") as launcher:
+        pids = set(ready.pids(2))
+        record = wait_for_record(place)
+        during = row(place)
+        pid = launcher.process.pid
+        gate.open(2)
+        assert launcher.end().status == 0
+    assert during["state"] == during["run"]["state"] == "running"
+    assert during["run"]["ended"] is during["run"]["exit_code"] is None
+    assert [rank["state"] for rank in during["run"]["attempts"][0]["ranks"]] == ["running", "running"]
+
+    after = row(place)
+    assert (after["state"], after["problem"], after["path"]) == ("succeeded", "", str(record.parent))
+    run = after["run"]
+    assert run["version"] == 1
+    assert (run["run_id"], run["name"], run["command"]) == ("night", script, [script, "--lr", "0.1"])
+    assert (run["cwd"], run["host"], run["pid"]) == (str(place.folder), os.uname().nodename, pid)
+    assert run["nprocs"] == 2
+    assert (run["exit_code"], run["cause"]) == (0, "")
+    assert before <= run["started"] <= run["ended"] <= time.time()
+    (attempt,) = run["attempts"]
+    assert (attempt["number"], attempt["started"], attempt["ended"]) == (0, run["started"], run["ended"])
+    assert {rank["pid"] for rank in attempt["ranks"]} == pids
+    for number, rank in enumerate(attempt["ranks"]):
+        expected = {"rank": number, "local_rank": number, "state": "succeeded", "exitcode": 0, "signal_sent": None}
+        assert rank == {**expected, "pid": rank["pid"]}
+    # Nothing else is in the folder: the temporary name has gone.
+    assert {path.name for path in record.parent.iterdir()} >= {"run.json"}
+    assert not list(record.parent.glob(".run.json*"))
+
+
+def test_a_run_that_fails_names_the_cause(place: Place, gate: Gate) -> None:
+    script = place.write(f"""
+        import os
+        if os.environ["RANK"] == "1": raise ValueError("loss is nan\\nat step 2")
+        {gate.python()}
+        """)
+    done = place.run("--nproc-per-node", 3, script)
+    assert done.status == 1
+    run = row(place)["run"]
+    assert (run["state"], run["exit_code"], run["cause"]) == ("failed", 1, "rank 1: ValueError: loss is nan")
+    states = [(rank["state"], rank["exitcode"], rank["signal_sent"]) for rank in run["attempts"][0]["ranks"]]
+    assert states == [("stopped", -15, 15), ("failed", 1, None), ("stopped", -15, 15)]
+
+
+def test_a_run_that_dies_of_a_signal(place: Place) -> None:
+    place.run("--no-python", "sh", "-c", "kill -9 $$")
+    run = row(place)["run"]
+    assert (run["state"], run["exit_code"]) == ("failed", 137)
+    assert run["cause"].startswith("rank 0: Signal 9 (SIGKILL) received by PID ")
+    assert run["command"] == ["sh", "-c", "kill -9 $$"]
+
+
+def test_a_run_that_is_interrupted(place: Place, ready: Ready, gate: Gate) -> None:
+    script = place.write(f"{ready.python()}; {gate.python()}")
+    with place.start("--nproc-per-node", 2, script) as launcher:
+        ready.pids(2)
+        launcher.send(signal.SIGINT)
+        assert launcher.end().status == 130
+    run = row(place)["run"]
+    assert (run["state"], run["exit_code"], run["cause"]) == ("stopped", 130, "SIGINT")
+    assert [rank["signal_sent"] for rank in run["attempts"][0]["ranks"]] == [2, 2]
+
+
+def test_a_signal_is_never_lost_in_the_writing(place: Place) -> None:
+    """What is imported for the record has `except Exception` in it, where an exception of ours would end."""
+    place.write("import os\ntry: os.kill(os.getpid(), 15)\nexcept Exception: pass", "early/msgspec.py")
+    path = place.env.get("PYTHONPATH", "")
+    place.env["PYTHONPATH"] = f"{place.folder}/early:{path}"
+    assert place.run(place.write("import signal; signal.pause()")).status == 143
+    place.env["PYTHONPATH"] = path
+    assert row(place)["state"] == "unknown"  # that was no msgspec
+
+
+def test_a_launcher_that_is_killed_leaves_a_lost_run(place: Place, ready: Ready, gate: Gate) -> None:
+    script = place.write(f"{ready.python()}; {gate.python()}")
+    with place.start("--nproc-per-node", 2, script) as launcher:
+        pids = ready.pids(2)
+        wait_for_record(place)
+        assert row(place)["state"] == "running"
+        launcher.send(signal.SIGKILL)
+        assert not wait_gone([*pids, launcher.process.pid])
+        assert row(place)["state"] == "lost"  # nobody has reaped it yet
+    found = row(place)
+    assert (found["state"], found["run"]["state"]) == ("lost", "running")
+    assert re.search(r"  lost +\S+ +- +2 +-  \S", runs(place).out)
+
+
+def test_a_start_that_fails(place: Place) -> None:
+    """The interpreter cannot be executed: found out when the folder is there already."""
+    place.env["PYTHON_EXEC"] = place.write("#!/no/such/interpreter\n", "python")
+    os.chmod(place.env["PYTHON_EXEC"], 0o700)
+    done = place.run(place.write(""))
+    assert done.status == 1
+    run = row(place)["run"]
+    assert (run["state"], run["exit_code"]) == ("failed", 1)
+    assert run["cause"]
+    assert run["cause"] in done.err
+    assert run["attempts"][0]["ranks"] == []
+
+
+def test_a_refused_run_leaves_nothing(place: Place) -> None:
+    assert place.run("--no-python", "no-such-binary").status != 0
+    assert runs(place) == (0, f"no runs in {place.logs}\n", "")
+
+
+def test_a_keeper_that_is_killed(place: Place, ready: Ready, gate: Gate) -> None:
+    parent = ready.python("__import__('os').getppid()")
+    script = place.write(f"{parent}; {gate.python()}")
+    with place.start(script) as launcher:
+        (keeper,) = ready.pids()
+        wait_for_record(place)
+        os.kill(keeper, signal.SIGKILL)
+        done = launcher.end()
+    assert done.status == 1
+    run = row(place)["run"]
+    assert (run["state"], run["exit_code"]) == ("failed", 1)
+    assert run["cause"] in done.err
+    assert [rank["state"] for rank in run["attempts"][0]["ranks"]] == ["lost"]
+
+
+def test_arguments_that_are_no_text(place: Place) -> None:
+    argv = [os.fsencode(part) for part in (sys.executable, "-m", "phalanx", "run", "--log-dir", place.logs)]
+    subprocess.run([*argv, b"--no-python", b"true", b"\xff\xfe", "é".encode()], check=True, env=place.env,
+                   capture_output=True, timeout=60)  # fmt: skip
+    assert row(place)["run"]["command"] == ["true", "\\udcff\\udcfe", "é"]
+
+
+# --- a record that cannot be written
+
+
+def test_a_full_disk_harms_nobody_and_is_said_once(place: Place) -> None:
+    done = place.run("-t", 0, "-r", 0, "--no-python", "sh", "-c", "echo hello; exit 3",
+                     head=("sh", "-c", 'ulimit -f 0; exec "$@"', "sh"))  # fmt: skip
+    assert done.status == 3
+    assert done.out == "hello\n"
+    assert done.err.count("run.json cannot be written") == 1
+    assert "Traceback" not in done.err
+    (found,) = rows(place)
+    assert (found["state"], found["run"]) == ("unknown", None)
+    assert [path.name for path in (place.logs / found["folder"]).iterdir()] == ["attempt_0"]
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None and os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_becomes_read_only_harms_nobody(place: Place, ready: Ready, gate: Gate) -> None:
+    head = ("setpriv", "--bounding-set=-dac_override") if os.geteuid() == 0 else ()
+    script = place.write(f"{ready.python()}; {gate.python()}; print('done')")
+    with place.start(script, head=head) as launcher:
+        ready.wait()
+        record = wait_for_record(place)
+        os.chmod(record.parent, 0o500)
+        gate.open()
+        done = launcher.end()
+    os.chmod(record.parent, 0o700)
+    assert done[:2] == (0, "[0] done\n")
+    assert done.err.count("run.json cannot be written") == 1
+    assert "Permission denied" in done.err
+    assert row(place)["state"] == "lost"  # that is what can be known: it ran, and its launcher has gone
+
+
+def test_a_failed_write_leaves_the_old_record_and_no_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = put(tmp_path, "a")
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(KeyboardInterrupt):
+        _record.write(str(folder), example(cause="new"))
+    assert os.listdir(folder) == ["run.json"]
+    assert _record.read(str(folder)).cause == ""
+
+
+def test_a_reader_never_sees_half_a_record(tmp_path: Path) -> None:
+    folder = put(tmp_path, "a")
+    ranks = [_record.Rank(rank=n, local_rank=n, pid=1 + n, state="running") for n in range(2000)]
+    both = [
+        example(cause="short"),
+        example(cause="long", attempts=[_record.Attempt(number=0, started=0.0, ranks=ranks)]),
+    ]
+    stop = threading.Event()
+
+    def replace() -> None:
+        turn = 0
+        while not stop.is_set():
+            turn += 1
+            _record.write(str(folder), both[turn % 2])
+
+    writer = threading.Thread(target=replace)
+    writer.start()
+    try:
+        seen = [_record.read(str(folder)).cause for _ in range(300)]
+        deadline = time.monotonic() + TIMEOUT
+        while not {"short", "long"} <= set(seen) and time.monotonic() < deadline:
+            seen.append(_record.read(str(folder)).cause)
+    finally:
+        stop.set()
+        writer.join()
+    assert set(seen) >= {"short", "long"}
+
+
+# --- a record that cannot be read
+
+GOOD = msgspec.to_builtins(example())
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (b"", ["run.json"]),
+        (b"{", ["run.json", "truncated"]),
+        (b"\x00\xff\xfe", ["run.json", "malformed"]),
+        (b'{"version": 1, "run_id": "\xff"}', ["run.json"]),
+        (b"[" * 100_000, ["run.json"]),
+        (b"[]", ["run.json", "object"]),
+        (b"{}", ["run.json", "`version`"]),
+        (b'{"version": 1}', ["run.json", "`run_id`"]),
+        (b'{"version": "1"}', ["run.json", "$.version"]),
+        (b'{"version": 2, "state": 7}', ["run.json", "newer Phalanx", "version 2"]),
+        (b'{"version": 0}', ["run.json", "version 0"]),
+        (json.dumps({**GOOD, "nprocs": "four"}).encode(), ["$.nprocs", "int"]),
+        (json.dumps({**GOOD, "state": "asleep"}).encode(), ["$.state", "asleep"]),
+        (json.dumps({**GOOD, "pid": 10**30}).encode(), ["$.pid"]),
+        (json.dumps({**GOOD, "pid": 0}).encode(), ["$.pid"]),
+        (json.dumps({**GOOD, "started": 1e300}).encode(), ["$.started"]),
+        (json.dumps({**GOOD, "attempts": [{"number": 0, "started": 0, "ranks": [7]}]}).encode(), ["$.attempts["]),
+    ],
+)  # fmt: skip
+def test_a_damaged_record_is_listed_as_such(place: Place, content: bytes, words: list[str]) -> None:
+    good, bad = put(place.logs, "good"), put(place.logs, "bad")
+    (bad / "run.json").write_bytes(content)
+    with pytest.raises(_record.UnreadableRecordError) as caught:
+        _record.read(str(bad))
+    for word in words:
+        assert word in str(caught.value)
+    found = {run.name: run for run in _runs.find(str(place.logs))}
+    assert (found["good"].state, found["good"].problem) == ("running", "")
+    assert (found["bad"].state, found["bad"].run) == ("unreadable", None)
+    assert found["bad"].problem == str(caught.value)
+    assert good.exists()
+
+
+def test_fields_of_a_later_day_are_no_error(tmp_path: Path) -> None:
+    folder = put(tmp_path, "a")
+    (folder / "run.json").write_text(json.dumps({**GOOD, "mood": "good"}))
+    assert _record.read(str(folder)).run_id == "night"
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    for name, make in (("pipe", os.mkfifo), ("folder", os.mkdir), ("loop", lambda path: os.symlink(path, path))):
+        (tmp_path / name).mkdir()
+        make(tmp_path / name / "run.json")
+    assert {run.name: run.state for run in _runs.find(str(tmp_path))} == dict.fromkeys(
+        ("pipe", "folder", "loop"), "unreadable"
+    )
+
+
+def test_runs_without_a_record_and_folders_that_are_no_runs(place: Place) -> None:
+    (place.logs / "20260101-000000_x" / "attempt_0").mkdir(parents=True)
+    (place.logs / "src").mkdir()
+    (place.logs / "file").touch()
+    os.symlink("20260101-000000_x", place.logs / "link")
+    found = row(place)
+    assert (found["folder"], found["state"], found["run"]) == ("20260101-000000_x", "unknown", None)
+    assert "run.json" in found["problem"]
+    assert "unknown" in runs(place).out
+
+
+# --- whether it still runs
+
+
+def test_a_launcher_is_known_by_more_than_its_pid() -> None:
+    mine = example()
+    change = msgspec.structs.replace
+    assert _record.state_now(mine) == "running"
+    assert _record.state_now(change(mine, pid_started=mine.pid_started + 1)) == "lost"  # the pid is another's by now
+    assert _record.state_now(change(mine, boot_id=BOOT)) == "lost"  # the machine has been started anew
+    assert _record.state_now(change(mine, boot_id=BOOT, host="elsewhere")) == "running"  # who knows?
+    assert _record.state_now(change(mine, host="elsewhere", pid_started=1)) == "lost"  # it only had another name
+    assert _record.state_now(change(mine, pid_namespace="pid:[1]", pid_started=1)) == "running"  # who knows?
+    assert _record.state_now(change(mine, state="failed", pid_started=1)) == "failed"
+
+
+def test_a_zombie_does_not_run() -> None:
+    with subprocess.Popen(["true"]) as child:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        dead = example(pid=child.pid, pid_started=linux.Stat(child.pid).start)
+        assert _record.state_now(dead) == "lost"
+    assert not alive(child.pid)
+    assert _record.state_now(dead) == "lost"
+
+
+# --- finding them again
+
+
+def test_the_newest_comes_first(place: Place) -> None:
+    for number in range(3):
+        assert place.run("--run-id", f"run{number}", "--no-python", "true").status == 0
+    assert [found["run"]["run_id"] for found in rows(place)] == ["run2", "run1", "run0"]
+    assert [found["run"]["run_id"] for found in rows(place, "-n", 2)] == ["run2", "run1"]
+    assert _runs.resolve(str(place.logs)).name.startswith("run2_")
+
+
+def test_names_and_what_they_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    root = str(tmp_path / "runs")
+    put(tmp_path / "runs", "20260101-101010_aaaa", run_id="20260101-101010", started=1.0)
+    put(tmp_path / "runs", "20260101-121212_bbbb", run_id="20260101-121212", started=3.0)
+    put(tmp_path / "runs", "night_cccc", run_id="night", started=2.0)
+    put(tmp_path / "runs", "nightly_dddd", run_id="nightly", started=2.0)
+    put(tmp_path / "runs", "twice_eeee", run_id="twice", started=4.0)
+    put(tmp_path / "runs", "twice_ffff", run_id="twice", started=5.0)
+    elsewhere = put(tmp_path, "elsewhere")
+
+    def name(text: str | None) -> str:
+        return _runs.resolve(root, text).name
+
+    assert name(None) == "twice_ffff"
+    assert name("night_cccc") == name("night") == name("night_") == "night_cccc"
+    assert name("nightly") == name("nightl") == "nightly_dddd"
+    assert name("20260101-12") == "20260101-121212_bbbb"
+    assert name("twice_e") == "twice_eeee"
+    assert _runs.resolve(root, str(elsewhere)).path == str(elsewhere)
+    assert _runs.resolve(root, "./elsewhere/").path == str(elsewhere)
+    assert _runs.resolve(root, "elsewhere").path == str(elsewhere)
+
+    for text, words in {
+        "twice": ["'twice'", "2 runs", "twice_ffff, twice_eeee"],
+        "20260101": ["2 runs", "20260101-121212_bbbb, 20260101-101010_aaaa"],
+        "": ["6 runs", "and 1 more"],
+        "nigth_cccc": ["no run 'nigth_cccc'", "close to it: night_cccc"],
+        "zzz": ["no run 'zzz'", "twice_ffff"],
+        "./runs": ["'./runs' is not a run's folder"],
+        "no/such": ["'no/such' is not a run's folder"],
+    }.items():
+        with pytest.raises(_runs.UnknownRunError) as caught:
+            name(text)
+        for word in words:
+            assert word in str(caught.value)
+
+
+def test_no_runs_at_all(tmp_path: Path) -> None:
+    assert _runs.find(str(tmp_path / "no" / "such")) == []
+    for text in (None, "x"):
+        with pytest.raises(_runs.UnknownRunError, match="no run"):
+            _runs.resolve(str(tmp_path), text)
+
+
+# --- the command
+
+
+def test_a_table_for_pipes(place: Place) -> None:
+    put(place.logs, "20260101-101010_aaaa", state="succeeded", started=1e9, ended=1e9 + 725, exit_code=0)
+    put(
+        place.logs,
+        "b_b",
+        state="failed",
+        started=2e9,
+        ended=2e9 + 1.25,
+        exit_code=1,
+        nprocs=1000,
+        cause="rank 3: \x1b[2J",
+    )
+    put(place.logs, "c", started=3e9, command=["train.py", "a\tb", "x y", "é" * 300])
+    place.env["TZ"] = "UTC"
+    done = runs(place)
+    assert done[::2] == (0, "")
+    head, c, b, a = done.out.splitlines()
+    assert "\t" not in done.out
+    assert "\x1b" not in done.out
+    assert head.split() == ["RUN", "STATE", "STARTED", "TIME", "RANKS", "EXIT", "COMMAND", "CAUSE"]
+    assert a.split() == (
+        ["20260101-101010_aaaa", "succeeded", "2001-09-09T01:46:40", "12m05s", "1", "0", "train.py", "--lr", "0.1"]
+    )
+    assert b.split()[:6] == ["b_b", "failed", "2033-05-18T03:33:20", "1.2s", "1000", "1"]
+    assert b.endswith("rank 3: \\x1b[2J")
+    assert c.split()[:6] == ["c", "running", "2065-01-24T05:20:00", "0.0s", "1", "-"]
+    assert f"'a\\tb' 'x y' '{'é' * 300}'" in c  # never cut, never wrapped
+    assert {line.index(word) for line, word in ((head, "STATE"), (a, "succ"), (b, "failed"), (c, "runn"))} == {22}
+
+
+def test_an_encoding_that_has_no_word_for_it(place: Place) -> None:
+    put(place.logs, "a", command=["é"])
+    place.env.update(PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert "\\xe9" in runs(place).out
+
+
+def test_no_runs_is_no_error(place: Place) -> None:
+    assert runs(place) == (0, f"no runs in {place.logs}\n", "")
+    assert runs(place, "--json") == (0, "", "")
+
+
+def test_the_place_is_the_one_that_run_uses(place: Place) -> None:
+    place.env["XDG_STATE_HOME"] = str(place.folder / "state")
+    assert place.run("--no-python", "true", logs=False).status == 0
+    program = [sys.executable, "-m", "phalanx", "runs"]
+    assert "succeeded" in place.program(*program).out
+    place.env["PHALANX_LOG_DIR"] = str(place.folder / "other")
+    assert place.program(*program).out == f"no runs in {place.folder / 'other'}\n"
+
+
+def test_what_it_refuses(place: Place) -> None:
+    place.write("", "file")
+    assert "is a file" in place.program(sys.executable, "-m", "phalanx", "runs", "--log-dir", "file").err
+    assert runs(place, "-n", 0).status == 2
+
+
+def on_a_terminal(place: Place, columns: int, **env: str) -> str:
+    ours, theirs = pty.openpty()
+    try:
+        argv = [sys.executable, "-m", "phalanx", "runs", "--log-dir", str(place.logs)]
+        settings = {"TERM": "xterm-256color", "COLUMNS": str(columns), "TZ": "UTC", **env}
+        environ = {name: value for name, value in place.env.items() if name != "NO_COLOR"} | settings
+        with subprocess.Popen(argv, env=environ, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+            os.close(theirs)
+            theirs = -1
+            text = read_until(ours, "no such text")
+        assert process.returncode == 0, text
+        return text.replace("\r\n", "\n")
+    finally:
+        os.close(ours)
+        if theirs >= 0:
+            os.close(theirs)
+
+
+def test_a_table_for_people(place: Place) -> None:
+    put(
+        place.logs,
+        "20260101-101010_aaaa",
+        state="failed",
+        started=1e9,
+        ended=1e9 + 7300,
+        exit_code=1,
+        cause="rank 1: " + "x" * 99,
+    )
+    put(place.logs, "b", state="succeeded", started=2e9, ended=2e9 + 1, exit_code=0, command=["train.py", "y" * 99])
+    text = on_a_terminal(place, 80)
+    assert "\x1b[32msucceeded" in text
+    assert "\x1b[1;31mfailed" in text
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    head, b, a, cause, end = plain.split("\n")
+    assert end == ""
+    assert head.split() == ["RUN", "STATE", "STARTED", "TIME", "RANKS", "EXIT", "COMMAND"]
+    assert b.endswith("yyy…")
+    assert len(b) == len(cause) == 80
+    assert a.split()[:6] == ["20260101-101010_aaaa", "failed", "2001-09-09", "2h01m", "1", "1"]
+    assert cause.startswith("  rank 1: xxx")
+    assert cause.endswith("x…")
+    assert "\x1b" not in on_a_terminal(place, 80, NO_COLOR="1")
+
+
+def test_started_today_is_a_time_of_day(place: Place) -> None:
+    put(place.logs, "a", started=time.time())
+    assert re.search(r"running\S*  \d\d:\d\d:\d\d", on_a_terminal(place, 100))
+
+
+def test_a_reader_that_leaves_early(place: Place) -> None:
+    for number in range(30):
+        put(place.logs, f"run{number}", command=["x" * 10_000])
+    done = place.program(
+        "sh", "-c", '"$@" | head -n 1', "sh", sys.executable, "-m", "phalanx", "runs", "--log-dir", place.logs
+    )
+    assert done.out.startswith("RUN ")
+    assert done.err == ""
+
+
+def test_what_is_not_needed_is_not_loaded() -> None:
+    code = "import sys, phalanx.cli._commands, phalanx.cli.run; print(sorted({'msgspec', 'rich'} & sys.modules.keys()))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
+
+
+def test_a_record_of_many_ranks_is_small(tmp_path: Path) -> None:
+    ranks = [_record.Rank(rank=n, local_rank=n, pid=100000 + n, state="running") for n in range(10_000)]
+    _record.write(str(tmp_path), _record.end(example(), state="failed", exit_code=1, cause="x", ranks=ranks))
+    assert os.path.getsize(tmp_path / "run.json") < 1.5e6
+    with contextlib.closing(open(tmp_path / "run.json", "rb")) as file:
+        assert json.load(file)["nprocs"] == 1
