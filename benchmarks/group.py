@@ -25,7 +25,7 @@ def start(
     args: list[tuple[object, ...]],
     *,
     tee: bool = False,
-    **options: object,
+    **options: Any,
 ) -> Any:
     """Start one worker per item of ``args`` and return the started context.
 

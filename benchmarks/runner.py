@@ -59,12 +59,13 @@ def run_case(case: Case, interpreters: Mapping[str, str], rounds: int | None = N
     result = Result(case, rounds, {}, {}, {})
     for turn in range(-1 if case.warm_up else 0, rounds):
         for contender in CONTENDERS:
-            absent = contender not in interpreters or contender not in case.contenders
+            whose = case.interpreter or contender
+            absent = not {contender, whose} <= interpreters.keys() or contender not in case.contenders
             if absent or contender in result.errors or turn >= turns.get(contender, rounds):
                 continue
             sys.stderr.write(f"{case.name}: {f'round {turn + 1}/{rounds}' if turn >= 0 else 'warm-up'}: {contender}\n")
             try:
-                sample = run_contender(case, contender, interpreters[contender])
+                sample = run_contender(case, contender, interpreters[whose])
             except RunError as error:
                 result.errors[contender] = str(error)
                 continue

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from phalanx.multiprocessing import start_processes
-from phalanx.multiprocessing.errors import ChildFailedError
+import phalanx.spawn as mp  # where ``import torch.multiprocessing as mp`` stood
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,14 +69,6 @@ def run(
     dist.destroy_process_group()
 
 
-def spawn(fn: Callable[..., None], args: tuple[Any, ...], nprocs: int) -> None:
-    """Call `fn(i, *args)` in process i of `nprocs`; return when all have succeeded, raise when one has failed."""
-    with start_processes("train", fn, {i: (i, *args) for i in range(nprocs)}) as group:
-        result = group.wait()
-    if result.is_failed():
-        raise ChildFailedError("train", result.failures)
-
-
 def main() -> None:
     """Read the command line and start this shard's processes."""
     parser = argparse.ArgumentParser(description="Start one shard of a training job.")
@@ -87,10 +78,10 @@ def main() -> None:
     parser.add_argument("--init-method", default="tcp://127.0.0.1:29400", help="tcp://HOST:PORT or file:///PATH")
     parser.add_argument("--backend", default="gloo")
     opts = parser.parse_args()
-    spawn(
+    mp.spawn(
         run,
-        args=(opts.num_proc, train, opts.init_method, opts.shard_id, opts.num_shards, opts.backend, Config()),
         nprocs=opts.num_proc,
+        args=(opts.num_proc, train, opts.init_method, opts.shard_id, opts.num_shards, opts.backend, Config()),
     )
 
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benchmarks import case as vocabulary
-from benchmarks import procfs, report
+from benchmarks import chatter, procfs, report, runner
 from benchmarks.__main__ import main
 from benchmarks.case import FLOOR, PEER, PHALANX, Case, Sample, Target
-from benchmarks.cases import NAMES, load
+from benchmarks.cases import NAMES, big_argument, load, log_delay, log_throughput, slow_console, warm_torch
 from benchmarks.peer import VARIABLE, PeerError, find_or_make
 from benchmarks.runner import ROOT, Result, RunError, run_contender
 
@@ -89,11 +89,102 @@ def test_docstrings_are_true(module: ModuleType) -> None:
     assert found.failed == 0
 
 
+@pytest.mark.usefixtures("own_temporary_folder")
+def test_throughput_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_throughput, "LINES", 1000)
+    ours, floor = (log_throughput.CASE.contenders[contender]() for contender in (PHALANX, FLOOR))
+    assert set(ours.figures) == set(log_throughput.CASE.units)
+    assert set(floor.figures) == set(log_throughput.SPEEDS)
+    assert ours.figures["wrong"] == [0]
+    assert ours.notes == ()
+    assert all(sample.figures[name][0] > 0 for sample in (ours, floor) for name in log_throughput.SPEEDS)
+
+
+@pytest.mark.usefixtures("own_temporary_folder")
+def test_delay_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_delay, "SECONDS", 0.3)
+    for contender in (PHALANX, FLOOR):
+        figures = log_delay.CASE.contenders[contender]().figures
+        assert set(figures) == set(log_delay.CASE.units)
+        assert figures["missing"] == [0]
+        assert 0 < figures["median"][0] <= figures["p99"][0] <= figures["most"][0]
+
+
+@pytest.mark.usefixtures("own_temporary_folder")
+def test_slow_console_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow_console, "LINES", 10)  # which fit into the pipe: nothing is left to be said
+    ours, floor = (slow_console.CASE.contenders[contender]() for contender in (PHALANX, FLOOR))
+    assert set(ours.figures) == set(slow_console.CASE.units)
+    assert ours.notes == ()
+    for none in ("files not whole", "files spoken of", "lines unaccounted for"):
+        assert ours.figures[none] == [0], none
+    assert floor.figures["writing"][0] > 0
+
+
+@pytest.mark.usefixtures("own_temporary_folder")
+def test_warm_starts_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_torch, "MODULE", "json")
+    monkeypatch.setattr(warm_torch, "WORKERS", 2)
+    ours, floor = (warm_torch.CASE.contenders[contender]() for contender in (PHALANX, FLOOR))
+    assert set(ours.figures) == set(warm_torch.CASE.units)
+    assert len(ours.figures["second start"]) == warm_torch.SECOND
+    assert floor.figures["first start"][0] > 0
+
+
+@pytest.mark.usefixtures("own_temporary_folder")
+def test_a_big_argument_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(big_argument, "SIZE", 8_000_000)
+    monkeypatch.setattr(big_argument, "REPEATS", 1)
+    ours, floor = (big_argument.CASE.contenders[contender]() for contender in (PHALANX, FLOOR))
+    assert set(ours.figures) == set(big_argument.CASE.units)
+    assert set(floor.figures) < set(ours.figures)
+    assert all(min(values) > 0 for values in ours.figures.values())
+
+
+def test_a_case_may_want_the_interpreter_of_another_contender(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = []
+
+    def note(_case: Case, contender: str, python: str) -> Sample:
+        used.append((contender, python))
+        return Sample({"elapsed": [1.0]})
+
+    monkeypatch.setattr(runner, "run_contender", note)
+    contenders = dict.fromkeys((PHALANX, FLOOR), lambda: Sample({}))
+    case = Case("case", "something", {"elapsed": "ms"}, (), contenders, warm_up=False, interpreter=PEER)
+    runner.run_case(case, {PHALANX: "ours", FLOOR: "ours", PEER: "theirs"}, 1)
+    assert used == [(PHALANX, "theirs"), (FLOOR, "theirs")]
+    result = runner.run_case(case, {PHALANX: "ours", FLOOR: "ours"}, 1)
+    assert len(used) == 2
+    assert not result.missed()
+
+
+def test_what_a_console_was_given_is_compared_with_the_files(tmp_path: Path) -> None:
+    files = {}
+    for rank in range(3):
+        path = tmp_path / f"{rank}.log"
+        path.write_text("one\ntwo\n")
+        files[rank] = str(path)
+    shown = tmp_path / "shown"
+    shown.write_text("[1] one\n[0] one\n[2] one\n[2] two\n[1] two\n[0] two\n")
+    assert chatter.differing(str(shown), files, 2) == []
+    shown.write_text("[1] one\n[0] two\n[0] one\n[2] one\n[1] two\ntwo\n")
+    assert chatter.differing(str(shown), files, 2) == [
+        "1 lines without a rank's prefix",
+        "rank 0: other bytes than in the file: 2 lines of 2",
+        "rank 2: other lines than in the file: 1 lines of 2",
+    ]
+
+
+def test_what_a_launcher_said_of_the_rest_is_understood() -> None:
+    stderr = "… 12,304 more lines in /tmp/a b/run/0/stdout.log\n… 7 more lines in /tmp/a b/run/1/stdout.log\n"
+    assert slow_console.said(stderr) == {"0": 12304, "1": 7}
+
+
 def test_report_of_a_miss_and_of_a_failure() -> None:
     def nothing() -> Sample:
         return Sample({})
 
-    target = Target("elapsed", "<=", 2, of_floor=True)
+    target = Target("elapsed", "<=", 2, of=FLOOR)
     case = Case("case", "something", {"elapsed": "ms"}, (target,), {PHALANX: nothing})
     figures = {PHALANX: {"elapsed": [3.0, 2.5, 4.0]}, FLOOR: {"elapsed": [1.0]}}
     missed = Result(case, 3, figures, {}, {PEER: "exit code 1: no torch"})

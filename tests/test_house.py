@@ -27,8 +27,18 @@ SCRIPTS = sorted(
     if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
 )
 
-LAYERS = ("_core", "errors", "multiprocessing", "cli")
+LAYERS = ("_core", "errors", "multiprocessing", "spawn", "cli")
 """The packages from the ground up: each may import itself and what stands before it."""
+
+KEPT_APART = {
+    "src/phalanx/multiprocessing/_record.py": {"msgspec"},
+    "src/phalanx/multiprocessing/_runs.py": set[str](),
+    "src/phalanx/cli/logs.py": {"click"},  # a command: loaded when it is called
+}
+"""Modules that load a library as they are loaded, or a module that does: so nobody else imports them on the way."""
+
+ONE_PLACE = {"msgspec": "src/phalanx/multiprocessing/_record.py", "rich": "src/phalanx/cli/runs.py"}
+"""Libraries with one use, and the module that has it."""
 
 FLOORS = [module for module in MODULES if module.relative_to(SOURCE / "phalanx").parts[0] in LAYERS]
 
@@ -80,8 +90,26 @@ def test_nothing_of_others_is_imported_before_it_is_needed(path: Path) -> None:
     own = {"phalanx", *sys.stdlib_module_names}
     if path.is_relative_to(SOURCE / "phalanx" / "cli"):
         own |= {"click"}  # the command line's own library; nothing below it may load it
+    own |= KEPT_APART.get(name_of(path), set())
     names = {name.split(".")[0] for name in imports(path, at_import(ast.parse(path.read_text(encoding="utf-8"))))}
     assert names <= own
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_what_loads_others_is_itself_loaded_when_needed(path: Path) -> None:
+    """Nobody but those that are kept apart, too, imports one of them on the way."""
+    if name_of(path) in KEPT_APART:
+        return
+    apart = {name.removeprefix("src/").removesuffix(".py").replace("/", ".") for name in KEPT_APART}
+    names = imports(path, at_import(ast.parse(path.read_text(encoding="utf-8"))))
+    assert not {name for name in names if any(f"{name}.".startswith(f"{module}.") for module in apart)}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_a_library_of_others_is_used_in_its_one_place(path: Path) -> None:
+    names = {name.split(".")[0] for name in imports(path, nodes(path))}
+    for library, place in ONE_PLACE.items():
+        assert library not in names or name_of(path) == place, f"{library} is for {place}"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
@@ -115,7 +143,7 @@ def test_every_rule_that_is_off_carries_a_reason() -> None:
         assert re.search(rf'^    "{rule}", +# \w.+', text, re.MULTILINE), f"{rule} is off without a reason"
 
 
-@pytest.mark.parametrize("module", ["phalanx", "phalanx.errors", "phalanx.multiprocessing"])
+@pytest.mark.parametrize("module", ["phalanx", "phalanx.errors", "phalanx.multiprocessing", "phalanx.spawn"])
 def test_an_import_loads_the_standard_library_only(module: str) -> None:
     code = (
         "import sys; before = set(sys.modules); "

@@ -11,11 +11,17 @@ if TYPE_CHECKING:
 _MODULES = {
     "true64": "true64",
     "spawn64": "spawn64",
+    "spawn_noop": "spawn_noop",
+    "warm_torch": "warm_torch",
+    "big_argument": "big_argument",
     "exit_to_wait": "exit_to_wait",
     "import": "import_time",
     "memory": "memory",
     "thousand": "thousand",
     "idle256": "idle256",
+    "log_throughput": "log_throughput",
+    "log_delay": "log_delay",
+    "slow_console": "slow_console",
 }
 
 NAMES = tuple(_MODULES)

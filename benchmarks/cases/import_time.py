@@ -50,7 +50,7 @@ CASE = Case(
     name="import",
     measures="the import of the library in a fresh interpreter; the floor is import subprocess",
     units={"import": "ms", "third-party": "modules"},
-    targets=(Target("import", "<=", 3, of_floor=True), Target("third-party", "<=", 0, worst=True)),
+    targets=(Target("import", "<=", 3, of=FLOOR), Target("third-party", "<=", 0, worst=True)),
     contenders={name: partial(_measure, name) for name in (PHALANX, PEER, FLOOR)},
     rounds=3,
     peer_rounds=1,

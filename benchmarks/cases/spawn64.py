@@ -33,7 +33,7 @@ CASE = Case(
     name="spawn64",
     measures=f"{WORKERS} empty functions under spawn; the floor is {WORKERS} x (python -c 'import pickle') / cores",
     units={"elapsed": "ms"},
-    targets=(Target("elapsed", "<=", 1.6, of_floor=True),),
+    targets=(Target("elapsed", "<=", 1.6, of=FLOOR),),
     contenders={PHALANX: _phalanx, PEER: _peer, FLOOR: _floor},
     peer_rounds=1,
     warm_up=False,

@@ -28,6 +28,6 @@ CASE = Case(
     name="true64",
     measures=f"{WORKERS} x {COMMAND}, from the call to the result; the floor is {WORKERS} x Popen, then wait for each",
     units={"elapsed": "ms"},
-    targets=(Target("elapsed", "<=", 1.5, of_floor=True),),
+    targets=(Target("elapsed", "<=", 1.5, of=FLOOR),),
     contenders={PHALANX: partial(_measure, PHALANX), PEER: partial(_measure, PEER), FLOOR: _floor},
 )

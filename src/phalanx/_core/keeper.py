@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
     from phalanx._core.deadlines import Deadline
+    from phalanx._core.rotate import Rotator
     from phalanx._core.starting import Spec
 else:
     import _signal as signal  # the C half: `signal` builds enums for 3 ms
@@ -48,6 +49,7 @@ KILL_WAIT = 10.0
 
 _OOM_TOGETHER = 1.0  # seconds in which the ends of OOM-killed workers are told after the kernel's count has risen
 _SPARE_DESCRIPTORS = 64  # beside a pidfd for each worker
+_DESCRIPTORS_ROTATING = 1 + 2 * 3  # with a pipe and a file for each of its streams
 
 
 class Worker:
@@ -76,6 +78,7 @@ class Keeper:
         self._call = call
         self._loop = Loop()
         self._workers: dict[int, Worker] = {}
+        self._rotators: dict[int, list[Rotator]] = {}
         self._sessions: set[int] = set()  # every worker leads one; its pid stays taken while the session has a member
         self._null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         self._oom_file, self._oom_kills = "", 0
@@ -130,6 +133,8 @@ class Keeper:
                     self._start(*arguments, fds)  # type: ignore[arg-type, call-arg]  # the launcher sends what `_start` takes
                 elif verb == "signal":
                     self._signal(*arguments)  # type: ignore[arg-type]  # as above
+                elif verb == "send":
+                    self._send_to(*arguments)  # type: ignore[arg-type]  # as above
                 elif verb == "sweep":
                     self._sweep(*arguments)  # type: ignore[arg-type]  # as above
                 elif verb == "kill":
@@ -178,28 +183,33 @@ class Keeper:
         ignored = starting.ignored_signals()
         # Watched from its start on, a worker's exit keeps its place in epoll's order. Beyond the caller's limit on
         # descriptors, which the workers inherit, the watching has to wait until all are started and we may raise it.
-        early = len(specs) + _SPARE_DESCRIPTORS <= os.sysconf("SC_OPEN_MAX")
+        wanted = sum(_DESCRIPTORS_ROTATING if spec[7] else 1 for spec in specs) + _SPARE_DESCRIPTORS
+        early = wanted <= os.sysconf("SC_OPEN_MAX")
         try:
             for spec in specs:
                 rank, doing = spec[0], "opening its log files"
-                with starting.Outputs(self._null, spec[4], spec[5]) as outputs:
+                with starting.Outputs(self._null, spec[4], spec[5], spec[7]) as outputs:
+                    self._rotators[rank] = outputs.rotators
                     doing = "starting it"
                     given = [fds[index] for index in spec[6]]
                     if fork:
-                        private = {*self._own_descriptors(), *fds}.difference(given)
+                        # Those that become 1 and 2 are closed with the outputs.
+                        private = {*self._own_descriptors(), *fds}.difference(given, outputs.writers())
                         pid = starting.fork(spec, base, outputs, given, private, self._call)
                     else:
                         pid = starting.execute(spec, base, outputs, given, ignored)
+                self._watch_outputs(outputs.rotators)
                 worker = self._workers[pid] = Worker(rank, pid)
                 self._sessions.add(pid)
                 if early:
                     self._watch(worker)
             if not early:
-                _allow_descriptors(len(specs) + _SPARE_DESCRIPTORS)
+                _allow_descriptors(wanted)
                 for worker in self._workers.values():
                     rank, doing = worker.rank, "watching it"
                     self._watch(worker)
         except OSError as error:
+            doing = getattr(error, "doing", doing)  # what a child that was to place itself could not
             self._reason = ("start_failed", rank, doing, error.errno or 0, os.fsdecode(error.filename or ""))
         # /dev/null is of no more use, and where descriptors are scarce, its place is what a look at /proc needs.
         for fd in (*fds, self._null):
@@ -212,6 +222,10 @@ class Keeper:
             return
         self._unwatch()  # it may be descriptors that have run out, and killing takes some
         self._kill()
+
+    def _watch_outputs(self, rotators: list[Rotator]) -> None:
+        for rotator in rotators:
+            self._loop.watch(rotator.reader, _bound(self._on_output, rotator))
 
     def _watch(self, worker: Worker) -> None:
         worker.pidfd = os.pidfd_open(worker.pid)
@@ -228,7 +242,9 @@ class Keeper:
         """All that is open here and is none of a worker's business."""
         loop = self._loop.descriptors()
         pidfds = [worker.pidfd for worker in self._workers.values() if worker.pidfd >= 0]
-        return [self._channel.fileno(), self._guard, self._launcher, self._null, *self._signals, *loop, *pidfds]
+        rotated = [fd for rotators in self._rotators.values() for rotator in rotators for fd in rotator.descriptors()]
+        own = [self._channel.fileno(), self._guard, self._launcher, self._null, *self._signals]
+        return [*own, *loop, *pidfds, *rotated]
 
     # --- ends
 
@@ -246,6 +262,7 @@ class Keeper:
         if not pid:
             return
         moment = clock.now_ns()
+        self._drain(worker.rank)
         self._loop.forget(worker.pidfd)
         os.close(worker.pidfd)
         del self._workers[pid]
@@ -254,6 +271,22 @@ class Keeper:
         if not self._exits:  # all that this round of the loop sees goes in one message
             self._loop.call(self._tell_exits)
         self._exits.append((worker.rank, status, moment, usage.ru_maxrss, usage.ru_utime + usage.ru_stime, oom))
+
+    def _on_output(self, rotator: Rotator) -> None:
+        """A worker has written. What cannot be kept is refused: it sees EPIPE, as it would see ENOSPC by itself."""
+        try:
+            if rotator.drain():
+                return
+        except OSError:
+            pass
+        self._loop.forget(rotator.reader)
+        rotator.close()
+
+    def _drain(self, rank: int) -> None:
+        """Have all that a worker wrote in its files before its end is told."""
+        for rotator in self._rotators.get(rank, ()):
+            if rotator.reader >= 0:
+                self._on_output(rotator)
 
     def _tell_exits(self) -> None:
         if self._exits and not self._reason:  # else the launcher hears one thing only
@@ -306,6 +339,12 @@ class Keeper:
                 worker.signalled = number
                 reached.append(worker.rank)
         self._send("signalled", number, moment, reached)
+
+    def _send_to(self, rank: int, number: int) -> None:
+        """Send ``number`` to one worker at its owner's wish. It is no stop of ours: what follows is its own."""
+        for worker in self._workers.values():
+            if worker.rank == rank:
+                _send_signal(worker.pid, number)
 
     # --- the end of everything
 
@@ -360,6 +399,8 @@ class Keeper:
     def _leave(self, *last_word: object) -> None:
         if not self._leaving:
             self._leaving = True
+            for rank in self._rotators:
+                self._drain(rank)
             self._loop.forget(self._signals[0])
             self._tell_exits()
             self._send(*last_word)
@@ -374,8 +415,11 @@ class Keeper:
         return linux.children(os.getpid())
 
 
-def keep(sock: _socket.socket, call: Callable[[int, list[int]], None] | None = None) -> None:
-    """Be guard and keeper at the end ``sock``, with ``call`` for workers that are forks of us. Does not return."""
+def keep(sock: _socket.socket, call: Callable[[int, list[int]], None] | None = None, launcher: int = -1) -> None:
+    """Be guard and keeper at the end ``sock``, with ``call`` for workers that are forks of us. Does not return.
+
+    ``launcher`` is a pidfd, where it is not the launcher that has forked us.
+    """
     try:
         starting.fill_standard_descriptors()
         starting.turn_deaf()
@@ -384,9 +428,11 @@ def keep(sock: _socket.socket, call: Callable[[int, list[int]], None] | None = N
         linux.become_subreaper()
         parent, guard = os.getppid(), os.getpid()
         try:
-            launcher, above = os.pidfd_open(parent), os.pidfd_open(guard)
-            if os.getppid() != parent:  # it died first, and the pid may be another's by now
-                os._exit(0)
+            above = os.pidfd_open(guard)
+            if launcher < 0:
+                launcher = os.pidfd_open(parent)
+                if os.getppid() != parent:  # it died first, and the pid may be another's by now
+                    os._exit(0)
             keeper = os.fork()
             if keeper == 0:
                 linux.become_subreaper()

@@ -9,6 +9,7 @@ import os
 import select
 import subprocess
 import sys
+from contextlib import suppress
 from signal import SIGCONT, SIGKILL, pidfd_send_signal
 
 from phalanx._core import clock, linux, wire
@@ -17,6 +18,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from _socket import socket
     from collections.abc import Callable, Sequence
+
+    from phalanx._core.zygote import Zygote
 
 MARK = b"PHALANX_GROUP"
 """The environment variable that every worker of a group carries, and with it, unless it is removed on purpose,
@@ -35,6 +38,7 @@ class Launch:
         self._guard = 0
         self._pidfd = -1
         self._popen: subprocess.Popen[bytes] | None = None
+        self._is_child = True
 
     def environment(self) -> dict[bytes, bytes]:
         """What a worker's environment is built on: ours, and the group's mark."""
@@ -90,6 +94,18 @@ class Launch:
         theirs.close()
         self._hold(pid)
 
+    def fork_warm(self, zygote: Zygote) -> None:
+        """Start a keeper that is a fork of ``zygote``. Raises PreloadError, OSError."""
+        theirs = self._connect()
+        try:
+            self._guard, self._pidfd = zygote.fork(theirs, self._page())
+            self._is_child = False
+        except BaseException:
+            self.channel.close()
+            raise
+        finally:
+            theirs.close()
+
     def close(self, wait: float) -> int:
         """Close the socket, reap the guard within ``wait`` seconds (kill it after), and return its exit code.
 
@@ -104,6 +120,8 @@ class Launch:
             try:
                 if not _wait([self._pidfd], wait):
                     pidfd_send_signal(self._pidfd, SIGKILL)
+                if not self._is_child:
+                    self._reap_orphan()
             finally:
                 os.close(self._pidfd)
                 self._pidfd = -1
@@ -169,8 +187,15 @@ class Launch:
         except ProcessLookupError:  # so soon: the socket will tell
             self._pidfd = -1
 
+    def _reap_orphan(self) -> None:
+        """Reap a guard that has become ours, because its zygote has gone and we are a subreaper, or PID 1."""
+        with suppress(ChildProcessError):
+            os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
+
     def _reap(self) -> int:
         guard, self._guard = self._guard, 0
+        if not self._is_child:
+            return 0
         if self._popen is not None:
             return self._popen.wait()
         try:

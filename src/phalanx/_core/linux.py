@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
-IN_MODIFY = 0x002
+IN_MODIFY, IN_ATTRIB, IN_MOVED_TO, IN_CREATE, IN_Q_OVERFLOW = 0x2, 0x4, 0x80, 0x100, 0x4000
 SIGKILL = 9
 
 
@@ -72,11 +72,22 @@ def inotify() -> int:
 
 def inotify_add(fd: int, path: str, mask: int = IN_MODIFY) -> int:
     """Watch ``path``; returns the watch descriptor that events carry. Raises OSError."""
-    watch = _libc("inotify_add_watch", fd, os.fsencode(path), mask)
-    if watch < 0:
+    for _ in range(2):  # what was not there at first may be there when it is looked at: then once more
+        watch = _libc("inotify_add_watch", fd, os.fsencode(path), mask)
+        if watch >= 0:
+            return watch
         os.stat(path)  # the likeliest cause speaks for itself
-        raise OSError(errno.ENOSPC, "no inotify watch to be had (fs.inotify.max_user_watches)", path)
-    return watch
+    raise OSError(errno.ENOSPC, "no inotify watch to be had (fs.inotify.max_user_watches)", path)
+
+
+def inotify_remove(fd: int, watch: int) -> None:
+    """Watch no longer. One that the kernel has removed already is ignored."""
+    _libc("inotify_rm_watch", fd, watch)
+
+
+def flush_stdio() -> None:
+    """Write what the C library holds in the buffers of its streams (fflush(3))."""
+    _libc("fflush", None)
 
 
 class Stat:
@@ -175,10 +186,11 @@ def find_oom_counter() -> tuple[str, int]:
     v2: ``oom_kill`` of memory.events; v1: ``oom_kill`` of memory.oom_control (cgroups(7), and the kernel's
     admin-guide/cgroup-v2). Both rise before the victim is sent its SIGKILL.
     """
-    for path in _oom_files():
-        count = oom_kills(path)
-        if count is not None:
-            return path, count
+    for _point, folder in cgroups("memory"):
+        for path in (f"{folder}/memory.events", f"{folder}/memory.oom_control"):
+            count = oom_kills(path)
+            if count is not None:
+                return path, count
     return "", 0
 
 
@@ -195,7 +207,11 @@ def oom_kills(path: str) -> int | None:
     return None
 
 
-def _oom_files() -> Iterator[str]:
+def cgroups(controller: str) -> Iterator[tuple[str, str]]:
+    """The folders of this process's cgroup that may hold ``controller``'s files, each after its mount point.
+
+    Several, because in a container without a cgroup namespace the path is the host's, and the mount is already ours.
+    """
     try:
         with open("/proc/self/cgroup") as file:
             groups = [line.rstrip("\n").split(":", 2) for line in file]
@@ -208,12 +224,16 @@ def _oom_files() -> Iterator[str]:
         dash = mount.index("-")
         kind, options, point = mount[dash + 1], mount[dash + 3].split(","), mount[4]
         for _number, controllers, path in groups:
-            if kind == "cgroup2" and controllers == "":
-                name = "memory.events"
-            elif kind == "cgroup" and "memory" in options and "memory" in controllers.split(","):
-                name = "memory.oom_control"
-            else:
-                continue
-            # In a container without a cgroup namespace the path is the host's, and the mount is already ours.
-            yield f"{point}{path.rstrip('/')}/{name}"
-            yield f"{point}/{name}"
+            unified = kind == "cgroup2" and controllers == ""
+            if unified or (kind == "cgroup" and controller in options and controller in controllers.split(",")):
+                yield point, f"{point}{path.rstrip('/')}"
+                yield point, point
+
+
+def has_capability(number: int) -> bool:
+    """Whether this process has a capability (capabilities(7)), in its own user namespace at least."""
+    try:
+        with open("/proc/self/status") as file:
+            return any(line.startswith("CapEff:") and int(line[7:], 16) >> number & 1 for line in file)
+    except (OSError, ValueError):
+        return False

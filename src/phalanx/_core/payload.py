@@ -7,6 +7,9 @@ nothing of processes.
 The group's payload is pickled once, into one memfd that every worker reads at its own offsets. One pickler writes all
 of it; before each rank's arguments its memo is wound back to where the function ended, so that a rank's part may
 refer to the function's objects, and never to another rank's.
+
+Large buffers (an array's elements) stay out of the pickle (PEP 574). They are written into the memfd once, and every
+worker maps them: whatever their size and however many the workers, there is one copy, and none is made on the way.
 """
 
 from __future__ import annotations
@@ -20,13 +23,17 @@ import sys
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import pickle
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
     from typing import Any
 else:
     import _pickle as pickle  # the C half: `pickle` imports re and enum, 3 of a worker's 15 ms
 
+_PAGE = os.sysconf("SC_PAGESIZE")  # where a mapping may begin
 _PROTOCOL = 5  # both ends are the same interpreter, 3.11 or later
 _HEADER = 8  # bytes, for the length of the index that follows
+
+LARGE = 1 << 20
+"""Bytes from which a buffer is shared by all workers. A smaller one is cheaper to copy."""
 
 _given: list[int] = []  # in a worker: the descriptors that came with the payload
 
@@ -40,14 +47,21 @@ class _ByValue(Exception):  # noqa: N818 - a turn of the road, not an error
 
 
 def pack(
-    function: Callable[..., Any], arguments: Mapping[int, tuple[Any, ...]]
+    function: Callable[..., Any],
+    arguments: Mapping[int, tuple[Any, ...]],
+    *,
+    writable: bool = False,
+    numbered: bool = False,
 ) -> tuple[int, list[int], dict[int, list[int]]]:
     """Pickle a call for every rank into a new memfd.
+
+    A function that is ``numbered`` is to be called with the rank before its arguments, and its value is not wanted.
+    With ``writable``, workers may write to large buffers, each to its own copy of the pages that it writes to.
 
     Returns the memfd, which the caller owns; descriptors that must reach the workers with it and stay their
     owners'; and the indices into these that each rank needs. Raises UnpicklableError, which names the culprit.
     """
-    with _Spawning() as spawning:
+    with Spawning() as spawning:
         try:
             parts = _dump(function, arguments, spawning, by_value=False)
         except Exception:  # noqa: BLE001 - whatever stands in the way by reference is tried by value
@@ -57,25 +71,17 @@ def pack(
             try:
                 parts = _dump(function, arguments, spawning, by_value=True)
             except Exception as error:
-                raise _culprit(function, arguments, error) from error
+                from phalanx._core.culprit import culprit
+
+                raise culprit(function, arguments, error) from error
     shared, ranks = parts
-    blobs = [shared[0]]
-    index: dict[str, Any] = {
-        "path": _search_path(),
-        "argv": [str(argument) for argument in getattr(sys, "argv", [])],
-        "launcher": os.getpid(),
-        "function": (0, len(shared[0])),
-        "arguments": {},
-    }
-    offset = len(shared[0])
-    places: dict[int, int] = {}  # the same arguments for several ranks are written once
-    for rank, (blob, _fds) in ranks.items():
-        if id(blob) not in places:
-            places[id(blob)] = offset
-            blobs.append(blob)
-            offset += len(blob)
-        index["arguments"][rank] = (places[id(blob)], len(blob))
-    wanted = {rank: [*range(shared[1]), *fds] for rank, (_blob, fds) in ranks.items()}
+    blobs, index = _lay_out(shared, ranks)
+    buffers = _Buffers()
+    for rank, part in ranks.items():
+        index["buffers"][rank] = [buffers.place(buffer) for buffer in (*shared.buffers, *part.buffers)]
+    index["writable"] = writable
+    index["numbered"] = numbered
+    wanted = {rank: [*shared.fds, *part.fds] for rank, part in ranks.items()}
     fds = spawning.fds
     if any(b"multiprocessing" in blob for blob in blobs):
         index["multiprocessing"] = _multiprocessing_state()
@@ -89,8 +95,12 @@ def pack(
     index["fds"] = wanted
     memfd = os.memfd_create("phalanx-payload")
     try:
+        index["start"] = _page_after(sum(map(len, blobs)))  # of the buffers, behind the head, which has its own pages
         head = marshal.dumps(index)
-        _write(memfd, len(head).to_bytes(_HEADER, "little"), head, *blobs)
+        first = _page_after(_HEADER + len(head))
+        _write(memfd, 0, len(head).to_bytes(_HEADER, "little"), head)
+        _write(memfd, first, *blobs)
+        buffers.write(memfd, first + index["start"])
     except BaseException:
         os.close(memfd)
         raise
@@ -104,7 +114,7 @@ class Payload:
         self._memfd = memfd
         length = int.from_bytes(os.pread(memfd, _HEADER, 0), "little")
         self.index: dict[str, Any] = marshal.loads(os.pread(memfd, length, _HEADER))  # noqa: S302 - our launcher wrote it
-        self._base = _HEADER + length
+        self._base = _page_after(_HEADER + length)
         self._fds = fds
 
     def load(self, rank: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -119,14 +129,36 @@ class Payload:
             from multiprocessing import resource_tracker
 
             resource_tracker._resource_tracker._fd = _given[tracker]  # type: ignore[attr-defined]  # as multiprocessing.spawn does
-        unpickler = pickle.Unpickler(io.BytesIO(self._read("function") + self._read("arguments", rank)))
+        data = io.BytesIO(self._read("function") + self._read("arguments", rank))
+        unpickler = pickle.Unpickler(data, buffers=self._map(self.index["buffers"][rank]))
         function = unpickler.load()
         _adopt(function)
         return function, unpickler.load()
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Give the descriptor back. What is mapped stays for as long as somebody refers to it."""
         os.close(self._memfd)
+
+    def _map(self, places: list[tuple[int, int]]) -> list[memoryview]:
+        """Large buffers: the pages that all share, or, to be written to, such of our own in their place (mmap(2)).
+
+        Those that are neighbours are mapped together: each mapping keeps a descriptor.
+        """
+        if not places:
+            return []
+        import mmap
+
+        how = (mmap.MAP_SHARED, mmap.PROT_READ)
+        if self.index["writable"]:
+            how = (mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        start = self._base + self.index["start"]
+        views: dict[tuple[int, int], memoryview] = {}
+        for run in _neighbours(places):
+            first, (last, length) = run[0][0], run[-1]
+            whole = memoryview(mmap.mmap(self._memfd, last + length - first, *how, offset=start + first))
+            for place in run:
+                views[place] = whole[place[0] - first :][: place[1]]
+        return [views[place] for place in places]
 
     def _read(self, *keys: str | int) -> bytes:
         place: Any = self.index
@@ -160,44 +192,158 @@ def pack_value(value: object, known: Mapping[str, object]) -> int:
             os.close(memfd)
             raise
     except Exception as error:
-        where = _find("the return value", value, 4) or f"the return value ({_type_name(value)})"
-        msg = f"{where} cannot be pickled: {_first_line(error)}"
+        from phalanx._core.culprit import find, first_line, type_name
+
+        where = find("the return value", value, 4) or f"the return value ({type_name(value)})"
+        msg = f"{where} cannot be pickled: {first_line(error)}"
         raise UnpicklableError(msg) from error
     return memfd
 
 
 def _pickled(value: object, memfd: int, known: Mapping[str, object] | None) -> None:
     with open(memfd, "wb", closefd=False) as file:
-        pickler = _pickler(file, by_value=known is None)
+        pickler = make_pickler(file, by_value=known is None)
         pickler.known = known
         pickler.dump(value)
 
 
+def _lay_out(shared: _Part, ranks: Mapping[int, _Part]) -> tuple[list[bytes], dict[str, Any]]:
+    """The pickles, in the order in which they are written, and the index that finds them again."""
+    blobs = [shared.pickle]
+    offset = len(shared.pickle)
+    index: dict[str, Any] = {
+        "path": search_path(),
+        "argv": [str(argument) for argument in getattr(sys, "argv", [])],
+        "launcher": os.getpid(),
+        "function": (0, offset),
+        "arguments": {},
+        "buffers": {},
+    }
+    places: dict[int, int] = {}  # the same arguments for several ranks are written once
+    for rank, part in ranks.items():
+        if id(part) not in places:
+            places[id(part)] = offset
+            blobs.append(part.pickle)
+            offset += len(part.pickle)
+        index["arguments"][rank] = (places[id(part)], len(part.pickle))
+    return blobs, index
+
+
+def _neighbours(places: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """The places, by their order, in lists in which each begins on the page at which the one before ends."""
+    runs: list[list[tuple[int, int]]] = []
+    for place in sorted(set(places)):
+        if runs and sum(map(_page_after, (runs[-1][-1][0], runs[-1][-1][1]))) == place[0]:
+            runs[-1].append(place)
+        else:
+            runs.append([place])
+    return runs
+
+
+def _page_after(place: int) -> int:
+    return -(-place // _PAGE) * _PAGE
+
+
+class Large:
+    """A large ``bytes`` or ``bytearray``, which the pickler would not keep out of the pickle by itself.
+
+    It arrives as what it is: one that owns its memory, and so is copied once more by each worker.
+    """
+
+    def __init__(self, value: bytes | bytearray) -> None:
+        self._value = value
+
+    def __reduce_ex__(self, _protocol: object) -> tuple[type, tuple[pickle.PickleBuffer]]:
+        return type(self._value), (pickle.PickleBuffer(self._value),)
+
+    @classmethod
+    def among(cls, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """``values`` with those that are large in a wrap."""
+        if any(type(value) in (bytes, bytearray) and len(value) >= LARGE for value in values):
+            return tuple(cls(value) if type(value) in (bytes, bytearray) else value for value in values)
+        return values
+
+
+class _Part:
+    """One object, pickled."""
+
+    def __init__(self, pickle: bytes, buffers: list[pickle.PickleBuffer], fds: list[int]) -> None:
+        self.pickle = pickle
+        self.buffers = buffers  # that are not in it
+        self.fds = fds  # and the descriptors that belong to it, by their numbers
+
+
+class _Buffers:
+    """Large buffers, each at a page of its own; one that several ranks have is there once."""
+
+    def __init__(self) -> None:
+        self._views: list[memoryview] = []
+        self._places: dict[tuple[int, int], tuple[int, int]] = {}  # by address and length
+        self._end = 0
+
+    def place(self, buffer: pickle.PickleBuffer) -> tuple[int, int]:
+        """Where it is going to be."""
+        view = buffer.raw()
+        key = (_address(view), view.nbytes)
+        if key not in self._places:
+            self._places[key] = (self._end, view.nbytes)
+            self._views.append(view)
+            self._end += _page_after(view.nbytes)
+        return self._places[key]
+
+    def write(self, fd: int, start: int) -> None:
+        """Write them all."""
+        if self._end:
+            os.ftruncate(fd, start + self._end)
+        for view, (offset, _length) in zip(self._views, self._places.values(), strict=True):
+            _write(fd, start + offset, view)
+
+
+def _address(view: memoryview) -> int:
+    import ctypes
+
+    if view.readonly:
+        return id(view.obj)  # what cannot be written to has no address for ctypes
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
 def _dump(
-    function: Callable[..., Any], arguments: Mapping[int, tuple[Any, ...]], spawning: _Spawning, *, by_value: bool
-) -> tuple[tuple[bytes, int], dict[int, tuple[bytes, list[int]]]]:
-    buffer = io.BytesIO()
-    pickler = _pickler(buffer, by_value=by_value)
-    pickler.dump(function)
-    shared = buffer.getvalue(), len(spawning.fds)
+    function: Callable[..., Any], arguments: Mapping[int, tuple[Any, ...]], spawning: Spawning, *, by_value: bool
+) -> tuple[_Part, dict[int, _Part]]:
+    file = io.BytesIO()
+    buffers: list[pickle.PickleBuffer] = []
+
+    def keep(buffer: pickle.PickleBuffer) -> bool:
+        """Called for each buffer; what is true stays in the pickle."""
+        if buffer.raw().nbytes < LARGE:
+            return True
+        buffers.append(buffer)
+        return False
+
+    def dumped(value: object) -> _Part:
+        first = len(spawning.fds)
+        buffers.clear()
+        file.seek(0)
+        file.truncate()
+        pickler.dump(value)
+        return _Part(file.getvalue(), list(buffers), list(range(first, len(spawning.fds))))
+
+    pickler = make_pickler(file, by_value=by_value, buffer_callback=keep)
+    shared = dumped(function)
     memo = pickler.memo.copy()
-    ranks: dict[int, tuple[bytes, list[int]]] = {}
+    ranks: dict[int, _Part] = {}
     seen: dict[int, int] = {}  # the same tuple for several ranks is pickled once
     for rank, values in arguments.items():
         if id(values) in seen:
             ranks[rank] = ranks[seen[id(values)]]
             continue
-        first = len(spawning.fds)
-        buffer.seek(0)
-        buffer.truncate()
         pickler.memo = memo
-        pickler.dump(tuple(values))
-        ranks[rank] = buffer.getvalue(), list(range(first, len(spawning.fds)))
+        ranks[rank] = dumped(Large.among(tuple(values)))
         seen[id(values)] = rank
     return shared, ranks
 
 
-def _pickler(file: Any, *, by_value: bool) -> Any:
+def make_pickler(file: Any, *, by_value: bool, buffer_callback: Callable[[Any], bool] | None = None) -> Any:
     tables: list[Any] = [copyreg.dispatch_table]
     reduction = sys.modules.get("multiprocessing.reduction")
     if reduction is not None:  # connections, sockets, and what frameworks have registered there (shared tensors)
@@ -211,7 +357,8 @@ def _pickler(file: Any, *, by_value: bool) -> Any:
     # A pickler looks for its table once, when it is made, and finds the class's: setting it on the instance is too
     # late.
     table = {name: value for table in reversed(tables) for name, value in table.items()}
-    return type("Pickler", (base,), {"dispatch_table": table})(file, protocol=_PROTOCOL)
+    kind = type("Pickler", (base,), {"dispatch_table": table})
+    return kind(file, protocol=_PROTOCOL, buffer_callback=buffer_callback)
 
 
 class _ByReference(pickle.Pickler):
@@ -230,7 +377,7 @@ class _ByReference(pickle.Pickler):
         return NotImplemented
 
 
-class _Spawning:
+class Spawning:
     """Makes `multiprocessing` believe that a process of its own is being spawned in this thread.
 
     Its locks, queues and connections refuse to be pickled otherwise. Its contract for a "popen" is:
@@ -240,7 +387,7 @@ class _Spawning:
     def __init__(self) -> None:
         self.fds: list[int] = []
 
-    def __enter__(self) -> _Spawning:  # noqa: PYI034 - typing.Self would be an import on the worker's start
+    def __enter__(self) -> Spawning:  # noqa: PYI034 - typing.Self would be an import on the worker's start
         context = sys.modules.get("multiprocessing.context")
         if context is not None:
             context.set_spawning_popen(self)
@@ -273,7 +420,7 @@ class _Given:
         return fd
 
 
-def _search_path() -> list[str]:
+def search_path() -> list[str]:
     """`sys.path`, with the working directory by its name: a worker's own entry for it may be another."""
     try:
         return [entry or os.getcwd() for entry in sys.path]
@@ -308,78 +455,9 @@ def _adopt(function: Callable[..., Any]) -> None:
         main.setdefault(getattr(function, "__name__", ""), function)
 
 
-def _write(fd: int, *blobs: bytes) -> None:
+def _write(fd: int, offset: int, *blobs: bytes | memoryview) -> None:
     for blob in blobs:
         view = memoryview(blob)
         while view:
-            view = view[os.write(fd, view) :]
-
-
-# --- the search for what cannot be pickled; only ever run on the way to an error
-
-
-def _culprit(
-    function: Callable[..., Any], arguments: Mapping[int, tuple[Any, ...]], error: Exception
-) -> UnpicklableError:
-    why = _first_line(error)
-    if "in a fork context" in why:  # what multiprocessing says of its default objects, without the way out
-        why += ' Make it with multiprocessing.get_context("spawn").'
-    with _Spawning():
-        where = _find(f"the entrypoint {_name(function)}", function, 4)
-        if not where:
-            for rank, values in arguments.items():
-                for position, value in enumerate(values):
-                    where = _find(f"argument {position} of rank {rank}", value, 4)
-                    if where:
-                        return UnpicklableError(f"{where} cannot be sent to a worker: {why}")
-    return UnpicklableError(f"{where or 'the entrypoint or an argument'} cannot be sent to a worker: {why}")
-
-
-def _find(what: str, value: object, depth: int) -> str:
-    """Name the innermost part of ``value`` that cannot be pickled, as a path from ``what``; "" if all of it can."""
-    try:
-        _pickler(io.BytesIO(), by_value=True).dump(value)
-    except Exception:  # noqa: BLE001 - any failure is one
-        if depth:
-            for name, part in _parts(value):
-                found = _find(f"{name} of {what}", part, depth - 1)
-                if found:
-                    return found
-        return f"{what} ({_type_name(value)})"
-    return ""
-
-
-def _parts(value: Any) -> Iterator[tuple[str, object]]:
-    if isinstance(value, dict):
-        yield from ((f"item {key!r}", part) for key, part in value.items())
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        yield from ((f"item {position}", part) for position, part in enumerate(value))
-    elif hasattr(value, "__code__"):
-        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
-            yield f"the variable {name!r}", cell.cell_contents
-        for name in value.__code__.co_names:
-            if name in value.__globals__:
-                yield f"the global {name!r}", value.__globals__[name]
-    else:
-        for name in ("func", "args", "keywords", "__self__"):
-            if hasattr(value, name):
-                yield f"{name!r}", getattr(value, name)
-        for name, part in getattr(value, "__dict__", {}).items():
-            yield f"the attribute {name!r}", part
-
-
-def _name(function: object) -> str:
-    return str(getattr(function, "__qualname__", None) or _type_name(function))
-
-
-def _type_name(value: object) -> str:
-    kind = type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _first_line(error: BaseException) -> str:
-    try:
-        text = str(error).partition("\n")[0]
-    except Exception:  # noqa: BLE001 - an exception may do anything
-        text = ""
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+            count = os.pwrite(fd, view, offset)
+            view, offset = view[count:], offset + count

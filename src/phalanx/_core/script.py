@@ -25,8 +25,14 @@ def main() -> None:
     if not safe_path:
         del sys.path[0]  # our own folder, put there by the interpreter
     evidence = _neighbours(here)
-    evidence.catch_fatal_signals()
     del sys.argv[0]
+    run(evidence)
+
+
+def run(evidence: ModuleType) -> None:
+    """Become the program that ``sys.argv`` names, in a process that has nothing else to do."""
+    safe_path = getattr(sys.flags, "safe_path", False)
+    evidence.catch_fatal_signals()
     as_module = sys.argv[0] == "-m"
     if as_module:
         del sys.argv[0]
@@ -71,7 +77,7 @@ def _new_main() -> dict[str, Any]:
     module = type(sys)("__main__")
     sys.modules["__main__"] = module
     namespace = vars(module)
-    namespace.update(__builtins__=__builtins__, __annotations__={}, __cached__=None)
+    namespace.update(__builtins__=sys.modules["builtins"], __annotations__={}, __cached__=None)
     return namespace
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import select
 
 from phalanx._core import linux
 
@@ -16,30 +17,54 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     import signal
     from collections.abc import Callable, Iterable
+    from typing import NoReturn
+
+    from phalanx._core.rotate import Rotator
 else:
     import _signal as signal  # the C half: `signal` builds enums for 3 ms
 
-Spec = tuple[int, bytes, list[bytes], dict[bytes, bytes], "str | None", "str | None", list[int]]
-"""A worker to be: rank, file to execute, argv, environment on top of the group's, stdout file, stderr file (None: the
-launcher's), and which of the given descriptors it inherits. When it inherits any, their numbers follow its argv."""
+Placement = tuple[list[int], int, list[tuple[str, int, int, int]]]
+"""Where a worker runs, and within which bounds: its CPUs (none: those of the keeper), what is added to its nice value,
+and resource limits: name, number, soft, hard."""
 
+Spec = tuple[
+    int, bytes, list[bytes], dict[bytes, bytes], "str | None", "str | None", list[int], int, "Placement | None"
+]
+"""A worker to be: rank, file to execute, argv, environment on top of the group's, stdout file, stderr file (None: the
+launcher's), which of the given descriptors it inherits, the bytes at which its files are rotated (0: never), and its
+placement. When it inherits any descriptors, their numbers follow its argv."""
+
+_EXECUTING = "starting it"
+_NAMED = 16  # CPUs in the message of an error, at most
 _MODE_FILE = 0o666  # the umask is the caller's
 _QUIET = ("HUP", "INT", "QUIT", "USR1", "USR2", "ALRM", "TERM", "STKFLT", "IO", "PWR", "VTALRM", "PROF")
+
+
+class NotStartedError(OSError):
+    """A child could not become a worker. ``doing`` is what failed, on ``path`` if it is one."""
+
+    def __init__(self, number: int, doing: str, path: bytes | None = None) -> None:
+        super().__init__(number, os.strerror(number), path)
+        self.doing = doing
 
 
 def execute(spec: Spec, base: dict[bytes, bytes], outputs: Outputs, given: list[int], ignored: list[int]) -> int:
     """Execute a file in a new process, which inherits the descriptors ``given``. Returns its pid. Raises OSError.
 
     posix_spawn(3) lets the child borrow our memory until its exec, which takes two thirds of the time of a fork and an
-    exec, and it reports the errno of a failed exec.
+    exec, and it reports the errno of a failed exec. What it cannot do is to place a worker.
     """
-    _rank, path, argv, env, _stdout, _stderr, _which = spec
+    _rank, path, argv, env, _stdout, _stderr, _which, _limit, placement = spec
+    if given:
+        argv = [*argv, ",".join(map(str, given)).encode()]
     for fd in given:
         os.set_inheritable(fd, True)
     try:
+        if placement is not None:
+            return _execute_placed(path, argv, {**base, **env}, outputs, placement)
         return os.posix_spawn(
             path,
-            [*argv, ",".join(map(str, given)).encode()] if given else argv,
+            argv,
             {**base, **env},
             file_actions=[(os.POSIX_SPAWN_DUP2, fd, target) for target, fd in outputs.fds],
             setsid=True,
@@ -61,19 +86,13 @@ def fork(
 ) -> int:
     """Run ``call(rank, given)`` in a fork of this process, which closes what is ``private``. Returns its pid.
 
-    Without ``call``, the fork serves as a function worker. Raises OSError.
+    Without ``call``, the fork serves as a function worker; as a script where it has an argv. Raises OSError.
     """
     parent = os.getpid()
-    # A SIGTERM from now on has to wait until it is the worker's to take: our own handlers would swallow it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    pid = -1
-    try:
-        pid = os.fork()
-    finally:
-        if pid:
-            signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    word = _Word(spec[8])
+    pid = _split(word)
     if pid:
-        return pid
+        return word.hear(pid)
     try:
         linux.die_with_parent(parent)
         os.setsid()
@@ -89,13 +108,129 @@ def fork(
             if name not in environ:
                 del os.environb[name]
         os.environb.update(environ)
-        gc.unfreeze()
+        if call is not None:  # what a keeper has preloaded stays shared for longer if no collection looks at it
+            gc.unfreeze()
         gc.enable()
-        from phalanx._core.worker import serve
+        from phalanx._core.worker import serve, serve_script
 
+        word.keep()
+        if spec[2]:
+            serve_script(spec[2])
         (call or serve)(spec[0], given)
     finally:
         os._exit(70)  # the callable leaves by itself: EX_SOFTWARE is a mistake of ours (sysexits.h)
+
+
+def _execute_placed(
+    path: bytes, argv: list[bytes], env: dict[bytes, bytes], outputs: Outputs, placement: Placement
+) -> int:
+    parent = os.getpid()
+    word = _Word(placement)
+    pid = _split(word)
+    if pid:
+        return word.hear(pid, path)
+    try:
+        linux.die_with_parent(parent)
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        _default_signals()
+        for target, fd in outputs.fds:
+            os.dup2(fd, target)
+        word.keep(until_exec=True)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        try:
+            os.execve(path, argv, env)
+        except OSError as error:
+            word.say(error.errno or 0, _EXECUTING)
+        except MemoryError:  # a limit on it leaves too little even for this
+            word.say(errno.ENOMEM, _EXECUTING)
+    finally:
+        os._exit(70)
+
+
+def _split(word: _Word) -> int:
+    """Fork. Returns as os.fork() does; in the child with every signal blocked. Raises OSError."""
+    # A SIGTERM from now on has to wait until it is the worker's to take: our own handlers would swallow it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    pid = -1
+    try:
+        pid = os.fork()
+    finally:
+        if pid:
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
+            if pid < 0:
+                word.close()
+    return pid
+
+
+class _Word:
+    """What a child that has to place itself says to the keeper: that it cannot. Its silence is its consent.
+
+    A pipe, whose end comes when the child has closed it or has executed. Without a placement there is none.
+    """
+
+    def __init__(self, placement: Placement | None) -> None:
+        self._placement = placement
+        if placement is not None:
+            if placement[2]:  # here, while no limit on open files is in the way
+                try:
+                    from resource import setrlimit
+                except ImportError as error:  # it is a file, and there may be no descriptor left to open it
+                    raise OSError(errno.EMFILE, str(error)) from error
+                self._set_limit = setrlimit
+            self._reader, self._writer = os.pipe2(os.O_CLOEXEC)
+
+    def close(self) -> None:
+        """Let go of both ends."""
+        if self._placement is not None:
+            os.close(self._reader)
+            os.close(self._writer)
+
+    def hear(self, pid: int, path: bytes | None = None) -> int:
+        """Wait for the end of the pipe, and return ``pid``. Raises NotStartedError if something was said."""
+        if self._placement is None:
+            return pid
+        os.close(self._writer)
+        try:
+            said = os.read(self._reader, select.PIPE_BUF)
+        finally:
+            os.close(self._reader)
+        if not said:
+            return pid
+        os.waitpid(pid, 0)
+        number, _, doing = said.decode().partition(" ")
+        raise NotStartedError(int(number), doing, path if doing == _EXECUTING else None)
+
+    def say(self, number: int, doing: str) -> NoReturn:
+        """In the child: say what failed, and leave."""
+        try:
+            os.write(self._writer, f"{number} {doing}".encode())
+        finally:
+            os._exit(70)
+
+    def keep(self, *, until_exec: bool = False) -> None:
+        """In the child: be placed, or leave."""
+        if self._placement is None:
+            return
+        cpus, nice, limits = self._placement
+        named = ",".join(map(str, cpus[:_NAMED])) + "…" * (len(cpus) > _NAMED)
+        doing = f"binding it to CPU {named}"
+        try:
+            if cpus:
+                os.sched_setaffinity(0, cpus)
+            doing = f"adding {nice} to its nice value"
+            if nice:
+                os.nice(nice)
+            for name, number, soft, hard in limits:  # last: they bind us, too
+                doing = f"setting its limit {name!r}"
+                self._set_limit(number, (soft, hard))
+        except OSError as error:
+            self.say(error.errno or 0, doing)
+        except ValueError as error:  # what setrlimit makes of EPERM and EINVAL
+            self.say(errno.EPERM if "not allowed" in str(error) else errno.EINVAL, doing)
+        if not until_exec:
+            os.close(self._reader)
+            os.close(self._writer)
 
 
 def close_all_but(wanted: Iterable[int]) -> None:
@@ -112,12 +247,19 @@ def close_all_but(wanted: Iterable[int]) -> None:
 class Outputs:
     """The descriptors that become a worker's 0, 1 and 2: a context that closes what it opened."""
 
-    def __init__(self, null: int, stdout: str | None, stderr: str | None) -> None:
+    def __init__(self, null: int, stdout: str | None, stderr: str | None, limit: int = 0) -> None:
         self.fds = [(0, null)]
+        self.rotators: list[Rotator] = []  # stay open when the context ends: they are the keeper's
         self._opened: list[int] = []
         try:
             for target, path in ((1, stdout), (2, stderr)):
-                if path is not None:
+                if path is not None and limit and path != os.devnull:
+                    from phalanx._core.rotate import Rotator
+
+                    rotator = Rotator(path, limit)
+                    self.rotators.append(rotator)
+                    self.fds.append((target, rotator.writer))
+                elif path is not None:
                     # Appending, so that a file that is cut short while it is written grows from its new end.
                     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
                     fd = os.open(path, flags, _MODE_FILE)
@@ -125,6 +267,8 @@ class Outputs:
                     self.fds.append((target, fd))
         except OSError:
             self.close()
+            for rotator in self.rotators:
+                rotator.close()
             raise
 
     def __enter__(self) -> Outputs:  # noqa: PYI034 - typing.Self would be an import on the keeper's start
@@ -133,11 +277,17 @@ class Outputs:
     def __exit__(self, *_error: object) -> None:
         self.close()
 
+    def writers(self) -> list[int]:
+        """The ends of pipes that the keeper's files are filled from."""
+        return [rotator.writer for rotator in self.rotators]
+
     def close(self) -> None:
         """Close what was opened."""
         for fd in self._opened:
             os.close(fd)
         self._opened = []
+        for rotator in self.rotators:
+            rotator.close_writer()
 
 
 def ignore(_number: int, _frame: object) -> None:
@@ -157,8 +307,8 @@ def ignored_signals() -> list[int]:
     return [number for number in signal.valid_signals() if signal.getsignal(number) == signal.SIG_IGN]
 
 
-def _fresh_signals() -> None:
-    """Dispositions and mask as a new Python interpreter has them."""
+def _default_signals() -> None:
+    """Take back every handler, and heed what was ignored."""
     for number in signal.valid_signals():
         if number not in (linux.SIGKILL, signal.SIGSTOP):
             try:
@@ -166,6 +316,11 @@ def _fresh_signals() -> None:
             except OSError as error:  # those that the C library keeps for itself
                 if error.errno != errno.EINVAL:
                     raise
+
+
+def _fresh_signals() -> None:
+    """Dispositions and mask as a new Python interpreter has them."""
+    _default_signals()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

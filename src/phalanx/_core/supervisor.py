@@ -9,14 +9,16 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from functools import partial
 from signal import SIGTERM
 
 from phalanx._core import clock, group, linux, wire
 from phalanx._core.exit import Exit
 from phalanx._core.group import Action, Event, State
 from phalanx._core.keeper import KILL_WAIT
+from phalanx._core.latch import Latch
 from phalanx._core.launch import Launch
-from phalanx._core.loop import READ, WRITE, Latch, Loop
+from phalanx._core.loop import READ, WRITE, Loop
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from phalanx._core.deadlines import Deadline
     from phalanx._core.pump import Pump
     from phalanx._core.starting import Spec
+    from phalanx._core.zygote import Zygote
 
 SILENCE = 2.0
 """Seconds beyond its own last deadline after which a keeper that says nothing is taken for lost."""
@@ -42,13 +45,14 @@ class Worker:
     """What is known of one worker. Written by the group's thread alone; read freely once the group has ended."""
 
     __slots__ = (
-        "abandoned", "cpu_seconds", "exit", "exit_ns", "max_rss_kib", "oom", "order", "pid", "rank", "result",
+        "abandoned", "cpu_seconds", "ended", "exit", "exit_ns", "max_rss_kib", "oom", "order", "pid", "rank", "result",
         "signalled", "signalled_ns",
     )  # fmt: skip
 
     def __init__(self, rank: int, pid: int) -> None:
         self.rank = rank
         self.pid = pid
+        self.ended = Latch()  # its exit is known, or never will be
         self.exit: Exit | None = None
         self.exit_ns = 0
         self.order = -1
@@ -99,13 +103,21 @@ class Supervisor:
 
     # --- any thread
 
-    def boot(self, flags: Sequence[str] = ("-I", "-S"), call: Callable[[int, list[int]], None] | None = None) -> None:
+    def boot(
+        self,
+        flags: Sequence[str] = ("-I", "-S"),
+        call: Callable[[int, list[int]], None] | None = None,
+        zygote: Zygote | None = None,
+    ) -> None:
         """Start the keeper. It takes 10 ms to get up: time to prepare what `start` needs. Then `start` it, or `abort`.
 
-        ``flags`` are those of the keeper's interpreter; with ``call``, the keeper is a fork of this process instead.
+        ``flags`` are those of the keeper's interpreter; with ``call``, the keeper is a fork of this process instead;
+        with ``zygote``, of that one.
         """
         try:
-            if call is not None:
+            if zygote is not None:
+                self._launch.fork_warm(zygote)
+            elif call is not None:
                 self._launch.fork(call, self._loop.close)
             else:
                 self._launch.exec(flags)
@@ -187,6 +199,28 @@ class Supervisor:
 
         self._loop.call(stop)
 
+    def give(self, grace: float) -> None:
+        """Let a failure stop the others within ``grace`` seconds. A grace period that runs can only become shorter."""
+
+        def give() -> None:
+            self._grace = grace
+            if self._grace_timer is not None:
+                self._arm_grace()
+
+        self._loop.call(give)
+
+    def send(self, rank: int, number: int) -> None:
+        """Send a signal to one worker, as anybody might: what becomes of it then is its own doing. Returns at once."""
+        self._loop.call(lambda: self._tell("send", rank, int(number)))
+
+    def say(self, text: str) -> bool:
+        """Show a line of ours among the workers'. Returns whether that is possible: else nobody will see it there."""
+        pump = self._pump
+        if pump is None or not pump.shows or self.ended:
+            return False
+        self._loop.call(partial(pump.say, text))
+        return True
+
     def kill(self) -> None:
         """Kill every process of the group. Returns at once."""
         self._loop.call(lambda: self._see(Event.KILL))
@@ -210,6 +244,8 @@ class Supervisor:
             self.state = State.ENDED
         finally:
             self._up.open()
+            for worker in self.workers.values():
+                worker.ended.open()
             self.ended.open()
             try:
                 self._release()
@@ -290,6 +326,9 @@ class Supervisor:
             worker.max_rss_kib, worker.cpu_seconds, worker.oom = rss, seconds, oom
             worker.result = self._results.pop((rank, worker.pid), None)
             self._exits += 1
+            worker.ended.open()
+            if self._pump is not None and worker.failed:
+                self._pump.reveal(rank)
             self._on_exit(worker.exit)
 
     def _on_exit(self, how: Exit) -> None:
@@ -377,6 +416,8 @@ class Supervisor:
             self._see(Event.KEEPER_LOST)
 
     def _finish(self) -> None:
+        # Nobody reads it any more, and at its end it would be readable for as long as the pump drains.
+        self._loop.forget(self._launch.channel.fileno())
         if self._pump is None:
             self._loop.stop()
         else:

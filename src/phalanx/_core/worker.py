@@ -14,12 +14,14 @@ from phalanx._core import evidence, linux, wire
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import io
     from collections.abc import Callable
-    from typing import Any
+    from typing import Any, NoReturn
 
     from phalanx._core.payload import Payload
 
 _SMALL = 16 * 1024  # bytes of a pickled value that go into the message itself
+_SIGINT = 2
 _REPORT, _PAYLOAD = 0, 1  # places among the descriptors that every function worker is given
 
 
@@ -34,13 +36,85 @@ def main(rank: int) -> None:
 
 def serve(rank: int, fds: list[int]) -> None:
     """A worker that is a fork of its keeper. Does not return."""
+    _part_ways()
     _leave(lambda: _serve(rank, fds, "forkserver"))
 
 
-def call(function: Callable[..., Any], arguments: tuple[Any, ...], rank: int, fds: list[int], launcher: int) -> None:
+def serve_script(argv: list[bytes]) -> None:
+    """A worker that is a fork of its keeper, and a script: ``argv`` is as `script` has it. Does not return."""
+    from phalanx._core import script
+
+    _part_ways()
+    sys.argv[:] = [os.fsdecode(argument) for argument in argv]
+    _open_streams(unbuffered=True)
+    handler = sys.modules.get("faulthandler")
+    if handler is not None and handler.is_enabled():  # by PYTHONFAULTHANDLER; our keeper's handlers are gone since
+        handler.disable()
+        handler.enable(2)
+    _end_interpreter(_exit_of(lambda: script.run(evidence)))
+
+
+def _part_ways() -> None:
+    """Let go of what forks of one keeper would share, and interpreters of their own do not.
+
+    The standard library's generator is seeded anew by each fork.
+    """
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+
+
+def _exit_of(program: Callable[[], None]) -> int:
+    """Run a program that has shown what it fails with. Returns its exit code; -SIGINT if it was interrupted."""
+    try:
+        program()
+    except SystemExit as leave:
+        return _exit_code(leave)
+    except KeyboardInterrupt:
+        return -_SIGINT
+    except BaseException:  # noqa: BLE001 - it has been recorded, and shown
+        return 1
+    return 0
+
+
+def _end_interpreter(code: int) -> NoReturn:
+    """End as the interpreter ends below a script: threads, exit handlers, what open files and `__del__` have to do.
+
+    `os._exit` would lose what is in the buffers of files that were not closed. Frames of ours lie above, and are never
+    returned to: Py_Exit does not come back.
+    """
+    import ctypes
+
+    if code < 0:
+        # The signal comes last, as it does in Py_RunMain: on_exit(3) passes the status first, and raise(3) takes no
+        # more. Finalization has reset SIGINT to its default by then.
+        libc = ctypes.CDLL(None)
+        if not hasattr(libc, "on_exit"):  # musl
+            _die_of_interrupt()
+        libc.on_exit(ctypes.cast(libc["raise"], ctypes.c_void_p), None)
+        code = -code
+    ctypes.pythonapi.Py_Exit(code)
+    raise AssertionError
+
+
+def call(
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    rank: int,
+    fds: list[int],
+    launcher: int,
+    *,
+    numbered: bool = False,
+) -> None:
     """A worker that is a fork of the launcher's, with its call in memory. Does not return."""
     known = dict(vars(sys.modules["__main__"]))
-    _leave(lambda: _run(lambda: (function, arguments), rank, fds[_REPORT], "fork", launcher, known=known))
+    import atexit
+
+    atexit._clear()  # the launcher's exit handlers are not ours to run
+    _leave(
+        lambda: _run(
+            lambda: (function, arguments), rank, fds[_REPORT], "fork", launcher, known=known, numbered=numbered
+        )
+    )
 
 
 def _serve(rank: int, fds: list[int], method: str) -> int:
@@ -55,7 +129,7 @@ def _serve(rank: int, fds: list[int], method: str) -> int:
         return _load(payload, rank)
 
     shared = index.get("multiprocessing")
-    return _run(load, rank, fds[_REPORT], method, index["launcher"], shared)
+    return _run(load, rank, fds[_REPORT], method, index["launcher"], shared, numbered=index["numbered"])
 
 
 def _load(payload: Payload, rank: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -73,15 +147,20 @@ def _run(
     launcher: int,
     shared: dict[str, Any] | None = None,
     known: dict[str, Any] | None = None,
+    *,
+    numbered: bool = False,
 ) -> int:
-    """Do the work; within `multiprocessing`'s frame for a child where it is in use. Returns the exit code."""
+    """Do the work; within `multiprocessing`'s frame for a child where it is in use. Returns the exit code.
+
+    A function that is ``numbered`` takes the rank before its arguments, and nobody wants what it returns.
+    """
     evidence.catch_fatal_signals()
     # A killed worker loses what is in its buffers, and a log that lags is no log.
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # the interpreter's own text streams
     if shared is None and "multiprocessing.process" not in sys.modules:
-        return _work(load, rank, report, known or {})
+        return _work(load, rank, report, known or {}, numbered=numbered)
     from multiprocessing import get_context, process
 
     current = process.current_process()
@@ -93,7 +172,7 @@ def _run(
 
     def body() -> None:
         nonlocal code
-        code = _work(load, rank, report, known or {})
+        code = _work(load, rank, report, known or {}, numbered=numbered)
 
     child = get_context(method).Process(target=body, name=f"Process-{rank + 1}")  # type: ignore[attr-defined]  # typeshed lacks it on the base
     child._parent_pid = launcher
@@ -103,7 +182,12 @@ def _run(
 
 
 def _work(
-    load: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]], rank: int, report: int, known: dict[str, Any]
+    load: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]],
+    rank: int,
+    report: int,
+    known: dict[str, Any],
+    *,
+    numbered: bool,
 ) -> int:
     me = os.getpid()
     try:
@@ -112,7 +196,7 @@ def _work(
         except Exception as error:
             error.add_note(f"The function or the arguments of rank {rank} could not be unpickled in the worker.")
             raise
-        value = function(*arguments)
+        value = function(rank, *arguments) if numbered else function(*arguments)
     except SystemExit as leave:
         code = _exit_code(leave)
         if code:
@@ -124,7 +208,7 @@ def _work(
     except BaseException as error:  # noqa: BLE001 - the worker's whole purpose is to tell
         _record(error)
         return 1
-    if os.getpid() != me:  # a fork of the function's own that came back: it has no value to report
+    if numbered or os.getpid() != me:  # a fork of the function's own that came back has no value to report
         return 0
     try:
         _send(report, rank, value, known)
@@ -211,17 +295,39 @@ def _leave(run: Callable[[], int]) -> None:
 
     code = 1
     try:
-        atexit._clear()  # the launcher's and the keeper's exit handlers are not ours to run
         if "faulthandler" in sys.modules:  # the launcher's stacks go where the launcher wants them, ours do not
             sys.modules["faulthandler"].disable()
         if "multiprocessing.util" in sys.modules:
             atexit.register(sys.modules["multiprocessing.util"]._exit_function)
-        sys.stdin = open(0, closefd=False)  # noqa: SIM115 - a descriptor for the life of the process
-        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - as above
-        sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115 - as above
+        _open_streams(unbuffered=False)
         code = run()
         threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter's end does
         atexit._run_exitfuncs()
     finally:
         _flush()
+        linux.flush_stdio()
         os._exit(code)
+
+
+def _open_streams(*, unbuffered: bool) -> None:
+    """Make the standard streams anew on 0, 1 and 2, with the attributes that the interpreter gives them.
+
+    Those that are there were made for what the descriptors were before, and may hold what others wrote.
+    """
+    sys.stdin = sys.__stdin__ = _stream(0, "r", unbuffered=unbuffered)  # type: ignore[misc]  # final, but for us
+    sys.stdout = sys.__stdout__ = _stream(1, "w", unbuffered=unbuffered)  # type: ignore[misc]  # as above
+    sys.stderr = sys.__stderr__ = _stream(2, "w", unbuffered=unbuffered)  # type: ignore[misc]  # as above
+
+
+def _stream(fd: int, mode: str, *, unbuffered: bool) -> io.TextIOWrapper:
+    import io
+
+    before = (sys.__stdin__, sys.__stdout__, sys.__stderr__)[fd]
+    encoding, errors = getattr(before, "encoding", None), getattr(before, "errors", None)
+    raw = io.FileIO(fd, mode, closefd=False)
+    raw.name = ("<stdin>", "<stdout>", "<stderr>")[fd]
+    binary: Any = io.BufferedReader(raw) if mode == "r" else raw if unbuffered else io.BufferedWriter(raw)
+    by_line = mode == "w" and not unbuffered
+    text = io.TextIOWrapper(binary, encoding, errors, "\n", line_buffering=by_line, write_through=unbuffered)
+    text.mode = mode  # type: ignore[misc]  # typeshed has it read-only
+    return text

@@ -14,15 +14,20 @@ from __future__ import annotations
 
 from phalanx._core.payload import UnpicklableError
 from phalanx._core.supervisor import KeeperLostError
+from phalanx._core.zygote import PreloadError
 from phalanx.errors import Outcome, ProcessFailure
-from phalanx.multiprocessing._context import MultiprocessContext, PContext, SubprocessContext
+from phalanx.multiprocessing._console import ConsoleSpecs
+from phalanx.multiprocessing._context import MultiprocessContext, PContext, ScriptContext, SubprocessContext
 from phalanx.multiprocessing._logs import DefaultLogsSpecs, LogsDest, LogsSpecs
+from phalanx.multiprocessing._placement import Placement
 from phalanx.multiprocessing._result import RunProcsResult
 from phalanx.multiprocessing._signals import SignalException
 from phalanx.multiprocessing._start import RanksError, start_processes
 from phalanx.multiprocessing._std import Std, to_map
+from phalanx.multiprocessing._warm import Warm as warm  # noqa: N813 - it is used as a verb
 
 __all__ = [
+    "ConsoleSpecs",
     "DefaultLogsSpecs",
     "KeeperLostError",
     "LogsDest",
@@ -30,13 +35,17 @@ __all__ = [
     "MultiprocessContext",
     "Outcome",
     "PContext",
+    "Placement",
+    "PreloadError",
     "ProcessFailure",
     "RanksError",
     "RunProcsResult",
+    "ScriptContext",
     "SignalException",
     "Std",
     "SubprocessContext",
     "UnpicklableError",
     "start_processes",
     "to_map",
+    "warm",
 ]

@@ -18,10 +18,13 @@ from abc import ABC, abstractmethod
 from contextlib import ExitStack
 
 from phalanx._core import evidence, linux
+from phalanx._core import script as script_module
 from phalanx._core.supervisor import Supervisor
 from phalanx.multiprocessing import _console, _signals
+from phalanx.multiprocessing._console import ConsoleSpecs
 from phalanx.multiprocessing._logs import LogsDest, missing_folders
 from phalanx.multiprocessing._result import collect
+from phalanx.multiprocessing._warm import Warm, choose, path_of, shared
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,9 +32,11 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Any, Literal, Self, overload
 
+    from phalanx._core import starting
     from phalanx._core.starting import Spec
     from phalanx._core.supervisor import Worker
     from phalanx.multiprocessing._logs import LogsSpecs
+    from phalanx.multiprocessing._placement import Placement
     from phalanx.multiprocessing._result import RunProcsResult
 
 SETTLE = 0.1
@@ -52,12 +57,14 @@ class _Plan:
         call: Callable[[int, list[int]], None] | None = None,
         fork: bool = False,
         fds: Sequence[int] = (),
+        warm: Warm | None = None,
     ) -> None:
         self.commands = commands  # rank → file, argv, and the indices of the descriptors that it inherits
         self.flags = flags
         self.call = call
         self.fork = fork
         self.fds = fds
+        self.warm = warm
 
 
 class PContext(ABC):
@@ -75,6 +82,11 @@ class PContext(ABC):
         log_line_prefixes: What stands before each teed line of a rank; default ``[rank] ``.
         settle: Seconds after the first failure before the others are stopped (default 0.1).
         grace: Seconds between SIGTERM and SIGKILL when a failure stops the others (default 30).
+        console: How the console shows what is teed.
+        filters: "stdout" and "stderr" → strings; lines that hold one are also written to a file of all ranks.
+        placement: Where the workers run, and within which bounds; default: as the caller.
+        signals: Whether signals to this process raise `SignalException` while the group is open. Else they do what
+            they did before; only a SIGINT that arrives during the start has to wait until the group can be closed.
     """
 
     def __init__(
@@ -88,6 +100,10 @@ class PContext(ABC):
         *,
         settle: float = SETTLE,
         grace: float = GRACE,
+        console: ConsoleSpecs | None = None,
+        filters: Mapping[str, list[str] | None] | None = None,
+        placement: Placement | None = None,
+        signals: bool = True,
     ) -> None:
         self.name = name
         self.entrypoint = entrypoint
@@ -96,9 +112,16 @@ class PContext(ABC):
         self.nprocs = len(self.args)
         self.log_line_prefixes = log_line_prefixes
         self.logs = LogsDest()
+        self.console = console or ConsoleSpecs()
+        self._filters = filters or {}
         self._logs_specs = logs_specs
+        self._placement = placement
+        self._placed: dict[int, starting.Placement | None] = {}
+        self._devices: dict[int, dict[str, str]] = {}
         self._settle = settle
         self._grace = grace
+        self._signals = signals
+        self._own_warm: Warm | None = None
         self._supervisor: Supervisor | None = None
         self._result: RunProcsResult | None = None
         self._one = allocate_lock()
@@ -107,33 +130,49 @@ class PContext(ABC):
         """Start every worker, or none.
 
         Raises OSError when a worker or the keeper cannot be started (what had started is gone then), TypeError for what
-        cannot be pickled, and whatever the logs specs raise. On the main thread, a SIGTERM, SIGINT, SIGHUP or SIGQUIT
+        cannot be pickled, ValueError for a placement that this machine does not allow, and whatever the logs specs
+        raise. On the main thread, a SIGTERM, SIGINT, SIGHUP or SIGQUIT
         (see ``TORCHELASTIC_SIGNALS_TO_HANDLE``) from now on raises `SignalException`, until the group is closed. One
         that arrives while the workers start is raised when they run: `is_open` tells, and `close` is as ever.
         """
         if self._supervisor is not None:
             msg = f"the group {self.name!r} has been started before"
             raise RuntimeError(msg)
+        if self._placement is not None:
+            self._placed, said = self._placement.resolve(self.nprocs)
+            self._devices = self._placement.environment(self.envs)
+            if said:
+                warnings.warn(said, RuntimeWarning, stacklevel=3)  # that of who called start_processes
         with ExitStack() as held, ExitStack() as undo:
             for fd in linux.occupy_standard_descriptors():
                 held.callback(os.close, fd)
-            with _signals.hold():
+            hold = _signals.hold if self._signals else _signals.postpone
+            with hold():
                 plan = self._plan(held)
                 supervisor = Supervisor(settle=self._settle, grace=self._grace)
                 undo.callback(lambda: _tidy(supervisor, self.logs, self._logs_specs))
                 undo.callback(supervisor.abort)
-                _signals.acquire(supervisor)
-                supervisor.boot(plan.flags, plan.call)  # it gets up while we go on
+                if self._signals:
+                    _signals.acquire(supervisor)
+                if plan.warm is None:
+                    supervisor.boot(plan.flags, plan.call)  # it gets up while we go on
+                else:
+                    plan.warm.begin()  # it imports while we go on
+                    if self._own_warm is not None:
+                        undo.callback(self._own_warm.close)
             self._logs_specs.folders_can_wait = True
             self.logs = self._logs_specs.reify(self.envs)
             specs = [self._spec(rank, *command) for rank, command in plan.commands.items()]
-            pump = _console.pump(self.logs, self.log_line_prefixes)
-            with _signals.hold():  # what arrives meanwhile finds a group that is open, and can be closed gracefully
+            pump = _console.pump(self.logs, self.envs, self.log_line_prefixes, self.console, self._filters)
+            zygote = None if plan.warm is None else plan.warm.wait()
+            with hold():  # what arrives meanwhile finds a group that is open, and can be closed gracefully
+                if zygote is not None:
+                    supervisor.boot(zygote=zygote)
                 supervisor.start(specs, plan.fds, pump, missing_folders(self.logs), fork=plan.fork)
                 supervisor.wait_until_up()
                 self._supervisor = supervisor
                 # At `close`, or when the last reference goes: not in `wait`, whose caller waits for the result alone.
-                self._tidy = weakref.finalize(self, _tidy, supervisor, self.logs, self._logs_specs)
+                self._tidy = weakref.finalize(self, _tidy, supervisor, self.logs, self._logs_specs, self._own_warm)
                 undo.pop_all()
 
     if TYPE_CHECKING:
@@ -163,6 +202,10 @@ class PContext(ABC):
         if supervisor.lost is not None:
             raise supervisor.lost
         return self._result or self._judge(supervisor)
+
+    def say(self, text: str) -> bool:
+        """Show a line on the console, among those of the workers and not into one. Returns whether that is possible."""
+        return self._supervisor is not None and self._supervisor.say(text)
 
     @property
     def is_open(self) -> bool:
@@ -222,7 +265,8 @@ class PContext(ABC):
         """What a worker that succeeded returned; raises when that cannot be known."""
 
     def _environment(self, rank: int) -> dict[bytes, bytes]:
-        env = {os.fsencode(name): os.fsencode(value) for name, value in self.envs[rank].items()}
+        envs = self.envs[rank] | self._devices.get(rank, {})
+        env = {os.fsencode(name): os.fsencode(value) for name, value in envs.items()}
         env[evidence.ERROR_FILE_ENV.encode()] = os.fsencode(self.logs.error_files[rank])
         return env
 
@@ -231,7 +275,8 @@ class PContext(ABC):
         env = self._environment(rank)
         if logs.stderrs[rank] and not isinstance(self.entrypoint, str):
             env[b"PHALANX_STDERR_LOGGED"] = b"1"
-        return (rank, os.fsencode(path), argv, env, logs.stdouts[rank] or None, logs.stderrs[rank] or None, fds)
+        streams = (logs.stdouts[rank] or None, logs.stderrs[rank] or None)
+        return (rank, os.fsencode(path), argv, env, *streams, fds, logs.max_size, self._placed.get(rank))
 
     def _judge(self, supervisor: Supervisor) -> RunProcsResult:
         result = collect(supervisor.workers.values(), self.logs, self.envs, self._value)
@@ -248,7 +293,10 @@ class PContext(ABC):
 
 
 class MultiprocessContext(PContext):
-    """A group whose workers run a function. ``start_method``: "spawn", "forkserver" or "fork"."""
+    """A group whose workers run a function. ``start_method``: "spawn", "forkserver" or "fork".
+
+    One that is ``numbered`` takes its local rank before its arguments, and what it returns is not kept.
+    """
 
     def __init__(
         self,
@@ -259,10 +307,19 @@ class MultiprocessContext(PContext):
         start_method: str,
         logs_specs: LogsSpecs,
         log_line_prefixes: Mapping[int, str] | None = None,
-        **options: float,
+        *,
+        numbered: bool = False,
+        preload: Sequence[str] | None = None,
+        warm: Warm | None = None,
+        writable: bool = False,
+        **options: Any,
     ) -> None:
         super().__init__(name, entrypoint, args, envs, logs_specs, log_line_prefixes, **options)
         self.start_method = start_method
+        self._preload = preload
+        self._warm = warm
+        self._writable = writable
+        self._numbered = numbered
 
     def _plan(self, held: ExitStack) -> _Plan:
         function, args = self.entrypoint, self.args
@@ -273,25 +330,27 @@ class MultiprocessContext(PContext):
             launcher = os.getpid()
             return _Plan(
                 {rank: ("", [], [0]) for rank in args},
-                call=lambda rank, fds: worker.call(function, args[rank], rank, fds, launcher),
+                call=lambda rank, fds: worker.call(function, args[rank], rank, fds, launcher, numbered=self._numbered),
                 fork=True,
             )
         from phalanx._core import payload
 
-        memfd, extra, wanted = payload.pack(function, args)
+        memfd, extra, wanted = payload.pack(function, args, writable=self._writable, numbered=self._numbered)
         held.callback(os.close, memfd)
         # The report socket is 0, the payload 1, what multiprocessing objects hold follows.
         fds = {rank: [0, 1, *(2 + index for index in wanted[rank])] for rank in args}
         if self.start_method == "forkserver":
             forks: dict[int, tuple[str, list[bytes], list[int]]] = {rank: ("", [], fds[rank]) for rank in args}
-            return _Plan(forks, flags=_interpreter_flags(), fork=True, fds=[memfd, *extra])
+            warm, own = choose(self._preload, self._warm, self.envs)
+            self._own_warm = warm if own else None
+            return _Plan(forks, flags=interpreter_flags(), fork=True, fds=[memfd, *extra], warm=warm)
         commands = {rank: (sys.executable, self._argv(rank), fds[rank]) for rank in args}
         return _Plan(commands, fds=[memfd, *extra])
 
     def _argv(self, rank: int) -> list[bytes]:
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         code = f"import sys;sys.path.append({root!r});from phalanx._core.worker import main;main({rank})"
-        return [os.fsencode(part) for part in (sys.executable, *_interpreter_flags(), "-c", code)]
+        return [os.fsencode(part) for part in (sys.executable, *interpreter_flags(), "-c", code)]
 
     def _value(self, worker: Worker) -> Any:
         if worker.result is None:  # it left by exit code 0 without returning
@@ -312,7 +371,7 @@ class SubprocessContext(PContext):
         envs: Mapping[int, Mapping[str, str]],
         logs_specs: LogsSpecs,
         log_line_prefixes: Mapping[int, str] | None = None,
-        **options: float,
+        **options: Any,
     ) -> None:
         super().__init__(name, entrypoint, args, envs, logs_specs, log_line_prefixes, **options)
 
@@ -335,16 +394,62 @@ class SubprocessContext(PContext):
         return None
 
 
-def _tidy(supervisor: Supervisor, logs: LogsDest, specs: LogsSpecs) -> None:
+class ScriptContext(SubprocessContext):
+    """A group whose workers run a Python script, or a module, as an interpreter of their own would.
+
+    Args:
+        script: The script's path, or the module's name.
+        module: Which of the two.
+        python: The interpreter.
+        preload: Modules that are imported once, before: the workers are forks then, and ``python`` is this interpreter.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        script: str,
+        args: Mapping[int, tuple[Any, ...]],
+        envs: Mapping[int, Mapping[str, str]],
+        logs_specs: LogsSpecs,
+        log_line_prefixes: Mapping[int, str] | None = None,
+        *,
+        module: bool = False,
+        python: str = sys.executable,
+        preload: Sequence[str] = (),
+        warm: Warm | None = None,
+        **options: Any,
+    ) -> None:
+        head: tuple[str, ...] = ("-m", script) if module else (script,)
+        if not preload and warm is None:
+            head = ("-u", script_module.__file__, *head)
+        argv = {rank: (*head, *values) for rank, values in args.items()}
+        super().__init__(name, python, argv, envs, logs_specs, log_line_prefixes, **options)
+        self._warm = warm
+        if preload and warm is None:
+            path = path_of(script, module=module)
+            self._warm = self._own_warm = Warm(preload, path=path, flags=("-u",), env=shared(envs))
+
+    def _plan(self, held: ExitStack) -> _Plan:
+        if self._warm is None:
+            return super()._plan(held)
+        forks: dict[int, tuple[str, list[bytes], list[int]]] = {
+            rank: ("", [os.fsencode(str(value)) for value in values], []) for rank, values in self.args.items()
+        }
+        return _Plan(forks, fork=True, warm=self._warm)
+
+
+def _tidy(supervisor: Supervisor, logs: LogsDest, specs: LogsSpecs, warm: Warm | None = None) -> None:
     """Let go of what a closed, or dropped, group has in this process, and of files that nobody will look for."""
     _signals.release(supervisor)
+    if warm is not None:
+        warm.close()
     if supervisor.done:
         for path in logs.error_files.values():
             evidence.remove_empty(path)
         specs.tidy()
 
 
-def _interpreter_flags() -> list[str]:
+def interpreter_flags() -> list[str]:
     """The options (-O, -W, -X …) with which this interpreter runs, for another that should run alike."""
     return subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined, no-any-return]  # noqa: SLF001 - the standard library's own multiprocessing relies on it
 

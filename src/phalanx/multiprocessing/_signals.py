@@ -96,6 +96,23 @@ def hold() -> Iterator[None]:
             _raise(number, None)
 
 
+@contextmanager
+def postpone() -> Iterator[None]:
+    """Have a SIGINT that arrives meanwhile do what it does at the end: for a group that leaves signals to its host."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
+
+
 def restore() -> None:
     """Put the handlers back if no group is open; on the main thread."""
     if _open:

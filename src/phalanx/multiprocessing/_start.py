@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+from types import NoneType
 
+from phalanx.multiprocessing._console import ConsoleSpecs
 from phalanx.multiprocessing._context import GRACE, SETTLE, MultiprocessContext, PContext, SubprocessContext
 from phalanx.multiprocessing._logs import DefaultLogsSpecs, FolderLogsSpecs, LogsSpecs
+from phalanx.multiprocessing._placement import Placement
 from phalanx.multiprocessing._signals import SignalException
 from phalanx.multiprocessing._std import Std
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from typing import Any
+
+    from phalanx.multiprocessing._warm import Warm
 
 START_METHODS = ("spawn", "forkserver", "fork")
 _UNSET: Any = object()
@@ -37,6 +42,13 @@ def start_processes(
     log_dir: str | os.PathLike[str] | None = None,
     settle: float = SETTLE,
     grace: float = GRACE,
+    duplicate_stdout_filters: list[str] | None = None,
+    duplicate_stderr_filters: list[str] | None = None,
+    console: ConsoleSpecs | None = None,
+    preload: Sequence[str] | None = None,
+    warm: Warm | None = None,
+    writable: bool = False,
+    placement: Placement | None = None,
 ) -> PContext:
     r"""Start N copies of a function or of a binary, as one group.
 
@@ -64,6 +76,16 @@ def start_processes(
         log_dir: The folder of the second form, by its name.
         settle: Seconds (>= 0) after the first failure in which the others may leave evidence, before they are stopped.
         grace: Seconds (>= 0) between SIGTERM and SIGKILL when a failure stops the others.
+        duplicate_stdout_filters: Strings; the lines of all ranks' redirected stdout that hold one of them are also
+            written to one file, ``LogsDest.filtered_stdout``.
+        duplicate_stderr_filters: The same for stderr.
+        console: How the console shows the teed streams.
+        preload: Modules that are imported once, for workers that are forks of where they are: for a callable, with
+            ``start_method="forkserver"``.
+        warm: An entered `warm`, to start from; default: the one around, if it has all of ``preload``.
+        writable: Whether workers may write to large arrays among their arguments (1 MiB or more), which they share
+            otherwise, and may read only. What a worker writes to, it has a copy of.
+        placement: Where the workers run (CPUs, nice value), and within which limits; default: as the caller.
 
     Returns:
         The started group.
@@ -71,7 +93,8 @@ def start_processes(
     Raises:
         RanksError: ``args`` or ``envs`` does not hold exactly the ranks 0 to N - 1 (a ValueError and a RuntimeError).
         TypeError: A wrong type, or something that cannot be pickled (the message names it).
-        ValueError: An unknown start method, a negative time, ``nprocs`` below 1.
+        ValueError: An unknown start method, a negative time, ``nprocs`` below 1, a placement that this machine does not
+            allow.
         FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, RuntimeError: The binary or the log
             folder is not what it should be.
         OSError: A worker could not be started; those that had been are gone, and the message says what ran out.
@@ -105,16 +128,21 @@ def start_processes(
     method = "spawn" if given["start_method"] is _UNSET else given["start_method"]
     prefixes = None if given["log_line_prefixes"] is _UNSET else given["log_line_prefixes"]
 
-    _check_options(name, entrypoint, method, settle, grace)
-    all_args, all_envs = _per_rank(args, envs, nprocs)
+    check_options(name, entrypoint, method, settle, grace, console, placement, starts_warm=bool(preload or warm))
+    all_args, all_envs = per_rank(args, envs, nprocs)
     specs = _logs_specs(logs_specs, log_dir, given["redirects"], given["tee"])
+    filters = {
+        "stdout": _strings("duplicate_stdout_filters", duplicate_stdout_filters),
+        "stderr": _strings("duplicate_stderr_filters", duplicate_stderr_filters),
+    }
+    options: dict[str, Any] = {"settle": settle, "grace": grace, "console": console, "filters": filters}
+    options["placement"] = placement
     context: PContext
     if isinstance(entrypoint, str):
-        context = SubprocessContext(name, entrypoint, all_args, all_envs, specs, prefixes, settle=settle, grace=grace)
+        context = SubprocessContext(name, entrypoint, all_args, all_envs, specs, prefixes, **options)
     else:
-        context = MultiprocessContext(
-            name, entrypoint, all_args, all_envs, method, specs, prefixes, settle=settle, grace=grace
-        )
+        options |= {"preload": preload, "warm": warm, "writable": writable}
+        context = MultiprocessContext(name, entrypoint, all_args, all_envs, method, specs, prefixes, **options)
     try:
         context.start()
     except SignalException as error:
@@ -123,7 +151,25 @@ def start_processes(
     return context
 
 
-def _check_options(name: object, entrypoint: object, method: object, settle: object, grace: object) -> None:
+def _strings(name: str, value: Any) -> list[str] | None:
+    if value is not None and (isinstance(value, str) or not all(isinstance(part, str) for part in value)):
+        msg = f"{name}: expected a list of strings, got {value!r}"
+        raise TypeError(msg)
+    return None if value is None else list(value)
+
+
+def check_options(
+    name: object,
+    entrypoint: object,
+    method: object,
+    settle: object,
+    grace: object,
+    console: object = None,
+    placement: object = None,
+    *,
+    starts_warm: bool = False,
+) -> None:
+    """Refuse what no group can be started with. Raises TypeError, ValueError."""
     if not isinstance(name, str):
         msg = f"name: expected a string, got {name!r}"
         raise TypeError(msg)
@@ -133,6 +179,16 @@ def _check_options(name: object, entrypoint: object, method: object, settle: obj
     if method not in START_METHODS:
         msg = f"start_method: expected one of {', '.join(START_METHODS)}, got {method!r}"
         raise ValueError(msg)
+    if starts_warm and (isinstance(entrypoint, str) or method != "forkserver"):
+        what = "a binary imports nothing" if isinstance(entrypoint, str) else f"start_method is {method!r}"
+        msg = f"preload, warm: only forks have it already, those of start_method='forkserver'; {what}"
+        raise ValueError(msg)
+    if not isinstance(console, (ConsoleSpecs, NoneType)):
+        msg = f"console: expected a ConsoleSpecs, got {console!r}"
+        raise TypeError(msg)
+    if not isinstance(placement, (Placement, NoneType)):
+        msg = f"placement: expected a Placement, got {placement!r}"
+        raise TypeError(msg)
     for option, value in (("settle", settle), ("grace", grace)):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             msg = f"{option}: expected seconds, got {value!r}"
@@ -142,7 +198,7 @@ def _check_options(name: object, entrypoint: object, method: object, settle: obj
             raise ValueError(msg)
 
 
-def _per_rank(  # noqa: C901 - a list of checks, each a line
+def per_rank(  # noqa: C901 - a list of checks, each a line
     args: Any, envs: Any, nprocs: int | None
 ) -> tuple[dict[int, tuple[Any, ...]], dict[int, dict[str, str]]]:
     """The arguments and environments of each rank, checked."""

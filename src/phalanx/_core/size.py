@@ -1,0 +1,23 @@
+"""Numbers of bytes as people write them. Owns the units; knows nothing of what is measured."""
+
+from __future__ import annotations
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse(text: str) -> int:
+    """Read a number of bytes, 0 or more, with a unit or without. Raises ValueError.
+
+    >>> parse("100MB"), parse("1.5GiB"), parse("4096")
+    (100000000, 1610612736, 4096)
+    """
+    lower = text.strip().lower().removesuffix("b")
+    number = lower.rstrip("kmgti")
+    try:
+        size = int(float(number) * _UNITS[lower[len(number) :]])
+    except (ValueError, KeyError, OverflowError):
+        size = -1
+    if size < 0:
+        msg = f"{text!r}: expected a size, like 500000, 100MB or 1GiB"
+        raise ValueError(msg)
+    return size

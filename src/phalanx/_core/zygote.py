@@ -1,0 +1,355 @@
+"""A process that has imported what workers will need, and forks the keepers of groups whose workers have it already.
+
+Owns the importing, and the check that what was imported survives a fork. Its forks become guard and keeper as any
+others do; it watches over none of them, and nothing of a group depends on it once its keeper is forked.
+
+    launcher -- zygote -- guard -- keeper -- workers (forks, warm)
+
+It ends with the launcher, or when the launcher's end of the socket closes.
+"""
+
+from __future__ import annotations
+
+import _socket
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+
+from phalanx._core import clock, linux, wire
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import NoReturn
+
+_CLOSING = 10.0  # seconds in which a zygote that nobody needs has to be gone before it is killed
+
+
+class PreloadError(RuntimeError):
+    """A module that was to be preloaded could not be, or must not be.
+
+    ``module`` is its name, ``traceback`` the text of what its import raised; "" where it was imported, but has started
+    what a fork would break.
+    """
+
+    def __init__(self, message: str, module: str = "", traceback: str = "") -> None:
+        super().__init__(message, module, traceback)
+        self.module = module
+        self.traceback = traceback
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}\n\n{self.traceback}".rstrip() if self.traceback else str(self.args[0])
+
+
+# --- in the launcher
+
+
+class Zygote:
+    """The launcher's end.
+
+    Args:
+        preload: The modules to import, in order.
+        path: Folders that come first on `sys.path` while they are imported.
+        flags: The interpreter's options.
+        env: Environment variables on top of the launcher's: some are read by a library once, as it is loaded.
+    """
+
+    def __init__(
+        self, preload: Sequence[str], path: Sequence[str], flags: Sequence[str], env: Mapping[str, str]
+    ) -> None:
+        self.preload = tuple(preload)
+        self._env = dict(env)
+        self._path = list(path)
+        self._flags = list(flags)
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._channel: wire.Channel | None = None
+        self._ready = False
+        self._importing = ""
+        self._failure: PreloadError | None = None
+        self._one = threading.Lock()
+
+    @property
+    def usable(self) -> bool:
+        """Whether it runs, and nothing has failed."""
+        return self._failure is None and self._alive()
+
+    def start(self) -> None:
+        """Start to import. Raises OSError."""
+        occupied = linux.occupy_standard_descriptors()
+        ours, theirs = wire.pair()
+        try:
+            root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+            fd = theirs.fileno()
+            code = (
+                f"import sys;path=sys.path[:];sys.path.append({root!r});from phalanx._core.zygote import main;"
+                f"main({fd},path)"
+            )
+            command = [sys.executable, *self._flags, "-c", code]
+            # A session of its own: a Ctrl-C at the terminal is for the launcher.
+            self._popen = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[fd],
+                start_new_session=True,
+                env={**os.environ, **self._env},
+            )
+            self._channel = wire.Channel(ours)
+            self._channel.send(("preload", self._path, list(self.preload)))
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            for fd in occupied:
+                os.close(fd)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when all is imported. Raises PreloadError, or TimeoutError after ``timeout`` seconds (None: never)."""
+        with self._one:
+            if self._ready:
+                return
+            if self._failure is not None:
+                raise self._failure
+            while not self._ready:
+                (verb, *said), _fds = self._receive(timeout)
+                if verb == "importing":
+                    self._importing = str(said[0])
+                elif verb == "failed":
+                    module, why, text = map(str, said)
+                    msg = f"preload: {module!r} {why}"
+                    self._failure = PreloadError(msg, module, text)
+                    raise self._failure
+                else:
+                    self._ready = True
+
+    def fork(self, sock: _socket.socket, page: str) -> tuple[int, int]:
+        """Fork a guard, which keeps at the end ``sock``. Returns its pid and a pidfd. Raises PreloadError, OSError.
+
+        ``page`` names a page that is mapped in it and its forks, for the last resort of `launch`.
+        """
+        self.wait()
+        cwd = os.open(".", os.O_PATH | os.O_CLOEXEC)
+        try:
+            with self._one:
+                assert self._channel is not None
+                umask = os.umask(0)
+                os.umask(umask)
+                try:
+                    self._channel.send(("fork", page, umask), [sock.fileno(), cwd, 1, 2])
+                except wire.Closed:
+                    self._gone()
+                message, fds = self._receive(None)
+        finally:
+            os.close(cwd)
+        verb, number = message[:2]
+        if verb == "error":
+            raise OSError(number, os.strerror(int(str(number))))
+        return int(str(number)), fds[0] if fds else -1
+
+    def close(self) -> None:
+        """Let it go. The groups that it has forked live on. Idempotent."""
+        if self._channel is not None:
+            self._channel.shutdown()
+            self._channel.close()
+        if self._alive() and not self._ready:  # it does not listen while it imports; what that has started goes as well
+            assert self._popen is not None
+            try:
+                os.killpg(self._popen.pid, signal.SIGKILL)
+            except ProcessLookupError:  # its session is not made yet, or it has just gone
+                self._popen.kill()
+        if self._popen is not None:
+            try:
+                self._popen.wait(_CLOSING)
+            except subprocess.TimeoutExpired:
+                self._popen.send_signal(signal.SIGKILL)
+                self._popen.wait()
+
+    def _alive(self) -> bool:
+        return self._popen is not None and self._popen.poll() is None
+
+    def _receive(self, timeout: float | None) -> tuple[wire.Message, list[int]]:
+        assert self._channel is not None
+        poll = select.poll()
+        poll.register(self._channel.fileno(), select.POLLIN)
+        end = None if timeout is None else clock.now() + timeout
+        try:
+            while (received := self._channel.receive()) is None:
+                left = None if end is None else max(0.0, end - clock.now()) * 1000
+                if not poll.poll(left):
+                    msg = f"preload: {', '.join(self.preload)}: not imported after {timeout:g} s"
+                    raise TimeoutError(msg)
+        except wire.Closed:
+            self._gone()
+        return received
+
+    def _gone(self) -> NoReturn:
+        assert self._popen is not None
+        code = self._popen.wait()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        if self._ready:
+            msg = f"preload: the process that has imported {', '.join(self.preload) or 'nothing'} {how}"
+            raise PreloadError(msg) from None
+        msg = f"preload: {self._importing!r} could not be imported: the process that does so {how}"
+        raise PreloadError(msg, self._importing) from None
+
+
+# --- in the zygote
+
+
+def main(fd: int, path: list[str]) -> None:
+    """Be a zygote, at the end ``fd``, with ``path`` as a worker's own search path. Does not return."""
+    from phalanx._core import starting
+
+    os.set_inheritable(fd, False)
+    starting.fill_standard_descriptors()  # what the launcher had closed; a fork puts a group's own in their place
+    parent = os.getppid()
+    launcher = os.pidfd_open(parent)
+    # While we import, nobody listens at the socket. The thread that has started us waits for as long.
+    linux.die_with_parent(parent)
+    if not getattr(sys.flags, "safe_path", False):
+        del path[0]  # the working directory, where ``-c`` looks, and no worker of ours
+    channel = wire.Channel(_socket.socket(fileno=fd))
+    try:
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        poll.register(launcher, select.POLLIN)
+        while launcher not in dict(poll.poll()):
+            while (received := channel.receive()) is not None:
+                (verb, *arguments), fds = received
+                if verb == "preload":
+                    _preload(channel, *arguments)  # type: ignore[arg-type]  # the launcher sends what it takes
+                else:
+                    _fork(channel, launcher, path, fds, *arguments)  # type: ignore[arg-type]  # as above
+        os._exit(0)
+    except wire.Closed:
+        os._exit(0)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        raise
+    finally:
+        os._exit(70)
+
+
+def _preload(channel: wire.Channel, path: list[str], modules: list[str]) -> None:
+    import gc
+    import importlib
+
+    from phalanx._core import evidence, keeper, payload, script, starting, worker  # noqa: F401 - what forks will need
+
+    own = list(sys.path)
+    sys.path[:0] = path
+    for name in modules:
+        channel.send(("importing", name))
+        try:
+            importlib.import_module(name)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher is told
+            _say(channel, "failed", name, "could not be imported", _described(error))
+            return
+        why = _cannot_fork()
+        if why:
+            _say(channel, "failed", name, why, "")
+            return
+    sys.path[:] = own
+    linux.prctl(linux.PR_SET_PDEATHSIG, 0)
+    starting.turn_deaf()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the guards that we fork; launchers hold pidfds
+    gc.collect()
+    gc.freeze()
+    _say(channel, "ready")
+
+
+def _say(channel: wire.Channel, *message: object) -> None:
+    """Send, after what the modules have printed: a fork would print it once more."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # a full disk, or closed by a module
+            stream.flush()
+    linux.flush_stdio()
+    channel.send(message)
+
+
+def _described(error: BaseException) -> str:
+    import traceback
+
+    trace = error.__traceback__
+    # Ours, and the import system's, say nothing about the module.
+    while trace is not None and (
+        trace.tb_frame.f_code.co_filename == __file__
+        or trace.tb_frame.f_code.co_filename.startswith("<frozen importlib")
+        or trace.tb_frame.f_code.co_filename.endswith("importlib/__init__.py")
+    ):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
+
+
+def _cannot_fork() -> str:
+    """Why the last import makes a fork of this process a broken copy; "" if it does not."""
+    import warnings
+
+    if _threads() > 1:
+        # Libraries that know about forks (OpenBLAS) end their threads before one, and start them anew when needed.
+        with warnings.catch_warnings(action="ignore"):  # of the others, which Python 3.12 and later warn of
+            pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+    count = _threads() - 1
+    if count > 0:
+        others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+        what = f"{count} thread{'s' * (count > 1)}" + (f" ({', '.join(others)})" if others else "")
+        return f"has started {what}, which a fork would not have: it cannot be preloaded"
+    initialized = getattr(getattr(sys.modules.get("torch"), "cuda", None), "is_initialized", None)
+    if callable(initialized) and initialized():
+        return "has initialised CUDA, which does not work in a fork: it cannot be preloaded"
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}").startswith("/dev/nvidia"):
+                return "has opened a GPU, which does not work in a fork: it cannot be preloaded"
+        except OSError:
+            continue
+    return ""
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _fork(channel: wire.Channel, launcher: int, path: list[str], fds: list[int], page: str, umask: int) -> None:
+    from phalanx._core import keeper
+
+    sock, cwd, out, err = fds
+    try:
+        pid = os.fork()
+    except OSError as error:
+        pid = -1
+        channel.send(("error", error.errno))
+    if pid == 0:
+        try:
+            channel.close()
+            os.fchdir(cwd)
+            os.umask(umask)
+            os.dup2(out, 1)
+            os.dup2(err, 2)
+            for fd in (cwd, out, err):
+                os.close(fd)
+            os.setsid()
+            linux.map_name(page)
+            sys.path[:] = path
+            keeper.keep(_socket.socket(fileno=sock), launcher=launcher)
+        finally:
+            os._exit(70)
+    for fd in fds:
+        os.close(fd)
+    if pid > 0:
+        try:
+            pidfds = [os.pidfd_open(pid)]
+        except OSError:  # gone so soon: the launcher hears of it by the socket
+            pidfds = []
+        channel.send(("forked", pid), pidfds)
+        for fd in pidfds:
+            os.close(fd)

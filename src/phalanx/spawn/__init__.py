@@ -1,0 +1,383 @@
+"""Call one function in N processes that fall together: the names of ``torch.multiprocessing``.
+
+`spawn` calls ``fn(i, *args)`` in process i. When one fails, the others are stopped, and the failure that came first is
+raised, with its traceback. It is a face of `phalanx.multiprocessing`: the same keeper, the same guarantees. Owns the
+exceptions, the handle on each process, and what becomes of a group at the interpreter's exit.
+
+``import phalanx.spawn as mp`` serves where ``import torch.multiprocessing as mp`` stood: what the standard
+`multiprocessing` exports is here as well. The sharing strategies of tensors (``set_sharing_strategy`` and its like)
+are not: they are torch's, and ``import torch.multiprocessing`` has them, also beside this module.
+
+>>> import phalanx.spawn as mp
+>>> queue = mp.get_context("spawn").SimpleQueue()
+>>> def work(i, queue, power):
+...     queue.put(i**power)
+>>> mp.spawn(work, args=(queue, 2), nprocs=3)
+>>> sorted(queue.get() for _ in range(3))
+[0, 1, 4]
+>>> queue.close()
+"""
+
+from __future__ import annotations
+
+import signal
+from types import NoneType
+
+from phalanx.multiprocessing import KeeperLostError, LogsSpecs
+from phalanx.multiprocessing._context import GRACE, SETTLE
+from phalanx.multiprocessing._start import check_options, per_rank
+from phalanx.spawn._failed import ProcessException, ProcessExitedException, ProcessRaisedException
+from phalanx.spawn._group import ErrorFiles, Group, Sentinel
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from multiprocessing import *  # noqa: F403 - what `__getattr__` finds there, for type checkers
+    from typing import Any, Literal, TypedDict, Unpack, overload
+
+    from phalanx.multiprocessing._placement import Placement
+    from phalanx.multiprocessing._warm import Warm
+
+__all__ = [
+    "Array",
+    "AuthenticationError",
+    "Barrier",
+    "BoundedSemaphore",
+    "BufferTooShort",
+    "Condition",
+    "Event",
+    "JoinableQueue",
+    "Lock",
+    "Manager",
+    "Pipe",
+    "Pool",
+    "Process",
+    "ProcessContext",
+    "ProcessError",
+    "ProcessException",
+    "ProcessExitedException",
+    "ProcessRaisedException",
+    "Queue",
+    "RLock",
+    "RawArray",
+    "RawValue",
+    "Semaphore",
+    "SimpleQueue",
+    "SpawnContext",
+    "SpawnedProcess",
+    "TimeoutError",
+    "Value",
+    "active_children",
+    "allow_connection_pickling",
+    "cpu_count",
+    "current_process",
+    "freeze_support",
+    "get_all_start_methods",
+    "get_context",
+    "get_logger",
+    "get_start_method",
+    "log_to_stderr",
+    "parent_process",
+    "reducer",
+    "set_executable",
+    "set_forkserver_preload",
+    "set_start_method",
+    "spawn",
+    "start_processes",
+]
+
+
+class SpawnedProcess:
+    """One process of a group, as far as people use a `multiprocessing.Process`.
+
+    Attributes:
+        pid, ident: Its process id.
+        name: Like ``"Process-1"``, for index 0.
+        daemon: As given to `spawn`.
+    """
+
+    def __init__(self, group: Group, index: int) -> None:
+        self.name = f"Process-{index + 1}"
+        self.daemon = group.daemon
+        self._group = group
+        self._index = index
+        self._worker = group.worker(index)
+        self._sentinel: Sentinel | None = None
+        self.pid = self.ident = self._worker.pid
+
+    @property
+    def exitcode(self) -> int | None:
+        """The exit code, ``-n`` for signal n; None while it runs, or when it outlived even SIGKILL."""
+        if not self._worker.ended:
+            return None
+        if self._worker.exit is None:
+            return -signal.SIGKILL if self._group.is_lost else None
+        return self._worker.exit.returncode
+
+    @property
+    def sentinel(self) -> int:
+        """A descriptor that becomes readable when the process has ended, for `multiprocessing.connection.wait`.
+
+        `exitcode` is known by then. It is no pidfd: nothing about it depends on a process id. It stays open until this
+        object and its context are gone, and the process has ended.
+        """
+        if self._sentinel is None:
+            self._sentinel = Sentinel(self._worker.ended)
+        return self._sentinel.fd
+
+    def is_alive(self) -> bool:
+        """Whether it has not ended yet."""
+        return self.exitcode is None
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until it has ended, for at most ``timeout`` seconds. What it failed of, `ProcessContext.join` raises."""
+        self._worker.ended.wait(-1 if timeout is None else max(0, timeout))
+
+    def terminate(self) -> None:
+        """Send SIGTERM to it, if it runs. That it ends so is a failure like any other, and the rest are stopped."""
+        self._group.send(self._index, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL. See `terminate`."""
+        self._group.send(self._index, signal.SIGKILL)
+
+    def __repr__(self) -> str:
+        code = self.exitcode
+        return f"<{type(self).__name__} {self.name!r} pid={self.pid} {'running' if code is None else f'ended {code}'}>"
+
+
+class ProcessContext:
+    """The processes that `spawn` and `start_processes` have started; get it from there, with ``join=False``.
+
+    Attributes:
+        processes: A `SpawnedProcess` for each index.
+        error_files: Where each process leaves its traceback, as JSON. The files go when the group has been joined.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._joined: set[int] = set()
+        self.processes = [SpawnedProcess(group, index) for index in range(group.nprocs)]
+        self.error_files = [group.logs.error_files[index] for index in range(group.nprocs)]
+
+    def pids(self) -> list[int]:
+        """The process ids, by index."""
+        return [process.pid for process in self.processes]
+
+    @property
+    def sentinels(self) -> dict[int, int]:
+        """The sentinel of each process whose end no `join` has seen, and its index. See `SpawnedProcess.sentinel`."""
+        return {p.sentinel: index for index, p in enumerate(self.processes) if index not in self._joined}
+
+    def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
+        """Wait until all have ended; raise if one has failed.
+
+        Once one fails, the others have 0.1 s to leave evidence of their own, then get SIGTERM, and SIGKILL after the
+        grace period: this returns within a bounded time. A Ctrl-C meanwhile stops the group before KeyboardInterrupt
+        goes on: SIGINT, the grace period, SIGKILL; once more, and it is killed at once.
+
+        Args:
+            timeout: Seconds for the whole; None: until all have ended.
+            grace_period: Seconds (>= 0) between SIGTERM and SIGKILL, from now on; None: as it was.
+
+        Returns:
+            True: all ended well. False: some still run.
+
+        Raises:
+            ProcessRaisedException: The first failure was an exception.
+            ProcessExitedException: The first failure was a signal, also a SIGINT that we did not send, or an exit code.
+            KeeperLostError: The group's helper process was killed, and with it the group.
+        """
+        group = self._group
+        if timeout is not None:
+            timeout = max(0.0, _number("timeout", timeout))
+        if grace_period is not None:
+            group.give(_seconds("grace_period", grace_period))
+        try:
+            ended = group.wait(timeout) is not None
+        except KeyboardInterrupt:
+            group.interrupt()
+            raise
+        except KeeperLostError:
+            group.close()
+            raise
+        finally:
+            self._joined.update(index for index, process in enumerate(self.processes) if not process.is_alive())
+        if ended:
+            group.close()
+            if (error := group.error()) is not None:
+                raise error
+        return ended
+
+    def __repr__(self) -> str:
+        running = sum(process.is_alive() for process in self.processes)
+        return f"<{type(self).__name__}: {running} of {len(self.processes)} processes run>"
+
+
+class SpawnContext(ProcessContext):
+    """The `ProcessContext` of start method ``"spawn"``."""
+
+
+if TYPE_CHECKING:
+
+    class Options(TypedDict, total=False):
+        """The arguments of `spawn` that torch's has not."""
+
+        envs: Mapping[int, Mapping[str, str]] | None
+        logs_specs: LogsSpecs | None
+        settle: float
+        grace: float
+        preload: Sequence[str] | None
+        warm: Warm | None
+        writable: bool
+        placement: Placement | None
+
+
+if TYPE_CHECKING:  # apart from the above: mypy wants a block of overloads alone
+
+    @overload
+    def spawn(
+        fn: Callable[..., object],
+        args: Iterable[Any] = (),
+        nprocs: int = 1,
+        join: Literal[True] = True,
+        daemon: bool = False,
+        start_method: str = "spawn",
+        **options: Unpack[Options],
+    ) -> None: ...
+    @overload
+    def spawn(
+        fn: Callable[..., object],
+        args: Iterable[Any] = (),
+        nprocs: int = 1,
+        *,
+        join: Literal[False],
+        daemon: bool = False,
+        start_method: str = "spawn",
+        **options: Unpack[Options],
+    ) -> ProcessContext: ...
+    @overload
+    def spawn(
+        fn: Callable[..., object],
+        args: Iterable[Any] = (),
+        nprocs: int = 1,
+        join: bool = True,
+        daemon: bool = False,
+        start_method: str = "spawn",
+        **options: Unpack[Options],
+    ) -> ProcessContext | None: ...
+
+
+def spawn(
+    fn: Callable[..., object],
+    args: Iterable[Any] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+    *,
+    envs: Mapping[int, Mapping[str, str]] | None = None,
+    logs_specs: LogsSpecs | None = None,
+    settle: float = SETTLE,
+    grace: float = GRACE,
+    preload: Sequence[str] | None = None,
+    warm: Warm | None = None,
+    writable: bool = False,
+    placement: Placement | None = None,
+) -> ProcessContext | None:
+    """Call ``fn(i, *args)`` in process i, for i from 0 to ``nprocs`` - 1. What it returns is dropped.
+
+    `start_processes` is the same function under its other name.
+
+    Args:
+        fn: Any callable that cloudpickle can send: also a lambda, a closure, a function of a notebook.
+        args: The arguments after the index, the same for all; pickled once.
+        nprocs: How many processes, at least 1.
+        join: Wait until all have ended, and raise when one fails. A Ctrl-C stops the group before it goes on.
+        daemon: With ``join=False``, whether the interpreter's exit stops the processes (SIGTERM, grace, SIGKILL) or
+            waits for them. When it is killed, they are killed in any case.
+        start_method: "spawn" (a fresh interpreter each), "forkserver" (forks of one fresh interpreter) or "fork" (forks
+            of this process: nothing is pickled).
+        envs: Index → environment variables on top of the caller's, for every index.
+        logs_specs: Where output goes. By default the processes have the caller's own streams.
+        settle: Seconds (>= 0) after the first failure before the others are stopped.
+        grace: Seconds (>= 0) between SIGTERM and SIGKILL.
+        preload: Modules that are imported once, before, with "forkserver": the processes have them already.
+        warm: An entered `phalanx.multiprocessing.warm` to start from, with "forkserver".
+        writable: Whether ``fn`` may write to large arrays (1 MiB or more) in ``args``, which are shared otherwise.
+        placement: Where the processes run, and within which limits; default: as the caller.
+
+    Returns:
+        None after a join, else the context. It may be dropped: the processes go on. A failure that nobody joins is told
+        on stderr at the interpreter's exit.
+
+    Raises:
+        ProcessRaisedException, ProcessExitedException, KeeperLostError: See `ProcessContext.join`.
+        TypeError, ValueError: An argument is wrong, or cannot be pickled (the message names it). Nothing was started.
+        OSError: A process could not be started; those that had been are gone.
+
+    >>> try:
+    ...     spawn(lambda i, n: n // (1 - i), args=(12,), nprocs=2)
+    ... except ProcessRaisedException as error:
+    ...     index, text = error.error_index, str(error)
+    >>> index, text.splitlines()[-1]
+    (1, 'ZeroDivisionError: integer division or modulo by zero')
+    """
+    if not callable(fn):
+        raise TypeError(f"fn: expected a callable, got {fn!r}")
+    if isinstance(args, (str, bytes)) or not hasattr(args, "__iter__"):
+        raise TypeError(f"args: expected a tuple of arguments, got {args!r}")
+    all_args, all_envs = per_rank(tuple(args), envs, nprocs)
+    name = str(getattr(fn, "__qualname__", None) or type(fn).__qualname__)
+    check_options(name, fn, start_method, settle, grace, None, placement, starts_warm=bool(preload or warm))
+    if not isinstance(logs_specs, (LogsSpecs, NoneType)):
+        raise TypeError(f"logs_specs: expected a LogsSpecs, got {logs_specs!r}")
+    specs = ErrorFiles() if logs_specs is None else logs_specs
+    options: dict[str, Any] = {"settle": settle, "grace": grace, "preload": preload, "warm": warm}
+    options |= {"writable": writable, "placement": placement}
+    group = Group(name, fn, all_args, all_envs, start_method, specs, daemon=daemon, **options)
+    try:
+        group.start()
+        context = (SpawnContext if start_method == "spawn" else ProcessContext)(group)
+        if join:
+            context.join()
+            return None
+        group.keep()
+    except KeyboardInterrupt:
+        group.interrupt()
+        raise
+    except BaseException:
+        group.end(signal.SIGTERM)
+        raise
+    return context
+
+
+start_processes = spawn
+
+
+def _number(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected seconds, got {value!r}")
+    return value
+
+
+def _seconds(name: str, value: float) -> float:
+    if not _number(name, value) >= 0:
+        raise ValueError(f"{name}: expected 0 seconds or more, got {value!r}")
+    return value
+
+
+if not TYPE_CHECKING:  # else every name would be right
+
+    def __getattr__(name: str) -> object:
+        """What `multiprocessing` has, loaded when first used."""
+        if not name.startswith("_"):
+            import multiprocessing
+
+            if hasattr(multiprocessing, name):
+                return getattr(multiprocessing, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,103 @@
+"""What a group failed of, as exceptions: the first failure is raised, the others are its notes.
+
+Owns the exceptions and their words. Knows nothing of how a group is run.
+"""
+
+from __future__ import annotations
+
+import copyreg
+
+from phalanx.errors import ProcessFailure, signal_name
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from phalanx.multiprocessing import RunProcsResult
+
+
+class ProcessException(Exception):  # noqa: N818 - torch's name
+    """A process of a group has failed. It can be pickled and copied, notes included.
+
+    The notes tell what else is known, and which other processes failed by themselves.
+
+    Attributes:
+        msg: The message.
+        error_index: The process's index, 0 and up.
+        error_pid: Its process id.
+    """
+
+    def __init__(self, msg: str, error_index: int, error_pid: int) -> None:
+        super().__init__(msg)
+        self.msg = msg
+        self.error_index = error_index
+        self.error_pid = error_pid
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copyreg.__newobj__, (type(self), self.msg), self.__dict__  # type: ignore[attr-defined]  # typeshed lacks it
+
+
+class ProcessRaisedException(ProcessException):
+    """The function raised: the message ends with the process's traceback."""
+
+
+class ProcessExitedException(ProcessException):
+    """The process was ended by a signal, or left with an exit code other than 0.
+
+    Attributes:
+        exit_code: As `subprocess` gives it, negative for a signal.
+        signal_name: Like ``"SIGKILL"``; None for an exit code.
+    """
+
+    def __init__(
+        self, msg: str, error_index: int, error_pid: int, exit_code: int, signal_name: str | None = None
+    ) -> None:
+        super().__init__(msg, error_index, error_pid)
+        self.exit_code = exit_code
+        self.signal_name = signal_name
+
+
+def failed(result: RunProcsResult) -> ProcessException:
+    """The first failure, with the others as notes; those that say the same together."""
+    first, *others = sorted(result.failures.values(), key=lambda failure: failure.first_key)
+    error = _exception(first)
+    told: dict[str, list[int]] = {}
+    for failure in others:
+        told.setdefault(_what(failure), []).append(failure.local_rank)
+    for what, indices in told.items():
+        from phalanx.errors import format_ranks
+
+        error.add_note(f"-- Process{'es' if len(indices) > 1 else ''} {format_ranks(indices)} {what}")
+    return error
+
+
+def _exception(failure: ProcessFailure) -> ProcessException:
+    index, pid = failure.local_rank, failure.pid
+    if failure.exitcode >= 0 and failure.traceback:
+        return ProcessRaisedException(f"\n\n-- Process {index} {_what(failure)}", index, pid)
+    error = exited(index, pid, failure.exitcode)
+    for more in (failure.detail, failure.traceback, failure.stderr_tail):
+        if more:
+            error.add_note(more)
+    return error
+
+
+def exited(index: int, pid: int, code: int) -> ProcessExitedException:
+    name = _signal(code) if code < 0 else None
+    return ProcessExitedException(f"process {index} {_how(code)}", index, pid, code, name)
+
+
+def _what(failure: ProcessFailure) -> str:
+    if failure.exitcode >= 0 and failure.traceback:
+        return f"terminated with the following error:\n{failure.traceback}"
+    more = failure.detail or failure.traceback
+    return _how(failure.exitcode) + (f":\n{more}" if more else "")
+
+
+def _how(code: int) -> str:
+    return f"terminated with signal {_signal(code)}" if code < 0 else f"terminated with exit code {code}"
+
+
+def _signal(code: int) -> str:
+    name = signal_name(-code)
+    return f"<Unknown signal {-code}>" if name.startswith("<") else name

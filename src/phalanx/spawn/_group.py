@@ -1,0 +1,168 @@
+"""The engine's group as `spawn` needs it: signals stay the host's, and it lives on without a reference.
+
+Owns what becomes of such a group at the interpreter's exit, its error files, and the sentinels of its processes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+from contextlib import suppress
+
+from phalanx.multiprocessing import KeeperLostError, LogsDest, LogsSpecs, MultiprocessContext
+from phalanx.multiprocessing._context import GRACE
+from phalanx.spawn._failed import ProcessException, exited, failed
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+    from phalanx._core.latch import Latch
+    from phalanx._core.supervisor import Worker
+
+_kept: set[Group] = set()
+"""The groups that were started without a join, and neither have been joined since nor have ended well."""
+
+
+class Group(MultiprocessContext):
+    """The engine's group, which leaves signals to the host, and lives on without a reference."""
+
+    def __init__(self, *args: Any, daemon: bool, **options: Any) -> None:
+        super().__init__(*args, signals=False, numbered=True, **options)
+        self.daemon = daemon
+        self._owner = os.getpid()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it was killed with its keeper."""
+        return self._started().lost is not None
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process started it, and is no fork of the one that did."""
+        return self._owner == os.getpid()
+
+    def worker(self, rank: int) -> Worker:
+        """What is known of a process, and becomes known."""
+        return self._started().workers[rank]
+
+    def send(self, rank: int, number: int) -> None:
+        """Send a signal to one process, if it runs."""
+        self._started().send(rank, number)
+
+    def give(self, grace: float) -> None:
+        """Set the grace period."""
+        self._grace = grace
+        self._started().give(grace)
+
+    def stop(self, number: int) -> None:
+        """Begin to stop the processes: a signal, the grace period, SIGKILL."""
+        self._started().stop(number, self._grace)
+
+    def end(self, number: int) -> None:
+        """Stop the processes, and return when they are gone. What they left is read before it is removed."""
+        if self._supervisor is None:
+            return
+        self.stop(number)
+        with suppress(KeeperLostError):
+            self.wait()
+        self.close()
+
+    def interrupt(self) -> None:
+        """Stop the processes by SIGINT; kill them if another SIGINT comes meanwhile."""
+        try:
+            self.end(signal.SIGINT)
+        except KeyboardInterrupt:
+            self.close(signal.SIGKILL)
+
+    def close(self, death_sig: int | None = None, timeout: float = GRACE) -> None:
+        """See `PContext.close`. Nothing is left to be told."""
+        super().close(death_sig, timeout)
+        _kept.discard(self)
+
+    def keep(self) -> None:
+        """Live on until all is well or told, with or without a reference, and be looked after at the exit."""
+        _kept.add(self)
+        self._started().done.then(self._on_done)
+        atexit.unregister(_at_exit)  # once is enough
+        atexit.register(_at_exit)
+
+    def _on_done(self) -> None:
+        workers = self._started().workers.values()
+        if all(worker.exit is not None and worker.exit.ok for worker in workers):
+            _kept.discard(self)
+
+    def error(self, *, own: bool = False) -> ProcessException | None:
+        """What a group that has ended failed of; with ``own``, only if it failed by itself."""
+        result = self.wait(0)
+        assert result is not None
+        if result.root_cause is not None:
+            return failed(result)
+        for outcome in () if own else result.outcomes.values():
+            if outcome.state == "abandoned":
+                msg = f"process {outcome.local_rank} {outcome.describe()}"
+                return ProcessException(msg, outcome.local_rank, outcome.pid)
+            if outcome.exitcode:
+                return exited(outcome.local_rank, outcome.pid, outcome.exitcode)
+        return None
+
+
+class Sentinel:
+    """A descriptor that becomes readable when a latch opens. Closed when neither the latch nor anybody else has it."""
+
+    def __init__(self, latch: Latch) -> None:
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        latch.then(self._ring)
+
+    def _ring(self) -> None:
+        os.eventfd_write(self.fd, 1)
+
+    def __del__(self) -> None:
+        if hasattr(self, "fd"):  # else there was no descriptor left
+            os.close(self.fd)
+
+
+class ErrorFiles(LogsSpecs):
+    """No redirection, and the error files side by side in a temporary folder that goes with the group."""
+
+    _folder = ""
+
+    def reify(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
+        """See `LogsSpecs.reify`."""
+        import tempfile
+
+        self._folder = tempfile.mkdtemp(prefix="phalanx_")
+        streams = dict.fromkeys(envs, "")
+        files = {rank: os.path.join(self._folder, f"{rank}.json") for rank in envs}
+        return LogsDest(streams, streams, error_files=files)
+
+    def tidy(self) -> None:
+        """See `LogsSpecs.tidy`. What was in the files is in the exception."""
+        import shutil
+
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _at_exit() -> None:
+    """What `multiprocessing` does at the exit: stop the daemons, wait for the others, after a Ctrl-C not for long."""
+    groups = [group for group in _kept if group.is_ours]
+    interrupted = issubclass(getattr(sys, "last_type", None) or object, KeyboardInterrupt)
+    for group in groups:
+        if group.daemon or interrupted:
+            group.stop(signal.SIGINT if interrupted else signal.SIGTERM)
+    for group in groups:
+        try:
+            group.wait()
+            error = group.error(own=True)
+        except KeyboardInterrupt:
+            group.interrupt()
+        except KeeperLostError as lost:
+            sys.excepthook(type(lost), lost, None)
+        else:
+            if error is not None:
+                sys.excepthook(type(error), error, None)
+        group.close()

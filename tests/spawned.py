@@ -1,0 +1,91 @@
+"""Functions that `phalanx.spawn` calls in the tests, in a module that its processes import."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+
+def put(index: int, queue: Any, value: object) -> None:
+    queue.put((index, value))
+
+
+def nothing(index: int, *_args: object) -> object:
+    """Do nothing, and return what cannot be pickled."""
+    return index, threading.Lock()
+
+
+def fail(index: int, failing: int, text: str) -> None:
+    if index == failing:
+        raise ValueError(text)
+    signal.pause()
+
+
+def leave(index: int, code: Any) -> None:
+    if index == 1:
+        sys.exit(code)
+    signal.pause()
+
+
+def leave_at_once(_index: int, code: int) -> None:
+    os._exit(code)
+
+
+def die(index: int, number: int) -> None:
+    if index == 1:
+        os.kill(os.getpid(), number)
+    signal.pause()
+
+
+def leave_unless_loaded(_index: int, module: str) -> None:
+    sys.exit(module not in sys.modules)
+
+
+def touch(index: int, prefix: str) -> None:
+    with open(f"{prefix}-{index}", "x"):
+        pass
+
+
+def spawn_again(index: int, folder: str) -> None:
+    """Be a host oneself."""
+    import phalanx.spawn as mp
+
+    mp.spawn(touch, (f"{folder}/{index}",), 2)
+
+
+def wait(index: int, address: str, gate: str) -> None:
+    """Say who we are, and wait at the gate."""
+    from tests.helpers import pass_gate, tell
+
+    tell(address, f"{index} {os.getpid()}")
+    pass_gate(gate)
+
+
+def wait_for_ever(index: int, address: str, ignored: tuple[int, ...] = ()) -> None:
+    """Say who we are when deaf to some signals, and live for ever."""
+    from tests.helpers import tell
+
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    tell(address, f"{index} {os.getpid()}")
+    while True:
+        signal.pause()
+
+
+def fail_one_after_another(index: int, address: str, gates: list[str]) -> None:
+    """Fail when one's gate opens: by an exception, an exit code, a signal."""
+    from tests.helpers import pass_gate, tell
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    tell(address, str(index))
+    pass_gate(gates[index])
+    if index == 0:
+        os._exit(7)
+    if index == 1:
+        raise ValueError("the second")
+    if index == 2:
+        raise ValueError("the first")
+    os.kill(os.getpid(), signal.SIGUSR1)

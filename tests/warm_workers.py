@@ -1,0 +1,41 @@
+"""Functions that the tests of warm starts run as workers. The module is as cheap to import as `tests.workers`."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import uuid
+from typing import Any
+
+
+def has(*names: str) -> tuple[int, list[bool]]:
+    """Our pid, and which of the modules are here already."""
+    return os.getpid(), [name in sys.modules for name in names]
+
+
+def touch(path: str) -> None:
+    with open(path, "w"):
+        pass
+
+
+def multiply(size: int) -> float:
+    """Have numpy use its threads."""
+    import numpy as np
+
+    matrix = np.ones((size, size))
+    return float((matrix @ matrix).sum())
+
+
+def chances() -> dict[str, Any]:
+    """What no two workers should draw alike."""
+    numbers = sys.modules["numpy.random"]
+    return {"random": random.random(), "uuid": str(uuid.uuid4()), "numpy": float(numbers.random())}  # noqa: S311 - no secret
+
+
+def place(variable: str) -> dict[str, Any]:
+    """Print a line, and return what of our surroundings the launcher decides."""
+    print("here")  # noqa: T201 - it is looked for
+    umask = os.umask(0)
+    os.umask(umask)
+    return {"cwd": os.getcwd(), "umask": umask, "env": os.environ.get(variable)}
