@@ -784,3 +784,30 @@ def test_a_dumb_terminal_gets_no_moves(place: Place) -> None:
     shown = on_a_terminal(place, "printf '\\r 1%%\\r 2%%\\r100%%\\n'", "--color", "never")
     assert "\033" not in shown
     assert "[0] 100%\r\n" in shown
+
+
+# --- consoles that cannot be written to, and slips of the finger
+
+
+def test_a_console_on_a_full_disk_is_said(place: Place) -> None:
+    script = '"$@" >/dev/full'
+    argv = [PYTHON, "-m", "phalanx", "run", "--log-dir", place.logs, "--duplicate-stdout-filters", "a,b"]
+    done = place.program("sh", "-c", script, "sh", *argv, "--no-python", "echo", "abc")
+    assert (done.status, done.out) == (0, "")
+    assert "phalanx: the console: No space left on device; lines are missing there" in done.err
+    assert place.log(0) == "abc\n"
+    assert next(place.logs.glob("*/attempt_0/filtered_stdout.log")).read_text() == "[0] abc\n"
+
+
+def test_a_rank_of_too_many_digits(place: Place) -> None:
+    done = place.run("--ranks", "0-9999999999", "--no-python", "true")
+    assert done.status == 2
+    assert "there can be no rank 9999999999" in done.err
+
+
+@pytest.mark.parametrize("option", ["--ranks", "--local-ranks-filter"])
+@pytest.mark.parametrize("text", ["", ","])
+def test_no_ranks_at_all_are_refused(place: Place, option: str, text: str) -> None:
+    done = place.run(option, text, "--no-python", "true")
+    assert done.status == 2
+    assert f"{text!r}: expected ranks" in done.err

@@ -369,6 +369,12 @@ def test_garbage_in_the_timeline_and_the_files(place: Place) -> None:
 # --- a reader that leaves
 
 
+def test_a_full_disk_is_said(place: Place) -> None:
+    sh(place, "echo one")
+    with reader(place, head=("sh", "-c", '"$@" >/dev/full', "sh")) as launcher:
+        assert launcher.end() == (1, "", "Error: stdout: No space left on device\n")
+
+
 def test_head(place: Place) -> None:
     script = place.write("for n in range(100_000): print('line', n)")
     place.run("-r", 3, script)

@@ -245,7 +245,22 @@ def test_a_full_disk(loop: Loop) -> None:
     out.write((b"x",))
     out.flush()
     assert out.broken
+    assert out.refusal is not None
+    assert out.refusal.errno == errno.ENOSPC
     out.close()
+
+
+def test_a_reader_that_has_gone_is_no_refusal(loop: Loop) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    out = Sink(writer)
+    out.open(loop, lambda: None)
+    out.write((b"x",))
+    out.flush()
+    assert out.broken
+    assert out.refusal is None
+    out.close()
+    os.close(writer)
 
 
 # --- files that grow
@@ -743,7 +758,7 @@ def test_so_many_files_are_named_and_no_more(
         it.finish()
     *named, last = capfd.readouterr().err.splitlines()
     assert len(named) == 16
-    assert all(re.fullmatch(r"phalanx: … 1 more lines in .*/\d\d", line) for line in named)
+    assert all(re.fullmatch(r"phalanx: … 1 more line in .*/\d\d", line) for line in named)
     assert re.fullmatch(r"phalanx: … and more in [34] other files", last)
 
 

@@ -490,6 +490,16 @@ def test_the_place_is_the_one_that_run_uses(place: Place) -> None:
     assert "succeeded" in place.program(*program).out
     place.env["PHALANX_LOG_DIR"] = str(place.folder / "other")
     assert place.program(*program).out == f"no runs in {place.folder / 'other'}\n"
+    assert place.run("--no-python", "echo", "there", logs=False).status == 0
+    assert place.program(sys.executable, "-m", "phalanx", "logs").out == "[0] there\n"
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_full_disk_is_said(place: Place, options: tuple[str, ...]) -> None:
+    put(place.logs, "a")
+    argv = [sys.executable, "-m", "phalanx", "runs", "--log-dir", place.logs, *options]
+    done = place.program("sh", "-c", '"$@" >/dev/full', "sh", *argv)
+    assert done == (1, "", "Error: stdout: No space left on device\n")
 
 
 def test_what_it_refuses(place: Place) -> None:

@@ -20,7 +20,7 @@ from phalanx.multiprocessing import PreloadError, SignalException, start_process
 from tests import families
 from tests.families import SIZE, WORKERS
 from tests.helpers import TIMEOUT, Gate, Ready, alive, descendants, wait_gone
-from tests.warm_workers import chances, has, multiply, place, touch
+from tests.warm_workers import chances, draw_of_torch, has, multiply, place, touch
 from tests.workers import ROOT, add, announce, run_script
 
 if TYPE_CHECKING:
@@ -164,6 +164,35 @@ def test_a_process_that_dies_while_it_imports(text: str, how: str, modules: Modu
     assert found.value.module == "deadly"
 
 
+def test_a_process_that_dies_before_it_imports(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = warm(preload=[modules.write("marked"), "json"])
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(PreloadError, match=r"'marked, json' could not be imported: .* ended with exit code 1"):
+        it.__enter__()
+
+
+def test_a_warm_that_is_closed_by_another_thread_while_it_imports(ready: Ready, modules: Modules) -> None:
+    (modules.folder / "slow.py").write_text(SLOW.format(say=ready.python("f'{os.getpid()} {child.pid}'")))
+    it = warm(preload=["slow"])
+    errors: list[BaseException] = []
+
+    def enter() -> None:
+        try:
+            it.__enter__()
+        except PreloadError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    pids = list(map(int, ready.wait()[0].split()))
+    it.close()
+    thread.join(TIMEOUT)
+    assert [str(error) for error in errors] == [
+        "preload: 'slow' could not be imported: the process that does so was killed by signal 9"
+    ]
+    assert wait_gone(pids) == set()
+
+
 def test_threads_are_refused(modules: Modules) -> None:
     modules.write("threads", """
         import threading
@@ -188,6 +217,21 @@ def test_no_two_workers_draw_alike() -> None:
     drawn = run(chances, preload=["numpy.random", "uuid"], nprocs=3)
     for name in ("numpy", "random", "uuid"):
         assert len({found[name] for found in drawn.values()}) == 3, name
+
+
+def test_nor_do_they_with_torch(modules: Modules) -> None:
+    modules.write(
+        "torch",
+        """
+    import uuid
+    class Generator:
+        drawn = uuid.uuid4().int
+        def seed(self): self.drawn = uuid.uuid4().int
+        def initial_seed(self): return self.drawn
+    default_generator = Generator()
+    """,
+    )
+    assert len(set(run(draw_of_torch, preload=["torch"], nprocs=3).values())) == 3
 
 
 @pytest.mark.parametrize("cuda", ["True", "False", None])
@@ -603,6 +647,51 @@ with warm(preload=["json"]):
             print(group.wait().return_values)
 """)  # fmt: skip
     assert done.stdout == "{0: 8, 1: 8}\n" * 2, done.stderr
+
+
+def test_a_host_that_ignores_its_children_preloads_what_has_threads(tmp_path: Path) -> None:
+    (tmp_path / "threaded.py").write_text("import threading; threading.Thread(target=threading.Event().wait).start()")
+    done = run_script(tmp_path, """
+import signal
+from phalanx.multiprocessing import PreloadError, warm
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+try:
+    warm(preload=["threaded"]).__enter__()
+except PreloadError as error:
+    print(error)
+""")  # fmt: skip
+    assert "'threaded' has started 1 thread" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the fork, if a test before has left a thread of its own
+def test_a_fork_of_the_host_has_a_warm_process_of_its_own(modules: Modules) -> None:
+    marked = modules.write("marked")
+    with warm(preload=[marked]) as it:
+        zygote = zygote_of(it)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                code = 0 if run(has, marked, nprocs=1)[0][1] == [True] else 2
+            finally:
+                it.close()
+                os._exit(code)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert run(has, marked, nprocs=1)[0][1] == [True]
+        assert zygote_of(it) == zygote
+        assert len(modules.importers(marked)) == 2
+
+
+def test_a_zygote_that_is_stopped_is_killed_and_replaced(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
+    with warm(preload=[modules.write("marked")]) as it:
+        zygote = zygote_of(it)
+        os.kill(zygote, signal.SIGSTOP)
+        with monkeypatch.context() as impatient:
+            impatient.setattr("phalanx._core.zygote._FORKING", 0.2)
+            with pytest.raises(PreloadError, match="was killed by signal 9"):
+                start(add, (1, 2))
+        assert not alive(zygote)
+        assert run(add, 1, 2) == {0: 3, 1: 3}
 
 
 def test_a_temporary_log_folder_goes_when_the_preload_fails() -> None:

@@ -33,6 +33,10 @@ def chances() -> dict[str, Any]:
     return {"random": random.random(), "uuid": str(uuid.uuid4()), "numpy": float(numbers.random())}  # noqa: S311 - no secret
 
 
+def draw_of_torch() -> Any:
+    return sys.modules["torch"].default_generator.initial_seed()
+
+
 def place(variable: str) -> dict[str, Any]:
     """Print a line, and return what of our surroundings the launcher decides."""
     print("here")  # noqa: T201 - it is looked for

@@ -377,6 +377,7 @@ class Pump:
     def _leave(self) -> None:
         finished, self._finished = self._finished, None
         if finished is not None:
+            self._say_what_was_refused()
             finished()
 
     def _written(self) -> int:
@@ -390,6 +391,13 @@ class Pump:
         elif now >= min(self._until, self._stuck):
             self._say_what_is_missing()
             self._leave()
+
+    def _say_what_was_refused(self) -> None:
+        """A full disk, mostly; a reader that has gone knows it."""
+        for sink in self._sinks:
+            if sink.refusal is not None:
+                where = sink.path or "the console"
+                tell(f"phalanx: {where}: {sink.refusal.strerror}; lines are missing there, the log files have them")
 
     def _say_what_is_missing(self) -> None:
         for view in self._views:
@@ -406,7 +414,7 @@ class Pump:
             if lines:
                 said += 1
                 if said <= _MOST_NAMED:
-                    tell(f"phalanx: … {lines:,} more lines in {stream.follower.path}")
+                    tell(f"phalanx: … {lines:,} more line{'s' * (lines > 1)} in {stream.follower.path}")
         if said > _MOST_NAMED:
             tell(f"phalanx: … and more in {said - _MOST_NAMED} other files")
 

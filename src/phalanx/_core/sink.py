@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import os
 import select
 import sys
@@ -28,6 +29,7 @@ _SLOW = 0.1  # seconds without an end of what waits
 
 _ATOMIC = select.PIPE_BUF  # poll(2) promises room for this much in a writable pipe
 _VECTOR = 64  # buffers in one writev(2)
+_NO_READER = (errno.EPIPE, errno.EIO)  # the second of a terminal that has been hung up
 
 
 class Sink:
@@ -51,6 +53,7 @@ class Sink:
         self._blocked_since = 0.0
         self.blocked = False  # whether the reader has to make room first
         self.broken = False
+        self.refusal: OSError | None = None  # why it is broken, though somebody reads: a full disk
         self.written = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.mid_line = False  # whether what was written last was not the end of a line
@@ -71,6 +74,11 @@ class Sink:
             self._pollable = True
         except PermissionError:  # regular files, /dev/null and their like are always ready
             pass
+
+    @property
+    def path(self) -> str:
+        """That of the file, if it was given one."""
+        return self._target if isinstance(self._target, str) else ""
 
     @property
     def idle(self) -> bool:
@@ -147,7 +155,9 @@ class Sink:
                 count = self._write()
             except BlockingIOError:
                 break
-            except OSError:  # nobody reads any more (EPIPE, EIO after a hangup), or the disk is full
+            except OSError as error:
+                if error.errno not in _NO_READER:
+                    self.refusal = error
                 self._break()
                 return
             self._size -= count

@@ -61,6 +61,10 @@ def _part_ways() -> None:
     """
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
+    # Torch's for the CPU alone is seeded by chance in an interpreter of its own; those of devices are all alike there.
+    generator = getattr(sys.modules.get("torch"), "default_generator", None)
+    if generator is not None:
+        generator.seed()
 
 
 def _exit_of(program: Callable[[], None]) -> int:

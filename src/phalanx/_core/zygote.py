@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 _CLOSING = 10.0  # seconds in which a zygote that nobody needs has to be gone before it is killed
+_FORKING = 60.0  # seconds in which it has to have forked: the launcher holds signals back meanwhile
 
 
 class PreloadError(RuntimeError):
@@ -71,6 +72,7 @@ class Zygote:
         self._importing = ""
         self._failure: PreloadError | None = None
         self._one = threading.Lock()
+        self._owner = 0
 
     @property
     def usable(self) -> bool:
@@ -79,6 +81,7 @@ class Zygote:
 
     def start(self) -> None:
         """Start to import. Raises OSError."""
+        self._owner = os.getpid()
         occupied = linux.occupy_standard_descriptors()
         ours, theirs = wire.pair()
         try:
@@ -107,15 +110,15 @@ class Zygote:
             for fd in occupied:
                 os.close(fd)
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Return when all is imported. Raises PreloadError, or TimeoutError after ``timeout`` seconds (None: never)."""
+    def wait(self) -> None:
+        """Return when all is imported. Raises PreloadError."""
         with self._one:
             if self._ready:
                 return
             if self._failure is not None:
                 raise self._failure
             while not self._ready:
-                (verb, *said), _fds = self._receive(timeout)
+                (verb, *said), _fds = self._receive()
                 if verb == "importing":
                     self._importing = str(said[0])
                 elif verb == "failed":
@@ -142,7 +145,7 @@ class Zygote:
                     self._channel.send(("fork", page, umask), [sock.fileno(), cwd, 1, 2])
                 except wire.Closed:
                     self._gone()
-                message, fds = self._receive(None)
+                message, fds = self._receive(_FORKING)
         finally:
             os.close(cwd)
         verb, number = message[:2]
@@ -152,9 +155,12 @@ class Zygote:
 
     def close(self) -> None:
         """Let it go. The groups that it has forked live on. Idempotent."""
+        if self._owner != os.getpid():  # a fork of the launcher, which needs it still: the shutdown would be for both
+            if self._channel is not None:
+                self._channel.close()
+            return
         if self._channel is not None:
             self._channel.shutdown()
-            self._channel.close()
         if self._alive() and not self._ready:  # it does not listen while it imports; what that has started goes as well
             assert self._popen is not None
             try:
@@ -167,11 +173,14 @@ class Zygote:
             except subprocess.TimeoutExpired:
                 self._popen.send_signal(signal.SIGKILL)
                 self._popen.wait()
+        if self._channel is not None:
+            with self._one:  # another thread may be listening, and has heard the end by now
+                self._channel.close()
 
     def _alive(self) -> bool:
-        return self._popen is not None and self._popen.poll() is None
+        return self._popen is not None and self._owner == os.getpid() and self._popen.poll() is None
 
-    def _receive(self, timeout: float | None) -> tuple[wire.Message, list[int]]:
+    def _receive(self, timeout: float | None = None) -> tuple[wire.Message, list[int]]:
         assert self._channel is not None
         poll = select.poll()
         poll.register(self._channel.fileno(), select.POLLIN)
@@ -179,9 +188,10 @@ class Zygote:
         try:
             while (received := self._channel.receive()) is None:
                 left = None if end is None else max(0.0, end - clock.now()) * 1000
-                if not poll.poll(left):
-                    msg = f"preload: {', '.join(self.preload)}: not imported after {timeout:g} s"
-                    raise TimeoutError(msg)
+                if not poll.poll(left):  # stopped: what it says later would be taken for the answer to another
+                    assert self._popen is not None
+                    self._popen.kill()
+                    end = None
         except wire.Closed:
             self._gone()
         return received
@@ -193,7 +203,8 @@ class Zygote:
         if self._ready:
             msg = f"preload: the process that has imported {', '.join(self.preload) or 'nothing'} {how}"
             raise PreloadError(msg) from None
-        msg = f"preload: {self._importing!r} could not be imported: the process that does so {how}"
+        what = repr(self._importing or ", ".join(self.preload))  # the latter: it was gone before it could say
+        msg = f"preload: {what} could not be imported: the process that does so {how}"
         raise PreloadError(msg, self._importing) from None
 
 
@@ -297,7 +308,8 @@ def _cannot_fork() -> str:
             pid = os.fork()
         if pid == 0:
             os._exit(0)
-        os.waitpid(pid, 0)
+        with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored, by the host or by the module
+            os.waitpid(pid, 0)
     count = _threads() - 1
     if count > 0:
         others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+_MOST_RANKS = 1 << 20
+
 SETTINGS = {
     "help_option_names": ["-h", "--help"],
     "token_normalize_func": lambda token: token.replace("_", "-"),
@@ -50,7 +52,13 @@ def read_ranks(text: str) -> set[int]:
         if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
             msg = f"{text!r}: expected ranks, like 0,1 or 0,4-7; the trouble is with {part!r}"
             raise ValueError(msg)
+        if int(last or first) >= _MOST_RANKS:  # a slip of the finger would fill the memory
+            msg = f"{text!r}: there can be no rank {int(last or first)}"
+            raise ValueError(msg)
         ranks.update(range(int(first), int(last or first) + 1))
+    if not ranks:  # a variable of a shell that is not set: nobody wants to see nothing
+        msg = f"{text!r}: expected ranks, like 0,1 or 0,4-7"
+        raise ValueError(msg)
     return ranks
 
 

@@ -66,7 +66,12 @@ def _names(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list
 
 @click.command(context_settings=SETTINGS)
 @click.argument("run", required=False, shell_complete=_names)
-@click.option("--log-dir", type=click.Path(file_okay=False), help="Folder of the runs. Default: as of phalanx run.")
+@click.option(
+    "--log-dir",
+    type=click.Path(file_okay=False),
+    envvar=["PHALANX_LOG_DIR", "PET_LOG_DIR"],
+    help="Folder of the runs. Default: as of phalanx run.",
+)
 @click.option("-f", "--follow", is_flag=True, help="Go on as the run does; ends with it.")
 @click.option("--since", callback=reading(read_since), metavar="TIME",
               help="Only what was written since: 90s, 10m, 2h ago, or a time, ISO 8601.")  # fmt: skip
@@ -125,8 +130,16 @@ def logs(
     finally:
         signal.signal(signal.SIGINT, before)
         reader.close()
+    _leave(reader)
+
+
+def _leave(reader: _Reader) -> None:
+    """Say by the exit code how it ended. Raises ClickException, or SystemExit unless it has all been shown."""
     if reader.interrupted:
         sys.exit(128 + signal.SIGINT)
+    if reader.refusal is not None:
+        msg = f"stdout: {reader.refusal.strerror}"
+        raise click.ClickException(msg)
     if reader.broken:  # | head
         sys.exit(128 + signal.SIGPIPE)
 
@@ -182,7 +195,9 @@ class _Reader:
         self._loop.watch(self._bell, lambda _events: self._loop.forget(self._bell))
         self.interrupted = False
         self.broken = False
-        """Whether nobody has read to the end."""
+        """Whether nobody has read to the end,"""
+        self.refusal: OSError | None = None
+        """or why there was no place for it."""
 
     def interrupt(self, _number: int, _frame: object) -> None:
         """Have `read` return soon: a signal's handler. An exception could come between a write and the note of it."""
@@ -193,7 +208,7 @@ class _Reader:
         """Show what is there; and, to ``follow``, what comes, until the run ends. Raises OSError."""
         with contextlib.ExitStack() as held:
             self._read(since, held, follow=follow)
-            self.broken = self._sink.broken
+            self.broken, self.refusal = self._sink.broken, self._sink.refusal
             if self.interrupted:
                 self._sink.give_up()
 

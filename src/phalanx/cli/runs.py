@@ -6,6 +6,7 @@ loaded when there is a terminal to draw on.
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import sys
@@ -55,6 +56,16 @@ def runs(log_dir: str | None, number: int | None, *, as_json: bool) -> None:
     except OSError as error:
         msg = f"--log-dir: {error}"
         raise click.ClickException(msg) from None
+    try:
+        _show(found, place, as_json=as_json)
+    except OSError as error:
+        if error.errno == errno.EPIPE:  # | head, which is click's to end
+            raise
+        msg = f"stdout: {error.strerror}"
+        raise click.ClickException(msg) from None
+
+
+def _show(found: list[RunDir], place: str, *, as_json: bool) -> None:
     if as_json:
         for run in found:
             click.echo(run.to_json())
