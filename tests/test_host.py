@@ -145,6 +145,7 @@ import os, sys
 from phalanx.multiprocessing import SignalException, start_processes
 group = start_processes("t", sys.executable, {0: ("-c", sys.argv[1])})
 try:
+    open(sys.argv[2], "w").close()  # the worker waits for this: a signal within the start would be raised there
     group.wait()
 except SignalException as error:
     print(error.sigval.name, flush=True)
@@ -157,11 +158,14 @@ os.kill(os.getpid(), 15)
 
 def test_sigterm_in_a_program(tmp_path: Path, gate: Gate) -> None:
     """The worker ends its launcher, which is its keeper's guard's parent. Afterwards SIGTERM is SIGTERM."""
+    fifo = tmp_path / "started"
+    os.mkfifo(fifo)
     code = (
+        f"open({str(fifo)!r}).read(); "
         "import os; stat = lambda pid: open(f'/proc/{pid}/stat').read().rpartition(')')[2].split(); "
         f"guard = int(stat(os.getppid())[1]); os.kill(int(stat(guard)[1]), 15); {gate.python()}"
     )
-    done = run_script(tmp_path, TERMINATED, code)
+    done = run_script(tmp_path, TERMINATED, code, str(fifo))
     assert (done.stdout, done.stderr) == ("SIGTERM\nstopped -15\n", "")
     assert done.returncode == -signal.SIGTERM
 
