@@ -10,13 +10,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx._core import clock, fold, view
 from phalanx._core.clock import FakeClock
 from phalanx._core.fold import Fold, ranges
-from phalanx._core.lines import UP, Cutter, last_state, settled
+from phalanx._core.lines import Cutter, last_state, settled
 from phalanx._core.surface import FRAME, Paper, Screen, visible
 from phalanx._core.view import QUIET, STATE, Json, Lane, Text, View
 from tests.pump_tools import Memory, lane
@@ -57,34 +57,6 @@ def test_a_cutter(chunks: list[bytes], blocks: list[bytes], rest: bytes, rewritt
     cutter = Cutter()
     assert [cutter.cut(chunk) for chunk in chunks] == blocks
     assert (cutter.rest, cutter.rewritten) == (rest, rewritten)
-
-
-NESTED = b"\router 0%\n\rinner 0%\033[A\n\rinner 50%\033[A\n\r         \033[A\r        \rafter\n\router 50%"
-"""What tqdm writes for a loop in a loop: the inner bar a row below the outer one."""
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 1000])
-def test_bars_of_nested_loops(size: int) -> None:
-    cutter = Cutter()
-    blocks = [cutter.cut(NESTED[place : place + size]) for place in range(0, len(NESTED), size)]
-    assert b"".join(blocks) == b"outer 0%\nafter\n"
-    assert (cutter.rest, cutter.rewritten) == (b"outer 50%", True)
-
-
-@pytest.mark.parametrize("size", [1, 4, 1000])
-@pytest.mark.parametrize(
-    "data,block,rest",
-    [
-        (b"\r 10%\033[ATraceback\n", b" 10%\nTraceback\n", b""),
-        (b"a\n\n\r 1%\033[A\033[A\n\n\r 2%\033[A\033[A", b"a\n\n", b" 2%\033[A\033[A"),
-        (b"a\033[A\n\nb", b"a\r\n", b"b"),
-        (b"\033[32ma\033[m\nb", b"\033[32ma\033[m\n", b"b"),
-    ],
-)
-def test_moves_from_row_to_row(data: bytes, block: bytes, rest: bytes, size: int) -> None:
-    cutter = Cutter()
-    assert b"".join(cutter.cut(data[place : place + size]) for place in range(0, len(data), size)) == block
-    assert cutter.rest == rest
 
 
 def test_a_cutter_takes_so_many_bytes_of_a_buffer_and_leaves_it_alone() -> None:
@@ -244,15 +216,6 @@ def test_a_progress_bar_that_returns_after_each_state(time: FakeClock) -> None:
     assert desk.take(one, b"\n") == b"[0] 100%\r\n"
 
 
-def test_a_nested_bar_leaves_the_move_at_its_end_out(time: FakeClock) -> None:
-    desk, one = Desk(), lane()
-    desk.take(one, b"\rinner 50%\033[A")
-    assert desk.tick() == b"[0] inner 50%\n"
-    time.advance(STATE)
-    desk.take(one, b"\n\rinner 70%\033[A")
-    assert desk.finish(one) == b"[0] inner 70%\n"
-
-
 def test_a_bar_whose_last_state_is_another(time: FakeClock) -> None:
     desk, one = Desk(), lane()
     desk.take(one, b"\r 50%")
@@ -315,7 +278,6 @@ def test_any_bytes_are_valid_json(chunks: list[bytes]) -> None:
     desk, one = Desk(Json()), lane(3, "stderr")
     shown = b"".join(desk.take(one, chunk) for chunk in chunks) + desk.finish(one)
     data = b"".join(chunks)
-    assume(UP not in data)  # bars of nested loops
     if data and not data.endswith(b"\n"):
         data += b"\n"
     found = objects(shown)

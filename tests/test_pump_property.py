@@ -49,11 +49,7 @@ def ended(data: bytes) -> bytes:
 
 
 def joined(pieces: list[bytes]) -> bytes:
-    """The pieces, without moves of the cursor up: they draw the bars of nested loops, and have tests of their own.
-
-    (Hypothesis finds constants like that one in the code.)
-    """
-    return b"".join(pieces).replace(lines.UP, b"up")
+    return b"".join(pieces)
 
 
 WORDS = ["", "a", "é", "漢字", "🙂", "loss = 0.25", "x" * 300]

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    import re
-
 LONGEST = 256 * 1024
 """Bytes of an unfinished line that are held. The rest of a longer one is given out as it comes."""
-
-UP = b"\033[A"
-"""A row up (CUU, ECMA-48), as tqdm writes it."""
 
 
 class Cutter:
     r"""Cuts a stream of bytes at its line ends, and holds what is not ended yet.
 
     A line ends with a line feed; a carriage return before it belongs to it. Any other carriage return takes back what
-    stands before it in its line, as it would on a terminal: that is how progress bars are drawn (and see `levelled`).
-    Nothing is decoded.
+    stands before it in its line, as it would on a terminal: that is how progress bars are drawn. Nothing is decoded.
 
     >>> cutter = Cutter()
     >>> cutter.cut(b"one\ntwo\nthr"), cutter.rest
@@ -45,12 +35,6 @@ class Cutter:
         """Take the first ``count`` bytes of ``data`` (< 0: all). Returns the lines that are whole with them."""
         if count < 0:
             count = len(data)
-        # One byte is found ten times faster than three, and is not there at all as a rule.
-        held = b"\033" in self.rest and (UP in self.rest or self.rest.endswith((UP[:1], UP[:2])))
-        if held or (data.find(b"\033", 0, count) >= 0 and data.find(UP, 0, count) >= 0):
-            data = levelled(self.rest + data[:count])
-            self.rest = b""
-            count = len(data)
         end = data.rfind(b"\n", 0, count) + 1
         with memoryview(data) as view:
             if end:
@@ -62,9 +46,9 @@ class Cutter:
                 block = b""
                 self.rest = b"".join((self.rest, view[:count]))
         if b"\r" in self.rest:
-            before = len(self.rest)
+            held = len(self.rest)
             self.rest = last_state(self.rest)
-            self.rewritten |= len(self.rest) < before
+            self.rewritten |= len(self.rest) < held
         self.withdrawn = False
         if b"\r" not in block:
             return block
@@ -83,35 +67,6 @@ class Cutter:
         line = self.rest.rstrip(b"\r")
         self.rest = self.rest[len(line) :]
         return line
-
-
-def levelled(data: bytes) -> bytes:
-    r"""What goes up a row and down again is back in its own: so the bars of nested loops are drawn.
-
-    Text that follows a row up otherwise (the traceback of such a loop) is a line of its own: it may not be drawn over
-    what others have written there.
-
-    >>> levelled(b"epoch 1\n\r 10%\033[A\n\r 20%\033[A\repoch 2")
-    b'epoch 1\n\r 10%\r\r 20%\x1b[A\repoch 2'
-    >>> levelled(b"\r 10%\033[AValueError")
-    b'\r 10%\nValueError'
-    """
-    if UP not in data:
-        return data
-    up_and_down, up = _moves()
-    return up.sub(b"\n", up_and_down.sub(_balance, data))
-
-
-@functools.cache
-def _moves() -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
-    import re
-
-    return re.compile(rb"((?:\033\[A)+)([\r\n]*\n)"), re.compile(rb"(?:\033\[A)+(?=[^\r\n\033])")
-
-
-def _balance(match: re.Match[bytes]) -> bytes:
-    ups, downs = len(match[1]) // len(UP), match[2].count(b"\n")
-    return UP * (ups - downs) + b"\r" + b"\n" * (downs - ups)
 
 
 def last_state(line: bytes) -> bytes:

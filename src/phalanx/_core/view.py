@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from phalanx._core import clock
-from phalanx._core.lines import LONGEST, UP, Cutter
+from phalanx._core.lines import LONGEST, Cutter
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -199,8 +199,8 @@ class View:
         if lane.begun:
             self.surface.end(lane, lane.label(self.time), rest)
             lane.begun = False
-        elif rest and _still(rest) != lane.said:
-            self.show(lane, rest.removesuffix(UP) + b"\n")
+        elif rest and rest.rstrip(b"\r") != lane.said:
+            self.show(lane, rest + b"\n")
         lane.said = b""
         self._unfinished.pop(lane, None)
 
@@ -236,7 +236,7 @@ class View:
             wanted = self._select is None or self._select(cutter.rest + b"\n")
             self._live.show(lane, lane.label(self.time) + cutter.rest if wanted else b"")
         elif cutter.rewritten:
-            state = _still(cutter.rest)
+            state = cutter.rest.rstrip(b"\r")
             if state.strip() and state != lane.said:
                 lane.said, lane.stated = state, clock.now()
                 self.show(lane, state + b"\n")
@@ -259,8 +259,3 @@ class View:
         else:
             self.surface.extend(lane, lane.label(self.time), piece)
             lane.begun = True
-
-
-def _still(state: bytes) -> bytes:
-    """A state of a progress bar without the moves at its end, which nothing follows."""
-    return state.rstrip(b"\r").removesuffix(UP)
