@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -117,6 +119,51 @@ def test_a_latch_lets_all_waiters_through() -> None:
 def _start_and_wait(thread: threading.Thread, latch: Latch) -> None:
     thread.start()
     latch.wait(TIMEOUT)
+
+
+def test_a_signal_at_any_moment_of_a_wait_is_neither_lost_nor_leaves_anything() -> None:
+    """Neither what the handler raises (lost in `__del__`), nor descriptors, nor the wakeup descriptor of a host."""
+
+    class Struck(Exception):  # noqa: N818 - not an error
+        pass
+
+    armed = False
+
+    def strike(*_: object) -> None:
+        if armed:
+            raise Struck
+
+    moments = random.Random(5)  # noqa: S311 - no secret
+    before = signal.signal(signal.SIGALRM, strike)
+    host, other = socket.socketpair()
+    host.setblocking(False)
+    other.setblocking(False)
+    signal.set_wakeup_fd(other.fileno(), warn_on_full_buffer=False)
+    Latch().wait(0.001)  # what it imports
+    descriptors = set(os.listdir("/proc/self/fd"))
+    struck = 0
+    try:
+        for _ in range(3000):
+            latch = Latch()
+            try:
+                armed = True
+                signal.setitimer(signal.ITIMER_REAL, moments.uniform(2e-6, 8e-5))
+                latch.wait(1e-5)
+                armed = False
+            except Struck:
+                armed = False
+                struck += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert signal.set_wakeup_fd(other.fileno(), warn_on_full_buffer=False) == other.fileno()
+            assert set(os.listdir("/proc/self/fd")) == descriptors
+    finally:
+        armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGALRM, before)
+        host.close()
+        other.close()
+    assert struck > 100
 
 
 def test_a_latch_survives_an_exception_out_of_a_wait() -> None:

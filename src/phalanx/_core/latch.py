@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from _thread import allocate_lock
+from _thread import RLock, allocate_lock
 from collections import deque
 from contextlib import suppress
+from functools import partial
+from itertools import chain
 
 from phalanx._core import clock
 
@@ -64,26 +66,23 @@ class Latch:
         """Wait until open, for at most ``timeout`` seconds (< 0: without limit). Returns whether it is open."""
         if self._open or timeout == 0:
             return self._open
-        bell = _bell()
+        pipe = _Pipe()
+        bell: _Pipe | _Lock = pipe
         try:
-            if not bell.answer_signals():  # not the main thread: no handler runs here
+            if not pipe.answer_signals():  # not the main thread, where no handler runs; or no descriptor is left
                 bell = _Lock()
             self._waiters.append(bell.ring)
             if not bool(self):  # else opened between the first look and the append: nobody may come to wake us
                 bell.wait(timeout, self)
         finally:
-            bell.leave()
+            try:
+                pipe.leave()
+            finally:  # a handler may have raised in the midst of it
+                pipe.leave()
             if not self._open:  # who asks again and again for a week must not be remembered each time
                 with suppress(ValueError):  # `open` was faster
                     self._waiters.remove(bell.ring)
         return self._open
-
-
-def _bell() -> _Pipe | _Lock:
-    try:
-        return _Pipe()
-    except OSError:  # no descriptor is left
-        return _Lock()
 
 
 class _Lock:
@@ -94,15 +93,9 @@ class _Lock:
         self._lock.acquire()
         self.ring = self._lock.release
 
-    def answer_signals(self) -> bool:
-        return False
-
     def wait(self, timeout: float, _latch: Latch) -> None:
         # A lock waits at most TIMEOUT_MAX (292 years); more is the same as for ever.
         self._lock.acquire(timeout=min(timeout, 1e8) if timeout > 0 else -1)
-
-    def leave(self) -> None:
-        pass
 
 
 class _Pipe:
@@ -111,42 +104,42 @@ class _Pipe:
     A signal that arrives just before a thread blocks on a lock does not end the wait: the interpreter has noted it, and
     runs the handler once the lock is there, hours later perhaps. It also writes a byte to the wakeup descriptor, which
     poll(2) cannot miss.
+
+    Handlers run between any two instructions of ours, and what they raise ends us there (in a `__del__` it would even
+    be lost). So whatever is taken is noted by the same call into C that takes it, and given back by another.
     """
 
     def __init__(self) -> None:
-        self._answers = False
-        self._before = -1
-        self._fds: tuple[int, ...] = ()
-        self._fds = self._reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-
-    def __del__(self) -> None:  # and not in `leave`: whoever opens the latch may be about to ring
-        try:
-            self.leave()
-        except ValueError:  # an exception has cut `leave` short, and this is another thread: signals go on to ring here
-            return
-        for fd in self._fds:
-            os.close(fd)
+        self._fds: list[int] = []  # to read, to write
+        self._before: list[int] = []  # the wakeup descriptor that ours replaces
+        self._closing = map(os.close, self._fds)  # done by whoever runs it to its end; after that, nothing
+        # Between a look at the descriptor and the write its number could become another file's. Reentrant, for a signal
+        # handler that opens the latch while its own thread leaves.
+        self._gate = RLock()
+        self._left = False
 
     def answer_signals(self) -> bool:
-        """Have signals ring as well. Returns whether that is possible: on the main thread."""
+        """Get ready, and have signals ring as well. Returns whether that is possible: on the main thread."""
         import signal
 
-        self._answers = True  # before it is so: an exception may come in between
-        try:
-            self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        except ValueError:
-            self._answers = False
-        return self._answers
+        replace = partial(signal.set_wakeup_fd, warn_on_full_buffer=False)
+        with suppress(OSError, ValueError):
+            self._fds.extend(chain.from_iterable(map(os.pipe2, (os.O_CLOEXEC | os.O_NONBLOCK,))))
+            self._before.extend(map(replace, self._fds[1:]))
+        if not self._before:
+            self.leave()
+        return not self._left
 
     def ring(self) -> None:
-        with suppress(BlockingIOError):  # full of signals: it rings already
-            os.write(self._writer, b"\0")
+        with self._gate, suppress(BlockingIOError):  # full of signals: it rings already
+            if not self._left:
+                os.write(self._fds[1], b"\0")
 
     def wait(self, timeout: float, latch: Latch) -> None:
         import select
 
         poll = select.poll()
-        poll.register(self._reader, select.POLLIN)
+        poll.register(self._fds[0], select.POLLIN)
         end = clock.now() + timeout
         while not latch:
             left = end - clock.now() if timeout > 0 else None
@@ -160,16 +153,18 @@ class _Pipe:
         """Give the wakeup descriptor back to whom it belonged, with the signals that came meanwhile. Idempotent."""
         import signal
 
-        if self._answers:
-            signal.set_wakeup_fd(self._before)
-            self._answers = False
+        if self._before and not self._left:
+            signal.set_wakeup_fd(self._before[0])
             self._hear()
+        with self._gate:
+            self._left = True
+            any(self._closing)
 
     def _hear(self) -> None:
         try:
-            signals = os.read(self._reader, 4096).replace(b"\0", b"")
+            signals = os.read(self._fds[0], 4096).replace(b"\0", b"")
         except BlockingIOError:
             return
-        if signals and self._before >= 0:
+        if signals and self._before[0] >= 0:
             with suppress(OSError):  # full, which wakes as well; or closed
-                os.write(self._before, signals)
+                os.write(self._before[0], signals)
