@@ -237,9 +237,9 @@ def test_a_function_starts_fresh(tmp_path: Path, logs: Path, method: str, child:
     assert set(facts["ignored"]) == {signal.SIGPIPE, signal.SIGXFSZ}  # as in any Python
     assert facts["blocked"] == []
     assert facts["int_handler"]
-    # SIGINT is Python's, and the fatal ones leave their stack in the error file's neighbour.
+    # SIGINT is Python's, the fatal ones leave their stack in a neighbour of the error file, one asks for the stacks.
     assert set(facts["caught"]) == {
-        signal.SIGINT, signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL
+        signal.SIGINT, signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGRTMIN + 18
     }  # fmt: skip
     assert facts["threads"] == 1
     assert facts["argv"][1:] == [method, child, str(logs)]
@@ -248,7 +248,7 @@ def test_a_function_starts_fresh(tmp_path: Path, logs: Path, method: str, child:
         "/dev/null", str(logs / "0/stdout.log"), str(logs / "0/stderr.log")
     )  # fmt: skip
     kinds = sorted(target.partition(":")[0] for target in fds.values())
-    mine = [str(logs / "0/error.json.fatal"), "socket"]
+    mine = [str(logs / "0/error.json.fatal"), str(logs / "0/error.json.stacks"), "socket"]
     # A fork has what its launcher has: that is what fork means.
     assert kinds == sorted(mine + ["/dev/null"] * (method == "fork"))
 

@@ -114,9 +114,11 @@ def test_a_run_that_succeeds(place: Place, ready: Ready, gate: Gate) -> None:
     (attempt,) = run["attempts"]
     assert (attempt["number"], attempt["started"], attempt["ended"]) == (0, run["started"], run["ended"])
     assert {rank["pid"] for rank in attempt["ranks"]} == pids
+    assert during["run"]["attempts"][0]["ranks"][0]["pid_started"] > run["pid_started"]
     for number, rank in enumerate(attempt["ranks"]):
         expected = {"rank": number, "local_rank": number, "state": "succeeded", "exitcode": 0, "signal_sent": None}
-        assert rank == {**expected, "pid": rank["pid"]}
+        started = during["run"]["attempts"][0]["ranks"][number]["pid_started"]
+        assert rank == {**expected, "pid": rank["pid"], "pid_started": started}
     # Nothing else is in the folder: the temporary name has gone.
     assert {path.name for path in record.parent.iterdir()} >= {"run.json"}
     assert not list(record.parent.glob(".run.json*"))

@@ -83,6 +83,7 @@ class House:
         (rank,) = logs.glob("*/attempt_0/0")
         error = rank / "error.json"
         found = json.loads(error.read_bytes()) if error.exists() else None
+        # No stacks: nobody has asked for them.
         assert {path.name for path in rank.iterdir()} <= {"stdout.log", "stderr.log", "error.json", "error.json.fatal"}
         out, err = (_text((rank / name).read_bytes()) for name in ("stdout.log", "stderr.log"))
         return Ended(done.returncode, out, err, found, _text(done.stderr))

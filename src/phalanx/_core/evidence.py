@@ -1,9 +1,10 @@
 """Evidence: what a failing process leaves behind about itself, and how that is read back.
 
 Owns the error file: its format, its writing as one step, and its reading without ever trusting it; and the
-file beside it that holds the Python stack after a fatal signal. It refuses to know who reads it, what a rank is, and
-anything else of Phalanx: a worker loads this file by its path, in whatever Python it runs (3.8 or later), so
-it imports nothing but ``os`` and ``time`` before something has gone wrong.
+files beside it that hold the Python stack after a fatal signal, and the stacks that somebody asked for. It refuses to
+know who reads them, what a rank is, and anything else of Phalanx: a worker loads this file by its path, in whatever
+Python it runs (3.8 or later), so it imports nothing but ``os``, ``time`` and ``faulthandler`` before something has gone
+wrong.
 
 The format is that of torch elastic, with keys of our own inside ``extraInfo``::
 
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
 """The environment variable that names a worker's error file."""
 
+STACK_SIGNAL_ENV = "PHALANX_STACK_SIGNAL"
+"""The environment variable that names the signal on which a worker shows its stacks."""
+
 TEXT_LIMIT = 1 << 20
 """The most characters of a message, and of a traceback, that `describe` keeps."""
 
@@ -38,6 +42,10 @@ READ_LIMIT = 16 << 20
 `TEXT_LIMIT` characters, each character at most seven bytes of JSON (an escaped surrogate)."""
 
 _PLAIN_LINES = 2000
+_NOT_TO_BE_CAUGHT = (4, 6, 7, 8, 9, 11, 19)
+"""SIGKILL and SIGSTOP, and those that are `catch_fatal_signals`'s; as numbers of Linux, which differ on no machine that
+Phalanx is tested on, lest `signal` be imported."""
+_STACKS_HEADER = b"# stacks on signal %d, descriptor %d\n"
 
 
 def describe(exc: BaseException) -> tuple[str, str]:
@@ -212,9 +220,28 @@ def written_by(data: dict[str, Any] | None) -> int | None:
 
 
 def written_at(data: dict[str, Any] | None) -> int | None:
-    """The moment (CLOCK_MONOTONIC, nanoseconds) at which the process itself recorded error file data, or None."""
+    """The moment (CLOCK_MONOTONIC, nanoseconds) of what error file data tell, or None.
+
+    That is when the process itself recorded it, or when a timer of it expired. Who observes an end comes later.
+    """
     info = _extra_info(data)
-    return None if "observer" in info else _number(info.get("monotonic_ns"))
+    return _number(info.get("monotonic_ns")) if info.get("observer", "timer") == "timer" else None
+
+
+def seen_by_timer(path: str) -> str:
+    """What the one who watches timers noted of an expired one, in lines; ``""`` if it did not. Never raises."""
+    info = _extra_info(read(path)[0])
+    detail = info.get("detail")
+    return detail if info.get("observer") == "timer" and isinstance(detail, str) else ""
+
+
+def withdraw(path: str) -> None:
+    """Remove an error file if it is of an expired timer. Never raises."""
+    try:
+        if _extra_info(read(path)[0]).get("observer") == "timer":
+            os.unlink(path)
+    except (OSError, ValueError):
+        pass
 
 
 def fatal_path(path: str) -> str:
@@ -246,20 +273,102 @@ def catch_fatal_signals(path: str | None = None) -> bool:
         path = path or os.environ.get(ERROR_FILE_ENV)
         if not path or faulthandler.is_enabled():
             return False
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        os.makedirs(os.path.dirname(path) or os.curdir, exist_ok=True)
-        fd = os.open(fatal_path(path), flags, 0o666)
-        faulthandler.enable(fd)
+        faulthandler.enable(_open_to_append(fatal_path(path)))
     except (OSError, ValueError, RuntimeError, ImportError):
         return False
     return True
 
 
+def stacks_path(path: str) -> str:
+    """The file beside an error file that takes the Python stacks of a live process, whenever somebody asks for them.
+
+    >>> stacks_path("/logs/0/error.json")
+    '/logs/0/error.json.stacks'
+    """
+    return path + ".stacks"
+
+
+def offer_stacks(path: str | None = None, number: int | None = None) -> bool:
+    """Have the interpreter append the stacks of all threads to `stacks_path` whenever a signal comes.
+
+    The file's first line says which signal, and which descriptor of this process the file is (``# stacks on signal 52,
+    descriptor 5``); each further call appends such a line, and the last one counts. The signal's handler is in C, takes
+    no lock and waits for no GIL. Like any handler it interrupts system calls, which Python itself takes up again.
+
+    Args:
+        path: The error file. Default: the value of ``TORCHELASTIC_ERROR_FILE``.
+        number: The signal; 0 ends the offer. Default: ``PHALANX_STACK_SIGNAL``; where that says nothing that makes
+            sense it is SIGRTMIN+18, unless somebody in this process has a use for that.
+
+    Returns:
+        Whether stacks are offered now. Never raises.
+    """
+    try:
+        import _signal  # type: ignore[import-not-found]  # typeshed lacks the C half, which is there without an import
+        import faulthandler
+
+        path = path or os.environ.get(ERROR_FILE_ENV)
+        if not path:
+            return False
+        path = stacks_path(path)
+        asked = _asked_for() if number is None else number
+        number = int(_signal.SIGRTMIN) + 18 if asked is None else asked
+        before, fd = _offered_here(path)
+        if before and _signal.getsignal(before) in (None, 0):  # else a handler of the user's has taken its place
+            faulthandler.unregister(before)
+        default = number == 0 or _is_default(number)
+        if number == 0 or (asked is None and not default):
+            if before:
+                os.write(fd, _STACKS_HEADER % (0, fd))
+            return False
+        if fd < 0:
+            fd = _open_to_append(path)
+        os.write(fd, _STACKS_HEADER % (number, fd))
+        if default:  # a process that has forked us may have it on the books still, which are not the kernel's
+            faulthandler.unregister(number)
+        faulthandler.register(number, fd, all_threads=True, chain=False)
+    except (OSError, ValueError, RuntimeError, ImportError, AttributeError, OverflowError):
+        return False
+    return True
+
+
+def can_show_stacks(number: int) -> bool:
+    """Whether `offer_stacks` takes a number: 0, and the signals that can be caught and are not fatal.
+
+    >>> [number for number in (-1, 0, 9, 10, 11, 52, 65) if can_show_stacks(number)]
+    [0, 10, 52]
+    """
+    import _signal
+
+    return number == 0 or (number in _signal.valid_signals() and number not in _NOT_TO_BE_CAUGHT)
+
+
+def offered(data: bytes) -> tuple[int, int]:
+    """What the last header in a `stacks_path` says: the signal, and the worker's descriptor; (0, -1) for nothing.
+
+    >>> offered(b"# stacks on signal 52, descriptor 5")
+    (52, 5)
+    """
+    head = _STACKS_HEADER[: _STACKS_HEADER.index(b"%")]
+    start = data.rfind(b"\n" + head) + 1
+    if not data.startswith(head, start):
+        return 0, -1
+    number, _, rest = data[start + len(head) :].split(b"\n", 1)[0].partition(b",")
+    fd = rest.rpartition(b" ")[2]
+    return (int(number) if number.isdigit() else 0), (int(fd) if fd.isdigit() else -1)
+
+
 def remove_empty(path: str) -> None:
-    """Remove `fatal_path` of an error file if nothing was written to it. Never raises."""
+    """Remove `fatal_path` and `stacks_path` of an error file unless there is a stack in them. Never raises."""
     try:
         if os.stat(fatal_path(path)).st_size == 0:
             os.unlink(fatal_path(path))
+    except (OSError, ValueError):
+        pass
+    try:
+        head = _STACKS_HEADER.split()[0]
+        if all(line.startswith(head) for line in _contents(stacks_path(path), 4096).splitlines()):
+            os.unlink(stacks_path(path))
     except (OSError, ValueError):
         pass
 
@@ -267,11 +376,54 @@ def remove_empty(path: str) -> None:
 def read_fatal(path: str, limit: int = TEXT_LIMIT) -> str:
     """The stack that a fatal signal left beside an error file, without our own frames; or ``""``. Never raises."""
     try:
-        text = _contents(fatal_path(path), limit).decode("utf-8", "replace")
-        ours = '  File "' + os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
-        return "".join(line for line in text.splitlines(keepends=True) if not line.startswith(ours))
+        return without_us(_contents(fatal_path(path), limit).decode("utf-8", "replace"))
     except (OSError, ValueError):
         return ""
+
+
+def without_us(text: str) -> str:
+    """A fault handler's stacks without our own frames."""
+    ours = '  File "' + os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+    return "".join(line for line in text.splitlines(keepends=True) if not line.startswith(ours))
+
+
+def _asked_for() -> int | None:
+    """The signal that ``PHALANX_STACK_SIGNAL`` names, or 0; None where it names none that could be meant."""
+    text = os.environ.get(STACK_SIGNAL_ENV, "")
+    number = int(text) if text.isdigit() and text.isascii() and len(text) <= 3 else -1  # noqa: PLR2004 - NSIG is below 1000
+    return number if can_show_stacks(number) else None
+
+
+def _offered_here(path: str) -> tuple[int, int]:
+    """The signal and the descriptor that this very process has for a file of stacks, or (0, -1)."""
+    try:
+        file = os.stat(path)
+        number, fd = offered(_contents(path, READ_LIMIT))
+        mine = os.fstat(fd)
+    except OSError:
+        return 0, -1
+    return (number, fd) if (mine.st_dev, mine.st_ino) == (file.st_dev, file.st_ino) else (0, -1)
+
+
+def _is_default(number: int) -> bool:
+    """Whether a signal has its default disposition here, also as C libraries know it, which Python does not."""
+    fd = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        status = os.read(fd, 8192)
+    finally:
+        os.close(fd)
+    masks = (int(status.partition(b"\n" + name)[2][:17], 16) for name in (b"SigIgn:", b"SigCgt:"))
+    return not any(mask >> number - 1 & 1 for mask in masks)
+
+
+def _open_to_append(path: str) -> int:
+    """Open a file, and make it and its folder if need be. Raises OSError."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, 0o666)
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(path) or os.curdir, exist_ok=True)
+        return os.open(path, flags, 0o666)
 
 
 def _contents(path: str, limit: int) -> bytes:

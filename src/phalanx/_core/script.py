@@ -33,6 +33,7 @@ def run(evidence: ModuleType) -> None:
     """Become the program that ``sys.argv`` names, in a process that has nothing else to do."""
     safe_path = getattr(sys.flags, "safe_path", False)
     evidence.catch_fatal_signals()
+    evidence.offer_stacks()
     as_module = sys.argv[0] == "-m"
     if as_module:
         del sys.argv[0]

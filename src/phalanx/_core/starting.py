@@ -298,6 +298,8 @@ def turn_deaf() -> None:
     """Let no signal but SIGKILL and the stop signals end us: what is meant for the group goes to its launcher."""
     for name in _QUIET:
         signal.signal(getattr(signal, "SIG" + name), ignore)
+    for number in range(signal.SIGRTMIN, signal.SIGRTMAX + 1):  # on one of them a launcher may show its stacks
+        signal.signal(number, ignore)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a launcher that ignores it hands that down; nothing could be reaped
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 

@@ -159,6 +159,7 @@ def _run(
     A function that is ``numbered`` takes the rank before its arguments, and nobody wants what it returns.
     """
     evidence.catch_fatal_signals()
+    evidence.offer_stacks()
     # A killed worker loses what is in its buffers, and a log that lags is no log.
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:

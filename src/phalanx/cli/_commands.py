@@ -8,7 +8,7 @@ import click
 
 from phalanx import __version__
 
-_COMMANDS = ("run", "logs", "runs")
+_COMMANDS = ("run", "logs", "runs", "stack")
 _CONTEXT = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda token: token.replace("_", "-")}
 
 

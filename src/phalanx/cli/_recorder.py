@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 
+from phalanx._core import linux
 from phalanx.multiprocessing import _signals
 
 TYPE_CHECKING = False
@@ -98,16 +99,35 @@ class Recorder:
             pids = self._group.pids()
         except RuntimeError:  # it was never up
             return []
+        known = (
+            {} if self._run is None else {rank.local_rank: rank.pid_started for rank in self._run.attempts[-1].ranks}
+        )
         ranks = []
         for local_rank, pid in pids.items():
             rank = int(self._group.envs[local_rank]["RANK"])
             outcome = outcomes.get(local_rank)
             state: Any = otherwise if outcome is None else outcome.state
             exitcode, sent = (None, None) if outcome is None else (outcome.exitcode, outcome.signal_sent)
+            start = known[local_rank] if local_rank in known else _started(pid)
             ranks.append(
-                Rank(rank=rank, local_rank=local_rank, pid=pid, state=state, exitcode=exitcode, signal_sent=sent)
+                Rank(
+                    rank=rank,
+                    local_rank=local_rank,
+                    pid=pid,
+                    pid_started=start,
+                    state=state,
+                    exitcode=exitcode,
+                    signal_sent=sent,
+                )
             )
         return ranks
+
+
+def _started(pid: int) -> int:
+    try:
+        return linux.Stat(pid).start
+    except OSError:  # it has exited, or /proc hides it (hidepid)
+        return 0
 
 
 def _one_line(text: str) -> str:

@@ -40,7 +40,9 @@ class Rank(Struct, frozen=True, kw_only=True):
 
     Attributes:
         rank, local_rank: Its number in the job, and on this machine.
-        pid: Its process.
+        pid: Its process,
+        pid_started: and its start, in clock ticks since boot, as that of the launcher; 0 when it is not known, because
+            it had exited before it could be looked at, or an older version wrote the record.
         state: "running"; "succeeded"; "failed" by itself; "stopped" by us; "abandoned", when it outlived SIGKILL;
             "lost", when its end was not seen.
         exitcode: As `subprocess` gives it, negative for a signal; None when there is none, or it is not known.
@@ -50,6 +52,7 @@ class Rank(Struct, frozen=True, kw_only=True):
     rank: Count
     local_rank: Count
     pid: Pid
+    pid_started: Annotated[int, Meta(ge=0)] = 0
     state: RankState
     exitcode: ExitCode | None = None
     signal_sent: Count | None = None
@@ -213,11 +216,14 @@ def state_now(run: Run) -> State:
     """
     if run.state != "running":
         return run.state
-    if run.boot_id != _boot_id():  # another machine, or this one before its last start
-        return "lost" if run.host == os.uname().nodename else "running"
-    if run.pid_namespace != _pid_namespace():
-        return "running"
+    if not is_here(run):
+        return "lost" if run.boot_id != _boot_id() and run.host == os.uname().nodename else "running"
     return "running" if _lives(run.pid, run.pid_started) else "lost"
+
+
+def is_here(run: Run) -> bool:
+    """Whether its pids have their meaning here: not on another machine, before its last start, or in a container."""
+    return run.boot_id == _boot_id() and run.pid_namespace == _pid_namespace()
 
 
 def to_json(**values: Any) -> str:

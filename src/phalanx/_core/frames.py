@@ -1,0 +1,207 @@
+"""What a dump of stacks says: threads and frames, the one that matters, and many ranks' in one line.
+
+Owns the reading of what faulthandler writes, and no process. What it is given may be anything: it never raises.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from phalanx._core.value import Value
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+NO_STACK = "# no Python stack: "
+"""How the text of a process begins that has not shown its stacks. The reason follows on the same line."""
+
+_HEAD = re.compile(r"(Current thread|Thread) 0x([0-9a-fA-F]{1,16})\b.*\(most recent call first\):\s*")
+_FRAME = re.compile(r'  File (?:"(.*)"|\?\?\?), line (\d{1,10}|\?\?\?) in (.*)')
+_LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64|32)?/python\d[\d.]*t?/|^<frozen |^\?\?\?$")
+_OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_STARTERS = ("worker.py", "script.py", "keeper.py", "starting.py", "zygote.py")
+_PLACES = 4  # that `sum_up` names one by one
+
+
+class Frame(Value):
+    """One call: the file as the interpreter has it, the line (0 where it is not known), the function's bare name."""
+
+    __slots__ = ("path", "line", "function")  # noqa: RUF023 - the order is that of the arguments
+
+    path: str
+    line: int
+    function: str
+
+    def __init__(self, path: str, line: int, function: str) -> None:
+        self._store(path=path, line=line, function=function)
+
+    def __str__(self) -> str:
+        """The function and its place, in short.
+
+        >>> str(Frame("/home/me/train.py", 41, "all_reduce")), str(Frame("train.py", 3, "<module>"))
+        ('all_reduce (train.py:41)', 'train.py:3')
+        """
+        place = f"{os.path.basename(self.path)}:{self.line}" if self.line else os.path.basename(self.path)
+        return place if self.function == "<module>" else f"{self.function} ({place})"
+
+
+class Thread(Value):
+    """One thread: `threading.get_ident` of it, whether it took the signal, and its frames, the innermost first."""
+
+    __slots__ = ("ident", "current", "frames")  # noqa: RUF023 - as above
+
+    ident: int
+    current: bool
+    frames: tuple[Frame, ...]
+
+    def __init__(self, ident: int, current: bool, frames: tuple[Frame, ...]) -> None:  # noqa: FBT001 - a field of the value
+        self._store(ident=ident, current=current, frames=frames)
+
+
+def parse(text: str) -> list[Thread]:
+    r"""The threads of a dump, in its order: the main thread comes last. What is not of a dump is passed over.
+
+    >>> parse('Current thread 0x01 (most recent call first):\n  File "t.py", line 4 in wait\n')
+    [Thread(ident=1, current=True, frames=(Frame(path='t.py', line=4, function='wait'),))]
+    >>> parse("no dump")
+    []
+    """
+    found: list[tuple[int, bool, list[Frame]]] = []
+    open_ = False
+    for line in text.split("\n"):
+        head = _HEAD.fullmatch(line)
+        if head is not None:
+            found.append((int(head[2], 16), head[1] == "Current thread", []))
+            open_ = True
+            continue
+        frame = _FRAME.fullmatch(line) if open_ else None
+        if frame is not None:
+            number = 0 if frame[2] == "???" else int(frame[2])
+            found[-1][2].append(Frame("???" if frame[1] is None else frame[1], number, frame[3]))
+        elif not line.startswith(
+            "  "
+        ):  # a thread ends with an empty line; "  ..." and "  <no Python frame>" are its own
+            open_ = False
+    return [Thread(ident, current, tuple(frames)) for ident, current, frames in found]
+
+
+def top(threads: Sequence[Thread], ident: int = 0) -> Frame | None:
+    """Where a process is: the innermost frame of the user's own code, or simply the innermost.
+
+    Args:
+        threads: As `parse` returns them.
+        ident: The thread that is meant. Default, or where there is no such: the main thread.
+
+    Returns:
+        The frame; None if there is none.
+    """
+    if not threads:
+        return None
+    thread = next((one for one in threads if one.ident == ident), threads[-1]) if ident else threads[-1]
+    frames = own(thread.frames)
+    return next((frame for frame in frames if not is_library(frame)), frames[0] if frames else None)
+
+
+def own(frames: Sequence[Frame]) -> Sequence[Frame]:
+    """The frames without those below the user's program, by which Phalanx has started it; all, if there is no other."""
+    for index, frame in enumerate(frames):
+        if index and frame.path.startswith(_OURS) and os.path.basename(frame.path) in _STARTERS:
+            return frames[:index]
+    return frames
+
+
+def sum_up(texts: Mapping[int, str], hung: int | None = None, ident: int = 0) -> str:
+    r"""Say in one line where the ranks of a group are: those that share a place together, the most first.
+
+    Args:
+        texts: Rank → its stacks, as `Collection.finish` returns them.
+        hung: The rank that it is all about: it is always named.
+        ident: The thread of that rank that is meant; of the others it is the main thread. Default: the main thread.
+
+    >>> head = "Current thread 0x01 (most recent call first):"
+    >>> def at(function, line): return f'{head}\n  File "t.py", line {line} in {function}'
+    >>> sum_up({0: at("reduce", 41), 1: at("reduce", 41), 2: at("reduce", 41), 3: at("read", 17)}, 3)
+    '3 of 4 ranks wait in reduce (t.py:41); rank 3 is in read (t.py:17)'
+    >>> sum_up({0: at("reduce", 41), 1: at("reduce", 41)})
+    'all 2 ranks are in reduce (t.py:41)'
+    >>> sum_up({0: at("reduce", 41), 1: "# no Python stack: it has exited"})
+    'rank 0 is in reduce (t.py:41); rank 1 shows no Python stack (it has exited)'
+    """
+    places: dict[Frame | str, list[int]] = {}
+    for rank, text in sorted(texts.items()):
+        frame = top(parse(text), ident if rank == hung else 0)
+        places.setdefault(_reason(text) if frame is None else frame, []).append(rank)
+    groups = sorted(places.items(), key=lambda item: (isinstance(item[0], str), -len(item[1]), item[1][0]))
+    if hung is not None:  # those that wait first, and then what they wait for
+        groups.sort(key=lambda item: hung in item[1] and len(item[1]) == 1)
+    shown = groups if len(groups) <= _PLACES + 1 else groups[:_PLACES]
+    rest = [(place, ranks) for place, ranks in groups if (place, ranks) not in shown]
+    said = [_say(place, ranks, len(texts), hung, first=index == 0) for index, (place, ranks) in enumerate(shown)]
+    said += [_say(place, ranks, len(texts), hung, first=False) for place, ranks in rest if hung in ranks]
+    others = [rank for _place, ranks in rest if hung not in ranks for rank in ranks]
+    if others:
+        said.append(f"ranks {_ranges(others)} are elsewhere")
+    return "; ".join(said)
+
+
+def apart(texts: Mapping[int, str]) -> set[int]:
+    r"""The ranks that are elsewhere than most: those that the others wait for, as far as one can tell.
+
+    >>> head = "Current thread 0x01 (most recent call first):"
+    >>> def at(function, line): return f'{head}\n  File "t.py", line {line} in {function}'
+    >>> apart({0: at("reduce", 41), 1: at("reduce", 41), 2: at("reduce", 41), 3: at("read", 17)})
+    {3}
+    >>> apart({0: at("reduce", 41), 1: at("read", 17)})
+    set()
+    """
+    groups = group_equal(texts, lambda text: top(parse(text)))
+    most = max((ranks for ranks, _text in groups), key=len, default=[])
+    return set(texts).difference(most) if 2 * len(most) > len(texts) else set()
+
+
+def group_equal(texts: Mapping[int, str], key: Callable[[str], object]) -> list[tuple[list[int], str]]:
+    """Ranks whose texts are equal by ``key``, each group with the text of its first, in the order of ranks."""
+    groups: dict[object, tuple[list[int], str]] = {}
+    for rank, text in sorted(texts.items()):
+        groups.setdefault(key(text), ([], text))[0].append(rank)
+    return list(groups.values())
+
+
+def named(ranks: Iterable[int]) -> str:
+    """``rank 3``, or ``ranks 0-2, 7``."""
+    ranks = sorted(ranks)
+    return f"rank{'s' * (len(ranks) > 1)} {_ranges(ranks)}"
+
+
+def is_library(frame: Frame) -> bool:
+    """Whether it is the standard library's, an installed package's, or ours."""
+    return frame.path.startswith(_OURS) or _LIBRARY.search(frame.path) is not None
+
+
+def _say(place: Frame | str, ranks: list[int], size: int, hung: int | None, *, first: bool) -> str:
+    many = len(ranks) > 1
+    if isinstance(place, str):
+        return f"{named(ranks)} show{'s' * (not many)} no Python stack ({place})"
+    if not many:
+        return f"rank {ranks[0]} is in {place}"
+    who = f"all {size} ranks" if len(ranks) == size else f"{len(ranks)} of {size} ranks" if first else named(ranks)
+    if hung is not None and hung in ranks:
+        return f"{who}, rank {hung} among them, are in {place}"
+    return f"{who} {'are' if hung is None else 'wait'} in {place}"
+
+
+def _reason(text: str) -> str:
+    line = text.partition("\n")[0]
+    return line.removeprefix(NO_STACK) if line.startswith(NO_STACK) else "there is none"
+
+
+def _ranges(ranks: Iterable[int]) -> str:
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    return ", ".join("-".join(map(str, run)) for run in runs)

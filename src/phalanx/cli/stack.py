@@ -1,0 +1,226 @@
+"""``phalanx stack``: where the ranks of a live run are, now.
+
+Owns the options, whose process is whose, and what is shown. Asking is `_core.stacks`'s business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import sys
+
+import click
+
+from phalanx._core import linux
+from phalanx._core.frames import NO_STACK, group_equal, is_library, named, own, parse, sum_up
+from phalanx.cli._options import SETTINGS
+from phalanx.cli._place import default_place
+from phalanx.cli.runs import printable
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+    from phalanx._core.frames import Frame, Thread
+    from phalanx._core.stacks import Target
+    from phalanx.multiprocessing._record import Rank, Run
+    from phalanx.multiprocessing._runs import RunDir
+
+_PATIENCE = 2.0
+"""Seconds that a person waits for a rank; a healthy one takes less than 0.001."""
+
+_NATIVE_PATIENCE = 15.0  # py-spy reads the symbols of every library first
+_EXITED = f"{NO_STACK}it has exited\n"
+_LIBRARY = re.compile(r".*/(?:(?:site|dist)-packages|lib(?:64|32)?/python\d[\d.]*t?)/")
+
+
+def _names(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
+    from phalanx.multiprocessing._runs import find
+
+    try:
+        runs = find(ctx.params.get("log_dir") or default_place())
+    except OSError:
+        return []
+    return [run.name for run in runs if run.state == "running" and run.name.startswith(incomplete)]
+
+
+@click.command(context_settings=SETTINGS)
+@click.argument("run", required=False, shell_complete=_names)
+@click.option("--rank", "ranks", type=click.IntRange(min=0), multiple=True, metavar="N",
+              help="Only this rank; may be given several times.")  # fmt: skip
+@click.option("--native", is_flag=True, help="The frames of C code as well, through py-spy where it is installed.")
+@click.option(
+    "--log-dir",
+    type=click.Path(file_okay=False),
+    envvar=["PHALANX_LOG_DIR", "PET_LOG_DIR"],
+    help="Folder of the runs. Default: as of phalanx run.",
+)
+def stack(run: str | None, *, ranks: tuple[int, ...], native: bool, log_dir: str | None) -> None:
+    """Show where the ranks of RUN are now: the Python stacks of all threads, the innermost call first.
+
+    \b
+    phalanx stack                        the latest run that runs
+    phalanx stack --rank 3               its rank 3 alone
+    phalanx stack 20261120-1030 --native
+
+    The run goes on unharmed. RUN is as for phalanx logs. The exit code is 0 if there was any stack to show.
+    """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
+    found = _resolve(log_dir or default_place(), run)
+    assert found.run is not None
+    asked = _ranks(found.run, set(ranks))
+    folder = os.path.join(found.path, f"attempt_{found.run.attempts[-1].number}")
+    texts = _collect(folder, asked, native=native)
+    colour = sys.stdout is not None and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    click.echo(_style(printable(sum_up(texts)), colour, bold=True))
+    for group, text in group_equal(texts, _alike):
+        click.echo()
+        for line, style in _lines(group, text, found.run.cwd):
+            click.echo(_style(printable(line), colour, **style))
+    if not any(parse(text) for text in texts.values()):
+        sys.exit(1)
+
+
+def _resolve(place: str, name: str | None) -> RunDir:
+    """The run that is meant, which runs, and here. Raises ClickException."""
+    from phalanx.multiprocessing._record import is_here
+    from phalanx.multiprocessing._runs import UnknownRunError, find, resolve
+
+    try:
+        if name is None:
+            runs = find(place)
+            live = [run for run in runs if run.state == "running"]
+            if runs and not live:
+                msg = f"no run in {place} is running; the latest, {runs[0].name}, is {runs[0].state}"
+                raise click.ClickException(msg)
+            live = [run for run in live if run.run is not None and is_here(run.run)] or live
+            found = live[0] if live else resolve(place)  # which raises
+        else:
+            found = resolve(place, name)
+    except UnknownRunError as error:
+        raise click.ClickException(str(error)) from None
+    except OSError as error:
+        msg = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
+        raise click.ClickException(msg) from None
+    if found.run is None:
+        msg = f"{found.name} cannot be asked: {found.problem}"
+        raise click.ClickException(msg)
+    if found.state != "running":
+        msg = f"{found.name} has ended ({found.state}): there are no stacks any more; see phalanx logs {found.name}"
+        raise click.ClickException(msg)
+    if not is_here(found.run):
+        msg = f"{found.name} runs on {found.run.host}, in another container or boot of it: ask there"
+        raise click.ClickException(msg)
+    if not found.run.attempts or not found.run.attempts[-1].ranks:
+        msg = f"{found.name} has no workers yet"
+        raise click.ClickException(msg)
+    return found
+
+
+def _ranks(run: Run, wanted: set[int]) -> list[Rank]:
+    known = run.attempts[-1].ranks
+    unknown = sorted(wanted - {rank.rank for rank in known})
+    if unknown:
+        raise click.UsageError(f"--rank: this run has no rank {', '.join(map(str, unknown))}")
+    return [rank for rank in known if not wanted or rank.rank in wanted]
+
+
+def _collect(folder: str, ranks: list[Rank], *, native: bool) -> dict[int, str]:
+    """Ask the ranks that live: rank → text. A process is asked only while it is held by a pidfd, and is the one."""
+    from phalanx._core.stacks import Collection
+
+    texts = {rank.rank: _EXITED for rank in ranks}
+    with contextlib.ExitStack() as held:
+        targets = []
+        for rank in ranks:
+            with contextlib.suppress(OSError):
+                targets.append(_target(folder, rank, held, native=native))
+        try:
+            collection = held.enter_context(Collection(targets))
+            collection.begin()
+        except OSError as error:
+            raise click.ClickException(str(error.strerror)) from None
+        collection.wait(_NATIVE_PATIENCE if native else _PATIENCE)
+        return texts | collection.finish()
+
+
+def _target(folder: str, rank: Rank, held: contextlib.ExitStack, *, native: bool) -> Target:
+    """Raises OSError when that process is no more."""
+    from phalanx._core.stacks import Target
+
+    pidfd = os.pidfd_open(rank.pid)
+    held.callback(os.close, pidfd)
+    if linux.Stat(rank.pid).start != rank.pid_started:  # the pid is another's by now
+        raise ProcessLookupError
+    error_file = os.path.join(folder, str(rank.local_rank), "error.json")
+    return Target(rank.rank, rank.pid, error_file, lambda number: signal.pidfd_send_signal(pidfd, number), native)
+
+
+def _alike(text: str) -> object:
+    """What makes ranks one group: the same stacks, whatever the threads' idents are."""
+    threads = parse(text)
+    if not threads or _native(text):
+        return text
+    return tuple(tuple(own(thread.frames)) for thread in threads)
+
+
+def _lines(ranks: list[int], text: str, cwd: str) -> list[tuple[str, dict[str, Any]]]:
+    """What is shown of a group: lines, each with its looks."""
+    heading = {"fg": "cyan", "bold": True}
+    threads = parse(text)
+    first, _, rest = text.partition("\n")
+    if not threads:
+        said = first.removeprefix("# ")
+        return [(f"{named(ranks)}: {said}", heading), *((f"  {line}", {}) for line in rest.splitlines())]
+    lines: list[tuple[str, dict[str, Any]]] = [(f"{named(ranks)}:", heading)]
+    if first.startswith("# "):
+        lines.append((f"  {first.removeprefix('# ')}", {"fg": "yellow"}))
+    *others, main = threads
+    if others:
+        lines.append(("  main thread:", {"bold": True}))
+    lines += _frames(main.frames, cwd)
+    for equal in _equal(others):
+        many = len(equal) > 1
+        name = f"{len(equal)} threads, alike:" if many else f"thread {equal[0].ident:#x}:"
+        lines += [(f"  {name}", {"bold": True}), *_frames(equal[0].frames, cwd)]
+    native = _native(text)
+    if native:
+        lines += [("  native frames (py-spy):", {"bold": True}), *((f"    {line}", {}) for line in native.splitlines())]
+    return lines
+
+
+def _frames(frames: Sequence[Frame], cwd: str) -> list[tuple[str, dict[str, Any]]]:
+    rows = [(frame.function, f"{_short(frame.path, cwd)}:{frame.line or '?'}", frame) for frame in own(frames)]
+    width = max((len(function) for function, _, _ in rows), default=0)
+    if not rows:
+        return [("    (no Python frame)", {})]
+    return [
+        (f"    {function.ljust(width)}  {place}", {"dim": True} if is_library(frame) else {})
+        for function, place, frame in rows
+    ]
+
+
+def _short(path: str, cwd: str) -> str:
+    """The path from the run's folder, or from where packages lie."""
+    library = _LIBRARY.match(path)
+    if library:
+        return path[library.end() :]
+    root = os.path.join(cwd, "")
+    return path.removeprefix(root) if cwd else path
+
+
+def _equal(threads: Sequence[Thread]) -> list[list[Thread]]:
+    groups: dict[tuple[Frame, ...], list[Thread]] = {}
+    for thread in threads:
+        groups.setdefault(thread.frames, []).append(thread)
+    return list(groups.values())
+
+
+def _native(text: str) -> str:
+    return text.partition("\nnative frames (py-spy):\n")[2]
+
+
+def _style(line: str, colour: bool, **style: Any) -> str:  # noqa: FBT001 - a private function
+    return click.style(line, **style) if colour and style else line

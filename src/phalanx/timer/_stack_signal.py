@@ -1,0 +1,47 @@
+"""Moving the signal on which a worker shows its stacks. Owns the checks; what is done about it is `evidence`'s."""
+
+from __future__ import annotations
+
+import operator
+import os
+
+from phalanx._core import evidence
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import SupportsIndex
+
+
+def move_stack_signal(number: SupportsIndex) -> None:
+    """Have this worker show its stacks on another signal, or on none.
+
+    A Python worker appends the stacks of its threads to ``error.json.stacks`` in its log directory whenever SIGRTMIN+18
+    (52) comes: so are they found when a timer expires, or by ``phalanx stack``. Code that needs that signal for itself
+    moves this one out of its way first. From outside, ``PHALANX_STACK_SIGNAL=N`` does the same for a whole group. The
+    signal that is left has its default disposition again, but for a handler that was put on it with `signal.signal`
+    meanwhile: that one stays.
+
+    Args:
+        number: The signal, whatever it does now: a handler that is there is replaced. 0: show no stacks.
+
+    Raises:
+        ValueError: There is no such signal, or it cannot be caught (SIGKILL, SIGSTOP), or it is one that ends a process
+            for a fault (SIGSEGV, SIGFPE, SIGABRT, SIGBUS, SIGILL): its stack is kept anyway.
+        RuntimeError: This process has no ``TORCHELASTIC_ERROR_FILE``, so there is no place for stacks; or that place
+            cannot be written to.
+
+    >>> move_stack_signal(9)
+    Traceback (most recent call last):
+    ValueError: signal 9 cannot be caught, or is taken: expected 0, or the number of another signal
+    """
+    number = operator.index(number)
+    if not evidence.can_show_stacks(number):
+        msg = f"signal {number} cannot be caught, or is taken: expected 0, or the number of another signal"
+        raise ValueError(msg)
+    path = os.environ.get(evidence.ERROR_FILE_ENV)
+    if not path:
+        msg = f"there is no place for stacks: this process has no {evidence.ERROR_FILE_ENV}, so it is no worker"
+        raise RuntimeError(msg)
+    if not evidence.offer_stacks(path, number) and number:
+        msg = f"stacks cannot be shown on signal {number}: {evidence.stacks_path(path)} cannot be written"
+        raise RuntimeError(msg)

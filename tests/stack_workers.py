@@ -1,0 +1,69 @@
+"""Functions for workers that are asked for their stacks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from typing import Any
+
+from phalanx._core import evidence, stacks
+from phalanx.multiprocessing import start_processes
+from tests.helpers import pass_gate
+
+
+def hang(address: str, gate: str) -> None:
+    """Say that it is there and stay there in one line, without a call of Python: whenever one looks, it is there."""
+    threading.Thread(target=idle, daemon=True).start()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        _ = sock.sendto(b"here", address), os.read(os.open(gate, os.O_RDONLY), 1)
+
+
+def idle() -> None:
+    threading.Event().wait()
+
+
+def nest(address: str, gate: str, logs: str) -> dict[str, Any]:
+    """A worker that shows its stacks starts one that is its fork, and asks it."""
+    evidence.offer_stacks()
+    os.makedirs(logs)
+    with start_processes("inner", hang, {0: (address, gate)}, log_dir=logs, start_method="fork") as group:
+        pass_gate(gate)  # the inner one is ready
+        pid = group.pids()[0]
+        target = stacks.Target(0, pid, group.logs.error_files[0], lambda number: os.kill(pid, number))
+        text = ask(target)
+        above = parents(pid)
+        for keeper in above[: above.index(os.getpid())]:
+            os.kill(keeper, signal.SIGRTMIN + 18)
+        text = ask(target)
+        group.close(signal.SIGKILL)
+    return {"text": text, "mine": read(evidence.stacks_path(os.environ[evidence.ERROR_FILE_ENV]))}
+
+
+def ask(target: stacks.Target) -> str:
+    with stacks.Collection([target]) as collection:
+        collection.begin()
+        assert collection.wait(10), collection.finish()
+        return collection.finish()[target.rank]
+
+
+def read(path: str) -> str:
+    with open(path) as file:
+        return file.read()
+
+
+def parents(pid: int) -> list[int]:
+    found = []
+    while pid > 1:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            pid = int(file.read().rpartition(b")")[2].split()[1])
+        found.append(pid)
+    return found
+
+
+def catches(pid: int) -> bool:
+    """Whether a process handles the signal for stacks."""
+    with open(f"/proc/{pid}/status") as file:
+        (line,) = (line for line in file if line.startswith("SigCgt:"))
+    return bool(int(line.split()[1], 16) >> signal.SIGRTMIN + 17 & 1)
