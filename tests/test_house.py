@@ -27,7 +27,7 @@ SCRIPTS = sorted(
     if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
 )
 
-LAYERS = ("_core", "errors", "multiprocessing", "spawn", "cli")
+LAYERS = ("_core", "errors", "timer", "multiprocessing", "spawn", "cli")
 """The packages from the ground up: each may import itself and what stands before it."""
 
 KEPT_APART = {

@@ -23,6 +23,7 @@ READ = select.EPOLLIN
 WRITE = select.EPOLLOUT
 
 _LONGEST = 2e6  # seconds
+_FD_SETSIZE = 1024  # the descriptors that select(2) can take
 
 
 class Loop:
@@ -93,6 +94,9 @@ class Loop:
         # epoll_wait(2) counts milliseconds in an int: beyond 24 days it waits in several turns.
         timeout = None if due is None else min(max(0.0, due - clock.now()), _LONGEST)
         if self._chores:
+            timeout = 0
+        if timeout and self._epoll.fileno() < _FD_SETSIZE:  # epoll would round up to whole milliseconds
+            select.select((self._epoll,), (), (), timeout)
             timeout = 0
         # epoll's ready list is first come, first served; all of it is taken so that the order holds across calls.
         ready = self._epoll.poll(timeout, len(self._callbacks))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from phalanx._core.deadlines import Deadline
+    from phalanx._core.overseer import Overseer
     from phalanx._core.pump import Pump
     from phalanx._core.starting import Spec
     from phalanx._core.zygote import Zygote
@@ -88,6 +89,7 @@ class Supervisor:
         self._settle = settle
         self._grace = grace
         self._pump: Pump | None = None
+        self._overseer: Overseer | None = None
         self._launch = Launch()
         self._loop = Loop()
         self._up = Latch()
@@ -136,13 +138,16 @@ class Supervisor:
         chores: Iterable[Callable[[], None]] = (),
         *,
         fork: bool = False,
+        overseer: Overseer | None = None,
     ) -> None:
         """Have all workers started: `wait_until_up` tells what came of it. Raises OSError, with none left.
 
         ``fork`` has them forked from the keeper rather than exec'ed. ``fds`` are what the specs refer to, from 1 on.
-        ``chores`` are done by the group's thread once the workers run, and when nothing else happens.
+        ``chores`` are done by the group's thread once the workers run, and when nothing else happens; ``overseer``
+        watches their timers there.
         """
         self._pump = pump
+        self._overseer = overseer
         self._chores = chores
         try:
             reports, theirs = wire.pair()
@@ -254,6 +259,8 @@ class Supervisor:
 
     def _release(self) -> None:
         """Let go of every descriptor and process."""
+        if self._overseer is not None:
+            self._overseer.close()
         if self._pump is not None:
             self._pump.close()
         self._launch.close(KILL_WAIT + SILENCE)
@@ -307,9 +314,17 @@ class Supervisor:
                 self._see(Event.KILL)
                 return
         self._see(Event.STARTED)
+        if self._overseer is not None:
+            self._overseer.open(self._loop, self._pids_in_charge, partial(self._tell, "send"))
         self._up.open()
         for chore in self._chores:
             self._loop.when_idle(chore)
+
+    def _pids_in_charge(self) -> dict[int, int]:
+        """The live workers that nobody is stopping, by rank."""
+        if self.state not in (State.RUNNING, State.SETTLING):
+            return {}
+        return {rank: worker.pid for rank, worker in self.workers.items() if worker.exit is None}
 
     def _on_start_failed(self, rank: int, doing: str, number: int, filename: str) -> None:
         what = _explain(number) if number != errno.ENOENT or doing == "starting it" else os.strerror(number)

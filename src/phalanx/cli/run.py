@@ -44,6 +44,7 @@ from phalanx.multiprocessing import (
 )
 from phalanx.multiprocessing._warm import check_preload
 from phalanx.multiprocessing.errors import ChildFailedError, record
+from phalanx.timer._specs import TimerSpecs, read_steps
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -63,6 +64,13 @@ def _only(*accepted: str, why: str) -> Callable[[click.Context, click.Parameter,
         return text
 
     return reading(read)
+
+
+def _steps(text: str) -> tuple[tuple[str, float], ...]:
+    try:
+        return read_steps(text)
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix("on_expiry: ")) from None
 
 
 @click.command(context_settings=_SETTINGS)
@@ -116,6 +124,10 @@ def _only(*accepted: str, why: str) -> Callable[[click.Context, click.Parameter,
          help="Time between SIGTERM and SIGKILL.")  # fmt: skip
 @option("--settle", type=click.FloatRange(min=0), default=0.1, show_default=True, metavar="SECONDS",
          help="Time for the others to leave evidence after the first failure, before they are stopped.")  # fmt: skip
+@option("--hang-timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
+         help="A rank whose last phalanx.timer.beat() is older is hung. Default: none is expected.")  # fmt: skip
+@option("--on-expiry", callback=reading(_steps), default="kill", show_default=True, metavar="STEP[:SECONDS],...",
+        help="What follows when a timer expires: report, dump, terminate, kill.")  # fmt: skip
 @option("--preload", callback=reading(read_strings), metavar="MODULE,...",
         help="Modules to import once: the workers are forks that have them already.")  # fmt: skip
 @option("--start-method", type=click.Choice(["spawn", "forkserver", "fork"]), default="spawn", show_default=True,
@@ -173,6 +185,8 @@ def _run(
     log_max_size: int | None,
     duplicate_stdout_filters: list[str] | None,
     duplicate_stderr_filters: list[str] | None,
+    hang_timeout: float | None,
+    on_expiry: tuple[tuple[str, float], ...],
     preload: list[str] | None,
     start_method: str,  # noqa: ARG001 - of functions, which only the library starts
     standalone: bool,  # noqa: ARG001 - this, and those below, can only say what holds here anyway
@@ -185,6 +199,7 @@ def _run(
     _check_command(script, module=module, no_python=no_python)
     _check_preload(preload, no_python=no_python, python=python)
     _check_ranks(nproc_per_node, redirects, tee, local_ranks_filter)
+    timers = _timers(on_expiry, hang_timeout)
     if redirects is None and tee is None:
         tee = Std.ALL
     run_id = run_id or time.strftime("%Y%m%d-%H%M%S")
@@ -201,6 +216,7 @@ def _run(
     argv = dict.fromkeys(envs, args)
     filters = {"stdout": duplicate_stdout_filters, "stderr": duplicate_stderr_filters}
     rest: dict[str, Any] = {"settle": settle, "grace": grace, "placement": placement}
+    rest["timers"] = timers
     group: PContext
     if no_python:
         group = SubprocessContext(script, script, argv, envs, specs, console=console, filters=filters, **rest)
@@ -378,6 +394,13 @@ def _stop(group: PContext, first: signal.Signals, grace: float) -> int:
             return 128 + first
         else:
             return 128 + first
+
+
+def _timers(on_expiry: tuple[tuple[str, float], ...], hang_timeout: float | None) -> TimerSpecs:
+    try:
+        return TimerSpecs(on_expiry, hang_timeout)
+    except ValueError as error:
+        raise click.BadParameter(str(error).removeprefix("hang_timeout: "), param_hint="--hang-timeout") from None
 
 
 def _outcome(result: RunProcsResult) -> tuple[int, str]:

@@ -31,6 +31,7 @@ _MASKS = (
     (re.compile(r"0x[0-9a-fA-F]{4,}"), "0x…"),
     (re.compile(r"\b(pid|process)(\W{0,3})\d+", re.IGNORECASE), r"\1\2…"),
     (re.compile(r"\b((?:(?:local|global|group|role)[_ -]?)?rank)(\W{0,3})\d+", re.IGNORECASE), r"\1\2…"),
+    (re.compile(r"\b\d+\.\d (m?s) over\b"), r"… \1 over"),
     (re.compile(r"\b(cuda|gpu|device)(\W{0,3})\d+", re.IGNORECASE), r"\1\2…"),
 )
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
@@ -113,7 +114,8 @@ def _full(rank: int, failure: ProcessFailure, limit: int) -> Lines:
     first, *more = _clean(failure.message).split("\n")
     lines.append(("error", f"  error     : {_shorten(first)}"))
     if failure.detail:
-        lines += [("error", f"  {'detail':10}: {_clean(failure.detail)}")]
+        first, *rest = _clean(failure.detail).split("\n")
+        lines += [("error", f"  {'detail':10}: {first}"), *(("error", f"  {'':10}  {line}") for line in rest)]
     if failure.traceback:
         lines += _block("traceback", failure.traceback, limit, failure.error_file)
     else:

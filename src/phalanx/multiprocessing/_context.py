@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from phalanx.multiprocessing._logs import LogsSpecs
     from phalanx.multiprocessing._placement import Placement
     from phalanx.multiprocessing._result import RunProcsResult
+    from phalanx.timer import TimerSpecs
 
 SETTLE = 0.1
 """Seconds after the first failure in which peers may leave evidence of their own before they are stopped."""
@@ -85,6 +86,7 @@ class PContext(ABC):
         console: How the console shows what is teed.
         filters: "stdout" and "stderr" → strings; lines that hold one are also written to a file of all ranks.
         placement: Where the workers run, and within which bounds; default: as the caller.
+        timers: How timers and heartbeats of the workers are watched; default: not at all.
         signals: Whether signals to this process raise `SignalException` while the group is open. Else they do what
             they did before; only a SIGINT that arrives during the start has to wait until the group can be closed.
     """
@@ -103,6 +105,7 @@ class PContext(ABC):
         console: ConsoleSpecs | None = None,
         filters: Mapping[str, list[str] | None] | None = None,
         placement: Placement | None = None,
+        timers: TimerSpecs | None = None,
         signals: bool = True,
     ) -> None:
         self.name = name
@@ -116,6 +119,8 @@ class PContext(ABC):
         self._filters = filters or {}
         self._logs_specs = logs_specs
         self._placement = placement
+        self._timers = timers
+        self._watched: dict[int, dict[str, str]] = {}
         self._placed: dict[int, starting.Placement | None] = {}
         self._devices: dict[int, dict[str, str]] = {}
         self._settle = settle
@@ -162,13 +167,20 @@ class PContext(ABC):
                         undo.callback(self._own_warm.close)
             self._logs_specs.folders_can_wait = True
             self.logs = self._logs_specs.reify(self.envs)
+            overseer = None
+            if self._timers is not None:
+                from phalanx.multiprocessing import _hangs
+
+                overseer, self._watched = _hangs.oversee(self._timers, self.logs, self.envs, supervisor, self._kept())
+                if overseer is not None:
+                    undo.callback(overseer.close)
             specs = [self._spec(rank, *command) for rank, command in plan.commands.items()]
             pump = _console.pump(self.logs, self.envs, self.log_line_prefixes, self.console, self._filters)
             zygote = None if plan.warm is None else plan.warm.wait()
             with hold():  # what arrives meanwhile finds a group that is open, and can be closed gracefully
                 if zygote is not None:
                     supervisor.boot(zygote=zygote)
-                supervisor.start(specs, plan.fds, pump, missing_folders(self.logs), fork=plan.fork)
+                supervisor.start(specs, plan.fds, pump, missing_folders(self.logs), fork=plan.fork, overseer=overseer)
                 supervisor.wait_until_up()
                 self._supervisor = supervisor
                 # At `close`, or when the last reference goes: not in `wait`, whose caller waits for the result alone.
@@ -265,7 +277,7 @@ class PContext(ABC):
         """What a worker that succeeded returned; raises when that cannot be known."""
 
     def _environment(self, rank: int) -> dict[bytes, bytes]:
-        envs = self.envs[rank] | self._devices.get(rank, {})
+        envs = self.envs[rank] | self._devices.get(rank, {}) | self._watched.get(rank, {})
         env = {os.fsencode(name): os.fsencode(value) for name, value in envs.items()}
         env[evidence.ERROR_FILE_ENV.encode()] = os.fsencode(self.logs.error_files[rank])
         return env
@@ -277,6 +289,10 @@ class PContext(ABC):
             env[b"PHALANX_STDERR_LOGGED"] = b"1"
         streams = (logs.stdouts[rank] or None, logs.stderrs[rank] or None)
         return (rank, os.fsencode(path), argv, env, *streams, fds, logs.max_size, self._placed.get(rank))
+
+    def _kept(self) -> bool:
+        """Whether the log folder is the caller's, and not a temporary one."""
+        return getattr(self._logs_specs, "root_log_dir", None) is not None
 
     def _judge(self, supervisor: Supervisor) -> RunProcsResult:
         result = collect(supervisor.workers.values(), self.logs, self.envs, self._value)

@@ -127,11 +127,16 @@ def _failure(worker: Worker, logs: LogsDest, global_rank: str) -> ProcessFailure
         path,
         rank=int(global_rank) if global_rank.isascii() and global_rank.isdigit() else None,
         observed_ns=worker.exit_ns,
-        detail=(worker.oom or "SIGKILL, not sent by us") if number == signal.SIGKILL else "",
+        detail=evidence.seen_by_timer(path) or _detail(worker),
         stderr_tail=_tail(logs.stderrs[rank]),
         stdout_file=logs.stdouts[rank],
         stderr_file=logs.stderrs[rank],
     )
+
+
+def _detail(worker: Worker) -> str:
+    killed = worker.exit is not None and worker.exit.signal == signal.SIGKILL
+    return (worker.oom or "SIGKILL, not sent by us") if killed else ""
 
 
 def _write_evidence(worker: Worker, logs: LogsDest, message: str, stack: str) -> None:

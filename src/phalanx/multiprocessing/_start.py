@@ -11,6 +11,7 @@ from phalanx.multiprocessing._logs import DefaultLogsSpecs, FolderLogsSpecs, Log
 from phalanx.multiprocessing._placement import Placement
 from phalanx.multiprocessing._signals import SignalException
 from phalanx.multiprocessing._std import Std
+from phalanx.timer._specs import TimerSpecs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def start_processes(
     warm: Warm | None = None,
     writable: bool = False,
     placement: Placement | None = None,
+    timers: TimerSpecs | None = None,
 ) -> PContext:
     r"""Start N copies of a function or of a binary, as one group.
 
@@ -86,6 +88,8 @@ def start_processes(
         writable: Whether workers may write to large arrays among their arguments (1 MiB or more), which they share
             otherwise, and may read only. What a worker writes to, it has a copy of.
         placement: Where the workers run (CPUs, nice value), and within which limits; default: as the caller.
+        timers: A `phalanx.timer.TimerSpecs`: the group watches the timers that its workers take with
+            `phalanx.timer.expires`, and their heartbeats. Default: it does not.
 
     Returns:
         The started group.
@@ -128,7 +132,9 @@ def start_processes(
     method = "spawn" if given["start_method"] is _UNSET else given["start_method"]
     prefixes = None if given["log_line_prefixes"] is _UNSET else given["log_line_prefixes"]
 
-    check_options(name, entrypoint, method, settle, grace, console, placement, starts_warm=bool(preload or warm))
+    check_options(
+        name, entrypoint, method, settle, grace, console, placement, timers, starts_warm=bool(preload or warm)
+    )
     all_args, all_envs = per_rank(args, envs, nprocs)
     specs = _logs_specs(logs_specs, log_dir, given["redirects"], given["tee"])
     filters = {
@@ -136,7 +142,7 @@ def start_processes(
         "stderr": _strings("duplicate_stderr_filters", duplicate_stderr_filters),
     }
     options: dict[str, Any] = {"settle": settle, "grace": grace, "console": console, "filters": filters}
-    options["placement"] = placement
+    options |= {"placement": placement, "timers": timers}
     context: PContext
     if isinstance(entrypoint, str):
         context = SubprocessContext(name, entrypoint, all_args, all_envs, specs, prefixes, **options)
@@ -166,6 +172,7 @@ def check_options(
     grace: object,
     console: object = None,
     placement: object = None,
+    timers: object = None,
     *,
     starts_warm: bool = False,
 ) -> None:
@@ -188,6 +195,9 @@ def check_options(
         raise TypeError(msg)
     if not isinstance(placement, (Placement, NoneType)):
         msg = f"placement: expected a Placement, got {placement!r}"
+        raise TypeError(msg)
+    if not isinstance(timers, (TimerSpecs, NoneType)):
+        msg = f"timers: expected a TimerSpecs, got {timers!r}"
         raise TypeError(msg)
     for option, value in (("settle", settle), ("grace", grace)):
         if isinstance(value, bool) or not isinstance(value, (int, float)):

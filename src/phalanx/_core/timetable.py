@@ -1,0 +1,416 @@
+"""The table of deadlines, in memory that workers share with the one who watches: its layout, and both of its ends.
+
+To set or clear a deadline is to store a word. A process that takes timers holds a *seat*, a part of the table that it
+alone writes; every timer that it has running is a *slot* of it. Which process holds a seat is not what the seat says
+but what the kernel says: the holder has a record lock on it (fcntl(2)), which goes with the process, however
+it ends. So a client may die at any instruction: what it leaves behind belongs to nobody.
+
+The watcher publishes when it will look next. Who sets an earlier deadline rings; all others need no system call. The
+watcher looks again after publishing, for the deadlines that were set meanwhile with the old moment in view.
+
+The memory is a memfd and the bell a pipe, both of the watcher's; others open them as /proc/PID/fd/N, so nothing is
+inherited that a worker does not use. Knows nothing of what follows when a deadline is over.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import struct
+import sys
+from contextlib import suppress
+
+from phalanx._core import clock
+from phalanx._core.value import Value
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Self
+
+ENV = "PHALANX_TIMERS"
+"""The environment variable that tells a worker where the table is."""
+
+NEVER = (1 << 63) - 1
+"""The deadline of a slot that is free."""
+
+LONGEST = 1 << 61
+"""The longest time in nanoseconds that is told apart from a longer one: 73 years."""
+
+SLOTS = 1024
+"""The most timers that one process can have at a time."""
+
+TEXT_LIMIT = 254
+"""The most bytes that are kept of a timer's scope and place together."""
+
+_MAGIC = int.from_bytes(b"phalanx1", "little")
+_HEAD_MAGIC, _HEAD_SEATS, HEAD_WAKE, HEAD_HANG, _HEAD_MARKS = 0, 1, 2, 3, 8  # words of the head
+SEAT_BEAT, SEAT_STEP, _SEAT_PID, _SEAT_RANK, FIRST = 0, 1, 2, 3, 8  # words of a seat; its first slot is number FIRST
+_TEXT_SIZE = TEXT_LIMIT + 2
+_TEXTS = (FIRST + 3 * SLOTS) * 8  # deadlines, spans, threads; then the texts
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
+_BETWEEN = b"\x1f"
+
+_taken: set[Seat] = set()  # the seats of this process
+_hooked = False
+
+
+def _drift() -> None:
+    for seat in _taken:
+        seat.drift()
+    _taken.clear()
+
+
+def _whole(size: int) -> int:
+    """``size``, rounded up to what can be mapped by itself."""
+    return -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+
+
+_SEAT_SIZE = _whole(_TEXTS + SLOTS * _TEXT_SIZE)
+
+
+def encode(scope: str, place: str) -> bytes:
+    """What a slot says about its timer. Of what is too long, the middle of the scope goes, and the head of the place.
+
+    >>> decode(encode("load", "train.py:7"))
+    ('load', 'train.py:7')
+    >>> scope, place = decode(encode("s" * 300, "/very/long" * 50 + "/train.py:7"))
+    >>> scope[:3], scope[-3:], place[-11:], len(scope + place) < TEXT_LIMIT
+    ('sss', 'sss', '/train.py:7', True)
+    """
+    first, second = (text.encode("utf-8", "replace") for text in (scope, place))
+    room = TEXT_LIMIT - 1
+    if len(first) + len(second) > room:
+        if len(second) > room // 2:
+            second = "…".encode() + second[-max(room // 2, room - len(first)) + 3 :]
+        if len(first) > room - len(second):
+            half = (room - len(second) - 3) // 2
+            first = first[:half] + "…".encode() + first[-half:]
+    return first + _BETWEEN + second
+
+
+def decode(text: bytes) -> tuple[str, str]:
+    """The scope and the place that `encode` was given. Never raises."""
+    scope, _, place = text.partition(_BETWEEN)
+    return scope.decode("utf-8", "ignore"), place.decode("utf-8", "ignore")
+
+
+class Timer(Value):
+    """A timer as the watcher sees it. ``slot`` 0 is the heartbeat; times are CLOCK_MONOTONIC in nanoseconds."""
+
+    __slots__ = ("seat", "slot", "deadline", "span", "thread", "scope", "place", "step")  # noqa: RUF023 - as the arguments
+
+    seat: int
+    slot: int
+    deadline: int
+    span: int
+    thread: int
+    scope: str
+    place: str
+    step: int
+
+    def __init__(
+        self, seat: int, slot: int, deadline: int, span: int, thread: int, scope: str, place: str, step: int = 0
+    ) -> None:
+        self._store(
+            seat=seat, slot=slot, deadline=deadline, span=span, thread=thread, scope=scope, place=place, step=step
+        )
+
+
+class Timetable:
+    """The watcher's end. Raises OSError when there is no memory, or no descriptor, for it.
+
+    Args:
+        seats: How many processes can have timers at a time.
+        hang: Seconds after a process's last heartbeat when it counts as hung, or None.
+
+    >>> table = Timetable(4)
+    >>> seat = Seat(f"{table.address}:0")
+    >>> slot = seat.take(deadline=5, span=3, text=encode("load", "train.py:7"))
+    >>> [(timer.scope, timer.deadline) for timer in table.look(now=5)[0]]
+    [('load', 5)]
+    >>> seat.give(slot); table.look(now=5)
+    ([], 9223372036854775807)
+    >>> seat.close(); table.close()
+    """
+
+    def __init__(self, seats: int, hang: float | None = None) -> None:
+        self.seats = seats
+        self._hang = NEVER if hang is None else min(int(hang * clock.NS), LONGEST)
+        self._head = _whole((_HEAD_MARKS + seats) * 8)
+        self._known: dict[int, int] = {}
+        self._fds = []
+        try:
+            self._fds.append(os.memfd_create("phalanx-timers", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+            os.truncate(self._fds[0], self._head + seats * _SEAT_SIZE)
+            # Whoever has it open could cut it short otherwise, and our next look would be a SIGBUS.
+            fcntl.fcntl(self._fds[0], fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            self._map = mmap.mmap(self._fds[0], 0)
+            self._fds += os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        except BaseException:
+            self.close()
+            raise
+        self._words = memoryview(self._map).cast("q")
+        self._words[_HEAD_SEATS] = seats
+        self._words[HEAD_HANG] = self._hang
+        self._words[HEAD_WAKE] = NEVER
+        self._words[_HEAD_MAGIC] = _MAGIC
+
+    @property
+    def address(self) -> str:
+        """Where `Seat` finds the table, if a rank is added: ``ADDRESS:RANK``."""
+        return f"{os.getpid()}:{self._fds[0]}:{self._fds[2]}"
+
+    def fileno(self) -> int:
+        """The bell: readable once somebody has set a deadline earlier than `publish` has said."""
+        return self._fds[1]
+
+    def hear(self) -> None:
+        """Take what was rung."""
+        with suppress(BlockingIOError):
+            while os.read(self._fds[1], 4096):
+                pass
+
+    def publish(self, moment: int) -> None:
+        """Say when the next look will be. Look again after that.
+
+        The store must be seen by others before the look reads what they store; they, in turn, set a deadline before
+        they read this. No fence orders a store and a later load here: what does is that the look takes ten thousand
+        times as long as a processor keeps a store to itself.
+        """
+        self._words[HEAD_WAKE] = moment
+
+    def look(self, now: int) -> tuple[list[Timer], int]:
+        """The timers whose deadline is over at ``now``, and the earliest deadline of the others (or `NEVER`)."""
+        words, due, then = self._words, [], NEVER
+        for seat, mark in enumerate(words[_HEAD_MARKS : _HEAD_MARKS + self.seats].tolist()):
+            if not 0 < mark <= SLOTS + 1:
+                continue
+            base = (self._head + seat * _SEAT_SIZE) // 8
+            slots = words[base + FIRST : base + FIRST + mark - 1]
+            low = min(slots, default=NEVER)
+            if low <= now:
+                for slot, deadline in enumerate(slots.tolist(), FIRST):
+                    if deadline <= now:
+                        due += self._read(seat, slot, deadline)
+                    else:
+                        then = min(then, deadline)
+            else:
+                then = min(then, low)
+            beat = words[base + SEAT_BEAT]
+            if beat and self._hang != NEVER:
+                limit = beat + self._hang
+                if limit <= now:
+                    limit = self._extended(limit, slots)
+                if limit <= now:
+                    due.append(Timer(seat, 0, limit, self._hang, 0, "heartbeat", "", words[base + SEAT_STEP]))
+                else:
+                    then = min(then, limit)
+        return due, then
+
+    def still(self, timer: Timer) -> bool:
+        """Whether a timer has been neither cleared nor set anew."""
+        base = (self._head + timer.seat * _SEAT_SIZE) // 8
+        if not timer.slot:
+            beat = self._words[base + SEAT_BEAT]
+            slots = self._words[base + FIRST : base + FIRST + SLOTS]
+            return bool(beat) and self._extended(beat + self._hang, slots) <= timer.deadline
+        return self._words[base + timer.slot] == timer.deadline
+
+    @staticmethod
+    def _extended(limit: int, slots: memoryview) -> int:
+        """The moment when a heartbeat is late: a scope that may take longer puts it off."""
+        return max([limit, *(deadline for deadline in slots.tolist() if deadline != NEVER)])
+
+    def news(self) -> list[Timer]:
+        """The timers in slots that had never been in use when this was asked before."""
+        new = []
+        for seat, mark in enumerate(self._words[_HEAD_MARKS : _HEAD_MARKS + self.seats].tolist()):
+            before = self._known.get(seat, 1)
+            if before < mark <= SLOTS + 1:
+                self._known[seat] = mark
+                base = (self._head + seat * _SEAT_SIZE) // 8
+                for slot in range(FIRST + before - 1, FIRST + mark - 1):
+                    new += self._read(seat, slot, self._words[base + slot])
+        return [timer for timer in new if timer.deadline != NEVER]
+
+    def holder(self, seat: int) -> int:
+        """The process that has a seat, as the kernel knows it; 0: nobody. Of its own, this process knows by itself."""
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, seat, 1, 0)
+        kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(self._fds[0], fcntl.F_GETLK, asked))
+        if kind != fcntl.F_UNLCK:
+            return int(pid)
+        claimed = self._words[(self._head + seat * _SEAT_SIZE) // 8 + _SEAT_PID]
+        return claimed if claimed == os.getpid() else 0
+
+    def rank(self, seat: int) -> int:
+        """The rank that the holder of a seat says it belongs to."""
+        return self._words[(self._head + seat * _SEAT_SIZE) // 8 + _SEAT_RANK]
+
+    def close(self) -> None:
+        """Give the memory and the descriptors back. Idempotent."""
+        if hasattr(self, "_words"):
+            self._words.release()
+        if hasattr(self, "_map"):
+            self._map.close()
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def _read(self, seat: int, slot: int, deadline: int) -> list[Timer]:
+        """A slot as a timer; nothing if it has changed meanwhile."""
+        start = self._head + seat * _SEAT_SIZE
+        word = start // 8 + slot
+        text = start + _TEXTS + (slot - FIRST) * _TEXT_SIZE
+        size = min(int.from_bytes(self._map[text : text + 2], sys.byteorder), TEXT_LIMIT)
+        scope, place = decode(self._map[text + 2 : text + 2 + size])
+        span, thread = self._words[word + SLOTS], self._words[word + 2 * SLOTS]
+        if self._words[word] != deadline:
+            return []
+        return [Timer(seat, slot, deadline, span, thread, scope, place)]
+
+
+class Seat:
+    """A worker's end: what one process writes. Thread-safe: a slot belongs to the thread that took it.
+
+    ``words`` and ``head`` are there for `phalanx.timer.expires`, which stores by itself what `take` and `give` store.
+
+    Args:
+        address: As `Timetable.address`, and the rank: ``PID:MEMORY:BELL:RANK``.
+
+    Raises:
+        ValueError: The address is none.
+        OSError: There is no such table, or no seat is left.
+    """
+
+    def __init__(self, address: str) -> None:
+        try:
+            pid, memory, bell, rank = (int(part) for part in address.split(":"))
+        except ValueError:
+            msg = f"{ENV}: expected PID:MEMORY:BELL:RANK, got {address!r}"
+            raise ValueError(msg) from None
+        global _hooked  # noqa: PLW0603 - hooks are the process's
+        if not _hooked:
+            _hooked = True
+            os.register_at_fork(after_in_child=_drift)
+        self._fds: list[int] = []
+        self._maps: list[mmap.mmap] = []
+        try:
+            self._open(f"/proc/{pid}/fd/", memory, bell)
+            self._sit(rank)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, folder: str, memory: int, bell: int) -> None:
+        try:
+            self._fds.append(os.open(f"{folder}{memory}", os.O_RDWR | os.O_CLOEXEC))
+            self._fds.append(os.open(f"{folder}{bell}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+            self._bell = os.fstat(self._fds[1]).st_ino
+            magic, self._seats = struct.unpack("qq", os.pread(self._fds[0], 16, 0))
+            if magic != _MAGIC:
+                raise OSError(errno.EINVAL, "that is no table of timers")  # noqa: TRY301 - told below, as the others
+        except (OSError, struct.error) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            msg = f"the launcher's table of timers cannot be opened ({folder}{memory}: {why}); is the launcher there?"
+            raise OSError(getattr(error, "errno", 0) or errno.EINVAL, msg) from None
+        self._maps.append(mmap.mmap(self._fds[0], _whole((_HEAD_MARKS + self._seats) * 8)))
+        self.head = memoryview(self._maps[0]).cast("q")
+
+    def _sit(self, rank: int) -> None:
+        start = rank % self._seats
+        for seat in (*range(start, self._seats), *range(start)):
+            try:
+                fcntl.lockf(self._fds[0], fcntl.LOCK_EX | fcntl.LOCK_NB, 1, seat)
+            except (BlockingIOError, PermissionError):
+                continue
+            break
+        else:
+            raise OSError(errno.ENOSPC, f"{self._seats} processes of the group have timers already: that is the most")
+        self._mark = _HEAD_MARKS + seat
+        self.head[self._mark] = 0
+        whole = mmap.mmap(self._fds[0], _SEAT_SIZE, offset=_whole((_HEAD_MARKS + self._seats) * 8) + seat * _SEAT_SIZE)
+        self._maps.append(whole)
+        whole[:_TEXTS] = bytes(_TEXTS)
+        whole[FIRST * 8 : (FIRST + SLOTS) * 8] = NEVER.to_bytes(8, sys.byteorder) * SLOTS
+        self._memory: mmap.mmap | bytearray = whole
+        self.words = memoryview(whole).cast("q")
+        self.words[_SEAT_PID], self.words[_SEAT_RANK] = os.getpid(), rank
+        self.free = list(range(FIRST + SLOTS - 1, FIRST - 1, -1))
+        self.texts: list[bytes] = [b""] * (FIRST + SLOTS)
+        self.head[self._mark] = self.high = 1
+        _taken.add(self)
+
+    def take(self, deadline: int, span: int, text: bytes, thread: int = 0) -> int:
+        """Set a deadline. Returns the slot, to `give` back. Raises RuntimeError when `SLOTS` timers run."""
+        try:
+            slot = self.free.pop()
+        except IndexError:
+            msg = f"{SLOTS} timers run in this process: that is the most"
+            raise RuntimeError(msg) from None
+        if self.texts[slot] is not text:
+            self.write(slot, text)
+        words = self.words
+        words[slot + SLOTS] = span
+        words[slot + 2 * SLOTS] = thread
+        words[slot] = deadline
+        if deadline < self.head[HEAD_WAKE]:
+            self.ring()
+        return slot
+
+    def give(self, slot: int) -> None:
+        """Clear the deadline of a slot that was taken. To those who send heartbeats, that is one."""
+        words = self.words
+        words[slot] = NEVER
+        self.free.append(slot)
+        if words[SEAT_BEAT]:
+            self.beat(words[SEAT_STEP])
+
+    def write(self, slot: int, text: bytes) -> None:
+        """Say what a free slot will be about."""
+        at = _TEXTS + (slot - FIRST) * _TEXT_SIZE
+        self._memory[at : at + 2 + len(text)] = len(text).to_bytes(2, sys.byteorder) + text
+        self.texts[slot] = text
+        if slot - FIRST + 2 > self.high:
+            self.head[self._mark] = self.high = slot - FIRST + 2
+
+    def beat(self, step: int) -> None:
+        """Say that all is well."""
+        now = clock.now_ns()
+        words, head = self.words, self.head
+        words[SEAT_STEP] = step
+        words[SEAT_BEAT] = now
+        if now + head[HEAD_HANG] < head[HEAD_WAKE]:
+            self.ring()
+
+    def ring(self) -> None:
+        """Have the watcher look now."""
+        with suppress(OSError, IndexError):  # it rings already; nobody watches any more; or it is closed
+            if os.fstat(self._fds[1]).st_ino == self._bell:  # a program that closes all has other files by that number
+                os.write(self._fds[1], b"\0")
+
+    def drift(self) -> None:
+        """In a fork of the process that holds the seat: let what is yet to be given go nowhere."""
+        self._memory = bytearray(_SEAT_SIZE)
+        self.words = memoryview(self._memory).cast("q")
+        self.head = memoryview(bytearray(len(self.head) * 8)).cast("q")
+
+    def close(self) -> None:
+        """Leave the seat. Idempotent. What is yet to be given goes nowhere."""
+        if self in _taken:
+            self.head[self._mark] = 0
+            _taken.discard(self)
+        if hasattr(self, "head"):
+            self.drift()
+        for each in self._maps:
+            with suppress(BufferError):  # somebody has a view of it yet: it goes with that
+                each.close()
+        self._maps.clear()
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,81 @@
+"""A group's timers: the table that its workers find, who watches it, and where its events go.
+
+Owns the joining of these. What a timer is, and what follows when it expires, is the engine's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+
+from phalanx._core import timetable
+from phalanx._core.overseer import Overseer
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+    from typing import Any
+
+    from phalanx._core.supervisor import Supervisor
+    from phalanx.multiprocessing._logs import LogsDest
+    from phalanx.timer import TimerSpecs
+
+EVENTS = "events.jsonl"
+"""The file of a run's attempt that takes the group's events, one JSON object a line."""
+
+_SEATS = 4  # for each rank: itself, and processes below it
+_LEAST_SEATS = 64
+
+
+def oversee(
+    specs: TimerSpecs,
+    logs: LogsDest,
+    ranks: Collection[int],
+    supervisor: Supervisor,
+    keep: bool,  # noqa: FBT001 - private to this package
+) -> tuple[Overseer | None, dict[int, dict[str, str]]]:
+    """Make what watches a group's timers. Returns it, and the variables that tell each rank's worker of it.
+
+    Events are written beside the logs only if those are to ``keep``.
+
+    When there is no memory, or no descriptor, for the table, that is said, and the group goes without; unless the
+    ``specs`` ask for more than is usual: then it raises OSError.
+    """
+    try:
+        table = timetable.Timetable(max(_LEAST_SEATS, _SEATS * len(ranks)), specs.hang_timeout)
+    except OSError as error:
+        if specs != type(specs)():
+            raise OSError(error.errno, f"timers cannot be watched: {error.strerror}") from error
+        _log(f"timers are not watched: {error.strerror}")
+        return None, {}
+    path = os.path.join(os.path.dirname(logs.timeline), EVENTS) if keep and logs.timeline else ""
+
+    def say(text: str) -> None:
+        if not supervisor.say(f"phalanx: {text}"):
+            _log(text)
+
+    overseer = Overseer(table, specs.on_expiry, logs.error_files, _emitter(path, specs.on_event), say)
+    return overseer, {rank: {timetable.ENV: f"{table.address}:{rank}"} for rank in ranks}
+
+
+def _emitter(path: str, listener: Callable[[dict[str, Any]], None] | None) -> Callable[[list[dict[str, Any]]], None]:
+    def emit(events: list[dict[str, Any]]) -> None:
+        if path:
+            with contextlib.suppress(OSError), open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
+                file.writelines(json.dumps(event) + "\n" for event in events)
+        if listener is None:
+            return
+        for event in events:
+            try:
+                listener(event)
+            except Exception as error:  # noqa: BLE001 - it is the caller's, and the group's thread must go on
+                _log(f"on_event raised {error!r} at {event['name']}")
+
+    return emit
+
+
+def _log(text: str) -> None:
+    from logging import getLogger
+
+    getLogger("phalanx.timer").warning("%s", text)

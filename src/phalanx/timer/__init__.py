@@ -1,0 +1,79 @@
+"""Expiration timers: a worker that does not leave a block by its deadline is found, explained and reaped.
+
+The names of ``torch.distributed.elastic.timer``, and more: timers in shared memory, which need no set-up under
+``phalanx run``, and heartbeats.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from phalanx.timer import debug_info_logging
+    from phalanx.timer._expires import NobodyWatchesError, beat, configure, expires, progress
+    from phalanx.timer._file import FileTimerServer
+    from phalanx.timer._file_client import FileTimerClient, FileTimerRequest
+    from phalanx.timer._local import LocalTimerClient, LocalTimerServer
+    from phalanx.timer._server import RequestQueue, TimerClient, TimerRequest, TimerServer
+    from phalanx.timer._shared import SharedTimerClient, SharedTimerServer
+    from phalanx.timer._specs import TimerSpecs
+    from phalanx.timer._stack_signal import move_stack_signal
+
+_HOMES = {
+    "FileTimerClient": "_file_client",
+    "FileTimerRequest": "_file_client",
+    "FileTimerServer": "_file",
+    "LocalTimerClient": "_local",
+    "LocalTimerServer": "_local",
+    "NobodyWatchesError": "_expires",
+    "RequestQueue": "_server",
+    "SharedTimerClient": "_shared",
+    "SharedTimerServer": "_shared",
+    "TimerClient": "_server",
+    "TimerRequest": "_server",
+    "TimerServer": "_server",
+    "TimerSpecs": "_specs",
+    "beat": "_expires",
+    "configure": "_expires",
+    "debug_info_logging": "",
+    "expires": "_expires",
+    "move_stack_signal": "_stack_signal",
+    "progress": "_expires",
+}
+
+__all__ = [
+    "FileTimerClient",
+    "FileTimerRequest",
+    "FileTimerServer",
+    "LocalTimerClient",
+    "LocalTimerServer",
+    "NobodyWatchesError",
+    "RequestQueue",
+    "SharedTimerClient",
+    "SharedTimerServer",
+    "TimerClient",
+    "TimerRequest",
+    "TimerServer",
+    "TimerSpecs",
+    "beat",
+    "configure",
+    "debug_info_logging",
+    "expires",
+    "move_stack_signal",
+    "progress",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for, and nothing beside it: a worker that takes a timer pays for that alone."""
+    from importlib import import_module
+
+    home = _HOMES.get(name)
+    if home is None:
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg)
+    if not home:
+        return import_module(f"{__name__}.{name}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
+    return value

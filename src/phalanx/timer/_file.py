@@ -1,0 +1,407 @@
+"""Timers over a named pipe: the server.
+
+Owns the thread that waits for requests and deadlines, the table of timers, and what follows when one expires. It
+refuses to know how a process is told from another and how it is struck (`_victim`), and what the pipe is (`_pipe`).
+
+The thread sleeps until the earliest deadline or the next request, whichever comes first; there is no tick.
+"""
+
+# ruff: noqa: SLF001 - what a request of this package knows beyond the original's fields is for the package alone
+# ruff: noqa: BLE001 - what a callback or the evidence raises must not end the watch
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import math
+import os
+import threading
+import weakref
+
+from phalanx._core import clock
+from phalanx._core.loop import Loop
+from phalanx.timer import _pipe
+from phalanx.timer._file_client import FileTimerClient, FileTimerRequest
+from phalanx.timer._victim import Exited, Refused, Victim
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from typing import Self
+
+__all__ = ["FileTimerClient", "FileTimerRequest", "FileTimerServer"]
+
+_log = logging.getLogger("phalanx.timer")
+
+_READ = 1 << 16  # bytes at a time: few enough that no deadline waits for long
+_DRAIN = 16  # reads at the most before timers are judged: what the pipe holds
+_STOP_WITHIN = 10.0
+
+_running: weakref.WeakSet[FileTimerServer] = weakref.WeakSet()
+_prepared = False
+
+
+class FileTimerServer:
+    """Watches the timers that processes of this host take through a named pipe, and strikes those that are late.
+
+    When a timer expires, the stacks of its process are logged (logger ``phalanx.timer``) and written where its
+    supervisor finds them, and it is sent the signal of its request. Several scopes of one process expire as one.
+    Struck is only who runs as our user or descends from us, and never this process or an ancestor of it: requests
+    for others are refused, and logged. Deadlines are on CLOCK_MONOTONIC. Damaged lines are logged and skipped.
+
+    The pipe is a FIFO of mode 0600. One that a killed server left is taken over, with what is in it; the timers
+    that the killed server knew are lost.
+
+    Args:
+        file_path: Where the pipe shall be.
+        run_id: Names the run in the debug information. May be left out: a number in its place is ``max_interval``.
+        max_interval: Seconds, more than 0. Kept for its name: the server wakes when there is something to do.
+        daemon: Whether the interpreter may exit while the server runs.
+        log_event: Called in the server's thread with a name and the request in question: ``timer.expired``,
+            ``worker.reaped``, ``request.refused``; and with None: ``watchdog started``, ``watchdog stopped``. What it
+            raises is logged.
+
+    Raises:
+        ValueError: ``max_interval`` is not more than 0.
+    """
+
+    def __init__(
+        self,
+        file_path: str,
+        run_id: str | float = "",
+        max_interval: float = 10,
+        daemon: bool = True,  # noqa: FBT001, FBT002 - the historical signature, by position
+        log_event: Callable[[str, FileTimerRequest | None], None] | None = None,
+    ) -> None:
+        if not isinstance(run_id, str):
+            if isinstance(max_interval, bool):  # the older signature: path, max_interval, daemon
+                daemon = max_interval
+            max_interval, run_id = run_id, ""
+        if not max_interval > 0:
+            raise ValueError(f"max_interval: expected more than 0 seconds, got {max_interval!r}")
+        self._file_path = os.path.abspath(file_path)
+        self._run_id = str(run_id)
+        self._max_interval = max_interval
+        self._daemon = daemon
+        self._log_event = log_event
+        self._timers: dict[tuple[int, str], FileTimerRequest] = {}
+        self._request_count = 0
+        self._thread: threading.Thread | None = None
+        self._loop: Loop | None = None
+        self._pipe = -1
+        self._lines = _pipe.Lines()
+        self._mid_line = False  # the next line may lack its beginning
+        self._complaints = _pipe.Complaints()
+        self._victims: dict[int, Victim] = {}
+        self._armed = math.inf  # the moment for which the loop has been told to wake us
+        self._due: dict[int, list[FileTimerRequest]] = {}
+        self._resting = False  # the thread waits, and has nothing else to do
+        self._progress = clock.now()
+
+    def start(self) -> None:
+        """Open the pipe and watch. When this returns, clients can use it.
+
+        Raises:
+            OSError: The path is a symbolic link, no FIFO, another user's, open to others, or served by a live server;
+                or the FIFO cannot be made. The message says which.
+            RuntimeError: It runs already.
+        """
+        if self._thread is not None:
+            raise RuntimeError("this timer server runs already")
+        _prepare_for_forks()
+        pipe, self._mid_line = _pipe.create(self._file_path)
+        loop = Loop()
+        try:
+            self._lines, self._complaints = _pipe.Lines(), _pipe.Complaints()
+            self._loop, self._pipe, self._armed = loop, pipe, math.inf
+            self._timers.clear()
+            loop.watch(pipe, self._on_requests)
+            thread = threading.Thread(target=self._serve, args=(loop,), name="phalanx-timer-file", daemon=self._daemon)
+            self._resting = True
+            _running.add(self)
+            thread.start()
+        except BaseException:
+            self._clean_up(loop)
+            raise
+        self._thread = thread
+        _log.info("timer server: started at %s", self._file_path)
+        self._tell("watchdog started", None)
+
+    def stop(self) -> None:
+        """Stop watching, close the pipe and remove it. Idempotent; afterwards `start` works again."""
+        if self._leave(lambda loop: loop.stop()):
+            self._timers.clear()
+            _log.info("timer server: stopped at %s", self._file_path)
+            self._tell("watchdog stopped", None)
+
+    def run_once(self) -> None:
+        """Serve every request that is in the pipe now, strike those that are late, and then stop."""
+        self._leave(self._last_round)
+
+    def get_last_progress_time(self) -> int:
+        """Unix time (whole seconds) when the server was last seen to be able to work.
+
+        That is now while it waits for something to do: it wakes when there is. An old time means that it hangs.
+        """
+        waits = self._resting or self._loop is None
+        return int(clock.wall() - (0.0 if waits else clock.now() - self._progress))
+
+    def register_timers(self, timer_requests: Iterable[FileTimerRequest]) -> None:
+        """Note the timers that were taken, and forget those that were released, in order."""
+        known: set[int] = set()
+        for request in timer_requests:
+            self._request_count += 1
+            key = (request.worker_pid, request.scope_id)
+            if request.expiration_time < 0:
+                victim = self._victims.get(request.worker_pid)
+                # One that was held up in the pipe is not for the process that has the pid now.
+                if victim is None or request._born in (None, victim.start):
+                    self._timers.pop(key, None)
+            elif self._admit(request, known):
+                if request._deadline is None:
+                    request._deadline = clock.now() + request.expiration_time - clock.wall()
+                self._timers[key] = request
+                self._arm(request._deadline)
+
+    def clear_timers(self, worker_pids: set[int]) -> None:
+        """Forget all timers of these processes."""
+        for key in [key for key in self._timers if key[0] in worker_pids]:
+            del self._timers[key]
+
+    def get_expired_timers(self, deadline: float) -> dict[int, list[FileTimerRequest]]:
+        """Find the timers that are over at ``deadline`` (seconds, monotonic), by process, the first to expire first."""
+        expired: dict[int, list[FileTimerRequest]] = {}
+        for request in sorted(self._timers.values(), key=_deadline):
+            if _deadline(request) > deadline:
+                break
+            expired.setdefault(request.worker_pid, []).append(request)
+        return expired
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    # The thread.
+
+    def _serve(self, loop: Loop) -> None:
+        try:
+            loop.run()
+        finally:
+            self._clean_up(loop)
+
+    def _on_requests(self, _events: int) -> None:
+        with _Busy(self):
+            self._receive()
+
+    def _receive(self) -> bool:
+        """Take from the pipe what one read gives. Returns whether there was something."""
+        try:
+            data = os.read(self._pipe, _READ)
+        except BlockingIOError:
+            return False
+        self._take(data)
+        return True
+
+    def _take(self, data: bytes) -> None:
+        oversized = self._lines.oversized
+        requests = [request for line in self._lines.feed(data) if (request := self._parse(line)) is not None]
+        if self._lines.oversized > oversized:
+            limit = _pipe.LINE_LIMIT
+            self._complaints.say("timer pipe: a line of more than %d bytes was skipped", limit)
+        self.register_timers(requests)
+
+    def _drain(self) -> None:
+        """Take what is in the pipe: a release that was sent in time counts, however late we are."""
+        for _ in range(_DRAIN):
+            if not self._receive():
+                return
+
+    def _parse(self, line: bytes) -> FileTimerRequest | None:
+        mid_line, self._mid_line = self._mid_line, False
+        try:
+            return FileTimerRequest.from_json(line) if line else None
+        except ValueError as exc:
+            if not mid_line:  # else a request to the server before, whose timers went with it
+                self._complaints.say("timer pipe: a damaged line was skipped: %s: %r", exc, line[:120])
+            return None
+
+    def _admit(self, request: FileTimerRequest, known: set[int]) -> bool:
+        """Whether timers of this process are taken; ``known`` are those that were found alive in this round."""
+        pid = request.worker_pid
+        victim = self._victims.get(pid)
+        try:
+            if victim is not None and pid not in known and victim.gone():
+                self._forget(victim)
+                victim = None
+            if victim is None:
+                victim = self._victims[pid] = Victim(pid)
+                if self._loop is not None:
+                    self._loop.watch(victim.fd, lambda _events, victim=victim: self._forget(victim))  # type: ignore[misc]  # a default argument has no type in a lambda
+            known.add(pid)
+            if request._born not in (None, victim.start):
+                _log.debug("timer pipe: %r: its process has exited, and another has its pid", request)
+                return False
+        except Exited as exc:  # it took a timer and left before we read of it: that is its right
+            _log.debug("timer pipe: %r: %s", request, exc)
+            return False
+        except Refused as exc:
+            self._complaints.say("timer pipe: refused: %s (%r)", exc, request)
+            self._tell("request.refused", request)
+            return False
+        return True
+
+    def _forget(self, victim: Victim) -> None:
+        """It has exited: its timers go with it."""
+        with _Busy(self):
+            if self._victims.get(victim.pid) is victim:
+                del self._victims[victim.pid]
+                self.clear_timers({victim.pid})
+            if self._loop is not None:
+                self._loop.forget(victim.fd)
+            victim.close()
+
+    def _arm(self, moment: float) -> None:
+        """Be woken at ``moment``. A release does not take that back: to wake for nothing is cheaper."""
+        if moment < self._armed and self._loop is not None:
+            self._armed = moment
+            self._loop.at(moment, lambda: self._on_deadline(moment))
+
+    def _on_deadline(self, moment: float) -> None:
+        if moment != self._armed:  # an earlier one was, and has armed the next
+            return
+        with _Busy(self):
+            self._armed = math.inf
+            self._drain()
+            self._expire()
+            self._arm(min(map(_deadline, self._timers.values()), default=math.inf))
+
+    def _expire(self) -> None:
+        self._due = self.get_expired_timers(clock.now())
+        events: list[tuple[str, FileTimerRequest]] = []
+        for pid, requests in self._due.items():
+            for request in requests:
+                self._timers.pop((pid, request.scope_id), None)
+                events.append(("timer.expired", request))
+            first = next((request for request in requests if request.signal > 0), requests[0])
+            try:
+                if self._reap_worker(pid, first.signal) and first.signal > 0:
+                    self.clear_timers({pid})
+                    events.append(("worker.reaped", first))
+            except Exception:
+                _log.exception("timer server: pid %d could not be reaped", pid)
+        # Told when all is done: no callback comes between a deadline and its signal.
+        for name, request in events:
+            self._tell(name, request)
+        due, self._due = self._due, {}
+        if due:
+            self._explain({pid: [request.scope_id for request in requests] for pid, requests in due.items()})
+
+    def _reap_worker(self, worker_pid: int, signal: int) -> bool:
+        """Write down where a process hangs, then send it ``signal`` (<= 0: nothing). False if it had exited."""
+        victim = self._victims.get(worker_pid)
+        if victim is None:
+            return False
+        requests = self._due[worker_pid]
+        overdue = clock.now() - _deadline(requests[0])
+        return victim.reap(signal, [request.scope_id for request in requests], overdue)
+
+    def _explain(self, scopes: dict[int, list[str]]) -> None:
+        try:
+            from phalanx.timer.debug_info_logging import log_debug_info_for_expired_timers
+
+            log_debug_info_for_expired_timers(self._run_id, scopes)
+        except Exception:
+            _log.exception("timer server: the debug information of expired timers could not be logged")
+
+    def _tell(self, name: str, request: FileTimerRequest | None) -> None:
+        if self._log_event is not None:
+            try:
+                self._log_event(name, request)
+            except Exception:
+                _log.exception("timer server: log_event(%r) raised", name)
+
+    # The end.
+
+    def _leave(self, how: Callable[[Loop], None]) -> bool:
+        """Have the thread end in this way, and wait for it. False if there is none."""
+        loop, thread = self._loop, self._thread
+        if loop is None or thread is None:
+            return False
+        self._thread = None
+        loop.call(lambda: how(loop))
+        if thread is not threading.current_thread():
+            thread.join(_STOP_WITHIN)
+            if thread.is_alive():
+                _log.error("timer server: its thread has not ended within %g s, and is left behind", _STOP_WITHIN)
+        return True
+
+    def _last_round(self, loop: Loop) -> None:
+        with _Busy(self):
+            self._drain()
+            self._expire()
+            loop.stop()
+
+    def _clean_up(self, loop: Loop) -> None:
+        _running.discard(self)
+        self._loop = None
+        pipe, self._pipe = self._pipe, -1
+        if _pipe.is_at(self._file_path, os.fstat(pipe)):
+            os.unlink(self._file_path)
+        # Said, not left to the closing: a child that was forked behind Python's back may hold the descriptor.
+        fcntl.flock(pipe, fcntl.LOCK_UN)
+        os.close(pipe)
+        for victim in self._victims.values():
+            victim.close()
+        self._victims.clear()
+        loop.close()
+        self._complaints.flush()
+
+    def _abandon(self) -> None:
+        """In a forked child: the pipe and its lock are the parent's, and must end with it."""
+        for fd in (self._pipe, *(victim.fd for victim in self._victims.values())):
+            if fd >= 0:
+                os.close(fd)
+        self._loop = self._thread = None
+        self._pipe = -1
+        self._victims = {}
+
+
+class _Busy:
+    """Marks the thread as at work, and logs what escapes: the server outlives its mistakes."""
+
+    def __init__(self, server: FileTimerServer) -> None:
+        self._server = server
+        self._outer = server._resting
+
+    def __enter__(self) -> None:
+        self._server._progress = clock.now()
+        self._server._resting = False
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
+        self._server._resting = self._outer
+        if isinstance(error, Exception):
+            _log.error("timer server: a mistake of its own", exc_info=error)
+            return True
+        return False
+
+
+def _deadline(request: FileTimerRequest) -> float:
+    deadline = request._deadline
+    return math.inf if deadline is None else deadline
+
+
+def _prepare_for_forks() -> None:
+    """Let forked children drop the pipe: with it they would keep its lock, and clients from noticing our end."""
+    global _prepared  # noqa: PLW0603 - once per process, and cannot be taken back
+    if not _prepared:
+        _prepared = True
+        os.register_at_fork(after_in_child=_after_fork)
+
+
+def _after_fork() -> None:
+    for server in list(_running):
+        server._abandon()
+    _running.clear()

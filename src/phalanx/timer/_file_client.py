@@ -1,0 +1,307 @@
+r"""Timers over a named pipe: the request, and the worker's end.
+
+Owns the line of JSON that a request is, and the sending of it. It refuses to know what the server makes of it.
+
+A line, for those who write a client in another language (to be written in one piece, newline included, at most 4096
+bytes, to a FIFO opened for writing)::
+
+    {"version": 1, "pid": 4242, "scope_id": "all_reduce", "expiration_time": 1795184205.5, "signal": 9}
+
+``expiration_time`` is Unix time in seconds, negative to release. Two more keys are ours, and optional: ``monotonic``,
+the same moment on CLOCK_MONOTONIC, which the server prefers; and ``born``, field 22 of /proc/PID/stat of the process
+``pid``, so that its timer can never come to be another's.
+"""
+
+# ruff: noqa: SLF001 - what a request of this package knows beyond the original's fields is for the package alone
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import select
+import signal as signals
+
+from phalanx._core import clock, linux
+from phalanx.timer import _pipe
+from phalanx.timer._server import TimerClient, TimerRequest
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+VERSION = 1
+
+_FULL_PATIENCE = 10.0
+_ABSENT_PATIENCE = 5.0
+_SCOPE_LIMIT = 3800  # bytes of JSON; what stands beside it takes less than 250
+_HEAD, _TAIL = 100, 200  # characters, each at most 12 bytes of JSON
+_NO_FILE = -1
+
+
+class FileTimerRequest(TimerRequest):
+    """A timer that a process takes, or releases, as it travels through the pipe.
+
+    Args:
+        worker_pid: The process.
+        scope_id: What the timer is for.
+        expiration_time: When it expires: Unix time, in seconds. Negative: the timer is released.
+        signal: What to send the process then. 0 or less: nothing, it is only reported.
+
+    >>> request = FileTimerRequest(4242, "all_reduce", 1795184205.5, 9)
+    >>> request
+    FileTimerRequest(worker_pid=4242, scope_id='all_reduce', expiration_time=1795184205.5, signal=9)
+    >>> request == FileTimerRequest(4242, "all_reduce", 1795184205.5, 15)
+    False
+    >>> print(request.to_json())
+    {"version": 1, "pid": 4242, "scope_id": "all_reduce", "expiration_time": 1795184205.5, "signal": 9}
+    >>> FileTimerRequest.from_json(request.to_json()) == request
+    True
+    """
+
+    __slots__ = ("signal", "version")
+
+    def __init__(self, worker_pid: int, scope_id: str, expiration_time: float, signal: int = 0) -> None:
+        super().__init__(worker_pid, scope_id, expiration_time)
+        self.version = VERSION
+        self.signal = signal
+
+    @property
+    def worker_pid(self) -> int:
+        """The process: another name for ``worker_id``."""
+        pid: int = self.worker_id
+        return pid
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.worker_id, self.scope_id, self.expiration_time, self.version, self.signal
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FileTimerRequest) and self._key() == other._key()
+
+    __hash__ = TimerRequest.__hash__
+
+    def __repr__(self) -> str:
+        fields = {"worker_pid": self.worker_id, "scope_id": self.scope_id, "expiration_time": self.expiration_time}
+        text = ", ".join(f"{name}={value!r}" for name, value in (fields | {"signal": self.signal}).items())
+        return f"{type(self).__name__}({text})"
+
+    def to_json(self) -> str:
+        """One line of JSON, without the newline, in ASCII."""
+        fields: dict[str, Any] = {
+            "version": self.version,
+            "pid": self.worker_id,
+            "scope_id": self.scope_id,
+            "expiration_time": self.expiration_time,
+            "signal": int(self.signal),
+        }
+        if self._deadline is not None:
+            fields["monotonic"] = self._deadline
+        if self._born is not None:
+            fields["born"] = self._born
+        return json.dumps(fields)
+
+    @classmethod
+    def from_json(cls, line: str | bytes) -> FileTimerRequest:
+        """Read what `to_json` or anyone else wrote.
+
+        Raises:
+            ValueError: It is no request. The message says why.
+        """
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError) as exc:
+            raise ValueError(f"not JSON ({exc})") from None
+        if not isinstance(fields, dict):
+            raise ValueError("not a JSON object")  # noqa: TRY004 - the type of the content, not of the argument
+        if fields.get("version", VERSION) != VERSION:
+            raise ValueError(f"its version is not {VERSION}")
+        scope = fields.get("scope_id")
+        if not isinstance(scope, str):
+            raise ValueError("scope_id is not a string")  # noqa: TRY004 - as above, of the content
+        expiration = _real(fields, "expiration_time")
+        if expiration is None:
+            raise ValueError("expiration_time is missing")
+        number = _whole(fields, "signal", -(1 << 31), signals.NSIG - 1)
+        pid = _whole(fields, "pid", -(1 << 31), (1 << 31) - 1)
+        if pid is None or number is None:
+            raise ValueError("pid or signal is missing")
+        request = cls(pid, scope, expiration, number)
+        request._deadline = _real(fields, "monotonic")
+        request._born = _whole(fields, "born", 0, 1 << 64)
+        return request
+
+
+class FileTimerClient(TimerClient):
+    """Takes timers from a `FileTimerServer` on the same host, through its named pipe.
+
+    The pipe is opened by the first request and kept open. Any thread may use the client, and so may a
+    forked child: its requests are its own. It can be pickled. A request is a single write; it never gets lost, and
+    never raises BlockingIOError. When the pipe is full the client waits up to 10 s for the server to read; when no
+    server is there, 5 s for one to come (back).
+
+    A scope whose name takes more than 3800 bytes as JSON is shortened, always in the same way, to its two ends and a
+    checksum of the whole.
+
+    Args:
+        file_path: The server's path.
+        signal: What the server sends this process when a timer expires. 0 or less: nothing, it reports only.
+
+    Raises:
+        ValueError: ``signal`` is no signal.
+    """
+
+    def __init__(self, file_path: str, signal: int = signals.SIGKILL) -> None:
+        super().__init__()
+        self._fds: dict[str, int] = {}  # "pipe": its descriptor; a dict, whose setdefault is one step for all threads
+        self._self = (0, 0)  # our pid, and when we were born
+        if not int(signal) < signals.NSIG:
+            raise ValueError(f"signal: expected a number below {signals.NSIG}, got {signal!r}")
+        self._file_path = os.path.abspath(file_path)
+        self.signal = signal
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._file_path, self.signal)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def acquire(self, scope_id: str, expiration_time: float) -> None:
+        """Take a timer on ``scope_id`` that expires at ``expiration_time`` (Unix time, seconds).
+
+        Converted to CLOCK_MONOTONIC here and now: a later step of the wall clock does not move it.
+
+        Raises:
+            TimeoutError: The pipe was full, and the server read nothing for 10 s.
+            BrokenPipeError: No server was there for 5 s.
+            OSError: The pipe cannot be opened.
+            ValueError: ``expiration_time`` is not finite.
+            TypeError: ``scope_id`` is not a string.
+        """
+        self._send(scope_id, expiration_time, clock.now() + expiration_time - clock.wall())
+
+    def release(self, scope_id: str) -> None:
+        """Give the timer on ``scope_id`` back. Raises as `acquire` does."""
+        self._send(scope_id, -1, None)
+
+    def close(self) -> None:
+        """Close the pipe; another request opens it again. Not while other threads use the client. Idempotent."""
+        pid, _born = self._self
+        fd = self._fds.pop("pipe", _NO_FILE)
+        if fd != _NO_FILE and pid == os.getpid():
+            os.close(fd)
+
+    def _acquire(self, scope_id: str, deadline: float) -> None:
+        self._send(scope_id, clock.wall() + deadline - clock.now(), deadline)
+
+    def _send(self, scope: str, expiration: float, deadline: float | None) -> None:
+        if not isinstance(scope, str):
+            raise TypeError(f"scope_id: expected a string, got {scope!r}")
+        if not math.isfinite(expiration):
+            raise ValueError(f"expiration_time: expected a moment, got {expiration!r}")
+        pid, born = self._identity()
+        request = FileTimerRequest(pid, _fitting(scope), expiration, self.signal if deadline is not None else 0)
+        request._deadline, request._born = deadline, born
+        self._send_request(request)
+
+    def _identity(self) -> tuple[int, int]:
+        pid = os.getpid()
+        if self._self[0] != pid:
+            # A fork's child. The number that it inherited may be another file's by now (a daemon closes all and opens
+            # anew), so it opens the pipe itself.
+            self._fds = {}
+            self._self = (pid, linux.Stat(pid).start)
+        return self._self
+
+    def _send_request(self, request: FileTimerRequest) -> None:
+        line = (request.to_json() + "\n").encode("ascii")
+        if len(line) > _pipe.LINE_LIMIT:  # never from `acquire`, which shortens
+            raise ValueError(f"a request takes at most {_pipe.LINE_LIMIT} bytes, this one has {len(line)}")
+        fd = self._fds.get("pipe", _NO_FILE)
+        if fd == _NO_FILE:
+            fd = self._open()
+        deadline = None
+        while True:
+            try:
+                _write(fd, line)
+            except BlockingIOError:
+                now = clock.now()
+                deadline = now + _FULL_PATIENCE if deadline is None else deadline
+                if now >= deadline:
+                    raise TimeoutError(
+                        110,
+                        f"the timer server has read nothing for {_FULL_PATIENCE:g} s and the pipe is full: see whether"
+                        " the process of FileTimerServer is stopped, or has no time to run",
+                        self._file_path,
+                    ) from None
+                poll = select.poll()
+                poll.register(fd, select.POLLOUT)
+                poll.poll((deadline - now) * 1000)
+            except BrokenPipeError:  # the server has gone; perhaps another is there, or will be
+                fresh = _pipe.open_for_writing(self._file_path, _ABSENT_PATIENCE)
+                # dup2 changes what the number means in one step: other threads write to one or the other.
+                os.dup2(fresh, fd, inheritable=False)
+                os.close(fresh)
+            else:
+                return
+
+    def _open(self) -> int:
+        self._identity()
+        fresh = _pipe.open_for_writing(self._file_path, _ABSENT_PATIENCE)
+        fd = self._fds.setdefault("pipe", fresh)
+        if fd != fresh:  # another thread was faster
+            os.close(fresh)
+        return fd
+
+
+def _write(fd: int, line: bytes) -> None:
+    """Write it whole, or not at all. A pipe without a reader raises BrokenPipeError, in any process."""
+    if signals.getsignal(signals.SIGPIPE) is not signals.SIG_DFL:
+        os.write(fd, line)
+        return
+    # A program that took the interpreter's protection off would die of a server's restart. SIGPIPE comes to the thread
+    # that wrote: it is held up for that long, and taken out if it came by us.
+    before = signals.pthread_sigmask(signals.SIG_BLOCK, (signals.SIGPIPE,))
+    was_pending = signals.SIGPIPE in signals.sigpending()
+    try:
+        os.write(fd, line)
+    except BrokenPipeError:
+        if not was_pending:
+            signals.sigtimedwait((signals.SIGPIPE,), 0)
+        raise
+    finally:
+        signals.pthread_sigmask(signals.SIG_SETMASK, before)
+
+
+def _fitting(scope: str) -> str:
+    """Shorten a scope that would not fit into a line: to its ends, for the reader, and a checksum of the whole.
+
+    >>> _fitting("train.py:41")
+    'train.py:41'
+    >>> len(_fitting("x" * 9999))
+    318
+    """
+    if len(scope) <= _HEAD + _TAIL or len(json.dumps(scope)) <= _SCOPE_LIMIT:
+        return scope
+    import zlib
+
+    checksum = zlib.crc32(scope.encode("utf-8", "surrogatepass"))
+    return f"{scope[:_HEAD]}... ({checksum:08x}) ...{scope[-_TAIL:]}"
+
+
+def _real(fields: dict[str, Any], name: str) -> float | None:
+    value = fields.get(name)
+    if value is None:
+        return None
+    try:
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+    except OverflowError:
+        pass
+    raise ValueError(f"{name} is not a finite number")
+
+
+def _whole(fields: dict[str, Any], name: str, least: int, most: int) -> int | None:
+    value = fields.get(name)
+    if value is None or (type(value) is int and least <= value <= most):
+        return value
+    raise ValueError(f"{name} is not a whole number from {least} to {most}")

@@ -1,0 +1,222 @@
+"""Timers through a `multiprocessing` queue: the server in the process that started the workers, the client in each.
+
+Owns which timers there are. How requests travel is `_mp_queue`'s; who may be killed, and how, is `_victim`'s.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+from phalanx._core import clock
+from phalanx.timer._mp_queue import MultiprocessingRequestQueue, Outbox
+from phalanx.timer._server import TimerClient, TimerRequest, TimerServer
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from phalanx.timer._victim import Victim
+
+_SIGKILL = 9
+_LONGEST_SCOPE = 900  # characters; with four bytes each a request fits into one write
+_REMEMBERED = 1000  # refused pids
+
+
+class LocalTimerClient(TimerClient):
+    """Takes timers from the `LocalTimerServer` at the other end of a queue. For any thread, and after a fork.
+
+    A request is one write to the queue's pipe. If the server does not take requests and the pipe is full, the
+    worker waits for ``patience``, and then gets an error.
+
+    Args:
+        mp_queue: The server's queue, handed to the worker as an argument.
+        patience: Seconds.
+
+    Raises:
+        TimeoutError: From `acquire` and `release`: the queue was full for ``patience``.
+    """
+
+    def __init__(self, mp_queue: Any, *, patience: float = 10.0) -> None:
+        self._mp_queue = mp_queue
+        self._patience = patience
+        self._outbox = Outbox(mp_queue, patience)
+        self._me = 0, 0  # pid, start time
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _client, (self._mp_queue, self._patience)
+
+    def acquire(self, scope_id: str, expiration_time: float) -> None:
+        """See `TimerClient.acquire`. A negative time releases."""
+        if expiration_time < 0:
+            self.release(scope_id)
+        else:
+            self._send(scope_id, expiration_time, clock.now() + expiration_time - clock.wall())
+
+    def release(self, scope_id: str) -> None:
+        """See `TimerClient.release`."""
+        self._send(scope_id, -1, None)
+
+    def _acquire(self, scope_id: str, deadline: float) -> None:
+        self._send(scope_id, clock.wall() + deadline - clock.now(), deadline)
+
+    def _send(self, scope: str, expiration: float, deadline: float | None) -> None:
+        pid = os.getpid()
+        if self._me[0] != pid:
+            from phalanx._core.linux import Stat
+
+            self._me = pid, Stat(pid).start
+        if len(scope) > _LONGEST_SCOPE:
+            scope = _shortened(scope)
+        request = TimerRequest(pid, scope, expiration)
+        request._deadline = deadline  # noqa: SLF001 - what only our own clients know
+        request._born = self._me[1]  # noqa: SLF001 - what only our own clients know
+        self._outbox.send(request)
+
+
+def _client(mp_queue: Any, patience: float) -> LocalTimerClient:
+    return LocalTimerClient(mp_queue, patience=patience)
+
+
+def _shortened(scope: str) -> str:
+    """The same for the same scope, and different for different ones."""
+    from hashlib import sha256
+
+    digest = sha256(scope.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    half = (_LONGEST_SCOPE - len(digest)) // 2 - 3
+    return f"{scope[:half]}...{digest}...{scope[-half:]}"
+
+
+class LocalTimerServer(TimerServer):
+    """Watches workers of this host that take their timers with `LocalTimerClient`, and kills those that are late.
+
+    A worker is a process, by pid and start time: it must belong to the same user or descend from this process. Requests
+    of others, of this process and of its ancestors are refused and logged. At expiry the worker is asked for its
+    stacks, its error file is written, and it is sent SIGKILL. When a worker exits its timers are dropped; when the
+    server stops, all are.
+
+    Args:
+        mp_queue: A `multiprocessing` queue (``Queue``, ``SimpleQueue``, or a manager's), for this server alone.
+        max_interval: As for `TimerServer`; promptness does not depend on it.
+        daemon: As for `TimerServer`.
+
+    >>> import multiprocessing
+    >>> queue = multiprocessing.get_context("spawn").Queue()
+    >>> with LocalTimerServer(queue) as server:
+    ...     client = LocalTimerClient(queue)  # in each worker
+    """
+
+    def __init__(
+        self,
+        mp_queue: Any,
+        max_interval: float = 60,
+        daemon: bool = True,  # noqa: FBT001, FBT002 - the historical signature, by position
+    ) -> None:
+        self._requests = MultiprocessingRequestQueue(mp_queue)
+        super().__init__(self._requests, max_interval, daemon)
+        self._timers: dict[tuple[int, str], TimerRequest] = {}
+        self._soonest = math.inf  # no timer expires earlier
+        self._victims: dict[int, Victim] = {}
+        self._refused: set[Any] = set()
+
+    def register_timers(self, timer_requests: list[TimerRequest]) -> None:
+        """See `TimerServer`. Processes that must not be killed are refused."""
+        self._drop_exited()
+        for request in timer_requests:
+            key = request.worker_id, request.scope_id
+            if request.expiration_time < 0:
+                self._timers.pop(key, None)
+            elif self._known(request):
+                self._timers[key] = request
+                self._soonest = min(self._soonest, request.expiration_time)
+
+    def clear_timers(self, worker_ids: set[int]) -> None:
+        """See `TimerServer`."""
+        self._timers = {key: request for key, request in self._timers.items() if key[0] not in worker_ids}
+
+    def get_expired_timers(self, deadline: float) -> dict[int, list[TimerRequest]]:
+        """See `TimerServer`. Within a worker the earliest stands first."""
+        expired: dict[int, list[TimerRequest]] = {}
+        if deadline < self._soonest:
+            return expired
+        for request in sorted(self._timers.values(), key=_expiration):
+            if request.expiration_time > deadline:
+                break
+            expired.setdefault(request.worker_id, []).append(request)
+        self._soonest = min(map(_expiration, self._timers.values()), default=math.inf)
+        return expired
+
+    def start(self) -> None:
+        """See `TimerServer.start`."""
+        from importlib import import_module
+
+        for name in ("phalanx.timer._victim", "phalanx._core.stacks", "phalanx.timer.debug_info_logging"):
+            import_module(name)  # now: at the first expiry the kill would wait for it, 7 ms
+        super().start()
+
+    def stop(self) -> None:
+        """See `TimerServer.stop`; at once."""
+        super().stop()
+        self._timers.clear()
+        for pid in list(self._victims):
+            self._forget(pid)
+
+    def _reap_worker(self, worker_id: int) -> bool:
+        victim = self._victims.get(worker_id)
+        now = clock.now()
+        timers = self.get_expired_timers(now).get(worker_id)
+        if victim is None or not timers:
+            return True
+        overdue = now - timers[0].expiration_time
+        return victim.reap(_SIGKILL, [timer.scope_id for timer in timers], overdue) or victim.gone()
+
+    def _known(self, request: TimerRequest) -> bool:
+        """Whether the process of a request may be killed; it is watched from now on."""
+        from phalanx.timer._victim import Refused, Victim
+
+        pid, born = request.worker_id, getattr(request, "_born", None)
+        if not isinstance(pid, int):
+            self._refuse(pid, TypeError("that is no process id"))
+            return False
+        victim = self._victims.get(pid)
+        if victim is not None and not victim.gone():
+            return born is None or born == victim.start
+        self._forget(pid)
+        try:
+            victim = Victim(pid)
+        except Refused as reason:
+            self._refuse(pid, reason)
+            return False
+        if born is not None and born != victim.start:  # it has exited, and another process has its pid
+            victim.close()
+            return False
+        for other in [other for other, known in self._victims.items() if known.gone()]:
+            self._forget(other)
+        self._victims[pid] = victim
+        self._requests.watch(victim.fd)
+        return True
+
+    def _refuse(self, pid: Any, reason: Exception) -> None:
+        if pid not in self._refused:  # it may ask again and again
+            from phalanx.timer.debug_info_logging import logger
+
+            logger().warning("a timer of process %r is refused: %s", pid, reason)
+            if len(self._refused) >= _REMEMBERED:
+                self._refused.clear()
+            self._refused.add(pid)
+
+    def _drop_exited(self) -> None:
+        exited = set(self._requests.readable())
+        for pid in [pid for pid, victim in self._victims.items() if victim.fd in exited]:
+            self._forget(pid)
+
+    def _forget(self, pid: int) -> None:
+        victim = self._victims.pop(pid, None)
+        if victim is not None:
+            self._requests.forget(victim.fd)
+            victim.close()
+            self.clear_timers({pid})
+
+
+def _expiration(request: TimerRequest) -> float:
+    return request.expiration_time

@@ -1,0 +1,230 @@
+"""The named pipe between timer clients and their server: where it is, whose it is, and what may be read from it.
+
+Owns the FIFO's creation, taking over and opening, and the cutting of bytes into lines. It refuses to know what
+a line says.
+
+The kernel writes up to PIPE_BUF (4096) bytes to a pipe in one piece (pipe(7)): lines of that length never mix, however
+many workers write. A server holds the FIFO open for reading and writing, so it never sees the end of file when the
+last client leaves. Its lock is flock(2)'s, which goes with the process. A FIFO that a killed server left is taken over
+as it is, so clients that hold it open go on, and what they had written is still read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import select
+import stat
+
+from phalanx._core import clock, linux
+
+_log = logging.getLogger("phalanx.timer")
+
+LINE_LIMIT = select.PIPE_BUF
+"""The most bytes of a line, its newline included."""
+
+_SIZE = 1 << 20  # fs.pipe-max-size, unless somebody moved it
+_MODE = 0o600
+_IN_OPEN = 0x20
+
+
+class PipeRefusedError(OSError):
+    """This path is no place for the pipe: what is there is not ours, or another server serves it."""
+
+
+def create(path: str) -> tuple[int, bool]:
+    """Make the FIFO, or take over the one that a server before left there.
+
+    Returns:
+        A locked descriptor that reads and writes without blocking, and whether the FIFO was taken over: the first line
+        may lack its beginning then, which the server before had read. The lock lasts as long as it is open.
+
+    Raises:
+        PipeRefusedError: There is something else, or something of somebody else, or a live server.
+        OSError: The FIFO cannot be made.
+    """
+    while True:
+        found = False
+        try:
+            os.mkfifo(path, _MODE)
+        except FileExistsError:
+            found = True
+        fd = _take_over(path)
+        if fd is not None:
+            return fd, found
+
+
+def _take_over(path: str) -> int | None:
+    """Open and lock what is there; None if it is gone, or another one, by the time that we have it."""
+    try:
+        # Looked at before it is opened: to open a device can have effects.
+        _examine(path, os.lstat(path))
+        fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY)
+    except FileNotFoundError:
+        return None
+    try:
+        mine = os.fstat(fd)
+        _examine(path, mine)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            message = "another timer server serves this pipe: stop it, or choose another path"
+            raise PipeRefusedError(message, path) from None
+        if not is_at(path, mine):  # its server removed it between our opening and our locking
+            os.close(fd)
+            return None
+        _enlarge(fd)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _examine(path: str, found: os.stat_result) -> None:
+    if stat.S_ISLNK(found.st_mode):
+        raise PipeRefusedError("it is a symbolic link: anyone who can write there could lead the pipe elsewhere", path)
+    if not stat.S_ISFIFO(found.st_mode):
+        raise PipeRefusedError("it exists and is not a named pipe: remove it, or choose another path", path)
+    if found.st_uid != os.geteuid():
+        raise PipeRefusedError(f"it belongs to another user (uid {found.st_uid})", path)
+    if stat.S_IMODE(found.st_mode) & ~_MODE:
+        mode = stat.S_IMODE(found.st_mode)
+        raise PipeRefusedError(f"others may use it (mode {mode:04o}, expected 0600): remove it", path)
+
+
+def is_at(path: str, mine: os.stat_result) -> bool:
+    """Whether ``path`` still leads to the file that ``mine`` describes."""
+    try:
+        there = os.lstat(path)
+    except OSError:
+        return False
+    return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
+
+
+def _enlarge(fd: int) -> None:
+    size = _SIZE
+    while size > LINE_LIMIT:  # EPERM beyond fs.pipe-max-size, or when the user's pipes hold too much already
+        try:
+            fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, size)
+        except OSError:
+            size //= 2
+        else:
+            return
+
+
+def open_for_writing(path: str, patience: float) -> int:
+    """Open a server's FIFO, and wait up to ``patience`` seconds for a server to be there.
+
+    Raises:
+        BrokenPipeError: There was none all that time.
+        OSError: The FIFO cannot be opened for another reason.
+    """
+    deadline = clock.now() + patience
+    fd = _attempt(path)
+    if fd is not None:
+        return fd
+    notify = linux.inotify()  # a server makes the FIFO, or opens the one that is there: both are events
+    try:
+        poll = select.poll()
+        poll.register(notify, select.POLLIN)
+        while True:
+            _listen(notify, path)
+            fd = _attempt(path)  # after the watch was set, so what happens from now on is an event
+            if fd is not None:
+                return fd
+            left = deadline - clock.now()
+            if left <= 0 or not poll.poll(left * 1000):
+                break
+            os.read(notify, 65536)
+    finally:
+        os.close(notify)
+    raise BrokenPipeError(
+        errno.EPIPE,
+        f"no timer server has served this pipe for {patience:g} s: start FileTimerServer with this path before the"
+        " workers, and keep it running (or start it again) as long as they take timers",
+        path,
+    )
+
+
+def _listen(notify: int, path: str) -> None:
+    with contextlib.suppress(OSError):  # not there yet, or no watch to be had: the wait may be in vain, but it ends
+        linux.inotify_add(notify, os.path.dirname(path) or os.curdir, linux.IN_CREATE | linux.IN_MOVED_TO)
+        linux.inotify_add(notify, path, _IN_OPEN)
+
+
+def _attempt(path: str) -> int | None:
+    """Open the FIFO if a server is at its other end; None if not."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except OSError as exc:
+        if exc.errno in (errno.ENOENT, errno.ENXIO):  # ENXIO: nobody has it open for reading
+            return None
+        raise
+    if stat.S_ISFIFO(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise PipeRefusedError("it is not a named pipe", path)
+
+
+class Lines:
+    r"""Cuts a stream of bytes into lines, whatever comes, in bounded memory.
+
+    >>> lines = Lines()
+    >>> lines.feed(b'one\ntw'), lines.feed(b'o\n'), lines.feed(b'x' * 9999), lines.feed(b'x\nthree\n')
+    ([b'one'], [b'two'], [], [b'three'])
+    >>> lines.oversized
+    1
+    """
+
+    def __init__(self) -> None:
+        self.oversized = 0
+        self._rest = b""
+        self._skipping = False
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Cut off the lines that are whole now. Those over `LINE_LIMIT` bytes are counted, and left out."""
+        if not data:
+            return []
+        whole = (self._rest + data).split(b"\n")
+        self._rest = whole.pop()
+        if whole and self._skipping:
+            del whole[0]
+            self._skipping = False
+        lines = [line for line in whole if len(line) < LINE_LIMIT]
+        self.oversized += len(whole) - len(lines)
+        if len(self._rest) >= LINE_LIMIT:
+            self.oversized += not self._skipping
+            self._skipping, self._rest = True, b""
+        elif self._skipping:
+            self._rest = b""
+        return lines
+
+
+class Complaints:
+    """Warnings that a broken or hostile writer can cause, at most ``most`` of them in ``period`` seconds."""
+
+    def __init__(self, most: int = 10, period: float = 10.0) -> None:
+        self._most, self._period = most, period
+        self._since = clock.now() - period
+        self._said = self._left_out = 0
+
+    def say(self, message: str, *args: object) -> None:
+        """Log a warning, or count it."""
+        now = clock.now()
+        if now - self._since >= self._period:
+            self.flush()
+            self._since, self._said = now, 0
+        if self._said < self._most:
+            self._said += 1
+            _log.warning(message, *args)
+        else:
+            self._left_out += 1
+
+    def flush(self) -> None:
+        """Say how many were left out."""
+        if self._left_out:
+            _log.warning("%d more warnings about the timer pipe were left out", self._left_out)
+            self._left_out = 0

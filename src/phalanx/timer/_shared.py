@@ -1,0 +1,228 @@
+"""Timers in shared memory, for a process that watches over others without being their group's launcher.
+
+A group does the same by itself (`phalanx.timer.TimerSpecs`, ``phalanx run``). Owns the pair's two faces; the table
+is `timetable`'s, when to look `lookout`'s, and the reaping `_victim`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from contextlib import ExitStack, suppress
+
+from phalanx._core import clock, timetable
+from phalanx._core.lookout import Lookout
+from phalanx._core.loop import Loop
+from phalanx._core.timetable import Seat, Timetable
+from phalanx.timer._server import TimerClient
+from phalanx.timer._specs import seconds
+from phalanx.timer._victim import Exited, Refused, Victim
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Self
+
+    from phalanx._core.timetable import Timer
+
+
+_log = logging.getLogger("phalanx.timer")
+
+_seats: dict[str, tuple[int, int, Seat]] = {}  # by the server's address: of which process, in which memory
+_opening = threading.Lock()
+
+
+class SharedTimerClient(TimerClient):
+    """The worker's end. To set or clear a timer is a few stores; no system call, unless its deadline is the earliest.
+
+    It can be pickled, and handed to a worker as an argument. A fork takes a seat of its own.
+
+    Args:
+        address: `SharedTimerServer.address`.
+
+    >>> with SharedTimerServer() as server:
+    ...     client = SharedTimerClient(server.address)
+    ...     client.acquire("load", clock.wall() + 60)
+    ...     client.release("load")
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._pid = 0
+        self._seat: Seat | None = None
+        self._slots: dict[str, int] = {}
+        self._texts: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def seat(self) -> Seat:
+        """This process's place in the server's table, taken at the first use.
+
+        Raises RuntimeError when the server cannot be reached, or has no seat left.
+        """
+        if self._seat is None or self._pid != os.getpid():
+            self._seat, self._pid = _seat_at(self._address), os.getpid()
+            self._slots, self._lock = {}, threading.Lock()
+        return self._seat
+
+    def acquire(self, scope_id: str, expiration_time: float) -> None:
+        """Take a timer on ``scope_id``, or move it, to ``expiration_time`` (Unix time, seconds)."""
+        self._acquire(scope_id, clock.now() + expiration_time - clock.wall())
+
+    def release(self, scope_id: str) -> None:
+        """Give the timer on ``scope_id`` back. One that is not held is ignored."""
+        seat = self._seat if self._seat is not None else self.seat
+        slot = self._slots.pop(scope_id, None)
+        if slot is not None:
+            seat.give(slot)
+
+    def _acquire(self, scope_id: str, deadline: float) -> None:
+        seat = self.seat
+        text = self._texts.get(scope_id)
+        if text is None:
+            if len(self._texts) >= timetable.SLOTS:
+                self._texts.clear()
+            text = self._texts[scope_id] = timetable.encode(scope_id, "")
+        moment = int(deadline * clock.NS)
+        with self._lock:
+            before = self._slots.get(scope_id)
+            self._slots[scope_id] = seat.take(moment, moment - clock.now_ns(), text, threading.get_ident())
+            if before is not None:
+                seat.give(before)
+
+    def __reduce__(self) -> tuple[type[SharedTimerClient], tuple[str]]:
+        return SharedTimerClient, (self._address,)
+
+
+def _seat_at(address: str) -> Seat:
+    """This process's seat at a server's table. Raises RuntimeError.
+
+    One for all its clients: to the kernel a process has a lock, or has it not, whatever the descriptor.
+    """
+    pid, memory, *_ = (*address.split(":"), "")
+    with _opening:
+        which = os.getpid(), 0
+        with suppress(OSError):  # then `Seat` says what is wrong
+            which = os.getpid(), os.stat(f"/proc/{pid}/fd/{memory}").st_ino  # a later server may have the same address
+        *known, seat = _seats.get(address, (0, 0, None))
+        if seat is not None and tuple(known) == which:
+            return seat
+        if seat is not None:
+            seat.close()
+        try:
+            seat = Seat(f"{address}:0")
+        except OSError as error:
+            raise RuntimeError(error.strerror) from error
+        _seats[address] = *which, seat
+        return seat
+
+
+class SharedTimerServer:
+    """Watches timers that are set in shared memory, in a thread of its own, and reaps processes that are late.
+
+    It sleeps until the earliest deadline, or until somebody sets an earlier one. A process is who the kernel says holds
+    the seat, by a lock that goes with it: no recycled pid is ever signalled. Those of other users, itself and its
+    own ancestors are refused, and logged.
+
+    Args:
+        max_interval: Accepted and without effect: nothing polls.
+        daemon: Whether the interpreter may exit while the server runs.
+        seats: How many processes can have timers at a time, at least 1.
+        hang_timeout: Seconds after a process's last `beat` when it counts as hung, or None.
+
+    Raises:
+        ValueError: Fewer than one seat, or a time that is none.
+        OSError: There is no memory, or no descriptor, for the table.
+    """
+
+    def __init__(
+        self,
+        max_interval: float = 60,
+        daemon: bool = True,  # noqa: FBT001, FBT002 - as with its siblings, by position
+        *,
+        seats: int = 256,
+        hang_timeout: float | None = None,
+    ) -> None:
+        seconds("max_interval", max_interval)
+        if hang_timeout is not None:
+            seconds("hang_timeout", hang_timeout, zero=False)
+        if seats < 1:
+            msg = f"seats: expected 1 or more, got {seats}"
+            raise ValueError(msg)
+        self._daemon = daemon
+        self._seats = seats
+        self._hang_timeout = hang_timeout
+        self._table: Timetable | None = None
+
+    @property
+    def address(self) -> str:
+        """What a `SharedTimerClient` needs. Raises RuntimeError when the server has not been started."""
+        if self._table is None:
+            raise RuntimeError("the timer server has not been started")
+        return self._table.address
+
+    def start(self) -> None:
+        """Watch from now on. Raises RuntimeError when it does already."""
+        if self._table is not None:
+            raise RuntimeError("the timer server has been started already")
+        with ExitStack() as undo:
+            table = Timetable(self._seats, self._hang_timeout)
+            undo.callback(table.close)
+            loop = Loop()
+            undo.callback(loop.close)
+            thread = threading.Thread(target=self._run, args=(table, loop), name="phalanx-timers", daemon=self._daemon)
+            thread.start()
+            undo.pop_all()
+        self._table, self._loop, self._thread = table, loop, thread
+
+    def stop(self) -> None:
+        """Watch no more. Timers that run are forgotten. Idempotent."""
+        table, self._table = self._table, None
+        if table is None:
+            return
+        self._loop.call(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        with _opening:
+            _, _, own = _seats.pop(table.address, (0, 0, None))
+        if own is not None:
+            own.close()
+        table.close()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _run(self, table: Timetable, loop: Loop) -> None:
+        lookout = Lookout(table, loop, lambda timers: self._on_expired(table, timers))
+        lookout.open()
+        loop.run()
+        lookout.close()
+
+    def _on_expired(self, table: Timetable, timers: list[Timer]) -> None:
+        seats: dict[int, list[Timer]] = {}
+        for timer in timers:
+            seats.setdefault(timer.seat, []).append(timer)
+        for seat, late in seats.items():
+            pid = table.holder(seat)
+            if not pid:  # it has ended, and its timers with it
+                continue
+            try:
+                victim = Victim(pid)
+            except Exited:
+                continue
+            except Refused as why:
+                _log.error("timers of pid %d are not watched: %s", pid, why)
+                continue
+            try:
+                still = [timer for timer in late if table.still(timer)]
+                if still and table.holder(seat) == pid:  # so it is this process that hangs, and no later one of its pid
+                    scopes = [timer.scope or timer.place for timer in still]
+                    overdue = (clock.now_ns() - min(timer.deadline for timer in still)) / clock.NS
+                    victim.reap(signal.SIGKILL, scopes, overdue)
+            finally:
+                victim.close()

@@ -1,0 +1,264 @@
+"""Whom an expired timer may strike, and how: the identity of a process, its evidence, then the signal.
+
+Owns one open process: who it is (pid, start time, pidfd), whether this server may signal it, what is written down
+before that, and the signal itself. It refuses to know where timers live, who sets them and when they are due.
+
+A pid alone names nobody: the kernel hands it out again. A pidfd (pidfd_open(2)) names one process for ever, and
+a signal through it reaches that process or nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+
+from phalanx._core import clock, evidence, frames, linux, stacks
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+_log = logging.getLogger("phalanx.timer")
+
+STACKS_WITHIN = 0.25
+"""Seconds that a process has for giving its stacks before it is killed without them."""
+
+_STACKS = evidence.stacks_path("/error.json").removeprefix("/error.json")
+
+_PATIENCE = 64  # generations of a family tree; a loop, which races with exits could show, ends there
+
+
+class Refused(Exception):  # noqa: N818 - it is an answer, and the caller logs it
+    """This process is not for a timer server to signal. ``str()`` says why; it fits after "refused: "."""
+
+
+class Exited(Refused):
+    """There is no such process any more. No cause for alarm: a worker may leave before its request is read."""
+
+
+class Victim:
+    """A process that timers of this server may strike, held open so that its pid cannot come to mean another.
+
+    Qualified is who runs as our own effective user or descends from us, and is neither this process nor one of those
+    that it descends from (an agent, a launcher, a shell).
+
+    Attributes:
+        pid: Its process id.
+        fd: Its pidfd, owned by this object: readable once the process has exited.
+        start: When it started, in clock ticks after boot (proc_pid_stat(5)).
+
+    Raises:
+        Refused: It does not qualify.
+        Exited: There is no such process, or it is a zombie.
+
+    >>> Victim(1)
+    Traceback (most recent call last):
+    phalanx.timer._victim.Refused: pid 1 is the system's first process
+    """
+
+    def __init__(self, pid: int) -> None:
+        _refuse_by_number(pid)
+        # What the evidence took is given back when the process has gone: the kernel needs milliseconds for that, and
+        # other processes may be late as well.
+        self._afterwards = contextlib.ExitStack()
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            raise Exited(f"there is no process {pid}") from None
+        except (OSError, OverflowError) as exc:  # EINVAL or ENOENT: the number of a thread; EMFILE
+            raise Refused(f"process {pid} cannot be opened ({getattr(exc, 'strerror', None) or exc})") from None
+        try:
+            self.pid, self.fd = pid, fd
+            self.start, self._same_user = self._qualify()
+        except BaseException:
+            os.close(fd)
+            self.fd = -1
+            raise
+
+    def gone(self) -> bool:
+        """Whether it has exited (a zombie has)."""
+        poll = select.poll()
+        poll.register(self.fd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def reap(self, number: int, scopes: Sequence[str], overdue: float) -> bool:
+        """Write down where it hangs, then signal it; log both.
+
+        The evidence is its Python stacks, as far as it gives them within `STACKS_WITHIN`, and an error file where the
+        process was told to leave one, so that whoever supervises it can name the scope. Nothing that goes wrong with
+        the evidence keeps the signal from being sent.
+
+        Args:
+            number: The signal. With 0 or less the process is reported on, and neither signalled nor accused in a file.
+            scopes: Those that expired, at least one; the message of the failure names them.
+            overdue: Seconds beyond the first of their deadlines.
+
+        Returns:
+            False if it had exited before; no signal was sent then.
+        """
+        if self.gone():
+            return False
+        before, self._afterwards = self._afterwards, contextlib.ExitStack()
+        text = self._write_down(number, scopes, overdue)
+        sent = number <= 0 or self.send(number)
+        late = f"{describe(scopes)}; {over(overdue)}"
+        _log.error("pid %d: %s; %s%s", self.pid, late, _outcome(number, sent=sent), f"\n{text}" if text else "")
+        before.close()
+        if number <= 0:
+            self._afterwards.close()
+        return sent
+
+    def send(self, number: int) -> bool:
+        """Send a signal (1..64). Returns False, and logs why unless it has exited, if it could not be sent."""
+        try:
+            signal.pidfd_send_signal(self.fd, number)
+        except ProcessLookupError:
+            return False
+        except (OSError, ValueError) as exc:
+            _log.error("pid %d: signal %d could not be sent: %s", self.pid, number, exc)
+            return False
+        return True
+
+    def close(self) -> None:
+        """Give back the pidfd, and what the evidence took. Idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+        self._afterwards.close()
+
+    def _qualify(self) -> tuple[int, bool]:
+        """Its start time, and whether it runs as our user. Raises Refused."""
+        ancestry = {stat.pid for stat in _upwards(os.getppid())}
+        if self.pid in ancestry:
+            raise Refused(f"pid {self.pid} is a process that this server descends from")
+        try:
+            start = linux.Stat(self.pid).start
+            same_user = _effective_user(self.pid) == os.geteuid()
+        except OSError as exc:
+            raise Exited(f"there is no process {self.pid} ({exc.strerror})") from None
+        if not same_user and os.getpid() not in {stat.pid for stat in _upwards(self.pid)}:
+            raise Refused(f"pid {self.pid} is another user's process, and none that this server started")
+        if self.gone():  # asked last: all that was read above belongs to the process that the pidfd names
+            raise Exited(f"process {self.pid} has exited")
+        return start, same_user
+
+    def _write_down(self, number: int, scopes: Sequence[str], overdue: float) -> str:
+        moment = clock.now_ns() - int(overdue * clock.NS)
+        path = text = ""
+        try:
+            path = self._error_file()
+            text = self._stacks(path)
+            # Accused in a file is only who is about to be killed: one that lives on must be able to record its own end.
+            # And never by root in a place that a user names.
+            if number > 0 and path and self._same_user:
+                author = evidence.written_by(evidence.read(path)[0])
+                if author is None or author not in (self.pid, linux.Stat(self.pid).parent):
+                    where = frames.top(frames.parse(text))
+                    evidence.write_error_file(
+                        path,
+                        describe(scopes),
+                        evidence.without_us(text),
+                        monotonic_ns=moment,
+                        pid=self.pid,
+                        observer="timer",
+                        scope=scopes[0],
+                        detail=over(overdue) + (f"\nit is in {where}" if where is not None else ""),
+                    )
+        except Exception as exc:  # noqa: BLE001 - whatever went wrong with the evidence, the kill must follow
+            _log.warning("pid %d: no evidence of its expired timer could be left at %s: %s", self.pid, path, exc)
+        return text
+
+    def _error_file(self) -> str:
+        """Where the process was told to leave its evidence: an absolute path, or ``""``.
+
+        The file for its stacks lies beside, and it has that open; the environment in /proc is that of its last exec, so
+        in a fork it may be another's.
+        """
+        folder = f"/proc/{self.pid}/fd"
+        for fd in os.listdir(folder):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                path = os.readlink(f"{folder}/{fd}")
+                if path.endswith(_STACKS):
+                    return path.removesuffix(_STACKS)
+        prefix = f"{evidence.ERROR_FILE_ENV}=".encode()
+        for entry in linux.environ(self.pid):
+            if entry.startswith(prefix):
+                path = os.fsdecode(entry[len(prefix) :])
+                return path if os.path.isabs(path) else ""
+        return ""
+
+    def _stacks(self, error_file: str) -> str:
+        """Ask for its stacks and wait for them, `STACKS_WITHIN` seconds at most."""
+        try:
+            collection = stacks.Collection([stacks.Target(0, self.pid, error_file, self.send)])
+            self._afterwards.callback(collection.close)
+            collection.begin()
+            collection.wait(STACKS_WITHIN)
+            return collection.finish().get(0, "")
+        except Exception as exc:  # noqa: BLE001 - an error file without stacks is better than none
+            _log.warning("pid %d: no stacks: %s: %s", self.pid, type(exc).__name__, exc)
+            return ""
+
+
+def describe(scopes: Iterable[str]) -> str:
+    """Say what happened, as the message of a failure and for the log.
+
+    >>> describe(["train.py:41"])
+    "Hang: 'train.py:41' was not left in time"
+    """
+    names = [repr(scope) for scope in scopes]
+    return f"Hang: {', '.join(names)} {'were' if len(names) > 1 else 'was'} not left in time"
+
+
+def over(seconds: float) -> str:
+    """Say by how much.
+
+    >>> over(0.0012), over(2)
+    ('1.2 ms over its deadline', '2.0 s over its deadline')
+    """
+    late = f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
+    return f"{late} over its deadline"
+
+
+def _outcome(number: int, *, sent: bool) -> str:
+    if number <= 0:
+        return "it is reported only"
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    return f"it was sent {name}" if sent else f"{name} was not sent"
+
+
+def _refuse_by_number(pid: int) -> None:
+    if pid < 1:
+        raise Refused(f"{pid} is not the id of a process")
+    if pid == 1:
+        raise Refused("pid 1 is the system's first process")
+    if pid == os.getpid():
+        raise Refused(f"pid {pid} is the timer server's own process")
+
+
+def _upwards(pid: int) -> Iterator[linux.Stat]:
+    """A process, its parent, and so on, as far as they are to be seen."""
+    for _ in range(_PATIENCE):
+        if pid < 1:
+            return
+        try:
+            stat = linux.Stat(pid)
+        except OSError:
+            return
+        yield stat
+        pid = stat.parent
+
+
+def _effective_user(pid: int) -> int:
+    """Its effective user id. Raises OSError."""
+    with open(f"/proc/{pid}/status", "rb") as file:
+        for line in file:
+            if line.startswith(b"Uid:"):
+                return int(line.split()[2])
+    raise ProcessLookupError(3, "no such process")

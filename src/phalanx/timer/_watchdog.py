@@ -1,0 +1,204 @@
+"""What a running timer server does: takes requests, waits for the earliest deadline, has late workers reaped.
+
+Owns the thread, the order of things, and what happens when the methods of a server or a queue raise. It knows
+timers as requests only: which exist and who is to be reaped is what the server says.
+"""
+
+# ruff: noqa: BLE001 - the methods of others may raise anything; the workers of this host must still be watched.
+
+from __future__ import annotations
+
+import math
+from copy import copy
+from threading import Event, Thread, current_thread
+
+from phalanx._core import clock
+from phalanx.timer.debug_info_logging import log_debug_info_for_expired_timers, logger
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, TypeVar
+
+    from phalanx.timer._server import RequestQueue, TimerRequest, TimerServer
+
+    D = TypeVar("D")
+    T = TypeVar("T")
+
+_LONGEST = 1e6  # seconds: what every way of waiting takes
+_OVERTIME = 5.0
+_RETRY = 1.0  # until a worker that could not be reaped is tried again, at first
+_PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # after an exception, at first and at most
+_TURNS = 1000  # in which late requests are taken before anyone is reaped
+
+
+class Agenda:
+    """When to look next, from requests alone.
+
+    A dict and a lower bound, not a heap: what is released leaves at once, and a job that takes a thousand timers a
+    second leaves nothing behind. The bound may be of a timer that has gone: then one look is in vain.
+
+    >>> from phalanx.timer import TimerRequest
+    >>> agenda = Agenda()
+    >>> agenda.take([TimerRequest(1, "a", 5.0), TimerRequest(1, "b", 7.0), TimerRequest(1, "a", -1)])
+    >>> agenda.next(4.0), agenda.next(5.0), agenda.next(7.0)
+    (5.0, 7.0, inf)
+    """
+
+    def __init__(self) -> None:
+        self._moments: dict[tuple[Any, str], float] = {}
+        self._soonest = math.inf
+
+    def take(self, requests: list[TimerRequest]) -> None:
+        """Note timers taken and released."""
+        for request in requests:
+            key = request.worker_id, request.scope_id
+            if request.expiration_time < 0:
+                self._moments.pop(key, None)
+            else:
+                self._moments[key] = request.expiration_time
+                self._soonest = min(self._soonest, request.expiration_time)
+
+    def next(self, looked: float) -> float:
+        """The next moment to look at, or infinity. What was due at ``looked`` has been dealt with."""
+        if self._soonest <= looked:
+            self._moments = {key: moment for key, moment in self._moments.items() if moment > looked}
+            self._soonest = min(self._moments.values(), default=math.inf)
+        return self._soonest
+
+
+def received(request: TimerRequest) -> TimerRequest | None:
+    """Convert a request from Unix time to CLOCK_MONOTONIC, in a copy; None, and logged, if it is none."""
+    try:
+        hash((request.worker_id, request.scope_id))
+        expiration = float(request.expiration_time)
+        if math.isnan(expiration):
+            raise ValueError("its expiration is not a number")  # noqa: TRY301 - one way out for all that is wrong
+        if expiration < 0:
+            return request
+        moment = getattr(request, "_deadline", None)
+        if moment is None:
+            moment = clock.now() + expiration - clock.wall()
+        own = copy(request)
+        own.expiration_time = max(0.0, moment)  # long over, but no release
+    except Exception as error:
+        logger().error("not a timer request, skipped: %.200r (%s)", request, error)
+        return None
+    return own
+
+
+class Watchdog:
+    """The thread of one server, from one `start` to one `stop`."""
+
+    def __init__(self, server: TimerServer, queue: RequestQueue, max_interval: float, *, daemon: bool) -> None:
+        self._server = server
+        self._queue = queue
+        self._interval = min(max_interval, _LONGEST)
+        self._stopping = Event()
+        self._thread = Thread(target=self._run, name="phalanx-timers", daemon=daemon)
+        self._agenda = Agenda()
+        self._again = math.inf  # when to look again although no deadline is due
+        self._late: dict[
+            Any, tuple[float, float]
+        ] = {}  # who could not be reaped: when to try again, the delay after it
+        self._faults = 0
+
+    def start(self) -> None:
+        """Open the queue and start the thread."""
+        hook = getattr(self._queue, "_open", None)  # a queue need not be a subclass of ours
+        if hook is not None:
+            hook()
+        try:
+            self._thread.start()
+        except BaseException:
+            self._close()
+            raise
+
+    def stop(self) -> None:
+        """End the thread; from itself, after the current turn."""
+        self._stopping.set()
+        wake = getattr(self._queue, "_wake", None)
+        if wake is not None:
+            self._try(None, wake)
+        if current_thread() is self._thread:
+            return
+        self._thread.join(self._interval + _OVERTIME)
+        if self._thread.is_alive():
+            logger().error("the timer server has not stopped: %r still runs; it will end then", self._queue)
+
+    def _run(self) -> None:
+        pause = 0.0
+        try:
+            while not self._stopping.is_set():
+                faults = self._faults
+                looked = self._turn()
+                pause = 0.0 if faults == self._faults else min(max(_PAUSE, 2 * pause), _LONGEST_PAUSE, self._interval)
+                if pause:
+                    self._again = looked + pause
+                    self._stopping.wait(min(pause, max(0.0, self._agenda.next(looked) - clock.now())))
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        hook = getattr(self._queue, "_close", None)
+        if hook is not None:
+            self._try(None, hook)
+
+    def _try(self, default: D, method: Callable[..., T], *args: Any) -> T | D:
+        try:
+            return method(*args)
+        except Exception:
+            self._faults += 1
+            logger().exception("%s failed", getattr(method, "__qualname__", repr(method)))
+            return default
+
+    def _turn(self) -> float:
+        """Wait, take what came, see to what is due. Returns the moment at which was looked."""
+        now = clock.now()
+        moments = [self._agenda.next(-1.0), self._again, *(moment for moment, _ in self._late.values())]
+        self._take(max(0.0, min(min(moments) - now, self._interval)))
+        if self._stopping.is_set():
+            return now
+        now, self._again = clock.now(), math.inf
+        expired = self._expired(now)
+        if expired:
+            # A server that was late itself may have the release in its queue, behind what it took.
+            for _ in range(_TURNS):
+                if not self._try(0, self._queue.size):
+                    break
+                self._take(0.0)
+            expired = self._expired(now)
+            self._reap(expired, now)
+        self._agenda.next(now)
+        return now
+
+    def _take(self, timeout: float) -> None:
+        size = self._try(0, self._queue.size)
+        came = self._try(None, self._queue.get, max(1, size), timeout) or ()
+        requests = [request for request in map(received, came) if request is not None]
+        self._agenda.take(requests)
+        self._try(None, self._server.register_timers, requests)
+
+    def _expired(self, now: float) -> dict[Any, list[TimerRequest]]:
+        expired = self._try(None, self._server.get_expired_timers, now) or {}
+        self._late = {worker: late for worker, late in self._late.items() if expired.get(worker)}
+        return {
+            worker: timers
+            for worker, timers in expired.items()
+            if timers and not (worker in self._late and self._late[worker][0] > now)
+        }
+
+    def _reap(self, expired: dict[Any, list[TimerRequest]], now: float) -> None:
+        reaped = set()
+        for worker, timers in expired.items():
+            self._try(None, log_debug_info_for_expired_timers, "", {worker: [timer.scope_id for timer in timers]})
+            if self._try(True, self._server._reap_worker, worker):  # noqa: SLF001 - the historical name of the hook
+                logger().info("worker %s is reaped", worker)
+                reaped.add(worker)
+                self._late.pop(worker, None)
+            else:
+                delay = self._late[worker][1] if worker in self._late else min(_RETRY, self._interval)
+                self._late[worker] = now + delay, min(2 * delay, self._interval)
+                logger().error("worker %s could not be reaped; the next attempt is in %g s", worker, delay)
+        if reaped:
+            self._try(None, self._server.clear_timers, reaped)

@@ -1,0 +1,358 @@
+"""The contract for timer pairs of one's own: what the server's thread does with a queue and a server of anybody's."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import math
+import os
+import pickle
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from phalanx._core import clock
+from phalanx.timer import RequestQueue, TimerClient, TimerRequest, TimerServer
+from phalanx.timer._watchdog import Agenda, received
+from tests.helpers import TIMEOUT, wait_gone
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLE = ROOT / "examples" / "datagram_timer.py"
+
+
+class ThreadQueue(RequestQueue):
+    """As people write it: over `queue.Queue`, with no way to wake it."""
+
+    def __init__(self) -> None:
+        self.requests: queue.Queue[Any] = queue.Queue()
+        self.timeouts: list[float] = []
+
+    def size(self) -> int:
+        return self.requests.qsize()
+
+    def get(self, size: int, timeout: float) -> list[TimerRequest]:
+        self.timeouts.append(timeout)
+        found: list[TimerRequest] = []
+        with contextlib.suppress(queue.Empty):
+            while len(found) < size:
+                found += [self.requests.get(timeout > 0, timeout)]
+        return found
+
+
+class ListServer(TimerServer):
+    """As people port it: the methods have the original's signatures, and compare numbers."""
+
+    def __init__(self, max_interval: float = 0.2, daemon: bool = True) -> None:
+        self.inbox = ThreadQueue()
+        super().__init__(self.inbox, max_interval, daemon)
+        self._timers: dict[tuple[Any, str], TimerRequest] = {}
+        self.registered: queue.Queue[TimerRequest] = queue.Queue()
+        self.reaped: queue.Queue[tuple[Any, float]] = queue.Queue()
+        self.cleared: queue.Queue[set[Any]] = queue.Queue()
+        self.answer: Callable[[Any], bool] = lambda _worker: True
+
+    def register_timers(self, timer_requests: list[TimerRequest]) -> None:
+        for request in timer_requests:
+            key = request.worker_id, request.scope_id
+            if request.expiration_time < 0:
+                self._timers.pop(key, None)
+            else:
+                self._timers[key] = request
+            self.registered.put(request)
+
+    def clear_timers(self, worker_ids: set[Any]) -> None:
+        for key in list(self._timers):
+            if key[0] in worker_ids:
+                del self._timers[key]
+        self.cleared.put(worker_ids)
+
+    def get_expired_timers(self, deadline: float) -> dict[Any, list[TimerRequest]]:
+        expired: dict[Any, list[TimerRequest]] = {}
+        for request in self._timers.values():
+            if request.expiration_time <= deadline:
+                expired.setdefault(request.worker_id, []).append(request)
+        return expired
+
+    def _reap_worker(self, worker_id: Any) -> bool:
+        self.reaped.put((worker_id, clock.now()))
+        return self.answer(worker_id)
+
+    def ask(self, worker: Any, scope: str, after: float) -> float:
+        """Put a request as a foreign client does: Unix time alone. Returns the deadline on the monotonic clock."""
+        deadline = clock.now() + after
+        self.inbox.requests.put(TimerRequest(worker, scope, clock.wall() + after))
+        return deadline
+
+
+@pytest.fixture
+def server() -> Iterator[ListServer]:
+    with ListServer() as it:
+        yield it
+
+
+def test_a_request_is_a_value() -> None:
+    request = TimerRequest("worker", "scope", 5.0)
+    request._deadline = 3.0
+    assert request == TimerRequest("worker", "scope", 5.0)
+    assert hash(request) == hash(TimerRequest("worker", "scope", 5.0))
+    assert request != TimerRequest("worker", "scope", -1)
+    assert request != ("worker", "scope", 5.0)
+    assert repr(request) == "TimerRequest(worker_id='worker', scope_id='scope', expiration_time=5.0)"
+    assert not hasattr(request, "__dict__")
+    copy = pickle.loads(pickle.dumps(request))
+    assert copy == request
+    assert copy._deadline == 3.0
+
+
+@pytest.mark.parametrize("interval", [0, -1, math.nan])
+def test_an_interval_that_is_none_is_refused(interval: float) -> None:
+    with pytest.raises(ValueError, match="max_interval: expected more than 0 seconds"):
+        ListServer(interval)
+
+
+def test_requests_become_monotonic_at_the_edge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "now", lambda: 1000.0)
+    monkeypatch.setattr(clock, "wall", lambda: 5e8)
+    foreign = received(TimerRequest(1, "scope", 5e8 + 7))
+    assert foreign is not None
+    assert foreign.expiration_time == 1007
+    own = TimerRequest(1, "scope", 5e8 + 3600)
+    own._deadline = 1003.0
+    converted = received(own)
+    assert converted is not None
+    assert converted.expiration_time == 1003
+    assert own.expiration_time == 5e8 + 3600  # the caller's is not changed
+    long_over = received(TimerRequest(1, "scope", 0.0))
+    assert long_over is not None
+    assert long_over.expiration_time == 0  # expired, and no release
+    release = TimerRequest(1, "scope", -1)
+    assert received(release) is release
+
+
+@pytest.mark.parametrize("thing", ["text", TimerRequest([], "scope", 5), TimerRequest(1, "scope", math.nan)], ids=repr)
+def test_what_is_no_request_is_skipped_and_logged(thing: Any, caplog: pytest.LogCaptureFixture) -> None:
+    assert received(thing) is None
+    assert "not a timer request, skipped" in caplog.text
+
+
+def test_the_agenda_keeps_nothing_of_what_was_released() -> None:
+    agenda = Agenda()
+    for number in range(1000):
+        agenda.take([TimerRequest(number, "scope", 100.0 + number), TimerRequest(number, "scope", -1)])
+    assert not agenda._moments
+    assert agenda.next(100.0) == math.inf
+
+
+def test_a_late_worker_is_reaped_and_its_timers_are_cleared(
+    server: ListServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "phalanx.timer"):
+        server.ask("fine", "far", 60)
+        deadline = server.ask("late", "near", 0.05)
+        worker, moment = server.reaped.get(timeout=TIMEOUT)
+        assert server.cleared.get(timeout=TIMEOUT) == {"late"}
+    assert worker == "late"
+    assert deadline <= moment < deadline + 0.1
+    assert list(server._timers) == [("fine", "far")]
+    assert "worker late has 1 expired timer: near" in caplog.text
+    assert "worker late is reaped" in caplog.text
+
+
+def test_expiry_is_prompt_whatever_the_interval_is() -> None:
+    server = ListServer(60)
+    late = []
+    with server:
+        for number in range(5):
+            deadline = server.ask(number, "scope", 0.02)
+            late.append(server.reaped.get(timeout=TIMEOUT)[1] - deadline)
+        assert server._watchdog is not None
+        server._watchdog._stopping.set()
+        server.inbox.requests.put("wake")  # `stop` cannot wake this queue
+    assert sorted(late)[2] < 0.01
+    assert min(late) >= 0
+
+
+def test_a_release_spares() -> None:
+    with ListServer(0.1) as server:
+        server.ask("worker", "outer", 60)
+        server.ask("worker", "inner", 0.1)
+        server.inbox.requests.put(TimerRequest("worker", "inner", -1))
+        server.ask("sentinel", "scope", 0.15)
+        assert server.reaped.get(timeout=TIMEOUT)[0] == "sentinel"
+
+
+def test_a_release_that_waits_in_the_queue_is_seen_before_anyone_is_reaped() -> None:
+    class OneByOne(ThreadQueue):
+        def size(self) -> int:
+            return min(1, self.requests.qsize())
+
+    server = ListServer()
+    server._request_queue = server.inbox = OneByOne()
+    server.ask("released", "scope", -0.5)  # the server was late: it finds both, the deadline being over
+    server.inbox.requests.put(TimerRequest("other", "scope", -1))
+    server.inbox.requests.put(TimerRequest("released", "scope", -1))
+    server.ask("late", "scope", -0.1)
+    with server:
+        assert server.reaped.get(timeout=TIMEOUT)[0] == "late"
+
+
+def test_the_server_sleeps_until_the_next_deadline(server: ListServer) -> None:
+    server.ask("worker", "scope", 0.3)
+    server.reaped.get(timeout=TIMEOUT)
+    assert len(server.inbox.timeouts) <= 8  # bounded by the interval of 0.2 s; and not one more
+
+
+def test_who_cannot_be_reaped_keeps_its_timers_and_is_tried_again() -> None:
+    server = ListServer(0.1)
+    server.answer = lambda _worker: server.reaped.qsize() > 1  # not the first time
+    with server:
+        server.ask("worker", "scope", 0.01)
+        assert server.cleared.get(timeout=TIMEOUT) == {"worker"}
+    (_, first), (_, second) = server.reaped.get_nowait(), server.reaped.get_nowait()
+    assert second - first >= 0.09
+    assert server.reaped.empty()
+
+
+@pytest.mark.parametrize("method", ["get", "size", "register_timers", "get_expired_timers", "clear_timers"])
+def test_a_server_that_raises_goes_on_and_does_not_spin(
+    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = ListServer(0.1)
+    target = server.inbox if method in {"get", "size"} else server
+    original = getattr(target, method)
+    calls: list[float] = []
+
+    def broken(*args: Any) -> Any:
+        calls.append(clock.now())
+        if len(calls) <= 2:
+            if method == "register_timers":  # what it has lost is lost
+                server.ask("worker", "again", 0.0)
+            raise ZeroDivisionError(method)
+        return original(*args)
+
+    monkeypatch.setattr(target, method, broken)
+    with server:
+        server.ask("worker", "scope", 0.2)
+        server.reaped.get(timeout=TIMEOUT)
+    assert "ZeroDivisionError" in caplog.text
+    assert f"{method} failed" in caplog.text or "broken failed" in caplog.text
+    assert len(calls) < 40
+
+
+def test_who_raises_while_reaping_counts_as_reaped(server: ListServer, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(worker: Any) -> bool:
+        raise OSError(f"not {worker}")
+
+    server.answer = refuse
+    server.ask("worker", "scope", 0.01)
+    assert server.cleared.get(timeout=TIMEOUT) == {"worker"}
+    assert "not worker" in caplog.text
+
+
+@pytest.mark.parametrize("step", [3600, -3600])
+def test_a_step_of_the_wall_clock_kills_no_one_and_spares_no_one(
+    server: ListServer, monkeypatch: pytest.MonkeyPatch, step: float
+) -> None:
+    server.ask("fine", "scope", 60)
+    deadline = server.ask("late", "scope", 0.1)
+    for _ in range(2):
+        server.registered.get(timeout=TIMEOUT)
+    monkeypatch.setattr(clock, "wall", lambda: time.time() + step)
+    worker, moment = server.reaped.get(timeout=TIMEOUT)
+    assert worker == "late"
+    assert deadline <= moment < deadline + 0.1
+    assert ("fine", "scope") in server._timers
+
+
+def test_starting_and_stopping(caplog: pytest.LogCaptureFixture) -> None:
+    server = ListServer(0.1)
+    server.stop()  # not started: nothing to do
+    server.start()
+    with pytest.raises(RuntimeError, match="runs already"):
+        server.start()
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "phalanx-timers")
+    assert thread.daemon
+    server.stop()
+    server.stop()
+    assert not thread.is_alive()
+    with server:  # once more
+        server.ask("worker", "scope", 0.0)
+        server.reaped.get(timeout=TIMEOUT)
+    assert not caplog.records[1:]
+
+
+def test_a_server_may_stop_itself() -> None:
+    server = ListServer(0.1)
+
+    def stop(_worker: Any) -> bool:
+        server.stop()
+        return True
+
+    server.answer = stop
+    server.start()
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "phalanx-timers")
+    server.ask("worker", "scope", 0.0)
+    thread.join(TIMEOUT)
+    assert not thread.is_alive()
+
+
+def test_a_client_of_ones_own_gets_unix_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Client(TimerClient):
+        def acquire(self, scope_id: str, expiration_time: float) -> None:
+            self.taken = scope_id, expiration_time
+
+        def release(self, scope_id: str) -> None: ...
+
+    monkeypatch.setattr(clock, "now", lambda: 100.0)
+    monkeypatch.setattr(clock, "wall", lambda: 5e8)
+    client = Client()
+    client._acquire("scope", 103.0)
+    assert client.taken == ("scope", 5e8 + 3)
+
+
+def test_the_example_is_the_one_in_the_documentation() -> None:
+    text = EXAMPLE.read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "timers.md").read_text(encoding="utf-8")
+    assert f"```python\n{text}```" in page
+    assert len([line for line in text.splitlines() if line]) < 60
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-W", "error", str(EXAMPLE)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "the worker ended with -9\n"
+    assert re.fullmatch(r"worker \d+ has 1 expired timer: a step that hangs\n", done.stderr)
+
+
+def test_a_worker_is_reaped_in_time_by_the_example(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("datagram_timer", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as inbox:
+        inbox.bind(str(tmp_path / "timers"))
+        with example.DatagramServer(inbox), subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as worker:
+            start = clock.now()
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as outbox:
+                text = f"{worker.pid} {clock.wall() + 0.2} a scope with spaces"
+                outbox.sendto(text.encode(), str(tmp_path / "timers"))
+                outbox.sendto(f"{os.getppid()} {clock.wall()} not a child".encode(), str(tmp_path / "timers"))
+            assert not wait_gone([worker.pid])
+            assert 0.2 <= clock.now() - start < 0.5
+            assert worker.wait() == -signal.SIGKILL
