@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +23,7 @@ from phalanx._core.loop import Loop
 from phalanx.multiprocessing import start_processes
 from phalanx.timer._stack_signal import move_stack_signal
 from tests import stack_workers
+from tests.helpers import TIMEOUT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -464,6 +467,20 @@ def test_native_frames_come_from_py_spy(tmp_path: Path, ready: Ready, monkeypatc
             collection.begin()
             assert not collection.wait(0.05)
             assert collection.finish()[0].endswith(" in <module>\n")
+
+
+def test_native_frames_of_a_real_process(tmp_path: Path, ready: Ready) -> None:
+    with Worker(tmp_path, ready, SLEEP) as worker:
+        pid = str(worker.process.pid)
+        spy = shutil.which("py-spy", path=f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}")
+        if spy is None or subprocess.run([spy, "dump", "--pid", pid], capture_output=True, check=False).returncode:
+            pytest.skip("py-spy is not installed, or may not look at other processes here")
+        with stacks.Collection([worker.target.replace(native=True)]) as collection:
+            collection.begin()
+            assert collection.wait(TIMEOUT)
+            text = collection.finish()[0]
+    assert "\nnative frames (py-spy):\n" in text
+    assert re.search(r"sleep|select", text.partition("native frames")[2])
 
 
 # --- what a dump says

@@ -157,7 +157,7 @@ class Overseer:
         if name == "report":
             self._do(step, hangs)
         else:
-            self._witnesses.hear(lambda: self._do(step, hangs))
+            self._witnesses.hear({hang.rank for hang in hangs}, lambda: self._do(step, hangs))
 
     def _do(self, step: int, hangs: list[Hang]) -> None:
         hangs = [hang for hang in hangs if self._hangs_still(hang)]

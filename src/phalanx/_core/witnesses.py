@@ -14,11 +14,11 @@ from phalanx._core import clock
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from phalanx._core.deadlines import Deadline
     from phalanx._core.loop import Loop
-    from phalanx._core.stacks import Collection
+    from phalanx._core.stacks import Collection as Stacks
 
 WAIT = 0.3
 """Seconds in which the ranks have to give their stacks."""
@@ -41,7 +41,7 @@ class Witnesses:
         self.texts: dict[int, str] = {}
         self.files: dict[int, str] = {}
         self._error_files = error_files
-        self._collection: Collection | None = None
+        self._collection: Stacks | None = None
         self._waiting: list[Callable[[], None]] = []
         self._taken = -_FRESH
         self._late: Deadline | None = None
@@ -54,14 +54,17 @@ class Witnesses:
         """Import what is needed once something hangs, when there is time: then there is none."""
         self._loop.when_idle(_import)
 
-    def hear(self, then: Callable[[], None]) -> None:
-        """Take the stacks of all ranks, and go on: when they are there, or at the latest after `WAIT` seconds."""
+    def hear(self, hung: Collection[int], then: Callable[[], None]) -> None:
+        """Take the stacks of all ranks, and go on: when they are there, or at the latest after `WAIT` seconds.
+
+        Of the ranks that are ``hung``, native frames are taken as well, if there is something that can: 50 ms of py-spy.
+        """
         if self._collection is None and clock.now() - self._taken <= _FRESH:
             then()
             return
         self._waiting.append(then)
         if self._collection is None:
-            self._begin()
+            self._begin(hung)
 
     def write(self) -> None:
         """Put each rank's stacks into its folder, as ``stacks-<n>.txt``. Once; what cannot be written is left out."""
@@ -96,11 +99,11 @@ class Witnesses:
         self._waiting.clear()
         self._end()
 
-    def _begin(self) -> None:
+    def _begin(self, hung: Collection[int]) -> None:
         from phalanx._core import stacks
 
         targets = [
-            stacks.Target(rank, pid, self._error_files[rank], partial(self._send, rank))
+            stacks.Target(rank, pid, self._error_files[rank], partial(self._send, rank), native=rank in hung)
             for rank, pid in self._pids().items()
         ]
         self._late = self._loop.after(WAIT, self._go_on)

@@ -105,7 +105,7 @@ class expires:  # noqa: N801 - used as a verb, as it is in torch
         if not 0 < after < math.inf:
             msg = f"after: expected more than 0 seconds, got {after!r}"
             raise ValueError(msg)
-        self._span = int((after if after < _MOST else _MOST) * 1e9) or 1
+        self._span = int((after if after < _MOST else _MOST) * 1e9) or 1  # noqa: FURB136 - a call would cost more
         self._after = after
         self._scope = scope
         self._client = client
