@@ -201,16 +201,12 @@ class Overseer:
             self._tell("worker.reaped", hang, signal=number)
 
     def _end(self, hang: Hang, number: int) -> None:
-        """Signal the process that hangs; and the worker above it, which may not even notice that it is gone."""
-        with contextlib.suppress(OSError):  # it has gone
-            fd = os.pidfd_open(hang.pid)
-            try:
-                if self._table.holder(hang.timer.seat) == hang.pid:  # so the descriptor is of the one that hangs
-                    signal.pidfd_send_signal(fd, number)
-            finally:
-                os.close(fd)
+        """Signal the process that hangs; before it the worker above it, which might get over its end, and succeed."""
         if not hang.own:
-            self._send(hang.rank, number)
+            worker = self._pids()[hang.rank]
+            if not _send_if(worker, number, lambda: worker in _ancestors(hang.pid)):  # it hangs, and is no orphan
+                self._send(hang.rank, number)
+        _send_if(hang.pid, number, lambda: self._table.holder(hang.timer.seat) == hang.pid)
 
     # --- words
 
@@ -281,6 +277,19 @@ class Overseer:
 def _span(seconds: float) -> str:
     """A short time, for people."""
     return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def _send_if(pid: int, number: int, known: Callable[[], bool]) -> bool:
+    """Signal a process, if it is ``known`` to live once it is held, and so is no later one of its number."""
+    with contextlib.suppress(OSError):  # it has gone
+        fd = os.pidfd_open(pid)
+        try:
+            if known():
+                signal.pidfd_send_signal(fd, number)
+                return True
+        finally:
+            os.close(fd)
+    return False
 
 
 def _ancestors(pid: int) -> Iterable[int]:

@@ -44,6 +44,9 @@ SLOTS = 1024
 TEXT_LIMIT = 254
 """The most bytes that are kept of a timer's scope and place together."""
 
+LATE = clock.NS
+"""Nanoseconds after the published moment of its next look after which a watcher is asked whether it is there."""
+
 _MAGIC = int.from_bytes(b"phalanx1", "little")
 _HEAD_MAGIC, _HEAD_SEATS, HEAD_WAKE, HEAD_HANG, _HEAD_MARKS = 0, 1, 2, 3, 8  # words of the head
 SEAT_BEAT, SEAT_STEP, _SEAT_PID, _SEAT_RANK, FIRST = 0, 1, 2, 3, 8  # words of a seat; its first slot is number FIRST
@@ -249,11 +252,14 @@ class Timetable:
         return self._words[(self._head + seat * _SEAT_SIZE) // 8 + _SEAT_RANK]
 
     def close(self) -> None:
-        """Give the memory and the descriptors back. Idempotent."""
+        """Give the memory and the descriptors back: whoever takes a timer then is told. Idempotent."""
         if hasattr(self, "_words"):
+            with suppress(ValueError):  # done before
+                self._words[HEAD_WAKE] = NEVER
             self._words.release()
         if hasattr(self, "_map"):
-            self._map.close()
+            with suppress(BufferError):  # a traceback has a view of it yet: it goes with that
+                self._map.close()
         while self._fds:
             os.close(self._fds.pop())
 
@@ -354,8 +360,12 @@ class Seat:
         words[slot + SLOTS] = span
         words[slot + 2 * SLOTS] = thread
         words[slot] = deadline
-        if deadline < self.head[HEAD_WAKE]:
-            self.ring()
+        if not deadline - span - LATE <= self.head[HEAD_WAKE] <= deadline:
+            try:
+                self.ring()
+            except BaseException:
+                self.give(slot)
+                raise
         return slot
 
     def give(self, slot: int) -> None:
@@ -380,14 +390,19 @@ class Seat:
         words, head = self.words, self.head
         words[SEAT_STEP] = step
         words[SEAT_BEAT] = now
-        if now + head[HEAD_HANG] < head[HEAD_WAKE]:
-            self.ring()
+        if not now - LATE <= head[HEAD_WAKE] <= now + head[HEAD_HANG]:
+            with suppress(RuntimeError):  # who beats asks for nothing
+                self.ring()
 
     def ring(self) -> None:
-        """Have the watcher look now."""
-        with suppress(OSError, IndexError):  # it rings already; nobody watches any more; or it is closed
+        """Have the watcher look now. Raises RuntimeError when nobody watches any more."""
+        try:
             if os.fstat(self._fds[1]).st_ino == self._bell:  # a program that closes all has other files by that number
                 os.write(self._fds[1], b"\0")
+        except BrokenPipeError:
+            raise RuntimeError("nobody watches timers any more: their server has stopped") from None
+        except (OSError, IndexError):  # it rings already; or it is closed
+            pass
 
     def drift(self) -> None:
         """In a fork of the process that holds the seat: let what is yet to be given go nowhere."""

@@ -57,7 +57,7 @@ class Witnesses:
     def hear(self, hung: Collection[int], then: Callable[[], None]) -> None:
         """Take the stacks of all ranks, and go on: when they are there, or at the latest after `WAIT` seconds.
 
-        Of the ranks that are ``hung``, native frames are taken as well, if there is something that can: 50 ms of py-spy.
+        Of the ranks that are ``hung``, native frames are taken as well, if py-spy is there: for some 50 ms.
         """
         if self._collection is None and clock.now() - self._taken <= _FRESH:
             then()

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from typing import Any, Literal, Self, overload
 
     from phalanx._core import starting
+    from phalanx._core.overseer import Overseer
     from phalanx._core.starting import Spec
     from phalanx._core.supervisor import Worker
     from phalanx.multiprocessing._logs import LogsSpecs
@@ -167,13 +168,7 @@ class PContext(ABC):
                         undo.callback(self._own_warm.close)
             self._logs_specs.folders_can_wait = True
             self.logs = self._logs_specs.reify(self.envs)
-            overseer = None
-            if self._timers is not None:
-                from phalanx.multiprocessing import _hangs
-
-                overseer, self._watched = _hangs.oversee(self._timers, self.logs, self.envs, supervisor, self._kept())
-                if overseer is not None:
-                    undo.callback(overseer.close)
+            overseer = self._oversee(supervisor, undo)
             specs = [self._spec(rank, *command) for rank, command in plan.commands.items()]
             pump = _console.pump(self.logs, self.envs, self.log_line_prefixes, self.console, self._filters)
             zygote = None if plan.warm is None else plan.warm.wait()
@@ -290,9 +285,18 @@ class PContext(ABC):
         streams = (logs.stdouts[rank] or None, logs.stderrs[rank] or None)
         return (rank, os.fsencode(path), argv, env, *streams, fds, logs.max_size, self._placed.get(rank))
 
-    def _kept(self) -> bool:
-        """Whether the log folder is the caller's, and not a temporary one."""
-        return getattr(self._logs_specs, "root_log_dir", None) is not None
+    def _oversee(self, supervisor: Supervisor, undo: ExitStack) -> Overseer | None:
+        """Make what watches the workers' timers, if anything is to."""
+        if self._timers is None:
+            return None
+        from phalanx.multiprocessing import _hangs
+
+        # Events are kept where the log folder is the caller's, and not a temporary one.
+        keep = getattr(self._logs_specs, "root_log_dir", None) is not None
+        overseer, self._watched = _hangs.oversee(self._timers, self.logs, self.envs, supervisor, keep=keep)
+        if overseer is not None:
+            undo.callback(overseer.close)
+        return overseer
 
     def _judge(self, supervisor: Supervisor) -> RunProcsResult:
         result = collect(supervisor.workers.values(), self.logs, self.envs, self._value)

@@ -33,7 +33,8 @@ def oversee(
     logs: LogsDest,
     ranks: Collection[int],
     supervisor: Supervisor,
-    keep: bool,  # noqa: FBT001 - private to this package
+    *,
+    keep: bool,
 ) -> tuple[Overseer | None, dict[int, dict[str, str]]]:
     """Make what watches a group's timers. Returns it, and the variables that tell each rank's worker of it.
 

@@ -190,15 +190,11 @@ def check_options(
         what = "a binary imports nothing" if isinstance(entrypoint, str) else f"start_method is {method!r}"
         msg = f"preload, warm: only forks have it already, those of start_method='forkserver'; {what}"
         raise ValueError(msg)
-    if not isinstance(console, (ConsoleSpecs, NoneType)):
-        msg = f"console: expected a ConsoleSpecs, got {console!r}"
-        raise TypeError(msg)
-    if not isinstance(placement, (Placement, NoneType)):
-        msg = f"placement: expected a Placement, got {placement!r}"
-        raise TypeError(msg)
-    if not isinstance(timers, (TimerSpecs, NoneType)):
-        msg = f"timers: expected a TimerSpecs, got {timers!r}"
-        raise TypeError(msg)
+    specs = (("console", console, ConsoleSpecs), ("placement", placement, Placement), ("timers", timers, TimerSpecs))
+    for option, given, kind in specs:
+        if not isinstance(given, (kind, NoneType)):
+            msg = f"{option}: expected a {kind.__name__}, got {given!r}"
+            raise TypeError(msg)
     for option, value in (("settle", settle), ("grace", grace)):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             msg = f"{option}: expected seconds, got {value!r}"

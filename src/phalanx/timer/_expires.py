@@ -13,7 +13,7 @@ from _thread import RLock, get_ident
 from contextlib import suppress
 
 from phalanx._core import clock, timetable
-from phalanx._core.timetable import HEAD_WAKE, LONGEST, NEVER, SEAT_BEAT, SEAT_STEP, SLOTS, Seat, encode
+from phalanx._core.timetable import HEAD_WAKE, LATE, LONGEST, NEVER, SEAT_BEAT, SEAT_STEP, SLOTS, Seat, encode
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -85,8 +85,8 @@ class expires:  # noqa: N801 - used as a verb, as it is in torch
     Raises:
         ValueError: ``after`` is 0, negative, infinite or not a number.
         TypeError: An argument is of the wrong type; or a generator function is decorated, whose body runs later.
-        RuntimeError: On entry: nobody has been configured, and the process is in no group that has timers; 1024 timers
-            run in this process; or this very object is entered already.
+        RuntimeError: On entry: nobody has been configured, and the process is in no group that has timers; the server
+            has stopped; 1024 timers run in this process; or this very object is entered already.
 
     >>> import phalanx.timer as timer
     >>> with timer.expires(after=0):
@@ -142,7 +142,7 @@ class expires:  # noqa: N801 - used as a verb, as it is in torch
         # From here on no call is made, so that no signal handler can raise before `with` has taken the block over.
         self._held = slot
         words[slot] = deadline
-        if deadline < head[HEAD_WAKE]:
+        if not deadline - span - LATE <= head[HEAD_WAKE] <= deadline:
             self._ring(seat)
         return self
 
@@ -202,7 +202,7 @@ class expires:  # noqa: N801 - used as a verb, as it is in torch
     def _ring(self, seat: Seat) -> None:
         try:
             seat.ring()
-        except BaseException:  # a signal handler's: the block is not entered
+        except BaseException:  # the block is not entered
             self.__exit__()
             raise
 
