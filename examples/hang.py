@@ -13,22 +13,26 @@ from phalanx import timer
 
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 cache = threading.Lock()
+STUCK = 3  # the step
 
 
 def read_batch(step: int) -> list[int]:
+    """Make a batch, under a lock."""
     with cache:
-        if step == 3 and rank == world_size - 1:
+        if step == STUCK and rank == world_size - 1:
             return read_batch(step)  # which takes the lock again
         return list(range(step))
 
 
 def all_reduce(batch: list[int]) -> int:
-    if len(batch) == 3:
+    """Sum up over all ranks, which have the same."""
+    if len(batch) == STUCK:
         threading.Event().wait()  # for the rank that does not come
     return sum(batch) * world_size
 
 
 def main() -> None:
+    """Train for ten steps."""
     for step in range(10):
         with timer.expires(after=2, scope="step"):
             print(f"step {step}: {all_reduce(read_batch(step))}", flush=True)

@@ -28,7 +28,11 @@ def nest(address: str, gate: str, logs: str) -> dict[str, Any]:
     """A worker that shows its stacks starts one that is its fork, and asks it."""
     evidence.offer_stacks()
     os.makedirs(logs)
-    with start_processes("inner", hang, {0: (address, gate)}, log_dir=logs, start_method="fork") as group:
+    os.mkfifo(f"{logs}/never")  # not the same gate: each pass lets one through, whoever that is
+    os.mkdir(f"{logs}/inner")
+    with start_processes(
+        "inner", hang, {0: (address, f"{logs}/never")}, log_dir=f"{logs}/inner", start_method="fork"
+    ) as group:
         pass_gate(gate)  # the inner one is ready
         pid = group.pids()[0]
         target = stacks.Target(0, pid, group.logs.error_files[0], lambda number: os.kill(pid, number))

@@ -12,10 +12,23 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benchmarks import case as vocabulary
-from benchmarks import chatter, procfs, report, runner
+from benchmarks import chatter, procfs, report, runner, timers
 from benchmarks.__main__ import main
 from benchmarks.case import FLOOR, PEER, PHALANX, Case, Sample, Target
-from benchmarks.cases import NAMES, big_argument, load, log_delay, log_throughput, slow_console, warm_torch
+from benchmarks.cases import (
+    NAMES,
+    big_argument,
+    hang_report,
+    load,
+    log_delay,
+    log_throughput,
+    slow_console,
+    timer_cost,
+    timer_expiry,
+    timer_flood,
+    timer_load,
+    warm_torch,
+)
 from benchmarks.peer import VARIABLE, PeerError, find_or_make
 from benchmarks.runner import ROOT, Result, RunError, run_contender
 
@@ -139,6 +152,57 @@ def test_a_big_argument_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(ours.figures) == set(big_argument.CASE.units)
     assert set(floor.figures) < set(ours.figures)
     assert all(min(values) > 0 for values in ours.figures.values())
+
+
+@pytest.mark.usefixtures("own_temporary_folder")
+def test_expiry_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(timer_expiry.TIMES, PHALANX, 1)
+    monkeypatch.setattr(timer_expiry, "FAR", 0.3)
+    monkeypatch.setattr(timer_expiry, "FAR_TIMES", 1)
+    figures = timer_expiry.CASE.contenders[PHALANX]().figures
+    assert set(figures) == set(timer_expiry.CASE.units)
+    for kind in timers.KINDS:
+        assert figures[f"{kind}, sent"][0] > 0  # perhaps more than the other: a worker may be dead before we have noted
+        assert figures[f"{kind}, dead"][0] > 0
+
+
+@pytest.mark.usefixtures("own_temporary_folder")
+def test_cost_of_timers_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timer_cost, "PAIRS", dict.fromkeys(timers.KINDS, 100))
+    ours, floor = (timer_cost.CASE.contenders[contender]() for contender in (PHALANX, FLOOR))
+    assert set(ours.figures) == set(timer_cost.CASE.units)
+    assert set(floor.figures) == {*timer_cost.NAMES.values(), timer_cost.WRITTEN}
+    for name in timer_cost.NAMES.values():
+        assert ours.figures[f"{name}, errors"] == [0]
+        assert len(ours.figures[name]) == len(floor.figures[name]) == timer_cost.BATCHES
+
+
+@pytest.mark.usefixtures("own_temporary_folder")
+def test_flood_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timer_flood, "WORKERS", 2)
+    monkeypatch.setattr(timer_flood, "PAIRS", 50)
+    figures = timer_flood.CASE.contenders[PHALANX]().figures
+    assert figures["errors"] == [0]
+    assert figures["wall"][0] > 0
+
+
+@pytest.mark.usefixtures("own_temporary_folder")
+def test_load_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timer_load, "WORKERS", 2)
+    monkeypatch.setattr(timer_load, "SECONDS", 0.2)
+    figures = timer_load.CASE.contenders[PHALANX]().figures
+    assert set(figures) == set(timer_load.CASE.units)
+    for kind in (timers.GROUP, timers.SHARED):
+        assert figures[f"{kind}, deaths"] == figures[f"{kind}, left"] == [0]
+        assert figures[f"{kind}, timers"][0] > 0
+
+
+@pytest.mark.usefixtures("own_temporary_folder")
+def test_report_of_a_hang_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hang_report, "TIMES", 1)
+    figures = hang_report.CASE.contenders[PHALANX]().figures
+    assert set(figures) == set(hang_report.CASE.units)
+    assert 0 < figures["signalled"][0] < figures["report"][0]
 
 
 def test_a_case_may_want_the_interpreter_of_another_contender(monkeypatch: pytest.MonkeyPatch) -> None:

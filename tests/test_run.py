@@ -332,6 +332,8 @@ SETTINGS = {
     "rlimit": Setting("nofile=64,as=8GiB", "core=0:1", {"nofile": "64", "as": "8GiB"}, {"core": ("0", "1")}),
     "grace": Setting("1.5", "0", 1.5, 0.0),
     "settle": Setting("1.5", "0", 1.5, 0.0),
+    "hang_timeout": Setting("1.5", "600", 1.5, 600.0),
+    "on_expiry": Setting("report,kill:30", "dump", (("report", 0.0), ("kill", 30.0)), (("dump", 0.0),)),
     "nnodes": Setting("1:1", "1", "1:1", "1"),
     "node_rank": Setting("0", "0", "0", "0"),
     "max_restarts": Setting("0", "0", "0", "0"),

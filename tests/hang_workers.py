@@ -1,0 +1,170 @@
+"""Workers that hang, in a module that their processes import."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from phalanx import timer
+from tests.helpers import pass_gate, tell
+
+if TYPE_CHECKING:
+    from phalanx.timer import SharedTimerClient
+
+
+def stuck() -> NoReturn:
+    """Wait for a lock that nobody gives back."""
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+    raise AssertionError("nobody gives it back")
+
+
+def hang(after: float = 0.1, scope: str | None = "load") -> None:
+    with timer.expires(after=after, scope=scope):
+        stuck()
+
+
+def hang_or_wait(after: float, gate: str) -> None:
+    """Rank 0 hangs; the others wait for the gate."""
+    if os.environ["RANK"] == "0":
+        hang(after)
+    pass_gate(gate)
+
+
+def hang_in_spite_of_sigterm(after: float) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    with timer.expires(after=after, scope="deaf"):
+        for _ in range(1000):
+            with contextlib.suppress(RuntimeError):
+                stuck()
+
+
+def pass_late(after: float, gate: str, second: str) -> str:
+    """Leave a block when the gate opens, and end when the second does."""
+    with timer.expires(after=after, scope="slow"):
+        pass_gate(gate)
+    pass_gate(second)
+    return "done"
+
+
+def beat_once(step: int, gate: str) -> None:
+    timer.progress(step=step)
+    pass_gate(gate)
+
+
+def beat_and_take_long(address: str, gate: str, second: str) -> None:
+    """One beat, a block that may take long, and then silence."""
+    timer.progress(step=7)
+    with timer.expires(after=100, scope="checkpoint"):
+        tell(address, "in")
+        pass_gate(gate)
+    pass_gate(second)
+
+
+def never_beat(gate: str) -> str:
+    pass_gate(gate)
+    return "fine"
+
+
+def fork_a_child_that_hangs(address: str, way: str) -> None:
+    """A child of ours hangs, or a grandchild that nobody is the parent of; we would wait for ever."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            if way == "orphan":
+                os.setsid()
+                if os.fork() != 0:
+                    os._exit(0)
+            tell(address, str(os.getpid()))
+            hang(0.1, "below")
+        finally:
+            os._exit(1)
+    if way == "orphan":
+        os.waitpid(pid, 0)
+    stuck()
+
+
+def fork_a_child_that_dies(address: str) -> None:
+    """A child takes a timer, and is killed within it."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            hang(0.05, "below")
+        finally:
+            os._exit(1)
+    tell(address, str(pid))
+    os.waitpid(pid, 0)
+    stuck()
+
+
+def say_where_the_table_is(address: str, gate: str) -> None:
+    from phalanx._core import timetable
+
+    tell(address, os.environ[timetable.ENV])
+    pass_gate(gate)
+
+
+def hang_when_stopped(address: str) -> None:
+    """Take so long to leave that a timer expires."""
+
+    def on_sigterm(*_: object) -> None:
+        hang(0.05)
+
+    signal.signal(signal.SIGTERM, on_sigterm)
+    tell(address, "")
+    while True:
+        signal.pause()
+
+
+def step_the_clock_and_hang(hours: float, gate: str) -> None:
+    """A worker whose wall clock is wrong; rank 1 is in time all the same."""
+    from phalanx._core import clock
+
+    wall = clock.wall
+    clock.wall = lambda: wall() + 3600 * hours
+    if os.environ["RANK"] == "0":
+        hang(0.1)
+    with timer.expires(60):
+        pass_gate(gate)
+
+
+def take_with(client: SharedTimerClient, after: float, address: str) -> None:
+    """A client that came as an argument; it is not the group's."""
+    timer.configure(client)
+    tell(address, str(os.getpid()))
+    hang(after, "by argument")
+
+
+def be_prompt_with(client: Any, address: str) -> str:
+    timer.configure(client)
+    with timer.expires(0.3, "prompt"):
+        pass
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            with timer.expires(0.3, "prompt, too"):
+                code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    tell(address, "left")
+    return "spared"
+
+
+def fork_with(client: Any, address: str) -> str:
+    """A fork of the client hangs, and its parent is spared."""
+    timer.configure(client)
+    with timer.expires(60, "the parent's"):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                hang(0.1, "the child's")
+            finally:
+                os._exit(1)
+        tell(address, str(pid))
+        return str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))

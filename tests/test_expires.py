@@ -1,0 +1,550 @@
+"""`expires`, `beat` and `configure`, in the process that uses them: what is armed, what is given back, and for whom."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from phalanx import timer
+from phalanx._core import clock, timetable
+from phalanx._core.timetable import NEVER, SLOTS, Seat, Timer, Timetable
+from phalanx.timer import NobodyWatchesError, TimerClient, _expires, configure, expires
+from tests.workers import run_script
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+    from pathlib import Path
+
+ALL = NEVER - 1
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process that has taken no timer yet, and is in no group."""
+    monkeypatch.delenv(timetable.ENV, raising=False)
+    for name, value in (("_client", None), ("_own", None), ("_seat", None), ("_beating", None), ("_alone", False)):
+        monkeypatch.setattr(_expires, name, value)
+    yield
+    assert not _expires._running
+    if _expires._own is not None:
+        _expires._own.close()
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[Timetable]:
+    """The table of the group that this process is in."""
+    it = Timetable(4, hang=1000)
+    monkeypatch.setenv(timetable.ENV, f"{it.address}:0")
+    yield it
+    it.close()
+
+
+def armed(table: Timetable) -> list[Timer]:
+    return [timer for timer in table.look(ALL)[0] if timer.slot]
+
+
+def scopes(table: Timetable) -> list[str]:
+    return sorted(timer.scope for timer in armed(table))
+
+
+class Client(TimerClient):
+    """Knows scopes by their names."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, float] = {}
+        self.calls: list[tuple[str, float]] = []
+
+    def acquire(self, scope_id: str, expiration_time: float) -> None:
+        self.calls.append((scope_id, expiration_time))
+        self.held[scope_id] = expiration_time
+
+    def release(self, scope_id: str) -> None:
+        self.calls.append((scope_id, -1))
+        self.held.pop(scope_id, None)
+
+
+class TorchlikeClient:
+    """One that was written for torch, and derives from nothing of ours."""
+
+    acquire = Client.acquire
+    release = Client.release
+    __init__ = Client.__init__
+
+
+# --- blocks
+
+
+def test_a_block_is_armed_and_given_back(table: Timetable) -> None:
+    before = clock.now_ns()
+    with expires(after=60, scope="load"):
+        line = sys._getframe().f_lineno - 1
+        (it,) = armed(table)
+        assert it.scope == "load"
+        assert it.place == f"{__file__}:{line}"
+        assert it.span == 60 * clock.NS
+        assert before <= it.deadline - it.span <= clock.now_ns()
+        assert it.thread == threading.get_ident()
+        assert table.holder(it.seat) == os.getpid()
+    assert armed(table) == []
+
+
+def test_blocks_nest_also_with_one_scope(table: Timetable) -> None:
+    with expires(60, "same"):
+        (outer,) = armed(table)
+        with expires(5, "same"), expires(70):
+            assert scopes(table) == ["", "same", "same"]
+        assert armed(table) == [outer]
+    assert armed(table) == []
+
+
+def test_one_scope_in_several_threads(table: Timetable) -> None:
+    barrier = threading.Barrier(9)
+
+    def work() -> None:
+        with expires(60, "same"):
+            barrier.wait()
+            barrier.wait()
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    barrier.wait()
+    found = armed(table)
+    assert {timer.thread for timer in found} == {thread.ident for thread in threads}
+    assert len({timer.slot for timer in found}) == 8
+    barrier.wait()
+    for thread in threads:
+        thread.join()
+    assert armed(table) == []
+
+
+def test_an_exception_ends_the_block_and_goes_on(table: Timetable) -> None:
+    with pytest.raises(KeyError, match="in the block"), expires(60):
+        raise KeyError("in the block")
+    assert armed(table) == []
+
+
+def test_one_object_may_be_entered_again_but_not_twice_at_a_time(table: Timetable) -> None:
+    block = expires(60, "again")
+    for _ in range(2):
+        with block:
+            with pytest.raises(RuntimeError, match="this very block is entered already"):
+                block.__enter__()
+            assert scopes(table) == ["again"]
+        assert armed(table) == []
+
+
+def test_a_block_that_is_never_left_goes_with_its_object(table: Timetable) -> None:
+    block = expires(60)
+    block.__enter__()
+    assert len(armed(table)) == 1
+    del block
+    assert armed(table) == []
+
+
+def test_the_default_scope_is_the_callers_line_through_an_exit_stack_too(table: Timetable) -> None:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(expires(60))
+        line = sys._getframe().f_lineno - 1
+        assert [timer.place for timer in armed(table)] == [f"{__file__}:{line}"]
+        client = Client()
+        stack.enter_context(expires(60, client=client))
+        assert list(client.held) == [f"{__file__}:{line + 4}"]
+    assert armed(table) == []
+    assert client.held == {}
+
+
+@pytest.mark.parametrize("after", [0, 0.0, -1, -0.5, math.nan, math.inf, -math.inf])
+def test_a_time_that_is_none(after: float, table: Timetable) -> None:
+    with pytest.raises(ValueError, match=r"after: expected more than 0 seconds, got "):
+        expires(after)
+    assert armed(table) == []
+
+
+@pytest.mark.parametrize("after", [True, "5", b"5", None, [1], 1j])
+def test_a_time_of_the_wrong_type(after: Any) -> None:
+    with pytest.raises(TypeError, match=r"after: expected seconds, got "):
+        expires(after)
+
+
+def test_a_scope_of_the_wrong_type() -> None:
+    with pytest.raises(TypeError, match="scope: expected a string, got 5"):
+        expires(1, scope=5)  # type: ignore[arg-type]  # that is the point
+
+
+@pytest.mark.parametrize("after", [1e-12, Fraction(1, 3), 1e10, 1e300, sys.maxsize])
+def test_any_time_above_0_will_do(after: Any, table: Timetable) -> None:
+    for client in (None, Client()):
+        with expires(after, client=client):
+            assert len(armed(table)) == (client is None)
+    assert _expires._own is not None
+    assert len(_expires._own.free) == SLOTS
+
+
+def test_more_timers_than_there_are_slots(table: Timetable) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(SLOTS):
+            stack.enter_context(expires(60))
+        with pytest.raises(RuntimeError, match="1024 timers run in this process: that is the most"), expires(60):
+            pass
+        assert len(armed(table)) == SLOTS
+    assert armed(table) == []
+
+
+def test_a_thousand_scopes_leave_no_residue(table: Timetable) -> None:
+    client = Client()
+    for number in range(1000):
+        with expires(60, f"scope {number}"), expires(60, f"scope {number}", client):
+            pass
+    assert armed(table) == []
+    assert client.held == {}
+    assert _expires._own is not None
+    assert sorted(_expires._own.free) == list(range(timetable.FIRST, timetable.FIRST + SLOTS))
+
+
+# --- decorated functions
+
+
+def test_a_decorated_function(table: Timetable) -> None:
+    @expires(after=60)
+    def factorial(number: int) -> int:
+        """Of a number."""
+        seen.append(armed(table))
+        return number * factorial(number - 1) if number else 1
+
+    seen: list[list[Timer]] = []
+    line = factorial.__wrapped__.__code__.co_firstlineno  # type: ignore[attr-defined]  # functools sets it
+    assert factorial(3) == 6
+    assert [len(found) for found in seen] == [1, 2, 3, 4]
+    assert {timer.place for timer in seen[-1]} == {f"{__file__}:{line}"}
+    assert factorial.__name__ == "factorial"
+    assert factorial.__doc__ == "Of a number."
+    assert armed(table) == []
+
+
+def test_a_decorated_coroutine_function(table: Timetable) -> None:
+    @expires(after=60, scope="fetch")
+    async def fetch(number: int) -> int:
+        await asyncio.sleep(0)
+        counts.append(len(armed(table)))
+        return number
+
+    async def both() -> list[int]:
+        return list(await asyncio.gather(fetch(1), fetch(2)))
+
+    counts: list[int] = []
+    assert asyncio.run(both()) == [1, 2]
+    assert counts[0] == 2
+    assert armed(table) == []
+
+
+def test_a_decorated_function_and_a_client_of_names() -> None:
+    client = Client()
+
+    @expires(60, client=client)
+    def work() -> None:
+        assert list(client.held) == [f"{__file__}:{line}"]
+
+    line = work.__wrapped__.__code__.co_firstlineno  # type: ignore[attr-defined]  # functools sets it
+    work()
+    assert client.held == {}
+
+
+def test_what_has_no_code_can_be_decorated(table: Timetable) -> None:
+    decorated = expires(60)(functools.partial(armed, table))
+    (it,) = decorated()
+    assert it.place.startswith("functools.partial(")
+
+
+def test_generators_are_refused() -> None:
+    def generator() -> Iterator[int]:
+        yield 1
+
+    async def asynchronous() -> AsyncIterator[int]:
+        yield 1
+
+    for function in (generator, asynchronous):
+        with pytest.raises(TypeError, match="is a generator: calling it runs nothing yet"):
+            expires(60)(function)
+
+
+# --- who is told
+
+
+def test_nobody_to_be_told() -> None:
+    with pytest.raises(NobodyWatchesError, match=r"nobody watches timers: call phalanx\.timer\.configure"), expires(60):
+        pass
+    assert issubclass(NobodyWatchesError, RuntimeError)
+
+
+@pytest.mark.parametrize("client", [None, object(), "client"])
+def test_configure_with_what_is_no_client(client: Any) -> None:
+    with pytest.raises(TypeError, match="timer_client: expected a TimerClient, got "):
+        configure(client)
+
+
+def test_a_group_whose_launcher_has_gone(table: Timetable) -> None:
+    table.close()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="is the launcher there"), expires(60):
+            pass
+
+
+def test_a_group_whose_launcher_goes_meanwhile(table: Timetable) -> None:
+    with expires(60, "before"):
+        table.close()
+        with pytest.raises(RuntimeError, match="nobody watches timers any more"), expires(60, "after"):
+            pytest.fail("entered")
+        timer.beat()
+    assert _expires._own is not None
+    assert len(_expires._own.free) == SLOTS
+
+
+@pytest.mark.parametrize("make", [Client, TorchlikeClient])
+def test_a_client_of_names_has_a_name_for_each_timer(make: Any) -> None:
+    client = make()
+    configure(client)
+    with expires(60, "a"), expires(60, "b"):
+        with expires(60, "a"), expires(60, "a"):
+            assert list(client.held) == ["a", "b", "a (2)", "a (3)"]
+        with expires(60, "a"):
+            assert list(client.held) == ["a", "b", "a (2)"]
+        for expiration in client.held.values():
+            assert 50 < expiration - clock.wall() <= 60.1
+    assert client.held == {}
+    assert len(client.calls) == 10
+
+
+def test_the_configured_client_is_told_and_not_the_group(table: Timetable) -> None:
+    client, other = Client(), Client()
+    with expires(60, "before"):
+        configure(client)
+        with expires(60, "a"), expires(60, "b", client=other):
+            assert list(client.held) == ["a"]
+            assert list(other.held) == ["b"]
+            assert scopes(table) == ["before"]
+    assert armed(table) == []
+
+
+def test_a_client_may_have_a_seat_of_its_own_kind() -> None:
+    class Bus(Client):
+        seat = "14B"
+
+    client = Bus()
+    with expires(60, "ride", client):
+        assert list(client.held) == ["ride"]
+
+
+def test_a_client_that_fails_keeps_the_block_from_being_entered() -> None:
+    class Failing(Client):
+        def acquire(self, scope_id: str, expiration_time: float) -> None:
+            super().acquire(scope_id, expiration_time)
+            raise self.error
+
+        error: Exception = BrokenPipeError("no server")
+
+    client = Failing()
+    with pytest.raises(BrokenPipeError, match="no server"), expires(60, "a", client):
+        pytest.fail("entered")
+    assert len(client.calls) == 1  # nobody is there to release it at, and to try would be another wait
+    client.error = TimeoutError("a signal handler's, perhaps")
+    with pytest.raises(TimeoutError, match="a signal handler's"), expires(60, "a", client):
+        pytest.fail("entered")
+    assert client.held == {}
+
+
+def test_a_release_that_fails() -> None:
+    class Failing(Client):
+        def release(self, scope_id: str) -> None:
+            super().release(scope_id)
+            raise BrokenPipeError("the server has gone")
+
+    client = Failing()
+    with pytest.raises(BrokenPipeError, match="the server has gone"), expires(60, "a", client):
+        pass
+    assert [moment for _, moment in client.calls].count(-1) == 1
+
+
+# --- heartbeats
+
+
+def test_a_heartbeat_without_a_group_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer.beat()
+    timer.progress(step=5)
+    assert _expires._own is None
+    with contextlib.closing(Timetable(1, hang=1000)) as table:  # a client that is configured later is found
+        monkeypatch.setenv(timetable.ENV, f"{table.address}:0")
+        configure(Client())
+        timer.progress(step=6)
+        assert [timer.step for timer in table.look(ALL)[0]] == [6]
+
+
+def test_a_heartbeat_names_the_step(table: Timetable) -> None:
+    timer.progress(step=41)
+    ((it,), _then) = table.look(ALL)
+    assert (it.scope, it.step, it.slot) == ("heartbeat", 41, 0)
+    timer.beat()
+    assert table.look(ALL)[0][0].step == 0
+    with pytest.raises((TypeError, ValueError)):
+        timer.progress(step=1 << 64)
+
+
+def test_the_end_of_a_block_is_a_heartbeat_only_to_those_that_send_any(table: Timetable) -> None:
+    with expires(60):
+        pass
+    assert table.look(ALL)[0] == []
+    timer.progress(step=3)
+    ((first,), _then) = table.look(ALL)
+    with expires(60):
+        pass
+    ((second,), _then) = table.look(ALL)
+    assert second.deadline > first.deadline
+    assert second.step == 3
+
+
+# --- forks
+
+
+def test_a_fork_within_a_block(table: Timetable) -> None:
+    timer.beat()
+    client = Client()
+    out, into = os.pipe()
+    with expires(60, "ours"), expires(60, "named", client):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                with expires(60, "the child's"), expires(60, "named", client):
+                    mine = next(timer for timer in armed(table) if timer.scope == "the child's")
+                    os.write(into, f"{mine.seat} {scopes(table)} {list(client.held)}".encode())
+                timer.beat()
+                code = 0
+            finally:
+                os._exit(code)  # and so through no `__exit__` of the parent's blocks
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert os.read(out, 100).decode() == "1 " + str(["ours", "the child's"]) + " ['named']"
+        assert scopes(table) == ["ours"]
+        assert table.holder(0) == os.getpid()
+    assert armed(table) == []
+    os.close(out)
+    os.close(into)
+
+
+def test_a_fork_that_leaves_its_parents_block(table: Timetable) -> None:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(expires(60, "ours"))
+        pid = os.fork()
+        if pid == 0:
+            try:
+                stack.close()
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+        assert scopes(table) == ["ours"]
+    assert armed(table) == []
+
+
+def test_a_fork_of_a_process_that_was_in_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer.beat()
+    with contextlib.closing(Timetable(1, hang=1000)) as table:
+        monkeypatch.setenv(timetable.ENV, f"{table.address}:0")
+        pid = os.fork()
+        if pid == 0:
+            try:
+                timer.progress(step=9)
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+        assert [timer.step for timer in table.look(ALL)[0]] == [9]
+        assert table.holder(0) == 0
+
+
+# --- signals
+
+SIGNALS = """
+import os, random, signal, sys
+from phalanx._core import clock, timetable
+from phalanx.timer import TimerClient, configure, expires
+
+class Client(TimerClient):
+    def __init__(self):
+        self.held = set()
+    def acquire(self, scope_id, expiration_time):
+        self.held.add(scope_id)
+    def release(self, scope_id):
+        self.held.discard(scope_id)
+
+class Late(Exception): pass
+
+def handler(*_):
+    raise (Late, KeyboardInterrupt)[chance.getrandbits(1)]
+
+signal.signal(signal.SIGALRM, handler)
+chance = random.Random(7)
+table = timetable.Timetable(1)
+os.environ[timetable.ENV] = f"{table.address}:0"
+client = Client() if sys.argv[1] == "named" else None
+until = clock.now() + float(sys.argv[2])
+struck = 0
+with expires(60, client=client):
+    pass
+
+def once():
+    signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-6, 3e-5))
+    with expires(60, client=client):
+        with expires(50, "inner", client):
+            pass
+    for _ in range(3):
+        pass
+
+while clock.now() < until:
+    table.publish(chance.choice([0, timetable.NEVER]))  # with a ring, and without
+    try:
+        try:
+            once()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except (Late, KeyboardInterrupt):
+        struck += 1
+    left = [timer for timer in table.look(timetable.NEVER - 1)[0]]
+    assert not left and (client is None or not client.held), (left, client and client.held)
+print(struck)
+"""
+
+
+@pytest.mark.parametrize("kind", ["shared", "named"])
+def test_a_signal_handler_that_raises_at_any_moment_leaves_no_timer(kind: str, tmp_path: Path) -> None:
+    done = run_script(tmp_path, SIGNALS, kind, "0.4")
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 20, "it hardly ever struck"
+
+
+def test_a_forgotten_seat_is_none_of_the_signals_business(table: Timetable) -> None:
+    """What is lost to a signal is a slot at the most, and that is not armed."""
+    seat = Seat(f"{table.address}:1")
+    seat.free.pop()
+    assert armed(table) == []
+    seat.close()
+
+
+def test_to_import_it_costs_little() -> None:
+    program = (
+        "import sys, phalanx.timer as t; t.expires; print(*sorted(m for m in sys.modules if m.startswith('phalanx')))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [
+        "phalanx", "phalanx._core", "phalanx._core.clock", "phalanx._core.timetable", "phalanx._core.value",
+        "phalanx.timer", "phalanx.timer._expires",
+    ]  # fmt: skip
+    assert signal.getsignal(signal.SIGALRM) is not None

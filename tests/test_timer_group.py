@@ -1,0 +1,595 @@
+"""Timers of a group, end to end: what hangs is found, explained and ended, and nobody else is."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from phalanx._core import clock, timetable
+from phalanx._core.timetable import Seat
+from phalanx.multiprocessing import DefaultLogsSpecs, start_processes
+from phalanx.timer import SharedTimerClient, SharedTimerServer, TimerSpecs
+from tests import hang_workers
+from tests.helpers import TIMEOUT, alive, wait_gone
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from phalanx.multiprocessing import PContext, RunProcsResult
+    from tests.helpers import Gate, Ready
+
+RUN = (sys.executable, "-m", "phalanx", "run")
+HANG = r"Hang: 'load' \(.*hang_workers\.py:\d+\) was not left within 0\.1 s"
+
+
+class Events:
+    """What the group tells of its timers; tests wait for it."""
+
+    def __init__(self) -> None:
+        self.all: list[dict[str, Any]] = []
+        self._more = threading.Condition()
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        with self._more:
+            self.all.append(event)
+            self._more.notify_all()
+
+    def names(self, rank: int | None = None) -> list[str]:
+        return [event["name"] for event in self.all if rank in (None, event.get("rank"))]
+
+    def wait_for_refusal(self, count: int = 1) -> dict[str, Any]:
+        return self.wait("request.refused", count)
+
+    def wait(self, name: str, count: int = 1, rank: int | None = None) -> dict[str, Any]:
+        with self._more:
+            assert self._more.wait_for(lambda: self.names(rank).count(name) >= count, TIMEOUT), self.all
+        return [event for event in self.all if event["name"] == name and rank in (None, event.get("rank"))][count - 1]
+
+
+@pytest.fixture
+def events() -> Events:
+    return Events()
+
+
+@pytest.fixture(autouse=True)
+def _temporary(own_temporary_folder: None) -> None:
+    """Groups that failed leave their evidence."""
+
+
+def start(
+    function: Callable[..., Any] | str, args: Any, events: Events | None, nprocs: int = 1, **options: Any
+) -> PContext:
+    specs = {"on_expiry": options.pop("on_expiry", "kill"), "hang_timeout": options.pop("hang_timeout", None)}
+    envs = {rank: {"RANK": str(rank)} for rank in range(nprocs)}
+    return start_processes("hang", function, args, envs, timers=TimerSpecs(**specs, on_event=events), **options)
+
+
+def result_of(group: PContext) -> RunProcsResult:
+    result = group.wait(60)
+    assert result is not None
+    return result
+
+
+# --- the demonstration
+
+DEMO = """
+import os, socket, threading
+from phalanx import timer
+
+def all_reduce():
+    threading.Event().wait()
+
+def read_batch(lock):
+    with timer.expires(after=0.2, scope="read the batch"):
+        lock.acquire()
+
+if os.environ["RANK"] == "3":
+    {gate}
+    lock = threading.Lock()
+    lock.acquire()
+    read_batch(lock)
+{ready}
+all_reduce()
+"""
+
+
+def line_of(text: str, program: str) -> int:
+    return next(number for number, line in enumerate(program.splitlines(), 1) if text in line)
+
+
+def test_one_of_four_ranks_is_stuck_in_a_lock(ready: Ready, gate: Gate, tmp_path: Path) -> None:
+    program = DEMO.format(gate=gate.python(), ready=ready.python())
+    script = tmp_path / "train.py"
+    script.write_text(program)
+    command = [*RUN, "--nproc-per-node", "4", "--log-dir", str(tmp_path / "logs"), "--on-expiry", "report,kill:0.05"]
+    with subprocess.Popen([*command, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        pids = ready.pids(3)
+        gate.open()
+        _out, err = run.communicate(timeout=60)
+    assert run.returncode == 137, err
+    assert wait_gone(pids) == set()
+    place = f"{script}:{line_of('timer.expires', program)}"
+    what = re.escape(f"'read the batch' ({place}) was not left within 0.2 s")
+    hung = f"rank 3: {what}; "
+    late = r"\d+\.\d ms over"
+    where = re.escape(
+        f"3 of 4 ranks wait in all_reduce (train.py:{line_of('.wait()', program)}); "
+        f"rank 3 is in read_batch (train.py:{line_of('        lock.acquire()', program)})"
+    )
+    lines = err.splitlines()
+    assert [line for line in lines if re.fullmatch(f"phalanx: {hung}{late}", line)], err
+    assert [line for line in lines if re.fullmatch(f"phalanx: {hung}{late}; {where}; SIGKILL", line)], err
+    report = err[err.index("Root Cause") :]
+    assert re.search(r"rank +: 3 \(local_rank: 3\)\n +exitcode +: -9 .*\(SIGKILL\)", report)
+    assert re.search(f"error +: Hang: {what}\n", report)
+    detail = rf"{late} its deadline\n +{where}\n +stacks of all ranks: stacks-1\.txt in each rank's folder"
+    assert re.search(f"detail +: {detail}", report)
+    assert "in read_batch" in report[report.index("traceback") :]
+    (folder,) = (tmp_path / "logs").glob("*/attempt_0")
+    for rank in range(4):
+        text = (folder / str(rank) / "stacks-1.txt").read_text()
+        assert ("in read_batch" if rank == 3 else "in all_reduce") in text
+    told = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert [event["name"] for event in told] == ["timer.armed", "timer.expired", "worker.reaped"]
+    for event in told:
+        assert event["rank"] == 3
+        assert event["scope"] == "read the batch"
+        assert event["place"] == place
+        assert abs(event["timestamp"] - clock.wall()) < 60
+    assert told[0]["overdue"] == 0
+    assert 0 < told[1]["overdue"] < told[2]["overdue"]
+    assert 0 < told[2]["monotonic_ns"] - told[0]["monotonic_ns"] < 60 * clock.NS
+    assert told[2]["signal"] == 9
+
+
+# --- kinds of workers
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+def test_a_function_that_hangs(method: str, events: Events, gate: Gate) -> None:
+    group = start(hang_workers.hang_or_wait, (0.1, gate.address), events, 2, start_method=method)
+    failure = result_of(group).root_cause
+    assert failure is not None
+    assert failure.local_rank == 0
+    assert failure.exitcode == -signal.SIGKILL
+    assert re.fullmatch(HANG, failure.message)
+    assert "over its deadline\n" in failure.detail
+    assert "in stuck" in failure.traceback
+    assert events.names() == ["timer.armed", "timer.expired", "worker.reaped"]
+
+
+def test_a_binary_shows_what_the_kernel_knows_of_it(events: Events, ready: Ready, logs: Path) -> None:
+    program = f"from tests import hang_workers as h; {ready.python()}; h.hang()"
+    tell = f"{sys.executable} -I -S -c {json.dumps(ready.python('1'))}"
+    args = {0: ("-c", f'{sys.executable} -c "$0"; :', program), 1: ("-c", f"{tell}; exec sleep 600")}
+    path = os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])
+    env = {rank: {"PYTHONPATH": path} for rank in range(2)}
+    # `hang` begins at once, so rank 1 may be a shell yet when rank 0 expires: it is no Python then, either.
+    group = start_processes(
+        "hang", "/bin/sh", args, env, logs_specs=DefaultLogsSpecs(str(logs)), timers=TimerSpecs(on_event=events)
+    )
+    failure = result_of(group).root_cause
+    assert failure is not None
+    assert failure.local_rank == 0
+    expired = events.wait("timer.expired")
+    assert expired["rank"] == 0
+    assert expired["pid"] != group.pids()[0]
+    assert f", in process {expired['pid']} below the worker" in failure.message
+    assert not alive(expired["pid"])
+    assert failure.exitcode == -signal.SIGKILL, "the shell got over the end of its child"
+    for rank in range(2):
+        (file,) = logs.glob(f"*/attempt_0/{rank}/stacks-1.txt")
+        text = file.read_text()
+        assert text.startswith("# no Python stack: ")
+        assert "State:" in text or "exited" in text
+
+
+@pytest.mark.parametrize("way", ["child", "orphan"])
+def test_a_process_below_the_worker_hangs(way: str, events: Events, ready: Ready) -> None:
+    group = start(hang_workers.fork_a_child_that_hangs, (ready.address, way), events, start_method="fork")
+    (child,) = ready.pids()
+    failure = result_of(group).root_cause
+    assert failure is not None
+    assert re.search(
+        rf"'below' \(.*\) was not left within 0\.1 s, in process {child} below the worker", failure.message
+    )
+    assert events.wait("worker.reaped")["pid"] == child
+    assert wait_gone([child]) == set()
+
+
+def test_a_process_below_the_worker_that_dies_is_no_reason_to_kill_it(events: Events, ready: Ready) -> None:
+    with start(
+        hang_workers.fork_a_child_that_dies, (ready.address,), events, on_expiry="report,kill:0.1", start_method="fork"
+    ) as group:
+        (child,) = ready.pids()
+        assert events.wait("timer.expired")["pid"] == child
+        os.kill(child, signal.SIGKILL)
+        assert wait_gone([child]) == set()
+        assert group.wait(0.3) is None
+    assert events.names().count("worker.reaped") == 0
+
+
+# --- steps
+
+
+def test_what_follows_an_expiry_in_order(events: Events, logs: Path) -> None:
+    group = start(
+        hang_workers.hang_in_spite_of_sigterm,
+        (0.05,),
+        events,
+        on_expiry="report,dump:0.05,terminate:0.05,kill:0.1",
+        logs_specs=DefaultLogsSpecs(str(logs)),
+    )
+    result = result_of(group)
+    assert result.failures[0].exitcode == -signal.SIGKILL
+    assert events.names() == ["timer.armed", "timer.expired", "worker.reaped", "worker.reaped"]
+    late = [event["overdue"] for event in events.all]
+    assert late[2] >= 0.1
+    assert late[2] + 0.1 <= late[3]
+    assert [event["signal"] for event in events.all[2:]] == [signal.SIGTERM, signal.SIGKILL]
+    assert list(logs.glob("*/attempt_0/0/stacks-1.txt"))
+    (path,) = logs.glob("*/attempt_0/events.jsonl")
+    assert [json.loads(line) for line in path.read_text().splitlines()] == events.all
+
+
+def test_sigterm_may_be_enough(events: Events) -> None:
+    failure = result_of(start(hang_workers.hang, (), events, on_expiry=["terminate", ("kill", 60)])).failures[0]
+    assert failure.exitcode == -signal.SIGTERM
+    assert re.fullmatch(HANG, failure.message)
+
+
+@pytest.mark.parametrize("step", ["report", "dump"])
+def test_after_a_report_the_timer_is_armed_again(step: str, events: Events, gate: Gate, logs: Path) -> None:
+    args = (0.05, gate.address, gate.address)
+    group = start(
+        hang_workers.pass_late,
+        args,
+        events,
+        on_expiry=step,
+        logs_specs=DefaultLogsSpecs(str(logs)),
+        start_method="fork",
+    )
+    third = events.wait("timer.expired", 3)
+    assert third["overdue"] >= 0.1
+    gate.open(2)
+    result = result_of(group)
+    assert result.return_values == {0: "done"}
+    assert set(events.names()) <= {"timer.armed", "timer.expired", "timer.left"}
+    assert bool(list(logs.glob("*/attempt_0/0/stacks-*.txt"))) == (step == "dump")
+
+
+def test_who_leaves_the_block_between_two_steps_is_let_go(events: Events, gate: Gate, tmp_path: Path) -> None:
+    second = tmp_path / "second"
+    os.mkfifo(second)
+    args = (0.05, gate.address, str(second))
+    group = start(hang_workers.pass_late, args, events, on_expiry="report,kill:0.3", start_method="fork")
+    events.wait("timer.expired")
+    gate.open()
+    left = events.wait("timer.left")
+    assert left["scope"] == "slow"
+    with open(second, "wb", 0) as stream:
+        stream.write(b".")
+    assert result_of(group).return_values == {0: "done"}
+    assert events.names() == ["timer.armed", "timer.expired", "timer.left"]
+
+
+def test_a_listener_that_raises_disturbs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def listener(event: dict[str, Any]) -> None:
+        raise KeyError(event["name"])
+
+    with caplog.at_level(logging.WARNING, "phalanx.timer"):
+        group = start_processes("hang", hang_workers.hang, (), nprocs=1, timers=TimerSpecs(on_event=listener))
+        assert result_of(group).failures[0].exitcode == -signal.SIGKILL
+    assert "on_event raised KeyError('timer.expired') at timer.expired" in caplog.text
+
+
+# --- heartbeats
+
+
+def test_no_heartbeat_is_a_hang_once_there_has_been_one(events: Events, gate: Gate) -> None:
+    """The second rank never beats: it may be starting, and its clock is the first rank's expiries."""
+    with start(
+        _beat_or_not, (gate.address,), events, 2, on_expiry="report", hang_timeout=0.1, start_method="fork"
+    ) as group:
+        assert events.wait("timer.expired", 3)["overdue"] >= 0
+        gate.open(2)
+        assert result_of(group).return_values == {0: None, 1: "fine"}
+    assert {event["rank"] for event in events.all} == {0}
+
+
+def _beat_or_not(gate: str) -> str | None:
+    if os.environ["RANK"] == "1":
+        return hang_workers.never_beat(gate)
+    hang_workers.beat_once(41, gate)
+    return None
+
+
+def test_the_failure_names_the_last_step(events: Events, gate: Gate) -> None:
+    group = start(hang_workers.beat_once, (41, gate.address), events, hang_timeout=0.1)
+    failure = result_of(group).root_cause
+    assert failure is not None
+    assert failure.exitcode == -signal.SIGKILL
+    assert failure.message == "Hang: no heartbeat for 0.1 s (the last at step 41)"
+    assert "in beat_once" in failure.traceback or "in pass_gate" in failure.traceback
+    assert events.all[-1]["scope"] == "heartbeat"
+
+
+def test_a_block_extends_the_heartbeat_and_what_hangs_after_it_is_found(
+    events: Events, ready: Ready, gate: Gate, tmp_path: Path
+) -> None:
+    second = tmp_path / "second"
+    os.mkfifo(second)
+    args = (ready.address, gate.address, str(second))
+    with start(hang_workers.beat_and_take_long, args, events, hang_timeout=0.1, start_method="fork") as group:
+        ready.wait()
+        assert group.wait(0.4) is None
+        assert "timer.expired" not in events.names()
+        gate.open()
+        before = clock.now_ns()
+        failure = result_of(group).failures[0]
+    assert failure.message == "Hang: no heartbeat for 0.1 s (the last at step 7)"
+    assert events.wait("timer.expired")["monotonic_ns"] - before >= 0.1 * clock.NS * 0.9
+
+
+# --- whom it leaves alone
+
+
+def test_a_group_that_is_being_stopped_is_not_disturbed(events: Events, ready: Ready) -> None:
+    group = start(hang_workers.hang_when_stopped, (ready.address,), events)
+    ready.wait()
+    group.close(timeout=0.4)
+    assert "timer.expired" not in events.names()
+    assert "worker.reaped" not in events.names()
+
+
+def test_a_stranger_at_the_table_is_refused(
+    events: Events, ready: Ready, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One is the launcher itself, one a child of it that has nothing to do with the group."""
+    with (
+        caplog.at_level(logging.WARNING, "phalanx.timer"),
+        start(hang_workers.say_where_the_table_is, (ready.address, gate.address), events, start_method="fork") as group,
+    ):
+        (address,) = ready.wait()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                seat = Seat(address)
+                seat.take(1, 1, timetable.encode("a stranger's", ""))
+                signal.pause()
+            finally:
+                os._exit(1)
+        try:
+            assert events.wait_for_refusal()["pid"] == pid
+            with Seat(address) as own:
+                own.take(1, 1, timetable.encode("the launcher's", ""))
+                assert events.wait_for_refusal(2)["pid"] == os.getpid()
+            assert alive(pid)
+            gate.open()
+            assert not result_of(group).is_failed()
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    assert f"process {pid} is not in the group: its timers are not watched" in caplog.text
+
+
+@pytest.mark.parametrize("hours", [1, -1])
+def test_a_step_of_the_wall_clock_changes_nothing(
+    hours: int, events: Events, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wall = clock.wall
+    group = start(hang_workers.step_the_clock_and_hang, (hours, gate.address), events, 2, start_method="fork")
+    monkeypatch.setattr(clock, "wall", lambda: wall() - 3600 * hours)
+    failure = result_of(group).root_cause
+    assert failure is not None
+    assert re.fullmatch(HANG, failure.message)
+    assert events.names(1) in ([], ["timer.armed"])
+    assert 0 <= events.wait("timer.expired")["overdue"] < TIMEOUT
+
+
+def test_without_timers_nobody_watches() -> None:
+    group = start_processes("hang", hang_workers.hang, (0.1,), nprocs=1, start_method="fork")
+    failure = result_of(group).failures[0]
+    assert "NobodyWatchesError" in failure.message or "nobody watches timers" in failure.message
+
+
+@pytest.mark.parametrize("timers", ["kill", 5, {"on_expiry": "kill"}])
+def test_what_are_no_specs(timers: Any) -> None:
+    with pytest.raises(TypeError, match="timers: expected a TimerSpecs, got "):
+        start_processes("hang", hang_workers.hang, (), nprocs=1, timers=timers)
+
+
+@pytest.mark.parametrize(
+    "given, error",
+    [
+        ({"on_expiry": "nonsense"}, "on_expiry: 'nonsense' is no step"),
+        ({"on_expiry": "kill,report"}, "on_expiry: 'report' comes after 'kill'"),
+        ({"on_expiry": "kill,kill"}, "on_expiry: 'kill' comes after 'kill'"),
+        ({"on_expiry": "report:x"}, "on_expiry: 'report:x': 'x' is no number of seconds"),
+        ({"on_expiry": "report:-1"}, "on_expiry: expected a time of 0 seconds or more, got -1"),
+        ({"on_expiry": []}, "on_expiry: expected at least one of report, dump, terminate, kill"),
+        ({"on_expiry": [("kill", 1, 2)]}, "on_expiry: expected names, or pairs"),
+        ({"on_expiry": [("kill", True)]}, "on_expiry: expected seconds, got True"),
+        ({"hang_timeout": 0}, "hang_timeout: expected more than 0 seconds, got 0"),
+        ({"hang_timeout": -1}, "hang_timeout: expected a time of 0 seconds or more, got -1"),
+        ({"hang_timeout": float("nan")}, "hang_timeout: expected a time of 0 seconds or more, got nan"),
+        ({"hang_timeout": "5"}, "hang_timeout: expected seconds, got '5'"),
+        ({"on_event": 5}, "on_event: expected a function of one dict, got 5"),
+    ],
+)
+def test_specs_that_make_no_sense(given: dict[str, Any], error: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(error)):
+        TimerSpecs(**given)
+
+
+@pytest.mark.parametrize(
+    "option, error",
+    [
+        ("--on-expiry=nonsense", "'nonsense' is no step; expected report, dump, terminate, kill"),
+        ("--hang-timeout=x", "'x' is not a valid float"),
+        ("--hang-timeout=inf", "expected a time of 0 seconds or more, got inf"),
+    ],
+)
+def test_an_option_that_makes_no_sense(option: str, error: str, tmp_path: Path) -> None:
+    command = [*RUN, "--log-dir", str(tmp_path / "logs"), option, "--no-python", "touch", str(tmp_path / "started")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert option.partition("=")[0] in done.stderr
+    assert error in done.stderr
+    assert list(tmp_path.glob("*")) in ([], [tmp_path / "temporary"])
+
+
+def test_hang_timeout_on_the_command_line(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import signal; from phalanx import timer\ntimer.progress(step=3)\nwhile True: signal.pause()\n")
+    command = [*RUN, "--log-dir", str(tmp_path / "logs"), "--hang-timeout", "0.1", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 137
+    assert "rank 0: no heartbeat for 0.1 s (the last at step 3); " in done.stderr
+    assert "Hang: no heartbeat for 0.1 s (the last at step 3)" in done.stderr
+
+
+# --- the pair that stands alone
+
+
+def test_a_late_child_is_reaped_and_a_prompt_one_spared(ready: Ready) -> None:
+    with SharedTimerServer() as server:
+        client = SharedTimerClient(server.address)
+        late = start_processes("late", hang_workers.take_with, (client, 0.2, ready.address), nprocs=1)
+        prompt = start_processes("prompt", hang_workers.be_prompt_with, (client, ready.address), nprocs=1)
+        failure = result_of(late).failures[0]
+        assert failure.exitcode == -signal.SIGKILL
+        assert failure.message == "Hang: 'by argument' was not left in time"
+        assert "over its deadline" in failure.detail
+        assert "in stuck" in failure.traceback
+        assert result_of(prompt).return_values == {0: "spared"}
+
+
+def test_a_fork_of_a_client_is_reaped_and_its_parent_is_not(ready: Ready) -> None:
+    with SharedTimerServer() as server:
+        args = (SharedTimerClient(server.address), ready.address)
+        group = start_processes("fork", hang_workers.fork_with, args, nprocs=1, start_method="fork")
+        assert result_of(group).return_values == {0: "-9"}
+
+
+HOST = """
+import os, sys
+from phalanx.timer import SharedTimerServer
+with SharedTimerServer() as server:
+    print(server.address, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_server_never_kills_whom_it_descends_from() -> None:
+    host = subprocess.Popen(
+        [sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    with host:
+        assert host.stdin is not None
+        assert host.stdout is not None
+        assert host.stderr is not None
+        address = host.stdout.readline().strip()
+        with Seat(f"{address}:0") as seat:
+            seat.take(1, 1, timetable.encode("ours", ""))
+            assert f"pid {os.getpid()} is a process that this server descends from" in host.stderr.readline()
+        host.stdin.close()
+        assert host.wait(TIMEOUT) == 0
+
+
+def test_a_server_never_kills_itself(caplog: pytest.LogCaptureFixture) -> None:
+    told = threading.Event()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "own process" in record.getMessage():
+                told.set()
+
+    logger = logging.getLogger("phalanx.timer")
+    handler = Handler()
+    logger.addHandler(handler)
+    try:
+        with caplog.at_level(logging.ERROR), SharedTimerServer() as server:
+            client = SharedTimerClient(server.address)
+            client.acquire("mine", clock.wall() - 5)
+            assert told.wait(TIMEOUT)
+            client.release("mine")
+            client.release("mine")
+    finally:
+        logger.removeHandler(handler)
+
+
+def test_start_and_stop() -> None:
+    server = SharedTimerServer()
+    server.stop()
+    with pytest.raises(RuntimeError, match="the timer server has not been started"):
+        _ = server.address
+    for _ in range(2):
+        server.start()
+        with pytest.raises(RuntimeError, match="the timer server has been started already"):
+            server.start()
+        assert server.address.startswith(f"{os.getpid()}:")
+        server.stop()
+        server.stop()
+
+
+def test_a_server_that_is_started_again_has_clients_again() -> None:
+    """Its address may be the same as before; the memory is not."""
+    server = SharedTimerServer()
+    for _ in range(2):
+        with server:
+            client = SharedTimerClient(server.address)
+            assert server._table is not None
+            client.acquire("load", clock.wall() + 60)
+            assert server._table.look(timetable.NEVER - 1)[0][0].scope == "load"
+        client.release("load")
+        client.acquire("load", clock.wall() + 60)  # nobody watches; nobody is harmed
+
+
+def test_clients_of_one_process_do_not_disturb_one_another() -> None:
+    with SharedTimerServer() as server:
+        assert server._table is not None
+        first, second = SharedTimerClient(server.address), SharedTimerClient(server.address)
+        first.acquire("a", clock.wall() + 60)
+        second.acquire("a", clock.wall() + 70)
+        second.acquire("b", clock.wall() + 70)
+        assert [timer.scope for timer in server._table.look(timetable.NEVER - 1)[0]] == ["a", "a", "b"]
+        first.release("a")
+        first.release("b")
+        assert [timer.scope for timer in server._table.look(timetable.NEVER - 1)[0]] == ["a", "b"]
+        second.acquire("b", clock.wall() + 80)
+        assert len(server._table.look(timetable.NEVER - 1)[0]) == 2
+        assert server._table.holder(0) == os.getpid()
+
+
+@pytest.mark.parametrize(
+    "given, error",
+    [
+        ({"seats": 0}, "seats: expected 1 or more, got 0"),
+        ({"max_interval": -1}, "max_interval: expected a time of 0 seconds or more, got -1"),
+        ({"hang_timeout": 0}, "hang_timeout: expected more than 0 seconds, got 0"),
+        ({"hang_timeout": float("inf")}, "hang_timeout: expected a time of 0 seconds or more, got inf"),
+    ],
+)
+def test_a_server_that_makes_no_sense(given: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        SharedTimerServer(**given)
+
+
+def test_a_client_whose_server_has_gone() -> None:
+    with SharedTimerServer() as server:
+        address = server.address
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="is the launcher there"):
+            SharedTimerClient(address).acquire("load", clock.wall() + 60)

@@ -1,0 +1,707 @@
+"""The table of deadlines: both of its ends, in one and in several processes, and when the watcher is woken."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import signal
+import sys
+from random import Random
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from phalanx._core import clock, timetable
+from phalanx._core.lookout import Lookout
+from phalanx._core.timetable import FIRST, NEVER, SLOTS, TEXT_LIMIT, Seat, Timer, Timetable, decode, encode
+from tests.helpers import TIMEOUT, wait_gone
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+ALL = NEVER - 1
+"""A moment at which every deadline is over."""
+
+TEXT = encode("load", "train.py:7")
+
+
+@pytest.fixture
+def table() -> Iterator[Timetable]:
+    it = Timetable(8)
+    yield it
+    it.close()
+
+
+def seat_at(table: Timetable, rank: int = 0) -> Seat:
+    return Seat(f"{table.address}:{rank}")
+
+
+def armed(table: Timetable) -> list[tuple[str, int]]:
+    return [(timer.scope, timer.deadline) for timer in table.look(ALL)[0]]
+
+
+def rung(table: Timetable) -> bool:
+    """Whether somebody has rung; it is quiet afterwards."""
+    poll = select.poll()
+    poll.register(table.fileno(), select.POLLIN)
+    found = bool(poll.poll(0))
+    table.hear()
+    return found
+
+
+class Child:
+    """A fork that holds a seat: it says so, and obeys until the end of the test."""
+
+    def __init__(self, work: Callable[[Child], None]) -> None:
+        self._in, self._out = os.pipe(), os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._be(work)
+        os.close(self._in[0])
+        os.close(self._out[1])
+        self._left = False
+
+    def _be(self, work: Callable[[Child], None]) -> NoReturn:
+        try:
+            os.close(self._in[1])
+            work(self)
+        finally:
+            os._exit(0)
+
+    def say(self) -> None:
+        os.write(self._out[1], b".")
+
+    def wait(self) -> None:
+        """In the child: until it is told to go on, or the test is over."""
+        os.read(self._in[0], 1)
+
+    def told(self, seconds: float = TIMEOUT) -> bool:
+        """Whether it says something within a time."""
+        if not select.select([self._out[0]], [], [], seconds)[0]:
+            return False
+        return bool(os.read(self._out[0], 1))
+
+    def go_on(self) -> None:
+        os.write(self._in[1], b".")
+
+    def end(self, number: int = signal.SIGKILL) -> None:
+        if not self._left:
+            self._left = True
+            os.kill(self.pid, number)
+            os.waitpid(self.pid, 0)
+            os.close(self._in[1])
+            os.close(self._out[0])
+
+    def __enter__(self) -> Self:
+        assert self.told()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+def holder_of(table: Timetable, scope: str, deadline: int = 5, rank: int = 0) -> Child:
+    """A process that has one timer."""
+
+    def work(child: Child) -> None:
+        seat_at(table, rank).take(deadline, 3, encode(scope, "x.py:1"))
+        child.say()
+        child.wait()
+
+    return Child(work)
+
+
+# --- seats
+
+
+def test_what_is_stored_is_seen(table: Timetable) -> None:
+    with seat_at(table, 3) as seat:
+        slot = seat.take(50, 20, TEXT, thread=77)
+        (timer,), then = table.look(60)
+        assert timer == Timer(3, slot, 50, 20, 77, "load", "train.py:7")
+        assert then == NEVER
+        assert table.look(49) == ([], 50)
+        assert table.look(50) == ([timer], NEVER)
+        assert table.still(timer)
+        assert table.holder(3) == os.getpid()
+        assert table.rank(3) == 3
+        seat.give(slot)
+        assert not table.still(timer)
+        assert table.look(ALL) == ([], NEVER)
+    assert table.holder(2) == 0
+
+
+def test_a_slot_is_used_again_with_another_text(table: Timetable) -> None:
+    with seat_at(table) as seat:
+        slot = 0
+        for number in range(50):
+            slot = seat.take(number, 1, encode("s" * number, f"f.py:{number}"))
+            assert armed(table) == [("s" * number, number)]
+            seat.give(slot)
+        assert slot == FIRST
+
+
+def test_processes_of_one_rank_have_seats_of_their_own(table: Timetable) -> None:
+    with contextlib.ExitStack() as stack:
+        children = [stack.enter_context(holder_of(table, f"{number}", rank=1)) for number in range(3)]
+        timers = table.look(ALL)[0]
+        assert sorted(timer.scope for timer in timers) == ["0", "1", "2"]
+        assert {table.holder(timer.seat) for timer in timers} == {child.pid for child in children}
+        assert [table.rank(timer.seat) for timer in timers] == [1, 1, 1]
+        assert {timer.seat for timer in timers} == {1, 2, 3}
+
+
+def test_when_all_seats_are_taken_the_next_one_is_told_so() -> None:
+    table = Timetable(2)
+    with contextlib.closing(table), holder_of(table, "a"), holder_of(table, "b") as second:
+        with pytest.raises(OSError, match="2 processes of the group have timers already: that is the most") as caught:
+            seat_at(table)
+        assert caught.value.errno == errno.ENOSPC
+        second.end()
+        with seat_at(table) as seat:
+            seat.take(9, 1, TEXT)
+            assert ("load", 9) in armed(table)
+
+
+def test_who_has_ended_holds_nothing(table: Timetable) -> None:
+    with holder_of(table, "a") as child:
+        assert table.holder(0) == child.pid
+        child.end()
+        assert table.holder(0) == 0
+
+
+def test_a_fork_has_neither_the_seat_nor_the_timers(table: Timetable) -> None:
+    with seat_at(table) as seat:
+        slot = seat.take(5, 3, TEXT)
+
+        def work(child: Child) -> None:
+            seat.give(slot)
+            seat.take(1, 1, encode("the child's", ""))
+            seat.beat(7)
+            child.say()
+            child.wait()
+
+        with Child(work) as child:
+            assert armed(table) == [("load", 5)]
+            assert table.holder(0) == os.getpid()
+            child.end()
+        assert armed(table) == [("load", 5)]
+        assert table.holder(0) == os.getpid()
+
+
+def test_the_most_timers(table: Timetable) -> None:
+    with seat_at(table) as seat:
+        slots = [seat.take(number, 1, TEXT) for number in range(1, SLOTS + 1)]
+        assert len(set(slots)) == SLOTS
+        with pytest.raises(RuntimeError, match="1024 timers run in this process: that is the most"):
+            seat.take(5, 1, TEXT)
+        due, then = table.look(500)
+        assert len(due) == 500
+        assert then == 501
+        seat.give(slots[0])
+        assert seat.take(5, 1, TEXT) == slots[0]
+        for slot in slots:
+            seat.give(slot)
+        assert table.look(ALL) == ([], NEVER)
+
+
+def test_what_is_given_after_the_end_goes_nowhere(table: Timetable) -> None:
+    seat = seat_at(table)
+    slot = seat.take(5, 1, TEXT)
+    seat.close()
+    seat.close()
+    seat.give(slot)
+    seat.give(seat.take(1, 1, encode("other", "")))
+    seat.beat(1)
+    seat.ring()
+    with seat_at(table):
+        assert armed(table) == []
+
+
+@pytest.mark.parametrize("address", ["", "1:2:3", "1:2:3:x", "1:2:3:4:5"])
+def test_an_address_that_is_none(address: str) -> None:
+    with pytest.raises(ValueError, match="PHALANX_TIMERS: expected PID:MEMORY:BELL:RANK, got '"):
+        Seat(address)
+
+
+def test_a_table_that_is_not_there(table: Timetable, tmp_path: Path) -> None:
+    address = f"{table.address}:0"
+    pid, memory, bell = table.address.split(":")
+    (tmp_path / "file").write_bytes(bytes(100))
+    with open(tmp_path / "file", "r+b") as file, pytest.raises(OSError, match="that is no table of timers"):
+        Seat(f"{pid}:{file.fileno()}:{bell}:0")
+    with open(tmp_path / "empty", "w+b") as file, pytest.raises(OSError, match="cannot be opened"):
+        Seat(f"{pid}:{file.fileno()}:{bell}:0")
+    table.close()
+    with pytest.raises(OSError, match=rf"cannot be opened \(/proc/{pid}/fd/{memory}: .*\); is the launcher there\?"):
+        Seat(address)
+
+
+def test_nobody_can_cut_the_memory_short(table: Timetable) -> None:
+    with seat_at(table) as seat, pytest.raises(PermissionError):
+        os.ftruncate(seat._fds[0], 8)
+
+
+def test_a_program_that_closes_all_gets_no_byte_of_ours_into_its_files(table: Timetable, tmp_path: Path) -> None:
+    seat = seat_at(table)
+    bell = seat._fds[1]
+    path = tmp_path / "precious"
+    path.touch()
+    os.close(bell)
+    slot = seat.take(1, 1, TEXT)  # closed: nobody is rung
+    seat.give(slot)
+    with open(path, "wb") as file:
+        if file.fileno() != bell:
+            os.dup2(file.fileno(), bell)
+        seat.take(1, 1, TEXT)
+        assert path.read_bytes() == b""
+        if file.fileno() != bell:
+            os.close(bell)
+    seat._fds.pop()
+    seat.close()
+
+
+# --- a client dies
+
+
+def test_a_client_killed_at_any_instruction_harms_nobody() -> None:
+    """Each leaves its seat as it was at that moment; none of it is anybody's, and the next one finds it clean."""
+    table = Timetable(1)
+    chance = Random(5)  # noqa: S311 - for moments, and the same ones in each run
+
+    def work(child: Child) -> None:
+        seat = seat_at(table)
+        texts = [encode(f"scope {number}", f"x.py:{number}") for number in range(40)]
+        child.say()
+        while True:
+            slots = [seat.take(number + 1, 1, text) for number, text in enumerate(texts)]
+            seat.beat(4)
+            for slot in slots:
+                seat.give(slot)
+
+    with contextlib.closing(table):
+        for _ in range(25):
+            with Child(work) as child:
+                child.told(chance.uniform(0, 0.003))  # it says no more: a wait
+                assert table.holder(0) == child.pid
+                child.end()
+            for timer in table.look(ALL)[0]:
+                assert table.holder(timer.seat) == 0
+            table.news()
+        with seat_at(table) as seat:
+            assert table.look(ALL) == ([], NEVER)
+            slot = seat.take(7, 1, TEXT)
+            assert armed(table) == [("load", 7)]
+            seat.give(slot)
+            assert table.look(ALL) == ([], NEVER)
+
+
+# --- the bell
+
+
+def test_only_an_earlier_deadline_rings(table: Timetable) -> None:
+    with seat_at(table) as seat:
+        table.publish(100)
+        for deadline in (101, 100):
+            seat.take(deadline, 1, TEXT)
+            assert not rung(table)
+        seat.take(99, 1, TEXT)
+        assert rung(table)
+        table.publish(NEVER)
+        seat.take(ALL, 1, TEXT)
+        assert rung(table)
+        table.publish(-5)
+        seat.take(1, 1, TEXT)
+        assert not rung(table)
+
+
+def test_a_bell_that_is_full_keeps_nobody_waiting(table: Timetable) -> None:
+    with seat_at(table) as seat:
+        for _ in range(70_000):
+            seat.ring()
+        assert rung(table)
+        assert not rung(table)
+
+
+def test_to_ring_after_the_watcher_has_gone() -> None:
+    table = Timetable(1)
+    with seat_at(table) as seat:
+        slot = seat.take(5, 1, TEXT)
+        table.close()
+        with pytest.raises(RuntimeError, match="nobody watches timers any more: their server has stopped"):
+            seat.take(5, 1, TEXT)
+        seat.give(slot)
+        seat.beat(1)
+        assert len(seat.free) == SLOTS
+
+
+def test_a_watcher_that_is_late_is_rung(table: Timetable) -> None:
+    with seat_at(table) as seat:
+        now = 5 * timetable.LATE
+        for published, late in ((now - timetable.LATE, False), (now - timetable.LATE - 1, True)):
+            table.publish(published)
+            seat.give(seat.take(now + 10, 10, TEXT))
+            assert rung(table) == late
+
+
+def test_a_heartbeat_rings_if_it_is_the_earliest_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    moment = 1000
+    monkeypatch.setattr(clock, "now_ns", lambda: moment)
+    table = Timetable(1, hang=1e-6)
+    with contextlib.closing(table), seat_at(table) as seat:
+        table.publish(3000)
+        seat.beat(41)
+        assert rung(table)
+        ((timer,), then) = table.look(2000)
+        assert (timer.slot, timer.deadline, timer.span, timer.step, then) == (0, 2000, 1000, 41, NEVER)
+        assert table.look(1999) == ([], 2000)
+        table.publish(2000)
+        moment = 1500
+        seat.beat(42)
+        assert not rung(table)
+        assert not table.still(timer)
+        assert table.look(2499) == ([], 2500)
+
+
+def test_a_scope_extends_the_heartbeat_and_its_end_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    moment = 1000
+    monkeypatch.setattr(clock, "now_ns", lambda: moment)
+    table = Timetable(1, hang=1e-6)
+    with contextlib.closing(table), seat_at(table) as seat:
+        seat.beat(1)
+        slot = seat.take(50_000, 49_000, TEXT)
+        assert table.look(2000) == ([], 50_000)
+        table.publish(50_000)
+        table.hear()
+        moment = 5000
+        seat.give(slot)
+        assert rung(table), "it hangs from 6000 on, and nobody would look before 50000"
+        assert table.look(5999) == ([], 6000)
+        (late,) = table.look(6000)[0]
+        assert late.slot == 0
+        moment = 7000  # it enters a scope without a beat: that may take longer, too
+        seat.take(90_000, 83_000, TEXT)
+        assert not table.still(late)
+
+
+@pytest.mark.parametrize("hang", [1e30, 1e10, float(sys.maxsize)])
+def test_a_heartbeat_that_nobody_will_live_to_miss(hang: float) -> None:
+    table = Timetable(1, hang)
+    with contextlib.closing(table), seat_at(table) as seat:
+        seat.beat(1)
+        due, then = table.look(clock.now_ns())
+        assert due == []
+        assert then <= NEVER
+
+
+# --- texts
+
+
+@given(st.text(), st.text())
+def test_a_text_fits_and_names_what_it_is_of(scope: str, place: str) -> None:
+    text = encode(scope, place)
+    assert len(text) <= TEXT_LIMIT
+    first, second = (part.encode("utf-8", "replace").decode() for part in (scope, place))
+    if "\x1f" not in first and len((first + second).encode()) < TEXT_LIMIT:
+        assert decode(text) == (first, second)
+
+
+@given(st.integers(0, 600), st.integers(0, 600), st.sampled_from("aä€😀"))
+def test_of_a_long_text_the_ends_are_kept(many: int, more: int, letter: str) -> None:
+    text = encode("<" + letter * many + ">", letter * more + "/train.py:41")
+    assert len(text) <= TEXT_LIMIT
+    scope, place = decode(text)
+    assert scope.startswith("<")
+    assert scope.endswith(">")
+    assert place.endswith("/train.py:41")
+
+
+@given(st.binary())
+def test_any_bytes_can_be_read(data: bytes) -> None:
+    assert all(isinstance(part, str) for part in decode(data))
+
+
+# --- garbage
+
+
+@given(data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_garbage_in_the_memory_is_no_danger(data: Any) -> None:
+    table = Timetable(3, hang=1.0)
+    with contextlib.closing(table):
+        head = (8 + 3) * 8
+        with seat_at(table, 0) as one, seat_at(table, 1):
+            for number in range(3):
+                one.take(number, 1, TEXT)
+            marks = st.one_of(st.integers(-1, SLOTS + 3), st.integers(-(1 << 63), NEVER))
+            for seat in range(3):
+                table._words[8 + seat] = data.draw(marks)
+            for _ in range(data.draw(st.integers(1, 6))):
+                what = data.draw(st.binary(min_size=1, max_size=64))
+                at = data.draw(st.integers(16, head) | st.integers(table._head, len(table._map) - len(what)))
+                table._map[at : at + len(what)] = what
+            then = 0
+            for now in (0, 1 << 40, ALL):
+                due, then = table.look(now)
+                assert then > now
+                for timer in due:
+                    table.still(timer)
+                    table.holder(timer.seat)
+                    table.rank(timer.seat)
+                    repr(timer)
+            table.publish(then)
+            table.news()
+            table.hear()
+
+
+# --- the lookout, against a model
+
+
+class FakeLoop:
+    """A loop that moves when it is told, on a clock of whole milliseconds."""
+
+    def __init__(self) -> None:
+        self.watched: dict[int, Callable[[int], None]] = {}
+        self.calls: list[Callable[[], None]] = []
+        self.deadlines: list[tuple[int, Entry]] = []
+
+    def watch(self, fd: int, callback: Callable[[int], None]) -> None:
+        self.watched[fd] = callback
+
+    def forget(self, fd: int) -> None:
+        self.watched.pop(fd, None)
+
+    def call(self, action: Callable[[], None]) -> None:
+        self.calls.append(action)
+
+    def at(self, moment: float, action: Callable[[], None]) -> Entry:
+        entry = Entry(action)
+        self.deadlines.append((round(moment * 1000) * 1_000_000, entry))
+        return entry
+
+    def next(self) -> int | None:
+        self.deadlines = [each for each in self.deadlines if each[1].action is not None]
+        return min((at for at, _ in self.deadlines), default=None)
+
+    def serve(self, now: int) -> None:
+        """Everything that is to be done at a moment."""
+        while True:
+            ready = select.select(list(self.watched), [], [], 0)[0]
+            for fd in ready:
+                self.watched[fd](1)
+            calls, self.calls = self.calls, []
+            for action in calls:
+                action()
+            due = [entry for at, entry in self.deadlines if at <= now and entry.action is not None]
+            for entry in due:
+                if entry.action is not None:  # else an earlier one has called it off
+                    entry.action()
+                    entry.action = None
+            if not (ready or calls or due):
+                return
+
+
+class Entry:
+    def __init__(self, action: Callable[[], None]) -> None:
+        self.action: Callable[[], None] | None = action
+
+    def cancel(self) -> None:
+        self.action = None
+
+
+MS = 1_000_000
+HANG = 40
+
+
+class Watching(RuleBasedStateMachine):
+    """Two clients, a lookout, and what should be seen: each expiry once, and at its very moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.now = 1000 * MS
+        self.patch.setattr(clock, "now_ns", lambda: self.now)
+        self.table = Timetable(2, HANG / 1000)
+        self.seats = [seat_at(self.table, 0)]
+        # The kernel knows locks by process, and this is one: so the second client has its seat by hand.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("fcntl.lockf", lambda *_args: None)
+            self.seats.append(seat_at(self.table, 1))
+        self.loop = FakeLoop()
+        self.seen: list[tuple[int, int, int, int]] = []
+        self.expected: list[tuple[int, int, int, int]] = []
+        self.running: dict[tuple[int, int], int] = {}
+        self.beats: dict[int, int] = {}
+        self.told: dict[tuple[int, int, int], int] = {}
+        self.rearming: dict[tuple[int, int], int] = {}
+        self.lookout = Lookout(self.table, self.loop, self.on_expired)  # type: ignore[arg-type]  # a loop for this test
+
+    @initialize()
+    def open(self) -> None:
+        self.lookout.open()
+        self.settle()
+
+    def on_expired(self, timers: list[Timer]) -> None:
+        self.seen += [(timer.seat, timer.slot, timer.deadline, self.now) for timer in timers]
+
+    # the model
+
+    def due(self) -> Iterator[tuple[int, int, int]]:
+        for (seat, slot), deadline in self.running.items():
+            if deadline <= self.now:
+                yield seat, slot, deadline
+        for seat, beat in self.beats.items():
+            own = [deadline for (other, _), deadline in self.running.items() if other == seat]
+            limit = beat + HANG * MS
+            limit = max([limit, *own]) if limit <= self.now else limit
+            if limit <= self.now:
+                yield seat, 0, limit
+
+    def settle(self) -> None:
+        self.loop.serve(self.now)
+        due = set(self.due())
+        self.told = {key: moment for key, moment in self.told.items() if key in due}
+        for key in due:
+            if self.told.get(key, 0) <= self.now:
+                self.told[key] = NEVER
+                self.expected.append((*key, self.now))
+
+    def later(self, moment: int) -> None:
+        """Let time pass, moment by moment of either side."""
+        while True:
+            wakes = [*self.running.values(), *(beat + HANG * MS for beat in self.beats.values()), *self.told.values()]
+            inside = [wake for wake in (*wakes, self.loop.next() or 0) if self.now < wake <= moment]
+            if not inside:
+                break
+            self.now = min(inside)
+            self.settle()
+        self.now = moment
+        self.settle()
+
+    # what happens
+
+    def store(self) -> None:
+        self.later(self.now + MS)  # no two deadlines are equal in slot and moment
+
+    @rule(seat=st.integers(0, 1), span=st.integers(0, 200))
+    def take(self, seat: int, span: int) -> None:
+        self.store()
+        slot = self.seats[seat].take(self.now + span * MS, span * MS, TEXT)
+        self.running[seat, slot] = self.now + span * MS
+        self.settle()
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def give(self, data: Any) -> None:
+        self.store()
+        seat, slot = data.draw(st.sampled_from(sorted(self.running)))
+        del self.running[seat, slot]
+        self.seats[seat].give(slot)
+        if seat in self.beats:
+            self.beats[seat] = self.now
+        self.settle()
+
+    @rule(seat=st.integers(0, 1))
+    def beat(self, seat: int) -> None:
+        self.seats[seat].beat(1)
+        self.beats[seat] = self.now
+        self.settle()
+
+    @precondition(lambda self: self.told)
+    @rule(data=st.data(), span=st.integers(0, 60))
+    def rearm(self, data: Any, span: int) -> None:
+        seat, slot, deadline = key = data.draw(st.sampled_from(sorted(self.told)))
+        self.lookout.rearm(Timer(seat, slot, deadline, 0, 0, "", ""), self.now + span * MS)
+        self.told[key] = self.now + span * MS
+        self.settle()
+
+    @rule(span=st.integers(0, 150))
+    def wait(self, span: int) -> None:
+        self.later(self.now + span * MS)
+
+    @invariant()
+    def all_is_seen_once_and_at_once(self) -> None:
+        assert sorted(self.seen) == sorted(self.expected)
+
+    @invariant()
+    def the_next_look_is_not_too_late(self) -> None:
+        future = [deadline for deadline in self.running.values() if deadline > self.now]
+        assert self.table._words[timetable.HEAD_WAKE] <= min(future, default=NEVER)
+
+    def teardown(self) -> None:
+        self.lookout.close()
+        for seat in self.seats:
+            seat.close()
+        self.table.close()
+        self.patch.undo()
+
+
+def test_the_lookout_sees_each_expiry_once_and_at_once() -> None:
+    run_state_machine_as_test(Watching, settings=settings(max_examples=40, stateful_step_count=30, deadline=None))
+
+
+def test_what_is_set_while_the_lookout_says_when_it_looks_next_is_seen(table: Timetable) -> None:
+    """The client still reads the old moment, which is earlier, and so does not ring."""
+    loop = FakeLoop()
+    now = clock.now_ns()
+    due = now + 3600 * clock.NS
+    lookout = Lookout(table, loop, pytest.fail)  # type: ignore[arg-type]  # as above
+    publish = table.publish
+    with seat_at(table) as seat, pytest.MonkeyPatch.context() as patch:
+
+        def publish_late(moment: int) -> None:
+            if not armed(table):
+                seat.take(due, due - now, TEXT)
+            publish(moment)
+
+        publish(now)
+        patch.setattr(table, "publish", publish_late)
+        lookout.open()
+        assert not rung(table)
+        assert loop.next() == pytest.approx(due, abs=MS)
+        assert table._words[timetable.HEAD_WAKE] == due
+        lookout.close()
+
+
+def test_a_lookout_that_is_closed_is_quiet(table: Timetable) -> None:
+    loop = FakeLoop()
+    seen: list[Timer] = []
+    lookout = Lookout(table, loop, seen.extend)  # type: ignore[arg-type]  # as above
+    lookout.open()
+    lookout.close()
+    lookout.close()
+    assert loop.watched == {}
+    assert loop.next() is None
+
+
+def test_new_slots_are_told_once(table: Timetable) -> None:
+    with seat_at(table) as seat:
+        assert table.news() == []
+        slot = seat.take(5, 1, TEXT)
+        assert [timer.slot for timer in table.news()] == [slot]
+        seat.give(slot)
+        seat.give(seat.take(6, 1, TEXT))
+        assert table.news() == []
+        seat.take(5, 1, TEXT)
+        seat.give(seat.take(5, 1, TEXT))
+        assert table.news() == []  # it has gone already
+
+
+def test_the_dead_are_waited_for() -> None:
+    """What the other tests rely on: their children are gone when they are."""
+    with Child(lambda child: child.say()) as child:
+        child.end()
+    assert wait_gone([child.pid]) == set()
