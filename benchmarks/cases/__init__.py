@@ -22,6 +22,11 @@ _MODULES = {
     "log_throughput": "log_throughput",
     "log_delay": "log_delay",
     "slow_console": "slow_console",
+    "timer_expiry": "timer_expiry",
+    "timer_cost": "timer_cost",
+    "timer_flood": "timer_flood",
+    "timer_load": "timer_load",
+    "hang_report": "hang_report",
 }
 
 NAMES = tuple(_MODULES)

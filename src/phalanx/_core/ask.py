@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 
 from phalanx._core import clock, evidence
 from phalanx._core.facts import facts, mask, status
@@ -38,7 +39,8 @@ class Target(Value):
         rank: What it is called in the result.
         pid: Its pid, which is still its own: the caller is its parent, or holds a pidfd.
         error_file: That of its environment, beside which its stacks are.
-        send: Sends it a signal. May raise OSError.
+        send: Sends it a signal; may raise OSError. Default: through a pidfd, once it is known to be the one that has
+            the file for its stacks open.
         native: Whether frames of C code are wanted as well, where py-spy is installed.
     """
 
@@ -47,7 +49,7 @@ class Target(Value):
     rank: int
     pid: int
     error_file: str
-    send: Callable[[int], object]
+    send: Callable[[int], object] | None
     native: bool
 
     def __init__(
@@ -55,7 +57,7 @@ class Target(Value):
         rank: int,
         pid: int,
         error_file: str,
-        send: Callable[[int], object],
+        send: Callable[[int], object] | None = None,
         native: bool = False,  # noqa: FBT001, FBT002 - a field of the value
     ) -> None:
         self._store(rank=rank, pid=pid, error_file=error_file, send=send, native=native)
@@ -127,7 +129,10 @@ class Ask:
         self.blocks = bool(mask(found, "SigBlk") & bit)
         self.grown = clock.now()
         try:
-            self.target.send(self.number)
+            if self.target.send is not None:
+                self.target.send(self.number)
+            else:
+                signal.pidfd_send_signal(self.pidfd, self.number)
         except ProcessLookupError:
             raise Refused("it has exited") from None
 

@@ -23,7 +23,25 @@ READ = select.EPOLLIN
 WRITE = select.EPOLLOUT
 
 _LONGEST = 2e6  # seconds
+_BRIEF = 0.002  # seconds that are waited for in one turn
 _FD_SETSIZE = 1024  # the descriptors that select(2) can take
+
+
+def wait_promptly(epoll: select.epoll, seconds: float) -> float:
+    """Wait until there is something to take, or ``seconds`` are over. Returns how much of them epoll is still to wait.
+
+    epoll_wait(2) rounds up to whole milliseconds. And like select(2), it may end late by a thousandth of the time that
+    it was to wait (by five of a niced process), so that the kernel can join wake-ups: a minute's wait, by 60 ms. Each
+    turn here leaves a fiftieth to the next one, and the last is select's, which counts in microseconds.
+    """
+    if epoll.fileno() >= _FD_SETSIZE:
+        return seconds
+    due = clock.now() + seconds
+    while seconds > 0:
+        if select.select((epoll,), (), (), seconds if seconds < _BRIEF else seconds * 0.98)[0]:
+            break
+        seconds = due - clock.now()
+    return 0
 
 
 class Loop:
@@ -95,9 +113,8 @@ class Loop:
         timeout = None if due is None else min(max(0.0, due - clock.now()), _LONGEST)
         if self._chores:
             timeout = 0
-        if timeout and self._epoll.fileno() < _FD_SETSIZE:  # epoll would round up to whole milliseconds
-            select.select((self._epoll,), (), (), timeout)
-            timeout = 0
+        if timeout:
+            timeout = wait_promptly(self._epoll, timeout)
         # epoll's ready list is first come, first served; all of it is taken so that the order holds across calls.
         ready = self._epoll.poll(timeout, len(self._callbacks))
         for fd, events in ready:

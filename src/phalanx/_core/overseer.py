@@ -91,7 +91,7 @@ class Overseer:
     ) -> None:
         """Begin. ``pids`` gives the live workers, none once the group is being stopped; ``send`` signals one."""
         self._loop, self._pids, self._send = loop, pids, send
-        self._witnesses.open(loop, pids, send)
+        self._witnesses.open(loop, pids)
         self._lookout = Lookout(self._table, loop, self._on_expired, self._on_seen)
         self._lookout.open()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from functools import partial
 
 from phalanx._core import clock
 
@@ -46,9 +45,9 @@ class Witnesses:
         self._taken = -_FRESH
         self._late: Deadline | None = None
 
-    def open(self, loop: Loop, pids: Callable[[], dict[int, int]], send: Callable[[int, int], None]) -> None:
-        """Be ready. ``pids`` gives the live workers by rank; ``send`` signals one."""
-        self._loop, self._pids, self._send = loop, pids, send
+    def open(self, loop: Loop, pids: Callable[[], dict[int, int]]) -> None:
+        """Be ready. ``pids`` gives the live workers by rank."""
+        self._loop, self._pids = loop, pids
 
     def get_ready(self) -> None:
         """Import what is needed once something hangs, when there is time: then there is none."""
@@ -103,8 +102,7 @@ class Witnesses:
         from phalanx._core import stacks
 
         targets = [
-            stacks.Target(rank, pid, self._error_files[rank], partial(self._send, rank), native=rank in hung)
-            for rank, pid in self._pids().items()
+            stacks.Target(rank, pid, self._error_files[rank], native=rank in hung) for rank, pid in self._pids().items()
         ]
         self._late = self._loop.after(WAIT, self._go_on)
         try:

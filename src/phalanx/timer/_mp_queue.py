@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from struct import Struct
 
 from phalanx._core import clock
+from phalanx._core.loop import wait_promptly
 from phalanx.timer._server import RequestQueue
 
 TYPE_CHECKING = False
@@ -33,7 +34,6 @@ _HEAD = Struct("!i")  # what multiprocessing.connection puts before each message
 _PIPE_BUF = 4096
 _LONGEST = 1 << 20  # bytes of a message: nobody's request is longer
 _CHUNK = 1 << 16
-_FD_SETSIZE = 1024  # descriptors that select(2) knows
 _LONGEST_WAIT = 2e6  # seconds: epoll_wait(2) counts milliseconds in an int
 
 
@@ -271,11 +271,7 @@ class _Pipe:
         """Wait until a request is there, or the time is over. Returns whether something else has happened."""
         other = False
         seconds = min(seconds, _LONGEST_WAIT)
-        if self._epoll.fileno() < _FD_SETSIZE:
-            # epoll_wait(2) rounds up to whole milliseconds, and a deadline would be met half of one late.
-            select.select([self._epoll], [], [], seconds)
-            seconds = 0
-        for fd, events in self._epoll.poll(seconds):
+        for fd, events in self._epoll.poll(wait_promptly(self._epoll, seconds)):
             if fd == self._bell:
                 os.eventfd_read(fd)
                 other = True
