@@ -43,6 +43,32 @@ def hang_in_spite_of_sigterm(after: float) -> None:
                 stuck()
 
 
+def stop_within_a_block() -> None:
+    with timer.expires(0.1, "stopped"):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        stuck()
+
+
+def close_all_and_hang() -> None:
+    with timer.expires(60):
+        pass
+    os.closerange(3, 1000)
+    hang()
+
+
+def survive_and_raise() -> NoReturn:
+    """Be got out of a block by SIGTERM, and fail of something else."""
+
+    def on_sigterm(*_: object) -> NoReturn:
+        raise InterruptedError
+
+    signal.signal(signal.SIGTERM, on_sigterm)
+    with contextlib.suppress(InterruptedError), timer.expires(0.1, "deaf"):
+        stuck()
+    threading.Event().wait(0.3)  # what is told of it is written by then
+    raise ValueError("later")
+
+
 def pass_late(after: float, gate: str, second: str) -> str:
     """Leave a block when the gate opens, and end when the second does."""
     with timer.expires(after=after, scope="slow"):
@@ -54,6 +80,27 @@ def pass_late(after: float, gate: str, second: str) -> str:
 def beat_once(step: int, gate: str) -> None:
     timer.progress(step=step)
     pass_gate(gate)
+
+
+def beat_with_a_silent_child() -> str:
+    """A child beats once, and lives on in silence; we go on."""
+    reader, writer = os.pipe()
+    said, saying = os.pipe()
+    if os.fork() == 0:
+        try:
+            os.close(writer)
+            timer.beat()
+            os.write(saying, b".")
+            os.read(reader, 1)
+        finally:
+            os._exit(0)
+    os.read(said, 1)
+    for step in range(30):
+        timer.progress(step)
+        threading.Event().wait(0.02)
+    os.close(writer)
+    os.wait()
+    return "done"
 
 
 def beat_and_take_long(address: str, gate: str, second: str) -> None:

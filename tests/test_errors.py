@@ -283,6 +283,18 @@ def test_the_first_evidence_of_a_process_wins(error_file: Path) -> None:
     assert json.loads(error_file.read_text())["message"]["message"] == "ValueError: first"
 
 
+def test_what_follows_an_expired_timer_is_added_to_it(error_file: Path) -> None:
+    evidence.write_error_file(str(error_file), "Hang: x", "in f\n", monotonic_ns=5, observer="timer", detail="why")
+    assert evidence.record(ValueError("second"))
+    assert evidence.record(ValueError("third"))
+    assert json.loads(error_file.read_text())["message"]["message"] == "Hang: x"
+    assert info(error_file)["monotonic_ns"] == 5
+    assert info(error_file)["py_callstack"] == "in f\n\nAfterwards:\nValueError: second\n"
+    evidence.withdraw(str(error_file))
+    assert error_file.exists(), "the exception is not the timer's"
+    assert evidence.seen_by_timer(str(error_file)) == "why"
+
+
 def test_evidence_of_a_stranger_gives_way_and_that_of_the_parent_stays(error_file: Path) -> None:
     evidence.write_error_file(str(error_file), "a child's", "", pid=os.getpid() + 1)
     assert evidence.record(ValueError("ours"), tb_text="given")

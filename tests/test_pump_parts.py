@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from phalanx._core import clock, fold, view
 from phalanx._core.clock import FakeClock
-from phalanx._core.fold import Fold, ranges
+from phalanx._core.fold import Fold
 from phalanx._core.lines import Cutter, last_state, settled
+from phalanx._core.ranks import format_ranks
 from phalanx._core.surface import FRAME, Paper, Screen, visible
 from phalanx._core.view import QUIET, STATE, Json, Lane, Text, View
 from tests.pump_tools import Memory, lane
@@ -344,7 +345,7 @@ class Folder:
         self.fold = Fold(self.emit, {"stdout": ranks})
 
     def emit(self, lanes: list[Lane], line: bytes) -> None:
-        self.out.append((ranges([it.rank for it in lanes]), line))
+        self.out.append((format_ranks([it.rank for it in lanes], ","), line))
 
     def add(self, rank: int, block: bytes) -> None:
         self.fold.add(self.lanes[rank], block)
@@ -354,7 +355,7 @@ class Folder:
     "ranks,text", [([], ""), ([5], "5"), ([1, 0], "0-1"), ([3, 0, 1, 2, 7], "0-3,7"), ([9, 7, 5], "5,7,9")]
 )
 def test_ranges(ranks: list[int], text: str) -> None:
-    assert ranges(ranks) == text
+    assert format_ranks(ranks, ",") == text
 
 
 def test_a_line_that_all_have_said_comes_at_once(time: FakeClock) -> None:

@@ -205,7 +205,7 @@ def test_runs_that_have_ended(place: Place) -> None:
     place.run("--no-python", "--run-id", "night", "true")
     (run,) = place.logs.iterdir()
     done = stack(place)
-    why = f"no run in {place.logs} is running; the latest, {run.name}, is succeeded"
+    why = f"no run in {place.logs} is running; the latest is {run.name} (succeeded)"
     assert (done.status, done.out, done.err) == (1, "", f"Error: {why}\n")
     done = stack(place, "night")
     why = f"{run.name} has ended (succeeded): there are no stacks any more; see phalanx logs {run.name}"

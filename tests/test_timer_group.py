@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
 import os
@@ -15,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._core import clock, timetable
+from phalanx._core import clock, evidence, frames, linux, overseer, stacks, timetable
+from phalanx._core.loop import Loop
 from phalanx._core.timetable import Seat
+from phalanx._core.witnesses import Witnesses
 from phalanx.multiprocessing import DefaultLogsSpecs, start_processes
-from phalanx.timer import SharedTimerClient, SharedTimerServer, TimerSpecs
+from phalanx.timer import SharedTimerClient, SharedTimerServer, TimerSpecs, _shared
 from tests import hang_workers
 from tests.helpers import TIMEOUT, alive, wait_gone
 
@@ -187,11 +191,12 @@ def test_a_binary_shows_what_the_kernel_knows_of_it(events: Events, ready: Ready
     assert f", in process {expired['pid']} below the worker" in failure.message
     assert not alive(expired["pid"])
     assert failure.exitcode == -signal.SIGKILL, "the shell got over the end of its child"
-    for rank in range(2):
-        (file,) = logs.glob(f"*/attempt_0/{rank}/stacks-1.txt")
-        text = file.read_text()
-        assert text.startswith("# no Python stack: ")
-        assert "State:" in text or "exited" in text
+    (asked,) = logs.glob("*/attempt_0/0/stacks-1.txt")
+    assert "hang_workers.py" in asked.read_text(), "the program below the shell shows its stacks"
+    (file,) = logs.glob("*/attempt_0/1/stacks-1.txt")
+    text = file.read_text()
+    assert text.startswith("# no Python stack: ")
+    assert "State:" in text or "exited" in text
 
 
 @pytest.mark.parametrize("way", ["child", "orphan"])
@@ -205,6 +210,7 @@ def test_a_process_below_the_worker_hangs(way: str, events: Events, ready: Ready
     )
     assert events.wait("worker.reaped")["pid"] == child
     assert wait_gone([child]) == set()
+    assert " in hang\n" in failure.traceback, "these are the stacks of the process that hangs"
 
 
 def test_a_process_below_the_worker_that_dies_is_no_reason_to_kill_it(events: Events, ready: Ready) -> None:
@@ -283,14 +289,15 @@ def test_who_leaves_the_block_between_two_steps_is_let_go(events: Events, gate: 
     assert events.names() == ["timer.armed", "timer.expired", "timer.left"]
 
 
-def test_a_listener_that_raises_disturbs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", [KeyError, SystemExit])
+def test_a_listener_that_raises_disturbs_nothing(kind: type[BaseException], caplog: pytest.LogCaptureFixture) -> None:
     def listener(event: dict[str, Any]) -> None:
-        raise KeyError(event["name"])
+        raise kind(event["name"])
 
     with caplog.at_level(logging.WARNING, "phalanx.timer"):
         group = start_processes("hang", hang_workers.hang, (), nprocs=1, timers=TimerSpecs(on_event=listener))
         assert result_of(group).failures[0].exitcode == -signal.SIGKILL
-    assert "on_event raised KeyError('timer.expired') at timer.expired" in caplog.text
+    assert f"on_event raised {kind.__name__}('timer.expired') at timer.expired" in caplog.text
 
 
 # --- heartbeats
@@ -305,6 +312,12 @@ def test_no_heartbeat_is_a_hang_once_there_has_been_one(events: Events, gate: Ga
         gate.open(2)
         assert result_of(group).return_values == {0: None, 1: "fine"}
     assert {event["rank"] for event in events.all} == {0}
+
+
+def test_it_is_the_rank_that_has_to_beat_and_not_each_of_its_processes(events: Events) -> None:
+    group = start(hang_workers.beat_with_a_silent_child, (), events, hang_timeout=0.2)
+    assert result_of(group).return_values == {0: "done"}
+    assert "timer.expired" not in {event["name"] for event in events.all}
 
 
 def _beat_or_not(gate: str) -> str | None:
@@ -421,8 +434,8 @@ def test_what_are_no_specs(timers: Any) -> None:
         ({"on_expiry": [("kill", 1, 2)]}, "on_expiry: expected names, or pairs"),
         ({"on_expiry": [("kill", True)]}, "on_expiry: expected seconds, got True"),
         ({"hang_timeout": 0}, "hang_timeout: expected more than 0 seconds, got 0"),
-        ({"hang_timeout": -1}, "hang_timeout: expected a time of 0 seconds or more, got -1"),
-        ({"hang_timeout": float("nan")}, "hang_timeout: expected a time of 0 seconds or more, got nan"),
+        ({"hang_timeout": -1}, "hang_timeout: expected more than 0 seconds, got -1"),
+        ({"hang_timeout": float("nan")}, "hang_timeout: expected more than 0 seconds, got nan"),
         ({"hang_timeout": "5"}, "hang_timeout: expected seconds, got '5'"),
         ({"on_event": 5}, "on_event: expected a function of one dict, got 5"),
     ],
@@ -437,7 +450,7 @@ def test_specs_that_make_no_sense(given: dict[str, Any], error: str) -> None:
     [
         ("--on-expiry=nonsense", "'nonsense' is no step; expected report, dump, terminate, kill"),
         ("--hang-timeout=x", "'x' is not a valid float"),
-        ("--hang-timeout=inf", "expected a time of 0 seconds or more, got inf"),
+        ("--hang-timeout=inf", "expected more than 0 seconds, got inf"),
     ],
 )
 def test_an_option_that_makes_no_sense(option: str, error: str, tmp_path: Path) -> None:
@@ -579,7 +592,7 @@ def test_clients_of_one_process_do_not_disturb_one_another() -> None:
         ({"seats": 0}, "seats: expected 1 or more, got 0"),
         ({"max_interval": -1}, "max_interval: expected a time of 0 seconds or more, got -1"),
         ({"hang_timeout": 0}, "hang_timeout: expected more than 0 seconds, got 0"),
-        ({"hang_timeout": float("inf")}, "hang_timeout: expected a time of 0 seconds or more, got inf"),
+        ({"hang_timeout": float("inf")}, "hang_timeout: expected more than 0 seconds, got inf"),
     ],
 )
 def test_a_server_that_makes_no_sense(given: dict[str, Any], error: str) -> None:
@@ -593,3 +606,149 @@ def test_a_client_whose_server_has_gone() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="is the launcher there"):
             SharedTimerClient(address).acquire("load", clock.wall() + 60)
+
+
+# --- what goes wrong meanwhile
+
+
+def test_a_worker_that_is_stopped_sees_sigterm(events: Events) -> None:
+    group = start(hang_workers.stop_within_a_block, (), events, on_expiry="terminate", start_method="fork")
+    failure = result_of(group).failures[0]
+    assert failure.exitcode == -signal.SIGTERM
+    assert failure.message.startswith("Hang: 'stopped' ")
+
+
+def test_a_full_disk_keeps_nobody_from_being_ended_and_the_reason_is_told(
+    events: Events, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_args: object, **_options: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    group = start(hang_workers.hang_or_wait, (0.1, gate.address), events, 2, start_method="fork")
+    monkeypatch.setattr(evidence, "write_error_file", full)
+    monkeypatch.setattr(stacks, "write", full)
+    failure = result_of(group).root_cause
+    assert failure is not None
+    assert failure.local_rank == 0
+    assert failure.exitcode == -signal.SIGKILL
+    assert re.match(HANG, failure.detail)
+
+
+def test_without_descriptors_the_keeper_ends_who_hangs(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(_pid: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    group = start(hang_workers.hang, (), events, start_method="fork")
+    monkeypatch.setattr(os, "pidfd_open", none_left)
+    failure = result_of(group).failures[0]
+    assert failure.exitcode == -signal.SIGKILL
+    assert re.fullmatch(HANG, failure.message)
+
+
+def test_who_cannot_be_looked_up_is_looked_up_again(
+    events: Events, ready: Ready, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def once(pid: int) -> object:
+        tried.append(pid)
+        if len(tried) == 1:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return stat(pid)
+
+    stat = linux.Stat
+    monkeypatch.setattr(overseer, "_AGAIN", 50_000_000)
+    group = start(hang_workers.fork_a_child_that_hangs, (ready.address, "child"), events, start_method="fork")
+    monkeypatch.setattr(linux, "Stat", once)
+    (child,) = ready.pids()
+    assert result_of(group).is_failed()
+    assert events.wait("worker.reaped")["pid"] == child
+    assert "request.refused" not in events.names()
+
+
+def test_a_program_that_closes_all_is_watched_all_the_same(events: Events) -> None:
+    failure = result_of(start(hang_workers.close_all_and_hang, (), events)).failures[0]
+    assert failure.exitcode == -signal.SIGKILL
+    assert re.fullmatch(HANG, failure.message)
+
+
+def test_what_a_worker_raises_that_has_survived_is_kept_with_its_hang(events: Events) -> None:
+    group = start(hang_workers.survive_and_raise, (), events, on_expiry="terminate", start_method="fork")
+    failure = result_of(group).failures[0]
+    assert failure.exitcode == 1
+    assert failure.message.startswith("Hang: 'deaf' ")
+    assert "Afterwards:\nTraceback" in failure.traceback
+    assert "ValueError: later" in failure.traceback
+
+
+def test_the_hang_is_on_record_before_sigterm_can_have_consequences(
+    events: Events, logs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+
+    def send_if(pid: int, number: int, known: Callable[[], bool]) -> bool:
+        found.extend(path.read_text() for path in logs.glob("*/attempt_0/0/error.json"))
+        return sent(pid, number, known)
+
+    sent = overseer._send_if
+    monkeypatch.setattr(overseer, "_send_if", send_if)
+    group = start(
+        hang_workers.hang,
+        (),
+        events,
+        on_expiry="terminate",
+        logs_specs=DefaultLogsSpecs(str(logs)),
+        start_method="fork",
+    )
+    assert result_of(group).failures[0].exitcode == -signal.SIGTERM
+    assert len(found) == 1
+    assert "Hang: 'load'" in found[0]
+
+
+def test_the_stacks_of_many_ranks_are_read_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 300
+    reads: list[str] = []
+
+    def read(text: str) -> list[frames.Thread]:
+        reads.append(text)
+        return parse(text)
+
+    parse = frames.parse
+    monkeypatch.setattr(frames, "parse", read)
+    it = Witnesses({})
+    it.texts = dict.fromkeys(
+        range(count), 'Current thread 0x01 (most recent call first):\n  File "t.py", line 4 in f\n'
+    )
+    for rank in range(count):
+        assert it.sum_up(rank, 1) == f"all {count} ranks are in f (t.py:4)"
+        assert it.apart() == set()
+    assert len(reads) <= 3 * count
+
+
+def test_no_descriptor_of_the_witnesses_outlives_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.closing(Loop()) as loop:
+        before = os.listdir("/proc/self/fd")
+        monkeypatch.setattr(loop, "when_idle", lambda _chore: None)  # it never is
+        it = Witnesses({})
+        it.open(loop, dict)
+        told: list[str] = []
+        it.hear({}, clock.now(), lambda: told.append("now"))
+        assert told == ["now"]
+        it.close()
+        assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_fork_while_another_thread_takes_a_seat_takes_its_own() -> None:
+    with SharedTimerServer() as server, SharedTimerClient(server.address).seat, _shared._opening:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                signal.alarm(10)
+                thread = threading.Thread(target=lambda: SharedTimerClient(server.address).seat)
+                thread.start()
+                thread.join()
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

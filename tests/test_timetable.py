@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import sys
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -30,7 +31,6 @@ from tests.helpers import TIMEOUT, wait_gone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 ALL = NEVER - 1
 """A moment at which every deadline is over."""
@@ -257,21 +257,72 @@ def test_nobody_can_cut_the_memory_short(table: Timetable) -> None:
 
 def test_a_program_that_closes_all_gets_no_byte_of_ours_into_its_files(table: Timetable, tmp_path: Path) -> None:
     seat = seat_at(table)
-    bell = seat._fds[1]
+    fds = list(seat._fds)
     path = tmp_path / "precious"
     path.touch()
-    os.close(bell)
-    slot = seat.take(1, 1, TEXT)  # closed: nobody is rung
+    for fd in fds:
+        os.close(fd)
+    slot = seat.take(1, 1, TEXT)
+    assert rung(table)
     seat.give(slot)
     with open(path, "wb") as file:
-        if file.fileno() != bell:
-            os.dup2(file.fileno(), bell)
+        for fd in set(fds) - {file.fileno()}:
+            os.dup2(file.fileno(), fd)
         seat.take(1, 1, TEXT)
+        assert rung(table)
         assert path.read_bytes() == b""
-        if file.fileno() != bell:
-            os.close(bell)
-    seat._fds.pop()
-    seat.close()
+        seat.close()
+        for fd in set(fds) - {file.fileno()}:
+            os.close(fd)  # it was left alone
+
+
+def test_a_program_that_closes_all_keeps_its_seat(table: Timetable) -> None:
+    """Its lock is gone; nobody else may take the seat, for its timers would be theirs."""
+
+    def close_all(child: Child) -> None:
+        seat = seat_at(table)
+        for fd in seat._fds:
+            os.close(fd)
+        seat.take(5, 3, encode("without a lock", ""))
+        child.say()
+        child.wait()
+        os.execv("/bin/sleep", ["sleep", "1000"])
+
+    def wait_for_exec(pid: int) -> None:
+        while Path(f"/proc/{pid}/comm").read_text() != "sleep\n":
+            os.sched_yield()
+
+    with Child(close_all) as child:
+        assert table.holder(0) == child.pid
+        with holder_of(table, "the next one") as other:
+            assert [table.holder(timer.seat) for timer in table.look(ALL)[0]] == [child.pid, other.pid]
+        child.go_on()
+        wait_for_exec(child.pid)
+        assert table.holder(0) == 0  # another program, which has no timers
+        with seat_at(table):
+            assert table.holder(0) == os.getpid()
+
+
+def test_what_a_seat_has_from_before_is_not_of_who_is_about_to_take_it(
+    table: Timetable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with holder_of(table, "a") as child:
+        child.end()
+    (left,), _ = table.look(ALL)
+
+    def work(child: Child) -> None:
+        def told(*_args: object, **_options: object) -> NoReturn:
+            child.say()
+            child.wait()
+            os._exit(0)
+
+        monkeypatch.setattr(Seat, "_lost", told)  # it has the lock, and has not come to clear the seat
+        seat_at(table)
+
+    with Child(work):
+        assert left.seat == 0
+        assert table.still(left)
+        assert table.holder(0) == 0
 
 
 # --- a client dies
@@ -674,6 +725,29 @@ def test_what_is_set_while_the_lookout_says_when_it_looks_next_is_seen(table: Ti
         assert loop.next() == pytest.approx(due, abs=MS)
         assert table._words[timetable.HEAD_WAKE] == due
         lookout.close()
+
+
+def test_who_was_stopped_with_the_lookout_has_its_time_once_more(
+    table: Timetable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000 * MS
+    monkeypatch.setattr(clock, "now_ns", lambda: now)
+    loop = FakeLoop()
+    seen: list[Timer] = []
+    lookout = Lookout(table, loop, seen.extend)  # type: ignore[arg-type]  # as above
+    lookout.open()
+    with seat_at(table) as seat:
+        slot = seat.take(now + 50 * MS, 50 * MS, TEXT)
+        seat.give(seat.take(now + 60 * MS, 60 * MS, TEXT))
+        loop.serve(now)
+        now += 3600 * clock.NS
+        loop.serve(now)
+        assert seen == []
+        assert loop.next() == now + 50 * MS
+        now += 50 * MS
+        loop.serve(now)
+        assert [timer.slot for timer in seen] == [slot]
+    lookout.close()
 
 
 def test_a_lookout_that_is_closed_is_quiet(table: Timetable) -> None:

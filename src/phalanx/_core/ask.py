@@ -110,14 +110,16 @@ class Ask:
                 try:
                     mine, theirs = os.stat(self.path), os.stat(f"/proc/{self.target.pid}/fd/{fd}")
                 except FileNotFoundError:
-                    raise Refused(self._state() or "it has closed the file for them") from None
+                    raise Refused(self._state() or "it offers none itself") from None
                 if (mine.st_dev, mine.st_ino) != (theirs.st_dev, theirs.st_ino):
-                    raise Refused("it has closed the file for them")
+                    raise Refused("it offers none itself")
 
     def ask(self) -> None:
         """Send the signal, to a process that handles it. Raises Refused, OSError."""
         self.offset = os.stat(self.path).st_size
         found = status(self.target.pid)  # as late as can be
+        if not found:
+            raise Refused(self._state() or "its state cannot be read")
         bit = 1 << self.number - 1
         state = found.get("State", "Z")[0]
         if state in "ZX":
@@ -188,7 +190,10 @@ class Ask:
         return f"{text.rstrip()}\n\nnative frames (py-spy):\n{native}" if native else text
 
     def _state(self) -> str:
-        state = status(self.target.pid).get("State", "Z")[0]
+        found = status(self.target.pid)
+        if not found and os.path.exists(f"/proc/{self.target.pid}"):  # no descriptor is left to read it
+            return ""
+        state = found.get("State", "Z")[0]
         return {"Z": "it has exited", "X": "it has exited", "T": _STOPPED, "t": _STOPPED, "D": _STUCK}.get(state, "")
 
 

@@ -45,6 +45,7 @@ _PLAIN_LINES = 2000
 _NOT_TO_BE_CAUGHT = (4, 6, 7, 8, 9, 11, 19)
 """SIGKILL and SIGSTOP, and those that are `catch_fatal_signals`'s; as numbers of Linux, which differ on no machine that
 Phalanx is tested on, lest `signal` be imported."""
+_FOLLOWED = "afterwards"  # the key of what a process has raised after its timer had expired
 _STACKS_HEADER = b"# stacks on signal %d, descriptor %d\n"
 
 
@@ -160,12 +161,16 @@ def record(exc: BaseException, path: str | None = None, *, tb_text: str | None =
         path = path or os.environ.get(ERROR_FILE_ENV)
         if not path:
             return False
-        author = written_by(read(path)[0])
-        if author == os.getpid():
-            return True
+        data = read(path)[0]
+        author = written_by(data)
         if author == os.getppid():
             return False
+        if author == os.getpid() and not _of_timer(data):
+            return True
         message, stack = describe(exc)
+        if author == os.getpid():
+            _add_to(path, data, message, stack if tb_text is None else tb_text)
+            return True
         write_error_file(path, message, stack if tb_text is None else tb_text, monotonic_ns=monotonic_ns)
     except BaseException:  # the exception being recorded must not be lost to one of ours
         return False
@@ -235,10 +240,24 @@ def seen_by_timer(path: str) -> str:
     return detail if info.get("observer") == "timer" and isinstance(detail, str) else ""
 
 
+def _of_timer(data: dict[str, Any] | None) -> bool:
+    return bool(_extra_info(data).get("observer") == "timer")
+
+
+def _add_to(path: str, data: Any, message: str, stack: str) -> None:
+    """Add what a process has raised to the evidence of its expired timer, which came first, and stays the cause."""
+    info = _extra_info(data)
+    if _FOLLOWED not in info:
+        info[_FOLLOWED] = message
+        info["py_callstack"] = f"{info.get('py_callstack', '')}\nAfterwards:\n{stack}"
+        write_json(path, data)
+
+
 def withdraw(path: str) -> None:
     """Remove an error file if it is of an expired timer. Never raises."""
     try:
-        if _extra_info(read(path)[0]).get("observer") == "timer":
+        data = read(path)[0]
+        if _of_timer(data) and _FOLLOWED not in _extra_info(data):
             os.unlink(path)
     except (OSError, ValueError):
         pass

@@ -111,18 +111,3 @@ class Fold:
 
     def _complete(self, entry: _Entry) -> bool:
         return len(entry.lanes) >= self._lanes.get(entry.lanes[0].stream, 0)
-
-
-def ranges(ranks: list[int]) -> str:
-    """Ranks in short.
-
-    >>> ranges([3, 0, 1, 2, 7])
-    '0-3,7'
-    """
-    parts: list[list[int]] = []
-    for rank in sorted(ranks):
-        if parts and parts[-1][-1] == rank - 1:
-            parts[-1][1:] = [rank]
-        else:
-            parts.append([rank])
-    return ",".join("-".join(map(str, part)) for part in parts)

@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import re
 
+from phalanx._core.ranks import format_ranks, named
 from phalanx._core.value import Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 NO_STACK = "# no Python stack: "
 """How the text of a process begins that has not shown its stacks. The reason follows on the same line."""
@@ -125,24 +126,34 @@ def sum_up(texts: Mapping[int, str], hung: int | None = None, ident: int = 0) ->
     >>> sum_up({0: at("reduce", 41), 1: at("reduce", 41), 2: at("reduce", 41), 3: at("read", 17)}, 3)
     '3 of 4 ranks wait in reduce (t.py:41); rank 3 is in read (t.py:17)'
     >>> sum_up({0: at("reduce", 41), 1: at("reduce", 41)})
-    'all 2 ranks are in reduce (t.py:41)'
+    'both ranks are in reduce (t.py:41)'
     >>> sum_up({0: at("reduce", 41), 1: "# no Python stack: it has exited"})
     'rank 0 is in reduce (t.py:41); rank 1 shows no Python stack (it has exited)'
     """
-    places: dict[Frame | str, list[int]] = {}
-    for rank, text in sorted(texts.items()):
-        frame = top(parse(text), ident if rank == hung else 0)
-        places.setdefault(_reason(text) if frame is None else frame, []).append(rank)
-    groups = sorted(places.items(), key=lambda item: (isinstance(item[0], str), -len(item[1]), item[1][0]))
+    return put_together({rank: place(text, ident if rank == hung else 0) for rank, text in texts.items()}, hung)
+
+
+def place(text: str, ident: int = 0) -> Frame | str:
+    """Where a process is, as `top` has it, by what it has shown; or why it has shown nothing."""
+    frame = top(parse(text), ident)
+    return _reason(text) if frame is None else frame
+
+
+def put_together(places: Mapping[int, Frame | str], hung: int | None = None) -> str:
+    """`sum_up`, where each rank's `place` is known."""
+    together: dict[Frame | str, list[int]] = {}
+    for rank in sorted(places):
+        together.setdefault(places[rank], []).append(rank)
+    groups = sorted(together.items(), key=lambda item: (isinstance(item[0], str), -len(item[1]), item[1][0]))
     if hung is not None:  # those that wait first, and then what they wait for
         groups.sort(key=lambda item: hung in item[1] and len(item[1]) == 1)
     shown = groups if len(groups) <= _PLACES + 1 else groups[:_PLACES]
     rest = [(place, ranks) for place, ranks in groups if (place, ranks) not in shown]
-    said = [_say(place, ranks, len(texts), hung, first=index == 0) for index, (place, ranks) in enumerate(shown)]
-    said += [_say(place, ranks, len(texts), hung, first=False) for place, ranks in rest if hung in ranks]
+    said = [_say(place, ranks, len(places), hung, first=index == 0) for index, (place, ranks) in enumerate(shown)]
+    said += [_say(place, ranks, len(places), hung, first=False) for place, ranks in rest if hung in ranks]
     others = [rank for _place, ranks in rest if hung not in ranks for rank in ranks]
     if others:
-        said.append(f"ranks {_ranges(others)} are elsewhere")
+        said.append(f"ranks {format_ranks(others)} are elsewhere")
     return "; ".join(said)
 
 
@@ -169,12 +180,6 @@ def group_equal(texts: Mapping[int, str], key: Callable[[str], object]) -> list[
     return list(groups.values())
 
 
-def named(ranks: Iterable[int]) -> str:
-    """``rank 3``, or ``ranks 0-2, 7``."""
-    ranks = sorted(ranks)
-    return f"rank{'s' * (len(ranks) > 1)} {_ranges(ranks)}"
-
-
 def is_library(frame: Frame) -> bool:
     """Whether it is the standard library's, an installed package's, or ours."""
     return frame.path.startswith(_OURS) or _LIBRARY.search(frame.path) is not None
@@ -186,22 +191,13 @@ def _say(place: Frame | str, ranks: list[int], size: int, hung: int | None, *, f
         return f"{named(ranks)} show{'s' * (not many)} no Python stack ({place})"
     if not many:
         return f"rank {ranks[0]} is in {place}"
-    who = f"all {size} ranks" if len(ranks) == size else f"{len(ranks)} of {size} ranks" if first else named(ranks)
+    every = "both ranks" if size == 2 else f"all {size} ranks"  # noqa: PLR2004 - so one says
+    who = every if len(ranks) == size else f"{len(ranks)} of {size} ranks" if first else named(ranks)
     if hung is not None and hung in ranks:
-        return f"{who}, rank {hung} among them, are in {place}"
+        return f"{who}, rank {hung} among them, are in {place}" if len(ranks) < size else f"{who} are in {place}"
     return f"{who} {'are' if hung is None else 'wait'} in {place}"
 
 
 def _reason(text: str) -> str:
     line = text.partition("\n")[0]
     return line.removeprefix(NO_STACK) if line.startswith(NO_STACK) else "there is none"
-
-
-def _ranges(ranks: Iterable[int]) -> str:
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    return ", ".join("-".join(map(str, run)) for run in runs)

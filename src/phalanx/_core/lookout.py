@@ -6,7 +6,7 @@ Owns when to look, and which expired timers are new. What is to be done about th
 from __future__ import annotations
 
 from phalanx._core import clock
-from phalanx._core.timetable import NEVER
+from phalanx._core.timetable import LATE, NEVER
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,6 +21,10 @@ Key = tuple[int, int, int]
 
 class Lookout:
     """Calls ``expired`` with timers whose deadline is over, each once. Everything happens in the loop's thread.
+
+    A look that comes more than a second late is of somebody who has been stopped: a container that was paused, a
+    virtual machine that was moved. Those that are watched were stopped as well, perhaps, and were left no time
+    to be in time. So what has expired meanwhile may take its span once more.
 
     Args:
         table: What to look at.
@@ -42,6 +46,7 @@ class Lookout:
         self._seen = seen
         self._later: dict[Key, int] = {}  # of expired timers that have not been cleared: when they count again
         self._next: Deadline | None = None
+        self._planned = NEVER  # when that is, in nanoseconds
 
     def open(self) -> None:
         """Begin."""
@@ -65,6 +70,7 @@ class Lookout:
 
     def _look(self) -> None:
         now = clock.now_ns()
+        away = now - self._planned > LATE
         due, then = self._table.look(now)
         while True:
             over = {_key(timer) for timer in due}
@@ -79,10 +85,16 @@ class Lookout:
         if self._next is not None:
             self._next.cancel()
         self._next = None if then == NEVER else self._loop.at(then / clock.NS, self._look)
+        self._planned = then
         new = self._table.news()
         if new:
             self._seen(new)
         fresh = [timer for timer in due if self._later.get(_key(timer), 0) <= now]
+        if away:
+            for timer in fresh:
+                if _key(timer) not in self._later:
+                    self.rearm(timer, now + timer.span)
+            fresh = [timer for timer in fresh if self._later.get(_key(timer), 0) <= now]
         if fresh:
             self._later.update((_key(timer), NEVER) for timer in fresh)
             self._expired(fresh)

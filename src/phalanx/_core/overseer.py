@@ -13,6 +13,7 @@ import signal
 
 from phalanx._core import clock, evidence, linux
 from phalanx._core.lookout import Lookout
+from phalanx._core.ranks import named
 from phalanx._core.witnesses import Witnesses
 
 TYPE_CHECKING = False
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from phalanx._core.loop import Loop
     from phalanx._core.timetable import Timer, Timetable
 
+_AGAIN = clock.NS  # nanoseconds after which somebody is looked up again who could not be
+_SHORTEST = 0.1  # seconds until a timer that was reported is so again
 _SIGNALS = {"terminate": int(signal.SIGTERM), "kill": int(signal.SIGKILL)}
 
 
@@ -34,7 +37,6 @@ class Hang:
         self.rank = rank
         self.pid = pid
         self.own = own  # the worker's, and not that of a process below it
-        self.overdue = self.late()  # seconds, when it was found
 
     def late(self) -> float:
         """Seconds beyond the deadline, now."""
@@ -62,6 +64,9 @@ class Overseer:
         error_files: Each rank's. Its folder takes the rank's stacks.
         emit: Called with events, in their order, when nothing else is to be done.
         say: Shows a line.
+
+    Attributes:
+        unwritten: What was to be left as evidence of a rank, and could not be.
     """
 
     def __init__(
@@ -82,6 +87,7 @@ class Overseer:
         self._witnesses = Witnesses(error_files)
         self._ended: list[Hang] = []  # those that were signalled, and have not gone on
         self._events: list[dict[str, Any]] = []
+        self.unwritten: dict[int, str] = {}
 
     def open(
         self,
@@ -114,11 +120,20 @@ class Overseer:
                 self._tell("timer.armed", hang, overdue=0.0)
 
     def _on_expired(self, timers: list[Timer]) -> None:
-        hangs = [hang for hang in map(self._whose, timers) if hang is not None]
+        late = [timer for timer in timers if timer.slot or not self._beats(timer)]
+        hangs = [hang for hang in map(self._whose, late) if hang is not None]
         for hang in hangs:
             self._tell("timer.expired", hang)
         if hangs:
             self._after(0, hangs)
+
+    def _beats(self, heartbeat: Timer) -> bool:
+        """Whether another process of the rank has sent a heartbeat since: it is the rank that has to."""
+        again = self._table.latest_beat(heartbeat.seat) + heartbeat.span
+        if again <= clock.now_ns() or self._lookout is None:
+            return False
+        self._lookout.rearm(heartbeat, again)
+        return True
 
     def _whose(self, timer: Timer) -> Hang | None:
         """The rank and the process that a timer belongs to; None if that is nobody of this group."""
@@ -129,11 +144,16 @@ class Overseer:
         ranks = {pid: rank for rank, pid in pids.items()}
         if holder in ranks:
             return Hang(timer, ranks[holder], holder, own=True)
-        above = list(_ancestors(holder))
-        rank = next((ranks[pid] for pid in above if pid in ranks), None)
-        if rank is None and any(next(iter(_ancestors(pid)), 0) in above for pid in ranks):
-            claimed = self._table.rank(timer.seat)  # an orphan, which our keeper, the workers' parent, has adopted
-            rank = claimed if claimed in pids else None
+        try:
+            above = list(_ancestors(holder))
+            rank = next((ranks[pid] for pid in above if pid in ranks), None)
+            if rank is None and any(next(iter(_ancestors(pid)), 0) in above for pid in ranks):
+                claimed = self._table.rank(timer.seat)  # an orphan, which our keeper, the workers' parent, has adopted
+                rank = claimed if claimed in pids else None
+        except OSError:  # no descriptor is left to find out
+            if self._lookout is not None:
+                self._lookout.rearm(timer, clock.now_ns() + _AGAIN)
+            return None
         if rank is not None:
             return Hang(timer, rank, holder, own=False)
         if holder not in self._refused:
@@ -157,7 +177,8 @@ class Overseer:
         if name == "report":
             self._do(step, hangs)
         else:
-            self._witnesses.hear({hang.rank for hang in hangs}, lambda: self._do(step, hangs))
+            since = max(hang.timer.deadline - hang.timer.span for hang in hangs) / clock.NS
+            self._witnesses.hear({hang.rank: hang.pid for hang in hangs}, since, lambda: self._do(step, hangs))
 
     def _do(self, step: int, hangs: list[Hang]) -> None:
         hangs = [hang for hang in hangs if self._hangs_still(hang)]
@@ -177,7 +198,17 @@ class Overseer:
             self._after(step + 1, hangs)
         elif number is None:
             for hang in hangs:
-                self._lookout.rearm(hang.timer, clock.now_ns() + hang.timer.span)
+                self._arm_again(hang, self._lookout)
+
+    def _arm_again(self, hang: Hang, lookout: Lookout) -> None:
+        """Have the timer expire again, for as long as it was; should the worker go on meanwhile, say that."""
+        seconds = max(hang.timer.span / clock.NS, _SHORTEST)
+        lookout.rearm(hang.timer, clock.now_ns() + int(seconds * clock.NS))
+
+        def look() -> None:
+            self._hangs_still(hang)
+
+        self._loop.after(seconds, look)
 
     def _hangs_still(self, hang: Hang) -> bool:
         """Whether the worker is where it was when its timer expired; what has left the block is let go."""
@@ -188,12 +219,16 @@ class Overseer:
         if hang in self._ended:  # by a signal that it has survived: what it fails of one day, it is to tell itself
             self._ended.remove(hang)
             evidence.withdraw(self._error_files[hang.rank])
-        self._say(f"rank {hang.rank}: {hang.what}; it went on, {_span(hang.late())} late")
+            self.unwritten.pop(hang.rank, None)
+        self._say(f"rank {hang.rank}: {hang.what}; it has gone on since")
         self._tell("timer.left", hang)
         return False
 
     def _end_all(self, hangs: list[Hang], number: int) -> None:
         self._ended += [hang for hang in hangs if hang not in self._ended]
+        if number != signal.SIGKILL:  # what a worker raises because of it comes second, and must not be found first
+            for hang in hangs:
+                self._record(hang)
         for hang in hangs:
             self._end(hang, number)
         for hang in hangs:  # what is told of them can wait for that
@@ -206,7 +241,9 @@ class Overseer:
             worker = self._pids()[hang.rank]
             if not _send_if(worker, number, lambda: worker in _ancestors(hang.pid)):  # it hangs, and is no orphan
                 self._send(hang.rank, number)
-        _send_if(hang.pid, number, lambda: self._table.holder(hang.timer.seat) == hang.pid)
+        sent = _send_if(hang.pid, number, lambda: self._table.holder(hang.timer.seat) == hang.pid)
+        if hang.own and not sent:  # no descriptor is left for a pidfd; or it has gone, which the keeper knows
+            self._send(hang.rank, number)
 
     # --- words
 
@@ -223,31 +260,35 @@ class Overseer:
         if evidence.written_by(evidence.read(path)[0]) in pids.values():
             return
         self._witnesses.write()
-        detail = [f"{_span(hang.overdue)} over its deadline", self._witnesses.sum_up(hang.rank, hang.timer.thread)]
+        detail = [
+            f"{clock.spoken(hang.late())} over its deadline",
+            self._witnesses.sum_up(hang.rank, hang.timer.thread),
+        ]
         if file := self._witnesses.files.get(hang.rank):
             detail.append(f"stacks of all ranks: {os.path.basename(file)} in each rank's folder")
-        with contextlib.suppress(OSError):
+        message, said = f"Hang: {hang.what}", "\n".join(filter(None, detail))
+        try:
             evidence.write_error_file(
                 path,
-                f"Hang: {hang.what}",
+                message,
                 evidence.without_us(self._witnesses.texts.get(hang.rank, "")),
                 monotonic_ns=moment,
                 pid=pids[hang.rank],
                 observer="timer",
                 scope=hang.timer.scope or hang.timer.place,
-                detail="\n".join(filter(None, detail)),
+                detail=said,
             )
+        except Exception:  # noqa: BLE001 - the disk is full, or no descriptor is left: that is no reason to go
+            self.unwritten[hang.rank] = f"{message}\n{said}"
 
     def _say_all(self, hangs: list[Hang], step: str) -> None:
         """One line for all ranks of which the same is to be said."""
-        from phalanx._core import frames
-
         same: dict[str, list[Hang]] = {}
         for hang in hangs:
             same.setdefault(hang.what, []).append(hang)
         for what, those in same.items():
-            over = _span(max(hang.late() for hang in those))
-            text = f"{frames.named(hang.rank for hang in those)}: {what}; {over} over"
+            over = clock.spoken(max(hang.late() for hang in those))
+            text = f"{named(hang.rank for hang in those)}: {what}; {over} over"
             first = those[0]
             if step != "report" and (where := self._witnesses.sum_up(first.rank, first.timer.thread)):
                 text += f"; {where}"
@@ -274,11 +315,6 @@ class Overseer:
             self._emit(events)
 
 
-def _span(seconds: float) -> str:
-    """A short time, for people."""
-    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
-
-
 def _send_if(pid: int, number: int, known: Callable[[], bool]) -> bool:
     """Signal a process, if it is ``known`` to live once it is held, and so is no later one of its number."""
     with contextlib.suppress(OSError):  # it has gone
@@ -286,6 +322,8 @@ def _send_if(pid: int, number: int, known: Callable[[], bool]) -> bool:
         try:
             if known():
                 signal.pidfd_send_signal(fd, number)
+                if number != signal.SIGKILL:
+                    signal.pidfd_send_signal(fd, signal.SIGCONT)  # a stopped process would not see it
                 return True
         finally:
             os.close(fd)

@@ -14,7 +14,7 @@ import struct
 from phalanx._core import clock, linux
 from phalanx._core.ask import Ask, Refused, Target
 from phalanx._core.facts import facts
-from phalanx._core.frames import Frame, Thread, group_equal, named, own, parse, sum_up, top
+from phalanx._core.frames import Frame, Thread, group_equal, own, parse, sum_up, top
 from phalanx._core.spy import Spy
 
 TYPE_CHECKING = False
@@ -29,7 +29,6 @@ __all__ = [
     "Thread",
     "facts",
     "group_equal",
-    "named",
     "own",
     "parse",
     "sum_up",
@@ -37,7 +36,7 @@ __all__ = [
     "write",
 ]
 
-BOUND = 0.25
+BOUND = 0.3
 """Seconds that anyone who is going to kill waits for stacks, at the most."""
 
 _SOON, _LATER = 0.0003, 0.008  # seconds between two looks at a handler that is about to end

@@ -46,8 +46,8 @@ class Worker:
     """What is known of one worker. Written by the group's thread alone; read freely once the group has ended."""
 
     __slots__ = (
-        "abandoned", "cpu_seconds", "ended", "exit", "exit_ns", "max_rss_kib", "oom", "order", "pid", "rank", "result",
-        "signalled", "signalled_ns",
+        "abandoned", "cpu_seconds", "ended", "exit", "exit_ns", "hang", "max_rss_kib", "oom", "order", "pid", "rank",
+        "result", "signalled", "signalled_ns",
     )  # fmt: skip
 
     def __init__(self, rank: int, pid: int) -> None:
@@ -60,6 +60,7 @@ class Worker:
         self.signalled: int | None = None
         self.signalled_ns = 0
         self.abandoned = ""
+        self.hang = ""  # why its timer had it ended, if that is in no file
         self.oom = ""
         self.max_rss_kib = 0
         self.cpu_seconds = 0.0
@@ -340,6 +341,8 @@ class Supervisor:
             worker.exit, worker.exit_ns, worker.order = Exit.of_status(status), moment, self._exits
             worker.max_rss_kib, worker.cpu_seconds, worker.oom = rss, seconds, oom
             worker.result = self._results.pop((rank, worker.pid), None)
+            if self._overseer is not None:
+                worker.hang = self._overseer.unwritten.get(rank, "")
             self._exits += 1
             worker.ended.open()
             if self._pump is not None and worker.failed:

@@ -3,7 +3,8 @@
 To set or clear a deadline is to store a word. A process that takes timers holds a *seat*, a part of the table that it
 alone writes; every timer that it has running is a *slot* of it. Which process holds a seat is not what the seat says
 but what the kernel says: the holder has a record lock on it (fcntl(2)), which goes with the process, however
-it ends. So a client may die at any instruction: what it leaves behind belongs to nobody.
+it ends. So a client may die at any instruction: what it leaves behind belongs to nobody. A program that closes every
+descriptor loses the lock and goes on: such a seat is still that of the very process image which it says has taken it.
 
 The watcher publishes when it will look next. Who sets an earlier deadline rings; all others need no system call. The
 watcher looks again after publishing, for the deadlines that were set meanwhile with the old moment in view.
@@ -49,7 +50,7 @@ LATE = clock.NS
 
 _MAGIC = int.from_bytes(b"phalanx1", "little")
 _HEAD_MAGIC, _HEAD_SEATS, HEAD_WAKE, HEAD_HANG, _HEAD_MARKS = 0, 1, 2, 3, 8  # words of the head
-SEAT_BEAT, SEAT_STEP, _SEAT_PID, _SEAT_RANK, FIRST = 0, 1, 2, 3, 8  # words of a seat; its first slot is number FIRST
+SEAT_BEAT, SEAT_STEP, _SEAT_WHO, _SEAT_RANK, FIRST = 0, 1, 2, 5, 8  # words of a seat; its first slot is number FIRST
 _TEXT_SIZE = TEXT_LIMIT + 2
 _TEXTS = (FIRST + 3 * SLOTS) * 8  # deadlines, spans, threads; then the texts
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
@@ -63,6 +64,32 @@ def _drift() -> None:
     for seat in _taken:
         seat.drift()
     _taken.clear()
+
+
+def _image(pid: int | str) -> tuple[int, int, int]:
+    """What tells a process, and the program in it, from every other: pid, start time, and where its stack begins.
+
+    The last is random for each execve(2), and 0 where we may not know it (proc_pid_stat(5)). Raises OSError.
+    """
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        head, _, tail = file.read().rpartition(b")")
+    fields = tail.split()
+    return int(head.split(None, 1)[0]), int(fields[19]), int(fields[25]) & NEVER
+
+
+def _lives(who: tuple[int, ...]) -> bool:
+    """Whether what a seat says of who has taken it is true yet."""
+    with suppress(OSError):
+        return who[0] > 0 and who[2] != 0 and _image(who[0]) == who
+    return False
+
+
+def _file(fd: int) -> tuple[int, int]:
+    """Which file a descriptor is; none, if it is closed."""
+    with suppress(OSError):
+        found = os.fstat(fd)
+        return found.st_dev, found.st_ino
+    return 0, 0
 
 
 def _whole(size: int) -> int:
@@ -239,17 +266,28 @@ class Timetable:
         return [timer for timer in new if timer.deadline != NEVER]
 
     def holder(self, seat: int) -> int:
-        """The process that has a seat, as the kernel knows it; 0: nobody. Of its own, this process knows by itself."""
+        """The process that has a seat, as the kernel knows it; 0: nobody.
+
+        Not one that is about to take it: what the seat has yet is of the one before.
+        """
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, seat, 1, 0)
         kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(self._fds[0], fcntl.F_GETLK, asked))
+        word = (self._head + seat * _SEAT_SIZE) // 8 + _SEAT_WHO
+        who = tuple(self._words[word : word + 3])
         if kind != fcntl.F_UNLCK:
-            return int(pid)
-        claimed = self._words[(self._head + seat * _SEAT_SIZE) // 8 + _SEAT_PID]
-        return claimed if claimed == os.getpid() else 0
+            return who[0] if who[0] == pid else 0
+        # Nobody, or this process (its own locks are not in its way), or one that has closed all its descriptors.
+        return who[0] if who[0] == os.getpid() or _lives(who) else 0
 
     def rank(self, seat: int) -> int:
         """The rank that the holder of a seat says it belongs to."""
         return self._words[(self._head + seat * _SEAT_SIZE) // 8 + _SEAT_RANK]
+
+    def latest_beat(self, seat: int) -> int:
+        """The last heartbeat of all processes that say they belong to the rank that the holder of a seat does."""
+        rank, marks = self.rank(seat), self._words[_HEAD_MARKS : _HEAD_MARKS + self.seats].tolist()
+        seats = [other for other, mark in enumerate(marks) if mark and self.rank(other) == rank]
+        return max((self._words[(self._head + other * _SEAT_SIZE) // 8 + SEAT_BEAT] for other in seats), default=0)
 
     def close(self) -> None:
         """Give the memory and the descriptors back: whoever takes a timer then is told. Idempotent."""
@@ -300,6 +338,7 @@ class Seat:
             _hooked = True
             os.register_at_fork(after_in_child=_drift)
         self._fds: list[int] = []
+        self._files: list[tuple[int, int]] = []  # which files they are: a program that closes all has others there
         self._maps: list[mmap.mmap] = []
         try:
             self._open(f"/proc/{pid}/fd/", memory, bell)
@@ -309,10 +348,11 @@ class Seat:
             raise
 
     def _open(self, folder: str, memory: int, bell: int) -> None:
+        self._bell = f"{folder}{bell}"
         try:
-            self._fds.append(os.open(f"{folder}{memory}", os.O_RDWR | os.O_CLOEXEC))
-            self._fds.append(os.open(f"{folder}{bell}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
-            self._bell = os.fstat(self._fds[1]).st_ino
+            for path, flags in ((f"{folder}{memory}", os.O_RDWR), (self._bell, os.O_WRONLY | os.O_NONBLOCK)):
+                self._fds.append(os.open(path, flags | os.O_CLOEXEC))
+                self._files.append(_file(self._fds[-1]))
             magic, self._seats = struct.unpack("qq", os.pread(self._fds[0], 16, 0))
             if magic != _MAGIC:
                 raise OSError(errno.EINVAL, "that is no table of timers")  # noqa: TRY301 - told below, as the others
@@ -330,22 +370,33 @@ class Seat:
                 fcntl.lockf(self._fds[0], fcntl.LOCK_EX | fcntl.LOCK_NB, 1, seat)
             except (BlockingIOError, PermissionError):
                 continue
-            break
+            if not self._lost(seat):
+                break
+            fcntl.lockf(self._fds[0], fcntl.LOCK_UN, 1, seat)
         else:
             raise OSError(errno.ENOSPC, f"{self._seats} processes of the group have timers already: that is the most")
         self._mark = _HEAD_MARKS + seat
         self.head[self._mark] = 0
         whole = mmap.mmap(self._fds[0], _SEAT_SIZE, offset=_whole((_HEAD_MARKS + self._seats) * 8) + seat * _SEAT_SIZE)
         self._maps.append(whole)
-        whole[:_TEXTS] = bytes(_TEXTS)
-        whole[FIRST * 8 : (FIRST + SLOTS) * 8] = NEVER.to_bytes(8, sys.byteorder) * SLOTS
+        # In one step: a look that has begun before must not find a deadline of 0.
+        whole[:_TEXTS] = bytes(FIRST * 8) + NEVER.to_bytes(8, sys.byteorder) * SLOTS + bytes(2 * SLOTS * 8)
         self._memory: mmap.mmap | bytearray = whole
         self.words = memoryview(whole).cast("q")
-        self.words[_SEAT_PID], self.words[_SEAT_RANK] = os.getpid(), rank
+        self.words[_SEAT_RANK] = rank
+        for word, part in enumerate(_image("self"), _SEAT_WHO):
+            self.words[word] = part
         self.free = list(range(FIRST + SLOTS - 1, FIRST - 1, -1))
         self.texts: list[bytes] = [b""] * (FIRST + SLOTS)
         self.head[self._mark] = self.high = 1
         _taken.add(self)
+
+    def _lost(self, seat: int) -> bool:
+        """Whether a seat that is free to the kernel is in use: by a process that has closed all its descriptors."""
+        mark = self.head[_HEAD_MARKS + seat]
+        start = _whole((_HEAD_MARKS + self._seats) * 8) + seat * _SEAT_SIZE
+        who = struct.unpack("qqq", os.pread(self._fds[0], 24, start + _SEAT_WHO * 8))
+        return bool(mark) and _lives(who)
 
     def take(self, deadline: int, span: int, text: bytes, thread: int = 0) -> int:
         """Set a deadline. Returns the slot, to `give` back. Raises RuntimeError when `SLOTS` timers run."""
@@ -397,12 +448,23 @@ class Seat:
     def ring(self) -> None:
         """Have the watcher look now. Raises RuntimeError when nobody watches any more."""
         try:
-            if os.fstat(self._fds[1]).st_ino == self._bell:  # a program that closes all has other files by that number
+            if _file(self._fds[1]) == self._files[1]:
                 os.write(self._fds[1], b"\0")
+            else:
+                self._ring_anew()
         except BrokenPipeError:
             raise RuntimeError("nobody watches timers any more: their server has stopped") from None
         except (OSError, IndexError):  # it rings already; or it is closed
             pass
+
+    def _ring_anew(self) -> None:
+        """Ring although the program has closed all its descriptors, and perhaps has other files by their numbers."""
+        bell = os.open(self._bell, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if _file(bell) == self._files[1]:
+                os.write(bell, b"\0")
+        finally:
+            os.close(bell)
 
     def drift(self) -> None:
         """In a fork of the process that holds the seat: let what is yet to be given go nowhere."""
@@ -422,7 +484,9 @@ class Seat:
                 each.close()
         self._maps.clear()
         while self._fds:
-            os.close(self._fds.pop())
+            fd = self._fds.pop()
+            if _file(fd) == self._files.pop():  # else it is another's by now
+                os.close(fd)
 
     def __enter__(self) -> Self:
         return self

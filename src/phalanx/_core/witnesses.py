@@ -13,16 +13,18 @@ from phalanx._core import clock
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Mapping
 
     from phalanx._core.deadlines import Deadline
+    from phalanx._core.frames import Frame
     from phalanx._core.loop import Loop
     from phalanx._core.stacks import Collection as Stacks
 
 WAIT = 0.3
-"""Seconds in which the ranks have to give their stacks."""
+"""Seconds in which the ranks have to give their stacks: as `stacks.BOUND`, whose import may fail."""
 
 _FRESH = 1.0  # seconds for which they serve for what hangs next, too
+_SPIES = 8  # that are sent out at most: each is a process, and all of them have `WAIT` seconds
 
 
 class Witnesses:
@@ -41,6 +43,9 @@ class Witnesses:
         self.files: dict[int, str] = {}
         self._error_files = error_files
         self._collection: Stacks | None = None
+        self._spent: list[Stacks] = []  # those that have a descriptor left, and nothing more to say
+        self._places: dict[int, Frame | str] = {}  # that the texts tell: each is read once, however many ranks hang
+        self._apart: set[int] | None = None
         self._waiting: list[Callable[[], None]] = []
         self._taken = -_FRESH
         self._late: Deadline | None = None
@@ -53,12 +58,14 @@ class Witnesses:
         """Import what is needed once something hangs, when there is time: then there is none."""
         self._loop.when_idle(_import)
 
-    def hear(self, hung: Collection[int], then: Callable[[], None]) -> None:
+    def hear(self, hung: Mapping[int, int], since: float, then: Callable[[], None]) -> None:
         """Take the stacks of all ranks, and go on: when they are there, or at the latest after `WAIT` seconds.
 
-        Of the ranks that are ``hung``, native frames are taken as well, if py-spy is there: for some 50 ms.
+        Those that were taken a moment ago will do, if the block that hangs had been entered before: ``since`` is when.
+        Of the ranks that are ``hung``, the process that hangs is asked: the worker, or one below it. Its native frames
+        are taken as well, if py-spy is there: for some 50 ms.
         """
-        if self._collection is None and clock.now() - self._taken <= _FRESH:
+        if self._collection is None and self._taken >= max(since, clock.now() - _FRESH):
             then()
             return
         self._waiting.append(then)
@@ -67,46 +74,53 @@ class Witnesses:
 
     def write(self) -> None:
         """Put each rank's stacks into its folder, as ``stacks-<n>.txt``. Once; what cannot be written is left out."""
-        from phalanx._core import stacks
-
         for rank, text in self.texts.items():
             if rank not in self.files:
                 self.files[rank] = ""
-                with contextlib.suppress(OSError):  # the disk is full, say
+                with contextlib.suppress(Exception):  # the disk is full, say, or no descriptor is left
+                    from phalanx._core import stacks
+
                     self.files[rank] = stacks.write(os.path.dirname(self._error_files[rank]), text)
 
     def sum_up(self, rank: int, thread: int) -> str:
         """Where a rank stands (its ``thread``), and where the others do."""
-        from phalanx._core import frames
-
         try:
-            return frames.sum_up(self.texts, rank, thread) if self.texts else ""
+            from phalanx._core import frames
+
+            if not self._places:
+                self._places = {each: frames.place(text) for each, text in self.texts.items()}
+            if thread and rank in self.texts:
+                return frames.put_together({**self._places, rank: frames.place(self.texts[rank], thread)}, rank)
+            return frames.put_together(self._places, rank)
         except Exception as error:  # noqa: BLE001 - see the top
             return f"its stacks make no sense: {error!r}"
 
     def apart(self) -> set[int]:
         """The ranks that are elsewhere than most."""
-        from phalanx._core import frames
+        if self._apart is None:
+            self._apart = set()
+            with contextlib.suppress(Exception):  # see the top
+                from phalanx._core import frames
 
-        try:
-            return frames.apart(self.texts)
-        except Exception:  # noqa: BLE001 - see the top
-            return set()
+                self._apart = frames.apart(self.texts)
+        return self._apart
 
     def close(self) -> None:
         """Stop hearing. Idempotent."""
         self._waiting.clear()
         self._end()
+        self._tidy_up()
 
-    def _begin(self, hung: Collection[int]) -> None:
-        from phalanx._core import stacks
-
-        targets = [
-            stacks.Target(rank, pid, self._error_files[rank], native=rank in hung) for rank, pid in self._pids().items()
-        ]
+    def _begin(self, hung: Mapping[int, int]) -> None:
         self._late = self._loop.after(WAIT, self._go_on)
+        spied = sorted(hung)[:_SPIES]
         try:
-            self._collection = stacks.Collection(targets)
+            from phalanx._core import stacks
+
+            self._collection = stacks.Collection(
+                stacks.Target(rank, hung.get(rank, pid), self._error_files[rank], native=rank in spied)
+                for rank, pid in self._pids().items()
+            )
             self._collection.begin()
             self._loop.watch(self._collection.fileno(), self._on_stacks)
         except Exception:  # noqa: BLE001 - no descriptor is left, say; see the top
@@ -123,7 +137,7 @@ class Witnesses:
             self._go_on()
 
     def _go_on(self) -> None:
-        self.texts, self.files = self._end(), {}
+        self.texts, self.files, self._places, self._apart = self._end(), {}, {}, None
         self._taken = clock.now()
         waiting, self._waiting = self._waiting, []
         for then in waiting:
@@ -140,16 +154,22 @@ class Witnesses:
             with contextlib.suppress(ValueError):  # it did not come as far as to have a descriptor
                 self._loop.forget(collection.fileno())
             texts = collection.finish()
-            self._loop.when_idle(collection.close)  # which takes its time
+            self._spent.append(collection)
+            self._loop.when_idle(self._tidy_up)  # which takes its time
         except Exception:  # noqa: BLE001 - see the top
             collection.close()
             return {}
         return texts
 
+    def _tidy_up(self) -> None:
+        while self._spent:
+            self._spent.pop().close()
+
 
 def _import() -> None:
-    import json
+    with contextlib.suppress(Exception):  # no descriptor is left, say; see the top
+        import json
 
-    from phalanx._core import frames, stacks
+        from phalanx._core import frames, stacks
 
-    del json, frames, stacks
+        del json, frames, stacks

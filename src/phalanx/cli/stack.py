@@ -14,7 +14,8 @@ import sys
 import click
 
 from phalanx._core import linux
-from phalanx._core.frames import NO_STACK, group_equal, is_library, named, own, parse, sum_up
+from phalanx._core.frames import NO_STACK, group_equal, is_library, own, parse, sum_up
+from phalanx._core.ranks import named
 from phalanx.cli._options import SETTINGS
 from phalanx.cli._place import default_place
 from phalanx.cli.runs import printable
@@ -93,10 +94,12 @@ def _resolve(place: str, name: str | None) -> RunDir:
             runs = find(place)
             live = [run for run in runs if run.state == "running"]
             if runs and not live:
-                msg = f"no run in {place} is running; the latest, {runs[0].name}, is {runs[0].state}"
+                msg = f"no run in {place} is running; the latest is {runs[0].name} ({runs[0].state})"
                 raise click.ClickException(msg)
             live = [run for run in live if run.run is not None and is_here(run.run)] or live
             found = live[0] if live else resolve(place)  # which raises
+            if len(live) > 1:
+                click.echo(f"phalanx: {found.name}, the latest of {len(live)} runs that run", err=True)
         else:
             found = resolve(place, name)
     except UnknownRunError as error:

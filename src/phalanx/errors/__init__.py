@@ -26,13 +26,18 @@ __all__ = [
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.errors._report import format_ranks, format_report
+    from phalanx._core.ranks import format_ranks
+    from phalanx.errors._report import format_report
 
 
 def __getattr__(name: str) -> object:
     """The report's functions, loaded when first used: nobody needs them unless something has failed."""
-    if name in {"format_ranks", "format_report"}:
-        from phalanx.errors import _report
+    if name == "format_ranks":
+        from phalanx._core.ranks import format_ranks
 
-        return getattr(_report, name)
+        return format_ranks
+    if name == "format_report":
+        from phalanx.errors._report import format_report
+
+        return format_report
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 
+from phalanx._core.ranks import named
 from phalanx.errors._child_failed import first_failure
 from phalanx.errors._failure import NOT_AVAILABLE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     from phalanx.errors._failure import Outcome, ProcessFailure
 
@@ -26,8 +27,10 @@ TAIL_LINES = 20  # lines of stderr
 LINE = 500  # columns of one line
 DIFFERENT = 8  # failures unlike all before them that are told in full; those beyond get a line each
 
-# What makes equal failures look different: process ids, addresses, and the rank and device of the one who tells.
+# What makes equal failures look different: native frames, which only some have; addresses, process ids, and the rank
+# and device of the one who tells.
 _MASKS = (
+    (re.compile(r"\n\s*native frames \(py-spy\):\n.*", re.DOTALL), ""),
     (re.compile(r"0x[0-9a-fA-F]{4,}"), "0x…"),
     (re.compile(r"\b(pid|process)(\W{0,3})\d+", re.IGNORECASE), r"\1\2…"),
     (re.compile(r"\b((?:(?:local|global|group|role)[_ -]?)?rank)(\W{0,3})\d+", re.IGNORECASE), r"\1\2…"),
@@ -36,21 +39,6 @@ _MASKS = (
 )
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-def format_ranks(ranks: Iterable[int]) -> str:
-    """A set of ranks, compactly.
-
-    >>> format_ranks([0, 1, 2, 3, 7]), format_ranks([5]), format_ranks([])
-    ('0-3, 7', '5', '')
-    """
-    runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def format_report(
@@ -136,14 +124,14 @@ def _others(root: ProcessFailure, others: Mapping[int, ProcessFailure]) -> Lines
     same, *different = kinds.values()
     lines: Lines = []
     if same:
-        lines.append(("heading", f"{_ranks(same)}: the same"))
+        lines.append(("heading", f"{named(same)}: the same"))
     for number, ranks in enumerate(different):
         first = others[ranks[0]]
         if number < DIFFERENT:
-            lines.append(("heading", f"{_ranks(ranks)}:"))
+            lines.append(("heading", f"{named(ranks)}:"))
             lines += _full(ranks[0], first, OTHER_LINES)
         else:
-            lines.append(("heading", f"{_ranks(ranks)}: {_shorten(_clean(first.message).split(chr(10))[0])}"))
+            lines.append(("heading", f"{named(ranks)}: {_shorten(_clean(first.message).split(chr(10))[0])}"))
     return lines
 
 
@@ -151,7 +139,7 @@ def _rest(outcomes: Mapping[int, Outcome]) -> Lines:
     endings: dict[str, list[int]] = {}
     for rank, outcome in sorted(outcomes.items()):
         endings.setdefault(outcome.describe(), []).append(rank)
-    return [("text", f"{_ranks(ranks)}: {ending}") for ending, ranks in endings.items()]
+    return [("text", f"{named(ranks)}: {ending}") for ending, ranks in endings.items()]
 
 
 def _signature(failure: ProcessFailure) -> object:
@@ -165,11 +153,7 @@ def _signature(failure: ProcessFailure) -> object:
 def _masked(text: str, failure: ProcessFailure) -> str:
     for pattern, masked in _MASKS:
         text = pattern.sub(masked, text)
-    return re.sub(rf"\b{failure.pid}\b", "…", text) if failure.pid > 0 else text
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'' if len(ranks) == 1 else 's'} {format_ranks(ranks)}"
+    return (re.sub(rf"\b{failure.pid}\b", "…", text) if failure.pid > 0 else text).rstrip()
 
 
 def _block(key: str, text: str, limit: int, where: str) -> Lines:

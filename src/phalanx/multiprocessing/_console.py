@@ -218,7 +218,8 @@ def make_view(target: Any, console: ConsoleSpecs, prefixes: Prefixes, counts: di
 
     ``counts`` says how many lanes of each stream it will have.
     """
-    from phalanx._core.fold import Fold, ranges
+    from phalanx._core.fold import Fold
+    from phalanx._core.ranks import format_ranks
     from phalanx._core.sink import Sink
     from phalanx._core.surface import Paper, Screen
     from phalanx._core.view import Json, Text, View
@@ -235,7 +236,7 @@ def make_view(target: Any, console: ConsoleSpecs, prefixes: Prefixes, counts: di
             if len(lanes) == 1:
                 surface.write(lanes[0], lanes[0].label(lambda: fold.time), line)
             else:
-                prefix = prefixes.shared(ranges([lane.rank for lane in lanes]), colour=colour)
+                prefix = prefixes.shared(format_ranks([lane.rank for lane in lanes], ","), colour=colour)
                 surface.write(lanes[0], prefix if isinstance(prefix, bytes) else prefix(fold.time), line)
 
         fold = Fold(emit, counts, time=lambda: view.time())  # noqa: PLW0108 - it is replaced where history is shown

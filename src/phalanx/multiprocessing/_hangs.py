@@ -70,7 +70,7 @@ def _emitter(path: str, listener: Callable[[dict[str, Any]], None] | None) -> Ca
         for event in events:
             try:
                 listener(event)
-            except Exception as error:  # noqa: BLE001 - it is the caller's, and the group's thread must go on
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - it is the caller's, and the group's thread must go on
                 _log(f"on_event raised {error!r} at {event['name']}")
 
     return emit

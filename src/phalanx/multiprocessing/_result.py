@@ -127,7 +127,7 @@ def _failure(worker: Worker, logs: LogsDest, global_rank: str) -> ProcessFailure
         path,
         rank=int(global_rank) if global_rank.isascii() and global_rank.isdigit() else None,
         observed_ns=worker.exit_ns,
-        detail=evidence.seen_by_timer(path) or _detail(worker),
+        detail=evidence.seen_by_timer(path) or worker.hang or _detail(worker),
         stderr_tail=_tail(logs.stderrs[rank]),
         stdout_file=logs.stdouts[rank],
         stderr_file=logs.stderrs[rank],

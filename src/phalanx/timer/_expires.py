@@ -89,6 +89,9 @@ class expires:  # noqa: N801 - used as a verb, as it is in torch
             has stopped; 1024 timers run in this process; or this very object is entered already.
 
     >>> import phalanx.timer as timer
+    >>> with timer.SharedTimerServer() as server:  # a group has its own
+    ...     with timer.expires(after=60, client=timer.SharedTimerClient(server.address)):
+    ...         pass
     >>> with timer.expires(after=0):
     ...     pass
     Traceback (most recent call last):
@@ -331,7 +334,17 @@ def _group_seat() -> Seat:
                 _own = timetable.Seat(address)
             except OSError as error:
                 raise RuntimeError(error.strerror) from error
+            _show_stacks()
         return _own
+
+
+def _show_stacks() -> None:
+    """Have this process show its stacks if nobody does for its rank: the worker above it is no Python (`sh run.sh`)."""
+    from phalanx._core import evidence
+
+    path = os.environ.get(evidence.ERROR_FILE_ENV)
+    if path and not os.path.exists(evidence.stacks_path(path)):
+        evidence.offer_stacks(path)
 
 
 def _hook() -> None:

@@ -63,6 +63,12 @@ class FileTimerServer:
 
     Raises:
         ValueError: ``max_interval`` is not more than 0.
+
+    >>> import tempfile
+    >>> from phalanx.timer import expires
+    >>> with tempfile.TemporaryDirectory() as folder, FileTimerServer(f"{folder}/timers"):
+    ...     with expires(60, client=FileTimerClient(f"{folder}/timers")):  # in each worker
+    ...         pass
     """
 
     def __init__(
@@ -159,7 +165,7 @@ class FileTimerServer:
                     self._timers.pop(key, None)
             elif self._admit(request, known):
                 if request._deadline is None:
-                    request._deadline = clock.now() + request.expiration_time - clock.wall()
+                    request._deadline = clock.from_wall(request.expiration_time)
                 self._timers[key] = request
                 self._arm(request._deadline)
 

@@ -24,7 +24,7 @@ import signal as signals
 
 from phalanx._core import clock, linux
 from phalanx.timer import _pipe
-from phalanx.timer._server import TimerClient, TimerRequest
+from phalanx.timer._server import SHORT_SCOPE, TimerClient, TimerRequest, shortened
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ VERSION = 1
 _FULL_PATIENCE = 10.0
 _ABSENT_PATIENCE = 5.0
 _SCOPE_LIMIT = 3800  # bytes of JSON; what stands beside it takes less than 250
-_HEAD, _TAIL = 100, 200  # characters, each at most 12 bytes of JSON
 _NO_FILE = -1
 
 
@@ -177,7 +176,7 @@ class FileTimerClient(TimerClient):
             ValueError: ``expiration_time`` is not finite.
             TypeError: ``scope_id`` is not a string.
         """
-        self._send(scope_id, expiration_time, clock.now() + expiration_time - clock.wall())
+        self._send(scope_id, expiration_time, clock.from_wall(expiration_time))
 
     def release(self, scope_id: str) -> None:
         """Give the timer on ``scope_id`` back. Raises as `acquire` does."""
@@ -191,7 +190,7 @@ class FileTimerClient(TimerClient):
             os.close(fd)
 
     def _acquire(self, scope_id: str, deadline: float) -> None:
-        self._send(scope_id, clock.wall() + deadline - clock.now(), deadline)
+        self._send(scope_id, clock.to_wall(deadline), deadline)
 
     def _send(self, scope: str, expiration: float, deadline: float | None) -> None:
         if not isinstance(scope, str):
@@ -199,7 +198,9 @@ class FileTimerClient(TimerClient):
         if not math.isfinite(expiration):
             raise ValueError(f"expiration_time: expected a moment, got {expiration!r}")
         pid, born = self._identity()
-        request = FileTimerRequest(pid, _fitting(scope), expiration, self.signal if deadline is not None else 0)
+        if len(scope) > SHORT_SCOPE and len(json.dumps(scope)) > _SCOPE_LIMIT:
+            scope = shortened(scope)
+        request = FileTimerRequest(pid, scope, expiration, self.signal if deadline is not None else 0)
         request._deadline, request._born = deadline, born
         self._send_request(request)
 
@@ -270,22 +271,6 @@ def _write(fd: int, line: bytes) -> None:
         raise
     finally:
         signals.pthread_sigmask(signals.SIG_SETMASK, before)
-
-
-def _fitting(scope: str) -> str:
-    """Shorten a scope that would not fit into a line: to its ends, for the reader, and a checksum of the whole.
-
-    >>> _fitting("train.py:41")
-    'train.py:41'
-    >>> len(_fitting("x" * 9999))
-    318
-    """
-    if len(scope) <= _HEAD + _TAIL or len(json.dumps(scope)) <= _SCOPE_LIMIT:
-        return scope
-    import zlib
-
-    checksum = zlib.crc32(scope.encode("utf-8", "surrogatepass"))
-    return f"{scope[:_HEAD]}... ({checksum:08x}) ...{scope[-_TAIL:]}"
 
 
 def _real(fields: dict[str, Any], name: str) -> float | None:

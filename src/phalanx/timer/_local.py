@@ -10,7 +10,7 @@ import os
 
 from phalanx._core import clock
 from phalanx.timer._mp_queue import MultiprocessingRequestQueue, Outbox
-from phalanx.timer._server import TimerClient, TimerRequest, TimerServer
+from phalanx.timer._server import TimerClient, TimerRequest, TimerServer, shortened
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -51,14 +51,14 @@ class LocalTimerClient(TimerClient):
         if expiration_time < 0:
             self.release(scope_id)
         else:
-            self._send(scope_id, expiration_time, clock.now() + expiration_time - clock.wall())
+            self._send(scope_id, expiration_time, clock.from_wall(expiration_time))
 
     def release(self, scope_id: str) -> None:
         """See `TimerClient.release`."""
         self._send(scope_id, -1, None)
 
     def _acquire(self, scope_id: str, deadline: float) -> None:
-        self._send(scope_id, clock.wall() + deadline - clock.now(), deadline)
+        self._send(scope_id, clock.to_wall(deadline), deadline)
 
     def _send(self, scope: str, expiration: float, deadline: float | None) -> None:
         pid = os.getpid()
@@ -67,7 +67,7 @@ class LocalTimerClient(TimerClient):
 
             self._me = pid, Stat(pid).start
         if len(scope) > _LONGEST_SCOPE:
-            scope = _shortened(scope)
+            scope = shortened(scope)
         request = TimerRequest(pid, scope, expiration)
         request._deadline = deadline  # noqa: SLF001 - what only our own clients know
         request._born = self._me[1]  # noqa: SLF001 - what only our own clients know
@@ -76,15 +76,6 @@ class LocalTimerClient(TimerClient):
 
 def _client(mp_queue: Any, patience: float) -> LocalTimerClient:
     return LocalTimerClient(mp_queue, patience=patience)
-
-
-def _shortened(scope: str) -> str:
-    """The same for the same scope, and different for different ones."""
-    from hashlib import sha256
-
-    digest = sha256(scope.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-    half = (_LONGEST_SCOPE - len(digest)) // 2 - 3
-    return f"{scope[:half]}...{digest}...{scope[-half:]}"
 
 
 class LocalTimerServer(TimerServer):

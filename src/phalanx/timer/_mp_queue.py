@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from phalanx.timer._server import TimerRequest
 
 _HEAD = Struct("!i")  # what multiprocessing.connection puts before each message: its length
-_PIPE_BUF = 4096
 _LONGEST = 1 << 20  # bytes of a message: nobody's request is longer
 _CHUNK = 1 << 16
 _LONGEST_WAIT = 2e6  # seconds: epoll_wait(2) counts milliseconds in an int
@@ -74,7 +73,7 @@ class Outbox:
             self._put(request)
             return
         data = pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
-        if len(data) + _HEAD.size > _PIPE_BUF:
+        if len(data) + _HEAD.size > select.PIPE_BUF:
             msg = f"a timer request of {len(data)} bytes is too long: use a shorter scope"
             raise ValueError(msg)
         # The queue counts what is in it: so `get` and `qsize` go on working.

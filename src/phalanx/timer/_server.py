@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from phalanx.timer._watchdog import Watchdog
 
 
+SHORT_SCOPE = 320
+"""Characters, each at most 12 bytes of JSON: so many any client can send."""
+
+
 class TimerRequest:
     """A worker's wish: a timer on a scope, or no longer one.
 
@@ -89,7 +93,21 @@ class TimerClient(ABC):
 
     def _acquire(self, scope_id: str, deadline: float) -> None:
         """`acquire` by a moment on CLOCK_MONOTONIC, for those who can send that along."""
-        self.acquire(scope_id, clock.wall() + deadline - clock.now())
+        self.acquire(scope_id, clock.to_wall(deadline))
+
+
+def shortened(scope: str) -> str:
+    """A scope whose name is too long to be sent: its ends, for the reader, and a checksum of the whole.
+
+    >>> shortened("x" * 9999) == shortened("x" * 9999), shortened("x" * 9999) == shortened("x" * 9998)
+    (True, False)
+    >>> len(shortened("x" * 9999)) <= SHORT_SCOPE
+    True
+    """
+    import zlib
+
+    checksum = zlib.crc32(scope.encode("utf-8", "surrogatepass"))
+    return f"{scope[:100]}... ({checksum:08x}) ...{scope[-200:]}"
 
 
 class RequestQueue(ABC):

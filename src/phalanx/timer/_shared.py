@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("phalanx.timer")
 
 _seats: dict[str, tuple[int, int, Seat]] = {}  # by the server's address: of which process, in which memory
-_opening = threading.Lock()
+_opening = threading.RLock()  # reentrant, for a signal handler that takes a timer while its own thread does
+_hooked = False
 
 
 class SharedTimerClient(TimerClient):
@@ -53,7 +54,7 @@ class SharedTimerClient(TimerClient):
         self._seat: Seat | None = None
         self._slots: dict[str, int] = {}
         self._texts: dict[str, bytes] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @property
     def seat(self) -> Seat:
@@ -63,12 +64,12 @@ class SharedTimerClient(TimerClient):
         """
         if self._seat is None or self._pid != os.getpid():
             self._seat, self._pid = _seat_at(self._address), os.getpid()
-            self._slots, self._lock = {}, threading.Lock()
+            self._slots, self._lock = {}, threading.RLock()
         return self._seat
 
     def acquire(self, scope_id: str, expiration_time: float) -> None:
         """Take a timer on ``scope_id``, or move it, to ``expiration_time`` (Unix time, seconds)."""
-        self._acquire(scope_id, clock.now() + expiration_time - clock.wall())
+        self._acquire(scope_id, clock.from_wall(expiration_time))
 
     def release(self, scope_id: str) -> None:
         """Give the timer on ``scope_id`` back. One that is not held is ignored."""
@@ -100,6 +101,10 @@ def _seat_at(address: str) -> Seat:
 
     One for all its clients: to the kernel a process has a lock, or has it not, whatever the descriptor.
     """
+    global _hooked  # noqa: PLW0603 - hooks are the process's
+    if not _hooked:
+        _hooked = True
+        os.register_at_fork(after_in_child=_unlock)
     pid, memory, *_ = (*address.split(":"), "")
     with _opening:
         which = os.getpid(), 0
@@ -116,6 +121,12 @@ def _seat_at(address: str) -> Seat:
             raise RuntimeError(error.strerror) from error
         _seats[address] = *which, seat
         return seat
+
+
+def _unlock() -> None:
+    """After a fork, in the child: the thread that took the lock is not there."""
+    global _opening  # noqa: PLW0603 - as above
+    _opening = threading.RLock()
 
 
 class SharedTimerServer:

@@ -113,9 +113,7 @@ def seconds(name: str, value: object, *, zero: bool = True) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         msg = f"{name}: expected seconds, got {value!r}"
         raise TypeError(msg)
-    if not 0 <= value < math.inf:
-        msg = f"{name}: expected a time of 0 seconds or more, got {value!r}"
-        raise ValueError(msg)
-    if not (value or zero):
-        msg = f"{name}: expected more than 0 seconds, got {value!r}"
+    if not (0 <= value < math.inf and (value or zero)):
+        least = "a time of 0 seconds or more" if zero else "more than 0 seconds"
+        msg = f"{name}: expected {least}, got {value!r}"
         raise ValueError(msg)

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("phalanx.timer")
 
-STACKS_WITHIN = 0.25
-"""Seconds that a process has for giving its stacks before it is killed without them."""
-
 _STACKS = evidence.stacks_path("/error.json").removeprefix("/error.json")
 
 _PATIENCE = 64  # generations of a family tree; a loop, which races with exits could show, ends there
@@ -87,7 +84,7 @@ class Victim:
     def reap(self, number: int, scopes: Sequence[str], overdue: float) -> bool:
         """Write down where it hangs, then signal it; log both.
 
-        The evidence is its Python stacks, as far as it gives them within `STACKS_WITHIN`, and an error file where the
+        The evidence is its Python stacks, as far as it gives them within `stacks.BOUND`, and an error file where the
         process was told to leave one, so that whoever supervises it can name the scope. Nothing that goes wrong with
         the evidence keeps the signal from being sent.
 
@@ -104,7 +101,7 @@ class Victim:
         before, self._afterwards = self._afterwards, contextlib.ExitStack()
         text = self._write_down(number, scopes, overdue)
         sent = number <= 0 or self.send(number)
-        late = f"{describe(scopes)}; {over(overdue)}"
+        late = f"{describe(scopes)}; {clock.spoken(overdue)} over its deadline"
         _log.error("pid %d: %s; %s%s", self.pid, late, _outcome(number, sent=sent), f"\n{text}" if text else "")
         before.close()
         if number <= 0:
@@ -165,7 +162,8 @@ class Victim:
                         pid=self.pid,
                         observer="timer",
                         scope=scopes[0],
-                        detail=over(overdue) + (f"\nit is in {where}" if where is not None else ""),
+                        detail=f"{clock.spoken(overdue)} over its deadline"
+                        + (f"\nit is in {where}" if where is not None else ""),
                     )
         except Exception as exc:  # noqa: BLE001 - whatever went wrong with the evidence, the kill must follow
             _log.warning("pid %d: no evidence of its expired timer could be left at %s: %s", self.pid, path, exc)
@@ -191,12 +189,12 @@ class Victim:
         return ""
 
     def _stacks(self, error_file: str) -> str:
-        """Ask for its stacks and wait for them, `STACKS_WITHIN` seconds at most."""
+        """Ask for its stacks and wait for them, `stacks.BOUND` seconds at most."""
         try:
             collection = stacks.Collection([stacks.Target(0, self.pid, error_file, self.send)])
             self._afterwards.callback(collection.close)
             collection.begin()
-            collection.wait(STACKS_WITHIN)
+            collection.wait(stacks.BOUND)
             return collection.finish().get(0, "")
         except Exception as exc:  # noqa: BLE001 - an error file without stacks is better than none
             _log.warning("pid %d: no stacks: %s: %s", self.pid, type(exc).__name__, exc)
@@ -211,16 +209,6 @@ def describe(scopes: Iterable[str]) -> str:
     """
     names = [repr(scope) for scope in scopes]
     return f"Hang: {', '.join(names)} {'were' if len(names) > 1 else 'was'} not left in time"
-
-
-def over(seconds: float) -> str:
-    """Say by how much.
-
-    >>> over(0.0012), over(2)
-    ('1.2 ms over its deadline', '2.0 s over its deadline')
-    """
-    late = f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
-    return f"{late} over its deadline"
 
 
 def _outcome(number: int, *, sent: bool) -> str:

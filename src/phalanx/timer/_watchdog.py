@@ -78,7 +78,7 @@ def received(request: TimerRequest) -> TimerRequest | None:
             return request
         moment = getattr(request, "_deadline", None)
         if moment is None:
-            moment = clock.now() + expiration - clock.wall()
+            moment = clock.from_wall(expiration)
         own = copy(request)
         own.expiration_time = max(0.0, moment)  # long over, but no release
     except Exception as error:

@@ -1,0 +1,34 @@
+"""Sets of ranks in words: compactly, and the same everywhere. Refuses to know what the ranks have in common."""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def format_ranks(ranks: Iterable[int], between: str = ", ") -> str:
+    """A set of ranks, compactly.
+
+    >>> format_ranks([0, 1, 2, 3, 7]), format_ranks([5]), format_ranks([])
+    ('0-3, 7', '5', '')
+    >>> format_ranks([3, 0, 1, 2, 7], ",")
+    '0-3,7'
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    return between.join("-".join(map(str, run)) for run in runs)
+
+
+def named(ranks: Iterable[int]) -> str:
+    """``rank 3``, or ``ranks 0-2, 7``.
+
+    >>> named([3]), named([7, 0, 1, 2])
+    ('rank 3', 'ranks 0-2, 7')
+    """
+    known = set(ranks)
+    return f"rank{'' if len(known) == 1 else 's'} {format_ranks(known)}"
