@@ -182,7 +182,7 @@ class SharedTimerServer:
             undo.callback(table.close)
             loop = Loop()
             undo.callback(loop.close)
-            thread = threading.Thread(target=self._run, args=(table, loop), name="phalanx-timers", daemon=self._daemon)
+            thread = threading.Thread(target=_Watch(table, loop).run, name="phalanx-timers", daemon=self._daemon)
             thread.start()
             undo.pop_all()
         self._table, self._loop, self._thread = table, loop, thread
@@ -208,32 +208,69 @@ class SharedTimerServer:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _run(self, table: Timetable, loop: Loop) -> None:
-        lookout = Lookout(table, loop, lambda timers: self._on_expired(table, timers))
-        lookout.open()
-        loop.run()
-        lookout.close()
 
-    def _on_expired(self, table: Timetable, timers: list[Timer]) -> None:
+class _Watch:
+    """A server that runs. Everything happens in its thread.
+
+    Processes are taken hold of when they are first seen: once a deadline is over, there is no time for it.
+    """
+
+    def __init__(self, table: Timetable, loop: Loop) -> None:
+        self._table = table
+        self._loop = loop
+        self._victims: dict[int, Victim] = {}
+        self._refused: set[int] = set()
+
+    def run(self) -> None:
+        lookout = Lookout(self._table, self._loop, self._on_expired, self._on_seen)
+        lookout.open()
+        try:
+            self._loop.run()
+        finally:
+            lookout.close()
+            for victim in self._victims.values():
+                victim.close()
+
+    def _on_seen(self, timers: list[Timer]) -> None:
+        for seat in {timer.seat for timer in timers}:
+            self._hold(self._table.holder(seat))
+
+    def _on_expired(self, timers: list[Timer]) -> None:
         seats: dict[int, list[Timer]] = {}
         for timer in timers:
             seats.setdefault(timer.seat, []).append(timer)
         for seat, late in seats.items():
-            pid = table.holder(seat)
-            if not pid:  # it has ended, and its timers with it
-                continue
-            try:
-                victim = Victim(pid)
-            except Exited:
-                continue
-            except Refused as why:
+            victim = self._hold(self._table.holder(seat))
+            still = [timer for timer in late if self._table.still(timer)]
+            # The one that is held lives, and so does the holder of the seat: with the same pid, they are one.
+            if victim is not None and still and self._table.holder(seat) == victim.pid:
+                scopes = [timer.scope or timer.place for timer in still]
+                overdue = (clock.now_ns() - min(timer.deadline for timer in still)) / clock.NS
+                victim.reap(signal.SIGKILL, scopes, overdue)
+
+    def _hold(self, pid: int) -> Victim | None:
+        """Take hold of a process (0: none), if it may be signalled; one that may not is logged, once."""
+        known = self._victims.get(pid)
+        if known is not None:
+            if not known.gone():
+                return known
+            self._let_go(known)
+        if not pid:  # it has ended, and its timers with it
+            return None
+        try:
+            victim = self._victims[pid] = Victim(pid)
+        except Exited:
+            return None
+        except Refused as why:
+            if pid not in self._refused:
+                self._refused.add(pid)
                 _log.error("timers of pid %d are not watched: %s", pid, why)
-                continue
-            try:
-                still = [timer for timer in late if table.still(timer)]
-                if still and table.holder(seat) == pid:  # so it is this process that hangs, and no later one of its pid
-                    scopes = [timer.scope or timer.place for timer in still]
-                    overdue = (clock.now_ns() - min(timer.deadline for timer in still)) / clock.NS
-                    victim.reap(signal.SIGKILL, scopes, overdue)
-            finally:
-                victim.close()
+            return None
+        self._loop.watch(victim.fd, lambda _events: self._let_go(victim))
+        return victim
+
+    def _let_go(self, victim: Victim) -> None:
+        if self._victims.get(victim.pid) is victim:
+            del self._victims[victim.pid]
+            self._loop.forget(victim.fd)
+            victim.close()
