@@ -590,7 +590,7 @@ def test_what_goes_wrong_with_the_evidence_does_not_keep_the_kill(
     def fail(*_: object) -> None:
         raise RuntimeError("no evidence")
 
-    monkeypatch.setattr(Victim, "_error_file", fail)
+    monkeypatch.setattr(Victim, "_stacks", fail)
     monkeypatch.setattr(debug_info_logging, "log_debug_info_for_expired_timers", fail)
     child.begin("client.acquire('s', time.time())")
     assert child.exitcode() == -signal.SIGKILL

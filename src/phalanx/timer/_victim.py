@@ -70,6 +70,7 @@ class Victim:
         try:
             self.pid, self.fd = pid, fd
             self.start, self._same_user = self._qualify()
+            self._path = self._error_file()  # now: once a deadline is over, there is no time for it
         except BaseException:
             os.close(fd)
             self.fd = -1
@@ -144,9 +145,8 @@ class Victim:
 
     def _write_down(self, number: int, scopes: Sequence[str], overdue: float) -> str:
         moment = clock.now_ns() - int(overdue * clock.NS)
-        path = text = ""
+        path, text = self._path, ""
         try:
-            path = self._error_file()
             text = self._stacks(path)
             # Accused in a file is only who is about to be killed: one that lives on must be able to record its own end.
             # And never by root in a place that a user names.
@@ -176,7 +176,11 @@ class Victim:
         in a fork it may be another's.
         """
         folder = f"/proc/{self.pid}/fd"
-        for fd in os.listdir(folder):
+        try:
+            fds = os.listdir(folder)
+        except OSError:  # it has exited, or may not be looked at
+            fds = []
+        for fd in fds:
             with contextlib.suppress(OSError):  # closed meanwhile
                 path = os.readlink(f"{folder}/{fd}")
                 if path.endswith(_STACKS):
