@@ -1,8 +1,8 @@
 """What a group does about a worker that hangs: say so, take the evidence, end it. Step by step, as its owner wants it.
 
 Owns the order of things once a timer has expired: whose it is, the stacks of all ranks before anything is signalled,
-the steps and their delays, and the words. Works in the group's loop, and has the supervisor send signals. Does not
-know how timers are set (`timetable`), nor how stacks are got (`stacks`).
+the steps and their delays, the signals to what hangs, and the words. Works in the group's loop. Does not know how
+timers are set (`timetable`), nor how stacks are got (`stacks`).
 """
 
 from __future__ import annotations

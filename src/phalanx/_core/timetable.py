@@ -6,8 +6,9 @@ but what the kernel says: the holder has a record lock on it (fcntl(2)), which g
 it ends. So a client may die at any instruction: what it leaves behind belongs to nobody. A program that closes every
 descriptor loses the lock and goes on: such a seat is still that of the very process image which it says has taken it.
 
-The watcher publishes when it will look next. Who sets an earlier deadline rings; all others need no system call. The
-watcher looks again after publishing, for the deadlines that were set meanwhile with the old moment in view.
+The watcher publishes when it will look next. Who sets an earlier deadline rings, and who finds that moment long over,
+to learn whether anybody watches; all others need no system call. The watcher looks again after publishing, for the
+deadlines that were set meanwhile with the old moment in view.
 
 The memory is a memfd and the bell a pipe, both of the watcher's; others open them as /proc/PID/fd/N, so nothing is
 inherited that a worker does not use. Knows nothing of what follows when a deadline is over.

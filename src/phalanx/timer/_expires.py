@@ -272,7 +272,7 @@ def _checked(after: Any, scope: Any) -> float:
 
 
 def beat() -> None:
-    """Say that this rank is alive: call it once per step of the training loop. It costs a fifth of a microsecond.
+    """Say that this rank is alive: call it once per step of the training loop. It costs a quarter of a microsecond.
 
     With ``--hang-timeout SECONDS`` (`TimerSpecs.hang_timeout`), a rank whose last beat is older is hung. The first
     beat arms it, so a start may take its time; an `expires` block that may take longer extends it, and its
