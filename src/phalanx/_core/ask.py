@@ -153,7 +153,8 @@ class Ask:
             return True
         self.said = self.read()  # the handler may have written until it was seen to have ended
         dump = last_dump(self.said)
-        by_main = dump.rfind(b"Current thread 0x") == dump.rfind(b"hread 0x") - 9 >= 0
+        # The main thread comes last; one that has the signal blocked has not taken it.
+        by_main = not self.blocks and dump.rfind(b"Current thread 0x") == dump.rfind(b"hread 0x") - 9 >= 0
         if not by_main and clock.now() - self.grown < _QUIET:
             return True
         self.text = dump.decode("utf-8", "replace")
