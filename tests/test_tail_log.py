@@ -370,6 +370,8 @@ def test_the_same_text_as_the_originals(tmp_path: Path, options: dict[str, Any])
     texts = []
     for number, kind in enumerate((TailLog, original.TailLog)):
         files = {rank: str(tmp_path / f"{number}-{rank}.log") for rank in range(2)}
+        for path in files.values():  # the original may miss a file that comes just before the stop
+            open(path, "x").close()
         console = io.StringIO()
         shown_by(kind, files, console, b"line 1\nline 2\n\nline \xc3\xa9 2\n", **options)
         texts.append(sorted(console.getvalue().splitlines()))
