@@ -191,7 +191,8 @@ class LocalTimerServer(TimerServer):
         if pid not in self._refused:  # it may ask again and again
             from phalanx.timer.debug_info_logging import logger
 
-            logger().warning("a timer of process %r is refused: %s", pid, reason)
+            # The text alone: a record may be kept, and an exception keeps the frames that it passed, with all in them.
+            logger().warning("a timer of process %r is refused: %s", pid, str(reason))
             if len(self._refused) >= _REMEMBERED:
                 self._refused.clear()
             self._refused.add(pid)

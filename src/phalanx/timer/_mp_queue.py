@@ -314,7 +314,7 @@ class _Pipe:
             try:
                 yield pickle.loads(data)
             except Exception as error:  # noqa: BLE001 - unpickling runs the code of others
-                self._complain("what is in the queue of timer requests cannot be unpickled, skipped: %s", error)
+                self._complain("what is in the queue of timer requests cannot be unpickled, skipped: %s", str(error))
         del buffer[:start]
 
     def _give_place(self) -> None:
