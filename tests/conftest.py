@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests import leaks
+from tests.disks import Disk, mounted
 from tests.helpers import Gate, Ready
 
 if TYPE_CHECKING:
@@ -40,6 +41,13 @@ def logs(tmp_path: Path) -> Path:
     folder = tmp_path / "logs"
     folder.mkdir()
     return folder
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    """A disk that can be made to answer no write."""
+    with mounted(tmp_path) as it:
+        yield it
 
 
 @pytest.fixture

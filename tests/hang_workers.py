@@ -56,17 +56,50 @@ def close_all_and_hang() -> None:
     hang()
 
 
-def survive_and_raise() -> NoReturn:
-    """Be got out of a block by SIGTERM, and fail of something else."""
+def survive(after: float = 0.1) -> None:
+    """Be got out of a block by SIGTERM."""
 
     def on_sigterm(*_: object) -> NoReturn:
         raise InterruptedError
 
-    signal.signal(signal.SIGTERM, on_sigterm)
-    with contextlib.suppress(InterruptedError), timer.expires(0.1, "deaf"):
+    before = signal.signal(signal.SIGTERM, on_sigterm)
+    with contextlib.suppress(InterruptedError), timer.expires(after, "deaf"):
         stuck()
-    threading.Event().wait(0.3)  # what is told of it is written by then
+    signal.signal(signal.SIGTERM, before)
+
+
+def survive_and_raise() -> NoReturn:
+    """Be got out of a block by SIGTERM, and fail of something else."""
+    survive()
     raise ValueError("later")
+
+
+def survive_and_exit(gate: str) -> None:
+    """Be got out of a block by SIGTERM, and take a while to end, saying nothing."""
+    survive()
+    pass_gate(gate)
+    os._exit(3)
+
+
+def survive_or_fail(gate: str) -> None:
+    """Rank 0 is got out of a block by SIGTERM, and goes on; rank 1 fails when the gate opens."""
+    if os.environ["RANK"] == "0":
+        survive()
+        while True:
+            signal.pause()
+    pass_gate(gate)
+    raise ValueError("loss is nan")
+
+
+def hold_many_or_fail(count: int, gate: str) -> None:
+    """Rank 0 is in many blocks, and leaves none; rank 1 fails when the gate opens."""
+    if os.environ["RANK"] == "1":
+        pass_gate(gate)
+        os._exit(3)
+    with contextlib.ExitStack() as stack:
+        for number in range(count):
+            stack.enter_context(timer.expires(0.02, f"step {number}"))
+        stuck()
 
 
 def pass_late(after: float, gate: str, second: str) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from phalanx._core.follower import Follower
 from phalanx._core.loop import Loop
 from phalanx._core.pump import Pump, Stream
+from phalanx._core.rotate import Rotator, open_log
 from phalanx._core.sink import Sink
 from phalanx._core.surface import Paper
 from phalanx._core.view import Lane, Text, View
@@ -34,6 +35,36 @@ class Memory(Sink):
         """What has come since the last call."""
         data, self.data = self.data, b""
         return data
+
+
+class Rotated:
+    """A log file of bounded size, and the end of the pipe that its worker would write into."""
+
+    def __init__(self, path: str, limit: int) -> None:
+        file, reader, self.writer = open_log(path)
+        self._rotator = Rotator(path, limit, file, reader)
+
+    def write(self, data: bytes) -> None:
+        """Into the pipe, and from there into the files."""
+        os.write(self.writer, data)
+        assert self.drain()
+
+    def drain(self) -> bool:
+        """Write all that is in the pipe. Returns whether more may come."""
+        while (count := self._rotator.turn()) > 0:
+            pass
+        return count == 0
+
+    def close_writer(self) -> None:
+        """As a worker that ends does."""
+        os.close(self.writer)
+        self.writer = -1
+
+    def close(self) -> None:
+        """Give all descriptors back."""
+        if self.writer >= 0:
+            self.close_writer()
+        self._rotator.close()
 
 
 def lane(rank: int = 0, stream: str = "stdout") -> Lane:
@@ -84,7 +115,7 @@ class Rig:
             Stream(Follower(path, rotates=rotates), [(self.view, lane)], number=2 * rank)
             for rank, (path, lane) in enumerate(zip(paths, self.lanes, strict=True))
         ]
-        self.pump = Pump(self.streams, [self.view], **options)
+        self.pump = Pump(self.streams, [self.view], voice=self.view, **options)
         self.done = False
 
     def caught_up(self) -> bool:

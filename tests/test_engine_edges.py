@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from phalanx._core import payload
-from phalanx._core import supervisor as supervisor_module
 from phalanx._core.latch import Latch
 from phalanx._core.loop import Loop
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, SignalException, start_processes
 from phalanx.multiprocessing._signals import acquire, hold, release
 from tests import workers
 from tests.helpers import descendants
+from tests.waits import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -242,8 +242,7 @@ def test_a_keeper_that_never_gets_up_is_not_waited_for(monkeypatch: pytest.Monke
     stuck.write_text("#!/bin/sh\nexec sleep 600\n")
     stuck.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(stuck))
-    for name in ("START_WAIT", "SILENCE", "KILL_WAIT"):
-        monkeypatch.setattr(supervisor_module, name, 0.05)
+    shorten(monkeypatch, START_WAIT=0.05, SILENCE=0.05, KILL_WAIT=0.05)
     with pytest.raises(KeeperLostError, match="answered no more"):
         start_processes("g", "/bin/true", (), nprocs=1)
 

@@ -50,8 +50,12 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[Timetable]:
     it.close()
 
 
+def due(table: Timetable) -> list[Timer]:
+    return [timer for timer in map(table.read, table.look(ALL)[0]) if timer is not None]
+
+
 def armed(table: Timetable) -> list[Timer]:
-    return [timer for timer in table.look(ALL)[0] if timer.slot]
+    return [timer for timer in due(table) if timer.slot]
 
 
 def scopes(table: Timetable) -> list[str]:
@@ -387,15 +391,15 @@ def test_a_heartbeat_without_a_group_does_nothing(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv(timetable.ENV, f"{table.address}:0")
         configure(Client())
         timer.progress(step=6)
-        assert [timer.step for timer in table.look(ALL)[0]] == [6]
+        assert [timer.step for timer in due(table)] == [6]
 
 
 def test_a_heartbeat_names_the_step(table: Timetable) -> None:
     timer.progress(step=41)
-    ((it,), _then) = table.look(ALL)
+    (it,) = due(table)
     assert (it.scope, it.step, it.slot) == ("heartbeat", 41, 0)
     timer.beat()
-    assert table.look(ALL)[0][0].step == 0
+    assert due(table)[0].step == 0
     with pytest.raises((TypeError, ValueError)):
         timer.progress(step=1 << 64)
 
@@ -403,12 +407,12 @@ def test_a_heartbeat_names_the_step(table: Timetable) -> None:
 def test_the_end_of_a_block_is_a_heartbeat_only_to_those_that_send_any(table: Timetable) -> None:
     with expires(60):
         pass
-    assert table.look(ALL)[0] == []
+    assert due(table) == []
     timer.progress(step=3)
-    ((first,), _then) = table.look(ALL)
+    (first,) = due(table)
     with expires(60):
         pass
-    ((second,), _then) = table.look(ALL)
+    (second,) = due(table)
     assert second.deadline > first.deadline
     assert second.step == 3
 
@@ -466,7 +470,7 @@ def test_a_fork_of_a_process_that_was_in_no_group(monkeypatch: pytest.MonkeyPatc
             finally:
                 os._exit(0)
         os.waitpid(pid, 0)
-        assert [timer.step for timer in table.look(ALL)[0]] == [9]
+        assert [timer.step for timer in due(table)] == [9]
         assert table.holder(0) == 0
 
 
@@ -517,7 +521,7 @@ while clock.now() < until:
             signal.setitimer(signal.ITIMER_REAL, 0)
     except (Late, KeyboardInterrupt):
         struck += 1
-    left = [timer for timer in table.look(timetable.NEVER - 1)[0]]
+    left = table.look(timetable.NEVER - 1)[0]
     assert not left and (client is None or not client.held), (left, client and client.held)
 print(struck)
 """

@@ -166,6 +166,19 @@ def test_a_layout_of_ones_own(logs: Path) -> None:
     assert sorted(path.name for path in logs.iterdir()) == ["out-0.txt", "out-1.txt"]
 
 
+def test_an_error_of_an_earlier_run_in_the_same_folder_is_not_todays(logs: Path) -> None:
+    """Nor is what stands beside an error file; what is no file stays."""
+    for suffix in ("", ".fatal", ".exit", ".stacks"):
+        (logs / f"error-0.json{suffix}").write_text("yesterday's")
+    os.mkdir(logs / "error-1.json")
+    messages = []
+    for entrypoint, args in ((workers.fail, ("first",)), ("sh", ("-c", "exit 3"))):
+        with start_processes("g", entrypoint, args, nprocs=2, logs_specs=OneFolder(str(logs))) as group:
+            messages.append(group.wait().failures[0].message)
+    assert messages == ["ValueError: first", "exited with code 3; no error was recorded"]
+    assert sorted(path.name for path in logs.glob("error-*")) == ["error-1.json"]
+
+
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 def test_streams_of_each_rank(logs: Path, method: str, capfd: pytest.CaptureFixture[str]) -> None:
     redirects = {0: Std.OUT, 1: Std.ERR, 2: Std.ALL}
@@ -289,7 +302,9 @@ with start_processes("t", sys.executable, {0: ("-c", sys.argv[1])}, log_dir=sys.
     assert launcher.returncode == 0
 
 
-def test_output_of_orphans_is_in_the_file(logs: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_output_of_orphans_is_in_the_file(
+    logs: Path, capfdbinary: pytest.CaptureFixture[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
     """What a child of the worker writes before the group is over counts, too."""
     # The child is of the worker's session, so it is asked to end, and has what is left of the grace period.
     child = (
@@ -301,6 +316,8 @@ def test_output_of_orphans_is_in_the_file(logs: Path, capfdbinary: pytest.Captur
     run("sh", {0: ("-c", code)}, envs={0: env}, log_dir=logs, tee=Std.OUT)
     assert (logs / "0/stdout.log").read_text() == "first\nlast\n"
     assert capfdbinary.readouterr().out == b"[0] first\n[0] last\n"
+    [said] = caplog.messages
+    assert re.fullmatch(r"ended what was left behind: pid \d+ \(.*\) of rank 0, [\d.]+ s old: SIGTERM", said)
 
 
 def test_a_file_cut_short_meanwhile_does_no_harm(logs: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:

@@ -22,6 +22,7 @@ from phalanx.multiprocessing import KeeperLostError, start_processes
 from tests import families
 from tests.families import KINDS, SIZE, WORKERS
 from tests.helpers import TIMEOUT, Gate, Ready, alive, descendants, tell, wait_gone
+from tests.workers import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -230,7 +231,7 @@ def test_a_worker_that_ignores_sigterm_dies_at_the_end_of_the_grace(kind: str, r
     assert result is not None
     outcome = result.outcomes[0]
     assert (outcome.state, outcome.exitcode, outcome.signal_sent) == ("stopped", -9, 9)
-    assert not result.is_failed()
+    assert result.state == "stopped"
 
 
 def test_the_grace_is_the_same_after_a_failure(ready: Ready, gate: Gate) -> None:
@@ -435,6 +436,65 @@ def test_a_worker_that_outlives_sigkill_is_reported_and_left(
     assert result.outcomes[0].state == "stopped"
     outcome = result.outcomes[1]
     assert (outcome.state, outcome.exitcode, outcome.signal_sent) == ("abandoned", None, 9)
-    assert not result.is_failed()
+    assert result.state == "abandoned"
     assert not alive(pids[0])
     assert alive(pids[1])
+
+
+def pause_above_another(address: str) -> None:
+    if os.fork() == 0:
+        os.setsid()
+        tell(address, f"below {os.getpid()}")
+    tell(address, str(os.getpid()))
+    while True:
+        signal.pause()
+
+
+def test_what_is_below_a_process_that_outlives_sigkill_is_killed(
+    ready: Ready, frozen: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot become the keeper's child; and it is told of, for it has been ended."""
+    for module in (keeper, supervisor):
+        monkeypatch.setattr(module, "KILL_WAIT", 0.5)
+    with start_processes("frozen", pause_above_another, (ready.address,), nprocs=1, start_method="fork") as group:
+        [below] = [int(word.split()[1]) for word in ready.wait(3) if word.startswith("below")]
+        frozen(group.pids()[0])
+        group.close(timeout=0.2)
+        result = group.wait(0)
+    assert not alive(below)
+    assert result is not None
+    assert result.outcomes[0].state == "abandoned"
+    assert [(one.pid, one.local_rank, one.exitcode) for one in result.leftovers] == [(below, 0, -9)]
+
+
+UNKILLABLE = """
+import os, signal, sys
+from phalanx._core import guard, keeper, linux
+from phalanx.multiprocessing import start_processes
+from tests.helpers import tell
+from tests.test_no_survivors import pause
+
+keeper.KILL_WAIT = guard.KILL_WAIT = 0.2  # in both, which are forks of this process
+group = start_processes("g", pause, (sys.argv[1],), nprocs=2, start_method="fork")
+above = group._started()._launch._guard
+tell(sys.argv[1], f"helpers {above} {linux.children(above)[0]}")
+signal.pause()
+"""
+
+
+def test_a_keeper_that_nothing_ends_keeps_no_worker_alive(
+    ready: Ready, frozen: Callable[[int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its guard kills what is below it, and leaves it."""
+    script = tmp_path / "launcher.py"
+    script.write_text(UNKILLABLE)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([ROOT, *filter(None, sys.path)]))
+    with subprocess.Popen([sys.executable, str(script), ready.address]) as launcher:
+        said = ready.wait(3)
+        [helpers] = [word for word in said if word.startswith("helpers")]
+        workers = [int(word) for word in said if word != helpers]
+        above, kept = map(int, helpers.split()[1:])
+        frozen(kept)
+        launcher.kill()
+    assert wait_gone([*workers, above]) == set()
+    assert alive(kept)

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from phalanx._core import clock, lines, sink, view
 from phalanx._core.clock import FakeClock
 from phalanx._core.lines import Cutter
-from phalanx._core.rotate import Rotator
 from phalanx._core.surface import Paper
 from phalanx._core.view import Lane, Text, View
-from tests.pump_tools import Memory, append, rig
+from tests.pump_tools import Memory, Rotated, append, rig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -313,11 +312,10 @@ def test_a_file_that_is_cut_short_goes_on(steps: list[bytes | None]) -> None:
 
 def rotate(path: str, parts: list[bytes], limit: int) -> list[bytes]:
     """The files that come of it, oldest first."""
-    rotator = Rotator(path, limit)
+    rotator = Rotated(path, limit)
     try:
         for part in parts:
-            os.write(rotator.writer, part)
-            assert rotator.drain()
+            rotator.write(part)
         rotator.close_writer()
         assert not rotator.drain()
     finally:
@@ -362,12 +360,11 @@ def test_whole_lines_keep_to_the_limit(parts: list[bytes], limit: int) -> None:
 def test_a_rotated_file_is_followed_through_all_its_parts(parts: list[bytes], limit: int, at_once: bool) -> None:
     with tempfile.TemporaryDirectory() as folder, stopped_clock():
         path, out = f"{folder}/log", f"{folder}/console"
-        rotator = Rotator(path, limit)
+        rotator = Rotated(path, limit)
         try:
             with rig([path], out, prefix="", rotates=True) as it:
                 for part in parts:
-                    os.write(rotator.writer, part)
-                    rotator.drain()
+                    rotator.write(part)
                     if not at_once:
                         it.catch_up()
                 it.finish()

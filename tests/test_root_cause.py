@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
+from phalanx.multiprocessing import DefaultLogsSpecs, ScriptContext, Std, start_processes
 from tests.families import KINDS
 from tests.helpers import TIMEOUT, pass_gate, tell
 
@@ -103,19 +103,18 @@ def part(rank: int, ready: str, gate: str, hears: str) -> None:
 
 
 def part_as_program(rank: int, ready: str, gate: str, hears: str) -> tuple[str, ...]:
-    """The same, of programs that leave nothing but their exit."""
+    """The same, of programs that leave nothing but their exit: rank 0 sees rank 3's end of a FIFO close."""
+    if not os.path.exists(hears):
+        os.mkfifo(hears)
     up = (
         "import os, signal, socket, time\n"
         "def tell(address):\n"
         "    socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b'x', address)\n"
     )
     if rank == 3:
-        rest = f"tell({ready!r}); open({gate!r}, 'rb', 0).read(1); tell({hears!r}); os._exit(3)"
+        rest = f"f = open({hears!r}, 'wb', 0); tell({ready!r}); open({gate!r}, 'rb', 0).read(1); os._exit(3)"
     elif rank == 0:
-        rest = (
-            f"s = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM); s.bind({hears!r}); "
-            f"tell({ready!r}); s.recv(10); time.sleep(0.02); os._exit(1)"
-        )
+        rest = f"f = open({hears!r}, 'rb', 0); tell({ready!r}); f.read(1); time.sleep(0.02); os._exit(1)"
     else:
         rest = f"tell({ready!r}); signal.pause()"
     return ("-I", "-S", "-c", up + rest)
@@ -216,9 +215,8 @@ def test_who_was_killed_comes_before_whose_connection_broke(method: str, gate: G
             ends = multiprocessing.Pipe()
             for end in ends:
                 held.callback(end.close)
-            group = held.enter_context(
-                start_processes("p", loses_its_peer, {r: (r, ends, gate.address) for r in (0, 1)}, start_method=method)
-            )
+            args = {rank: (rank, ends, gate.address) for rank in (0, 1)}
+            group = held.enter_context(start_processes("p", loses_its_peer, args, start_method=method, settle=TIMEOUT))
             held.pop_all()
             for end in ends:
                 end.close()
@@ -336,7 +334,7 @@ def test_a_closed_group_has_no_failures(ready: Ready) -> None:
         ready.wait(2)
     result = group.wait(0)
     assert result is not None
-    assert not result.is_failed()
+    assert result.state == "stopped"
     assert result.root_cause is None
     assert states(result) == ["stopped", "stopped"]
 
@@ -473,3 +471,111 @@ def test_an_oom_kill_is_called_so_because_the_kernel_says_so(which: str, memory_
         assert done.stdout == "[1] -9 SIGKILL, not sent by us\n"
     else:
         assert done.stdout.startswith(f"[1] -9 OOM kill: oom_kill in {memory_cgroup}/memory.oom_control rose from 0 to")
+
+
+# --- an end that takes long
+
+SLOW_EXIT = """
+import atexit, os, socket, sys, time
+rank, path, teardown = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+if rank == 0:
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(path)
+    server.listen()
+    open(path + ".ready", "w").close()
+    peer, _ = server.accept()
+    peer.recv(1)
+    def release():
+        peer.close()             # the peer sees it now,
+        time.sleep(teardown)     # and there is more to be torn down
+    atexit.register(release)
+    sys.exit(3)
+while not os.path.exists(path + ".ready"):
+    pass
+peer = socket.socket(socket.AF_UNIX)
+peer.connect(path)
+peer.send(b"x")
+if not peer.recv(1):
+    raise ConnectionResetError("the peer has gone")
+"""
+
+
+def serve_and_leave(path: str, rank: int, teardown: float) -> None:
+    """`SLOW_EXIT` as a function."""
+    sys.argv[1:] = [str(rank), path, str(teardown)]
+    exec(SLOW_EXIT, {"__name__": "slow"})  # noqa: S102 - the program above
+
+
+@pytest.mark.parametrize("teardown", [0.05, 0.3])
+@pytest.mark.parametrize("kind", ["script", *METHODS])
+def test_sys_exit_is_dated_when_it_leaves_the_users_code(tmp_path: Path, kind: str, teardown: float) -> None:
+    """A peer that only saw its connection close is not the cause; nor is the culprit one that we stopped."""
+    path = str(tmp_path / "socket")
+    if kind == "script":
+        script = tmp_path / "train.py"
+        script.write_text(SLOW_EXIT)
+        argv = {rank: (str(rank), path, str(teardown)) for rank in range(2)}
+        group = ScriptContext("slow", str(script), argv, {0: {}, 1: {}}, DefaultLogsSpecs())
+        group.start()
+        with group:
+            result = group.wait(TIMEOUT)
+        assert result is not None
+    else:
+        args: dict[int, tuple[Any, ...]] = {rank: (path, rank, teardown) for rank in range(2)}
+        result = run(serve_and_leave, args, start_method=kind)
+    assert cause(result) == 0
+    assert result.failures[0].exitcode == 3
+    assert states(result) == ["failed", "failed"]
+    assert result.root_cause is not None
+    assert result.root_cause.error_file == "<N/A>"
+    assert result.root_cause.message == "exited with code 3; no error was recorded"
+    if teardown == 0.3:  # beyond the settle window
+        assert result.root_cause.detail == "SIGTERM, sent by us, came while it was leaving"
+
+
+def test_sys_exit_0_is_no_failure_however_long_it_takes(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import atexit, sys, time; atexit.register(time.sleep, 0.1); sys.exit(0)")
+    group = ScriptContext("slow", str(script), {0: ()}, {0: {}}, DefaultLogsSpecs())
+    group.start()
+    with group:
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert result.succeeded
+
+
+def release_much(path: str, rank: int, way: str, size: int) -> None:
+    """Rank 0 leaves without a word, and the kernel takes long to release its memory; its connection closes at once."""
+    if rank == 0:
+        server = socket.socket(socket.AF_UNIX)
+        server.bind(path)
+        server.listen()
+        open(path + ".ready", "w").close()
+        peer, _ = server.accept()
+        held = os.memfd_create("much")
+        os.posix_fallocate(held, 0, size)
+        peer.recv(1)
+        # Files are released when the process has let go of all, the last one first: the memory after the socket.
+        low = os.dup2(held, 3 if peer.fileno() != 3 else 4)
+        assert low < peer.fileno()
+        os.close(held)
+        if way == "abort":
+            os.abort()
+        os._exit(3)
+    while not os.path.exists(path + ".ready"):
+        pass
+    peer = socket.socket(socket.AF_UNIX)
+    peer.connect(path)
+    peer.send(b"x")
+    if not peer.recv(1):
+        raise ConnectionResetError("the peer has gone")
+
+
+@pytest.mark.parametrize("way", ["exit", "abort"])
+def test_an_exit_that_takes_long_to_release_what_it_has(tmp_path: Path, way: str) -> None:
+    args: dict[int, tuple[Any, ...]] = {rank: (str(tmp_path / "socket"), rank, way, 3 << 30) for rank in range(2)}
+    result = run(release_much, args, settle=0.02)
+    assert 1 in result.failures, "the peer had no time to fail: the machine is too fast for this test"
+    assert cause(result) == 0
+    assert states(result) == ["failed", "failed"]
+    assert result.failures[0].exitcode == (3 if way == "exit" else -signal.SIGABRT)

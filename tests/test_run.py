@@ -332,6 +332,7 @@ SETTINGS = {
     "rlimit": Setting("nofile=64,as=8GiB", "core=0:1", {"nofile": "64", "as": "8GiB"}, {"core": ("0", "1")}),
     "grace": Setting("1.5", "0", 1.5, 0.0),
     "settle": Setting("1.5", "0", 1.5, 0.0),
+    "linger": Setting("1.5", "0", 1.5, 0.0),
     "hang_timeout": Setting("1.5", "600", 1.5, 600.0),
     "on_expiry": Setting("report,kill:30", "dump", (("report", 0.0), ("kill", 30.0)), (("dump", 0.0),)),
     "nnodes": Setting("1:1", "1", "1:1", "1"),
@@ -391,6 +392,11 @@ def test_a_mistake_in_the_environment_is_named(place: Place) -> None:
     refused(place.run(place.write("")), "nproc", "'many'")
 
 
+def test_what_is_no_time_is_refused_in_the_environment_as_well(place: Place) -> None:
+    place.env["PHALANX_GRACE"] = "nan"
+    refused(place.run(place.write("")), "'--grace'", "expected 0 seconds or more, got nan")
+
+
 def test_options_in_the_environment_of_a_real_run(place: Place) -> None:
     place.env |= {"PET_NPROC_PER_NODE": "2", "PHALANX_LOG_DIR": str(place.folder / "by env"), "PHALANX_TEE": "1"}
     done = place.run(place.write("print('x')"), logs=False)
@@ -440,6 +446,11 @@ def test_a_binary_that_is_not_there(place: Place) -> None:
         (["--start-method", "spwan"], "spawn"),
         (["--grace", "-1"], "--grace"),
         (["--grace", "soon"], "--grace"),
+        (["--grace", "nan"], "'--grace': expected 0 seconds or more, got nan"),
+        (["--settle", "nan"], "'--settle': expected 0 seconds or more, got nan"),
+        (["--linger", "nan"], "'--linger': expected 0 seconds or more, got nan"),
+        (["--drain", "nan"], "'--drain': expected 0 seconds or more, got nan"),
+        (["--hang-timeout", "inf"], "'--hang-timeout': expected more than 0 seconds, got inf"),
         (["--master-port", "65536"], "--master-port"),
         (["-r", "4"], "0 (none), 1 (stdout), 2 (stderr) or 3 (both)"),
         (["-t", "0:3,1"], "'1'"),
@@ -803,6 +814,32 @@ def test_the_first_interrupt_lets_workers_finish(place: Place, ready: Ready, gat
     assert not wait_gone(workers, 0)
 
 
+FAILED_BEFORE = """
+    import os, signal
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    {ready}
+    if os.environ["RANK"] == "0":
+        raise ValueError("loss is nan")
+    while True: signal.pause()
+    """
+
+
+def test_an_interrupt_hides_no_failure_that_came_before(place: Place, ready: Ready) -> None:
+    script = place.write(FAILED_BEFORE.format(ready=ready.python("os.environ['RANK'] + ' ' + str(os.getpid())")))
+    with place.start("--nproc-per-node", 2, script) as launcher:
+        pids = dict(said.split() for said in ready.wait(2))
+        assert not wait_gone([int(pids["0"])])
+        launcher.send(signal.SIGINT)
+        launcher.read_until("SIGINT: stopping")
+        launcher.send(signal.SIGINT)
+        done = launcher.end()
+    assert done.status == 1
+    assert "rank      : 0 (local_rank: 0)" in done.err
+    assert "error     : ValueError: loss is nan" in done.err
+    assert "rank 1: stopped by us (SIGKILL)" in done.err
+
+
 STUBBORN = """
     import os, signal, subprocess, sys
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"):
@@ -888,7 +925,7 @@ def test_a_daemon_of_a_worker_delays_nothing_and_does_not_survive(place: Place, 
         {ready.python("child.pid")}
         print("done")
         """)
-    done = place.run(script)
+    done = place.run("--linger", 0, script)
     assert done[:2] == (0, "[0] done\n")
     assert not [pid for pid in ready.pids() if alive(pid)]
 

@@ -635,7 +635,7 @@ def test_a_context_that_is_dropped_lets_go_when_its_processes_have_ended(ready: 
     mp.spawn(spawned.wait, (ready.address, gate.address), 2, join=False)
     ready.wait(2)
     assert len(_group._kept) == 1
-    pids = [worker.pid for group in _group._kept for worker in group._started().workers.values()]
+    pids = [worker.pid for group in _group._kept for worker in group._started().mirror.workers.values()]
     assert all(map(alive, pids))
     gate.open(2)
     assert wait_gone(pids) == set()

@@ -524,7 +524,7 @@ def test_leaving_the_with_statement_closes(ready: Ready, gate: Gate) -> None:
     assert not {pid for pid in pids if alive(pid)}
     result = group.wait(0)
     assert result is not None
-    assert not result.is_failed()
+    assert result.state == "stopped"
     assert result.return_values == {}
     assert [(outcome.state, outcome.exitcode, outcome.signal_sent) for outcome in result.outcomes.values()] == [
         ("stopped", -15, 15)
@@ -625,7 +625,7 @@ def test_close_from_a_thread_while_the_main_thread_waits(ready: Ready, gate: Gat
     closer.join()
     assert result is not None
     assert [outcome.state for outcome in result.outcomes.values()] == ["stopped", "stopped"]
-    assert not result.is_failed()
+    assert result.state == "stopped"
 
 
 def test_many_threads_wait(ready: Ready, gate: Gate) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import logging
@@ -17,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._core import clock, evidence, frames, linux, overseer, stacks, timetable
-from phalanx._core.loop import Loop
+from phalanx._core import clock, escalation, evidence, frames, stacks, timetable
 from phalanx._core.timetable import Seat
 from phalanx._core.witnesses import Witnesses
 from phalanx.multiprocessing import DefaultLogsSpecs, start_processes
@@ -29,6 +27,7 @@ from tests.helpers import TIMEOUT, alive, wait_gone
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from phalanx._core.hang import Hang
     from phalanx.multiprocessing import PContext, RunProcsResult
     from tests.helpers import Gate, Ready
 
@@ -289,15 +288,64 @@ def test_who_leaves_the_block_between_two_steps_is_let_go(events: Events, gate: 
     assert events.names() == ["timer.armed", "timer.expired", "timer.left"]
 
 
-@pytest.mark.parametrize("kind", [KeyError, SystemExit])
-def test_a_listener_that_raises_disturbs_nothing(kind: type[BaseException], caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", [KeyError, SystemExit, KeyboardInterrupt])
+def test_a_listener_that_raises_hears_of_every_event_and_that_is_logged_once(
+    kind: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[tuple[str, str]] = []
+
     def listener(event: dict[str, Any]) -> None:
+        heard.append((event["name"], threading.current_thread().name))
         raise kind(event["name"])
 
     with caplog.at_level(logging.WARNING, "phalanx.timer"):
         group = start_processes("hang", hang_workers.hang, (), nprocs=1, timers=TimerSpecs(on_event=listener))
         assert result_of(group).failures[0].exitcode == -signal.SIGKILL
-    assert f"on_event raised {kind.__name__}('timer.expired') at timer.expired" in caplog.text
+    assert heard == [(name, "phalanx-observer") for name in ("timer.armed", "timer.expired", "worker.reaped")]
+    (record,) = (record for record in caplog.records if "on_event" in record.getMessage())
+    assert record.getMessage() == "on_event raised at timer.armed"
+    assert record.exc_info is not None
+    assert record.exc_info[0] is kind
+
+
+@pytest.mark.parametrize("steps", ["terminate", "terminate,kill:600"])
+def test_who_has_survived_and_goes_on_is_not_blamed_for_what_fails_later(
+    steps: str, events: Events, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(escalation, "_SURVIVED", 0.05)  # in the keeper, which is a fork of this process
+    args = (gate.address,)
+    group = start(hang_workers.survive_or_fail, args, events, 2, on_expiry=steps, start_method="fork")
+    assert events.wait("timer.left")["rank"] == 0
+    gate.open()
+    result = result_of(group)
+    assert result.root_cause is not None
+    assert result.root_cause.message == "ValueError: loss is nan"
+    assert [result.outcomes[rank].state for rank in range(2)] == ["stopped", "failed"]
+    assert events.names(0) == ["timer.armed", "timer.expired", "worker.reaped", "timer.left"]
+
+
+def test_of_who_has_survived_and_fails_without_a_word_the_hang_is_told(
+    events: Events, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(escalation, "_SURVIVED", 0.05)  # as above
+    group = start(hang_workers.survive_and_exit, (gate.address,), events, on_expiry="terminate", start_method="fork")
+    events.wait("timer.left")
+    gate.open()
+    failure = result_of(group).failures[0]
+    assert failure.message == "exited with code 3; no error was recorded"
+    assert re.fullmatch(r"it had hung before: 'deaf' \(.*\) was not left within 0\.1 s; .*", failure.detail)
+
+
+def test_as_many_timers_as_there_can_be_expire_and_hold_up_nothing(events: Events, gate: Gate) -> None:
+    count = timetable.SLOTS
+    group = start(hang_workers.hold_many_or_fail, (count, gate.address), events, 2, on_expiry="report")
+    events.wait("timer.expired", count)
+    gate.open()
+    result = result_of(group)
+    assert result.root_cause is not None
+    assert result.root_cause.local_rank == 1
+    assert result.root_cause.exitcode == 3
+    assert result.outcomes[0].state == "stopped"
 
 
 # --- heartbeats
@@ -557,15 +605,22 @@ def test_start_and_stop() -> None:
         server.stop()
 
 
+def scopes(server: SharedTimerServer) -> list[str]:
+    """Those of all timers that are set."""
+    table = server._table
+    assert table is not None
+    timers = map(table.read, table.look(timetable.NEVER - 1)[0])
+    return [timer.scope for timer in timers if timer is not None]
+
+
 def test_a_server_that_is_started_again_has_clients_again() -> None:
     """Its address may be the same as before; the memory is not."""
     server = SharedTimerServer()
     for _ in range(2):
         with server:
             client = SharedTimerClient(server.address)
-            assert server._table is not None
             client.acquire("load", clock.wall() + 60)
-            assert server._table.look(timetable.NEVER - 1)[0][0].scope == "load"
+            assert scopes(server) == ["load"]
         client.release("load")
         client.acquire("load", clock.wall() + 60)  # nobody watches; nobody is harmed
 
@@ -577,12 +632,12 @@ def test_clients_of_one_process_do_not_disturb_one_another() -> None:
         first.acquire("a", clock.wall() + 60)
         second.acquire("a", clock.wall() + 70)
         second.acquire("b", clock.wall() + 70)
-        assert [timer.scope for timer in server._table.look(timetable.NEVER - 1)[0]] == ["a", "a", "b"]
+        assert scopes(server) == ["a", "a", "b"]
         first.release("a")
         first.release("b")
-        assert [timer.scope for timer in server._table.look(timetable.NEVER - 1)[0]] == ["a", "b"]
+        assert scopes(server) == ["a", "b"]
         second.acquire("b", clock.wall() + 80)
-        assert len(server._table.look(timetable.NEVER - 1)[0]) == 2
+        assert len(scopes(server)) == 2
         assert server._table.holder(0) == os.getpid()
 
 
@@ -650,16 +705,16 @@ def test_who_cannot_be_looked_up_is_looked_up_again(
 ) -> None:
     tried = []
 
-    def once(pid: int) -> object:
+    def once(pid: int) -> list[int]:
         tried.append(pid)
         if len(tried) == 1:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return stat(pid)
+        return ancestors(pid)
 
-    stat = linux.Stat
-    monkeypatch.setattr(overseer, "_AGAIN", 50_000_000)
+    ancestors = escalation._ancestors
+    monkeypatch.setattr(escalation, "_ancestors", once)  # in the keeper, which is a fork of this process
+    monkeypatch.setattr(escalation, "_AGAIN", 50_000_000)
     group = start(hang_workers.fork_a_child_that_hangs, (ready.address, "child"), events, start_method="fork")
-    monkeypatch.setattr(linux, "Stat", once)
     (child,) = ready.pids()
     assert result_of(group).is_failed()
     assert events.wait("worker.reaped")["pid"] == child
@@ -682,16 +737,16 @@ def test_what_a_worker_raises_that_has_survived_is_kept_with_its_hang(events: Ev
 
 
 def test_the_hang_is_on_record_before_sigterm_can_have_consequences(
-    events: Events, logs: Path, monkeypatch: pytest.MonkeyPatch
+    events: Events, logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[str] = []
+    found = tmp_path / "found"
 
-    def send_if(pid: int, number: int, known: Callable[[], bool]) -> bool:
-        found.extend(path.read_text() for path in logs.glob("*/attempt_0/0/error.json"))
-        return sent(pid, number, known)
+    def end(self: escalation.Escalation, hang: Hang, worker: int, number: int) -> None:
+        found.write_text("".join(path.read_text() for path in logs.glob("*/attempt_0/0/error.json")))
+        ended(self, hang, worker, number)
 
-    sent = overseer._send_if
-    monkeypatch.setattr(overseer, "_send_if", send_if)
+    ended = escalation.Escalation._end
+    monkeypatch.setattr(escalation.Escalation, "_end", end)  # in the keeper, which is a fork of this process
     group = start(
         hang_workers.hang,
         (),
@@ -701,8 +756,7 @@ def test_the_hang_is_on_record_before_sigterm_can_have_consequences(
         start_method="fork",
     )
     assert result_of(group).failures[0].exitcode == -signal.SIGTERM
-    assert len(found) == 1
-    assert "Hang: 'load'" in found[0]
+    assert "Hang: 'load'" in found.read_text()
 
 
 def test_the_stacks_of_many_ranks_are_read_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -725,17 +779,11 @@ def test_the_stacks_of_many_ranks_are_read_once_each(monkeypatch: pytest.MonkeyP
     assert len(reads) <= 3 * count
 
 
-def test_no_descriptor_of_the_witnesses_outlives_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    with contextlib.closing(Loop()) as loop:
-        before = os.listdir("/proc/self/fd")
-        monkeypatch.setattr(loop, "when_idle", lambda _chore: None)  # it never is
-        it = Witnesses({})
-        it.open(loop, dict)
-        told: list[str] = []
-        it.hear({}, clock.now(), lambda: told.append("now"))
-        assert told == ["now"]
-        it.close()
-        assert os.listdir("/proc/self/fd") == before
+def test_no_descriptor_of_the_witnesses_outlives_their_hearing() -> None:
+    before = os.listdir("/proc/self/fd")
+    with Witnesses({0: "/nowhere/error.json"}).hear({0: os.getpid()}, {}, clock.now()):
+        pass
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_fork_while_another_thread_takes_a_seat_takes_its_own() -> None:

@@ -24,8 +24,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from phalanx._core import clock, timetable
-from phalanx._core.lookout import Lookout
+from phalanx._core import clock, escalation, timetable
+from phalanx._core.escalation import Escalation
+from phalanx._core.lookout import MOST, Lookout
 from phalanx._core.timetable import FIRST, NEVER, SLOTS, TEXT_LIMIT, Seat, Timer, Timetable, decode, encode
 from tests.helpers import TIMEOUT, wait_gone
 
@@ -49,8 +50,12 @@ def seat_at(table: Timetable, rank: int = 0) -> Seat:
     return Seat(f"{table.address}:{rank}")
 
 
+def due(table: Timetable, now: int = ALL) -> list[Timer]:
+    return [timer for timer in map(table.read, table.look(now)[0]) if timer is not None]
+
+
 def armed(table: Timetable) -> list[tuple[str, int]]:
-    return [(timer.scope, timer.deadline) for timer in table.look(ALL)[0]]
+    return [(timer.scope, timer.deadline) for timer in due(table)]
 
 
 def rung(table: Timetable) -> bool:
@@ -130,16 +135,16 @@ def holder_of(table: Timetable, scope: str, deadline: int = 5, rank: int = 0) ->
 def test_what_is_stored_is_seen(table: Timetable) -> None:
     with seat_at(table, 3) as seat:
         slot = seat.take(50, 20, TEXT, thread=77)
-        (timer,), then = table.look(60)
-        assert timer == Timer(3, slot, 50, 20, 77, "load", "train.py:7")
-        assert then == NEVER
         assert table.look(49) == ([], 50)
-        assert table.look(50) == ([timer], NEVER)
+        assert table.look(50) == table.look(60) == ([(3, slot, 50)], NEVER)
+        (timer,) = due(table)
+        assert timer == Timer(3, slot, 50, 20, 77, "load", "train.py:7")
         assert table.still(timer)
         assert table.holder(3) == os.getpid()
         assert table.rank(3) == 3
         seat.give(slot)
         assert not table.still(timer)
+        assert table.read((3, slot, 50)) is None
         assert table.look(ALL) == ([], NEVER)
     assert table.holder(2) == 0
 
@@ -157,7 +162,7 @@ def test_a_slot_is_used_again_with_another_text(table: Timetable) -> None:
 def test_processes_of_one_rank_have_seats_of_their_own(table: Timetable) -> None:
     with contextlib.ExitStack() as stack:
         children = [stack.enter_context(holder_of(table, f"{number}", rank=1)) for number in range(3)]
-        timers = table.look(ALL)[0]
+        timers = due(table)
         assert sorted(timer.scope for timer in timers) == ["0", "1", "2"]
         assert {table.holder(timer.seat) for timer in timers} == {child.pid for child in children}
         assert [table.rank(timer.seat) for timer in timers] == [1, 1, 1]
@@ -208,8 +213,8 @@ def test_the_most_timers(table: Timetable) -> None:
         assert len(set(slots)) == SLOTS
         with pytest.raises(RuntimeError, match="1024 timers run in this process: that is the most"):
             seat.take(5, 1, TEXT)
-        due, then = table.look(500)
-        assert len(due) == 500
+        over, then = table.look(500)
+        assert len(over) == 500
         assert then == 501
         seat.give(slots[0])
         assert seat.take(5, 1, TEXT) == slots[0]
@@ -295,7 +300,7 @@ def test_a_program_that_closes_all_keeps_its_seat(table: Timetable) -> None:
     with Child(close_all) as child:
         assert table.holder(0) == child.pid
         with holder_of(table, "the next one") as other:
-            assert [table.holder(timer.seat) for timer in table.look(ALL)[0]] == [child.pid, other.pid]
+            assert [table.holder(timer.seat) for timer in due(table)] == [child.pid, other.pid]
         child.go_on()
         wait_for_exec(child.pid)
         assert table.holder(0) == 0  # another program, which has no timers
@@ -308,7 +313,7 @@ def test_what_a_seat_has_from_before_is_not_of_who_is_about_to_take_it(
 ) -> None:
     with holder_of(table, "a") as child:
         child.end()
-    (left,), _ = table.look(ALL)
+    (left,) = due(table)
 
     def work(child: Child) -> None:
         def told(*_args: object, **_options: object) -> NoReturn:
@@ -349,7 +354,7 @@ def test_a_client_killed_at_any_instruction_harms_nobody() -> None:
                 child.told(chance.uniform(0, 0.003))  # it says no more: a wait
                 assert table.holder(0) == child.pid
                 child.end()
-            for timer in table.look(ALL)[0]:
+            for timer in due(table):
                 assert table.holder(timer.seat) == 0
             table.news()
         with seat_at(table) as seat:
@@ -416,8 +421,9 @@ def test_a_heartbeat_rings_if_it_is_the_earliest_deadline(monkeypatch: pytest.Mo
         table.publish(3000)
         seat.beat(41)
         assert rung(table)
-        ((timer,), then) = table.look(2000)
-        assert (timer.slot, timer.deadline, timer.span, timer.step, then) == (0, 2000, 1000, 41, NEVER)
+        assert table.look(2000) == ([(0, 0, 2000)], NEVER)
+        (timer,) = due(table, 2000)
+        assert (timer.slot, timer.deadline, timer.span, timer.step) == (0, 2000, 1000, 41)
         assert table.look(1999) == ([], 2000)
         table.publish(2000)
         moment = 1500
@@ -441,7 +447,7 @@ def test_a_scope_extends_the_heartbeat_and_its_end_is_one(monkeypatch: pytest.Mo
         seat.give(slot)
         assert rung(table), "it hangs from 6000 on, and nobody would look before 50000"
         assert table.look(5999) == ([], 6000)
-        (late,) = table.look(6000)[0]
+        (late,) = due(table, 6000)
         assert late.slot == 0
         moment = 7000  # it enters a scope without a beat: that may take longer, too
         seat.take(90_000, 83_000, TEXT)
@@ -453,8 +459,8 @@ def test_a_heartbeat_that_nobody_will_live_to_miss(hang: float) -> None:
     table = Timetable(1, hang)
     with contextlib.closing(table), seat_at(table) as seat:
         seat.beat(1)
-        due, then = table.look(clock.now_ns())
-        assert due == []
+        over, then = table.look(clock.now_ns())
+        assert over == []
         assert then <= NEVER
 
 
@@ -506,9 +512,9 @@ def test_garbage_in_the_memory_is_no_danger(data: Any) -> None:
                 table._map[at : at + len(what)] = what
             then = 0
             for now in (0, 1 << 40, ALL):
-                due, then = table.look(now)
+                over, then = table.look(now)
                 assert then > now
-                for timer in due:
+                for timer in filter(None, map(table.read, over)):
                     table.still(timer)
                     table.holder(timer.seat)
                     table.rank(timer.seat)
@@ -542,6 +548,9 @@ class FakeLoop:
         entry = Entry(action)
         self.deadlines.append((round(moment * 1000) * 1_000_000, entry))
         return entry
+
+    def after(self, seconds: float, action: Callable[[], None]) -> Entry:
+        return self.at(clock.now() + seconds, action)
 
     def next(self) -> int | None:
         self.deadlines = [each for each in self.deadlines if each[1].action is not None]
@@ -765,13 +774,88 @@ def test_new_slots_are_told_once(table: Timetable) -> None:
     with seat_at(table) as seat:
         assert table.news() == []
         slot = seat.take(5, 1, TEXT)
-        assert [timer.slot for timer in table.news()] == [slot]
+        assert table.news() == [(0, slot, 5)]
         seat.give(slot)
         seat.give(seat.take(6, 1, TEXT))
         assert table.news() == []
         seat.take(5, 1, TEXT)
         seat.give(seat.take(5, 1, TEXT))
         assert table.news() == []  # it has gone already
+
+
+def noted(function: Callable[..., Any], name: str, calls: list[str]) -> Callable[..., Any]:
+    """The function, noting that it is called."""
+
+    def note(*args: Any) -> Any:
+        calls.append(name)
+        return function(*args)
+
+    return note
+
+
+def test_many_that_expire_are_handed_over_a_few_in_a_turn_and_read_once(
+    table: Timetable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = FakeLoop()
+    lots: list[list[Timer]] = []
+    asked: list[str] = []
+    for name in ("look", "read"):
+        monkeypatch.setattr(table, name, noted(getattr(table, name), name, asked))
+    lookout = Lookout(table, loop, lots.append)  # type: ignore[arg-type]  # as above
+    now = clock.now_ns()
+    with seat_at(table) as seat:
+        for number in range(SLOTS):
+            seat.take(now - number, 1, TEXT)
+        lookout.open()
+        assert len(lots) == 1, "others have their turn"
+        loop.serve(clock.now_ns())
+        assert {len(lot) for lot in lots} == {MOST}
+        timers = [timer for lot in lots for timer in lot]
+        assert [timer.deadline for timer in timers] == list(range(now - SLOTS + 1, now + 1)), "the oldest first"
+        assert asked.count("read") == 2 * SLOTS, "as new, and as expired"
+        looks = asked.count("look")
+        for timer in timers:
+            lookout.rearm(timer, clock.now_ns() + 3600 * clock.NS)
+        loop.serve(clock.now_ns())
+        assert asked.count("look") == looks
+        assert loop.next() == pytest.approx(clock.now_ns() + 3600 * clock.NS, abs=TIMEOUT * clock.NS)
+    lookout.close()
+
+
+def test_whose_timers_are_is_found_out_once_for_many(table: Timetable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process below the worker, which is this one here, hangs in many blocks."""
+    asked: list[str] = []
+    told: list[tuple[object, ...]] = []
+    struck: list[tuple[int, int]] = []
+    monkeypatch.setattr(escalation, "_ancestors", noted(escalation._ancestors, "ancestors", asked))
+    monkeypatch.setattr(table, "holder", noted(table.holder, "holder", asked))
+    pids = noted(lambda: {0: os.getpid()}, "pids", asked)
+
+    def work(child: Child) -> None:
+        with seat_at(table) as seat:
+            for number in range(MOST):
+                seat.take(number + 1, 1, TEXT)
+            child.say()
+            child.wait()
+
+    loop = FakeLoop()
+    with Child(work) as child:
+        it = Escalation(
+            table,
+            [("terminate", 0.0)],
+            loop,  # type: ignore[arg-type]  # as above
+            pids,
+            lambda *what: struck.append(what),
+            lambda *what: told.append(what),
+        )
+        it.open()
+        assert [message[0] for message in told] == ["armed", "expired", "hang"]
+        assert [len(message[-1]) for message in told] == [MOST] * 3  # type: ignore[arg-type]  # these are timers
+        assert asked.count("ancestors") == 2
+        assert asked.count("holder") == asked.count("pids") == 3
+        it.testified(1)
+        assert struck == [(os.getpid(), signal.SIGTERM)] * MOST
+        assert wait_gone([child.pid]) == set()
 
 
 def test_the_dead_are_waited_for() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from phalanx._core import linux
+from phalanx._core import zygote as zygote_module
 from phalanx.multiprocessing import PreloadError, SignalException, start_processes, warm
 from tests import families
 from tests.families import SIZE, WORKERS
@@ -599,7 +601,8 @@ def test_an_interrupt_of_a_thread_that_waits_is_a_signal_exception(ready: Ready,
 def test_a_subreaper_is_left_without_zombies(tmp_path: Path) -> None:
     done = run_script(tmp_path, """
 import os
-from phalanx._core import linux
+from phalanx._core import interpreter, linux, wire
+from phalanx._core import zygote as zygote_module
 from phalanx.multiprocessing import start_processes, warm
 linux.become_subreaper()
 for early in (True, False):
@@ -698,3 +701,101 @@ def test_a_temporary_log_folder_goes_when_the_preload_fails() -> None:
     with pytest.raises(PreloadError):
         start(add, (1, 2), preload=["absent_from_here"])
     assert os.listdir(tempfile.gettempdir()) == []
+
+
+class LateError(Exception):
+    """What a handler of the host's raises: its own timeout."""
+
+
+def test_an_answer_that_an_exception_kept_from_being_heard_is_for_nobody_else(
+    modules: Modules, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules.write("fine")
+
+    def late(*_: object) -> None:
+        raise LateError
+
+    with warm(preload=["fine"]) as warmed:
+        zygote = warmed._zygote
+        assert zygote is not None
+        receive = zygote._receive
+
+        def interrupted(timeout: float | None = None) -> object:
+            assert timeout is not None
+            signal.raise_signal(signal.SIGUSR2)
+            return receive(timeout)
+
+        before = signal.signal(signal.SIGUSR2, late)
+        with monkeypatch.context() as patch:
+            patch.setattr(zygote, "_receive", interrupted)
+            with pytest.raises(LateError):
+                start_processes("g", add, (1, 2), nprocs=1, start_method="forkserver")
+        signal.signal(signal.SIGUSR2, before)
+        for _ in range(2):
+            with start_processes("g", add, (1, 2), nprocs=1, start_method="forkserver") as group:
+                assert group.wait().return_values == {0: 3}
+        assert warmed._zygote is zygote
+
+
+def test_a_process_that_an_import_has_started_holds_up_nobody_when_the_zygote_dies(
+    modules: Modules, ready: Ready, gate: Gate
+) -> None:
+    """It has the socket, which does not tell of the zygote's end then."""
+    child = f"if os.fork() == 0:\n    {ready.python()}\n    signal.pause()\n    os._exit(0)\n"
+    modules.write("forking", f"import os, signal\n{child}{gate.python()}\nos._exit(3)")
+    failed: list[PreloadError] = []
+
+    def enter() -> None:
+        with pytest.raises(PreloadError) as caught, warm(preload=["forking"]):
+            pass
+        failed.append(caught.value)
+
+    entering = threading.Thread(target=enter, daemon=True)
+    entering.start()
+    [child_pid] = ready.pids()
+    gate.open()
+    entering.join(TIMEOUT)
+    assert not entering.is_alive()
+    assert "ended with exit code 3" in str(failed[0])
+    os.kill(child_pid, signal.SIGKILL)
+
+
+def test_a_zygote_whose_launcher_died_before_it_got_up_leaves_at_once() -> None:
+    """It has been handed to somebody else, and a fork of the launcher may hold its socket."""
+    code = """
+import os, sys
+from phalanx._core import interpreter, wire
+launcher = os.getpid()
+ours, theirs = wire.pair()
+if os.fork() == 0:
+    while os.getppid() == launcher:
+        pass
+    os.set_inheritable(ours.fileno(), True)
+    os.set_inheritable(theirs.fileno(), True)
+    command = interpreter.command([], f"from phalanx._core.zygote import main;main({theirs.fileno()})")
+    os.execv(command[0], command)
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        poll = select.poll()
+        poll.register(process.stdout, select.POLLHUP)  # nobody has it any more
+        assert poll.poll(TIMEOUT * 1000)
+
+
+def test_a_zygote_that_outlives_its_kill_is_waited_for_by_nobody(
+    modules: Modules, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules.write("fine")
+    monkeypatch.setattr(zygote_module, "_CLOSING", 0.1)
+    monkeypatch.setattr(zygote_module, "_KILLED", 0.1)
+    warmed = warm(preload=["fine"])
+    with warmed:
+        zygote = warmed._zygote
+        assert zygote is not None
+        assert zygote._popen is not None
+        pid = zygote._popen.pid
+        os.kill(pid, signal.SIGSTOP)
+        monkeypatch.setattr(zygote._popen, "kill", lambda: None)  # it does not reach it
+    os.kill(pid, signal.SIGKILL)
+    assert wait_gone([pid]) == set()

@@ -4,8 +4,8 @@
     python tools/render_table.py            # bring the page up to date
     python tools/render_table.py --check    # exit code 1 if it is not
 
-The table is the one that runs (`phalanx._core.group.TABLE`), so the page cannot tell another story. Only the standard
-library is needed, and no installation: the source tree is found beside this folder.
+The table is the one that runs (`phalanx._core.lifecycle.TABLE`), so the page cannot tell another story. Only the
+standard library is needed, and no installation: the source tree is found beside this folder.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ END = "<!-- end of the group table -->"
 
 def render() -> str:
     """Return the table as Markdown: for each state, what can happen, where it leads, and what is done."""
-    from phalanx._core.group import TABLE, State
+    from phalanx._core.lifecycle import ACTIONS, EVENTS, STATES, TABLE
 
     lines = []
-    for state in State:
-        lines += [f"**{state.name}**", "", "| when | it becomes | and we |", "| --- | --- | --- |"]
-        for (before, event), (after, actions) in TABLE.items():
-            if before is state:
-                becomes = "" if after is state else after.name
-                lines.append(f"| {event.value} | {becomes} | {'; '.join(action.value for action in actions)} |")
-        lines.append("")
+    for state, meaning in STATES.items():
+        cells = [(event, *cell) for (before, event), cell in TABLE.items() if before == state]
+        lines += [f"**{state}**: {meaning}.", ""]
+        if cells:
+            lines += ["| when | it becomes | and we |", "| --- | --- | --- |"]
+        for event, after, actions in cells:
+            becomes = "" if after == state else after
+            lines.append(f"| {EVENTS[event]} | {becomes} | {'; '.join(ACTIONS[action] for action in actions)} |")
+        lines += [""] * bool(cells)
     return "\n".join(lines)
 
 

@@ -7,19 +7,23 @@ from itertools import count
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from heapq import heappop, heappush
+    from heapq import heapify, heappop, heappush
 else:
-    from _heapq import heappop, heappush  # the C half, which the keeper has sooner
+    from _heapq import heapify, heappop, heappush  # the C half, which the keeper has sooner
+
+
+_FEW = 64  # cancelled entries that are not worth a rebuilding of the heap
 
 
 class Deadline:
-    """One moment with something to do at it. ``cancel`` is idempotent and costs nothing."""
+    """One moment with something to do at it. ``cancel`` is idempotent and costs next to nothing."""
 
-    __slots__ = ("action", "at")
+    __slots__ = ("_heap", "action", "at")
 
-    def __init__(self, at: float, action: Callable[[], None]) -> None:
+    def __init__(self, at: float, action: Callable[[], None], heap: Deadlines) -> None:
         self.at = at
         self.action: Callable[[], None] | None = action
+        self._heap = heap
 
     @property
     def pending(self) -> bool:
@@ -27,8 +31,10 @@ class Deadline:
         return self.action is not None
 
     def cancel(self) -> None:
-        """Forget the action; the entry leaves the heap when its time comes."""
-        self.action = None
+        """Forget the action; the entry leaves the heap when its time comes, or sooner, when too many are cancelled."""
+        if self.action is not None:
+            self.action = None
+            self._heap.note_cancelled()
 
 
 class Deadlines:
@@ -45,10 +51,14 @@ class Deadlines:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Deadline]] = []
         self._arrival = count()
+        self._cancelled = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
 
     def add(self, at: float, action: Callable[[], None]) -> Deadline:
         """Have ``action`` called by `run` once the clock shows ``at`` (seconds, monotonic)."""
-        deadline = Deadline(at, action)
+        deadline = Deadline(at, action, self)
         heappush(self._heap, (at, next(self._arrival), deadline))
         return deadline
 
@@ -57,6 +67,7 @@ class Deadlines:
         heap = self._heap
         while heap and heap[0][2].action is None:
             heappop(heap)
+            self._cancelled -= 1
         return heap[0][0] if heap else None
 
     def run(self, now: float) -> None:
@@ -67,3 +78,11 @@ class Deadlines:
             deadline.action = None
             if action is not None:
                 action()
+
+    def note_cancelled(self) -> None:
+        """One more is cancelled. When they are most of the heap, they go: a heartbeat of a day keeps no million."""
+        self._cancelled += 1
+        if self._cancelled > _FEW and 2 * self._cancelled > len(self._heap):
+            self._heap = [entry for entry in self._heap if entry[2].action is not None]
+            heapify(self._heap)
+            self._cancelled = 0

@@ -25,6 +25,7 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from types import TracebackType
     from typing import Any
 
@@ -298,6 +299,76 @@ def catch_fatal_signals(path: str | None = None) -> bool:
     return True
 
 
+def exit_path(path: str) -> str:
+    """The file beside an error file that says when ``sys.exit`` was left with a code that is not 0.
+
+    >>> exit_path("/logs/0/error.json")
+    '/logs/0/error.json.exit'
+    """
+    return path + ".exit"
+
+
+def note_exit(leave: SystemExit, path: str | None = None) -> None:
+    """Note when a SystemExit left the user's code, unless it says that all is well. Never raises.
+
+    From then on the process closes its connections, and peers fail of it long before it has exited: threads are waited
+    for, exit handlers run, memory is given back.
+
+    Args:
+        leave: The exception.
+        path: The error file. Default: the value of ``TORCHELASTIC_ERROR_FILE``.
+    """
+    try:
+        moment = time.monotonic_ns()  # first of all: the rest takes its time
+        path = path or os.environ.get(ERROR_FILE_ENV)
+        code = exit_code(leave)
+        if path and code:
+            fd = _open_to_append(exit_path(path))
+            try:
+                os.write(fd, b"%d %d %d\n" % (os.getpid(), code, moment))
+            finally:
+                os.close(fd)
+    except BaseException:  # nobody must be kept from leaving
+        return
+
+
+def exit_code(leave: SystemExit) -> int:
+    """The exit code of ``sys.exit(...)``, as the interpreter finds it.
+
+    >>> [exit_code(SystemExit(value)) for value in (None, 0, 3, 259, "bad")]
+    [0, 0, 3, 3, 1]
+    """
+    if leave.code is None:
+        return 0
+    return leave.code & 0xFF if isinstance(leave.code, int) else 1
+
+
+def read_exit(path: str, pid: int) -> tuple[int, int] | None:
+    """The exit code that a process noted first, and when (CLOCK_MONOTONIC, nanoseconds); or None. Never raises."""
+    try:
+        for line in _contents(exit_path(path), 4096).splitlines():
+            author, code, moment = map(int, line.split())
+            if author == pid and 0 < code < 256 and 0 <= moment < 1 << 63:  # noqa: PLR2004 - an exit code
+                return code, moment
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def fatal_at(path: str) -> int | None:
+    """When a fatal signal struck that has left its stack (CLOCK_MONOTONIC, nanoseconds), or None. Never raises.
+
+    By the file's time, which is some milliseconds early, and off by what steps the wall clock took since.
+    """
+    try:
+        found = os.stat(fatal_path(path))
+        if found.st_size == 0:
+            return None
+        return time.monotonic_ns() - (time.time_ns() - found.st_mtime_ns)
+    except (OSError, ValueError):
+        return None
+
+
 def stacks_path(path: str) -> str:
     """The file beside an error file that takes the Python stacks of a live process, whenever somebody asks for them.
 
@@ -377,8 +448,32 @@ def offered(data: bytes) -> tuple[int, int]:
     return (int(number) if number.isdigit() else 0), (int(fd) if fd.isdigit() else -1)
 
 
+def remove_old(paths: Iterable[str]) -> None:
+    """Remove error files of an earlier run, and what stands beside them. Raises OSError: they would pass for today's.
+
+    What is no regular file (a folder, or a device that somebody has put there) is no evidence, and stays.
+    """
+    import stat
+
+    for path in paths:
+        for name in (path, exit_path(path), fatal_path(path), stacks_path(path)) if path else ():
+            try:
+                mode = os.lstat(name).st_mode
+                if stat.S_ISREG(mode) or stat.S_ISLNK(mode):
+                    os.unlink(name)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+
+
 def remove_empty(path: str) -> None:
-    """Remove `fatal_path` and `stacks_path` of an error file unless there is a stack in them. Never raises."""
+    """Remove `fatal_path` and `stacks_path` of an error file unless there is a stack in them. Never raises.
+
+    And `exit_path`: what it says has been read.
+    """
+    try:
+        os.unlink(exit_path(path))
+    except (OSError, ValueError):
+        pass
     try:
         if os.stat(fatal_path(path)).st_size == 0:
             os.unlink(fatal_path(path))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import deque
+from operator import attrgetter
 
 from phalanx._core import clock
 
@@ -18,6 +20,7 @@ WINDOW = 0.2
 
 _MOST = 4096  # lines that are held
 _MOST_BYTES = 1 << 20
+_number = attrgetter("number")
 
 
 class _Entry:
@@ -55,7 +58,7 @@ class Fold:
         self.time = 0.0
         """When the line that is given out came, by the lines' time."""
         self._queue: deque[_Entry] = deque()
-        self._equals: dict[tuple[str, bytes], list[_Entry]] = {}
+        self._equals: dict[tuple[str, bytes], list[_Entry]] = {}  # in the order of the queue
         self._last: dict[Lane, int] = {}
         self._count = 0
         self._bytes = 0
@@ -73,10 +76,11 @@ class Fold:
         self.release()
         for line in block.split(b"\n")[:-1]:
             equals = self._equals.setdefault((lane.stream, line), [])
-            for entry in equals:
-                if entry.number > self._last.get(lane, -1):  # else the lane's lines would change places
-                    entry.lanes.append(lane)
-                    break
+            # The first that came after the lane's last line: else its lines would change places.
+            place = bisect_right(equals, self._last.get(lane, -1), key=_number)
+            if place < len(equals):
+                entry = equals[place]
+                entry.lanes.append(lane)
             else:
                 entry = _Entry(self._count, lane, line, self._clock())
                 self._count += 1
@@ -104,7 +108,7 @@ class Fold:
         self._bytes -= len(entry.line)
         key = (entry.lanes[0].stream, entry.line)
         equals = self._equals[key]
-        equals.remove(entry)
+        del equals[0]
         if not equals:
             del self._equals[key]
         self._emit(entry.lanes, entry.line + b"\n")

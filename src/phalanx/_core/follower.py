@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
+
+from phalanx._core.lines import settled
+
+TAIL_LINES = 20
+"""Lines that are shown of a failed rank."""
+
+_LAST_BYTES = 16 * 1024  # in which they are looked for
 
 
 class Follower:
@@ -30,7 +39,7 @@ class Follower:
         """Open the file, if it is not open. Raises OSError."""
         if self.fd >= 0:
             return
-        flags = os.O_RDONLY | os.O_CLOEXEC
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO would wait for its writer
         set_aside = f"{self.path}.{self._number}"
         if self.rotates and os.path.exists(set_aside):
             self.fd = os.open(set_aside, flags)
@@ -75,15 +84,20 @@ class Follower:
         left = max(0, os.fstat(self.fd).st_size - self.offset)
         return left + sum(os.stat(path).st_size for path in self._following())
 
-    def lines_left(self) -> int:
-        """Lines that are not read yet, the last with or without its end. Loses the place. Raises OSError."""
+    def lines_left(self, limit: int) -> tuple[int, int, bool]:
+        """Lines that are not read yet, in ``limit`` bytes; the bytes in which they are; whether there are more.
+
+        The last counts with or without its end. Loses the place. Raises OSError.
+        """
         buffer = bytearray(1 << 20)
-        lines = 0
+        lines = read = 0
         last = ord("\n")
-        while count := self.read(buffer):
+        while read < limit and (count := self.read(buffer)):
             lines += buffer.count(b"\n", 0, count)
             last = buffer[count - 1]
-        return lines + (last != ord("\n"))
+            read += count
+        beyond = read >= limit and self.left() > 0
+        return lines + (last != ord("\n") and not beyond), read, beyond
 
     def size(self) -> int:
         """Bytes that have been written so far, in the file and in those set aside. Raises OSError."""
@@ -113,3 +127,36 @@ def aside(path: str) -> list[str]:
     while os.path.exists(f"{path}.{len(found) + 1}"):
         found.append(f"{path}.{len(found) + 1}")
     return found
+
+
+def last_lines(path: str, *, rotates: bool = False) -> bytes:
+    """The last 20 lines of a file, and of those that were set aside, whole."""
+    data, cut = b"", False
+    for name in (path, *reversed(aside(path) if rotates else [])):
+        most = _LAST_BYTES - len(data)
+        try:
+            size, end = _end_of(name, most)
+        except OSError:  # removed, or no regular file: a pipe, say, in a layout of the user's own
+            continue
+        data = end + data
+        cut = size > most
+        if cut or data.count(b"\n") > TAIL_LINES:
+            break
+    if not data:
+        return b""
+    lines = settled(data.rstrip(b"\n")).split(b"\n")
+    if cut and len(lines) > 1:  # the first of them may have been cut
+        del lines[0]
+    return b"\n".join(lines[-TAIL_LINES:]) + b"\n"
+
+
+def _end_of(path: str, most: int) -> tuple[int, bytes]:
+    """The size of a regular file, and its last bytes. O_NONBLOCK: to open a FIFO would wait for its writer."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", path)
+        return found.st_size, os.pread(fd, most, max(0, found.st_size - most))
+    finally:
+        os.close(fd)

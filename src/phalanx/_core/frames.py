@@ -22,7 +22,7 @@ _HEAD = re.compile(r"(Current thread|Thread) 0x([0-9a-fA-F]{1,16})\b.*\(most rec
 _FRAME = re.compile(r'  File (?:"(.*)"|\?\?\?), line (\d{1,10}|\?\?\?) in (.*)')
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64|32)?/python\d[\d.]*t?/|^<frozen |^\?\?\?$")
 _OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-_STARTERS = ("worker.py", "script.py", "keeper.py", "starting.py", "zygote.py")
+_STARTERS = ("worker.py", "script.py", "guard.py", "keeper.py", "children.py", "starting.py", "zygote.py")
 _PLACES = 4  # that `sum_up` names one by one
 
 

@@ -1,73 +1,50 @@
-"""The helper process of a group: parent, subreaper and undertaker of every worker.
+"""The helper process of a group: parent, subreaper and undertaker of every worker, and the one that decides.
 
-Owns forking, exec'ing, reaping, signalling and the removal of all that the workers leave behind. It obeys one launcher
-over one socket, and when that socket closes it kills all of its descendants and leaves. It knows no table, no
-deadline of the group, and nothing of why a worker is wanted.
-
-It is two processes, the second a fork of the first that shares its pages:
-
-    launcher -- guard -- keeper -- workers
-
-Both are subreapers. When the keeper is killed, every process below it, however far it has run (setsid, double
-fork), becomes a child of the guard, which finishes the work and reports. When the guard is killed, the keeper
-does. A lone keeper with PR_SET_PDEATHSIG on its workers would lose their grandchildren to init; and arming it
-needs code in the child between fork and exec, which rules out posix_spawn(3): a fork with an exec takes half as long
-again.
-
-It runs on its own (no site, no package beyond its own few modules), and is up in about 10 ms.
+Owns what is done when: it carries out the table of `lifecycle`, by its `children`. The policy (settle window, grace
+period, linger) comes with the order to start; what follows is on time whatever the launcher does. The launcher sends
+wishes (stop, kill, signal a rank) and is sent what happened, in order, with moments. When it is gone, all that the
+workers started is killed. Nobody else's code runs here, and once the workers run, nothing here opens or writes a file
+on a disk. The `guard`, its parent, does the same by the same table when the keeper is killed.
 """
 
 from __future__ import annotations
 
-import _socket
 import errno
-import gc
-import os
 import select
 
-from phalanx._core import clock, linux, starting, wire
+from phalanx._core import clock, lifecycle, linux, starting, wire
+from phalanx._core.children import Children, send
+from phalanx._core.lifecycle import DRAIN_WAIT, KILL_WAIT, PATIENCE
 from phalanx._core.loop import READ, WRITE, Loop
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import _socket
+    import os
     import signal
     from collections.abc import Callable
-    from typing import Any, NoReturn
+    from typing import Any
 
+    from phalanx._core.children import Report
     from phalanx._core.deadlines import Deadline
-    from phalanx._core.rotate import Rotator
-    from phalanx._core.starting import Spec
+    from phalanx._core.escalation import Escalation
+    from phalanx._core.rotate import LogWriter
 else:
     import _signal as signal  # the C half: `signal` builds enums for 3 ms
+    import posix as os  # the C half: `os` itself takes 1 of the 13 ms in which a keeper gets up
 
-LINGER = 0.05
-"""Seconds between SIGTERM and SIGKILL for what a worker left behind. Enough for a resource tracker, which ignores
-SIGTERM, to see its worker's end and unlink the shared memory that it tracks."""
+BUSY = 0.1
+"""Seconds in which the processor is left to what starts, and to what is over as soon."""
 
-KILL_WAIT = 10.0
-"""Seconds that a SIGKILL is given. A process that outlives it sits in uninterruptible sleep, and is abandoned."""
+FOREVER = float("inf")
 
-_OOM_TOGETHER = 1.0  # seconds in which the ends of OOM-killed workers are told after the kernel's count has risen
-_SPARE_DESCRIPTORS = 64  # beside a pidfd for each worker
-_DESCRIPTORS_ROTATING = 1 + 2 * 3  # with a pipe and a file for each of its streams
-
-
-class Worker:
-    """A worker that has not been reaped: so its pid cannot have been reused."""
-
-    __slots__ = ("pid", "pidfd", "rank", "signalled")
-
-    def __init__(self, rank: int, pid: int) -> None:
-        self.rank = rank
-        self.pid = pid
-        self.pidfd = -1
-        self.signalled = 0
-
-    def gone(self) -> bool:
-        """Whether it has exited already, reaped or not."""
-        poll = select.poll()
-        poll.register(self.pidfd, select.POLLIN)
-        return bool(poll.poll(0))
+_BATCH = 250  # entries of one message: it has to fit a packet, for the launcher may have no descriptor left for more
+_BEFORE = 0.01  # seconds before the end of the settle window in which workers are looked at once more
+_FEW = 16  # entries that are long
+_NO_ERRNO = 255  # the exit code of a log writer that could not go on
+_LOOKED = 64  # workers that are looked at in one turn
+_ALONE = (("start_failed",), ("orphaned",))  # last words beside which nothing is told of workers
+_TOLD = ("SETTLING", "STOPPING", "LINGERING", "SWEEPING", "PURGING", "KILLING", "DRAINING")
 
 
 class Keeper:
@@ -77,437 +54,488 @@ class Keeper:
         self._channel = wire.Channel(sock)
         self._call = call
         self._loop = Loop()
-        self._workers: dict[int, Worker] = {}
-        self._rotators: dict[int, list[Rotator]] = {}
-        self._sessions: set[int] = set()  # every worker leads one; its pid stays taken while the session has a member
-        self._null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        self._oom_file, self._oom_kills = "", 0
-        self._oom_said: list[str] = []
-        self._oom_until = 0.0
-        self._exits: list[tuple[object, ...]] = []
-        self._reason: wire.Message = ()  # the last word, sent when all is swept
-        self._asked: set[int] = set()
-        self._sweep_timer: Deadline | None = None
-        self._lingered = False
-        self._killing = False
-        self._abandoning = False
-        self._leaving = False
+        self._state = "WAITING"
+        self._due: dict[str, Deadline] = {}  # by the event that comes with it
+        self._settle, self._grace, self._linger, self._together = 0.0, 0.0, 0.0, True
+        self._endless = False  # a grace period runs that has no end
+        self._death_signal: int = signal.SIGTERM
+        self._order: tuple[Any, ...] = ()
+        self._children = Children(self._loop, self._on_end, self._on_burial)
+        self._ranks_told = 0
+        self._all_well = True
+        self._more_to_reap = False
+        self._null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        self._exits: list[Report] = []
+        self._reason: wire.Message = ()  # the last word, if it is another than the usual one
+        self._logs: LogWriter | None = None
+        self.log_writer = 0
+        """The pid of what fills log files of bounded size; 0: there is none, or it has ended."""
+        self._notes = -1
+        self._left: list[tuple[int, str, str]] = []  # what outlives SIGKILL: pid, name, state
+        self._logs_left = ""
+        self._escalation: Escalation | None = None
         self._guard = self._launcher = -1
         self._signals = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
-    def keep(self, launcher: int, guard: int, parent: int) -> None:
+    def keep(self, launcher: int, guard: int, parent: int, notes: int) -> None:
         """Serve until the group is gone. ``launcher`` and ``guard`` are pidfds, ``parent`` is the guard's pid.
 
         The socket's end would tell of the launcher's death, were it not that any process that the launcher forks
-        inherits its side of the socket, and may outlive it.
+        inherits its side of the socket, and may outlive it. ``notes`` is a pipe to the guard, for what it has to know
+        should it take over.
         """
-        self._guard, self._launcher = guard, launcher
+        self._guard, self._launcher, self._notes = guard, launcher, notes
+        self._open()
         self._loop.watch(guard, self._on_guard)
         self._loop.watch(launcher, _bound(self._on_orphaned, launcher))
+        try:
+            own = [os.pidfd_open(os.getpid())]
+        except OSError:  # no descriptor is left, which the start will say
+            own = []
+        self._loop.after(BUSY, load)
+        self._tell("up", os.getpid(), fds=tuple(own))
+        for fd in own:
+            os.close(fd)
         if os.getppid() != parent:
             self._on_guard(READ)
-        self._run()
+        self._loop.run()
 
-    def finish_for(self, status: int) -> None:
-        """What the guard does when its keeper has ended with ``status``: become the keeper, and kill all."""
+    def take_over(self, keeper: int, status: int, log_writer: int, launcher: int) -> None:
+        """Kill all, in the place of a ``keeper`` (a pid) that has ended with ``status``. ``launcher`` is a pidfd."""
+        self._children.forker = keeper
         self._reason = ("lost", "keeper", os.waitstatus_to_exitcode(status))
-        self._loop.call(self._kill)
-        self._run()
+        self.log_writer = log_writer
+        self._open()
+        self._loop.watch(launcher, _bound(self._on_orphaned, launcher))
+        self._see("HELPER_LOST")  # before anything is read: the order to start may lie unread in the socket
+        self._reap()  # of those who have ended already, no SIGCHLD tells
+        self._loop.run()
 
-    def _run(self) -> None:
+    def _open(self) -> None:
         signal.signal(signal.SIGCHLD, starting.ignore)
         signal.set_wakeup_fd(self._signals[1], warn_on_full_buffer=False)
         self._loop.watch(self._signals[0], self._on_signal)
         self._loop.watch(self._channel.fileno(), self._on_channel)
-        self._loop.run()
 
-    # --- the launcher's wishes
+    # --- the table
+
+    def _see(self, event: str) -> None:
+        before = self._state
+        self._state, actions = lifecycle.step(before, event)
+        if self._state != before:
+            for other in [other for other in self._due if (self._state, other) not in lifecycle.TABLE]:
+                self._due.pop(other).cancel()
+            if self._state in _TOLD:
+                self._tell_exits()
+                self._tell("state", self._state, clock.now_ns())
+        for action in actions:
+            _DO[action](self)
+
+    def _arm(self, event: str, moment: float) -> None:
+        """Have ``event`` happen at ``moment``, and no more when it was to happen before."""
+        if event in self._due:
+            self._due.pop(event).cancel()
+        if moment < FOREVER:
+            self._due[event] = self._loop.at(moment, lambda: self._see(event))
+
+    # --- the launcher
 
     def _on_channel(self, events: int) -> None:
         try:
             if events & WRITE:
                 self._flush()
-            while (received := self._channel.receive()) is not None:
-                (verb, *arguments), fds = received
-                if verb == "start":
-                    self._start(*arguments, fds)  # type: ignore[arg-type, call-arg]  # the launcher sends what `_start` takes
-                elif verb == "signal":
-                    self._signal(*arguments)  # type: ignore[arg-type]  # as above
-                elif verb == "send":
-                    self._send_to(*arguments)  # type: ignore[arg-type]  # as above
-                elif verb == "sweep":
-                    self._sweep(*arguments)  # type: ignore[arg-type]  # as above
-                elif verb == "kill":
-                    self._kill()
+            while self._state != "GONE" and (received := self._channel.receive()) is not None:
+                message, fds = received
+                verb, *arguments = message
+                _OBEY[str(verb)](self, *arguments, *([fds] if verb == "start" else ()))
         except wire.Closed:
             self._on_orphaned(self._channel.fileno())
         except wire.Truncated:
-            self._reason = ("start_failed", -1, "", errno.EMFILE, "")
-            self._kill()
+            self._reason = self._reason or ("start_failed", -1, "", errno.EMFILE, "")
+            self._see("KILL")
+
+    def _on_start(self, *order: Any) -> None:
+        self._order = order
+        self._see("START")
+
+    def _on_stop(self, number: int, grace: float) -> None:
+        self._death_signal, self._grace = number, grace
+        self._see("STOP")
+
+    def _on_kill(self) -> None:
+        self._see("KILL")
+
+    def _on_grace(self, grace: float) -> None:
+        """Let a failure stop the others within ``grace`` seconds. A grace period that runs can only become shorter."""
+        self._grace = grace
+        if "GRACE_OVER" in self._due:
+            self._arm_grace()
+
+    def _on_wish(self, rank: int, number: int) -> None:
+        """Send ``number`` to one worker at its owner's wish. It is no stop of ours: what follows is its own."""
+        self._children.signal_rank(rank, number)
+
+    def _on_testified(self, serial: int) -> None:
+        if self._escalation is not None:
+            self._escalation.testified(serial)
 
     def _on_orphaned(self, fd: int) -> None:
         self._loop.forget(fd)
-        self._reason = self._reason or ("orphaned",)
-        self._kill()
-        if self._leaving:  # with a last word that nobody will read
-            self._loop.stop()
+        if self._state != "GONE":
+            self._reason = ("orphaned",)  # what else there is to be said, nobody hears
+            self._see("ORPHANED")
 
-    def _send(self, *message: object) -> None:
-        """Send, or have `_flush` called when there is room. Sets ``_sent``."""
-        self._sent = True  # also when nobody is left to read: the socket is readable then, and `_on_channel` knows
+    def _on_guard(self, _events: int) -> None:
+        self._loop.forget(self._guard)
+        self._lose("guard", -linux.SIGKILL)
+
+    def _note(self, text: str) -> None:
+        """Leave a word for the guard, should it take over."""
         try:
-            if not self._channel.send(message):
-                self._sent = False
-                self._loop.change(self._channel.fileno(), READ | WRITE)
-        except wire.Closed:
-            pass
+            if self._notes >= 0:
+                os.write(self._notes, text.encode())
+        except BrokenPipeError:  # it has gone
+            return
+
+    def _lose(self, who: str, returncode: int) -> None:
+        """Kill all. How the group ends is known when a failure or a stop came first, or nobody is left: that stays."""
+        decided = self._state not in ("WAITING", "STARTING", "RUNNING")
+        if not decided:
+            self._reason = self._reason or ("lost", who, returncode)
+        if self._state not in ("ENDED", "GONE"):
+            self._tell("loss", who, returncode, decided)
+        if self._state != "GONE":
+            self._see("HELPER_LOST")
+
+    def _tell(self, *message: object, fds: tuple[int, ...] = ()) -> bool:
+        """Send a message, or have `_flush` called when there is room. Returns whether nothing waits to be sent."""
+        try:
+            sent = self._channel.send(message, fds)
+        except wire.Closed:  # the socket is readable then, and `_on_channel` knows
+            return True
+        if not sent:
+            self._loop.change(self._channel.fileno(), READ | WRITE)
+        return sent
+
+    def _tell_all(self, verb: str, entries: list[Any]) -> None:
+        for first in range(0, len(entries), _BATCH):
+            self._tell(verb, entries[first : first + _BATCH])
 
     def _flush(self) -> None:
         if self._channel.flush():
             self._loop.change(self._channel.fileno(), READ)
-            if self._leaving:
-                self._loop.stop()
+            if self._state == "ENDED":
+                self._see("TOLD")
 
     # --- starting
 
-    def _start(
-        self,
-        fork: bool,  # noqa: FBT001 - positional on the wire
-        base: dict[bytes, bytes],
-        specs: list[Spec],
-        oom: tuple[str, int],
-        fds: list[int],
-    ) -> None:
-        self._oom_file, self._oom_kills = oom
-        rank, doing = -1, ""
-        ignored = starting.ignored_signals()
-        # Watched from its start on, a worker's exit keeps its place in epoll's order. Beyond the caller's limit on
-        # descriptors, which the workers inherit, the watching has to wait until all are started and we may raise it.
-        wanted = sum(_DESCRIPTORS_ROTATING if spec[7] else 1 for spec in specs) + _SPARE_DESCRIPTORS
-        early = wanted <= os.sysconf("SC_OPEN_MAX")
-        try:
-            for spec in specs:
-                rank, doing = spec[0], "opening its log files"
-                with starting.Outputs(self._null, spec[4], spec[5], spec[7]) as outputs:
-                    self._rotators[rank] = outputs.rotators
-                    doing = "starting it"
-                    given = [fds[index] for index in spec[6]]
-                    if fork:
-                        # Those that become 1 and 2 are closed with the outputs.
-                        private = {*self._own_descriptors(), *fds}.difference(given, outputs.writers())
-                        pid = starting.fork(spec, base, outputs, given, private, self._call)
-                    else:
-                        pid = starting.execute(spec, base, outputs, given, ignored)
-                self._watch_outputs(outputs.rotators)
-                worker = self._workers[pid] = Worker(rank, pid)
-                self._sessions.add(pid)
-                if early:
-                    self._watch(worker)
-            if not early:
-                _allow_descriptors(wanted)
-                for worker in self._workers.values():
-                    rank, doing = worker.rank, "watching it"
-                    self._watch(worker)
-        except OSError as error:
-            doing = getattr(error, "doing", doing)  # what a child that was to place itself could not
-            self._reason = ("start_failed", rank, doing, error.errno or 0, os.fsdecode(error.filename or ""))
+    def _begin(self) -> None:
+        """Start every worker that was ordered."""
+        forked, base, specs, oom, policy, timers, fds = self._order
+        self._order = ()
+        self._settle, self._grace, self._linger, self._together = policy
+        self._children.oom = linux.OomKills(*oom)
+        table = () if timers is None else (fds[timers[0]], fds[timers[1]])
+        if any(spec[7] for spec in specs):
+            self._have_logs_written()
+        failed = not self._reason and self._children.start(
+            specs,
+            base,
+            fds,
+            self._null,
+            self._logs,
+            forked=forked,
+            call=self._call,
+            own=self.descriptors,
+            may_go_on=self._may_go_on,
+        )
+        if failed:
+            self._reason = self._reason or ("start_failed", *failed)
         # /dev/null is of no more use, and where descriptors are scarce, its place is what a look at /proc needs.
         for fd in (*fds, self._null):
-            os.close(fd)
+            if fd not in table:
+                os.close(fd)
         self._null = -1
         if self._call is not None:  # a fork of the launcher: what it had open was for the workers
-            starting.close_all_but(self._own_descriptors())
-        if not self._reason:
-            self._send("started", [(worker.rank, pid) for pid, worker in self._workers.items()])
+            starting.close_all_but([*self.descriptors(), *table])
+        if self._state != "STARTING":  # the launcher has changed its mind, or is gone
             return
-        self._unwatch()  # it may be descriptors that have run out, and killing takes some
-        self._kill()
+        if self._reason:
+            self._children.unwatch()  # it may be descriptors that have run out, and killing takes some
+            self._see("START_FAILED")
+            return
+        self._see("STARTED")
+        if timers is not None:
+            self._loop.when_idle(lambda: self._watch_timers(table, *timers[2:]))
 
-    def _watch_outputs(self, rotators: list[Rotator]) -> None:
-        for rotator in rotators:
-            self._loop.watch(rotator.reader, _bound(self._on_output, rotator))
+    def _may_go_on(self, hear: bool) -> bool:  # noqa: FBT001 - as it is called by `Children.start`
+        """Whether launcher and guard are there, and, in the midst of a long start, nothing else is wished."""
+        callbacks = {self._launcher: _bound(self._on_orphaned, self._launcher), self._guard: self._on_guard}
+        if hear:
+            callbacks[self._channel.fileno()] = self._on_channel
+        poll = select.poll()
+        for fd in callbacks:
+            poll.register(fd, select.POLLIN)
+        for fd, _events in poll.poll(0):
+            if self._state == "STARTING":
+                callbacks[fd](READ)
+        return self._state == "STARTING"
 
-    def _watch(self, worker: Worker) -> None:
-        worker.pidfd = os.pidfd_open(worker.pid)
-        self._loop.watch(worker.pidfd, _bound(self._on_exit, worker))
+    def _have_logs_written(self) -> None:
+        """Fork the process that fills log files of bounded size: a disk may block it, and nobody else."""
+        try:
+            from phalanx._core.rotate import LogWriter
 
-    def _unwatch(self) -> None:
-        for worker in self._workers.values():
-            if worker.pidfd >= 0:
-                self._loop.forget(worker.pidfd)
-                os.close(worker.pidfd)
-                worker.pidfd = -1
+            self._logs = LogWriter(self._loop, self._notes)
+            self.log_writer = self._logs.pid
+        except (OSError, ImportError) as error:
+            number = getattr(error, "errno", None) or errno.EMFILE
+            self._reason = ("start_failed", -1, "starting what writes its log files", number, "")
 
-    def _own_descriptors(self) -> list[int]:
-        """All that is open here and is none of a worker's business."""
-        loop = self._loop.descriptors()
-        pidfds = [worker.pidfd for worker in self._workers.values() if worker.pidfd >= 0]
-        rotated = [fd for rotators in self._rotators.values() for rotator in rotators for fd in rotator.descriptors()]
-        own = [self._channel.fileno(), self._guard, self._launcher, self._null, *self._signals]
-        return [*own, *loop, *pidfds, *rotated]
+    def _refuse(self) -> None:
+        """Start nothing: it is too late for that."""
+        for fd in self._order[-1]:
+            os.close(fd)
+        self._order = ()
+
+    def _tell_started(self) -> None:
+        self._tell_ranks()
+        self._tell("running", clock.now_ns(), self.log_writer)
+
+    def _tell_ranks(self) -> None:
+        """Say which process each worker is: before anything else is said of it."""
+        fresh = self._children.started[self._ranks_told :]
+        self._ranks_told += len(fresh)
+        self._tell_all("started", fresh)
+
+    def _watch_timers(self, fds: Any, seats: int, hang: int, steps: list[tuple[str, float]]) -> None:
+        try:
+            from phalanx._core.escalation import Escalation
+            from phalanx._core.timetable import Timetable
+
+            table = Timetable.of(fds, seats, hang)
+            self._escalation = Escalation(table, steps, self._loop, self._in_charge, self._strike, self._tell)
+            self._escalation.open()
+        except (OSError, ImportError) as error:
+            self._tell("unwatched", str(error))
+
+    def _in_charge(self) -> dict[int, int]:
+        """The live workers, by rank, as long as nobody is stopping them."""
+        if self._state not in ("RUNNING", "SETTLING"):
+            return {}
+        return {worker.rank: pid for pid, worker in self._children.workers.items()}
+
+    def _strike(self, pid: int, number: int) -> None:
+        """Signal a worker that hangs, stopped or not. What follows is its own failure."""
+        if pid in self._children.workers:
+            send(pid, number)
+
+    def descriptors(self) -> list[int]:
+        """All that is open here. It is none of a worker's business."""
+        own = [self._guard, self._launcher, self._null, self._notes, *self._signals]
+        own += [*self._channel.descriptors(), *self._loop.descriptors(), *self._children.descriptors()]
+        own += self._logs.descriptors() if self._logs is not None else []
+        return [fd for fd in own if fd >= 0]
 
     # --- ends
 
     def _on_signal(self, _events: int) -> None:
-        try:
-            while os.read(self._signals[0], 4096):
-                pass
-        except BlockingIOError:
-            pass
-        self._reap_adopted()
+        os.read(self._signals[0], 4096)  # the loop says that there is something
+        self._reap()
 
-    def _on_exit(self, worker: Worker) -> None:
-        """Epoll reports pidfds in the order in which the processes exited; wait4(-1) would go by age."""
-        pid, status, usage = os.wait4(worker.pid, os.WNOHANG)
-        if not pid:
-            return
-        moment = clock.now_ns()
-        self._drain(worker.rank)
-        self._loop.forget(worker.pidfd)
-        os.close(worker.pidfd)
-        del self._workers[pid]
-        killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == linux.SIGKILL
-        oom = self._oom_risen() if killed and worker.signalled != linux.SIGKILL else ""
+    def _reap(self) -> None:
+        if self._children.reap() and not self._more_to_reap:
+            self._more_to_reap = True
+            self._loop.call(self._reap_more)
+        if (self._state, "EMPTY") in lifecycle.TABLE:
+            self._look()
+
+    def _reap_more(self) -> None:
+        self._more_to_reap = False
+        self._reap()
+
+    def _on_end(self, report: Report) -> None:
+        """A worker has exited."""
         if not self._exits:  # all that this round of the loop sees goes in one message
-            self._loop.call(self._tell_exits)
-        self._exits.append((worker.rank, status, moment, usage.ru_maxrss, usage.ru_utime + usage.ru_stime, oom))
+            self._loop.call(self._after_exits)
+        self._exits.append(report)
+        status = report[1]
+        self._all_well = self._all_well and status == 0
+        if not self._children.workers:
+            self._see("ALL_SUCCEEDED" if self._all_well else "ALL_ENDED")
+        elif status and self._together:
+            if self._state == "RUNNING":
+                self._loop.when_idle(lambda: self._look_at_workers(early=True))
+            self._see("ONE_FAILED")
+        else:
+            self._see("ONE_ENDED")
 
-    def _on_output(self, rotator: Rotator) -> None:
-        """A worker has written. What cannot be kept is refused: it sees EPIPE, as it would see ENOSPC by itself."""
-        try:
-            if rotator.drain():
-                return
-        except OSError:
-            pass
-        self._loop.forget(rotator.reader)
-        rotator.close()
+    def _look_at_workers(self, *, early: bool) -> None:
+        """Note who is on its way out, a few at a time: a look at each takes some microseconds."""
+        workers = list(self._children.workers.values())
 
-    def _drain(self, rank: int) -> None:
-        """Have all that a worker wrote in its files before its end is told."""
-        for rotator in self._rotators.get(rank, ()):
-            if rotator.reader >= 0:
-                self._on_output(rotator)
+        def look() -> None:
+            if self._state == "SETTLING":
+                self._children.look(workers[:_LOOKED], early=early)
+                del workers[:_LOOKED]
+                if workers:
+                    self._loop.call(look)
+
+        look()
+
+    def _after_exits(self) -> None:
+        self._tell_exits()
+        self._reap()  # orphans that stood behind a worker, the order of whose exit epoll had to say
 
     def _tell_exits(self) -> None:
-        if self._exits and not self._reason:  # else the launcher hears one thing only
-            self._send("exits", self._exits)
-        self._exits = []
-        self._reap_adopted()
+        exits, self._exits = self._exits, []
+        if exits and self._reason[:1] not in _ALONE:
+            self._tell_ranks()
+            self._tell_all("exits", exits)
 
-    def _oom_risen(self) -> str:
-        """What the kernel says of an OOM kill just now; "" when it says nothing. A rise by two explains two ends."""
-        kills = linux.oom_kills(self._oom_file) if self._oom_file else None
-        if kills is not None and kills > self._oom_kills:
-            said = f"OOM kill: oom_kill in {self._oom_file} rose from {self._oom_kills} to {kills}"
-            self._oom_said = [said] * (kills - self._oom_kills)
-            self._oom_until = clock.now() + _OOM_TOGETHER
-            self._oom_kills = kills
-        if clock.now() > self._oom_until:  # a grandchild's, which no later end may claim
-            self._oom_said = []
-        return self._oom_said.pop() if self._oom_said else ""
+    def _on_burial(self, pid: int, status: int) -> None:
+        """A child that is no worker has been reaped."""
+        if pid != self.log_writer:
+            return
+        self.log_writer = 0
+        self._note("0 ")  # the pid may be another's soon
+        code = os.waitstatus_to_exitcode(status)
+        refused = 0 < code < _NO_ERRNO  # an errno, see `rotate.LogWriter`
+        if code:
+            self._logs_left = os.strerror(code) if refused else f"the process that wrote them was lost ({code})"
+        if self._state == "DRAINING":
+            self._see("DRAINED")
+        elif code and not refused:
+            self._lose("log writer", code)
 
-    def _reap_adopted(self) -> None:
-        """Reap orphans that have become our children. Workers are left to epoll, for the order of their exits."""
-        while True:
-            try:
-                info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                break
-            if info is None or (info.si_pid in self._workers and self._workers[info.si_pid].pidfd >= 0):
-                break
-            os.waitpid(info.si_pid, 0)
-            self._workers.pop(info.si_pid, None)
-            self._asked.discard(info.si_pid)
-        if self._sweep_timer is not None:
-            self._sweep_round()
+    # --- what the table has us do
 
-    def _on_guard(self, _events: int) -> None:
-        self._loop.forget(self._guard)
-        self._reason = ("lost", "guard", -linux.SIGKILL)
-        self._kill()
+    def _arm_settle(self) -> None:
+        until = clock.now() + self._settle
+        self._arm("SETTLED", until)
+        if self._settle > _BEFORE:  # not when it is over: a look at many takes milliseconds
+            self._loop.at(until - _BEFORE, lambda: self._look_at_workers(early=False))
 
-    # --- signals
+    def _arm_grace(self) -> None:
+        until = clock.now() + self._grace
+        if "GRACE_OVER" in self._due:
+            until = min(until, self._due["GRACE_OVER"].at)  # asked twice: the sooner of the two, never later
+        self._endless = until == FOREVER
+        self._arm("GRACE_OVER", until)
 
-    def _signal(self, number: int) -> None:
-        """Send ``number`` to every worker that has not exited, and say to which."""
+    def _arm_linger(self) -> None:
+        self._arm("LINGER_OVER", clock.now() + self._linger)
+        if self._linger > PATIENCE:
+            self._loop.after(PATIENCE, self._tell_lingering)
+
+    def _arm_rest(self) -> None:
+        """What is in a worker's session has the rest of a grace period that runs; all have a moment."""
+        soon = clock.now() + PATIENCE
+        self._arm("PATIENCE_OVER", soon)
+        if "GRACE_OVER" in self._due:
+            self._arm("GRACE_OVER", max(soon, self._due["GRACE_OVER"].at))
+        elif not self._endless:
+            self._arm("GRACE_OVER", soon)
+
+    def _tell_lingering(self) -> None:
+        if self._state == "LINGERING":
+            pids = self._children.orphans(self.log_writer)
+            self._tell("lingering", self._children.remains().waiting(pids[:_FEW]), len(pids))
+
+    def _signal(self) -> None:
+        self._signal_all(self._death_signal)
+
+    def _signal_all(self, number: int) -> None:
         moment = clock.now_ns()
-        reached = []
-        for worker in self._workers.values():
-            if not worker.gone() and _send_signal(worker.pid, number):
-                if number != linux.SIGKILL:
-                    _send_signal(worker.pid, signal.SIGCONT)  # a stopped process would not see it before the SIGKILL
-                worker.signalled = number
-                reached.append(worker.rank)
-        self._send("signalled", number, moment, reached)
-
-    def _send_to(self, rank: int, number: int) -> None:
-        """Send ``number`` to one worker at its owner's wish. It is no stop of ours: what follows is its own."""
-        for worker in self._workers.values():
-            if worker.rank == rank:
-                _send_signal(worker.pid, number)
-
-    # --- the end of everything
-
-    def _sweep(self, grace: float) -> None:
-        """Remove what the workers left: SIGTERM, a moment, SIGKILL.
-
-        Processes still in a worker's session are part of its job (``sh run.sh`` dies of the SIGTERM at once, the python
-        below it is saving its work): they have the ``grace`` seconds that are left of the group's. Daemons have
-        `LINGER`.
-        """
-        if self._sweep_timer is None and not self._killing:
-            self._sweep_timer = self._loop.after(LINGER, self._linger_over)
-            self._loop.after(max(grace, LINGER), self._kill)
-            self._reap_adopted()
-
-    def _linger_over(self) -> None:
-        self._lingered = True
-        self._sweep_round()
+        ranks = self._children.signal(number)
+        self._tell_ranks()
+        for first in range(0, len(ranks), _BATCH):
+            self._tell("signalled", number, moment, ranks[first : first + _BATCH])
 
     def _kill(self) -> None:
-        if not self._killing:
-            self._killing = True
-            if self._workers and not self._reason:
-                self._signal(linux.SIGKILL)
-            if self._sweep_timer is not None:
-                self._sweep_timer.cancel()
-            self._sweep_timer = self._loop.after(KILL_WAIT, self._abandon)
-            self._reap_adopted()
+        if self._reason[:1] not in _ALONE:
+            self._signal_all(linux.SIGKILL)
+        self._arm("KILL_OVER", clock.now() + KILL_WAIT)
+        self._loop.after(PATIENCE, self._kill_below)
+
+    def _kill_below(self) -> None:
+        """Kill what a look at our own children does not reach, for as long as there is somebody."""
+        if self._state == "KILLING":
+            self._children.kill_below(self._children.orphans(self.log_writer))
+            self._loop.after(PATIENCE, self._kill_below)
+
+    def _look(self) -> None:
+        left = self._children.orphans(self.log_writer)
+        if not left:
+            self._see("EMPTY")
+        elif self._state != "LINGERING":
+            self._children.sweep(left, purge=self._state == "PURGING", kill=self._state == "KILLING")
 
     def _abandon(self) -> None:
-        self._abandoning = True
-        self._sweep_round()
+        self._left = self._children.abandon(self._children.orphans(self.log_writer))
 
-    def _sweep_round(self) -> None:
-        """One look at our children: none, and we are done; else each is asked, or killed, until none is left.
-
-        They are not reaped, so their pids are theirs. Whatever they forked comes to us when they die.
-        """
-        left = self._own_children()
-        if not left or self._abandoning:
-            named = [(stat.pid, stat.comm, stat.state) for stat in map(linux.Stat, left)]
-            self._leave(*(self._reason or ("swept", named)))
-            return
-        for pid in left:
-            if self._killing or (self._lingered and linux.Stat(pid).session not in self._sessions):
-                _send_signal(pid, linux.SIGKILL)
-            elif pid not in self._asked:
-                self._asked.add(pid)
-                _send_signal(pid, signal.SIGTERM)
-                _send_signal(pid, signal.SIGCONT)
-
-    def _leave(self, *last_word: object) -> None:
-        if not self._leaving:
-            self._leaving = True
-            for rank in self._rotators:
-                self._drain(rank)
-            self._loop.forget(self._signals[0])
-            self._tell_exits()
-            self._send(*last_word)
-            if self._sent or last_word == ("orphaned",):
-                self._loop.stop()
-
-    def _own_children(self) -> list[int]:
-        try:
-            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            return []
-        return linux.children(os.getpid())
-
-
-def keep(sock: _socket.socket, call: Callable[[int, list[int]], None] | None = None, launcher: int = -1) -> None:
-    """Be guard and keeper at the end ``sock``, with ``call`` for workers that are forks of us. Does not return.
-
-    ``launcher`` is a pidfd, where it is not the launcher that has forked us.
-    """
-    try:
-        starting.fill_standard_descriptors()
-        starting.turn_deaf()
-        gc.disable()  # nothing here makes cycles, and a collection would copy every page that is shared with a fork
-        gc.freeze()
-        linux.become_subreaper()
-        parent, guard = os.getppid(), os.getpid()
-        try:
-            above = os.pidfd_open(guard)
-            if launcher < 0:
-                launcher = os.pidfd_open(parent)
-                if os.getppid() != parent:  # it died first, and the pid may be another's by now
-                    os._exit(0)
-            keeper = os.fork()
-            if keeper == 0:
-                linux.become_subreaper()
-            serving = Keeper(sock, call) if keeper == 0 else None
-        except OSError as error:  # nothing is there to be kept yet
-            _give_up(sock, error)
-        if serving is not None:
-            serving.keep(launcher, above, guard)
+    def _drain(self) -> None:
+        if self._logs is not None:
+            self._logs.finish()
+        if self.log_writer and self._reason != ("orphaned",):  # else it ends by itself
+            self._arm("DRAIN_OVER", clock.now() + DRAIN_WAIT)
         else:
-            if call is not None:
-                starting.close_all_but([sock.fileno(), launcher])
-            status = _outlive(keeper, launcher)
-            if status:
-                Keeper(sock).finish_for(status)
-        os._exit(0)
-    except BaseException:
-        import traceback
+            self._see("DRAINED")
 
-        traceback.print_exc()
-        raise
-    finally:
-        os._exit(70)
+    def _leave_logs(self) -> None:
+        self._logs_left = f"process {self.log_writer} still writes them"
 
+    def _say_last(self) -> None:
+        self._loop.forget(self._signals[0])
+        self._tell_exits()
+        sent = True
+        if self._reason != ("orphaned",):
+            entries, beyond = self._children.left()
+            for first in range(0, len(entries), _FEW):
+                self._tell("remains", entries[first : first + _FEW], beyond)
+            sent = self._tell(*(self._reason or ("ended", self._left[:_BATCH], self._logs_left)))
+        if sent:
+            self._see("TOLD")
 
-def _outlive(keeper: int, launcher: int) -> int:
-    """Wait for the keeper to end, and return its status: what the guard does.
-
-    A keeper that somebody has stopped (SIGSTOP) cannot see that the launcher has died, so it is woken up then; and
-    should it still be there when all its own deadlines are over, it is killed, and the guard does its work.
-    """
-    ended = os.pidfd_open(keeper)
-    poll = select.poll()
-    poll.register(ended, select.POLLIN)
-    poll.register(launcher, select.POLLIN)
-    if ended not in dict(poll.poll()):
-        poll.unregister(launcher)
-        os.kill(keeper, signal.SIGCONT)
-        if not poll.poll((KILL_WAIT + 1) * 1000):
-            os.kill(keeper, linux.SIGKILL)
-    os.close(ended)
-    return os.waitpid(keeper, 0)[1]
+    def _leave(self) -> None:
+        self._loop.stop()
 
 
-def _give_up(sock: _socket.socket, error: OSError) -> NoReturn:
-    """Tell the launcher that there will be no keeper. Does not return."""
+_DO: dict[str, Callable[[Keeper], None]] = {
+    "BEGIN": Keeper._begin,
+    "REFUSE": Keeper._refuse,
+    "TELL_STARTED": Keeper._tell_started,
+    "ARM_SETTLE": Keeper._arm_settle,
+    "SIGNAL": Keeper._signal,
+    "ARM_GRACE": Keeper._arm_grace,
+    "ARM_LINGER": Keeper._arm_linger,
+    "ARM_REST": Keeper._arm_rest,
+    "LOOK": Keeper._look,
+    "KILL": Keeper._kill,
+    "ABANDON": Keeper._abandon,
+    "DRAIN": Keeper._drain,
+    "LEAVE_LOGS": Keeper._leave_logs,
+    "SAY_LAST": Keeper._say_last,
+    "LEAVE": Keeper._leave,
+}
+
+_OBEY: dict[str, Callable[..., None]] = {
+    "start": Keeper._on_start,
+    "stop": Keeper._on_stop,
+    "kill": Keeper._on_kill,
+    "grace": Keeper._on_grace,
+    "signal": Keeper._on_wish,
+    "testified": Keeper._on_testified,
+}
+
+
+def load() -> None:
+    """Import what is needed at the end: it is on a disk, which may not answer then."""
     try:
-        wire.Channel(sock).send(("start_failed", -1, "", error.errno or 0, os.fsdecode(error.filename or "")))
-    finally:
-        os._exit(0)
-
-
-def main(fd: int) -> None:
-    """The keeper as a program: the socket to its launcher is descriptor ``fd``. Does not return."""
-    os.set_inheritable(fd, False)  # it had to survive one exec; no worker may hold our end of the conversation
-    keep(_socket.socket(fileno=fd))
-
-
-def _send_signal(pid: int, number: int) -> bool:
-    """Send ``number`` to a child, unless it has become another user's (sudo): one that we may not kill is abandoned."""
-    try:
-        os.kill(pid, number)
-    except PermissionError:
-        return False
-    return True
+        import phalanx._core.remains  # noqa: F401 - see above
+    except (OSError, ImportError):  # no descriptor is left, perhaps: it is said when it is needed
+        return
 
 
 def _bound(method: Callable[[Any], None], argument: object) -> Callable[[int], None]:
     return lambda _events: method(argument)
-
-
-def _allow_descriptors(wanted: int) -> None:
-    try:
-        import resource
-    except ImportError as error:  # it is a file, and there may be no descriptor left to open it
-        raise OSError(errno.EMFILE, str(error)) from error
-    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

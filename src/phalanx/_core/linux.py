@@ -6,18 +6,40 @@ Owns kernel interfaces; knows nothing of groups or workers.
 from __future__ import annotations
 
 import errno
-import os
 import stat
+import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import os
+    import signal
     from collections.abc import Iterator
+else:
+    import _signal as signal  # the C half: `signal` builds enums for 3 ms
+    import posix as os  # the C half: `os` itself takes 1 of the 13 ms in which a keeper gets up
 
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
-IN_MODIFY, IN_ATTRIB, IN_MOVED_TO, IN_CREATE, IN_Q_OVERFLOW = 0x2, 0x4, 0x80, 0x100, 0x4000
+IN_MODIFY, IN_ATTRIB, IN_MOVED_TO, IN_CREATE, IN_MOVE_SELF, IN_Q_OVERFLOW = 0x2, 0x4, 0x80, 0x100, 0x800, 0x4000
 SIGKILL = 9
+
+_PF_EXITING, _PF_DUMPCORE = 0x4, 0x200
+_OOM_TOGETHER = 1.0  # seconds in which the ends of OOM-killed processes are told after the kernel's count has risen
+
+
+_FILE_NAMES = sys.getfilesystemencoding(), sys.getfilesystemencodeerrors()
+
+
+def text_of(name: bytes) -> str:
+    """Decode a name as the file system has it (os.fsdecode)."""
+    return name.decode(*_FILE_NAMES)
+
+
+def file_of(error: OSError) -> str:
+    """The name of the file that an error is of; empty if it is of none."""
+    name = error.filename or ""
+    return text_of(name) if isinstance(name, bytes) else str(name)
 
 
 def _libc(name: str, *args: object) -> int:
@@ -39,6 +61,36 @@ def prctl(option: int, value: int) -> None:
         raise OSError(errno.EINVAL, f"prctl({option}, {value})")
 
 
+_SIGACTION = 256  # bytes: more than struct sigaction has in any C library
+
+
+def sigaction(number: int) -> bytes:
+    """What the kernel does on a signal, as a struct sigaction (sigaction(2)): also a handler that C code has set."""
+    try:
+        from _ctypes import _SimpleCData
+    except ImportError:
+        from ctypes import _SimpleCData
+
+    class Char(_SimpleCData):  # type: ignore[type-arg]  # c_char without `ctypes`: see `_libc`
+        _type_ = "c"
+
+    buffer = (Char * _SIGACTION)()
+    if _libc("sigaction", number, None, buffer) != 0:
+        raise OSError(errno.EINVAL, f"sigaction({number})")
+    return bytes(buffer)
+
+
+def set_sigaction(number: int, action: bytes) -> None:
+    """Restore what `sigaction` has returned."""
+    if _libc("sigaction", number, action, None) != 0:
+        raise OSError(errno.EINVAL, f"sigaction({number})")
+
+
+def handler_of(action: bytes) -> int:
+    """The address of a handler; or 0 (SIG_DFL), 1 (SIG_IGN). It is the first field everywhere."""
+    return int.from_bytes(action[:8], sys.byteorder)
+
+
 def become_subreaper() -> None:
     """Let the orphans among all descendants become our children, not init's (PR_SET_CHILD_SUBREAPER(2const))."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -54,7 +106,7 @@ def die_with_parent(parent: int) -> None:
 def occupy_standard_descriptors() -> list[int]:
     """Open /dev/null on each of 0, 1, 2 that is closed, lest a socket lands there. The caller closes them."""
     opened = []
-    while (fd := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) <= 2:  # noqa: PLR2004 - the number of stderr
+    while (fd := os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)) <= 2:  # noqa: PLR2004 - the number of stderr
         opened.append(fd)
     os.close(fd)
     return opened
@@ -73,7 +125,7 @@ def inotify() -> int:
 def inotify_add(fd: int, path: str, mask: int = IN_MODIFY) -> int:
     """Watch ``path``; returns the watch descriptor that events carry. Raises OSError."""
     for _ in range(2):  # what was not there at first may be there when it is looked at: then once more
-        watch = _libc("inotify_add_watch", fd, os.fsencode(path), mask)
+        watch = _libc("inotify_add_watch", fd, path.encode(*_FILE_NAMES), mask)
         if watch >= 0:
             return watch
         os.stat(path)  # the likeliest cause speaks for itself
@@ -93,10 +145,14 @@ def flush_stdio() -> None:
 class Stat:
     """The fields of /proc/PID/stat (proc_pid_stat(5)) that identify a process and its place."""
 
-    __slots__ = ("comm", "group", "parent", "pid", "session", "start", "state")
+    __slots__ = ("comm", "flags", "group", "parent", "pid", "session", "start", "state")
 
     def __init__(self, pid: int) -> None:
-        """Read them. Raises ProcessLookupError when there is no such process."""
+        """Read them.
+
+        Raises ProcessLookupError when there is no such process, or none that may be seen (hidepid, proc(5));
+        PermissionError when it may not be looked at.
+        """
         try:
             with open(f"/proc/{pid}/stat", "rb") as file:
                 text = file.read()
@@ -105,9 +161,10 @@ class Stat:
         head, _, tail = text.rpartition(b")")  # a name may hold anything, parentheses too
         fields = tail.split()
         self.pid = pid
-        self.comm = os.fsdecode(head.partition(b"(")[2])
+        self.comm = text_of(head.partition(b"(")[2])
         self.state = fields[0].decode()
         self.parent, self.group, self.session = (int(field) for field in fields[1:4])
+        self.flags = int(fields[6])
         self.start = int(fields[19])
 
 
@@ -121,6 +178,38 @@ def children(pid: int) -> list[int]:
         return found  # noqa: TRY300 - the reading as a whole may fail
     except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN, or no such process
         return [stat.pid for stat in processes() if stat.parent == pid]
+
+
+def below(pids: list[int], most: int) -> dict[int, int]:
+    """The processes below ``pids`` that the kernel's own lists name, ``most`` of them: by pid, who is the parent."""
+    found: dict[int, int] = {}
+    parents = list(pids)
+    while parents and len(found) < most:
+        parent = parents.pop(0)
+        try:
+            tasks = os.listdir(f"/proc/{parent}/task")
+        except OSError:  # gone
+            continue
+        for task in tasks:
+            fresh = [int(word) for word in contents(f"/proc/{parent}/task/{task}/children").split()]
+            found.update(dict.fromkeys(fresh, parent))
+            parents += fresh
+    return found
+
+
+def kill(pid: int, parent: int) -> None:
+    """SIGKILL a process that is not our child, if ``parent`` is its parent: then it is who it was."""
+    try:
+        fd = os.pidfd_open(pid)
+    except OSError:  # gone, or no descriptor is left
+        return
+    try:
+        if Stat(pid).parent == parent:
+            signal.pidfd_send_signal(fd, SIGKILL)
+    except OSError:
+        pass
+    finally:
+        os.close(fd)
 
 
 def processes() -> Iterator[Stat]:
@@ -162,22 +251,40 @@ def map_name(name: str) -> None:
         os.close(fd)
 
 
-def maps(pid: int) -> bytes:
-    """/proc/PID/maps (proc_pid_maps(5)); empty when it cannot be read."""
+def contents(path: str, most: int = -1) -> bytes:
+    """What a file of /proc says, ``most`` bytes of it; empty when it cannot be read."""
     try:
-        with open(f"/proc/{pid}/maps", "rb") as file:
-            return file.read()
+        with open(path, "rb") as file:
+            return file.read(most)
     except OSError:
         return b""
 
 
 def environ(pid: int) -> list[bytes]:
     """List what ``pid`` was exec'ed with (b"NAME=value"), or nothing when that cannot be read."""
+    return [entry for entry in contents(f"/proc/{pid}/environ").split(b"\0") if entry]
+
+
+def signal_mask(pid: int | str, name: bytes) -> int:
+    """One of the sets of signals in /proc/PID/status (b"SigIgn", b"SigCgt", ...); 0 when it cannot be read."""
     try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return file.read().split(b"\0")
+        return int(contents(f"/proc/{pid}/status").partition(b"\n" + name + b":")[2][:17], 16)
+    except ValueError:
+        return 0
+
+
+def umask() -> int:
+    """Read this process's umask from /proc: the system call could tell it only by setting another one for a moment."""
+    text = contents("/proc/self/status").partition(b"\nUmask:")[2][:6]
+    return int(text, 8) if text.strip() else 0o022
+
+
+def is_exiting(pid: int) -> bool:
+    """Whether a process is on its way out, reaped or not: exiting, or dumping core (PF_* of the kernel's sched.h)."""
+    try:
+        return bool(Stat(pid).flags & (_PF_EXITING | _PF_DUMPCORE))
     except OSError:
-        return []
+        return False
 
 
 def find_oom_counter() -> tuple[str, int]:
@@ -192,6 +299,28 @@ def find_oom_counter() -> tuple[str, int]:
             if count is not None:
                 return path, count
     return "", 0
+
+
+class OomKills:
+    """Tells which ends the kernel's count of OOM kills explains. ``path`` and ``count``: see `find_oom_counter`."""
+
+    def __init__(self, path: str, count: int) -> None:
+        self._path = path
+        self._count = count
+        self._said: list[str] = []
+        self._until = 0.0
+
+    def explain(self, now: float) -> str:
+        """What the kernel says of an OOM kill just now; "" when it says nothing. A rise by two explains two ends."""
+        count = oom_kills(self._path) if self._path else None
+        if count is not None and count > self._count:
+            said = f"OOM kill: oom_kill in {self._path} rose from {self._count} to {count}"
+            self._said = [said] * (count - self._count)
+            self._until = now + _OOM_TOGETHER
+            self._count = count
+        if now > self._until:  # a grandchild's, which no later end may claim
+            self._said = []
+        return self._said.pop() if self._said else ""
 
 
 def oom_kills(path: str) -> int | None:

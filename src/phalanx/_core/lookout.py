@@ -10,13 +10,19 @@ from phalanx._core.timetable import LATE, NEVER
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections import deque
     from collections.abc import Callable
 
     from phalanx._core.deadlines import Deadline
     from phalanx._core.loop import Loop
-    from phalanx._core.timetable import Timer, Timetable
+    from phalanx._core.timetable import Key, Timer, Timetable
+else:
+    from _collections import deque  # the C half, which the keeper has sooner
 
-Key = tuple[int, int, int]
+MOST = 64
+"""The most timers that are handed over in one turn of the loop: others have their turn before the next ones."""
+
+_TURNS = 8
 
 
 class Lookout:
@@ -29,8 +35,8 @@ class Lookout:
     Args:
         table: What to look at.
         loop: What waits.
-        expired: Called with one timer or more. It may `rearm` them.
-        seen: Called with timers in slots that were not in use before.
+        expired: Called with one timer or more, `MOST` at the most. It may `rearm` them.
+        seen: Called with timers in slots that were not in use before, `MOST` at the most.
     """
 
     def __init__(
@@ -45,6 +51,9 @@ class Lookout:
         self._expired = expired
         self._seen = seen
         self._later: dict[Key, int] = {}  # of expired timers that have not been cleared: when they count again
+        self._new: deque[Key] = deque()  # to be handed over to `seen`
+        self._due: deque[Key] = deque()  # to be handed over to `expired`
+        self._busy = False  # whether there are more of them than one turn takes
         self._next: Deadline | None = None
         self._planned = NEVER  # when that is, in nanoseconds
 
@@ -56,49 +65,73 @@ class Lookout:
     def close(self) -> None:
         """Look no more. Idempotent."""
         self._loop.forget(self._table.fileno())
+        self._new.clear()
+        self._due.clear()
+        self._busy = False
         if self._next is not None:
             self._next.cancel()
 
     def rearm(self, timer: Timer, moment: int) -> None:
         """Have an expired timer expire again at ``moment`` (ns), should it not be cleared until then."""
-        self._later[_key(timer)] = moment
-        self._loop.call(self._look)
+        self._later[timer.seat, timer.slot, timer.deadline] = moment
+        if moment < self._planned:
+            self._plan(max(moment, clock.now_ns()))
 
     def _rung(self, _events: int) -> None:
         self._table.hear()
         self._look()
 
+    def _plan(self, moment: int) -> None:
+        """Look at ``moment``, and not before, unless somebody rings."""
+        if self._next is not None:
+            self._next.cancel()
+        self._next = None if moment == NEVER else self._loop.at(moment / clock.NS, self._look)
+        self._planned = moment
+
     def _look(self) -> None:
+        if self._busy:  # then once all has been handed over; that comes late because of us, and of nobody else
+            self._plan(NEVER)
+            return
         now = clock.now_ns()
         away = now - self._planned > LATE
         due, then = self._table.look(now)
-        while True:
-            over = {_key(timer) for timer in due}
-            self._later = {key: moment for key, moment in self._later.items() if key in over}
+        for turn in range(_TURNS):
+            self._later = {key: self._later[key] for key in due if key in self._later}
             then = min([then, *(moment for moment in self._later.values() if moment > now)])
             self._table.publish(then)
             now = clock.now_ns()
             due, again = self._table.look(now)
             if again >= then:
                 break
-            then = again
-        if self._next is not None:
-            self._next.cancel()
-        self._next = None if then == NEVER else self._loop.at(then / clock.NS, self._look)
-        self._planned = then
-        new = self._table.news()
-        if new:
-            self._seen(new)
-        fresh = [timer for timer in due if self._later.get(_key(timer), 0) <= now]
+            then = again if turn + 1 < _TURNS else now  # who sets ever earlier deadlines must not keep us here
+        self._plan(then)
         if away:
-            for timer in fresh:
-                if _key(timer) not in self._later:
-                    self.rearm(timer, now + timer.span)
-            fresh = [timer for timer in fresh if self._later.get(_key(timer), 0) <= now]
-        if fresh:
-            self._later.update((_key(timer), NEVER) for timer in fresh)
-            self._expired(fresh)
+            self._spare([key for key in due if key not in self._later], now)
+        fresh = [key for key in due if self._later.get(key, 0) <= now]
+        self._later.update(dict.fromkeys(fresh, NEVER))
+        self._new.extend(self._table.news())
+        self._due.extend(sorted(fresh, key=_deadline))
+        self._hand_over()
+
+    def _spare(self, keys: list[Key], now: int) -> None:
+        """Give timers their span once more."""
+        for timer in map(self._table.read, keys):
+            if timer is not None:
+                self.rearm(timer, now + timer.span)
+
+    def _hand_over(self) -> None:
+        """Tell of some timers; of the others in the next turn. After several turns there may be others to see."""
+        for keys, take in ((self._new, self._seen), (self._due, self._expired)):
+            some = (self._table.read(keys.popleft()) for _ in range(min(len(keys), MOST)))
+            timers = [timer for timer in some if timer is not None]
+            if timers:
+                take(timers)
+        again, self._busy = self._busy, bool(self._new or self._due)
+        if self._busy:
+            self._loop.call(self._hand_over)
+        elif again:
+            self._look()
 
 
-def _key(timer: Timer) -> Key:
-    return timer.seat, timer.slot, timer.deadline
+def _deadline(key: Key) -> int:
+    return key[2]

@@ -421,11 +421,16 @@ class _Given:
 
 
 def search_path() -> list[str]:
-    """`sys.path`, with the working directory by its name: a worker's own entry for it may be another."""
+    """`sys.path`, with the working directory by its name: a worker's own entry for it may be another.
+
+    What is no text (a `pathlib.Path`) is left out: no import looks there, here or in a worker.
+    """
+    given: list[Any] = list(sys.path)
+    entries = ["".join(entry) for entry in given if isinstance(entry, str)]
     try:
-        return [entry or os.getcwd() for entry in sys.path]
+        return [entry or os.getcwd() for entry in entries]
     except FileNotFoundError:  # it has been removed: nothing can be imported from there
-        return list(filter(None, sys.path))
+        return list(filter(None, entries))
 
 
 def _multiprocessing_state() -> dict[str, Any]:

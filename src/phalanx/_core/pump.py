@@ -1,7 +1,8 @@
 """Bytes to lines to sinks: follows the workers' log files, and has views show them.
 
 Owns the following (inotify), the turns that files take, and the end. A worker writes to its file and is never held
-up: the file is the buffer, and a slow console only falls behind. Runs on the group's loop; knows nothing of processes.
+up: the file is the buffer, and a slow console only falls behind. Runs on the display's loop, and knows nothing of
+processes.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ import struct
 from collections import deque
 
 from phalanx._core import clock, linux
-from phalanx._core.follower import aside
-from phalanx._core.lines import settled
+from phalanx._core.follower import last_lines
 from phalanx._core.sink import TURN
 from phalanx._core.tell import tell
 
@@ -33,16 +33,17 @@ STUCK = 5.0
 DRAIN = 10.0
 """Seconds after which it stops waiting for one that reads too slowly."""
 
-LAST_LINES = 20
-"""Lines that are shown of each stream of a failed rank whose output is not shown otherwise."""
-
-_LAST_BYTES = 16 * 1024
 _MOST_REVEALED = 8  # ranks
 _MOST_NAMED = 16  # files
 _MOST_OPEN = 256  # descriptors, or a quarter of what may be open; further files are opened anew at each turn
+_TURN = 0.02  # seconds after which the files that have not been read yet wait for the next turn
+_BLIND = 0.1  # seconds between two looks at the files where there is no inotify to be had, at least;
+_BLIND_SHARE = 0.0005  # and for each file: to look at one takes some microseconds
+_COUNTED = 64 << 20  # bytes of unread lines that are counted at the end; those beyond are said to be more
 _FLUSH = 1.0  # seconds in which what is noted of the times of writing gets to its file
 _EVENT = struct.Struct("iIII")  # struct inotify_event: wd, mask, cookie, len (inotify(7))
-_GROWS = linux.IN_MODIFY | linux.IN_ATTRIB  # a rotated file gets a second name, and loses its first
+_RENAMED = linux.IN_ATTRIB | linux.IN_MOVE_SELF  # a rotated file gets a second name, and loses its first; or a new one
+_GROWS = linux.IN_MODIFY | _RENAMED
 _APPEARS = linux.IN_CREATE | linux.IN_MOVED_TO
 
 
@@ -100,6 +101,7 @@ class Pump:
         streams: What is followed.
         views: Where it goes.
         timeline: Where the times of writing are noted; None for nowhere.
+        voice: The view for lines of ours, one of them; None if there is none that people read.
         drain: Seconds that the end waits, at most, for a console that reads slowly.
     """
 
@@ -109,10 +111,12 @@ class Pump:
         views: Iterable[View],
         timeline: Timeline | None = None,
         *,
+        voice: View | None = None,
         drain: float = DRAIN,
     ) -> None:
         self._streams = list(streams)
         self._views = list(views)
+        self._voice = voice
         self._sinks: list[Sink] = list(dict.fromkeys(view.surface.sink for view in self._views))
         self._timeline = timeline
         self._drain = drain
@@ -125,51 +129,82 @@ class Pump:
         self._most_open = min(_MOST_OPEN, os.sysconf("SC_OPEN_MAX") // 4)
         self._revealed: set[int] = set()
         self._notify = -1
+        self._closed = False
         self._loop: Loop | None = None
         self._timer: Deadline | None = None
         self._scheduled = False
         self._finished: Callable[[], None] | None = None
         self._all_seen = False
+        self._to_reveal: set[int] = set()
         self._until = self._stuck = 0.0
         self._progress = 0
 
     @property
-    def shows(self) -> bool:
-        """Whether there is anything to be seen."""
-        return bool(self._views)
+    def speaks(self) -> bool:
+        """Whether `say` has somewhere to say it."""
+        return self._voice is not None
+
+    @property
+    def longest(self) -> float:
+        """Seconds that `finish` takes at most."""
+        return self._drain + STUCK + 1
 
     def open(self, loop: Loop) -> None:
         """Start to follow. Raises OSError, with nothing left open."""
         self._loop = loop
         try:
-            self._notify = linux.inotify()
             for sink in self._sinks:
                 sink.open(loop, self._run)
-            for stream in self._streams:
-                self._attach(stream)
-            loop.watch(self._notify, self._on_change)
+            try:
+                self._notify = linux.inotify()
+            except OSError as error:  # 128 a user are usual, and editors use them up
+                tell(f"phalanx: {error.strerror}: log files are looked at {1 / self._blind_pause:.0f} times a second")
+                self._look_blindly()
+            else:
+                loop.watch(self._notify, self._on_change)
+                for stream in self._streams:
+                    self._attach(stream)
         except OSError:
             self.close()
             raise
         self._again()
 
+    @property
+    def _blind_pause(self) -> float:
+        return max(_BLIND, _BLIND_SHARE * len(self._streams))
+
+    def _look_blindly(self) -> None:
+        """Without inotify: look at every file's size, again and again."""
+        if self._loop is None or self._closed:
+            return
+        for stream in self._streams:
+            self._grown(stream)
+        self._loop.after(self._blind_pause, self._look_blindly)
+        self._run()
+
     def say(self, text: str) -> None:
-        """Show a line of ours on the last view, above what is unfinished there."""
-        if self._loop is None or self._all_seen:  # too late for the console, but not for whoever reads it
+        """Show a line of ours, above what is unfinished there."""
+        if self._loop is None or self._all_seen or self._voice is None:  # not among the others, then
             tell(text)
             return
-        self._views[-1].surface.write(None, text.encode(errors="backslashreplace") + b"\n")
+        self._voice.surface.write(None, text.encode(errors="backslashreplace") + b"\n")
         self._again()
 
     def reveal(self, rank: int) -> None:
-        """A local rank has failed: show the last lines of its streams that are hidden."""
+        """A local rank has failed: show the last lines of its streams that are hidden.
+
+        Those of a rotated file at the end: the log writer may not have written them yet.
+        """
         if len(self._revealed) >= _MOST_REVEALED or rank in self._revealed:
             return
         for stream in self._streams:
             if stream.spare is not None and stream.number // 2 == rank:
+                if stream.follower.rotates and self._finished is None:
+                    self._to_reveal.add(rank)
+                    return
                 self._revealed.add(rank)
                 view, lane = stream.spare
-                view.show(lane, _last_lines(stream.follower.path))
+                view.show(lane, last_lines(stream.follower.path, rotates=stream.follower.rotates))
         self._again()
 
     def finish(self, done: Callable[[], None]) -> None:
@@ -178,6 +213,8 @@ class Pump:
             done()
             return
         self._finished = done
+        for rank in sorted(self._to_reveal):
+            self.reveal(rank)
         for stream in self._streams:
             self._grown(stream)
         now = clock.now()
@@ -187,14 +224,19 @@ class Pump:
 
     def close(self) -> None:
         """Give every descriptor back. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
         if self._timer is not None:
             self._timer.cancel()
         if self._timeline is not None:
             self._timeline.close()
         for stream in self._streams:
             stream.follower.close()
+        for view in self._views:
+            view.surface.forget(self._of_lane)
         for sink in self._sinks:
-            sink.close()
+            sink.close(self._run)
         if self._notify >= 0:
             assert self._loop is not None
             self._loop.forget(self._notify)
@@ -249,7 +291,7 @@ class Pump:
             else:
                 for stream in self._watches.get(watch, ()):
                     self._grown(stream)
-                if mask & linux.IN_ATTRIB:
+                if mask & _RENAMED:
                     self._follow_rotation(watch)
         self._run()
 
@@ -257,17 +299,24 @@ class Pump:
         """Something has appeared in a folder: a file that was missing, perhaps, or what leads to it."""
         linux.inotify_remove(self._notify, watch)
         for stream in self._missing.pop(watch):
-            try:
-                self._attach(stream)
-            except OSError:  # there is no watch left, or the folder is gone: what is there is shown at the end
-                self._grown(stream)
+            self._look_again_at(stream)
+
+    def _look_again_at(self, stream: Stream) -> None:
+        try:
+            self._attach(stream)
+        except OSError:  # there is no watch left, or the folder is gone: what is there is shown at the end
+            self._grown(stream)
 
     def _follow_rotation(self, watch: int) -> None:
         """The file has another name now, perhaps: what has its old one is to be watched in its place."""
         for stream in [stream for stream in self._watches.get(watch, ()) if stream.follower.rotates]:
             try:
                 new = linux.inotify_add(self._notify, stream.follower.path, _GROWS)
-            except OSError:  # removed, or there is no watch left: what is there is read to the end all the same
+            except FileNotFoundError:  # renamed, and the new one is on its way; or removed
+                self._watches[watch].remove(stream)
+                self._look_again_at(stream)
+                continue
+            except OSError:  # there is no watch left: what is there is read to the end all the same
                 continue
             if new != watch:
                 self._watches[watch].remove(stream)
@@ -310,8 +359,13 @@ class Pump:
         """Returns whether a file has more to be read at once."""
         dirty, self._dirty = self._dirty, {}
         served: dict[Stream, None] = {}
+        end = clock.now() + _TURN
         for stream in self._in_order(dirty):
             if not stream.wanted:
+                continue
+            if served and clock.now() > end:
+                self._dirty[stream] = None
+                stream.fall_behind()
                 continue
             if not all(view.surface.sink.make_room() for view, _lane in stream.lanes):
                 self._dirty[stream] = None  # until the sink calls
@@ -371,7 +425,7 @@ class Pump:
         self._all_seen = True
 
     def _leave_if_idle(self) -> None:
-        if self._finished is not None and all(sink.idle for sink in self._sinks):
+        if self._finished is not None and not any(sink.holds(self._of_lane) for sink in self._sinks):
             self._leave()
 
     def _leave(self) -> None:
@@ -397,7 +451,8 @@ class Pump:
         for sink in self._sinks:
             if sink.refusal is not None:
                 where = sink.path or "the console"
-                tell(f"phalanx: {where}: {sink.refusal.strerror}; lines are missing there, the log files have them")
+                why = getattr(sink.refusal, "strerror", None) or repr(sink.refusal)
+                tell(f"phalanx: {where}: {why}; lines are missing there, the log files have them")
 
     def _say_what_is_missing(self) -> None:
         for view in self._views:
@@ -405,16 +460,20 @@ class Pump:
         pending: dict[object, int] = {}
         for sink in self._sinks:
             pending |= sink.pending()
-            sink.give_up()
-        said = 0
+            if not sink.shared:  # else it is shown when the reader goes on
+                sink.give_up()
+        said, budget = 0, _COUNTED
         for stream in self._streams:
             lines = sum(pending.get(lane, 0) for _view, lane in stream.lanes[:1])
+            beyond = False
             if stream in self._dirty:
-                lines += _lines_left(stream.follower)
-            if lines:
+                unread, read, beyond = _lines_left(stream.follower, budget)
+                lines, budget = lines + unread, budget - read
+            if lines or beyond:
                 said += 1
                 if said <= _MOST_NAMED:
-                    tell(f"phalanx: … {lines:,} more line{'s' * (lines > 1)} in {stream.follower.path}")
+                    more = "over " * beyond
+                    tell(f"phalanx: … {more}{lines:,} more line{'s' * (lines != 1)} in {stream.follower.path}")
         if said > _MOST_NAMED:
             tell(f"phalanx: … and more in {said - _MOST_NAMED} other files")
 
@@ -427,30 +486,8 @@ def _existing(path: str) -> str:
     return folder
 
 
-def _lines_left(follower: Follower) -> int:
+def _lines_left(follower: Follower, limit: int) -> tuple[int, int, bool]:
     try:
-        return follower.lines_left()
+        return follower.lines_left(limit)
     except OSError:
-        return 0
-
-
-def _last_lines(path: str) -> bytes:
-    """The last lines of a file, and of those that were set aside, whole."""
-    data, cut = b"", False
-    for name in (path, *reversed(aside(path))):
-        most = _LAST_BYTES - len(data)
-        try:
-            with open(name, "rb", buffering=0) as file:
-                size = os.fstat(file.fileno()).st_size
-                data = os.pread(file.fileno(), most, max(0, size - most)) + data
-        except OSError:  # removed
-            continue
-        cut = size > most
-        if cut or data.count(b"\n") > LAST_LINES:
-            break
-    if not data:
-        return b""
-    lines = settled(data.rstrip(b"\n")).split(b"\n")
-    if cut and len(lines) > 1:  # the first of them may have been cut
-        del lines[0]
-    return b"\n".join(lines[-LAST_LINES:]) + b"\n"
+        return 0, 0, False

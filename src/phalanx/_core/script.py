@@ -41,7 +41,8 @@ def run(evidence: ModuleType) -> None:
     try:
         code = _module(namespace, safe_path=safe_path) if as_module else _script(namespace, safe_path=safe_path)
         exec(code, namespace)  # noqa: S102 - the user's program
-    except SystemExit:
+    except SystemExit as leave:
+        evidence.note_exit(leave)
         raise
     except BaseException as error:  # noqa: BLE001 - raised again below
         failure = error

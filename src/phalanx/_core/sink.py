@@ -7,6 +7,7 @@ import errno
 import os
 import select
 import sys
+from _thread import allocate_lock
 from collections import deque
 from contextlib import suppress
 
@@ -15,7 +16,7 @@ from phalanx._core.loop import WRITE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Container
     from typing import Any
 
     from phalanx._core.loop import Loop
@@ -35,11 +36,16 @@ _NO_READER = (errno.EPIPE, errno.EIO)  # the second of a terminal that has been 
 class Sink:
     """A descriptor, the path of a file (created, or appended to), or an object with ``write`` (a notebook's stdout).
 
-    A descriptor is written to without blocking, and without its other users noticing (`linux.open_unblocking`).
+    A descriptor is written to without blocking, and without its other users noticing (`linux.open_unblocking`). With
+    ``own`` it is the sink's, to be closed with it. Several may share a sink, each of which is to `hold` it, but for who
+    has made it, and to `close` it.
     """
 
-    def __init__(self, target: int | Any) -> None:
+    def __init__(self, target: int | Any, *, own: bool = False) -> None:
         self._target = target
+        self._own = own
+        self._holders = 1
+        self._lock = allocate_lock()
         self._fd = -1
         self._limit = sys.maxsize
         self._pollable = False
@@ -47,22 +53,30 @@ class Sink:
         self._owners: deque[object] = deque()
         self._size = 0
         self._loop: Loop | None = None
-        self._on_room: Callable[[], None] = lambda: None
+        self._users: dict[Callable[[], None], None] = {}
         self.turn = _FIRST_TURN
         """Bytes of one file that it is to be given next."""
         self._blocked_since = 0.0
         self.blocked = False  # whether the reader has to make room first
         self.broken = False
-        self.refusal: OSError | None = None  # why it is broken, though somebody reads: a full disk
+        self.refusal: BaseException | None = None  # why it is broken, though somebody reads: a full disk
         self.written = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.mid_line = False  # whether what was written last was not the end of a line
 
+    def hold(self) -> bool:
+        """One more is to `close` this. Returns whether that is possible: False when it has been closed. Any thread."""
+        with self._lock:
+            if self._holders:
+                self._holders += 1
+            return self._holders > 0
+
     def open(self, loop: Loop, on_room: Callable[[], None]) -> None:
-        """Get ready, once. ``on_room`` is called when there is room again after there was none, and when all is out."""
-        self._loop, self._on_room = loop, on_room
-        if self._fd >= 0:
+        """Get ready. ``on_room`` is called when there is room again after there was none, and when all is out."""
+        first, self._users[on_room] = not self._users, None
+        if not first:
             return
+        self._loop, self.broken, self.refusal = loop, False, None
         if isinstance(self._target, str):
             self._fd = os.open(self._target, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
             return
@@ -84,6 +98,15 @@ class Sink:
     def idle(self) -> bool:
         """Whether nothing waits to be written."""
         return not self._waiting
+
+    @property
+    def shared(self) -> bool:
+        """Whether more than one has it open."""
+        return len(self._users) > 1
+
+    def holds(self, owners: Container[object]) -> bool:
+        """Whether anything waits to be written that concerns ``owners``: if others use this too, theirs alone."""
+        return bool(self._waiting) and (not self.shared or any(owner in owners for owner in self._owners))
 
     def write(self, buffers: tuple[bytes | memoryview, ...], owner: object = None) -> None:
         """Take what is to be written at the next `flush`. What a broken sink is given is dropped: it is in the files.
@@ -128,24 +151,40 @@ class Sink:
                 os.write(self._fd, b"\n")
         self._break()
 
-    def close(self) -> None:
-        """Give the descriptor back."""
+    def close(self, on_room: Callable[[], None] | None = None) -> None:
+        """End the use of who has opened it with ``on_room``, or was to; the last one gives the descriptors back."""
+        if on_room is not None:
+            self._users.pop(on_room, None)
+            if not self._users:  # who holds it may open it yet, and does so anew
+                self._shut()
+        with self._lock:
+            self._holders = max(0, self._holders - 1)
+            if self._holders:
+                return
+        self._shut()
+        if self._own:
+            os.close(self._target)
+            self._own = False
+
+    def _shut(self) -> None:
+        self._break()
         if self._fd >= 0:
-            assert self._loop is not None
-            self._loop.forget(self._fd)
             os.close(self._fd)
             self._fd = -1
-        self.broken = True
+
+    def _call_users(self) -> None:
+        for on_room in list(self._users):
+            on_room()
 
     def _writable(self, events: int) -> None:
         if events & (select.EPOLLERR | select.EPOLLHUP):  # reported whether asked for or not, for ever
             self._break()
-            self._on_room()
+            self._call_users()
             return
         was_full = self._size >= self.turn * _TURNS
         self._push()
         if (was_full and self._size < self.turn * _TURNS) or self.idle:
-            self._on_room()
+            self._call_users()
 
     def _push(self) -> None:
         while self._waiting:
@@ -199,7 +238,7 @@ class Sink:
             self._loop.change(self._fd, WRITE if wanted else 0)
 
     def _break(self) -> None:
-        self.broken = True
+        self.broken, self.blocked = True, False
         self._waiting.clear()
         self._owners.clear()
         self._size = 0
@@ -213,7 +252,8 @@ class Sink:
             target: Any = self._target
             target.write(self._decoder.decode(data))
             target.flush()
-        except Exception:  # noqa: BLE001 - the host's own object: its troubles must not end the group
+        except BaseException as error:  # noqa: BLE001 - the host's own object: its troubles must not end the group
+            self.refusal = error
             self.broken = True
         self.written += len(data)
         self.mid_line = not data.endswith(b"\n")

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import errno
 import gc
-import os
 import select
 
-from phalanx._core import linux
+from phalanx._core import linux, wire
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import _socket
+    import os
     import signal
     from collections.abc import Callable, Iterable
     from typing import NoReturn
 
-    from phalanx._core.rotate import Rotator
+    from phalanx._core.rotate import LogWriter
 else:
     import _signal as signal  # the C half: `signal` builds enums for 3 ms
+    import posix as os  # the C half: `os` itself takes 1 of the 13 ms in which a keeper gets up
 
 Placement = tuple[list[int], int, list[tuple[str, int, int, int]]]
 """Where a worker runs, and within which bounds: its CPUs (none: those of the keeper), what is added to its nice value,
@@ -34,9 +36,14 @@ Spec = tuple[
 launcher's), which of the given descriptors it inherits, the bytes at which its files are rotated (0: never), and its
 placement. When it inherits any descriptors, their numbers follow its argv."""
 
+DESCRIPTORS_ROTATING = 1 + 2 * 2
+"""What is open of a worker whose log files are rotated, in the keeper and in its log writer: its pidfd, and for each
+stream the end of a pipe and a file."""
+
 _EXECUTING = "starting it"
 _NAMED = 16  # CPUs in the message of an error, at most
 _MODE_FILE = 0o666  # the umask is the caller's
+_IGNORED = ("PIPE", "XFSZ")  # an errno says as much
 _QUIET = ("HUP", "INT", "QUIT", "USR1", "USR2", "ALRM", "TERM", "STKFLT", "IO", "PWR", "VTALRM", "PROF")
 
 
@@ -46,6 +53,11 @@ class NotStartedError(OSError):
     def __init__(self, number: int, doing: str, path: bytes | None = None) -> None:
         super().__init__(number, os.strerror(number), path)
         self.doing = doing
+
+
+def page(keeper: int, rank: int) -> str:
+    """The name of the page that a forked worker maps: what it forks, and does not exec, shows it in /proc/PID/maps."""
+    return f"phalanx-{keeper}-{rank}-"
 
 
 def execute(spec: Spec, base: dict[bytes, bytes], outputs: Outputs, given: list[int], ignored: list[int]) -> int:
@@ -103,11 +115,17 @@ def fork(
         outputs.close()
         for fd in private:
             os.close(fd)
+        try:
+            linux.map_name(page(parent, spec[0]))
+        except OSError:  # no memory, or no descriptor, is left: then it is not known whose what it leaves is
+            pass
         environ = {**base, **spec[3]}
-        for name in list(os.environb):
+        from os import environb  # what forks has it
+
+        for name in list(environb):
             if name not in environ:
-                del os.environb[name]
-        os.environb.update(environ)
+                del environb[name]
+        environb.update(environ)
         if call is not None:  # what a keeper has preloaded stays shared for longer if no collection looks at it
             gc.unfreeze()
         gc.enable()
@@ -233,6 +251,19 @@ class _Word:
             os.close(self._writer)
 
 
+def open_launcher(sock: _socket.socket) -> int:
+    """A pidfd of the process that made our end of a socket. Leaves if that has died: nobody would tell us any more."""
+    parent = os.getppid()
+    launcher = wire.peer(sock) or parent  # a wrapper may stand between
+    try:
+        fd = os.pidfd_open(launcher)
+    except ProcessLookupError:
+        os._exit(0)
+    if launcher == parent != os.getppid():  # the pid may be another's by now
+        os._exit(0)
+    return fd
+
+
 def close_all_but(wanted: Iterable[int]) -> None:
     """Close every descriptor but 0, 1, 2 and those ``wanted``: pipes of others would never come to their end."""
     kept = {0, 1, 2, *wanted}
@@ -245,30 +276,36 @@ def close_all_but(wanted: Iterable[int]) -> None:
 
 
 class Outputs:
-    """The descriptors that become a worker's 0, 1 and 2: a context that closes what it opened."""
+    """The descriptors that become a worker's 0, 1 and 2: a context that closes what it opened.
+
+    Args:
+        null: A descriptor of /dev/null.
+        stdout, stderr: The paths of its log files; None: what the keeper has.
+        limit: Bytes; with such a bound, the worker has a pipe, and the file is filled by the log writer.
+    """
 
     def __init__(self, null: int, stdout: str | None, stderr: str | None, limit: int = 0) -> None:
         self.fds = [(0, null)]
-        self.rotators: list[Rotator] = []  # stay open when the context ends: they are the keeper's
+        self._limit = limit
         self._opened: list[int] = []
+        self._rotated: list[tuple[str, int, int]] = []  # path, file, and the end of the pipe that is read
         try:
             for target, path in ((1, stdout), (2, stderr)):
-                if path is not None and limit and path != os.devnull:
-                    from phalanx._core.rotate import Rotator
+                if path is not None and limit and path != "/dev/null":
+                    from phalanx._core.rotate import open_log
 
-                    rotator = Rotator(path, limit)
-                    self.rotators.append(rotator)
-                    self.fds.append((target, rotator.writer))
+                    file, reader, fd = open_log(path)
+                    self._opened += (file, reader)
+                    self._rotated.append((path, file, reader))
                 elif path is not None:
                     # Appending, so that a file that is cut short while it is written grows from its new end.
-                    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-                    fd = os.open(path, flags, _MODE_FILE)
-                    self._opened.append(fd)
-                    self.fds.append((target, fd))
+                    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, _MODE_FILE)
+                else:
+                    continue
+                self._opened.append(fd)
+                self.fds.append((target, fd))
         except OSError:
             self.close()
-            for rotator in self.rotators:
-                rotator.close()
             raise
 
     def __enter__(self) -> Outputs:  # noqa: PYI034 - typing.Self would be an import on the keeper's start
@@ -277,17 +314,64 @@ class Outputs:
     def __exit__(self, *_error: object) -> None:
         self.close()
 
-    def writers(self) -> list[int]:
-        """The ends of pipes that the keeper's files are filled from."""
-        return [rotator.writer for rotator in self.rotators]
+    def descriptors(self) -> list[int]:
+        """What is open."""
+        return self._opened
+
+    def hand_over(self, log_writer: LogWriter) -> None:
+        """Have the log writer fill the files that are bounded in size."""
+        for path, file, reader in self._rotated:
+            log_writer.add(path, self._limit, file, reader)
 
     def close(self) -> None:
-        """Close what was opened."""
-        for fd in self._opened:
-            os.close(fd)
-        self._opened = []
-        for rotator in self.rotators:
-            rotator.close_writer()
+        """Close what was opened. Idempotent."""
+        while self._opened:
+            os.close(self._opened.pop())
+
+
+class DescriptorLimit:
+    """Our soft limit on open files: as high as needed, but not within the context: there it is what workers inherit.
+
+    Raises OSError when a module cannot be loaded: it is a file, and there may be no descriptor left to open it.
+    """
+
+    def __init__(self, wanted: int) -> None:
+        self._set: Callable[[int], None] | None = None
+        self._theirs = soft = os.sysconf("SC_OPEN_MAX")
+        if wanted <= soft:
+            return
+        try:
+            from fcntl import F_DUPFD_CLOEXEC, fcntl
+            from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit, setrlimit
+        except ImportError as error:
+            raise OSError(errno.EMFILE, str(error)) from error
+        self._duplicate: Callable[[int], int] = lambda fd: fcntl(fd, F_DUPFD_CLOEXEC, soft)
+        hard = getrlimit(RLIMIT_NOFILE)[1]
+        if hard == soft:
+            return
+        wanted += soft  # for what is put away
+        self._ours = wanted if hard == RLIM_INFINITY else min(wanted, hard)
+        self._set = lambda limit: setrlimit(RLIMIT_NOFILE, (limit, hard))
+        self._set(self._ours)
+
+    def put_away(self, fd: int) -> int:
+        """Move a descriptor that stays open above the limit of the workers. Returns its number.
+
+        posix_spawn(3) gives a child none above the limit that holds for us then; and those below are few.
+        """
+        if self._set is None or fd >= self._theirs:
+            return fd
+        moved = self._duplicate(fd)
+        os.close(fd)
+        return moved
+
+    def __enter__(self) -> None:
+        if self._set is not None:
+            self._set(self._theirs)
+
+    def __exit__(self, *_error: object) -> None:
+        if self._set is not None:
+            self._set(self._ours)
 
 
 def ignore(_number: int, _frame: object) -> None:
@@ -298,6 +382,8 @@ def turn_deaf() -> None:
     """Let no signal but SIGKILL and the stop signals end us: what is meant for the group goes to its launcher."""
     for name in _QUIET:
         signal.signal(getattr(signal, "SIG" + name), ignore)
+    for name in _IGNORED:
+        signal.signal(getattr(signal, "SIG" + name), signal.SIG_IGN)
     for number in range(signal.SIGRTMIN, signal.SIGRTMAX + 1):  # on one of them a launcher may show its stacks
         signal.signal(number, ignore)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a launcher that ignores it hands that down; nothing could be reaped

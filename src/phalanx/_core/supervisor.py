@@ -1,7 +1,8 @@
-"""Carries out the group's table. Owns the group's one thread, and the record of what each worker did.
+"""The launcher's side of its group. Owns the group's thread: it hears the keeper, and passes wishes on to it.
 
-It alone turns messages of the keeper into events, and actions into messages. It decides nothing (`group` does), touches
-no process (`keeper` and `launch` do), and does not know what a rank means to its job.
+The keeper decides, and says what happened, in order; `mirror` keeps that for those who ask. This touches no process
+(`keeper` and `launch` do), and does not know what a rank means to its job. What may take any time is not done in its
+thread: lines are shown by the `display`, hangs are written down, and the caller's own functions called, `aside`.
 """
 
 from __future__ import annotations
@@ -9,67 +10,37 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from contextlib import suppress
 from functools import partial
-from signal import SIGTERM
 
-from phalanx._core import clock, group, linux, wire
-from phalanx._core.exit import Exit
-from phalanx._core.group import Action, Event, State
-from phalanx._core.keeper import KILL_WAIT
+from phalanx._core import clock, interpreter, linux, lost, wire
+from phalanx._core.aside import Aside
 from phalanx._core.latch import Latch
 from phalanx._core.launch import Launch
+from phalanx._core.lifecycle import DRAIN_WAIT, KILL_WAIT
 from phalanx._core.loop import READ, WRITE, Loop
+from phalanx._core.lost import KeeperLostError
+from phalanx._core.mirror import Mirror
+from phalanx._core.silence import SILENCE, Silence
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from typing import Any
 
-    from phalanx._core.deadlines import Deadline
-    from phalanx._core.overseer import Overseer
+    from phalanx._core.children import Report
+    from phalanx._core.display import Shown
+    from phalanx._core.hang_report import HangReport
     from phalanx._core.pump import Pump
+    from phalanx._core.remains import Entry
     from phalanx._core.starting import Spec
     from phalanx._core.zygote import Zygote
-
-SILENCE = 2.0
-"""Seconds beyond its own last deadline after which a keeper that says nothing is taken for lost."""
-
 
 START_WAIT = 300.0
 """Seconds in which the keeper has to get up and start all workers, on however slow a machine or file system."""
 
 
-class KeeperLostError(RuntimeError):
-    """The helper process of a group was killed. Every process of the group has been killed with it."""
-
-
-class Worker:
-    """What is known of one worker. Written by the group's thread alone; read freely once the group has ended."""
-
-    __slots__ = (
-        "abandoned", "cpu_seconds", "ended", "exit", "exit_ns", "hang", "max_rss_kib", "oom", "order", "pid", "rank",
-        "result", "signalled", "signalled_ns",
-    )  # fmt: skip
-
-    def __init__(self, rank: int, pid: int) -> None:
-        self.rank = rank
-        self.pid = pid
-        self.ended = Latch()  # its exit is known, or never will be
-        self.exit: Exit | None = None
-        self.exit_ns = 0
-        self.order = -1
-        self.signalled: int | None = None
-        self.signalled_ns = 0
-        self.abandoned = ""
-        self.hang = ""  # why its timer had it ended, if that is in no file
-        self.oom = ""
-        self.max_rss_kib = 0
-        self.cpu_seconds = 0.0
-        self.result: bytes | OSError | None = None  # pickled; or why it could not be received
-
-    @property
-    def failed(self) -> bool:
-        """Whether it ended badly, and by itself as far as its exit tells."""
-        return self.exit is not None and not self.exit.ok and self.signalled is None
+_SOON = 0.1  # seconds after which a group is one that goes on for a while
 
 
 class Supervisor:
@@ -78,31 +49,49 @@ class Supervisor:
     Args:
         settle: Seconds between the first failure and the stopping of the others.
         grace: Seconds between SIGTERM and SIGKILL then.
+        linger: Seconds for what workers left behind that have all succeeded.
+        together: Whether a failure stops the others.
+        speak: Takes lines of ours that the display cannot take, on a thread of its own.
     """
 
-    def __init__(self, *, settle: float, grace: float) -> None:
-        self.workers: dict[int, Worker] = {}
+    def __init__(
+        self,
+        *,
+        settle: float,
+        grace: float,
+        linger: float = 0.0,
+        together: bool = True,
+        speak: Callable[[str], None] | None = None,
+    ) -> None:
+        self.owner = os.getpid()  # a fork of it has no business with the group
+        self.mirror = Mirror()
         self.ended = Latch()  # the outcome of every worker is known, and no process of theirs is left
         self.done = Latch()  # and nothing of ours: keeper, thread, descriptors
-        self.state = State.STARTING
         self.lost: KeeperLostError | None = None
-        self.left: list[tuple[int, str, str]] = []
-        self._settle = settle
-        self._grace = grace
+        # Plain numbers: the wire takes no subclass, and a NumPy float would arrive as bytes.
+        self._settle, self._grace, self._linger, self._together = float(settle), float(grace), float(linger), together
+        self._speak = speak
+        self._spoken = Aside("phalanx-lines")
         self._pump: Pump | None = None
-        self._overseer: Overseer | None = None
+        self._shown: Shown | None = None
+        self._report: HangReport | None = None
         self._launch = Launch()
         self._loop = Loop()
         self._up = Latch()
+        self._ordered = False
+        self._heard = 0
+        self._was_up = self._kept = False
         self._start_error: BaseException | None = None
-        self._grace_timer: Deadline | None = None
-        self._death_signal: int = SIGTERM
-        self._said_lost = ""
+        self._silence = Silence(self._loop, self._launch, self._listen, self._lose)
+        self._last_word = ""
+        self._log_writer = 0
+        self._logs_left = ""
         self._reports: wire.Channel | None = None
-        self._results: dict[tuple[int, int], bytes | OSError] = {}
-        self._exits = 0
         self._chores: Iterable[Callable[[], None]] = ()
+        self._chored = Aside("phalanx-chores")
+        self._returned = Aside("phalanx-results")
         self._thread: threading.Thread | None = None
+        self._charge = [True]
 
     # --- any thread
 
@@ -126,7 +115,7 @@ class Supervisor:
                 self._launch.exec(flags)
         except BlockingIOError as error:  # EAGAIN, which says too little
             self.abort()
-            raise OSError(error.errno, f"the group's keeper was not started: {_explain(errno.EAGAIN)}") from error
+            raise OSError(error.errno, f"the group's keeper was not started: {lost.explain(errno.EAGAIN)}") from error
         except BaseException:
             self.abort()
             raise
@@ -139,107 +128,155 @@ class Supervisor:
         chores: Iterable[Callable[[], None]] = (),
         *,
         fork: bool = False,
-        overseer: Overseer | None = None,
+        report: HangReport | None = None,
     ) -> None:
         """Have all workers started: `wait_until_up` tells what came of it. Raises OSError, with none left.
 
         ``fork`` has them forked from the keeper rather than exec'ed. ``fds`` are what the specs refer to, from 1 on.
-        ``chores`` are done by the group's thread once the workers run, and when nothing else happens; ``overseer``
-        watches their timers there.
+        ``chores`` are done once the workers run, for as long as they do; ``report`` writes down what becomes of their
+        timers.
         """
         self._pump = pump
-        self._overseer = overseer
+        self._report = report
         self._chores = chores
         try:
-            reports, theirs = wire.pair()
-            self._reports = wire.Channel(reports)
-            oom = linux.find_oom_counter()
-            channel = self._launch.channel
-            try:
-                # The report socket comes first: it is the one descriptor that every function worker needs.
-                channel.send(("start", fork, self._launch.environment(), list(specs), oom), [theirs.fileno(), *fds])
-                while not channel.flush():  # only a keeper that is not up yet leaves no room
-                    _wait_for_room(channel)
-            except wire.Closed:  # it has given up: its last word waits to be read
-                pass
-            finally:
-                theirs.close()
-            self._loop.watch(channel.fileno(), self._on_message)
-            self._loop.watch(reports.fileno(), self._on_report)
+            if pump is not None:
+                from phalanx._core.display import show
+
+                self._shown = show(pump)
+            self._order(specs, fds, fork=fork)
+            self._loop.watch(self._launch.channel.fileno(), self._on_message, READ if self._ordered else READ | WRITE)
             self._loop.after(START_WAIT, self._start_over)
-            thread = threading.Thread(target=self._run, name="phalanx", daemon=True)
-            thread.start()
-            self._thread = thread
+            if self._launch.guard_fd >= 0:
+                self._silence.watch(self._launch.guard_fd)
+            self._thread = threading.Thread(target=self._run, name="phalanx", daemon=True)
+            self._thread.start()
         except RuntimeError as error:  # "can't start new thread"
             self.abort()
             if "shutdown" in str(error):  # from an exit handler: since Python 3.12 it is too late for threads then
                 raise
-            raise OSError(errno.EAGAIN, f"the group's thread was not started: {_explain(errno.EAGAIN)}") from error
+            raise OSError(errno.EAGAIN, f"the group's thread was not started: {lost.explain(errno.EAGAIN)}") from error
         except BaseException:
             self.abort()
             raise
 
-    def wait_until_up(self) -> None:
-        """Return when every worker runs, or raise, with none left, what went wrong."""
-        self._up.wait()
-        if self._start_error is not None:
-            self.done.wait()
-            raise self._start_error
+    def _order(self, specs: Sequence[Spec], fds: Sequence[int], *, fork: bool) -> None:
+        """Send the order to start."""
+        reports, theirs = wire.pair()
+        self._reports = wire.Channel(reports)
+        self._loop.watch(reports.fileno(), self._on_report)
+        policy = (self._settle, self._grace, self._linger, self._together)
+        timers: tuple[Any, ...] | None = None
+        # The report socket comes first: it is the one descriptor that every function worker needs.
+        given = [theirs.fileno(), *fds]
+        if self._report is not None:
+            table = self._report.table
+            timers = (
+                len(given),
+                len(given) + 1,
+                *table.size,
+                [(name, float(wait)) for name, wait in self._report.steps],
+            )
+            given += table.descriptors
+        order = (fork, self._launch.marked.environment(), list(specs), linux.find_oom_counter(), policy, timers)
+        try:
+            self._ordered = self._launch.channel.send(("start", *order), given)
+        except wire.Closed:  # it has given up: its last word waits to be read
+            self._ordered = True
+        finally:
+            theirs.close()
 
-    def abort(self) -> None:
-        """Undo `boot` and `start`, however far they came. Idempotent."""
-        if self._thread is None:
+    def wait_until_up(self) -> None:
+        """Return when every worker runs, or raise, with none left, what went wrong: `not_started`."""
+        self._up.wait()
+        error = self.not_started
+        if error is not None:
+            self.done.wait()
+            raise error
+
+    @property
+    def not_started(self) -> BaseException | None:
+        """Why the workers do not run, and never did; None if they did, or may yet."""
+        if self._start_error is None and self._up and not self._was_up:
+            self._start_error = RuntimeError("the group was closed while it was starting")
+        return self._start_error
+
+    def abort(self, why: BaseException | None = None) -> None:
+        """Undo `boot` and `start`, however far they came. Idempotent. Who waits for the start is told ``why``."""
+        if self._start_error is None:
+            self._start_error = why
+        if self._take_charge():
+            self._thread = None
             self._release()
-            self.done.open()
+            for latch in (self._up, self.ended, self.done):
+                latch.open()
         else:  # that thread lets go of everything
             self.kill()
             self.done.wait(KILL_WAIT)
 
+    def _take_charge(self) -> bool:
+        """Whether it is the caller who lets go of everything in the end: the group's thread, unless `abort` was first.
+
+        A signal handler of the host's may raise while that thread is being started, whether it runs by then or not.
+        """
+        try:
+            self._charge.pop()
+        except IndexError:
+            return False
+        return True
+
     def stop(self, death_signal: int, grace: float) -> None:
         """Send ``death_signal`` to the live workers; SIGKILL follows after ``grace`` seconds. Returns at once."""
+        number, seconds = int(death_signal), float(grace)
 
         def stop() -> None:
-            self._death_signal = death_signal
-            self._grace = grace
-            self._see(Event.STOP)
+            self._grace = seconds
+            self._wish("stop", number, seconds)
+            self._silence.expect(seconds + KILL_WAIT)
 
         self._loop.call(stop)
 
     def give(self, grace: float) -> None:
         """Let a failure stop the others within ``grace`` seconds. A grace period that runs can only become shorter."""
+        seconds = float(grace)
 
         def give() -> None:
-            self._grace = grace
-            if self._grace_timer is not None:
-                self._arm_grace()
+            self._grace = seconds
+            self._tell("grace", seconds)
 
         self._loop.call(give)
 
     def send(self, rank: int, number: int) -> None:
         """Send a signal to one worker, as anybody might: what becomes of it then is its own doing. Returns at once."""
-        self._loop.call(lambda: self._tell("send", rank, int(number)))
+        self._loop.call(partial(self._tell, "signal", int(rank), int(number)))
 
     def say(self, text: str) -> bool:
         """Show a line of ours among the workers'. Returns whether that is possible: else nobody will see it there."""
-        pump = self._pump
-        if pump is None or not pump.shows or self.ended:
-            return False
-        self._loop.call(partial(pump.say, text))
-        return True
+        shown = self._shown
+        return shown is not None and not self.ended and shown.say(text)
 
     def kill(self) -> None:
         """Kill every process of the group. Returns at once."""
-        self._loop.call(lambda: self._see(Event.KILL))
+
+        def kill() -> None:
+            self._wish("kill")
+            self._silence.expect(KILL_WAIT)
+
+        self._loop.call(kill)
 
     def join(self) -> None:
-        """Wait until nothing of the group is left in this process."""
+        """Wait until nothing of the group is left in this process; not in the group's own thread."""
+        if self._thread is threading.current_thread():  # a `__del__` of the host's that the collector has run in it
+            return
         self.done.wait()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not None:
             self._thread.join()  # it has nothing left to do
 
     # --- the group's thread
 
     def _run(self) -> None:
+        if not self._take_charge():
+            return
         try:
             self._loop.run()
         except BaseException as error:  # noqa: BLE001 - a mistake of ours: the group must not outlive its supervisor
@@ -247,11 +284,11 @@ class Supervisor:
                 self._start_error = error
             self.lost = self.lost or KeeperLostError(f"the group's supervisor failed: {error!r}")
             self.lost.__cause__ = error
-            self.state = State.ENDED
+            self._guarded(self._close_launch)  # before anybody is let through
         finally:
+            self._guarded(self._finish_aside)
             self._up.open()
-            for worker in self.workers.values():
-                worker.ended.open()
+            self.mirror.close()
             self.ended.open()
             try:
                 self._release()
@@ -259,126 +296,207 @@ class Supervisor:
                 self.done.open()
 
     def _release(self) -> None:
-        """Let go of every descriptor and process."""
-        if self._overseer is not None:
-            self._overseer.close()
-        if self._pump is not None:
-            self._pump.close()
-        self._launch.close(KILL_WAIT + SILENCE)
+        """Let go of every descriptor and process: the keeper first, for then the workers are gone, whatever follows."""
+        steps: list[Callable[[], object]] = [self._close_launch]
+        if self._report is not None:
+            steps.append(self._report.close)
+        if self._shown is not None:
+            steps.append(self._shown.close)
+        elif self._pump is not None:
+            steps.append(self._pump.close)
         if self._reports is not None:
-            self._reports.close()
-        self._loop.close()
+            steps.append(self._reports.close)
+        steps.append(self._loop.close)
+        for step in steps:
+            self._guarded(step)
 
-    def _see(self, event: Event) -> None:
-        self.state, actions = group.step(self.state, event)
-        for action in actions:
-            _DO[action](self)
+    def _close_launch(self) -> None:
+        self._launch.close(KILL_WAIT + DRAIN_WAIT + SILENCE, self._log_writer)
+
+    def _guarded(self, step: Callable[[], object]) -> None:
+        """Do one of several things, each of which must be tried though another fails."""
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001 - see above
+            from phalanx._core.tell import mention
+
+            mention(f"phalanx: at the end of a group: {error!r}")
+
+    # --- what the keeper says
 
     def _on_message(self, events: int) -> None:
         channel = self._launch.channel
+        if events & WRITE:
+            self._flush()
         try:
-            if events & WRITE and channel.flush():
-                self._loop.change(channel.fileno(), READ)
-            while self.state is not State.ENDED and (received := channel.receive()) is not None:
-                (verb, *arguments), _fds = received
-                getattr(self, f"_on_{verb}")(*arguments)
+            while not self._last_word:
+                try:
+                    received = channel.receive()
+                except wire.Truncated:  # a pidfd that there was no place for
+                    continue
+                if received is None:
+                    return
+                message, fds = received
+                verb, *arguments = message
+                self._heard += 1
+                if verb in _HEAR:
+                    _HEAR[str(verb)](self, *arguments, *([fds] if verb == "up" else ()))
+                else:
+                    self._on_timer(str(verb), *arguments)
         except wire.Closed:
             self._loop.forget(channel.fileno())
-            if self.state is not State.ENDED:
-                self._see(Event.KEEPER_LOST)
+            if not self._last_word:
+                self._lose()
+
+    def _start_over(self) -> None:
+        if not self._up:
+            self._silence.over(clock.now())
+
+    def _listen(self) -> int:
+        """Take what has been said and not been heard yet. Returns how many messages; -1 after the last word."""
+        heard = self._heard
+        if not self._last_word:
+            self._on_message(READ)
+        return -1 if self._last_word else self._heard - heard
+
+    def _flush(self) -> None:
+        channel = self._launch.channel
+        try:
+            sent = channel.flush()
+        except wire.Closed:  # what it has said before lies unread
+            sent = True
+        if sent:
+            self._loop.change(channel.fileno(), READ)
 
     def _on_report(self, _events: int) -> None:
-        """Take results. A worker sends its own before it exits, so it is there when its exit is told."""
-        assert self._reports is not None
+        """Workers have returned something. What is large is read aside, and meanwhile nobody listens here."""
+        reports = self._reports
+        assert reports is not None
         try:
-            while (received := self._reports.receive()) is not None:
-                (_verb, rank, pid, value), fds = received
-                for fd in fds:  # one, for a value that is too large for a message
-                    with open(fd, "rb") as file:
-                        file.seek(0)
-                        value = file.read()
-                self._results[rank, pid] = value  # type: ignore[index, assignment]  # the worker bootstrap sends these
-        except wire.Truncated as error:
-            _verb, rank, pid, _value = error.message  # type: ignore[misc]  # as above
-            self._results[rank, pid] = error  # type: ignore[index]  # as above
+            read = self.mirror.take_results(reports)
         except wire.Closed:
-            self._loop.forget(self._reports.fileno())
+            self._loop.forget(reports.fileno())
+            return
+        if read is None:
+            return
+        self._loop.forget(reports.fileno())
+
+        def go_on() -> None:
+            read()
+            self._loop.call(lambda: self._loop.watch(reports.fileno(), self._on_report))
+
+        if not self._returned.call(go_on):  # no thread is to be had
+            go_on()
+
+    def _on_up(self, _pid: int, fds: list[int]) -> None:
+        if fds:
+            self._launch.keeper_fd = fds[0]
+            self._silence.watch(fds[0])
 
     def _on_started(self, pids: list[tuple[int, int]]) -> None:
-        for rank, pid in pids:
-            self.workers[rank] = Worker(rank, pid)
-        if self._pump is not None:
-            try:
-                self._pump.open(self._loop)
-            except OSError as error:
-                self._start_error = error
-                self._see(Event.KILL)
-                return
-        self._see(Event.STARTED)
-        if self._overseer is not None:
-            self._overseer.open(self._loop, self._pids_in_charge, partial(self._tell, "send"))
-        self._up.open()
-        for chore in self._chores:
-            self._loop.when_idle(chore)
+        self.mirror.started(pids)
 
-    def _pids_in_charge(self) -> dict[int, int]:
-        """The live workers that nobody is stopping, by rank."""
-        if self.state not in (State.RUNNING, State.SETTLING):
-            return {}
-        return {rank: worker.pid for rank, worker in self.workers.items() if worker.exit is None}
+    def _on_running(self, _moment: int, log_writer: int) -> None:
+        self.mirror.state, self._was_up = "RUNNING", True
+        self._log_writer = log_writer
+        if self._shown is not None:
+            self._shown.open()
+        self._up.open()
+        self._chored.call(self._do_chores)  # on a thread of its own: they may take a disk
+        self._loop.after(_SOON, self._load)
+
+    def _load(self) -> None:
+        self._chored.call(_load)
+
+    def _do_chores(self) -> None:
+        for chore in self._chores:
+            if self._last_word:
+                return
+            chore()
 
     def _on_start_failed(self, rank: int, doing: str, number: int, filename: str) -> None:
-        what = _explain(number) if number != errno.ENOENT or doing == "starting it" else os.strerror(number)
+        what = lost.explain(number) if number != errno.ENOENT or doing == "starting it" else os.strerror(number)
         name = f": {filename}" if filename else ""
         who = f"worker {rank} was not started; {doing} failed" if rank >= 0 else "the group's keeper was not started"
-        self._start_error = OSError(number, f"{who}: {what}{name}")
-        self._see(Event.START_FAILED)
+        if rank < 0 and doing:
+            who = f"the group was not started; {doing} failed"
+        if self._start_error is None:
+            self._start_error = OSError(number, f"{who}: {what}{name}")
+        self._end("start_failed")
 
-    def _on_exits(self, exits: list[tuple[int, int, int, int, float, str]]) -> None:
-        self._on_report(READ)
-        for rank, status, moment, rss, seconds, oom in exits:
-            worker = self.workers[rank]
-            worker.exit, worker.exit_ns, worker.order = Exit.of_status(status), moment, self._exits
-            worker.max_rss_kib, worker.cpu_seconds, worker.oom = rss, seconds, oom
-            worker.result = self._results.pop((rank, worker.pid), None)
-            if self._overseer is not None:
-                worker.hang = self._overseer.unwritten.get(rank, "")
-            self._exits += 1
-            worker.ended.open()
-            if self._pump is not None and worker.failed:
-                self._pump.reveal(rank)
-            self._on_exit(worker.exit)
+    def _on_state(self, state: str, _moment: int) -> None:
+        self.mirror.state = state
+        bound = {
+            "SETTLING": self._settle,
+            "STOPPING": self._grace + KILL_WAIT,
+            "LINGERING": self._linger,
+            "SWEEPING": self._grace + KILL_WAIT,
+            "PURGING": self._grace + KILL_WAIT,
+            "KILLING": KILL_WAIT,
+            "DRAINING": DRAIN_WAIT,
+        }[state]
+        self._silence.expect(bound)
 
-    def _on_exit(self, how: Exit) -> None:
-        if self._exits == len(self.workers):
-            self._see(Event.ALL_ENDED)
-        else:
-            self._see(Event.ONE_SUCCEEDED if how.ok else Event.ONE_FAILED)
+    def _on_exits(self, reports: list[Report]) -> None:
+        for worker in self.mirror.exits(reports):
+            if self._shown is not None and worker.failed:
+                self._shown.reveal(worker.rank)
 
     def _on_signalled(self, number: int, moment: int, ranks: list[int]) -> None:
-        for rank in ranks:
-            worker = self.workers[rank]
-            if worker.signalled is None:
-                worker.signalled_ns = moment
-            worker.signalled = number
+        self.mirror.signalled(number, moment, ranks)
 
-    def _on_swept(self, left: list[tuple[int, str, str]]) -> None:
-        self.left = left
-        states = {pid: state for pid, _comm, state in left}
-        for worker in self.workers.values():
-            if worker.exit is None:
-                state = states.get(worker.pid, "?")
-                worker.abandoned = f"still there {KILL_WAIT:g} s after SIGKILL, in state {state}"
-        self._see(Event.SWEPT)
+    def _on_lingering(self, entries: list[Entry], count: int) -> None:
+        if entries:
+            from phalanx._core import leftovers
+
+            self._announce(leftovers.line_of_waiting(list(map(leftovers.of, entries)), count, self._linger))
+
+    def _on_remains(self, entries: list[Entry], beyond: int) -> None:
+        self.mirror.remains(entries, beyond)
+
+    def _announce(self, text: str) -> None:
+        """Say a line, among the workers' if that is possible."""
+        speak = self._speak
+        if not self.say(f"phalanx: {text}") and speak is not None:
+            self._spoken.call(lambda: speak(text))
+
+    def _on_ended(self, left: list[tuple[int, str, str]], logs: str) -> None:
+        self._logs_left = logs
+        self.mirror.abandoned(left, KILL_WAIT)
+        known = {worker.pid for worker in self.mirror.workers.values()} | {one.pid for one in self.mirror.leftovers}
+        others = [f"pid {pid} ({name}, state {state})" for pid, name, state in left if pid not in known]
+        if others:
+            self._announce(f"still there {KILL_WAIT:g} s after SIGKILL: {', '.join(others)}")
+        self._end("ended")
 
     def _on_lost(self, who: str, returncode: int) -> None:
-        how = f"killed by signal {-returncode}" if returncode < 0 else f"ended with exit code {returncode}"
-        self._said_lost = (
-            f"the group's {who} process was {how}" if returncode < 0 else f"the group's {who} process {how}"
-        )
-        self._see(Event.KEEPER_LOST)
+        text = lost.of_helper(who, returncode)
+        if who == "keeper" and self._silence.killed:
+            text = "the group's keeper did not answer by its own deadline, and was killed by us"
+        self.lost = KeeperLostError(f"{text}; every process of the group was killed with it")
+        self._end("lost")
 
-    # --- actions
+    def _on_loss(self, who: str, returncode: int, decided: bool) -> None:  # noqa: FBT001 - as the keeper says it
+        """A helper is gone, and all are killed. ``decided``: there was a failure or a stop before, or all had ended."""
+        if decided:
+            self._announce(f"{lost.of_helper(who, returncode)}; what was left of the group was killed with it")
+        else:
+            self._kept = True
+
+    def _on_timer(self, verb: str, *arguments: Any) -> None:
+        """Something is to be reported of a timer. A step waits for its evidence: then the keeper is told."""
+        if self._report is None:
+            return
+        testified = None
+        if verb == "hang":
+            serial, *arguments = arguments  # type: ignore[assignment]  # a tuple becomes a list
+
+            def testified() -> None:
+                self._loop.call(partial(self._tell, "testified", serial))
+
+        self._report.hear(verb, *arguments, workers=self.mirror.alive, testified=testified)
+
+    # --- wishes, and what is expected then
 
     def _tell(self, *message: object) -> None:
         channel = self._launch.channel
@@ -388,97 +506,119 @@ class Supervisor:
         except wire.Closed:
             pass  # readable at its end: `_on_message` sees it
 
-    def _start_over(self) -> None:
-        if self.state is State.STARTING:
-            self._silent()
+    def _wish(self, *message: object) -> None:
+        """Ask the keeper for an end. A keeper that somebody has stopped is woken, if the wish is not fulfilled soon."""
+        if not self._last_word:
+            self._tell(*message)
+            self._loop.after(SILENCE, self._wake)
 
-    def _arm_settle(self) -> None:
-        self._loop.after(self._settle, self._settled)
+    def _wake(self) -> None:
+        if not self._last_word:
+            self._launch.wake()
 
-    def _settled(self) -> None:
-        if self.state is State.SETTLING:
-            self._see(Event.SETTLED)
+    # --- the end
 
-    def _signal(self) -> None:
-        self._tell("signal", int(self._death_signal))
-
-    def _arm_grace(self) -> None:
-        until = clock.now() + self._grace
-        if self._grace_timer is not None:
-            until = min(until, self._grace_timer.at)  # asked twice: the sooner of the two, never later
-            self._grace_timer.cancel()
-        self._grace_timer = self._loop.at(until, self._grace_over)
-
-    def _grace_over(self) -> None:
-        if self.state in (State.STOPPING, State.SWEEPING):
-            self._see(Event.GRACE_OVER)
-
-    def _sweep(self) -> None:
-        left = 0.0 if self._grace_timer is None else max(0.0, self._grace_timer.at - clock.now())
-        self._tell("sweep", left)
-        self._loop.after(left + KILL_WAIT + SILENCE, self._silent)
-
-    def _kill(self) -> None:
-        self._tell("kill")
-        self._loop.after(KILL_WAIT + SILENCE, self._silent)
-
-    def _silent(self) -> None:
-        """The keeper has missed its own last deadline: let its guard take over, and after that, do without."""
-        if self.state is not State.ENDED:
-            self._said_lost = "the group's keeper answered no more, and was killed"
-            self._launch.break_silence()
-            self._loop.after(KILL_WAIT + SILENCE, self._give_up)
-
-    def _give_up(self) -> None:
-        if self.state is not State.ENDED:
-            self._see(Event.KEEPER_LOST)
-
-    def _finish(self) -> None:
-        # Nobody reads it any more, and at its end it would be readable for as long as the pump drains.
+    def _lose(self, why: str = "") -> None:
+        """Guard and keeper are gone, or answer no more, without a last word: remove what is left of the group."""
+        if self._last_word:
+            return
+        self._launch.kill_helpers()
+        if not why:
+            why = "the group's keeper and its guard were killed" if self._heard else self._not_up()
+        self._launch.channel.shutdown()
         self._loop.forget(self._launch.channel.fileno())
-        if self._pump is None:
-            self._loop.stop()
-        else:
-            self._pump.finish(self._loop.stop)
+        self._launch.channel.close()  # a place for a look at /proc, should descriptors be scarce
+        self.lost = KeeperLostError(f"{why}; {lost.of_the_rest(self._launch.marked.kill(KILL_WAIT, self._log_writer))}")
+        self._end("lost")
 
-    def _finish_lost(self) -> None:
-        if not self._said_lost:  # guard and keeper at once
-            self._said_lost = "the group's keeper and its guard were killed"
-            self._launch.kill_marked(KILL_WAIT)
-        self.lost = KeeperLostError(f"{self._said_lost}; every process of the group was killed with it")
-        if not self._up:
+    def _not_up(self) -> str:
+        """Why there is no keeper, as far as its end tells."""
+        code = self._launch.exit_code()
+        if not self._launch.executable or code is None:
+            return "the group's keeper and its guard were killed"
+        if code < 0:
+            return f"the group's guard process was killed by signal {-code} before its keeper was up"
+        return (
+            f"the group's keeper did not get up: {self._launch.executable} ended with exit code {code}; "
+            f"if that is no Python interpreter, {interpreter.HINT}"
+        )
+
+    def _end(self, word: str) -> None:
+        """The last word has been said."""
+        self._last_word = word
+        self._silence.end()
+        # Nobody reads it any more, and at its end it would be readable for as long as the display drains.
+        self._loop.forget(self._launch.channel.fileno())
+        if self.lost is not None and not self._up and self._start_error is None:
             self._start_error = self.lost
-        self._finish()
+        self._announce_end()
+        shown = self._shown
+        if shown is None:
+            self._loop.stop()
+            return
+        from phalanx._core import display
+
+        def give_up() -> None:
+            if not shown.heard:
+                self._loop.stop()
+
+        shown.finish(lambda: self._loop.call(self._loop.stop))
+        self._loop.after(display.PATIENCE, give_up)
+        self._loop.after(shown.longest, self._loop.stop)
+
+    def _announce_end(self) -> None:
+        if self.lost is not None and self.result_stands:
+            self._announce(f"the workers had ended before, but {self.lost}")
+        if self._logs_left:
+            self._announce(f"rotated log files are not complete: {self._logs_left}")
+        if self.mirror.leftovers:
+            from phalanx._core.leftovers import lines_of_ended
+
+            for line in lines_of_ended(self.mirror.leftovers, self.mirror.leftovers_beyond):
+                self._announce(line)
+
+    @property
+    def result_stands(self) -> bool:
+        """Whether every worker had ended by itself, and that was said, when a helper was lost."""
+        return self._was_up and not self.mirror.alive and not self._kept
+
+    def _finish_aside(self) -> None:
+        """What workers have returned is read; what was to be written down of hangs is, or takes too long."""
+        self._returned.finish(-1)
+        with suppress(wire.Closed):
+            while self._reports is not None and (read := self.mirror.take_results(self._reports)) is not None:
+                read()
+        self.mirror.settle_results()
+        self._spoken.finish(SILENCE)
+        self._chored.finish(SILENCE)
+        if self._report is not None:
+            from phalanx._core import hang_report
+
+            # What it has to say goes through the host's logging, which may not take it.
+            aside = Aside("phalanx-report")
+            if not aside.call(self._report.finish):
+                self._report.finish()
+            aside.finish(2 * hang_report.FINISH + SILENCE)
+            for rank, why in self._report.unwritten.items():
+                self.mirror.workers[rank].hang = why
 
 
-_DO: dict[Action, Callable[[Supervisor], None]] = {
-    Action.ARM_SETTLE: Supervisor._arm_settle,
-    Action.SIGNAL: Supervisor._signal,
-    Action.ARM_GRACE: Supervisor._arm_grace,
-    Action.SWEEP: Supervisor._sweep,
-    Action.KILL: Supervisor._kill,
-    Action.FINISH: Supervisor._finish,
-    Action.FINISH_LOST: Supervisor._finish_lost,
+def _load() -> None:
+    """Import what the end needs: it is on a disk, which may not answer then."""
+    from phalanx._core import leftovers, tell  # noqa: F401 - see above
+
+
+_HEAR: dict[str, Callable[..., None]] = {
+    "up": Supervisor._on_up,
+    "started": Supervisor._on_started,
+    "running": Supervisor._on_running,
+    "start_failed": Supervisor._on_start_failed,
+    "state": Supervisor._on_state,
+    "exits": Supervisor._on_exits,
+    "signalled": Supervisor._on_signalled,
+    "lingering": Supervisor._on_lingering,
+    "remains": Supervisor._on_remains,
+    "ended": Supervisor._on_ended,
+    "lost": Supervisor._on_lost,
+    "loss": Supervisor._on_loss,
 }
-
-
-def _explain(number: int) -> str:
-    """An errno in words, with what to look at."""
-    hints = {
-        errno.ENOENT: "is it there, and the interpreter that its first line names?",
-        errno.EMFILE: "open files: see ulimit -n",
-        errno.ENFILE: "open files, of the whole machine: see fs.file-max",
-        errno.EAGAIN: "processes or memory have run out: see ulimit -u and the cgroup's pids.max",
-        errno.ENOMEM: "processes or memory have run out: see ulimit -u and the cgroup's pids.max",
-        errno.ENOEXEC: "a script needs a first line like #!/bin/sh",
-    }
-    return f"{os.strerror(number)} ({hints[number]})" if number in hints else os.strerror(number)
-
-
-def _wait_for_room(channel: wire.Channel) -> None:
-    import select
-
-    poll = select.poll()
-    poll.register(channel.fileno(), select.POLLOUT)
-    if not poll.poll(START_WAIT * 1000):
-        raise TimeoutError(errno.ETIMEDOUT, f"the group's keeper was not started: nothing heard for {START_WAIT:g} s")

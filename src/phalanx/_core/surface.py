@@ -14,7 +14,7 @@ from phalanx._core import clock
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import re
-    from collections.abc import Callable
+    from collections.abc import Callable, Container
 
     from phalanx._core.sink import Sink
     from phalanx._core.view import Lane
@@ -58,9 +58,9 @@ class Paper:
             self.sink.write((b"\n",), owner)
             self.holder = None
 
-    def finish(self) -> None:
-        """End what is unfinished: nothing more comes."""
-        if self.holder is not None:
+    def forget(self, owners: Container[object]) -> None:
+        """Nothing more comes of ``owners``: end what they have left unfinished."""
+        if self.holder is not None and self.holder in owners:
             self.sink.write((b"\n",), self.holder)
             self.holder = None
 
@@ -128,11 +128,17 @@ class Screen(Paper):
         self._stale = self._erased = False
         self._next = clock.now() + FRAME
 
-    def finish(self) -> None:
-        """See `Paper.finish`."""
-        self._live.clear()
-        self.sink.write((self._erasure(),))
-        self._stale = self._erased = False
+    def forget(self, owners: Container[object]) -> None:
+        """See `Paper.forget`. The live lines of others stay."""
+        for owner in [owner for owner in self._live if owner in owners]:
+            del self._live[owner]
+            self._stale = True
+        if not self._live:
+            self.sink.write((self._erasure(),))
+            self._stale = self._erased = False
+        elif self._stale:
+            self._next = 0.0
+            self.draw()
 
     def _erasure(self) -> bytes:
         """What removes the live lines, and leaves the cursor where the first of them began."""

@@ -10,8 +10,9 @@ The watcher publishes when it will look next. Who sets an earlier deadline rings
 to learn whether anybody watches; all others need no system call. The watcher looks again after publishing, for the
 deadlines that were set meanwhile with the old moment in view.
 
-The memory is a memfd and the bell a pipe, both of the watcher's; others open them as /proc/PID/fd/N, so nothing is
-inherited that a worker does not use. Knows nothing of what follows when a deadline is over.
+The memory is a memfd and the bell a pipe, both of the process that made the table; workers open them as /proc/PID/fd/N,
+so nothing is inherited that a worker does not use. A group's keeper, which watches, is sent them. Knows nothing of what
+follows when a deadline is over.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import mmap
 import os
 import struct
 import sys
-from contextlib import suppress
 
 from phalanx._core import clock
 from phalanx._core.value import Value
@@ -57,6 +57,9 @@ _TEXTS = (FIRST + 3 * SLOTS) * 8  # deadlines, spans, threads; then the texts
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 _BETWEEN = b"\x1f"
 
+Key = tuple[int, int, int]
+"""What tells a timer that is set from every other one: its seat, its slot (0: the heartbeat) and its deadline."""
+
 _taken: set[Seat] = set()  # the seats of this process
 _hooked = False
 
@@ -80,17 +83,19 @@ def _image(pid: int | str) -> tuple[int, int, int]:
 
 def _lives(who: tuple[int, ...]) -> bool:
     """Whether what a seat says of who has taken it is true yet."""
-    with suppress(OSError):
+    try:
         return who[0] > 0 and who[2] != 0 and _image(who[0]) == who
-    return False
+    except OSError:
+        return False
 
 
 def _file(fd: int) -> tuple[int, int]:
     """Which file a descriptor is; none, if it is closed."""
-    with suppress(OSError):
+    try:
         found = os.fstat(fd)
-        return found.st_dev, found.st_ino
-    return 0, 0
+    except OSError:
+        return 0, 0
+    return found.st_dev, found.st_ino
 
 
 def _whole(size: int) -> int:
@@ -159,34 +164,65 @@ class Timetable:
     >>> table = Timetable(4)
     >>> seat = Seat(f"{table.address}:0")
     >>> slot = seat.take(deadline=5, span=3, text=encode("load", "train.py:7"))
-    >>> [(timer.scope, timer.deadline) for timer in table.look(now=5)[0]]
-    [('load', 5)]
+    >>> (key,), _then = table.look(now=5)
+    >>> timer = table.read(key)
+    >>> timer.scope, timer.deadline
+    ('load', 5)
     >>> seat.give(slot); table.look(now=5)
     ([], 9223372036854775807)
     >>> seat.close(); table.close()
     """
 
     def __init__(self, seats: int, hang: float | None = None) -> None:
+        span = NEVER if hang is None else min(int(hang * clock.NS), LONGEST)
+        fds: list[int] = []
+        try:
+            fds.append(os.memfd_create("phalanx-timers", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+            os.truncate(fds[0], _whole((_HEAD_MARKS + seats) * 8) + seats * _SEAT_SIZE)
+            # Whoever has it open could cut it short otherwise, and our next look would be a SIGBUS.
+            fcntl.fcntl(fds[0], fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            fds += os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            head = struct.pack("4q", _MAGIC, seats, NEVER, span)  # in the order of the words of the head
+            os.pwrite(fds[0], head, 0)
+            self._hold(fds, seats, span)
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+
+    @classmethod
+    def of(cls, fds: tuple[int, int], seats: int, hang: int) -> Self:
+        """The table that another process has made, by duplicates of its `descriptors`, ours then, and its `size`.
+
+        Raises OSError, with the descriptors closed.
+        """
+        table = cls.__new__(cls)
+        try:
+            table._hold(list(fds), seats, hang)  # noqa: SLF001 - of this very class
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+        return table
+
+    def _hold(self, fds: list[int], seats: int, hang: int) -> None:
+        self._map = mmap.mmap(fds[0], 0)
+        self._words = memoryview(self._map).cast("q")
+        self._fds = fds
         self.seats = seats
-        self._hang = NEVER if hang is None else min(int(hang * clock.NS), LONGEST)
+        self._hang = hang
         self._head = _whole((_HEAD_MARKS + seats) * 8)
         self._known: dict[int, int] = {}
-        self._fds = []
-        try:
-            self._fds.append(os.memfd_create("phalanx-timers", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-            os.truncate(self._fds[0], self._head + seats * _SEAT_SIZE)
-            # Whoever has it open could cut it short otherwise, and our next look would be a SIGBUS.
-            fcntl.fcntl(self._fds[0], fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            self._map = mmap.mmap(self._fds[0], 0)
-            self._fds += os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        except BaseException:
-            self.close()
-            raise
-        self._words = memoryview(self._map).cast("q")
-        self._words[_HEAD_SEATS] = seats
-        self._words[HEAD_HANG] = self._hang
-        self._words[HEAD_WAKE] = NEVER
-        self._words[_HEAD_MAGIC] = _MAGIC
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """The memory, and the end of the bell that is to be heard."""
+        return self._fds[0], self._fds[1]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Its seats, and the nanoseconds after a heartbeat (or `NEVER`): not from the memory, where workers write."""
+        return self.seats, self._hang
 
     @property
     def address(self) -> str:
@@ -198,10 +234,11 @@ class Timetable:
         return self._fds[1]
 
     def hear(self) -> None:
-        """Take what was rung."""
-        with suppress(BlockingIOError):
-            while os.read(self._fds[1], 4096):
-                pass
+        """Take what was rung. Not until there is no more: who rings without end must not hold us up."""
+        try:
+            os.read(self._fds[1], 1 << 16)
+        except BlockingIOError:
+            pass
 
     def publish(self, moment: int) -> None:
         """Say when the next look will be. Look again after that.
@@ -212,9 +249,10 @@ class Timetable:
         """
         self._words[HEAD_WAKE] = moment
 
-    def look(self, now: int) -> tuple[list[Timer], int]:
+    def look(self, now: int) -> tuple[list[Key], int]:
         """The timers whose deadline is over at ``now``, and the earliest deadline of the others (or `NEVER`)."""
-        words, due, then = self._words, [], NEVER
+        words, then = self._words, NEVER
+        due: list[Key] = []
         for seat, mark in enumerate(words[_HEAD_MARKS : _HEAD_MARKS + self.seats].tolist()):
             if not 0 < mark <= SLOTS + 1:
                 continue
@@ -224,7 +262,7 @@ class Timetable:
             if low <= now:
                 for slot, deadline in enumerate(slots.tolist(), FIRST):
                     if deadline <= now:
-                        due += self._read(seat, slot, deadline)
+                        due.append((seat, slot, deadline))
                     else:
                         then = min(then, deadline)
             else:
@@ -235,7 +273,7 @@ class Timetable:
                 if limit <= now:
                     limit = self._extended(limit, slots)
                 if limit <= now:
-                    due.append(Timer(seat, 0, limit, self._hang, 0, "heartbeat", "", words[base + SEAT_STEP]))
+                    due.append((seat, 0, limit))
                 else:
                     then = min(then, limit)
         return due, then
@@ -254,7 +292,7 @@ class Timetable:
         """The moment when a heartbeat is late: a scope that may take longer puts it off."""
         return max([limit, *(deadline for deadline in slots.tolist() if deadline != NEVER)])
 
-    def news(self) -> list[Timer]:
+    def news(self) -> list[Key]:
         """The timers in slots that had never been in use when this was asked before."""
         new = []
         for seat, mark in enumerate(self._words[_HEAD_MARKS : _HEAD_MARKS + self.seats].tolist()):
@@ -262,9 +300,22 @@ class Timetable:
             if before < mark <= SLOTS + 1:
                 self._known[seat] = mark
                 base = (self._head + seat * _SEAT_SIZE) // 8
-                for slot in range(FIRST + before - 1, FIRST + mark - 1):
-                    new += self._read(seat, slot, self._words[base + slot])
-        return [timer for timer in new if timer.deadline != NEVER]
+                slots = range(FIRST + before - 1, FIRST + mark - 1)
+                new += [(seat, slot, self._words[base + slot]) for slot in slots]
+        return [key for key in new if key[2] != NEVER]
+
+    def read(self, key: Key) -> Timer | None:
+        """What a timer is about; None if it has been cleared, or set anew."""
+        seat, slot, deadline = key
+        start = self._head + seat * _SEAT_SIZE
+        if not slot:
+            return Timer(seat, 0, deadline, self._hang, 0, "heartbeat", "", self._words[start // 8 + SEAT_STEP])
+        word = start // 8 + slot
+        text = start + _TEXTS + (slot - FIRST) * _TEXT_SIZE
+        size = min(int.from_bytes(self._map[text : text + 2], sys.byteorder), TEXT_LIMIT)
+        scope, place = decode(self._map[text + 2 : text + 2 + size])
+        span, thread = self._words[word + SLOTS], self._words[word + 2 * SLOTS]
+        return Timer(seat, slot, deadline, span, thread, scope, place) if self._words[word] == deadline else None
 
     def holder(self, seat: int) -> int:
         """The process that has a seat, as the kernel knows it; 0: nobody.
@@ -284,35 +335,28 @@ class Timetable:
         """The rank that the holder of a seat says it belongs to."""
         return self._words[(self._head + seat * _SEAT_SIZE) // 8 + _SEAT_RANK]
 
-    def latest_beat(self, seat: int) -> int:
-        """The last heartbeat of all processes that say they belong to the rank that the holder of a seat does."""
-        rank, marks = self.rank(seat), self._words[_HEAD_MARKS : _HEAD_MARKS + self.seats].tolist()
-        seats = [other for other, mark in enumerate(marks) if mark and self.rank(other) == rank]
-        return max((self._words[(self._head + other * _SEAT_SIZE) // 8 + SEAT_BEAT] for other in seats), default=0)
+    def latest_beats(self) -> dict[int, int]:
+        """The last heartbeat of each rank: of all processes that say they belong to it."""
+        latest: dict[int, int] = {}
+        for seat, mark in enumerate(self._words[_HEAD_MARKS : _HEAD_MARKS + self.seats].tolist()):
+            if mark:
+                rank, beat = self.rank(seat), self._words[(self._head + seat * _SEAT_SIZE) // 8 + SEAT_BEAT]
+                latest[rank] = max(latest.get(rank, 0), beat)
+        return latest
 
     def close(self) -> None:
         """Give the memory and the descriptors back: whoever takes a timer then is told. Idempotent."""
-        if hasattr(self, "_words"):
-            with suppress(ValueError):  # done before
-                self._words[HEAD_WAKE] = NEVER
-            self._words.release()
-        if hasattr(self, "_map"):
-            with suppress(BufferError):  # a traceback has a view of it yet: it goes with that
-                self._map.close()
+        try:
+            self._words[HEAD_WAKE] = NEVER
+        except ValueError:  # done before
+            pass
+        self._words.release()
+        try:
+            self._map.close()
+        except BufferError:  # a traceback has a view of it yet: it goes with that
+            pass
         while self._fds:
             os.close(self._fds.pop())
-
-    def _read(self, seat: int, slot: int, deadline: int) -> list[Timer]:
-        """A slot as a timer; nothing if it has changed meanwhile."""
-        start = self._head + seat * _SEAT_SIZE
-        word = start // 8 + slot
-        text = start + _TEXTS + (slot - FIRST) * _TEXT_SIZE
-        size = min(int.from_bytes(self._map[text : text + 2], sys.byteorder), TEXT_LIMIT)
-        scope, place = decode(self._map[text + 2 : text + 2 + size])
-        span, thread = self._words[word + SLOTS], self._words[word + 2 * SLOTS]
-        if self._words[word] != deadline:
-            return []
-        return [Timer(seat, slot, deadline, span, thread, scope, place)]
 
 
 class Seat:
@@ -443,8 +487,10 @@ class Seat:
         words[SEAT_STEP] = step
         words[SEAT_BEAT] = now
         if not now - LATE <= head[HEAD_WAKE] <= now + head[HEAD_HANG]:
-            with suppress(RuntimeError):  # who beats asks for nothing
+            try:
                 self.ring()
+            except RuntimeError:  # who beats asks for nothing
+                pass
 
     def ring(self) -> None:
         """Have the watcher look now. Raises RuntimeError when nobody watches any more."""
@@ -481,8 +527,10 @@ class Seat:
         if hasattr(self, "head"):
             self.drift()
         for each in self._maps:
-            with suppress(BufferError):  # somebody has a view of it yet: it goes with that
+            try:
                 each.close()
+            except BufferError:  # somebody has a view of it yet: it goes with that
+                pass
         self._maps.clear()
         while self._fds:
             fd = self._fds.pop()

@@ -114,7 +114,9 @@ class View:
         self._fold: Fold | None = None
         # Half a line is nothing to a machine, to a pattern, and to a comparison.
         self._whole = select is not None or isinstance(form, Json)
+        self._lively = surface.live and isinstance(form, Text)
         self._unfinished: dict[Lane, None] = {}
+        self._lanes: set[Lane] = set()
 
     def fold_into(self, fold: Fold) -> None:
         """Have lines that are equal made one, by ``fold``, which writes to the surface."""
@@ -130,6 +132,7 @@ class View:
     def take(self, lane: Lane, data: bytes | bytearray, count: int = -1, *, more: bool = False) -> None:
         """Take the next ``count`` bytes of a lane (< 0: all of ``data``). There is ``more`` to be read, or not."""
         lane.behind = more
+        self._lanes.add(lane)
         cutter = lane.cutter
         block = cutter.cut(data, count)
         if block:
@@ -212,11 +215,11 @@ class View:
     def close(self) -> None:
         """All lanes have come to their ends."""
         self.release()
-        self.surface.finish()
+        self.surface.forget(self._lanes)
 
     @property
     def _live(self) -> Screen | None:
-        return self.surface if self.surface.live else None  # type: ignore[return-value]  # `live` says that it is one
+        return self.surface if self._lively else None  # type: ignore[return-value]  # `live` says that it is one
 
     def _want(self, moment: float) -> None:
         self.due = min(self.due, moment)

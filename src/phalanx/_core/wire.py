@@ -10,12 +10,14 @@ from __future__ import annotations
 import _socket  # the C module: `socket` itself costs 7 ms to import, most of it for enums
 import errno
 import marshal
-import os
 import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import os
     from collections.abc import Sequence
+else:
+    import posix as os  # the C half: `os` itself takes 1 of the 13 ms in which a keeper gets up
 
 Message = tuple[object, ...]
 
@@ -41,6 +43,12 @@ def pair() -> tuple[_socket.socket, _socket.socket]:
     return _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET | _socket.SOCK_CLOEXEC)
 
 
+def peer(sock: _socket.socket) -> int:
+    """The pid of the process that made the socket's pair (SO_PEERCRED, unix(7)); 0 if it cannot be seen from here."""
+    credentials = sock.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, 3 * _INT)
+    return int.from_bytes(credentials[:_INT], sys.byteorder)
+
+
 class Channel:
     """One end of a conversation. Non-blocking both ways; what cannot be sent at once is kept, in order.
 
@@ -50,7 +58,7 @@ class Channel:
 
     def __init__(self, sock: _socket.socket) -> None:
         self._sock = sock
-        self._outbox: list[tuple[bytes, tuple[int, ...], int]] = []
+        self._outbox: list[tuple[bytes, tuple[int, ...], tuple[int, ...]]] = []  # the last are ours, to be closed
         self._fds: list[int] = []
         sock.setblocking(False)
 
@@ -58,27 +66,42 @@ class Channel:
         """The socket's descriptor."""
         return self._sock.fileno()
 
+    def descriptors(self) -> list[int]:
+        """All that is open here."""
+        return [self.fileno(), *(fd for _body, _fds, own in self._outbox for fd in own), *self._fds]
+
     def send(self, message: Message, fds: Sequence[int] = ()) -> bool:
-        """Send, or keep for `flush`. Returns whether all is sent. Raises Closed when nobody can read it any more."""
+        """Send, or keep for `flush`. Returns whether all is sent. Raises Closed when nobody can read it any more.
+
+        The descriptors may be closed after this: those that have to wait are duplicated.
+        """
+        first = len(self._outbox)
         while len(fds) > _DESCRIPTORS:
-            self._outbox.append((marshal.dumps(None), tuple(fds[:_DESCRIPTORS]), -1))
+            self._outbox.append((marshal.dumps(None), tuple(fds[:_DESCRIPTORS]), ()))
             fds = fds[_DESCRIPTORS:]
         body = marshal.dumps(message)  # type: ignore[arg-type]  # plain values, as `marshal` demands; typeshed spells them out
-        memfd = -1
+        own: tuple[int, ...] = ()
         if len(body) > _PACKET:
             memfd = os.memfd_create("phalanx-message")
             view = memoryview(body)
             while view:
                 view = view[os.write(memfd, view) :]
             body = marshal.dumps(memfd)  # any int: "the message is in the last descriptor"
-            fds = (*fds, memfd)
-        self._outbox.append((body, tuple(fds), memfd))
-        return self.flush()
+            own = (memfd,)
+        self._outbox.append((body, (*fds, *own), own))
+        count = len(self._outbox)
+        if self.flush():
+            return True
+        for index in range(max(0, first - count + len(self._outbox)), len(self._outbox)):
+            body, fds, own = self._outbox[index]
+            duplicates = tuple(os.dup(fd) for fd in fds if fd not in own)
+            self._outbox[index] = (body, (*duplicates, *own), (*duplicates, *own))
+        return False
 
     def flush(self) -> bool:
         """Send what is kept, as far as it goes. Returns whether all is sent. Raises Closed."""
         while self._outbox:
-            body, fds, memfd = self._outbox[0]
+            body, fds, own = self._outbox[0]
             rights = b"".join(fd.to_bytes(_INT, sys.byteorder) for fd in fds)
             try:
                 self._sock.sendmsg(
@@ -87,10 +110,11 @@ class Channel:
             except BlockingIOError:
                 return False
             except (BrokenPipeError, ConnectionError):
+                self._drop()
                 raise Closed from None
             del self._outbox[0]
-            if memfd >= 0:
-                os.close(memfd)
+            for fd in own:
+                os.close(fd)
         return True
 
     def receive(self) -> tuple[Message, list[int]] | None:
@@ -112,6 +136,7 @@ class Channel:
                 raise Closed
             message = marshal.loads(body)  # noqa: S302 - the other end is our own process
             if flags & _socket.MSG_CTRUNC:
+                self.drop_received()
                 raise Truncated(message)
             if message is None:
                 continue
@@ -132,9 +157,17 @@ class Channel:
     def close(self) -> None:
         """Close the socket, and drop what was not sent or not taken. Idempotent."""
         self._sock.close()
-        for _body, _fds, memfd in self._outbox:
-            if memfd >= 0:
-                os.close(memfd)
-        for fd in self._fds:
-            os.close(fd)
-        self._outbox, self._fds = [], []
+        self._drop()
+        self.drop_received()
+
+    def drop_received(self) -> None:
+        """Close the descriptors of a message that has not been taken: an exception ended the taking."""
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def _drop(self) -> None:
+        """Forget what was not sent."""
+        outbox, self._outbox = self._outbox, []
+        for _body, _fds, own in outbox:
+            for fd in own:
+                os.close(fd)

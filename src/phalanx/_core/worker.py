@@ -203,6 +203,7 @@ def _work(
             raise
         value = function(rank, *arguments) if numbered else function(*arguments)
     except SystemExit as leave:
+        evidence.note_exit(leave)
         code = _exit_code(leave)
         if code:
             return code
@@ -267,12 +268,9 @@ def _payload_file() -> str:
 
 def _exit_code(leave: SystemExit) -> int:
     """The exit code of ``sys.exit(...)``, as the interpreter would find it."""
-    if leave.code is None:
-        return 0
-    if isinstance(leave.code, int):
-        return leave.code & 0xFF
-    print(leave.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
-    return 1
+    if leave.code is not None and not isinstance(leave.code, int):
+        print(leave.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
+    return evidence.exit_code(leave)
 
 
 def _die_of_interrupt() -> int:

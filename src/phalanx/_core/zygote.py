@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 
-from phalanx._core import clock, linux, wire
+from phalanx._core import clock, interpreter, linux, pidfds, wire
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 _CLOSING = 10.0  # seconds in which a zygote that nobody needs has to be gone before it is killed
+_KILLED = 2.0  # seconds after SIGKILL in which it is waited for
 _FORKING = 60.0  # seconds in which it has to have forked: the launcher holds signals back meanwhile
 
 
@@ -67,6 +68,8 @@ class Zygote:
         self._path = list(path)
         self._flags = list(flags)
         self._popen: subprocess.Popen[bytes] | None = None
+        self._pidfd = -1
+        self._serial = 0  # of the last question: an answer that nobody has waited for is for an older one
         self._channel: wire.Channel | None = None
         self._ready = False
         self._importing = ""
@@ -85,13 +88,8 @@ class Zygote:
         occupied = linux.occupy_standard_descriptors()
         ours, theirs = wire.pair()
         try:
-            root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
             fd = theirs.fileno()
-            code = (
-                f"import sys;path=sys.path[:];sys.path.append({root!r});from phalanx._core.zygote import main;"
-                f"main({fd},path)"
-            )
-            command = [sys.executable, *self._flags, "-c", code]
+            command = interpreter.command(self._flags, f"from phalanx._core.zygote import main;main({fd})")
             # A session of its own: a Ctrl-C at the terminal is for the launcher.
             self._popen = subprocess.Popen(
                 command,
@@ -101,6 +99,8 @@ class Zygote:
                 env={**os.environ, **self._env},
             )
             self._channel = wire.Channel(ours)
+            # A process that an import has started may hold the socket, which would not tell of its end then.
+            self._pidfd = _pidfd(self._popen.pid)
             self._channel.send(("preload", self._path, list(self.preload)))
         except BaseException:
             ours.close()
@@ -139,25 +139,32 @@ class Zygote:
         try:
             with self._one:
                 assert self._channel is not None
-                umask = os.umask(0)
-                os.umask(umask)
+                self._serial += 1
+                self._channel.drop_received()
                 try:
-                    self._channel.send(("fork", page, umask), [sock.fileno(), cwd, 1, 2])
+                    self._channel.send(("fork", self._serial, page, linux.umask()), [sock.fileno(), cwd, 1, 2])
                 except wire.Closed:
                     self._gone()
-                message, fds = self._receive(_FORKING)
+                (verb, number), fds = self._answer()
         finally:
             os.close(cwd)
-        verb, number = message[:2]
         if verb == "error":
-            raise OSError(number, os.strerror(int(str(number))))
-        return int(str(number)), fds[0] if fds else -1
+            raise OSError(number, os.strerror(number))
+        return number, fds[0] if fds else -1
+
+    def _answer(self) -> tuple[tuple[str, int], list[int]]:
+        """The answer to the last question. Older ones were for a call that an exception has ended meanwhile."""
+        while True:
+            (verb, serial, number), fds = self._receive(_FORKING)
+            if serial == self._serial:
+                return (str(verb), int(str(number))), fds
+            for fd in fds:
+                os.close(fd)
 
     def close(self) -> None:
         """Let it go. The groups that it has forked live on. Idempotent."""
         if self._owner != os.getpid():  # a fork of the launcher, which needs it still: the shutdown would be for both
-            if self._channel is not None:
-                self._channel.close()
+            self._close_descriptors()
             return
         if self._channel is not None:
             self._channel.shutdown()
@@ -168,14 +175,29 @@ class Zygote:
             except ProcessLookupError:  # its session is not made yet, or it has just gone
                 self._popen.kill()
         if self._popen is not None:
-            try:
-                self._popen.wait(_CLOSING)
-            except subprocess.TimeoutExpired:
-                self._popen.send_signal(signal.SIGKILL)
-                self._popen.wait()
+            self._end(_CLOSING if self._ready else _KILLED)
+        with self._one:  # another thread may be listening, and has heard the end by now
+            self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
         if self._channel is not None:
-            with self._one:  # another thread may be listening, and has heard the end by now
-                self._channel.close()
+            self._channel.close()
+        pidfd, self._pidfd = self._pidfd, -1
+        if pidfd >= 0:
+            os.close(pidfd)
+
+    def _end(self, seconds: float) -> int | None:
+        """Reap it; kill it if it does not go within ``seconds``. Returns its exit code; None if it cannot be reaped."""
+        assert self._popen is not None
+        try:
+            return self._popen.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+        try:
+            return self._popen.wait(_KILLED)
+        except subprocess.TimeoutExpired:  # on a disk that does not answer
+            pidfds.reap_later(self._popen.wait)
+            return None
 
     def _alive(self) -> bool:
         return self._popen is not None and self._owner == os.getpid() and self._popen.poll() is None
@@ -183,23 +205,29 @@ class Zygote:
     def _receive(self, timeout: float | None = None) -> tuple[wire.Message, list[int]]:
         assert self._channel is not None
         poll = select.poll()
-        poll.register(self._channel.fileno(), select.POLLIN)
+        for fd in (self._channel.fileno(), self._pidfd):
+            if fd >= 0:
+                poll.register(fd, select.POLLIN)
         end = None if timeout is None else clock.now() + timeout
         try:
             while (received := self._channel.receive()) is None:
                 left = None if end is None else max(0.0, end - clock.now()) * 1000
-                if not poll.poll(left):  # stopped: what it says later would be taken for the answer to another
+                ready = dict(poll.poll(left))
+                if self._channel.fileno() in ready:
+                    continue
+                if not ready:  # stopped: what it says later would be taken for the answer to another
                     assert self._popen is not None
                     self._popen.kill()
-                    end = None
+                self._gone()
         except wire.Closed:
             self._gone()
         return received
 
     def _gone(self) -> NoReturn:
-        assert self._popen is not None
-        code = self._popen.wait()
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        code = self._end(_KILLED)
+        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
+        if code is None:
+            how = "was killed, and does not end"
         if self._ready:
             msg = f"preload: the process that has imported {', '.join(self.preload) or 'nothing'} {how}"
             raise PreloadError(msg) from None
@@ -208,22 +236,30 @@ class Zygote:
         raise PreloadError(msg, self._importing) from None
 
 
+def _pidfd(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:  # so soon: the socket will tell
+        return -1
+
+
 # --- in the zygote
 
 
-def main(fd: int, path: list[str]) -> None:
-    """Be a zygote, at the end ``fd``, with ``path`` as a worker's own search path. Does not return."""
+def main(fd: int) -> None:
+    """Be a zygote, at the end ``fd``. Does not return."""
     from phalanx._core import starting
 
+    path = sys.path[:-1]  # a worker's own: the last entry is where Phalanx is
     os.set_inheritable(fd, False)
     starting.fill_standard_descriptors()  # what the launcher had closed; a fork puts a group's own in their place
-    parent = os.getppid()
-    launcher = os.pidfd_open(parent)
+    sock = _socket.socket(fileno=fd)
     # While we import, nobody listens at the socket. The thread that has started us waits for as long.
-    linux.die_with_parent(parent)
+    linux.die_with_parent(os.getppid())
+    launcher = starting.open_launcher(sock)
     if not getattr(sys.flags, "safe_path", False):
         del path[0]  # the working directory, where ``-c`` looks, and no worker of ours
-    channel = wire.Channel(_socket.socket(fileno=fd))
+    channel = wire.Channel(sock)
     try:
         poll = select.poll()
         poll.register(fd, select.POLLIN)
@@ -251,7 +287,7 @@ def _preload(channel: wire.Channel, path: list[str], modules: list[str]) -> None
     import gc
     import importlib
 
-    from phalanx._core import evidence, keeper, payload, script, starting, worker  # noqa: F401 - what forks will need
+    from phalanx._core import evidence, guard, payload, script, starting, worker  # noqa: F401 - what forks will need
 
     own = list(sys.path)
     sys.path[:0] = path
@@ -331,15 +367,17 @@ def _threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def _fork(channel: wire.Channel, launcher: int, path: list[str], fds: list[int], page: str, umask: int) -> None:
-    from phalanx._core import keeper
+def _fork(
+    channel: wire.Channel, launcher: int, path: list[str], fds: list[int], serial: int, page: str, umask: int
+) -> None:
+    from phalanx._core import guard
 
     sock, cwd, out, err = fds
     try:
         pid = os.fork()
     except OSError as error:
         pid = -1
-        channel.send(("error", error.errno))
+        channel.send(("error", serial, error.errno))
     if pid == 0:
         try:
             channel.close()
@@ -352,16 +390,16 @@ def _fork(channel: wire.Channel, launcher: int, path: list[str], fds: list[int],
             os.setsid()
             linux.map_name(page)
             sys.path[:] = path
-            keeper.keep(_socket.socket(fileno=sock), launcher=launcher)
+            guard.keep(_socket.socket(fileno=sock), launcher=launcher)
         finally:
             os._exit(70)
     for fd in fds:
         os.close(fd)
     if pid > 0:
         try:
-            pidfds = [os.pidfd_open(pid)]
+            own = [os.pidfd_open(pid)]
         except OSError:  # gone so soon: the launcher hears of it by the socket
-            pidfds = []
-        channel.send(("forked", pid), pidfds)
-        for fd in pidfds:
+            own = []
+        channel.send(("forked", serial, pid), own)
+        for fd in own:
             os.close(fd)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from phalanx._core import size
+from phalanx._core.seconds import seconds
 from phalanx.multiprocessing import ConsoleSpecs
 from phalanx.multiprocessing._console import TEMPLATE_ENV, template_of_environment
 
@@ -38,6 +39,18 @@ def reading(read: Callable[[str], Any]) -> Callable[[click.Context, click.Parame
             raise click.BadParameter(str(error)) from None
 
     return callback
+
+
+def checking_seconds(*, zero: bool = True, endless: bool = True) -> Callable[..., Any]:
+    """A callback that refuses what is no time, as the library does: see `seconds`."""
+
+    def check(number: Any) -> float:
+        try:
+            return seconds("", number, zero=zero, endless=endless)
+        except ValueError as error:
+            raise ValueError(str(error).removeprefix(": ")) from None
+
+    return reading(check)
 
 
 def read_ranks(text: str) -> set[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 
 from phalanx._core import linux
-from phalanx.multiprocessing import _signals
+from phalanx._core.aside import Aside
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from phalanx.multiprocessing import DefaultLogsSpecs, Outcome, PContext
     from phalanx.multiprocessing._record import Rank, RankState, Run, State
+
+PATIENCE = 5.0
+"""Seconds that the end of a run waits for a disk that does not answer."""
 
 _CAUSE_LIMIT = 500
 
@@ -44,29 +47,40 @@ class Recorder:
         self._started = time.time()
         self._run: Run | None = None
         self._failed = False
+        self._aside = Aside("phalanx-record")
 
     def running(self) -> None:
-        """The workers run. Raises nothing, but at its end the `SignalException` of a signal that came meanwhile."""
+        """The workers run. Returns at once."""
         self._write(self._begun)
 
     def ended(self, state: State, exit_code: int, cause: str = "") -> None:
-        """The run is over, and all of its processes are gone. Raises as `running` does."""
+        """The run is over, and all of its processes are gone. Returns when that is written, or takes too long."""
         self._write(lambda: self._over(state, exit_code, cause))
+        if not self._aside.finish(PATIENCE):
+            self._refuse(f"the disk has not answered for {PATIENCE:g} s")
 
     def _write(self, make: Callable[[], Run]) -> None:
         folder = self._specs.run_log_dir
         if folder is None:  # refused before it had one
             return
-        with _signals.hold():  # modules that are being imported catch exceptions, and would swallow ours
+
+        def write() -> None:
             try:
                 from phalanx.multiprocessing import _record
 
                 self._run = make()
                 _record.write(folder, self._run)
             except Exception as error:  # noqa: BLE001 - whatever it is, a run of days must not end for a note on it
-                if not self._failed:
-                    self._failed = True
-                    self._say(f"the run goes on, but its run.json cannot be written: {error}")
+                self._refuse(error)
+
+        # A disk that does not answer must hold back neither a signal nor the end.
+        if not self._aside.call(write):
+            write()
+
+    def _refuse(self, why: object) -> None:
+        if not self._failed:
+            self._failed = True
+            self._say(f"the run goes on, but its run.json cannot be written: {why}")
 
     def _begun(self) -> Run:
         from phalanx.multiprocessing import _record
@@ -89,7 +103,10 @@ class Recorder:
         except RuntimeError:  # it was never up, or its keeper was killed
             result = None
         ranks = self._ranks({} if result is None else result.outcomes, "lost")
-        return _record.end(run, state=state, exit_code=exit_code, cause=_one_line(cause), ranks=ranks)
+        leftovers = [] if result is None else [_record.Leftover.of(leftover) for leftover in result.leftovers]
+        return _record.end(
+            run, state=state, exit_code=exit_code, cause=_one_line(cause), ranks=ranks, leftovers=leftovers
+        )
 
     def _ranks(self, outcomes: dict[int, Outcome], otherwise: RankState) -> list[Rank]:
         """Every rank that was started, with its outcome as far as there is one."""

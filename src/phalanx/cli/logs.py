@@ -138,7 +138,7 @@ def _leave(reader: _Reader) -> None:
     if reader.interrupted:
         sys.exit(128 + signal.SIGINT)
     if reader.refusal is not None:
-        msg = f"stdout: {reader.refusal.strerror}"
+        msg = f"stdout: {getattr(reader.refusal, 'strerror', reader.refusal)}"
         raise click.ClickException(msg)
     if reader.broken:  # | head
         sys.exit(128 + signal.SIGPIPE)
@@ -196,7 +196,7 @@ class _Reader:
         self.interrupted = False
         self.broken = False
         """Whether nobody has read to the end,"""
-        self.refusal: OSError | None = None
+        self.refusal: BaseException | None = None
         """or why there was no place for it."""
 
     def interrupt(self, _number: int, _frame: object) -> None:

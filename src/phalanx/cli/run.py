@@ -15,10 +15,11 @@ import time
 
 import click
 
-from phalanx._core.tell import tell
+from phalanx._core.tell import mention, tell
 from phalanx.cli import _nproc
 from phalanx.cli._options import (
     SETTINGS,
+    checking_seconds,
     console_options,
     console_specs,
     option,
@@ -112,7 +113,7 @@ def _steps(text: str) -> tuple[tuple[str, float], ...]:
     help="Local ranks whose output the console shows.",
 )
 @console_options
-@option("--drain", type=click.FloatRange(min=0), default=10.0, show_default=True, metavar="SECONDS",
+@option("--drain", type=float, callback=checking_seconds(), default=10.0, show_default=True, metavar="SECONDS",
         help="Time that the end waits, at most, for a console that reads slowly.")  # fmt: skip
 @option("--log-max-size", callback=reading(read_size), metavar="SIZE",
         help="Set log files aside when they would grow beyond, as stdout.log.1, ...: 100MB, 1GiB.")  # fmt: skip
@@ -120,11 +121,13 @@ def _steps(text: str) -> tuple[tuple[str, float], ...]:
         help="Write lines that hold one of these also to filtered_stdout.log, for all ranks.")  # fmt: skip
 @option("--duplicate-stderr-filters", callback=reading(read_strings), metavar="TEXT,...",
         help="The same for stderr.")  # fmt: skip
-@option("--grace", type=click.FloatRange(min=0), default=30.0, show_default=True, metavar="SECONDS",
+@option("--grace", type=float, callback=checking_seconds(), default=30.0, show_default=True, metavar="SECONDS",
          help="Time between SIGTERM and SIGKILL.")  # fmt: skip
-@option("--settle", type=click.FloatRange(min=0), default=0.1, show_default=True, metavar="SECONDS",
+@option("--settle", type=float, callback=checking_seconds(), default=0.1, show_default=True, metavar="SECONDS",
          help="Time for the others to leave evidence after the first failure, before they are stopped.")  # fmt: skip
-@option("--hang-timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
+@option("--linger", type=float, callback=checking_seconds(), default=10.0, show_default=True, metavar="SECONDS",
+         help="Time for what workers that have all succeeded left behind (an upload), before it is ended.")  # fmt: skip
+@option("--hang-timeout", type=float, callback=checking_seconds(zero=False, endless=False), metavar="SECONDS",
          help="A rank whose last phalanx.timer.beat() is older is hung. Default: none is expected.")  # fmt: skip
 @option("--on-expiry", callback=reading(_steps), default="kill", show_default=True, metavar="STEP[:SECONDS],...",
         help="What follows when a timer expires: report, dump, terminate, kill.")  # fmt: skip
@@ -180,6 +183,7 @@ def _run(
     local_ranks_filter: set[int] | None,
     grace: float,
     settle: float,
+    linger: float,
     master_addr: str,
     master_port: int,
     log_max_size: int | None,
@@ -215,8 +219,8 @@ def _run(
     }
     argv = dict.fromkeys(envs, args)
     filters = {"stdout": duplicate_stdout_filters, "stderr": duplicate_stderr_filters}
-    rest: dict[str, Any] = {"settle": settle, "grace": grace, "placement": placement}
-    rest["timers"] = timers
+    rest: dict[str, Any] = {"settle": settle, "grace": grace, "linger": linger, "placement": placement}
+    rest |= {"timers": timers, "speak": _say}
     group: PContext
     if no_python:
         group = SubprocessContext(script, script, argv, envs, specs, console=console, filters=filters, **rest)
@@ -226,15 +230,32 @@ def _run(
     command = [*(["-m"] if module else []), script, *args]
     recorder = Recorder(group, specs, run_id=run_id, command=command, say=_say)
     specs.notes = said
+    return _see_through(group, recorder, specs, grace)
+
+
+def _see_through(group: PContext, recorder: Recorder, specs: _RunLogs, grace: float) -> int:
+    """Start the group, wait for its end, and say what became of it. Returns the exit code."""
     try:
         group.start()
         recorder.running()
+        from phalanx.errors import format_report  # noqa: F401 - now: at the end there may be no descriptor, or no disk
+
         result = group.wait()
     except SignalException as error:
         code = _stop(group, error.sigval, grace)
-        recorder.ended("stopped", code, error.sigval.name)
+        failed = _failed_before(group)
+        if failed is None:
+            recorder.ended("stopped", code, error.sigval.name)
+            return code
+        result = failed
+    except KeeperLostError as error:
+        _say(f"Error: {error}")
+        known = RunProcsResult(failures=dict(error.failures))
+        code = _outcome(known)[0] or 1
+        recorder.ended("failed", code, str(error))
+        _report(group.name, known, specs.run_log_dir or "")
         return code
-    except (KeeperLostError, PreloadError) as error:
+    except PreloadError as error:
         _say(f"Error: {error}")
         recorder.ended("failed", 1, str(error))
         return 1
@@ -248,7 +269,7 @@ def _run(
         group.close(signal.SIGKILL)  # ended already, unless one more signal has broken out of `_stop`
     code, cause = _outcome(result)
     recorder.ended("failed" if code else "succeeded", code, cause)
-    _report(script, result, specs.run_log_dir or "")
+    _report(group.name, result, specs.run_log_dir or "")
     return code
 
 
@@ -386,7 +407,7 @@ def _stop(group: PContext, first: signal.Signals, grace: float) -> int:
                 )
                 text = f"phalanx: {death.name}: {text}"
                 if not group.say(text):  # above the live lines of a terminal
-                    tell(text)
+                    mention(text)
             group.close(death, seconds)
         except SignalException:
             death, seconds = signal.SIGKILL, 0.0
@@ -394,6 +415,17 @@ def _stop(group: PContext, first: signal.Signals, grace: float) -> int:
             return 128 + first
         else:
             return 128 + first
+
+
+def _failed_before(group: PContext) -> RunProcsResult | None:
+    """The result of a stopped group, if a rank had failed by itself before that."""
+    try:
+        result = group.wait(0)
+    except KeeperLostError as error:
+        result = RunProcsResult(failures=dict(error.failures))
+    except RuntimeError:  # it was never up
+        return None
+    return result if result is not None and result.failures else None
 
 
 def _timers(on_expiry: tuple[tuple[str, float], ...], hang_timeout: float | None) -> TimerSpecs:
@@ -410,7 +442,7 @@ def _outcome(result: RunProcsResult) -> tuple[int, str]:
         rank = root.local_rank if root.rank is None else root.rank
         return 128 - root.exitcode if root.exitcode < 0 else root.exitcode or 1, f"rank {rank}: {root.message}"
     for rank, outcome in result.outcomes.items():
-        if outcome.state == "abandoned":
+        if outcome.state != "succeeded":
             return 1, f"rank {rank}: {outcome.describe()}"
     return 0, ""
 
@@ -418,9 +450,9 @@ def _outcome(result: RunProcsResult) -> tuple[int, str]:
 def _report(name: str, result: RunProcsResult, log_dir: str) -> None:
     """Say what went wrong, if anything did."""
     if not result.failures:
-        for outcome in result.outcomes.values():
-            if outcome.state == "abandoned":
-                _say(outcome.describe())
+        for rank, outcome in result.outcomes.items():
+            if outcome.state != "succeeded":
+                _say(f"rank {rank}: {outcome.describe()}")
         return
 
     @record  # a launcher that is itself a worker passes the root cause on to its own error file

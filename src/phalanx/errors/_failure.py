@@ -168,6 +168,8 @@ class ProcessFailure(Value):
         stderr_tail: The last lines that it wrote to a captured stderr.
         stdout_file: Where its stdout is, or ``""``.
         stderr_file: Where its stderr is, or ``""``.
+        dated_ns: When it began to end, as far as that is known other than by evidence of its own, on CLOCK_MONOTONIC,
+            in nanoseconds.
 
     Attributes:
         error_file_data: The error file as parsed, ``{"message": "<NONE>"}`` without one.
@@ -176,7 +178,8 @@ class ProcessFailure(Value):
         timestamp: The error file's time, else the time of construction: Unix time, whole seconds.
         traceback: The error file's traceback, or the stacks that a fatal signal left; ``""`` when there is neither.
         unreadable: Why the error file could not be used, ``""`` otherwise.
-        evidence_ns: When this very process recorded its evidence, on CLOCK_MONOTONIC, in nanoseconds, or None.
+        evidence_ns: When this very process recorded its evidence, or left by ``sys.exit``, on CLOCK_MONOTONIC, in
+            nanoseconds, or None.
 
     >>> failure = ProcessFailure(1, 4242, -9, "<N/A>")
     >>> failure.message, failure.signal_name(), failure.error_file_data
@@ -201,6 +204,7 @@ class ProcessFailure(Value):
         "traceback",
         "unreadable",
         "evidence_ns",
+        "dated_ns",
     )
 
     local_rank: int
@@ -220,6 +224,7 @@ class ProcessFailure(Value):
     traceback: str
     unreadable: str
     evidence_ns: int | None
+    dated_ns: int | None
 
     def __init__(
         self,
@@ -235,13 +240,17 @@ class ProcessFailure(Value):
         stderr_tail: str = "",
         stdout_file: str = "",
         stderr_file: str = "",
+        dated_ns: int | None = None,
     ) -> None:
         path = os.fspath(error_file)
-        data, problem = evidence.read(path) if path not in ("", NOT_AVAILABLE) else (None, "missing")
+        named = path not in ("", NOT_AVAILABLE)
+        data, problem = evidence.read(path) if named else (None, "missing")
         message, timestamp, traceback = _contents(data)
-        if not traceback and -exitcode in _FATAL and path not in ("", NOT_AVAILABLE):
+        if not traceback and -exitcode in _FATAL and named:
             traceback = evidence.read_fatal(path)
-        ours = evidence.written_by(data) in (None, pid)
+        written = evidence.written_at(data) if evidence.written_by(data) in (None, pid) else None
+        left = evidence.read_exit(path, pid) if named else None
+        moments = [moment for moment in (written, left[1] if left else None) if moment is not None]
         self._store(
             local_rank=local_rank,
             pid=pid,
@@ -259,7 +268,8 @@ class ProcessFailure(Value):
             timestamp=int(time.time()) if timestamp is None else timestamp,
             traceback=traceback,
             unreadable=problem if problem != "missing" else "",
-            evidence_ns=evidence.written_at(data) if ours else None,
+            evidence_ns=min(moments, default=None),
+            dated_ns=dated_ns,
         )
 
     @property
@@ -271,8 +281,9 @@ class ProcessFailure(Value):
         died and been noticed because of another's exception; and by 100 ms if it was by a SIGKILL, which can be the
         cause of a peer's exception, but not its consequence.
         """
-        if self.evidence_ns is not None:
-            return self.evidence_ns if self.observed_ns is None else min(self.evidence_ns, self.observed_ns)
+        moments = [moment for moment in (self.dated_ns, self.evidence_ns) if moment is not None]
+        if moments:
+            return min(moments if self.observed_ns is None else [*moments, self.observed_ns])
         if self.observed_ns is None:
             return LATEST
         return self.observed_ns - (_KILL_NOTICED_NS if self.exitcode == -signal.SIGKILL else _EXIT_NOTICED_NS)

@@ -12,8 +12,9 @@ as one: at the first failure the others are stopped, and the result names the fa
 
 from __future__ import annotations
 
+from phalanx._core.leftovers import Leftover
+from phalanx._core.lost import KeeperLostError
 from phalanx._core.payload import UnpicklableError
-from phalanx._core.supervisor import KeeperLostError
 from phalanx._core.zygote import PreloadError
 from phalanx.errors import Outcome, ProcessFailure
 from phalanx.multiprocessing._console import ConsoleSpecs
@@ -30,6 +31,7 @@ __all__ = [
     "ConsoleSpecs",
     "DefaultLogsSpecs",
     "KeeperLostError",
+    "Leftover",
     "LogsDest",
     "LogsSpecs",
     "MultiprocessContext",

@@ -9,6 +9,7 @@ import io
 import os
 import sys
 
+from phalanx._core.seconds import seconds
 from phalanx._core.value import Value
 
 TYPE_CHECKING = False
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from typing import Any
 
-    from phalanx._core.pump import Pump
+    from phalanx._core.pump import Pump, Stream
+    from phalanx._core.sink import Sink
     from phalanx._core.view import Lane, View
     from phalanx.multiprocessing._logs import LogsDest
 
@@ -44,7 +46,7 @@ class ConsoleSpecs(Value):
         drain: Seconds (>= 0) that the end waits, at most, for a console that reads slowly.
 
     Raises:
-        ValueError: A value that is none of these; the message names the field.
+        ValueError, TypeError: A value that is none of these; the message names the field.
     """
 
     __slots__ = ("color", "drain", "fold", "format", "grep", "ranks", "template", "timestamps")
@@ -79,9 +81,6 @@ class ConsoleSpecs(Value):
             if value not in allowed:
                 msg = f"{name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}"
                 raise ValueError(msg)
-        if not drain >= 0:
-            msg = f"drain: expected 0 seconds or more, got {drain!r}"
-            raise ValueError(msg)
         if fold and format == "json":
             raise ValueError("fold, format: machines are given every line; 'json' cannot be folded")
         self._store(
@@ -92,7 +91,7 @@ class ConsoleSpecs(Value):
             grep=grep if grep is None else _compiled(grep).pattern,
             fold=fold,
             format=format,
-            drain=drain,
+            drain=seconds("drain", drain),
         )
 
 
@@ -109,11 +108,26 @@ def pump(
     """
     if not any((*logs.stdouts.values(), *logs.stderrs.values())):
         return None
-    from phalanx._core.follower import Follower
-    from phalanx._core.pump import Pump, Stream
+    from phalanx._core.pump import Pump
     from phalanx._core.timeline import Timeline
 
     views = _Views(logs, envs, prefixes, console)
+    try:
+        streams = _streams(views, logs, console, filters)
+    except BaseException:
+        views.close()
+        raise
+    timeline = Timeline(logs.timeline) if logs.timeline else None
+    return Pump(streams, views.all, timeline, voice=views.voice(), drain=console.drain)
+
+
+def _streams(
+    views: _Views, logs: LogsDest, console: ConsoleSpecs, filters: Mapping[str, list[str] | None]
+) -> list[Stream]:
+    """Every file of a group, with the views that it goes to."""
+    from phalanx._core.follower import Follower
+    from phalanx._core.pump import Stream
+
     streams = []
     for number, (name, paths, shown, hidden) in enumerate(
         (
@@ -139,8 +153,7 @@ def pump(
                 lanes.append((extract, views.lane(rank, name, extract)))
             follower = Follower(path, rotates=bool(logs.max_size))
             streams.append(Stream(follower, lanes, number=2 * rank + number, spare=spare))
-    timeline = Timeline(logs.timeline) if logs.timeline else None
-    return Pump(streams, views.all, timeline, drain=console.drain)
+    return streams
 
 
 class _Views:
@@ -209,8 +222,19 @@ class _Views:
             return _joined(line for line in block[:-1].split(b"\n") if any(needle in line for needle in wanted))
 
         view = View(Paper(Sink(path)), Text(), select)
-        self.all.insert(0, view)  # the last is where we speak
+        self.all.append(view)
         return view
+
+    def voice(self) -> View | None:
+        """Where we may speak: the view on stderr. A machine that reads JSON, or a file of chosen lines, is not told."""
+        if sys.stderr is None or self._console.format == "json":
+            return None
+        return self._by_place.get(_place(target(sys.stderr)))
+
+    def close(self) -> None:
+        """There will be no pump: let go of what it would have written to."""
+        for view in self.all:
+            view.surface.sink.close()
 
 
 def make_view(target: Any, console: ConsoleSpecs, prefixes: Prefixes, counts: dict[str, int]) -> tuple[View, bool]:
@@ -218,16 +242,18 @@ def make_view(target: Any, console: ConsoleSpecs, prefixes: Prefixes, counts: di
 
     ``counts`` says how many lanes of each stream it will have.
     """
+    from phalanx._core import display
     from phalanx._core.fold import Fold
     from phalanx._core.ranks import format_ranks
-    from phalanx._core.sink import Sink
     from phalanx._core.surface import Paper, Screen
     from phalanx._core.view import Json, Text, View
 
     terminal = isinstance(target, int) and os.isatty(target)
     text = console.format == "text"
-    sink = Sink(target)
-    surface = Screen(sink) if terminal and text and os.environ.get("TERM", "dumb") != "dumb" else Paper(sink)
+    kind = Screen if terminal and os.environ.get("TERM", "dumb") != "dumb" else Paper
+    # One for all groups: of two that write to one terminal, each would cut the other's lines, and erase its bars.
+    # Its descriptor is of its own: by the time that it is written to, the host may have closed this one.
+    surface = display.shared(_place(target), lambda: kind(_sink(target)))
     colour = console.color == "always" or (console.color == "auto" and terminal and not os.environ.get("NO_COLOR"))
     view = View(surface, Text() if text else Json(prefixes.host), _select(console.grep))
     if console.fold:
@@ -331,6 +357,12 @@ def target(stream: Any) -> Any:
         return stream
     known = isinstance(stream, (io.TextIOWrapper, io.BufferedIOBase, io.RawIOBase))
     return fd if known and isinstance(fd, int) else stream
+
+
+def _sink(target: Any) -> Sink:
+    from phalanx._core.sink import Sink
+
+    return Sink(os.dup(target), own=True) if isinstance(target, int) else Sink(target)
 
 
 def _place(target: Any) -> object:

@@ -17,8 +17,9 @@ from _thread import allocate_lock
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
 
-from phalanx._core import evidence, linux
+from phalanx._core import evidence, interpreter, linux, tell
 from phalanx._core import script as script_module
+from phalanx._core.aside import Aside
 from phalanx._core.supervisor import Supervisor
 from phalanx.multiprocessing import _console, _signals
 from phalanx.multiprocessing._console import ConsoleSpecs
@@ -33,9 +34,10 @@ if TYPE_CHECKING:
     from typing import Any, Literal, Self, overload
 
     from phalanx._core import starting
-    from phalanx._core.overseer import Overseer
+    from phalanx._core.hang_report import HangReport
+    from phalanx._core.mirror import Worker
     from phalanx._core.starting import Spec
-    from phalanx._core.supervisor import Worker
+    from phalanx._core.zygote import Zygote
     from phalanx.multiprocessing._logs import LogsSpecs
     from phalanx.multiprocessing._placement import Placement
     from phalanx.multiprocessing._result import RunProcsResult
@@ -46,6 +48,12 @@ SETTLE = 0.1
 
 GRACE = 30.0
 """Seconds between the death signal and SIGKILL."""
+
+
+TIDY = 5.0
+"""Seconds that a `close` waits for what it removes: the disk may not answer."""
+
+_CLOSED_EARLY = "the group %r was closed while it was starting"
 
 
 class _Plan:
@@ -84,6 +92,8 @@ class PContext(ABC):
         log_line_prefixes: What stands before each teed line of a rank; default ``[rank] ``.
         settle: Seconds after the first failure before the others are stopped (default 0.1).
         grace: Seconds between SIGTERM and SIGKILL when a failure stops the others (default 30).
+        linger: Seconds for which processes that workers left behind may go on when every worker has succeeded
+            (default 0). After that they are ended, and it is said which, and whose they were.
         console: How the console shows what is teed.
         filters: "stdout" and "stderr" → strings; lines that hold one are also written to a file of all ranks.
         placement: Where the workers run, and within which bounds; default: as the caller.
@@ -103,11 +113,13 @@ class PContext(ABC):
         *,
         settle: float = SETTLE,
         grace: float = GRACE,
+        linger: float = 0.0,
         console: ConsoleSpecs | None = None,
         filters: Mapping[str, list[str] | None] | None = None,
         placement: Placement | None = None,
         timers: TimerSpecs | None = None,
         signals: bool = True,
+        speak: Callable[[str], None] | None = None,
     ) -> None:
         self.name = name
         self.entrypoint = entrypoint
@@ -126,36 +138,53 @@ class PContext(ABC):
         self._devices: dict[int, dict[str, str]] = {}
         self._settle = settle
         self._grace = grace
+        self._linger = linger
+        self._speak = speak
         self._signals = signals
         self._own_warm: Warm | None = None
         self._supervisor: Supervisor | None = None
         self._result: RunProcsResult | None = None
+        self._starting = self._closed = False
         self._one = allocate_lock()
 
     def start(self) -> None:
         """Start every worker, or none.
 
         Raises OSError when a worker or the keeper cannot be started (what had started is gone then), TypeError for what
-        cannot be pickled, ValueError for a placement that this machine does not allow, and whatever the logs specs
-        raise. On the main thread, a SIGTERM, SIGINT, SIGHUP or SIGQUIT
-        (see ``TORCHELASTIC_SIGNALS_TO_HANDLE``) from now on raises `SignalException`, until the group is closed. One
-        that arrives while the workers start is raised when they run: `is_open` tells, and `close` is as ever.
+        cannot be pickled, ValueError for a placement that this machine does not allow, RuntimeError when another thread
+        closes the group meanwhile, and whatever the logs specs raise. On the main thread, a SIGTERM, SIGINT, SIGHUP or
+        SIGQUIT (see ``TORCHELASTIC_SIGNALS_TO_HANDLE``) from now on raises `SignalException`, until the group is
+        closed. One that arrives while the workers start leaves a group that is open: `is_open` tells, and `close` is as
+        ever.
         """
-        if self._supervisor is not None:
-            msg = f"the group {self.name!r} has been started before"
-            raise RuntimeError(msg)
+        if self._signals:
+            with _signals.delivering():  # one that has been swallowed
+                pass
+        with self._one:
+            if self._supervisor is not None or self._starting:
+                msg = f"the group {self.name!r} has been started before"
+                raise RuntimeError(msg)
+            self._starting, self._closed = True, False
+        try:
+            self._start()
+        finally:
+            self._starting = False
+
+    def _start(self) -> None:
         if self._placement is not None:
             self._placed, said = self._placement.resolve(self.nprocs)
             self._devices = self._placement.environment(self.envs)
             if said:
-                warnings.warn(said, RuntimeWarning, stacklevel=3)  # that of who called start_processes
+                warnings.warn(said, RuntimeWarning, stacklevel=4)  # that of who called start_processes
         with ExitStack() as held, ExitStack() as undo:
             for fd in linux.occupy_standard_descriptors():
                 held.callback(os.close, fd)
             hold = _signals.hold if self._signals else _signals.postpone
             with hold():
                 plan = self._plan(held)
-                supervisor = Supervisor(settle=self._settle, grace=self._grace)
+                supervisor = Supervisor(
+                    settle=self._settle, grace=self._grace, linger=self._linger, speak=self._speak or _log
+                )
                 undo.callback(lambda: _tidy(supervisor, self.logs, self._logs_specs))
                 undo.callback(supervisor.abort)
                 if self._signals:
@@ -168,19 +197,46 @@ class PContext(ABC):
                         undo.callback(self._own_warm.close)
             self._logs_specs.folders_can_wait = True
             self.logs = self._logs_specs.reify(self.envs)
-            overseer = self._oversee(supervisor, undo)
+            evidence.remove_old(self.logs.error_files.values())
+            report = self._watch(supervisor, undo)
             specs = [self._spec(rank, *command) for rank, command in plan.commands.items()]
-            pump = _console.pump(self.logs, self.envs, self.log_line_prefixes, self.console, self._filters)
-            zygote = None if plan.warm is None else plan.warm.wait()
-            with hold():  # what arrives meanwhile finds a group that is open, and can be closed gracefully
+            zygote = self._warmed(plan.warm)
+            with hold():  # not between the start of a process and the noting of it
                 if zygote is not None:
                     supervisor.boot(zygote=zygote)
-                supervisor.start(specs, plan.fds, pump, missing_folders(self.logs), fork=plan.fork, overseer=overseer)
-                supervisor.wait_until_up()
-                self._supervisor = supervisor
+                undo.callback(self._can_be_closed(supervisor))
+                pump = _console.pump(self.logs, self.envs, self.log_line_prefixes, self.console, self._filters)
+                supervisor.start(specs, plan.fds, pump, missing_folders(self.logs), fork=plan.fork, report=report)
                 # At `close`, or when the last reference goes: not in `wait`, whose caller waits for the result alone.
                 self._tidy = weakref.finalize(self, _tidy, supervisor, self.logs, self._logs_specs, self._own_warm)
                 undo.pop_all()
+        try:
+            supervisor.wait_until_up()  # a signal ends this wait at once, and the group is open
+        except BaseException as error:
+            if error is supervisor.not_started:
+                self._tidy()
+                self._supervisor = None
+            raise
+
+    def _warmed(self, warm: Warm | None) -> Zygote | None:
+        """Wait until all is imported. Raises PreloadError; RuntimeError if the group is closed meanwhile."""
+        try:
+            return None if warm is None else warm.wait()
+        finally:
+            if self._closed:
+                raise RuntimeError(_CLOSED_EARLY % self.name) from None
+
+    def _can_be_closed(self, supervisor: Supervisor) -> Callable[[], None]:
+        """From now on there is something to be closed. Returns what takes that back. Raises RuntimeError if it was."""
+
+        def take_back() -> None:
+            self._supervisor = None
+
+        with self._one:
+            if self._closed:
+                raise RuntimeError(_CLOSED_EARLY % self.name)
+            self._supervisor = supervisor
+        return take_back
 
     if TYPE_CHECKING:
 
@@ -200,15 +256,26 @@ class PContext(ABC):
             The result, or None when the time is over. The same result again when called again.
 
         Raises:
-            KeeperLostError: The group's helper process was killed, and with it the group.
+            KeeperLostError: The group's helper process was killed, and with it workers that had not ended.
+            RuntimeError: It was not started; or by another process, of which this is a fork.
         """
         supervisor = self._started()
-        if not supervisor.ended.wait(-1 if timeout is None or timeout < 0 else timeout):
-            return None
+        _check_time(timeout)
+        if supervisor.owner != os.getpid() and not supervisor.ended:
+            msg = f"the group {self.name!r} is not this process's: a fork of the one that started it hears nothing"
+            raise RuntimeError(msg)
+        with _signals.delivering():
+            if not supervisor.ended.wait(-1 if timeout is None or timeout < 0 else timeout):
+                return None
         _signals.release(supervisor)
-        if supervisor.lost is not None:
+        if supervisor.not_started is not None:
+            msg = f"the group {self.name!r} was not started: {supervisor.not_started}"
+            raise RuntimeError(msg)
+        result = self._result or self._judge(supervisor)
+        if supervisor.lost is not None and not supervisor.result_stands:
+            supervisor.lost.failures = result.failures
             raise supervisor.lost
-        return self._result or self._judge(supervisor)
+        return result
 
     def say(self, text: str) -> bool:
         """Show a line on the console, among those of the workers and not into one. Returns whether that is possible."""
@@ -221,17 +288,28 @@ class PContext(ABC):
 
     def pids(self) -> dict[int, int]:
         """The process id of each local rank."""
-        return {rank: worker.pid for rank, worker in sorted(self._started().workers.items())}
+        return {rank: worker.pid for rank, worker in sorted(self._started().mirror.workers.items())}
 
     def close(self, death_sig: signal.Signals | int | None = None, timeout: float = GRACE) -> None:
         """End the group: ``death_sig`` (default SIGTERM), ``timeout`` seconds of grace, SIGKILL. Bounded, idempotent.
 
         Returns when no process of the group is left, grandchildren and daemons included; a process that
         outlives SIGKILL (uninterruptible sleep) is abandoned after 10 s and its rank's outcome says so. Called while
-        another close is under way, it sends its signal too and can only shorten the grace.
+        another close is under way, it sends its signal too and can only shorten the grace. Called while another thread
+        is in `start`, that raises RuntimeError, or the group ends as soon as it has started. In a fork of the process
+        that has started the group, it does nothing: the group is not the fork's. Raises ValueError for what is no
+        signal, and for a ``timeout`` that is not a number.
         """
-        supervisor = self._supervisor
+        _check_time(timeout)
+        with self._one:
+            supervisor = self._supervisor
+            if supervisor is None:
+                self._closed = self._starting
         if supervisor is None:
+            if self._closed and self._own_warm is not None:
+                self._own_warm.close()
+            return
+        if supervisor.owner != os.getpid():
             return
         if not supervisor.ended:
             death = signal.SIGTERM if death_sig is None else signal.Signals(death_sig)
@@ -240,19 +318,22 @@ class PContext(ABC):
             else:
                 supervisor.stop(death, timeout)
         supervisor.join()
-        self._tidy()
-        _signals.release(supervisor)  # once more, if another thread was the first to close
+        try:
+            if supervisor.not_started is None:
+                self._tidy()
+        finally:  # once more: another thread was the first to close, or a signal has interrupted it
+            _signals.release(supervisor)
 
     def __repr__(self) -> str:
         supervisor = self._supervisor
-        state = "not started" if supervisor is None else supervisor.state.name.lower()
+        state = "not started" if supervisor is None else supervisor.mirror.state.lower()
         return f"<{type(self).__name__} {self.name!r}, {state}, {self.nprocs} ranks>"
 
     def __del__(self) -> None:
         supervisor = getattr(self, "_supervisor", None)  # the constructor may have raised
-        if supervisor is not None and not supervisor.ended:
+        if supervisor is not None and supervisor.owner == os.getpid() and not supervisor.ended:
+            supervisor.kill()  # first of all: what a signal handler raises here is lost, and ends this
             text = f"{self!r} was dropped, and is killed; close it"
-            supervisor.kill()
             warnings.warn(text, ResourceWarning, source=self, stacklevel=1)
 
     def __enter__(self) -> Self:
@@ -285,21 +366,23 @@ class PContext(ABC):
         streams = (logs.stdouts[rank] or None, logs.stderrs[rank] or None)
         return (rank, os.fsencode(path), argv, env, *streams, fds, logs.max_size, self._placed.get(rank))
 
-    def _oversee(self, supervisor: Supervisor, undo: ExitStack) -> Overseer | None:
-        """Make what watches the workers' timers, if anything is to."""
+    def _watch(self, supervisor: Supervisor, undo: ExitStack) -> HangReport | None:
+        """Make what reports on the workers' timers, if they are to be watched."""
         if self._timers is None:
             return None
         from phalanx.multiprocessing import _hangs
 
         # Events are kept where the log folder is the caller's, and not a temporary one.
         keep = getattr(self._logs_specs, "root_log_dir", None) is not None
-        overseer, self._watched = _hangs.oversee(self._timers, self.logs, self.envs, supervisor, keep=keep)
-        if overseer is not None:
-            undo.callback(overseer.close)
-        return overseer
+        report, self._watched = _hangs.watch(self._timers, self.logs, self.envs, supervisor.say, keep=keep)
+        if report is not None:
+            undo.callback(report.close)
+        return report
 
     def _judge(self, supervisor: Supervisor) -> RunProcsResult:
-        result = collect(supervisor.workers.values(), self.logs, self.envs, self._value)
+        result = collect(
+            supervisor.mirror.workers.values(), self.logs, self.envs, self._value, supervisor.mirror.leftovers
+        )
         with self._one:  # of several threads that wait, one judges for all
             if self._result is None:
                 self._result = result
@@ -364,18 +447,17 @@ class MultiprocessContext(PContext):
             warm, own = choose(self._preload, self._warm, self.envs)
             self._own_warm = warm if own else None
             return _Plan(forks, flags=interpreter_flags(), fork=True, fds=[memfd, *extra], warm=warm)
-        commands = {rank: (sys.executable, self._argv(rank), fds[rank]) for rank in args}
+        commands = {rank: (interpreter.executable(), self._argv(rank), fds[rank]) for rank in args}
         return _Plan(commands, fds=[memfd, *extra])
 
     def _argv(self, rank: int) -> list[bytes]:
-        root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-        code = f"import sys;sys.path.append({root!r});from phalanx._core.worker import main;main({rank})"
-        return [os.fsencode(part) for part in (sys.executable, *interpreter_flags(), "-c", code)]
+        command = interpreter.command(interpreter_flags(), f"from phalanx._core.worker import main;main({rank})")
+        return [os.fsencode(part) for part in command]
 
     def _value(self, worker: Worker) -> Any:
         if worker.result is None:  # it left by exit code 0 without returning
             return None
-        if isinstance(worker.result, OSError):
+        if isinstance(worker.result, (OSError, MemoryError)):
             raise worker.result
         return pickle.loads(worker.result)
 
@@ -420,7 +502,7 @@ class ScriptContext(SubprocessContext):
     Args:
         script: The script's path, or the module's name.
         module: Which of the two.
-        python: The interpreter.
+        python: The interpreter; default: this one.
         preload: Modules that are imported once, before: the workers are forks then, and ``python`` is this interpreter.
     """
 
@@ -434,7 +516,7 @@ class ScriptContext(SubprocessContext):
         log_line_prefixes: Mapping[int, str] | None = None,
         *,
         module: bool = False,
-        python: str = sys.executable,
+        python: str | None = None,
         preload: Sequence[str] = (),
         warm: Warm | None = None,
         **options: Any,
@@ -443,7 +525,7 @@ class ScriptContext(SubprocessContext):
         if not preload and warm is None:
             head = ("-u", script_module.__file__, *head)
         argv = {rank: (*head, *values) for rank, values in args.items()}
-        super().__init__(name, python, argv, envs, logs_specs, log_line_prefixes, **options)
+        super().__init__(name, python or interpreter.executable(), argv, envs, logs_specs, log_line_prefixes, **options)
         self._warm = warm
         if preload and warm is None:
             path = path_of(script, module=module)
@@ -460,13 +542,45 @@ class ScriptContext(SubprocessContext):
 
 def _tidy(supervisor: Supervisor, logs: LogsDest, specs: LogsSpecs, warm: Warm | None = None) -> None:
     """Let go of what a closed, or dropped, group has in this process, and of files that nobody will look for."""
-    _signals.release(supervisor)
-    if warm is not None:
-        warm.close()
+    if supervisor.owner != os.getpid():  # a fork of it, at its exit
+        return
+    try:
+        _signals.release(supervisor)
+    finally:  # a signal may come in the midst of that
+        if warm is not None:
+            warm.close()
     if supervisor.done:
-        for path in logs.error_files.values():
-            evidence.remove_empty(path)
-        specs.tidy()
+        aside = Aside("phalanx-tidy")
+        if not aside.call(lambda: _remove(logs, specs)):
+            _remove(logs, specs)
+        aside.finish(TIDY)
+    tell.finish()
+
+
+def _remove(logs: LogsDest, specs: LogsSpecs) -> None:
+    for path in logs.error_files.values():
+        evidence.remove_empty(path)
+    specs.tidy()
+
+
+def _check_time(timeout: float | None) -> None:
+    if timeout != timeout:  # noqa: PLR0124 - NaN, which would wait for ever
+        msg = f"timeout: expected seconds, got {timeout!r}"
+        raise ValueError(msg)
+
+
+def _log(text: str) -> None:
+    """Warn. Where nobody has set up logging, say it so that a stderr that nobody reads holds up no end of a program."""
+    if "logging" in sys.modules:
+        from logging import WARNING, getLogger
+
+        logger = getLogger("phalanx")
+        if logger.hasHandlers() or not logger.isEnabledFor(WARNING):
+            logger.warning("%s", text)
+            return
+    from phalanx._core.tell import tell
+
+    tell(f"phalanx: {text}")
 
 
 def interpreter_flags() -> list[str]:

@@ -1,4 +1,4 @@
-"""A group's timers: the table that its workers find, who watches it, and where its events go.
+"""A group's timers: the table that its workers find, who reports on it, and where its events go.
 
 Owns the joining of these. What a timer is, and what follows when it expires, is the engine's business.
 """
@@ -10,14 +10,13 @@ import json
 import os
 
 from phalanx._core import timetable
-from phalanx._core.overseer import Overseer
+from phalanx._core.hang_report import HangReport
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from typing import Any
 
-    from phalanx._core.supervisor import Supervisor
     from phalanx.multiprocessing._logs import LogsDest
     from phalanx.timer import TimerSpecs
 
@@ -28,17 +27,18 @@ _SEATS = 4  # for each rank: itself, and processes below it
 _LEAST_SEATS = 64
 
 
-def oversee(
+def watch(
     specs: TimerSpecs,
     logs: LogsDest,
     ranks: Collection[int],
-    supervisor: Supervisor,
+    say: Callable[[str], bool],
     *,
     keep: bool,
-) -> tuple[Overseer | None, dict[int, dict[str, str]]]:
-    """Make what watches a group's timers. Returns it, and the variables that tell each rank's worker of it.
+) -> tuple[HangReport | None, dict[int, dict[str, str]]]:
+    """Make what reports on a group's timers. Returns it, and the variables that tell each rank's worker of the table.
 
-    Events are written beside the logs only if those are to ``keep``.
+    ``say`` shows a line, and returns whether that was possible. Events are written beside the logs only if those are
+    to ``keep``.
 
     When there is no memory, or no descriptor, for the table, that is said, and the group goes without; unless the
     ``specs`` ask for more than is usual: then it raises OSError.
@@ -52,28 +52,21 @@ def oversee(
         return None, {}
     path = os.path.join(os.path.dirname(logs.timeline), EVENTS) if keep and logs.timeline else ""
 
-    def say(text: str) -> None:
-        if not supervisor.say(f"phalanx: {text}"):
+    def show(text: str) -> None:
+        if not say(f"phalanx: {text}"):
             _log(text)
 
-    overseer = Overseer(table, specs.on_expiry, logs.error_files, _emitter(path, specs.on_event), say)
-    return overseer, {rank: {timetable.ENV: f"{table.address}:{rank}"} for rank in ranks}
+    report = HangReport(table, specs.on_expiry, logs.error_files, _writer(path), specs.on_event, show)
+    return report, {rank: {timetable.ENV: f"{table.address}:{rank}"} for rank in ranks}
 
 
-def _emitter(path: str, listener: Callable[[dict[str, Any]], None] | None) -> Callable[[list[dict[str, Any]]], None]:
-    def emit(events: list[dict[str, Any]]) -> None:
+def _writer(path: str) -> Callable[[list[dict[str, Any]]], None]:
+    def write(events: list[dict[str, Any]]) -> None:
         if path:
             with contextlib.suppress(OSError), open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
                 file.writelines(json.dumps(event) + "\n" for event in events)
-        if listener is None:
-            return
-        for event in events:
-            try:
-                listener(event)
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - it is the caller's, and the group's thread must go on
-                _log(f"on_event raised {error!r} at {event['name']}")
 
-    return emit
+    return write
 
 
 def _log(text: str) -> None:

@@ -22,10 +22,11 @@ class LogsDest(Value):
     """The files of one group, by local rank.
 
     ``stdouts`` and ``stderrs``: where each stream goes (``""``: to the launcher's own). ``tee_stdouts`` and
-    ``tee_stderrs``: those of them that are also shown on the console. ``error_files``: where each worker leaves
-    its evidence. ``filtered_stdout`` and ``filtered_stderr``: one file each for the lines of all ranks that a
-    filter selects. ``hidden_stdouts`` and ``hidden_stderrs``: those that the console shows only when their rank fails.
-    ``timeline``: where the times of writing are noted. ``max_size``: bytes at which a file is rotated (0: never).
+    ``tee_stderrs``: those of them that are also shown on the console. ``error_files``: where each worker leaves its
+    evidence; what is there of an earlier run is removed before any worker starts. ``filtered_stdout`` and
+    ``filtered_stderr``: one file each for the lines of all ranks that a filter selects. ``hidden_stdouts`` and
+    ``hidden_stderrs``: those that the console shows only when their rank fails. ``timeline``: where the times of
+    writing are noted. ``max_size``: bytes at which a file is rotated (0: never).
     """
 
     __slots__ = (  # noqa: RUF023 - the order is that of the arguments
@@ -60,18 +61,27 @@ class LogsDest(Value):
         max_size: int = 0,
     ) -> None:
         self._store(
-            stdouts=stdouts or {},
-            stderrs=stderrs or {},
-            tee_stdouts=tee_stdouts or {},
-            tee_stderrs=tee_stderrs or {},
-            error_files=error_files or {},
-            filtered_stdout=filtered_stdout,
-            filtered_stderr=filtered_stderr,
-            hidden_stdouts=hidden_stdouts or {},
-            hidden_stderrs=hidden_stderrs or {},
-            timeline=timeline,
-            max_size=max_size,
+            stdouts=_names(stdouts),
+            stderrs=_names(stderrs),
+            tee_stdouts=_names(tee_stdouts),
+            tee_stderrs=_names(tee_stderrs),
+            error_files=_names(error_files),
+            filtered_stdout=_name(filtered_stdout),
+            filtered_stderr=_name(filtered_stderr),
+            hidden_stdouts=_names(hidden_stdouts),
+            hidden_stderrs=_names(hidden_stderrs),
+            timeline=_name(timeline),
+            max_size=int(max_size),
         )
+
+
+def _names(files: Mapping[int, str] | None) -> dict[int, str]:
+    return {rank: _name(path) for rank, path in (files or {}).items()}
+
+
+def _name(path: str | os.PathLike[str]) -> str:
+    """A path as plain text: layouts of somebody's own have `pathlib.Path`, or a subclass of str."""
+    return path if type(path) is str else "".join(os.fsdecode(path))
 
 
 class LogsSpecs(ABC):

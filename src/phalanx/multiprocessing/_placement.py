@@ -96,7 +96,9 @@ class Placement(Value):
         self._check_nice()
         if not (limits or self.nice or any(shares)):
             return dict.fromkeys(range(nprocs)), said
-        return {rank: (list(cpus), self.nice, limits) for rank, cpus in enumerate(shares)}, said
+        # Plain numbers: the wire takes no subclass of int.
+        plain = [(str(name), int(number), int(soft), int(hard)) for name, number, soft, hard in limits]
+        return {rank: (list(map(int, cpus)), int(self.nice), plain) for rank, cpus in enumerate(shares)}, said
 
     def environment(self, envs: Mapping[int, Mapping[str, str]]) -> dict[int, dict[str, str]]:
         """The variables of each rank that follow from this, on top of ``envs``. Raises ValueError."""

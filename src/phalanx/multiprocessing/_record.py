@@ -17,6 +17,12 @@ from msgspec import Meta, Struct
 
 from phalanx._core import linux
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from phalanx._core.leftovers import Leftover as Found
+
 FILE = "run.json"
 """The name of the record in a run's folder."""
 
@@ -58,13 +64,41 @@ class Rank(Struct, frozen=True, kw_only=True):
     signal_sent: Count | None = None
 
 
+class Leftover(Struct, frozen=True, kw_only=True):
+    """A process that a worker left behind, and that was ended when no worker was left.
+
+    Attributes:
+        pid, command: The process.
+        local_rank: Whose it was; None when that is not known.
+        age: Its age in seconds when it was first signalled.
+        signal_sent: The last signal that it was sent.
+        exitcode: As `subprocess` gives it; None when it outlived even SIGKILL.
+    """
+
+    pid: Pid
+    command: str
+    local_rank: Count | None = None
+    age: Annotated[float, Meta(ge=0)] = 0.0
+    signal_sent: Count
+    exitcode: ExitCode | None = None
+
+    @classmethod
+    def of(cls, found: Found) -> Leftover:
+        """What a group's result says."""
+        return cls(**{name: getattr(found, name) for name in cls.__struct_fields__})
+
+
 class Attempt(Struct, frozen=True, kw_only=True):
-    """One start of all ranks. ``number`` counts from 0; moments are Unix time in seconds."""
+    """One start of all ranks. ``number`` counts from 0; moments are Unix time in seconds.
+
+    ``leftovers`` are the processes that its workers left behind, and that were ended.
+    """
 
     number: Count
     started: Moment
     ended: Moment | None = None
     ranks: list[Rank] = []
+    leftovers: list[Leftover] = []
 
 
 class Run(Struct, frozen=True, kw_only=True):
@@ -148,10 +182,12 @@ def begin(*, run_id: str, name: str, command: list[str], started: float, nprocs:
     )
 
 
-def end(run: Run, *, state: State, exit_code: int, cause: str, ranks: list[Rank]) -> Run:
+def end(
+    run: Run, *, state: State, exit_code: int, cause: str, ranks: list[Rank], leftovers: Sequence[Leftover] = ()
+) -> Run:
     """The record of a run that is over by now, with what became of the ranks of its last attempt."""
     ended = max(time.time(), run.started)  # the clock may have been set back
-    last = msgspec.structs.replace(run.attempts[-1], ended=ended, ranks=ranks)
+    last = msgspec.structs.replace(run.attempts[-1], ended=ended, ranks=ranks, leftovers=list(leftovers))
     attempts = [*run.attempts[:-1], last]
     return msgspec.structs.replace(run, state=state, ended=ended, exit_code=exit_code, cause=cause, attempts=attempts)
 

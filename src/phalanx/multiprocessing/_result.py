@@ -11,17 +11,29 @@ import signal
 from phalanx._core import evidence
 from phalanx._core.value import Value
 from phalanx.errors import Outcome, ProcessFailure, signal_name
+from phalanx.multiprocessing._signals import SignalException
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from typing import Any
 
-    from phalanx._core.supervisor import Worker
+    from phalanx._core.leftovers import Leftover
+    from phalanx._core.mirror import Worker
     from phalanx.multiprocessing._logs import LogsDest
 
-_TAIL_LINES = 20
-_TAIL_BYTES = 8192
+_LONGEST_RELEASE = 600_000_000_000  # nanoseconds from a fatal signal to the exit that are believed: cores are large
+_UNWINDING = 100_000_000  # nanoseconds that exception handlers may take between a closed connection and the evidence
+_LEAVING = 1_000_000_000  # and an exit between its closed connections and its end
+_PEER_GONE = (
+    r"^(Connection(Reset|Aborted)?|BrokenPipe|EOF|IncompleteRead)Error\b|"
+    r"connection (was )?(closed|reset|aborted|lost)|broken pipe|"
+    r"peer (has |is )?(closed|gone|exited)|remote (side|process|peer) (has )?(closed|exited)|socket (is )?closed|"
+    r"ncclRemoteError"
+)
+"""The messages of exceptions that say that somebody else has gone: Python's, gloo's, NCCL's. Not one that was refused:
+who is there no more has refused nothing."""
+
 _STACK_SIGNALS = (signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
 
 
@@ -35,10 +47,11 @@ class RunProcsResult(Value):
         root_cause: The failure that came first: by the moment at which its evidence was recorded in the worker, else
             by its exit, in the order in which the kernel reported it; None when there is none.
         outcomes: For every rank: succeeded, failed, stopped by us, or abandoned.
+        leftovers: The processes that workers left behind and that were ended when no worker was left, see `Leftover`.
     """
 
     __slots__ = (  # noqa: RUF023 - the order is that of the arguments
-        "return_values", "failures", "stdouts", "stderrs", "root_cause", "outcomes",
+        "return_values", "failures", "stdouts", "stderrs", "root_cause", "outcomes", "leftovers",
     )  # fmt: skip
 
     return_values: dict[int, Any]
@@ -47,6 +60,7 @@ class RunProcsResult(Value):
     stderrs: dict[int, str]
     root_cause: ProcessFailure | None
     outcomes: dict[int, Outcome]
+    leftovers: tuple[Leftover, ...]
 
     def __init__(
         self,
@@ -55,6 +69,7 @@ class RunProcsResult(Value):
         stdouts: dict[int, str] | None = None,
         stderrs: dict[int, str] | None = None,
         outcomes: dict[int, Outcome] | None = None,
+        leftovers: Iterable[Leftover] = (),
     ) -> None:
         failures = failures or {}
         self._store(
@@ -64,11 +79,33 @@ class RunProcsResult(Value):
             stderrs=stderrs or {},
             root_cause=min(failures.values(), key=lambda failure: failure.first_key, default=None),
             outcomes=outcomes or {},
+            leftovers=tuple(leftovers),
         )
 
+    @property
+    def state(self) -> str:
+        """What became of the group, in a word.
+
+        ``"failed"``: a rank failed by itself. Else ``"abandoned"``: one outlived SIGKILL. Else ``"stopped"``: one was
+        stopped by us, because the group was closed. Else ``"succeeded"``: every rank ended well, by itself.
+
+        >>> RunProcsResult(outcomes={0: Outcome(0, 4242, "stopped", -15, 15)}).state
+        'stopped'
+        """
+        states = {outcome.state for outcome in self.outcomes.values()} | ({"failed"} if self.failures else set())
+        return next((state for state in ("failed", "abandoned", "stopped") if state in states), "succeeded")
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether every rank ended well, by itself: all return values are there."""
+        return self.state == "succeeded"
+
     def is_failed(self) -> bool:
-        """Whether any rank failed by itself."""
-        return bool(self.failures)
+        """Whether any rank did not succeed: it failed, was stopped because the group was closed, or was abandoned.
+
+        ``failures`` and ``root_cause`` tell of those that failed by themselves; `state` tells which of these it is.
+        """
+        return not self.succeeded
 
 
 def collect(
@@ -76,38 +113,81 @@ def collect(
     logs: LogsDest,
     envs: Mapping[int, Mapping[str, str]],
     value_of: Callable[[Worker], Any],
+    leftovers: Iterable[Leftover] = (),
 ) -> RunProcsResult:
     """Judge every worker. ``value_of`` gives what a worker that succeeded returned, and may raise anything."""
     values: dict[int, Any] = {}
     failures: dict[int, ProcessFailure] = {}
     outcomes: dict[int, Outcome] = {}
+    workers = list(workers)
     for worker in sorted(workers, key=lambda worker: (worker.order < 0, worker.order)):
         state, failure = "abandoned", None
-        if worker.exit is not None and worker.exit.ok:
+        if worker.exit is not None and worker.exit.ok and (worker.signalled is None or worker.result is not None):
             state, failure = _judge_success(worker, logs, values, value_of)
         elif worker.exit is not None:
             failure = _failure(worker, logs, envs[worker.rank].get("RANK", ""))
             state = "failed"
-            # Evidence from before our signal is of a failure of its own, whatever the signal did then.
-            sent = worker.signalled_ns if worker.signalled is not None else None
-            if sent is not None and (failure.evidence_ns is None or failure.evidence_ns > sent):
+            if _stopped(worker, failure):
                 state, failure = "stopped", None
         code = None if worker.exit is None else worker.exit.returncode
         outcomes[worker.rank] = Outcome(worker.rank, worker.pid, state, code, worker.signalled)
         if failure is not None:
             failures[worker.rank] = failure
+    _date_back(failures, {worker.rank: worker for worker in workers})
     return RunProcsResult(
-        dict(sorted(values.items())), failures, logs.stdouts, logs.stderrs, dict(sorted(outcomes.items()))
+        dict(sorted(values.items())), failures, logs.stdouts, logs.stderrs, dict(sorted(outcomes.items())), leftovers
     )
+
+
+def _stopped(worker: Worker, failure: ProcessFailure) -> bool:
+    """Whether a worker ended because we stopped it, and not by itself before that."""
+    if worker.signalled is None:
+        return False
+    # Evidence from before our signal is of a failure of its own, whatever the signal did then.
+    began = failure.first_key if failure.evidence_ns is not None or failure.dated_ns is not None else None
+    if began is not None and began <= worker.signalled_ns:
+        return False
+    # So is an exit that had begun, unless it turns out to be one by that signal, or a good one.
+    began_to_exit = 0 < worker.exiting_ns <= worker.signalled_ns
+    return not (began_to_exit and worker.exit is not None and worker.exit.signal != worker.signalled) or worker.exit.ok
+
+
+def _date_back(failures: dict[int, ProcessFailure], workers: Mapping[int, Worker]) -> None:
+    """Put a failure of another kind before those of its peers who say that they lost their connection to somebody.
+
+    A failing process closes its connections, by handlers of its own or in the kernel, before its evidence is recorded
+    or its exit is seen. The kernel may take long to release what else it has: memory, a GPU. A peer has seen them
+    close, has failed and has exited meanwhile.
+    """
+    import re
+
+    gone = re.compile(_PEER_GONE, re.IGNORECASE)
+    lost = {rank for rank, each in failures.items() if each.evidence_ns is not None and gone.search(each.message)}
+    for rank in failures.keys() - lost:
+        failure, worker = failures[rank], workers[rank]
+        began = [moment for moment in (failure.evidence_ns, failure.dated_ns) if moment is not None]
+        before = []
+        for peer in lost:
+            moment = failures[peer].first_key
+            if began:
+                is_first = min(began) <= moment + _UNWINDING
+            else:
+                is_first = worker.exiting_early or (
+                    worker.order < workers[peer].order and worker.exit_ns <= moment + _LEAVING
+                )
+            if is_first:
+                before.append(moment - 1)
+        if before:
+            failures[rank] = failure.replace(dated_ns=min([*before, *began]))
 
 
 def _judge_success(
     worker: Worker, logs: LogsDest, values: dict[int, Any], value_of: Callable[[Worker], Any]
 ) -> tuple[str, ProcessFailure | None]:
-    if worker.signalled is not None and worker.result is None:
-        return "stopped", None
     try:
         values[worker.rank] = value_of(worker)
+    except SignalException:  # to this process, and of another group
+        raise
     except Exception as error:  # noqa: BLE001 - unpickling runs code of the user's
         error.add_note(f"The return value of rank {worker.rank} could not be unpickled in the launcher.")
         _write_evidence(worker, logs, *evidence.describe(error))
@@ -120,18 +200,32 @@ def _failure(worker: Worker, logs: LogsDest, global_rank: str) -> ProcessFailure
     rank, path, number = worker.rank, logs.error_files[worker.rank], worker.exit.signal
     if number in _STACK_SIGNALS and not os.path.exists(path) and (stack := evidence.read_fatal(path)):
         _write_evidence(worker, logs, f"Signal {number} ({signal_name(number)}) received by PID {worker.pid}", stack)
+    code, detail = worker.exit.returncode, evidence.seen_by_timer(path) or worker.hang or _detail(worker)
+    left = evidence.read_exit(path, worker.pid)
+    if left is not None and left[1] <= worker.signalled_ns and number == worker.signalled:
+        code, detail = left[0], f"{signal_name(number or 0)}, sent by us, came while it was leaving"
+    if code == 0:  # a handler of its own for our signal had the last word
+        code, detail = 1 if left is None else left[0], "it had failed when it was stopped, and then left with code 0"
     return ProcessFailure(
         rank,
         worker.pid,
-        worker.exit.returncode,
+        code,
         path,
         rank=int(global_rank) if global_rank.isascii() and global_rank.isdigit() else None,
         observed_ns=worker.exit_ns,
-        detail=evidence.seen_by_timer(path) or worker.hang or _detail(worker),
-        stderr_tail=_tail(logs.stderrs[rank]),
+        dated_ns=_struck_at(worker, path),
+        detail=detail,
+        stderr_tail=_tail(logs.stderrs[rank], rotates=bool(logs.max_size)),
         stdout_file=logs.stdouts[rank],
         stderr_file=logs.stderrs[rank],
     )
+
+
+def _struck_at(worker: Worker, path: str) -> int | None:
+    """When the fatal signal struck that a worker has died of, by the file of its stack."""
+    moment = evidence.fatal_at(path) if worker.exit is not None and worker.exit.signal in _STACK_SIGNALS else None
+    # A wall clock that was set meanwhile makes it one that cannot be.
+    return moment if moment is not None and worker.exit_ns - _LONGEST_RELEASE <= moment <= worker.exit_ns else None
 
 
 def _detail(worker: Worker) -> str:
@@ -149,14 +243,9 @@ def _write_evidence(worker: Worker, logs: LogsDest, message: str, stack: str) ->
         return
 
 
-def _tail(path: str) -> str:
+def _tail(path: str, *, rotates: bool) -> str:
     """Read the last lines of a file, as text; "" when there is none."""
-    if not path:
-        return ""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            data = file.read(_TAIL_BYTES)
-    except OSError:
-        return ""
-    return "\n".join(data.decode("utf-8", "backslashreplace").rstrip().splitlines()[-_TAIL_LINES:])
+    from phalanx._core.follower import TAIL_LINES, last_lines
+
+    data = last_lines(path, rotates=rotates) if path else b""
+    return "\n".join(data.decode("utf-8", "backslashreplace").rstrip().splitlines()[-TAIL_LINES:])

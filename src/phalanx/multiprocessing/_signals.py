@@ -1,11 +1,17 @@
-"""Signals to the launcher while a group is open. Owns the handlers: installs, shares among groups, restores."""
+"""Signals to the launcher while a group is open. Owns the handlers: installs, shares among groups, restores.
+
+A handler is restored as the kernel had it (sigaction(2)): of those that C code has set, `faulthandler` for one, Python
+knows nothing. A fork of the host has the handlers that the host had before.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+from phalanx._core import linux
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -17,9 +23,12 @@ SIGNALS_ENV = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _DEFAULT = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
 _open: set[object] = set()  # the groups that are open: what a set does is one step, for threads and for signal handlers
-_replaced: dict[int, Any] = {}
+_replaced: dict[int, tuple[Any, bytes | None]] = {}  # what Python had; what the kernel had, if that was something else
+_known: dict[int, tuple[Any, bytes | None]] = {}  # the same, for good
 _holding = False
 _held: list[int] = []
+_pending: list[int] = []  # the signal whose exception has been raised, and has not come out of a wait of ours
+_hooked = False
 
 
 class SignalException(Exception):  # noqa: N818 - torch's name
@@ -59,12 +68,47 @@ def acquire(owner: object) -> None:
     wanted = signals_to_handle()
     if not _open:
         restore()  # those of a group that another thread closed
+        _hook()
         for number in wanted:
-            before = signal.getsignal(number)
-            if before != signal.SIG_IGN:  # nohup, or a shell's `&`: ignored it stays
-                _replaced[number] = before
-                signal.signal(number, _raise)
+            _replace(number)
     _open.add(owner)
+
+
+def _replace(number: int) -> None:
+    before, action = signal.getsignal(number), linux.sigaction(number)
+    handler = linux.handler_of(action)
+    if handler == signal.SIG_IGN:  # nohup, a shell's `&`, a library: ignored it stays
+        return
+    if before is _raise:  # somebody had replaced ours, and has put it back since
+        _replaced[number] = _known[number]
+        return
+    _replaced[number] = before, None
+    signal.signal(number, _raise)
+    known = before == signal.SIG_DFL if handler == signal.SIG_DFL else callable(before) and handler == _trampoline()
+    if not known:
+        _replaced[number] = before, action
+    _known[number] = _replaced[number]
+
+
+def _trampoline() -> int:
+    """Where the kernel jumps to for any handler of Python's: it is the handler of a signal that has been replaced."""
+    return next((linux.handler_of(linux.sigaction(number)) for number in _replaced), 0)
+
+
+def _hook() -> None:
+    global _hooked  # noqa: PLW0603 - hooks are the process's
+    if not _hooked:
+        _hooked = True
+        os.register_at_fork(after_in_child=_forget)
+
+
+def _forget() -> None:
+    """In a fork of the host: its signals are its own, and no group is."""
+    global _holding  # noqa: PLW0603 - signal handlers are the process's
+    _holding = False
+    for each in (_open, _held, _pending):
+        each.clear()
+    restore()
 
 
 def release(owner: object) -> None:
@@ -74,8 +118,25 @@ def release(owner: object) -> None:
     and meanwhile pass each signal to the handler that was there before.
     """
     _open.discard(owner)
+    if not _open:
+        _pending.clear()
     if threading.current_thread() is threading.main_thread():
         restore()
+
+
+@contextmanager
+def delivering() -> Iterator[None]:
+    """Around a wait: an exception that somebody has swallowed (``except Exception``) is raised by the next wait."""
+    if threading.current_thread() is not threading.main_thread():  # where no handler runs
+        yield
+        return
+    try:
+        if _pending and _open:
+            _raise(_pending[0], None)
+        yield
+    except SignalException:
+        _pending.clear()
+        raise
 
 
 @contextmanager
@@ -93,7 +154,8 @@ def hold() -> Iterator[None]:
         if _held:
             number = _held[0]
             _held.clear()
-            _raise(number, None)
+            with delivering():
+                _raise(number, None)
 
 
 @contextmanager
@@ -104,7 +166,16 @@ def postpone() -> Iterator[None]:
         yield
         return
     came: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _frame: came.append(number))
+    owner = os.getpid()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == owner:
+            came.append(number)
+        else:  # a fork of another thread's, whose SIGINT is its own
+            signal.signal(signal.SIGINT, before)
+            before(number, frame)
+
+    signal.signal(signal.SIGINT, note)
     try:
         yield
     finally:
@@ -117,11 +188,19 @@ def restore() -> None:
     """Put the handlers back if no group is open; on the main thread."""
     if _open:
         return
-    for number, handler in list(_replaced.items()):
-        if signal.getsignal(number) is _raise:  # else the user has set one since: it stays
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    for number, (handler, action) in list(_replaced.items()):
+        # Else the user has set one since: it stays. So does one that C code has set, of which Python does not know.
+        if signal.getsignal(number) is _raise and linux.handler_of(linux.sigaction(number)) > signal.SIG_IGN:
+            with suppress(OSError):
+                _put_back(number, handler, action)
         # Not before: `_raise` looks here for what it stands for. It may have restored, too, if it ran just now.
         _replaced.pop(number, None)
+
+
+def _put_back(number: int, handler: Any, action: bytes | None) -> None:
+    signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    if action is not None:
+        linux.set_sigaction(number, action)
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
@@ -129,12 +208,19 @@ def _raise(number: int, frame: FrameType | None) -> None:
         _held.append(number)
         return
     if _open:
+        _pending[:] = [number]
         name = signal.Signals(number).name
         msg = f"Process {os.getpid()} got signal: {number} ({name})"
         raise SignalException(msg, sigval=signal.Signals(number))
-    before = _replaced.get(number)
+    before, action = _known.get(number, (signal.SIG_DFL, None))
     restore()
-    if callable(before):
+    current = signal.getsignal(number)
+    if current is _raise:  # somebody had replaced ours, and has put it back since
+        _put_back(number, before, action)
+    if callable(before) and action is None:
         before(number, frame)
-    elif before != signal.SIG_IGN:
+    elif before != signal.SIG_IGN or action is not None:
+        _put_back(number, before, action)
         signal.raise_signal(number)
+        if callable(current) and current is not _raise:  # it has called ours, as the one before it
+            signal.signal(number, current)

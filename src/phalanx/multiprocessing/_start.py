@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from types import NoneType
 
+from phalanx._core.seconds import seconds
 from phalanx.multiprocessing._console import ConsoleSpecs
 from phalanx.multiprocessing._context import GRACE, SETTLE, MultiprocessContext, PContext, SubprocessContext
 from phalanx.multiprocessing._logs import DefaultLogsSpecs, FolderLogsSpecs, LogsSpecs
@@ -43,6 +44,7 @@ def start_processes(
     log_dir: str | os.PathLike[str] | None = None,
     settle: float = SETTLE,
     grace: float = GRACE,
+    linger: float = 0.0,
     duplicate_stdout_filters: list[str] | None = None,
     duplicate_stderr_filters: list[str] | None = None,
     console: ConsoleSpecs | None = None,
@@ -78,6 +80,8 @@ def start_processes(
         log_dir: The folder of the second form, by its name.
         settle: Seconds (>= 0) after the first failure in which the others may leave evidence, before they are stopped.
         grace: Seconds (>= 0) between SIGTERM and SIGKILL when a failure stops the others.
+        linger: Seconds (>= 0) for which processes that workers left behind (an upload, say) may go on when every worker
+            has succeeded. Then they get SIGTERM and, 50 ms later, SIGKILL; `RunProcsResult.leftovers` says which.
         duplicate_stdout_filters: Strings; the lines of all ranks' redirected stdout that hold one of them are also
             written to one file, ``LogsDest.filtered_stdout``.
         duplicate_stderr_filters: The same for stderr.
@@ -133,7 +137,7 @@ def start_processes(
     prefixes = None if given["log_line_prefixes"] is _UNSET else given["log_line_prefixes"]
 
     check_options(
-        name, entrypoint, method, settle, grace, console, placement, timers, starts_warm=bool(preload or warm)
+        name, entrypoint, method, settle, grace, linger, console, placement, timers, starts_warm=bool(preload or warm)
     )
     all_args, all_envs = per_rank(args, envs, nprocs)
     specs = _logs_specs(logs_specs, log_dir, given["redirects"], given["tee"])
@@ -141,8 +145,8 @@ def start_processes(
         "stdout": _strings("duplicate_stdout_filters", duplicate_stdout_filters),
         "stderr": _strings("duplicate_stderr_filters", duplicate_stderr_filters),
     }
-    options: dict[str, Any] = {"settle": settle, "grace": grace, "console": console, "filters": filters}
-    options |= {"placement": placement, "timers": timers}
+    options: dict[str, Any] = {"settle": settle, "grace": grace, "linger": linger}
+    options |= {"console": console, "filters": filters, "placement": placement, "timers": timers}
     context: PContext
     if isinstance(entrypoint, str):
         context = SubprocessContext(name, entrypoint, all_args, all_envs, specs, prefixes, **options)
@@ -153,6 +157,9 @@ def start_processes(
         context.start()
     except SignalException as error:
         context.close(error.sigval, grace)
+        raise
+    except BaseException:  # a signal handler's own exception: nobody else can close it
+        context.close(timeout=grace)
         raise
     return context
 
@@ -170,6 +177,7 @@ def check_options(
     method: object,
     settle: object,
     grace: object,
+    linger: object = 0.0,
     console: object = None,
     placement: object = None,
     timers: object = None,
@@ -195,13 +203,8 @@ def check_options(
         if not isinstance(given, (kind, NoneType)):
             msg = f"{option}: expected a {kind.__name__}, got {given!r}"
             raise TypeError(msg)
-    for option, value in (("settle", settle), ("grace", grace)):
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            msg = f"{option}: expected seconds, got {value!r}"
-            raise TypeError(msg)
-        if not value >= 0:
-            msg = f"{option}: expected 0 seconds or more, got {value!r}"
-            raise ValueError(msg)
+    for option, value in (("settle", settle), ("grace", grace), ("linger", linger)):
+        seconds(option, value)
 
 
 def per_rank(  # noqa: C901 - a list of checks, each a line

@@ -23,6 +23,7 @@ from __future__ import annotations
 import signal
 from types import NoneType
 
+from phalanx._core.seconds import seconds
 from phalanx.multiprocessing import KeeperLostError, LogsSpecs
 from phalanx.multiprocessing._context import GRACE, SETTLE
 from phalanx.multiprocessing._start import check_options, per_rank
@@ -190,9 +191,9 @@ class ProcessContext:
         """
         group = self._group
         if timeout is not None:
-            timeout = max(0.0, _number("timeout", timeout))
+            timeout = seconds("timeout", timeout, negative=True)
         if grace_period is not None:
-            group.give(_seconds("grace_period", grace_period))
+            group.give(seconds("grace_period", grace_period))
         try:
             ended = group.wait(timeout) is not None
         except KeyboardInterrupt:
@@ -227,6 +228,7 @@ if TYPE_CHECKING:
         logs_specs: LogsSpecs | None
         settle: float
         grace: float
+        linger: float
         preload: Sequence[str] | None
         warm: Warm | None
         writable: bool
@@ -280,6 +282,7 @@ def spawn(
     logs_specs: LogsSpecs | None = None,
     settle: float = SETTLE,
     grace: float = GRACE,
+    linger: float = 0.0,
     preload: Sequence[str] | None = None,
     warm: Warm | None = None,
     writable: bool = False,
@@ -302,6 +305,7 @@ def spawn(
         logs_specs: Where output goes. By default the processes have the caller's own streams.
         settle: Seconds (>= 0) after the first failure before the others are stopped.
         grace: Seconds (>= 0) between SIGTERM and SIGKILL.
+        linger: Seconds (>= 0) for which what the processes left behind may go on when all have ended well.
         preload: Modules that are imported once, before, with "forkserver": the processes have them already.
         warm: An entered `phalanx.multiprocessing.warm` to start from, with "forkserver".
         writable: Whether ``fn`` may write to large arrays (1 MiB or more) in ``args``, which are shared otherwise.
@@ -329,11 +333,11 @@ def spawn(
         raise TypeError(f"args: expected a tuple of arguments, got {args!r}")
     all_args, all_envs = per_rank(tuple(args), envs, nprocs)
     name = str(getattr(fn, "__qualname__", None) or type(fn).__qualname__)
-    check_options(name, fn, start_method, settle, grace, None, placement, starts_warm=bool(preload or warm))
+    check_options(name, fn, start_method, settle, grace, linger, None, placement, starts_warm=bool(preload or warm))
     if not isinstance(logs_specs, (LogsSpecs, NoneType)):
         raise TypeError(f"logs_specs: expected a LogsSpecs, got {logs_specs!r}")
     specs = ErrorFiles() if logs_specs is None else logs_specs
-    options: dict[str, Any] = {"settle": settle, "grace": grace, "preload": preload, "warm": warm}
+    options: dict[str, Any] = {"settle": settle, "grace": grace, "linger": linger, "preload": preload, "warm": warm}
     options |= {"writable": writable, "placement": placement}
     group = Group(name, fn, all_args, all_envs, start_method, specs, daemon=daemon, **options)
     try:
@@ -353,18 +357,6 @@ def spawn(
 
 
 start_processes = spawn
-
-
-def _number(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}: expected seconds, got {value!r}")
-    return value
-
-
-def _seconds(name: str, value: float) -> float:
-    if not _number(name, value) >= 0:
-        raise ValueError(f"{name}: expected 0 seconds or more, got {value!r}")
-    return value
 
 
 if not TYPE_CHECKING:  # else every name would be right

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx._core.latch import Latch
-    from phalanx._core.supervisor import Worker
+    from phalanx._core.mirror import Worker
 
 _kept: set[Group] = set()
 """The groups that were started without a join, and neither have been joined since nor have ended well."""
@@ -33,7 +33,6 @@ class Group(MultiprocessContext):
     def __init__(self, *args: Any, daemon: bool, **options: Any) -> None:
         super().__init__(*args, signals=False, numbered=True, **options)
         self.daemon = daemon
-        self._owner = os.getpid()
 
     @property
     def is_lost(self) -> bool:
@@ -43,11 +42,11 @@ class Group(MultiprocessContext):
     @property
     def is_ours(self) -> bool:
         """Whether this process started it, and is no fork of the one that did."""
-        return self._owner == os.getpid()
+        return self._started().owner == os.getpid()
 
     def worker(self, rank: int) -> Worker:
         """What is known of a process, and becomes known."""
-        return self._started().workers[rank]
+        return self._started().mirror.workers[rank]
 
     def send(self, rank: int, number: int) -> None:
         """Send a signal to one process, if it runs."""
@@ -67,7 +66,7 @@ class Group(MultiprocessContext):
         if self._supervisor is None:
             return
         self.stop(number)
-        with suppress(KeeperLostError):
+        with suppress(RuntimeError):  # KeeperLostError; or it did not come to start
             self.wait()
         self.close()
 
@@ -91,7 +90,7 @@ class Group(MultiprocessContext):
         atexit.register(_at_exit)
 
     def _on_done(self) -> None:
-        workers = self._started().workers.values()
+        workers = self._started().mirror.workers.values()
         if all(worker.exit is not None and worker.exit.ok for worker in workers):
             _kept.discard(self)
 

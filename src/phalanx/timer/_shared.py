@@ -15,9 +15,9 @@ from contextlib import ExitStack, suppress
 from phalanx._core import clock, timetable
 from phalanx._core.lookout import Lookout
 from phalanx._core.loop import Loop
+from phalanx._core.seconds import seconds
 from phalanx._core.timetable import Seat, Timetable
 from phalanx.timer._server import TimerClient
-from phalanx.timer._specs import seconds
 from phalanx.timer._victim import Exited, Refused, Victim
 
 TYPE_CHECKING = False
@@ -155,9 +155,9 @@ class SharedTimerServer:
         seats: int = 256,
         hang_timeout: float | None = None,
     ) -> None:
-        seconds("max_interval", max_interval)
+        seconds("max_interval", max_interval, endless=False)
         if hang_timeout is not None:
-            seconds("hang_timeout", hang_timeout, zero=False)
+            hang_timeout = seconds("hang_timeout", hang_timeout, zero=False, endless=False)
         if seats < 1:
             msg = f"seats: expected 1 or more, got {seats}"
             raise ValueError(msg)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
+from phalanx._core.seconds import seconds
 from phalanx._core.value import Value
 
 TYPE_CHECKING = False
@@ -30,8 +29,8 @@ class TimerSpecs(Value):
             an `expires` block that may take longer extends it, and its end counts as a beat.
         on_event: Called with each event, a dict: ``name`` (``timer.armed``, ``timer.expired``, ``timer.left``,
             ``worker.reaped`` or ``request.refused``), ``rank``, ``pid``, ``scope``, ``place``, ``overdue`` in seconds,
-            ``timestamp`` (Unix time) and ``monotonic_ns``. In the group's thread: it should be quick, and must not
-            wait for the group. What it raises is logged.
+            ``timestamp`` (Unix time) and ``monotonic_ns``. On a thread of its own, in order: it holds up nobody, but
+            the end of the group waits for it, 5 s at most. The first exception that it raises is logged.
 
     Raises:
         TypeError, ValueError: What is wrong with which argument.
@@ -56,7 +55,7 @@ class TimerSpecs(Value):
         on_event: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         if hang_timeout is not None:
-            seconds("hang_timeout", hang_timeout, zero=False)
+            hang_timeout = seconds("hang_timeout", hang_timeout, zero=False, endless=False)
         listener: Any = on_event
         if listener is not None and not callable(listener):
             msg = f"on_event: expected a function of one dict, got {on_event!r}"
@@ -104,16 +103,4 @@ def _step(part: Any) -> tuple[str, float]:
     else:
         msg = f"on_expiry: expected names, or pairs of a name and seconds, got {part!r}"
         raise TypeError(msg)
-    seconds("on_expiry", delay)
-    return name, float(delay)
-
-
-def seconds(name: str, value: object, *, zero: bool = True) -> None:
-    """Refuse what is no finite time of 0 seconds or more, or of more than 0. Raises TypeError, ValueError."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        msg = f"{name}: expected seconds, got {value!r}"
-        raise TypeError(msg)
-    if not (0 <= value < math.inf and (value or zero)):
-        least = "a time of 0 seconds or more" if zero else "more than 0 seconds"
-        msg = f"{name}: expected {least}, got {value!r}"
-        raise ValueError(msg)
+    return str(name), seconds("on_expiry", delay, endless=False)

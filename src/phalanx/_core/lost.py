@@ -1,0 +1,63 @@
+"""What is said of a group that could not start, or whose helpers are gone. Words only; touches nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+
+class KeeperLostError(RuntimeError):
+    """A helper process of a group was killed. Every process of the group has been killed with it.
+
+    ``failures`` are those of the ranks that had failed by themselves before, by local rank, as far as that is known.
+    """
+
+    failures: Mapping[int, Any] = {}
+
+    def __str__(self) -> str:
+        first = min(self.failures.values(), key=lambda failure: failure.first_key, default=None)
+        text = super().__str__()
+        return text if first is None else f"{text}; before that, rank {first.local_rank} had failed: {first.message}"
+
+
+def of_helper(who: str, returncode: int) -> str:
+    """Which helper process is gone, and how it ended, in words."""
+    how = f"was killed by signal {-returncode}" if returncode < 0 else f"ended with exit code {returncode}"
+    return f"the group's {who} process {how}"
+
+
+def of_the_rest(found: tuple[list[int], list[int]] | None) -> str:
+    """What became of the processes of a group without helpers, in words."""
+    if found is None:
+        return "no descriptor is left to look for its processes: some may live on"
+    left, silent = found
+    then = "every process of the group was killed with it"
+    if left:
+        then = f"left are processes {_some(left)}, which outlived SIGKILL"
+    if silent:
+        then += (
+            f"; but for processes {_some(silent)} it cannot be said whether they are of the group: they do not answer"
+        )
+    return then
+
+
+def _some(pids: list[int]) -> str:
+    return ", ".join(map(str, pids[:16])) + " …" * (len(pids) > 16)  # noqa: PLR2004 - enough to look at
+
+
+def explain(number: int) -> str:
+    """An errno in words, with what to look at."""
+    hints = {
+        errno.ENOENT: "is it there, and the interpreter that its first line names?",
+        errno.EMFILE: "open files: see ulimit -n",
+        errno.ENFILE: "open files, of the whole machine: see fs.file-max",
+        errno.EAGAIN: "processes or memory have run out: see ulimit -u and the cgroup's pids.max",
+        errno.ENOMEM: "processes or memory have run out: see ulimit -u and the cgroup's pids.max",
+        errno.ENOEXEC: "a script needs a first line like #!/bin/sh",
+    }
+    return f"{os.strerror(number)} ({hints[number]})" if number in hints else os.strerror(number)

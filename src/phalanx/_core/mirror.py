@@ -1,0 +1,156 @@
+"""What is known of a group's workers: the launcher's copy of what the keeper has said, and what they have returned.
+
+Owns the record of each worker. Decides nothing, and waits for nothing. Written by the group's thread alone, but for
+large values, which are read aside; read freely once the group has ended.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from phalanx._core import wire
+from phalanx._core.exit import Exit
+from phalanx._core.latch import Latch
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any
+
+    from phalanx._core.children import Report
+    from phalanx._core.leftovers import Leftover
+    from phalanx._core.remains import Entry
+
+
+class Worker:
+    """What is known of one worker."""
+
+    __slots__ = (
+        "abandoned", "cpu_seconds", "ended", "exit", "exit_ns", "exiting_early", "exiting_ns", "hang", "max_rss_kib",
+        "oom", "order", "pid", "rank", "result", "signalled", "signalled_ns",
+    )  # fmt: skip
+
+    def __init__(self, rank: int, pid: int) -> None:
+        self.rank = rank
+        self.pid = pid
+        self.ended = Latch()  # its exit is known, or never will be
+        self.exit: Exit | None = None
+        self.exit_ns = 0
+        self.exiting_ns = 0  # when it was seen to be on its way out, by itself, before it had exited; 0: it was not
+        self.exiting_early = False  # whether it was when the first failure was seen
+        self.order = -1
+        self.signalled: int | None = None
+        self.signalled_ns = 0
+        self.abandoned = ""
+        self.hang = ""  # what is known of its hangs, and is in no file
+        self.oom = ""
+        self.max_rss_kib = 0
+        self.cpu_seconds = 0.0
+        self.result: bytes | OSError | MemoryError | None = None  # pickled; or why it could not be received
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended badly, and by itself as far as its exit tells."""
+        return self.exit is not None and not self.exit.ok and self.signalled is None
+
+
+class Mirror:
+    """The workers of one group, and what they left behind."""
+
+    def __init__(self) -> None:
+        self.workers: dict[int, Worker] = {}
+        """By local rank."""
+        self.state = "STARTING"
+        """As the keeper said last, see `lifecycle`."""
+        self.leftovers: list[Leftover] = []
+        """What workers left behind, and was ended,"""
+        self.leftovers_beyond = 0
+        """and how many more there were."""
+        self._results: dict[tuple[int, int], bytes | OSError | MemoryError] = {}
+        self._exits = 0
+
+    @property
+    def alive(self) -> dict[int, int]:
+        """The pids of the workers that have not exited, by rank."""
+        return {rank: worker.pid for rank, worker in self.workers.items() if worker.exit is None}
+
+    def started(self, pids: list[tuple[int, int]]) -> None:
+        """These workers, by rank and pid, have been started."""
+        for rank, pid in pids:
+            self.workers[rank] = Worker(rank, pid)
+
+    def take_results(self, channel: wire.Channel) -> Callable[[], None] | None:
+        """Take what workers have returned. Raises wire.Closed.
+
+        Returns what reads a value that is too large for a message, which takes its time; the next ones are to be taken
+        after that. None when there is nothing more for now.
+        """
+        while True:
+            try:
+                received = channel.receive()
+            except wire.Truncated as error:  # that one is lost, for want of a descriptor; others may lie behind it
+                self._keep(error.message, error)
+                continue
+            if received is None:
+                return None
+            message, fds = received
+            if fds:
+                return partial(self._read, message, fds[0])
+            self._keep(message, message[3])
+
+    def _read(self, message: Any, fd: int) -> None:
+        try:
+            with open(fd, "rb") as file:
+                file.seek(0)
+                self._keep(message, file.read())
+        except (OSError, MemoryError) as error:
+            self._keep(message, error)
+
+    def _keep(self, message: Any, value: Any) -> None:
+        _verb, rank, pid, _value = message
+        self._results[rank, pid] = value
+
+    def settle_results(self) -> None:
+        """All has been taken that there is: give it to those who have exited."""
+        for worker in self.workers.values():
+            if worker.exit is not None:
+                worker.result = self._results.pop((worker.rank, worker.pid), worker.result)
+
+    def exits(self, reports: list[Report]) -> Iterator[Worker]:
+        """These workers have exited, in this order."""
+        for rank, status, moment, rss, seconds, oom, exiting, early in reports:
+            worker = self.workers[rank]
+            worker.exit, worker.exit_ns, worker.order = Exit.of_status(status), moment, self._exits
+            worker.max_rss_kib, worker.cpu_seconds, worker.oom = rss, seconds, oom
+            worker.exiting_ns, worker.exiting_early = exiting, early
+            self._exits += 1
+            worker.ended.open()
+            yield worker
+
+    def signalled(self, number: int, moment: int, ranks: list[int]) -> None:
+        """These have been sent a signal, to stop them."""
+        for rank in ranks:
+            worker = self.workers[rank]
+            if worker.signalled is None:
+                worker.signalled_ns = moment
+            worker.signalled = number
+
+    def remains(self, entries: list[Entry], beyond: int) -> None:
+        """These processes have been left behind, and ended."""
+        from phalanx._core import leftovers
+
+        self.leftovers += map(leftovers.of, entries)
+        self.leftovers_beyond = beyond
+
+    def abandoned(self, left: list[tuple[int, str, str]], seconds: float) -> None:
+        """Who has not exited by now is waited for no more, ``seconds`` after SIGKILL. ``left``: pid, name and state."""
+        states = {pid: state for pid, _name, state in left}
+        for worker in self.workers.values():
+            if worker.exit is None:
+                worker.abandoned = f"still there {seconds:g} s after SIGKILL, in state {states.get(worker.pid, '?')}"
+
+    def close(self) -> None:
+        """Nothing more will be known: nobody needs to wait for it."""
+        self.state = "ENDED"
+        for worker in self.workers.values():
+            worker.ended.open()

@@ -1,0 +1,123 @@
+"""What /proc shows of a process out of its own memory: its command line, its environment, the files that it maps.
+
+To read these, the kernel takes the lock of that memory (mmap_lock), and its pages. When the process waits for a disk
+that does not answer, the reader may wait with it, for ever. So a fork of the keeper reads, within a time that is given,
+and is killed after it. /proc/PID/stat and /proc/PID/status need no such lock: see `linux`.
+"""
+
+from __future__ import annotations
+
+import marshal
+import os
+import select
+
+from phalanx._core import clock, linux, starting
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import signal
+    from collections.abc import Iterator
+    from typing import NoReturn
+else:
+    import _signal as signal  # the C half: `signal` builds enums for 3 ms
+
+COMMAND, VARIABLE, MAPPED = range(3)
+"""What can be asked for: the command line; the value of the variable; what follows in the mapped file's name."""
+
+_COMMAND_SIZE = 1024
+_MOST = 1 << 20  # bytes of an environment, or of a list of what is mapped
+_HEAD = 4  # bytes of a record's length
+
+
+class Peek:
+    """Looks at processes, for ``seconds`` in all.
+
+    Args:
+        variable: The name of the environment variable whose value is wanted.
+        mapped: How the name begins of the memfd that is looked for among what is mapped.
+        seconds: The time for all looks together.
+    """
+
+    def __init__(self, variable: bytes, mapped: bytes, seconds: float) -> None:
+        self.forks: set[int] = set()
+        """Children that have taken too long. Whoever reaps one takes it out."""
+        self._variable = variable + b"="
+        self._mapped = b"/memfd:" + mapped
+        self._seconds = seconds
+
+    def read(self, wanted: list[tuple[int, int]]) -> dict[tuple[int, int], bytes]:
+        """Read what can be read of ``wanted``, each a pid and what is asked for, in this order."""
+        if not wanted or self._seconds <= 0:
+            return {}
+        until = clock.now() + self._seconds
+        try:
+            reader, writer = os.pipe2(os.O_CLOEXEC)
+        except OSError:  # no descriptor is left
+            return {}
+        data = b""
+        try:
+            child = os.fork()
+            if child == 0:
+                self._serve(wanted, writer)
+            self.forks.add(child)
+            os.close(writer)
+            writer = -1
+            data, ended = _hear(reader, until)
+            if ended:
+                os.waitpid(child, 0)  # it is about to exit
+                self.forks.discard(child)
+            else:
+                os.kill(child, linux.SIGKILL)  # and whoever reaps children will, if it can die
+        except OSError:  # no process is to be had
+            pass
+        finally:
+            for fd in (reader, writer):
+                if fd >= 0:
+                    os.close(fd)
+            self._seconds = until - clock.now()
+        return dict(_records(data))
+
+    def _serve(self, wanted: list[tuple[int, int]], writer: int) -> NoReturn:
+        """Be the fork."""
+        try:
+            linux.prctl(linux.PR_SET_PDEATHSIG, linux.SIGKILL)
+            signal.set_wakeup_fd(-1)
+            starting.close_all_but([writer])  # should it never end, it holds nothing that others wait for
+            for pid, what in wanted:
+                record = marshal.dumps(((pid, what), self._look(pid, what)))
+                os.write(writer, len(record).to_bytes(_HEAD, "little") + record)
+        finally:
+            os._exit(0)
+
+    def _look(self, pid: int, what: int) -> bytes:
+        if what == COMMAND:
+            return linux.contents(f"/proc/{pid}/cmdline", _COMMAND_SIZE)
+        if what == VARIABLE:
+            for entry in linux.contents(f"/proc/{pid}/environ", _MOST).split(b"\0"):
+                if entry.startswith(self._variable):
+                    return entry[len(self._variable) :]
+            return b""
+        return linux.contents(f"/proc/{pid}/maps", _MOST).partition(self._mapped)[2].partition(b"\n")[0]
+
+
+def _hear(reader: int, until: float) -> tuple[bytes, bool]:
+    """All that comes until the end of the pipe, or that moment; and whether it was the end."""
+    poll = select.poll()
+    poll.register(reader, select.POLLIN)
+    data = b""
+    while poll.poll(max(0.0, until - clock.now()) * 1000):
+        more = os.read(reader, select.PIPE_BUF)
+        if not more:
+            return data, True
+        data += more
+    return data, False
+
+
+def _records(data: bytes) -> Iterator[tuple[tuple[int, int], bytes]]:
+    """What is complete."""
+    while len(data) >= _HEAD:
+        size = int.from_bytes(data[:_HEAD], "little") + _HEAD
+        if len(data) < size:
+            return
+        yield marshal.loads(data[_HEAD:size])  # noqa: S302 - of our own fork
+        data = data[size:]

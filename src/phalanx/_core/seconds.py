@@ -1,0 +1,37 @@
+"""Times that callers give. Owns what counts as one: a number, of whatever library, as a plain float from here on."""
+
+from __future__ import annotations
+
+import math
+
+
+def seconds(name: str, value: object, *, zero: bool = True, endless: bool = True, negative: bool = False) -> float:
+    """A time in seconds, as a float: what goes over a wire must be no subclass of one.
+
+    Args:
+        name: What the argument is called, for the error.
+        value: An int, a float, or another number that can be converted (NumPy's); no bool.
+        zero: Whether 0 will do.
+        endless: Whether infinity will.
+        negative: Whether a negative number will, and counts as 0.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is negative, not a number, or one that will not do.
+
+    >>> seconds("grace", 2)
+    2.0
+    >>> seconds("grace", -1)
+    Traceback (most recent call last):
+    ValueError: grace: expected 0 seconds or more, got -1
+    """
+    # An array has a __float__ as well, if it is of one element.
+    if isinstance(value, bool) or not hasattr(value, "__float__") or hasattr(value, "__len__"):
+        raise TypeError(f"{name}: expected seconds, got {value!r}")
+    number = float(value)
+    if negative and number < 0:
+        return 0.0
+    if not number >= 0 or (number == 0 and not zero) or (number == math.inf and not endless):
+        least = ("0 seconds or more" if endless else "a time of 0 seconds or more") if zero else "more than 0 seconds"
+        raise ValueError(f"{name}: expected {least}, got {value!r}")
+    return number

@@ -1,0 +1,228 @@
+"""The life of a group, told as scripts of events: what happens, and what is done about it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from phalanx._core import keeper
+from phalanx._core.lifecycle import ACTIONS, EVENTS, STATES, TABLE, step
+
+Script = list[tuple[str, str, tuple[str, ...]]]
+"""What happens, where that leads, and what is done."""
+
+STOP = ("SIGNAL", "ARM_GRACE")
+KILL = ("KILL", "LOOK")
+SWEEP = ("ARM_REST", "LOOK")
+
+STARTED: Script = [("START", "STARTING", ("BEGIN",)), ("STARTED", "RUNNING", ("TELL_STARTED",))]
+FAILED: Script = [*STARTED, ("ONE_FAILED", "SETTLING", ("ARM_SETTLE",))]
+STOPPING: Script = [*FAILED, ("SETTLED", "STOPPING", STOP)]
+CLOSED: Script = [*STARTED, ("STOP", "STOPPING", STOP)]
+KILLED: Script = [*STARTED, ("KILL", "KILLING", KILL)]
+LINGERING: Script = [*STARTED, ("ALL_SUCCEEDED", "LINGERING", ("ARM_LINGER", "LOOK"))]
+SWEEPING: Script = [*STARTED, ("ALL_ENDED", "SWEEPING", SWEEP)]
+PURGING: Script = [*SWEEPING, ("PATIENCE_OVER", "PURGING", ("LOOK",))]
+DONE: Script = [("DRAINED", "ENDED", ("SAY_LAST",)), ("TOLD", "GONE", ("LEAVE",))]
+EMPTY: Script = [("EMPTY", "DRAINING", ("DRAIN",)), *DONE]
+
+SCRIPTS: dict[str, Script] = {
+    "all succeed, one after the other": [
+        *STARTED,
+        ("ONE_ENDED", "RUNNING", ()),
+        ("ONE_ENDED", "RUNNING", ()),
+        ("ALL_SUCCEEDED", "LINGERING", ("ARM_LINGER", "LOOK")),
+        *EMPTY,
+    ],
+    "one fails, its peers die of our signal": [
+        *STOPPING,
+        ("ONE_FAILED", "STOPPING", ()),
+        ("ALL_ENDED", "SWEEPING", SWEEP),
+        *EMPTY,
+    ],
+    "one fails, a peer ends well when asked to": [
+        *STOPPING,
+        ("ONE_ENDED", "STOPPING", ()),
+        ("ALL_ENDED", "SWEEPING", SWEEP),
+        *EMPTY,
+    ],
+    "peers end by themselves in the settle window, and none is left": [
+        *FAILED,
+        ("ONE_FAILED", "SETTLING", ()),
+        ("ONE_ENDED", "SETTLING", ()),
+        ("ALL_ENDED", "SWEEPING", SWEEP),
+        *EMPTY,
+    ],
+    "closed in the settle window": [*FAILED, ("STOP", "STOPPING", STOP), ("ALL_ENDED", "SWEEPING", SWEEP), *EMPTY],
+    "killed in the settle window": [*FAILED, ("KILL", "KILLING", KILL), ("ALL_ENDED", "KILLING", ()), *EMPTY],
+    "closed, and one ignores it": [
+        *CLOSED,
+        ("GRACE_OVER", "KILLING", KILL),
+        ("ONE_FAILED", "KILLING", ()),
+        ("ONE_ENDED", "KILLING", ()),
+        ("ALL_ENDED", "KILLING", ()),
+        *EMPTY,
+    ],
+    "closed, and all end well": [*CLOSED, ("ALL_SUCCEEDED", "SWEEPING", SWEEP), *EMPTY],
+    "closed twice: the signal is sent again, the grace can only get shorter": [
+        *CLOSED,
+        ("STOP", "STOPPING", STOP),
+        ("KILL", "KILLING", KILL),
+        ("STOP", "KILLING", ()),
+        ("KILL", "KILLING", ()),
+        ("ALL_SUCCEEDED", "KILLING", ()),
+        ("EMPTY", "DRAINING", ("DRAIN",)),
+        ("STOP", "DRAINING", ()),
+        ("KILL", "DRAINING", ()),
+        ("DRAINED", "ENDED", ("SAY_LAST",)),
+        ("STOP", "ENDED", ()),
+        ("KILL", "ENDED", ()),
+        ("TOLD", "GONE", ("LEAVE",)),
+    ],
+    "killed, and a worker outlives it": [
+        *KILLED,
+        ("ONE_FAILED", "KILLING", ()),
+        ("KILL_OVER", "DRAINING", ("ABANDON", "DRAIN")),
+        *DONE,
+    ],
+    "what successful workers left behind ends by itself": [*LINGERING, *EMPTY],
+    "what successful workers left behind takes too long": [*LINGERING, ("LINGER_OVER", "SWEEPING", SWEEP), *EMPTY],
+    "closed while it lingers": [*LINGERING, ("STOP", "SWEEPING", ("ARM_GRACE", *SWEEP)), *EMPTY],
+    "killed while it lingers": [*LINGERING, ("KILL", "KILLING", KILL), *EMPTY],
+    "closed while it sweeps": [*SWEEPING, ("STOP", "SWEEPING", ("ARM_GRACE",)), *EMPTY],
+    "killed while it sweeps": [*SWEEPING, ("KILL", "KILLING", KILL), *EMPTY],
+    "what was left behind takes all of a grace that is over before its moment": [
+        *SWEEPING,
+        ("GRACE_OVER", "KILLING", KILL),
+        *EMPTY,
+    ],
+    "what was left behind ends when purged": [*PURGING, *EMPTY],
+    "closed while it purges": [*PURGING, ("STOP", "PURGING", ("ARM_GRACE",)), *EMPTY],
+    "killed while it purges": [*PURGING, ("KILL", "KILLING", KILL), *EMPTY],
+    "what was left behind takes all of the grace": [*PURGING, ("GRACE_OVER", "KILLING", KILL), *EMPTY],
+    "it cannot be started": [STARTED[0], ("START_FAILED", "KILLING", KILL), *EMPTY],
+    "closed before it was told what to start, which comes too late": [
+        ("STOP", "KILLING", KILL),
+        ("START", "KILLING", ("REFUSE",)),
+        *EMPTY,
+    ],
+    "killed before it was told what to start, which comes later still": [
+        ("KILL", "KILLING", KILL),
+        ("EMPTY", "DRAINING", ("DRAIN",)),
+        ("START", "DRAINING", ("REFUSE",)),
+        ("DRAINED", "ENDED", ("SAY_LAST",)),
+        ("START", "ENDED", ("REFUSE",)),
+        ("TOLD", "GONE", ("LEAVE",)),
+    ],
+    "closed in the midst of the start": [STARTED[0], ("STOP", "KILLING", KILL), *EMPTY],
+    "killed in the midst of the start": [STARTED[0], ("KILL", "KILLING", KILL), *EMPTY],
+    "a log file cannot be written": [
+        *LINGERING,
+        ("EMPTY", "DRAINING", ("DRAIN",)),
+        ("DRAIN_OVER", "ENDED", ("LEAVE_LOGS", "SAY_LAST")),
+        ("TOLD", "GONE", ("LEAVE",)),
+    ],
+    "the launcher goes while the log files are written": [
+        *LINGERING,
+        ("EMPTY", "DRAINING", ("DRAIN",)),
+        ("ORPHANED", "GONE", ("LEAVE",)),
+    ],
+    "the launcher goes without reading the last word": [
+        *LINGERING,
+        ("EMPTY", "DRAINING", ("DRAIN",)),
+        ("DRAINED", "ENDED", ("SAY_LAST",)),
+        ("ORPHANED", "GONE", ("LEAVE",)),
+    ],
+    "a helper goes when there is nothing left to do": [
+        *LINGERING,
+        ("EMPTY", "DRAINING", ("DRAIN",)),
+        ("HELPER_LOST", "DRAINING", ()),
+        ("DRAINED", "ENDED", ("SAY_LAST",)),
+        ("HELPER_LOST", "ENDED", ()),
+        ("TOLD", "GONE", ("LEAVE",)),
+    ],
+    **{
+        f"{who} goes, {when}": [*before, (event, "KILLING", KILL), (event, "KILLING", ()), *EMPTY]
+        for who, event in (("the launcher", "ORPHANED"), ("a helper", "HELPER_LOST"))
+        for when, before in (
+            ("before anything is started", []),
+            ("in the midst of the start", STARTED[:1]),
+            ("while it runs", STARTED),
+            ("in the settle window", FAILED),
+            ("while it stops", CLOSED),
+            ("while it lingers", LINGERING),
+            ("while it sweeps", SWEEPING),
+            ("while it purges", PURGING),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_a_life(script: Script) -> None:
+    state = "WAITING"
+    for event, after, actions in script:
+        assert step(state, event) == (after, actions), f"{event} in {state}"
+        state = after
+    assert state == "GONE"
+
+
+def test_the_scripts_reach_every_pair_of_the_table() -> None:
+    reached = set()
+    for script in SCRIPTS.values():
+        state = "WAITING"
+        for event, after, _actions in script:
+            reached.add((state, event))
+            state = after
+    assert set(TABLE) - reached == set()
+
+
+def test_a_pair_that_is_absent_is_an_error() -> None:
+    for state, event in set(itertools.product(STATES, EVENTS)) - set(TABLE):
+        with pytest.raises(LookupError, match=f"a group that is {state} cannot see {event}"):
+            step(state, event)
+
+
+def test_every_name_in_the_table_has_a_meaning_and_is_in_use() -> None:
+    assert {name for name, _event in TABLE} | {after for after, _actions in TABLE.values()} == set(STATES)
+    assert {event for _name, event in TABLE} == set(EVENTS)
+    assert {action for _after, actions in TABLE.values() for action in actions} == set(ACTIONS) == set(keeper._DO)
+
+
+def test_every_state_leads_to_the_end() -> None:
+    ends = {"GONE"}
+    while more := {state for (state, _event), (after, _actions) in TABLE.items() if after in ends} - ends:
+        ends |= more
+    assert ends == set(STATES)
+
+
+@pytest.mark.parametrize("state", [state for state in STATES if state != "GONE"])
+def test_every_state_hears_its_owner_and_the_loss_of_launcher_and_helpers(state: str) -> None:
+    late = ("KILLING", "DRAINING", "ENDED")
+    assert step(state, "KILL")[0] == (state if state in late else "KILLING")
+    assert (state, "STOP") in TABLE
+    assert step(state, "ORPHANED")[0] == ("GONE" if state in ("DRAINING", "ENDED") else "KILLING")
+    assert step(state, "HELPER_LOST")[0] == (state if state in late else "KILLING")
+
+
+def test_an_order_to_start_is_obeyed_in_one_state_only() -> None:
+    obeyed = {state for (state, event), (_after, actions) in TABLE.items() if "BEGIN" in actions and event == "START"}
+    refused = {state for (state, event), (_after, actions) in TABLE.items() if actions == ("REFUSE",)}
+    assert obeyed == {"WAITING"}
+    assert refused == {"KILLING", "DRAINING", "ENDED"}
+
+
+def test_nobody_is_asked_to_stop_after_a_kill() -> None:
+    # SIGKILL has been sent: every further word would come too late, and every wait is bounded by one deadline.
+    states = ("KILLING", "DRAINING", "ENDED", "GONE")
+    actions = {action for (state, _event), (_after, done) in TABLE.items() if state in states for action in done}
+    assert actions == {"REFUSE", "ABANDON", "DRAIN", "SAY_LAST", "LEAVE_LOGS", "LEAVE"}
+
+
+def test_a_deadline_means_something_in_the_state_that_arms_it() -> None:
+    arms = {"ARM_SETTLE": "SETTLED", "ARM_GRACE": "GRACE_OVER", "ARM_LINGER": "LINGER_OVER", "KILL": "KILL_OVER"}
+    arms |= {"ARM_REST": "PATIENCE_OVER", "DRAIN": "DRAIN_OVER"}
+    for after, actions in TABLE.values():
+        for action in actions:
+            assert action not in arms or (after, arms[action]) in TABLE
