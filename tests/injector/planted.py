@@ -1,0 +1,88 @@
+"""Old faults, which are planted back into a copy of the source. The injector has to notice each of them.
+
+Each fault changes a few lines. If these are not in the source any more, planting fails, and somebody has to find out
+which lines would make the fault today.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Planted:
+    """A fault: in ``file``, the first ``old`` after the first ``after`` is replaced by ``new``."""
+
+    file: str
+    after: str
+    old: str
+    new: str
+    seeds: tuple[int, ...]  # seeds that find it
+    symptom: str  # words of what the checker says then
+
+
+PLANTED = {
+    "the guard obeys the order to start though the keeper is lost": Planted(
+        "keeper.py",
+        "def take_over(",
+        '        self._see("HELPER_LOST")',
+        "        if linux.children(os.getpid()):\n"
+        '            self._see("HELPER_LOST")\n'
+        "        self._reason, self._guard, self._launcher = (), *[os.pidfd_open(os.getpid()) for _ in range(2)]\n"
+        "        ",
+        (3360, 6218, 7216),
+        "after the keeper was killed",
+    ),
+    "the guard does not take over from a keeper that was killed": Planted(
+        "guard.py", "status = _outlive(", "if status:", "if False:", (1212, 2127, 5136), "survivors"
+    ),
+    "the keeper goes on without its launcher": Planted(
+        "keeper.py", "def _on_orphaned(", 'self._see("ORPHANED")', "pass", (3122, 3676, 4399), "survivors"
+    ),
+    "exits are seen in the order of the start": Planted(
+        "loop.py",
+        "def once(",
+        "self._epoll.poll(timeout, len(self._callbacks))",
+        "sorted(self._epoll.poll(timeout, len(self._callbacks)))",
+        (17003, 34225, 45861),
+        "the root cause is rank",
+    ),
+    "the log writer drops what is in its pipes when it is told to finish": Planted(
+        "rotate.py",
+        "def _turn(self",
+        "        try:",
+        '        if __import__("select").select((self._channel.fileno(),), (), (), 0)[0]:\n'
+        "            return False\n"
+        "        try:",
+        (3809, 7784, 11645),
+        "that were written",
+    ),
+    "a result for which there is no descriptor is dropped": Planted(
+        "mirror.py",
+        "except wire.Truncated",
+        "self._keep(error.message, error)",
+        "pass",
+        (3722, 4035, 14228),
+        "returned None",
+    ),
+}
+
+
+def plant(name: str, source: Path, folder: Path) -> Path:
+    """Copy the package from ``source`` into ``folder``, with a fault. Returns ``folder``. Raises AssertionError."""
+    fault = PLANTED[name]
+    shutil.copytree(source / "phalanx", folder / "phalanx")
+    path = folder / "phalanx" / "_core" / fault.file
+    text = path.read_text(encoding="utf-8")
+    head, after, rest = text.partition(fault.after)
+    assert after, f"{name}: there is no {fault.after!r} in {fault.file}"
+    before, old, behind = rest.partition(fault.old)
+    assert old, f"{name}: after {fault.after!r} there is no {fault.old!r} in {fault.file}"
+    path.write_text(head + after + before + fault.new + behind, encoding="utf-8")
+    compile(path.read_text(encoding="utf-8"), path, "exec")
+    return folder
