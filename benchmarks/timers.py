@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.case import PEER, PHALANX
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from typing import NoReturn
 
 LIBRARY = {PHALANX: "phalanx.timer", PEER: "torch.distributed.elastic.timer"}
@@ -61,13 +61,13 @@ def watching(contender: str, kind: str, max_interval: float) -> Iterator[Any]:
         server.stop()
 
 
-def options(kind: str) -> dict[str, Any]:
+def options(kind: str, on_event: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
     """Return what `benchmarks.group.start` needs to be told beside, for a group that is watched in this way."""
     if kind != GROUP:
         return {}
     from phalanx.timer import TimerSpecs
 
-    return {"timers": TimerSpecs()}
+    return {"timers": TimerSpecs(on_event=on_event)}
 
 
 def _client(contender: str, kind: str, handle: Any) -> Any:

@@ -22,6 +22,7 @@ _MODULES = {
     "log_throughput": "log_throughput",
     "log_delay": "log_delay",
     "slow_console": "slow_console",
+    "flood": "flood",
     "timer_expiry": "timer_expiry",
     "timer_cost": "timer_cost",
     "timer_flood": "timer_flood",

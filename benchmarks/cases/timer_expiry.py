@@ -72,7 +72,10 @@ class _Observer:
 
 
 class _Sent:
-    """Notes when this process, in whatever thread, has sent SIGKILL by one of the two calls that there are."""
+    """Notes when this process, in whatever thread, has sent SIGKILL by one of the two calls that there are.
+
+    A group's SIGKILL comes from its keeper, which says when.
+    """
 
     def __init__(self) -> None:
         self.moments: list[int] = []
@@ -90,6 +93,11 @@ class _Sent:
         for (module, name), send in self._real.items():
             setattr(module, name, send)
 
+    def hear(self, event: dict[str, Any]) -> None:
+        """Take an event of a group."""
+        if event["name"] == "worker.reaped":
+            self.moments.append(event["monotonic_ns"])
+
     def _send(self, send: Callable[..., None], who: int, number: int, *more: Any) -> None:
         if send is self._real[os, "kill"] and who == os.getpid():
             return  # the peer's file server ends its own process, too: there would be one figure
@@ -104,7 +112,7 @@ def _reap(
     """Return the milliseconds from the deadline of a worker until it has been sent SIGKILL, and until it was dead."""
     with chatter.Meeting(1) as meeting:
         args = (contender, kind, handle, meeting.paths[0], after)
-        context = start(contender, timers.hang, [args], **timers.options(kind))
+        context = start(contender, timers.hang, [args], **timers.options(kind, sent.hear))
         (deadline,) = meeting.hear()
         sent.moments.clear()
         observer.watch(context.pids()[0])
