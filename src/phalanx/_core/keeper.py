@@ -3,8 +3,11 @@
 Owns what is done when: it carries out the table of `lifecycle`, by its `children`. The policy (settle window, grace
 period, linger) comes with the order to start; what follows is on time whatever the launcher does. The launcher sends
 wishes (stop, kill, signal a rank) and is sent what happened, in order, with moments. When it is gone, all that the
-workers started is killed. Nobody else's code runs here, and once the workers run, nothing here opens or writes a file
-on a disk. The `guard`, its parent, does the same by the same table when the keeper is killed.
+workers started is killed.
+
+Nobody else's code runs here, and nothing here writes to a disk. One is needed only for the opening of log files, until
+the last worker has started, and for an import of what the end needs, `BUSY` seconds after the keeper got up. The
+`guard`, its parent, does the same by the same table when the keeper is killed.
 """
 
 from __future__ import annotations
