@@ -183,8 +183,11 @@ def _describe(pid: int) -> str:
 
 def _settle(before: Snapshot, mark: str, deadline: float) -> None:
     """Give what is on its way out until the deadline: join threads, wait for processes to exit."""
-    for thread in set(threading.enumerate()) - before.threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+    while (threads := set(threading.enumerate()) - before.threads) and time.monotonic() < deadline:
+        for thread in threads:  # which may start others
+            thread._started.wait(max(0.0, deadline - time.monotonic()))  # type: ignore[attr-defined]  # it may be starting
+            if thread.is_alive():
+                thread.join(max(0.0, deadline - time.monotonic()))
     poll = select.poll()
     with contextlib.ExitStack() as stack:
         waiting = 0

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from typing import TYPE_CHECKING
 
 import pytest
@@ -449,11 +448,17 @@ def test_a_keeper_that_ends_by_a_mistake_leaves_nobody(
         guard, kept = helpers_of(group)
         stop(kept)
         supervisor = group._started()
-        supervisor._loop.call(lambda: supervisor._tell("no such word"))
+        said = threading.Event()
+
+        def say() -> None:
+            supervisor._tell("no such word")
+            said.set()
+
+        supervisor._loop.call(say)
+        assert said.wait(TIMEOUT)
         if guard_goes:
             os.kill(guard, signal.SIGKILL)  # wakes the keeper
         else:
-            until(lambda: supervisor._loop._calls == deque())
             os.kill(kept, signal.SIGCONT)
         with pytest.raises(KeeperLostError, match="keeper process ended with exit code 70; every process"):
             group.wait(TIMEOUT)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing import resource_tracker
 from textwrap import dedent
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ import pytest
 from phalanx._core import supervisor as supervisor_module
 from phalanx._core import tell
 from phalanx.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, _context, start_processes
-from tests.helpers import TIMEOUT, alive, wait_gone
+from tests.helpers import TIMEOUT, alive, pass_gate, wait_gone
 from tests.waits import shorten
 from tests.workers import run_script
 
@@ -144,10 +145,12 @@ def test_a_pipe_in_place_of_a_log_file_is_waited_for_by_nobody(tmp_path: Path) -
 
 
 IMPORTS = """
-import sys
+import os, sys
 from phalanx.multiprocessing import start_processes
 
-with start_processes("g", "sh", ("-c", "sleep 600 & wait"), nprocs=1) as group:
+os.mkfifo("there")
+with start_processes("g", "sh", ("-c", "sleep 600 & echo > there; wait"), nprocs=1) as group:
+    open("there").read()
     assert group._supervisor._chored.finish(20)
     before = set(sys.modules)
     group.close(timeout=0.1)
@@ -158,8 +161,30 @@ print(sorted(name for name in set(sys.modules) - before if name.startswith("phal
 
 def test_what_the_end_needs_is_imported_before(tmp_path: Path) -> None:
     """The disk may not answer by then."""
-    done = run_script(tmp_path, IMPORTS)
+    done = run_script(tmp_path, IMPORTS, cwd=tmp_path)
     assert done.stdout == "[]\n", done.stderr
+
+
+def ask_for_a_tracker(gate: str) -> int:
+    threading.Thread(target=resource_tracker.ensure_running, daemon=True).start()
+    pass_gate(gate)
+    return 3
+
+
+def test_a_resource_tracker_that_does_not_start_holds_up_no_result(
+    gate: Gate, never: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def getfd() -> int:
+        gate.open(2)
+        never.wait()
+        raise OSError
+
+    monkeypatch.setattr(resource_tracker, "_resource_tracker", resource_tracker.ResourceTracker())
+    monkeypatch.setattr(resource_tracker, "getfd", getfd)
+    with start_processes("g", ask_for_a_tracker, (gate.address,), nprocs=2, start_method="spawn") as group:
+        result = group.wait(TIMEOUT)
+        assert result is not None
+        assert result.return_values == {0: 3, 1: 3}
 
 
 # --- the command line
