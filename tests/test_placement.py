@@ -468,16 +468,17 @@ import os, sys
 sys.path[:] = sys.argv[3].split(os.pathsep)
 from phalanx.multiprocessing import Placement, start_processes
 from tests.test_placement import lead, FIRST
-method = sys.argv[1]
-placement = Placement(nice=1, rlimits={"core": 0})
-if method == "binary":
-    code = "from tests.test_placement import lead; lead(__import__('sys').argv[1])"
-    envs = {rank: {"PYTHONPATH": sys.argv[3]} for rank in range(2)}
-    args = {rank: ("-c", code, sys.argv[2]) for rank in range(2)}
-    group = start_processes("x", sys.executable, args, envs, placement=placement)
-else:
-    group = start_processes("x", lead, (sys.argv[2],), nprocs=2, start_method=method, placement=placement)
-group.wait()
+if __name__ == "__main__":
+    method = sys.argv[1]
+    placement = Placement(nice=1, rlimits={"core": 0})
+    if method == "binary":
+        code = "from tests.test_placement import lead; lead(__import__('sys').argv[1])"
+        envs = {rank: {"PYTHONPATH": sys.argv[3]} for rank in range(2)}
+        args = {rank: ("-c", code, sys.argv[2]) for rank in range(2)}
+        group = start_processes("x", sys.executable, args, envs, placement=placement)
+    else:
+        group = start_processes("x", lead, (sys.argv[2],), nprocs=2, start_method=method, placement=placement)
+    group.wait()
 """
 
 
@@ -555,11 +556,16 @@ def visible(count: int, envs: dict[int, dict[str, str]] | None = None) -> dict[i
 def test_one_device_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert visible(2) == {0: ("0", "0"), 1: ("1", "0")}
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-8932f937,5")
-    assert visible(2, {0: {"LOCAL_RANK": "0"}, 1: {"LOCAL_RANK": "1"}}) == {0: ("3", "0"), 1: ("GPU-8932f937", "0")}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5 7")
+    assert visible(2, {0: {"LOCAL_RANK": "0"}, 1: {"LOCAL_RANK": "1"}}) == {0: ("3", "0"), 1: ("5", "0")}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8932f937,GPU-5b3a,3")
+    assert visible(2) == {0: ("GPU-8932f937", "0"), 1: ("GPU-5b3a", "0")}
 
 
-@pytest.mark.parametrize("value,count", [("3", 1), ("", 0), ("-1", 0), ("4,-1,5", 1)])
+@pytest.mark.parametrize(
+    "value,count",
+    [("3", 1), ("", 0), ("-1", 0), ("4,-1,5", 1), ("4,4", 0), ("4,,5", 1), ("4 5", 1), ("GPU-a,5", 1)],
+)
 def test_too_few_devices(monkeypatch: pytest.MonkeyPatch, value: str, count: int) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     message = f"virtual_local_rank: rank {count} has no device: CUDA_VISIBLE_DEVICES={value} names {count} for 2 ranks"

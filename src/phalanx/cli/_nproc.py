@@ -6,6 +6,11 @@ import os
 import re
 from glob import glob
 
+from phalanx._core import devices
+
+_WSL = "usr/lib/wsl/lib"  # where WSL2 has the libraries of the host's driver
+_ASKING = 10.0  # seconds that a program is given to list the devices
+
 
 def count(wanted: str) -> int:
     """Read the value of ``--nproc-per-node``: a number of at least 1, "auto", "cpu" or "gpu".
@@ -34,7 +39,8 @@ def count(wanted: str) -> int:
 def count_gpus(root: str = "/") -> int:
     """The accelerators that a worker would see: the visible-devices variables first, then the kernel's devices.
 
-    NVIDIA: one folder each in /proc/driver/nvidia/gpus, or /dev/nvidiaN where a container has only these. AMD: the
+    NVIDIA: one folder each in /proc/driver/nvidia/gpus, or /dev/nvidiaN where a container has only these. Under WSL2
+    there is one /dev/dxg for all: nvidia-smi counts them there, and where it cannot, there is one at least. AMD: the
     nodes of /sys/class/kfd/kfd/topology with SIMD units (the others are CPUs).
     """
     for variables, present in (
@@ -48,19 +54,49 @@ def count_gpus(root: str = "/") -> int:
 
 
 def _visible(value: str, present: int) -> int:
-    """The devices that a visible-devices variable lets through: those before the first invalid one (CUDA's rule)."""
-    devices = 0
-    for device in filter(None, (part.strip() for part in value.split(","))):
-        by_index = device.isascii() and device.isdigit()
-        if not (int(device) < present if by_index else device.startswith(("GPU-", "MIG-"))):
-            break
-        devices += 1
-    return devices
+    """How many devices a visible-devices variable lets through: those before the first that is not there."""
+    named = devices.visible(value)
+    beyond = (place for place, device in enumerate(named) if device.isdigit() and int(device) >= present)
+    return next(beyond, len(named))
 
 
 def _nvidia(root: str) -> int:
     nodes = [path for path in glob(os.path.join(root, "dev/nvidia*")) if re.search(r"nvidia\d+$", path)]
-    return len(nodes) or len(glob(os.path.join(root, "proc/driver/nvidia/gpus/*")))
+    return len(nodes) or len(glob(os.path.join(root, "proc/driver/nvidia/gpus/*"))) or _wsl(root)
+
+
+def _wsl(root: str) -> int:
+    """The NVIDIA devices of WSL2. Without the driver's libraries, /dev/dxg stands for those of other makes."""
+    folder = os.path.join(root, _WSL)
+    libraries = (os.path.join(folder, name) for name in ("libcuda.so.1", "libnvidia-ml.so.1"))
+    if not os.path.exists(os.path.join(root, "dev/dxg")) or not any(map(os.path.exists, libraries)):
+        return 0
+    listed = _output(os.path.join(folder, "nvidia-smi"), "-L")
+    return len(re.findall(r"^GPU \d+:", listed, re.MULTILINE)) or 1
+
+
+def _output(*command: str) -> str:
+    """What a program writes to stdout, within bounded time; "" if it cannot be run, or fails."""
+    import subprocess
+
+    from phalanx._core import pidfds
+
+    null = subprocess.DEVNULL
+    try:
+        program = subprocess.Popen(
+            command, stdin=null, stdout=subprocess.PIPE, stderr=null, text=True, errors="replace"
+        )
+    except OSError:
+        return ""
+    try:
+        written = program.communicate(timeout=_ASKING)[0]
+    except subprocess.TimeoutExpired:
+        program.kill()
+        assert program.stdout is not None
+        program.stdout.close()
+        pidfds.reap_later(program.wait)  # it may sit in a driver that does not answer
+        return ""
+    return "" if program.returncode else written
 
 
 def _amd(root: str) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 from phalanx._core import linux, size
+from phalanx._core.devices import visible
 from phalanx._core.value import Value
 
 TYPE_CHECKING = False
@@ -108,7 +109,7 @@ class Placement(Value):
             if _DEVICES in env:
                 raise ValueError(f"virtual_local_rank: it sets {_DEVICES}, which envs sets for rank {rank} as well")
         given = os.environ.get(_DEVICES)
-        devices = [str(rank) for rank in envs] if given is None else _devices(given)
+        devices = [str(rank) for rank in envs] if given is None else visible(given)
         if len(devices) < len(envs):
             raise ValueError(
                 f"virtual_local_rank: rank {len(devices)} has no device: {_DEVICES}={given} names {len(devices)} for "
@@ -142,16 +143,6 @@ def divide(cpu_bind: str, nprocs: int) -> tuple[list[tuple[int, ...]], str]:
     cores = len(machine.cores)
     short = cpu_bind == "core" and cores < nprocs
     return shares, f"cpu_bind: {nprocs} workers share {cores} core{'s' * (cores > 1)}" if short else ""
-
-
-def _devices(value: str) -> list[str]:
-    """Read a CUDA_VISIBLE_DEVICES: what comes before the first that is no device, which hides all after it."""
-    devices: list[str] = []
-    for device in (part.strip() for part in value.split(",")):
-        if not ((device.isascii() and device.isdigit()) or device.startswith(("GPU-", "MIG-"))):
-            break
-        devices.append(device)
-    return devices
 
 
 def limit_names() -> dict[str, int]:
