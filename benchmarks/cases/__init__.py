@@ -12,6 +12,7 @@ _MODULES = {
     "true64": "true64",
     "spawn64": "spawn64",
     "spawn_noop": "spawn_noop",
+    "spawn_main": "spawn_main",
     "warm_torch": "warm_torch",
     "big_argument": "big_argument",
     "exit_to_wait": "exit_to_wait",
