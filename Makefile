@@ -16,7 +16,7 @@ help: ## say what there is
 demo: ## train on the handwritten digits with 4 ranks
 	@tools/dev demo
 
-test: ## lint, then the tests on every supported Python that this machine has
+test: ## lint, and the tests on every supported Python that this machine has
 	@tools/dev test
 
 lint: ## ruff and mypy

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import signal
 import tempfile
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests import leaks
-from tests.disks import Disk, mounted
+from tests.disks import Disk, mounted, small
 from tests.helpers import Gate, Ready
 
 if TYPE_CHECKING:
@@ -16,9 +18,28 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+collect_ignore = ["programs", "program_runs.py"]  # scripts: importing one has effects, which is what they are about
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the leak checks as a plugin: fixtures of a conftest would not reach the doctests under src."""
+    """Register the leak checks as a plugin: fixtures of a conftest would not reach the doctests under src.
+
+    Signals that whoever started us ignores (nohup, a shell's ``&``) are as usual: every process of the tests would
+    inherit that, and many are signalled.
+    """
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     config.pluginmanager.register(leaks, "leaks")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked ``torch`` where torch is not installed."""
+    if importlib.util.find_spec("torch") is None:
+        skip = pytest.mark.skip(reason="torch is not installed in this environment")
+        for item in items:
+            if item.get_closest_marker("torch"):
+                item.add_marker(skip)
 
 
 @pytest.fixture
@@ -48,6 +69,13 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     """A disk that can be made to answer no write."""
     with mounted(tmp_path) as it:
         yield it
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """The folder of a file system of 64 KiB."""
+    with small(tmp_path) as folder:
+        yield folder
 
 
 @pytest.fixture

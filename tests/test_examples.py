@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import socket
@@ -15,11 +14,6 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 LIMIT = 90.0  # seconds; each takes a few, unless something hangs
-
-needs_torch = pytest.mark.skipif(
-    importlib.util.find_spec("torch") is None,
-    reason="torch is not installed in this environment",
-)
 
 # What a launcher above us (or a developer's shell) may have set, and the examples read.
 RENDEZVOUS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -78,6 +72,7 @@ def accuracy(output: str, ranks: int) -> float:
     return float(found)
 
 
+@pytest.mark.once
 def test_digits_learns_on_four_ranks(tmp_path: Path) -> None:
     output = phalanx_run(tmp_path, 4, EXAMPLES / "digits.py")
     assert accuracy(output, ranks=4) > 0.93
@@ -94,7 +89,7 @@ def test_digits_learns_the_same_alone() -> None:
     assert accuracy(output, ranks=1) > 0.93
 
 
-@needs_torch
+@pytest.mark.torch
 def test_digits_ddp_learns_on_two_ranks(tmp_path: Path) -> None:
     output = phalanx_run(tmp_path, 2, EXAMPLES / "digits_ddp.py")
     assert accuracy(output, ranks=2) > 0.93
@@ -108,7 +103,7 @@ def free_port() -> int:
         return port
 
 
-@needs_torch
+@pytest.mark.torch
 @pytest.mark.parametrize("scheme", ["tcp", "file"])
 def test_two_launchers_of_two_processes_form_one_group(scheme: str, tmp_path: Path) -> None:
     init_method = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"file://{tmp_path / 'meeting'}"

@@ -75,6 +75,7 @@ def at_import(node: ast.AST) -> Iterator[ast.AST]:
         yield from at_import(child)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("path", FLOORS, ids=name_of)
 def test_imports_point_down_only(path: Path) -> None:
     floor = LAYERS.index(path.relative_to(SOURCE / "phalanx").parts[0])
@@ -85,6 +86,7 @@ def test_imports_point_down_only(path: Path) -> None:
             assert rest.split(".")[0] in allowed, f"{name_of(path)} imports {name}: from here only {allowed} is below"
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_nothing_of_others_is_imported_before_it_is_needed(path: Path) -> None:
     own = {"phalanx", *sys.stdlib_module_names}
@@ -95,6 +97,7 @@ def test_nothing_of_others_is_imported_before_it_is_needed(path: Path) -> None:
     assert names <= own
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_what_loads_others_is_itself_loaded_when_needed(path: Path) -> None:
     """Nobody but those that are kept apart, too, imports one of them on the way."""
@@ -105,6 +108,7 @@ def test_what_loads_others_is_itself_loaded_when_needed(path: Path) -> None:
     assert not {name for name in names if any(f"{name}.".startswith(f"{module}.") for module in apart)}
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_a_library_of_others_is_used_in_its_one_place(path: Path) -> None:
     names = {name.split(".")[0] for name in imports(path, nodes(path))}
@@ -112,6 +116,7 @@ def test_a_library_of_others_is_used_in_its_one_place(path: Path) -> None:
         assert library not in names or name_of(path) == place, f"{library} is for {place}"
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_nobody_sleeps(path: Path) -> None:
     assert "time.sleep" not in imports(path, nodes(path))
@@ -119,11 +124,13 @@ def test_nobody_sleeps(path: Path) -> None:
     assert "time.sleep" not in calls
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_a_module_says_what_it_is(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{name_of(path)} has no docstring"
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
 def test_every_ignored_finding_carries_a_code_and_a_reason(path: Path) -> None:
     """Written so: `# noqa: S102 - the script is the user's` or `# type: ignore[attr]  # absent before 3.13`."""
@@ -135,6 +142,7 @@ def test_every_ignored_finding_carries_a_code_and_a_reason(path: Path) -> None:
             assert reasoned.search(token.string), f"{name_of(path)}:{token.start[0]}: no reason: {token.string}"
 
 
+@pytest.mark.once
 def test_every_rule_that_is_off_carries_a_reason() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     lint = tomllib.loads(text)["tool"]["ruff"]["lint"]

@@ -57,14 +57,15 @@ def with_none_left(self, events):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
-module.Supervisor._on_report = with_none_left
-args = {rank: (1 if rank % 2 else 0,) for rank in range(ranks)}
-with start_processes("g", workers.megabytes, args) as group:
-    result = group.wait()
-print(json.dumps({
-    "values": {rank: len(value) for rank, value in result.return_values.items()},
-    "failures": {rank: failure.message for rank, failure in result.failures.items()},
-}))
+if __name__ == "__main__":
+    module.Supervisor._on_report = with_none_left
+    args = {rank: (1 if rank % 2 else 0,) for rank in range(ranks)}
+    with start_processes("g", workers.megabytes, args) as group:
+        result = group.wait()
+    print(json.dumps({
+        "values": {rank: len(value) for rank, value in result.return_values.items()},
+        "failures": {rank: failure.message for rank, failure in result.failures.items()},
+    }))
 """
 
 
@@ -123,6 +124,7 @@ def test_descriptors_that_have_to_wait_may_be_closed_by_their_owner() -> None:
         theirs.close()
 
 
+@pytest.mark.once
 def test_no_message_to_a_launcher_needs_a_descriptor(ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the number of ranks: a launcher may have none left."""
     sizes: list[int] = []
@@ -382,19 +384,20 @@ def test_a_placement_may_have_numbers_of_any_kind() -> None:
 EMBEDDED = """
 import sys
 
-python, how, method = sys.argv[1:]
-sys.executable = {"empty": "", "none": None, "other": "/bin/false", "set": "/bin/false"}[how]
+if __name__ == "__main__":
+    python, how, method = sys.argv[1:]
+    sys.executable = {"empty": "", "none": None, "other": "/bin/false", "set": "/bin/false"}[how]
 
-import multiprocessing
-from phalanx.multiprocessing import start_processes
+    import multiprocessing
+    from phalanx.multiprocessing import start_processes
 
-if how == "set":
-    multiprocessing.set_executable(python)
-try:
-    with start_processes("g", len, ("abc",), nprocs=2, start_method=method) as group:
-        print(group.wait().return_values)
-except Exception as error:
-    print(f"{type(error).__name__}: {error}")
+    if how == "set":
+        multiprocessing.set_executable(python)
+    try:
+        with start_processes("g", len, ("abc",), nprocs=2, start_method=method) as group:
+            print(group.wait().return_values)
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}")
 """
 
 

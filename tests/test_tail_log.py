@@ -12,7 +12,6 @@ import pytest
 from phalanx._core import linux
 from phalanx.multiprocessing.tail_log import TailLog, tail_logfile
 from tests.helpers import TIMEOUT
-from tests.test_examples import needs_torch
 from tests.test_run import read_until
 
 if TYPE_CHECKING:
@@ -358,7 +357,7 @@ def shown_by(kind: Any, files: dict[int, str], console: TextIO, text: bytes, **o
     assert tail.stopped()
 
 
-@needs_torch
+@pytest.mark.torch
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("own_temporary_folder")
 @pytest.mark.parametrize(

@@ -32,7 +32,6 @@ CLASSES = [
 
 @pytest.fixture(scope="module")
 def torch_timer() -> Any:
-    pytest.importorskip("torch", reason="torch is not installed in this environment")
     return importlib.import_module(THERE)
 
 
@@ -44,12 +43,14 @@ def _public(kind: Any) -> set[str]:
     return {name for name in dir(kind) if not name.startswith("_")} | {"__init__"}
 
 
+@pytest.mark.torch
 def test_every_public_name_is_here(torch_timer: Any) -> None:
     modules = {name for name in dir(torch_timer) if inspect.ismodule(getattr(torch_timer, name))}
     names = {name for name in dir(torch_timer) if not name.startswith("_")} - modules | {"debug_info_logging"}
     assert names <= set(phalanx.timer.__all__)
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("name", [*CLASSES, "configure", "expires"])
 def test_arguments_have_their_names_their_order_and_their_defaults(torch_timer: Any, name: str) -> None:
     theirs, ours = getattr(torch_timer, name), getattr(phalanx.timer, name)
@@ -98,10 +99,8 @@ def _exit_code(target: Any, *args: Any) -> int | None:
     return code
 
 
-@pytest.mark.parametrize("module", [HERE, THERE])
-def test_the_same_program_over_a_queue(module: str, request: pytest.FixtureRequest) -> None:
-    if module == THERE:
-        request.getfixturevalue("torch_timer")
+@pytest.mark.parametrize("module", [HERE, pytest.param(THERE, marks=pytest.mark.torch)])
+def test_the_same_program_over_a_queue(module: str) -> None:
     timer = importlib.import_module(module)
     queue = multiprocessing.get_context("spawn").Queue()
     server = timer.LocalTimerServer(queue, max_interval=0.1)
