@@ -1,4 +1,4 @@
-"""Disks that do not answer, for tests."""
+"""Disks that do not answer, or are full, for tests."""
 
 from __future__ import annotations
 
@@ -62,6 +62,28 @@ def mounted(tmp_path: Path) -> Iterator[Disk]:
         deadline = time.monotonic() + TIMEOUT
         while subprocess.run(["umount", str(folder)], check=False, capture_output=True).returncode:
             assert time.monotonic() < deadline
+
+
+@contextlib.contextmanager
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB below the test's folder. Skips the test where nothing can be mounted."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k,nr_inodes=64", "none", place], capture_output=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.decode().strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+def fill(disk: Path) -> None:
+    with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as stream:
+        while True:
+            stream.write(b"x" * 4096)
 
 
 def sleeping_on_disks(pid: int) -> int:

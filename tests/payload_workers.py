@@ -122,6 +122,19 @@ def memfds() -> str:
     return mapped + "open " * opened
 
 
+class Counter:
+    """Holds a large array, and changes it."""
+
+    def __init__(self, size: int) -> None:
+        import numpy as np
+
+        self.array = np.zeros(size)
+
+    def add(self) -> float:
+        self.array += 1
+        return float(self.array[0])
+
+
 class Pager:
     """An object that pickles to a large buffer by itself (PEP 574), and is no array."""
 
@@ -130,3 +143,8 @@ class Pager:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return type(self), (pickle.PickleBuffer(self.data),)
+
+
+def send_all(own: Any, common: Any) -> None:
+    own.send("own")
+    common.send("common")

@@ -24,6 +24,24 @@ def fail(index: int, failing: int, text: str) -> None:
     signal.pause()
 
 
+def fail_at_once(_index: int, text: str) -> None:
+    raise ValueError(text)
+
+
+def fail_one_after_the_other(index: int, failed: Any) -> None:
+    """Rank 0 fails, and takes for ever to end; then rank 1."""
+    if index == 0:
+        import atexit
+
+        atexit.register(signal.pause)
+        atexit.register(failed.set)
+        raise ValueError("in rank 0")
+    failed.wait()
+    if index == 1:
+        raise ValueError("because of rank 0")
+    signal.pause()
+
+
 def leave(index: int, code: Any) -> None:
     if index == 1:
         sys.exit(code)
@@ -89,3 +107,35 @@ def fail_one_after_another(index: int, address: str, gates: list[str]) -> None:
     if index == 2:
         raise ValueError("the first")
     os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def linger(index: int, address: str, gate: str) -> None:
+    """Wait at the gate, and say how that ended."""
+    from tests.helpers import tell
+
+    def stopped(*_: object) -> None:
+        tell(address, f"{index} stopped")
+        sys.exit()
+
+    signal.signal(signal.SIGTERM, stopped)
+    try:
+        wait(index, address, gate)
+    except KeyboardInterrupt:
+        tell(address, f"{index} interrupted")
+    else:
+        tell(address, f"{index} done")
+
+
+def host(_index: int, address: str, gate: str, what: str, host_gate: str) -> None:
+    """Start a group that nobody joins, and say when we are about to leave."""
+    import phalanx.spawn as mp
+    from tests.helpers import pass_gate, tell
+
+    if what == "failing":
+        mp.spawn(fail, (1, "nobody joined me"), 2, join=False)
+        return
+    mp.spawn(linger, (address, gate), 2, join=False, daemon=what == "daemon")
+    pass_gate(host_gate)
+    tell(address, f"leaving {os.getpid()}")
+    if what == "interrupted":
+        raise KeyboardInterrupt

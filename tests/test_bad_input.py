@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
 import shutil
-import subprocess
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +15,11 @@ import pytest
 
 from phalanx.multiprocessing import DefaultLogsSpecs, RunProcsResult, Std, start_processes
 from tests import workers
+from tests.disks import fill
 from tests.workers import run_script
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from tests.helpers import Gate, Ready
@@ -152,28 +153,6 @@ def test_log_dir_that_cannot_be_written() -> None:
         start_processes("n", "true", {0: ()}, {0: {}}, DefaultLogsSpecs("/proc/1/task/logs", Std.ALL))
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k,nr_inodes=64", "none", place], capture_output=True, check=False
-    )
-    if done.returncode:
-        pytest.skip(f"no file system can be mounted here: {done.stderr.decode().strip()}")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "-l", place], check=True)
-
-
-def _fill(disk: Path) -> None:
-    with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as stream:
-        while True:
-            stream.write(b"x" * 4096)
-
-
 @root_only
 @pytest.mark.usefixtures("nothing_starts")
 def test_disk_without_room_for_the_folders(small_disk: Path) -> None:
@@ -209,7 +188,7 @@ def test_disk_fills_while_a_worker_writes(small_disk: Path, ready: Ready, gate: 
         "n", workers.fill, {0: (ready.address, gate.address)}, log_dir=logs, redirects=Std.ALL, start_method=method
     ) as group:
         ready.wait()
-        _fill(small_disk)
+        fill(small_disk)
         gate.open()
         result = group.wait()
     assert result is not None
@@ -392,6 +371,119 @@ def test_an_argument_that_cannot_be_pickled(method: str) -> None:
         )
 
 
+def no_cell() -> Callable[[], object]:
+    lock = threading.Lock()
+    gone = 1
+
+    def function() -> object:
+        return gone, lock  # noqa: F821 - that is the point
+
+    del gone
+    return function
+
+
+class Holder:
+    """Holds what cannot be pickled. What else it has is no business of a search for that."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.asked: list[str] = []
+
+    def __getattr__(self, name: str) -> object:
+        if not name.startswith("__"):  # pickling itself looks for its own names
+            vars(self)["asked"].append(name)
+        raise AttributeError(name)
+
+    @property
+    def keywords(self) -> object:
+        raise RuntimeError("keywords")
+
+    @property
+    def __self__(self) -> object:
+        raise RuntimeError("__self__")
+
+
+class CallableHolder(Holder):
+    """Is one that can be called."""
+
+    def __getattr__(self, name: str) -> object:
+        if name == "__qualname__":
+            raise RuntimeError("no name")
+        return super().__getattr__(name)
+
+    def __call__(self) -> None:
+        pass
+
+
+class Stubborn:
+    """Has a ``__dict__`` that is none, and cannot be pickled."""
+
+    __dict__ = property(lambda _self: 5)
+
+    def __reduce__(self) -> str:
+        raise TypeError("not me")
+
+
+class Key:
+    """A key without a text."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class Counted:
+    """Notes whenever one of it is pickled."""
+
+    times = 0
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        Counted.times += 1
+        return Counted, ()
+
+
+def holding_itself() -> list[object]:
+    held: list[object] = []
+    held.extend([held] * 100)
+    held.append({"lock": threading.Lock(), "held": [held] * 100})
+    return held
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize(
+    "function,argument,text",
+    [
+        (no_cell(), 0, "the variable 'lock' of the entrypoint no_cell.<locals>.function (_thread.lock)"),
+        (workers.echo, Holder(), "the attribute 'lock' of argument 0 of rank 0 (_thread.lock)"),
+        (CallableHolder(), 0, "the attribute 'lock' of the entrypoint tests.test_bad_input.CallableHolder (_thread.l"),
+        (workers.echo, [Stubborn()], "item 0 of argument 0 of rank 0 (tests.test_bad_input.Stubborn) cannot be"),
+        (workers.echo, {Key(): threading.Lock()}, "item <tests.test_bad_input.Key> of argument 0 of rank 0 (_thread."),
+        (workers.echo, {"k" * 999: threading.Lock()}, f"item 'k{'k' * 58}… of argument 0 of rank 0 (_thread.lock)"),
+        (workers.echo, {threading.Lock(): 1}, "the key <unlocked _thread.lock object at "),
+        (workers.echo, holding_itself(), "item 'lock' of item 100 of argument 0 of rank 0 (_thread.lock)"),
+        (workers.echo, functools.partial(max, threading.Lock()), "item 0 of 'args' of argument 0 of rank 0 (_thread.l"),
+        (functools.partial(max, threading.Lock()), 0, "item 0 of 'args' of the entrypoint functools.partial (_thread."),
+        (workers.echo, threading.Lock().acquire, "'__self__' of argument 0 of rank 0 (_thread.lock)"),
+    ],
+)
+def test_a_search_for_what_cannot_be_pickled_survives_what_it_finds(function: Any, argument: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(text)) as caught:
+        start_processes("n", function, {0: (argument,)})
+    assert re.search("cannot be sent to a worker: TypeError: (cannot pickle '_thread.lock'|not me)", str(caught.value))
+    for holder in (function, argument):
+        assert getattr(holder, "asked", []) == []
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_a_search_among_too_many_names_the_whole() -> None:
+    Counted.times = 0
+    many = [*(Counted() for _ in range(20_000)), threading.Lock()]
+    with pytest.raises(
+        TypeError, match=r"^argument 0 of rank 0 \(list\) cannot be sent to a worker: TypeError: cannot"
+    ):
+        start_processes("n", workers.echo, {0: (many,), 1: (many,)})
+    assert Counted.times <= 4 * len(many)
+
+
 def test_fork_pickles_nothing() -> None:
     lock = threading.Lock()
     result = run(lambda given: given is lock, {0: (lock,)}, start_method="fork")
@@ -482,7 +574,7 @@ def test_a_worker_that_closes_all_its_descriptors_and_returns(method: str) -> No
     """Its value has no way to travel: that is a failure that says so, not a hang and not a silent None."""
     result = run(workers.close_everything_and_return, {0: (5,)}, start_method=method)
     assert result.return_values == {}
-    assert "Bad file descriptor" in result.failures[0].message
+    assert "the value cannot be returned: this process has closed" in result.failures[0].message
 
 
 LONG = """
@@ -513,24 +605,25 @@ from phalanx.multiprocessing import start_processes
 from tests import workers
 from tests.helpers import descendants
 
-kind, here = sys.argv[1], len(os.listdir("/proc/self/fd")) - 1
-errors = []
-for limit in (90, 64, 50, 30, *range(here + 12, here, -1)):
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-    before = set(os.listdir("/proc/self/fd"))
-    try:
-        if kind == "binary":
-            group = start_processes("f", "sleep", (600,), nprocs=50)
-        else:
-            group = start_processes("f", workers.nothing, (), nprocs=50, start_method=kind)
-        group.close()
-    except OSError as error:
-        errors.append(str(error))
-        assert "open files" in str(error), (limit, str(error))
-    left = descendants(os.getpid())
-    assert set(os.listdir("/proc/self/fd")) == before, (limit, before, os.listdir("/proc/self/fd"))
-    assert not left, (limit, left)
-print(len(errors))
+if __name__ == "__main__":
+    kind, here = sys.argv[1], len(os.listdir("/proc/self/fd")) - 1
+    errors = []
+    for limit in (90, 64, 50, 30, *range(here + 12, here, -1)):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        before = set(os.listdir("/proc/self/fd"))
+        try:
+            if kind == "binary":
+                group = start_processes("f", "sleep", (600,), nprocs=50)
+            else:
+                group = start_processes("f", workers.nothing, (), nprocs=50, start_method=kind)
+            group.close()
+        except OSError as error:
+            errors.append(str(error))
+            assert "open files" in str(error), (limit, str(error))
+        left = descendants(os.getpid())
+        assert set(os.listdir("/proc/self/fd")) == before, (limit, before, os.listdir("/proc/self/fd"))
+        assert not left, (limit, left)
+    print(len(errors))
 """
 
 
@@ -547,29 +640,30 @@ import os, sys
 from phalanx.multiprocessing import start_processes
 from tests import workers
 
-kind, cgroup = sys.argv[1:]
-with open(f"{cgroup}/cgroup.procs", "w") as file:
-    file.write(str(os.getpid()))
-errors = []
-if kind in ("spawn", "fork"):
-    start_processes("p", workers.nothing, {0: ()}, start_method=kind).close()  # starts the thread pools there may be
-for limit in (60, 40, 20, *range(9, 0, -1)):
-    with open(f"{cgroup}/pids.max", "w") as file:
-        file.write(str(limit))
-    try:
-        if kind == "binary":
-            group = start_processes("p", "sleep", (600,), nprocs=70)
-        else:
-            group = start_processes("p", workers.nothing, (), nprocs=70, start_method=kind)
-        group.close()
-    except OSError as error:
-        errors.append((limit, str(error)))
-    with open(f"{cgroup}/cgroup.procs") as file:
-        left = set(map(int, file)) - {os.getpid()}
-    assert not left, (limit, left)
-print(len(errors))
-for limit, text in errors:
-    assert "processes or memory have run out" in text, (limit, text)
+if __name__ == "__main__":
+    kind, cgroup = sys.argv[1:]
+    with open(f"{cgroup}/cgroup.procs", "w") as file:
+        file.write(str(os.getpid()))
+    errors = []
+    if kind in ("spawn", "fork"):
+        start_processes("p", workers.nothing, {0: ()}, start_method=kind).close()  # starts what thread pools there are
+    for limit in (60, 40, 20, *range(9, 0, -1)):
+        with open(f"{cgroup}/pids.max", "w") as file:
+            file.write(str(limit))
+        try:
+            if kind == "binary":
+                group = start_processes("p", "sleep", (600,), nprocs=70)
+            else:
+                group = start_processes("p", workers.nothing, (), nprocs=70, start_method=kind)
+            group.close()
+        except OSError as error:
+            errors.append((limit, str(error)))
+        with open(f"{cgroup}/cgroup.procs") as file:
+            left = set(map(int, file)) - {os.getpid()}
+        assert not left, (limit, left)
+    print(len(errors))
+    for limit, text in errors:
+        assert "processes or memory have run out" in text, (limit, text)
 """
 
 

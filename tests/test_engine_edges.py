@@ -61,14 +61,13 @@ def test_a_grace_without_end(ready: Ready, gate: Gate) -> None:
 
 def test_arguments_that_ranks_share_are_written_once() -> None:
     shared = (bytes(1_000_000),)
-    memfd, _fds, _wanted = payload.pack(print, dict.fromkeys(range(8), shared))
+    memfd = payload.pack(print, dict.fromkeys(range(8), shared)).memfd
     try:
         assert os.fstat(memfd).st_size < 2 * len(shared[0])
         view = payload.Payload(os.dup(memfd), [])
-        view._fds = []
         for rank in (0, 7):
             view.index["fds"][rank] = []
-            view.index.pop("tracker", None)
+            view.take(rank)
             assert view.load(rank) == (print, shared)
         view.close()
     finally:
@@ -77,11 +76,12 @@ def test_arguments_that_ranks_share_are_written_once() -> None:
 
 IN_A_REMOVED_FOLDER = """
 import os, sys
-os.mkdir("gone"); os.chdir("gone"); os.rmdir(os.getcwd())
-sys.path.insert(0, "")
-from phalanx.multiprocessing import start_processes
-with start_processes("g", len, ("abc",), nprocs=1, start_method=sys.argv[1]) as group:
-    print(group.wait().return_values)
+if __name__ == "__main__":
+    os.mkdir("gone"); os.chdir("gone"); os.rmdir(os.getcwd())
+    sys.path.insert(0, "")
+    from phalanx.multiprocessing import start_processes
+    with start_processes("g", len, ("abc",), nprocs=1, start_method=sys.argv[1]) as group:
+        print(group.wait().return_values)
 """
 
 

@@ -856,6 +856,12 @@ def test_failures_that_differ_are_not_called_the_same() -> None:
     assert "ranks 1-7: the same" in format_report("x", same)
 
 
+def test_a_rank_that_was_stopped_after_it_had_raised_has_the_same_failure() -> None:
+    trace = 'Traceback (most recent call last):\n  File "train.py", line 3, in step\nValueError: no'
+    failures = {rank: failed(rank, "ValueError: no", trace, exitcode=code) for rank, code in enumerate((1, -15, 1))}
+    assert "ranks 1-2: the same" in format_report("x", failures)
+
+
 def test_a_report_is_bounded() -> None:
     root = failed(0, "E: " + "x" * 10_000, "\n".join(f"line {n}" for n in range(5000)), stderr_tail="not shown")
     others = {rank: failed(rank, f"E{'x' * rank}: no", "l\n" * 500) for rank in range(1, 200)}

@@ -34,18 +34,19 @@ from phalanx.multiprocessing import start_processes
 from phalanx.timer import TimerSpecs
 from tests import test_keeper_decides as these
 
-options = json.loads(sys.argv[1])
-timers = TimerSpecs() if options.pop("timers", False) else None
-busy = options.pop("busy", 0)
-with start_processes("g", getattr(these, options.pop("function")), timers=timers, **options) as group:
-    if busy:
-        these.hold_the_gil(options["args"]["0"][0], busy)
-    result = group.wait()
-print(json.dumps({
-    "state": result.state,
-    "root": None if result.root_cause is None else [result.root_cause.local_rank, result.root_cause.message],
-    "outcomes": [[outcome.state, outcome.exitcode, outcome.signal_sent] for outcome in result.outcomes.values()],
-}))
+if __name__ == "__main__":
+    options = json.loads(sys.argv[1])
+    timers = TimerSpecs() if options.pop("timers", False) else None
+    busy = options.pop("busy", 0)
+    with start_processes("g", getattr(these, options.pop("function")), timers=timers, **options) as group:
+        if busy:
+            these.hold_the_gil(options["args"]["0"][0], busy)
+        result = group.wait()
+    print(json.dumps({
+        "state": result.state,
+        "root": None if result.root_cause is None else [result.root_cause.local_rank, result.root_cause.message],
+        "outcomes": [[outcome.state, outcome.exitcode, outcome.signal_sent] for outcome in result.outcomes.values()],
+    }))
 """
 
 

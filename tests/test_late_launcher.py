@@ -173,16 +173,17 @@ def test_a_large_result_holds_up_no_stop(ready: Ready, gate: Gate, monkeypatch: 
     reading, go_on = threading.Event(), threading.Event()
     read = Mirror._read
 
-    def slowly(self: Mirror, message: object, fd: int) -> None:
+    def slowly(self: Mirror, message: object, fds: list[int]) -> None:
         reading.set()
         go_on.wait(TIMEOUT)
-        read(self, message, fd)
+        read(self, message, fds)
 
     monkeypatch.setattr(Mirror, "_read", slowly)
     args = {rank: (rank, ready.address, gate.address) for rank in range(2)}
     with start_processes("g", returns_much, args, start_method="fork") as group:
         pids = ready.pids(2)
         assert reading.wait(TIMEOUT)
+        assert supervisor_of(group).mirror.workers[0].ended.wait(TIMEOUT)  # it has sent its value, and ends
         supervisor_of(group).stop(signal.SIGTERM, TIMEOUT)
         assert wait_gone(pids) == set()
         go_on.set()

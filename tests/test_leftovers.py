@@ -100,7 +100,8 @@ def test_nothing_lingers_of_a_group_that_failed(ready: Ready) -> None:
 def test_a_close_ends_the_lingering(ready: Ready, way: str) -> None:
     code = f"import os, subprocess; subprocess.Popen(['sleep', '600']); {ready.python()}"
     with start_processes("g", sys.executable, ("-S", "-c", code), nprocs=1, linger=TIMEOUT * 10) as group:
-        assert group.wait(0.2) is None
+        assert group._started().mirror.workers[0].ended.wait(TIMEOUT)
+        assert group.wait(0) is None
         group.close(signal.SIGKILL if way == "kill" else signal.SIGTERM, timeout=TIMEOUT)
         result = group.wait(0)
     assert result is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import multiprocessing
 import os
 import pickle
 import tempfile
@@ -197,8 +198,26 @@ def test_arrays_of_the_function_and_of_each_rank_are_told_apart() -> None:
         result = group.wait(TIMEOUT)
     assert result is not None
     for rank, arguments in own.items():
-        expected = [(*facts[:4], False, facts[5]) for facts in does.describe(base, *arguments)]
+        # That of the function is each worker's own to write to.
+        expected = [(*facts[:4], number == 0, facts[5]) for number, facts in enumerate(does.describe(base, *arguments))]
         assert result.return_values[rank] == expected
+
+
+def test_the_same_large_bytes_twice_are_one_object() -> None:
+    large = bytearray(MIB)
+    assert run("spawn", lambda one, two: one is two, large, large) == [True, True]
+
+
+@pytest.mark.parametrize("sent", ["function", "value"])
+def test_what_is_no_argument_is_each_workers_own_to_write_to(sent: str) -> None:
+    """A method's object, or the arguments that a partial function holds."""
+    counter = does.Counter(MIB)
+    method = counter.add if sent == "function" else functools.partial(does.Counter.add, counter)
+    with start_processes("own", method, nprocs=2, start_method="spawn") as group:
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert result.return_values == {0: 1.0, 1: 1.0}
+    assert counter.array[0] == 0
 
 
 def test_the_same_array_twice_is_one_array() -> None:
@@ -249,7 +268,7 @@ def test_objects_with_buffers_of_their_own() -> None:
 
 def packed(arguments: dict[int, tuple[Any, ...]], **options: Any) -> int:
     """The bytes that the payload of a call takes."""
-    memfd, _fds, _wanted = payload.pack(does.places, arguments, **options)
+    memfd = payload.pack(does.places, arguments, **options).memfd
     try:
         return os.fstat(memfd).st_blocks * 512
     finally:
@@ -305,6 +324,23 @@ def test_many_arrays_take_few_descriptors() -> None:
     arrays = [np.zeros(MIB, np.uint8) for _ in range(40)]
     many, none = run("forkserver", does.descriptors, arrays, nprocs=1), run("forkserver", does.descriptors, nprocs=1)
     assert many[0] - none[0] == 1
+
+
+def test_what_several_ranks_have_is_one_descriptor() -> None:
+    pipes = [multiprocessing.Pipe() for _ in range(10)]
+    for arguments in (dict.fromkeys(range(8), (pipes,)), {rank: (rank, pipes) for rank in range(8)}):
+        packed = payload.pack(print, arguments)
+        packed.close()
+        assert len(set(packed.fds)) == len(packed.fds) <= 21
+        assert all(len(set(which)) >= 20 for which in packed.wanted.values())
+    own = {rank: (pipes[rank][0], pipes[9][1]) for rank in range(3)}
+    with start_processes("own", does.send_all, own, start_method="spawn") as group:
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert result.succeeded, result.root_cause
+    for rank in range(3):
+        assert pipes[rank][1].recv() == "own"
+    assert [pipes[9][0].recv() for _ in range(3)] == ["common"] * 3
 
 
 def test_the_launcher_keeps_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import pty
@@ -20,6 +21,7 @@ import click
 import pytest
 
 import phalanx
+from phalanx._core import devices
 from phalanx.cli import _nproc
 from phalanx.cli.run import run as command
 from phalanx.multiprocessing import Std
@@ -283,13 +285,80 @@ def test_devices_of_the_other_make(machine: Path) -> None:
 @pytest.mark.parametrize(
     "value,count",
     [("", 0), ("0", 1), ("0,2", 2), (" 0 , 2 ", 2), ("-1", 0), ("NoDevFiles", 0), ("0,-1,2", 1), ("GPU-8932f937", 1),
-     ("MIG-GPU-1/1/0,MIG-GPU-1/2/0", 2), ("0,1,2,3,4,5,6,7,8,9", 4), ("4", 0), ("3,4,0", 1)],
+     ("MIG-GPU-1/1/0,MIG-GPU-1/2/0", 2), ("0,1,2,3,4,5,6,7,8,9", 4), ("4", 0), ("3,4,0", 1), ("0,0", 0), ("0,,1", 1),
+     ("GPU-a,0", 1), ("0 1", 1), ("0,GPU-a", 1)],
 )  # fmt: skip
 def test_visible_devices(machine: Path, monkeypatch: pytest.MonkeyPatch, value: str, count: int) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     assert _nproc.count_gpus(str(machine)) == 0  # a variable makes no device
     nvidia(machine, 4)
     assert _nproc.count_gpus(str(machine)) == count
+
+
+VISIBLE = [
+    "", " ", "0", "1", "7,3", "0,1", " 0 , 2 ", "\t0\n,1", "-1", "0,-1,2", "-0", "NoDevFiles", "0,NoDevFiles,1",
+    "0,0", "0,1,0", "0,-1,0", "0,0,-1", "0,,1", ",", ",0", "0,", "0 1", "0 1,2", "1gpu2,2ampere", "+1", "1,+1", "0x1",
+    "01", "1,01", "1.5", "1-2", "0;1", "4", "3,4,0", "GPU-a", "GPU-a,GPU-b", "GPU-a,GPU-a", "GPU-a,0", "0,GPU-a",
+    "GPU-a,MIG-b", " GPU-a", "GPU-a, GPU-b", "GPU-a,,GPU-b", "gpu-a", "GPU-", "MIG-GPU-1/1/0,MIG-GPU-1/2/0",
+    "MIG-a,MIG-a", "MIG-a,GPU-b", "MIG-a,1", "all", "none", "void", "99999999999999999999",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VISIBLE)
+@pytest.mark.torch
+def test_visible_devices_are_those_that_torch_sees(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    cuda: Any = importlib.import_module("torch.cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert devices.visible(value) == list(map(str, cuda._parse_visible_devices()))
+
+
+def wsl(root: Path, smi: str = "", library: str = "libcuda.so.1") -> Path:
+    """Make it a machine of WSL2, with a script as nvidia-smi."""
+    folder = root / "usr/lib/wsl/lib"
+    folder.mkdir(parents=True)
+    (root / "dev/dxg").touch()
+    if library:
+        (folder / library).touch()
+    if smi:
+        (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{smi}\n")
+        (folder / "nvidia-smi").chmod(0o755)
+    return folder
+
+
+LISTED = """cat <<'END'
+GPU 0: NVIDIA GeForce RTX 3090 (UUID: GPU-5a)
+GPU 1: NVIDIA A100 (UUID: GPU-7c)
+  MIG 1g.5gb      Device  0: (UUID: MIG-5b)
+END"""
+
+
+@pytest.mark.parametrize("library", ["libcuda.so.1", "libnvidia-ml.so.1"])
+def test_devices_under_wsl_are_counted_by_nvidia_smi(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, library: str
+) -> None:
+    wsl(machine, LISTED, library)
+    assert _nproc.count_gpus(str(machine)) == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    assert _nproc.count_gpus(str(machine)) == 1
+
+
+@pytest.mark.parametrize("smi", ["", "exit 9", f"{LISTED}\nexit 9", "echo 'No devices were found'"])
+def test_a_device_under_wsl_that_nobody_counts_is_one(machine: Path, smi: str) -> None:
+    wsl(machine, smi)
+    assert _nproc.count_gpus(str(machine)) == 1
+
+
+def test_a_count_that_does_not_come_to_an_end(machine: Path, ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_nproc, "_ASKING", 2.0)
+    python = f"import signal; {ready.python()}; signal.pause()"
+    wsl(machine, f'exec {sys.executable} -S -c "{python}"')
+    assert _nproc.count_gpus(str(machine)) == 1
+    assert wait_gone(ready.pids()) == set()
+
+
+def test_devices_of_other_makes_under_wsl_are_none(machine: Path) -> None:
+    wsl(machine, LISTED, library="")
+    assert _nproc.count_gpus(str(machine)) == 0
 
 
 def test_visible_devices_of_the_other_make(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

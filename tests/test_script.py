@@ -466,6 +466,11 @@ def test_an_exit_that_the_script_wants_leaves_no_error_file(house: House, name: 
     assert house.as_worker("script.py").error is None
 
 
+def test_a_script_that_clears_its_environment_leaves_evidence(house: House) -> None:
+    house.write("script.py", "import os\nos.environ.clear()\nraise ValueError('after that')\n")
+    assert house.alike("script.py").message == "ValueError: after that"
+
+
 def test_an_interrupted_script_dies_of_the_signal(house: House) -> None:
     house.write("script.py", "raise KeyboardInterrupt")
     worker = house.alike("script.py")

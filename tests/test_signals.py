@@ -316,16 +316,17 @@ def look():
         seen.add(oct(os.stat(path).st_mode & 0o777))
         os.unlink(path)
 
-os.umask(0o077)
-thread = threading.Thread(target=look)
-thread.start()
-with warm(preload=["json"]):
-    for _ in range(200):
-        with start_processes("g", os.getpid, nprocs=1, start_method="forkserver") as group:
-            group.wait()
-over.set()
-thread.join()
-print(seen)
+if __name__ == "__main__":
+    os.umask(0o077)
+    thread = threading.Thread(target=look)
+    thread.start()
+    with warm(preload=["json"]):
+        for _ in range(200):
+            with start_processes("g", os.getpid, nprocs=1, start_method="forkserver") as group:
+                group.wait()
+    over.set()
+    thread.join()
+    print(seen)
 """
 
 

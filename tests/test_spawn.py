@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import multiprocessing
 import os
 import pickle
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import phalanx.spawn as mp
+from phalanx.errors import format_ranks
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Std, UnpicklableError
 from tests import spawned
 from tests.helpers import Gate, Ready, alive, descendants, wait_gone
@@ -224,6 +224,22 @@ def test_failures_that_are_the_same_are_told_together() -> None:
     assert set(map(int, re.findall(r"\d(?=[-, ])", note.partition(" terminated")[0] + " "))) <= set(others)
     assert note.startswith("-- Processes ")
     assert note.endswith("terminated with exit code 5")
+    with pytest.raises(mp.ProcessRaisedException, match="what all say") as raised:
+        mp.spawn(spawned.fail_at_once, ("what all say",), 4, settle=15)
+    others = sorted({0, 1, 2, 3} - {raised.value.error_index})
+    assert f"{type(raised.value).__module__}.{type(raised.value).__name__}" == "phalanx.spawn.ProcessRaisedException"
+    assert notes_of(raised.value) == [f"-- Processes {format_ranks(others)} terminated with the same error"]
+
+
+def test_a_process_that_is_stopped_in_its_teardown_has_raised_before() -> None:
+    """Its signal is ours, and tells nothing."""
+    failed = multiprocessing.get_context("spawn").Event()
+    with pytest.raises(mp.ProcessRaisedException, match="in rank 0") as caught:
+        mp.spawn(spawned.fail_one_after_the_other, (failed,), 3)
+    assert caught.value.error_index == 0
+    (note,) = notes_of(caught.value)
+    assert note.startswith("-- Process 1 terminated with the following error:")
+    assert note.endswith("ValueError: because of rank 0\n")
 
 
 def test_the_rest_are_killed_when_they_do_not_go(ready: Ready) -> None:
@@ -318,7 +334,9 @@ def test_the_processes(method: str, ready: Ready, gate: Gate) -> None:
     assert len(context.error_files) == 2
     for index, process in enumerate(context.processes):
         assert (process.pid, process.ident) == (said[index], said[index])
-        assert (process.name, process.daemon) == (f"Process-{index + 1}", True)
+        kind = {"spawn": "SpawnProcess", "forkserver": "ForkServerProcess", "fork": "ForkProcess"}[method]
+        assert re.fullmatch(rf"{kind}-\d+", process.name)
+        assert process.daemon
         assert process.is_alive()
         assert process.exitcode is None
         process.join(0)
@@ -444,7 +462,7 @@ from phalanx.spawn import *
 set_start_method("forkserver")
 assert get_start_method() == "forkserver" in get_all_start_methods()
 queue = get_context("spawn").Queue()
-spawn(lambda i, queue: queue.put(i), args=(queue,), nprocs=2)
+spawn(lambda i, queue: queue.put(i), args=(queue,), nprocs=2, main="value")
 print(sorted(queue.get() for _ in range(2)), ProcessRaisedException.__name__, cpu_count() > 0)
 """,
     )
@@ -629,6 +647,88 @@ def test_a_failure_that_nobody_joins_is_told_at_the_exit(method: str, tmp_path: 
     assert err.endswith("ValueError: nobody joined me\n\n")
 
 
+NESTED = """
+import multiprocessing
+import sys
+import phalanx.spawn as mp
+from tests import spawned
+
+if __name__ == "__main__":
+    how, method, *arguments = sys.argv[1:]
+    if how == "multiprocessing":
+        child = multiprocessing.get_context(method).Process(target=spawned.host, args=(0, *arguments))
+        child.start()
+        child.join()
+        sys.exit(child.exitcode)
+    mp.spawn(spawned.host, tuple(arguments), start_method=method)
+"""
+
+each_child = pytest.mark.parametrize("how", ["multiprocessing", "phalanx"])
+
+
+@pytest.fixture
+def host_gate(tmp_path: Path) -> Iterator[Gate]:
+    """Where the host of a group waits until the test lets it leave."""
+    with Gate(tmp_path / "host_gate") as it:
+        yield it
+
+
+@each_child
+@each_method
+def test_a_child_waits_at_its_end_for_those_that_are_no_daemons(
+    how: str, method: str, tmp_path: Path, ready: Ready, gate: Gate, host_gate: Gate
+) -> None:
+    program = host(tmp_path, NESTED, how, method, ready.address, gate.address, "plain", host_gate.address)
+    pids = [int(line.split()[1]) for line in ready.wait(2)]
+    host_gate.open()
+    child = int(ready.wait()[0].removeprefix("leaving "))
+    assert wait_gone([child], 0.3) == {child}
+    assert all(map(alive, pids))
+    gate.open(2)
+    assert program.communicate(timeout=20) == ("", "")
+    assert program.returncode == 0
+    assert sorted(ready.wait(2)) == ["0 done", "1 done"]
+
+
+@each_child
+@each_method
+def test_daemons_end_with_the_child(
+    how: str, method: str, tmp_path: Path, ready: Ready, gate: Gate, host_gate: Gate
+) -> None:
+    program = host(tmp_path, NESTED, how, method, ready.address, gate.address, "daemon", host_gate.address)
+    pids = [int(line.split()[1]) for line in ready.wait(2)]
+    host_gate.open()
+    assert program.communicate(timeout=20) == ("", "")
+    assert program.returncode == 0
+    assert sorted(ready.wait(3)[1:]) == ["0 stopped", "1 stopped"], "a SIGTERM came first"
+    assert not any(map(alive, pids))
+
+
+@each_child
+@each_method
+def test_a_failure_that_nobody_joins_is_told_at_the_end_of_a_child(how: str, method: str, tmp_path: Path) -> None:
+    program = host(tmp_path, NESTED, how, method, "", "", "failing", "")
+    out, err = program.communicate(timeout=20)
+    assert out == ""
+    assert err.count("-- Process 1 terminated with the following error:") == 1
+    assert err.endswith("ValueError: nobody joined me\n\n")
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="children run exit handlers when the exception has gone")
+@each_method
+def test_an_interrupted_child_stops_those_that_nobody_joined(
+    method: str, tmp_path: Path, ready: Ready, gate: Gate, host_gate: Gate
+) -> None:
+    arguments = (ready.address, gate.address, "interrupted", host_gate.address)
+    program = host(tmp_path, NESTED, "multiprocessing", method, *arguments)
+    pids = [int(line.split()[1]) for line in ready.wait(2)]
+    host_gate.open()
+    _out, err = program.communicate(timeout=20)
+    assert "KeyboardInterrupt" in err
+    assert sorted(ready.wait(3)[1:]) == ["0 interrupted", "1 interrupted"], "a SIGINT came first"
+    assert not any(map(alive, pids))
+
+
 def test_a_context_that_is_dropped_lets_go_when_its_processes_have_ended(ready: Ready, gate: Gate) -> None:
     from phalanx.spawn import _group
 
@@ -644,7 +744,7 @@ def test_a_context_that_is_dropped_lets_go_when_its_processes_have_ended(ready: 
 # --- beside torch
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed in this environment")
+@pytest.mark.torch
 def test_torch_raises_the_same(tmp_path: Path) -> None:
     text = """
 import signal, sys
@@ -663,11 +763,7 @@ def what(mp, fn, args):
         return type(error).__name__, [base.__name__ for base in type(error).__mro__], frames, rest
 
 if __name__ == "__main__":
-    calls = [
-        (spawned.fail, (1, "the same")), (spawned.leave, (3,)),
-        (spawned.die, (signal.SIGKILL,)), (spawned.die, (signal.SIGUSR1,)),
-    ]
-    for fn, args in calls:
+    for fn, args in ((spawned.fail, (1, "the same")), (spawned.die, (signal.SIGUSR1,))):
         mine, torchs = what(ours, fn, args), what(theirs, fn, args)
         assert mine == torchs, (mine, torchs)
         print(mine[0], mine[2][-1])
@@ -676,7 +772,5 @@ if __name__ == "__main__":
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "ProcessRaisedException ValueError: the same",
-        "ProcessExitedException process 1 terminated with exit code 3",
-        "ProcessExitedException process 1 terminated with signal SIGKILL",
         "ProcessExitedException process 1 terminated with signal SIGUSR1",
     ]

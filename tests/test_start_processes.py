@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from multiprocessing.shared_memory import SharedMemory
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +21,13 @@ from phalanx.multiprocessing import (
     MultiprocessContext,
     PContext,
     RunProcsResult,
+    SignalException,
     Std,
     SubprocessContext,
     start_processes,
 )
 from tests import workers
-from tests.helpers import alive, wait_gone
+from tests.helpers import TIMEOUT, alive, wait_gone
 from tests.workers import run_script
 
 if TYPE_CHECKING:
@@ -166,6 +169,46 @@ def test_the_callers_mappings_are_left_alone() -> None:
     assert (args, envs) == ({0: ("A",)}, {0: {"A": "x"}})
 
 
+class Lazy:
+    """A mapping, as far as `dict` wants one, that makes what it is asked for anew each time."""
+
+    def __init__(self, count: int, make: Callable[[int], Any]) -> None:
+        self._count = count
+        self._make = make
+        self.asked: list[int] = []
+
+    def keys(self) -> range:
+        return range(self._count)
+
+    def __getitem__(self, rank: int) -> Any:
+        self.asked.append(rank)
+        return self._make(rank)
+
+
+class LazyMapping(Lazy, Mapping[int, Any]):  # type: ignore[misc]  # a range is as good as a KeysView
+    """A whole mapping of the kind."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return self._count
+
+
+@pytest.mark.parametrize("kind", [Lazy, LazyMapping])
+def test_what_a_mapping_holds_is_looked_up_once(kind: type[Lazy]) -> None:
+    args = kind(6, lambda rank: (f"RANK_{rank}", "SAME"))
+    envs = kind(6, lambda rank: {f"RANK_{rank}": str(rank), "SAME": "x"})
+    values = values_of(run(workers.get_env, args, envs=envs, start_method="fork"))
+    assert values == {rank: {f"RANK_{rank}": str(rank), "SAME": "x"} for rank in range(6)}
+    assert args.asked == envs.asked == list(range(6))
+
+
+def test_arguments_that_can_be_read_once() -> None:
+    once = iter("ab")
+    assert values_of(run(workers.echo, {0: once, 1: once}, start_method="fork")) == {0: ("a", "b"), 1: ("a", "b")}
+
+
 # --- values
 
 
@@ -299,14 +342,13 @@ def test_functions_and_classes_of_a_main_script(tmp_path: Path, method: str) -> 
     assert (done.stdout, done.stderr, done.returncode) == ("fine\n", "", 0)
 
 
-def test_main_script_without_a_guard(tmp_path: Path) -> None:
-    """The launcher's script is not run again in the workers: by value is by value."""
+def test_a_main_script_whose_functions_go_by_value_needs_no_guard(tmp_path: Path) -> None:
     text = """
 from phalanx.multiprocessing import start_processes
 print("once")
 def double(number):
     return 2 * number
-with start_processes("main", double, {0: (1,), 1: (2,)}) as group:
+with start_processes("main", double, {0: (1,), 1: (2,)}, main="value") as group:
     print(group.wait().return_values)
 """
     done = run_script(tmp_path, text)
@@ -402,17 +444,18 @@ from multiprocessing.shared_memory import SharedMemory
 from phalanx.multiprocessing import start_processes
 from tests import workers
 
-segment = SharedMemory(create=True, size=16)
-segment.buf[:4] = b"data"
-by_name = sys.argv[2] == "name"
-function, arg = (workers.use_segment_by_name, segment.name) if by_name else (workers.use_segment, segment)
-with start_processes("s", function, {0: (arg,), 1: (arg,)}, start_method=sys.argv[1]) as group:
-    result = group.wait()
-assert not result.is_failed(), result.root_cause
-SharedMemory(segment.name).close()  # still there
-segment.close()
-segment.unlink()
-print("fine")
+if __name__ == "__main__":
+    segment = SharedMemory(create=True, size=16)
+    segment.buf[:4] = b"data"
+    by_name = sys.argv[2] == "name"
+    function, arg = (workers.use_segment_by_name, segment.name) if by_name else (workers.use_segment, segment)
+    with start_processes("s", function, {0: (arg,), 1: (arg,)}, start_method=sys.argv[1]) as group:
+        result = group.wait()
+    assert not result.is_failed(), result.root_cause
+    SharedMemory(segment.name).close()  # still there
+    segment.close()
+    segment.unlink()
+    print("fine")
 """
 
 
@@ -626,6 +669,85 @@ def test_close_from_a_thread_while_the_main_thread_waits(ready: Ready, gate: Gat
     assert result is not None
     assert [outcome.state for outcome in result.outcomes.values()] == ["stopped", "stopped"]
     assert result.state == "stopped"
+
+
+@pytest.fixture
+def restored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The ranks whose values have been unpickled here."""
+    ranks: list[int] = []
+    monkeypatch.setattr(workers.Restored, "restored", ranks)
+    return ranks
+
+
+def ended(nprocs: int) -> PContext:
+    """A group whose processes have ended, and whose values nobody has asked for."""
+    group = start_processes("values", workers.Restored, {rank: (rank,) for rank in range(nprocs)})
+    assert group._supervisor is not None
+    assert group._supervisor.ended.wait(TIMEOUT)
+    return group
+
+
+def test_threads_that_wait_have_one_result(restored: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    never = threading.Event()
+    monkeypatch.setattr(workers.Restored, "on_restore", lambda _self: never.wait(0.2))
+    results: list[RunProcsResult] = []
+    with ended(2) as group:
+        threads = [threading.Thread(target=lambda: results.append(group.wait())) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(restored) == [0, 1]
+    assert len(results) == 4
+    assert len(set(map(id, results))) == 1
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SignalException])
+def test_a_wait_that_is_interrupted_while_values_are_unpickled(
+    kind: type[BaseException], restored: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other threads finish what it has begun."""
+    results: list[RunProcsResult] = []
+    threads = [threading.Thread(target=lambda: results.append(group.wait())) for _ in range(3)]
+
+    def interrupt(_self: object) -> None:
+        if len(restored) == 2:
+            for thread in threads:
+                thread.start()
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(workers.Restored, "on_restore", interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with contextlib.ExitStack() as stack:
+            if kind is SignalException:  # another group is open
+                stack.enter_context(start_processes("other", workers.nothing, nprocs=1))
+            group = stack.enter_context(ended(3))
+            with pytest.raises(kind):
+                group.wait()
+            for thread in threads:
+                thread.join()
+            assert group.wait() is results[0]
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert sorted(map(restored.count, range(3))) == [1, 1, 2], "what was unpickled before it is not once more"
+    assert len(results) == 3
+    assert len(set(map(id, results))) == 1
+    assert {rank: value.rank for rank, value in results[0].return_values.items()} == {0: 0, 1: 1, 2: 2}
+
+
+def test_a_value_that_waits_for_its_group_while_it_is_unpickled(
+    restored: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[RunProcsResult] = []
+
+    def wait(_self: object) -> None:
+        if len(restored) == 1:
+            found.append(group.wait())
+
+    monkeypatch.setattr(workers.Restored, "on_restore", wait)
+    with ended(1) as group:
+        assert group.wait() is found[0]
 
 
 def test_many_threads_wait(ready: Ready, gate: Gate) -> None:

@@ -22,7 +22,7 @@ from phalanx.multiprocessing import PreloadError, SignalException, start_process
 from tests import families
 from tests.families import SIZE, WORKERS
 from tests.helpers import TIMEOUT, Gate, Ready, alive, descendants, wait_gone
-from tests.warm_workers import chances, draw_of_torch, has, multiply, place, touch
+from tests.warm_workers import chances, draw_of_torch, has, multiply, place, signals_with, touch
 from tests.workers import ROOT, add, announce, run_script
 
 if TYPE_CHECKING:
@@ -113,6 +113,83 @@ def test_what_a_preload_prints_is_printed_once(modules: Modules, capfd: pytest.C
     modules.write("talks", "import ctypes; print('in python'); ctypes.CDLL(None).printf(b'in C\\n')")
     run(add, 1, 2, preload=["talks"])
     assert sorted(capfd.readouterr().out.splitlines()) == ["in C", "in python"]
+
+
+HANDLERS = """
+import faulthandler, signal
+reached = []
+
+def note(number, _frame):
+    reached.append(number)
+    with open({log!r}, "a") as file:
+        file.write(f"{{os.getpid()}}\\n")
+
+for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGCONT, signal.SIGRTMIN + 3):
+    signal.signal(number, note)
+for number in (signal.SIGHUP, signal.SIGTSTP):
+    signal.signal(number, signal.SIG_IGN)
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGWINCH])
+stacks = open({stacks!r}, "a")
+faulthandler.register(signal.SIGUSR2, stacks)
+"""
+
+
+def test_workers_have_the_signal_handlers_of_what_is_preloaded(modules: Modules, tmp_path: Path) -> None:
+    stacks, log = tmp_path / "stacks", tmp_path / "signals"
+    module = modules.write("handles", HANDLERS.format(stacks=str(stacks), log=str(log)))
+    numbers = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGRTMIN + 3]
+    with start_processes("cold", signals_with, {0: (module, *numbers)}) as group:
+        cold = group.wait().return_values[0]
+    assert cold[2] == [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGRTMIN + 3]
+    once = stacks.read_text().count("signals_with")
+    assert run(signals_with, module, *numbers, preload=[module]) == {0: cold, 1: cold}
+    assert stacks.read_text().count("signals_with") == 3 * once > 0
+
+
+def test_a_host_without_heed_for_signals_hands_none_of_it_down(modules: Modules, tmp_path: Path) -> None:
+    """Those that it ignores or blocks are a worker's as ever, and a module finds them so."""
+    module = modules.write("looks", "import signal; found = signal.getsignal(signal.SIGHUP); reached = [int(found)]")
+    text = """
+import signal, sys
+from phalanx.multiprocessing import start_processes
+from tests.warm_workers import signals_with
+
+if __name__ == "__main__":
+    sys.path.insert(0, sys.argv[2])
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    for options in ({}, {"start_method": "forkserver", "preload": [sys.argv[1]]}):
+        with start_processes("n", signals_with, {0: (sys.argv[1],)}, **options) as group:
+            handlers, blocked, found = group.wait().return_values[0]
+        print(handlers[signal.SIGHUP], handlers[signal.SIGINT].split()[:3], blocked, found)
+"""
+    done = run_script(tmp_path, text, module, str(modules.folder))
+    assert done.returncode == 0, done.stderr
+    cold, preloaded = done.stdout.splitlines()
+    assert preloaded == cold == "0 ['<built-in', 'function', 'default_int_handler>'] set() [0]"
+
+
+def test_helpers_run_no_signal_handler_of_what_is_preloaded(
+    modules: Modules, tmp_path: Path, ready: Ready, gate: Gate
+) -> None:
+    log = tmp_path / "signals"
+    module = modules.write("handles", HANDLERS.format(stacks=str(tmp_path / "stacks"), log=str(log)))
+    with warm([module]) as it:
+        with start(announce, (ready.address, gate.address), nprocs=1) as group:
+            [worker] = ready.pids()
+            guard = guard_of(group)
+            helpers = {zygote_of(it), guard, *(descendants(guard) - {worker})}
+            assert len(helpers) == 3
+            for pid in helpers:
+                for number in (signal.SIGUSR1, signal.SIGCONT, signal.SIGTERM):
+                    os.kill(pid, number)
+            os.kill(worker, signal.SIGUSR1)
+            gate.open()
+            assert group.wait().succeeded
+        run(add, 1, 2)
+    assert set(log.read_text().split()) == {str(worker)}
 
 
 FAILING = {
@@ -487,8 +564,9 @@ LAUNCHER = """
 import sys
 from phalanx.multiprocessing import warm
 from tests import families
-with warm(preload=["json"]):
-    families.start("forkserver", *sys.argv[1:]).wait()
+if __name__ == "__main__":
+    with warm(preload=["json"]):
+        families.start("forkserver", *sys.argv[1:]).wait()
 """
 
 
@@ -604,17 +682,18 @@ import os
 from phalanx._core import interpreter, linux, wire
 from phalanx._core import zygote as zygote_module
 from phalanx.multiprocessing import start_processes, warm
-linux.become_subreaper()
-for early in (True, False):
-    with warm(preload=["json"]):
-        group = start_processes("x", pow, (2, 3), nprocs=2, start_method="forkserver")
-        if not early:
-            assert group.wait().return_values == {0: 8, 1: 8}
-            group.close()
-    assert group.wait().return_values == {0: 8, 1: 8}
-    group.close()
-    assert not linux.children(os.getpid())
-print("done")
+if __name__ == "__main__":
+    linux.become_subreaper()
+    for early in (True, False):
+        with warm(preload=["json"]):
+            group = start_processes("x", pow, (2, 3), nprocs=2, start_method="forkserver")
+            if not early:
+                assert group.wait().return_values == {0: 8, 1: 8}
+                group.close()
+        assert group.wait().return_values == {0: 8, 1: 8}
+        group.close()
+        assert not linux.children(os.getpid())
+    print("done")
 """)  # fmt: skip
     assert done.stdout == "done\n", done.stderr
 
@@ -623,18 +702,19 @@ def test_a_host_without_standard_descriptors(tmp_path: Path) -> None:
     found = tmp_path / "found"
     run_script(tmp_path, f"""
 import os, traceback
-for fd in (0, 1, 2):
-    os.close(fd)
-try:
-    from phalanx.multiprocessing import start_processes, warm
-    with warm(preload=["json"]):
-        text = ""
-        for _ in range(2):
-            with start_processes("x", pow, (2, 3), nprocs=2, start_method="forkserver") as group:
-                text += str(group.wait().return_values)
-except BaseException:
-    text = traceback.format_exc()
-open({str(found)!r}, "w").write(text)
+if __name__ == "__main__":
+    for fd in (0, 1, 2):
+        os.close(fd)
+    try:
+        from phalanx.multiprocessing import start_processes, warm
+        with warm(preload=["json"]):
+            text = ""
+            for _ in range(2):
+                with start_processes("x", pow, (2, 3), nprocs=2, start_method="forkserver") as group:
+                    text += str(group.wait().return_values)
+    except BaseException:
+        text = traceback.format_exc()
+    open({str(found)!r}, "w").write(text)
 """)  # fmt: skip
     assert found.read_text() == "{0: 8, 1: 8}" * 2
 
@@ -643,11 +723,12 @@ def test_a_host_that_ignores_its_children(tmp_path: Path) -> None:
     done = run_script(tmp_path, """
 import signal
 from phalanx.multiprocessing import start_processes, warm
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-with warm(preload=["json"]):
-    for _ in range(2):
-        with start_processes("x", pow, (2, 3), nprocs=2, start_method="forkserver") as group:
-            print(group.wait().return_values)
+if __name__ == "__main__":
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with warm(preload=["json"]):
+        for _ in range(2):
+            with start_processes("x", pow, (2, 3), nprocs=2, start_method="forkserver") as group:
+                print(group.wait().return_values)
 """)  # fmt: skip
     assert done.stdout == "{0: 8, 1: 8}\n" * 2, done.stderr
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from textwrap import dedent
@@ -248,6 +249,31 @@ def test_a_module_beside_the_script_can_be_preloaded(house: WarmHouse) -> None:
     assert house.as_worker("-m", "package").out == f"True {house.folder}\n"
 
 
+def test_signal_handlers_of_a_preloaded_module_are_the_scripts(house: WarmHouse) -> None:
+    house.preload = "beside"
+    house.write(
+        "beside.py",
+        """
+import signal
+signal.signal(signal.SIGUSR1, lambda *_: print("handled"))
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+""",
+    )
+    house.write(
+        "script.py",
+        """
+import beside, signal
+signal.raise_signal(signal.SIGUSR1)
+signal.raise_signal(signal.SIGINT)
+signal.raise_signal(signal.SIGPIPE)
+""",
+    )
+    worker = house.alike("script.py")
+    assert worker.out == "handled\n"
+    assert worker.status == 128 + signal.SIGPIPE
+
+
 @pytest.mark.parametrize("way", ["option", "environment"])
 def test_every_worker_is_a_fork_of_one_import(house: WarmHouse, way: str) -> None:
     house.write("beside.py", "import os; open('imports', 'a').write('.')")
@@ -304,6 +330,10 @@ def test_what_cannot_be_preloaded_is_refused(house: WarmHouse) -> None:
     done = run(house, "--preload", "js-on", "script.py")
     assert done.returncode == 2
     assert "'js-on' is not the name of a module" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = run(house, "--preload", "json,__main__", "script.py")
+    assert done.returncode == 2
+    assert "__main__ is the script" in done.stderr
     assert "Traceback" not in done.stderr
     done = run(house, "--preload", "json", "--no-python", "true")
     assert done.returncode == 2

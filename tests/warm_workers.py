@@ -43,3 +43,16 @@ def place(variable: str) -> dict[str, Any]:
     umask = os.umask(0)
     os.umask(umask)
     return {"cwd": os.getcwd(), "umask": umask, "env": os.environ.get(variable)}
+
+
+def signals_with(module: str, *numbers: int) -> tuple[dict[int, str], set[int], list[int]]:
+    """What we do on signals once a module is imported, which are blocked, and the pids that each has reached."""
+    import importlib
+    import signal
+
+    numbers_reached = importlib.import_module(module).reached
+    for number in numbers:
+        signal.raise_signal(number)
+    handlers = {int(number): str(signal.getsignal(number)) for number in signal.valid_signals()}
+    handlers = {number: text.partition(" at 0x")[0] for number, text in handlers.items()}
+    return handlers, set(signal.pthread_sigmask(signal.SIG_BLOCK, ())), list(numbers_reached)

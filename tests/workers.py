@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,6 +92,23 @@ class NeverLoads:
 
 def return_never_loads() -> NeverLoads:
     return NeverLoads()
+
+
+class Restored:
+    """Notes whenever one of it is unpickled."""
+
+    restored: ClassVar[list[int]] = []
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.restored.append(self.rank)
+        self.on_restore()
+
+    def on_restore(self) -> None:
+        """For the test to put something in its place."""
 
 
 class Callable:
@@ -284,3 +301,59 @@ def fill(address: str, gate: str) -> None:
     pass_gate(gate)
     while True:
         os.write(1, b"x" * 65536)
+
+
+def names_of_a_group(method: str) -> tuple[str, list[str]]:
+    """What multiprocessing calls us, and the workers of a group of ours."""
+    import multiprocessing
+
+    from phalanx.multiprocessing import start_processes
+
+    with start_processes("inner", name, (), nprocs=2, start_method=method) as group:
+        found = group.wait().return_values
+    me = multiprocessing.current_process().name
+    return me, [found[0], found[1]]
+
+
+def name() -> str:
+    import multiprocessing
+
+    return multiprocessing.current_process().name
+
+
+def start_a_process(_index: int) -> None:
+    import multiprocessing
+
+    multiprocessing.get_context("fork").Process(target=nothing).start()
+
+
+def make_connections() -> tuple[Any, Any]:
+    """A connection and a socket, from which there is something to be read."""
+    import multiprocessing
+    import socket
+
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    writer.send(("a connection", True))
+    ours, theirs = socket.socketpair()
+    theirs.sendall(b"a socket")
+    return reader, ours
+
+
+def make_pipes(count: int) -> list[Any]:
+    import multiprocessing
+
+    return [multiprocessing.Pipe() for _ in range(count)]
+
+
+def make_a_queue() -> Any:
+    import multiprocessing
+
+    return multiprocessing.get_context("spawn").SimpleQueue()
+
+
+def use_a_fork_server() -> None:
+    import multiprocessing
+
+    process = multiprocessing.get_context("forkserver").Process(target=nothing)
+    process.start()
+    process.join()

@@ -65,7 +65,7 @@ PLANTED = {
     "a result for which there is no descriptor is dropped": Planted(
         "mirror.py",
         "except wire.Truncated",
-        "self._keep(error.message, error)",
+        "self._take(error.message, (), error)",
         "pass",
         (3722, 4035, 14228),
         "returned None",

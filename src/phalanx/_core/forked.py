@@ -12,11 +12,15 @@ import sys
 _LIGHT = (
     *("atexit", "errno", "faulthandler", "fcntl", "gc", "json", "resource", "select", "signal", "stat", "threading"),
     "traceback",
-    *(f"phalanx._core.{name}" for name in ("culprit", "escalation", "evidence", "guard", "payload", "remains")),
-    *(f"phalanx._core.{name}" for name in ("rotate", "starting", "worker")),
+    *(f"phalanx._core.{name}" for name in ("by_value", "culprit", "escalation", "evidence", "guard", "payload")),
+    *(
+        f"phalanx._core.{name}"
+        for name in ("pickling", "remains", "returned", "rotate", "starting", "streams", "worker")
+    ),
 )
 _HEAVY = ("cloudpickle", "linecache", "tokenize")
 _OF_MULTIPROCESSING = ("multiprocessing.popen_fork", "multiprocessing.reduction", "multiprocessing.util")
+_ASKED = ("logging", "multiprocessing.resource_tracker")  # see `child`
 
 
 def load() -> None:
@@ -26,8 +30,10 @@ def load() -> None:
     names = [*_LIGHT]
     if len(os.listdir("/proc/self/task")) > 1:
         names += _HEAVY
-    if "multiprocessing.process" in sys.modules:
+    if "multiprocessing" in sys.modules:
         names += _OF_MULTIPROCESSING
-    for name in names:
-        if name not in sys.modules:
-            import_module(name)
+    if "torch" in sys.modules:
+        names.append("phalanx._core.tensors")
+    names += filter(sys.modules.__contains__, _ASKED)
+    for name in names:  # what another thread is loading is waited for: the fork would have half of it
+        import_module(name)

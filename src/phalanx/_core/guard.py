@@ -46,7 +46,8 @@ def keep(sock: _socket.socket, call: Callable[[int, list[int]], None] | None = N
         starting.fill_standard_descriptors()
         starting.turn_deaf()
         gc.disable()  # nothing here makes cycles, and a collection would copy every page that is shared with a fork
-        gc.freeze()
+        if call is None:  # what has been preloaded stays shared by workers, too; forks of the launcher do as that does
+            gc.freeze()
         linux.become_subreaper()
         guard, ended = os.getpid(), -1
         try:

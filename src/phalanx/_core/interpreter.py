@@ -21,7 +21,8 @@ def executable() -> str:
     Raises OSError when there is none: this is a program in which Python is embedded.
     """
     spawn = sys.modules.get("multiprocessing.spawn")
-    told = os.fsdecode(spawn.get_executable() or "") if spawn is not None else ""
+    tell = getattr(spawn, "get_executable", None)  # it has none yet while another thread loads it
+    told = os.fsdecode(tell() or "") if tell is not None else ""
     path = told if told not in ("", _OURS) else sys.executable or ""
     if not path:
         raise OSError(errno.ENOENT, f"sys.executable is empty: this process is no Python interpreter; {HINT}")

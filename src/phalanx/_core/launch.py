@@ -67,8 +67,8 @@ class Launch:
         from phalanx._core import forked, guard
 
         forked.load()  # before the fork: another thread may hold the lock of an import in the child
-        for stream in (sys.stdout, sys.stderr):  # what is in their buffers would be written once more by each fork
-            if hasattr(stream, "flush"):  # None where there is no console; a stand-in may have `write` alone
+        for stream in (sys.stdout, sys.stderr):  # what is in their buffers may be written once more by each fork
+            with suppress(Exception):  # None, closed, a full disk, or an object of the host's, which may do anything
                 stream.flush()
         theirs = self._connect()
         try:

@@ -9,12 +9,14 @@ from __future__ import annotations
 from functools import partial
 
 from phalanx._core import wire
+from phalanx._core.evidence import TEXT_LIMIT
 from phalanx._core.exit import Exit
+from phalanx._core.given import Given
 from phalanx._core.latch import Latch
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from typing import Any
 
     from phalanx._core.children import Report
@@ -26,8 +28,8 @@ class Worker:
     """What is known of one worker."""
 
     __slots__ = (
-        "abandoned", "cpu_seconds", "ended", "exit", "exit_ns", "exiting_early", "exiting_ns", "hang", "max_rss_kib",
-        "oom", "order", "pid", "rank", "result", "signalled", "signalled_ns",
+        "abandoned", "cpu_seconds", "ended", "exit", "exit_ns", "exiting_early", "exiting_ns", "given", "hang",
+        "max_rss_kib", "oom", "order", "pid", "rank", "result", "signalled", "signalled_ns", "told",
     )  # fmt: skip
 
     def __init__(self, rank: int, pid: int) -> None:
@@ -47,6 +49,8 @@ class Worker:
         self.max_rss_kib = 0
         self.cpu_seconds = 0.0
         self.result: bytes | OSError | MemoryError | None = None  # pickled; or why it could not be received
+        self.given = Given()  # the descriptors that came with it
+        self.told: tuple[str, str, int] | None = None  # evidence that it could not write: message, traceback, moment
 
     @property
     def failed(self) -> bool:
@@ -66,7 +70,9 @@ class Mirror:
         """What workers left behind, and was ended,"""
         self.leftovers_beyond = 0
         """and how many more there were."""
-        self._results: dict[tuple[int, int], bytes | OSError | MemoryError] = {}
+        self._results: dict[tuple[int, int], bytes | OSError | MemoryError] = {}  # by rank and pid
+        self._given: dict[tuple[int, int], Given] = {}  # as above
+        self._told: dict[tuple[int, int], tuple[str, str, int]] = {}  # as above
         self._exits = 0
 
     @property
@@ -79,9 +85,10 @@ class Mirror:
         for rank, pid in pids:
             self.workers[rank] = Worker(rank, pid)
 
-    def take_results(self, channel: wire.Channel) -> Callable[[], None] | None:
-        """Take what workers have returned. Raises wire.Closed.
+    def take_results(self, channel: wire.Channel, answer: Callable[[int], None]) -> Callable[[], None] | None:
+        """Take what workers have returned, and what they tell of their failures. Raises wire.Closed.
 
+        ``answer`` is given the socket of each one that asks for the resource tracker, and closes it.
         Returns what reads a value that is too large for a message, which takes its time; the next ones are to be taken
         after that. None when there is nothing more for now.
         """
@@ -89,32 +96,46 @@ class Mirror:
             try:
                 received = channel.receive()
             except wire.Truncated as error:  # that one is lost, for want of a descriptor; others may lie behind it
-                self._keep(error.message, error)
+                self._take(error.message, (), error)
                 continue
             if received is None:
                 return None
             message, fds = received
-            if fds:
-                return partial(self._read, message, fds[0])
-            self._keep(message, message[3])
+            match message:
+                case ("tracker", *_) if len(fds) == 1:
+                    answer(fds[0])
+                    continue
+                case ("result", _, _, None) if fds:
+                    return partial(self._read, message, fds)
+            self._take(message, fds)
 
-    def _read(self, message: Any, fd: int) -> None:
+    def _read(self, message: Any, fds: list[int]) -> None:
         try:
-            with open(fd, "rb") as file:
+            with open(fds.pop(), "rb") as file:
                 file.seek(0)
-                self._keep(message, file.read())
+                self._take(message, fds, file.read())
         except (OSError, MemoryError) as error:
-            self._keep(message, error)
+            self._take(message, fds, error)
 
-    def _keep(self, message: Any, value: Any) -> None:
-        _verb, rank, pid, _value = message
-        self._results[rank, pid] = value
+    def _take(self, message: Any, fds: Sequence[int], beside: bytes | OSError | MemoryError | None = None) -> None:
+        """Take a message, and what came ``beside`` it. What is not of the right form is of no worker of ours."""
+        given = Given(fds)  # which closes what nobody wants
+        match message:
+            case ("result", int(rank), int(pid), within):
+                value = within if beside is None else beside
+                if isinstance(value, (bytes, OSError, MemoryError)):
+                    self._results[rank, pid], self._given[rank, pid] = value, given
+            case ("evidence", int(rank), int(pid), str(text), str(stack), int(moment)) if 0 <= moment < 1 << 63:
+                self._told.setdefault((rank, pid), (text[:TEXT_LIMIT], stack[:TEXT_LIMIT], moment))
 
     def settle_results(self) -> None:
         """All has been taken that there is: give it to those who have exited."""
         for worker in self.workers.values():
             if worker.exit is not None:
                 worker.result = self._results.pop((worker.rank, worker.pid), worker.result)
+                worker.given = self._given.pop((worker.rank, worker.pid), worker.given)
+                worker.told = self._told.pop((worker.rank, worker.pid), worker.told)
+        self._given.clear()
 
     def exits(self, reports: list[Report]) -> Iterator[Worker]:
         """These workers have exited, in this order."""

@@ -32,6 +32,7 @@ def main() -> None:
 def run(evidence: ModuleType) -> None:
     """Become the program that ``sys.argv`` names, in a process that has nothing else to do."""
     safe_path = getattr(sys.flags, "safe_path", False)
+    error_file = os.environ.get(evidence.ERROR_FILE_ENV)  # now: the program may change its environment
     evidence.catch_fatal_signals()
     evidence.offer_stacks()
     as_module = sys.argv[0] == "-m"
@@ -42,7 +43,7 @@ def run(evidence: ModuleType) -> None:
         code = _module(namespace, safe_path=safe_path) if as_module else _script(namespace, safe_path=safe_path)
         exec(code, namespace)  # noqa: S102 - the user's program
     except SystemExit as leave:
-        evidence.note_exit(leave)
+        evidence.note_exit(leave, error_file)
         raise
     except BaseException as error:  # noqa: BLE001 - raised again below
         failure = error
@@ -50,7 +51,7 @@ def run(evidence: ModuleType) -> None:
         return
     # Out of the handler: a hook of the user's must find no exception being handled.
     _strip(failure)
-    evidence.record(failure)
+    evidence.record(failure, error_file)
     _show(failure)
     sys.excepthook = lambda *_ignored: None
     raise failure  # the interpreter does the rest: threads, exit handlers, exit status, SIGINT for a KeyboardInterrupt

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import os
     import signal
     from collections.abc import Callable, Iterable
-    from typing import NoReturn
+    from typing import Any, NoReturn
 
     from phalanx._core.rotate import LogWriter
 else:
@@ -110,6 +110,8 @@ def fork(
         os.setsid()
         signal.set_wakeup_fd(-1)
         _fresh_signals()
+        if call is None:
+            _preloaded.set()
         for target, fd in outputs.fds:
             os.dup2(fd, target)
         outputs.close()
@@ -126,12 +128,12 @@ def fork(
             if name not in environ:
                 del environb[name]
         environb.update(environ)
-        if call is not None:  # what a keeper has preloaded stays shared for longer if no collection looks at it
-            gc.unfreeze()
-        gc.enable()
+        if call is None:  # what a keeper has preloaded stays shared for longer if no collection looks at it
+            gc.enable()
         from phalanx._core.worker import serve, serve_script
 
         word.keep()
+        signal.pthread_sigmask(signal.SIG_SETMASK, _preloaded.mask if call is None else ())
         if spec[2]:
             serve_script(spec[2])
         (call or serve)(spec[0], given)
@@ -407,12 +409,64 @@ def _default_signals() -> None:
 
 
 def _fresh_signals() -> None:
-    """Dispositions and mask as a new Python interpreter has them."""
+    """Dispositions as a new Python interpreter has them."""
     _default_signals()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for name in _IGNORED:
+        signal.signal(getattr(signal, "SIG" + name), signal.SIG_IGN)
+
+
+class Handlers:
+    """What imported modules have made of the signals of this process, to be had by its forks. A context: the imports.
+
+    A handler is noted as Python has it, and as the kernel has it (sigaction(2)): of those that C code has set,
+    `faulthandler` for one, Python knows nothing.
+    """
+
+    def __init__(self) -> None:
+        self.mask: set[int] = set()
+        self._set: dict[int, tuple[Any, bytes]] = {}
+
+    def __enter__(self) -> None:
+        """Heed what who has started us had ignored or blocked: a worker that imports by itself does."""
+        for number in ignored_signals():
+            if number not in (signal.SIGPIPE, signal.SIGXFSZ):
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        self._set = _handlers()
+
+    def __exit__(self, *_error: object) -> None:
+        before = self._set
+        self._set = {number: found for number, found in _handlers().items() if found != before.get(number)}
+        self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        for number, (handler, _action) in self._set.items():  # nobody else's code runs here, and in keepers, after this
+            if callable(handler):
+                signal.signal(number, signal.SIG_DFL)
+
+    def set(self) -> None:
+        """Handle signals as the modules want it, in a fork whose signals are fresh."""
+        for number, (handler, action) in self._set.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            linux.set_sigaction(number, action)
+
+
+_preloaded = Handlers()
+
+
+def importing() -> Handlers:
+    """A context in which modules are imported whose handlers the workers of our forks shall have."""
+    return _preloaded
+
+
+def _handlers() -> dict[int, tuple[Any, bytes]]:
+    handlers: dict[int, tuple[Any, bytes]] = {}
+    for number in signal.valid_signals():
+        if number not in (linux.SIGKILL, signal.SIGSTOP):
+            try:
+                handlers[number] = signal.getsignal(number), linux.sigaction(number)
+            except OSError:  # those that the C library keeps for itself
+                continue
+    return handlers
 
 
 def fill_standard_descriptors() -> None:

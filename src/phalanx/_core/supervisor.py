@@ -13,7 +13,7 @@ import threading
 from contextlib import suppress
 from functools import partial
 
-from phalanx._core import clock, interpreter, linux, lost, wire
+from phalanx._core import child, clock, interpreter, linux, lost, wire
 from phalanx._core.aside import Aside
 from phalanx._core.latch import Latch
 from phalanx._core.launch import Launch
@@ -90,6 +90,7 @@ class Supervisor:
         self._chores: Iterable[Callable[[], None]] = ()
         self._chored = Aside("phalanx-chores")
         self._returned = Aside("phalanx-results")
+        self._asked = Aside("phalanx-tracker")
         self._thread: threading.Thread | None = None
         self._charge = [True]
 
@@ -373,7 +374,7 @@ class Supervisor:
         reports = self._reports
         assert reports is not None
         try:
-            read = self.mirror.take_results(reports)
+            read = self._take_results(reports)
         except wire.Closed:
             self._loop.forget(reports.fileno())
             return
@@ -382,11 +383,21 @@ class Supervisor:
         self._loop.forget(reports.fileno())
 
         def go_on() -> None:
-            read()
-            self._loop.call(lambda: self._loop.watch(reports.fileno(), self._on_report))
+            try:
+                read()
+            finally:
+                self._loop.call(lambda: self._loop.watch(reports.fileno(), self._on_report))
 
         if not self._returned.call(go_on):  # no thread is to be had
             go_on()
+
+    def _take_results(self, reports: wire.Channel) -> Callable[[], None] | None:
+        return self.mirror.take_results(reports, self._give_tracker)
+
+    def _give_tracker(self, asks: int) -> None:
+        """A worker asks for this process's resource tracker, which may have to be started: the results do not wait."""
+        if not self._asked.call(lambda: child.give_tracker(asks)):  # no thread is to be had, at the interpreter's end
+            child.give_tracker(asks)
 
     def _on_up(self, _pid: int, fds: list[int]) -> None:
         if fds:
@@ -586,11 +597,12 @@ class Supervisor:
         """What workers have returned is read; what was to be written down of hangs is, or takes too long."""
         self._returned.finish(-1)
         with suppress(wire.Closed):
-            while self._reports is not None and (read := self.mirror.take_results(self._reports)) is not None:
+            while self._reports is not None and (read := self._take_results(self._reports)) is not None:
                 read()
         self.mirror.settle_results()
         self._spoken.finish(SILENCE)
         self._chored.finish(SILENCE)
+        self._asked.finish(SILENCE)
         if self._report is not None:
             from phalanx._core import hang_report
 

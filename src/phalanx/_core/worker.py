@@ -7,22 +7,37 @@ of the group, and as little as possible is imported here: it is on the start-up 
 from __future__ import annotations
 
 import _socket
+import errno
 import os
 import sys
+import time
 
-from phalanx._core import evidence, linux, wire
+from phalanx._core import evidence, linux, main_module, streams, wire
+from phalanx._core.child import Child
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import io
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Any, NoReturn
 
+    from phalanx._core.child import State
     from phalanx._core.payload import Payload
 
 _SMALL = 16 * 1024  # bytes of a pickled value that go into the message itself
 _SIGINT = 2
+_OURS = os.path.join(os.path.dirname(__file__), "")
 _REPORT, _PAYLOAD = 0, 1  # places among the descriptors that every function worker is given
+_MESSAGE_LIMIT, _STACK_LIMIT = 4 * 1024, 24 * 1024  # bytes; one packet holds both (see `wire`), and needs no memfd
+_CLOSED = "the value cannot be returned: this process has closed the descriptor on which its launcher hears it"
+_PATIENCE = 1000  # milliseconds in which a launcher that does not listen has to make room for evidence
+
+
+class _Mine:
+    """What this worker was given at its start. The user's code can change the environment, and nothing of this."""
+
+    child: Child | None = None  # None: it has not begun
+    error_file = ""
+    stderr_logged = False
 
 
 def main(rank: int) -> None:
@@ -31,13 +46,13 @@ def main(rank: int) -> None:
     fds = [int(fd) for fd in sys.argv[-1].split(",")]
     for fd in fds:
         os.set_inheritable(fd, False)  # they had to survive our exec; what the user's code starts is not to have them
-    sys.exit(_serve(rank, fds, "spawn"))
+    _end_spawned(_code_of(lambda: _serve(rank, fds, forked=False)))
 
 
 def serve(rank: int, fds: list[int]) -> None:
     """A worker that is a fork of its keeper. Does not return."""
     _part_ways()
-    _leave(lambda: _serve(rank, fds, "forkserver"))
+    _leave(lambda: _serve(rank, fds, forked=True))
 
 
 def serve_script(argv: list[bytes]) -> None:
@@ -46,7 +61,7 @@ def serve_script(argv: list[bytes]) -> None:
 
     _part_ways()
     sys.argv[:] = [os.fsdecode(argument) for argument in argv]
-    _open_streams(unbuffered=True)
+    streams.open_anew(unbuffered=True)
     handler = sys.modules.get("faulthandler")
     if handler is not None and handler.is_enabled():  # by PYTHONFAULTHANDLER; our keeper's handlers are gone since
         handler.disable()
@@ -80,6 +95,15 @@ def _exit_of(program: Callable[[], None]) -> int:
     return 0
 
 
+def _end_spawned(code: int) -> NoReturn:
+    """End an interpreter that runs nothing but `main`."""
+    if code < 0:
+        # The interpreter does the rest for a KeyboardInterrupt that nobody catches: threads, exit handlers, SIGINT.
+        sys.excepthook = lambda *_shown: None
+        raise KeyboardInterrupt
+    sys.exit(code)
+
+
 def _end_interpreter(code: int) -> NoReturn:
     """End as the interpreter ends below a script: threads, exit handlers, what open files and `__del__` have to do.
 
@@ -93,7 +117,7 @@ def _end_interpreter(code: int) -> NoReturn:
         # more. Finalization has reset SIGINT to its default by then.
         libc = ctypes.CDLL(None)
         if not hasattr(libc, "on_exit"):  # musl
-            _die_of_interrupt()
+            _end_fork(code)
         libc.on_exit(ctypes.cast(libc["raise"], ctypes.c_void_p), None)
         code = -code
     ctypes.pythonapi.Py_Exit(code)
@@ -105,232 +129,286 @@ def call(
     arguments: tuple[Any, ...],
     rank: int,
     fds: list[int],
-    launcher: int,
+    state: State,
     *,
     numbered: bool = False,
 ) -> None:
     """A worker that is a fork of the launcher's, with its call in memory. Does not return."""
-    known = dict(vars(sys.modules["__main__"]))
     import atexit
 
     atexit._clear()  # the launcher's exit handlers are not ours to run
-    _leave(
-        lambda: _run(
-            lambda: (function, arguments), rank, fds[_REPORT], "fork", launcher, known=known, numbered=numbered
-        )
-    )
+    if "phalanx._core.pickling" in sys.modules:  # nor is what it may itself have received from a launcher
+        sys.modules["phalanx._core.pickling"].received.clear()
+    me = Child(state, rank, fds[_REPORT], forked=True)
+    _leave(lambda: _run(lambda: (function, arguments), me, numbered=numbered))
 
 
-def _serve(rank: int, fds: list[int], method: str) -> int:
+def _serve(rank: int, fds: list[int], *, forked: bool) -> int:
     from phalanx._core.payload import Payload
 
     payload = Payload(fds[_PAYLOAD], fds[2:])
     index = payload.index
     sys.path[:] = index["path"]
     sys.argv[:] = index["argv"]
+    me = Child(index["members"][rank], rank, fds[_REPORT], forked=forked)
+    me.tracker = payload.take(rank)
+    me.environment = index["envs"].get(rank, {})
 
     def load() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _load(payload, rank)
+        try:
+            if index["main"] is not None:
+                main_module.run_again(index["main"])
+            return _unpickled(payload, rank)
+        finally:
+            payload.close()
 
-    shared = index.get("multiprocessing")
-    return _run(load, rank, fds[_REPORT], method, index["launcher"], shared, numbered=index["numbered"])
-
-
-def _load(payload: Payload, rank: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    try:
-        return payload.load(rank)
-    finally:
-        payload.close()
+    return _run(load, me, numbered=index["numbered"])
 
 
-def _run(
-    load: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]],
-    rank: int,
-    report: int,
-    method: str,
-    launcher: int,
-    shared: dict[str, Any] | None = None,
-    known: dict[str, Any] | None = None,
-    *,
-    numbered: bool = False,
-) -> int:
-    """Do the work; within `multiprocessing`'s frame for a child where it is in use. Returns the exit code.
+def _run(load: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]], me: Child, *, numbered: bool) -> int:
+    """Do the work, as a child of `multiprocessing`. Returns the exit code.
 
     A function that is ``numbered`` takes the rank before its arguments, and nobody wants what it returns.
     """
-    evidence.catch_fatal_signals()
-    evidence.offer_stacks()
-    # A killed worker loses what is in its buffers, and a log that lags is no log.
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # the interpreter's own text streams
-    if shared is None and "multiprocessing.process" not in sys.modules:
-        return _work(load, rank, report, known or {}, numbered=numbered)
-    from multiprocessing import get_context, process
-
-    current = process.current_process()
-    if shared is not None:
-        current.authkey = shared["authkey"]
-        # The flag under which multiprocessing lets authentication keys be unpickled, as its own children do.
-        current._inheriting = True  # type: ignore[attr-defined]  # multiprocessing.spawn sets it so
-    code = 0
-
-    def body() -> None:
-        nonlocal code
-        code = _work(load, rank, report, known or {}, numbered=numbered)
-
-    child = get_context(method).Process(target=body, name=f"Process-{rank + 1}")  # type: ignore[attr-defined]  # typeshed lacks it on the base
-    child._parent_pid = launcher
-    # A pidfd serves as the sentinel of the parent: readable once it has ended, as multiprocessing expects.
-    child._bootstrap(os.pidfd_open(launcher))
-    return code
-
-
-def _work(
-    load: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]],
-    rank: int,
-    report: int,
-    known: dict[str, Any],
-    *,
-    numbered: bool,
-) -> int:
-    me = os.getpid()
+    _begin(me)
+    me.begin()
     try:
-        try:
-            function, arguments = load()
-        except Exception as error:
-            error.add_note(f"The function or the arguments of rank {rank} could not be unpickled in the worker.")
-            raise
-        value = function(rank, *arguments) if numbered else function(*arguments)
-    except SystemExit as leave:
-        evidence.note_exit(leave)
-        code = _exit_code(leave)
+        return _work(load, me, numbered=numbered)
+    finally:
+        me.end()
+
+
+def _work(load: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]], me: Child, *, numbered: bool) -> int:
+    pid = os.getpid()
+    try:
+        function, arguments = _loaded(load, me)
+        if not numbered:  # now: the function may leave nothing to import it from, and no descriptor
+            from phalanx._core import pickling, returned  # noqa: F401 - see above
+        known = dict(vars(sys.modules["__main__"]))
+        value = function(me.rank, *arguments) if numbered else function(*arguments)
+    except BaseException as error:  # noqa: BLE001 - the worker's whole purpose is to tell
+        code = _failed(error)
         if code:
             return code
-        value = None
-    except KeyboardInterrupt as error:
-        _record(error)
-        return _die_of_interrupt()
-    except BaseException as error:  # noqa: BLE001 - the worker's whole purpose is to tell
-        _record(error)
-        return 1
-    if numbered or os.getpid() != me:  # a fork of the function's own that came back has no value to report
+        value, known = None, {}
+    if numbered or os.getpid() != pid:  # a fork of the function's own that came back has no value to report
         return 0
     try:
-        _send(report, rank, value, known)
+        _send(me, value, known)
     except BaseException as error:  # noqa: BLE001 - as above
-        _record(error)
-        return 1
+        return _failed(error)
     return 0
 
 
-def _send(report: int, rank: int, value: object, known: dict[str, Any]) -> None:
-    from phalanx._core.payload import pack_value
+def _failed(error: BaseException) -> int:
+    """Leave evidence of what has ended the work. Returns the exit code; -SIGINT if it was interrupted."""
+    if isinstance(error, SystemExit):
+        evidence.note_exit(error, _Mine.error_file)
+        return _exit_code(error)
+    _record(error)
+    if not isinstance(error, KeyboardInterrupt):
+        return 1
+    sys.last_type, sys.last_value = type(error), error  # as if it had been shown: exit handlers look for it
+    return -_SIGINT
 
-    memfd = pack_value(value, known)
-    size = os.fstat(memfd).st_size
-    channel = wire.Channel(_socket.socket(fileno=report))
+
+def _loaded(
+    load: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]], me: Child
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The function and its arguments."""
+    me.inherit(begins=True)
     try:
+        return load()
+    except main_module.UnguardedMainError as error:
+        raise error.with_traceback(None) from None
+    finally:
+        me.inherit(begins=False)
+        me.settle()
+        os.environ.update(me.environment)  # over what the top of the main module has made of it
+        if "torch" in sys.modules:
+            from phalanx._core import tensors
+
+            tensors.note_received()
+
+
+def _unpickled(payload: Payload, rank: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    try:
+        return payload.load(rank)
+    except Exception as error:
+        why = main_module.absent(error) if isinstance(error, AttributeError) else ""
+        error.add_note(why or f"The function or the arguments of rank {rank} could not be unpickled in the worker.")
+        raise
+
+
+def _begin(me: Child) -> None:
+    """Note what the end will need, and get ready for what may happen until then."""
+    _Mine.child = me
+    _Mine.error_file = os.environ.get(evidence.ERROR_FILE_ENV, "")
+    _Mine.stderr_logged = bool(os.environ.get("PHALANX_STDERR_LOGGED"))
+    evidence.catch_fatal_signals()
+    evidence.offer_stacks()
+    # A killed worker loses what is in its buffers, and a log that lags is no log.
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        streams.attempt(stream, "reconfigure", line_buffering=True)
+
+
+def _send(me: Child, value: object, known: dict[str, Any]) -> None:
+    from phalanx._core import returned
+
+    memfd, fds = returned.pack(value, known)
+    try:
+        size = os.fstat(memfd).st_size
         if size <= _SMALL:  # without a descriptor, of which only so many may be under way, or open in the launcher
-            sent = channel.send(("result", rank, os.getpid(), os.pread(memfd, size, 0)))
+            heard = _tell(me, ("result", me.rank, os.getpid(), os.pread(memfd, size, 0)), fds)
         else:
-            sent = channel.send(("result", rank, os.getpid(), None), [memfd])
+            heard = _tell(me, ("result", me.rank, os.getpid(), None), [*fds, memfd])
+    finally:
+        for fd in (memfd, *fds):
+            os.close(fd)
+    if not heard:
+        raise OSError(errno.EBADF, _CLOSED)
+
+
+def _tell(me: Child, message: wire.Message, fds: Sequence[int] = (), patience: int = -1) -> bool:
+    """Say something to the launcher, unless it is gone. Waits ``patience`` milliseconds for room, or for ever.
+
+    The socket stays open: another file of the user's would get its number, and later words would go there. Returns
+    False if the user's code has closed it.
+    """
+    report = me.report
+    if report is None:
+        return False
+    sock = _socket.socket(fileno=report)
+    channel = wire.Channel(sock)
+    try:
+        sent = channel.send(message, fds)
         while not sent:
             import select
 
             poll = select.poll()
-            poll.register(channel.fileno(), select.POLLOUT)
-            poll.poll()
+            poll.register(sock.fileno(), select.POLLOUT)
+            if not poll.poll(patience):
+                break
             sent = channel.flush()
     except wire.Closed:  # nobody waits for it any more
         pass
     finally:
+        sock.detach()
         channel.close()
-        os.close(memfd)
+    return True
 
 
 def _record(error: BaseException) -> None:
-    """Leave evidence, and print the traceback where a plain interpreter would: to stderr, if that is a log file."""
+    """Leave evidence, and print the traceback where a plain interpreter would: to stderr, if that is a log file.
+
+    Where no evidence can be written the traceback is printed anyway, and told to the launcher.
+    """
+    moment = time.monotonic_ns()  # first of all: the rest takes its time
     # Our own frames, above the user's, are nobody's concern.
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, _payload_file()):
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
         trace = trace.tb_next
-    if trace is not None:
+    if trace is not None or main_module.says_it_all(error):
         error.__traceback__ = trace
-    evidence.record(error)
-    if os.environ.get("PHALANX_STDERR_LOGGED"):
-        print(evidence.describe(error)[1], end="", file=sys.stderr, flush=True)  # noqa: T201 - as above
+    recorded = evidence.record(error, _Mine.error_file)
+    me = _Mine.child  # what fails before there is one is printed, as by any interpreter
+    if recorded and me is not None and not _Mine.stderr_logged:
+        return
+    message, stack = evidence.describe(error)
+    if me is not None and not recorded:
+        _tell_evidence(me, message, stack, moment)
+    streams.say(stack)
 
 
-def _payload_file() -> str:
-    return getattr(sys.modules.get("phalanx._core.payload"), "__file__", None) or __file__
+def _tell_evidence(me: Child, message: str, stack: str, moment: int) -> None:
+    """Tell the launcher what no file could take. Never raises: a disk, a limit or the user has done enough already."""
+    texts = _cut(message, _MESSAGE_LIMIT), _cut(stack, _STACK_LIMIT)
+    try:
+        _tell(me, ("evidence", me.rank, os.getpid(), *texts, moment), patience=_PATIENCE)
+    except (OSError, ValueError, MemoryError):
+        pass
+
+
+def _cut(text: str, size: int) -> str:
+    """Cut a text in the middle, so that its two ends have ``size`` bytes of UTF-8 at most."""
+    data = text.encode()
+    if len(data) <= size:
+        return text
+    half = size // 2
+    return f"{data[:half].decode(errors='ignore')}\n... cut ...\n{data[-half:].decode(errors='ignore')}"
 
 
 def _exit_code(leave: SystemExit) -> int:
-    """The exit code of ``sys.exit(...)``, as the interpreter would find it."""
+    """The exit code of ``sys.exit(...)``, as the interpreter would find it. Prints a text, as the interpreter does."""
     if leave.code is not None and not isinstance(leave.code, int):
-        print(leave.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
+        try:
+            text = str(leave.code)
+        except Exception:  # noqa: BLE001 - of the user's
+            text = ""
+        streams.say(text + "\n")
     return evidence.exit_code(leave)
 
 
-def _die_of_interrupt() -> int:
-    """End by SIGINT, as an interpreter does, so that whoever reaps us sees what happened."""
-    import signal
-
-    _flush()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGINT)
-    return 130
+def _code_of(work: Callable[[], int]) -> int:
+    """Run a worker's work. Returns its exit code, also if it fails outside the user's code; -SIGINT if interrupted."""
+    try:
+        return work()
+    except BaseException as error:  # noqa: BLE001 - it is recorded
+        return _failed(error)
 
 
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError, AttributeError):  # closed by the user, or a full disk
-            pass
-
-
-def _leave(run: Callable[[], int]) -> None:
+def _leave(run: Callable[[], int]) -> NoReturn:
     """Run a forked worker's work as if the interpreter were its own, and end the process."""
+    code = 1
+    _Mine.child, _Mine.error_file = None, ""  # the launcher may itself be a worker
+    try:
+        code = _code_of(lambda: _as_own(run))
+    finally:
+        _end_fork(code)
+
+
+def _as_own(run: Callable[[], int]) -> int:
+    import atexit
+    import signal  # noqa: F401 - the end needs it, and the function may leave nothing to import it from
+    import threading  # noqa: F401 - as above
+
+    if "faulthandler" in sys.modules:  # the launcher's stacks go where the launcher wants them, ours do not
+        sys.modules["faulthandler"].disable()
+    if "multiprocessing.util" in sys.modules:
+        atexit.register(sys.modules["multiprocessing.util"]._exit_function)
+    # As the interpreter has it by -u, which has made the streams of the launcher, or by its environment.
+    unbuffered = getattr(sys.__stdout__, "write_through", False) or bool(os.environ.get("PYTHONUNBUFFERED"))
+    streams.open_anew(unbuffered=unbuffered)
+    return run()
+
+
+def _end_fork(code: int) -> NoReturn:
+    """End a forked worker as an interpreter ends, but for what others had begun before the fork: that is left alone."""
+    try:
+        for step in _last_steps():
+            try:
+                step()
+            except BaseException as error:  # noqa: BLE001 - an interrupt: the interpreter shows it, and goes on
+                streams.say(evidence.describe(error)[1])
+        streams.flush()
+        linux.flush_stdio()
+        if code < 0:
+            _die_of_interrupt()
+    finally:
+        os._exit(code if code >= 0 else 128 - code)
+
+
+def _last_steps() -> tuple[Callable[[], None], ...]:
+    """What an interpreter does at its end: it waits for threads, and runs exit handlers."""
     import atexit
     import threading
 
-    code = 1
-    try:
-        if "faulthandler" in sys.modules:  # the launcher's stacks go where the launcher wants them, ours do not
-            sys.modules["faulthandler"].disable()
-        if "multiprocessing.util" in sys.modules:
-            atexit.register(sys.modules["multiprocessing.util"]._exit_function)
-        _open_streams(unbuffered=False)
-        code = run()
-        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter's end does
-        atexit._run_exitfuncs()
-    finally:
-        _flush()
-        linux.flush_stdio()
-        os._exit(code)
+    return threading._shutdown, atexit._run_exitfuncs  # type: ignore[attr-defined]  # the stubs lack them
 
 
-def _open_streams(*, unbuffered: bool) -> None:
-    """Make the standard streams anew on 0, 1 and 2, with the attributes that the interpreter gives them.
+def _die_of_interrupt() -> None:
+    """End by SIGINT, as an interpreter does, so that whoever reaps us sees what happened. Returns if it is blocked."""
+    import signal
 
-    Those that are there were made for what the descriptors were before, and may hold what others wrote.
-    """
-    sys.stdin = sys.__stdin__ = _stream(0, "r", unbuffered=unbuffered)  # type: ignore[misc]  # final, but for us
-    sys.stdout = sys.__stdout__ = _stream(1, "w", unbuffered=unbuffered)  # type: ignore[misc]  # as above
-    sys.stderr = sys.__stderr__ = _stream(2, "w", unbuffered=unbuffered)  # type: ignore[misc]  # as above
-
-
-def _stream(fd: int, mode: str, *, unbuffered: bool) -> io.TextIOWrapper:
-    import io
-
-    before = (sys.__stdin__, sys.__stdout__, sys.__stderr__)[fd]
-    encoding, errors = getattr(before, "encoding", None), getattr(before, "errors", None)
-    raw = io.FileIO(fd, mode, closefd=False)
-    raw.name = ("<stdin>", "<stdout>", "<stderr>")[fd]
-    binary: Any = io.BufferedReader(raw) if mode == "r" else raw if unbuffered else io.BufferedWriter(raw)
-    by_line = mode == "w" and not unbuffered
-    text = io.TextIOWrapper(binary, encoding, errors, "\n", line_buffering=by_line, write_through=unbuffered)
-    text.mode = mode  # type: ignore[misc]  # typeshed has it read-only
-    return text
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)

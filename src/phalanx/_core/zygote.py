@@ -19,13 +19,14 @@ import subprocess
 import sys
 import threading
 
-from phalanx._core import clock, interpreter, linux, pidfds, wire
+from phalanx._core import clock, interpreter, linux, main_module, pidfds, wire
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from typing import NoReturn
+    from typing import Any, NoReturn
 
+_OURS = os.path.join(os.path.dirname(__file__), "")
 _CLOSING = 10.0  # seconds in which a zygote that nobody needs has to be gone before it is killed
 _KILLED = 2.0  # seconds after SIGKILL in which it is waited for
 _FORKING = 60.0  # seconds in which it has to have forked: the launcher holds signals back meanwhile
@@ -37,6 +38,8 @@ class PreloadError(RuntimeError):
     ``module`` is its name, ``traceback`` the text of what its import raised; "" where it was imported, but has started
     what a fork would break.
     """
+
+    __module__ = "phalanx.multiprocessing"
 
     def __init__(self, message: str, module: str = "", traceback: str = "") -> None:
         super().__init__(message, module, traceback)
@@ -54,16 +57,23 @@ class Zygote:
     """The launcher's end.
 
     Args:
-        preload: The modules to import, in order.
+        preload: The modules to import, in order. ``"__main__"`` is ``main``.
         path: Folders that come first on `sys.path` while they are imported.
         flags: The interpreter's options.
         env: Environment variables on top of the launcher's: some are read by a library once, as it is loaded.
+        main: The launcher's main module, if that can be run again.
     """
 
     def __init__(
-        self, preload: Sequence[str], path: Sequence[str], flags: Sequence[str], env: Mapping[str, str]
+        self,
+        preload: Sequence[str],
+        path: Sequence[str],
+        flags: Sequence[str],
+        env: Mapping[str, str],
+        main: main_module.Source | None = None,
     ) -> None:
         self.preload = tuple(preload)
+        self._main = main
         self._env = dict(env)
         self._path = list(path)
         self._flags = list(flags)
@@ -101,7 +111,8 @@ class Zygote:
             self._channel = wire.Channel(ours)
             # A process that an import has started may hold the socket, which would not tell of its end then.
             self._pidfd = _pidfd(self._popen.pid)
-            self._channel.send(("preload", self._path, list(self.preload)))
+            arguments = [str(argument) for argument in getattr(sys, "argv", [])]
+            self._channel.send(("preload", self._path, list(self.preload), self._main, arguments))
         except BaseException:
             ours.close()
             raise
@@ -283,7 +294,13 @@ def main(fd: int) -> None:
         os._exit(70)
 
 
-def _preload(channel: wire.Channel, path: list[str], modules: list[str]) -> None:
+def _preload(
+    channel: wire.Channel,
+    path: list[str],
+    modules: list[str],
+    main: main_module.Source | None,
+    arguments: list[str],
+) -> None:
     import gc
     import importlib
 
@@ -291,17 +308,24 @@ def _preload(channel: wire.Channel, path: list[str], modules: list[str]) -> None
 
     own = list(sys.path)
     sys.path[:0] = path
-    for name in modules:
-        channel.send(("importing", name))
-        try:
-            importlib.import_module(name)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher is told
-            _say(channel, "failed", name, "could not be imported", _described(error))
-            return
-        why = _cannot_fork()
-        if why:
-            _say(channel, "failed", name, why, "")
-            return
+    with starting.importing():
+        for name in modules:
+            channel.send(("importing", name))
+            try:
+                if name == "__main__":
+                    assert main is not None
+                    sys.argv[:] = arguments
+                    _run_again(main)
+                else:
+                    importlib.import_module(name)
+            except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher is told
+                how = "run again" if name == "__main__" else "imported"
+                _say(channel, "failed", name, f"could not be {how}", _described(error))
+                return
+            why = _cannot_fork()
+            if why:
+                _say(channel, "failed", name, why, "")
+                return
     sys.path[:] = own
     linux.prctl(linux.PR_SET_PDEATHSIG, 0)
     starting.turn_deaf()
@@ -309,6 +333,18 @@ def _preload(channel: wire.Channel, path: list[str], modules: list[str]) -> None
     gc.collect()
     gc.freeze()
     _say(channel, "ready")
+
+
+def _run_again(main: main_module.Source) -> None:
+    """Run the main module. `multiprocessing` refuses to start children meanwhile, as it does in its own."""
+    from multiprocessing import process
+
+    me: Any = process.current_process()
+    me._inheriting = True
+    try:
+        main_module.run_again(main)
+    finally:
+        del me._inheriting
 
 
 def _say(channel: wire.Channel, *message: object) -> None:
@@ -323,10 +359,10 @@ def _say(channel: wire.Channel, *message: object) -> None:
 def _described(error: BaseException) -> str:
     import traceback
 
-    trace = error.__traceback__
+    trace = None if isinstance(error, main_module.UnguardedMainError) else error.__traceback__
     # Ours, and the import system's, say nothing about the module.
     while trace is not None and (
-        trace.tb_frame.f_code.co_filename == __file__
+        trace.tb_frame.f_code.co_filename.startswith(_OURS)
         or trace.tb_frame.f_code.co_filename.startswith("<frozen importlib")
         or trace.tb_frame.f_code.co_filename.endswith("importlib/__init__.py")
     ):

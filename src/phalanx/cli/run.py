@@ -323,6 +323,8 @@ def _check_preload(preload: list[str] | None, *, no_python: bool, python: str) -
     if python != sys.executable:
         msg = f"--preload: workers are forks of this interpreter, {sys.executable}; PYTHON_EXEC is {python}"
         raise click.UsageError(msg)
+    if "__main__" in preload:
+        raise click.UsageError("--preload: __main__ is the script, which every worker runs; name what it imports")
     try:
         check_preload(preload)
     except ValueError as error:

@@ -170,13 +170,17 @@ class ProcessFailure(Value):
         stderr_file: Where its stderr is, or ``""``.
         dated_ns: When it began to end, as far as that is known other than by evidence of its own, on CLOCK_MONOTONIC,
             in nanoseconds.
+        told: What the process itself has told of its failure, for want of an error file: the message, the traceback,
+            and when it was, on CLOCK_MONOTONIC, in nanoseconds. An error file of its own goes before it.
 
     Attributes:
         error_file_data: The error file as parsed, ``{"message": "<NONE>"}`` without one.
-        message: The error file's message; without one, ``"Signal N (NAME) received by PID n"`` or a line on the
-            exit code.
-        timestamp: The error file's time, else the time of construction: Unix time, whole seconds.
-        traceback: The error file's traceback, or the stacks that a fatal signal left; ``""`` when there is neither.
+        message: The error file's message, or the one ``told``; without both, ``"Signal N (NAME) received by PID n"``
+            or a line on the exit code.
+        timestamp: The error file's time, or that of what was ``told``, else the time of construction: Unix time, whole
+            seconds.
+        traceback: The error file's traceback, or the one ``told``, or the stacks that a fatal signal left; ``""`` when
+            there is none.
         unreadable: Why the error file could not be used, ``""`` otherwise.
         evidence_ns: When this very process recorded its evidence, or left by ``sys.exit``, on CLOCK_MONOTONIC, in
             nanoseconds, or None.
@@ -241,6 +245,7 @@ class ProcessFailure(Value):
         stdout_file: str = "",
         stderr_file: str = "",
         dated_ns: int | None = None,
+        told: tuple[str, str, int] | None = None,
     ) -> None:
         path = os.fspath(error_file)
         named = path not in ("", NOT_AVAILABLE)
@@ -249,6 +254,9 @@ class ProcessFailure(Value):
         if not traceback and -exitcode in _FATAL and named:
             traceback = evidence.read_fatal(path)
         written = evidence.written_at(data) if evidence.written_by(data) in (None, pid) else None
+        if told is not None and evidence.written_by(data) != pid:
+            message, traceback, written = _text(told[0]), _text(told[1]), told[2]
+            timestamp = _wall_clock(written)
         left = evidence.read_exit(path, pid) if named else None
         moments = [moment for moment in (written, left[1] if left else None) if moment is not None]
         self._store(
@@ -321,6 +329,11 @@ def _contents(data: dict[str, Any] | None) -> tuple[str, int | None, str]:
 def _text(value: object) -> str:
     """`value` if it is text. JSON can carry lone surrogates, which no terminal accepts: they become escapes."""
     return value.encode("utf-8", "backslashreplace").decode("utf-8") if isinstance(value, str) else ""
+
+
+def _wall_clock(moment: int) -> int:
+    """A moment of CLOCK_MONOTONIC, in nanoseconds, as Unix time."""
+    return int(time.time() - (time.monotonic_ns() - moment) / 1e9)
 
 
 def _timestamp(value: object) -> int | None:

@@ -118,9 +118,9 @@ def _full(rank: int, failure: ProcessFailure, limit: int) -> Lines:
 
 def _others(root: ProcessFailure, others: Mapping[int, ProcessFailure]) -> Lines:
     """The other failures: those equal to the root cause first, then each kind with the ranks that share it."""
-    kinds: dict[object, list[int]] = {_signature(root): []}
+    kinds: dict[object, list[int]] = {signature(root): []}
     for rank, failure in others.items():
-        kinds.setdefault(_signature(failure), []).append(rank)
+        kinds.setdefault(signature(failure), []).append(rank)
     same, *different = kinds.values()
     lines: Lines = []
     if same:
@@ -142,12 +142,14 @@ def _rest(outcomes: Mapping[int, Outcome]) -> Lines:
     return [("text", f"{named(ranks)}: {ending}") for ending, ranks in endings.items()]
 
 
-def _signature(failure: ProcessFailure) -> object:
+def signature(failure: ProcessFailure) -> object:
     """What two failures must share to be called the same."""
     texts = [failure.message, failure.detail, failure.traceback]
     if not failure.traceback and failure.exitcode >= 0:
         texts.append(failure.stderr_tail)
-    return (failure.exitcode, *(_masked(text, failure) for text in texts))
+    # Whoever has raised has the same failure whether it came to its end or was stopped in its teardown.
+    code = None if failure.traceback else failure.exitcode
+    return (code, *(_masked(text, failure) for text in texts))
 
 
 def _masked(text: str, failure: ProcessFailure) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from phalanx._core.leftovers import Leftover
 from phalanx._core.lost import KeeperLostError
+from phalanx._core.main_module import UnguardedMainError
 from phalanx._core.payload import UnpicklableError
 from phalanx._core.zygote import PreloadError
 from phalanx.errors import Outcome, ProcessFailure
@@ -46,6 +47,7 @@ __all__ = [
     "SignalException",
     "Std",
     "SubprocessContext",
+    "UnguardedMainError",
     "UnpicklableError",
     "start_processes",
     "to_map",

@@ -6,20 +6,21 @@ Owns the group's face. How processes are started and stopped is the engine's bus
 
 from __future__ import annotations
 
+import gc
 import os
-import pickle
 import signal
 import subprocess
 import sys
 import warnings
 import weakref
-from _thread import allocate_lock
+from _thread import RLock, allocate_lock
 from abc import ABC, abstractmethod
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
-from phalanx._core import evidence, interpreter, linux, tell
+from phalanx._core import evidence, interpreter, linux, main_module, tell
 from phalanx._core import script as script_module
 from phalanx._core.aside import Aside
+from phalanx._core.child import Family
 from phalanx._core.supervisor import Supervisor
 from phalanx.multiprocessing import _console, _signals
 from phalanx.multiprocessing._console import ConsoleSpecs
@@ -49,6 +50,9 @@ SETTLE = 0.1
 GRACE = 30.0
 """Seconds between the death signal and SIGKILL."""
 
+
+IMPORT, VALUE = "import", "value"
+"""How what the main module defines comes to the workers: they run it again; or it is sent."""
 
 TIDY = 5.0
 """Seconds that a `close` waits for what it removes: the disk may not answer."""
@@ -144,8 +148,10 @@ class PContext(ABC):
         self._own_warm: Warm | None = None
         self._supervisor: Supervisor | None = None
         self._result: RunProcsResult | None = None
+        self._values: dict[int, Any] = {}
         self._starting = self._closed = False
         self._one = allocate_lock()
+        self._judging = RLock()  # what is unpickled, or a signal's handler, may call `wait` once more
 
     def start(self) -> None:
         """Start every worker, or none.
@@ -157,6 +163,7 @@ class PContext(ABC):
         closed. One that arrives while the workers start leaves a group that is open: `is_open` tells, and `close` is as
         ever.
         """
+        main_module.check_guard()
         if self._signals:
             with _signals.delivering():  # one that has been swallowed
                 pass
@@ -271,7 +278,8 @@ class PContext(ABC):
         if supervisor.not_started is not None:
             msg = f"the group {self.name!r} was not started: {supervisor.not_started}"
             raise RuntimeError(msg)
-        result = self._result or self._judge(supervisor)
+        with _signals.delivering():
+            result = self._result or self._judge(supervisor)
         if supervisor.lost is not None and not supervisor.result_stands:
             supervisor.lost.failures = result.failures
             raise supervisor.lost
@@ -331,7 +339,8 @@ class PContext(ABC):
 
     def __del__(self) -> None:
         supervisor = getattr(self, "_supervisor", None)  # the constructor may have raised
-        if supervisor is not None and supervisor.owner == os.getpid() and not supervisor.ended:
+        # Not a word to `os` for one that has ended: at the interpreter's end, modules are empty.
+        if supervisor is not None and not supervisor.ended and supervisor.owner == os.getpid():
             supervisor.kill()  # first of all: what a signal handler raises here is lost, and ends this
             text = f"{self!r} was dropped, and is killed; close it"
             warnings.warn(text, ResourceWarning, source=self, stacklevel=1)
@@ -380,13 +389,22 @@ class PContext(ABC):
         return report
 
     def _judge(self, supervisor: Supervisor) -> RunProcsResult:
-        result = collect(
-            supervisor.mirror.workers.values(), self.logs, self.envs, self._value, supervisor.mirror.leftovers
-        )
-        with self._one:  # of several threads that wait, one judges for all
-            if self._result is None:
-                self._result = result
-            return self._result
+        """Judge, for all threads that wait. If a signal interrupts this, the next thread goes on with what is there."""
+        # A fork of the launcher has one thread, and none that would release the lock.
+        with self._judging if supervisor.owner == os.getpid() else nullcontext():
+            result = self._result
+            if result is None:
+                workers, leftovers = supervisor.mirror.workers.values(), supervisor.mirror.leftovers
+                result = collect(workers, self.logs, self.envs, self._value_once, leftovers)
+                result = self._result = self._result or result
+                for worker in workers:
+                    worker.given.close()  # of those who failed after they had returned
+            return result
+
+    def _value_once(self, worker: Worker) -> Any:
+        if worker.rank not in self._values:
+            self._values[worker.rank] = self._value(worker)
+        return self._values[worker.rank]
 
     def _started(self) -> Supervisor:
         if self._supervisor is None:
@@ -398,7 +416,8 @@ class PContext(ABC):
 class MultiprocessContext(PContext):
     """A group whose workers run a function. ``start_method``: "spawn", "forkserver" or "fork".
 
-    One that is ``numbered`` takes its local rank before its arguments, and what it returns is not kept.
+    One that is ``numbered`` takes its local rank before its arguments, and what it returns is not kept. A ``daemon``
+    may have no children by `multiprocessing`.
     """
 
     def __init__(
@@ -412,13 +431,19 @@ class MultiprocessContext(PContext):
         log_line_prefixes: Mapping[int, str] | None = None,
         *,
         numbered: bool = False,
+        daemon: bool = False,
         preload: Sequence[str] | None = None,
         warm: Warm | None = None,
         writable: bool = False,
+        main: str = IMPORT,
         **options: Any,
     ) -> None:
         super().__init__(name, entrypoint, args, envs, logs_specs, log_line_prefixes, **options)
         self.start_method = start_method
+        self.daemon = daemon
+        self._main = main
+        self._family: Family | None = None
+        self._sent: list[object] = []
         self._preload = preload
         self._warm = warm
         self._writable = writable
@@ -427,28 +452,42 @@ class MultiprocessContext(PContext):
     def _plan(self, held: ExitStack) -> _Plan:
         function, args = self.entrypoint, self.args
         assert callable(function)
+        family = self._family = Family(self.start_method, self.nprocs, daemon=self.daemon)
         if self.start_method == "fork":
             from phalanx._core import worker
 
-            launcher = os.getpid()
-            return _Plan(
-                {rank: ("", [], [0]) for rank in args},
-                call=lambda rank, fds: worker.call(function, args[rank], rank, fds, launcher, numbered=self._numbered),
-                fork=True,
-            )
+            collects = gc.isenabled()  # its guard and keeper have it off
+
+            def call(rank: int, fds: list[int]) -> None:
+                if collects:
+                    gc.enable()
+                worker.call(function, args[rank], rank, fds, family.member(rank), numbered=self._numbered)
+
+            return _Plan({rank: ("", [], [0]) for rank in args}, call=call, fork=True)
         from phalanx._core import payload
 
-        memfd, extra, wanted = payload.pack(function, args, writable=self._writable, numbered=self._numbered)
-        held.callback(os.close, memfd)
+        main = main_module.source() if self._main == IMPORT else None
+        packed = payload.pack(
+            function, args, writable=self._writable, numbered=self._numbered, main=main, family=family,
+            envs={rank: {**env, **self._devices.get(rank, {})} for rank, env in self.envs.items()},
+        )  # fmt: skip
+        held.callback(packed.close)
+        self._sent = packed.sent
+        given = [packed.memfd, *packed.fds]
         # The report socket is 0, the payload 1, what multiprocessing objects hold follows.
-        fds = {rank: [0, 1, *(2 + index for index in wanted[rank])] for rank in args}
+        fds = {rank: [0, 1, *(2 + index for index in packed.wanted[rank])] for rank in args}
         if self.start_method == "forkserver":
             forks: dict[int, tuple[str, list[bytes], list[int]]] = {rank: ("", [], fds[rank]) for rank in args}
             warm, own = choose(self._preload, self._warm, self.envs)
             self._own_warm = warm if own else None
-            return _Plan(forks, flags=interpreter_flags(), fork=True, fds=[memfd, *extra], warm=warm)
+            return _Plan(forks, flags=interpreter_flags(), fork=True, fds=given, warm=warm)
         commands = {rank: (interpreter.executable(), self._argv(rank), fds[rank]) for rank in args}
-        return _Plan(commands, fds=[memfd, *extra])
+        return _Plan(commands, fds=given)
+
+    def process_name(self, rank: int) -> str:
+        """What a worker is called, like ``"SpawnProcess-1"``. The group has been started."""
+        assert self._family is not None
+        return self._family.name(rank)
 
     def _argv(self, rank: int) -> list[bytes]:
         command = interpreter.command(interpreter_flags(), f"from phalanx._core.worker import main;main({rank})")
@@ -459,7 +498,9 @@ class MultiprocessContext(PContext):
             return None
         if isinstance(worker.result, (OSError, MemoryError)):
             raise worker.result
-        return pickle.loads(worker.result)
+        from phalanx._core import returned
+
+        return returned.load(worker.result, worker.given, self._sent)
 
 
 class SubprocessContext(PContext):

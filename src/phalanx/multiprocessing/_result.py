@@ -198,6 +198,8 @@ def _judge_success(
 def _failure(worker: Worker, logs: LogsDest, global_rank: str) -> ProcessFailure:
     assert worker.exit is not None
     rank, path, number = worker.rank, logs.error_files[worker.rank], worker.exit.signal
+    if worker.told is not None:
+        _write_told(path, worker.pid, *worker.told)
     if number in _STACK_SIGNALS and not os.path.exists(path) and (stack := evidence.read_fatal(path)):
         _write_evidence(worker, logs, f"Signal {number} ({signal_name(number)}) received by PID {worker.pid}", stack)
     code, detail = worker.exit.returncode, evidence.seen_by_timer(path) or worker.hang or _detail(worker)
@@ -214,6 +216,7 @@ def _failure(worker: Worker, logs: LogsDest, global_rank: str) -> ProcessFailure
         rank=int(global_rank) if global_rank.isascii() and global_rank.isdigit() else None,
         observed_ns=worker.exit_ns,
         dated_ns=_struck_at(worker, path),
+        told=worker.told,
         detail=detail,
         stderr_tail=_tail(logs.stderrs[rank], rotates=bool(logs.max_size)),
         stdout_file=logs.stdouts[rank],
@@ -240,6 +243,16 @@ def _write_evidence(worker: Worker, logs: LogsDest, message: str, stack: str) ->
             path, message, stack, monotonic_ns=worker.exit_ns, pid=worker.pid, observer="launcher"
         )
     except OSError:  # the log folder is gone, or its disk full: the failure still has its exit
+        return
+
+
+def _write_told(path: str, pid: int, message: str, stack: str, moment: int) -> None:
+    """Write the evidence that a worker could not write itself: it may have been under a limit that we are not."""
+    if evidence.written_by(evidence.read(path)[0]) == pid:
+        return
+    try:
+        evidence.write_error_file(path, message, stack, monotonic_ns=moment, pid=pid)
+    except OSError:  # the disk is full for us as well
         return
 
 

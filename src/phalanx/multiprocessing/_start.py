@@ -7,7 +7,15 @@ from types import NoneType
 
 from phalanx._core.seconds import seconds
 from phalanx.multiprocessing._console import ConsoleSpecs
-from phalanx.multiprocessing._context import GRACE, SETTLE, MultiprocessContext, PContext, SubprocessContext
+from phalanx.multiprocessing._context import (
+    GRACE,
+    IMPORT,
+    SETTLE,
+    VALUE,
+    MultiprocessContext,
+    PContext,
+    SubprocessContext,
+)
 from phalanx.multiprocessing._logs import DefaultLogsSpecs, FolderLogsSpecs, LogsSpecs
 from phalanx.multiprocessing._placement import Placement
 from phalanx.multiprocessing._signals import SignalException
@@ -51,6 +59,7 @@ def start_processes(
     preload: Sequence[str] | None = None,
     warm: Warm | None = None,
     writable: bool = False,
+    main: str = IMPORT,
     placement: Placement | None = None,
     timers: TimerSpecs | None = None,
 ) -> PContext:
@@ -63,8 +72,8 @@ def start_processes(
 
     Args:
         name: What the group is called, in reports.
-        entrypoint: A callable, or the name (found on PATH) or path of a binary. A callable may be anything that
-            cloudpickle can send: also a lambda, a closure, a function of a notebook.
+        entrypoint: A callable, or the name (found on PATH) or path of a binary. A callable may also be a lambda, a
+            closure, or a function of a notebook: what a worker cannot import is sent by value, with cloudpickle.
         args: Local rank → tuple of positional arguments, for exactly the ranks 0 to N - 1; or one tuple for all ranks,
             with ``nprocs``. A binary's arguments that are no strings are cast with ``str()``.
         envs: Local rank → environment variables on top of the caller's, for the same ranks; may be left out.
@@ -91,6 +100,10 @@ def start_processes(
         warm: An entered `warm`, to start from; default: the one around, if it has all of ``preload``.
         writable: Whether workers may write to large arrays among their arguments (1 MiB or more), which they share
             otherwise, and may read only. What a worker writes to, it has a copy of.
+        main: How functions, classes and globals of the main module come to the workers of start methods "spawn" and
+            "forkserver": "import", they run the module again as ``__mp_main__``, as those of `multiprocessing` do, so
+            it needs ``if __name__ == "__main__":`` around what starts processes; or "value", they are sent by value.
+            What cannot be run again (a notebook, the REPL, ``-c``) is sent by value in any case.
         placement: Where the workers run (CPUs, nice value), and within which limits; default: as the caller.
         timers: A `phalanx.timer.TimerSpecs`: the group watches the timers that its workers take with
             `phalanx.timer.expires`, and their heartbeats. Default: it does not.
@@ -137,8 +150,9 @@ def start_processes(
     prefixes = None if given["log_line_prefixes"] is _UNSET else given["log_line_prefixes"]
 
     check_options(
-        name, entrypoint, method, settle, grace, linger, console, placement, timers, starts_warm=bool(preload or warm)
-    )
+        name, entrypoint, method, settle, grace, linger, console, placement, timers, main,
+        starts_warm=bool(preload or warm),
+    )  # fmt: skip
     all_args, all_envs = per_rank(args, envs, nprocs)
     specs = _logs_specs(logs_specs, log_dir, given["redirects"], given["tee"])
     filters = {
@@ -151,7 +165,7 @@ def start_processes(
     if isinstance(entrypoint, str):
         context = SubprocessContext(name, entrypoint, all_args, all_envs, specs, prefixes, **options)
     else:
-        options |= {"preload": preload, "warm": warm, "writable": writable}
+        options |= {"preload": preload, "warm": warm, "writable": writable, "main": main}
         context = MultiprocessContext(name, entrypoint, all_args, all_envs, method, specs, prefixes, **options)
     try:
         context.start()
@@ -181,6 +195,7 @@ def check_options(
     console: object = None,
     placement: object = None,
     timers: object = None,
+    main: object = IMPORT,
     *,
     starts_warm: bool = False,
 ) -> None:
@@ -193,6 +208,9 @@ def check_options(
         raise TypeError(msg)
     if method not in START_METHODS:
         msg = f"start_method: expected one of {', '.join(START_METHODS)}, got {method!r}"
+        raise ValueError(msg)
+    if main not in (IMPORT, VALUE):
+        msg = f"main: expected {IMPORT!r} or {VALUE!r}, got {main!r}"
         raise ValueError(msg)
     if starts_warm and (isinstance(entrypoint, str) or method != "forkserver"):
         what = "a binary imports nothing" if isinstance(entrypoint, str) else f"start_method is {method!r}"
@@ -207,51 +225,58 @@ def check_options(
         seconds(option, value)
 
 
-def per_rank(  # noqa: C901 - a list of checks, each a line
-    args: Any, envs: Any, nprocs: int | None
-) -> tuple[dict[int, tuple[Any, ...]], dict[int, dict[str, str]]]:
-    """The arguments and environments of each rank, checked."""
+def per_rank(args: Any, envs: Any, nprocs: int | None) -> tuple[dict[int, tuple[Any, ...]], dict[int, dict[str, str]]]:
+    """The arguments and environments of each rank, checked. What a mapping holds for a rank is looked up once."""
     if nprocs is not None and (isinstance(nprocs, bool) or not isinstance(nprocs, int)):
         msg = f"nprocs: expected a whole number, got {nprocs!r}"
         raise TypeError(msg)
     if args is _UNSET:
         args = ()
-    if isinstance(args, (tuple, list)):
-        if nprocs is None and envs is None:
-            msg = "nprocs: how many processes? Give nprocs, or args or envs as a mapping from local rank"
-            raise TypeError(msg)
-        count = len(envs) if nprocs is None else nprocs
-        shared = tuple(args)
-        args = dict.fromkeys(range(count), shared)
-    elif not hasattr(args, "keys"):
-        msg = f"args: expected a mapping from local rank to a tuple, or one tuple for all ranks, got {args!r}"
+    shared = isinstance(args, (tuple, list))
+    if shared and nprocs is None and envs is None:
+        msg = "nprocs: how many processes? Give nprocs, or args or envs as a mapping from local rank"
         raise TypeError(msg)
-    else:
-        count = len(args) if nprocs is None else nprocs
+    ranks = [] if shared else _ranks("args", args, "a tuple, or one tuple for all ranks")
+    env_ranks = [] if envs is None else _ranks("envs", envs, "environment variables")
+    count = nprocs if nprocs is not None else len(env_ranks if shared else ranks)
     if count < 1:
         msg = f"nprocs: expected at least 1 process, got {count}"
         raise ValueError(msg)
-    _check_ranks("args", args, count)
+    if shared:
+        all_args = dict.fromkeys(range(count), args)
+    else:
+        _check_ranks("args", ranks, count)
+        all_args = {rank: args[rank] for rank in range(count)}
     if envs is None:
-        envs = {rank: {} for rank in range(count)}
-    elif not hasattr(envs, "keys"):
-        msg = f"envs: expected a mapping from local rank to environment variables, got {envs!r}"
+        return _tuples(all_args), {rank: {} for rank in range(count)}
+    _check_ranks("envs", env_ranks, count)
+    return _tuples(all_args), {rank: _environment(rank, envs[rank]) for rank in range(count)}
+
+
+def _ranks(which: str, mapping: Any, what: str) -> list[Any]:
+    if not hasattr(mapping, "keys"):
+        msg = f"{which}: expected a mapping from local rank to {what}, got {mapping!r}"
         raise TypeError(msg)
-    _check_ranks("envs", envs, count)
+    return list(mapping.keys())
+
+
+def _tuples(args: dict[int, Any]) -> dict[int, tuple[Any, ...]]:
+    """The arguments as tuples. Ranks that have the same object have the same tuple: it is pickled once."""
     for rank, values in args.items():
         if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
             msg = f"args: rank {rank}: expected a tuple of arguments, got {values!r}"
             raise TypeError(msg)
-    for rank, env in envs.items():
-        _check_env(rank, env)
-    ranks = range(count)
-    kept = {id(values): tuple(values) for values in args.values()}  # the same object stays the same: pickled once
-    return {rank: kept[id(args[rank])] for rank in ranks}, {rank: dict(envs[rank]) for rank in ranks}
+    tuples: dict[int, tuple[Any, ...]] = {}
+    for values in args.values():
+        if id(values) not in tuples:
+            tuples[id(values)] = tuple(values)
+    return {rank: tuples[id(values)] for rank, values in args.items()}
 
 
-def _check_ranks(which: str, mapping: Any, count: int) -> None:
-    missing = [str(rank) for rank in range(count) if rank not in mapping]
-    surplus = [repr(rank) for rank in mapping if not isinstance(rank, int) or not 0 <= rank < count]
+def _check_ranks(which: str, given: list[Any], count: int) -> None:
+    there = {rank for rank in given if isinstance(rank, int)}
+    missing = [str(rank) for rank in range(count) if rank not in there]
+    surplus = [repr(rank) for rank in given if not isinstance(rank, int) or not 0 <= rank < count]
     if missing or surplus:
         trouble = [
             f"{', '.join(ranks)} {what}" for ranks, what in ((missing, "missing"), (surplus, "too many")) if ranks
@@ -260,17 +285,19 @@ def _check_ranks(which: str, mapping: Any, count: int) -> None:
         raise RanksError(msg)
 
 
-def _check_env(rank: int, env: Any) -> None:
+def _environment(rank: int, env: Any) -> dict[str, str]:
     if not hasattr(env, "items"):
         msg = f"envs: rank {rank}: expected environment variables by name, got {env!r}"
         raise TypeError(msg)
-    for name, value in env.items():
+    held = dict(env.items())
+    for name, value in held.items():
         if not isinstance(name, str) or not isinstance(value, str):
             msg = f"envs: rank {rank}: {name!r} is {value!r}; names and values must be strings"
             raise TypeError(msg)
         if not name or "=" in name or "\0" in name + value:
             msg = f"envs: rank {rank}: {name!r}={value!r} cannot be an environment variable"
             raise ValueError(msg)
+    return held
 
 
 def _logs_specs(logs_specs: Any, log_dir: Any, redirects: Any, tee: Any) -> LogsSpecs:

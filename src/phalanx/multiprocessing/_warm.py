@@ -9,6 +9,7 @@ import os
 from _thread import allocate_lock
 from contextvars import ContextVar
 
+from phalanx._core import main_module
 from phalanx._core.payload import search_path
 
 TYPE_CHECKING = False
@@ -34,14 +35,15 @@ class Warm:
     their resource limits and CPU affinity are those of when this was entered.
 
     Args:
-        preload: The names of modules to import, in order.
+        preload: The names of modules to import, in order. ``"__main__"`` has the main module run again there, as
+            ``__mp_main__``, and not in each worker.
         path: Folders in which they are looked for, before those of `sys.path`.
         flags: Options of the interpreter; default: this one's.
         env: Environment variables for the imports, on top of the caller's: OMP_NUM_THREADS, say, which a library reads
             as it is loaded.
 
     Raises:
-        TypeError, ValueError: ``preload`` is no list of modules' names.
+        TypeError, ValueError: ``preload`` is no list of modules' names; or the main module cannot be run again.
 
     >>> from phalanx.multiprocessing import start_processes, warm
     >>> with warm(preload=["json"]):
@@ -61,6 +63,9 @@ class Warm:
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.preload = check_preload(preload)
+        self._main = main_module.source()
+        if "__main__" in self.preload and self._main is None:
+            raise ValueError("preload: __main__ cannot be run again: it is a prompt, a notebook, -c or a package's own")
         self._path = list(path)
         self._flags = flags
         self._env = dict(env or {})
@@ -103,12 +108,13 @@ class Warm:
         from phalanx._core.zygote import Zygote
         from phalanx.multiprocessing._context import interpreter_flags
 
+        main_module.check_guard()
         with self._one:  # of several threads that start groups, one replaces it
             if self._zygote is not None and not self._zygote.usable:
                 self._let_go()
             if self._zygote is None:
                 flags = interpreter_flags() if self._flags is None else self._flags
-                zygote = Zygote(self.preload, [*self._path, *search_path()], flags, self._env)
+                zygote = Zygote(self.preload, [*self._path, *search_path()], flags, self._env, self._main)
                 try:
                     zygote.start()
                 except BaseException:

@@ -25,7 +25,7 @@ from types import NoneType
 
 from phalanx._core.seconds import seconds
 from phalanx.multiprocessing import KeeperLostError, LogsSpecs
-from phalanx.multiprocessing._context import GRACE, SETTLE
+from phalanx.multiprocessing._context import GRACE, IMPORT, SETTLE
 from phalanx.multiprocessing._start import check_options, per_rank
 from phalanx.spawn._failed import ProcessException, ProcessExitedException, ProcessRaisedException
 from phalanx.spawn._group import ErrorFiles, Group, Sentinel
@@ -93,12 +93,12 @@ class SpawnedProcess:
 
     Attributes:
         pid, ident: Its process id.
-        name: Like ``"Process-1"``, for index 0.
+        name: Like ``"SpawnProcess-1"``: what `multiprocessing.current_process` is called in it.
         daemon: As given to `spawn`.
     """
 
     def __init__(self, group: Group, index: int) -> None:
-        self.name = f"Process-{index + 1}"
+        self.name = group.process_name(index)
         self.daemon = group.daemon
         self._group = group
         self._index = index
@@ -232,6 +232,7 @@ if TYPE_CHECKING:
         preload: Sequence[str] | None
         warm: Warm | None
         writable: bool
+        main: str
         placement: Placement | None
 
 
@@ -286,6 +287,7 @@ def spawn(
     preload: Sequence[str] | None = None,
     warm: Warm | None = None,
     writable: bool = False,
+    main: str = IMPORT,
     placement: Placement | None = None,
 ) -> ProcessContext | None:
     """Call ``fn(i, *args)`` in process i, for i from 0 to ``nprocs`` - 1. What it returns is dropped.
@@ -293,12 +295,13 @@ def spawn(
     `start_processes` is the same function under its other name.
 
     Args:
-        fn: Any callable that cloudpickle can send: also a lambda, a closure, a function of a notebook.
+        fn: Any callable: also a lambda, a closure, or a function of a notebook, which are sent by value (cloudpickle).
         args: The arguments after the index, the same for all; pickled once.
         nprocs: How many processes, at least 1.
         join: Wait until all have ended, and raise when one fails. A Ctrl-C stops the group before it goes on.
         daemon: With ``join=False``, whether the interpreter's exit stops the processes (SIGTERM, grace, SIGKILL) or
-            waits for them. When it is killed, they are killed in any case.
+            waits for them; so does the end of a `multiprocessing.Process`. When it is killed, they are killed in any
+            case.
         start_method: "spawn" (a fresh interpreter each), "forkserver" (forks of one fresh interpreter) or "fork" (forks
             of this process: nothing is pickled).
         envs: Index → environment variables on top of the caller's, for every index.
@@ -309,6 +312,7 @@ def spawn(
         preload: Modules that are imported once, before, with "forkserver": the processes have them already.
         warm: An entered `phalanx.multiprocessing.warm` to start from, with "forkserver".
         writable: Whether ``fn`` may write to large arrays (1 MiB or more) in ``args``, which are shared otherwise.
+        main: "import" or "value": see `phalanx.multiprocessing.start_processes`.
         placement: Where the processes run, and within which limits; default: as the caller.
 
     Returns:
@@ -333,12 +337,14 @@ def spawn(
         raise TypeError(f"args: expected a tuple of arguments, got {args!r}")
     all_args, all_envs = per_rank(tuple(args), envs, nprocs)
     name = str(getattr(fn, "__qualname__", None) or type(fn).__qualname__)
-    check_options(name, fn, start_method, settle, grace, linger, None, placement, starts_warm=bool(preload or warm))
+    check_options(
+        name, fn, start_method, settle, grace, linger, None, placement, None, main, starts_warm=bool(preload or warm)
+    )
     if not isinstance(logs_specs, (LogsSpecs, NoneType)):
         raise TypeError(f"logs_specs: expected a LogsSpecs, got {logs_specs!r}")
     specs = ErrorFiles() if logs_specs is None else logs_specs
     options: dict[str, Any] = {"settle": settle, "grace": grace, "linger": linger, "preload": preload, "warm": warm}
-    options |= {"writable": writable, "placement": placement}
+    options |= {"writable": writable, "main": main, "placement": placement}
     group = Group(name, fn, all_args, all_envs, start_method, specs, daemon=daemon, **options)
     try:
         group.start()

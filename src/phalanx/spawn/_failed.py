@@ -11,6 +11,7 @@ from phalanx.errors import ProcessFailure, signal_name
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from typing import Any
 
     from phalanx.multiprocessing import RunProcsResult
@@ -27,6 +28,8 @@ class ProcessException(Exception):  # noqa: N818 - torch's name
         error_pid: Its process id.
     """
 
+    __module__ = "phalanx.spawn"
+
     def __init__(self, msg: str, error_index: int, error_pid: int) -> None:
         super().__init__(msg)
         self.msg = msg
@@ -40,6 +43,8 @@ class ProcessException(Exception):  # noqa: N818 - torch's name
 class ProcessRaisedException(ProcessException):
     """The function raised: the message ends with the process's traceback."""
 
+    __module__ = "phalanx.spawn"
+
 
 class ProcessExitedException(ProcessException):
     """The process was ended by a signal, or left with an exit code other than 0.
@@ -48,6 +53,8 @@ class ProcessExitedException(ProcessException):
         exit_code: As `subprocess` gives it, negative for a signal.
         signal_name: Like ``"SIGKILL"``; None for an exit code.
     """
+
+    __module__ = "phalanx.spawn"
 
     def __init__(
         self, msg: str, error_index: int, error_pid: int, exit_code: int, signal_name: str | None = None
@@ -60,21 +67,31 @@ class ProcessExitedException(ProcessException):
 def failed(result: RunProcsResult) -> ProcessException:
     """The first failure, with the others as notes; those that say the same together."""
     first, *others = sorted(result.failures.values(), key=lambda failure: failure.first_key)
-    error = _exception(first)
-    told: dict[str, list[int]] = {}
-    for failure in others:
-        told.setdefault(_what(failure), []).append(failure.local_rank)
-    for what, indices in told.items():
-        from phalanx.errors import format_ranks
+    stopped = {rank for rank, outcome in result.outcomes.items() if outcome.exitcode == -(outcome.signal_sent or 0)}
+    error = _exception(first, stopped)
+    if not others:
+        return error
+    from phalanx.errors import format_ranks
+    from phalanx.errors._report import signature
 
-        error.add_note(f"-- Process{'es' if len(indices) > 1 else ''} {format_ranks(indices)} {what}")
+    same = signature(first)
+    told: dict[object, list[ProcessFailure]] = {same: []}
+    for failure in others:
+        told.setdefault(signature(failure), []).append(failure)
+    for kind, failures in told.items():
+        if failures:
+            indices = [failure.local_rank for failure in failures]
+            what = _what(failures[0], stopped)
+            if kind == same:
+                what = "terminated with the same error" if first.traceback else _how(first.exitcode)
+            error.add_note(f"-- Process{'es' if len(indices) > 1 else ''} {format_ranks(indices)} {what}")
     return error
 
 
-def _exception(failure: ProcessFailure) -> ProcessException:
+def _exception(failure: ProcessFailure, stopped: Collection[int]) -> ProcessException:
     index, pid = failure.local_rank, failure.pid
-    if failure.exitcode >= 0 and failure.traceback:
-        return ProcessRaisedException(f"\n\n-- Process {index} {_what(failure)}", index, pid)
+    if _has_raised(failure, stopped):
+        return ProcessRaisedException(f"\n\n-- Process {index} {_what(failure, stopped)}", index, pid)
     error = exited(index, pid, failure.exitcode)
     for more in (failure.detail, failure.traceback, failure.stderr_tail):
         if more:
@@ -87,8 +104,13 @@ def exited(index: int, pid: int, code: int) -> ProcessExitedException:
     return ProcessExitedException(f"process {index} {_how(code)}", index, pid, code, name)
 
 
-def _what(failure: ProcessFailure) -> str:
-    if failure.exitcode >= 0 and failure.traceback:
+def _has_raised(failure: ProcessFailure, stopped: Collection[int]) -> bool:
+    """Whether a traceback tells it all. One that we have stopped in its teardown has raised before."""
+    return bool(failure.traceback) and (failure.exitcode >= 0 or failure.local_rank in stopped)
+
+
+def _what(failure: ProcessFailure, stopped: Collection[int]) -> str:
+    if _has_raised(failure, stopped):
         return f"terminated with the following error:\n{failure.traceback}"
     more = failure.detail or failure.traceback
     return _how(failure.exitcode) + (f":\n{more}" if more else "")

@@ -11,6 +11,7 @@ import signal
 import sys
 from contextlib import suppress
 
+from phalanx._core.child import loaded
 from phalanx.multiprocessing import KeeperLostError, LogsDest, LogsSpecs, MultiprocessContext
 from phalanx.multiprocessing._context import GRACE
 from phalanx.spawn._failed import ProcessException, exited, failed
@@ -18,6 +19,7 @@ from phalanx.spawn._failed import ProcessException, exited, failed
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from multiprocessing.util import Finalize
     from typing import Any
 
     from phalanx._core.latch import Latch
@@ -26,13 +28,19 @@ if TYPE_CHECKING:
 _kept: set[Group] = set()
 """The groups that were started without a join, and neither have been joined since nor have ended well."""
 
+_FIRST = 20
+"""The priority of what a child of `multiprocessing` does before all else at its end. The processes may need what goes
+next there: pools (15), the threads that feed queues (10), managers and named semaphores (0)."""
+
+_at_end: Finalize[None] | None = None
+"""What a child of `multiprocessing` has been told to do at its end."""
+
 
 class Group(MultiprocessContext):
     """The engine's group, which leaves signals to the host, and lives on without a reference."""
 
     def __init__(self, *args: Any, daemon: bool, **options: Any) -> None:
-        super().__init__(*args, signals=False, numbered=True, **options)
-        self.daemon = daemon
+        super().__init__(*args, signals=False, numbered=True, daemon=daemon, **options)
 
     @property
     def is_lost(self) -> bool:
@@ -88,6 +96,7 @@ class Group(MultiprocessContext):
         self._started().done.then(self._on_done)
         atexit.unregister(_at_exit)  # once is enough
         atexit.register(_at_exit)
+        _look_after_child()
 
     def _on_done(self) -> None:
         workers = self._started().mirror.workers.values()
@@ -146,10 +155,26 @@ class ErrorFiles(LogsSpecs):
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
+def _look_after_child() -> None:
+    """Have `_at_exit` run in a child of `multiprocessing` as well, which may end by os._exit without atexit."""
+    global _at_end  # noqa: PLW0603 - as atexit's own list is one for the process
+    processes = loaded("multiprocessing.process")
+    if processes is None or processes.parent_process() is None:
+        return
+    from multiprocessing.util import Finalize
+
+    if _at_end is not None:
+        _at_end.cancel()
+    _at_end = Finalize(None, _at_exit, exitpriority=_FIRST)
+
+
 def _at_exit() -> None:
     """What `multiprocessing` does at the exit: stop the daemons, wait for the others, after a Ctrl-C not for long."""
-    groups = [group for group in _kept if group.is_ours]
+    groups = [group for group in list(_kept) if group.is_ours]  # a copy: another thread takes out those that end
+    # An interpreter has shown its exception by now. That of a child of multiprocessing is still on its way here, and
+    # from Python 3.13 on it has gone without a trace: such a child waits, until another Ctrl-C.
     interrupted = issubclass(getattr(sys, "last_type", None) or object, KeyboardInterrupt)
+    interrupted = interrupted or isinstance(sys.exception(), KeyboardInterrupt)
     for group in groups:
         if group.daemon or interrupted:
             group.stop(signal.SIGINT if interrupted else signal.SIGTERM)
