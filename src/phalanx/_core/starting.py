@@ -128,8 +128,8 @@ def fork(
             if name not in environ:
                 del environb[name]
         environb.update(environ)
-        if call is None:  # what a keeper has preloaded stays shared for longer if no collection looks at it
-            gc.enable()
+        if call is None:  # else the callable knows whether its launcher collects
+            gc.enable()  # what is preloaded stays frozen: it is shared for longer if no collection looks at it
         from phalanx._core.worker import serve, serve_script
 
         word.keep()
