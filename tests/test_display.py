@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 RUN = (sys.executable, "-m", "phalanx", "run")
-SLACK = 2.0
+SLACK = 4.0
 
 
 # --- more than can be shown
@@ -170,6 +170,37 @@ def test_a_stream_object_that_does_not_return(
         ready.wait(2)
         gate.open(2)
         assert following.wait(TIMEOUT).succeeded
+    go_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "phalanx-display":
+            thread.join(TIMEOUT)
+
+
+def test_a_display_that_stops_in_the_midst_of_the_end(
+    tmp_path: Path, ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is asked again and again whether it is there: the time that it may take is for one that shows something."""
+    monkeypatch.setattr(display, "PATIENCE", 0.3)
+    go_on = threading.Event()
+    finish = Pump.finish
+
+    def stops(pump: Pump, done: Callable[[], None]) -> None:
+        def wait() -> None:
+            go_on.wait()
+            finish(pump, done)
+
+        assert pump._loop is not None
+        pump._loop.after(0.1, wait)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pump, "finish", stops)
+        with group_of_two(tmp_path, ready, gate) as group:
+            ready.wait(2)
+            gate.open(2)
+            began = time.monotonic()
+            assert group.wait(TIMEOUT).succeeded
+            assert time.monotonic() - began < 10  # of 16
+    assert "what shows the lines does not return" in capfd.readouterr().err
     go_on.set()
     for thread in threading.enumerate():
         if thread.name == "phalanx-display":

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._core import payload
+from phalanx._core import interrupts, payload
 from phalanx._core.latch import Latch
 from phalanx._core.loop import Loop
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, SignalException, start_processes
-from phalanx.multiprocessing._signals import acquire, hold, release
+from phalanx.multiprocessing._signals import acquire, release
 from tests import workers
 from tests.helpers import descendants
 from tests.waits import shorten
@@ -143,13 +143,45 @@ def test_a_held_signal_raises_at_the_end() -> None:
     done = False
     acquire(owner)
     try:
-        with pytest.raises(SignalException) as caught, hold():  # noqa: PT012 - the order is the point
+        with pytest.raises(SignalException) as caught, interrupts.whole():  # noqa: PT012 - the order is the point
             os.kill(os.getpid(), signal.SIGTERM)
             done = True
     finally:
         release(owner)
     assert done
     assert caught.value.sigval is signal.SIGTERM
+
+
+STARTING = """
+import os, signal, threading
+from phalanx._core import tell
+from phalanx.multiprocessing import SignalException
+from phalanx.multiprocessing._signals import acquire
+
+name = "_start_joinable_thread" if hasattr(threading, "_start_joinable_thread") else "_start_new_thread"
+start = getattr(threading, name)
+
+def start_and_interrupt(*arguments, **options):
+    result = start(*arguments, **options)
+    os.kill(os.getpid(), signal.SIGTERM)  # its handler runs before this returns to Thread.start
+    return result
+
+acquire(object())
+setattr(threading, name, start_and_interrupt)
+try:
+    tell.mention("said all the same")
+except SignalException as error:
+    print(error.sigval.name)
+setattr(threading, name, start)
+tell.tell("and so is this")
+"""
+
+
+def test_a_signal_while_a_thread_of_ours_starts(tmp_path: Path) -> None:
+    """The exception comes when the thread runs: before, it would be one that nobody starts any more."""
+    done = workers.run_script(tmp_path, STARTING)
+    assert (done.stdout, done.stderr) == ("SIGTERM\n", "said all the same\nand so is this\n")
+    assert done.returncode == 0
 
 
 def test_signals_are_given_back_once_however_often() -> None:

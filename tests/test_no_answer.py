@@ -60,6 +60,7 @@ def test_folders_that_cannot_be_made_now_hold_up_no_stop(
 
     monkeypatch.setattr(_context, "missing_folders", lambda _logs: [make])
     shorten(monkeypatch, SILENCE=0.2)
+    monkeypatch.setattr(_context, "TIDY", 0.2)
     binary, args = pausing(ready)
     with start_processes("g", binary, args, nprocs=2) as group:
         pids = ready.pids(2)
@@ -89,6 +90,28 @@ def test_folders_are_made_for_no_group_that_has_ended(monkeypatch: pytest.Monkey
         assert group._supervisor is not None
         assert group._supervisor._chored.finish(TIMEOUT)
     assert not made
+
+
+def test_folders_are_removed_after_the_last_that_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that a disk has held up and that comes between two removals would keep those above it."""
+    answer, steps = threading.Event(), []
+
+    def make() -> None:
+        answer.wait(TIMEOUT)
+        steps.append("made")
+
+    monkeypatch.setattr(_context, "missing_folders", lambda _logs: [make])
+    monkeypatch.setattr(_context, "TIDY", 0.2)
+    shorten(monkeypatch, SILENCE=0.2)
+    with start_processes(
+        "g", "sh", ("-c", ":"), nprocs=1, logs_specs=SlowToTidy(lambda: steps.append("removed"))
+    ) as group:
+        group.wait(TIMEOUT)
+    assert steps == []
+    answer.set()
+    assert group._supervisor is not None
+    assert group._supervisor._chored.finish(TIMEOUT)
+    assert steps == ["made", "removed"]
 
 
 class SlowToTidy(DefaultLogsSpecs):

@@ -10,6 +10,7 @@ from _thread import allocate_lock
 from collections import deque
 from contextlib import suppress
 
+from phalanx._core import interrupts
 from phalanx._core.latch import Latch
 
 TYPE_CHECKING = False
@@ -42,6 +43,10 @@ class Aside:
 
     def call(self, action: Callable[[], None]) -> bool:
         """Have ``action`` called after those before it. Returns whether it will be. What it raises is logged."""
+        with interrupts.whole():
+            return self._call(action)
+
+    def _call(self, action: Callable[[], None]) -> bool:
         with self._lock:
             if len(self._calls) >= self._most:
                 self.dropped += 1

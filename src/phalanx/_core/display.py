@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from phalanx._core.surface import Paper
 
 PATIENCE = 5.0
-"""Seconds in which the display has to turn to what it is asked at the end of a group. It is left alone if it does not:
-a stream of the host's does not return, say, or a disk does not answer."""
+"""Seconds in which the display has to turn to what it is asked from the end of a group on. It is left alone if it does
+not: a stream of the host's does not return, say, or a disk does not answer."""
 
 # Reentrant: a signal handler, or a `__del__`, of the thread that holds it may start a group, or close one.
 _lock = RLock()
@@ -127,7 +127,8 @@ class Shown:
         self._loop: Any = _Guarded(display.loop, self._fail)  # a `Loop`, as far as a pump uses it
         self._failed = False
         self._finished: Callable[[], None] | None = None
-        self._asked = self.heard = False
+        self._answered = True
+        self._silent = False
 
     @property
     def longest(self) -> float:
@@ -150,11 +151,9 @@ class Shown:
         self._call(lambda: self._pump.reveal(rank))
 
     def finish(self, done: Callable[[], None]) -> None:
-        """Show what is left, and call ``done``, in bounded time, in the display's thread. `heard` when it begins."""
-        self._asked = True
+        """Show what is left, and call ``done``, in bounded time, in the display's thread."""
 
         def finish() -> None:
-            self.heard = True
             self._finished = done
             if self._failed:
                 self._finish()
@@ -162,6 +161,19 @@ class Shown:
                 self._loop.run(lambda: self._pump.finish(self._finish))
 
         self._display.loop.call(finish)
+
+    def answers(self) -> bool:
+        """Whether the display has turned to all that it was asked up to the last call of this."""
+
+        def answer() -> None:
+            self._answered = True
+
+        if not self._answered:
+            self._silent = True
+            return False
+        self._answered = False
+        self._display.loop.call(answer)
+        return True
 
     def close(self) -> None:
         """Give every descriptor back. Returns when that is done, or takes too long."""
@@ -174,7 +186,7 @@ class Shown:
                 closed.open()
 
         self._display.loop.call(partial(self._loop.run, close))
-        in_time = closed.wait(PATIENCE if self.heard or not self._asked else 0)  # else it has had its time
+        in_time = closed.wait(0 if self._silent else PATIENCE)
         if not in_time:
             mention("phalanx: what shows the lines does not return; it is left alone, the log files have everything")
         self._display.leave(self, stuck=not in_time)

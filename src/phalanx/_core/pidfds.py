@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import threading
 
-from phalanx._core import clock
+from phalanx._core import clock, interrupts
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def wait(pidfds: Iterable[int], seconds: float) -> bool:
 def reap_later(reap: Callable[[], object]) -> None:
     """Have ``reap`` called, which waits for a child that outlives SIGKILL: it may end one day, and nobody waits."""
     try:
-        threading.Thread(target=reap, name="phalanx-reaper", daemon=True).start()
+        with interrupts.whole():
+            threading.Thread(target=reap, name="phalanx-reaper", daemon=True).start()
     except RuntimeError:  # no thread is to be had: it stays a zombie until this process ends
         return

@@ -472,8 +472,8 @@ class Pump:
             if lines or beyond:
                 said += 1
                 if said <= _MOST_NAMED:
-                    more = "over " * beyond
-                    tell(f"phalanx: … {more}{lines:,} more line{'s' * (lines != 1)} in {stream.follower.path}")
+                    many = f"{'over ' * beyond}{lines:,} more line{'s' * (lines != 1)}" if lines else "more"
+                    tell(f"phalanx: … {many} in {stream.follower.path}")
         if said > _MOST_NAMED:
             tell(f"phalanx: … and more in {said - _MOST_NAMED} other files")
 

@@ -273,6 +273,12 @@ class Supervisor:
         if self._thread is not None:
             self._thread.join()  # it has nothing left to do
 
+    def last_chore(self, chore: Callable[[], None], seconds: float) -> None:
+        """Have ``chore`` done after those of `start`, one of which a disk may have held up. Waits that long at most."""
+        if not self._chored.call(chore):  # no thread is to be had, at the interpreter's end
+            chore()
+        self._chored.finish(seconds)
+
     # --- the group's thread
 
     def _run(self) -> None:
@@ -569,12 +575,14 @@ class Supervisor:
             return
         from phalanx._core import display
 
-        def give_up() -> None:
-            if not shown.heard:
+        def look() -> None:
+            if shown.answers():
+                self._loop.after(display.PATIENCE, look)
+            else:
                 self._loop.stop()
 
         shown.finish(lambda: self._loop.call(self._loop.stop))
-        self._loop.after(display.PATIENCE, give_up)
+        look()
         self._loop.after(shown.longest, self._loop.stop)
 
     def _announce_end(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import suppress
 
 
 def main() -> None:
@@ -11,4 +13,22 @@ def main() -> None:
         from phalanx.cli._commands import cli  # not above: `python -m phalanx.cli.run` warns if it is imported before
     except KeyboardInterrupt:
         sys.exit(130)  # 128 + SIGINT, as later
-    cli(prog_name="phalanx")
+    try:
+        cli(prog_name="phalanx")
+    finally:
+        _give_up_what_is_refused()
+
+
+def _give_up_what_is_refused() -> None:
+    """What stdout does not take (a full disk) has been said: written again at the end, it would make our exit code 120.
+
+    See `sys.exit`.
+    """
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except ValueError:  # closed
+        return
+    except OSError:
+        with suppress(OSError, ValueError):  # no file, or no descriptor is left
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -15,6 +15,7 @@ import time
 
 import click
 
+from phalanx._core import interrupts
 from phalanx._core.tell import mention, tell
 from phalanx.cli import _nproc
 from phalanx.cli._options import (
@@ -238,7 +239,10 @@ def _see_through(group: PContext, recorder: Recorder, specs: _RunLogs, grace: fl
     try:
         group.start()
         recorder.running()
-        from phalanx.errors import format_report  # noqa: F401 - now: at the end there may be no descriptor, or no disk
+        # Now: at the end there may be no descriptor, or no disk. And whole: an exception in the midst of an import can
+        # leave a lock of the import system, for which the thread that writes run.json would wait.
+        with interrupts.whole():
+            from phalanx.errors import format_report  # noqa: F401 - see above
 
         result = group.wait()
     except SignalException as error:

@@ -17,9 +17,8 @@ from _thread import RLock, allocate_lock
 from abc import ABC, abstractmethod
 from contextlib import ExitStack, nullcontext
 
-from phalanx._core import evidence, interpreter, linux, main_module, tell
+from phalanx._core import evidence, interpreter, interrupts, linux, main_module, tell
 from phalanx._core import script as script_module
-from phalanx._core.aside import Aside
 from phalanx._core.child import Family
 from phalanx._core.supervisor import Supervisor
 from phalanx.multiprocessing import _console, _signals
@@ -186,7 +185,7 @@ class PContext(ABC):
         with ExitStack() as held, ExitStack() as undo:
             for fd in linux.occupy_standard_descriptors():
                 held.callback(os.close, fd)
-            hold = _signals.hold if self._signals else _signals.postpone
+            hold = interrupts.whole if self._signals else _signals.postpone
             with hold():
                 plan = self._plan(held)
                 supervisor = Supervisor(
@@ -591,10 +590,7 @@ def _tidy(supervisor: Supervisor, logs: LogsDest, specs: LogsSpecs, warm: Warm |
         if warm is not None:
             warm.close()
     if supervisor.done:
-        aside = Aside("phalanx-tidy")
-        if not aside.call(lambda: _remove(logs, specs)):
-            _remove(logs, specs)
-        aside.finish(TIDY)
+        supervisor.last_chore(lambda: _remove(logs, specs), TIDY)
     tell.finish()
 
 

@@ -10,8 +10,9 @@ import os
 import signal
 import threading
 from contextlib import contextmanager, suppress
+from functools import partial
 
-from phalanx._core import linux
+from phalanx._core import interrupts, linux
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ _DEFAULT = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 _open: set[object] = set()  # the groups that are open: what a set does is one step, for threads and for signal handlers
 _replaced: dict[int, tuple[Any, bytes | None]] = {}  # what Python had; what the kernel had, if that was something else
 _known: dict[int, tuple[Any, bytes | None]] = {}  # the same, for good
-_holding = False
-_held: list[int] = []
 _pending: list[int] = []  # the signal whose exception has been raised, and has not come out of a wait of ours
 _hooked = False
 
@@ -104,10 +103,9 @@ def _hook() -> None:
 
 def _forget() -> None:
     """In a fork of the host: its signals are its own, and no group is."""
-    global _holding  # noqa: PLW0603 - signal handlers are the process's
-    _holding = False
-    for each in (_open, _held, _pending):
-        each.clear()
+    interrupts.forget()
+    _open.clear()
+    _pending.clear()
     restore()
 
 
@@ -137,25 +135,6 @@ def delivering() -> Iterator[None]:
     except SignalException:
         _pending.clear()
         raise
-
-
-@contextmanager
-def hold() -> Iterator[None]:
-    """Have a signal that arrives meanwhile raise at the end: not between a fork and the noting of its pid."""
-    global _holding  # noqa: PLW0603 - signal handlers are the process's
-    if threading.current_thread() is not threading.main_thread():  # where no handler runs
-        yield
-        return
-    _holding = True
-    try:
-        yield
-    finally:
-        _holding = False
-        if _held:
-            number = _held[0]
-            _held.clear()
-            with delivering():
-                _raise(number, None)
 
 
 @contextmanager
@@ -203,9 +182,13 @@ def _put_back(number: int, handler: Any, action: bytes | None) -> None:
         linux.set_sigaction(number, action)
 
 
+def _raise_late(number: int) -> None:
+    with delivering():
+        _raise(number, None)
+
+
 def _raise(number: int, frame: FrameType | None) -> None:
-    if _holding:
-        _held.append(number)
+    if interrupts.put_off(partial(_raise_late, number)):
         return
     if _open:
         _pending[:] = [number]
