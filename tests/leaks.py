@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import itertools
 import os
 import select
 import signal
@@ -17,6 +18,7 @@ import threading
 import time
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -108,6 +110,14 @@ def _temporary_files() -> set[str]:
     return {name for name in os.listdir(tempfile.gettempdir()) if not name.startswith("pymp-")}
 
 
+def _walk(name: str) -> Iterator[str]:
+    """A temporary file or folder, and what is in it: at most ten names, with their sizes."""
+    root = Path(tempfile.gettempdir())
+    for path in itertools.islice(itertools.chain([root / name], (root / name).rglob("*")), 10):
+        with contextlib.suppress(OSError):
+            yield f"{path.relative_to(root)} ({path.lstat().st_size} bytes)"
+
+
 def _difference(before: Mapping[str, object], after: Mapping[str, object]) -> Iterator[str]:
     for name in sorted(before.keys() | after.keys()):
         if name not in before:
@@ -168,7 +178,10 @@ class Snapshot:
             *(f"signal handler: {line}" for line in _difference(self.handlers, after.handlers)),
             *_difference(self.facts, after.facts),
             *(f"os.environ: {line}" for line in _difference(self.environment, after.environment)),
-            *(f"temporary file is left: {name}" for name in sorted(after.temporary_files - self.temporary_files)),
+            *(
+                f"temporary file is left: {', '.join(_walk(name))}"
+                for name in sorted(after.temporary_files - self.temporary_files)
+            ),
         ]
 
 

@@ -193,7 +193,7 @@ def test_disk_fills_while_a_worker_writes(small_disk: Path, ready: Ready, gate: 
         result = group.wait()
     assert result is not None
     failure = result.failures[0]
-    assert failure.exitcode == 1
+    assert failure.exitcode in workers.FAILED[method]
     # Whether there was room for the error file is the file system's business.
     assert "No space left" in failure.message or "no error was recorded" in failure.message
 
@@ -565,7 +565,7 @@ def test_a_worker_that_closes_all_its_descriptors_and_fails(
         gate.open()
         result = group.wait()
     assert result is not None
-    assert result.failures[0].exitcode == 1
+    assert result.failures[0].exitcode in workers.FAILED[method]
     assert result.failures[0].message == "ValueError: without a descriptor"
 
 
@@ -589,12 +589,17 @@ with open("/proc/self/status") as file:
 
 
 def test_a_gigabyte_without_a_newline(tmp_path: Path, logs: Path) -> None:
-    """It goes through in pieces: the launcher stays small. The file is sparse, so the disk does, too."""
+    """It goes through in pieces: the launcher stays small. The file is sparse, so the disk does, too.
+
+    Where the machine is so busy that there is more to show than the end has time for, that is said before the figure.
+    """
     with open(os.devnull, "wb") as console:
         done = run_script(tmp_path, LONG, str(logs), stdout=console)
     assert done.returncode == 0, done.stderr
     assert (logs / "0/stdout.log").stat().st_size == 1 << 30
-    assert int(done.stderr) < 40_000, "KiB"
+    *said, size = done.stderr.splitlines()
+    assert [line for line in said if not re.fullmatch(r"phalanx: … (1 more line|more) in .*/0/stdout.log", line)] == []
+    assert int(size) < 40_000, "KiB"
 
 
 # --- running out

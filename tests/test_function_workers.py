@@ -321,7 +321,10 @@ def test_a_group_that_starts_while_another_thread_loads_multiprocessing(name: st
 
 @each_method
 def test_threads_of_a_worker_that_load_multiprocessing_at_once(method: str, tmp_path: Path) -> None:
-    """Nobody sees half of a module. The importing of a slow one is what others have to wait for."""
+    """Nobody sees half of a module. The importing of a slow one is what others have to wait for.
+
+    Python itself tells a thread of a deadlock, now and then, when others load parts of what imports itself in a circle.
+    """
     text = """
     import importlib, threading, time
     from importlib.machinery import PathFinder, SourceFileLoader
@@ -345,7 +348,8 @@ def test_threads_of_a_worker_that_load_multiprocessing_at_once(method: str, tmp_
                 import multiprocessing
                 assert multiprocessing.current_process().name != "MainProcess"
             except BaseException as error:
-                failed.append(repr(error))
+                if type(error).__name__ != "_DeadlockError":
+                    failed.append(repr(error))
         names = ["util", "context", "resource_tracker", "shared_memory", "pool"]
         threads = [threading.Thread(target=load, args=(name,)) for name in names]
         for thread in threads: thread.start()
@@ -717,7 +721,8 @@ def test_an_interrupt_ends_the_groups_of_a_worker_at_once(method: str, ready: Re
         signal.pause()
     def outer():
         mp.spawn(inner, nprocs=1, join=False, start_method=METHOD)
-        signal.pause()
+        while True:
+            time.sleep(0.1)  # signal.pause() would miss a signal that comes just before it
     if __name__ == "__main__":
         with start_processes("workers", outer, (), nprocs=1, start_method=METHOD) as group:
             with open(sys.argv[2]) as fifo:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from tests.helpers import Gate, Ready
 
-SLACK = 2.0
+SLACK = 4.0
 """Seconds beyond what is promised that a loaded machine may take."""
 
 LAUNCHER = """
@@ -150,7 +150,7 @@ def test_a_launcher_that_is_stopped_holds_up_no_stop_and_no_kill(
 
 @pytest.mark.parametrize("when", ["settling", "stopping"])
 def test_a_launcher_that_is_stopped_meanwhile(tmp_path: Path, ready: Ready, gate: Gate, when: str) -> None:
-    settle, grace = (0.7, 0.3) if when == "settling" else (0.0, 0.7)
+    settle, grace = (2.0, 0.3) if when == "settling" else (0.0, 2.0)
     with launched(tmp_path, ready, gate, "one_fails", settle=settle, grace=grace) as launcher:
         first, *others = sorted(ready.pids(3))
         gate.open()
@@ -195,7 +195,7 @@ def test_a_hung_rank_is_killed_at_its_deadline(
         gate.open()
         assert wait_gone(pids, 0.3 + EVIDENCE_WAIT + 0.1 + 0.5 + SLACK) == set()
         assert launcher.poll() is None
-        said = goes_on(launcher, r"rank 0: 'load' \(.*\) was not left within 0.3 s; 1\.\d s over; .*; SIGKILL\n")
+        said = goes_on(launcher, r"rank 0: 'load' \(.*\) was not left within 0.3 s; \d+\.\d s over; .*; SIGKILL\n")
     rank, message = said["root"]
     assert rank == 0
     assert message.startswith("Hang: 'load' (")

@@ -207,9 +207,9 @@ def test_a_library_logs_what_no_console_shows(caplog: pytest.LogCaptureFixture) 
     ):
         group.wait(TIMEOUT)
     [record] = caplog.records
-    assert re.fullmatch(
-        r"ended what was left behind: pid \d+ \(.*sleep 600.*\) of rank 0, \d+\.\d s old: SIGTERM", record.getMessage()
-    )
+    # It has left its worker's session: on a busy machine, its 50 ms are over before it dies of the first signal.
+    said = r"ended what was left behind: pid \d+ \(.*sleep 600.*\) of rank 0, \d+\.\d s old: SIG(TERM|KILL)"
+    assert re.fullmatch(said, record.getMessage())
 
 
 def some(count: int, **changes: Any) -> list[Leftover]:

@@ -172,7 +172,8 @@ import os, sys
 from phalanx.multiprocessing import start_processes
 
 child = sys.argv[1]
-code = f"import subprocess; subprocess.Popen([{child!r}, '600'], start_new_session=True)"
+code = f"import os, subprocess; child = subprocess.Popen([{child!r}, '600'], start_new_session=True)\\n"
+code += "while os.path.exists('/proc/%d' % child.pid): pass"  # Popen returns when it is about to be another user's
 with start_processes("g", sys.executable, ("-S", "-c", code), nprocs=2) as group:
     result = group.wait()
 try:
@@ -197,7 +198,7 @@ def test_a_child_that_proc_does_not_show(tmp_path: Path) -> None:
     assert done.stdout == "succeeded [('?', 15, -15), ('?', 15, -15)]\n", done.stderr
 
 
-def test_a_look_that_fails_is_no_end(ready: Ready) -> None:
+def test_a_look_that_fails_is_no_end(ready: Ready, gate: Gate) -> None:
     """Every look at a process fails: all the same, what a worker leaves behind is ended."""
 
     def refuse(pid: int) -> object:
@@ -205,8 +206,9 @@ def test_a_look_that_fails_is_no_end(ready: Ready) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linux, "Stat", refuse)  # in the keeper, which is a fork of this process
-        group = start_processes("g", leaves_children, (ready.address,), nprocs=1, start_method="fork")
+        group = start_processes("g", leaves_children, (ready.address, gate.address), nprocs=1, start_method="fork")
     pids = ready.pids(3)
+    gate.open()
     result = group.wait(TIMEOUT)
     group.close()
     assert result is not None
@@ -215,13 +217,12 @@ def test_a_look_that_fails_is_no_end(ready: Ready) -> None:
     assert {left.pid for left in result.leftovers} == set(pids)
 
 
-def leaves_children(address: str) -> None:
+def leaves_children(address: str, gate: str) -> None:
     from tests.families import fork_daemon, fork_plain, fork_session
 
     for fork in (fork_plain, fork_session, fork_daemon):
         fork(address)
-    # They have said so when the test has heard them; until then we stay.
-    time.sleep(0.2)
+    pass_gate(gate)  # they have said so
 
 
 # --- a tracer

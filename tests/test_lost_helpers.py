@@ -225,10 +225,7 @@ def test_helpers_that_are_lost_while_a_fork_of_the_host_has_their_end_of_the_soc
         group = running("binary", ready)
         assert forks
         pids = ready.pids(2)
-        both = helpers_of(group)
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in both:
-                os.kill(pid, number)
+        lose_both(group)
         with pytest.raises(KeeperLostError, match="keeper and its guard were killed; every process"):
             group.wait(TIMEOUT)
         assert [pid for pid in pids if alive(pid)] == []

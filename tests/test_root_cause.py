@@ -136,9 +136,10 @@ def test_the_first_is_named_when_another_fails_20_ms_later(kind: str, ready: Rea
             result = group.wait(TIMEOUT)
         assert result is not None
         named.append(cause(result))
-        assert [result.outcomes[rank].signal_sent for rank in (1, 2, 3)] == [15, 15, None]
+        assert [result.outcomes[rank].signal_sent for rank in (1, 2)] == [15, 15]
         assert states(result)[1:] == ["stopped", "stopped", "failed"]
-        # On a machine that is slow enough, rank 0 is still on its way to its failure when the settle window is over.
+        # On a machine that is slow enough, rank 0 is still on its way to its failure when the settle window is over,
+        # and rank 3, whose failure is known, on its way out.
         stopped = {1, 2} if result.outcomes[0].state == "failed" else {0, 1, 2}
         assert set(result.failures) == {0, 1, 2, 3} - stopped
         if kind != "binary":
@@ -506,7 +507,7 @@ def serve_and_leave(path: str, rank: int, teardown: float) -> None:
     exec(SLOW_EXIT, {"__name__": "slow"})  # noqa: S102 - the program above
 
 
-@pytest.mark.parametrize("teardown", [0.05, 0.3])
+@pytest.mark.parametrize("teardown", [0.05, TIMEOUT])
 @pytest.mark.parametrize("kind", ["script", *METHODS])
 def test_sys_exit_is_dated_when_it_leaves_the_users_code(tmp_path: Path, kind: str, teardown: float) -> None:
     """A peer that only saw its connection close is not the cause; nor is the culprit one that we stopped."""
@@ -529,7 +530,7 @@ def test_sys_exit_is_dated_when_it_leaves_the_users_code(tmp_path: Path, kind: s
     assert result.root_cause is not None
     assert result.root_cause.error_file == "<N/A>"
     assert result.root_cause.message == "exited with code 3; no error was recorded"
-    if teardown == 0.3:  # beyond the settle window
+    if teardown == TIMEOUT:  # beyond the settle window, however late the peer is
         assert result.root_cause.detail == "SIGTERM, sent by us, came while it was leaving"
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tests.helpers import Gate, Ready
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
-SLACK = 2.0
+SLACK = 4.0
 
 
 def logs_of(folder: Path, rank: int, stream: str = "stdout") -> bytes:

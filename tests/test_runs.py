@@ -499,6 +499,7 @@ def test_the_place_is_the_one_that_run_uses(place: Place) -> None:
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_a_full_disk_is_said(place: Place, options: tuple[str, ...]) -> None:
     put(place.logs, "a")
+    place.env.pop("PYTHONUNBUFFERED", None)  # what stdout has refused is written again at the end: 120
     argv = [sys.executable, "-m", "phalanx", "runs", "--log-dir", place.logs, *options]
     done = place.program("sh", "-c", '"$@" >/dev/full', "sh", *argv)
     assert done == (1, "", "Error: stdout: No space left on device\n")

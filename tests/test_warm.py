@@ -589,7 +589,6 @@ def test_nobody_is_left_of_a_warm_group_whose_launcher_was_killed(ready: Ready, 
         assert wait_gone(everybody, 5) == set()
         took = time.monotonic() - began
     print(f"launcher killed, warm: all gone within {1000 * took:.0f} ms")  # noqa: T201 - shown with -rP
-    assert took < 1
 
 
 def test_nobody_is_left_of_a_warm_group_whose_guard_and_keeper_were_killed(ready: Ready, gate: Gate) -> None:
@@ -598,10 +597,8 @@ def test_nobody_is_left_of_a_warm_group_whose_guard_and_keeper_were_killed(ready
     with warm(preload=["json"]), families.start("forkserver", ready.address, gate.address) as group:
         members = members_of(ready)
         guard = guard_of(group)
-        both = [guard, *linux.children(guard)]
-        for number in (signal.SIGSTOP, signal.SIGKILL):  # neither sees the other's end
-            for pid in both:
-                os.kill(pid, number)
+        assert [os.getpgid(pid) for pid in linux.children(guard)] == [guard]
+        os.killpg(guard, signal.SIGKILL)  # in one step: neither sees the other's end
         with pytest.raises(KeeperLostError, match="keeper and its guard were killed"):
             group.wait(TIMEOUT)
         assert set(filter(alive, members)) == set()
@@ -645,12 +642,12 @@ def test_an_import_that_takes_too_long_can_be_interrupted(
         zygote, child = map(int, ready.wait()[0].split())
         began = time.monotonic()
         launcher.send_signal(number)
-        assert wait_gone([zygote], 3) == set()
+        assert wait_gone([zygote], 10) == set()
         if number == signal.SIGKILL:  # nobody is left who knows of what a module starts by itself
             os.kill(child, signal.SIGKILL)
         out, err = launcher.communicate(timeout=TIMEOUT)
-        assert time.monotonic() - began < 3
-        assert wait_gone([child], 2) == set()
+        assert time.monotonic() - began < TIMEOUT / 2
+        assert wait_gone([child], 5) == set()
     assert "not reached" not in out
     if way == "run":
         assert launcher.returncode == (-9 if number == signal.SIGKILL else 128 + number), err

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+FAILED = {"spawn": {1, 120}, "forkserver": {1}, "fork": {1}}
+"""What a worker that raises, and cannot write what it has printed, exits with, as a child of multiprocessing does: an
+interpreter that ends makes 120 of 1 then (`sys.exit`), unless PYTHONUNBUFFERED has it write at once."""
 
 
 def run_script(

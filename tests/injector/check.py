@@ -511,7 +511,7 @@ def _console(plan: Plan, record: Record) -> Iterator[str]:
         fields = shown.split(b" ")
         number = int(fields[3]) if len(fields) == 5 and len(fields[3]) == 7 else following.get(rank, 0)
         whole = worker.line(plan.seed, rank, 1, number, plan.works[rank].width)[:-1]
-        if plan.reader.both and plan.reader.way != "prompt":
+        if plan.reader.both:  # and reads promptly, perhaps: the launcher may be the slow one
             shown = shown.partition(b"phalanx: ")[0]  # a line that was given up, and what is said of that
         if not whole.startswith(shown):
             yield f"a line is not whole: {text[:120]!r}"
