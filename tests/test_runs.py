@@ -157,6 +157,33 @@ def test_a_run_that_is_interrupted(place: Place, ready: Ready, gate: Gate) -> No
     assert [rank["signal_sent"] for rank in run["attempts"][0]["ranks"]] == [2, 2]
 
 
+INTERRUPTED_IMPORT = """
+import _imp, _thread, os, signal, sys
+
+acquire, main, done = _imp.acquire_lock, _thread.get_ident(), []
+
+def acquire_lock():
+    acquire()
+    here = _thread.get_ident() == main and sys._getframe(1).f_locals.get("name") == "phalanx.errors._report"
+    if here and not done:
+        done.append(1)
+        os.kill(os.getpid(), signal.SIGINT)  # its handler runs before the caller can see to the release
+
+_imp.acquire_lock = acquire_lock
+"""
+
+
+def test_a_signal_in_the_midst_of_an_import_leaves_a_record(place: Place) -> None:
+    """An exception there leaves the import system's lock taken, for which the thread that writes would wait."""
+    place.write(INTERRUPTED_IMPORT, "sitecustomize.py")
+    place.env["PYTHONPATH"] = os.pathsep.join([str(place.folder), *filter(None, [place.env.get("PYTHONPATH")])])
+    done = place.run("--no-python", "sleep", "600")
+    assert done.status == 130
+    assert "SIGINT" in done.err
+    assert "cannot be written" not in done.err
+    assert row(place)["run"]["cause"] == "SIGINT"
+
+
 def test_a_signal_is_never_lost_in_the_writing(place: Place) -> None:
     """What is imported for the record has `except Exception` in it, where an exception of ours would end."""
     place.write("import os\ntry: os.kill(os.getpid(), 15)\nexcept Exception: pass", "early/msgspec.py")

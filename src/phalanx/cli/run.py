@@ -239,8 +239,8 @@ def _see_through(group: PContext, recorder: Recorder, specs: _RunLogs, grace: fl
     try:
         group.start()
         recorder.running()
-        # Now: at the end there may be no descriptor, or no disk. And whole: an exception in the midst of an import can
-        # leave a lock of the import system, for which the thread that writes run.json would wait.
+        # Now: at the end there may be no descriptor, or no disk. And whole: a handler's exception in the midst of an
+        # import can leave the lock of the import system taken, for which the thread that writes run.json would wait.
         with interrupts.whole():
             from phalanx.errors import format_report  # noqa: F401 - see above
 
