@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
+import sys
 import threading
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -148,6 +150,38 @@ def beat_and_take_long(address: str, gate: str, second: str) -> None:
 def never_beat(gate: str) -> str:
     pass_gate(gate)
     return "fine"
+
+
+def hang_below(method: str, address: str) -> None:
+    """Two processes below us are stuck, each in a place of its own, one of them within a block; we wait for them."""
+    context: Any = multiprocessing.get_context(method)
+    processes = [context.Process(target=each, args=(address,)) for each in (idle_there, hang_there)]
+    for process in processes:
+        process.start()
+    processes[0].join()
+
+
+def idle_there(address: str) -> NoReturn:
+    timer.beat()
+    tell(address, str(os.getpid()))
+    stuck()
+
+
+def hang_there(address: str) -> None:
+    tell(address, str(os.getpid()))
+    hang(0.3, "there")
+
+
+def chat_and_hang(gate: str) -> None:
+    """Print without end, in a block whose timer expires again and again, until the gate opens."""
+
+    def chat() -> None:
+        while True:
+            sys.stdout.write("x" * 60 + "\n")
+
+    threading.Thread(target=chat, daemon=True).start()
+    with timer.expires(0.1, "slow"):
+        pass_gate(gate)
 
 
 def fork_a_child_that_hangs(address: str, way: str) -> None:

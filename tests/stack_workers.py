@@ -35,21 +35,21 @@ def nest(address: str, gate: str, logs: str) -> dict[str, Any]:
     ) as group:
         pass_gate(gate)  # the inner one is ready
         pid = group.pids()[0]
-        target = stacks.Target(0, pid, group.logs.error_files[0], lambda number: os.kill(pid, number))
+        target = stacks.Target(0, pid, group.logs.error_files[0], doomed=True, send=lambda number: os.kill(pid, number))
         text = ask(target)
         above = parents(pid)
         for keeper in above[: above.index(os.getpid())]:
-            os.kill(keeper, signal.SIGRTMIN + 18)
+            os.kill(keeper, signal.SIGRTMIN + 19)
         text = ask(target)
         group.close(signal.SIGKILL)
     return {"text": text, "mine": read(evidence.stacks_path(os.environ[evidence.ERROR_FILE_ENV]))}
 
 
 def ask(target: stacks.Target) -> str:
-    with stacks.Collection([target]) as collection:
+    with stacks.Collection([target], 10) as collection:
         collection.begin()
-        assert collection.wait(10), collection.finish()
-        return collection.finish()[target.rank]
+        assert collection.wait(), collection.finish()
+        return collection.finish()[target.key]
 
 
 def read(path: str) -> str:

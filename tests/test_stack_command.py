@@ -104,8 +104,20 @@ def test_where_the_ranks_are(place: Place, ready: Ready, gate: Gate) -> None:
             assert re.sub(r"(threading.py):\d+", r"\1:N", done.out) == SHOWN
         gate.open(4)
         assert launcher.end().status == 0
-    (folder,) = place.logs.glob("*/attempt_0/3")
-    assert (folder / "error.json.stacks").read_text().count("Current thread") == 2
+    assert not list(place.logs.glob("*/attempt_0/*/*.stacks"))  # nobody was sent a signal
+
+
+def test_a_shell_between_shows_the_python_below_it(place: Place, ready: Ready, gate: Gate) -> None:
+    script = place.write(f"{ready.python()}\n{gate.python()}", "train.py")
+    shell = place.write(f"{sys.executable} {script}\ntrue\n", "run.sh")
+    with place.start("--no-python", "sh", shell) as launcher:
+        ready.wait()
+        wait_for_record(place)
+        done = stack(place)
+        assert done.status == 0
+        assert done.out.startswith("rank 0 is in train.py:2\n")
+        gate.open()
+        assert launcher.end().status == 0
 
 
 def test_one_rank_and_then_another(place: Place, ready: Ready, gate: Gate) -> None:
@@ -138,7 +150,7 @@ def test_a_rank_that_has_exited(place: Place, ready: Ready, gate: Gate) -> None:
         assert wait_gone([ranks[0]["pid"]]) == set()
         done = stack(place)
         assert done.status == 0
-        assert "; rank 0 shows no Python stack (it has exited)\n" in done.out
+        assert "; rank 0 has ended\n" in done.out
         assert "\nrank 0: no Python stack: it has exited\n" in done.out
         done = stack(place, "--rank", 0)
         assert (done.status, done.err) == (1, "")
@@ -152,8 +164,8 @@ def test_binaries_show_facts_and_live(place: Place) -> None:
         wait_for_record(place)
         done = stack(place)
         assert (done.status, done.err) == (1, "")
-        assert done.out.startswith("rank 0 shows no Python stack (it offers none)\n")
-        assert "rank 0: no Python stack: it offers none\n  Name: " in done.out
+        assert done.out.startswith("rank 0 shows no Python stack (it is no Python program)\n")
+        assert "rank 0: no Python stack: it is no Python program\n  Name: " in done.out
         (record,) = place.logs.glob("*/run.json")
         assert all(alive(rank["pid"]) for rank in json.loads(record.read_text())["attempts"][0]["ranks"])
         run.send(signal.SIGTERM)
@@ -172,7 +184,7 @@ def test_a_pid_that_is_anothers_by_now_is_left_alone(place: Place, ready: Ready,
             _record.write(str(folder), msgspec.structs.replace(run, attempts=attempts))
             done = stack(place)
             assert done.status == 1
-            assert done.out.startswith("rank 0 shows no Python stack (it has exited)\n")
+            assert done.out.startswith("rank 0 has ended\n")
         gate.open()
         assert launcher.end().status == 0
     assert not list(place.logs.glob("*/attempt_0/0/*.stacks"))

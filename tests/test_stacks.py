@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
-import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,8 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx._core import evidence, stacks
-from phalanx._core.loop import Loop
+from phalanx._core import evidence, spy, stacks
 from phalanx.multiprocessing import start_processes
 from phalanx.timer._stack_signal import move_stack_signal
 from tests import stack_workers
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
 
     from tests.helpers import Gate, Ready
 
-NUMBER = signal.SIGRTMIN + 18
+ONE, ALL = signal.SIGRTMIN + 18, signal.SIGRTMIN + 19
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(stacks.__file__)))
 PATIENCE = 10.0  # seconds that a dump may take on a loaded machine
 
@@ -74,18 +72,27 @@ class Worker:
 
     @property
     def target(self) -> stacks.Target:
-        return stacks.Target(self.rank, self.process.pid, self.error_file, self.send)
+        """It is about to be killed, or so one says: then it is asked by signal."""
+        return stacks.Target(self.rank, self.process.pid, self.error_file, doomed=True, send=self.send)
 
     def ask(self, patience: float = PATIENCE) -> str:
-        with stacks.Collection([self.target]) as collection:
+        with stacks.Collection([self.target], patience) as collection:
             collection.begin()
-            collection.wait(patience)
+            collection.wait()
+            return collection.finish()[self.rank]
+
+    def look(self, patience: float = PATIENCE) -> str:
+        """Its stacks as of a process that is to go on."""
+        with stacks.Collection([self.target.replace(doomed=False)], patience) as collection:
+            collection.begin()
+            collection.wait()
             return collection.finish()[self.rank]
 
     def refuses(self, reason: str) -> None:
         """Not asked at all, and alive afterwards; the reason is given."""
-        text = self.ask()
-        assert text.startswith(f"# no Python stack: {reason}"), text
+        for ask in (self.ask, self.look):
+            text = ask()
+            assert text.startswith(f"# no Python stack: {reason}"), text
         assert self.sent == []
         assert self.process.poll() is None
 
@@ -96,6 +103,15 @@ def shown(text: str) -> list[list[str]]:
 
 
 SLEEP = "ready(); time.sleep(1000)"
+
+
+@pytest.fixture
+def no_py_spy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can be read from outside."""
+    monkeypatch.setattr(spy, "find", lambda: "")
+
+
+without_py_spy = pytest.mark.usefixtures("no_py_spy")
 
 
 # --- processes that answer
@@ -121,7 +137,7 @@ def test_where_a_process_is(tmp_path: Path, ready: Ready, code: str) -> None:
         assert "#" not in text
         assert worker.process.poll() is None
         assert len(stacks.parse(worker.ask())) == 1  # once more, and not the first dump again
-    assert worker.sent == [NUMBER, NUMBER]
+    assert worker.sent == [ALL, ALL]
 
 
 def test_all_threads_are_shown_and_the_main_thread_comes_last(tmp_path: Path, ready: Ready) -> None:
@@ -167,7 +183,7 @@ def test_a_main_thread_that_waits_for_threads_at_its_end(tmp_path: Path, ready: 
 def test_another_thread_takes_the_signal_when_the_main_thread_blocks_it(tmp_path: Path, ready: Ready) -> None:
     code = f"""
         threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
-        signal.pthread_sigmask(signal.SIG_BLOCK, [{NUMBER}])
+        signal.pthread_sigmask(signal.SIG_BLOCK, [{ALL}])
         ready(); time.sleep(1000)
         """
     with Worker(tmp_path, ready, code) as worker:
@@ -176,35 +192,28 @@ def test_another_thread_takes_the_signal_when_the_main_thread_blocks_it(tmp_path
     assert shown(text)[-1] == ["work", "<module>"]
 
 
-def test_many_at_once_by_one_loop(tmp_path: Path, ready: Ready) -> None:
+def test_many_at_once(tmp_path: Path, ready: Ready) -> None:
     with contextlib.ExitStack() as stack:
         workers = [stack.enter_context(Worker(tmp_path, ready, SLEEP, rank=rank)) for rank in range(4)]
-        collection = stack.enter_context(stacks.Collection([worker.target for worker in workers]))
-        loop = Loop()
-        stack.callback(loop.close)
+        collection = stack.enter_context(stacks.Collection([worker.target for worker in workers], PATIENCE))
         collection.begin()
-        done = collection.complete()
-        loop.watch(collection.fileno(), lambda _events: loop.stop() if collection.complete() else None)
-        if not done:
-            loop.run()
-        loop.forget(collection.fileno())
+        assert collection.wait()
         texts = collection.finish()
         assert collection.finish() is texts
-        with pytest.raises(ValueError, match="not open"):
-            collection.fileno()
+        assert collection.wait()
     assert stacks.sum_up(texts, 2) == "all 4 ranks are in work (<string>:8)"
 
 
 def test_two_who_ask_at_once(tmp_path: Path, ready: Ready) -> None:
     with (
         Worker(tmp_path, ready, SLEEP) as worker,
-        stacks.Collection([worker.target]) as one,
-        stacks.Collection([worker.target]) as two,
+        stacks.Collection([worker.target], PATIENCE) as one,
+        stacks.Collection([worker.target], PATIENCE) as two,
     ):
         one.begin()
         two.begin()
-        assert one.wait(PATIENCE)
-        assert two.wait(PATIENCE)
+        assert one.wait()
+        assert two.wait()
         for collection in (one, two):
             assert shown(collection.finish()[0]) == [["work", "<module>"]]
 
@@ -216,8 +225,9 @@ def test_functions_show_theirs(ready: Ready, gate: Gate, method: str) -> None:
     with start_processes("stacks", stack_workers.hang, args, start_method=method) as group:
         ready.wait()
         (pid,) = group.pids().values()
-        target = stacks.Target(0, pid, group.logs.error_files[0], lambda number: os.kill(pid, number))
-        for _ in range(2):
+        target = stacks.Target(0, pid, group.logs.error_files[0], send=lambda number: os.kill(pid, number))
+        for doomed in (True, False, True):
+            target = target.replace(doomed=doomed)
             threads = stacks.parse(stack_workers.ask(target))
             assert len(threads) == 2
             assert {frame.function for frame in threads[0].frames} >= {"idle"}
@@ -246,13 +256,29 @@ def test_a_fork_shows_its_own_and_its_keepers_none(ready: Ready, gate: Gate, log
 # --- processes that do not
 
 
+def test_a_stopped_process_is_read_and_stays_stopped(tmp_path: Path, ready: Ready) -> None:
+    with Worker(tmp_path, ready, SLEEP) as worker:
+        worker.process.send_signal(signal.SIGSTOP)
+        os.waitpid(worker.process.pid, os.WUNTRACED)
+        for ask in (worker.ask, worker.look):
+            text = ask()
+            assert text.startswith("# it is stopped, by SIGSTOP or a debugger\nThread 0x")
+            assert shown(text) == [["work", "<module>"]]
+            assert stacks.sum_up({0: text}) == "rank 0 is in work (<string>:8), stopped, by SIGSTOP or a debugger"
+        assert worker.sent == []
+        with open(f"/proc/{worker.process.pid}/stat") as file:
+            assert file.read().rpartition(")")[2].split()[0] == "T"
+
+
+@without_py_spy
 def test_a_stopped_process_is_not_asked(tmp_path: Path, ready: Ready) -> None:
     with Worker(tmp_path, ready, SLEEP) as worker:
         worker.process.send_signal(signal.SIGSTOP)
         os.waitpid(worker.process.pid, os.WUNTRACED)
-        worker.refuses("it is stopped, by SIGSTOP or a debugger\nName: ")
+        worker.refuses("it is stopped, by SIGSTOP or a debugger; py-spy is not installed\nName: ")
 
 
+@without_py_spy
 def test_one_that_stops_meanwhile_is_waited_for_no_longer_than_agreed(tmp_path: Path, ready: Ready) -> None:
     with Worker(tmp_path, ready, SLEEP) as worker:
         pid = worker.process.pid
@@ -263,9 +289,9 @@ def test_one_that_stops_meanwhile_is_waited_for_no_longer_than_agreed(tmp_path: 
             os.kill(pid, number)
 
         before = time.monotonic()
-        with stacks.Collection([worker.target.replace(send=stop_first)]) as collection:
+        with stacks.Collection([worker.target.replace(send=stop_first)], 0.05) as collection:
             collection.begin()
-            assert not collection.wait(0.05)
+            assert not collection.wait()
             text = collection.finish()[0]
         assert 0.05 <= time.monotonic() - before < TIMEOUT / 2
         assert text.startswith("# no Python stack: it is stopped")
@@ -274,32 +300,46 @@ def test_one_that_stops_meanwhile_is_waited_for_no_longer_than_agreed(tmp_path: 
         assert thread.frames[-1].function == "<module>"
 
 
+@without_py_spy
 def test_one_that_blocks_the_signal_in_all_threads(tmp_path: Path, ready: Ready) -> None:
-    with Worker(tmp_path, ready, f"signal.pthread_sigmask(signal.SIG_BLOCK, [{NUMBER}]); {SLEEP}") as worker:
+    with Worker(tmp_path, ready, f"signal.pthread_sigmask(signal.SIG_BLOCK, [{ONE}, {ALL}]); {SLEEP}") as worker:
         text = worker.ask(0.05)
-        assert text.startswith("# no Python stack: it has not answered in time\nName: python")
+        assert text.startswith("# no Python stack: it has not answered in time; py-spy is not installed\nName: python")
         assert worker.process.poll() is None
+
+
+def test_one_that_blocks_the_signal_is_read(tmp_path: Path, ready: Ready) -> None:
+    with Worker(tmp_path, ready, f"signal.pthread_sigmask(signal.SIG_BLOCK, [{ONE}, {ALL}]); {SLEEP}") as worker:
+        assert shown(worker.ask(1)) == [["work", "<module>"]]
+        assert worker.sent == [ALL]
 
 
 def test_one_that_exits_meanwhile(tmp_path: Path, ready: Ready) -> None:
     with Worker(tmp_path, ready, SLEEP) as worker:
         target = worker.target.replace(send=lambda _number: worker.process.kill())
-        with stacks.Collection([target]) as collection:
+        with stacks.Collection([target], PATIENCE) as collection:
             collection.begin()
-            assert collection.wait(PATIENCE)
+            assert collection.wait()
             assert collection.finish()[0].startswith("# no Python stack: it has exited\n")
 
 
 def test_one_that_has_exited(tmp_path: Path) -> None:
     process = subprocess.Popen(["true"])
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie
-    target = stacks.Target(0, process.pid, str(tmp_path / "error.json"), process.send_signal)
+    target = stacks.Target(0, process.pid, str(tmp_path / "error.json"), send=process.send_signal)
     assert stack_workers.ask(target).startswith("# no Python stack: it has exited\n")
     process.wait()
     assert stack_workers.ask(target) == "# no Python stack: it has exited\n"
 
 
-@pytest.mark.parametrize("header", [None, f"# stacks on signal {NUMBER:d}\n", "\0nonsense\n# stacks on signal 9" * 9])
+HEADER = f"# stacks on signals {ONE:d} and {ALL:d}, descriptor 0, process "
+
+
+@pytest.mark.parametrize(
+    "header",
+    [None, f"{HEADER}1\n", "\0nonsense\n# stacks on signals 9" * 9, HEADER.replace(f"{ONE:d}", "9" * 5000) + "1\n"],
+    ids=["none", "one", "damaged", "huge"],
+)
 def test_a_binary_is_never_signalled(tmp_path: Path, header: str | None) -> None:
     """The header may be of a Python worker that has called exec since."""
     error_file = tmp_path / "error.json"
@@ -311,15 +351,17 @@ def test_a_binary_is_never_signalled(tmp_path: Path, header: str | None) -> None
         assert process.stdout is not None
         process.stdin.write(b".")
         process.stdout.read(1)  # it has been executed
-        text = stack_workers.ask(stacks.Target(0, process.pid, str(error_file), sent.append))
+        text = stack_workers.ask(stacks.Target(0, process.pid, str(error_file), doomed=True, send=sent.append))
         assert (sent, process.poll()) == ([], None)
         process.kill()
-    why = "it does not handle signal" if header else "it offers none"
+    why = "it offers none itself" if header == f"{HEADER}1\n" else "it offers none"
+    why = f"{why}; py-spy: Failed to find python version" if "itself" in why else "it is no Python program"
     assert text.startswith(f"# no Python stack: {why}")
     assert "\nName: cat\n" in text
     assert f"\nthread {process.pid} (cat): " in text
 
 
+@without_py_spy
 def test_a_worker_that_has_executed_something_else(tmp_path: Path, ready: Ready) -> None:
     code = """
         ready(); sys.stdin.close()
@@ -331,12 +373,14 @@ def test_a_worker_that_has_executed_something_else(tmp_path: Path, ready: Ready)
         worker.refuses("it offers none itself")
 
 
+@without_py_spy
 @pytest.mark.parametrize("user", ["signal.SIG_IGN", "signal.SIG_DFL"])
 def test_who_ignores_the_signal_is_not_asked(tmp_path: Path, ready: Ready, user: str) -> None:
-    with Worker(tmp_path, ready, f"signal.signal({NUMBER}, {user}); {SLEEP}") as worker:
-        worker.refuses(f"it does not handle signal {NUMBER:d}")
+    with Worker(tmp_path, ready, f"for n in ({ONE}, {ALL}): signal.signal(n, {user})\n{SLEEP}") as worker:
+        worker.refuses("it does not handle signal ")
 
 
+@without_py_spy
 def test_who_has_closed_every_descriptor_is_not_asked(tmp_path: Path, ready: Ready) -> None:
     """The dump would go to whatever has the number now."""
     code = f"os.closerange(3, 100); os.open('/dev/null', os.O_WRONLY); {ready.python()}; time.sleep(1000)"
@@ -347,50 +391,63 @@ def test_who_has_closed_every_descriptor_is_not_asked(tmp_path: Path, ready: Rea
 # --- the offer
 
 
+@without_py_spy
 @pytest.mark.parametrize("theirs", ["lambda *_: None", "signal.SIG_IGN"])
 def test_a_signal_that_somebody_uses_is_not_taken(tmp_path: Path, ready: Ready, theirs: str) -> None:
-    offer = f"signal.signal({NUMBER}, {theirs}); assert not offer()"
+    offer = f"signal.signal({ONE}, {theirs}); assert not offer()"
     with Worker(tmp_path, ready, SLEEP, offer=offer) as worker:
         worker.refuses("it offers none")
     assert not os.path.exists(evidence.stacks_path(worker.error_file))
-    with Worker(tmp_path, ready, SLEEP, offer=f"{offer}; assert offer(number={NUMBER})") as worker:
-        assert shown(worker.ask()) == [["work", "<module>"]]  # asked for by number
+    with Worker(tmp_path, ready, SLEEP, offer=f"{offer}; assert offer(number={ONE})") as worker:
+        assert shown(worker.look()) == [["work", "<module>"]]  # asked for by number
+        assert worker.sent == [ONE]
+
+
+@without_py_spy
+def test_the_signal_for_all_threads_is_not_taken_either_if_somebody_uses_it(tmp_path: Path, ready: Ready) -> None:
+    offer = f"signal.signal({ALL}, lambda *_: os._exit(9)); assert offer()"
+    with Worker(tmp_path, ready, SLEEP, offer=offer) as worker:
+        assert shown(worker.ask()) == [["work", "<module>"]]
+        assert worker.sent == [ONE]
 
 
 @pytest.mark.parametrize(
     "setting, number",
-    [("12", 12), ("0", 0), ("", NUMBER), ("nonsense", NUMBER), ("-3", NUMBER), ("9", NUMBER), ("11", NUMBER),
-     ("33", NUMBER), ("4711", NUMBER), ("٣", NUMBER)],
+    [("12", 12), ("0", 0), ("", ONE), ("nonsense", ONE), ("-3", ONE), ("9", ONE), ("11", ONE), ("33", ONE),
+     ("4711", ONE), ("٣", ONE), (str(int(ALL)), ALL)],
 )  # fmt: skip
+@without_py_spy
 def test_the_environment_moves_the_signal(tmp_path: Path, ready: Ready, setting: str, number: int) -> None:
     offer = f"os.environ['PHALANX_STACK_SIGNAL'] = {setting!r}; assert offer() is {number != 0}"
     with Worker(tmp_path, ready, SLEEP, offer=offer) as worker:
         if number:
-            assert shown(worker.ask()) == [["work", "<module>"]]
-            assert worker.sent == [number]
+            assert shown(worker.look()) == shown(worker.ask()) == [["work", "<module>"]]
+            assert worker.sent == [number, ONE if number == ALL else ALL]
         else:
             worker.refuses("it offers none")
 
 
+@without_py_spy
 def test_user_code_moves_the_signal(tmp_path: Path, ready: Ready, gate: Gate) -> None:
     code = f"""
         from phalanx.timer._stack_signal import move_stack_signal
         move_stack_signal(signal.SIGUSR2)
-        assert signal.getsignal({NUMBER}) == signal.SIG_DFL
-        signal.signal({NUMBER}, lambda *_: None)
+        assert signal.getsignal({ONE}) == signal.SIG_DFL
+        signal.signal({ONE}, lambda *_: None)
         ready(); {gate.python()}
-        move_stack_signal({NUMBER + 1})
+        move_stack_signal({ALL})
         ready(); time.sleep(1000)
         """
     with Worker(tmp_path, ready, code) as worker:
-        assert shown(worker.ask()) == [["work", "<module>"]]
+        assert shown(worker.look()) == shown(worker.ask()) == [["work", "<module>"]]
         gate.open()
         ready.wait()
-        assert shown(worker.ask()) == [["work", "<module>"]]
-        assert worker.sent == [signal.SIGUSR2, NUMBER + 1]
+        assert shown(worker.look()) == [["work", "<module>"]]
+        assert worker.sent == [signal.SIGUSR2, ALL, ALL]
         path = evidence.stacks_path(worker.error_file)
-        fd = os.readlink(f"/proc/{worker.process.pid}/fd/{evidence.offered(_read(path))[1]}")
-        assert fd == path
+        first, second, fd, pid = evidence.offered(_read(path))
+        assert (first, second, pid) == (ALL, 0, worker.process.pid)  # the other one is the user's
+        assert os.readlink(f"/proc/{pid}/fd/{fd}") == path
         assert _read(path).count(b"# stacks on signal") == 3
 
 
@@ -399,6 +456,7 @@ def _read(path: str) -> bytes:
         return file.read()
 
 
+@without_py_spy
 def test_user_code_shows_none(tmp_path: Path, ready: Ready) -> None:
     code = "from phalanx.timer._stack_signal import move_stack_signal; move_stack_signal(0); " + SLEEP
     with Worker(tmp_path, ready, code) as worker:
@@ -415,10 +473,10 @@ def test_a_number_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
             move_stack_signal(number)
     monkeypatch.setenv(evidence.ERROR_FILE_ENV, "/proc/nowhere/error.json")
     with pytest.raises(RuntimeError, match="cannot be written"):
-        move_stack_signal(NUMBER)
+        move_stack_signal(ONE)
     monkeypatch.delenv(evidence.ERROR_FILE_ENV)
     with pytest.raises(RuntimeError, match="is no worker"):
-        move_stack_signal(NUMBER)
+        move_stack_signal(ONE)
 
 
 def test_the_file_goes_unless_somebody_has_asked(tmp_path: Path, ready: Ready) -> None:
@@ -447,40 +505,139 @@ def test_an_offer_adds_no_module(tmp_path: Path) -> None:
 # --- native frames
 
 
-def test_native_frames_come_from_py_spy(tmp_path: Path, ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
-    spy = tmp_path / "bin" / "py-spy"
-    spy.parent.mkdir()
-    spy.write_text('#!/bin/sh\necho "$@"\n')
-    spy.chmod(0o755)
-    monkeypatch.setenv("PATH", str(spy.parent), prepend=":")
+def fake_py_spy(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    path = folder / "py-spy"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setattr(spy, "find", lambda: str(path))
+
+
+def test_native_frames_are_py_spys(tmp_path: Path, ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_py_spy(tmp_path, monkeypatch, 'echo "$@"')
     with Worker(tmp_path, ready, SLEEP) as worker:
         pid = worker.process.pid
         text = stack_workers.ask(worker.target.replace(native=True))
-        assert text.endswith(f" in <module>\n\nnative frames (py-spy):\ndump --native --pid {pid}\n")
+        assert text.endswith(f" in <module>\n\nnative frames (py-spy):\ndump --full-filenames --native --pid {pid}\n")
         assert "native" not in worker.ask()
         assert len(stacks.parse(text)) == 1
-        spy.write_text("#!/bin/sh\nexit 1\n")
+        fake_py_spy(tmp_path, monkeypatch, "exit 1")
         assert stack_workers.ask(worker.target.replace(native=True)).endswith(" in <module>\n")
         os.mkfifo(tmp_path / "never")
-        spy.write_text(f"#!/bin/sh\nexec cat {tmp_path}/never\n")  # it takes too long
-        with stacks.Collection([worker.target.replace(native=True)]) as collection:
+        fake_py_spy(tmp_path, monkeypatch, f"exec cat {tmp_path}/never")  # it takes too long
+        with stacks.Collection([worker.target.replace(native=True)], 0.05) as collection:
             collection.begin()
-            assert not collection.wait(0.05)
+            assert not collection.wait()
             assert collection.finish()[0].endswith(" in <module>\n")
 
 
 def test_native_frames_of_a_real_process(tmp_path: Path, ready: Ready) -> None:
     with Worker(tmp_path, ready, SLEEP) as worker:
-        pid = str(worker.process.pid)
-        spy = shutil.which("py-spy", path=f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}")
-        if spy is None or subprocess.run([spy, "dump", "--pid", pid], capture_output=True, check=False).returncode:
-            pytest.skip("py-spy is not installed, or may not look at other processes here")
-        with stacks.Collection([worker.target.replace(native=True)]) as collection:
-            collection.begin()
-            assert collection.wait(TIMEOUT)
-            text = collection.finish()[0]
+        text = stack_workers.ask(worker.target.replace(native=True, doomed=False))
     assert "\nnative frames (py-spy):\n" in text
     assert re.search(r"sleep|select", text.partition("native frames")[2])
+
+
+# --- from outside
+
+
+def test_who_is_to_go_on_is_read_from_outside(tmp_path: Path, ready: Ready) -> None:
+    """Nothing runs in it: not even a handler of a signal."""
+    code = """
+        def idle(): threading.Event().wait()
+        for _ in range(3): threading.Thread(target=idle, daemon=True).start()
+        ready(); time.sleep(1000)
+        """
+    with Worker(tmp_path, ready, code) as worker:
+        text = worker.look()
+        assert shown(text) == [["idle"], ["idle"], ["idle"], ["work", "<module>"]]
+        assert " [MainThread] (most recent call first):\n" in text
+        assert worker.sent == []
+        path = evidence.stacks_path(worker.error_file)
+        assert _read(path).count(b"\n") == 1  # what it has offered
+
+
+@pytest.mark.parametrize(
+    "script, why",
+    [
+        ("exit 1", "py-spy: "),
+        ("echo '[{}]'", "py-spy has found no stack"),
+        ("echo Permission Denied: try again >&2; exit 1", "py-spy may not read it (ptrace)"),
+        ("exec sleep 1000", "py-spy has not ended in time"),
+    ],
+    ids=["fails", "nonsense", "denied", "hangs"],
+)
+def test_who_cannot_be_read_is_asked_for_one_thread(
+    tmp_path: Path, ready: Ready, monkeypatch: pytest.MonkeyPatch, script: str, why: str
+) -> None:
+    fake_py_spy(tmp_path, monkeypatch, script)
+    code = "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start(); ready(); time.sleep(1000)"
+    with Worker(tmp_path, ready, code) as worker:
+        text = worker.look(1.5)
+        assert worker.sent == [ONE]
+        assert worker.process.poll() is None
+    assert text.startswith(f"# one thread alone, the main thread as a rule ({why}")
+    assert shown(text) == [["work", "<module>"]]
+    assert stacks.sum_up({0: text}) == "rank 0 is in work (<string>:8)"
+    (thread,) = stacks.parse(text)
+    assert thread.current
+
+
+def test_py_spy_that_fails_once_is_tried_again(tmp_path: Path, ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of a process that goes on may change while it is read."""
+    real = spy.find()
+    once = f'[ -e {tmp_path}/tried ] && exec {real} "$@"; echo >{tmp_path}/tried; exit 1'
+    fake_py_spy(tmp_path, monkeypatch, once)
+    with Worker(tmp_path, ready, SLEEP) as worker:
+        assert shown(worker.look()) == [["work", "<module>"]]
+        assert worker.sent == []
+
+
+def test_py_spy_is_found_without_a_look_at_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = spy.find.__wrapped__()
+    assert os.access(found, os.X_OK)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert os.path.samefile(spy.find.__wrapped__(), found)  # as the package says
+
+
+def test_more_threads_than_a_dump_has(tmp_path: Path, ready: Ready) -> None:
+    """faulthandler shows 100, the newest first: not the one that matters."""
+    code = """
+        def idle(): threading.Event().wait()
+        for _ in range(130): threading.Thread(target=idle, daemon=True).start()
+        ready(); time.sleep(1000)
+        """
+    with Worker(tmp_path, ready, code) as worker:
+        text = worker.ask()
+        assert worker.sent == [ALL]
+    assert len(stacks.parse(text)) == 131
+    assert stacks.sum_up({0: text}) == "rank 0 is in work (<string>:11)"
+
+
+@without_py_spy
+def test_more_threads_than_a_dump_has_and_no_py_spy(tmp_path: Path, ready: Ready) -> None:
+    code = """
+        def idle(): threading.Event().wait()
+        for _ in range(130): threading.Thread(target=idle, daemon=True).start()
+        ready(); time.sleep(1000)
+        """
+    with Worker(tmp_path, ready, code) as worker:
+        text = worker.ask()
+        assert worker.sent == [ALL, ONE]
+    assert len(stacks.parse(text)) == 101
+    assert stacks.sum_up({0: text}) == "rank 0 is in work (<string>:11)"
+
+
+def test_many_who_are_to_go_on(tmp_path: Path, ready: Ready) -> None:
+    with contextlib.ExitStack() as stack:
+        workers = [stack.enter_context(Worker(tmp_path, ready, SLEEP, rank=rank)) for rank in range(6)]
+        targets = [worker.target.replace(doomed=False) for worker in workers]
+        collection = stack.enter_context(stacks.Collection(targets, PATIENCE))
+        collection.begin()
+        assert collection.wait()
+        texts = collection.finish()
+        assert not any(worker.sent for worker in workers)
+    assert stacks.sum_up(texts) == "all 6 ranks are in work (<string>:8)"
 
 
 # --- what a dump says
@@ -551,7 +708,7 @@ def test_summing_up() -> None:
     texts[6] = texts[7] = "# no Python stack: it offers none\nName: sleep\n"
     assert stacks.sum_up(texts, 3) == (
         "4 of 8 ranks wait in all_reduce (train.py:41); ranks 6-7 show no Python stack (it offers none); "
-        "rank 5 shows no Python stack (it has exited); rank 3 is in read_batch (data.py:17)"
+        "rank 5 has ended; rank 3 is in read_batch (data.py:17)"
     )
     assert stacks.sum_up({}) == ""
 
@@ -584,7 +741,11 @@ def test_a_collection_that_cannot_begin_or_is_dropped_leaves_nothing(tmp_path: P
     with Worker(tmp_path, ready, SLEEP) as worker:
         collection = stacks.Collection([worker.target])
         collection.begin()
-        assert select.select([collection.fileno()], [], [], PATIENCE)[0]
+        collection.wait()
         collection.finish()
         del collection
+        collection = stacks.Collection([worker.target])
+        collection.begin()
+        del collection
+        gc.collect()
     assert set(os.listdir("/proc/self/fd")) == before

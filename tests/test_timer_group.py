@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from phalanx._core import clock, escalation, evidence, frames, stacks, timetable
-from phalanx._core.timetable import Seat
+from phalanx._core.hang import Hang
+from phalanx._core.hang_report import HangReport
+from phalanx._core.timetable import Seat, Timer
 from phalanx._core.witnesses import Witnesses
-from phalanx.multiprocessing import DefaultLogsSpecs, start_processes
+from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from phalanx.timer import SharedTimerClient, SharedTimerServer, TimerSpecs, _shared
 from tests import hang_workers
 from tests.helpers import TIMEOUT, alive, wait_gone
@@ -27,7 +29,6 @@ from tests.helpers import TIMEOUT, alive, wait_gone
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from phalanx._core.hang import Hang
     from phalanx.multiprocessing import PContext, RunProcsResult
     from tests.helpers import Gate, Ready
 
@@ -210,6 +211,66 @@ def test_a_process_below_the_worker_hangs(way: str, events: Events, ready: Ready
     assert events.wait("worker.reaped")["pid"] == child
     assert wait_gone([child]) == set()
     assert " in hang\n" in failure.traceback, "these are the stacks of the process that hangs"
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_each_process_below_the_worker_shows_stacks_of_its_own(
+    method: str, events: Events, ready: Ready, logs: Path
+) -> None:
+    group = start(hang_workers.hang_below, (method, ready.address), events, log_dir=str(logs))
+    failure = result_of(group).root_cause
+    assert failure is not None
+    child = events.wait("timer.expired")["pid"]
+    assert child in ready.pids(2)
+    assert f", in process {child} below the worker" in failure.message
+    assert re.search(r"\n  File .* in stuck\n  File .* in hang\n  File .* in hang_there\n", failure.traceback)
+    assert "rank 0 is in stuck (hang_workers.py:" in failure.detail
+    assert f"\nprocess {group.pids()[0]} of the same rank is in hang_below (hang_workers.py:" in failure.detail
+    (file,) = logs.glob("**/0/stacks-1.txt")
+    assert f"# process {group.pids()[0]} of the same rank\n" in file.read_text()
+
+
+def test_of_two_hangs_of_a_rank_none_is_lost(tmp_path: Path) -> None:
+    error_file = str(tmp_path / "error.json")
+    said: list[str] = []
+    table = timetable.Timetable(1)
+    report = HangReport(table, [("kill", 0.0)], {0: error_file}, lambda _events: None, None, said.append)
+    hangs = [
+        Hang(0, 1000 + number, False, Timer(number, 1, 5_000_000_000, 10**9, 0, scope, "t.py:4"))
+        for number, scope in enumerate(["first", "second"])
+    ]
+    told = [hang.told for hang in hangs]
+    report.hear("struck", int(signal.SIGKILL), 6_000_000_000, told, workers={0: os.getpid()}, ended={})
+    report.finish()
+    report.close()
+    detail = evidence.seen_by_timer(error_file)
+    message = evidence.read(error_file)[0]["message"]["message"]  # type: ignore[index]  # it is there
+    assert message == "Hang: 'first' (t.py:4) was not left within 1 s, in process 1000 below the worker"
+    also = (
+        "\nalso: 'second' (t.py:4) was not left within 1 s, in process 1001 below the worker; 1.0 s over its deadline"
+    )
+    assert also in detail
+    assert [line.partition(";")[0] for line in said] == [
+        "rank 0: 'first' (t.py:4) was not left within 1 s, in process 1000 below the worker",
+        "rank 0: 'second' (t.py:4) was not left within 1 s, in process 1001 below the worker",
+    ]
+
+
+def test_dumps_without_end_keep_the_newest(tmp_path: Path) -> None:
+    for number in range(1, 51):
+        assert stacks.write(str(tmp_path), f"dump {number}") == str(tmp_path / f"stacks-{number}.txt")
+    kept = sorted(int(path.stem.partition("-")[2]) for path in tmp_path.glob("stacks-*"))
+    assert kept == list(range(51 - stacks.KEPT, 51))
+    assert (tmp_path / "stacks-50.txt").read_text() == "dump 50"
+
+
+def test_events_are_told_while_logs_are_chatty(events: Events, gate: Gate) -> None:
+    group = start(hang_workers.chat_and_hang, (gate.address,), events, nprocs=2, on_expiry="report", tee=Std.ALL)
+    for rank in range(2):
+        events.wait("timer.expired", 3, rank)
+    assert group.wait(0) is None  # it goes on, and so do its logs
+    gate.open(2)
+    assert not result_of(group).is_failed()
 
 
 def test_a_process_below_the_worker_that_dies_is_no_reason_to_kill_it(events: Events, ready: Ready) -> None:
@@ -773,15 +834,21 @@ def test_the_stacks_of_many_ranks_are_read_once_each(monkeypatch: pytest.MonkeyP
     it.texts = dict.fromkeys(
         range(count), 'Current thread 0x01 (most recent call first):\n  File "t.py", line 4 in f\n'
     )
+    it._speakers = {rank: rank for rank in range(count)}
     for rank in range(count):
-        assert it.sum_up(rank, 1) == f"all {count} ranks are in f (t.py:4)"
+        assert it.sum_up(hang_of(rank, rank, thread=1)) == f"all {count} ranks are in f (t.py:4)"
         assert it.apart() == set()
     assert len(reads) <= 3 * count
 
 
+def hang_of(rank: int, pid: int, *, thread: int = 0, deadline: int = 1) -> Hang:
+    return Hang(rank, pid, True, Timer(0, 1, deadline, 1, thread, "", "t.py:4"))
+
+
 def test_no_descriptor_of_the_witnesses_outlives_their_hearing() -> None:
     before = os.listdir("/proc/self/fd")
-    with Witnesses({0: "/nowhere/error.json"}).hear({0: os.getpid()}, {}, clock.now()):
+    hangs = [hang_of(0, os.getpid())]
+    with Witnesses({0: "/nowhere/error.json"}).hear({0: os.getpid()}, hangs, doomed=False):
         pass
     assert os.listdir("/proc/self/fd") == before
 

@@ -1,7 +1,8 @@
-"""One process, asked for its stacks.
+"""One process, asked for its stacks by a signal that it has offered.
 
-Owns who may be asked (a process that catches the signal now; to any other it would be the death), how it is seen that
-a dump is complete, and what is said of a process that shows none. Knows nothing of how to wait.
+Owns who may be asked so (a process that catches the signal now; to any other it would be the death), on which of its
+two signals, how it is seen that a dump is complete, and what is said of a process that shows none. Knows nothing of how
+to wait, and of the other way to look at a process (`spy`).
 
 A dump is many small writes to a file, the last of which looks like any other. It is complete when the process no longer
 handles the signal: in its handler the kernel has the signal blocked (SigBlk of proc_pid_status(5)), unless another
@@ -11,56 +12,69 @@ when nothing more has come for a while.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 
 from phalanx._core import clock, evidence
 from phalanx._core.facts import facts, mask, status
-from phalanx._core.frames import NO_STACK
+from phalanx._core.frames import GONE, MAIN_ALONE, NO_STACK
+from phalanx._core.spy import NO_PYTHON
 from phalanx._core.value import Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from phalanx._core.spy import Spy
-
 _LIMIT = 4 << 20  # bytes of a dump: 100 threads of 100 frames, faulthandler's own limits, are below 2 MiB
 _QUIET = 0.005  # seconds
-_STOPPED = "it is stopped, by SIGSTOP or a debugger"
-_STUCK = "it is in an uninterruptible sleep"
+_CUT = b"\n...\n"  # how faulthandler ends a dump of more than 100 threads, of which it has shown the newest
+_SILENT = "it offers none"
+STATES = {
+    "Z": GONE,
+    "X": GONE,
+    "T": "it is stopped, by SIGSTOP or a debugger",
+    "t": "it is stopped, by SIGSTOP or a debugger",
+    "D": "it is in an uninterruptible sleep",
+}
+"""What is said of a process in a state of proc_pid_status(5) in which it answers nobody."""
 
 
 class Target(Value):
     """A process to be asked.
 
     Attributes:
-        rank: What it is called in the result.
+        key: What it is called in the result.
         pid: Its pid, which is still its own: the caller is its parent, or holds a pidfd.
         error_file: That of its environment, beside which its stacks are.
-        send: Sends it a signal; may raise OSError. Default: through a pidfd, once it is known to be the one that has
-            the file for its stacks open.
-        native: Whether frames of C code are wanted as well, where py-spy is installed.
+        doomed: Whether it is about to be killed: then the signal that shows all of its threads is sent, which can harm
+            it. Else it is looked at from outside, and only if that fails it is sent the one that shows one thread.
+        native: Whether frames of C code are wanted as well.
+        pidfd: The caller's, valid as long as the collection; -1: one is opened.
+        send: Sends it a signal; may raise OSError. Default: through the pidfd.
     """
 
-    __slots__ = ("rank", "pid", "error_file", "send", "native")  # noqa: RUF023 - the order is that of the arguments
+    __slots__ = ("key", "pid", "error_file", "doomed", "native", "pidfd", "send")  # noqa: RUF023 - the order is that of the arguments
 
-    rank: int
+    key: int
     pid: int
     error_file: str
-    send: Callable[[int], object] | None
+    doomed: bool
     native: bool
+    pidfd: int
+    send: Callable[[int], object] | None
 
     def __init__(
         self,
-        rank: int,
+        key: int,
         pid: int,
         error_file: str,
+        *,
+        doomed: bool = False,
+        native: bool = False,
+        pidfd: int = -1,
         send: Callable[[int], object] | None = None,
-        native: bool = False,  # noqa: FBT001, FBT002 - a field of the value
     ) -> None:
-        self._store(rank=rank, pid=pid, error_file=error_file, send=send, native=native)
+        self._store(key=key, pid=pid, error_file=error_file, doomed=doomed, native=native, pidfd=pidfd, send=send)
 
 
 class Refused(Exception):  # noqa: N818 - it is an answer, and no error
@@ -70,77 +84,98 @@ class Refused(Exception):  # noqa: N818 - it is an answer, and no error
 class Ask:
     """One process: what it has been asked, and what it has said so far."""
 
-    __slots__ = ("blocks", "grown", "number", "offset", "path", "pidfd", "said", "spy", "target", "text", "why")
+    __slots__ = (
+        "_held", "blocks", "extra", "grown", "number", "numbers", "offset", "path", "pidfd", "said", "shared", "target",
+        "text", "unread", "waits", "why",
+    )  # fmt: skip
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self.path = evidence.stacks_path(target.error_file) if target.error_file else ""
-        self.pidfd = -1
-        self.number = 0
+        self.path = ""
+        self.pidfd = target.pidfd
+        self.numbers = (0, 0)  # the signals that it offers: for one thread, and for all
+        self.shared = (
+            False  # whether its file is that of the process that has forked it, whose dumps would mix with its
+        )
+        self.number = 0  # the one that it was sent
         self.offset = 0
         self.blocks = False
         self.said = b""
         self.grown = 0.0
+        self.waits = False  # for what it writes
         self.text: str | None = None  # the dump, once it is complete
-        self.why = ""  # there will be none
-        self.spy: Spy | None = None
-
-    @property
-    def done(self) -> bool:
-        return (self.text is not None or self.why != "") and (self.spy is None or self.spy.done)
-
-    @property
-    def waits(self) -> bool:
-        return self.text is None and not self.why
+        self.extra = ""  # native frames
+        self.why = ""  # why it shows none
+        self.unread = ""  # and why it could not be read from outside
+        self._held = target.pidfd >= 0
 
     def open(self) -> None:
-        """Take hold of the process, and see whether it can be asked. Raises Refused, OSError."""
-        try:
-            self.pidfd = os.pidfd_open(self.target.pid)
-        except ProcessLookupError:
-            raise Refused("it has exited") from None
-        try:
-            self.number, fd = evidence.offered(_contents(self.path)) if self.path else (0, -1)
-        except OSError:
-            self.number = fd = 0
-        if not self.number:
-            raise Refused(self._state() or "it offers none")
-        if fd >= 0:
-            with contextlib.suppress(PermissionError):  # it has become undumpable, which is no harm
-                try:
-                    mine, theirs = os.stat(self.path), os.stat(f"/proc/{self.target.pid}/fd/{fd}")
-                except FileNotFoundError:
-                    raise Refused(self._state() or "it offers none itself") from None
-                if (mine.st_dev, mine.st_ino) != (theirs.st_dev, theirs.st_ino):
-                    raise Refused("it offers none itself")
+        """Take hold of the process, and see what it offers. Raises Refused: there is no such process; OSError."""
+        if not self._held:
+            try:
+                self.pidfd = os.pidfd_open(self.target.pid)
+            except ProcessLookupError:
+                raise Refused(GONE) from None
+        if self.state() == GONE:
+            raise Refused(GONE)
+        self.why = _SILENT
+        if not self.target.error_file:
+            return
+        for pid in (self.target.pid, 0):
+            path = evidence.stacks_path(self.target.error_file, pid)
+            try:
+                first, second, fd, author = evidence.offered(_contents(path))
+            except OSError:
+                continue
+            if not first:
+                continue
+            if self._has_open(path, fd):
+                self.path, self.numbers, self.why = path, (first, second), ""
+                self.shared = author != self.target.pid
+                return
+            self.why = "it offers none itself"
 
-    def ask(self) -> None:
-        """Send the signal, to a process that handles it. Raises Refused, OSError."""
+    def _has_open(self, path: str, fd: int) -> bool:
+        """Whether it has a file open as the descriptor that it names: else the dump would go to another file."""
+        try:
+            mine, theirs = os.stat(path), os.stat(f"/proc/{self.target.pid}/fd/{fd}")
+        except PermissionError:  # it has become undumpable, which is no harm
+            return True
+        except FileNotFoundError:
+            return False
+        return (mine.st_dev, mine.st_ino) == (theirs.st_dev, theirs.st_ino)
+
+    def ask(self, *, everyone: bool) -> None:
+        """Send it the signal on which it shows all its threads, or one. Raises Refused, OSError."""
+        number = (everyone and self.numbers[1]) or self.numbers[0]
+        if not number:
+            raise Refused(self.why)
         self.offset = os.stat(self.path).st_size
         found = status(self.target.pid)  # as late as can be
         if not found:
-            raise Refused(self._state() or "its state cannot be read")
-        bit = 1 << self.number - 1
+            raise Refused(self.state() or "its state cannot be read")
+        bit = 1 << number - 1
         state = found.get("State", "Z")[0]
-        if state in "ZX":
-            raise Refused("it has exited")
-        if state in "Tt":
-            raise Refused(_STOPPED)
+        if state in STATES and state != "D":  # who sleeps so is asked once it wakes
+            raise Refused(STATES[state])
         if not mask(found, "SigCgt") & bit:
-            raise Refused(f"it does not handle signal {self.number}, on which it has offered one")
+            raise Refused(f"it does not handle signal {number}, on which it has offered one")
         self.blocks = bool(mask(found, "SigBlk") & bit)
-        self.grown = clock.now()
+        self.number, self.waits, self.said, self.grown = number, True, b"", clock.now()
         try:
             if self.target.send is not None:
-                self.target.send(self.number)
+                self.target.send(number)
             else:
-                signal.pidfd_send_signal(self.pidfd, self.number)
-        except ProcessLookupError:
-            raise Refused("it has exited") from None
+                signal.pidfd_send_signal(self.pidfd, number)
+        except BaseException as error:
+            self.waits = False
+            if isinstance(error, ProcessLookupError):
+                raise Refused(GONE) from None
+            raise
 
     def look(self) -> bool:
         """Take what has been written. Returns whether to look again soon although nothing more may be written."""
-        said = self.read()
+        said = self._read()
         if len(said) != len(self.said):
             self.said, self.grown = said, clock.now()
         if not said.endswith(b"\n"):
@@ -151,51 +186,78 @@ class Ask:
             return True
         if not self.blocks and mask(found, "SigBlk") & bit:
             return True
-        self.said = self.read()  # the handler may have written until it was seen to have ended
+        self.said = self._read()  # the handler may have written until it was seen to have ended
         dump = last_dump(self.said)
         # The main thread comes last; one that has the signal blocked has not taken it.
-        by_main = not self.blocks and dump.rfind(b"Current thread 0x") == dump.rfind(b"hread 0x") - 9 >= 0
-        if not by_main and clock.now() - self.grown < _QUIET:
+        by_main = self._alone or dump.rfind(b"Current thread 0x") == dump.rfind(b"hread 0x") - 9 >= 0
+        if (self.blocks or not by_main) and clock.now() - self.grown < _QUIET:
             return True
-        self.text = dump.decode("utf-8", "replace")
+        self._take(dump)
         return False
 
-    def read(self) -> bytes:
+    def exited(self) -> None:
+        """It has: what it has written by now is all there will be."""
+        if self.waits:
+            self._take(last_dump(self._read()))
+            self.why = GONE
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the dump ends before all threads have been shown, the main thread among them."""
+        return self.text is not None and self.text.endswith(_CUT.decode())
+
+    def result(self) -> str:
+        """What there is to say by now."""
+        text = self.text
+        if text is None and self.waits:
+            dump = last_dump(self.said)
+            self.why = self.state() or ("its dump is not complete" if dump else "it has not answered in time")
+            text = dump.decode("utf-8", "replace") or None
+            if text is not None:
+                text = f"# {self.why}\n{text}"
+        if text is None:
+            why = self.why if self.why == GONE else self.state() or self.why
+            if why == _SILENT and self.unread.startswith(NO_PYTHON):
+                why = "it is no Python program"
+            elif self.unread and why != GONE:
+                why = f"{why}; {self.unread}"
+            text = f"{NO_STACK}{why}\n{facts(self.target.pid)}"
+        return f"{text.rstrip()}\n\nnative frames (py-spy):\n{self.extra}" if self.extra else text
+
+    def state(self) -> str:
+        """Why a process in its state answers nobody; ``""`` if it may."""
+        found = status(self.target.pid)
+        if not found and os.path.exists(f"/proc/{self.target.pid}"):  # no descriptor is left to read it
+            return ""
+        return STATES.get(found.get("State", "Z")[0], "")
+
+    def close(self) -> None:
+        """Give the descriptor back, if it is ours. Idempotent."""
+        if self.pidfd >= 0 and not self._held:
+            os.close(self.pidfd)
+        self.pidfd = -1
+
+    @property
+    def _alone(self) -> bool:
+        """Whether it was sent the signal that shows one thread."""
+        return self.number == self.numbers[0]
+
+    def _take(self, dump: bytes) -> None:
+        self.waits = False
+        if dump:
+            text = dump.decode("utf-8", "replace")
+            if self.text is not None:  # a dump that was cut, and now the thread that it lacks
+                text = f"{self.text}\n{text}"
+            elif self._alone:
+                text = f"# {MAIN_ALONE}{f' ({self.unread})' if self.unread else ''}\n{text}"
+            self.text = text
+
+    def _read(self) -> bytes:
         """What has been written since the signal was sent."""
         try:
             return _contents(self.path, self.offset)
         except OSError:
             return self.said
-
-    def exited(self) -> None:
-        """It has: what it has written by now is all there will be."""
-        if self.waits:
-            dump = last_dump(self.read()) if self.number else b""
-            if dump:
-                self.text = dump.decode("utf-8", "replace")
-            else:
-                self.why = "it has exited"
-
-    def result(self) -> str:
-        """What there is to say by now."""
-        text = self.text
-        if text is None and not self.why:
-            dump = last_dump(self.said)
-            self.why = self._state() or ("its dump is not complete" if dump else "it has not answered in time")
-            text = dump.decode("utf-8", "replace") or None
-            if text is not None:
-                text = f"# {self.why}\n{text}"
-        if text is None:
-            text = f"{NO_STACK}{self.why}\n{facts(self.target.pid)}"
-        native = self.spy.text() if self.spy is not None else ""
-        return f"{text.rstrip()}\n\nnative frames (py-spy):\n{native}" if native else text
-
-    def _state(self) -> str:
-        found = status(self.target.pid)
-        if not found and os.path.exists(f"/proc/{self.target.pid}"):  # no descriptor is left to read it
-            return ""
-        state = found.get("State", "Z")[0]
-        return {"Z": "it has exited", "X": "it has exited", "T": _STOPPED, "t": _STOPPED, "D": _STUCK}.get(state, "")
 
 
 def last_dump(data: bytes) -> bytes:
@@ -203,7 +265,9 @@ def last_dump(data: bytes) -> bytes:
     lines = data.splitlines(keepends=True)
     start = 0
     for index, line in enumerate(lines):
-        if line.startswith((b"Thread 0x", b"Current thread 0x")) and (index == 0 or lines[index - 1] != b"\n"):
+        if line.startswith((b"Thread 0x", b"Current thread 0x", b"Stack (")) and (
+            index == 0 or lines[index - 1] != b"\n"
+        ):
             start = index
     return b"".join(line for line in lines[start:] if not line.startswith(b"# "))
 

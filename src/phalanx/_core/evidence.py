@@ -47,7 +47,9 @@ _NOT_TO_BE_CAUGHT = (4, 6, 7, 8, 9, 11, 19)
 """SIGKILL and SIGSTOP, and those that are `catch_fatal_signals`'s; as numbers of Linux, which differ on no machine that
 Phalanx is tested on, lest `signal` be imported."""
 _FOLLOWED = "afterwards"  # the key of what a process has raised after its timer had expired
-_STACKS_HEADER = b"# stacks on signal %d, descriptor %d\n"
+_STACKS_HEADER = b"# stacks on signals %d and %d, descriptor %d, process %d\n"
+_SIGNALS = 64  # the highest number of a signal
+_S_IFMT, _S_IFREG = 0o170000, 0o100000  # of inode(7): `stat` is not imported for them
 
 
 def describe(exc: BaseException) -> tuple[str, str]:
@@ -369,57 +371,79 @@ def fatal_at(path: str) -> int | None:
         return None
 
 
-def stacks_path(path: str) -> str:
+def stacks_path(path: str, pid: int = 0) -> str:
     """The file beside an error file that takes the Python stacks of a live process, whenever somebody asks for them.
 
-    >>> stacks_path("/logs/0/error.json")
-    '/logs/0/error.json.stacks'
+    The first process of a rank that offers its stacks has the plain name; each further one, a name with its ``pid``.
+
+    >>> stacks_path("/logs/0/error.json"), stacks_path("/logs/0/error.json", 4242)
+    ('/logs/0/error.json.stacks', '/logs/0/error.json.stacks.4242')
     """
-    return path + ".stacks"
+    return f"{path}.stacks.{pid}" if pid else path + ".stacks"
 
 
 def offer_stacks(path: str | None = None, number: int | None = None) -> bool:
-    """Have the interpreter append the stacks of all threads to `stacks_path` whenever a signal comes.
+    """Have the interpreter append its stacks to a file (`stacks_path`) whenever one of two signals comes.
 
-    The file's first line says which signal, and which descriptor of this process the file is (``# stacks on signal 52,
-    descriptor 5``); each further call appends such a line, and the last one counts. The signal's handler is in C, takes
-    no lock and waits for no GIL. Like any handler it interrupts system calls, which Python itself takes up again.
+    On the first, it is the stack of the thread that takes the signal: the main thread, unless that blocks it. This may
+    be sent to any process. On the second, those of all threads: they are read while they run, and a thread whose
+    frames move meanwhile can end the process by SIGSEGV, so it is for one that is about to be killed anyway.
+
+    The file's first line says which signals these are, which descriptor of which process the file is (``# stacks on
+    signals 52 and 53, descriptor 5, process 4242``); each further call appends such a line, and the last one counts.
+    Both handlers are in C, take no lock and wait for no GIL. Like any handler they interrupt system calls, which Python
+    itself takes up again.
 
     Args:
         path: The error file. Default: the value of ``TORCHELASTIC_ERROR_FILE``.
-        number: The signal; 0 ends the offer. Default: ``PHALANX_STACK_SIGNAL``; where that says nothing that makes
-            sense it is SIGRTMIN+18, unless somebody in this process has a use for that.
+        number: The first signal; 0 ends the offer. Default: ``PHALANX_STACK_SIGNAL``; where that says nothing that
+            makes sense it is SIGRTMIN+18, unless somebody in this process has a use for that. The second is
+            SIGRTMIN+19 (SIGRTMIN+18, if that is the first), unless somebody has a use for that: then there is none.
 
     Returns:
         Whether stacks are offered now. Never raises.
     """
     try:
-        import _signal  # type: ignore[import-not-found]  # typeshed lacks the C half, which is there without an import
-        import faulthandler
-
         path = path or os.environ.get(ERROR_FILE_ENV)
-        if not path:
-            return False
-        path = stacks_path(path)
-        asked = _asked_for() if number is None else number
-        number = int(_signal.SIGRTMIN) + 18 if asked is None else asked
-        before, fd = _offered_here(path)
-        if before and _signal.getsignal(before) in (None, 0):  # else a handler of the user's has taken its place
-            faulthandler.unregister(before)
-        default = number == 0 or _is_default(number)
-        if number == 0 or (asked is None and not default):
-            if before:
-                os.write(fd, _STACKS_HEADER % (0, fd))
-            return False
-        if fd < 0:
-            fd = _open_to_append(path)
-        os.write(fd, _STACKS_HEADER % (number, fd))
-        if default:  # a process that has forked us may have it on the books still, which are not the kernel's
-            faulthandler.unregister(number)
-        faulthandler.register(number, fd, all_threads=True, chain=False)
+        return _offer(path, _asked_for() if number is None else number) if path else False
     except (OSError, ValueError, RuntimeError, ImportError, AttributeError, OverflowError):
         return False
+
+
+def _offer(error_file: str, asked: int | None) -> bool:
+    import _signal  # type: ignore[import-not-found]  # typeshed lacks the C half, which is there without an import
+    import faulthandler
+
+    path = _home_of_stacks(error_file)
+    before, fd, _author = _offered_here(path)
+    for each in before or _offered_here(stacks_path(error_file))[0]:  # in a fork, those of who has forked us
+        if _signal.getsignal(each) in (None, 0):  # else a handler of the user's has taken its place
+            faulthandler.unregister(each)
+    base = int(_signal.SIGRTMIN) + 18
+    number = base if asked is None else asked
+    free = number == 0 or _is_default(number)
+    if number == 0 or (asked is None and not free):
+        if fd >= 0:
+            os.write(fd, _STACKS_HEADER % (0, 0, fd, os.getpid()))
+        return False
+    second = base if number == base + 1 else base + 1
+    if not _is_default(second):
+        second = 0
+    if fd < 0:
+        fd = _open_to_append(path)
+    os.write(fd, _STACKS_HEADER % (number, second, fd, os.getpid()))
+    for each, unused, everyone in ((number, free, False), (second, True, True)):
+        if each and unused:  # a process that has forked us may have it on the books still, which are not the kernel's
+            faulthandler.unregister(each)
+        if each:
+            faulthandler.register(each, fd, all_threads=everyone, chain=False)
     return True
+
+
+def offers_stacks(path: str) -> bool:
+    """Whether this very process offers its stacks already. Raises OSError."""
+    numbers, _fd, author = _offered_here(_home_of_stacks(path))
+    return bool(numbers) and author == os.getpid()
 
 
 def can_show_stacks(number: int) -> bool:
@@ -433,19 +457,45 @@ def can_show_stacks(number: int) -> bool:
     return number == 0 or (number in _signal.valid_signals() and number not in _NOT_TO_BE_CAUGHT)
 
 
-def offered(data: bytes) -> tuple[int, int]:
-    """What the last header in a `stacks_path` says: the signal, and the worker's descriptor; (0, -1) for nothing.
+def offered(data: bytes) -> tuple[int, int, int, int]:
+    """What the last header in a `stacks_path` says: both signals, the descriptor, and the process; 0 (-1) for nothing.
 
-    >>> offered(b"# stacks on signal 52, descriptor 5")
-    (52, 5)
+    The file is a worker's, who may have written anything: what is no signal's number counts as none.
+
+    >>> offered(b"# stacks on signals 52 and 53, descriptor 5, process 4242")
+    (52, 53, 5, 4242)
     """
     head = _STACKS_HEADER[: _STACKS_HEADER.index(b"%")]
     start = data.rfind(b"\n" + head) + 1
     if not data.startswith(head, start):
-        return 0, -1
-    number, _, rest = data[start + len(head) :].split(b"\n", 1)[0].partition(b",")
-    fd = rest.rpartition(b" ")[2]
-    return (int(number) if number.isdigit() else 0), (int(fd) if fd.isdigit() else -1)
+        return 0, 0, -1, 0
+    words = data[start + len(head) : start + 200].split(b"\n", 1)[0].replace(b",", b"").split()
+    numbers = [int(word) if word.isdigit() and len(word) < 10 else 0 for word in words[0::2]]  # noqa: PLR2004 - 32 bits
+    if len(numbers) != 4:  # noqa: PLR2004 - as the header has
+        return 0, 0, -1, 0
+    first, second, fd, pid = numbers
+    return (first if first <= _SIGNALS else 0), (second if second <= _SIGNALS else 0), fd, pid
+
+
+def error_file_of(path: str) -> str:
+    """The error file beside which a file of stacks lies, if that is one by name and header; else ``""``. Never raises.
+
+    >>> error_file_of("/models/model.stacks")
+    ''
+    """
+    stem, found, pid = path.rpartition(".stacks")
+    if not found or (pid and not (pid.startswith(".") and pid[1:].isdigit())):
+        return ""
+    try:
+        return stem if _contents(path, 200).startswith(_STACKS_HEADER[: _STACKS_HEADER.index(b"%")]) else ""
+    except (OSError, ValueError):
+        return ""
+
+
+def may_write(path: str) -> bool:
+    """Whether nothing is at a path yet, or an error file, whoever has written it. Never raises."""
+    data, problem = read(path)
+    return problem == "missing" or (data is not None and "message" in data)
 
 
 def remove_old(paths: Iterable[str]) -> None:
@@ -456,7 +506,7 @@ def remove_old(paths: Iterable[str]) -> None:
     import stat
 
     for path in paths:
-        for name in (path, exit_path(path), fatal_path(path), stacks_path(path)) if path else ():
+        for name in (path, exit_path(path), fatal_path(path), *_all_stacks(path)) if path else ():
             try:
                 mode = os.lstat(name).st_mode
                 if stat.S_ISREG(mode) or stat.S_ISLNK(mode):
@@ -466,7 +516,7 @@ def remove_old(paths: Iterable[str]) -> None:
 
 
 def remove_empty(path: str) -> None:
-    """Remove `fatal_path` and `stacks_path` of an error file unless there is a stack in them. Never raises.
+    """Remove `fatal_path` and each `stacks_path` of an error file unless there is a stack in them. Never raises.
 
     And `exit_path`: what it says has been read.
     """
@@ -479,12 +529,13 @@ def remove_empty(path: str) -> None:
             os.unlink(fatal_path(path))
     except (OSError, ValueError):
         pass
-    try:
-        head = _STACKS_HEADER.split()[0]
-        if all(line.startswith(head) for line in _contents(stacks_path(path), 4096).splitlines()):
-            os.unlink(stacks_path(path))
-    except (OSError, ValueError):
-        pass
+    head = _STACKS_HEADER.split()[0]
+    for name in _all_stacks(path):
+        try:
+            if all(line.startswith(head) for line in _contents(name, 4096).splitlines()):
+                os.unlink(name)
+        except (OSError, ValueError):
+            pass
 
 
 def read_fatal(path: str, limit: int = TEXT_LIMIT) -> str:
@@ -508,15 +559,40 @@ def _asked_for() -> int | None:
     return number if can_show_stacks(number) else None
 
 
-def _offered_here(path: str) -> tuple[int, int]:
-    """The signal and the descriptor that this very process has for a file of stacks, or (0, -1)."""
+def _all_stacks(path: str) -> list[str]:
+    """Every `stacks_path` of an error file that is there. Never raises."""
+    plain = stacks_path(path)
+    folder, name = os.path.split(plain)
+    try:
+        return [os.path.join(folder, each) for each in os.listdir(folder or os.curdir) if each.startswith(name)]
+    except (OSError, ValueError):
+        return []
+
+
+def _home_of_stacks(path: str) -> str:
+    """Which file takes the stacks of this process: the plain one, unless that is another process's already."""
+    plain, pid = stacks_path(path), os.getpid()
+    try:
+        author = offered(_contents(plain, READ_LIMIT))[3]
+    except OSError:
+        author = 0
+    return plain if author in (0, pid) else stacks_path(path, pid)
+
+
+def _offered_here(path: str) -> tuple[list[int], int, int]:
+    """The signals and the descriptor that this process has for a file of stacks, and who has offered; or none and -1.
+
+    In a fork of a process that offers, that one: the fork has its descriptor and its handlers.
+    """
     try:
         file = os.stat(path)
-        number, fd = offered(_contents(path, READ_LIMIT))
+        first, second, fd, author = offered(_contents(path, READ_LIMIT))
         mine = os.fstat(fd)
-    except OSError:
-        return 0, -1
-    return (number, fd) if (mine.st_dev, mine.st_ino) == (file.st_dev, file.st_ino) else (0, -1)
+    except (OSError, ValueError):
+        return [], -1, 0
+    if (mine.st_dev, mine.st_ino) != (file.st_dev, file.st_ino):
+        return [], -1, 0
+    return [number for number in (first, second) if number], fd, author
 
 
 def _is_default(number: int) -> bool:
@@ -542,13 +618,10 @@ def _open_to_append(path: str) -> int:
 
 def _contents(path: str, limit: int) -> bytes:
     """At most `limit` bytes of a regular file. O_NONBLOCK: to open a FIFO would wait for its writer otherwise."""
-    import errno
-    import stat
-
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file")
+        if os.fstat(fd).st_mode & _S_IFMT != _S_IFREG:
+            raise OSError(22, "it is not a regular file")
         chunks = []
         while limit > 0 and (chunk := os.read(fd, min(limit, 1 << 20))):
             chunks.append(chunk)

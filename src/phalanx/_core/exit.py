@@ -43,6 +43,15 @@ class Exit:
         return -self.returncode if self.returncode < 0 else None
 
     @property
+    def spoken(self) -> str:
+        """In words.
+
+        >>> Exit(0).spoken, Exit(-9).spoken
+        ('exit code 0', 'signal 9')
+        """
+        return f"signal {-self.returncode}" if self.returncode < 0 else f"exit code {self.returncode}"
+
+    @property
     def shell_code(self) -> int:
         """What a POSIX shell would show in ``$?``: the exit code, or 128 + the signal's number."""
         return 128 - self.returncode if self.returncode < 0 else self.returncode

@@ -18,7 +18,14 @@ if TYPE_CHECKING:
 NO_STACK = "# no Python stack: "
 """How the text of a process begins that has not shown its stacks. The reason follows on the same line."""
 
-_HEAD = re.compile(r"(Current thread|Thread) 0x([0-9a-fA-F]{1,16})\b.*\(most recent call first\):\s*")
+GONE = "it has exited"
+"""The reason of one that is not there any more."""
+
+MAIN_ALONE = "one thread alone, the main thread as a rule"
+"""What is said above a dump of one thread, in brackets followed by why the others are not there."""
+
+_HEAD = re.compile(r"(?:(Current thread|Thread) 0x([0-9a-fA-F]{1,16})\b.*|Stack )\(most recent call first\):\s*")
+_IN_A_STATE = "# it is "  # how a dump begins of a process that was in a state in which it does not go on
 _FRAME = re.compile(r'  File (?:"(.*)"|\?\?\?), line (\d{1,10}|\?\?\?) in (.*)')
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64|32)?/python\d[\d.]*t?/|^<frozen |^\?\?\?$")
 _OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
@@ -48,8 +55,34 @@ class Frame(Value):
         return place if self.function == "<module>" else f"{self.function} ({place})"
 
 
+class Halted(Value):
+    """Where a process is that does not go on of itself: the frame, and the state that it is in."""
+
+    __slots__ = ("frame", "state")
+
+    frame: Frame
+    state: str
+
+    def __init__(self, frame: Frame, state: str) -> None:
+        self._store(frame=frame, state=state)
+
+    def __str__(self) -> str:
+        return f"{self.frame}, {self.state}"
+
+
+class Ended(Value):
+    """What has become of a rank that is not there any more, in words."""
+
+    __slots__ = ("how",)
+
+    how: str
+
+    def __init__(self, how: str) -> None:
+        self._store(how=how)
+
+
 class Thread(Value):
-    """One thread: `threading.get_ident` of it, whether it took the signal, and its frames, the innermost first."""
+    """One thread: `threading.get_ident` of it (0: not known), whether it took the signal, its frames, inner first."""
 
     __slots__ = ("ident", "current", "frames")  # noqa: RUF023 - as above
 
@@ -74,7 +107,7 @@ def parse(text: str) -> list[Thread]:
     for line in text.split("\n"):
         head = _HEAD.fullmatch(line)
         if head is not None:
-            found.append((int(head[2], 16), head[1] == "Current thread", []))
+            found.append((int(head[2] or "0", 16), head[1] != "Thread", []))
             open_ = True
             continue
         frame = _FRAME.fullmatch(line) if open_ else None
@@ -127,49 +160,62 @@ def sum_up(texts: Mapping[int, str], hung: int | None = None, ident: int = 0) ->
     '3 of 4 ranks wait in reduce (t.py:41); rank 3 is in read (t.py:17)'
     >>> sum_up({0: at("reduce", 41), 1: at("reduce", 41)})
     'both ranks are in reduce (t.py:41)'
-    >>> sum_up({0: at("reduce", 41), 1: "# no Python stack: it has exited"})
-    'rank 0 is in reduce (t.py:41); rank 1 shows no Python stack (it has exited)'
+    >>> sum_up({0: at("reduce", 41), 1: "# no Python stack: it offers none"})
+    'rank 0 is in reduce (t.py:41); rank 1 shows no Python stack (it offers none)'
     """
     return put_together({rank: place(text, ident if rank == hung else 0) for rank, text in texts.items()}, hung)
 
 
-def place(text: str, ident: int = 0) -> Frame | str:
+def place(text: str, ident: int = 0) -> Frame | Halted | Ended | str:
     """Where a process is, as `top` has it, by what it has shown; or why it has shown nothing."""
-    frame = top(parse(text), ident)
-    return _reason(text) if frame is None else frame
+    threads = parse(text)
+    first = text.partition("\n")[0]
+    if ident and MAIN_ALONE in first and all(thread.ident != ident for thread in threads):
+        return "the thread that hangs is not among those that could be read"
+    frame = top(threads, ident)
+    if frame is None:
+        why = first.removeprefix(NO_STACK) if first.startswith(NO_STACK) else "there is none"
+        return Ended("") if why == GONE else why
+    return Halted(frame, first.removeprefix(_IN_A_STATE)) if first.startswith(_IN_A_STATE) else frame
 
 
-def put_together(places: Mapping[int, Frame | str], hung: int | None = None) -> str:
-    """`sum_up`, where each rank's `place` is known."""
-    together: dict[Frame | str, list[int]] = {}
+def put_together(places: Mapping[int, Frame | Halted | Ended | str], hung: int | None = None) -> str:
+    """`sum_up`, where each rank's `place` is known; or that it has `Ended`."""
+    together: dict[Frame | Halted | Ended | str, list[int]] = {}
     for rank in sorted(places):
         together.setdefault(places[rank], []).append(rank)
-    groups = sorted(together.items(), key=lambda item: (isinstance(item[0], str), -len(item[1]), item[1][0]))
+    groups = sorted(together.items(), key=lambda item: (not _is_known(item[0]), -len(item[1]), item[1][0]))
     if hung is not None:  # those that wait first, and then what they wait for
         groups.sort(key=lambda item: hung in item[1] and len(item[1]) == 1)
     shown = groups if len(groups) <= _PLACES + 1 else groups[:_PLACES]
+    # Who has ended is always told: that may be what the others wait for.
     rest = [(place, ranks) for place, ranks in groups if (place, ranks) not in shown]
     said = [_say(place, ranks, len(places), hung, first=index == 0) for index, (place, ranks) in enumerate(shown)]
-    said += [_say(place, ranks, len(places), hung, first=False) for place, ranks in rest if hung in ranks]
-    others = [rank for _place, ranks in rest if hung not in ranks for rank in ranks]
+    named_too = [(place, ranks) for place, ranks in rest if hung in ranks or isinstance(place, Ended)]
+    said += [_say(place, ranks, len(places), hung, first=False) for place, ranks in named_too]
+    others = [rank for place, ranks in rest if (place, ranks) not in named_too for rank in ranks]
     if others:
         said.append(f"ranks {format_ranks(others)} are elsewhere")
     return "; ".join(said)
 
 
-def apart(texts: Mapping[int, str]) -> set[int]:
+def apart(places: Mapping[int, Frame | Halted | Ended | str]) -> set[int]:
     r"""The ranks that are elsewhere than most: those that the others wait for, as far as one can tell.
 
-    >>> head = "Current thread 0x01 (most recent call first):"
-    >>> def at(function, line): return f'{head}\n  File "t.py", line {line} in {function}'
-    >>> apart({0: at("reduce", 41), 1: at("reduce", 41), 2: at("reduce", 41), 3: at("read", 17)})
-    {3}
-    >>> apart({0: at("reduce", 41), 1: at("read", 17)})
-    set()
+    Most are more than half of all, and are known to be at one place: ranks that could not be read share none.
+
+    >>> reduce, read = Frame("t.py", 41, "reduce"), Frame("t.py", 17, "read")
+    >>> apart({0: reduce, 1: reduce, 2: reduce, 3: read}), apart({0: reduce, 1: read})
+    ({3}, set())
+    >>> apart({0: reduce, 1: reduce, 2: reduce, 3: "it offers none"}), apart({0: read, 1: "none", 2: "none"})
+    ({3}, set())
     """
-    groups = group_equal(texts, lambda text: top(parse(text)))
-    most = max((ranks for ranks, _text in groups), key=len, default=[])
-    return set(texts).difference(most) if 2 * len(most) > len(texts) else set()
+    together: dict[Frame | Halted | Ended | str, list[int]] = {}
+    for rank, where in places.items():
+        if _is_known(where):
+            together.setdefault(where, []).append(rank)
+    most = max(together.values(), key=len, default=[])
+    return set(places).difference(most) if 2 * len(most) > len(places) else set()
 
 
 def group_equal(texts: Mapping[int, str], key: Callable[[str], object]) -> list[tuple[list[int], str]]:
@@ -185,8 +231,14 @@ def is_library(frame: Frame) -> bool:
     return frame.path.startswith(_OURS) or _LIBRARY.search(frame.path) is not None
 
 
-def _say(place: Frame | str, ranks: list[int], size: int, hung: int | None, *, first: bool) -> str:
+def _is_known(where: Frame | Halted | Ended | str) -> bool:
+    return isinstance(where, (Frame, Halted))
+
+
+def _say(place: Frame | Halted | Ended | str, ranks: list[int], size: int, hung: int | None, *, first: bool) -> str:
     many = len(ranks) > 1
+    if isinstance(place, Ended):
+        return f"{named(ranks)} {'have' if many else 'has'} ended" + (f" ({place.how})" if place.how else "")
     if isinstance(place, str):
         return f"{named(ranks)} show{'s' * (not many)} no Python stack ({place})"
     if not many:
@@ -196,8 +248,3 @@ def _say(place: Frame | str, ranks: list[int], size: int, hung: int | None, *, f
     if hung is not None and hung in ranks:
         return f"{who}, rank {hung} among them, are in {place}" if len(ranks) < size else f"{who} are in {place}"
     return f"{who} {'are' if hung is None else 'wait'} in {place}"
-
-
-def _reason(text: str) -> str:
-    line = text.partition("\n")[0]
-    return line.removeprefix(NO_STACK) if line.startswith(NO_STACK) else "there is none"

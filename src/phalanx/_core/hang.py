@@ -54,10 +54,11 @@ class Hang:
     def what(self) -> str:
         """What was not done in time, in words."""
         timer = self.timer
-        span = f"{timer.span / clock.NS:g} s"
+        span = f"within {timer.span / clock.NS:g} s" if timer.span > 0 else "in time"
         who = "" if self.own else f", in process {self.pid} below the worker"
         if not timer.slot:
-            return f"no heartbeat for {span} (the last at step {timer.step}){who}"
+            return f"no heartbeat for {timer.span / clock.NS:g} s (the last at step {timer.step}){who}"
         if timer.scope:
-            return f"{timer.scope!r} ({timer.place}) was not left within {span}{who}"
-        return f"the block at {timer.place} was not left within {span}{who}"
+            place = f" ({timer.place})" if timer.place else ""
+            return f"{timer.scope!r}{place} was not left {span}{who}"
+        return f"the block at {timer.place} was not left {span}{who}"

@@ -31,6 +31,39 @@ FINISH = 5.0
 """Seconds that the end of a group waits for what is to be written down, and for a listener that does not return."""
 
 
+def words(hang: Hang, moment: int, where: Sequence[str]) -> tuple[str, str]:
+    """What is said of a hang wherever it is told: the message of the failure, and what else is known, in lines."""
+    late = f"{clock.spoken(hang.late(moment))} over its deadline"
+    return f"Hang: {hang.what}", "\n".join([late, *filter(None, where)])
+
+
+def write_down(
+    path: str, hang: Hang, moment: int, where: Sequence[str], stack: str, *, worker: int, dated: int = 0
+) -> None:
+    """Write the error file of a process that hangs, in its place. Raises OSError.
+
+    Args:
+        path: The error file.
+        hang: What hangs.
+        moment: Now (CLOCK_MONOTONIC, nanoseconds).
+        where: Lines on where it is, and the others.
+        stack: Its stacks.
+        worker: The pid that the failure will be known by.
+        dated: When it began to fail; 0: at its deadline.
+    """
+    message, detail = words(hang, moment, where)
+    evidence.write_error_file(
+        path,
+        message,
+        evidence.without_us(stack),
+        monotonic_ns=dated or hang.timer.deadline,
+        pid=worker,
+        observer="timer",
+        scope=hang.timer.scope or hang.timer.place,
+        detail=detail,
+    )
+
+
 class HangReport:
     """Reports on one group's timers. Methods may be called from any thread, and return at once, but for `finish`.
 
@@ -71,7 +104,12 @@ class HangReport:
         self._observer = Aside("phalanx-observer")
 
     def hear(
-        self, verb: str, *arguments: Any, workers: dict[int, int], testified: Callable[[], None] | None = None
+        self,
+        verb: str,
+        *arguments: Any,
+        workers: dict[int, int],
+        ended: Mapping[int, str],
+        testified: Callable[[], None] | None = None,
     ) -> None:
         """Take what the keeper says of timers, and report on it soon.
 
@@ -80,6 +118,7 @@ class HangReport:
                 "unwatched".
             *arguments: What the keeper says with it, see `escalation`.
             workers: The pids of the live workers, by rank.
+            ended: How the others have ended, by rank.
             testified: Called, on this one's thread, when the evidence of a step is there.
         """
 
@@ -88,7 +127,7 @@ class HangReport:
             if testified is None:
                 _REPORT[verb](self, *arguments)
             else:
-                self._step(*arguments, workers=workers, testified=testified)
+                self._step(*arguments, workers=workers, ended=ended, testified=testified)
 
         if not self._do(report) and testified is not None:
             testified()
@@ -137,6 +176,7 @@ class HangReport:
         told: list[Told],
         *,
         workers: dict[int, int],
+        ended: Mapping[int, str],
         testified: Callable[[], None],
     ) -> None:
         """Take the evidence that a step wants, and say so: once, whatever happens. ``number``: the signal, or 0."""
@@ -151,8 +191,8 @@ class HangReport:
             if name == "report":
                 self._say_all(hangs, name, number, moment)
                 return
-            since = max(hang.timer.deadline - hang.timer.span for hang in hangs) / clock.NS
-            with self._witnesses.hear(workers, {hang.rank: hang.pid for hang in hangs}, since) as afterwards:
+            doomed = number == signal.SIGKILL
+            with self._witnesses.hear(workers, hangs, doomed=doomed, ended=ended) as afterwards:
                 if not number:
                     self._witnesses.write()
                     self._say_all(hangs, name, number, moment)
@@ -196,44 +236,34 @@ class HangReport:
 
     def _record_all(self, hangs: list[Hang], moment: int) -> None:
         self._ended.update((hang.key, hang) for hang in hangs)
-        first: dict[int, Hang] = {}
+        ranks: dict[int, list[Hang]] = {}
         for hang in sorted(hangs, key=lambda hang: hang.timer.deadline):
-            first.setdefault(hang.rank, hang)
-        for hang in first.values():
-            self._record(hang, hang.late(moment))
+            ranks.setdefault(hang.rank, []).append(hang)
+        for those in ranks.values():
+            self._record(those, moment)
 
-    def _record(self, hang: Hang, late: float) -> None:
+    def _record(self, hangs: list[Hang], moment: int) -> None:
         """Leave evidence where the worker would have left its own: what came first stays.
 
         Who waits for another hangs as well, and perhaps sooner: the one that is elsewhere than most hung first.
         """
-        moment = hang.timer.deadline
-        if hang.rank in self._witnesses.apart():
-            moment = min(other.timer.deadline for other in (hang, *self._ended.values())) - 1
-        path = self._error_files[hang.rank]
+        first, *others = hangs
+        dated = first.timer.deadline
+        if first.rank in self._witnesses.apart():
+            dated = min(other.timer.deadline for other in (first, *self._ended.values())) - 1
+        path = self._error_files[first.rank]
         if evidence.written_by(evidence.read(path)[0]) in self._workers.values():
             return
         self._witnesses.write()
-        detail = [
-            f"{clock.spoken(late)} over its deadline",
-            self._witnesses.sum_up(hang.rank, hang.timer.thread),
-        ]
-        if file := self._witnesses.files.get(hang.rank):
-            detail.append(f"stacks of all ranks: {os.path.basename(file)} in each rank's folder")
-        message, said = f"Hang: {hang.what}", "\n".join(filter(None, detail))
+        where = [self._witnesses.sum_up(first)]
+        where += [f"also: {hang.what}; {clock.spoken(hang.late(moment))} over its deadline" for hang in others]
+        if file := self._witnesses.files.get(first.rank):
+            where.append(f"stacks of all ranks: {os.path.basename(file)} in each rank's folder")
+        stack = self._witnesses.texts.get(first.pid, "")
         try:
-            evidence.write_error_file(
-                path,
-                message,
-                evidence.without_us(self._witnesses.texts.get(hang.rank, "")),
-                monotonic_ns=moment,
-                pid=self._workers[hang.rank],
-                observer="timer",
-                scope=hang.timer.scope or hang.timer.place,
-                detail=said,
-            )
+            write_down(path, first, moment, where, stack, worker=self._workers[first.rank], dated=dated)
         except Exception:  # noqa: BLE001 - the disk is full, or no descriptor is left: that is no reason to go
-            self.unwritten[hang.rank] = f"{message}\n{said}"
+            self.unwritten[first.rank] = "\n".join(words(first, moment, where))
 
     def _say_all(self, hangs: list[Hang], step: str, number: int, moment: int) -> None:
         """One line for all ranks of which the same is to be said."""
@@ -241,8 +271,8 @@ class HangReport:
             over = clock.spoken(max(hang.late(moment) for hang in those))
             text = f"{named(hang.rank for hang in those)}: {what}; {over} over"
             first = those[0]
-            if step != "report" and (where := self._witnesses.sum_up(first.rank, first.timer.thread)):
-                text += f"; {where}"
+            if step != "report" and (where := self._witnesses.sum_up(first)):
+                text += "; " + "; ".join(where.split("\n"))
             if step == "dump":
                 text += f"; stacks: {self._witnesses.files.get(first.rank) or 'none'}"
             if number:

@@ -21,6 +21,7 @@ else:
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
+PR_SET_PTRACER, PR_SET_PTRACER_ANY = 0x59616D61, -1
 IN_MODIFY, IN_ATTRIB, IN_MOVED_TO, IN_CREATE, IN_MOVE_SELF, IN_Q_OVERFLOW = 0x2, 0x4, 0x80, 0x100, 0x800, 0x4000
 SIGKILL = 9
 
@@ -101,6 +102,17 @@ def die_with_parent(parent: int) -> None:
     prctl(PR_SET_PDEATHSIG, SIGKILL)
     if os.getppid() != parent:  # it died between our fork and the arming: nobody will tell us any more
         os.kill(os.getpid(), SIGKILL)
+
+
+def allow_reading() -> None:
+    """Let every process of our user read our memory, also where Yama restricts that to who has started us.
+
+    That is what ptrace(2) asks for, kernel.yama.ptrace_scope = 1 refuses to siblings, and py-spy needs.
+    """
+    try:
+        prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY)
+    except OSError:  # there is no Yama, which would restrict it
+        return
 
 
 def occupy_standard_descriptors() -> list[int]:

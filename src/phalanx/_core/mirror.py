@@ -80,6 +80,11 @@ class Mirror:
         """The pids of the workers that have not exited, by rank."""
         return {rank: worker.pid for rank, worker in self.workers.items() if worker.exit is None}
 
+    @property
+    def ended(self) -> dict[int, str]:
+        """How those have exited that have, by rank, in words."""
+        return {rank: worker.exit.spoken for rank, worker in self.workers.items() if worker.exit is not None}
+
     def started(self, pids: list[tuple[int, int]]) -> None:
         """These workers, by rank and pid, have been started."""
         for rank, pid in pids:

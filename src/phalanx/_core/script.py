@@ -67,6 +67,7 @@ def _neighbours(here: str) -> ModuleType:
         import linux  # type: ignore[import-not-found]  # as above
 
         linux.die_with_parent(os.getppid())
+        linux.allow_reading()
     finally:
         sys.path.remove(here)
         for name in names:  # the user's modules may be called so, too

@@ -1,38 +1,82 @@
-"""Frames of C code, through py-spy, where it is installed. Owns one py-spy at work; knows not why anyone is asked."""
+"""Stacks read from outside, by py-spy: the process that is looked at runs nothing for it.
+
+py-spy pauses the process (ptrace(2), PTRACE_SEIZE and PTRACE_INTERRUPT: the kernel lets it go on should py-spy be
+killed), reads its memory for some milliseconds, and lets it go on. Owns where py-spy is, one py-spy at work, and the
+reading of what it writes. Knows not why anyone is asked.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
-import shutil
 import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import subprocess
+    from typing import Any
 
-_LIMIT = 4 << 20  # bytes of its text
+NO_PYTHON = "py-spy: Failed to find python version"
+"""How `Spy.why` begins of a process that is no Python."""
+
+_LIMIT = 16 << 20  # bytes of its text
+
+
+@functools.cache
+def find() -> str:
+    """Where py-spy is: beside this interpreter, or where the package says; ``""`` if it is not installed.
+
+    PATH is not searched: a folder of it may be on a mount that does not answer.
+    """
+    beside = os.path.join(os.path.dirname(sys.executable or ""), "py-spy")
+    if os.access(beside, os.X_OK):
+        return beside
+    from importlib import metadata
+
+    try:
+        files = metadata.files("py-spy") or []
+    except metadata.PackageNotFoundError:
+        return ""
+    return next((str(file.locate()) for file in files if file.name == "py-spy"), "")
 
 
 class Spy:
-    """py-spy at work on one process, if it is installed."""
+    """py-spy at work on one process.
 
-    def __init__(self, pid: int) -> None:
-        self.done = True
-        self.pidfd = self._out = -1
+    Args:
+        pid: The process.
+        native: Whether frames of C code are wanted. They are text for people; else it is what `read` takes.
+        pause: Whether the process is paused while it is read. One of which a thread waits for a disk cannot be.
+
+    Attributes:
+        pidfd: Readable once it has ended; -1: it could not be started.
+        why: Why there is nothing to be had, once it has ended.
+    """
+
+    def __init__(self, pid: int, *, native: bool = False, pause: bool = True) -> None:
+        self.pidfd = self._out = self._err = -1
+        self.done = False
+        self.why = ""
         self._popen: subprocess.Popen[bytes] | None = None
-        path = shutil.which("py-spy") or shutil.which(os.path.join(os.path.dirname(sys.executable), "py-spy"))
-        if path is None:
+        path = find()
+        if not path:
+            self.why = "py-spy is not installed"
+            self.close()
             return
         import subprocess
 
+        options = ["--native"] if native else ["--json", *([] if pause else ["--nonblocking"])]
         try:
-            self._out = os.memfd_create("py-spy")
-            quiet = subprocess.DEVNULL
-            command = [path, "dump", "--native", "--pid", str(pid)]
-            self._popen = subprocess.Popen(command, stdin=quiet, stdout=self._out, stderr=quiet)
+            self._out, self._err = os.memfd_create("py-spy"), os.memfd_create("py-spy-errors")
+            self._popen = subprocess.Popen(
+                [path, "dump", "--full-filenames", *options, "--pid", str(pid)],
+                stdin=subprocess.DEVNULL,
+                stdout=self._out,
+                stderr=self._err,
+            )
             self.pidfd = os.pidfd_open(self._popen.pid)
-            self.done = False
-        except OSError:
+        except OSError as error:
+            self.why = f"py-spy could not be started: {error.strerror}"
             self.close()
 
     def end(self) -> None:
@@ -40,20 +84,59 @@ class Spy:
         assert self._popen is not None
         self._popen.wait()
         self.done = True
+        if self._popen.returncode:
+            said = os.pread(self._err, 4096, 0).decode("utf-8", "replace").strip().partition("\n")[0]
+            denied = "ermission" in said
+            self.why = "py-spy may not read it (ptrace)" if denied else f"py-spy: {said.removeprefix('Error: ')}"
 
     def text(self) -> str:
-        """What it has found, if it has ended well."""
-        if self._popen is None or not self.done or self._popen.returncode != 0:
+        """What it has written, if it has ended well."""
+        if self._popen is None or self._out < 0 or not self.done or self._popen.returncode:
             return ""
         return os.pread(self._out, _LIMIT, 0).decode("utf-8", "replace")
 
     def close(self) -> None:
-        """End it, wherever it is: the kernel lets go of whom it traces."""
+        """End it, wherever it is: the kernel lets go of whom it traces. Idempotent."""
         if self._popen is not None and self._popen.returncode is None:
             self._popen.kill()
             self._popen.wait()
-        for fd in (self.pidfd, self._out):
+            self.why = self.why or "py-spy has not ended in time"
+        for fd in (self.pidfd, self._out, self._err):
             if fd >= 0:
                 os.close(fd)
-        self.pidfd = self._out = -1
+        self.pidfd = self._out = self._err = -1
         self.done = True
+
+
+def read(text: str) -> str:
+    """What ``py-spy dump --json`` has written, in the words of `faulthandler`: the main thread last. ``""``: it is not.
+
+    >>> print(read('[{"pid": 7, "thread_id": 1, "thread_name": "MainThread", "os_thread_id": 7, "owns_gil": true,'
+    ...            ' "frames": [{"name": "Loader.next", "filename": "/t.py", "line": 4}]}]'), end="")
+    Thread 0x0000000000000001 [MainThread, has the GIL] (most recent call first):
+      File "/t.py", line 4 in next
+    """
+    import json
+
+    try:
+        threads = json.loads(text)
+        threads.sort(key=lambda thread: thread["os_thread_id"] == thread["pid"])
+        return "\n".join(map(_thread, threads))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return ""
+
+
+def _thread(thread: dict[str, Any]) -> str:
+    known = [_plain(thread.get("thread_name") or ""), "has the GIL" if thread["owns_gil"] else ""]
+    beside = ", ".join(filter(None, known))
+    lines = [f"Thread 0x{thread['thread_id']:016x}{f' [{beside}]' if beside else ''} (most recent call first):\n"]
+    for frame in thread["frames"]:
+        place = f'"{_plain(frame["filename"])}", line {frame["line"] or "???"}'
+        # The bare name, as faulthandler has it: ranks that were asked in different ways are compared.
+        lines.append(f"  File {place} in {_plain(frame['name']).rpartition('.')[2]}\n")
+    return "".join(lines if len(lines) > 1 else [*lines, "  <no Python frame>\n"])
+
+
+def _plain(text: str) -> str:
+    """Text that stays on its line."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)

@@ -1,25 +1,34 @@
-"""Asks processes for their stacks, and waits for them without polling.
+"""The stacks of live processes: collects them from many at once, and waits for them without polling.
 
-Owns the wait for many, and what is told of them. It refuses to know why anyone wants to know. How one process is asked
-is `ask`'s business, what a dump says `frames`'s, and how a worker makes one, `evidence`'s.
+Owns the wait for many, and the order of the two ways to look at a process: one that is about to be killed shows its
+threads on a signal (`ask`), within a millisecond; every other one is read from outside (`spy`), which nothing in it
+notices, and only where that is not to be had it is sent the signal that shows one thread. What is said of a process
+tells which it was. Refuses to know why anyone wants to know. What a dump says is `frames`'s business, and how a worker
+makes one, `evidence`'s.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
 import struct
+from functools import partial
 
 from phalanx._core import clock, linux
 from phalanx._core.ask import Ask, Refused, Target
 from phalanx._core.facts import facts
-from phalanx._core.frames import Frame, Thread, group_equal, own, parse, sum_up, top
-from phalanx._core.spy import Spy
+from phalanx._core.frames import GONE, Frame, Thread, group_equal, own, parse, sum_up, top
+from phalanx._core.loop import Loop
+from phalanx._core.spy import Spy, find, read
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections import deque
     from collections.abc import Callable, Iterable
+
+    from phalanx._core.deadlines import Deadline
+else:
+    from _collections import deque
 
 __all__ = [
     "BOUND",
@@ -28,9 +37,11 @@ __all__ = [
     "Target",
     "Thread",
     "facts",
+    "find",
     "group_equal",
     "own",
     "parse",
+    "speaker",
     "sum_up",
     "top",
     "write",
@@ -39,6 +50,15 @@ __all__ = [
 BOUND = 0.3
 """Seconds that anyone who is going to kill waits for stacks, at the most."""
 
+KEPT = 20
+"""How many files of stacks are kept in a folder, the newest ones."""
+
+_FROM_OUTSIDE = 2 / 3  # of the time: then who could not be read is asked by signal
+_AT_ONCE = 16  # so many are read at a time: each takes some 10 ms of a processor
+_TRY = 0.5  # of that time one py-spy has: a thread may wait for a disk, and cannot be paused until it wakes
+_TRIES = 12  # times that a process is read whose memory changes so fast that py-spy cannot make sense of it,
+_STRANGERS = 2  # and times that a process is read which has not offered its stacks: it may be no Python
+_DEEP = 4  # processes that may stand above the one that does the work
 _SOON, _LATER = 0.0003, 0.008  # seconds between two looks at a handler that is about to end
 
 
@@ -47,74 +67,70 @@ class Collection:
 
     >>> with Collection([]) as collection:
     ...     collection.begin()
-    ...     collection.wait(BOUND), collection.finish()
+    ...     collection.wait(), collection.finish()
     (True, {})
 
-    ``begin`` asks; what follows is for a loop (`fileno` and `complete`) or for a thread that waits (`wait`). Not for
-    several threads at once.
+    Args:
+        targets: The processes.
+        seconds: How long `wait` waits at the most.
+
+    Everything happens in `begin` and `wait`, on the caller's thread. Not for several threads at once.
     """
 
-    def __init__(self, targets: Iterable[Target]) -> None:
+    def __init__(self, targets: Iterable[Target], seconds: float = BOUND) -> None:
         self._asks = [Ask(target) for target in targets]
-        self._waiting: list[Ask] = []
-        self._again: set[Ask] = set()
-        self._fds: dict[int, Callable[[], None]] = {}
+        self._seconds = seconds
+        self._loop: Loop | None = None
+        self._until = self._outside_until = 0.0
+        self._inotify = -1
         self._watched: dict[int, Ask] = {}
-        self._epoll: select.epoll | None = None
-        self._inotify = self._timer = -1
+        self._again: set[Ask] = set()
         self._delay = _SOON
-        self._blind = False  # no inotify to be had: then the timer stands in
+        self._blind = False  # no inotify to be had: then a timer stands in
+        self._to_read: deque[tuple[Ask, int]] = deque()  # from outside; and how often that has been tried
+        self._natives: deque[Ask] = deque()  # of which frames of C code are wanted: after all that
+        self._spies: dict[Spy, tuple[Ask, Deadline]] = {}
         self._result: dict[int, str] | None = None
 
     def begin(self) -> None:
-        """Ask them all, in their order, which is that in which they begin to write. Raises OSError: no descriptor left.
+        """Ask them all, in their order. Raises OSError: no descriptor left.
 
-        A process that would not survive the signal, or is stopped, is not sent it.
+        A process that would not survive a signal, or is stopped, is not sent one.
         """
+        now = clock.now()
+        self._until, self._outside_until = now + self._seconds, now + _FROM_OUTSIDE * self._seconds
+        loop = self._loop = Loop()
         try:
-            self._epoll = select.epoll(max(1, len(self._asks)))
-            self._timer = _timerfd()
-            self._add(self._timer, self._timed)
             try:
                 self._inotify = linux.inotify()
-                self._add(self._inotify, self._grown)
+                loop.watch(self._inotify, self._grown)
             except OSError:
                 self._blind = True
             for ask in self._asks:
-                self._ask(ask)
+                self._begin(ask)
+            loop.at(now + self._seconds / 3, self._read_the_silent)
+            loop.at(self._outside_until, self._give_up_reading)
+            self._read_more()
         except BaseException:
             self.close()
             raise
         if self._blind:
-            self._look_again(self._waiting)
+            self._look_again(self._asks)
 
-    def fileno(self) -> int:
-        """A descriptor that is readable when `complete` has something to take. Valid until `finish` or `close`."""
-        if self._epoll is None:
-            raise ValueError("the collection is not open")
-        return self._epoll.fileno()
-
-    def complete(self) -> bool:
-        """Take what is there, without waiting. Returns whether all that can come has come."""
-        if self._epoll is None:
+    def wait(self) -> bool:
+        """Wait until all is complete, or the time is over. Returns whether it is."""
+        loop = self._loop
+        if loop is None:
             return True
-        while ready := self._epoll.poll(0):
-            for fd, _events in ready:
-                if fd in self._fds:
-                    self._fds[fd]()
-        return all(ask.done for ask in self._asks)
-
-    def wait(self, seconds: float = BOUND) -> bool:
-        """Wait until all is complete, for ``seconds`` at the most. Returns whether it is."""
-        deadline = clock.now() + seconds
-        while not self.complete():
-            left = deadline - clock.now()
-            if left <= 0 or self._epoll is None:
-                return False
-            poll = select.poll()
-            poll.register(self._epoll.fileno(), select.POLLIN)
-            poll.poll(left * 1000)
-        return True
+        late = loop.at(self._until, lambda: None)
+        try:
+            while not self._complete():
+                if clock.now() >= self._until:
+                    return False
+                loop.once()
+            return True
+        finally:
+            late.cancel()
 
     def finish(self) -> dict[int, str]:
         """End the asking, complete or not.
@@ -123,16 +139,14 @@ class Collection:
         the kernel up to 30 ms, which someone who is about to kill had better spend afterwards.
 
         Returns:
-            Rank → its dump, and below it native frames where they were asked for. For one that has shown none: a line
+            Key → its dump, and below it native frames where they were asked for. For one that has shown none: a line
             ``# no Python stack: `` and why, and `facts`. The same again when called again.
         """
         if self._result is None:
-            if self._epoll is not None:
-                self.complete()
-                for ask in self._waiting:
-                    if ask.waits and ask.look():
-                        ask.look()
-            self._result = {ask.target.rank: ask.result() for ask in self._asks}
+            for ask in self._asks:
+                if ask.waits and ask.look():
+                    ask.look()
+            self._result = {ask.target.key: ask.result() for ask in self._asks}
         self._release()
         return self._result
 
@@ -144,23 +158,20 @@ class Collection:
             os.close(inotify)
 
     def __del__(self) -> None:
-        if getattr(self, "_inotify", -1) >= 0:
+        if hasattr(self, "_result"):  # else the construction has failed
             self.close()
 
     def _release(self) -> None:
-        epoll, self._epoll = self._epoll, None
+        loop, self._loop = self._loop, None
+        for spy in self._spies:
+            spy.close()
+        self._spies.clear()
+        self._to_read.clear()
+        self._natives.clear()
         for ask in self._asks:
-            if ask.spy is not None:
-                ask.spy.close()
-            if ask.pidfd >= 0:
-                os.close(ask.pidfd)
-                ask.pidfd = -1
-        timer, self._timer = self._timer, -1
-        if timer >= 0:
-            os.close(timer)
-        self._fds.clear()  # they refer to us
-        if epoll is not None:
-            epoll.close()
+            ask.close()
+        if loop is not None:
+            loop.close()
 
     def __enter__(self) -> Collection:  # noqa: PYI034 - typing would be imported for it
         return self
@@ -168,105 +179,215 @@ class Collection:
     def __exit__(self, *_details: object) -> None:
         self.close()
 
-    def _ask(self, ask: Ask) -> None:
+    def _complete(self) -> bool:
+        return not (self._to_read or self._spies or self._natives or any(ask.waits for ask in self._asks))
+
+    def _begin(self, ask: Ask) -> None:
         try:
             ask.open()
-            if not self._blind:
-                self._watched[linux.inotify_add(self._inotify, ask.path)] = ask
-            self._waiting.append(ask)
-            ask.ask()
-            self._add(ask.pidfd, lambda: self._exited(ask))
+            assert self._loop is not None
+            self._loop.watch(ask.pidfd, lambda _events: self._exited(ask))
         except Refused as refused:
             ask.why = str(refused)
         except OSError as error:
             ask.why = f"it could not be asked: {error.strerror or error}"
-        if ask.why and ask.why != "it has exited":
-            self._spy(ask)
+        else:
+            if not (ask.target.doomed and not ask.shared and self._signal(ask, everyone=True)):
+                self._to_read.append((ask, 0))
 
-    def _add(self, fd: int, callback: Callable[[], None]) -> None:
-        assert self._epoll is not None
-        self._epoll.register(fd, select.EPOLLIN)
-        self._fds[fd] = callback
+    # --- by signal
 
-    def _forget(self, fd: int) -> None:
-        if self._fds.pop(fd, None) is not None and self._epoll is not None:
-            self._epoll.unregister(fd)
+    def _signal(self, ask: Ask, *, everyone: bool) -> bool:
+        """Send it a signal. Returns whether that could be done."""
+        try:
+            if not self._blind and ask.path:
+                self._watched[linux.inotify_add(self._inotify, ask.path)] = ask
+            ask.ask(everyone=everyone)
+        except Refused as refused:
+            ask.why = str(refused)
+        except OSError as error:
+            ask.why = f"it could not be asked: {error.strerror or error}"
+        if self._blind and ask.waits:
+            self._look_again([ask])
+        return ask.waits
 
-    def _grown(self) -> None:
+    def _grown(self, _events: int) -> None:
         grown: set[Ask] = set()
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._inotify, 65536):
                 offset = 0
                 while offset < len(data):
-                    watch, _events, _cookie, length = struct.unpack_from("iIII", data, offset)
+                    watch, _mask, _cookie, length = struct.unpack_from("iIII", data, offset)
                     offset += 16 + length
                     ask = self._watched.get(watch)
-                    grown.update(self._waiting if ask is None else (ask,))  # -1: events were lost
+                    grown.update(self._asks if ask is None else (ask,))  # -1: events were lost
         self._look(grown)
 
-    def _timed(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._timer, 8)
-        again, self._again = self._again, set()
-        self._delay = min(2 * self._delay, _LATER)
-        self._look(again)
-        if self._blind:
-            self._look_again(self._waiting)
-
     def _look(self, asks: Iterable[Ask]) -> None:
-        self._look_again([ask for ask in asks if ask.waits and ask.look()])
-        for ask in asks:
-            if ask.text is not None and ask.spy is None:
-                self._spy(ask)
+        waiting = [ask for ask in asks if ask.waits]
+        self._look_again([ask for ask in waiting if ask.look() or self._blind])
+        for ask in waiting:
+            if not ask.waits:
+                self._has_said(ask)
 
     def _look_again(self, asks: Iterable[Ask]) -> None:
         soon = [ask for ask in asks if ask.waits]
-        if soon:
+        if soon and self._loop is not None:
             if not self._again:
-                _set_timer(self._timer, self._delay)
+                self._loop.after(self._delay, self._timed)
             self._again.update(soon)
 
+    def _timed(self) -> None:
+        again, self._again = self._again, set()
+        self._delay = min(2 * self._delay, _LATER)
+        self._look(again)
+
+    def _has_said(self, ask: Ask) -> None:
+        """Its dump is complete. One that was cut lacks the main thread: then it is read from outside as well."""
+        if ask.is_cut and clock.now() < self._outside_until:
+            self._to_read.append((ask, 0))
+            self._read_more()
+        elif ask.is_cut and ask.number != ask.numbers[0]:
+            self._signal(ask, everyone=False)
+        else:
+            self._read_natively(ask)
+
     def _exited(self, ask: Ask) -> None:
-        self._forget(ask.pidfd)
+        assert self._loop is not None
+        self._loop.forget(ask.pidfd)
         ask.exited()
+        ask.why = GONE
 
-    def _spy(self, ask: Ask) -> None:
-        """Have py-spy look at a process that has done with our signal: it would hold up the handler."""
-        if ask.target.native and ask.spy is None:
-            ask.spy = Spy(ask.target.pid)
-            if not ask.spy.done:
-                spy = ask.spy
+    # --- from outside
 
-                def ended() -> None:
-                    self._forget(spy.pidfd)
-                    spy.end()
+    def _read_the_silent(self) -> None:
+        """Who has not answered a signal by now may have it blocked in every thread, or sleep too deeply."""
+        self._to_read.extend((ask, 0) for ask in self._asks if ask.waits)
+        self._read_more()
 
-                self._add(spy.pidfd, ended)
+    def _read_more(self) -> None:
+        while self._to_read and len(self._spies) < _AT_ONCE and clock.now() < self._outside_until:
+            ask, tried = self._to_read.popleft()
+            if ask.why == GONE or (ask.text is not None and not ask.is_cut):
+                continue
+            # Every second time without a pause: who waits for a disk cannot be paused, nor who is traced already.
+            state = ask.state()
+            spy = Spy(ask.target.pid, pause=tried % 2 == 0 and not state.startswith("it is in"))
+            if spy.done and self._spies:  # no descriptor is left, say: then once another has ended
+                self._to_read.appendleft((ask, tried))
+                break
+            if spy.done:
+                ask.unread = spy.why
+                self._cannot_read(ask)
+            else:
+                self._watch(spy, ask, partial(self._has_read, ask, tried, state), _TRY * _FROM_OUTSIDE * self._seconds)
+        while self._natives and not self._to_read and len(self._spies) < _AT_ONCE:
+            ask = self._natives.popleft()
+            spy = Spy(ask.target.pid, native=True)
+            if not spy.done:
+                self._watch(spy, ask, partial(_has_native_frames, ask), self._seconds)
+
+    def _watch(self, spy: Spy, ask: Ask, then: Callable[[Spy], None], seconds: float) -> None:
+        loop = self._loop
+        assert loop is not None
+
+        def ended(_events: int) -> None:
+            loop.forget(spy.pidfd)
+            self._spies.pop(spy)[1].cancel()
+            spy.end()
+            then(spy)
+            spy.close()
+            self._read_more()
+
+        def late() -> None:
+            loop.forget(spy.pidfd)
+            del self._spies[spy]
+            spy.close()
+            then(spy)
+            self._read_more()
+
+        self._spies[spy] = ask, loop.after(seconds, late)
+        loop.watch(spy.pidfd, ended)
+
+    def _has_read(self, ask: Ask, tried: int, state: str, spy: Spy) -> None:
+        text = read(spy.text())
+        if text:
+            ask.text, ask.waits = f"# {state}\n{text}" if state else text, False
+            self._read_natively(ask)
+            return
+        ask.unread = spy.why or "py-spy has found no stack"
+        again = tried + 1 < (_TRIES if ask.numbers[0] else _STRANGERS) and not ask.unread.endswith("(ptrace)")
+        if again and clock.now() < self._outside_until:
+            self._to_read.append((ask, tried + 1))
+        else:
+            self._cannot_read(ask)
+
+    def _give_up_reading(self) -> None:
+        """The time for it is over: ask by signal who has not been read."""
+        late = [ask for ask, _tried in self._to_read]
+        self._to_read.clear()
+        for spy, (ask, deadline) in list(self._spies.items()):
+            if ask.text is None or ask.is_cut:
+                deadline.cancel()
+                assert self._loop is not None
+                self._loop.forget(spy.pidfd)
+                del self._spies[spy]
+                spy.close()
+                ask.unread = ask.unread or spy.why
+                late.append(ask)
+        for ask in late:
+            ask.unread = ask.unread or "there was no time for py-spy"
+            self._cannot_read(ask)
+
+    def _cannot_read(self, ask: Ask) -> None:
+        if ask.why != GONE and not ask.waits:
+            self._signal(ask, everyone=False)
+
+    def _read_natively(self, ask: Ask) -> None:
+        """Have frames of C code read, of a process that has done with our signal: py-spy would hold up the handler."""
+        if ask.target.native and ask.why != GONE:
+            self._natives.append(ask)
+            self._read_more()
+
+
+def speaker(pid: int) -> int:
+    """The process whose stacks tell of a worker: itself, or the one below it, where it only waits for that one.
+
+    That is a program which is no Python and has a single child: ``sh run.sh``, ``numactl``, ``env``. Never raises.
+    """
+    for _ in range(_DEEP):
+        try:
+            if "python" in os.path.basename(os.readlink(f"/proc/{pid}/exe")):
+                break
+            below = linux.children(pid)
+        except OSError:
+            break
+        if len(below) != 1:
+            break
+        (pid,) = below
+    return pid
+
+
+def _has_native_frames(ask: Ask, spy: Spy) -> None:
+    ask.extra = spy.text()
 
 
 def write(folder: str, text: str) -> str:
-    """Write to ``stacks-1.txt`` in a folder, or to the next number that is free. Returns the path. Raises OSError."""
-    number = 1
-    while True:
-        path = os.path.join(folder, f"stacks-{number}.txt")
-        try:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        except FileExistsError:
-            number += 1
-            continue
-        with open(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
-        return path
+    """Write to ``stacks-<n>.txt`` in a folder, n being one more than the highest there. Returns the path.
+
+    Of such files the newest `KEPT` are kept. Raises OSError.
+    """
+    numbers = sorted(int(name[7:-4]) for name in os.listdir(folder) if _is_ours(name))
+    number = numbers[-1] + 1 if numbers else 1
+    path = os.path.join(folder, f"stacks-{number}.txt")
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    with open(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(text)
+    for old in numbers[: len(numbers) + 1 - KEPT] if len(numbers) >= KEPT else ():
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(folder, f"stacks-{old}.txt"))
+    return path
 
 
-def _timerfd() -> int:
-    """A timer on CLOCK_MONOTONIC, as a descriptor (timerfd_create(2)); `os` has it since 3.13. Raises OSError."""
-    fd = linux._libc("timerfd_create", 1, os.O_NONBLOCK | os.O_CLOEXEC)  # noqa: SLF001 - the one way to call the C library
-    if fd < 0:
-        raise OSError(24, "no descriptor left for a timer")
-    return fd
-
-
-def _set_timer(fd: int, seconds: float) -> None:
-    whole, part = divmod(int(seconds * 1e9), 1_000_000_000)
-    linux._libc("timerfd_settime", fd, 0, struct.pack("@4l", 0, 0, whole, part), None)  # noqa: SLF001 - as above
+def _is_ours(name: str) -> bool:
+    return name.startswith("stacks-") and name.endswith(".txt") and name[7:-4].isdecimal() and name.isascii()

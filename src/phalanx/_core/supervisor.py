@@ -511,7 +511,7 @@ class Supervisor:
             def testified() -> None:
                 self._loop.call(partial(self._tell, "testified", serial))
 
-        self._report.hear(verb, *arguments, workers=self.mirror.alive, testified=testified)
+        self._report.hear(verb, *arguments, workers=self.mirror.alive, ended=self.mirror.ended, testified=testified)
 
     # --- wishes, and what is expected then
 

@@ -1,7 +1,8 @@
 """The stacks of all ranks of a group, taken at the moment when one of them hangs.
 
-Owns how long that may last, and the files that they go to. How a process is asked for its stacks is the business of
-`stacks`. Nothing that goes wrong here keeps what hangs from being ended. Used by one thread, which waits.
+Owns which processes are looked at, how long that may last, and the files that it goes to. How a process is looked at
+is the business of `stacks`. Nothing that goes wrong here keeps what hangs from being ended. Used by one thread, which
+waits.
 """
 
 from __future__ import annotations
@@ -9,19 +10,25 @@ from __future__ import annotations
 import contextlib
 import os
 
-from phalanx._core import clock
+from phalanx._core import clock, linux
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    from phalanx._core.frames import Frame
+    from phalanx._core.frames import Ended, Frame, Halted
+    from phalanx._core.hang import Hang
+
+    Where = Frame | Halted | Ended | str
 
 WAIT = 0.3
 """Seconds in which the ranks have to give their stacks: as `stacks.BOUND`, whose import may fail."""
 
 _FRESH = 1.0  # seconds for which they serve for what hangs next, too
-_SPIES = 8  # that are sent out at most: each is a process, and all of them have `WAIT` seconds
+_NATIVE = 8  # processes that hang of which frames of C code are read: that takes some 50 ms each
+_BELOW = 8  # processes below each one that hangs that are looked at,
+_BELOW_ALL = 64  # and in all
+_TOLD = 3  # of them, in words
 
 
 class Witnesses:
@@ -31,15 +38,18 @@ class Witnesses:
         error_files: Each rank's. Its folder takes the rank's stacks.
 
     Attributes:
-        texts: What each rank had to say last.
-        files: Where that has been written, as far as it could be.
+        texts: What each process had to say last, by pid.
+        files: Where each rank's have been written, as far as they could be.
     """
 
     def __init__(self, error_files: Mapping[int, str]) -> None:
         self.texts: dict[int, str] = {}
         self.files: dict[int, str] = {}
         self._error_files = error_files
-        self._places: dict[int, Frame | str] = {}  # that the texts tell: each is read once, however many ranks hang
+        self._speakers: dict[int, int] = {}  # each rank's process that stands for it: the one that hangs, or the worker
+        self._below: dict[int, list[int]] = {}  # each rank's other processes that were looked at
+        self._ended: dict[int, str] = {}
+        self._places: dict[int, Where] = {}  # of the speakers, by rank: each text is read once, however many hang
         self._apart: set[int] | None = None
         self._taken = -_FRESH
 
@@ -50,59 +60,88 @@ class Witnesses:
 
             from phalanx._core import frames, stacks
 
-            del json, frames, stacks
+            stacks.find()
+            del json, frames
 
-    def hear(self, alive: Mapping[int, int], hung: Mapping[int, int], since: float) -> contextlib.ExitStack:
+    def hear(
+        self,
+        alive: Mapping[int, int],
+        hangs: Sequence[Hang],
+        *,
+        doomed: bool,
+        ended: Mapping[int, str] | None = None,
+    ) -> contextlib.ExitStack:
         """Take the stacks of all ranks that are ``alive``; at the latest after `WAIT` seconds it is over.
 
-        Those that were taken a moment ago will do, if the block that hangs had been entered before: ``since`` is when.
-        Of the ranks that are ``hung``, the process that hangs is asked: the worker, or one below it. Its native frames
-        are taken as well, if py-spy is there: for some 50 ms.
+        Those that were taken a moment ago will do, if they were taken of all that hang, which had begun before. Of the
+        ranks that hang, the processes that do are looked at (the worker, or some below it), and those below them.
+
+        Args:
+            alive: The pids of the live workers, by rank.
+            hangs: What hangs.
+            doomed: Whether the processes that hang are about to be killed: then all their threads are had by signal.
+            ended: The ranks that have ended, and how.
 
         Returns what is to be closed once nobody waits any more: it takes its time.
         """
         afterwards = contextlib.ExitStack()
-        if self._taken >= max(since, clock.now() - _FRESH):
+        hangs = sorted(hangs, key=lambda hang: hang.timer.deadline)
+        since = max(hang.timer.deadline - hang.timer.span for hang in hangs) / clock.NS
+        if self._taken >= max(since, clock.now() - _FRESH) and all(hang.pid in self.texts for hang in hangs):
             return afterwards
-        texts: dict[int, str] = {}
-        spied = sorted(hung)[:_SPIES]
+        speakers, texts = dict(alive), {}
+        below = _others(alive, hangs)
         try:
             from phalanx._core import stacks
 
+            speakers = {rank: stacks.speaker(pid) for rank, pid in alive.items()}
+            speakers |= {hang.rank: hang.pid for hang in reversed(hangs)}  # the first one stands for its rank
+            struck = {hang.pid for hang in hangs} | {alive.get(hang.rank, 0) for hang in hangs} if doomed else set()
+            native = [hang.pid for hang in hangs][:_NATIVE]
+            ranks = {pid: rank for rank, pids in below.items() for pid in pids}
+            ranks |= {pid: rank for rank, pid in speakers.items()}
             collection = stacks.Collection(
-                stacks.Target(rank, hung.get(rank, pid), self._error_files[rank], native=rank in spied)
-                for rank, pid in alive.items()
+                (
+                    stacks.Target(pid, pid, self._error_files[ranks[pid]], doomed=pid in struck, native=pid in native)
+                    for pid in sorted(ranks, key=lambda pid: pid not in speakers.values())
+                ),
+                WAIT,
             )
             afterwards.callback(collection.close)
             collection.begin()
-            collection.wait(WAIT)
+            collection.wait()
             texts = collection.finish()
         except Exception:  # noqa: BLE001, S110 - no descriptor is left, say; see the top
             pass
         self.texts, self.files, self._places, self._apart = texts, {}, {}, None
+        self._speakers, self._below, self._ended = speakers, below, dict(ended or {})
         self._taken = clock.now()
         return afterwards
 
     def write(self) -> None:
         """Put each rank's stacks into its folder, as ``stacks-<n>.txt``. Once; what cannot be written is left out."""
-        for rank, text in self.texts.items():
-            if rank not in self.files:
+        for rank, speaker in self._speakers.items():
+            if rank not in self.files and speaker in self.texts:
                 self.files[rank] = ""
+                parts = [self.texts[speaker]]
+                for pid in self._below.get(rank, ()):
+                    text = self.texts.get(pid, "")
+                    if _has_stack(text):
+                        parts.append(f"# process {pid} of the same rank\n{text}")
                 with contextlib.suppress(Exception):  # the disk is full, say, or no descriptor is left
                     from phalanx._core import stacks
 
-                    self.files[rank] = stacks.write(os.path.dirname(self._error_files[rank]), text)
+                    self.files[rank] = stacks.write(os.path.dirname(self._error_files[rank]), "\n".join(parts))
 
-    def sum_up(self, rank: int, thread: int) -> str:
-        """Where a rank stands (its ``thread``), and where the others do."""
+    def sum_up(self, hang: Hang) -> str:
+        """Where what hangs stands, where the other ranks do, and where the processes below it."""
         try:
             from phalanx._core import frames
 
-            if not self._places:
-                self._places = {each: frames.place(text) for each, text in self.texts.items()}
-            if thread and rank in self.texts:
-                return frames.put_together({**self._places, rank: frames.place(self.texts[rank], thread)}, rank)
-            return frames.put_together(self._places, rank)
+            places = dict(self._all_places())
+            if hang.pid in self.texts:
+                places[hang.rank] = frames.place(self.texts[hang.pid], hang.timer.thread)
+            return "\n".join([frames.put_together(places, hang.rank), *self._of_below(hang)])
         except Exception as error:  # noqa: BLE001 - see the top
             return f"its stacks make no sense: {error!r}"
 
@@ -113,5 +152,46 @@ class Witnesses:
             with contextlib.suppress(Exception):  # see the top
                 from phalanx._core import frames
 
-                self._apart = frames.apart(self.texts)
+                self._apart = frames.apart(self._all_places())
         return self._apart
+
+    def _all_places(self) -> dict[int, Where]:
+        from phalanx._core import frames
+
+        if not self._places:
+            self._places = {
+                rank: frames.place(self.texts[pid]) for rank, pid in self._speakers.items() if pid in self.texts
+            }
+            self._places |= {rank: frames.Ended(how) for rank, how in self._ended.items() if rank not in self._places}
+        return self._places
+
+    def _of_below(self, hang: Hang) -> list[str]:
+        """Where the other processes of the rank are: a worker may wait for one of them."""
+        from phalanx._core import frames
+
+        others = [pid for pid in self._below.get(hang.rank, ()) if pid != hang.pid]
+        pids = [pid for pid in others if _has_stack(self.texts.get(pid, ""))]
+        lines = [f"process {pid} of the same rank is in {frames.place(self.texts[pid])}" for pid in pids[:_TOLD]]
+        more = len(pids) - _TOLD
+        return [*lines, f"and {more} more of its processes: see its stacks"] if more > 0 else lines
+
+
+def _others(alive: Mapping[int, int], hangs: Sequence[Hang]) -> dict[int, list[int]]:
+    """By rank, the processes of those that hang which do not stand for it: the worker, who else hangs, those below."""
+    found: dict[int, list[int]] = {}
+    first: dict[int, int] = {}
+    room = _BELOW_ALL
+    for hang in hangs:
+        speaker = first.setdefault(hang.rank, hang.pid)
+        pids = found.setdefault(hang.rank, [])
+        worker = alive.get(hang.rank, hang.pid)
+        below = list(linux.below([hang.pid], _BELOW))[: min(_BELOW, room)]
+        room -= len(below)
+        pids += [pid for pid in (worker, hang.pid, *below) if pid != speaker and pid not in pids]
+    return found
+
+
+def _has_stack(text: str) -> bool:
+    from phalanx._core.frames import NO_STACK
+
+    return bool(text) and not text.startswith(NO_STACK)

@@ -60,6 +60,7 @@ def serve_script(argv: list[bytes]) -> None:
     from phalanx._core import script
 
     _part_ways()
+    linux.allow_reading()
     sys.argv[:] = [os.fsdecode(argument) for argument in argv]
     streams.open_anew(unbuffered=True)
     handler = sys.modules.get("faulthandler")
@@ -247,6 +248,7 @@ def _begin(me: Child) -> None:
     _Mine.stderr_logged = bool(os.environ.get("PHALANX_STDERR_LOGGED"))
     evidence.catch_fatal_signals()
     evidence.offer_stacks()
+    linux.allow_reading()
     # A killed worker loses what is in its buffers, and a log that lags is no log.
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         streams.attempt(stream, "reconfigure", line_buffering=True)

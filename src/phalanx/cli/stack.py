@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 import sys
 
 import click
@@ -26,14 +25,15 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx._core.frames import Frame, Thread
-    from phalanx._core.stacks import Target
     from phalanx.multiprocessing._record import Rank, Run
     from phalanx.multiprocessing._runs import RunDir
 
-_PATIENCE = 2.0
-"""Seconds that a person waits for a rank; a healthy one takes less than 0.001."""
+_PATIENCE = 0.4
+"""Seconds that a person waits for the ranks of a look, at the most, and `_EACH` for every rank: py-spy takes 10 ms."""
 
+_EACH = 0.012
 _NATIVE_PATIENCE = 15.0  # py-spy reads the symbols of every library first
+_AT_ONCE = 128  # ranks that are looked at at a time, each of which takes a descriptor
 _EXITED = f"{NO_STACK}it has exited\n"
 _LIBRARY = re.compile(r".*/(?:(?:site|dist)-packages|lib(?:64|32)?/python\d[\d.]*t?)/")
 
@@ -52,7 +52,7 @@ def _names(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list
 @click.argument("run", required=False, shell_complete=_names)
 @click.option("--rank", "ranks", type=click.IntRange(min=0), multiple=True, metavar="N",
               help="Only this rank; may be given several times.")  # fmt: skip
-@click.option("--native", is_flag=True, help="The frames of C code as well, through py-spy where it is installed.")
+@click.option("--native", is_flag=True, help="The frames of C code as well.")
 @click.option(
     "--log-dir",
     type=click.Path(file_okay=False),
@@ -67,7 +67,9 @@ def stack(run: str | None, *, ranks: tuple[int, ...], native: bool, log_dir: str
     phalanx stack --rank 3               its rank 3 alone
     phalanx stack 20261120-1030 --native
 
-    The run goes on unharmed. RUN is as for phalanx logs. The exit code is 0 if there was any stack to show.
+    The run goes on unharmed: py-spy reads the memory of each rank, which is paused for some milliseconds. Where that is
+    not allowed, a rank is asked by a signal for the stack of its main thread, and it is said. RUN is as for phalanx
+    logs. The exit code is 0 if there was any stack to show.
     """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
     found = _resolve(log_dir or default_place(), run)
     assert found.run is not None
@@ -131,34 +133,54 @@ def _ranks(run: Run, wanted: set[int]) -> list[Rank]:
 
 
 def _collect(folder: str, ranks: list[Rank], *, native: bool) -> dict[int, str]:
-    """Ask the ranks that live: rank → text. A process is asked only while it is held by a pidfd, and is the one."""
-    from phalanx._core.stacks import Collection
+    """Look at the ranks that live: rank → text."""
+    texts: dict[int, str] = {}
+    for first in range(0, len(ranks), _AT_ONCE):
+        texts |= _look(folder, ranks[first : first + _AT_ONCE], native=native)
+    return texts
 
-    texts = {rank.rank: _EXITED for rank in ranks}
+
+def _look(folder: str, ranks: list[Rank], *, native: bool) -> dict[int, str]:
+    """A process is looked at only while it is held by a pidfd, and is the one."""
+    from phalanx._core.stacks import Collection, Target, speaker
+
+    texts: dict[int, str] = {}
     with contextlib.ExitStack() as held:
         targets = []
         for rank in ranks:
-            with contextlib.suppress(OSError):
-                targets.append(_target(folder, rank, held, native=native))
+            try:
+                pidfd = _hold(rank, held)
+            except ProcessLookupError:
+                texts[rank.rank] = _EXITED
+            except OSError as error:
+                texts[rank.rank] = f"{NO_STACK}it could not be asked: {error.strerror}\n"
+            else:
+                error_file = os.path.join(folder, str(rank.local_rank), "error.json")
+                pid = speaker(rank.pid)
+                fd = pidfd if pid == rank.pid else -1
+                targets.append(Target(rank.rank, pid, error_file, native=native, pidfd=fd))
+        seconds = _NATIVE_PATIENCE if native else _PATIENCE + _EACH * len(targets)
         try:
-            collection = held.enter_context(Collection(targets))
+            collection = held.enter_context(Collection(targets, seconds))
             collection.begin()
         except OSError as error:
             raise click.ClickException(str(error.strerror)) from None
-        collection.wait(_NATIVE_PATIENCE if native else _PATIENCE)
-        return texts | collection.finish()
+        collection.wait()
+        found = collection.finish()
+        return texts | {rank.rank: found[rank.rank] for rank in ranks if rank.rank in found}
 
 
-def _target(folder: str, rank: Rank, held: contextlib.ExitStack, *, native: bool) -> Target:
-    """Raises OSError when that process is no more."""
-    from phalanx._core.stacks import Target
-
+def _hold(rank: Rank, held: contextlib.ExitStack) -> int:
+    """A pidfd. Raises ProcessLookupError when that process is no more; OSError."""
     pidfd = os.pidfd_open(rank.pid)
     held.callback(os.close, pidfd)
-    if linux.Stat(rank.pid).start != rank.pid_started:  # the pid is another's by now
+    try:
+        started = linux.Stat(rank.pid).start
+    except FileNotFoundError:
+        raise ProcessLookupError from None
+    if started != rank.pid_started:  # the pid is another's by now
         raise ProcessLookupError
-    error_file = os.path.join(folder, str(rank.local_rank), "error.json")
-    return Target(rank.rank, rank.pid, error_file, lambda number: signal.pidfd_send_signal(pidfd, number), native)
+    return pidfd
 
 
 def _alike(text: str) -> object:

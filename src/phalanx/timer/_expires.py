@@ -339,12 +339,13 @@ def _group_seat() -> Seat:
 
 
 def _show_stacks() -> None:
-    """Have this process show its stacks if nobody does for its rank: the worker above it is no Python (`sh run.sh`)."""
-    from phalanx._core import evidence
+    """Have this process show its stacks, unless it does: it may be one below the worker (`sh run.sh`, a loader)."""
+    from phalanx._core import evidence, linux
 
     path = os.environ.get(evidence.ERROR_FILE_ENV)
-    if path and not os.path.exists(evidence.stacks_path(path)):
+    if path and not evidence.offers_stacks(path):
         evidence.offer_stacks(path)
+        linux.allow_reading()
 
 
 def _hook() -> None:

@@ -13,16 +13,18 @@ if TYPE_CHECKING:
 
 
 def move_stack_signal(number: SupportsIndex) -> None:
-    """Have this worker show its stacks on another signal, or on none.
+    """Have this worker show its stack on another signal, or on none.
 
-    A Python worker appends the stacks of its threads to ``error.json.stacks`` in its log directory whenever SIGRTMIN+18
-    (52) comes: so are they found when a timer expires, or by ``phalanx stack``. Code that needs that signal for itself
-    moves this one out of its way first. From outside, ``PHALANX_STACK_SIGNAL=N`` does the same for a whole group. The
-    signal that is left has its default disposition again, but for a handler that was put on it with `signal.signal`
-    meanwhile: that one stays.
+    A Python worker that cannot be read from outside is asked by SIGRTMIN+18 (52) to append the stack of its main thread
+    to ``error.json.stacks`` in its log directory; one that is about to be killed, by SIGRTMIN+19 (53), to append those
+    of all threads. Code that needs the first signal for itself moves it out of its way first. From outside,
+    ``PHALANX_STACK_SIGNAL=N`` does the same for a whole group. The signal that is left has its default disposition
+    again, but for a handler that was put on it with `signal.signal` meanwhile: that one stays. The second signal is
+    left alone where somebody has a use for it.
 
     Args:
-        number: The signal, whatever it does now: a handler that is there is replaced. 0: show no stacks.
+        number: The signal, whatever it does now: a handler that is there is replaced. 0: show no stacks, on the
+            second one neither.
 
     Raises:
         ValueError: There is no such signal, or it cannot be caught (SIGKILL, SIGSTOP), or it is one that ends a process

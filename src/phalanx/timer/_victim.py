@@ -15,15 +15,15 @@ import os
 import select
 import signal
 
-from phalanx._core import clock, evidence, frames, linux, stacks
+from phalanx._core import clock, evidence, frames, hang_report, linux, stacks
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
+
+    from phalanx._core.hang import Hang
 
 _log = logging.getLogger("phalanx.timer")
-
-_STACKS = evidence.stacks_path("/error.json").removeprefix("/error.json")
 
 _PATIENCE = 64  # generations of a family tree; a loop, which races with exits could show, ends there
 
@@ -82,7 +82,7 @@ class Victim:
         poll.register(self.fd, select.POLLIN)
         return bool(poll.poll(0))
 
-    def reap(self, number: int, scopes: Sequence[str], overdue: float) -> bool:
+    def reap(self, number: int, hangs: Sequence[Hang]) -> bool:
         """Write down where it hangs, then signal it; log both.
 
         The evidence is its Python stacks, as far as it gives them within `stacks.BOUND`, and an error file where the
@@ -91,8 +91,7 @@ class Victim:
 
         Args:
             number: The signal. With 0 or less the process is reported on, and neither signalled nor accused in a file.
-            scopes: Those that expired, at least one; the message of the failure names them.
-            overdue: Seconds beyond the first of their deadlines.
+            hangs: Its timers that expired, at least one, the first one first; that one is what the failure names.
 
         Returns:
             False if it had exited before; no signal was sent then.
@@ -100,10 +99,12 @@ class Victim:
         if self.gone():
             return False
         before, self._afterwards = self._afterwards, contextlib.ExitStack()
-        text = self._write_down(number, scopes, overdue)
+        text, where = self._write_down(number, hangs)
         sent = number <= 0 or self.send(number)
-        late = f"{describe(scopes)}; {clock.spoken(overdue)} over its deadline"
-        _log.error("pid %d: %s; %s%s", self.pid, late, _outcome(number, sent=sent), f"\n{text}" if text else "")
+        now = clock.now_ns()
+        late = [f"{hang.what}; {clock.spoken(hang.late(now))} over" for hang in hangs]
+        told = "; ".join([*late, *where, _outcome(number, sent=sent)])
+        _log.error("pid %d: %s%s", self.pid, told, f"\n{text}" if text else "")
         before.close()
         if number <= 0:
             self._afterwards.close()
@@ -143,38 +144,42 @@ class Victim:
             raise Exited(f"process {self.pid} has exited")
         return start, same_user
 
-    def _write_down(self, number: int, scopes: Sequence[str], overdue: float) -> str:
-        moment = clock.now_ns() - int(overdue * clock.NS)
-        path, text = self._path, ""
+    def _write_down(self, number: int, hangs: Sequence[Hang]) -> tuple[str, list[str]]:
+        """Its stacks, and where that is, in words."""
+        path, text, where = self._path, "", []
+        moment = clock.now_ns()
         try:
-            text = self._stacks(path)
+            text = self._stacks(path, doomed=number == signal.SIGKILL)
+            place = frames.top(frames.parse(text), hangs[0].timer.thread)
+            where = [] if place is None else [f"it is in {place}"]
             # Accused in a file is only who is about to be killed: one that lives on must be able to record its own end.
             # And never by root in a place that a user names.
             if number > 0 and path and self._same_user:
                 author = evidence.written_by(evidence.read(path)[0])
                 if author is None or author not in (self.pid, linux.Stat(self.pid).parent):
-                    where = frames.top(frames.parse(text))
-                    evidence.write_error_file(
-                        path,
-                        describe(scopes),
-                        evidence.without_us(text),
-                        monotonic_ns=moment,
-                        pid=self.pid,
-                        observer="timer",
-                        scope=scopes[0],
-                        detail=f"{clock.spoken(overdue)} over its deadline"
-                        + (f"\nit is in {where}" if where is not None else ""),
-                    )
+                    self._accuse(path, hangs, moment, where, text)
         except Exception as exc:  # noqa: BLE001 - whatever went wrong with the evidence, the kill must follow
             _log.warning("pid %d: no evidence of its expired timer could be left at %s: %s", self.pid, path, exc)
-        return text
+        return text, where
+
+    def _accuse(self, path: str, hangs: Sequence[Hang], moment: int, where: list[str], text: str) -> None:
+        if not evidence.may_write(path):
+            _log.warning("pid %d: %s is no error file, and is left as it is", self.pid, path)
+            return
+        first, *others = hangs
+        also = [f"also: {hang.what}; {clock.spoken(hang.late(moment))} over its deadline" for hang in others]
+        hang_report.write_down(path, first, moment, [*where, *also], text, worker=self.pid)
 
     def _error_file(self) -> str:
         """Where the process was told to leave its evidence: an absolute path, or ``""``.
 
         The file for its stacks lies beside, and it has that open; the environment in /proc is that of its last exec, so
-        in a fork it may be another's.
+        in a fork it may be another's. Anybody may have a file open that is called so: one of ours has our header, and
+        lies beside an ``error.json``, or beside what the environment names.
         """
+        prefix = f"{evidence.ERROR_FILE_ENV}=".encode()
+        told = next((entry[len(prefix) :] for entry in linux.environ(self.pid) if entry.startswith(prefix)), b"")
+        path = os.fsdecode(told)
         folder = f"/proc/{self.pid}/fd"
         try:
             fds = os.listdir(folder)
@@ -182,37 +187,23 @@ class Victim:
             fds = []
         for fd in fds:
             with contextlib.suppress(OSError):  # closed meanwhile
-                path = os.readlink(f"{folder}/{fd}")
-                if path.endswith(_STACKS):
-                    return path.removesuffix(_STACKS)
-        prefix = f"{evidence.ERROR_FILE_ENV}=".encode()
-        for entry in linux.environ(self.pid):
-            if entry.startswith(prefix):
-                path = os.fsdecode(entry[len(prefix) :])
-                return path if os.path.isabs(path) else ""
-        return ""
+                found = evidence.error_file_of(os.readlink(f"{folder}/{fd}"))
+                if found and (found == path or os.path.basename(found) == "error.json"):
+                    return found
+        return path if os.path.isabs(path) else ""
 
-    def _stacks(self, error_file: str) -> str:
-        """Ask for its stacks and wait for them, `stacks.BOUND` seconds at most."""
+    def _stacks(self, error_file: str, *, doomed: bool) -> str:
+        """Take its stacks, for `stacks.BOUND` seconds at most."""
         try:
-            collection = stacks.Collection([stacks.Target(0, self.pid, error_file, self.send)])
+            target = stacks.Target(0, self.pid, error_file, doomed=doomed, pidfd=self.fd)
+            collection = stacks.Collection([target])
             self._afterwards.callback(collection.close)
             collection.begin()
-            collection.wait(stacks.BOUND)
+            collection.wait()
             return collection.finish().get(0, "")
         except Exception as exc:  # noqa: BLE001 - an error file without stacks is better than none
             _log.warning("pid %d: no stacks: %s: %s", self.pid, type(exc).__name__, exc)
             return ""
-
-
-def describe(scopes: Iterable[str]) -> str:
-    """Say what happened, as the message of a failure and for the log.
-
-    >>> describe(["train.py:41"])
-    "Hang: 'train.py:41' was not left in time"
-    """
-    names = [repr(scope) for scope in scopes]
-    return f"Hang: {', '.join(names)} {'were' if len(names) > 1 else 'was'} not left in time"
 
 
 def _outcome(number: int, *, sent: bool) -> str:

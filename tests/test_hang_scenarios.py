@@ -1,0 +1,240 @@
+"""What the report of a hang says, for each way to hang that people meet: which rank, and where."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.test_run import Place, place
+
+if TYPE_CHECKING:
+    from tests.disks import Disk
+    from tests.helpers import Gate, Ready
+
+__all__ = ["place"]
+
+# Ranks 0, 1 and 2 wait for rank 3, which hangs in its own way. They wait in one line, wherever they are looked at.
+PROGRAM = """
+import os, sys, threading
+from phalanx import timer
+
+RANK, GATE = int(os.environ["RANK"]), {gate!r}
+
+def wait():
+    return os.read(os.open(GATE, os.O_RDONLY), 1)
+
+def all_reduce():
+    return wait()
+
+{culprit}
+
+{ready}
+if RANK == 3:
+    hang()
+else:
+    with timer.expires(after={after}, scope="step"):
+        all_reduce()
+"""
+
+FIRST = "    with timer.expires(after=0.8, scope='step'):\n"
+
+LOCK = f"""
+def take(lock):
+    lock.acquire()
+
+def hang():
+    lock = threading.Lock()
+    lock.acquire()
+{FIRST}        take(lock)
+"""
+
+SOCKET = f"""
+import socket
+
+def receive(end):
+    return end.recv(1)
+
+def hang():
+    ends = socket.socketpair()
+{FIRST}        receive(ends[0])
+"""
+
+WITH_GIL = f"""
+def count():
+    return sum(range(10 ** 15))
+
+def hang():
+{FIRST}        count()
+"""
+
+WITHOUT_GIL = f"""
+import hashlib
+
+def digest():
+    return hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 31 - 1)
+
+def hang():
+{FIRST}        digest()
+"""
+
+IMPORT = f"""
+def load():
+    import never
+
+def hang():
+    with open(f"{{os.path.dirname(__file__)}}/never.py", "w") as file:
+        file.write("import os\\nos.read(os.open(os.environ['NEVER'], os.O_RDONLY), 1)\\n")
+    os.environ["NEVER"] = GATE
+    threading.Thread(target=__import__, args=("never",), daemon=True).start()
+    while "never" not in sys.modules:
+        pass
+{FIRST}        load()
+"""
+
+CHILD = """
+import subprocess
+
+def hang():
+    program = (
+        "import os, threading\\nfrom phalanx import timer\\n"
+        "def fetch():\\n threading.Event().wait()\\n"
+        "with timer.expires(after=0.8, scope='step'):\\n fetch()\\n"
+    )
+    subprocess.run([sys.executable, "-c", program])
+"""
+
+LOADER = f"""
+import multiprocessing
+
+def read_batch(queue):
+    wait()
+
+def next_batch(queue):
+    return queue.get()
+
+def hang():
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    loader = context.Process(target=read_batch, args=(queue,))
+    loader.start()
+{FIRST}        next_batch(queue)
+"""
+
+THREAD = """
+def fetch():
+    threading.Event().wait()
+
+def prefetch():
+    with timer.expires(after=0.8, scope='step'):
+        fetch()
+
+def go_on():
+    while True:
+        pass
+
+def hang():
+    threading.Thread(target=prefetch, daemon=True).start()
+    go_on()
+"""
+
+SLEEPER = f"""
+def save():
+    with open(os.environ["DISK"] + "/checkpoint", "wb", buffering=0) as file:
+        file.write(bytes(1 << 20))
+
+def hang():
+{FIRST}        save()
+"""
+
+FINISHED = """
+def hang():
+    pass
+"""
+
+PAUSED = f"""
+import signal
+
+def compute():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+def hang():
+{FIRST}        compute()
+"""
+
+THREADS = f"""
+def take(lock):
+    lock.acquire()
+
+def hang():
+    for _ in range(130):
+        threading.Thread(target=wait, daemon=True).start()
+    lock = threading.Lock()
+    lock.acquire()
+{FIRST}        take(lock)
+"""
+
+
+def told(place: Place, ready: Ready, gate: Gate, culprit: str, *options: object, after: float = 1.2) -> tuple[str, str]:
+    """Of a run that ends by a hang: the rank that its report names first, and the lines on what is known of it."""
+    program = PROGRAM.format(culprit=culprit, ready=ready.python(), gate=gate.address, after=after)
+    with place.start("--nproc-per-node", 4, *options, place.write(program, "train.py")) as launcher:
+        done = launcher.end()
+    assert done.status != 0
+    return first_of(done.err)
+
+
+def first_of(report: str) -> tuple[str, str]:
+    found = re.search(r"\n  rank      : (\d+) ", report)
+    error = re.search(r"\n  error     : (Hang: .*)\n  detail    : .*\n((?:              .*\n)+)", report)
+    assert found is not None, report
+    assert error is not None, report
+    return found[1], error[1] + "\n" + "\n".join(line.strip() for line in error[2].splitlines())
+
+
+@pytest.mark.parametrize(
+    "culprit, where",
+    [
+        (LOCK, r"rank 3 is in take \(train\.py:\d+\)"),
+        (SOCKET, r"rank 3 is in receive \(train\.py:\d+\)"),
+        (WITH_GIL, r"rank 3 is in count \(train\.py:\d+\)"),
+        (WITHOUT_GIL, r"rank 3 is in digest \(train\.py:\d+\)"),
+        (IMPORT, r"rank 3 is in load \(train\.py:\d+\)"),
+        (CHILD, r"rank 3 is in fetch \(<string>:4\)"),
+        (LOADER, r"rank 3 is in next_batch \(train\.py:\d+\)"),
+        (THREAD, r"rank 3 is in fetch \(train\.py:\d+\)"),
+        (PAUSED, r"rank 3 is in compute \(train\.py:\d+\), stopped, by SIGSTOP or a debugger"),
+        (THREADS, r"rank 3 is in take \(train\.py:\d+\)"),
+    ],
+    ids=["lock", "socket", "gil", "no-gil", "import", "child", "loader", "thread", "paused", "130-threads"],
+)
+def test_a_rank_that_hangs_is_named_and_where(place: Place, ready: Ready, gate: Gate, culprit: str, where: str) -> None:
+    rank, text = told(place, ready, gate, culprit)
+    assert rank == "3"
+    assert text.startswith("Hang: 'step' (")
+    assert re.search(rf"3 of 4 ranks wait in wait \(train\.py:\d+\); {where}$", text, re.MULTILINE), text
+    if culprit in (CHILD, LOADER):
+        other = "hang" if culprit is CHILD else r"wait"
+        assert re.search(rf"^process \d+ of the same rank is in {other} \(train\.py:\d+\)$", text, re.MULTILINE), text
+
+
+def test_a_rank_that_waits_for_a_disk_is_named_and_where(place: Place, ready: Ready, gate: Gate, disk: Disk) -> None:
+    place.env["DISK"] = str(disk.folder)
+    disk.freeze()
+    program = PROGRAM.format(culprit=SLEEPER, ready=ready.python(), gate=gate.address, after=1.2)
+    with place.start("--nproc-per-node", 4, place.write(program, "train.py")) as launcher:
+        launcher.read_until("SIGKILL\n", "stderr")
+        disk.thaw()  # before that not even SIGKILL ends it
+        done = launcher.end()
+    rank, text = first_of(done.err)
+    assert rank == "3"
+    where = r"rank 3 is in save \(train\.py:\d+\), in an uninterruptible sleep"
+    assert re.search(rf"3 of 4 ranks wait in wait \(train\.py:\d+\); {where}$", text, re.MULTILINE), text
+
+
+def test_a_rank_that_has_returned_is_what_the_others_wait_for(place: Place, ready: Ready, gate: Gate) -> None:
+    rank, text = told(place, ready, gate, FINISHED)
+    assert rank in "012"
+    known = r"3 of 4 ranks, rank \d among them, are in wait \(train\.py:\d+\); rank 3 has ended \(exit code 0\)"
+    assert re.search(known, text), text

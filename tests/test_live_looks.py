@@ -1,0 +1,42 @@
+"""A look at a live rank harms nobody: ten kinds of threads that never stand still, looked at again and again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from phalanx._core import spy, stacks
+from phalanx.multiprocessing import start_processes
+from tests import busy
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.helpers import Ready
+
+# A look that takes the frames of all threads by a signal kills within the first three, on 3.11, 3.12 and 3.13.
+LOOKS = int(os.environ.get("PHALANX_TEST_LOOKS", "10"))
+
+
+@pytest.mark.parametrize("way", ["py-spy", "signal"])
+def test_no_look_harms_a_worker(way: str, ready: Ready, logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way == "signal":
+        monkeypatch.setattr(spy, "find", lambda: "")
+    script = os.path.join(os.path.dirname(stacks.__file__), "script.py")
+    args = {rank: (script, busy.__file__, str(rank), ready.address) for rank in range(len(busy.KINDS))}
+    with start_processes("busy", sys.executable, args, log_dir=str(logs)) as group:
+        ready.wait(len(args))
+        shown: set[int] = set()
+        for _ in range(LOOKS):
+            targets = [stacks.Target(rank, pid, group.logs.error_files[rank]) for rank, pid in group.pids().items()]
+            with stacks.Collection(targets, 0.5) as collection:
+                collection.begin()
+                collection.wait()
+                shown |= {rank for rank, text in collection.finish().items() if stacks.parse(text)}
+            assert group.wait(0) is None, "a look has ended a worker"
+        assert shown == set(args)
+        group.close(signal.SIGKILL)
