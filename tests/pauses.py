@@ -1,6 +1,6 @@
 """Pauses a run in every way that is no hang, for a while: nobody may be killed for it.
 
-``python -m tests.pauses --minutes 20`` starts a run whose ranks take timers, send heartbeats and step their wall clocks,
+``python -m tests.pauses --minutes 20`` starts a run whose ranks take timers, beat, and step their wall clocks,
 and at random: stops a rank (SIGSTOP) for less than its blocks may take, stops the launcher, and freezes them all
 (cgroup.freeze) for less, or for much more, than a block may take. It prints what was done, and fails if a rank was
 found to hang. Root is needed for the freezing.

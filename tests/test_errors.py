@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
+import dataclasses
+import faulthandler
+import importlib.util
 import inspect
+import io
 import json
 import os
 import pickle
@@ -13,6 +18,7 @@ import subprocess
 import sys
 import time
 import traceback
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +33,7 @@ from phalanx.errors import ChildFailedError, ErrorHandler, Outcome, ProcessFailu
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import ModuleType
 
     from tests.helpers import Gate, Ready
 
@@ -277,10 +284,323 @@ def test_readers_never_see_half_a_file_that_many_processes_write(tmp_path: Path,
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
 
 
-def test_the_first_evidence_of_a_process_wins(error_file: Path) -> None:
-    assert evidence.record(ValueError("first"))
-    assert evidence.record(ValueError("second"))
-    assert json.loads(error_file.read_text())["message"]["message"] == "ValueError: first"
+def by_path() -> ModuleType:
+    """The module once more, loaded by its path, as the runner of a script has it."""
+    spec = importlib.util.spec_from_file_location("evidence_by_path", evidence.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def told(path: Path) -> str:
+    message = json.loads(path.read_text())["message"]
+    return str(message["message"] if isinstance(message, dict) else message)
+
+
+def test_what_is_recorded_last_counts_and_says_what_was_before(error_file: Path) -> None:
+    for number in range(5):
+        before = time.monotonic_ns()
+        assert evidence.record(ValueError(str(number)))
+        assert told(error_file) == f"ValueError: {number}"
+        assert info(error_file)["monotonic_ns"] >= before
+    assert info(error_file)["before"]["message"] == "ValueError: 3"
+    assert "before" not in info(error_file)["before"], "no longer with each"
+
+
+def test_the_same_exception_again_keeps_its_date_and_text(error_file: Path) -> None:
+    exc = raised(ValueError("one"))
+    assert evidence.record(exc)
+    first = error_file.read_text()
+    exc.args = ("another text",)
+    exc.add_note("and a note")
+    assert evidence.record(exc)
+    assert by_path().record(exc), "the other copy of the module knows"
+    assert error_file.read_text() == first
+    assert by_path().record(exc, left=True)
+    data = json.loads(first)
+    data["message"]["extraInfo"]["left"] = True
+    assert json.loads(error_file.read_text()) == data
+    # Another has taken its place: it is written once more, and still began when it began.
+    assert evidence.record(raised(KeyError("between")))
+    assert evidence.record(exc)
+    assert told(error_file) == "ValueError: another text"
+    assert info(error_file)["monotonic_ns"] == data["message"]["extraInfo"]["monotonic_ns"]
+
+
+@pytest.mark.parametrize("how", ["cause", "context", "group", "far"])
+def test_what_has_come_of_another_has_its_date_and_its_own_text(error_file: Path, how: str) -> None:
+    first = raised(ValueError("first"))
+    assert by_path().record(first)
+    began = info(error_file)["monotonic_ns"]
+    later: BaseException = KeyError("later")
+    if how == "cause":
+        later.__cause__ = first
+    elif how == "context":
+        later.__context__ = first
+    elif how == "group":
+        later = BaseExceptionGroup("later", [TypeError(), ValueError(), first])
+    else:
+        between = RuntimeError()
+        later.__cause__, between.__context__, first.__context__ = between, first, later  # a cycle, besides
+    assert evidence.record(later)
+    assert told(error_file).startswith(type(later).__name__)
+    assert info(error_file)["monotonic_ns"] == began
+    assert info(error_file)["recorded_ns"] > began
+    assert info(error_file)["before"]["message"] == "ValueError: first"
+
+
+def test_a_recorded_exception_is_held_by_nobody_and_says_when_it_went(error_file: Path) -> None:
+    class Seen(Exception):  # noqa: N818 - one that can be referred to weakly
+        pass
+
+    exc: Seen | None = None
+    try:
+        raise Seen("x")  # noqa: TRY301 - here, and in no frame that would hold it
+    except Seen as caught:
+        exc = caught
+    gone = weakref.ref(exc)
+    assert evidence.record(exc)
+    assert pickle.loads(pickle.dumps(raised_and_recorded("y"))).args == ("y",)
+    assert evidence.record(exc)
+    assert evidence.handled_at(evidence.read(str(error_file))[0]) is None
+    before = time.monotonic_ns()
+    exc = None
+    assert gone() is None
+    assert before <= (evidence.handled_at(evidence.read(str(error_file))[0]) or 0) <= time.monotonic_ns()
+
+
+def raised_and_recorded(text: str) -> BaseException:
+    exc = raised(ValueError(text))
+    assert evidence.record(exc)
+    return exc
+
+
+def test_a_mark_means_nothing_in_another_process(error_file: Path) -> None:
+    exc = raised_and_recorded("x")
+    copy = pickle.loads(pickle.dumps(exc))
+    assert list(vars(copy).values()) == [None]
+    pid = os.fork()
+    if pid == 0:
+        del exc, copy  # handled, but by a fork
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert "handled_ns" not in info(error_file)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):  # noqa: N818 - not an error, a trial
+    text: str
+
+
+class Slotted(Exception):  # noqa: N818 - not an error, a trial
+    __slots__ = ()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("_phalanx"):
+            raise KeyboardInterrupt
+        return super().__getattribute__(name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise SystemExit
+
+
+@pytest.mark.parametrize("kind", [Frozen, Slotted])
+def test_exceptions_that_take_no_attributes_are_marked_all_the_same(error_file: Path, kind: type[Exception]) -> None:
+    exc = raised(kind("x"))
+    assert evidence.record(exc)
+    first = error_file.read_text()
+    assert evidence.record(exc)
+    assert error_file.read_text() == first
+
+
+# --- a file that is not ours ------------------------------------------------------------------------------------------
+
+FOREIGN: dict[str, dict[str, Any]] = {
+    "as torch has it": {
+        "message": {
+            "message": "ValueError: bad",
+            "errorCode": 77,
+            "extraInfo": {"py_callstack": "Traceback\nValueError: bad\n", "timestamp": "5"},
+        },
+        "custom": [1],
+    },
+    "in the traceback": {
+        "message": {"message": "E77", "extraInfo": {"py_callstack": "Traceback\nmod.ValueError: bad"}}
+    },
+    "flat": {"message": "ValueError: bad", "timestamp": 1700000000, "errorCode": 77},
+    "of another": {"message": {"message": "disk 7 is full", "errorCode": 77}},
+    "of another, flat": {"message": "disk 7 is full", "errorCode": 77},
+    "without a message": {"errorCode": 77},
+}
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["fresh", "old"])
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_file_that_the_users_code_wrote_is_not_lost(error_file: Path, kind: str, old: bool) -> None:
+    error_file.write_text(json.dumps(FOREIGN[kind]))
+    if old:
+        os.utime(error_file, (time.time() - 3600,) * 2)
+    assert evidence.record(raised(ValueError("bad")), left=True)
+    data = json.loads(error_file.read_text())
+    failure = ProcessFailure(0, os.getpid(), 1, error_file, observed_ns=time.monotonic_ns())
+    assert failure.error_file_data == data
+    assert failure.evidence_ns is not None
+    same = kind in ("as torch has it", "in the traceback", "flat")
+    if kind == "without a message" or (old and not same):
+        assert failure.message == "ValueError: bad"
+        assert info(error_file)["before"] == FOREIGN[kind]
+        return
+    theirs = FOREIGN[kind]["message"]
+    assert failure.message == (theirs if isinstance(theirs, str) else theirs["message"])
+    assert failure.detail == ""
+    assert ("Afterwards:\nTraceback" in failure.traceback) == (not same)
+    assert ("ValueError: bad" in failure.traceback) == (kind != "flat")
+    assert data.get("custom") == FOREIGN[kind].get("custom")
+    assert '"errorCode": 77' in json.dumps(data) or kind == "in the traceback"
+
+
+@pytest.mark.parametrize("size", [1 << 20, 15 << 20])
+def test_a_large_file_that_the_users_code_wrote_leaves_one_that_can_be_read(error_file: Path, size: int) -> None:
+    for message in ("ValueError: x", "another"):
+        error_file.write_text(json.dumps({"message": message, "much": "m" * size}))
+        os.utime(error_file, (time.time() - 3600,) * 2)
+        assert evidence.record(ValueError("\udc80" * evidence.TEXT_LIMIT))
+        data, why = evidence.read(str(error_file))
+        assert (why, data is None) == ("", False)
+
+
+def test_a_launcher_that_torch_has_recorded_keeps_the_cause_below(error_file: Path) -> None:
+    class ChildFailedError(Exception):
+        def get_first_failure(self) -> None: ...
+
+    cause = {"message": {"message": "below", "extraInfo": {"pid": 5, "timestamp": "7", "py_callstack": "tb"}}}
+    for exc in (ChildFailedError("report"), RuntimeError("of it")):
+        error_file.write_text(json.dumps(cause))
+        os.utime(error_file, (time.time() - 3600,) * 2)
+        if isinstance(exc, RuntimeError):
+            exc.__cause__ = ChildFailedError("report")
+        assert evidence.record(raised(exc), left=True)
+        assert told(error_file) == "below"
+        assert info(error_file)["afterwards"] == f"{type(exc).__name__}: {exc}"
+        assert (info(error_file)["origin_pid"], info(error_file)["pid"]) == (5, os.getpid())
+
+
+# --- what stands ------------------------------------------------------------------------------------------------------
+
+SECOND = 1_000_000_000
+RECORDED = 5000 * SECOND
+AGO = "it had recorded ValueError: bad shape {} before, and gone on"
+
+
+def ended(
+    path: Path, exitcode: int, after: float, *, by: int = 7, stopped: float | None = None, **extra: Any
+) -> ProcessFailure:
+    """What is made of evidence that process 7 has left, which ends ``after`` seconds later."""
+    evidence.write_error_file(str(path), "ValueError: bad shape", "tb", monotonic_ns=RECORDED, pid=by, **extra)
+    mtime = time.time() - (time.monotonic() - RECORDED / SECOND)
+    os.utime(path, (mtime, mtime))
+    return ProcessFailure(
+        0, 7, exitcode, path, observed_ns=RECORDED + int(after * SECOND),
+        signalled_ns=None if stopped is None else RECORDED + int(stopped * SECOND),
+    )  # fmt: skip
+
+
+HANDLED = {"handled_ns": RECORDED + 1}
+
+
+@pytest.mark.parametrize(
+    "exitcode, after, extra, stands",
+    [
+        (1, 3600, {}, True),
+        (7, 3600, {}, False),
+        (-9, 3600, {}, False),
+        (-11, 3600, {}, False),
+        (7, 5, {}, True),
+        (-9, 5, {}, True),
+        (7, 3600, {"left": True}, True),
+        (-9, 3600, {"left": True}, True),
+        (-15, 3600, {"stopped": 3599.0}, True),
+        (-15, 3600, {"stopped": 3599.0, **HANDLED}, False),
+        (-15, 12, {"stopped": 3.0, **HANDLED}, True),
+        (1, 3600, HANDLED, False),
+        (1, 5, HANDLED, True),
+        (-9, 5, HANDLED, False),
+        (7, 3600, {"recorded_ns": RECORDED + 3595 * SECOND}, True),
+        (7, 3600, {"observer": "timer", "detail": "why"}, True),
+    ],
+)
+def test_evidence_stands_unless_the_process_has_gone_on(
+    tmp_path: Path, exitcode: int, after: float, extra: dict[str, Any], stands: bool
+) -> None:
+    failure = ended(tmp_path / "error.json", exitcode, after, **extra)
+    assert failure.error_file_data["message"]["message"] == "ValueError: bad shape"
+    if stands:
+        assert (failure.message, failure.detail, failure.traceback) == ("ValueError: bad shape", "", "tb")
+        assert failure.evidence_ns == RECORDED
+        return
+    words = "exited with code" if exitcode > 0 else f"Signal {-exitcode} "
+    assert failure.message.startswith(words)
+    assert "no error" not in failure.message
+    assert failure.detail == AGO.format("5.0 s" if after == 5 else "3599 s" if "stopped" in extra else "3600 s")
+    assert (failure.evidence_ns, failure.traceback) == (None, "")
+    assert failure.first_key > RECORDED + 4 * SECOND
+
+
+@pytest.mark.parametrize("after", [1.5, 3600])
+def test_a_sys_exit_that_did_not_come_of_it_is_the_failure(tmp_path: Path, after: float) -> None:
+    path = tmp_path / "error.json"
+    exits = RECORDED + int(after * SECOND)
+    (tmp_path / "error.json.exit").write_text(f"7 1 {exits}\n")
+    failure = ended(path, 1, after + 1)
+    assert failure.message == "exited with code 1"
+    assert failure.detail == AGO.format("1.5 s" if after == 1.5 else "3600 s")
+    # Of "except Exception: return 1", the failure began with the exception; peers have lost their connection by then.
+    assert failure.evidence_ns == (RECORDED if after == 1.5 else exits)
+    assert failure.traceback == ("tb" if after == 1.5 else "")
+    stood = ended(path, 1, after + 1, left=True)
+    assert (stood.message, stood.evidence_ns) == ("ValueError: bad shape", RECORDED)
+
+
+@pytest.mark.parametrize("handled", [False, True])
+def test_sys_exit_in_a_handler_has_come_of_what_it_handles(error_file: Path, handled: bool) -> None:
+    exc = raised_and_recorded("x")
+    leave = SystemExit(3)
+    if not handled:
+        leave.__context__ = RuntimeError()
+        leave.__context__.__context__ = exc
+    by_path().note_exit(leave)
+    failure = ProcessFailure(0, os.getpid(), 3, error_file, observed_ns=time.monotonic_ns())
+    assert failure.message == ("exited with code 3" if handled else "ValueError: x")
+    assert ("it had recorded ValueError: x 0.0 s before, and gone on" in failure.detail) == handled
+
+
+def test_evidence_of_a_process_below_is_said_to_be_that(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    failure = ended(path, 1, 12, by=123)
+    assert (failure.message, failure.traceback) == ("ValueError: bad shape", "tb")
+    assert failure.detail == "recorded by process 123, below the worker, 12 s before its end"
+    assert failure.evidence_ns is None
+    killed = ended(path, -9, 3600, by=123)
+    assert killed.message == "Signal 9 (SIGKILL) received by PID 7"
+    assert killed.detail == "recorded by process 123, below the worker, 3600 s before its end: ValueError: bad shape"
+
+
+def test_a_file_that_was_written_long_before_the_end_is_said_to_be_that(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    path.write_text('{"message": "flat"}')
+    failure = ProcessFailure(0, 7, 3, path, observed_ns=time.monotonic_ns() + 3600 * SECOND)
+    assert (failure.message, failure.detail) == ("flat", "its error file was written 3600 s before its end")
+    assert ProcessFailure(0, 7, 3, path, observed_ns=time.monotonic_ns()).detail == ""
+
+
+def test_ranks_that_differ_in_such_times_alone_have_the_same_failure(tmp_path: Path) -> None:
+    failures = {
+        rank: ended(tmp_path / f"{rank}.json", -9, 3600 + rank, by=100 + rank).replace(pid=5000 + rank)
+        for rank in range(3)
+    }
+    assert "ranks 1-2: the same" in format_report("x", failures)
 
 
 def test_what_follows_an_expired_timer_is_added_to_it(error_file: Path) -> None:
@@ -393,7 +713,7 @@ def test_json_of_the_wrong_shape_tells_nothing(tmp_path: Path, data: dict[str, A
     path = tmp_path / "error.json"
     path.write_text(json.dumps(data))
     failure = ProcessFailure(0, 4242, 1, str(path), observed_ns=77 * MS)
-    assert failure.unreadable == ""
+    assert failure.unreadable == "unreadable: it has no message"
     assert failure.error_file_data == data
     assert failure.message == "exited with code 1; no error was recorded"
     assert (failure.traceback, failure.evidence_ns, failure.first_key) == ("", None, 72 * MS)
@@ -415,8 +735,9 @@ def test_the_files_of_torch_are_understood(tmp_path: Path) -> None:
     failure = ProcessFailure(0, 123, 1, str(path))
     assert (failure.message, failure.traceback, failure.timestamp) == ("V: x", "tb", 12)
     assert failure.error_file_data == data
-    path.write_text('{"message": "flat"}')
-    assert ProcessFailure(0, 123, 1, str(path)).message == "flat"
+    path.write_text('{"message": "flat", "timestamp": 1700000000}')
+    failure = ProcessFailure(0, 123, 1, str(path))
+    assert (failure.message, failure.timestamp) == ("flat", 1700000000)
 
 
 # --- ProcessFailure ---------------------------------------------------------------------------------------------------
@@ -645,17 +966,32 @@ def test_a_failed_launcher_passes_the_root_cause_on(error_file: Path, tmp_path: 
         late = ProcessFailure(1, 6, 1, "<N/A>", observed_ns=100 * MS)
         raise ChildFailedError("x", {1: late, 0: ProcessFailure(0, 5, 7, str(root), observed_ns=200 * MS)})
 
-    with pytest.raises(ChildFailedError):
+    began = time.monotonic_ns()
+    with pytest.raises(ChildFailedError) as caught:
         launcher()
     ours = ProcessFailure(0, os.getpid(), 1, str(error_file))
     assert (ours.message, ours.traceback) == ("ROOT", "its traceback")
-    assert ours.error_file_data["message"]["errorCode"] == 7
-    assert info(error_file)["origin_pid"] == 5
-    assert ours.evidence_ns is not None
-    assert ours.evidence_ns > 1
-    # What goes on to be raised does not replace what was passed on.
-    assert evidence.record(ValueError("later"))
-    assert ProcessFailure(0, os.getpid(), 1, str(error_file)) == ours
+    data = json.loads(root.read_text())
+    data["message"]["errorCode"] = 7
+    assert ours.error_file_data == data, "a copy, but for the code"
+    assert ours.detail.startswith("recorded by process 5, below the worker")
+    assert ours.evidence_ns is None
+    # Who runs the script leaves the copy as it is, and notes when the exception left it.
+    for module in (evidence, by_path()):
+        assert module.record(caught.value, left=True)
+        assert json.loads(error_file.read_text()) == data
+    dated = ProcessFailure(0, os.getpid(), 1, str(error_file))
+    assert dated.message == "ROOT"
+    assert began <= (dated.evidence_ns or 0) <= time.monotonic_ns()
+    # What comes of it is added. What does not replaces it.
+    later = ValueError("later")
+    later.__cause__ = caught.value
+    assert evidence.record(later)
+    assert (told(error_file), info(error_file)["afterwards"]) == ("ROOT", "ValueError: later")
+    error_file.write_text(json.dumps(data))
+    assert evidence.record(ValueError("unrelated"))
+    assert told(error_file) == "ValueError: unrelated"
+    assert info(error_file)["before"] == data
 
 
 @pytest.mark.parametrize("contents", [None, b'{"message": {"mess'])
@@ -690,13 +1026,75 @@ def test_dump_error_file(
     root.write_text('{"message": "flat", "more": 1}')
     handler.dump_error_file(str(root), 3)
     assert "no place for the error code 3" in caplog.text
-    data = json.loads(error_file.read_text())
-    assert (data["more"], data["message"]["message"]) == (1, "flat")
-    assert data["message"]["extraInfo"]["pid"] == os.getpid()
+    assert json.loads(error_file.read_text()) == {"message": "flat", "more": 1}
+    root.write_text('{"message": null}')
+    handler.dump_error_file(str(root), 3)
+    assert json.loads(error_file.read_text()) == {"message": None}
     error_file.unlink()
     monkeypatch.delenv(evidence.ERROR_FILE_ENV)
     handler.dump_error_file(str(root))
     assert not error_file.exists()
+
+
+@pytest.mark.parametrize("answer", ["elsewhere", "nowhere", "raises"])
+def test_an_overridden_path_is_heeded(error_file: Path, tmp_path: Path, answer: str) -> None:
+    class Elsewhere(ErrorHandler):
+        def _get_error_file_path(self) -> str | None:
+            if answer == "raises":
+                raise OSError("no path")
+            return str(tmp_path / "own.json") if answer == "elsewhere" else None
+
+    root = tmp_path / "root.json"
+    root.write_text('{"message": "flat"}')
+    handler = Elsewhere()
+    refused = pytest.raises(OSError, match="no path") if answer == "raises" else contextlib.nullcontext()
+    with refused:
+        handler.record_exception(raised(ValueError("x")))
+    assert (told(tmp_path / "own.json") == "ValueError: x") if answer == "elsewhere" else os.listdir(tmp_path)
+    with refused:
+        handler.dump_error_file(str(root))
+    assert sorted(os.listdir(tmp_path)) == [*(["own.json"] if answer == "elsewhere" else []), "root.json"]
+
+    @record(error_handler=handler)
+    def main(exc: BaseException) -> None:
+        raise exc
+
+    for exc in (ValueError("y"), ChildFailedError("x", {0: ProcessFailure(0, 5, 7, str(root))})):
+        with pytest.raises(type(exc)) as caught:
+            main(exc)
+        assert caught.value is exc
+    assert not error_file.exists()
+    # It was recorded there, and not yet where the runner of a script looks.
+    assert by_path().record(exc, left=True)
+    assert "x FAILED" in told(error_file)
+
+
+def test_initialize_warns_where_no_stack_can_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    enabled = faulthandler.is_enabled()
+    faulthandler.disable()
+    try:
+        monkeypatch.setattr(sys, "stderr", io.StringIO())
+        with pytest.warns(
+            UserWarning, match="no stack will be printed on a fatal signal: UnsupportedOperation: fileno"
+        ):
+            ErrorHandler().initialize()
+        assert not faulthandler.is_enabled()
+        monkeypatch.setattr(sys, "stderr", None)
+        with pytest.warns(UserWarning, match="RuntimeError"):
+            record(lambda: None)()
+    finally:
+        monkeypatch.undo()
+        if enabled:
+            faulthandler.enable()
+
+
+def test_initialize_leaves_a_worker_its_file_for_fatal_signals(tmp_path: Path) -> None:
+    body = "import faulthandler as f, resource as r; r.setrlimit(r.RLIMIT_CORE, (0, 0)); f._sigsegv()"
+    code = f"from phalanx._core import evidence; evidence.catch_fatal_signals()\n{SCRIPT.format(body)}"
+    process, stderr = run(code, tmp_path / "error.json")
+    assert process.returncode == -signal.SIGSEGV
+    assert stderr == ""
+    assert "in main" in evidence.read_fatal(str(tmp_path / "error.json"))
 
 
 # --- ChildFailedError, Outcome ----------------------------------------------------------------------------------------
@@ -871,6 +1269,50 @@ def test_a_report_is_bounded() -> None:
     assert "4880 lines left out" in report
     assert "line 4999" in report
     assert "not shown" not in report
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\n" * MIB,
+        "\n \t" * (MIB // 3),
+        " native frames (py-spy):\n" * (MIB // 25),
+        "x native frames (py-spy):\n" * (MIB // 26),
+        "0x" * (MIB // 2),
+        "0x" + "f" * MIB,
+        "1" * MIB,
+        "1." * (MIB // 2),
+        "pid" + "9" * MIB,
+        "rank rank_" * (MIB // 10),
+        "process " * (MIB // 8),
+        "\x1b[" + "0" * MIB,
+        "\x1b[" * (MIB // 2),
+        "\x1b]" * (MIB // 2),
+        "\x1b]" + "x" * MIB,
+        "\r" * MIB,
+        "x\r\n" * (MIB // 3),
+        "\udc80" * MIB,
+    ],
+    ids=lambda text: ascii(text[:12]),
+)
+def test_a_report_of_hostile_text_takes_no_long_time(text: str) -> None:
+    failures = {rank: failed(rank, text, text, detail=text, stderr_tail=text) for rank in range(2)}
+    began = time.process_time()
+    report = format_report("x", failures)
+    took = time.process_time() - began
+    assert "rank 1: the same" in report
+    assert took < 20, "some seconds on a machine that is slow: hours, if the time is the square of the length"
+
+
+def test_native_frames_make_no_difference() -> None:
+    stack = "Thread 0x1 (most recent call first):\n  File x"
+    native = stack + "\n \n  native frames (py-spy):\n    f (libc.so)"
+    assert "rank 1: the same" in format_report("x", {0: failed(0, "E", stack), 1: failed(1, "E", native)})
+    other = stack + "\n  no native frames (py-spy):\n    f"
+    assert "the same" not in format_report("x", {0: failed(0, "E", stack), 1: failed(1, "E", other)})
 
 
 def test_nothing_in_a_report_can_act_on_a_terminal() -> None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from phalanx.errors import record
 from phalanx.multiprocessing import DefaultLogsSpecs, ScriptContext, Std, start_processes
 from tests.families import KINDS
 from tests.helpers import TIMEOUT, pass_gate, tell
@@ -580,3 +581,165 @@ def test_an_exit_that_takes_long_to_release_what_it_has(tmp_path: Path, way: str
     assert cause(result) == 0
     assert states(result) == ["failed", "failed"]
     assert result.failures[0].exitcode == (3 if way == "exit" else -signal.SIGABRT)
+
+
+# --- an exception that was handled
+
+
+def handled_before(way: str, ready: str) -> None:
+    """Record an exception in a nested function, handle it, and go on."""
+
+    @record
+    def step() -> None:
+        raise ValueError("handled")
+
+    try:
+        step()
+    except ValueError:
+        if way == "exit in the handler":
+            sys.exit(3)
+    if way == "waits":
+        waits(ready)
+    if way == "raise":
+        raise KeyError("the cause")
+    if way == "exit":
+        sys.exit(3)
+    if way == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+SCRIPT = """
+import sys
+from tests.test_root_cause import handled_before
+handled_before(*sys.argv[1:])
+"""
+
+
+def script_group(tmp_path: Path, source: str, *argv: str, nprocs: int = 1) -> ScriptContext:
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ranks = range(nprocs)
+    group = ScriptContext(
+        "script", str(script), dict.fromkeys(ranks, argv), dict.fromkeys(ranks, env), DefaultLogsSpecs()
+    )
+    group.start()
+    return group
+
+
+@pytest.mark.parametrize("way", ["raise", "exit", "exit in the handler", "kill"])
+@pytest.mark.parametrize("kind", ["script", *METHODS])
+def test_what_left_last_is_the_cause_and_not_what_was_handled(tmp_path: Path, kind: str, way: str) -> None:
+    if kind == "script":
+        with script_group(tmp_path, SCRIPT, way, "") as group:
+            result = group.wait(TIMEOUT)
+        assert result is not None
+    else:
+        result = run(handled_before, {0: (way, "")}, start_method=kind)
+    failure = result.failures[0]
+    info = failure.error_file_data["message"]["extraInfo"]
+    if way == "raise":
+        assert failure.message == "KeyError: 'the cause'"
+        assert (info["left"], info["before"]["message"]) == (True, "ValueError: handled")
+        assert failure.evidence_ns == info["monotonic_ns"] > info["before"]["monotonic_ns"]
+    elif way == "exit in the handler":
+        assert (failure.exitcode, failure.message, failure.detail) == (3, "ValueError: handled", "")
+        assert info["left"]
+    else:
+        assert failure.message == (
+            "exited with code 3" if way == "exit" else f"Signal 9 (SIGKILL) received by PID {failure.pid}"
+        )
+        assert "it had recorded ValueError: handled 0." in failure.detail
+        assert failure.detail.endswith(" s before, and gone on")
+
+
+def one_has_handled(rank: int, ready: str, gate: str) -> None:
+    if rank == 1:
+        falls(ready, gate, "")
+    handled_before("waits", ready)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_who_had_handled_an_exception_long_before_it_was_stopped_is_no_failure(
+    method: str, ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx._core.evidence.SOON_NS", 0)  # of the launcher, for which a moment is long now
+    args = {rank: (rank, ready.address, gate.address) for rank in range(2)}
+    with start_processes("handled", one_has_handled, args, start_method=method, settle=0.0) as group:
+        ready.wait(2)
+        gate.open()
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert states(result) == ["stopped", "failed"]
+    assert cause(result) == 1
+
+
+def test_a_program_below_the_worker_tells_and_is_said_to(tmp_path: Path) -> None:
+    code = (
+        f"import os, sys; sys.path[:] = {sys.path!r}; from phalanx.errors import record\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+        "@record\ndef main(): raise ValueError('below')\n"
+        "main()\n"
+    )
+    result = run("/bin/sh", shell(f"{shlex.join([sys.executable, '-c', code])} 2>/dev/null; exit 5"))
+    failure = result.failures[0]
+    assert (failure.exitcode, failure.message) == (5, "ValueError: below")
+    assert "in main" in failure.traceback
+    pid = (tmp_path / "pid").read_text()
+    assert failure.detail.startswith(f"recorded by process {pid}, below the worker, 0.")
+
+
+CUSTOM = """
+import json, os
+with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+    json.dump({"message": {"message": "the disk is full", "errorCode": 77, "extraInfo": {}}, "custom": [1]}, file)
+raise SystemExit(77) if {exits} else RuntimeError("no checkpoint")
+"""
+
+
+@pytest.mark.parametrize("exits", [True, False])
+def test_an_error_file_that_a_script_has_written_itself_is_kept(tmp_path: Path, exits: bool) -> None:
+    with script_group(tmp_path, CUSTOM.replace("{exits}", str(exits))) as group:
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    failure = result.failures[0]
+    assert failure.message == "the disk is full"
+    assert failure.error_file_data["custom"] == [1]
+    assert failure.error_file_data["message"]["errorCode"] == 77
+    assert ("Afterwards:\nTraceback" in failure.traceback) == (not exits)
+    assert failure.evidence_ns is not None
+
+
+NESTED = """
+from phalanx.errors import ChildFailedError, record
+from phalanx.multiprocessing import start_processes
+
+@record
+def main():
+    with start_processes("inner", "{python}", ("-c", {code!r}), nprocs=1) as group:
+        result = group.wait()
+    raise ChildFailedError("inner", result.failures)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_the_cause_below_a_launcher_that_is_a_worker_is_passed_up(tmp_path: Path) -> None:
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; from phalanx.errors import record\n"
+        "@record\ndef main(): raise ValueError('far below')\n"
+        "main()\n"
+    )
+    began = time.monotonic_ns()
+    with script_group(tmp_path, NESTED.replace("{python}", sys.executable).replace("{code!r}", repr(code))) as group:
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    failure = result.failures[0]
+    assert failure.message == "ValueError: far below"
+    assert "in main" in failure.traceback
+    assert failure.error_file_data["message"]["errorCode"] == 1
+    assert "afterwards" not in failure.error_file_data["message"]["extraInfo"]
+    assert "below the worker" in failure.detail
+    assert failure.evidence_ns is not None
+    assert began < failure.evidence_ns < (failure.observed_ns or 0)

@@ -670,7 +670,7 @@ def test_the_failure_of_a_child_is_not_the_scripts(house: House) -> None:
 # --- evidence
 
 
-def test_what_record_has_recorded_first_is_kept(house: House) -> None:
+def test_what_has_come_of_what_record_had_recorded_has_its_date(house: House) -> None:
     source = os.path.dirname(os.path.dirname(OURS))
     house.write(
         "script.py",
@@ -684,7 +684,11 @@ def test_what_record_has_recorded_first_is_kept(house: House) -> None:
         """,
     )
     worker = house.as_worker("script.py")
-    assert worker.message == "ValueError: the cause"
+    assert worker.error is not None
+    info = worker.error["message"]["extraInfo"]
+    assert worker.message == "KeyError: 'the consequence'"
+    assert info["before"]["message"] == "ValueError: the cause"
+    assert info["before"]["monotonic_ns"] == info["monotonic_ns"] < info["recorded_ns"]
     assert "KeyError: 'the consequence'" in worker.err
 
 

@@ -915,3 +915,32 @@ def test_a_binary_fails_with_its_last_words(logs: Path) -> None:
     failure = result.failures[0]
     assert (failure.exitcode, failure.stderr_tail) == (4, "first\nlast")
     assert failure.stderr_file == str(logs / "0/stderr.log")
+
+
+# --- the files of a group
+
+
+@pytest.mark.parametrize("kind", [*METHODS, "binary"])
+@pytest.mark.parametrize("teed", [None, {0: Std.ALL, 1: Std.OUT}])
+def test_a_group_names_its_files(tmp_path: Path, kind: str, teed: dict[int, Std] | None) -> None:
+    specs = DefaultLogsSpecs(str(tmp_path)) if teed is None else DefaultLogsSpecs(str(tmp_path), tee=teed)
+    entrypoint, args = ("/bin/echo", ("hi",)) if kind == "binary" else (print, ("hi",))
+    method = "spawn" if kind == "binary" else kind
+    with start_processes("files", entrypoint, args, nprocs=2, logs_specs=specs, start_method=method) as group:
+        result = group.wait(TIMEOUT)
+        assert result is not None
+        assert (group.stdouts, group.stderrs) == (result.stdouts, result.stderrs)
+        folder = os.path.join(str(specs.run_log_dir), "attempt_0")
+        assert group.error_files == {rank: f"{folder}/{rank}/error.json" for rank in range(2)}
+        if teed is None:
+            assert group.stdouts == group.stderrs == {0: "", 1: ""}
+        else:
+            assert group.stdouts == {rank: f"{folder}/{rank}/stdout.log" for rank in range(2)}
+            assert group.stderrs == {0: f"{folder}/0/stderr.log", 1: ""}
+            with open(group.stdouts[1], encoding="utf-8") as file:
+                assert file.read() == "hi\n"
+
+
+def test_a_group_that_was_not_started_has_no_files() -> None:
+    group = SubprocessContext("later", "true", {0: ()}, {0: {}}, DefaultLogsSpecs())
+    assert (group.stdouts, group.stderrs, group.error_files) == ({}, {}, {})

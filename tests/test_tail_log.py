@@ -357,6 +357,23 @@ def shown_by(kind: Any, files: dict[int, str], console: TextIO, text: bytes, **o
     assert tail.stopped()
 
 
+def test_a_number_in_the_place_that_the_interval_once_had(file: Path, console: Console) -> None:
+    append(file, b"line\n")
+    tail = TailLog("trainer", {0: str(file)}, console, 0.05).start()
+    tail.stop()
+    assert console.getvalue() == "[trainer0]:line\n"
+
+
+def test_a_folder_is_refused(tmp_path: Path, file: Path, console: Console) -> None:
+    tail = TailLog("trainer", {0: str(file), 1: str(tmp_path)}, console)
+    with pytest.raises(IsADirectoryError, match=str(tmp_path)):
+        tail.start()
+    tail.stop()
+    with pytest.raises(IsADirectoryError):
+        tail_logfile("", str(tmp_path), console, threading.Event())
+    TailLog("trainer", {0: str(tmp_path)}, None).start().stop()
+
+
 @pytest.mark.torch
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("own_temporary_folder")

@@ -13,7 +13,10 @@ The format is that of torch elastic, with keys of our own inside ``extraInfo``::
                                "monotonic_ns": 81232345678, "pid": 4242}}}
 
 ``timestamp`` is Unix time in whole seconds, as a string. ``monotonic_ns`` is CLOCK_MONOTONIC, which all processes
-of one kernel share: it orders failures that fall into the same second.
+of one kernel share: it orders failures that fall into the same second. It is when the failure began;
+``recorded_ns`` is when it was written, where that was later. ``left``: it is known that the exception left the main
+function. ``handled_ns``: when it was let go of, without having left. ``before``: what the file held before, in brief if
+it was ours, whole if it was not. A flat file (``{"message": "text"}``) has these keys beside its message.
 """
 
 # ruff: noqa: BLE001 - an exception's own methods can raise anything, and what they raise must not replace what happened.
@@ -39,14 +42,20 @@ TEXT_LIMIT = 1 << 20
 """The most characters of a message, and of a traceback, that `describe` keeps."""
 
 READ_LIMIT = 16 << 20
-"""The most bytes that `read` accepts. A file written by `record` cannot be longer: two texts of at most
-`TEXT_LIMIT` characters, each character at most seven bytes of JSON (an escaped surrogate)."""
+"""The most bytes that `read` accepts. `record` writes no longer file: two texts of at most `TEXT_LIMIT` characters,
+each character at most seven bytes of JSON (an escaped surrogate), and what was there before if that fits in, too."""
+
+SOON_NS = 10_000_000_000
+"""Nanoseconds after it was recorded in which an exception, or a file of the user's, tells of what follows."""
 
 _PLAIN_LINES = 2000
 _NOT_TO_BE_CAUGHT = (4, 6, 7, 8, 9, 11, 19)
 """SIGKILL and SIGSTOP, and those that are `catch_fatal_signals`'s; as numbers of Linux, which differ on no machine that
 Phalanx is tested on, lest `signal` be imported."""
-_FOLLOWED = "afterwards"  # the key of what a process has raised after its timer had expired
+_FOLLOWED = "afterwards"  # the key of what a process has raised after what its file tells of
+_BRIEF = 4096  # characters of what a file held before
+_MARK = "_phalanx_recorded"  # the attribute of an exception that has been recorded
+_CHAIN = 100  # exceptions of a chain that are looked at
 _STACKS_HEADER = b"# stacks on signals %d and %d, descriptor %d, process %d\n"
 _SIGNALS = 64  # the highest number of a signal
 _S_IFMT, _S_IFREG = 0o170000, 0o100000  # of inode(7): `stat` is not imported for them
@@ -120,10 +129,17 @@ def write_error_file(
 
 def write_json(path: str, value: Any) -> None:
     """Write `value` as JSON to `path` in one step. Raises OSError as `write_error_file` does."""
+    _write(path, _encoded(value))
+
+
+def _encoded(value: Any) -> bytes:
     import json
 
     # What UTF-8 cannot say becomes \\udXXX, which inside a JSON string is the right escape for it.
-    data = json.dumps(value, ensure_ascii=False, default=_repr).encode("utf-8", "backslashreplace")
+    return json.dumps(value, ensure_ascii=False, default=_repr).encode("utf-8", "backslashreplace")
+
+
+def _write(path: str, data: bytes) -> None:
     # The temporary name does not contain the final one: that one may be as long as the file system allows.
     # No fsync: the page cache outlives the process, and only the death of the process is at stake here.
     name = f".error.{os.getpid()}.{time.monotonic_ns()}.tmp"
@@ -144,40 +160,219 @@ def write_json(path: str, value: Any) -> None:
         raise
 
 
-def record(exc: BaseException, path: str | None = None, *, tb_text: str | None = None) -> bool:
+def record(exc: BaseException, path: str | None = None, *, tb_text: str | None = None, left: bool = False) -> bool:
     """Leave evidence of an exception, as well as can be done; never raises.
 
-    The first evidence of a process wins: a file that already carries this process's pid is left as it is, for what
-    came first is the cause and what follows is its consequence. Evidence of another process (a child that inherited
-    the environment) is replaced, unless that process is our parent.
+    What is recorded last counts: an exception that was recorded before may have been handled. The same exception
+    again keeps its date and its text. One that has come of another (its cause, or its context) has that one's
+    date, and its own text: the failure began then. What else the file held is kept in it under ``before``.
+
+    Evidence of our parent stays as it is. What came after an expired timer is added to that. A file that the user's
+    code has written, or `torch`, keeps its message if it tells of this exception, or is of what a launcher
+    has launched that has failed, or is not older than `SOON_NS`: this exception is added.
 
     Args:
-        exc: What happened.
+        exc: What happened. It is marked, by an attribute; nothing holds on to it.
         path: The error file. Default: the value of ``TORCHELASTIC_ERROR_FILE``.
         tb_text: The traceback to record in place of the exception's own, whole and as it is.
+        left: Whether the exception has left the main function, and ends the process.
 
     Returns:
-        Whether `path` now holds evidence of this process.
+        Whether `path` now holds evidence of this process, or what has been `passed_on`.
     """
     try:
-        monotonic_ns = time.monotonic_ns()  # first of all: the rest takes its time
-        path = path or os.environ.get(ERROR_FILE_ENV)
+        moment = time.monotonic_ns()  # first of all: the rest takes its time
+        path = os.fspath(path or os.environ.get(ERROR_FILE_ENV, ""))
         if not path:
             return False
         data = read(path)[0]
         author = written_by(data)
         if author == os.getppid():
             return False
-        if author == os.getpid() and not _of_timer(data):
+        mark = _mark_of(exc)
+        if mark is not None and path in mark["files"] and mark["files"][path] == state(path):
+            if left and author != os.getpid():  # a copy, which carries no date of ours
+                _note_end(path, 1, mark["began"])
+            elif left and not has_left(data):
+                _extra_info(data)["left"] = True
+                write_json(path, data)
+                mark["files"][path] = state(path)
             return True
         message, stack = describe(exc)
-        if author == os.getpid():
-            _add_to(path, data, message, stack if tb_text is None else tb_text)
-            return True
-        write_error_file(path, message, stack if tb_text is None else tb_text, monotonic_ns=monotonic_ns)
+        chain = _chain(exc)
+        began = min([moment] + [each["began"] for each in map(_mark_of, chain) if each is not None])
+        put(
+            path, message, stack if tb_text is None else tb_text, data, began=began, recorded=moment, left=left,
+            of_launcher=any(callable(getattr(type(each), "get_first_failure", None)) for each in chain),
+        )  # fmt: skip
+        _mark(exc, path, began)
     except BaseException:  # the exception being recorded must not be lost to one of ours
         return False
     return True
+
+
+def put(
+    path: str,
+    message: str,
+    stack: str,
+    data: dict[str, Any] | None,
+    *,
+    began: int,
+    recorded: int,
+    pid: int | None = None,
+    left: bool = False,
+    of_launcher: bool = False,
+) -> None:
+    """Write evidence of an exception to a file that holds ``data`` (as `read` returns it), as `record` has it.
+
+    Args:
+        path: The error file.
+        message: As `describe` gives it.
+        stack: As `describe` gives it.
+        data: What the file holds.
+        began: The exception's date, on CLOCK_MONOTONIC, in nanoseconds.
+        recorded: When it was recorded, likewise.
+        pid: The process that it happened to. Default: this one.
+        left: Whether it has left the main function.
+        of_launcher: Whether it is, or has come of, that of a launcher whose workers have failed.
+
+    Raises:
+        OSError: It could not be written.
+    """
+    pid = os.getpid() if pid is None else pid
+    author = written_by(data)
+    if author == pid and _of_timer(data):
+        _add_to(path, data, message, stack)
+        return
+    stamp: dict[str, Any] = {"monotonic_ns": began, "pid": pid}
+    if recorded != began:
+        stamp["recorded_ns"] = recorded
+    if left:
+        stamp["left"] = True
+    if data is not None and author != pid and message_of(data) is not None:
+        same = _tells_of(data, message)
+        if of_launcher or (author is None and (same or _is_fresh(path))):
+            if author is not None:
+                stamp["origin_pid"] = author
+            _add_to(path, data, "" if same else message, stack, stamp)
+            return
+    info = {"py_callstack": stack, "timestamp": str(int(time.time())), **stamp}
+    before = _in_brief(data) if author == pid else data
+    value = {"message": {"message": message, "extraInfo": info}}
+    if before is not None:
+        info["before"] = before
+        encoded = _encoded(value)
+        if len(encoded) <= READ_LIMIT:
+            _write(path, encoded)
+            return
+        del info["before"]
+    write_json(path, value)
+
+
+def passed_on(exc: BaseException, path: str) -> None:
+    """Note that the file tells of an exception as it is: `record` of that one leaves it so. Never raises."""
+    try:
+        _mark(exc, path, time.monotonic_ns())
+    except BaseException:  # it is raised again, whatever happens here
+        return
+
+
+def state(path: str) -> tuple[int, int]:
+    """What tells a file from the one that took its place; zeros where there is none. Never raises."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return 0, 0
+    return found.st_ino, found.st_mtime_ns
+
+
+class _Mark(dict):  # type: ignore[type-arg]  # no dict[...] at run time under Python 3.8
+    """What an exception carries that has been recorded: by whom, its date, and the files with their state by then.
+
+    A dict, and an attribute of the exception: a script's runner and `phalanx` each have a copy of this module, and
+    what one has marked the other knows. It goes when the exception goes. That is when one was handled, unless it
+    had left the main function by then: the file says so. (An exception that was never raised is handled by nobody.)
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # it means nothing in another process, and on another machine
+
+    def __del__(self) -> None:
+        try:
+            if self["pid"] == os.getpid() and self["raised"]:
+                for path, noted in self["files"].items():
+                    _note_handled(path, noted)
+        except BaseException:  # at the interpreter's end there is nothing left to do it with
+            return
+
+
+def _mark(exc: BaseException, path: str, began: int) -> None:
+    """Mark an exception."""
+    mark = _mark_of(exc)
+    if mark is None:
+        mark = _Mark(pid=os.getpid(), began=began, raised=exc.__traceback__ is not None, files={})
+        BaseException.__setattr__(exc, _MARK, mark)  # whatever a class of the user's makes of attributes
+    mark["files"][path] = state(path)
+
+
+def _mark_of(exc: BaseException) -> dict[str, Any] | None:
+    """What this process has noted of an exception, if it has recorded it."""
+    try:
+        mark = BaseException.__getattribute__(exc, _MARK)
+    except BaseException:
+        return None
+    return mark if isinstance(mark, dict) and mark.get("pid") == os.getpid() else None
+
+
+def _chain(exc: BaseException) -> list[BaseException]:
+    """An exception, and those that it has come of: causes, contexts, members of groups. The nearest come first."""
+    found, seen = [exc], {id(exc)}
+    for each in found:
+        for name in ("__cause__", "__context__", "exceptions"):
+            try:
+                others = getattr(each, name, None)
+            except BaseException:
+                others = None
+            for other in others if type(others) is tuple else (others,):
+                if isinstance(other, BaseException) and id(other) not in seen and len(found) < _CHAIN:
+                    seen.add(id(other))
+                    found.append(other)
+    return found
+
+
+def _note_handled(path: str, noted: tuple[int, int]) -> None:
+    """Note that the exception that a file tells of has been let go of, by who went on. Raises OSError."""
+    if state(path) != noted:
+        return
+    data = read(path)[0]
+    if written_by(data) == os.getpid() and not has_left(data) and not _of_timer(data):
+        _extra_info(data)["handled_ns"] = time.monotonic_ns()
+        write_json(path, data)
+
+
+def _tells_of(data: dict[str, Any], message: str) -> bool:
+    """Whether error file data tell of an exception that is described so, in the message or as a traceback's line."""
+    stack = _extra_info(data).get("py_callstack")
+    text = f"{message_of(data)}\n{stack if isinstance(stack, str) else ''}\n"
+    if message.endswith(": "):  # it has no text, and in its traceback no colon
+        message, text = message[:-2], text.replace(": \n", "\n")
+    return message + "\n" in text
+
+
+def _is_fresh(path: str) -> bool:
+    return time.time_ns() - os.stat(path).st_mtime_ns <= SOON_NS
+
+
+def _in_brief(data: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What is kept of evidence of ours; and whole, what is in that of a file that was not ours."""
+    if data is None:
+        return None
+    info = _extra_info(data)
+    brief: dict[str, Any] = {key: info[key] for key in ("timestamp", "monotonic_ns", "recorded_ns") if key in info}
+    older = info.get("before")
+    while isinstance(older, dict) and "monotonic_ns" in older:  # ours, in brief
+        older = older.get("before")
+    return {"message": (message_of(data) or "")[:_BRIEF], **brief, **({} if older is None else {"before": older})}
 
 
 def read(path: str, limit: int = READ_LIMIT) -> tuple[dict[str, Any] | None, str]:
@@ -190,7 +385,8 @@ def read(path: str, limit: int = READ_LIMIT) -> tuple[dict[str, Any] | None, str
         limit: The most bytes to accept.
 
     Returns:
-        The JSON object and ``""``; or None and why there is none: ``"missing"`` or ``"unreadable: ..."``.
+        The JSON object and ``""``; or None and why there is none: ``"missing"`` or ``"unreadable: ..."``. An object
+        without a message comes with ``"unreadable: it has no message"``.
 
     >>> read("/nowhere/error.json")
     (None, 'missing')
@@ -209,7 +405,7 @@ def read(path: str, limit: int = READ_LIMIT) -> tuple[dict[str, Any] | None, str
         else:
             data = json.loads(raw.decode("utf-8", "replace"))
             if isinstance(data, dict):
-                return data, ""
+                return data, "" if message_of(data) is not None else "unreadable: it has no message"
             why = "it holds no JSON object"
     except (FileNotFoundError, NotADirectoryError):
         return None, "missing"
@@ -236,6 +432,35 @@ def written_at(data: dict[str, Any] | None) -> int | None:
     return _number(info.get("monotonic_ns")) if info.get("observer", "timer") == "timer" else None
 
 
+def recorded_at(data: dict[str, Any] | None) -> int | None:
+    """When the process itself recorded what error file data tell (CLOCK_MONOTONIC, nanoseconds), or None."""
+    found = _number(_extra_info(data).get("recorded_ns"))
+    return written_at(data) if found is None else found
+
+
+def handled_at(data: dict[str, Any] | None) -> int | None:
+    """When the exception of error file data was let go of by who went on (CLOCK_MONOTONIC, nanoseconds), or None."""
+    return _number(_extra_info(data).get("handled_ns"))
+
+
+def has_left(data: dict[str, Any] | None) -> bool:
+    """Whether it is known that the exception of error file data left the main function."""
+    return _extra_info(data).get("left") is True
+
+
+def is_observed(data: dict[str, Any] | None) -> bool:
+    """Whether error file data are of who watches timers, or ends, and not of the process itself."""
+    return "observer" in _extra_info(data)
+
+
+def message_of(data: dict[str, Any] | None) -> str | None:
+    """The message of error file data, or None if they have none."""
+    message = (data or {}).get("message")
+    if isinstance(message, dict):
+        message = message.get("message")
+    return message if isinstance(message, str) else None
+
+
 def seen_by_timer(path: str) -> str:
     """What the one who watches timers noted of an expired one, in lines; ``""`` if it did not. Never raises."""
     info = _extra_info(read(path)[0])
@@ -247,13 +472,21 @@ def _of_timer(data: dict[str, Any] | None) -> bool:
     return bool(_extra_info(data).get("observer") == "timer")
 
 
-def _add_to(path: str, data: Any, message: str, stack: str) -> None:
-    """Add what a process has raised to the evidence of its expired timer, which came first, and stays the cause."""
+def _add_to(path: str, data: Any, message: str, stack: str, stamp: dict[str, Any] | None = None) -> None:
+    """Add what a process has raised to a file that stays the cause: that of its expired timer, or of the user's."""
+    if isinstance(data["message"], dict) and not isinstance(data["message"].get("extraInfo"), dict):
+        data["message"]["extraInfo"] = {}
     info = _extra_info(data)
-    if _FOLLOWED not in info:
+    if not stamp and _FOLLOWED in info:
+        return
+    info.update(stamp or {})
+    if message:
+        text = info.get("py_callstack")
         info[_FOLLOWED] = message
-        info["py_callstack"] = f"{info.get('py_callstack', '')}\nAfterwards:\n{stack}"
-        write_json(path, data)
+        info["py_callstack"] = f"{text if isinstance(text, str) else ''}\nAfterwards:\n{stack}"
+    encoded = _encoded(data)
+    if len(encoded) <= READ_LIMIT:
+        _write(path, encoded)
 
 
 def withdraw(path: str) -> None:
@@ -302,7 +535,9 @@ def catch_fatal_signals(path: str | None = None) -> bool:
 
 
 def exit_path(path: str) -> str:
-    """The file beside an error file that says when ``sys.exit`` was left with a code that is not 0.
+    """The file beside an error file that says when a process began to leave with a code that is not 0.
+
+    It is there for ``sys.exit``; and for the exception of a launcher whose error file is a copy of a child's.
 
     >>> exit_path("/logs/0/error.json")
     '/logs/0/error.json.exit'
@@ -314,7 +549,8 @@ def note_exit(leave: SystemExit, path: str | None = None) -> None:
     """Note when a SystemExit left the user's code, unless it says that all is well. Never raises.
 
     From then on the process closes its connections, and peers fail of it long before it has exited: threads are waited
-    for, exit handlers run, memory is given back.
+    for, exit handlers run, memory is given back. An exception that was recorded before, and of which this exit
+    has come (``except Exception: sys.exit(1)``), has left the main function by it.
 
     Args:
         leave: The exception.
@@ -325,13 +561,21 @@ def note_exit(leave: SystemExit, path: str | None = None) -> None:
         path = path or os.environ.get(ERROR_FILE_ENV)
         code = exit_code(leave)
         if path and code:
-            fd = _open_to_append(exit_path(path))
-            try:
-                os.write(fd, b"%d %d %d\n" % (os.getpid(), code, moment))
-            finally:
-                os.close(fd)
+            _note_end(path, code, moment)
+            for each in _chain(leave)[1:]:
+                if path in (_mark_of(each) or {"files": ()})["files"]:
+                    record(each, path, left=True)
+                    break
     except BaseException:  # nobody must be kept from leaving
         return
+
+
+def _note_end(path: str, code: int, moment: int) -> None:
+    fd = _open_to_append(exit_path(path))
+    try:
+        os.write(fd, b"%d %d %d\n" % (os.getpid(), code, moment))
+    finally:
+        os.close(fd)
 
 
 def exit_code(leave: SystemExit) -> int:
@@ -358,12 +602,17 @@ def read_exit(path: str, pid: int) -> tuple[int, int] | None:
 
 
 def fatal_at(path: str) -> int | None:
-    """When a fatal signal struck that has left its stack (CLOCK_MONOTONIC, nanoseconds), or None. Never raises.
+    """When a fatal signal struck that has left its stack (CLOCK_MONOTONIC, nanoseconds), or None. Never raises."""
+    return file_at(fatal_path(path))
+
+
+def file_at(path: str) -> int | None:
+    """When a file was written that is not empty (CLOCK_MONOTONIC, nanoseconds), or None. Never raises.
 
     By the file's time, which is some milliseconds early, and off by what steps the wall clock took since.
     """
     try:
-        found = os.stat(fatal_path(path))
+        found = os.stat(path)
         if found.st_size == 0:
             return None
         return time.monotonic_ns() - (time.time_ns() - found.st_mtime_ns)
@@ -632,8 +881,9 @@ def _contents(path: str, limit: int) -> bytes:
 
 
 def _extra_info(data: dict[str, Any] | None) -> dict[str, Any]:
+    """Where the keys of our own are: beside the message of a flat file, else in its ``extraInfo``."""
     message = (data or {}).get("message")
-    info = message.get("extraInfo") if isinstance(message, dict) else None
+    info = message.get("extraInfo") if isinstance(message, dict) else data if isinstance(message, str) else None
     return info if isinstance(info, dict) else {}
 
 

@@ -51,7 +51,7 @@ def run(evidence: ModuleType) -> None:
         return
     # Out of the handler: a hook of the user's must find no exception being handled.
     _strip(failure)
-    evidence.record(failure, error_file)
+    evidence.record(failure, error_file, left=True)
     _show(failure)
     sys.excepthook = lambda *_ignored: None
     raise failure  # the interpreter does the rest: threads, exit handlers, exit status, SIGINT for a KeyboardInterrupt

@@ -312,7 +312,7 @@ def _record(error: BaseException) -> None:
         trace = trace.tb_next
     if trace is not None or main_module.says_it_all(error):
         error.__traceback__ = trace
-    recorded = evidence.record(error, _Mine.error_file)
+    recorded = evidence.record(error, _Mine.error_file, left=True)
     me = _Mine.child  # what fails before there is one is printed, as by any interpreter
     if recorded and me is not None and not _Mine.stderr_logged:
         return

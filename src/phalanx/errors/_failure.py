@@ -12,6 +12,7 @@ import time
 
 from phalanx._core import evidence
 from phalanx._core.value import Value
+from phalanx.errors._standing import standing
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -171,14 +172,15 @@ class ProcessFailure(Value):
         dated_ns: When it began to end, as far as that is known other than by evidence of its own, on CLOCK_MONOTONIC,
             in nanoseconds.
         told: What the process itself has told of its failure, for want of an error file: the message, the traceback,
-            and when it was, on CLOCK_MONOTONIC, in nanoseconds. An error file of its own goes before it.
+            and when it was, on CLOCK_MONOTONIC, in nanoseconds. A later error file of its own goes before it.
+        signalled_ns: When we had first sent it a signal, on CLOCK_MONOTONIC, in nanoseconds; None: not at all.
 
     Attributes:
         error_file_data: The error file as parsed, ``{"message": "<NONE>"}`` without one.
         message: The error file's message, or the one ``told``; without both, ``"Signal N (NAME) received by PID n"``
-            or a line on the exit code.
-        timestamp: The error file's time, or that of what was ``told``, else the time of construction: Unix time, whole
-            seconds.
+            or a line on the exit code. So too where the process has recorded an exception and gone on: of that one
+            ``detail`` tells.
+        timestamp: The time of what the message is of, else the time of construction: Unix time, whole seconds.
         traceback: The error file's traceback, or the one ``told``, or the stacks that a fatal signal left; ``""`` when
             there is none.
         unreadable: Why the error file could not be used, ``""`` otherwise.
@@ -246,19 +248,28 @@ class ProcessFailure(Value):
         stderr_file: str = "",
         dated_ns: int | None = None,
         told: tuple[str, str, int] | None = None,
+        signalled_ns: int | None = None,
     ) -> None:
         path = os.fspath(error_file)
         named = path not in ("", NOT_AVAILABLE)
         data, problem = evidence.read(path) if named else (None, "missing")
         message, timestamp, traceback = _contents(data)
-        if not traceback and -exitcode in _FATAL and named:
-            traceback = evidence.read_fatal(path)
-        written = evidence.written_at(data) if evidence.written_by(data) in (None, pid) else None
-        if told is not None and evidence.written_by(data) != pid:
+        left = evidence.read_exit(path, pid) if named else None
+        left_ns = left[1] if left else None
+        stands, written, said = standing(
+            data, path, pid=pid, exitcode=exitcode, observed_ns=observed_ns, left_ns=left_ns, signalled_ns=signalled_ns
+        )
+        if told is not None and (evidence.written_by(data) != pid or _is_later(told[2], data)):
             message, traceback, written = _text(told[0]), _text(told[1]), told[2]
             timestamp = _wall_clock(written)
-        left = evidence.read_exit(path, pid) if named else None
-        moments = [moment for moment in (written, left[1] if left else None) if moment is not None]
+        else:
+            detail = "\n".join(filter(None, (detail, said)))
+            if not stands:
+                message, timestamp = _exit_in_words(exitcode, pid), _wall_clock_if(left_ns or observed_ns)
+                traceback = traceback if written is not None else ""
+        if not traceback and -exitcode in _FATAL and named:
+            traceback = evidence.read_fatal(path)
+        moments = [moment for moment in (written, left_ns) if moment is not None]
         self._store(
             local_rank=local_rank,
             pid=pid,
@@ -311,19 +322,26 @@ class ProcessFailure(Value):
 
 
 def _exit_message(exitcode: int, pid: int) -> str:
+    return _exit_in_words(exitcode, pid) + ("" if exitcode < 0 else "; no error was recorded")
+
+
+def _exit_in_words(exitcode: int, pid: int) -> str:
     if exitcode < 0:
         return f"Signal {-exitcode} ({signal_name(-exitcode)}) received by PID {pid}"
-    return f"{describe_exit(exitcode)}; no error was recorded"
+    return describe_exit(exitcode)
+
+
+def _is_later(moment: int, data: dict[str, Any] | None) -> bool:
+    recorded = evidence.recorded_at(data)
+    return not evidence.is_observed(data) and recorded is not None and moment > recorded
 
 
 def _contents(data: dict[str, Any] | None) -> tuple[str, int | None, str]:
     """Message, timestamp and traceback of error file data, each only if it has the right shape."""
     message = (data or {}).get("message")
-    if not isinstance(message, dict):
-        return _text(message), None, ""
-    info = message.get("extraInfo")
+    info = message.get("extraInfo") if isinstance(message, dict) else data  # a flat file has them beside its message
     info = info if isinstance(info, dict) else {}
-    return _text(message.get("message")), _timestamp(info.get("timestamp")), _text(info.get("py_callstack"))
+    return _text(evidence.message_of(data)), _timestamp(info.get("timestamp")), _text(info.get("py_callstack"))
 
 
 def _text(value: object) -> str:
@@ -334,6 +352,10 @@ def _text(value: object) -> str:
 def _wall_clock(moment: int) -> int:
     """A moment of CLOCK_MONOTONIC, in nanoseconds, as Unix time."""
     return int(time.time() - (time.monotonic_ns() - moment) / 1e9)
+
+
+def _wall_clock_if(moment: int | None) -> int | None:
+    return None if moment is None else _wall_clock(moment)
 
 
 def _timestamp(value: object) -> int | None:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import time
 
 from phalanx._core import evidence
-from phalanx.errors._child_failed import ChildFailedError
 from phalanx.errors._failure import NOT_AVAILABLE
 
 TYPE_CHECKING = False
@@ -45,28 +43,41 @@ _COROUTINE = 0x80  # CO_COROUTINE of a code object's flags: set by "async def"
 class ErrorHandler:
     """Writes a process's error file. Override what should be done otherwise, and give it to `record`."""
 
+    def _get_error_file_path(self) -> str | None:
+        """Where to write: the value of ``TORCHELASTIC_ERROR_FILE``. May be overridden; None for nowhere."""
+        return os.environ.get(evidence.ERROR_FILE_ENV)
+
     def initialize(self) -> None:
         """Called before the recorded function: has the interpreter print its stacks on a fatal signal.
 
-        They go to stderr. Where that is already arranged, or there is no stderr, nothing changes.
+        They go to stderr. Where that is already arranged nothing changes: a worker's go to a file beside its error
+        file.
+        Where there is no stderr that could take them, it warns (UserWarning).
         """
         import faulthandler
 
         if not faulthandler.is_enabled():
             try:
                 faulthandler.enable(all_threads=True)
-            except (RuntimeError, OSError, ValueError, AttributeError):  # a stderr that is closed, or no file
-                return
+            except Exception as error:  # noqa: BLE001 - a stderr that is closed, or no file, or an object of the user's
+                import warnings
+
+                msg = f"no stack will be printed on a fatal signal: {type(error).__name__}: {error}"
+                warnings.warn(msg, stacklevel=2)
 
     def record_exception(self, e: BaseException) -> None:
-        """Write `e` to the file named by ``TORCHELASTIC_ERROR_FILE``; without that, do nothing.
+        """Write `e` to the file that `_get_error_file_path` names; without one, do nothing.
 
-        Best effort, never raises. Of several exceptions of one process the first is kept.
+        Best effort. What is recorded last counts; of one exception that is recorded twice, the first time.
 
         Args:
             e: The exception. Its traceback is recorded whole.
+
+        Raises:
+            Exception: Only what an overridden `_get_error_file_path` raises.
         """
-        evidence.record(e)
+        if path := self._get_error_file_path():
+            evidence.record(e, path)
 
     def override_error_code_in_rootcause_data(
         self,
@@ -93,8 +104,8 @@ class ErrorHandler:
     def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None:
         """Make another process's error file our own, as when a worker is itself the launcher of what failed.
 
-        Written to the file named by ``TORCHELASTIC_ERROR_FILE``, replacing what is there; without that, nothing is
-        done.
+        What it holds is written to the file that `_get_error_file_path` names, unchanged but for the code, and replaces
+        what is there; without such a file, nothing is done.
 
         Args:
             rootcause_error_file: The file to pass on.
@@ -114,8 +125,8 @@ class ErrorHandler:
             raise ValueError(f"{rootcause_error_file}: {problem}")
         if error_code:
             self.override_error_code_in_rootcause_data(rootcause_error_file, data, error_code)
-        if own := os.environ.get(evidence.ERROR_FILE_ENV):
-            evidence.write_json(own, _adopted(data))
+        if own := self._get_error_file_path():
+            evidence.write_json(own, data)
 
 
 def get_error_handler() -> ErrorHandler:
@@ -144,8 +155,8 @@ def record(fn: Callable[P, R] | None = None, error_handler: ErrorHandler | None 
     - An exception is recorded, and raised again. Its traceback shows the function, not this decorator.
     - `SystemExit` with code 0 or None is a return, of None. Any other is raised again, with no error file.
     - `KeyboardInterrupt` and `asyncio.CancelledError` are raised again, with no error file: someone wanted the end.
-    - Of a `ChildFailedError` the root cause's error file becomes this process's; if it left none, the
-      `ChildFailedError` itself is recorded. It is raised again.
+    - Of a `ChildFailedError`, ours or that of torch, the root cause's error file becomes this process's; if it left
+      none, the `ChildFailedError` itself is recorded. It is raised again.
 
     Scripts that ``phalanx run`` starts need no decorator. Coroutine functions (``async def``) are recorded as they are
     awaited. Generator functions are not: calling one runs none of its code.
@@ -205,7 +216,7 @@ class _Recording:
             # The first entry is the wrapper's frame. What the interpreter raises again is the exception as it stands.
             exc.__traceback__ = trace.tb_next
         try:
-            if not (isinstance(exc, ChildFailedError) and self._passed_on(exc)):
+            if not self._passed_on(exc):
                 self._handler.record_exception(exc)
         except Exception:  # an overridden handler: it must not put itself in the place of the failure
             import logging
@@ -213,30 +224,23 @@ class _Recording:
             logging.getLogger(__name__).warning("the error handler failed", exc_info=True)
         return False
 
-    def _passed_on(self, exc: ChildFailedError) -> bool:
-        _, failure = exc.get_first_failure()
-        if failure.error_file == NOT_AVAILABLE or failure.unreadable:
+    def _passed_on(self, exc: BaseException) -> bool:
+        """Whether an exception is a launcher's, and our error file is now that of what has failed below it."""
+        first = getattr(type(exc), "get_first_failure", None)
+        if not callable(first):
             return False
+        _, failure = first(exc)
+        # An error file that is not as it should be is of more use to whoever reads ours than a copy of it.
+        if failure.error_file == NOT_AVAILABLE or getattr(failure, "unreadable", ""):
+            return False
+        own = getattr(self._handler, "_get_error_file_path", ErrorHandler()._get_error_file_path)()  # noqa: SLF001 - as `ErrorHandler` has it
+        if own and evidence.seen_by_timer(own):
+            return False  # this came of that
+        before = evidence.state(own) if own else None
         try:
             self._handler.dump_error_file(failure.error_file, failure.exitcode)
         except (OSError, ValueError):  # gone or damaged in the meantime
             return False
+        if own and evidence.state(own) != before:
+            evidence.passed_on(exc, own)
         return True
-
-
-def _adopted(data: dict[str, Any]) -> dict[str, Any]:
-    """Error file data as this process's own: with our pid, now, and the pid that it was recorded by.
-
-    The moment is ours, not the original's: that may have been on another machine, with another monotonic clock.
-    """
-    message = data.get("message")
-    if not isinstance(message, dict):
-        message = {"message": message if isinstance(message, str) else str(message)}
-    info = message.get("extraInfo")
-    if not isinstance(info, dict):
-        info = {"py_callstack": "", "timestamp": str(int(time.time()))}
-    stamp = {"monotonic_ns": time.monotonic_ns(), "pid": os.getpid()}
-    origin = evidence.written_by(data)
-    if origin is not None:
-        stamp["origin_pid"] = origin
-    return {**data, "message": {**message, "extraInfo": {**info, **stamp}}}

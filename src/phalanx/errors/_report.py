@@ -29,12 +29,12 @@ DIFFERENT = 8  # failures unlike all before them that are told in full; those be
 
 # What makes equal failures look different: native frames, which only some have; addresses, process ids, and the rank
 # and device of the one who tells.
+_NATIVE = "native frames (py-spy):\n"
 _MASKS = (
-    (re.compile(r"\n\s*native frames \(py-spy\):\n.*", re.DOTALL), ""),
     (re.compile(r"0x[0-9a-fA-F]{4,}"), "0x…"),
     (re.compile(r"\b(pid|process)(\W{0,3})\d+", re.IGNORECASE), r"\1\2…"),
     (re.compile(r"\b((?:(?:local|global|group|role)[_ -]?)?rank)(\W{0,3})\d+", re.IGNORECASE), r"\1\2…"),
-    (re.compile(r"\b\d+\.\d (m?s) over\b"), r"… \1 over"),
+    (re.compile(r"\b\d+(?:\.\d)? (m?s) (over|before)\b"), r"… \1 \2"),
     (re.compile(r"\b(cuda|gpu|device)(\W{0,3})\d+", re.IGNORECASE), r"\1\2…"),
 )
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
@@ -153,9 +153,21 @@ def signature(failure: ProcessFailure) -> object:
 
 
 def _masked(text: str, failure: ProcessFailure) -> str:
+    text = _without_native(text)
     for pattern, masked in _MASKS:
         text = pattern.sub(masked, text)
     return (re.sub(rf"\b{failure.pid}\b", "…", text) if failure.pid > 0 else text).rstrip()
+
+
+def _without_native(text: str) -> str:
+    """A text up to the line that begins native frames. A regular expression takes quadratic time for blank lines."""
+    found = text.find(_NATIVE)
+    while found >= 0:
+        start = text.rfind("\n", 0, found)
+        if start >= 0 and not text[start:found].strip():
+            return text[:start].rstrip()
+        found = text.find(_NATIVE, found + len(_NATIVE))
+    return text
 
 
 def _block(key: str, text: str, limit: int, where: str) -> Lines:

@@ -284,6 +284,21 @@ class PContext(ABC):
             raise supervisor.lost
         return result
 
+    @property
+    def stdouts(self) -> dict[int, str]:
+        """The file of each local rank's stdout; ``""``: the launcher's own stream. Nothing before the start."""
+        return self.logs.stdouts
+
+    @property
+    def stderrs(self) -> dict[int, str]:
+        """The file of each local rank's stderr, likewise."""
+        return self.logs.stderrs
+
+    @property
+    def error_files(self) -> dict[int, str]:
+        """Where each local rank leaves its evidence. The file is there only if it has failed."""
+        return self.logs.error_files
+
     def say(self, text: str) -> bool:
         """Show a line on the console, among those of the workers and not into one. Returns whether that is possible."""
         return self._supervisor is not None and self._supervisor.say(text)

@@ -216,6 +216,7 @@ def _failure(worker: Worker, logs: LogsDest, global_rank: str) -> ProcessFailure
         rank=int(global_rank) if global_rank.isascii() and global_rank.isdigit() else None,
         observed_ns=worker.exit_ns,
         dated_ns=_struck_at(worker, path),
+        signalled_ns=None if worker.signalled is None else worker.signalled_ns,
         told=worker.told,
         detail=detail,
         stderr_tail=_tail(logs.stderrs[rank], rotates=bool(logs.max_size)),
@@ -248,10 +249,11 @@ def _write_evidence(worker: Worker, logs: LogsDest, message: str, stack: str) ->
 
 def _write_told(path: str, pid: int, message: str, stack: str, moment: int) -> None:
     """Write the evidence that a worker could not write itself: it may have been under a limit that we are not."""
-    if evidence.written_by(evidence.read(path)[0]) == pid:
+    data = evidence.read(path)[0]
+    if evidence.written_by(data) == pid and (evidence.recorded_at(data) or 0) >= moment:
         return
     try:
-        evidence.write_error_file(path, message, stack, monotonic_ns=moment, pid=pid)
+        evidence.put(path, message, stack, data, began=moment, recorded=moment, pid=pid, left=True)
     except OSError:  # the disk is full for us as well
         return
 

@@ -5,6 +5,8 @@ Thin faces of the pump that every group has. A group with teed streams needs nei
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 
 from phalanx._core.follower import Follower
@@ -34,7 +36,8 @@ class TailLog:
         name: Names the thread, and each file's prefix: ``[{name}{rank}]:``.
         log_files: Rank → path.
         dst: Where lines go: a file, a pipe, a terminal, or anything with ``write``. None to do nothing.
-        log_line_prefixes: Rank → what stands before each line, instead.
+        log_line_prefixes: Rank → what stands before each line, instead. A number is taken for the interval, which once
+            had this place.
         interval_sec: Without effect.
         log_line_filter: Is called with each line, and says whether it is wanted. None: all are.
 
@@ -54,14 +57,16 @@ class TailLog:
         name: str,
         log_files: Mapping[int, str],
         dst: TextIO | None,
-        log_line_prefixes: Mapping[int, str] | None = None,
+        log_line_prefixes: Mapping[int, str] | float | None = None,
         interval_sec: float = 0.1,  # noqa: ARG002 - historical
         log_line_filter: Callable[[str], bool] | None = None,
     ) -> None:
         self._name = name
         self._files = dict(log_files)
         self._dst = dst
-        self._prefixes = log_line_prefixes or {}
+        if log_line_prefixes is None or isinstance(log_line_prefixes, (int, float)):
+            log_line_prefixes = {}
+        self._prefixes = log_line_prefixes
         self._filter = log_line_filter
         self._loop: Loop | None = None
         self._pump: Pump | None = None
@@ -69,10 +74,19 @@ class TailLog:
         self._stopped = False
 
     def start(self) -> Self:
-        """Start to follow. Returns itself. Raises OSError when no file can be watched, RuntimeError the second time."""
+        """Start to follow. Returns itself.
+
+        Raises:
+            IsADirectoryError: What is to be followed is a folder.
+            OSError: No file can be watched.
+            RuntimeError: It was started before.
+        """
         if self._loop is not None:
             raise RuntimeError("a TailLog is started once")
         if self._files and self._dst is not None:
+            for path in self._files.values():
+                if os.path.isdir(path):
+                    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
             loop = self._loop = Loop()
             pump = self._pump = self._make(self._dst)
             try:
@@ -137,6 +151,9 @@ def tail_logfile(
         interval_sec: Without effect: nothing polls.
         log_line_filter: Is called with each line, and says whether it is wanted. None: all are (the original shows
             nothing then).
+
+    Raises:
+        IsADirectoryError: The path is a folder.
     """
     tail = TailLog("", {0: file}, dst, {0: header}, interval_sec, log_line_filter).start()
     try:
