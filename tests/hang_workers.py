@@ -11,6 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from phalanx import timer
+from phalanx.errors import record
 from tests.helpers import pass_gate, tell
 
 if TYPE_CHECKING:
@@ -170,6 +171,25 @@ def idle_there(address: str) -> NoReturn:
 def hang_there(address: str) -> None:
     tell(address, str(os.getpid()))
     hang(0.3, "there")
+
+
+@record
+def fail() -> NoReturn:
+    raise ValueError("bad sample")
+
+
+def handle_and_hang() -> None:
+    with contextlib.suppress(ValueError):
+        fail()
+    hang()
+
+
+def fail_and_hang() -> None:
+    """An exception is on its way, and what it meets there hangs."""
+    try:
+        fail()
+    finally:
+        hang()
 
 
 def chat_and_hang(gate: str) -> None:

@@ -256,6 +256,19 @@ def test_of_two_hangs_of_a_rank_none_is_lost(tmp_path: Path) -> None:
     ]
 
 
+def test_an_exception_that_was_handled_is_not_why_a_rank_hangs(events: Events) -> None:
+    failure = result_of(start(hang_workers.handle_and_hang, (), events)).root_cause
+    assert failure is not None
+    assert re.fullmatch(HANG, failure.message)
+    assert "\nit had recorded ValueError: bad sample before, and gone on" in failure.detail
+
+
+def test_an_exception_is_the_cause_of_what_hangs_on_its_way(events: Events) -> None:
+    failure = result_of(start(hang_workers.fail_and_hang, (), events)).root_cause
+    assert failure is not None
+    assert failure.message == "ValueError: bad sample"
+
+
 def test_dumps_without_end_keep_the_newest(tmp_path: Path) -> None:
     for number in range(1, 51):
         assert stacks.write(str(tmp_path), f"dump {number}") == str(tmp_path / f"stacks-{number}.txt")

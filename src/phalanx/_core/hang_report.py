@@ -19,7 +19,7 @@ from phalanx._core.witnesses import Witnesses
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from typing import Any
 
     from phalanx._core.timetable import Timetable
@@ -35,6 +35,18 @@ def words(hang: Hang, moment: int, where: Sequence[str]) -> tuple[str, str]:
     """What is said of a hang wherever it is told: the message of the failure, and what else is known, in lines."""
     late = f"{clock.spoken(hang.late(moment))} over its deadline"
     return f"Hang: {hang.what}", "\n".join([late, *filter(None, where)])
+
+
+def stands(data: dict[str, Any] | None, pids: Collection[int]) -> bool:
+    """Whether error file data are of one of these processes, and no exception that it has handled, and gone on."""
+    return evidence.written_by(data) in pids and evidence.handled_at(data) is None
+
+
+def handled(data: dict[str, Any] | None) -> list[str]:
+    """What is said of evidence that a hang replaces, in lines."""
+    if evidence.handled_at(data) is None:
+        return []
+    return [f"it had recorded {(evidence.message_of(data) or '').partition(chr(10))[0]} before, and gone on"]
 
 
 def write_down(
@@ -252,10 +264,11 @@ class HangReport:
         if first.rank in self._witnesses.apart():
             dated = min(other.timer.deadline for other in (first, *self._ended.values())) - 1
         path = self._error_files[first.rank]
-        if evidence.written_by(evidence.read(path)[0]) in self._workers.values():
+        known = evidence.read(path)[0]
+        if stands(known, self._workers.values()):
             return
         self._witnesses.write()
-        where = [self._witnesses.sum_up(first)]
+        where = [self._witnesses.sum_up(first), *handled(known)]
         where += [f"also: {hang.what}; {clock.spoken(hang.late(moment))} over its deadline" for hang in others]
         if file := self._witnesses.files.get(first.rank):
             where.append(f"stacks of all ranks: {os.path.basename(file)} in each rank's folder")

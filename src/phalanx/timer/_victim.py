@@ -155,9 +155,9 @@ class Victim:
             # Accused in a file is only who is about to be killed: one that lives on must be able to record its own end.
             # And never by root in a place that a user names.
             if number > 0 and path and self._same_user:
-                author = evidence.written_by(evidence.read(path)[0])
-                if author is None or author not in (self.pid, linux.Stat(self.pid).parent):
-                    self._accuse(path, hangs, moment, where, text)
+                known = evidence.read(path)[0]
+                if not hang_report.stands(known, (self.pid, linux.Stat(self.pid).parent)):
+                    self._accuse(path, hangs, moment, [*where, *hang_report.handled(known)], text)
         except Exception as exc:  # noqa: BLE001 - whatever went wrong with the evidence, the kill must follow
             _log.warning("pid %d: no evidence of its expired timer could be left at %s: %s", self.pid, path, exc)
         return text, where
