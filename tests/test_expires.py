@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -292,7 +293,23 @@ def test_nobody_to_be_told() -> None:
     assert issubclass(NobodyWatchesError, RuntimeError)
 
 
-@pytest.mark.parametrize("client", [None, object(), "client"])
+def test_to_configure_none_takes_the_client_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Client()
+    configure(client)
+    with expires(60, "told"):
+        configure(None)
+        assert list(client.held) == ["told"]
+    assert client.held == {}
+    with pytest.raises(NobodyWatchesError), expires(60):
+        pytest.fail("entered")
+    with contextlib.closing(Timetable(1)) as table:  # and the group that this process is in watches again
+        monkeypatch.setenv(timetable.ENV, f"{table.address}:0")
+        with expires(60, "the group's"):
+            assert scopes(table) == ["the group's"]
+    assert len(client.calls) == 2
+
+
+@pytest.mark.parametrize("client", [object(), "client"])
 def test_configure_with_what_is_no_client(client: Any) -> None:
     with pytest.raises(TypeError, match="timer_client: expected a TimerClient, got "):
         configure(client)
@@ -380,6 +397,131 @@ def test_a_release_that_fails() -> None:
     assert [moment for _, moment in client.calls].count(-1) == 1
 
 
+@pytest.fixture(params=["LocalTimerClient", "FileTimerClient", "SharedTimerClient"])
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Any, Any]]:
+    """A client's class, and what it is made of: where its server is."""
+    kind = getattr(timer, request.param)
+    if request.param == "SharedTimerClient":
+        with timer.SharedTimerServer() as server:
+            yield kind, server.address
+    elif request.param == "FileTimerClient":
+        with timer.FileTimerServer(str(tmp_path / "timers")):
+            yield kind, str(tmp_path / "timers")
+    else:
+        queue: Any = multiprocessing.get_context("spawn").SimpleQueue()
+        with timer.LocalTimerServer(queue):
+            yield kind, queue
+        queue._reader.close()
+        queue._writer.close()
+
+
+Said = list[tuple[str, str, float]]
+
+
+def telling(kind: Any, said: Said, *names: str) -> Any:
+    """A subclass of a client that notes when these methods are called, and does what they do."""
+
+    def method(name: str) -> Any:
+        def note(self: Any, scope: str, *moment: float) -> None:
+            said.append((name, scope, *(moment or (0,))))
+            getattr(super(told, self), name)(scope, *moment)
+
+        return note
+
+    told = type("Telling", (kind,), {name: method(name) for name in names})
+    return told
+
+
+@pytest.mark.parametrize("names", [("acquire",), ("release",), ("acquire", "release")])
+@pytest.mark.parametrize("configured", [False, True])
+def test_who_overrides_a_method_of_a_client_is_asked(
+    pair: tuple[Any, Any], names: tuple[str, ...], configured: bool
+) -> None:
+    kind, where = pair
+    said: Said = []
+    client = telling(kind, said, *names)(where)
+    if configured:
+        configure(client)
+    for _ in range(2):
+        with expires(60, "outer", None if configured else client), expires(50, "inner", None if configured else client):
+            pass
+    calls = [("acquire", "outer"), ("acquire", "inner"), ("release", "inner"), ("release", "outer")]
+    assert [(name, scope) for name, scope, _ in said] == [call for call in calls if call[0] in names] * 2
+    for name, scope, moment in said:
+        after = {"outer": 60, "inner": 50}[scope]
+        assert name == "release" or after - 5 < moment - clock.wall() <= after
+
+
+def test_a_method_that_is_set_on_a_client_is_asked(pair: tuple[Any, Any]) -> None:
+    kind, where = pair
+    client, said = kind(where), list[str]()
+    client.acquire = lambda scope, _moment: said.append(scope)
+    client.release = lambda scope: said.append(f"no {scope}")
+    with expires(60, "load", client):
+        assert said == ["load"]
+    assert said == ["load", "no load"]
+
+
+def test_who_overrides_the_short_way_too_keeps_it(pair: tuple[Any, Any]) -> None:
+    kind, where = pair
+    said: Said = []
+    with expires(60, "load", telling(kind, said, "acquire", "_acquire")(where)):
+        ((name, scope, moment),) = said
+        assert (name, scope) == ("_acquire", "load")
+        assert 55 < moment - clock.now() <= 60
+
+
+def test_a_subclass_that_overrides_neither_is_no_other_client(pair: tuple[Any, Any]) -> None:
+    kind, where = pair
+    client = type("Named", (kind,), {"__repr__": lambda _self: "named"})(where)
+    said: list[float] = []
+    client._acquire = lambda _scope, moment: said.append(moment)
+    with expires(60, "load", client):
+        assert [55 < moment - clock.now() <= 60 for moment in said] == [True]
+    del client._acquire
+    assert (_expires._seat_of(client) is None) == (kind is not timer.SharedTimerClient)
+
+
+def test_what_others_call_by_our_names_is_their_own() -> None:
+    class Pool(TorchlikeClient):
+        def _acquire(self, connection: int) -> None:
+            raise AssertionError(connection)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(inner, name)
+
+    with timer.SharedTimerServer() as server:
+        inner = timer.SharedTimerClient(server.address)
+        client: Any = Pool()
+        assert isinstance(client.seat, Seat)
+        with expires(60, "load", client):
+            assert list(client.held) == ["load"]
+        assert client.held == {}
+
+
+def test_a_fork_while_another_thread_takes_a_timer_by_name() -> None:
+    """The lock that it holds is held for ever in the fork, unless that makes a new one."""
+    client = Client()
+    with expires(60, "load", client), _expires._lock:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                signal.alarm(20)
+                thread = threading.Thread(target=_take, args=(client,))
+                thread.start()
+                thread.join()
+                code = int(client.calls[-1][0] != "a")
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def _take(client: Client) -> None:
+    with expires(60, "a", client):
+        pass
+
+
 # --- heartbeats
 
 
@@ -424,25 +566,29 @@ def test_a_fork_within_a_block(table: Timetable) -> None:
     timer.beat()
     client = Client()
     out, into = os.pipe()
+    gate, latch = os.pipe()
     with expires(60, "ours"), expires(60, "named", client):
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
                 with expires(60, "the child's"), expires(60, "named", client):
-                    mine = next(timer for timer in armed(table) if timer.scope == "the child's")
-                    os.write(into, f"{mine.seat} {scopes(table)} {list(client.held)}".encode())
+                    os.write(into, str(list(client.held)).encode())
+                    os.read(gate, 1)
                 timer.beat()
                 code = 0
             finally:
                 os._exit(code)  # and so through no `__exit__` of the parent's blocks
+        assert os.read(out, 100).decode() == "['named']"
+        assert scopes(table) == ["ours", "the child's"]
+        assert [it.seat for it in armed(table) if it.scope == "the child's"] == [1]
+        os.write(latch, b".")
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        assert os.read(out, 100).decode() == "1 " + str(["ours", "the child's"]) + " ['named']"
         assert scopes(table) == ["ours"]
         assert table.holder(0) == os.getpid()
     assert armed(table) == []
-    os.close(out)
-    os.close(into)
+    for fd in (out, into, gate, latch):
+        os.close(fd)
 
 
 def test_a_fork_that_leaves_its_parents_block(table: Timetable) -> None:
@@ -548,7 +694,7 @@ def test_to_import_it_costs_little() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [
-        "phalanx", "phalanx._core", "phalanx._core.clock", "phalanx._core.timetable", "phalanx._core.value",
-        "phalanx.timer", "phalanx.timer._expires",
+        "phalanx", "phalanx._core", "phalanx._core.clock", "phalanx._core.sigpipe", "phalanx._core.timetable",
+        "phalanx._core.value", "phalanx.timer", "phalanx.timer._expires",
     ]  # fmt: skip
     assert signal.getsignal(signal.SIGALRM) is not None

@@ -25,6 +25,7 @@ from phalanx.timer import _file_client, _pipe, debug_info_logging
 from phalanx.timer._file import FileTimerClient, FileTimerRequest, FileTimerServer
 from phalanx.timer._victim import Exited, Refused, Victim
 from tests.helpers import TIMEOUT, alive, wait_gone
+from tests.timer_workers import let_pass, wait_asleep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -237,8 +238,7 @@ def test_the_pipe_is_there_when_start_returns_and_is_removed_at_stop(path: str, 
         mode = os.lstat(path).st_mode
         assert (stat.S_ISFIFO(mode), stat.S_IMODE(mode)) == (True, 0o600)
         client.acquire("scope", time.time() + LONG)
-        with pytest.raises(RuntimeError, match="runs already"):
-            server.start()
+        server.start()  # it runs already, and goes on
         server.stop()
         assert not os.path.exists(path)
         server.stop()
@@ -733,6 +733,50 @@ def test_a_server_that_comes_late_is_waited_for(path: str, events: Events, left_
             assert list(server._timers) == [(child.pid, "s")]
 
 
+_WITHOUT_INOTIFY = """
+import ctypes
+from phalanx.timer import _pipe
+if what == "none":  # really: in a user namespace of its own, whose limit is its own, too (user_namespaces(7))
+    CLONE_NEWUSER = 0x10000000
+    if ctypes.CDLL(None).unshare(CLONE_NEWUSER) != 0:
+        print("no user namespace")
+    else:
+        with open("/proc/sys/user/max_inotify_instances", "w") as file:
+            file.write("0")
+elif what == "no watches":
+    def none_left(*_):
+        raise OSError(28, "no inotify watch to be had")
+    _pipe.linux.inotify_add = none_left
+attempt = _pipe._attempt
+def tell(path):
+    fd = attempt(path)
+    if fd is None:
+        print("not yet", flush=True)
+    return fd
+_pipe._attempt = tell
+"""
+
+
+@pytest.mark.parametrize("what", ["none", "no watches"])
+@pytest.mark.parametrize("left_over", [False, True])
+def test_a_server_that_comes_late_is_waited_for_without_inotify(
+    path: str, events: Events, what: str, left_over: bool
+) -> None:
+    if left_over:
+        os.mkfifo(path, 0o600)
+    with Child(path) as child:
+        if child.do(f"what = {what!r}" + _WITHOUT_INOTIFY):
+            pytest.skip("this process may make no user namespace")
+        child.begin("client.acquire('s', time.time() + 3600)")
+        assert child._process.stdout is not None
+        for _ in range(3):  # so it has begun to wait, and looks again
+            assert child._process.stdout.readline() == "not yet\n"
+        with FileTimerServer(path, "run", log_event=events) as server:
+            child.end()
+            settle(server)
+            assert list(server._timers) == [(child.pid, "s")]
+
+
 def test_a_client_finds_the_next_server(child: Child, server: FileTimerServer) -> None:
     child.do("client.acquire('first', time.time() + 3600)")
     server.stop()
@@ -839,8 +883,8 @@ sys.stdin.read()
 
 
 @contextlib.contextmanager
-def other_server(path: str, *more: str) -> Iterator[subprocess.Popen[str]]:
-    arguments = [sys.executable, "-W", "ignore", "-c", _SERVER, path, *more]
+def other_server(path: str, *more: str, text: str = _SERVER) -> Iterator[subprocess.Popen[str]]:
+    arguments = [sys.executable, "-W", "ignore", "-c", text, path, *more]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -886,6 +930,61 @@ def test_a_server_that_is_killed_and_started_again_costs_no_worker(
             assert events.wait("worker.reaped").scope_id == "after"
             assert [alive(child.pid) for child in children[1:]] == [True, True]
         assert "damaged" not in caplog.text
+
+
+def test_a_server_that_was_stopped_spares_who_was_in_time_and_strikes_who_was_not(path: str) -> None:
+    """A paused virtual machine: the server and its workers have lost the same time."""
+    text = _SERVER.replace(
+        "server = FileTimerServer(",
+        "class Telling(FileTimerServer):\n"
+        "    def register_timers(self, timer_requests):\n"
+        "        super().register_timers(timer_requests)\n"
+        "        os.write(1, b'taken\\n' * len(timer_requests))\n"
+        "server = Telling(",
+    )
+    with other_server(path, text=text) as server, Child(path) as prompt, Child(path) as late:
+        assert line_of(server) == "up"
+        span = 1.5
+        prompt.do(f"client.acquire('s', time.time() + {span})")
+        late.do(f"client.acquire('s', time.time() + {span})")
+        start = clock.now()
+        for _ in range(2):
+            assert line_of(server) == "taken"
+        wait_asleep(server.pid)
+        assert clock.now() - start < span - 0.2, "too slow a machine for this test"
+        for pid in (server.pid, prompt.pid, late.pid):
+            os.kill(pid, signal.SIGSTOP)
+        let_pass(start + span + 1.2)
+        for pid in (prompt.pid, late.pid, server.pid):
+            os.kill(pid, signal.SIGCONT)
+        resumed = clock.now()
+        prompt.do("client.release('s')")
+        assert late.exitcode() == -signal.SIGKILL
+        assert span - 0.5 < clock.now() - resumed
+        assert alive(prompt.pid)
+
+
+def test_a_server_that_was_briefly_late_gives_a_moment_more_and_once(
+    server: FileTimerServer, child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child.do("client.acquire('s', time.time() + 600); client.acquire('short', time.time() + 0.5)")
+    child.do("client.release('short')")
+    settle(server)
+    (timer,) = server._timers.values()
+    loop = server._loop
+    assert loop is not None
+    assert timer._deadline is not None
+    now = timer._deadline + 0.3
+    monkeypatch.setattr(loop, "overran", 0.3)
+    assert server._late(now) == {}
+    assert timer._deadline == now + 1
+    assert server._late(now + 0.9) == {}
+    assert server._late(now + 1) == {child.pid: [timer]}, "not for ever on a machine that is always late"
+    monkeypatch.setattr(loop, "overran", 5.0)
+    assert server._late(now + 7) == {}
+    assert 590 < timer._deadline - now - 7 < 601
+    monkeypatch.setattr(loop, "overran", 0.0)
+    assert server._late(timer._deadline) == {child.pid: [timer]}, "one's own slowness is no absence"
 
 
 def test_a_fork_of_the_server_does_not_keep_its_pipe(path: str) -> None:

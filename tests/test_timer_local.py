@@ -366,6 +366,113 @@ def test_a_worker_that_leaves_with_timers_has_not_failed(mp_queue: Any, ready: R
         assert not result.is_failed()
 
 
+def test_servers_that_were_stopped_spare_who_was_in_time_and_strike_who_was_not(
+    mp_queue: Any, ready: Ready, gate: Gate
+) -> None:
+    """A paused virtual machine: the servers and their workers have lost the same time."""
+    other: Any = SPAWN.SimpleQueue()
+    args = (mp_queue, other, ready.address, gate.address)
+    host = SPAWN.Process(target=timer_workers.serve, args=args)
+    host.start()
+    pid = host.pid
+    assert pid is not None
+    with sleeper() as prompt, sleeper() as late:
+        assert ready.wait() == ["up"]
+        span = 1.5
+        start = clock.now()
+        for worker in (prompt, late):
+            mp_queue.put(request(worker.pid, "s", span))
+        for name in ("prompt", "late"):
+            other.put(TimerRequest(name, "s", clock.wall() + span))
+        assert set(ready.wait(4)) == {f"{worker} True" for worker in (prompt.pid, late.pid, "prompt", "late")}
+        timer_workers.wait_asleep(pid)
+        assert clock.now() - start < span - 0.2, "too slow a machine for this test"
+        os.kill(pid, signal.SIGSTOP)
+        timer_workers.let_pass(clock.now() + span + 1.2)
+        os.kill(pid, signal.SIGCONT)
+        resumed = clock.now()
+        mp_queue.put(TimerRequest(prompt.pid, "s", -1))
+        other.put(TimerRequest("prompt", "s", -1))
+        assert set(ready.wait(2)) == {f"{prompt.pid} False", "prompt False"}
+        assert ready.wait() == ["late reaped"]
+        assert not wait_gone([late.pid])
+        assert span - 0.5 < clock.now() - resumed
+        assert alive(prompt.pid)
+    gate.open()
+    host.join()
+    assert host.exitcode == 0
+    host.close()
+    other._reader.close()
+    other._writer.close()
+
+
+def test_who_decides_whom_to_end_gets_every_request(mp_queue: Any) -> None:
+    """Keyed by rank or by name: no number is taken for a pid, though there is a process that has it."""
+
+    class Ranked(LocalTimerServer):
+        def _reap_worker(self, worker_id: Any) -> bool:
+            reaped.put(worker_id)
+            return True
+
+    reaped: queue.Queue[Any] = queue.Queue()
+    with Ranked(mp_queue, max_interval=60) as server, sleeper() as chance:
+        ids = ["trainer/0", ("node", 3), 0, 1, -1, os.getpid(), chance.pid]
+        for each in ids:
+            mp_queue.put(TimerRequest(each, "step", clock.wall() + 60))
+        until(lambda: len(server._timers) == len(ids), server)
+        chance.communicate()
+        mp_queue.put(TimerRequest(1 << 40, "step", clock.wall() - 1))
+        assert reaped.get(timeout=TIMEOUT) == 1 << 40
+        until(lambda: not server._victims, server)
+        assert len(server._timers) == len(ids)
+        for each in ids:
+            mp_queue.put(TimerRequest(each, "step", clock.wall() - 1))
+        assert {reaped.get(timeout=TIMEOUT) for _ in ids} == set(ids)
+        until(lambda: not server._timers, server)
+
+
+def test_who_decides_and_lets_the_original_end_it(mp_queue: Any) -> None:
+    class Counting(LocalTimerServer):
+        def _reap_worker(self, worker_id: Any) -> bool:
+            reaped.append(worker_id)
+            return super()._reap_worker(worker_id)
+
+    reaped: list[Any] = []
+    with Counting(mp_queue) as server, sleeper() as foreign, sleeper() as ours, sleeper() as left:
+        mp_queue.put(request(left.pid, "scope", 60))
+        until(lambda: server._timers, server)
+        left.communicate()
+        until(lambda: not server._timers, server)  # a process that asked for itself, and has exited
+        mp_queue.put(TimerRequest(foreign.pid, "scope", clock.wall()))
+        mp_queue.put(request(ours.pid, "scope", 0))
+        assert not wait_gone([foreign.pid, ours.pid])
+        until(lambda: not server._timers, server)
+        assert sorted(reaped) == sorted([foreign.pid, ours.pid])
+
+
+def test_a_server_in_a_fork_is_nobodys(mp_queue: Any) -> None:
+    """To stop it there hangs at no lock, and takes nothing out of what the parent's waits for."""
+    with LocalTimerServer(mp_queue, max_interval=60) as server, sleeper() as worker:
+        mp_queue.put(request(worker.pid, "scope", 60))
+        until(lambda: server._timers, server)
+        pipe = server._requests._pipe
+        assert pipe is not None
+        with pipe._gate:
+            pid = os.fork()
+            if not pid:
+                code = 1
+                try:
+                    signal.alarm(20)
+                    server.stop()
+                    server.stop()
+                    code = len(server._timers)
+                finally:
+                    os._exit(code)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        worker.communicate()
+        until(lambda: not server._timers, server)
+
+
 def test_the_worker_pays_for_the_client_alone() -> None:
     code = (
         "import sys; from phalanx.timer import LocalTimerClient, TimerRequest; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import logging
 import math
 import os
@@ -21,13 +22,24 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._core import clock
-from phalanx.timer import RequestQueue, TimerClient, TimerRequest, TimerServer
-from phalanx.timer._watchdog import Agenda, received
+from phalanx._core import clock, timetable
+from phalanx.timer import (
+    RequestQueue,
+    SharedTimerClient,
+    SharedTimerServer,
+    TimerClient,
+    TimerRequest,
+    TimerServer,
+    _shared,
+    expires,
+)
+from phalanx.timer._watchdog import Agenda, Watchdog, received
 from tests.helpers import TIMEOUT, wait_gone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from phalanx._core.timetable import Seat
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "datagram_timer.py"
@@ -151,7 +163,7 @@ def test_what_is_no_request_is_skipped_and_logged(thing: Any, caplog: pytest.Log
 def test_the_agenda_keeps_nothing_of_what_was_released() -> None:
     agenda = Agenda()
     for number in range(1000):
-        agenda.take([TimerRequest(number, "scope", 100.0 + number), TimerRequest(number, "scope", -1)])
+        agenda.take([TimerRequest(number, "scope", 100.0 + number), TimerRequest(number, "scope", -1)], 0.0)
     assert not agenda._moments
     assert agenda.next(100.0) == math.inf
 
@@ -262,6 +274,65 @@ def test_who_raises_while_reaping_counts_as_reaped(server: ListServer, caplog: p
     assert "not worker" in caplog.text
 
 
+def test_a_wait_that_was_briefly_too_long_gives_a_moment_more_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue that is late whenever it is asked, and by how much: no worker lives for ever by it."""
+    now = 1000.0
+
+    class Late(ThreadQueue):
+        late = 0.0
+
+        def get(self, size: int, timeout: float) -> list[TimerRequest]:
+            nonlocal now
+            now += timeout and timeout + self.late
+            return super().get(size, 0)
+
+    monkeypatch.setattr(clock, "now", lambda: now)
+    monkeypatch.setattr(clock, "wall", lambda: 5e8 + now)
+    server = ListServer(60)
+    server._request_queue = server.inbox = inbox = Late()
+    watchdog = Watchdog(server, inbox, 60, daemon=True)
+
+    def turn(late: float = 0.0) -> float:
+        inbox.late = late
+        watchdog._turn()
+        inbox.late = 0.0
+        return now
+
+    def reaped() -> list[tuple[Any, float]]:
+        return [server.reaped.get_nowait() for _ in range(server.reaped.qsize())]
+
+    for late, more in ((0.3, 1.0), (0.01, 0.0), (5.0, 20.0), (1.5, 20.0)):
+        start = turn()
+        server.ask("late", "scope", 20)
+        server.ask("late", "released", 20)
+        watchdog._take(0.0)
+        turn(late)
+        assert now == pytest.approx(start + 20 + late)
+        if more:
+            assert reaped() == []
+            server.inbox.requests.put(TimerRequest("late", "released", -1))
+            moment = now + more
+            turn(late)  # late once more
+            while now < moment and not server.reaped.qsize():
+                turn(late)
+        ((worker, moment),) = reaped()
+        assert worker == "late"
+        assert moment < start + 20 + more + 4 * late + 1
+        assert moment >= start + 20 + late + more
+        assert server._timers == {}
+
+
+def test_a_wait_that_was_too_long_spares_none_that_was_late_before_it() -> None:
+    server = ListServer(60)
+    watchdog = Watchdog(server, server.inbox, 60, daemon=True)
+    server._timers["late", "scope"] = TimerRequest("late", "scope", clock.now() - 10)
+    watchdog._planned, watchdog._overran = clock.now() - 2, 2.0
+    assert list(watchdog._expired(clock.now())) == ["late"]
+    server._timers["late", "scope"] = TimerRequest("late", "scope", clock.now() - 1)
+    assert list(watchdog._expired(clock.now())) == []
+    assert list(watchdog._expired(clock.now() + 1.1)) == ["late"]
+
+
 @pytest.mark.parametrize("step", [3600, -3600])
 def test_a_step_of_the_wall_clock_kills_no_one_and_spares_no_one(
     server: ListServer, monkeypatch: pytest.MonkeyPatch, step: float
@@ -281,8 +352,7 @@ def test_starting_and_stopping(caplog: pytest.LogCaptureFixture) -> None:
     server = ListServer(0.1)
     server.stop()  # not started: nothing to do
     server.start()
-    with pytest.raises(RuntimeError, match="runs already"):
-        server.start()
+    server.start()  # it runs already, and goes on: one thread
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "phalanx-timers")
     assert thread.daemon
     server.stop()
@@ -316,11 +386,10 @@ def test_a_client_of_ones_own_gets_unix_time(monkeypatch: pytest.MonkeyPatch) ->
 
         def release(self, scope_id: str) -> None: ...
 
-    monkeypatch.setattr(clock, "now", lambda: 100.0)
     monkeypatch.setattr(clock, "wall", lambda: 5e8)
     client = Client()
-    client._acquire("scope", 103.0)
-    assert client.taken == ("scope", 5e8 + 3)
+    with expires(3, "scope", client):
+        assert client.taken == ("scope", 5e8 + 3)
 
 
 def test_the_example_is_the_one_in_the_documentation() -> None:
@@ -356,3 +425,97 @@ def test_a_worker_is_reaped_in_time_by_the_example(tmp_path: Path) -> None:
             assert not wait_gone([worker.pid])
             assert 0.2 <= clock.now() - start < 0.5
             assert worker.wait() == -signal.SIGKILL
+
+
+# --- the pair in shared memory
+
+
+def scopes(server: SharedTimerServer) -> list[str]:
+    """Those of all timers that are set."""
+    table = server._table
+    assert table is not None
+    return sorted(timer.scope for timer in map(table.read, table.look(timetable.NEVER - 1)[0]) if timer is not None)
+
+
+def test_a_negative_time_releases() -> None:
+    with SharedTimerServer() as server:
+        client = SharedTimerClient(server.address)
+        client.acquire("load", -1)  # not held
+        client.acquire("load", clock.wall() + 60)
+        client.acquire("other", clock.wall() + 60)
+        client.acquire("load", -1)
+        assert scopes(server) == ["other"]
+
+
+@pytest.mark.parametrize("moment", [math.nan, math.inf, -math.inf])
+def test_a_moment_that_is_none(moment: float) -> None:
+    with SharedTimerServer() as server:
+        client = SharedTimerClient(server.address)
+        with pytest.raises(ValueError, match="expiration_time: expected a moment"):
+            client.acquire("load", moment)
+        client.acquire("load", 1e300)  # later than can be told apart from later ones
+        assert scopes(server) == ["load"]
+        assert len(client.seat.free) == timetable.SLOTS - 1
+
+
+def test_threads_that_use_a_client_for_the_first_time_lose_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    opening, other, taken = itertools.count(), threading.Event(), threading.Event()
+
+    def seat_at(address: str) -> Seat:
+        seat = original(address)
+        if next(opening):
+            other.set()
+            assert taken.wait(TIMEOUT)
+        else:
+            other.wait(0.2)  # the time for another thread to come here, too: none should
+        return seat
+
+    def work(scope: str) -> None:
+        client.acquire(scope, clock.wall() + 60)
+        taken.set()
+
+    original = _shared._seat_at
+    monkeypatch.setattr(_shared, "_seat_at", seat_at)
+    with SharedTimerServer() as server:
+        client = SharedTimerClient(server.address)
+        threads = [threading.Thread(target=work, args=(scope,)) for scope in "ab"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert scopes(server) == ["a", "b"]
+        for scope in "ab":
+            client.release(scope)
+        assert scopes(server) == []
+
+
+def test_a_server_in_a_fork_is_nobodys() -> None:
+    """It hangs at no lock of another thread's, and leaves the parent's alone; the child may take timers, and serve."""
+    with SharedTimerServer() as server, server._loop._gate:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                signal.alarm(20)
+                thread = threading.Thread(target=_use_in_a_fork, args=(server,))
+                thread.start()
+                thread.join()
+                code = 0 if server._address else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        client = SharedTimerClient(server.address)
+        client.acquire("load", clock.wall() + 60)
+        assert scopes(server) == ["load"]
+
+
+def _use_in_a_fork(server: SharedTimerServer) -> None:
+    client = SharedTimerClient(server.address)
+    client.acquire("the child's", clock.wall() + 60)
+    client.release("the child's")
+    server.stop()
+    server.stop()
+    server.start()
+    assert server.address.startswith(f"{os.getpid()}:")
+    server.stop()
+    server.start()

@@ -7,6 +7,7 @@ import errno
 import os
 import select
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from random import Random
@@ -28,7 +29,7 @@ from phalanx._core import clock, escalation, timetable
 from phalanx._core.escalation import Escalation
 from phalanx._core.lookout import MOST, Lookout
 from phalanx._core.timetable import FIRST, NEVER, SLOTS, TEXT_LIMIT, Seat, Timer, Timetable, decode, encode
-from tests.helpers import TIMEOUT, wait_gone
+from tests.helpers import TIMEOUT, alive, wait_gone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -328,6 +329,126 @@ def test_what_a_seat_has_from_before_is_not_of_who_is_about_to_take_it(
         assert left.seat == 0
         assert table.still(left)
         assert table.holder(0) == 0
+
+
+# --- the watcher's process forks, and ends
+
+SERVER = """
+import ctypes, os, signal, sys
+from phalanx.timer import SharedTimerServer
+server = SharedTimerServer()
+server.start()
+child = os.fork() if sys.argv[1] == "python" else ctypes.PyDLL(None).fork()
+if child == 0:
+    while True:
+        signal.pause()
+print(child, server.address, flush=True)
+try:
+    sys.stdin.readline()
+    server.stop()
+    print("stopped", flush=True)
+    sys.stdin.readline()
+finally:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+"""
+
+CLIENT = """
+import signal, sys
+from phalanx._core import clock
+from phalanx.timer import SharedTimerClient
+client = SharedTimerClient(sys.argv[1])
+client.acquire("before", clock.wall() + 60)
+if sys.argv[2] == "default":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+else:
+    signal.signal(signal.SIGPIPE, lambda *_: sys.exit("a handler of the program's"))
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    client.acquire("after", clock.wall() + 30)  # earlier than what it knows of, so it rings
+except RuntimeError as error:
+    print(error, flush=True)
+assert not signal.sigpending() and not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+"""
+
+GONE = "nobody watches timers any more: their server has stopped"
+
+
+@contextlib.contextmanager
+def program(text: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python program that is spoken with line by line."""
+    command = [sys.executable, "-W", "ignore", "-c", text, *arguments]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def hear(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def tell(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("go on\n")
+    process.stdin.flush()
+
+
+@pytest.mark.parametrize("end", ["stop", "SIGKILL"])
+@pytest.mark.parametrize("disposition", ["default", "handler"])
+def test_who_rings_at_a_server_that_is_gone_is_told_and_lives(end: str, disposition: str) -> None:
+    """A fork of the server's lives on: one that Python knows of, which holds nothing, or another, which does."""
+    with program(SERVER, "python" if end == "SIGKILL" else "c") as server:
+        fork, address = hear(server).split()
+        try:
+            with program(CLIENT, address, disposition) as client:
+                assert hear(client) == "ready"
+                if end == "stop":
+                    tell(server)
+                    assert hear(server) == "stopped"
+                else:
+                    server.kill()
+                    server.wait()
+                assert alive(int(fork))
+                tell(client)
+                assert hear(client) == GONE
+                assert client.wait(TIMEOUT) == 0
+        finally:
+            os.kill(int(fork), signal.SIGKILL)
+            assert not wait_gone([int(fork)])
+
+
+def test_a_fork_of_the_process_that_made_a_table_holds_none_of_it(table: Timetable) -> None:
+    fds = [*table._fds]
+    address = table.address
+
+    def work(child: Child) -> None:
+        assert not [fd for fd in fds if timetable._file(fd) != (0, 0)]
+        assert table.address == address
+        seat_at(table).take(5, 3, encode("the child's", ""))
+        table.close()  # the parent's is open
+        child.say()
+        child.wait()
+
+    with Child(work):
+        assert armed(table) == [("the child's", 5)]
+        with seat_at(table) as seat:
+            seat.ring()
+        assert rung(table)
+
+
+def test_a_table_of_another_processs_making_is_closed_for_oneself_alone(table: Timetable) -> None:
+    """A keeper that ends leaves the workers their time of grace."""
+    other = Timetable.of((os.dup(table._fds[0]), os.dup(table._fds[1])), *table.size)
+    with seat_at(table) as seat:
+        other.close()
+        seat.ring()
+        table.close()
+        with pytest.raises(RuntimeError, match=GONE):
+            seat.ring()
 
 
 # --- a client dies

@@ -9,7 +9,8 @@ import threading
 from typing import Any
 
 from phalanx import timer
-from phalanx.timer import LocalTimerClient
+from phalanx.timer import LocalTimerClient, TimerRequest
+from phalanx.timer._mp_queue import MultiprocessingRequestQueue
 from tests.helpers import pass_gate, tell
 
 
@@ -43,6 +44,74 @@ def flood(mp_queue: Any, address: str, pairs: int) -> None:
         except OSError:
             errors += 1
     tell(address, str(errors))
+
+
+def wait_asleep(pid: int) -> None:
+    """Return when every thread of a process waits for something: a server that has done what it was told of."""
+
+    def states() -> set[str]:
+        found = set()
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/stat") as file:
+                found.add(file.read().rpartition(")")[2].split()[0])
+        return found
+
+    while states() != {"S"}:
+        os.sched_yield()
+
+
+def let_pass(moment: float) -> None:
+    """Return at a moment on the monotonic clock: the time for which others are stopped."""
+    threading.Event().wait(max(0.0, moment - _now()))
+
+
+class Named(timer.TimerServer):
+    """A server of one's own, whose workers are names, as people write it. It says who is reaped."""
+
+    def __init__(self, queue: Any, address: str) -> None:
+        super().__init__(MultiprocessingRequestQueue(queue), max_interval=60)
+        self._address = address
+        self._timers: dict[tuple[str, str], TimerRequest] = {}
+
+    def register_timers(self, timer_requests: list[TimerRequest]) -> None:
+        for request in timer_requests:
+            self._timers[request.worker_id, request.scope_id] = request
+            tell(self._address, f"{request.worker_id} {request.expiration_time >= 0}")
+        self._timers = {key: request for key, request in self._timers.items() if request.expiration_time >= 0}
+
+    def clear_timers(self, worker_ids: set[Any]) -> None:
+        self._timers = {key: request for key, request in self._timers.items() if key[0] not in worker_ids}
+
+    def get_expired_timers(self, deadline: float) -> dict[Any, list[TimerRequest]]:
+        expired: dict[Any, list[TimerRequest]] = {}
+        for request in self._timers.values():
+            if request.expiration_time <= deadline:
+                expired.setdefault(request.worker_id, []).append(request)
+        return expired
+
+    def _reap_worker(self, worker_id: Any) -> bool:
+        tell(self._address, f"{worker_id} reaped")
+        return True
+
+
+class Telling(timer.LocalTimerServer):
+    """One that says which requests it has taken."""
+
+    address = ""
+
+    def register_timers(self, timer_requests: list[TimerRequest]) -> None:
+        super().register_timers(timer_requests)
+        for request in timer_requests:
+            tell(self.address, f"{request.worker_id} {request.expiration_time >= 0}")
+
+
+def serve(local: Any, named: Any, address: str, gate: str) -> None:
+    """Run both kinds of servers until the gate opens."""
+    server = Telling(local, max_interval=60)
+    server.address = address
+    with server, Named(named, address):
+        tell(address, "up")
+        pass_gate(gate)
 
 
 def _now() -> float:

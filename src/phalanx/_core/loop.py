@@ -58,6 +58,7 @@ class Loop:
         self._calls: deque[Callable[[], None]] = deque()
         self._chores: deque[Callable[[], None]] = deque()
         self._stopped = False
+        self.overran = 0.0  # seconds by which the last wait ended too late: we were stopped, or had no time to run
         # Between a look at the descriptor and the write its number could become another file's. Reentrant, for a signal
         # handler that calls while its own thread does.
         self._gate = RLock()
@@ -117,10 +118,12 @@ class Loop:
         timeout = None if due is None else min(max(0.0, due - clock.now()), _LONGEST)
         if self._chores:
             timeout = 0
+        end = clock.now() + timeout if timeout else 0.0
         if timeout:
             timeout = wait_promptly(self._epoll, timeout)
         # epoll's ready list is first come, first served; all of it is taken so that the order holds across calls.
         ready = self._epoll.poll(timeout, len(self._callbacks))
+        self.overran = max(0.0, clock.now() - end) if end else 0.0
         for fd, events in ready:
             callback = self._callbacks.get(fd)
             if callback is not None:  # else forgotten by an earlier callback of this round
@@ -133,7 +136,11 @@ class Loop:
     def close(self) -> None:
         """Give the descriptors back. Not while `run` is under way. Idempotent."""
         with self._gate:
-            wakeup, self._wakeup = self._wakeup, -1
+            self.let_go()
+
+    def let_go(self) -> None:
+        """`close`, in a fork of the process that made it: another thread may have held the gate, and is not here."""
+        wakeup, self._wakeup = self._wakeup, -1
         if wakeup >= 0:
             self._epoll.close()
             os.close(wakeup)

@@ -24,7 +24,7 @@ import os
 import struct
 import sys
 
-from phalanx._core import clock
+from phalanx._core import clock, sigpipe
 from phalanx._core.value import Value
 
 TYPE_CHECKING = False
@@ -50,7 +50,7 @@ LATE = clock.NS
 """Nanoseconds after the published moment of its next look after which a watcher is asked whether it is there."""
 
 _MAGIC = int.from_bytes(b"phalanx1", "little")
-_HEAD_MAGIC, _HEAD_SEATS, HEAD_WAKE, HEAD_HANG, _HEAD_MARKS = 0, 1, 2, 3, 8  # words of the head
+_HEAD_MAGIC, _HEAD_SEATS, HEAD_WAKE, HEAD_HANG, _HEAD_CLOSED, _HEAD_MARKS = 0, 1, 2, 3, 7, 8  # words of the head
 SEAT_BEAT, SEAT_STEP, _SEAT_WHO, _SEAT_RANK, FIRST = 0, 1, 2, 5, 8  # words of a seat; its first slot is number FIRST
 _TEXT_SIZE = TEXT_LIMIT + 2
 _TEXTS = (FIRST + 3 * SLOTS) * 8  # deadlines, spans, threads; then the texts
@@ -61,13 +61,28 @@ Key = tuple[int, int, int]
 """What tells a timer that is set from every other one: its seat, its slot (0: the heartbeat) and its deadline."""
 
 _taken: set[Seat] = set()  # the seats of this process
+_held: set[Timetable] = set()  # the tables that this process watches, or has made
 _hooked = False
 
 
-def _drift() -> None:
+def _hook() -> None:
+    global _hooked  # noqa: PLW0603 - hooks are the process's
+    if not _hooked:
+        _hooked = True
+        os.register_at_fork(after_in_child=_leave_all)
+
+
+def _leave_all() -> None:
+    """In a fork: it has none of its parent's seats, and watches nothing.
+
+    A fork that kept the bell's other end would keep the parent's clients from noticing its end: they would ring, and no
+    EPIPE would come. (One that C code makes behind Python's back does keep it; hence the word that `close` leaves.)
+    """
     for seat in _taken:
         seat.drift()
     _taken.clear()
+    for table in list(_held):
+        table.let_go()
 
 
 def _image(pid: int | str) -> tuple[int, int, int]:
@@ -189,6 +204,7 @@ class Timetable:
             for fd in fds:
                 os.close(fd)
             raise
+        self._address = f"{os.getpid()}:{fds[0]}:{fds[2]}"
 
     @classmethod
     def of(cls, fds: tuple[int, int], seats: int, hang: int) -> Self:
@@ -213,6 +229,9 @@ class Timetable:
         self._hang = hang
         self._head = _whole((_HEAD_MARKS + seats) * 8)
         self._known: dict[int, int] = {}
+        self._address = ""
+        _hook()
+        _held.add(self)
 
     @property
     def descriptors(self) -> tuple[int, int]:
@@ -226,8 +245,11 @@ class Timetable:
 
     @property
     def address(self) -> str:
-        """Where `Seat` finds the table, if a rank is added: ``ADDRESS:RANK``."""
-        return f"{os.getpid()}:{self._fds[0]}:{self._fds[2]}"
+        """Where `Seat` finds the table, if a rank is added: ``ADDRESS:RANK``.
+
+        Empty, unless this is the process that has made it, or a fork of it, which may be a client.
+        """
+        return self._address
 
     def fileno(self) -> int:
         """The bell: readable once somebody has set a deadline earlier than `publish` has said."""
@@ -345,11 +367,21 @@ class Timetable:
         return latest
 
     def close(self) -> None:
-        """Give the memory and the descriptors back: whoever takes a timer then is told. Idempotent."""
+        """Give the memory and the descriptors back: whoever takes a timer then is told. Idempotent.
+
+        Nobody is told of the end of one that another process has made: a group's workers may use the time of grace.
+        """
         try:
+            if self._address:
+                self._words[_HEAD_CLOSED] = 1
             self._words[HEAD_WAKE] = NEVER
-        except ValueError:  # done before
+        except ValueError:  # done before, or this is a fork
             pass
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Give the memory and the descriptors back, and leave the table as it is: a fork does that. Idempotent."""
+        _held.discard(self)
         self._words.release()
         try:
             self._map.close()
@@ -378,10 +410,7 @@ class Seat:
         except ValueError:
             msg = f"{ENV}: expected PID:MEMORY:BELL:RANK, got {address!r}"
             raise ValueError(msg) from None
-        global _hooked  # noqa: PLW0603 - hooks are the process's
-        if not _hooked:
-            _hooked = True
-            os.register_at_fork(after_in_child=_drift)
+        _hook()
         self._fds: list[int] = []
         self._files: list[tuple[int, int]] = []  # which files they are: a program that closes all has others there
         self._maps: list[mmap.mmap] = []
@@ -494,13 +523,16 @@ class Seat:
 
     def ring(self) -> None:
         """Have the watcher look now. Raises RuntimeError when nobody watches any more."""
+        gone = "nobody watches timers any more: their server has stopped"
+        if self.head[_HEAD_CLOSED]:
+            raise RuntimeError(gone)
         try:
             if _file(self._fds[1]) == self._files[1]:
-                os.write(self._fds[1], b"\0")
+                sigpipe.write(self._fds[1], b"\0")
             else:
                 self._ring_anew()
         except BrokenPipeError:
-            raise RuntimeError("nobody watches timers any more: their server has stopped") from None
+            raise RuntimeError(gone) from None
         except (OSError, IndexError):  # it rings already; or it is closed
             pass
 
@@ -509,7 +541,7 @@ class Seat:
         bell = os.open(self._bell, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if _file(bell) == self._files[1]:
-                os.write(bell, b"\0")
+                sigpipe.write(bell, b"\0")
         finally:
             os.close(bell)
 

@@ -40,23 +40,26 @@ _hooked = False
 _lock = RLock()  # reentrant, for a signal handler that takes a timer while its own thread does
 _places: dict[tuple[int, int], tuple[object, str]] = {}  # a line of code, by its code object and place therein
 _texts: dict[tuple[str | None, str], bytes] = {}
+_ways: dict[type, str] = {}  # how clients of a class are told: one of these
+_BY_NAME, _BY_DEADLINE, _BY_SEAT = "acquire", "_acquire", "seat"
 _running: dict[tuple[int, str], set[int]] = {}  # which numbers of a scope are taken, for clients that know names alone
 
 
-def configure(timer_client: TimerClient) -> None:
+def configure(timer_client: TimerClient | None) -> None:
     """Say who is told of timers in this process, from now on. Timers that run already stay where they are.
 
     Without effect on groups that have a table of their own, unless it is called: under ``phalanx run``, and in
     a group that was started with `TimerSpecs`, `expires` works without it.
 
     Args:
-        timer_client: A `LocalTimerClient`, a `FileTimerClient`, a `SharedTimerClient`, or one of your own.
+        timer_client: A `LocalTimerClient`, a `FileTimerClient`, a `SharedTimerClient`, or one of your own. None: nobody
+            that was configured; if the process is in a group that has timers, that group again.
 
     Raises:
         TypeError: It has no ``acquire`` and ``release``.
     """
     global _client, _seat, _alone
-    if not (hasattr(timer_client, "acquire") and hasattr(timer_client, "release")):
+    if timer_client is not None and not (hasattr(timer_client, "acquire") and hasattr(timer_client, "release")):
         msg = f"timer_client: expected a TimerClient, got {timer_client!r}"
         raise TypeError(msg)
     _client, _seat, _alone = timer_client, None, False
@@ -213,6 +216,7 @@ class expires:  # noqa: N801 - used as a verb, as it is in torch
         """Tell a client that knows scopes by their names: the same name twice would be one timer."""
         client = self._client or _client
         assert client is not None
+        _hook()
         place = timetable.decode(self._text)[1] if self._text else _place(_frame(2))
         scope = self._scope or place
         with _lock:
@@ -222,10 +226,9 @@ class expires:  # noqa: N801 - used as a verb, as it is in torch
         deadline = (_now_ns() + self._span) / 1e9
         self._named = client, scope, number
         try:
-            acquire = getattr(client, "_acquire", None)
-            if acquire is not None:
-                acquire(_numbered(scope, number), deadline)
-            else:  # a client with torch's methods alone
+            if _by_deadline(client):
+                client._acquire(_numbered(scope, number), deadline)  # type: ignore[attr-defined]  # noqa: SLF001 - as was just found
+            else:
                 client.acquire(_numbered(scope, number), clock.wall() + self._after)
         except BrokenPipeError:  # nobody is there
             self._forget(client, scope, number)
@@ -315,8 +318,48 @@ def _find() -> Seat | None:
 
 
 def _seat_of(client: TimerClient) -> Seat | None:
-    seat = getattr(client, "seat", None)
-    return seat if isinstance(seat, Seat) else None
+    way = _ways.get(client.__class__) or _way(client.__class__)
+    if way is _BY_SEAT:
+        own = client.__dict__
+        if "acquire" not in own and "release" not in own and "_acquire" not in own:
+            seat = client.seat  # type: ignore[attr-defined]  # as was found
+            return seat if isinstance(seat, Seat) else None
+    return None
+
+
+def _by_deadline(client: TimerClient) -> bool:
+    """Whether ``_acquire``, by the monotonic clock, may stand in for a client's ``acquire``."""
+    way = _ways.get(client.__class__) or _way(client.__class__)
+    if way is _BY_NAME:
+        return False
+    own = client.__dict__
+    return "acquire" not in own or "_acquire" in own
+
+
+def _way(kind: type) -> str:
+    """How clients of a class are told.
+
+    A class that overrides a method below the one that gave the short way wants to be asked, and so does an object. The
+    short ways are those of our own clients: what others call by these names is another matter.
+    """
+    server = sys.modules.get("phalanx.timer._server")
+    order = kind.__mro__
+
+    def giver(name: str) -> int:
+        """The class that gives a name: the higher the number, the farther from ``kind``. None does: beyond them all."""
+        return next((number for number, each in enumerate(order) if name in each.__dict__), len(order))
+
+    acquire, seat = giver("_acquire"), giver("seat")
+    if server is None or server.TimerClient not in order or not acquire <= giver("acquire") < len(order):
+        way = _BY_NAME
+    elif seat <= min(acquire, giver("acquire"), giver("release")):
+        way = _BY_SEAT
+    else:
+        way = _BY_DEADLINE
+    if len(_ways) >= _PLACES:
+        _ways.clear()
+    _ways[kind] = way
+    return way
 
 
 def _group_seat() -> Seat:

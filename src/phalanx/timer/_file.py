@@ -16,11 +16,10 @@ import logging
 import math
 import os
 import threading
-import weakref
 
-from phalanx._core import clock
+from phalanx._core import away, clock
 from phalanx._core.loop import Loop
-from phalanx.timer import _pipe
+from phalanx.timer import _forks, _pipe
 from phalanx.timer._file_client import FileTimerClient, FileTimerRequest
 from phalanx.timer._victim import Exited, Refused, Victim
 
@@ -36,9 +35,6 @@ _log = logging.getLogger("phalanx.timer")
 _READ = 1 << 16  # bytes at a time: few enough that no deadline waits for long
 _DRAIN = 16  # reads at the most before timers are judged: what the pipe holds
 _STOP_WITHIN = 10.0
-
-_running: weakref.WeakSet[FileTimerServer] = weakref.WeakSet()
-_prepared = False
 
 
 class FileTimerServer:
@@ -105,16 +101,14 @@ class FileTimerServer:
         self._progress = clock.now()
 
     def start(self) -> None:
-        """Open the pipe and watch. When this returns, clients can use it.
+        """Open the pipe and watch. When this returns, clients can use it. One that runs already goes on.
 
         Raises:
             OSError: The path is a symbolic link, no FIFO, another user's, open to others, or served by a live server;
                 or the FIFO cannot be made. The message says which.
-            RuntimeError: It runs already.
         """
-        if self._thread is not None:
-            raise RuntimeError("this timer server runs already")
-        _prepare_for_forks()
+        if self._thread is not None and self._thread.is_alive():
+            return
         pipe, self._mid_line = _pipe.create(self._file_path)
         loop = Loop()
         try:
@@ -124,7 +118,7 @@ class FileTimerServer:
             loop.watch(pipe, self._on_requests)
             thread = threading.Thread(target=self._serve, args=(loop,), name="phalanx-timer-file", daemon=self._daemon)
             self._resting = True
-            _running.add(self)
+            _forks.track(self)
             thread.start()
         except BaseException:
             self._clean_up(loop)
@@ -166,6 +160,7 @@ class FileTimerServer:
             elif self._admit(request, known):
                 if request._deadline is None:
                     request._deadline = clock.from_wall(request.expiration_time)
+                request._span = request._deadline - clock.now()
                 self._timers[key] = request
                 self._arm(request._deadline)
 
@@ -285,7 +280,7 @@ class FileTimerServer:
             self._arm(min(map(_deadline, self._timers.values()), default=math.inf))
 
     def _expire(self) -> None:
-        self._due = self.get_expired_timers(clock.now())
+        self._due = self._late(clock.now())
         events: list[tuple[str, FileTimerRequest]] = []
         for pid, requests in self._due.items():
             for request in requests:
@@ -304,6 +299,20 @@ class FileTimerServer:
         due, self._due = self._due, {}
         if due:
             self._explain({pid: [request.scope_id for request in requests] for pid, requests in due.items()})
+
+    def _late(self, now: float) -> dict[int, list[FileTimerRequest]]:
+        """The timers that have expired, but those that did so while we were away: these have some more time."""
+        expired = self.get_expired_timers(now)
+        overran = 0.0 if self._loop is None else self._loop.overran
+        if overran > away.BRIEFLY:
+            for pid, requests in list(expired.items()):
+                for request in requests:
+                    more = away.respite(overran, request._span, again=request._spared)
+                    if more:
+                        request._spared = True
+                        request._deadline = now + more
+                expired[pid] = [request for request in requests if _deadline(request) <= now]
+        return {pid: requests for pid, requests in expired.items() if requests}
 
     def _reap_worker(self, worker_pid: int, signal: int) -> bool:
         """Write down where a process hangs, then send it ``signal`` (<= 0: nothing). False if it had exited."""
@@ -351,7 +360,7 @@ class FileTimerServer:
             loop.stop()
 
     def _clean_up(self, loop: Loop) -> None:
-        _running.discard(self)
+        _forks.forget(self)
         self._loop = None
         pipe, self._pipe = self._pipe, -1
         if _pipe.is_at(self._file_path, os.fstat(pipe)):
@@ -370,9 +379,13 @@ class FileTimerServer:
         for fd in (self._pipe, *(victim.fd for victim in self._victims.values())):
             if fd >= 0:
                 os.close(fd)
+        if self._loop is not None:
+            self._loop.let_go()
         self._loop = self._thread = None
         self._pipe = -1
         self._victims = {}
+        self._timers = {}
+        self._armed = math.inf
 
 
 class _Busy:
@@ -397,17 +410,3 @@ class _Busy:
 def _deadline(request: FileTimerRequest) -> float:
     deadline = request._deadline
     return math.inf if deadline is None else deadline
-
-
-def _prepare_for_forks() -> None:
-    """Let forked children drop the pipe: with it they would keep its lock, and clients from noticing our end."""
-    global _prepared  # noqa: PLW0603 - once per process, and cannot be taken back
-    if not _prepared:
-        _prepared = True
-        os.register_at_fork(after_in_child=_after_fork)
-
-
-def _after_fork() -> None:
-    for server in list(_running):
-        server._abandon()
-    _running.clear()

@@ -22,7 +22,7 @@ import os
 import select
 import signal as signals
 
-from phalanx._core import clock, linux
+from phalanx._core import clock, linux, sigpipe
 from phalanx.timer import _pipe
 from phalanx.timer._server import SHORT_SCOPE, TimerClient, TimerRequest, shortened
 
@@ -58,12 +58,17 @@ class FileTimerRequest(TimerRequest):
     True
     """
 
-    __slots__ = ("signal", "version")
+    __slots__ = ("_span", "_spared", "signal", "version")
+
+    # What the server knows beside: seconds from receipt to deadline, and whether the timer has been given more of them.
+    _span: float
+    _spared: bool
 
     def __init__(self, worker_pid: int, scope_id: str, expiration_time: float, signal: int = 0) -> None:
         super().__init__(worker_pid, scope_id, expiration_time)
         self.version = VERSION
         self.signal = signal
+        self._span, self._spared = 0.0, False
 
     @property
     def worker_pid(self) -> int:
@@ -151,7 +156,9 @@ class FileTimerClient(TimerClient):
 
     def __init__(self, file_path: str, signal: int = signals.SIGKILL) -> None:
         super().__init__()
-        self._fds: dict[str, int] = {}  # "pipe": its descriptor; a dict, whose setdefault is one step for all threads
+        # By pid, the pipe: the number that a fork's child inherited may be another file's by now (a daemon closes all
+        # and opens anew), so it opens the pipe itself. A dict, whose setdefault is one step for all threads.
+        self._fds: dict[int, int] = {}
         self._self = (0, 0)  # our pid, and when we were born
         if not int(signal) < signals.NSIG:
             raise ValueError(f"signal: expected a number below {signals.NSIG}, got {signal!r}")
@@ -184,9 +191,8 @@ class FileTimerClient(TimerClient):
 
     def close(self) -> None:
         """Close the pipe; another request opens it again. Not while other threads use the client. Idempotent."""
-        pid, _born = self._self
-        fd = self._fds.pop("pipe", _NO_FILE)
-        if fd != _NO_FILE and pid == os.getpid():
+        fd = self._fds.pop(os.getpid(), _NO_FILE)
+        if fd != _NO_FILE:
             os.close(fd)
 
     def _acquire(self, scope_id: str, deadline: float) -> None:
@@ -207,9 +213,6 @@ class FileTimerClient(TimerClient):
     def _identity(self) -> tuple[int, int]:
         pid = os.getpid()
         if self._self[0] != pid:
-            # A fork's child. The number that it inherited may be another file's by now (a daemon closes all and opens
-            # anew), so it opens the pipe itself.
-            self._fds = {}
             self._self = (pid, linux.Stat(pid).start)
         return self._self
 
@@ -217,13 +220,13 @@ class FileTimerClient(TimerClient):
         line = (request.to_json() + "\n").encode("ascii")
         if len(line) > _pipe.LINE_LIMIT:  # never from `acquire`, which shortens
             raise ValueError(f"a request takes at most {_pipe.LINE_LIMIT} bytes, this one has {len(line)}")
-        fd = self._fds.get("pipe", _NO_FILE)
+        fd = self._fds.get(os.getpid(), _NO_FILE)
         if fd == _NO_FILE:
             fd = self._open()
         deadline = None
         while True:
             try:
-                _write(fd, line)
+                sigpipe.write(fd, line)
             except BlockingIOError:
                 now = clock.now()
                 deadline = now + _FULL_PATIENCE if deadline is None else deadline
@@ -246,31 +249,11 @@ class FileTimerClient(TimerClient):
                 return
 
     def _open(self) -> int:
-        self._identity()
         fresh = _pipe.open_for_writing(self._file_path, _ABSENT_PATIENCE)
-        fd = self._fds.setdefault("pipe", fresh)
+        fd = self._fds.setdefault(os.getpid(), fresh)
         if fd != fresh:  # another thread was faster
             os.close(fresh)
         return fd
-
-
-def _write(fd: int, line: bytes) -> None:
-    """Write it whole, or not at all. A pipe without a reader raises BrokenPipeError, in any process."""
-    if signals.getsignal(signals.SIGPIPE) is not signals.SIG_DFL:
-        os.write(fd, line)
-        return
-    # A program that took the interpreter's protection off would die of a server's restart. SIGPIPE comes to the thread
-    # that wrote: it is held up for that long, and taken out if it came by us.
-    before = signals.pthread_sigmask(signals.SIG_BLOCK, (signals.SIGPIPE,))
-    was_pending = signals.SIGPIPE in signals.sigpending()
-    try:
-        os.write(fd, line)
-    except BrokenPipeError:
-        if not was_pending:
-            signals.sigtimedwait((signals.SIGPIPE,), 0)
-        raise
-    finally:
-        signals.pthread_sigmask(signals.SIG_SETMASK, before)
 
 
 def _real(fields: dict[str, Any], name: str) -> float | None:

@@ -86,6 +86,9 @@ class LocalTimerServer(TimerServer):
     stacks, its error file is written, and it is sent SIGKILL. When a worker exits its timers are dropped; when the
     server stops, all are.
 
+    A subclass that overrides `_reap_worker` decides itself whom to end, and knows what the ids are: ranks, names. No
+    request is refused there, and a timer is dropped at an exit only if its request came from that process for itself.
+
     Args:
         mp_queue: A `multiprocessing` queue (``Queue``, ``SimpleQueue``, or a manager's), for this server alone.
         max_interval: As for `TimerServer`; promptness does not depend on it.
@@ -152,6 +155,13 @@ class LocalTimerServer(TimerServer):
         for pid in list(self._victims):
             self._forget(pid)
 
+    def _abandon(self) -> None:
+        super()._abandon()
+        for victim in self._victims.values():
+            os.close(victim.fd)
+        self._victims = {}
+        self._timers = {}
+
     def _reap_worker(self, worker_id: int) -> bool:
         victim = self._victims.get(worker_id)
         now = clock.now()
@@ -162,13 +172,12 @@ class LocalTimerServer(TimerServer):
         return victim.reap(_SIGKILL, [timer.scope_id for timer in timers], overdue) or victim.gone()
 
     def _known(self, request: TimerRequest) -> bool:
-        """Whether the process of a request may be killed; it is watched from now on."""
-        from phalanx.timer._victim import Refused, Victim
+        """Whether the worker of a request may be ended; a process is watched from now on."""
+        from phalanx.timer._victim import Exited, Refused, Victim
 
-        pid, born = request.worker_id, getattr(request, "_born", None)
+        pid, born = request.worker_id, _born(request)
         if not isinstance(pid, int):
-            self._refuse(pid, TypeError("that is no process id"))
-            return False
+            return self._others_say() or self._refuse(pid, TypeError("that is no process id"))
         victim = self._victims.get(pid)
         if victim is not None and not victim.gone():
             return born is None or born == victim.start
@@ -176,8 +185,9 @@ class LocalTimerServer(TimerServer):
         try:
             victim = Victim(pid)
         except Refused as reason:
-            self._refuse(pid, reason)
-            return False
+            if self._others_say():
+                return born is None or not isinstance(reason, Exited)
+            return self._refuse(pid, reason)
         if born is not None and born != victim.start:  # it has exited, and another process has its pid
             victim.close()
             return False
@@ -187,7 +197,11 @@ class LocalTimerServer(TimerServer):
         self._requests.watch(victim.fd)
         return True
 
-    def _refuse(self, pid: Any, reason: Exception) -> None:
+    def _others_say(self) -> bool:
+        """Whether a subclass, or a function set on this very object, decides who is ended, and how."""
+        return getattr(self._reap_worker, "__func__", None) is not LocalTimerServer._reap_worker
+
+    def _refuse(self, pid: Any, reason: Exception) -> bool:
         if pid not in self._refused:  # it may ask again and again
             from phalanx.timer.debug_info_logging import logger
 
@@ -196,6 +210,7 @@ class LocalTimerServer(TimerServer):
             if len(self._refused) >= _REMEMBERED:
                 self._refused.clear()
             self._refused.add(pid)
+        return False
 
     def _drop_exited(self) -> None:
         exited = set(self._requests.readable())
@@ -207,7 +222,19 @@ class LocalTimerServer(TimerServer):
         if victim is not None:
             self._requests.forget(victim.fd)
             victim.close()
-            self.clear_timers({pid})
+            if not self._others_say():
+                self.clear_timers({pid})
+                return
+            # A number that names no process may be the pid of one by chance. Only our own client says when it was born.
+            gone = [key for key, request in self._timers.items() if key[0] == pid and _born(request) == victim.start]
+            for key in gone:
+                del self._timers[key]
+
+
+def _born(request: TimerRequest) -> int | None:
+    """When the process was born that asks for itself; None if that is not said, in a request of others' making."""
+    born: int | None = getattr(request, "_born", None)
+    return born
 
 
 def _expiration(request: TimerRequest) -> float:

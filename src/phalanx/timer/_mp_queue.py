@@ -205,6 +205,15 @@ class MultiprocessingRequestQueue(RequestQueue):
             self._pipe.close()
             self._pipe = None
 
+    def _abandon(self) -> None:
+        if self._pipe is not None:
+            self._pipe.let_go()
+            self._pipe = None
+
+    @property
+    def _punctual(self) -> bool:
+        return self._pipe is not None
+
     def _others(self, size: int, end: float) -> Iterator[Any]:
         from queue import Empty
 
@@ -242,11 +251,14 @@ class _Pipe:
 
     def close(self) -> None:
         with self._gate:
-            if self._bell >= 0:
-                self._epoll.close()
-                os.close(self._fd)
-                os.close(self._bell)
-                self._bell = -1
+            self.let_go()
+
+    def let_go(self) -> None:
+        bell, self._bell = self._bell, -1
+        if bell >= 0:
+            self._epoll.close()
+            os.close(self._fd)
+            os.close(bell)
 
     def wake(self) -> None:
         with self._gate:

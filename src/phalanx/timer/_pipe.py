@@ -29,6 +29,7 @@ LINE_LIMIT = select.PIPE_BUF
 _SIZE = 1 << 20  # fs.pipe-max-size, unless somebody moved it
 _MODE = 0o600
 _IN_OPEN = 0x20
+_LOOK_AGAIN = 0.05  # seconds
 
 
 class PipeRefusedError(OSError):
@@ -126,21 +127,26 @@ def open_for_writing(path: str, patience: float) -> int:
     fd = _attempt(path)
     if fd is not None:
         return fd
-    notify = linux.inotify()  # a server makes the FIFO, or opens the one that is there: both are events
-    try:
-        poll = select.poll()
-        poll.register(notify, select.POLLIN)
+    poll = select.poll()
+    with contextlib.ExitStack() as stack:
+        notify = -1
+        with contextlib.suppress(OSError):  # a server makes the FIFO, or opens the one that is there: both are events
+            notify = linux.inotify()
+            stack.callback(os.close, notify)
+            poll.register(notify, select.POLLIN)
         while True:
-            _listen(notify, path)
+            hears = _listen(notify, path)
             fd = _attempt(path)  # after the watch was set, so what happens from now on is an event
             if fd is not None:
                 return fd
             left = deadline - clock.now()
-            if left <= 0 or not poll.poll(left * 1000):
+            if left <= 0:
                 break
-            os.read(notify, 65536)
-    finally:
-        os.close(notify)
+            # Inotify instances are few (fs.inotify.max_user_instances: 128 for all processes of a user), and another
+            # program may have taken them all. Nothing else tells of a FIFO that is made: then, and only then, the path
+            # is looked at now and again, for as long as a server is waited for.
+            if poll.poll((left if hears else min(left, _LOOK_AGAIN)) * 1000):
+                os.read(notify, 65536)
     raise BrokenPipeError(
         errno.EPIPE,
         f"no timer server has served this pipe for {patience:g} s: start FileTimerServer with this path before the"
@@ -149,10 +155,19 @@ def open_for_writing(path: str, patience: float) -> int:
     )
 
 
-def _listen(notify: int, path: str) -> None:
-    with contextlib.suppress(OSError):  # not there yet, or no watch to be had: the wait may be in vain, but it ends
+def _listen(notify: int, path: str) -> bool:
+    """Have ``notify`` (-1: there is none) tell of a server. Returns whether it will: else no watch was to be had."""
+    try:
         linux.inotify_add(notify, os.path.dirname(path) or os.curdir, linux.IN_CREATE | linux.IN_MOVED_TO)
+    except OSError:  # or its folder is not there yet
+        return False
+    try:
         linux.inotify_add(notify, path, _IN_OPEN)
+    except FileNotFoundError:  # the folder tells when it comes
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def _attempt(path: str) -> int | None:

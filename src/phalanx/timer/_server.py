@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 
-from phalanx._core import clock
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Self, SupportsIndex
@@ -81,6 +79,9 @@ class TimerClient(ABC):
 
     `expires` calls it, in any thread, and never with one scope twice before its release. An error
     that ``acquire`` raises keeps the block from being entered.
+
+    The clients of this package have shorter ways for `expires`. A subclass that overrides ``acquire`` or ``release``,
+    or an object on which one is set before its first timer, is asked as any other client is.
     """
 
     @abstractmethod
@@ -90,10 +91,6 @@ class TimerClient(ABC):
     @abstractmethod
     def release(self, scope_id: str) -> None:
         """Give the timer on ``scope_id`` back. One that is not held is ignored."""
-
-    def _acquire(self, scope_id: str, deadline: float) -> None:
-        """`acquire` by a moment on CLOCK_MONOTONIC, for those who can send that along."""
-        self.acquire(scope_id, clock.to_wall(deadline))
 
 
 def shortened(scope: str) -> str:
@@ -138,6 +135,14 @@ class RequestQueue(ABC):
     def _close(self) -> None:  # noqa: B027 - a hook: most queues have nothing to do here
         """Give back what `_open` took."""
 
+    def _abandon(self) -> None:  # noqa: B027 - a hook: most queues have nothing to do here
+        """`_close` in a fork of the server's process, where another thread may have been within any method."""
+
+    @property
+    def _punctual(self) -> bool:
+        """Whether a `get` that takes more than its timeout can only mean that this process did not run."""
+        return False
+
 
 class TimerServer(ABC):
     """Watches the timers of a host's workers, in a thread of its own, and reaps those that are late.
@@ -147,6 +152,11 @@ class TimerServer(ABC):
     (logger ``phalanx.timer``), calls `_reap_worker`, and then `clear_timers` for those that were reaped. A worker
     that could not be reaped keeps its timers, and is tried again after a second, then two, four and so on, at least
     every ``max_interval``. An exception in one of the methods is logged; the server goes on.
+
+    A ``get`` that takes longer than its timeout is a sign that this process was stopped, and its workers with it,
+    perhaps. A worker is spared while all of its expired timers are of that time: they have the time once more that they
+    had when they were received, if it took more than 1 s too long; with more than 0.05 s, up to a second. This once for
+    each; with the queues of this package, for each absence of more than 1 s.
 
     Deadlines are on CLOCK_MONOTONIC: a request is converted as it comes out of the queue, so that `register_timers`
     gets requests whose ``expiration_time`` is comparable to the ``deadline`` of `get_expired_timers`, and
@@ -201,16 +211,15 @@ class TimerServer(ABC):
         """
 
     def start(self) -> None:
-        """Start to watch.
+        """Start to watch. One that runs already goes on.
 
         Raises:
-            RuntimeError: It runs already.
             OSError: No descriptor, or no thread, is to be had.
         """
         from phalanx.timer._watchdog import Watchdog
 
         if self._watchdog is not None:
-            raise RuntimeError("this timer server runs already")
+            return
         watchdog = Watchdog(self, self._request_queue, self._max_interval, daemon=self._daemon)
         watchdog.start()
         self._watchdog = watchdog
@@ -220,11 +229,15 @@ class TimerServer(ABC):
 
         With the queues of this package that is at once. Another `RequestQueue` cannot be woken: the thread ends when
         its ``get`` returns, after ``max_interval`` at the latest. One that is still at it 5 s after that is logged,
-        and not waited for any longer.
+        and not waited for any longer. In a fork of the server's process nothing happens: no server runs there.
         """
         watchdog, self._watchdog = self._watchdog, None
         if watchdog is not None:
             watchdog.stop()
+
+    def _abandon(self) -> None:
+        """In a fork of the process that started it: no server runs here."""
+        self._watchdog = None
 
     def __enter__(self) -> Self:
         self.start()

@@ -7,6 +7,7 @@ is `timetable`'s, when to look `lookout`'s, and the reaping `_victim`'s.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -17,6 +18,7 @@ from phalanx._core.lookout import Lookout
 from phalanx._core.loop import Loop
 from phalanx._core.seconds import seconds
 from phalanx._core.timetable import Seat, Timetable
+from phalanx.timer import _forks
 from phalanx.timer._server import TimerClient
 from phalanx.timer._victim import Exited, Refused, Victim
 
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("phalanx.timer")
+
+_MOST = timetable.LONGEST / clock.NS  # the latest deadline, in seconds
 
 _seats: dict[str, tuple[int, int, Seat]] = {}  # by the server's address: of which process, in which memory
 _opening = threading.RLock()  # reentrant, for a signal handler that takes a timer while its own thread does
@@ -50,11 +54,8 @@ class SharedTimerClient(TimerClient):
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._pid = 0
-        self._seat: Seat | None = None
-        self._slots: dict[str, int] = {}
+        self._place: _Place | None = None
         self._texts: dict[str, bytes] = {}
-        self._lock = threading.RLock()
 
     @property
     def seat(self) -> Seat:
@@ -62,38 +63,79 @@ class SharedTimerClient(TimerClient):
 
         Raises RuntimeError when the server cannot be reached, or has no seat left.
         """
-        if self._seat is None or self._pid != os.getpid():
-            self._seat, self._pid = _seat_at(self._address), os.getpid()
-            self._slots, self._lock = {}, threading.RLock()
-        return self._seat
+        place = self._place
+        return place.seat if place is not None and place.pid == os.getpid() else self._own().seat
 
     def acquire(self, scope_id: str, expiration_time: float) -> None:
-        """Take a timer on ``scope_id``, or move it, to ``expiration_time`` (Unix time, seconds)."""
-        self._acquire(scope_id, clock.from_wall(expiration_time))
+        """Take a timer on ``scope_id``, or move it, to ``expiration_time`` (Unix time, seconds). Negative: release it.
+
+        Raises:
+            RuntimeError: The server cannot be reached, has stopped, or has no seat left; 1024 timers run here.
+            ValueError: ``expiration_time`` is not finite.
+        """
+        if 0 <= expiration_time < math.inf:
+            self._acquire(scope_id, clock.from_wall(expiration_time))
+        elif -math.inf < expiration_time < 0:
+            self.release(scope_id)
+        else:
+            msg = f"expiration_time: expected a moment, got {expiration_time!r}"
+            raise ValueError(msg)
 
     def release(self, scope_id: str) -> None:
         """Give the timer on ``scope_id`` back. One that is not held is ignored."""
-        seat = self._seat if self._seat is not None else self.seat
-        slot = self._slots.pop(scope_id, None)
-        if slot is not None:
-            seat.give(slot)
+        place = self._place  # in a fork it may be the parent's: what is given there goes nowhere
+        if place is not None:
+            slot = place.slots.pop(
+                scope_id, None
+            )  # one step: not even `_acquire` of another thread gives the same slot
+            if slot is not None:
+                place.seat.give(slot)
 
     def _acquire(self, scope_id: str, deadline: float) -> None:
-        seat = self.seat
+        place = self._place
+        if place is None or place.pid != os.getpid():
+            place = self._own()
         text = self._texts.get(scope_id)
         if text is None:
             if len(self._texts) >= timetable.SLOTS:
                 self._texts.clear()
             text = self._texts[scope_id] = timetable.encode(scope_id, "")
-        moment = int(deadline * clock.NS)
-        with self._lock:
-            before = self._slots.get(scope_id)
-            self._slots[scope_id] = seat.take(moment, moment - clock.now_ns(), text, threading.get_ident())
+        now = clock.now_ns()
+        moment = int((deadline if 0 < deadline < _MOST else _MOST if deadline > 0 else 0.0) * clock.NS)
+        slots, seat = place.slots, place.seat
+        with place.lock:
+            before = slots.pop(scope_id, None)
+            try:
+                slots[scope_id] = seat.take(moment, moment - now, text, threading.get_ident())
+            except BaseException:
+                if before is not None:
+                    slots[scope_id] = before
+                raise
             if before is not None:
                 seat.give(before)
 
+    def _own(self) -> _Place:
+        """This process's place, made in one step for all threads: no timer of one is lost to another."""
+        with _opening:
+            place = self._place
+            if place is None or place.pid != os.getpid():
+                place = self._place = _Place(os.getpid(), _seat_at(self._address))
+            return place
+
     def __reduce__(self) -> tuple[type[SharedTimerClient], tuple[str]]:
         return SharedTimerClient, (self._address,)
+
+
+class _Place:
+    """Where a client's timers are, in one process."""
+
+    __slots__ = ("lock", "pid", "seat", "slots")
+
+    def __init__(self, pid: int, seat: Seat) -> None:
+        self.pid = pid
+        self.seat = seat
+        self.slots: dict[str, int] = {}  # by scope
+        self.lock = threading.RLock()  # reentrant, as above
 
 
 def _seat_at(address: str) -> Seat:
@@ -165,18 +207,19 @@ class SharedTimerServer:
         self._seats = seats
         self._hang_timeout = hang_timeout
         self._table: Timetable | None = None
+        self._address = ""
 
     @property
     def address(self) -> str:
-        """What a `SharedTimerClient` needs. Raises RuntimeError when the server has not been started."""
-        if self._table is None:
+        """What a `SharedTimerClient` needs, also in a fork. Raises RuntimeError when the server was not started."""
+        if not self._address:
             raise RuntimeError("the timer server has not been started")
-        return self._table.address
+        return self._address
 
     def start(self) -> None:
-        """Watch from now on. Raises RuntimeError when it does already."""
+        """Watch from now on. One that does already goes on."""
         if self._table is not None:
-            raise RuntimeError("the timer server has been started already")
+            return
         with ExitStack() as undo:
             table = Timetable(self._seats, self._hang_timeout)
             undo.callback(table.close)
@@ -185,21 +228,30 @@ class SharedTimerServer:
             thread = threading.Thread(target=_Watch(table, loop).run, name="phalanx-timers", daemon=self._daemon)
             thread.start()
             undo.pop_all()
-        self._table, self._loop, self._thread = table, loop, thread
+        self._loop, self._thread, self._address = loop, thread, table.address
+        _forks.track(self)
+        self._table = table
 
     def stop(self) -> None:
-        """Watch no more. Timers that run are forgotten. Idempotent."""
+        """Watch no more. Timers that run are forgotten. Idempotent. In a fork nothing happens: no server runs there."""
         table, self._table = self._table, None
+        address, self._address = self._address, ""
         if table is None:
             return
         self._loop.call(self._loop.stop)
         self._thread.join()
+        _forks.forget(self)
         self._loop.close()
         with _opening:
-            _, _, own = _seats.pop(table.address, (0, 0, None))
+            _, _, own = _seats.pop(address, (0, 0, None))
         if own is not None:
             own.close()
         table.close()
+
+    def _abandon(self) -> None:
+        # In a fork. The table goes by itself, and the address stays: the child may be a client.
+        self._table = None
+        self._loop.let_go()
 
     def __enter__(self) -> Self:
         self.start()

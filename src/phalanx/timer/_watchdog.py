@@ -12,7 +12,8 @@ import math
 from copy import copy
 from threading import Event, Thread, current_thread
 
-from phalanx._core import clock
+from phalanx._core import away, clock
+from phalanx.timer import _forks
 from phalanx.timer.debug_info_logging import log_debug_info_for_expired_timers, logger
 
 TYPE_CHECKING = False
@@ -29,6 +30,7 @@ _LONGEST = 1e6  # seconds: what every way of waiting takes
 _OVERTIME = 5.0
 _RETRY = 1.0  # until a worker that could not be reaped is tried again, at first
 _PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # after an exception, at first and at most
+_SOON = 0.01  # seconds by which a wait may end before its time
 _TURNS = 1000  # in which late requests are taken before anyone is reaped
 
 
@@ -40,31 +42,38 @@ class Agenda:
 
     >>> from phalanx.timer import TimerRequest
     >>> agenda = Agenda()
-    >>> agenda.take([TimerRequest(1, "a", 5.0), TimerRequest(1, "b", 7.0), TimerRequest(1, "a", -1)])
-    >>> agenda.next(4.0), agenda.next(5.0), agenda.next(7.0)
-    (5.0, 7.0, inf)
+    >>> agenda.take([TimerRequest(1, "a", 5.0), TimerRequest(1, "b", 7.0), TimerRequest(1, "a", -1)], 3.0)
+    >>> agenda.next(3.5), agenda.span(1, "b")
+    (7.0, 4.0)
+    >>> agenda.next(7.0), agenda.span(1, "b")
+    (inf, 0.0)
     """
 
     def __init__(self) -> None:
-        self._moments: dict[tuple[Any, str], float] = {}
+        self._moments: dict[tuple[Any, str], tuple[float, float]] = {}  # when it expires, and when it was received
         self._soonest = math.inf
 
-    def take(self, requests: list[TimerRequest]) -> None:
+    def take(self, requests: list[TimerRequest], now: float) -> None:
         """Note timers taken and released."""
         for request in requests:
             key = request.worker_id, request.scope_id
             if request.expiration_time < 0:
                 self._moments.pop(key, None)
             else:
-                self._moments[key] = request.expiration_time
+                self._moments[key] = request.expiration_time, now
                 self._soonest = min(self._soonest, request.expiration_time)
 
     def next(self, looked: float) -> float:
         """The next moment to look at, or infinity. What was due at ``looked`` has been dealt with."""
         if self._soonest <= looked:
-            self._moments = {key: moment for key, moment in self._moments.items() if moment > looked}
-            self._soonest = min(self._moments.values(), default=math.inf)
+            self._moments = {key: moment for key, moment in self._moments.items() if moment[0] > looked}
+            self._soonest = min((moment for moment, _ in self._moments.values()), default=math.inf)
         return self._soonest
+
+    def span(self, worker: Any, scope: str) -> float:
+        """The time that a timer had when it was received; 0 of one that is not known, or no longer."""
+        moment, received = self._moments.get((worker, scope), (0.0, 0.0))
+        return moment - received
 
 
 def received(request: TimerRequest) -> TimerRequest | None:
@@ -102,15 +111,21 @@ class Watchdog:
             Any, tuple[float, float]
         ] = {}  # who could not be reaped: when to try again, the delay after it
         self._faults = 0
+        self._planned = 0.0  # when the last wait should have ended, and by how many seconds it ended later
+        self._overran = 0.0
+        # Expired timers that have more time, because we were away: until when, and what they had at first.
+        self._spared: dict[tuple[Any, str, float], tuple[float, float]] = {}
 
     def start(self) -> None:
         """Open the queue and start the thread."""
         hook = getattr(self._queue, "_open", None)  # a queue need not be a subclass of ours
         if hook is not None:
             hook()
+        _forks.track(self)
         try:
             self._thread.start()
         except BaseException:
+            _forks.forget(self)
             self._close()
             raise
 
@@ -137,10 +152,18 @@ class Watchdog:
                     self._again = looked + pause
                     self._stopping.wait(min(pause, max(0.0, self._agenda.next(looked) - clock.now())))
         finally:
+            _forks.forget(self)
             self._close()
 
     def _close(self) -> None:
         hook = getattr(self._queue, "_close", None)
+        if hook is not None:
+            self._try(None, hook)
+
+    def _abandon(self) -> None:
+        """In a fork: neither the thread nor what the queue has opened is of this process."""
+        self._server._abandon()  # noqa: SLF001 - a hook of this package's own
+        hook = getattr(self._queue, "_abandon", None)
         if hook is not None:
             self._try(None, hook)
 
@@ -156,6 +179,8 @@ class Watchdog:
         """Wait, take what came, see to what is due. Returns the moment at which was looked."""
         now = clock.now()
         moments = [self._agenda.next(-1.0), self._again, *(moment for moment, _ in self._late.values())]
+        moments += [moment for moment, _ in self._spared.values() if moment > now]
+        self._overran = 0.0
         self._take(max(0.0, min(min(moments) - now, self._interval)))
         if self._stopping.is_set():
             return now
@@ -174,19 +199,48 @@ class Watchdog:
 
     def _take(self, timeout: float) -> None:
         size = self._try(0, self._queue.size)
+        planned = clock.now() + timeout
         came = self._try(None, self._queue.get, max(1, size), timeout) or ()
+        now = clock.now()
+        if timeout:
+            self._planned, self._overran = planned, max(0.0, now - planned)
         requests = [request for request in map(received, came) if request is not None]
-        self._agenda.take(requests)
+        self._agenda.take(requests, now)
         self._try(None, self._server.register_timers, requests)
 
     def _expired(self, now: float) -> dict[Any, list[TimerRequest]]:
         expired = self._try(None, self._server.get_expired_timers, now) or {}
         self._late = {worker: late for worker, late in self._late.items() if expired.get(worker)}
+        if self._spared or self._overran > away.BRIEFLY:
+            expired = self._try(expired, self._spare, expired, now)
         return {
             worker: timers
             for worker, timers in expired.items()
             if timers and not (worker in self._late and self._late[worker][0] > now)
         }
+
+    def _spare(self, expired: dict[Any, list[TimerRequest]], now: float) -> dict[Any, list[TimerRequest]]:
+        """Give timers that expired while we were away more time. Returns those that have none (any more).
+
+        What the server has in store stays as it is: it tells of them again at each look, until they are released.
+        """
+        before, self._spared = self._spared, {}
+        due: dict[Any, list[TimerRequest]] = {}
+        punctual = getattr(self._queue, "_punctual", False)  # else `get` may be slow whenever it is called
+        for worker, timers in expired.items():
+            for timer in timers:
+                key = worker, timer.scope_id, timer.expiration_time
+                known = key in before
+                span = before[key][1] if known else self._agenda.span(timer.worker_id, timer.scope_id)
+                until = before[key][0] if known else timer.expiration_time
+                if until > self._planned - _SOON and (punctual or not known):
+                    more = away.respite(self._overran, span, again=known)
+                    until = now + more if more else until
+                if known or until > now:
+                    self._spared[key] = until, span
+                if until <= now:
+                    due.setdefault(worker, []).append(timer)
+        return due
 
     def _reap(self, expired: dict[Any, list[TimerRequest]], now: float) -> None:
         reaped = set()
