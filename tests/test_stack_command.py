@@ -158,6 +158,20 @@ def test_a_rank_that_has_exited(place: Place, ready: Ready, gate: Gate) -> None:
         assert launcher.end().status == 0
 
 
+def test_few_descriptors_silence_nobody(place: Place, ready: Ready, gate: Gate) -> None:
+    count = 24
+    with start(place, ready, gate, n=count) as launcher:
+        done = place.program(
+            "sh", "-c", f'ulimit -n 48; exec "{sys.executable}" -m phalanx stack --log-dir "{place.logs}"'
+        )
+        assert (done.status, done.err) == (0, "")
+        assert done.out.startswith(
+            f"{count - 1} of {count} ranks are in all_reduce (train.py:7); rank 3 is in read_batch"
+        )
+        gate.open(count)
+        assert launcher.end().status == 0
+
+
 def test_binaries_show_facts_and_live(place: Place) -> None:
     with place.start("--no-python", "sh", "-c", "echo up; exec cat /dev/zero >/dev/null") as run:
         run.read_until("[0] up\n", "stdout")

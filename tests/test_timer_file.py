@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from phalanx._core import clock, evidence
 from phalanx.timer import _file_client, _pipe, debug_info_logging
 from phalanx.timer._file import FileTimerClient, FileTimerRequest, FileTimerServer
-from phalanx.timer._victim import Exited, Refused, Victim
+from phalanx.timer._victim import Exited, Refused, Victim, hang_of
 from tests.helpers import TIMEOUT, alive, wait_gone
 from tests.timer_workers import let_pass, wait_asleep
 
@@ -320,7 +320,7 @@ def test_a_late_worker_is_killed_promptly_whatever_max_interval_is(
     assert (struck.worker_pid, struck.scope_id, struck.signal) == (child.pid, "train.py:41", signal.SIGKILL)
     assert events.names[:3] == ["watchdog started", "timer.expired", "worker.reaped"]
     said = next(record.getMessage() for record in caplog.records if record.levelno == logging.ERROR)
-    assert f"pid {child.pid}: Hang: 'train.py:41' was not left in time; " in said
+    assert f"pid {child.pid}: 'train.py:41' was not left in time; " in said
     assert "SIGKILL" in said
     assert struck._deadline is not None
     assert clock.now() - struck._deadline < 2  # nowhere near max_interval, on the slowest machine
@@ -353,6 +353,33 @@ def test_the_failure_names_the_scope(server: FileTimerServer, path: str, tmp_pat
         assert "over its deadline" in info["detail"]
 
 
+def test_a_file_of_the_users_is_no_error_file(server: FileTimerServer, path: str, tmp_path: Path) -> None:
+    """The worker has a file open that is called as ours are; beside it lies another of the user's."""
+    assert server._thread is not None
+    model, error_file = tmp_path / "model", tmp_path / "error.json"
+    model.write_bytes(b"weights")
+    (tmp_path / "model.stacks").write_bytes(b"# stacks of layers\n")
+    with Child(path, TORCHELASTIC_ERROR_FILE=str(error_file)) as child:
+        child.do(f"kept = open({str(model) + '.stacks'!r})")
+        child.begin("client.acquire('s', time.time())")
+        assert child.exitcode() == -signal.SIGKILL
+    assert model.read_bytes() == b"weights"
+    assert evidence.written_by(evidence.read(str(error_file))[0]) == child.pid
+
+
+def test_what_is_no_error_file_is_left_where_one_was_asked_for(
+    server: FileTimerServer, path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert server._thread is not None
+    model = tmp_path / "model"
+    model.write_bytes(b"weights")
+    with Child(path, TORCHELASTIC_ERROR_FILE=str(model)) as child:
+        child.begin("client.acquire('s', time.time())")
+        assert child.exitcode() == -signal.SIGKILL
+    assert model.read_bytes() == b"weights"
+    assert f"{model} is no error file, and is left as it is" in caplog.text
+
+
 def test_what_a_worker_has_recorded_itself_is_kept(server: FileTimerServer, path: str, tmp_path: Path) -> None:
     assert server._thread is not None
     error_file = str(tmp_path / "error.json")
@@ -380,7 +407,7 @@ def test_several_scopes_of_one_worker_are_one_kill(
     assert events.names.count("worker.reaped") == 1
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert len(said) == 1
-    assert "'a', 'b', 'c' were not left in time; 1.0" in said[0]
+    assert "'a' was not left in time; 1.0 s over; 'b' was not left in time; 1.0 s over; 'c' was" in said[0]
 
 
 @pytest.mark.parametrize("number", [0, -1])
@@ -536,7 +563,7 @@ def test_the_reasons_of_a_refusal() -> None:
         assert (victim.pid, victim.gone()) == (process.pid, False)
         process.communicate(b"\n")
         assert victim.gone()
-        assert victim.reap(signal.SIGKILL, ["s"], 0.0) is False
+        assert victim.reap(signal.SIGKILL, [hang_of(victim.pid, "s", 0.0)]) is False
         assert victim.send(signal.SIGTERM) is False
         victim.close()
         victim.close()

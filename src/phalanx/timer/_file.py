@@ -21,7 +21,7 @@ from phalanx._core import away, clock
 from phalanx._core.loop import Loop
 from phalanx.timer import _forks, _pipe
 from phalanx.timer._file_client import FileTimerClient, FileTimerRequest
-from phalanx.timer._victim import Exited, Refused, Victim
+from phalanx.timer._victim import Exited, Refused, Victim, hang_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -320,8 +320,8 @@ class FileTimerServer:
         if victim is None:
             return False
         requests = self._due[worker_pid]
-        overdue = clock.now() - _deadline(requests[0])
-        return victim.reap(signal, [request.scope_id for request in requests], overdue)
+        hangs = [hang_of(worker_pid, request.scope_id, _deadline(request)) for request in requests]
+        return victim.reap(signal, hangs)
 
     def _explain(self, scopes: dict[int, list[str]]) -> None:
         try:

@@ -163,13 +163,15 @@ class LocalTimerServer(TimerServer):
         self._timers = {}
 
     def _reap_worker(self, worker_id: int) -> bool:
+        from phalanx.timer._victim import hang_of
+
         victim = self._victims.get(worker_id)
         now = clock.now()
         timers = self.get_expired_timers(now).get(worker_id)
         if victim is None or not timers:
             return True
-        overdue = now - timers[0].expiration_time
-        return victim.reap(_SIGKILL, [timer.scope_id for timer in timers], overdue) or victim.gone()
+        hangs = [hang_of(worker_id, timer.scope_id, timer.expiration_time) for timer in timers]
+        return victim.reap(_SIGKILL, hangs) or victim.gone()
 
     def _known(self, request: TimerRequest) -> bool:
         """Whether the worker of a request may be ended; a process is watched from now on."""

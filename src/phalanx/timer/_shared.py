@@ -14,6 +14,7 @@ import threading
 from contextlib import ExitStack, suppress
 
 from phalanx._core import clock, timetable
+from phalanx._core.hang import Hang
 from phalanx._core.lookout import Lookout
 from phalanx._core.loop import Loop
 from phalanx._core.seconds import seconds
@@ -296,9 +297,8 @@ class _Watch:
             still = [timer for timer in late if self._table.still(timer)]
             # The one that is held lives, and so does the holder of the seat: with the same pid, they are one.
             if victim is not None and still and self._table.holder(seat) == victim.pid:
-                scopes = [timer.scope or timer.place for timer in still]
-                overdue = (clock.now_ns() - min(timer.deadline for timer in still)) / clock.NS
-                victim.reap(signal.SIGKILL, scopes, overdue)
+                hangs = [Hang(0, victim.pid, True, timer) for timer in still]
+                victim.reap(signal.SIGKILL, sorted(hangs, key=lambda hang: hang.timer.deadline))
 
     def _hold(self, pid: int) -> Victim | None:
         """Take hold of a process (0: none), if it may be signalled; one that may not is logged, once."""

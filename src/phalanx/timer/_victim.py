@@ -16,12 +16,12 @@ import select
 import signal
 
 from phalanx._core import clock, evidence, frames, hang_report, linux, stacks
+from phalanx._core.hang import Hang
+from phalanx._core.timetable import Timer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from phalanx._core.hang import Hang
 
 _log = logging.getLogger("phalanx.timer")
 
@@ -204,6 +204,11 @@ class Victim:
         except Exception as exc:  # noqa: BLE001 - an error file without stacks is better than none
             _log.warning("pid %d: no stacks: %s: %s", self.pid, type(exc).__name__, exc)
             return ""
+
+
+def hang_of(pid: int, scope: str, deadline: float) -> Hang:
+    """A timer of a process that has expired at ``deadline`` (seconds, monotonic), known by its name alone."""
+    return Hang(0, pid, True, Timer(0, 1, int(deadline * clock.NS), 0, 0, scope, ""))
 
 
 def _outcome(number: int, *, sent: bool) -> str:
