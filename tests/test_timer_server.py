@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import logging
 import math
+import multiprocessing
 import os
 import pickle
 import queue
@@ -24,6 +25,10 @@ import pytest
 
 from phalanx._core import clock, timetable
 from phalanx.timer import (
+    FileTimerClient,
+    FileTimerServer,
+    LocalTimerClient,
+    LocalTimerServer,
     RequestQueue,
     SharedTimerClient,
     SharedTimerServer,
@@ -34,12 +39,14 @@ from phalanx.timer import (
     expires,
 )
 from phalanx.timer._watchdog import Agenda, Watchdog, received
+from tests import timer_workers
 from tests.helpers import TIMEOUT, wait_gone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from phalanx._core.timetable import Seat
+    from tests.helpers import Ready
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "datagram_timer.py"
@@ -425,6 +432,34 @@ def test_a_worker_is_reaped_in_time_by_the_example(tmp_path: Path) -> None:
             assert not wait_gone([worker.pid])
             assert 0.2 <= clock.now() - start < 0.5
             assert worker.wait() == -signal.SIGKILL
+
+
+# --- all pairs
+
+
+@pytest.mark.parametrize("kind", ["local", "file", "shared"])
+def test_forks_and_threads_of_a_client_have_timers_of_their_own(kind: str, ready: Ready, tmp_path: Path) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    queue: Any = spawn.SimpleQueue()
+    path = str(tmp_path / "timers")
+    with contextlib.ExitStack() as stack:
+        stack.callback(queue._reader.close)
+        stack.callback(queue._writer.close)
+        client: Any
+        if kind == "local":
+            stack.enter_context(LocalTimerServer(queue))
+            client = LocalTimerClient(queue)
+        elif kind == "file":
+            stack.enter_context(FileTimerServer(path))
+            client = FileTimerClient(path)
+        else:
+            client = SharedTimerClient(stack.enter_context(SharedTimerServer()).address)
+        worker = spawn.Process(target=timer_workers.fork_and_hang, args=(client, ready.address))
+        worker.start()
+        assert ready.wait(4) == ["-9", "-9", "-9", "well"]
+        worker.join()
+        assert worker.exitcode == 0
+        worker.close()
 
 
 # --- the pair in shared memory

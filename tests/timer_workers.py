@@ -46,6 +46,41 @@ def flood(mp_queue: Any, address: str, pairs: int) -> None:
     tell(address, str(errors))
 
 
+def fork_and_hang(client: Any, address: str) -> None:
+    """Fork while other threads take timers from a client; say how the child ended, whose thread hangs."""
+    stopping = threading.Event()
+
+    def take() -> None:
+        while not stopping.is_set():
+            with timer.expires(60, "the parent's", client):
+                pass
+
+    threads = [threading.Thread(target=take) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    with timer.expires(60, "around", client):
+        for _ in range(3):
+            pid = os.fork()
+            if not pid:
+                try:
+                    hanging = threading.Thread(target=_hang, args=(client,))
+                    hanging.start()
+                    with timer.expires(60, "the child's", client):
+                        hanging.join()
+                finally:
+                    os._exit(70)
+            tell(address, str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+    stopping.set()
+    for thread in threads:
+        thread.join()
+    tell(address, "well")
+
+
+def _hang(client: Any) -> None:
+    with timer.expires(0.2, "the child's", client):
+        threading.Event().wait()
+
+
 def wait_asleep(pid: int) -> None:
     """Return when every thread of a process waits for something: a server that has done what it was told of."""
 

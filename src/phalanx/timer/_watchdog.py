@@ -43,10 +43,10 @@ class Agenda:
     >>> from phalanx.timer import TimerRequest
     >>> agenda = Agenda()
     >>> agenda.take([TimerRequest(1, "a", 5.0), TimerRequest(1, "b", 7.0), TimerRequest(1, "a", -1)], 3.0)
-    >>> agenda.next(3.5), agenda.span(1, "b")
-    (7.0, 4.0)
-    >>> agenda.next(7.0), agenda.span(1, "b")
-    (inf, 0.0)
+    >>> agenda.span(1, "a"), agenda.span(1, "b")
+    (0.0, 4.0)
+    >>> agenda.next(4.0), agenda.next(5.0), agenda.next(7.0)
+    (5.0, 7.0, inf)
     """
 
     def __init__(self) -> None:
