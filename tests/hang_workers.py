@@ -302,3 +302,161 @@ def fork_with(client: Any, address: str) -> str:
                 os._exit(1)
         tell(address, str(pid))
         return str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+def end_well(after: float = 0.1) -> None:
+    """Hang, and take a SIGTERM for a reason to exit with code 0."""
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    hang(after)
+
+
+def one_ends_well(gate: str, second: str) -> str:
+    """Rank 0 hangs, and ends well by SIGTERM; rank 1 waits for a gate."""
+    if os.environ["RANK"] == "0":
+        end_well()
+    pass_gate(gate)
+    return second
+
+
+def survive_and_return(gate: str) -> str:
+    """Be got out of a block by SIGTERM, work on, and return."""
+    survive()
+    pass_gate(gate)
+    return "done"
+
+
+def end_well_below() -> None:
+    """A child hangs; it and its parent both exit with code 0 by SIGTERM."""
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    if os.fork() == 0:
+        try:
+            hang(0.1, "below")
+        finally:
+            os._exit(1)
+    while True:
+        signal.pause()
+
+
+def share_a_scope(address: str, gate: str) -> str:
+    """A child beats once; its parent is in a block that may take long. Then both are in time."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            timer.progress(3)
+            tell(address, "beaten")
+            pass_gate(gate)
+        finally:
+            os._exit(0)
+    with timer.expires(60, "long"):
+        os.waitpid(pid, 0)
+    return "done"
+
+
+def leave_a_scope_behind(address: str) -> None:
+    """A child dies in a block that may take long; we have beaten, and do no more."""
+    timer.progress(3)
+    pid = os.fork()
+    if pid == 0:
+        timer.expires(3600, "long").__enter__()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    tell(address, "left")
+    stuck()
+
+
+def beat_with_many_below(address: str, gate: str, count: int) -> str:
+    """Have children, each with a heartbeat and a block of its own, that live at once."""
+    reader, writer = os.pipe()
+    children = []
+    for number in range(count):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                os.close(writer)
+                timer.progress(number)
+                with timer.expires(3600, "loader"):
+                    tell(address, "up")
+                    os.read(reader, 1)
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(pid)
+    os.close(reader)
+    timer.beat()
+    tell(address, "up")
+    pass_gate(gate)
+    os.close(writer)
+    codes = {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children}
+    return f"{codes}"
+
+
+def beat_and_rest(address: str, gate: str, way: str) -> str:
+    """Beat, rest, and wait for the gate; in a block of it, or not; with a child that has beaten, or not."""
+    pid = ours = 0
+    if way == "child":
+        said, saying = os.pipe()
+        kept, ours = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.close(ours)
+                timer.beat()
+                os.write(saying, b".")
+                os.read(kept, 1)
+            finally:
+                os._exit(0)
+        os.read(said, 1)
+    else:
+        timer.progress(4)
+    if way == "block":
+        with timer.rest():
+            tell(address, "rests")
+            pass_gate(gate)
+        tell(address, "left")
+        stuck()
+    timer.rest()
+    tell(address, "rests")
+    pass_gate(gate)
+    if way == "beat":
+        timer.progress(5)
+        stuck()
+    if pid:
+        os.close(ours)
+        os.waitpid(pid, 0)
+    return "done"
+
+
+def rest_below(address: str, gate: str) -> None:
+    """A child rests, and is not the one that hangs."""
+    if os.fork() == 0:
+        try:
+            timer.beat()
+            timer.rest()
+            tell(address, "rests")
+            pass_gate(gate)
+        finally:
+            os._exit(0)
+    timer.progress(6)
+    stuck()
+
+
+def end_slowly(address: str, gate: str, way: str) -> str:
+    """Beat, and end; an exit handler, or a thread, takes until the gate opens."""
+    import atexit
+    import sys
+
+    def take_long() -> None:
+        tell(address, "ends")
+        pass_gate(gate)
+
+    timer.progress(9)
+    if "thread" in way:
+        threading.Thread(target=take_long).start()
+    else:
+        atexit.register(take_long)
+    if "fails" in way:
+        raise ValueError("loss is nan")
+    if "exits" in way:
+        sys.exit(3 if "badly" in way else 0)
+    return "done"

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -368,6 +369,44 @@ def test_who_has_been_stopped_is_on_time_again_when_it_goes_on() -> None:
         os.kill(pid, signal.SIGCONT)
         assert wait_gone([pid], seconds * 0.7) == set()
     finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_a_wait_that_a_stop_has_made_longer_has_overrun() -> None:
+    """Not one that something has ended before, and what callbacks take is none."""
+    reader, writer = os.pipe()
+    seconds, busy, stopped = 0.5, 0.4, 1.0
+    pid = os.fork()
+    if pid == 0:
+        try:
+            it = Loop()
+            assert it.overran == 0
+            it.call(lambda: time.sleep(busy))
+            it.after(busy / 2, lambda: None)
+            it.once()
+            assert it.overran == 0
+            assert it.waited_until - it.waited_from < busy
+            it.after(seconds, it.stop)
+            os.write(writer, b".")
+            it.run()
+            assert it.waited_until - it.waited_from - it.overran <= seconds
+            os.write(writer, str(it.overran).encode())
+        finally:
+            os._exit(0)
+    try:
+        os.close(writer)
+        assert os.read(reader, 1) == b"."
+        due = clock.now() + seconds
+        while linux.Stat(pid).state != "S":  # it waits
+            assert clock.now() < due
+        os.kill(pid, signal.SIGSTOP)
+        os.waitpid(pid, os.WUNTRACED)
+        threading.Event().wait(due + stopped + 0.2 - clock.now())
+        os.kill(pid, signal.SIGCONT)
+        assert float(os.read(reader, 100)) >= stopped
+    finally:
+        os.close(reader)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 

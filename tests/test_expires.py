@@ -38,6 +38,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(_expires, name, value)
     yield
     assert not _expires._running
+    assert not _expires._rests
     if _expires._own is not None:
         _expires._own.close()
 
@@ -559,6 +560,137 @@ def test_the_end_of_a_block_is_a_heartbeat_only_to_those_that_send_any(table: Ti
     assert second.step == 3
 
 
+def test_a_heartbeat_that_finds_no_seat_does_nothing_and_that_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.closing(Timetable(1, hang=1000)) as table, Seat(f"{table.address}:0"):
+        monkeypatch.setenv(timetable.ENV, f"{table.address}:0")
+        timer.rest()
+        for step in range(3):
+            timer.beat()
+            timer.progress(step)
+        timer.rest()
+        assert due(table) == []
+        said = f"heartbeats of process {os.getpid()} are not watched: 1 processes of the group have timers already"
+        assert capsys.readouterr().err == f"phalanx: {said}: that is the most\n"
+        with pytest.raises(RuntimeError, match="that is the most"), expires(60):
+            pytest.fail("entered, and nobody watches")
+    with contextlib.closing(Timetable(1, hang=1000)) as other:
+        client = Seated(other)
+        configure(client)
+        timer.beat()
+        assert len(due(other)) == 1
+        client.seat.close()
+
+
+@pytest.mark.parametrize("address", ["nonsense", "1:2:3:4"])
+def test_a_heartbeat_whose_table_cannot_be_opened(
+    address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(timetable.ENV, address)
+    for _ in range(2):
+        timer.beat()
+    assert capsys.readouterr().err.count("are not watched") == 1
+
+
+class Seated(Client):
+    """One whose timers go to a table."""
+
+    def __init__(self, table: Timetable) -> None:
+        super().__init__()
+        self.seat = Seat(f"{table.address}:0")
+
+
+def test_heartbeats_that_have_begun_move_to_the_client_that_is_configured(table: Timetable) -> None:
+    timer.progress(step=4)
+    with contextlib.closing(Timetable(1, hang=1000)) as other:
+        client = Seated(other)
+        configure(client)
+        assert due(table) == [], "its old seat expects none"
+        assert [timer.step for timer in due(other)] == [4], "and who sends none from now on hangs all the same"
+        timer.progress(step=5)
+        assert due(table) == []
+        assert [timer.step for timer in due(other)] == [5]
+        configure(Client())  # one that has no seat: they are the group's again
+        assert due(other) == []
+        assert [timer.step for timer in due(table)] == [5]
+        client.seat.close()
+
+
+def test_heartbeats_that_rest_move_as_such(table: Timetable) -> None:
+    timer.beat()
+    with contextlib.closing(Timetable(1, hang=1000)) as other:
+        client = Seated(other)
+        with timer.rest():
+            configure(client)
+            assert due(table) == due(other) == []
+        assert due(table) == []
+        assert len(due(other)) == 1
+        client.seat.close()
+
+
+# --- rest
+
+
+def test_a_rest_ends_with_the_next_heartbeat(table: Timetable) -> None:
+    timer.progress(3)
+    timer.rest()
+    assert due(table) == []
+    with expires(60):
+        assert scopes(table) == [""]
+    assert due(table) == []
+    timer.progress(4)
+    assert [timer.step for timer in due(table)] == [4]
+
+
+def test_a_block_of_rest_beats_when_it_is_left_if_there_were_beats(table: Timetable) -> None:
+    with timer.rest():
+        pass
+    assert due(table) == []
+    timer.progress(3)
+    before = due(table)[0].deadline
+    with timer.rest(), timer.rest():
+        assert due(table) == []
+    (again,) = due(table)
+    assert again.step == 3
+    assert again.deadline > before
+    with pytest.raises(KeyError), timer.rest():
+        raise KeyError
+    assert len(due(table)) == 1
+
+
+def test_of_several_blocks_of_rest_the_last_that_is_left_beats(table: Timetable) -> None:
+    """Whichever it is: two threads leave theirs when they like."""
+    timer.beat()
+    first = timer.rest().__enter__()
+    second = timer.rest().__enter__()
+    first.__exit__()
+    assert due(table) == []
+    second.__exit__()
+    assert len(due(table)) == 1
+
+
+def test_a_fork_that_leaves_its_parents_block_of_rest(table: Timetable) -> None:
+    timer.beat()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(timer.rest())
+        pid = os.fork()
+        if pid == 0:
+            try:
+                stack.close()
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+        assert due(table) == []
+    assert [timer.seat for timer in due(table)] == [0]
+
+
+def test_a_rest_in_no_group_does_nothing() -> None:
+    with timer.rest():
+        timer.rest()
+    assert _expires._own is None
+
+
 # --- forks
 
 
@@ -665,6 +797,7 @@ while clock.now() < until:
             once()
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+            os.sched_yield()  # one that is on its way already may come at the next system call only: not at the look's
     except (Late, KeyboardInterrupt):
         struck += 1
     left = table.look(timetable.NEVER - 1)[0]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import select
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -30,6 +32,7 @@ from phalanx._core.escalation import Escalation
 from phalanx._core.lookout import MOST, Lookout
 from phalanx._core.timetable import FIRST, NEVER, SLOTS, TEXT_LIMIT, Seat, Timer, Timetable, decode, encode
 from tests.helpers import TIMEOUT, alive, wait_gone
+from tests.workers import run_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,6 +56,11 @@ def seat_at(table: Timetable, rank: int = 0) -> Seat:
 
 def due(table: Timetable, now: int = ALL) -> list[Timer]:
     return [timer for timer in map(table.read, table.look(now)[0]) if timer is not None]
+
+
+def news(table: Timetable) -> list[tuple[int, int, int]]:
+    table.look(0)
+    return table.news()
 
 
 def armed(table: Timetable) -> list[tuple[str, int]]:
@@ -477,7 +485,7 @@ def test_a_client_killed_at_any_instruction_harms_nobody() -> None:
                 child.end()
             for timer in due(table):
                 assert table.holder(timer.seat) == 0
-            table.news()
+            news(table)
         with seat_at(table) as seat:
             assert table.look(ALL) == ([], NEVER)
             slot = seat.take(7, 1, TEXT)
@@ -585,6 +593,204 @@ def test_a_heartbeat_that_nobody_will_live_to_miss(hang: float) -> None:
         assert then <= NEVER
 
 
+def of_ranks(hang: float = 1e-6) -> Timetable:
+    """One whose heartbeats are those of ranks."""
+    return Timetable(8, hang, by_rank=True)
+
+
+def at_the_table(table: Timetable, rank: int, work: Callable[[Seat], object]) -> Child:
+    """A process that has a seat, and does something with it."""
+
+    def sit(child: Child) -> None:
+        work(seat_at(table, rank))
+        child.say()
+        child.wait()
+
+    return Child(sit)
+
+
+def test_a_heartbeat_is_its_ranks_and_so_is_every_scope(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look that finds what is due, and the one before the kill, ask the same."""
+    moment = 1000
+    monkeypatch.setattr(clock, "now_ns", lambda: moment)
+    table = of_ranks()
+    with contextlib.closing(table), seat_at(table, 0) as seat:
+        seat.beat(1)
+        timer = Timer(0, 0, 2000, 1000, 0, "heartbeat", "")
+        assert table.look(2000)[0] == [(0, 0, 2000)]
+        assert table.still(timer)
+        moment = 1500
+        with at_the_table(table, 0, lambda other: other.beat(1)), at_the_table(table, 1, lambda other: other.beat(9)):
+            assert table.look(2000)[0] == []
+            assert not table.still(timer), "its rank has beaten, by another process"
+            assert table.look(2500)[0] == [(0, 0, 2500), (1, 0, 2500), (2, 0, 2500)]
+        with at_the_table(table, 0, lambda other: other.take(90_000, 80_000, TEXT)) as parent:
+            assert [key for key in table.look(60_000)[0] if key[0] == 0] == []
+            assert not table.still(Timer(0, 0, 2500, 1000, 0, "heartbeat", ""))
+            parent.end()
+            (key,) = [key for key in table.look(60_000)[0] if key[0] == 0]
+            assert key == (0, 0, 2500), "a scope of the dead puts nothing off"
+            assert table.still(Timer(0, 0, 2500, 1000, 0, "heartbeat", ""))
+
+
+def test_a_scope_of_another_process_is_looked_at_again_for_it_may_die(monkeypatch: pytest.MonkeyPatch) -> None:
+    moment = 1000
+    monkeypatch.setattr(clock, "now_ns", lambda: moment)
+    table = of_ranks()
+    with contextlib.closing(table), seat_at(table, 0) as seat:
+        seat.beat(1)
+        with at_the_table(table, 0, lambda other: other.take(90_000, 80_000, TEXT)):
+            assert table.look(5000) == ([], 6000)
+
+
+def test_who_rests_is_not_expected_until_its_next_beat(monkeypatch: pytest.MonkeyPatch) -> None:
+    moment = 1000
+    monkeypatch.setattr(clock, "now_ns", lambda: moment)
+    table = of_ranks()
+    with contextlib.closing(table), seat_at(table, 0) as seat:
+        assert not seat.rest()
+        assert table.look(ALL) == ([], NEVER)
+        seat.beat(7)
+        timer = Timer(0, 0, 2000, 1000, 0, "heartbeat", "", 7)
+        assert table.still(timer)
+        assert seat.rest()
+        assert not seat.rest()
+        assert table.look(ALL) == ([], NEVER)
+        assert not table.still(timer)
+        assert table.resting() == {os.getpid()}
+        table.publish(NEVER)
+        table.hear()
+        slot = seat.take(50_000, 49_000, TEXT)
+        seat.give(slot)  # whose end is a beat to those who send any, and ends no rest
+        assert table.look(ALL) == ([], NEVER)
+        table.publish(NEVER)
+        table.hear()
+        seat.beat(8)
+        assert rung(table), "nobody would look"
+        assert table.look(2000)[0] == [(0, 0, 2000)]
+        assert table.resting() == set()
+        seat.give_up()
+        assert table.look(ALL) == ([], NEVER)
+        assert table.resting() == set()
+
+
+# --- how far the table is in use
+
+
+class Opcodes:
+    """Calls something before instruction number ``at`` of a function, as a signal handler or another thread would."""
+
+    def __init__(self, function: Any, at: int, what: Callable[[], object]) -> None:
+        self.code = function.__code__
+        self.left = at
+        self.what = what
+
+    def __call__(self, frame: Any, event: str, _arg: object) -> Any:
+        if frame.f_code is not self.code:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "call" and sys.version_info[:2] == (3, 12):
+            sys.settrace(self)  # it heeds the above from then on
+        elif event == "opcode":
+            self.left -= 1
+            if self.left == 0:
+                self.what()
+        return self
+
+    def __enter__(self) -> Self:
+        self.before = sys.gettrace()
+        sys.settrace(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self.before)
+
+
+def test_another_timer_that_is_set_at_any_moment_of_a_write_hides_none() -> None:
+    """Nested as by a signal handler in the same thread; another thread may go on at the same places."""
+    for at in range(1, 1000):
+        table = Timetable(1)
+        with contextlib.closing(table), seat_at(table) as seat:
+            for _ in range(3):
+                seat.take(1000, 1, TEXT)
+            inner: list[int] = []
+            with Opcodes(Seat.write, at, lambda: inner.extend(seat.take(2, 1, TEXT) for _ in range(70))) as opcodes:  # noqa: B023 - called at once
+                outer = seat.take(1, 1, TEXT)
+            assert {slot for _, slot, _ in table.look(10)[0]} == {outer, *inner}, at
+        if opcodes.left > 0:
+            assert at > 10, "no instruction was ever seen"
+            return
+    pytest.fail("it has no end")
+
+
+def test_many_threads_set_timers_and_each_is_seen(table: Timetable) -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(5):
+            with seat_at(table) as seat:
+                barrier = threading.Barrier(8)
+
+                def work() -> None:
+                    barrier.wait()  # noqa: B023 - joined below
+                    for number in range(100):
+                        seat.take(1, 1, encode(f"{number}", ""))
+
+                threads = [threading.Thread(target=work) for _ in range(8)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+                assert len(table.look(1)[0]) == 800
+    finally:
+        sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("seats", [1, 16, 17, 16384, 20000])
+def test_every_seat_is_looked_at(seats: int) -> None:
+    table = Timetable(seats)
+    with contextlib.closing(table):
+        for rank in sorted({0, seats // 2, seats - 1}):
+            with seat_at(table, rank) as seat:
+                slots = [seat.take(5, 1, TEXT) for _ in range(SLOTS)]
+                assert table.look(5)[0] == [(rank, slot, 5) for slot in slots]
+        assert os.fstat(table.descriptors[0]).st_blocks * 512 < 4 << 20, "what nobody sits in takes no memory"
+
+
+def test_a_large_table_takes_no_address_space() -> None:
+    def size() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = size()
+    with contextlib.closing(Timetable(16384)):
+        assert size() - before < 8 << 20
+
+
+LIMITED = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
+from phalanx._core.timetable import Seat, Timetable
+try:
+    table = Timetable(16384)
+except OSError as error:
+    print(error)
+else:
+    with Seat(f"{table.address}:5000") as seat:
+        seat.take(5, 1, b"load")
+        print(table.seats, len(table.look(5)[0]))
+"""
+
+
+@pytest.mark.parametrize(
+    "limit, said", [(64 << 20, r"\d\d\d 1\n"), (1 << 10, r"\[Errno 27\] RLIMIT_FSIZE is too low .*\n")]
+)
+def test_a_limit_on_files_makes_the_table_smaller(limit: int, said: str, tmp_path: Path) -> None:
+    done = run_script(tmp_path, LIMITED, str(limit))
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(said, done.stdout)
+
+
 # --- texts
 
 
@@ -618,19 +824,20 @@ def test_any_bytes_can_be_read(data: bytes) -> None:
 @given(data=st.data())
 @settings(deadline=None, max_examples=60)
 def test_garbage_in_the_memory_is_no_danger(data: Any) -> None:
-    table = Timetable(3, hang=1.0)
+    table = Timetable(3, hang=1.0, by_rank=data.draw(st.booleans()))
     with contextlib.closing(table):
-        head = (8 + 3) * 8
+        head, memory = (8 + 3) * 8, table.descriptors[0]
         with seat_at(table, 0) as one, seat_at(table, 1):
             for number in range(3):
                 one.take(number, 1, TEXT)
-            marks = st.one_of(st.integers(-1, SLOTS + 3), st.integers(-(1 << 63), NEVER))
+            marks = st.one_of(st.integers(0, 7).map(lambda flag: 1 << 8 * flag), st.integers(-(1 << 63), NEVER))
             for seat in range(3):
                 table._words[8 + seat] = data.draw(marks)
             for _ in range(data.draw(st.integers(1, 6))):
                 what = data.draw(st.binary(min_size=1, max_size=64))
-                at = data.draw(st.integers(16, head) | st.integers(table._head, len(table._map) - len(what)))
-                table._map[at : at + len(what)] = what
+                end = os.fstat(memory).st_size - len(what)
+                at = data.draw(st.integers(16, head) | st.integers(table._head, end))
+                os.pwrite(memory, what, at)
             then = 0
             for now in (0, 1 << 40, ALL):
                 over, then = table.look(now)
@@ -641,7 +848,7 @@ def test_garbage_in_the_memory_is_no_danger(data: Any) -> None:
                     table.rank(timer.seat)
                     repr(timer)
             table.publish(then)
-            table.news()
+            news(table)
             table.hear()
 
 
@@ -655,6 +862,12 @@ class FakeLoop:
         self.watched: dict[int, Callable[[int], None]] = {}
         self.calls: list[Callable[[], None]] = []
         self.deadlines: list[tuple[int, Entry]] = []
+        self.waited_from, self.waited_until, self.overran = float("inf"), -float("inf"), 0.0
+
+    def wait(self, began: int, until: int, now: int) -> None:
+        """A wait that was to end at ``until``, and has ended now."""
+        self.waited_from, self.waited_until = began / clock.NS, now / clock.NS
+        self.overran = max(0.0, (now - until) / clock.NS)
 
     def watch(self, fd: int, callback: Callable[[int], None]) -> None:
         self.watched[fd] = callback
@@ -710,22 +923,26 @@ HANG = 40
 class Watching(RuleBasedStateMachine):
     """Two clients, a lookout, and what should be seen: each expiry once, and at its very moment."""
 
+    by_rank = False
+
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.now = 1000 * MS
         self.patch.setattr(clock, "now_ns", lambda: self.now)
-        self.table = Timetable(2, HANG / 1000)
+        self.table = Timetable(2, HANG / 1000, by_rank=self.by_rank)
         self.seats = [seat_at(self.table, 0)]
         # The kernel knows locks by process, and this is one: so the second client has its seat by hand.
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("fcntl.lockf", lambda *_args: None)
-            self.seats.append(seat_at(self.table, 1))
+            self.seats.append(seat_at(self.table, 0 if self.by_rank else 1))
         self.loop = FakeLoop()
         self.seen: list[tuple[int, int, int, int]] = []
         self.expected: list[tuple[int, int, int, int]] = []
         self.running: dict[tuple[int, int], int] = {}
         self.beats: dict[int, int] = {}
+        self.resting: set[int] = set()
+        self.left: dict[int, int] = {}
         self.told: dict[tuple[int, int, int], int] = {}
         self.rearming: dict[tuple[int, int], int] = {}
         self.lookout = Lookout(self.table, self.loop, self.on_expired)  # type: ignore[arg-type]  # a loop for this test
@@ -745,8 +962,10 @@ class Watching(RuleBasedStateMachine):
             if deadline <= self.now:
                 yield seat, slot, deadline
         for seat, beat in self.beats.items():
-            own = [deadline for (other, _), deadline in self.running.items() if other == seat]
-            limit = beat + HANG * MS
+            if seat in self.resting:
+                continue
+            own = [deadline for (other, _), deadline in self.running.items() if self.by_rank or other == seat]
+            limit = (max([*self.beats.values(), *self.left.values()]) if self.by_rank else beat) + HANG * MS
             limit = max([limit, *own]) if limit <= self.now else limit
             if limit <= self.now:
                 yield seat, 0, limit
@@ -791,6 +1010,7 @@ class Watching(RuleBasedStateMachine):
         seat, slot = data.draw(st.sampled_from(sorted(self.running)))
         del self.running[seat, slot]
         self.seats[seat].give(slot)
+        self.left[seat] = self.now
         if seat in self.beats:
             self.beats[seat] = self.now
         self.settle()
@@ -799,6 +1019,13 @@ class Watching(RuleBasedStateMachine):
     def beat(self, seat: int) -> None:
         self.seats[seat].beat(1)
         self.beats[seat] = self.now
+        self.resting.discard(seat)
+        self.settle()
+
+    @rule(seat=st.integers(0, 1))
+    def rest(self, seat: int) -> None:
+        assert self.seats[seat].rest() == (seat in self.beats and seat not in self.resting)
+        self.resting.add(seat)
         self.settle()
 
     @precondition(lambda self: self.told)
@@ -830,8 +1057,15 @@ class Watching(RuleBasedStateMachine):
         self.patch.undo()
 
 
-def test_the_lookout_sees_each_expiry_once_and_at_once() -> None:
-    run_state_machine_as_test(Watching, settings=settings(max_examples=40, stateful_step_count=30, deadline=None))
+class WatchingOneRank(Watching):
+    """Both are of one rank, whose heartbeats are its own."""
+
+    by_rank = True
+
+
+@pytest.mark.parametrize("kind", [Watching, WatchingOneRank])
+def test_the_lookout_sees_each_expiry_once_and_at_once(kind: type[Watching]) -> None:
+    run_state_machine_as_test(kind, settings=settings(max_examples=40, stateful_step_count=30, deadline=None))
 
 
 def test_what_is_set_while_the_lookout_says_when_it_looks_next_is_seen(table: Timetable) -> None:
@@ -857,27 +1091,93 @@ def test_what_is_set_while_the_lookout_says_when_it_looks_next_is_seen(table: Ti
         lookout.close()
 
 
-def test_who_was_stopped_with_the_lookout_has_its_time_once_more(
-    table: Timetable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 1000 * MS
-    monkeypatch.setattr(clock, "now_ns", lambda: now)
-    loop = FakeLoop()
-    seen: list[Timer] = []
-    lookout = Lookout(table, loop, seen.extend)  # type: ignore[arg-type]  # as above
-    lookout.open()
+class Watched:
+    """A lookout on a clock of its own, and what it has seen."""
+
+    def __init__(self, table: Timetable, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000 * clock.NS
+        monkeypatch.setattr(clock, "now_ns", lambda: self.now)
+        self.loop = FakeLoop()
+        self.seen: list[int] = []
+        self.lookout = Lookout(table, self.loop, self.on_expired)  # type: ignore[arg-type]  # as above
+        self.lookout.open()
+        self.loop.serve(self.now)
+
+    def on_expired(self, timers: list[Timer]) -> None:
+        self.seen += [timer.slot for timer in timers]
+
+    def take(self, seat: Seat, seconds: float) -> int:
+        span = int(seconds * clock.NS)
+        return seat.take(self.now + span, span, TEXT)
+
+    def pass_by(self, seconds: float, *, waiting: bool) -> None:
+        """Time passes, in a wait until the next deadline, or in a callback of ours."""
+        began, self.now = self.now, self.now + int(seconds * clock.NS)
+        if waiting:
+            self.loop.wait(began, self.loop.next() or NEVER, self.now)
+        else:
+            self.loop.wait(began, NEVER, began)  # it ended at once
+        self.loop.serve(self.now)
+
+
+@pytest.fixture
+def watched(table: Timetable, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    it = Watched(table, monkeypatch)
+    yield it
+    it.lookout.close()
+
+
+def test_who_was_stopped_with_the_lookout_has_its_time_once_more(table: Timetable, watched: Watched) -> None:
     with seat_at(table) as seat:
-        slot = seat.take(now + 50 * MS, 50 * MS, TEXT)
-        seat.give(seat.take(now + 60 * MS, 60 * MS, TEXT))
-        loop.serve(now)
-        now += 3600 * clock.NS
-        loop.serve(now)
-        assert seen == []
-        assert loop.next() == now + 50 * MS
-        now += 50 * MS
-        loop.serve(now)
-        assert [timer.slot for timer in seen] == [slot]
-    lookout.close()
+        slot = watched.take(seat, 50)
+        seat.give(watched.take(seat, 60))
+        watched.pass_by(0, waiting=True)
+        for _ in range(3):  # however often that happens
+            watched.pass_by(3600, waiting=True)
+            assert watched.seen == []
+            assert watched.loop.next() == watched.now + 50 * clock.NS
+        watched.pass_by(50, waiting=True)
+        assert watched.seen == [slot]
+
+
+@pytest.mark.parametrize("span, more", [(50, 1), (0.3, 0.3)])
+def test_a_short_delay_costs_a_second_at_the_most_and_once(
+    span: float, more: float, table: Timetable, watched: Watched
+) -> None:
+    with seat_at(table) as seat:
+        slot = watched.take(seat, span)
+        watched.pass_by(0, waiting=True)
+        watched.pass_by(span + 0.06, waiting=True)
+        assert watched.seen == []
+        assert watched.loop.next() == watched.now + more * clock.NS
+        watched.pass_by(more + 0.06, waiting=True)
+        assert watched.seen == [slot]
+
+
+@pytest.mark.parametrize("delay", [2.5, 0.5])
+def test_what_callbacks_of_ours_have_taken_is_nobodys_pause(delay: float, table: Timetable, watched: Watched) -> None:
+    with seat_at(table) as seat:
+        slot = watched.take(seat, 50)
+        watched.pass_by(0, waiting=True)
+        watched.pass_by(50 + delay, waiting=False)
+        assert watched.seen == [slot]
+
+
+@pytest.mark.parametrize("delay, spared", [(0.04, False), (0.5, True), (30, True)])
+def test_what_was_set_just_before_we_were_stopped_has_rung_in_vain(
+    delay: float, spared: bool, table: Timetable, watched: Watched
+) -> None:
+    """No deadline was known then, so the wait was to last, and ends by the bell: it has not overrun."""
+    began = watched.now
+    with seat_at(table) as seat:
+        watched.now += clock.NS
+        slot = watched.take(seat, 0.01)
+        watched.now += int(delay * clock.NS)
+        watched.loop.wait(began, NEVER, watched.now)
+        watched.loop.serve(watched.now)
+        assert watched.seen == ([] if spared else [slot])
+        watched.pass_by(0.01, waiting=True)
+        assert watched.seen == [slot]
 
 
 def test_a_lookout_that_is_closed_is_quiet(table: Timetable) -> None:
@@ -893,15 +1193,22 @@ def test_a_lookout_that_is_closed_is_quiet(table: Timetable) -> None:
 
 def test_new_slots_are_told_once(table: Timetable) -> None:
     with seat_at(table) as seat:
-        assert table.news() == []
+        assert news(table) == []
         slot = seat.take(5, 1, TEXT)
-        assert table.news() == [(0, slot, 5)]
+        assert news(table) == [(0, slot, 5)]
         seat.give(slot)
         seat.give(seat.take(6, 1, TEXT))
-        assert table.news() == []
+        assert news(table) == []
         seat.take(5, 1, TEXT)
         seat.give(seat.take(5, 1, TEXT))
-        assert table.news() == []  # it has gone already
+        assert news(table) == []  # it has gone already
+
+
+def test_what_a_later_holder_of_a_seat_sets_is_new_again(table: Timetable) -> None:
+    for _ in range(2):
+        with holder_of(table, "a") as child:
+            assert [table.holder(seat) for seat, _slot, _deadline in news(table)] == [child.pid]
+            assert news(table) == []
 
 
 def noted(function: Callable[..., Any], name: str, calls: list[str]) -> Callable[..., Any]:
@@ -977,6 +1284,32 @@ def test_whose_timers_are_is_found_out_once_for_many(table: Timetable, monkeypat
         it.testified(1)
         assert struck == [(os.getpid(), signal.SIGTERM)] * MOST
         assert wait_gone([child.pid]) == set()
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_step_is_put_off_for_who_was_stopped_with_us(
+    stopped: bool, table: Timetable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000 * clock.NS
+    monkeypatch.setattr(clock, "now_ns", lambda: now)
+    monkeypatch.setattr(clock, "now", lambda: now / clock.NS)
+    told: list[str] = []
+    loop = FakeLoop()
+    with seat_at(table) as seat:
+        seat.take(now, 1, TEXT)
+        steps = [("report", 0.0), ("report", 60.0)]
+        pids = {0: os.getpid()}
+        it = Escalation(table, steps, loop, lambda: pids, pytest.fail, lambda what, *_: told.append(what))  # type: ignore[arg-type]  # as above
+        it.open()
+        assert told == ["armed", "expired", "hang"]
+        began, now = now, now + 3600 * clock.NS
+        loop.wait(began, (began + 60 * clock.NS) if stopped else NEVER, now)
+        loop.serve(now)
+        assert told.count("hang") == (1 if stopped else 2)
+        began, now = now, now + 60 * clock.NS
+        loop.wait(began, now, now)
+        loop.serve(now)
+        assert told.count("hang") == 2
 
 
 def test_the_dead_are_waited_for() -> None:

@@ -266,7 +266,7 @@ def test_what_makes_no_sense_is_not_taken() -> None:
         for message in [*ill, good, ("evidence", 1, 20, "later", "stack", 6), ("result", 1, 20, b"value")]:
             sender.send(message)
         assert mirror.take_results(receiver, os.close) is None
-        assert list(mirror.exits([(rank, 256, 1, 0, 0.0, "", 0, False) for rank in (0, 1)]))
+        assert list(mirror.exits([(rank, 256, 1, 0, 0.0, "", 0, False, 0) for rank in (0, 1)]))
         mirror.settle_results()
         nothing, something = mirror.workers[0], mirror.workers[1]
         assert (nothing.result, nothing.told) == (None, None)

@@ -24,10 +24,10 @@ else:
     import _signal as signal  # the C half: `signal` builds enums for 3 ms
     import posix as os  # the C half: `os` itself takes 1 of the 13 ms in which a keeper gets up
 
-Report = tuple[int, int, int, int, float, str, int, bool]
+Report = tuple[int, int, int, int, float, str, int, bool, int]
 """An exit: rank, wait status, moment, peak memory in KiB, CPU seconds, what an OOM killer has to do with it, when it
-was first seen to be on its way out, by itself (0: it was not), and whether that was when the first failure was seen.
-Moments are CLOCK_MONOTONIC in nanoseconds."""
+was first seen to be on its way out, by itself (0: it was not), whether that was when the first failure was seen, and
+the last signal that it was sent for a timer that had expired (0: none). Moments are CLOCK_MONOTONIC in nanoseconds."""
 
 _SPARE_DESCRIPTORS = 64  # beside those that are kept of each worker
 _TOGETHER = 32  # workers whose log files are opened at a time, and after which it is asked whether to go on
@@ -38,13 +38,14 @@ _REAPED = 256  # orphans that are reaped before others have their turn
 class Worker:
     """A worker that has not been reaped: so its pid cannot have been reused."""
 
-    __slots__ = ("exited_ns", "exiting_early", "exiting_ns", "pid", "pidfd", "rank", "signalled")
+    __slots__ = ("exited_ns", "exiting_early", "exiting_ns", "pid", "pidfd", "rank", "signalled", "struck")
 
     def __init__(self, rank: int, pid: int) -> None:
         self.rank = rank
         self.pid = pid
         self.pidfd = -1
         self.signalled = 0
+        self.struck = 0  # what it was sent because it hung
         self.exiting_ns = 0  # when it was first seen to be on its way out, by itself
         self.exiting_early = False  # whether that was when the first failure was seen
         self.exited_ns = 0  # when it was seen to have exited, though it could not be reaped: a tracer has it
@@ -183,7 +184,7 @@ class Children:
         oom = self.oom.explain(clock.now()) if killed and worker.signalled != linux.SIGKILL else ""
         seconds = usage.ru_utime + usage.ru_stime
         leaving = worker.exiting_ns, worker.exiting_early
-        self._ended((worker.rank, status, moment, usage.ru_maxrss, seconds, oom, *leaving))
+        self._ended((worker.rank, status, moment, usage.ru_maxrss, seconds, oom, *leaving, worker.struck))
 
     def reap(self) -> bool:
         """Reap some orphans that have become our children. Workers are left to epoll, for the order of their exits.
@@ -233,6 +234,12 @@ class Children:
         for worker in self.workers.values():
             if worker.rank == rank:
                 send(worker.pid, number, wake=False)
+
+    def strike(self, pid: int, number: int) -> None:
+        """Send ``number`` to a worker that hangs, stopped or not. Unless it has exited by now, it has failed."""
+        worker = self.workers.get(pid)
+        if worker is not None and not worker.gone() and send(pid, number):
+            worker.struck = number
 
     def remains(self) -> Remains:
         """What is known of processes that workers left behind."""

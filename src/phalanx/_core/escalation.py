@@ -11,7 +11,7 @@ import os
 
 from phalanx._core import clock, linux
 from phalanx._core.hang import Hang
-from phalanx._core.lookout import Lookout
+from phalanx._core.lookout import Lookout, once_more
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Escalation:
         self._tell_of(self._whose(timers), "armed")
 
     def _on_expired(self, timers: list[Timer]) -> None:
-        hangs = self._whose(self._silent(timers))
+        hangs = self._silent(self._whose(timers))
         self._tell_of(hangs, "expired")
         if hangs:
             self._after(0, hangs)
@@ -92,19 +92,37 @@ class Escalation:
         if hangs:
             self._tell(*what, clock.now_ns(), [hang.told for hang in hangs])
 
-    def _silent(self, timers: list[Timer]) -> list[Timer]:
-        """These, but for heartbeats of a rank that has sent one by another process: it is the rank that must."""
-        beats = None
+    def _silent(self, hangs: list[Hang]) -> list[Hang]:
+        """These, but for heartbeats that nobody expects: of who is below a process that rests, or a silent worker."""
+        workers = {hang.rank for hang in hangs if hang.own and not hang.timer.slot}
+        resting = self._resting(hangs)
         silent = []
-        for timer in timers:
-            if not timer.slot:
-                beats = self._table.latest_beats() if beats is None else beats
-                again = beats.get(self._table.rank(timer.seat), 0) + timer.span
-                if again > clock.now_ns():
-                    self._lookout.rearm(timer, again)
+        for hang in hangs:
+            if not hang.timer.slot:
+                try:
+                    if (hang.rank in workers and not hang.own) or self._rests(hang, resting):
+                        continue
+                except OSError:  # there is no descriptor left to find out
+                    self._lookout.rearm(hang.timer, clock.now_ns() + _AGAIN)
                     continue
-            silent.append(timer)
+            silent.append(hang)
         return silent
+
+    def _resting(self, hangs: list[Hang]) -> set[int]:
+        """The processes that rest, if any of these is a heartbeat: only then it is of interest."""
+        return self._table.resting() if any(not hang.timer.slot for hang in hangs) else set()
+
+    def _rests(self, hang: Hang, resting: set[int]) -> bool:
+        """Whether a heartbeat has been ended, by its process or by one above it. Raises OSError.
+
+        A process that has left its worker's tree (a double fork) is taken for one of the worker's.
+        """
+        if not resting:
+            return False
+        above = _ancestors(hang.pid)
+        if os.getpid() in above:  # from here on, nobody is of the group
+            above = above[: above.index(os.getpid())]
+        return not resting.isdisjoint((hang.pid, self._pids().get(hang.rank, 0), *above))
 
     def _whose(self, timers: list[Timer]) -> list[Hang]:
         """Those that belong to ranks of this group; none once they are about to be ended anyway."""
@@ -152,10 +170,23 @@ class Escalation:
     # --- what follows
 
     def _after(self, step: int, hangs: list[Hang]) -> None:
-        """Take step number ``step`` when its time comes."""
+        """Take step number ``step`` when its time comes. Who is stopped with us meanwhile has more time, as a timer."""
         delay = self._steps[step][1]
+
+        def wait(seconds: float, *, given: bool) -> None:
+            until = clock.now() + seconds
+            self._loop.at(until, lambda: take(until, given=given))
+
+        def take(until: float, *, given: bool) -> None:
+            overran = self._loop.overran if until <= self._loop.waited_until else 0.0
+            more = once_more(overran, delay, given=given)
+            if more:
+                wait(more, given=True)
+            else:
+                self._take(step, hangs)
+
         if delay:
-            self._loop.after(delay, lambda: self._take(step, hangs))
+            wait(delay, given=False)
         else:
             self._take(step, hangs)
 
@@ -222,8 +253,17 @@ class Escalation:
         holders = {seat: self._table.holder(seat) for seat in {hang.timer.seat for hang in hangs}}
         live = [hang for hang in hangs if hang.rank in pids and holders[hang.timer.seat] == hang.pid]
         stuck = [hang for hang in live if self._table.still(hang.timer)]
+        resting = self._resting(stuck)
+        stuck = [hang for hang in stuck if hang.timer.slot or not self._now_rests(hang, resting)]
         self._tell_of([hang for hang in live if hang not in stuck], "left")
         return stuck
+
+    def _now_rests(self, hang: Hang, resting: set[int]) -> bool:
+        """Whether a heartbeat has been ended since it was found missing."""
+        try:
+            return self._rests(hang, resting)
+        except OSError:  # as far as is known, it was not
+            return False
 
     def _strike(self, hangs: list[Hang], number: int) -> None:
         pids = self._pids()

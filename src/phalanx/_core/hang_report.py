@@ -89,6 +89,7 @@ class HangReport:
 
     Attributes:
         unwritten: What is known of hangs of a rank, and is not in its error file.
+        hung: What each rank was sent a signal for, or is about to be; also of those that have gone on since.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class HangReport:
         self.table = table
         self.steps = steps
         self.unwritten: dict[int, str] = {}
+        self.hung: dict[int, str] = {}
         self._error_files = error_files
         self._emit = emit
         self._listener = listener
@@ -251,7 +253,8 @@ class HangReport:
         ranks: dict[int, list[Hang]] = {}
         for hang in sorted(hangs, key=lambda hang: hang.timer.deadline):
             ranks.setdefault(hang.rank, []).append(hang)
-        for those in ranks.values():
+        for rank, those in ranks.items():
+            self.hung[rank] = words(those[0], moment, ())[0]
             self._record(those, moment)
 
     def _record(self, hangs: list[Hang], moment: int) -> None:

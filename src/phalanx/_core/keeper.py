@@ -16,7 +16,7 @@ import errno
 import select
 
 from phalanx._core import clock, lifecycle, linux, starting, wire
-from phalanx._core.children import Children, send
+from phalanx._core.children import Children
 from phalanx._core.lifecycle import DRAIN_WAIT, KILL_WAIT, PATIENCE
 from phalanx._core.loop import READ, WRITE, Loop
 
@@ -316,8 +316,9 @@ class Keeper:
             from phalanx._core.escalation import Escalation
             from phalanx._core.timetable import Timetable
 
-            table = Timetable.of(fds, seats, hang)
-            self._escalation = Escalation(table, steps, self._loop, self._in_charge, self._strike, self._tell)
+            table = Timetable.of(fds, seats, hang, by_rank=True)
+            strike = self._children.strike
+            self._escalation = Escalation(table, steps, self._loop, self._in_charge, strike, self._tell)
             self._escalation.open()
         except (OSError, ImportError) as error:
             self._tell("unwatched", str(error))
@@ -327,11 +328,6 @@ class Keeper:
         if self._state not in ("RUNNING", "SETTLING"):
             return {}
         return {worker.rank: pid for pid, worker in self._children.workers.items()}
-
-    def _strike(self, pid: int, number: int) -> None:
-        """Signal a worker that hangs, stopped or not. What follows is its own failure."""
-        if pid in self._children.workers:
-            send(pid, number)
 
     def descriptors(self) -> list[int]:
         """All that is open here. It is none of a worker's business."""
@@ -362,11 +358,11 @@ class Keeper:
         if not self._exits:  # all that this round of the loop sees goes in one message
             self._loop.call(self._after_exits)
         self._exits.append(report)
-        status = report[1]
-        self._all_well = self._all_well and status == 0
+        failed = bool(report[1] or report[-1])  # a bad end; or it hung, whatever it says on its way out
+        self._all_well = self._all_well and not failed
         if not self._children.workers:
             self._see("ALL_SUCCEEDED" if self._all_well else "ALL_ENDED")
-        elif status and self._together:
+        elif failed and self._together:
             if self._state == "RUNNING":
                 self._loop.when_idle(lambda: self._look_at_workers(early=True))
             self._see("ONE_FAILED")

@@ -6,7 +6,7 @@ Owns when to look, and which expired timers are new. What is to be done about th
 from __future__ import annotations
 
 from phalanx._core import clock
-from phalanx._core.timetable import LATE, NEVER
+from phalanx._core.timetable import NEVER
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,14 +23,37 @@ MOST = 64
 """The most timers that are handed over in one turn of the loop: others have their turn before the next ones."""
 
 _TURNS = 8
+_LONG, _SHORT = 1.0, 0.05  # seconds
+
+
+def once_more(overran: float, span: float, *, given: bool) -> float:
+    """How many seconds more a timer has that expired in a wait of ours which overran; 0: none.
+
+    Whoever could not look in time was stopped (a container that was paused, a virtual machine that was moved, a
+    SIGSTOP); those that are watched were stopped as well, perhaps, and were left no time to be in time. After more than
+    a second they have their whole span. A shorter one may also be a busy machine: then it is a second at the most, once
+    for a timer, so that no hang is missed because of it.
+
+    Args:
+        overran: By how many seconds the wait ended late, see `Loop.overran`.
+        span: The timer's, in seconds.
+        given: Whether it has had more time before.
+
+    >>> [once_more(overran, 30, given=False) for overran in (0.04, 0.5, 1.5)]
+    [0.0, 1.0, 30]
+    >>> once_more(0.5, 0.2, given=False), once_more(0.5, 30, given=True), once_more(1.5, 30, given=True)
+    (0.2, 0.0, 30)
+    """
+    if overran > _LONG:
+        return span
+    return min(span, _LONG) if overran > _SHORT and not given else 0.0
 
 
 class Lookout:
     """Calls ``expired`` with timers whose deadline is over, each once. Everything happens in the loop's thread.
 
-    A look that comes more than a second late is of somebody who has been stopped: a container that was paused, a
-    virtual machine that was moved. Those that are watched were stopped as well, perhaps, and were left no time
-    to be in time. So what has expired meanwhile may take its span once more.
+    What has expired in a wait that overran has some time more, see `once_more`. Only waits count: when callbacks of
+    ours took the time, those that are watched had theirs.
 
     Args:
         table: What to look at.
@@ -93,7 +116,7 @@ class Lookout:
             self._plan(NEVER)
             return
         now = clock.now_ns()
-        away = now - self._planned > LATE
+        planned = self._planned
         due, then = self._table.look(now)
         for turn in range(_TURNS):
             self._later = {key: self._later[key] for key in due if key in self._later}
@@ -105,19 +128,30 @@ class Lookout:
                 break
             then = again if turn + 1 < _TURNS else now  # who sets ever earlier deadlines must not keep us here
         self._plan(then)
-        if away:
-            self._spare([key for key in due if key not in self._later], now)
         fresh = [key for key in due if self._later.get(key, 0) <= now]
+        fresh = [key for key in fresh if not self._spared(key, planned, now)]
         self._later.update(dict.fromkeys(fresh, NEVER))
         self._new.extend(self._table.news())
         self._due.extend(sorted(fresh, key=_deadline))
         self._hand_over()
 
-    def _spare(self, keys: list[Key], now: int) -> None:
-        """Give timers their span once more."""
-        for timer in map(self._table.read, keys):
-            if timer is not None:
-                self.rearm(timer, now + timer.span)
+    def _spared(self, key: Key, planned: int, now: int) -> bool:
+        """Whether a timer that has expired gets more time, because we have not been there. ``planned`` is this look."""
+        loop = self._loop
+        if self._later.get(key, key[2]) > loop.waited_until * clock.NS:  # that we come late is our own doing
+            return False
+        timer = self._table.read(key) if loop.overran > _SHORT or key[2] < planned else None
+        if timer is None:
+            return False
+        overran = loop.overran
+        set_at = timer.deadline - timer.span
+        if timer.deadline < planned and set_at >= loop.waited_from * clock.NS:
+            # It was set in that wait, for a moment before this look: it has rung, and that should have ended the wait.
+            overran = max(overran, loop.waited_until - set_at / clock.NS)
+        more = once_more(overran, timer.span / clock.NS, given=key in self._later)
+        if more:
+            self.rearm(timer, now + int(more * clock.NS))
+        return more > 0
 
     def _hand_over(self) -> None:
         """Tell of some timers; of the others in the next turn. After several turns there may be others to see."""

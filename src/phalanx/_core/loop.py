@@ -23,6 +23,7 @@ else:
 READ = select.EPOLLIN
 WRITE = select.EPOLLOUT
 
+_FOREVER = float("inf")
 _LONGEST = 2e6  # seconds
 _BRIEF = 0.002  # seconds that are waited for in one turn
 _FD_SETSIZE = 1024  # the descriptors that select(2) can take
@@ -49,16 +50,24 @@ def wait_promptly(epoll: select.epoll, seconds: float) -> float:
 
 
 class Loop:
-    """Calls back when a descriptor is ready, when a deadline is due, or when another thread asks for it."""
+    """Calls back when a descriptor is ready, when a deadline is due, or when another thread asks for it.
+
+    Attributes:
+        waited_from, waited_until: When the last wait began, and ended (seconds, monotonic).
+        overran: By how many seconds that ended after the deadline that it was to end at: the process has been stopped,
+            or the machine, or had no processor. 0 for one that something ended before, and for one without a
+            deadline. What callbacks take of the time is in none of these.
+    """
 
     def __init__(self) -> None:
+        self.waited_from, self.waited_until = _FOREVER, -_FOREVER  # it has not waited yet
+        self.overran = 0.0
         self._epoll = select.epoll()
         self._callbacks: dict[int, Callable[[int], None]] = {}
         self._deadlines = Deadlines()
         self._calls: deque[Callable[[], None]] = deque()
         self._chores: deque[Callable[[], None]] = deque()
         self._stopped = False
-        self.overran = 0.0  # seconds by which the last wait ended too late: we were stopped, or had no time to run
         # Between a look at the descriptor and the write its number could become another file's. Reentrant, for a signal
         # handler that calls while its own thread does.
         self._gate = RLock()
@@ -115,15 +124,17 @@ class Loop:
         """Wait for something, and serve what is there, in the order in which the kernel reports it."""
         due = self._deadlines.next()
         # epoll_wait(2) counts milliseconds in an int: beyond 24 days it waits in several turns.
-        timeout = None if due is None else min(max(0.0, due - clock.now()), _LONGEST)
+        began = clock.now()
+        timeout = None if due is None else min(max(0.0, due - began), _LONGEST)
         if self._chores:
             timeout = 0
-        end = clock.now() + timeout if timeout else 0.0
+        until = began + timeout if timeout else _FOREVER  # a look at what is there is no wait
         if timeout:
             timeout = wait_promptly(self._epoll, timeout)
         # epoll's ready list is first come, first served; all of it is taken so that the order holds across calls.
         ready = self._epoll.poll(timeout, len(self._callbacks))
-        self.overran = max(0.0, clock.now() - end) if end else 0.0
+        self.waited_from, self.waited_until = began, clock.now()
+        self.overran = max(0.0, self.waited_until - until)
         for fd, events in ready:
             callback = self._callbacks.get(fd)
             if callback is not None:  # else forgotten by an earlier callback of this round

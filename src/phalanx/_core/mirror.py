@@ -29,7 +29,7 @@ class Worker:
 
     __slots__ = (
         "abandoned", "cpu_seconds", "ended", "exit", "exit_ns", "exiting_early", "exiting_ns", "given", "hang",
-        "max_rss_kib", "oom", "order", "pid", "rank", "result", "signalled", "signalled_ns", "told",
+        "hung", "max_rss_kib", "oom", "order", "pid", "rank", "result", "signalled", "signalled_ns", "struck", "told",
     )  # fmt: skip
 
     def __init__(self, rank: int, pid: int) -> None:
@@ -44,6 +44,8 @@ class Worker:
         self.signalled: int | None = None
         self.signalled_ns = 0
         self.abandoned = ""
+        self.struck = 0  # the last signal that it was sent because it hung; 0: none
+        self.hung = ""  # what it was sent that for
         self.hang = ""  # what is known of its hangs, and is in no file
         self.oom = ""
         self.max_rss_kib = 0
@@ -54,8 +56,8 @@ class Worker:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended badly, and by itself as far as its exit tells."""
-        return self.exit is not None and not self.exit.ok and self.signalled is None
+        """Whether it ended badly, or after it had hung; and by itself as far as its exit tells."""
+        return self.exit is not None and (not self.exit.ok or self.struck > 0) and self.signalled is None
 
 
 class Mirror:
@@ -144,11 +146,11 @@ class Mirror:
 
     def exits(self, reports: list[Report]) -> Iterator[Worker]:
         """These workers have exited, in this order."""
-        for rank, status, moment, rss, seconds, oom, exiting, early in reports:
+        for rank, status, moment, rss, seconds, oom, exiting, early, struck in reports:
             worker = self.workers[rank]
             worker.exit, worker.exit_ns, worker.order = Exit.of_status(status), moment, self._exits
             worker.max_rss_kib, worker.cpu_seconds, worker.oom = rss, seconds, oom
-            worker.exiting_ns, worker.exiting_early = exiting, early
+            worker.exiting_ns, worker.exiting_early, worker.struck = exiting, early, struck
             self._exits += 1
             worker.ended.open()
             yield worker

@@ -44,10 +44,13 @@ def run(evidence: ModuleType) -> None:
         exec(code, namespace)  # noqa: S102 - the user's program
     except SystemExit as leave:
         evidence.note_exit(leave, error_file)
+        if evidence.exit_code(leave) == 0:
+            _rest()
         raise
     except BaseException as error:  # noqa: BLE001 - raised again below
         failure = error
     else:
+        _rest()
         return
     # Out of the handler: a hook of the user's must find no exception being handled.
     _strip(failure)
@@ -55,6 +58,11 @@ def run(evidence: ModuleType) -> None:
     _show(failure)
     sys.excepthook = lambda *_ignored: None
     raise failure  # the interpreter does the rest: threads, exit handlers, exit status, SIGINT for a KeyboardInterrupt
+
+
+def _rest() -> None:
+    """Say that no heartbeat is to be expected any more: exit handlers may take long. Who uses none has none to end."""
+    getattr(sys.modules.get("phalanx.timer._expires"), "rest", int)()
 
 
 def _neighbours(here: str) -> ModuleType:

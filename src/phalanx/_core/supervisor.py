@@ -621,6 +621,8 @@ class Supervisor:
             aside.finish(2 * hang_report.FINISH + SILENCE)
             for rank, why in self._report.unwritten.items():
                 self.mirror.workers[rank].hang = why
+            for rank, what in self._report.hung.items():
+                self.mirror.workers[rank].hung = what
 
 
 def _load() -> None:

@@ -11,8 +11,13 @@ to learn whether anybody watches; all others need no system call. The watcher lo
 deadlines that were set meanwhile with the old moment in view.
 
 The memory is a memfd and the bell a pipe, both of the process that made the table; workers open them as /proc/PID/fd/N,
-so nothing is inherited that a worker does not use. A group's keeper, which watches, is sent them. Knows nothing of what
-follows when a deadline is over.
+so nothing is inherited that a worker does not use. A group's keeper, which watches, is sent them. The file is large and
+sparse: a seat takes memory when it is sat in. The watcher maps its head alone, and reads seats by pread(2). That sees
+what is stored in a mapping (they are the same pages), takes none of its address space, and makes no page of a hole.
+
+How far the table is in use is said by flags that are only ever set, a byte each: no two processes, no two threads, and
+no signal handler in the midst of its own thread can undo what another has said, as they could by comparing a number
+and then raising it. Knows nothing of what follows when a deadline is over.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ from phalanx._core.value import Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from typing import Self
 
 ENV = "PHALANX_TIMERS"
@@ -49,13 +55,19 @@ TEXT_LIMIT = 254
 LATE = clock.NS
 """Nanoseconds after the published moment of its next look after which a watcher is asked whether it is there."""
 
-_MAGIC = int.from_bytes(b"phalanx1", "little")
-_HEAD_MAGIC, _HEAD_SEATS, HEAD_WAKE, HEAD_HANG, _HEAD_CLOSED, _HEAD_MARKS = 0, 1, 2, 3, 7, 8  # words of the head
-SEAT_BEAT, SEAT_STEP, _SEAT_WHO, _SEAT_RANK, FIRST = 0, 1, 2, 5, 8  # words of a seat; its first slot is number FIRST
+_MAGIC = int.from_bytes(b"phalanx2", "little")
+_HEAD_MAGIC, _HEAD_SEATS, HEAD_WAKE, HEAD_HANG, _HEAD_USED, _HEAD_CLOSED = 0, 1, 2, 3, 4, 5  # words of the head;
+_HEAD_MARKS = 8  # then one of each seat
+SEAT_BEAT, SEAT_STEP, _SEAT_WHO, _SEAT_RANK, SEAT_REST, _SEAT_BEFORE, FIRST = 0, 1, 2, 5, 6, 7, 8  # words of a seat
+_RESTS, _GIVEN_UP = 1, 2  # why a seat's heartbeats are not expected any more
 _TEXT_SIZE = TEXT_LIMIT + 2
 _TEXTS = (FIRST + 3 * SLOTS) * 8  # deadlines, spans, threads; then the texts
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 _BETWEEN = b"\x1f"
+# What a word of flags says by the highest one that is set: the seats, from the first on, that may be in use (the last
+# flag: all), or the slots of a seat.
+_SEATS_IN_USE = (16, 64, 256, 1024, 2048, 4096, 8192, 1 << 62)
+_SLOTS_IN_USE = (0, 4, 16, 64, 128, 256, 512, SLOTS)
 
 Key = tuple[int, int, int]
 """What tells a timer that is set from every other one: its seat, its slot (0: the heartbeat) and its deadline."""
@@ -121,6 +133,33 @@ def _whole(size: int) -> int:
 _SEAT_SIZE = _whole(_TEXTS + SLOTS * _TEXT_SIZE)
 
 
+def _flag(levels: tuple[int, ...], count: int) -> int:
+    """The byte of a word of flags that says that the first ``count`` may be in use."""
+    level = next(number for number, most in enumerate(levels) if count <= most)
+    return level if sys.byteorder == "little" else 7 - level
+
+
+def _in_use(levels: tuple[int, ...], flags: int) -> int:
+    """How many may be in use, by a word of flags. Anybody may have written anything there."""
+    return levels[(flags.bit_length() - 1) >> 3] if 0 < flags <= NEVER else 0
+
+
+_FLAG_OF = [_flag(_SLOTS_IN_USE, max(0, slot - FIRST + 1)) for slot in range(FIRST + SLOTS)]
+
+
+def _room(seats: int) -> int:
+    """How many of these seats a file may have here.
+
+    ftruncate(2) beyond RLIMIT_FSIZE would send SIGXFSZ, which ends a process that has it at its default.
+    """
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit == resource.RLIM_INFINITY:
+        return seats
+    return min(seats, (limit - _whole((_HEAD_MARKS + seats) * 8)) // _SEAT_SIZE)
+
+
 def encode(scope: str, place: str) -> bytes:
     """What a slot says about its timer. Of what is too long, the middle of the scope goes, and the head of the place.
 
@@ -173,8 +212,10 @@ class Timetable:
     """The watcher's end. Raises OSError when there is no memory, or no descriptor, for it.
 
     Args:
-        seats: How many processes can have timers at a time.
-        hang: Seconds after a process's last heartbeat when it counts as hung, or None.
+        seats: How many processes can have timers at a time, at the most: fewer where RLIMIT_FSIZE leaves no room.
+        hang: Seconds after the last heartbeat when who sent it counts as hung, or None.
+        by_rank: Whether a heartbeat is its rank's, which any of its processes may send, and any scope that
+            one of them is in extends; or each process's own.
 
     >>> table = Timetable(4)
     >>> seat = Seat(f"{table.address}:0")
@@ -188,8 +229,11 @@ class Timetable:
     >>> seat.close(); table.close()
     """
 
-    def __init__(self, seats: int, hang: float | None = None) -> None:
+    def __init__(self, seats: int, hang: float | None = None, *, by_rank: bool = False) -> None:
         span = NEVER if hang is None else min(int(hang * clock.NS), LONGEST)
+        seats = _room(seats)
+        if seats < 1:
+            raise OSError(errno.EFBIG, f"RLIMIT_FSIZE is too low for a table of timers ({os.strerror(errno.EFBIG)})")
         fds: list[int] = []
         try:
             fds.append(os.memfd_create("phalanx-timers", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
@@ -199,7 +243,7 @@ class Timetable:
             fds += os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
             head = struct.pack("4q", _MAGIC, seats, NEVER, span)  # in the order of the words of the head
             os.pwrite(fds[0], head, 0)
-            self._hold(fds, seats, span)
+            self._hold(fds, seats, span, by_rank=by_rank)
         except BaseException:
             for fd in fds:
                 os.close(fd)
@@ -207,28 +251,30 @@ class Timetable:
         self._address = f"{os.getpid()}:{fds[0]}:{fds[2]}"
 
     @classmethod
-    def of(cls, fds: tuple[int, int], seats: int, hang: int) -> Self:
+    def of(cls, fds: tuple[int, int], seats: int, hang: int, *, by_rank: bool) -> Self:
         """The table that another process has made, by duplicates of its `descriptors`, ours then, and its `size`.
 
         Raises OSError, with the descriptors closed.
         """
         table = cls.__new__(cls)
         try:
-            table._hold(list(fds), seats, hang)  # noqa: SLF001 - of this very class
+            table._hold(list(fds), seats, hang, by_rank=by_rank)  # noqa: SLF001 - of this very class
         except BaseException:
             for fd in fds:
                 os.close(fd)
             raise
         return table
 
-    def _hold(self, fds: list[int], seats: int, hang: int) -> None:
-        self._map = mmap.mmap(fds[0], 0)
+    def _hold(self, fds: list[int], seats: int, hang: int, *, by_rank: bool) -> None:
+        self._head = _whole((_HEAD_MARKS + seats) * 8)
+        self._map = mmap.mmap(fds[0], self._head)
         self._words = memoryview(self._map).cast("q")
         self._fds = fds
         self.seats = seats
         self._hang = hang
-        self._head = _whole((_HEAD_MARKS + seats) * 8)
-        self._known: dict[int, int] = {}
+        self._by_rank = by_rank
+        self._seen: list[tuple[int, memoryview]] = []  # at the last look
+        self._known: dict[int, tuple[list[int], int]] = {}  # by seat: whose slots, and how many, `news` has told
         self._address = ""
         _hook()
         _held.add(self)
@@ -273,13 +319,12 @@ class Timetable:
 
     def look(self, now: int) -> tuple[list[Key], int]:
         """The timers whose deadline is over at ``now``, and the earliest deadline of the others (or `NEVER`)."""
-        words, then = self._words, NEVER
+        then = NEVER
         due: list[Key] = []
-        for seat, mark in enumerate(words[_HEAD_MARKS : _HEAD_MARKS + self.seats].tolist()):
-            if not 0 < mark <= SLOTS + 1:
-                continue
-            base = (self._head + seat * _SEAT_SIZE) // 8
-            slots = words[base + FIRST : base + FIRST + mark - 1]
+        ranks: dict[int, list[tuple[int, memoryview]]] = {}
+        self._seen = list(self._rows())
+        for seat, row in self._seen:
+            slots = row[FIRST:]
             low = min(slots, default=NEVER)
             if low <= now:
                 for slot, deadline in enumerate(slots.tolist(), FIRST):
@@ -289,55 +334,79 @@ class Timetable:
                         then = min(then, deadline)
             else:
                 then = min(then, low)
-            beat = words[base + SEAT_BEAT]
-            if beat and self._hang != NEVER:
-                limit = beat + self._hang
+            if self._hang != NEVER:
+                ranks.setdefault(row[_SEAT_RANK] if self._by_rank else seat, []).append((seat, row))
+        for rows in ranks.values():
+            beating = [seat for seat, row in rows if row[SEAT_BEAT] and not row[SEAT_REST]]
+            if beating:
+                limit = self._limit(rows, now)
                 if limit <= now:
-                    limit = self._extended(limit, slots)
-                if limit <= now:
-                    due.append((seat, 0, limit))
+                    due += [(seat, 0, limit) for seat in beating]
                 else:
-                    then = min(then, limit)
+                    # Of a scope's end by the death of its process nobody tells; an hour's scope is not to hide a hang.
+                    then = min(then, limit if len(rows) == 1 else min(limit, now + self._hang))
         return due, then
 
     def still(self, timer: Timer) -> bool:
-        """Whether a timer has been neither cleared nor set anew."""
-        base = (self._head + timer.seat * _SEAT_SIZE) // 8
-        if not timer.slot:
-            beat = self._words[base + SEAT_BEAT]
-            slots = self._words[base + FIRST : base + FIRST + SLOTS]
-            return bool(beat) and self._extended(beat + self._hang, slots) <= timer.deadline
-        return self._words[base + timer.slot] == timer.deadline
+        """Whether a timer has been neither cleared nor set anew, and a heartbeat not put off."""
+        if timer.slot:
+            return self._word(timer.seat, timer.slot) == timer.deadline
+        rows = dict(self._rows())
+        own = rows.get(timer.seat)
+        if own is None or not own[SEAT_BEAT] or own[SEAT_REST]:
+            return False
+        same = [(seat, row) for seat, row in rows.items() if self._by_rank and row[_SEAT_RANK] == own[_SEAT_RANK]]
+        return self._limit(same or [(timer.seat, own)], NEVER) <= timer.deadline
 
-    @staticmethod
-    def _extended(limit: int, slots: memoryview) -> int:
-        """The moment when a heartbeat is late: a scope that may take longer puts it off."""
-        return max([limit, *(deadline for deadline in slots.tolist() if deadline != NEVER)])
+    def _limit(self, rows: list[tuple[int, memoryview]], now: int) -> int:
+        """The moment when the heartbeat of these is late: what is due at ``now``, any scope of theirs puts off."""
+        limit = max(max(row[SEAT_BEAT], row[_SEAT_BEFORE]) for _, row in rows) + self._hang
+        if limit <= now:
+            for seat, row in rows:
+                last = max((deadline for deadline in row[FIRST:].tolist() if deadline != NEVER), default=0)
+                if last > limit and (len(rows) == 1 or self.holder(seat)):  # the dead leave their scopes behind
+                    limit = last
+        return limit
+
+    def _rows(self) -> Iterator[tuple[int, memoryview]]:
+        """The seats that are taken, or were, and the words of each as far as it has slots in use."""
+        reach = min(_in_use(_SEATS_IN_USE, self._words[_HEAD_USED]), self.seats)
+        for seat, mark in enumerate(self._words[_HEAD_MARKS : _HEAD_MARKS + reach].tolist()):
+            if mark > 0:
+                yield seat, self._row(seat, FIRST + _in_use(_SLOTS_IN_USE, mark))
+
+    def _row(self, seat: int, words: int, first: int = 0) -> memoryview:
+        at = self._head + seat * _SEAT_SIZE + first * 8
+        return memoryview(os.pread(self._fds[0], words * 8, at)).cast("q")
+
+    def _word(self, seat: int, word: int) -> int:
+        return self._row(seat, 1, word)[0]
 
     def news(self) -> list[Key]:
-        """The timers in slots that had never been in use when this was asked before."""
-        new = []
-        for seat, mark in enumerate(self._words[_HEAD_MARKS : _HEAD_MARKS + self.seats].tolist()):
-            before = self._known.get(seat, 1)
-            if before < mark <= SLOTS + 1:
-                self._known[seat] = mark
-                base = (self._head + seat * _SEAT_SIZE) // 8
-                slots = range(FIRST + before - 1, FIRST + mark - 1)
-                new += [(seat, slot, self._words[base + slot]) for slot in slots]
-        return [key for key in new if key[2] != NEVER]
+        """The timers that the last look saw in slots in which the seat's holder had none at a look before."""
+        new: list[Key] = []
+        for seat, row in self._seen:
+            who = row[_SEAT_WHO : _SEAT_WHO + 3].tolist()
+            before, count = self._known.get(seat, (who, 0))
+            slots = row[FIRST + (count if before == who else 0) :]
+            if min(slots, default=NEVER) != NEVER:
+                first = len(row) - len(slots)
+                fresh = [(seat, slot, at) for slot, at in enumerate(slots.tolist(), first) if at != NEVER]
+                self._known[seat] = who, fresh[-1][1] - FIRST + 1
+                new += fresh
+        return new
 
     def read(self, key: Key) -> Timer | None:
         """What a timer is about; None if it has been cleared, or set anew."""
         seat, slot, deadline = key
-        start = self._head + seat * _SEAT_SIZE
         if not slot:
-            return Timer(seat, 0, deadline, self._hang, 0, "heartbeat", "", self._words[start // 8 + SEAT_STEP])
-        word = start // 8 + slot
-        text = start + _TEXTS + (slot - FIRST) * _TEXT_SIZE
-        size = min(int.from_bytes(self._map[text : text + 2], sys.byteorder), TEXT_LIMIT)
-        scope, place = decode(self._map[text + 2 : text + 2 + size])
-        span, thread = self._words[word + SLOTS], self._words[word + 2 * SLOTS]
-        return Timer(seat, slot, deadline, span, thread, scope, place) if self._words[word] == deadline else None
+            return Timer(seat, 0, deadline, self._hang, 0, "heartbeat", "", self._word(seat, SEAT_STEP))
+        at = self._head + seat * _SEAT_SIZE + _TEXTS + (slot - FIRST) * _TEXT_SIZE
+        text = os.pread(self._fds[0], _TEXT_SIZE, at)
+        scope, place = decode(text[2 : 2 + min(int.from_bytes(text[:2], sys.byteorder), TEXT_LIMIT)])
+        span, thread = self._word(seat, slot + SLOTS), self._word(seat, slot + 2 * SLOTS)
+        now = self._word(seat, slot)
+        return Timer(seat, slot, deadline, span, thread, scope, place) if now == deadline else None
 
     def holder(self, seat: int) -> int:
         """The process that has a seat, as the kernel knows it; 0: nobody.
@@ -346,8 +415,7 @@ class Timetable:
         """
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, seat, 1, 0)
         kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(self._fds[0], fcntl.F_GETLK, asked))
-        word = (self._head + seat * _SEAT_SIZE) // 8 + _SEAT_WHO
-        who = tuple(self._words[word : word + 3])
+        who = tuple(self._row(seat, 3, _SEAT_WHO))
         if kind != fcntl.F_UNLCK:
             return who[0] if who[0] == pid else 0
         # Nobody, or this process (its own locks are not in its way), or one that has closed all its descriptors.
@@ -355,16 +423,11 @@ class Timetable:
 
     def rank(self, seat: int) -> int:
         """The rank that the holder of a seat says it belongs to."""
-        return self._words[(self._head + seat * _SEAT_SIZE) // 8 + _SEAT_RANK]
+        return self._word(seat, _SEAT_RANK)
 
-    def latest_beats(self) -> dict[int, int]:
-        """The last heartbeat of each rank: of all processes that say they belong to it."""
-        latest: dict[int, int] = {}
-        for seat, mark in enumerate(self._words[_HEAD_MARKS : _HEAD_MARKS + self.seats].tolist()):
-            if mark:
-                rank, beat = self.rank(seat), self._words[(self._head + seat * _SEAT_SIZE) // 8 + SEAT_BEAT]
-                latest[rank] = max(latest.get(rank, 0), beat)
-        return latest
+    def resting(self) -> set[int]:
+        """The processes that have ended their heartbeats, until their next one."""
+        return {self.holder(seat) for seat, row in self._rows() if row[SEAT_REST] == _RESTS} - {0}
 
     def close(self) -> None:
         """Give the memory and the descriptors back: whoever takes a timer then is told. Idempotent.
@@ -398,6 +461,9 @@ class Seat:
 
     Args:
         address: As `Timetable.address`, and the rank: ``PID:MEMORY:BELL:RANK``.
+
+    Attributes:
+        expected: Whether anybody expects heartbeats here.
 
     Raises:
         ValueError: The address is none.
@@ -451,18 +517,26 @@ class Seat:
             raise OSError(errno.ENOSPC, f"{self._seats} processes of the group have timers already: that is the most")
         self._mark = _HEAD_MARKS + seat
         self.head[self._mark] = 0
+        self._flags = self.head.cast("B")
+        self._flags[_HEAD_USED * 8 + _flag(_SEATS_IN_USE, seat + 1)] = 1
         whole = mmap.mmap(self._fds[0], _SEAT_SIZE, offset=_whole((_HEAD_MARKS + self._seats) * 8) + seat * _SEAT_SIZE)
         self._maps.append(whole)
+        words = memoryview(whole).cast("q")
+        # A heartbeat is its rank's, and so is the end of a block, also of a process that has ended since.
+        last = max(words[SEAT_BEAT], words[_SEAT_BEFORE])
+        before = last if words[_SEAT_RANK] == rank and 0 < last <= clock.now_ns() else 0
+        first = bytes(_SEAT_BEFORE * 8) + before.to_bytes(8, sys.byteorder)
         # In one step: a look that has begun before must not find a deadline of 0.
-        whole[:_TEXTS] = bytes(FIRST * 8) + NEVER.to_bytes(8, sys.byteorder) * SLOTS + bytes(2 * SLOTS * 8)
+        whole[:_TEXTS] = first + NEVER.to_bytes(8, sys.byteorder) * SLOTS + bytes(2 * SLOTS * 8)
         self._memory: mmap.mmap | bytearray = whole
-        self.words = memoryview(whole).cast("q")
+        self.words = words
         self.words[_SEAT_RANK] = rank
         for word, part in enumerate(_image("self"), _SEAT_WHO):
             self.words[word] = part
+        self.expected = self.head[HEAD_HANG] != NEVER
         self.free = list(range(FIRST + SLOTS - 1, FIRST - 1, -1))
         self.texts: list[bytes] = [b""] * (FIRST + SLOTS)
-        self.head[self._mark] = self.high = 1
+        self._flags[self._mark * 8 + _FLAG_OF[0]] = 1
         _taken.add(self)
 
     def _lost(self, seat: int) -> bool:
@@ -494,32 +568,51 @@ class Seat:
         return slot
 
     def give(self, slot: int) -> None:
-        """Clear the deadline of a slot that was taken. To those who send heartbeats, that is one."""
-        words = self.words
-        words[slot] = NEVER
+        """Clear the deadline of a slot that was taken."""
+        self.words[slot] = NEVER
         self.free.append(slot)
+        if self.expected:
+            self.left()
+
+    def left(self) -> None:
+        """A block has been left. To a process that sends heartbeats that is one; to its rank it is, in any case."""
+        words = self.words
         if words[SEAT_BEAT]:
-            self.beat(words[SEAT_STEP])
+            self.beat(words[SEAT_STEP], wakes=False)
+        else:  # what its block has put off so far is looked at soon enough, see `Timetable.look`
+            words[_SEAT_BEFORE] = clock.now_ns()
 
     def write(self, slot: int, text: bytes) -> None:
         """Say what a free slot will be about."""
         at = _TEXTS + (slot - FIRST) * _TEXT_SIZE
         self._memory[at : at + 2 + len(text)] = len(text).to_bytes(2, sys.byteorder) + text
         self.texts[slot] = text
-        if slot - FIRST + 2 > self.high:
-            self.head[self._mark] = self.high = slot - FIRST + 2
+        self._flags[self._mark * 8 + _FLAG_OF[slot]] = 1
 
-    def beat(self, step: int) -> None:
-        """Say that all is well."""
+    def beat(self, step: int, *, wakes: bool = True) -> None:
+        """Say that all is well. ``wakes``: and end a rest, as the end of a block does not."""
         now = clock.now_ns()
         words, head = self.words, self.head
         words[SEAT_STEP] = step
         words[SEAT_BEAT] = now
+        if wakes:
+            words[SEAT_REST] = 0
         if not now - LATE <= head[HEAD_WAKE] <= now + head[HEAD_HANG]:
             try:
                 self.ring()
             except RuntimeError:  # who beats asks for nothing
                 pass
+
+    def rest(self) -> bool:
+        """End the heartbeats until the next one. Returns whether there were any."""
+        words = self.words
+        ran = bool(words[SEAT_BEAT] and not words[SEAT_REST])
+        words[SEAT_REST] = _RESTS
+        return ran
+
+    def give_up(self) -> None:
+        """End the heartbeats of this seat, which go elsewhere. It speaks for nobody below this process, as `rest`."""
+        self.words[SEAT_REST] = _GIVEN_UP
 
     def ring(self) -> None:
         """Have the watcher look now. Raises RuntimeError when nobody watches any more."""
@@ -550,6 +643,7 @@ class Seat:
         self._memory = bytearray(_SEAT_SIZE)
         self.words = memoryview(self._memory).cast("q")
         self.head = memoryview(bytearray(len(self.head) * 8)).cast("q")
+        self._flags = self.head.cast("B")
 
     def close(self) -> None:
         """Leave the seat. Idempotent. What is yet to be given goes nowhere."""

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 EVENTS = "events.jsonl"
 """The file of a run's attempt that takes the group's events, one JSON object a line."""
 
-_SEATS = 4  # for each rank: itself, and processes below it
-_LEAST_SEATS = 64
+_SEATS = 64  # for each rank: itself, and processes below it. The file is sparse: what nobody sits in takes no memory
+_LEAST_SEATS, _MOST_SEATS = 1024, 16384
 
 
 def watch(
@@ -44,7 +44,8 @@ def watch(
     ``specs`` ask for more than is usual: then it raises OSError.
     """
     try:
-        table = timetable.Timetable(max(_LEAST_SEATS, _SEATS * len(ranks)), specs.hang_timeout)
+        seats = min(max(_LEAST_SEATS, _SEATS * len(ranks)), max(_MOST_SEATS, len(ranks)))
+        table = timetable.Timetable(seats, specs.hang_timeout)
     except OSError as error:
         if specs != type(specs)():
             raise OSError(error.errno, f"timers cannot be watched: {error.strerror}") from error

@@ -122,7 +122,8 @@ def collect(
     workers = list(workers)
     for worker in sorted(workers, key=lambda worker: (worker.order < 0, worker.order)):
         state, failure = "abandoned", None
-        if worker.exit is not None and worker.exit.ok and (worker.signalled is None or worker.result is not None):
+        well = worker.exit is not None and worker.exit.ok and not worker.struck
+        if well and (worker.signalled is None or worker.result is not None):
             state, failure = _judge_success(worker, logs, values, value_of)
         elif worker.exit is not None:
             failure = _failure(worker, logs, envs[worker.rank].get("RANK", ""))
@@ -206,7 +207,14 @@ def _failure(worker: Worker, logs: LogsDest, global_rank: str) -> ProcessFailure
     left = evidence.read_exit(path, worker.pid)
     if left is not None and left[1] <= worker.signalled_ns and number == worker.signalled:
         code, detail = left[0], f"{signal_name(number or 0)}, sent by us, came while it was leaving"
-    if code == 0:  # a handler of its own for our signal had the last word
+    told = worker.told
+    if code == 0 and worker.struck:  # it got over the signal, whatever it made of that
+        code = 1
+        seen = evidence.seen_by_timer(path) or worker.hang.removeprefix(worker.hung).lstrip()
+        sent = f"it was sent {signal_name(worker.struck)} for that, and exited with code 0"
+        detail = f"{seen}\n{sent}".lstrip()
+        told = told or (worker.hung or "Hang: a timer of it had expired", "", worker.exit_ns)
+    elif code == 0:  # a handler of its own for our signal had the last word
         code, detail = 1 if left is None else left[0], "it had failed when it was stopped, and then left with code 0"
     return ProcessFailure(
         rank,
@@ -217,7 +225,7 @@ def _failure(worker: Worker, logs: LogsDest, global_rank: str) -> ProcessFailure
         observed_ns=worker.exit_ns,
         dated_ns=_struck_at(worker, path),
         signalled_ns=None if worker.signalled is None else worker.signalled_ns,
-        told=worker.told,
+        told=told,
         detail=detail,
         stderr_tail=_tail(logs.stderrs[rank], rotates=bool(logs.max_size)),
         stdout_file=logs.stdouts[rank],

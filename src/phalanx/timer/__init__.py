@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.timer import debug_info_logging
-    from phalanx.timer._expires import NobodyWatchesError, beat, configure, expires, progress
+    from phalanx.timer._expires import NobodyWatchesError, beat, configure, expires, progress, rest
     from phalanx.timer._file import FileTimerServer
     from phalanx.timer._file_client import FileTimerClient, FileTimerRequest
     from phalanx.timer._local import LocalTimerClient, LocalTimerServer
@@ -40,6 +40,7 @@ _HOMES = {
     "expires": "_expires",
     "move_stack_signal": "_stack_signal",
     "progress": "_expires",
+    "rest": "_expires",
 }
 
 __all__ = [
@@ -62,6 +63,7 @@ __all__ = [
     "expires",
     "move_stack_signal",
     "progress",
+    "rest",
 ]
 
 

@@ -1,4 +1,4 @@
-"""What code that can hang uses: `expires`, `beat`, `progress`; and `configure`, which says who is to watch.
+"""What code that can hang uses: `expires`, `beat`, `progress`, `rest`; and `configure`, which says who is to watch.
 
 Owns the worker's side of timers in general. How a client tells its server is the client's business; timers in shared
 memory alone are set from here, because what they cost is this module's cost.
@@ -13,7 +13,18 @@ from _thread import RLock, get_ident
 from contextlib import suppress
 
 from phalanx._core import clock, timetable
-from phalanx._core.timetable import HEAD_WAKE, LATE, LONGEST, NEVER, SEAT_BEAT, SEAT_STEP, SLOTS, Seat, encode
+from phalanx._core.timetable import (
+    HEAD_WAKE,
+    LATE,
+    LONGEST,
+    NEVER,
+    SEAT_BEAT,
+    SEAT_REST,
+    SEAT_STEP,
+    SLOTS,
+    Seat,
+    encode,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -42,6 +53,7 @@ _places: dict[tuple[int, int], tuple[object, str]] = {}  # a line of code, by it
 _texts: dict[tuple[str | None, str], bytes] = {}
 _ways: dict[type, str] = {}  # how clients of a class are told: one of these
 _BY_NAME, _BY_DEADLINE, _BY_SEAT = "acquire", "_acquire", "seat"
+_rests: list[rest] = []  # the blocks of that kind that are entered
 _running: dict[tuple[int, str], set[int]] = {}  # which numbers of a scope are taken, for clients that know names alone
 
 
@@ -63,6 +75,29 @@ def configure(timer_client: TimerClient | None) -> None:
         msg = f"timer_client: expected a TimerClient, got {timer_client!r}"
         raise TypeError(msg)
     _client, _seat, _alone = timer_client, None, False
+    _move_beats()
+
+
+def _move_beats() -> None:
+    """Have heartbeats that have begun go on where the configured client sends them. Its old seat expects none."""
+    global _beating  # noqa: PLW0603 - one for the process
+    with _lock:
+        before = _beating
+        if before is None:
+            return
+        try:
+            seat = _find() or _group_seat()
+        except (RuntimeError, ValueError):  # nobody is there who would take them
+            return
+        if seat is before:
+            return
+        step = before.words[SEAT_STEP]
+        if before.words[SEAT_BEAT] and not before.words[SEAT_REST]:
+            seat.beat(step)
+        else:
+            seat.rest()
+        _beating = seat
+        before.give_up()
 
 
 class NobodyWatchesError(RuntimeError):
@@ -160,8 +195,8 @@ class expires:  # noqa: N801 - used as a verb, as it is in torch
             words = seat.words
             words[held] = NEVER
             seat.free.append(held)
-            if words[SEAT_BEAT]:
-                seat.beat(words[SEAT_STEP])
+            if seat.expected:
+                seat.left()
         elif self._named:
             self._release(*self._named)
 
@@ -278,8 +313,9 @@ def beat() -> None:
     """Say that this rank is alive: call it once per step of the training loop. It costs a quarter of a microsecond.
 
     With ``--hang-timeout SECONDS`` (`TimerSpecs.hang_timeout`), a rank whose last beat is older is hung. The first
-    beat arms it, so a start may take its time; an `expires` block that may take longer extends it, and its
-    end counts as a beat. In a process that is in no such group, it does nothing.
+    beat arms it, so a start may take its time; an `expires` block that may take longer extends it, in whichever process
+    of the rank, and its end counts as a beat. What follows the last step is to `rest`. In a process that is in no such
+    group, it does nothing; nor where the group's table cannot be had, which is said once, on stderr.
     """
     progress()
 
@@ -300,7 +336,72 @@ def progress(step: int = 0) -> None:
         except NobodyWatchesError:
             _alone = True
             return
+        except (RuntimeError, ValueError) as error:  # who beats asks for nothing, and is not to fail of it
+            _alone = True
+            from phalanx._core import streams
+
+            streams.say(f"phalanx: heartbeats of process {os.getpid()} are not watched: {error}\n")
+            return
     seat.beat(step)
+    if seat is not _beating:  # another thread has configured another client meanwhile
+        seat.give_up()
+
+
+class rest:  # noqa: N801 - used as a verb, as `expires` is
+    """End this process's heartbeats until its next `beat`: what comes now may take any time.
+
+    An evaluation, an upload, what runs after the last step. It covers the processes below this one as well (loaders
+    that are idle meanwhile), whatever they do, but neither its parents nor its siblings: a loader that rests shields
+    no training loop. An `expires` block is watched all the same. Also a context manager: when the block is left, and
+    heartbeats ran before, it beats once, with the last step; of several at a time, the last one does.
+
+    The end of a worker's program rests by itself (its function has returned, its script is at its end, or either has
+    called ``sys.exit(0)``), so that exit handlers and threads may take their time. One that fails does not.
+
+    In a process that is in no group, it does nothing. It never raises.
+
+    >>> with rest():
+    ...     pass
+    """
+
+    __slots__ = ("ran",)
+
+    ran: bool
+    """Whether it is this block's end that beats."""
+
+    def __init__(self) -> None:
+        self.ran = False
+        with _lock:
+            seat = _seat_for_beats()
+            if seat is not None:
+                self.ran = seat.rest()
+
+    def __enter__(self) -> Self:
+        with _lock:
+            _rests.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with _lock:
+            if not any(one is self for one in _rests):  # a fork of the process that entered it
+                return
+            _rests.remove(self)
+            ran, self.ran = self.ran, False
+            if ran and _rests:
+                _rests[-1].ran = True  # it goes on resting
+            elif ran and _beating is not None:
+                _beating.beat(_beating.words[SEAT_STEP])
+
+
+def _seat_for_beats() -> Seat | None:
+    """Where heartbeats go, or would go; None if nobody expects any."""
+    global _beating  # noqa: PLW0603 - one for the process
+    if _beating is None and not _alone:
+        try:
+            _beating = _find() or _group_seat()
+        except Exception:  # noqa: BLE001 - a beat would say why; a client of the user's may raise anything
+            return None
+    return _beating
 
 
 def _find() -> Seat | None:
@@ -429,3 +530,4 @@ def _start_anew() -> None:
     _own = _seat = _beating = None
     _alone = False
     _running.clear()
+    _rests.clear()
