@@ -373,7 +373,7 @@ def test_who_has_been_stopped_is_on_time_again_when_it_goes_on() -> None:
         os.waitpid(pid, 0)
 
 
-def test_a_wait_that_a_stop_has_made_longer_has_overrun() -> None:
+def test_a_wait_that_a_stop_has_made_longer_was_a_pause() -> None:
     """Not one that something has ended before, and what callbacks take is none."""
     reader, writer = os.pipe()
     seconds, busy, stopped = 0.5, 0.4, 1.0
@@ -381,17 +381,16 @@ def test_a_wait_that_a_stop_has_made_longer_has_overrun() -> None:
     if pid == 0:
         try:
             it = Loop()
-            assert it.overran == 0
+            assert not it.pauses
             it.call(lambda: time.sleep(busy))
             it.after(busy / 2, lambda: None)
             it.once()
-            assert it.overran == 0
+            assert not it.pauses
             assert it.waited_until - it.waited_from < busy
             it.after(seconds, it.stop)
             os.write(writer, b".")
             it.run()
-            assert it.waited_until - it.waited_from - it.overran <= seconds
-            os.write(writer, str(it.overran).encode())
+            os.write(writer, str(it.pauses.lost(0)).encode())
         finally:
             os._exit(0)
     try:
@@ -409,6 +408,23 @@ def test_a_wait_that_a_stop_has_made_longer_has_overrun() -> None:
         os.close(reader)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+def test_who_attends_to_a_moment_waits_in_parts() -> None:
+    """So that a pause before it is seen; and after it, nothing is attended to."""
+    it = Loop()
+    try:
+        began = clock.now()
+        it.after(0.5, it.stop)
+        it.attend(began + 0.4)
+        waits = 0
+        while not it._stopped:
+            it.once()
+            waits += 1
+        assert clock.now() - began >= 0.5
+        assert 2 <= waits <= 9  # parts of 0.05 s, and the rest at once; fewer on a machine that is busy
+    finally:
+        it.close()
 
 
 # --- messages

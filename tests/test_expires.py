@@ -20,7 +20,7 @@ import pytest
 from phalanx import timer
 from phalanx._core import clock, timetable
 from phalanx._core.timetable import NEVER, SLOTS, Seat, Timer, Timetable
-from phalanx.timer import NobodyWatchesError, TimerClient, _expires, configure, expires
+from phalanx.timer import NobodyWatchesError, SharedTimerClient, TimerClient, _expires, configure, expires
 from tests.workers import run_script
 
 if TYPE_CHECKING:
@@ -593,12 +593,16 @@ def test_a_heartbeat_whose_table_cannot_be_opened(
     assert capsys.readouterr().err.count("are not watched") == 1
 
 
-class Seated(Client):
+class Seated(SharedTimerClient):
     """One whose timers go to a table."""
 
     def __init__(self, table: Timetable) -> None:
-        super().__init__()
-        self.seat = Seat(f"{table.address}:0")
+        super().__init__(table.address)
+        self._there = Seat(f"{table.address}:0")
+
+    @property
+    def seat(self) -> Seat:
+        return self._there
 
 
 def test_heartbeats_that_have_begun_move_to_the_client_that_is_configured(table: Timetable) -> None:

@@ -28,6 +28,7 @@ from hypothesis.stateful import (
 )
 
 from phalanx._core import clock, escalation, timetable
+from phalanx._core.away import Pauses
 from phalanx._core.escalation import Escalation
 from phalanx._core.lookout import MOST, Lookout
 from phalanx._core.timetable import FIRST, NEVER, SLOTS, TEXT_LIMIT, Seat, Timer, Timetable, decode, encode
@@ -450,7 +451,7 @@ def test_a_fork_of_the_process_that_made_a_table_holds_none_of_it(table: Timetab
 
 def test_a_table_of_another_processs_making_is_closed_for_oneself_alone(table: Timetable) -> None:
     """A keeper that ends leaves the workers their time of grace."""
-    other = Timetable.of((os.dup(table._fds[0]), os.dup(table._fds[1])), *table.size)
+    other = Timetable.of((os.dup(table._fds[0]), os.dup(table._fds[1])), *table.size, by_rank=True)
     with seat_at(table) as seat:
         other.close()
         seat.ring()
@@ -862,12 +863,16 @@ class FakeLoop:
         self.watched: dict[int, Callable[[int], None]] = {}
         self.calls: list[Callable[[], None]] = []
         self.deadlines: list[tuple[int, Entry]] = []
-        self.waited_from, self.waited_until, self.overran = float("inf"), -float("inf"), 0.0
+        self.waited_from, self.waited_until = float("inf"), -float("inf")
+        self.pauses = Pauses()
 
     def wait(self, began: int, until: int, now: int) -> None:
         """A wait that was to end at ``until``, and has ended now."""
         self.waited_from, self.waited_until = began / clock.NS, now / clock.NS
-        self.overran = max(0.0, (now - until) / clock.NS)
+        self.pauses.note(self.waited_from, until / clock.NS, self.waited_until)
+
+    def attend(self, moment: float) -> None:
+        """Tests say when a wait ends."""
 
     def watch(self, fd: int, callback: Callable[[int], None]) -> None:
         self.watched[fd] = callback
@@ -1140,17 +1145,30 @@ def test_who_was_stopped_with_the_lookout_has_its_time_once_more(table: Timetabl
         assert watched.seen == [slot]
 
 
-@pytest.mark.parametrize("span, more", [(50, 1), (0.3, 0.3)])
-def test_a_short_delay_costs_a_second_at_the_most_and_once(
-    span: float, more: float, table: Timetable, watched: Watched
-) -> None:
+def test_a_deadline_is_put_off_by_what_a_short_pause_took(table: Timetable, watched: Watched) -> None:
     with seat_at(table) as seat:
-        slot = watched.take(seat, span)
+        slot = watched.take(seat, 50)
         watched.pass_by(0, waiting=True)
-        watched.pass_by(span + 0.06, waiting=True)
+        began = watched.now
+        watched.now += 6 * clock.NS + 300 * MS
+        watched.loop.wait(began, began + 6 * clock.NS, watched.now)  # one part of a wait; a pause that lay within it
+        watched.pass_by(43.7, waiting=True)
         assert watched.seen == []
-        assert watched.loop.next() == watched.now + more * clock.NS
-        watched.pass_by(more + 0.06, waiting=True)
+        assert watched.loop.next() == watched.now + 300 * MS
+        watched.pass_by(0.3, waiting=True)
+        assert watched.seen == [slot]
+
+
+def test_a_pause_that_ends_just_before_a_deadline_is_no_hang(table: Timetable, watched: Watched) -> None:
+    with seat_at(table) as seat:
+        slot = watched.take(seat, 4)
+        watched.pass_by(0, waiting=True)
+        began = watched.now
+        watched.now += 3900 * MS
+        watched.loop.wait(began, began + 500 * MS, watched.now)
+        watched.pass_by(0.1, waiting=True)
+        assert watched.seen == []
+        watched.pass_by(3.9, waiting=True)
         assert watched.seen == [slot]
 
 

@@ -1,30 +1,67 @@
-"""What a watcher that has been away owes to timers that expired meanwhile. A pure rule; who waits, measures.
+"""When a watcher was not there, as far as its own waits tell, and what timers are owed for that.
 
 A container was paused, a virtual machine moved, a process stopped. Those that are watched were stopped as well,
-perhaps, and were left no time to be in time. Only a wait that ended too late tells of that: what a watcher did itself
-meanwhile, however slowly, held up nobody else.
+perhaps, and that time was not theirs: a deadline is put off by it. Only a wait that ended too late tells of it: what a
+watcher did itself meanwhile, however slowly, held up nobody else. A pause that lay within a wait cannot be seen, so a
+watcher of timers waits in parts, see `part`. Pure rules; who waits, measures.
 """
 
 from __future__ import annotations
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections import deque
+else:
+    from _collections import deque  # the C half, which the keeper has sooner
+
 BRIEFLY = 0.05
 """Seconds by which any wait may end too late on a busy machine."""
 
-LONG = 1.0
+LONG = 0.5
 """Seconds by which no wait of a process that may run ends too late."""
 
+_PARTS = 8
+_KEPT = 256  # pauses, of which those beyond are older than most timers
 
-def respite(overran: float, span: float, *, again: bool = False) -> float:
-    """How many seconds a timer has that expired during a wait which ended ``overran`` seconds too late. 0: none.
 
-    After a long absence, its ``span`` once more: the time that it had from the beginning (0 or less: not known). After
-    a short one a second at the most, and not ``again``: on a machine that is always busy, it would never expire.
+def part(seconds: float) -> float:
+    """How long a watcher waits at a time, whose next deadline is ``seconds`` away: an eighth of that.
 
-    >>> respite(0.01, 60), respite(0.3, 60), respite(0.3, 0.2), respite(0.3, 60, again=True), respite(5, 60)
-    (0.0, 1.0, 0.2, 0.0, 60)
+    That is the most that a pause which nobody has seen can take from a timer. (And eight times a minute, say, is no
+    polling: there is nothing to wait for where no timer runs.)
+
+    >>> part(60), part(0.1)
+    (7.5, 0.05)
     """
-    if span <= 0:
-        span = LONG
-    if overran > LONG:
-        return span
-    return min(span, LONG) if overran > BRIEFLY and not again else 0.0
+    return max(BRIEFLY, seconds / _PARTS)
+
+
+class Pauses:
+    """The times in which a watcher was not there. All moments are in seconds, monotonic.
+
+    >>> pauses = Pauses()
+    >>> pauses.note(10.0, 12.0, 12.01), pauses.note(20.0, 22.0, 22.5), pauses.note(30.0, 32.0, 40.0)
+    (None, None, None)
+    >>> pauses.lost(0.0), pauses.lost(22.25), pauses.lost(35.0), pauses.lost(50.0)
+    (10.5, 10.25, 5.0, 0)
+    """
+
+    def __init__(self) -> None:
+        self._all: deque[tuple[float, float]] = deque(maxlen=_KEPT)
+
+    def note(self, began: float, planned: float, ended: float) -> None:
+        """A wait ``began``, was to end as ``planned`` at the latest, and has ``ended``.
+
+        If that was a little late, that little counts: it may be a busy machine. If it was late by more than `LONG`, we
+        were stopped, and nobody knows since when: the whole wait counts.
+        """
+        late = ended - planned
+        if late > BRIEFLY:
+            self._all.append((began if late > LONG else planned, ended))
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def lost(self, since: float) -> float:
+        """How many seconds since a moment were nobody's."""
+        return sum(ended - max(began, since) for began, ended in self._all if ended > since)

@@ -11,7 +11,7 @@ import os
 
 from phalanx._core import clock, linux
 from phalanx._core.hang import Hang
-from phalanx._core.lookout import Lookout, once_more
+from phalanx._core.lookout import Lookout
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -173,20 +173,17 @@ class Escalation:
         """Take step number ``step`` when its time comes. Who is stopped with us meanwhile has more time, as a timer."""
         delay = self._steps[step][1]
 
-        def wait(seconds: float, *, given: bool) -> None:
-            until = clock.now() + seconds
-            self._loop.at(until, lambda: take(until, given=given))
+        began = clock.now()
 
-        def take(until: float, *, given: bool) -> None:
-            overran = self._loop.overran if until <= self._loop.waited_until else 0.0
-            more = once_more(overran, delay, given=given)
-            if more:
-                wait(more, given=True)
+        def take() -> None:
+            until = began + delay + self._loop.pauses.lost(began)
+            if until > clock.now():
+                self._loop.at(until, take)
             else:
                 self._take(step, hangs)
 
         if delay:
-            wait(delay, given=False)
+            self._loop.after(delay, take)
         else:
             self._take(step, hangs)
 

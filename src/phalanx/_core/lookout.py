@@ -6,6 +6,7 @@ Owns when to look, and which expired timers are new. What is to be done about th
 from __future__ import annotations
 
 from phalanx._core import clock
+from phalanx._core.away import BRIEFLY
 from phalanx._core.timetable import NEVER
 
 TYPE_CHECKING = False
@@ -23,37 +24,12 @@ MOST = 64
 """The most timers that are handed over in one turn of the loop: others have their turn before the next ones."""
 
 _TURNS = 8
-_LONG, _SHORT = 1.0, 0.05  # seconds
-
-
-def once_more(overran: float, span: float, *, given: bool) -> float:
-    """How many seconds more a timer has that expired in a wait of ours which overran; 0: none.
-
-    Whoever could not look in time was stopped (a container that was paused, a virtual machine that was moved, a
-    SIGSTOP); those that are watched were stopped as well, perhaps, and were left no time to be in time. After more than
-    a second they have their whole span. A shorter one may also be a busy machine: then it is a second at the most, once
-    for a timer, so that no hang is missed because of it.
-
-    Args:
-        overran: By how many seconds the wait ended late, see `Loop.overran`.
-        span: The timer's, in seconds.
-        given: Whether it has had more time before.
-
-    >>> [once_more(overran, 30, given=False) for overran in (0.04, 0.5, 1.5)]
-    [0.0, 1.0, 30]
-    >>> once_more(0.5, 0.2, given=False), once_more(0.5, 30, given=True), once_more(1.5, 30, given=True)
-    (0.2, 0.0, 30)
-    """
-    if overran > _LONG:
-        return span
-    return min(span, _LONG) if overran > _SHORT and not given else 0.0
 
 
 class Lookout:
     """Calls ``expired`` with timers whose deadline is over, each once. Everything happens in the loop's thread.
 
-    What has expired in a wait that overran has some time more, see `once_more`. Only waits count: when callbacks of
-    ours took the time, those that are watched had theirs.
+    A deadline is put off by the time in which we were not there, see `away`.
 
     Args:
         table: What to look at.
@@ -74,6 +50,7 @@ class Lookout:
         self._expired = expired
         self._seen = seen
         self._later: dict[Key, int] = {}  # of expired timers that have not been cleared: when they count again
+        self._again: dict[Key, int] = {}  # and their deadlines, where somebody else has set them anew
         self._new: deque[Key] = deque()  # to be handed over to `seen`
         self._due: deque[Key] = deque()  # to be handed over to `expired`
         self._busy = False  # whether there are more of them than one turn takes
@@ -96,7 +73,11 @@ class Lookout:
 
     def rearm(self, timer: Timer, moment: int) -> None:
         """Have an expired timer expire again at ``moment`` (ns), should it not be cleared until then."""
-        self._later[timer.seat, timer.slot, timer.deadline] = moment
+        self._again[timer.seat, timer.slot, timer.deadline] = moment
+        self._put_off((timer.seat, timer.slot, timer.deadline), moment)
+
+    def _put_off(self, key: Key, moment: int) -> None:
+        self._later[key] = moment
         if moment < self._planned:
             self._plan(max(moment, clock.now_ns()))
 
@@ -109,6 +90,7 @@ class Lookout:
         if self._next is not None:
             self._next.cancel()
         self._next = None if moment == NEVER else self._loop.at(moment / clock.NS, self._look)
+        self._loop.attend(moment / clock.NS if moment != NEVER else 0.0)
         self._planned = moment
 
     def _look(self) -> None:
@@ -120,6 +102,7 @@ class Lookout:
         due, then = self._table.look(now)
         for turn in range(_TURNS):
             self._later = {key: self._later[key] for key in due if key in self._later}
+            self._again = {key: moment for key, moment in self._again.items() if key in self._later}
             then = min([then, *(moment for moment in self._later.values() if moment > now)])
             self._table.publish(then)
             now = clock.now_ns()
@@ -136,22 +119,21 @@ class Lookout:
         self._hand_over()
 
     def _spared(self, key: Key, planned: int, now: int) -> bool:
-        """Whether a timer that has expired gets more time, because we have not been there. ``planned`` is this look."""
-        loop = self._loop
-        if self._later.get(key, key[2]) > loop.waited_until * clock.NS:  # that we come late is our own doing
-            return False
-        timer = self._table.read(key) if loop.overran > _SHORT or key[2] < planned else None
+        """Whether a timer that has expired gets more time, because we were not there. ``planned`` is this look."""
+        loop, deadline = self._loop, self._again.get(key, key[2])
+        in_vain = key[2] < planned and loop.waited_until - loop.waited_from > BRIEFLY
+        timer = self._table.read(key) if loop.pauses or in_vain else None
         if timer is None:
             return False
-        overran = loop.overran
-        set_at = timer.deadline - timer.span
-        if timer.deadline < planned and set_at >= loop.waited_from * clock.NS:
+        set_at = (deadline - timer.span) / clock.NS
+        lost = loop.pauses.lost(set_at)
+        if in_vain and set_at >= loop.waited_from and loop.waited_until - set_at > BRIEFLY:
             # It was set in that wait, for a moment before this look: it has rung, and that should have ended the wait.
-            overran = max(overran, loop.waited_until - set_at / clock.NS)
-        more = once_more(overran, timer.span / clock.NS, given=key in self._later)
-        if more:
-            self.rearm(timer, now + int(more * clock.NS))
-        return more > 0
+            lost = max(lost, loop.waited_until - set_at)
+        until = deadline + int(lost * clock.NS)
+        if until > now:
+            self._put_off(key, until)
+        return until > now
 
     def _hand_over(self) -> None:
         """Tell of some timers; of the others in the next turn. After several turns there may be others to see."""

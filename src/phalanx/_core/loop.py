@@ -9,6 +9,7 @@ import select
 from _thread import RLock
 
 from phalanx._core import clock
+from phalanx._core.away import Pauses, part
 from phalanx._core.deadlines import Deadline, Deadlines
 
 TYPE_CHECKING = False
@@ -54,14 +55,14 @@ class Loop:
 
     Attributes:
         waited_from, waited_until: When the last wait began, and ended (seconds, monotonic).
-        overran: By how many seconds that ended after the deadline that it was to end at: the process has been stopped,
-            or the machine, or had no processor. 0 for one that something ended before, and for one without a
-            deadline. What callbacks take of the time is in none of these.
+        pauses: The waits that have ended too late: the process was stopped, or the machine, or had no processor. What
+            callbacks take of the time is not in them, nor waits without a deadline.
     """
 
     def __init__(self) -> None:
         self.waited_from, self.waited_until = _FOREVER, -_FOREVER  # it has not waited yet
-        self.overran = 0.0
+        self.pauses = Pauses()
+        self._attends, self._part = -_FOREVER, 0.0  # until when it waits in parts, and of how many seconds
         self._epoll = select.epoll()
         self._callbacks: dict[int, Callable[[int], None]] = {}
         self._deadlines = Deadlines()
@@ -107,6 +108,10 @@ class Loop:
                 self._calls.append(action)
                 os.eventfd_write(self._wakeup, 1)
 
+    def attend(self, moment: float) -> None:
+        """Wait in parts until ``moment``, so that a pause of this process before it is noticed, see `away`."""
+        self._attends, self._part = moment, part(moment - clock.now())
+
     def when_idle(self, chore: Callable[[], None]) -> None:
         """Call ``chore`` once when nothing else is to be done. Those left at the end of the loop are not done."""
         self._chores.append(chore)
@@ -126,6 +131,8 @@ class Loop:
         # epoll_wait(2) counts milliseconds in an int: beyond 24 days it waits in several turns.
         began = clock.now()
         timeout = None if due is None else min(max(0.0, due - began), _LONGEST)
+        if timeout and began < self._attends:
+            timeout = min(timeout, self._part)
         if self._chores:
             timeout = 0
         until = began + timeout if timeout else _FOREVER  # a look at what is there is no wait
@@ -134,7 +141,7 @@ class Loop:
         # epoll's ready list is first come, first served; all of it is taken so that the order holds across calls.
         ready = self._epoll.poll(timeout, len(self._callbacks))
         self.waited_from, self.waited_until = began, clock.now()
-        self.overran = max(0.0, self.waited_until - until)
+        self.pauses.note(began, until, self.waited_until)
         for fd, events in ready:
             callback = self._callbacks.get(fd)
             if callback is not None:  # else forgotten by an earlier callback of this round

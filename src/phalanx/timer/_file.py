@@ -17,7 +17,7 @@ import math
 import os
 import threading
 
-from phalanx._core import away, clock
+from phalanx._core import clock
 from phalanx._core.loop import Loop
 from phalanx.timer import _forks, _pipe
 from phalanx.timer._file_client import FileTimerClient, FileTimerRequest
@@ -268,6 +268,7 @@ class FileTimerServer:
         """Be woken at ``moment``. A release does not take that back: to wake for nothing is cheaper."""
         if moment < self._armed and self._loop is not None:
             self._armed = moment
+            self._loop.attend(moment)
             self._loop.at(moment, lambda: self._on_deadline(moment))
 
     def _on_deadline(self, moment: float) -> None:
@@ -277,7 +278,7 @@ class FileTimerServer:
             self._armed = math.inf
             self._drain()
             self._expire()
-            self._arm(min(map(_deadline, self._timers.values()), default=math.inf))
+            self._arm(min(map(self._moment, self._timers.values()), default=math.inf))
 
     def _expire(self) -> None:
         self._due = self._late(clock.now())
@@ -301,18 +302,15 @@ class FileTimerServer:
             self._explain({pid: [request.scope_id for request in requests] for pid, requests in due.items()})
 
     def _late(self, now: float) -> dict[int, list[FileTimerRequest]]:
-        """The timers that have expired, but those that did so while we were away: these have some more time."""
+        """The timers that have expired, but those that would not have, had we been there all the time."""
         expired = self.get_expired_timers(now)
-        overran = 0.0 if self._loop is None else self._loop.overran
-        if overran > away.BRIEFLY:
-            for pid, requests in list(expired.items()):
-                for request in requests:
-                    more = away.respite(overran, request._span, again=request._spared)
-                    if more:
-                        request._spared = True
-                        request._deadline = now + more
-                expired[pid] = [request for request in requests if _deadline(request) <= now]
-        return {pid: requests for pid, requests in expired.items() if requests}
+        late = {pid: [one for one in requests if self._moment(one) <= now] for pid, requests in expired.items()}
+        return {pid: requests for pid, requests in late.items() if requests}
+
+    def _moment(self, request: FileTimerRequest) -> float:
+        """When a timer expires: at its deadline, put off by the time in which we were not there."""
+        deadline = _deadline(request)
+        return deadline + (0.0 if self._loop is None else self._loop.pauses.lost(deadline - request._span))
 
     def _reap_worker(self, worker_pid: int, signal: int) -> bool:
         """Write down where a process hangs, then send it ``signal`` (<= 0: nothing). False if it had exited."""

@@ -58,17 +58,15 @@ class FileTimerRequest(TimerRequest):
     True
     """
 
-    __slots__ = ("_span", "_spared", "signal", "version")
+    __slots__ = ("_span", "signal", "version")
 
-    # What the server knows beside: seconds from receipt to deadline, and whether the timer has been given more of them.
-    _span: float
-    _spared: bool
+    _span: float  # seconds from receipt to deadline: what the server knows beside
 
     def __init__(self, worker_pid: int, scope_id: str, expiration_time: float, signal: int = 0) -> None:
         super().__init__(worker_pid, scope_id, expiration_time)
         self.version = VERSION
         self.signal = signal
-        self._span, self._spared = 0.0, False
+        self._span = 0.0
 
     @property
     def worker_pid(self) -> int:

@@ -30,7 +30,6 @@ _LONGEST = 1e6  # seconds: what every way of waiting takes
 _OVERTIME = 5.0
 _RETRY = 1.0  # until a worker that could not be reaped is tried again, at first
 _PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # after an exception, at first and at most
-_SOON = 0.01  # seconds by which a wait may end before its time
 _TURNS = 1000  # in which late requests are taken before anyone is reaped
 
 
@@ -111,8 +110,8 @@ class Watchdog:
             Any, tuple[float, float]
         ] = {}  # who could not be reaped: when to try again, the delay after it
         self._faults = 0
-        self._planned = 0.0  # when the last wait should have ended, and by how many seconds it ended later
-        self._overran = 0.0
+        self._pauses = away.Pauses()
+        self._goal, self._part = math.inf, math.inf  # what is waited for, and in parts of how many seconds
         # Expired timers that have more time, because we were away: until when, and what they had at first.
         self._spared: dict[tuple[Any, str, float], tuple[float, float]] = {}
 
@@ -140,6 +139,11 @@ class Watchdog:
         self._thread.join(self._interval + _OVERTIME)
         if self._thread.is_alive():
             logger().error("the timer server has not stopped: %r still runs; it will end then", self._queue)
+
+    @property
+    def _punctual(self) -> bool:
+        """Whether the queue ends a wait in time, unless the process is stopped."""
+        return getattr(self._queue, "_punctual", False)
 
     def _run(self) -> None:
         pause = 0.0
@@ -180,8 +184,12 @@ class Watchdog:
         now = clock.now()
         moments = [self._agenda.next(-1.0), self._again, *(moment for moment, _ in self._late.values())]
         moments += [moment for moment, _ in self._spared.values() if moment > now]
-        self._overran = 0.0
-        self._take(max(0.0, min(min(moments) - now, self._interval)))
+        seconds = max(0.0, min(min(moments) - now, self._interval))
+        if self._punctual:  # then in parts: a pause within a wait is not seen
+            if min(moments) != self._goal:
+                self._goal, self._part = min(moments), away.part(min(moments) - now)
+            seconds = min(seconds, self._part)
+        self._take(seconds)
         if self._stopping.is_set():
             return now
         now, self._again = clock.now(), math.inf
@@ -199,11 +207,11 @@ class Watchdog:
 
     def _take(self, timeout: float) -> None:
         size = self._try(0, self._queue.size)
-        planned = clock.now() + timeout
+        began = clock.now()
         came = self._try(None, self._queue.get, max(1, size), timeout) or ()
         now = clock.now()
         if timeout:
-            self._planned, self._overran = planned, max(0.0, now - planned)
+            self._pauses.note(began, began + timeout, now)
         requests = [request for request in map(received, came) if request is not None]
         self._agenda.take(requests, now)
         self._try(None, self._server.register_timers, requests)
@@ -211,7 +219,7 @@ class Watchdog:
     def _expired(self, now: float) -> dict[Any, list[TimerRequest]]:
         expired = self._try(None, self._server.get_expired_timers, now) or {}
         self._late = {worker: late for worker, late in self._late.items() if expired.get(worker)}
-        if self._spared or self._overran > away.BRIEFLY:
+        if expired:
             expired = self._try(expired, self._spare, expired, now)
         return {
             worker: timers
@@ -226,16 +234,14 @@ class Watchdog:
         """
         before, self._spared = self._spared, {}
         due: dict[Any, list[TimerRequest]] = {}
-        punctual = getattr(self._queue, "_punctual", False)  # else `get` may be slow whenever it is called
         for worker, timers in expired.items():
             for timer in timers:
                 key = worker, timer.scope_id, timer.expiration_time
                 known = key in before
-                span = before[key][1] if known else self._agenda.span(timer.worker_id, timer.scope_id)
-                until = before[key][0] if known else timer.expiration_time
-                if until > self._planned - _SOON and (punctual or not known):
-                    more = away.respite(self._overran, span, again=known)
-                    until = now + more if more else until
+                span = before[key][1] if known else self._agenda.span(timer.worker_id, timer.scope_id) or away.LONG
+                until = timer.expiration_time + self._pauses.lost(timer.expiration_time - span)
+                if not self._punctual:  # `get` may be slow whenever it is called: that is a reason only once
+                    until = before[key][0] if known else min(until, now + span)
                 if known or until > now:
                     self._spared[key] = until, span
                 if until <= now:
