@@ -238,9 +238,10 @@ def test_a_function_starts_fresh(tmp_path: Path, logs: Path, method: str, child:
     assert set(facts["ignored"]) == {signal.SIGPIPE, signal.SIGXFSZ}  # as in any Python
     assert facts["blocked"] == []
     assert facts["int_handler"]
-    # SIGINT is Python's, the fatal ones leave their stack in a neighbour of the error file, one asks for the stacks.
+    # SIGINT is Python's, the fatal ones leave their stack in a neighbour of the error file, two ask for stacks.
     assert set(facts["caught"]) == {
-        signal.SIGINT, signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGRTMIN + 18
+        signal.SIGINT, signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL,
+        signal.SIGRTMIN + 18, signal.SIGRTMIN + 19,
     }  # fmt: skip
     assert facts["threads"] == 1
     assert facts["argv"][1:] == [method, child, str(logs)]

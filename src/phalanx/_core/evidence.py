@@ -719,7 +719,7 @@ def offered(data: bytes) -> tuple[int, int, int, int]:
     if not data.startswith(head, start):
         return 0, 0, -1, 0
     words = data[start + len(head) : start + 200].split(b"\n", 1)[0].replace(b",", b"").split()
-    numbers = [int(word) if word.isdigit() and len(word) < 10 else 0 for word in words[0::2]]  # noqa: PLR2004 - 32 bits
+    numbers = [int(word) if word.isdigit() and len(word) < 10 else 0 for word in words[0::2]]  # noqa: PLR2004 - of 32 bits at the most
     if len(numbers) != 4:  # noqa: PLR2004 - as the header has
         return 0, 0, -1, 0
     first, second, fd, pid = numbers
