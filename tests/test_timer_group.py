@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._core import clock, escalation, evidence, frames, stacks, timetable
+from phalanx._core import clock, escalation, evidence, frames, spy, stacks, timetable
 from phalanx._core.hang import Hang
 from phalanx._core.hang_report import HangReport
 from phalanx._core.timetable import Seat, Timer
@@ -213,10 +213,13 @@ def test_a_process_below_the_worker_hangs(way: str, events: Events, ready: Ready
     assert " in hang\n" in failure.traceback, "these are the stacks of the process that hangs"
 
 
+@pytest.mark.parametrize("outside", [True, False], ids=["py-spy", "signal"])
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_each_process_below_the_worker_shows_stacks_of_its_own(
-    method: str, events: Events, ready: Ready, logs: Path
+    method: str, outside: bool, events: Events, ready: Ready, logs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not outside:
+        monkeypatch.setattr(spy, "find", lambda: "")
     group = start(hang_workers.hang_below, (method, ready.address), events, log_dir=str(logs))
     failure = result_of(group).root_cause
     assert failure is not None
@@ -228,6 +231,23 @@ def test_each_process_below_the_worker_shows_stacks_of_its_own(
     assert f"\nprocess {group.pids()[0]} of the same rank is in hang_below (hang_workers.py:" in failure.detail
     (file,) = logs.glob("**/0/stacks-1.txt")
     assert f"# process {group.pids()[0]} of the same rank\n" in file.read_text()
+
+
+def test_the_second_python_of_a_shell_shows_stacks_of_its_own(
+    events: Events, logs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody can be read from outside, each has to offer its own."""
+    monkeypatch.setattr(spy, "find", lambda: "")
+    first = "from phalanx import timer; timer.expires(60).__enter__()"
+    second = "from tests import hang_workers; hang_workers.hang()"
+    script = f'"{sys.executable}" -c "{first}"; "{sys.executable}" -c "{second}"; true'
+    group = start("/bin/sh", {0: ("-c", script)}, events, log_dir=str(logs))
+    failure = result_of(group).root_cause
+    assert failure is not None
+    assert " in hang\n" in failure.traceback
+    pid = events.wait("worker.reaped")["pid"]
+    (file,) = logs.glob(f"**/0/error.json.stacks.{pid}")
+    assert f", process {pid}\n" in file.read_text()
 
 
 def test_of_two_hangs_of_a_rank_none_is_lost(tmp_path: Path) -> None:
