@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -31,12 +32,14 @@ def test_no_look_harms_a_worker(way: str, ready: Ready, logs: Path, monkeypatch:
     with start_processes("busy", sys.executable, args, log_dir=str(logs)) as group:
         ready.wait(len(args))
         shown: set[int] = set()
-        for _ in range(LOOKS):
+        for look in itertools.count(1):
             targets = [stacks.Target(rank, pid, group.logs.error_files[rank]) for rank, pid in group.pids().items()]
             with stacks.Collection(targets, 0.5) as collection:
                 collection.begin()
                 collection.wait()
                 shown |= {rank for rank, text in collection.finish().items() if stacks.parse(text)}
             assert group.wait(0) is None, "a look has ended a worker"
-        assert shown == set(args)
+            if look >= LOOKS and shown == set(args):
+                break
+            assert look < 20 * LOOKS, shown  # on a machine that is busy, not every look is in time
         group.close(signal.SIGKILL)

@@ -12,6 +12,7 @@ when nothing more has come for a while.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 
@@ -85,8 +86,8 @@ class Ask:
     """One process: what it has been asked, and what it has said so far."""
 
     __slots__ = (
-        "_held", "blocks", "extra", "grown", "number", "numbers", "offset", "path", "pidfd", "said", "shared", "target",
-        "text", "unread", "waits", "why",
+        "_held", "alone", "blocks", "extra", "grown", "number", "numbers", "offset", "path", "pidfd", "said", "shared",
+        "target", "text", "unread", "waits", "why",
     )  # fmt: skip
 
     def __init__(self, target: Target) -> None:
@@ -104,6 +105,7 @@ class Ask:
         self.grown = 0.0
         self.waits = False  # for what it writes
         self.text: str | None = None  # the dump, once it is complete
+        self.alone = False  # whether that is of one thread alone
         self.extra = ""  # native frames
         self.why = ""  # why it shows none
         self.unread = ""  # and why it could not be read from outside
@@ -155,7 +157,7 @@ class Ask:
         if not found:
             raise Refused(self.state() or "its state cannot be read")
         bit = 1 << number - 1
-        state = found.get("State", "Z")[0]
+        state = _state(found)
         if state in STATES and state != "D":  # who sleeps so is asked once it wakes
             raise Refused(STATES[state])
         if not mask(found, "SigCgt") & bit:
@@ -189,7 +191,7 @@ class Ask:
         self.said = self._read()  # the handler may have written until it was seen to have ended
         dump = last_dump(self.said)
         # The main thread comes last; one that has the signal blocked has not taken it.
-        by_main = self._alone or dump.rfind(b"Current thread 0x") == dump.rfind(b"hread 0x") - 9 >= 0
+        by_main = self._to_one or dump.rfind(b"Current thread 0x") == dump.rfind(b"hread 0x") - 9 >= 0
         if (self.blocks or not by_main) and clock.now() - self.grown < _QUIET:
             return True
         self._take(dump)
@@ -206,9 +208,20 @@ class Ask:
         """Whether the dump ends before all threads have been shown, the main thread among them."""
         return self.text is not None and self.text.endswith(_CUT.decode())
 
+    @property
+    def is_seen(self) -> bool:
+        """Whether it has shown something that is complete in itself: all its threads, or the one that answered."""
+        return self.text is not None and not self.is_cut
+
+    def has_been_read(self, text: str) -> None:
+        """It has been, from outside: there is no better text."""
+        self.text, self.alone, self.waits = text, False, False
+
     def result(self) -> str:
         """What there is to say by now."""
         text = self.text
+        if text is not None and self.alone:
+            text = f"# {MAIN_ALONE} ({self.unread or 'there was no time for py-spy'})\n{text}"
         if text is None and self.waits:
             dump = last_dump(self.said)
             self.why = self.state() or ("its dump is not complete" if dump else "it has not answered in time")
@@ -216,7 +229,7 @@ class Ask:
             if text is not None:
                 text = f"# {self.why}\n{text}"
         if text is None:
-            why = self.why if self.why == GONE else self.state() or self.why
+            why = self.why if self.why == GONE else self.state() or self.why or "there was no time to ask it"
             if why == _SILENT and self.unread.startswith(NO_PYTHON):
                 why = "it is no Python program"
             elif self.unread and why != GONE:
@@ -229,7 +242,7 @@ class Ask:
         found = status(self.target.pid)
         if not found and os.path.exists(f"/proc/{self.target.pid}"):  # no descriptor is left to read it
             return ""
-        return STATES.get(found.get("State", "Z")[0], "")
+        return STATES.get(_state(found), "")
 
     def close(self) -> None:
         """Give the descriptor back, if it is ours. Idempotent."""
@@ -238,7 +251,7 @@ class Ask:
         self.pidfd = -1
 
     @property
-    def _alone(self) -> bool:
+    def _to_one(self) -> bool:
         """Whether it was sent the signal that shows one thread."""
         return self.number == self.numbers[0]
 
@@ -248,8 +261,8 @@ class Ask:
             text = dump.decode("utf-8", "replace")
             if self.text is not None:  # a dump that was cut, and now the thread that it lacks
                 text = f"{self.text}\n{text}"
-            elif self._alone:
-                text = f"# {MAIN_ALONE}{f' ({self.unread})' if self.unread else ''}\n{text}"
+            else:
+                self.alone = self._to_one
             self.text = text
 
     def _read(self) -> bytes:
@@ -258,6 +271,15 @@ class Ask:
             return _contents(self.path, self.offset)
         except OSError:
             return self.said
+
+
+def _state(found: dict[str, str]) -> str:
+    """The state of proc_pid_status(5), one letter. Who is only paused by a py-spy, which is reading it, runs (R)."""
+    state = found.get("State", "Z")[0]
+    if state == "t":
+        with contextlib.suppress(OSError), open(f"/proc/{found.get('TracerPid')}/comm", "rb") as file:
+            return "R" if file.read() == b"py-spy\n" else state
+    return state
 
 
 def last_dump(data: bytes) -> bytes:

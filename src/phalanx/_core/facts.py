@@ -51,6 +51,15 @@ def status(folder: int | str) -> dict[str, str]:
     return {name: " ".join(value.split()) for name, _, value in fields}
 
 
+def sleeps_deeply(pid: int) -> bool:
+    """Whether a thread of it (of the first 64) is in an uninterruptible sleep (D)."""
+    try:
+        tasks = os.listdir(f"/proc/{pid}/task")[:_TASKS]
+    except OSError:
+        return False
+    return any(_proc(f"{pid}/task/{task}", "stat").rpartition(")")[2].lstrip().startswith("D") for task in tasks)
+
+
 def mask(fields: dict[str, str], name: str) -> int:
     """One of the sets of signals in a `status`; 0 if it is not there."""
     try:

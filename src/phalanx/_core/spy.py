@@ -11,9 +11,12 @@ import functools
 import os
 import sys
 
+from phalanx._core import clock, pidfds
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import subprocess
+    from collections.abc import Iterable
     from typing import Any
 
 NO_PYTHON = "py-spy: Failed to find python version"
@@ -49,12 +52,14 @@ class Spy:
         pause: Whether the process is paused while it is read. One of which a thread waits for a disk cannot be.
 
     Attributes:
+        native, pauses: As above.
         pidfd: Readable once it has ended; -1: it could not be started.
         why: Why there is nothing to be had, once it has ended.
     """
 
     def __init__(self, pid: int, *, native: bool = False, pause: bool = True) -> None:
         self.pidfd = self._out = self._err = -1
+        self.native, self.pauses = native, native or pause
         self.done = False
         self.why = ""
         self._popen: subprocess.Popen[bytes] | None = None
@@ -84,10 +89,16 @@ class Spy:
         assert self._popen is not None
         self._popen.wait()
         self.done = True
-        if self._popen.returncode:
+        if self._popen.returncode and not self.why:
             said = os.pread(self._err, 4096, 0).decode("utf-8", "replace").strip().partition("\n")[0]
             denied = "ermission" in said
             self.why = "py-spy may not read it (ptrace)" if denied else f"py-spy: {said.removeprefix('Error: ')}"
+
+    def kill(self) -> None:
+        """End it, wherever it is: the kernel lets go of whom it traces. It is still to be reaped."""
+        if self._popen is not None and self._popen.returncode is None:
+            self.why = self.why or "py-spy has not ended in time"
+            self._popen.kill()
 
     def text(self) -> str:
         """What it has written, if it has ended well."""
@@ -95,17 +106,33 @@ class Spy:
             return ""
         return os.pread(self._out, _LIMIT, 0).decode("utf-8", "replace")
 
-    def close(self) -> None:
-        """End it, wherever it is: the kernel lets go of whom it traces. Idempotent."""
+    def close(self, *, at_once: bool = True) -> None:
+        """Kill it, reap it, and give the descriptors back. Idempotent.
+
+        Args:
+            at_once: Whether it is reaped here and now, which waits for its end. Else a thread does.
+        """
+        self.kill()
         if self._popen is not None and self._popen.returncode is None:
-            self._popen.kill()
-            self._popen.wait()
-            self.why = self.why or "py-spy has not ended in time"
+            if at_once:
+                self._popen.wait()
+            else:
+                pidfds.reap_later(self._popen.wait)
         for fd in (self.pidfd, self._out, self._err):
             if fd >= 0:
                 os.close(fd)
         self.pidfd = self._out = self._err = -1
         self.done = True
+
+
+def end(spies: Iterable[Spy], seconds: float) -> None:
+    """Close them all. Those of which the end takes more than ``seconds`` altogether are reaped aside."""
+    spies = [spy for spy in spies if spy.pidfd >= 0]
+    for spy in spies:
+        spy.kill()
+    until = clock.now() + seconds
+    for spy in spies:
+        spy.close(at_once=pidfds.wait([spy.pidfd], max(0.0, until - clock.now())))
 
 
 def read(text: str) -> str:

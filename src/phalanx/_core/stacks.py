@@ -2,9 +2,9 @@
 
 Owns the wait for many, and the order of the two ways to look at a process: one that is about to be killed shows its
 threads on a signal (`ask`), within a millisecond; every other one is read from outside (`spy`), which nothing in it
-notices, and only where that is not to be had it is sent the signal that shows one thread. What is said of a process
-tells which it was. Refuses to know why anyone wants to know. What a dump says is `frames`'s business, and how a worker
-makes one, `evidence`'s.
+notices, and only where that is not to be had, or takes long, it is sent the signal that shows one thread. What is said
+of a process tells which it was. Refuses to know why anyone wants to know. What a dump says is `frames`'s business, and
+how a worker makes one, `evidence`'s.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from functools import partial
 
 from phalanx._core import clock, linux
 from phalanx._core.ask import Ask, Refused, Target
-from phalanx._core.facts import facts
+from phalanx._core.facts import facts, sleeps_deeply
 from phalanx._core.frames import GONE, Frame, Thread, group_equal, own, parse, sum_up, top
 from phalanx._core.loop import Loop
-from phalanx._core.spy import Spy, find, read
+from phalanx._core.spy import Spy, end, find, read
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections import deque
     from collections.abc import Callable, Iterable
 
-    from phalanx._core.deadlines import Deadline
 else:
     from _collections import deque
 
@@ -53,9 +52,13 @@ BOUND = 0.3
 KEPT = 20
 """How many files of stacks are kept in a folder, the newest ones."""
 
-_FROM_OUTSIDE = 2 / 3  # of the time: then who could not be read is asked by signal
+# Moments, as shares of the time that there is:
+_OTHERWISE = 0.4  # who has not been seen in the one way is asked in the other as well
+_UNPAUSED = 0.5  # who cannot be paused, as a thread waits for a disk, is read without
+_NO_MORE = 0.8  # no py-spy is started any more
+_GIVEN_UP = 0.85  # and those at work are ended, to be gone when the time is over
+_LAST_WORD = 0.05  # seconds that it is waited for one which was ended later still
 _AT_ONCE = 16  # so many are read at a time: each takes some 10 ms of a processor
-_TRY = 0.5  # of that time one py-spy has: a thread may wait for a disk, and cannot be paused until it wakes
 _TRIES = 12  # times that a process is read whose memory changes so fast that py-spy cannot make sense of it,
 _STRANGERS = 2  # and times that a process is read which has not offered its stacks: it may be no Python
 _DEEP = 4  # processes that may stand above the one that does the work
@@ -81,7 +84,7 @@ class Collection:
         self._asks = [Ask(target) for target in targets]
         self._seconds = seconds
         self._loop: Loop | None = None
-        self._until = self._outside_until = 0.0
+        self._until = self._no_more = 0.0
         self._inotify = -1
         self._watched: dict[int, Ask] = {}
         self._again: set[Ask] = set()
@@ -89,7 +92,8 @@ class Collection:
         self._blind = False  # no inotify to be had: then a timer stands in
         self._to_read: deque[tuple[Ask, int]] = deque()  # from outside; and how often that has been tried
         self._natives: deque[Ask] = deque()  # of which frames of C code are wanted: after all that
-        self._spies: dict[Spy, tuple[Ask, Deadline]] = {}
+        self._spies: dict[Spy, Ask] = {}
+        self._starts = False  # whether one is about to be started
         self._result: dict[int, str] | None = None
 
     def begin(self) -> None:
@@ -97,8 +101,8 @@ class Collection:
 
         A process that would not survive a signal, or is stopped, is not sent one.
         """
-        now = clock.now()
-        self._until, self._outside_until = now + self._seconds, now + _FROM_OUTSIDE * self._seconds
+        now, seconds = clock.now(), self._seconds
+        self._until, self._no_more = now + seconds, now + _NO_MORE * seconds
         loop = self._loop = Loop()
         try:
             try:
@@ -108,8 +112,9 @@ class Collection:
                 self._blind = True
             for ask in self._asks:
                 self._begin(ask)
-            loop.at(now + self._seconds / 3, self._read_the_silent)
-            loop.at(self._outside_until, self._give_up_reading)
+            loop.at(now + _OTHERWISE * seconds, self._ask_otherwise)
+            loop.at(now + _UNPAUSED * seconds, self._pause_no_more)
+            loop.at(now + _GIVEN_UP * seconds, self._give_up_reading)
             self._read_more()
         except BaseException:
             self.close()
@@ -163,8 +168,7 @@ class Collection:
 
     def _release(self) -> None:
         loop, self._loop = self._loop, None
-        for spy in self._spies:
-            spy.close()
+        end(self._spies, _LAST_WORD)
         self._spies.clear()
         self._to_read.clear()
         self._natives.clear()
@@ -244,7 +248,7 @@ class Collection:
 
     def _has_said(self, ask: Ask) -> None:
         """Its dump is complete. One that was cut lacks the main thread: then it is read from outside as well."""
-        if ask.is_cut and clock.now() < self._outside_until:
+        if ask.is_cut and clock.now() < self._no_more:
             self._to_read.append((ask, 0))
             self._read_more()
         elif ask.is_cut and ask.number != ask.numbers[0]:
@@ -260,87 +264,107 @@ class Collection:
 
     # --- from outside
 
-    def _read_the_silent(self) -> None:
-        """Who has not answered a signal by now may have it blocked in every thread, or sleep too deeply."""
-        self._to_read.extend((ask, 0) for ask in self._asks if ask.waits)
+    def _ask_otherwise(self) -> None:
+        """Who has not answered a signal by now may have it blocked in every thread, or sleep too deeply.
+
+        And on a machine that is busy, who has not been read by now may not be in time: what it says itself will do.
+        """
+        unseen = [ask for ask in self._asks if not ask.is_seen]
+        self._to_read.extend((ask, 0) for ask in unseen if ask.waits)
+        for ask in unseen:
+            self._cannot_read(ask)
         self._read_more()
 
-    def _read_more(self) -> None:
-        while self._to_read and len(self._spies) < _AT_ONCE and clock.now() < self._outside_until:
-            ask, tried = self._to_read.popleft()
-            if ask.why == GONE or (ask.text is not None and not ask.is_cut):
-                continue
-            # Every second time without a pause: who waits for a disk cannot be paused, nor who is traced already.
-            state = ask.state()
-            spy = Spy(ask.target.pid, pause=tried % 2 == 0 and not state.startswith("it is in"))
-            if spy.done and self._spies:  # no descriptor is left, say: then once another has ended
-                self._to_read.appendleft((ask, tried))
-                break
-            if spy.done:
-                ask.unread = spy.why
-                self._cannot_read(ask)
-            else:
-                self._watch(spy, ask, partial(self._has_read, ask, tried, state), _TRY * _FROM_OUTSIDE * self._seconds)
-        while self._natives and not self._to_read and len(self._spies) < _AT_ONCE:
-            ask = self._natives.popleft()
-            spy = Spy(ask.target.pid, native=True)
-            if not spy.done:
-                self._watch(spy, ask, partial(_has_native_frames, ask), self._seconds)
+    def _pause_no_more(self) -> None:
+        """End those that wait for a thread which cannot be paused. They are followed by one that needs no pause."""
+        for spy, ask in self._spies.items():
+            if spy.pauses and sleeps_deeply(ask.target.pid):
+                spy.kill()
 
-    def _watch(self, spy: Spy, ask: Ask, then: Callable[[Spy], None], seconds: float) -> None:
+    def _read_more(self) -> None:
+        """Start one py-spy, if there is one to start, and the next one in the loop's next turn.
+
+        Each start takes a while on a machine that is busy, and what is due meanwhile has its turn.
+        """
+        loop = self._loop
+        if loop is not None and not self._starts and (self._to_read or self._natives):
+            self._starts = True
+            loop.after(0, self._start)
+
+    def _start(self) -> None:
+        self._starts = False
+        if len(self._spies) < _AT_ONCE and (self._start_reading() or self._start_natively()):
+            self._read_more()
+
+    def _start_reading(self) -> bool:
+        """Returns whether one of those to be read is done with, or being read."""
+        if not self._to_read or clock.now() >= self._no_more:
+            return False
+        ask, tried = self._to_read.popleft()
+        if ask.why == GONE or (ask.is_seen and not ask.alone):
+            return True
+        # Every second time without a pause: who waits for a disk cannot be paused, nor who is traced already.
+        state = ask.state()
+        spy = Spy(ask.target.pid, pause=tried % 2 == 0 and not state.startswith("it is in"))
+        if spy.done and self._spies:  # no descriptor is left, say: then once another has ended
+            self._to_read.appendleft((ask, tried))
+            return False
+        if spy.done:
+            ask.unread = spy.why
+            self._cannot_read(ask)
+        else:
+            self._watch(spy, ask, partial(self._has_read, ask, tried, state))
+        return True
+
+    def _start_natively(self) -> bool:
+        if not self._natives or self._to_read:
+            return False
+        ask = self._natives.popleft()
+        spy = Spy(ask.target.pid, native=True)
+        if not spy.done:
+            self._watch(spy, ask, partial(_has_native_frames, ask))
+        return True
+
+    def _watch(self, spy: Spy, ask: Ask, then: Callable[[Spy], None]) -> None:
         loop = self._loop
         assert loop is not None
 
         def ended(_events: int) -> None:
             loop.forget(spy.pidfd)
-            self._spies.pop(spy)[1].cancel()
+            del self._spies[spy]
             spy.end()
             then(spy)
             spy.close()
             self._read_more()
 
-        def late() -> None:
-            loop.forget(spy.pidfd)
-            del self._spies[spy]
-            spy.close()
-            then(spy)
-            self._read_more()
-
-        self._spies[spy] = ask, loop.after(seconds, late)
+        self._spies[spy] = ask
         loop.watch(spy.pidfd, ended)
 
     def _has_read(self, ask: Ask, tried: int, state: str, spy: Spy) -> None:
         text = read(spy.text())
         if text:
-            ask.text, ask.waits = f"# {state}\n{text}" if state else text, False
+            ask.has_been_read(f"# {state}\n{text}" if state else text)
             self._read_natively(ask)
             return
         ask.unread = spy.why or "py-spy has found no stack"
         again = tried + 1 < (_TRIES if ask.numbers[0] else _STRANGERS) and not ask.unread.endswith("(ptrace)")
-        if again and clock.now() < self._outside_until:
+        if again and clock.now() < self._no_more:
             self._to_read.append((ask, tried + 1))
         else:
             self._cannot_read(ask)
 
     def _give_up_reading(self) -> None:
-        """The time for it is over: ask by signal who has not been read."""
-        late = [ask for ask, _tried in self._to_read]
-        self._to_read.clear()
-        for spy, (ask, deadline) in list(self._spies.items()):
-            if ask.text is None or ask.is_cut:
-                deadline.cancel()
-                assert self._loop is not None
-                self._loop.forget(spy.pidfd)
-                del self._spies[spy]
-                spy.close()
-                ask.unread = ask.unread or spy.why
-                late.append(ask)
-        for ask in late:
-            ask.unread = ask.unread or "there was no time for py-spy"
+        """The time for it is over. Native frames are not asked for before the rest is done, and have all of it."""
+        late, self._to_read = self._to_read, deque()
+        for spy in self._spies:
+            if not spy.native:
+                spy.kill()
+        for ask, _tried in late:
             self._cannot_read(ask)
 
     def _cannot_read(self, ask: Ask) -> None:
-        if ask.why != GONE and not ask.waits:
+        """Ask it by signal, if it has not been, nor seen."""
+        if ask.why != GONE and not ask.waits and not ask.is_seen:
             self._signal(ask, everyone=False)
 
     def _read_natively(self, ask: Ask) -> None:

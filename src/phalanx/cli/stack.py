@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from phalanx.multiprocessing._record import Rank, Run
     from phalanx.multiprocessing._runs import RunDir
 
-_PATIENCE = 0.4
+_PATIENCE = 0.3
 """Seconds that a person waits for the ranks of a look, at the most, and `_EACH` for every rank: py-spy takes 10 ms."""
 
 _EACH = 0.012
