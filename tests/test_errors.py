@@ -6,6 +6,7 @@ import ast
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import faulthandler
 import importlib.util
 import inspect
@@ -249,6 +250,42 @@ def test_a_write_without_room_leaves_the_old_file(tmp_path: Path) -> None:
         assert process.communicate(timeout=30) == ("False\n", "")
     assert json.loads(path.read_text())["message"]["message"] == "old"
     assert os.listdir(tmp_path) == ["error.json"]
+
+
+def test_what_is_no_regular_file_stays_what_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert evidence.record(ValueError("x"), str(path))
+        assert json.loads(os.read(reader, 4096))["message"]["message"] == "ValueError: x"
+    finally:
+        os.close(reader)
+    assert path.is_fifo()
+    assert not evidence.record(ValueError("y"), str(path)), "nobody reads, and nobody waits for that"
+    path.unlink()
+    path.symlink_to(tmp_path / "far" / "real.json")
+    assert evidence.record(ValueError("y"), str(path))
+    assert evidence.record(ValueError("z"), str(path))
+    assert path.is_symlink()
+    assert told(tmp_path / "far" / "real.json") == "ValueError: z"
+
+
+@pytest.mark.parametrize("number", [errno.EBUSY, errno.EACCES])
+def test_a_file_that_cannot_be_replaced_is_written_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_paths: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    path = tmp_path / "error.json"
+    path.write_text("x" * 100_000)
+    inode = path.stat().st_ino
+    monkeypatch.setattr("os.replace", refuse)
+    assert evidence.record(ValueError("x"), str(path))
+    assert (told(path), path.stat().st_ino) == ("ValueError: x", inode)
+    assert os.listdir(tmp_path) == [path.name]
+    assert not evidence.record(ValueError("x"), str(tmp_path / "new.json"))
 
 
 def test_readers_never_see_half_a_file_that_many_processes_write(tmp_path: Path, ready: Ready, gate: Gate) -> None:

@@ -52,6 +52,9 @@ _PLAIN_LINES = 2000
 _NOT_TO_BE_CAUGHT = (4, 6, 7, 8, 9, 11, 19)
 """SIGKILL and SIGSTOP, and those that are `catch_fatal_signals`'s; as numbers of Linux, which differ on no machine that
 Phalanx is tested on, lest `signal` be imported."""
+_IRREPLACEABLE = (1, 13, 16, 30)
+"""EPERM, EACCES, EBUSY and EROFS, as numbers of Linux: a mount cannot be replaced, nor what lies in a folder of others,
+and may be written to."""
 _FOLLOWED = "afterwards"  # the key of what a process has raised after what its file tells of
 _BRIEF = 4096  # characters of what a file held before
 _MARK = "_phalanx_recorded"  # the attribute of an exception that has been recorded
@@ -106,8 +109,11 @@ def write_error_file(
 ) -> None:
     """Write an error file in one step: a reader sees the old file, or none, or all of the new one.
 
+    What is there and is no regular file (a device) is written to, and so is a file that cannot be replaced (a mount, or
+    one in a folder of others): in place, which takes more than a step.
+
     Args:
-        path: Where. A missing folder is made. A file that is there is replaced.
+        path: Where. A missing folder is made. A file that is there is replaced; of a link, the file that it leads to.
         message: One line or more on what happened.
         py_callstack: The traceback as text; may be empty.
         monotonic_ns: When it happened, on CLOCK_MONOTONIC, in nanoseconds. Default: now.
@@ -140,6 +146,37 @@ def _encoded(value: Any) -> bytes:
 
 
 def _write(path: str, data: bytes) -> None:
+    if os.path.islink(path):  # it stays one
+        path = os.path.realpath(path)
+    try:
+        if os.stat(path).st_mode & _S_IFMT != _S_IFREG:
+            _write_in_place(path, data)
+            return
+    except FileNotFoundError:
+        pass
+    try:
+        _replace(path, data)
+    except OSError as exc:
+        if exc.errno not in _IRREPLACEABLE or not os.path.exists(path):
+            raise
+        _write_in_place(path, data)
+
+
+def _write_in_place(path: str, data: bytes) -> None:
+    _write_all(os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY), data)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    """Write to a descriptor, and close it."""
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(fd, left) :]
+    finally:
+        os.close(fd)
+
+
+def _replace(path: str, data: bytes) -> None:
     # The temporary name does not contain the final one: that one may be as long as the file system allows.
     # No fsync: the page cache outlives the process, and only the death of the process is at stake here.
     name = f".error.{os.getpid()}.{time.monotonic_ns()}.tmp"
@@ -148,12 +185,7 @@ def _write(path: str, data: bytes) -> None:
     temporary = os.path.join(folder, name)
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        try:
-            left = memoryview(data)
-            while left:
-                left = left[os.write(fd, left) :]
-        finally:
-            os.close(fd)
+        _write_all(fd, data)
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
