@@ -358,6 +358,7 @@ def test_the_same_exception_again_keeps_its_date_and_text(error_file: Path) -> N
     assert by_path().record(exc, left=True)
     data = json.loads(first)
     data["message"]["extraInfo"]["left"] = True
+    del data["message"]["extraInfo"]["handled_ns"]
     assert json.loads(error_file.read_text()) == data
     # Another has taken its place: it is written once more, and still began when it began.
     assert evidence.record(raised(KeyError("between")))
@@ -414,6 +415,42 @@ def raised_and_recorded(text: str) -> BaseException:
     return exc
 
 
+def test_what_another_thread_records_while_one_is_handled_is_not_lost(
+    error_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = evidence.written_by
+
+    def late(data: dict[str, Any] | None) -> int | None:
+        monkeypatch.setattr(evidence, "written_by", look)
+        assert evidence.record(KeyError("the end"), left=True)
+        return look(data)
+
+    try:
+        raise ValueError("handled")  # noqa: TRY301 - here, and in no frame that would hold it
+    except ValueError as exc:
+        assert evidence.record(exc)
+        monkeypatch.setattr(evidence, "written_by", late)
+    assert told(error_file) == "KeyError: 'the end'"
+    assert evidence.has_left(evidence.read(str(error_file))[0])
+
+
+def test_a_loop_that_handles_many_exceptions_writes_a_file_for_each_and_no_more(
+    error_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = []
+    replace = os.replace
+    monkeypatch.setattr("os.replace", lambda *paths: (written.append(paths), replace(*paths)))
+    for number in range(10):
+        try:
+            raise ValueError(f'"handled_ns": null {number}')  # noqa: TRY301 - as above
+        except ValueError as exc:
+            assert evidence.record(exc)
+    assert len(written) == 10
+    data = evidence.read(str(error_file))[0]
+    assert evidence.handled_at(data) is not None
+    assert told(error_file) == 'ValueError: "handled_ns": null 9'
+
+
 def test_a_mark_means_nothing_in_another_process(error_file: Path) -> None:
     exc = raised_and_recorded("x")
     copy = pickle.loads(pickle.dumps(exc))
@@ -423,7 +460,7 @@ def test_a_mark_means_nothing_in_another_process(error_file: Path) -> None:
         del exc, copy  # handled, but by a fork
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
-    assert "handled_ns" not in info(error_file)
+    assert info(error_file)["handled_ns"] is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -923,6 +960,10 @@ def test_record_in_a_process(tmp_path: Path, body: str, exitcode: int, recorded:
     assert set(failure.traceback.splitlines()) <= set(stderr.splitlines())
     assert "in main" in failure.traceback
     assert "phalanx" not in stderr
+    # It was handled by nobody, however long the interpreter has taken to end of it.
+    assert evidence.handled_at(failure.error_file_data) is None
+    late = ProcessFailure(0, process.pid, 1, str(path), observed_ns=time.monotonic_ns() + 3600 * SECOND)
+    assert late.message == recorded
 
 
 def test_record_in_a_process_that_cannot_write(tmp_path: Path) -> None:

@@ -52,6 +52,8 @@ _PLAIN_LINES = 2000
 _NOT_TO_BE_CAUGHT = (4, 6, 7, 8, 9, 11, 19)
 """SIGKILL and SIGSTOP, and those that are `catch_fatal_signals`'s; as numbers of Linux, which differ on no machine that
 Phalanx is tested on, lest `signal` be imported."""
+_UNHANDLED = b'"handled_ns": null'  # in a message, the quotes would be escaped
+_ROOM = 20  # digits of a moment, and spaces: what is noted later takes no more place
 _IRREPLACEABLE = (1, 13, 16, 30)
 """EPERM, EACCES, EBUSY and EROFS, as numbers of Linux: a mount cannot be replaced, nor what lies in a folder of others,
 and may be written to."""
@@ -142,7 +144,8 @@ def _encoded(value: Any) -> bytes:
     import json
 
     # What UTF-8 cannot say becomes \\udXXX, which inside a JSON string is the right escape for it.
-    return json.dumps(value, ensure_ascii=False, default=_repr).encode("utf-8", "backslashreplace")
+    text = json.dumps(value, ensure_ascii=False, default=_repr).encode("utf-8", "backslashreplace")
+    return text.replace(_UNHANDLED, _UNHANDLED[:-4] + b"null".ljust(_ROOM), 1)
 
 
 def _write(path: str, data: bytes) -> None:
@@ -227,6 +230,7 @@ def record(exc: BaseException, path: str | None = None, *, tb_text: str | None =
                 _note_end(path, 1, mark["began"])
             elif left and not has_left(data):
                 _extra_info(data)["left"] = True
+                _extra_info(data).pop("handled_ns", None)
                 write_json(path, data)
                 mark["files"][path] = state(path)
             return True
@@ -279,8 +283,7 @@ def put(
     stamp: dict[str, Any] = {"monotonic_ns": began, "pid": pid}
     if recorded != began:
         stamp["recorded_ns"] = recorded
-    if left:
-        stamp["left"] = True
+    stamp.update({"left": True} if left else {"handled_ns": None})
     if data is not None and author != pid and message_of(data) is not None:
         same = _tells_of(data, message)
         if of_launcher or (author is None and (same or _is_fresh(path))):
@@ -323,7 +326,8 @@ class _Mark(dict):  # type: ignore[type-arg]  # no dict[...] at run time under P
 
     A dict, and an attribute of the exception: a script's runner and `phalanx` each have a copy of this module, and
     what one has marked the other knows. It goes when the exception goes. That is when one was handled, unless it
-    had left the main function by then: the file says so. (An exception that was never raised is handled by nobody.)
+    had left the main function by then: the file says so. (An exception that was never raised is handled by nobody, and
+    neither is one that is there until the interpreter itself ends: that may be of it.)
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -331,7 +335,9 @@ class _Mark(dict):  # type: ignore[type-arg]  # no dict[...] at run time under P
 
     def __del__(self) -> None:
         try:
-            if self["pid"] == os.getpid() and self["raised"]:
+            import sys
+
+            if self["pid"] == os.getpid() and self["raised"] and not sys.is_finalizing():
                 for path, noted in self["files"].items():
                     _note_handled(path, noted)
         except BaseException:  # at the interpreter's end there is nothing left to do it with
@@ -373,13 +379,23 @@ def _chain(exc: BaseException) -> list[BaseException]:
 
 
 def _note_handled(path: str, noted: tuple[int, int]) -> None:
-    """Note that the exception that a file tells of has been let go of, by who went on. Raises OSError."""
-    if state(path) != noted:
-        return
-    data = read(path)[0]
-    if written_by(data) == os.getpid() and not has_left(data) and not _of_timer(data):
-        _extra_info(data)["handled_ns"] = time.monotonic_ns()
-        write_json(path, data)
+    """Note that the exception that a file tells of has been let go of, by who went on. Raises OSError, ValueError.
+
+    In place: a file that another thread has put there meanwhile is not touched, and a loop may handle many.
+    """
+    import json
+
+    fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    try:
+        found = os.fstat(fd)
+        if (found.st_ino, found.st_mtime_ns) != noted:
+            return
+        raw = os.read(fd, found.st_size)
+        place = raw.find(_UNHANDLED)
+        if place >= 0 and written_by(json.loads(raw.decode("utf-8", "replace"))) == os.getpid():
+            os.pwrite(fd, (b"%d" % time.monotonic_ns()).ljust(_ROOM), place + len(_UNHANDLED) - 4)
+    finally:
+        os.close(fd)
 
 
 def _tells_of(data: dict[str, Any], message: str) -> bool:
