@@ -409,6 +409,14 @@ def test_a_recorded_exception_is_held_by_nobody_and_says_when_it_went(error_file
     assert before <= (evidence.handled_at(evidence.read(str(error_file))[0]) or 0) <= time.monotonic_ns()
 
 
+def handle(text: str) -> None:
+    """Raise an exception, record it and let go of it."""
+    try:
+        raise ValueError(text)  # noqa: TRY301 - as above
+    except ValueError as exc:
+        evidence.record(exc)
+
+
 def raised_and_recorded(text: str) -> BaseException:
     exc = raised(ValueError(text))
     assert evidence.record(exc)
@@ -425,11 +433,14 @@ def test_what_another_thread_records_while_one_is_handled_is_not_lost(
         assert evidence.record(KeyError("the end"), left=True)
         return look(data)
 
+    exc: Exception | None = None
     try:
-        raise ValueError("handled")  # noqa: TRY301 - here, and in no frame that would hold it
-    except ValueError as exc:
-        assert evidence.record(exc)
-        monkeypatch.setattr(evidence, "written_by", late)
+        raise ValueError("handled")  # noqa: TRY301 - as above
+    except ValueError as caught:
+        exc = caught
+    assert evidence.record(exc)
+    monkeypatch.setattr(evidence, "written_by", late)
+    exc = None
     assert told(error_file) == "KeyError: 'the end'"
     assert evidence.has_left(evidence.read(str(error_file))[0])
 
@@ -441,10 +452,7 @@ def test_a_loop_that_handles_many_exceptions_writes_a_file_for_each_and_no_more(
     replace = os.replace
     monkeypatch.setattr("os.replace", lambda *paths: (written.append(paths), replace(*paths)))
     for number in range(10):
-        try:
-            raise ValueError(f'"handled_ns": null {number}')  # noqa: TRY301 - as above
-        except ValueError as exc:
-            assert evidence.record(exc)
+        handle(f'"handled_ns": null {number}')
     assert len(written) == 10
     data = evidence.read(str(error_file))[0]
     assert evidence.handled_at(data) is not None
@@ -687,6 +695,17 @@ def test_what_follows_an_expired_timer_is_added_to_it(error_file: Path) -> None:
     evidence.withdraw(str(error_file))
     assert error_file.exists(), "the exception is not the timer's"
     assert evidence.seen_by_timer(str(error_file)) == "why"
+
+
+def test_what_follows_an_exception_that_has_left_is_added_to_it(error_file: Path) -> None:
+    assert evidence.record(raised(ValueError("the end")), left=True)
+    for text in ("in an exit handler", "in a thread"):
+        handle(text)
+    failure = ProcessFailure(0, os.getpid(), 1, error_file, observed_ns=time.monotonic_ns())
+    assert failure.message == "ValueError: the end"
+    assert info(error_file)["afterwards"] == "ValueError: in an exit handler"
+    assert evidence.record(OSError("another end"), left=True)
+    assert told(error_file) == "OSError: another end"
 
 
 def test_evidence_of_a_stranger_gives_way_and_that_of_the_parent_stays(error_file: Path) -> None:
@@ -1176,6 +1195,23 @@ def test_initialize_leaves_a_worker_its_file_for_fatal_signals(tmp_path: Path) -
 
 
 # --- ChildFailedError, Outcome ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [1, None, (0, None), (0, ProcessFailure(0, 1, 1, "")), OSError("x")])
+def test_record_of_an_exception_with_a_method_of_that_name(error_file: Path, first: object) -> None:
+    class Vote(Exception):  # noqa: N818 - not an error, a trial
+        def get_first_failure(self) -> object:
+            if isinstance(first, Exception):
+                raise first
+            return first
+
+    @record
+    def main() -> None:
+        raise Vote("x")
+
+    with pytest.raises(Vote):
+        main()
+    assert told(error_file) == "Vote: x"
 
 
 def test_a_child_failed_error_travels() -> None:

@@ -202,7 +202,8 @@ def record(exc: BaseException, path: str | None = None, *, tb_text: str | None =
     again keeps its date and its text. One that has come of another (its cause, or its context) has that one's
     date, and its own text: the failure began then. What else the file held is kept in it under ``before``.
 
-    Evidence of our parent stays as it is. What came after an expired timer is added to that. A file that the user's
+    Evidence of our parent stays as it is. What came after an expired timer, or after an exception that had left the
+    main function, is added to that: exit handlers and threads fail of what has ended. A file that the user's
     code has written, or `torch`, keeps its message if it tells of this exception, or is of what a launcher
     has launched that has failed, or is not older than `SOON_NS`: this exception is added.
 
@@ -277,7 +278,7 @@ def put(
     """
     pid = os.getpid() if pid is None else pid
     author = written_by(data)
-    if author == pid and _of_timer(data):
+    if author == pid and (_of_timer(data) or (has_left(data) and not left)):
         _add_to(path, data, message, stack)
         return
     stamp: dict[str, Any] = {"monotonic_ns": began, "pid": pid}
@@ -392,7 +393,8 @@ def _note_handled(path: str, noted: tuple[int, int]) -> None:
             return
         raw = os.read(fd, found.st_size)
         place = raw.find(_UNHANDLED)
-        if place >= 0 and written_by(json.loads(raw.decode("utf-8", "replace"))) == os.getpid():
+        data = json.loads(raw.decode("utf-8", "replace"))
+        if place >= 0 and written_by(data) == os.getpid() and not has_left(data):
             os.pwrite(fd, (b"%d" % time.monotonic_ns()).ljust(_ROOM), place + len(_UNHANDLED) - 4)
     finally:
         os.close(fd)

@@ -226,19 +226,20 @@ class _Recording:
 
     def _passed_on(self, exc: BaseException) -> bool:
         """Whether an exception is a launcher's, and our error file is now that of what has failed below it."""
-        first = getattr(type(exc), "get_first_failure", None)
-        if not callable(first):
+        try:
+            _, failure = type(exc).get_first_failure(exc)  # type: ignore[attr-defined]
+            error_file, exitcode = os.fspath(failure.error_file), int(failure.exitcode)
+        except Exception:  # noqa: BLE001 - it has no such method, or one of another kind
             return False
-        _, failure = first(exc)
         # An error file that is not as it should be is of more use to whoever reads ours than a copy of it.
-        if failure.error_file == NOT_AVAILABLE or getattr(failure, "unreadable", ""):
+        if error_file == NOT_AVAILABLE or getattr(failure, "unreadable", ""):
             return False
         own = getattr(self._handler, "_get_error_file_path", ErrorHandler()._get_error_file_path)()  # noqa: SLF001 - as `ErrorHandler` has it
         if own and evidence.seen_by_timer(own):
             return False  # this came of that
         before = evidence.state(own) if own else None
         try:
-            self._handler.dump_error_file(failure.error_file, failure.exitcode)
+            self._handler.dump_error_file(error_file, exitcode)
         except (OSError, ValueError):  # gone or damaged in the meantime
             return False
         if own and evidence.state(own) != before:
