@@ -361,8 +361,8 @@ def test_the_same_exception_again_keeps_its_date_and_text(error_file: Path) -> N
     del data["message"]["extraInfo"]["handled_ns"]
     assert json.loads(error_file.read_text()) == data
     # Another has taken its place: it is written once more, and still began when it began.
-    assert evidence.record(raised(KeyError("between")))
-    assert evidence.record(exc)
+    assert evidence.record(raised(KeyError("between")), left=True)
+    assert evidence.record(exc, left=True)
     assert told(error_file) == "ValueError: another text"
     assert info(error_file)["monotonic_ns"] == data["message"]["extraInfo"]["monotonic_ns"]
 
@@ -450,7 +450,12 @@ def test_a_loop_that_handles_many_exceptions_writes_a_file_for_each_and_no_more(
 ) -> None:
     written = []
     replace = os.replace
-    monkeypatch.setattr("os.replace", lambda *paths: (written.append(paths), replace(*paths)))
+
+    def count(*paths: str) -> None:
+        written.append(paths)
+        replace(*paths)
+
+    monkeypatch.setattr("os.replace", count)
     for number in range(10):
         handle(f'"handled_ns": null {number}')
     assert len(written) == 10
@@ -675,6 +680,20 @@ def test_a_file_that_was_written_long_before_the_end_is_said_to_be_that(tmp_path
     failure = ProcessFailure(0, 7, 3, path, observed_ns=time.monotonic_ns() + 3600 * SECOND)
     assert (failure.message, failure.detail) == ("flat", "its error file was written 3600 s before its end")
     assert ProcessFailure(0, 7, 3, path, observed_ns=time.monotonic_ns()).detail == ""
+
+
+@pytest.mark.parametrize("after, dated", [(0.0, False), (2.0, True), (12.0, False), (-2.0, False)])
+def test_a_file_that_is_not_ours_is_dated_by_its_own_time(tmp_path: Path, after: float, dated: bool) -> None:
+    path = tmp_path / "error.json"
+    path.write_text('{"message": "flat"}')
+    now, wall = time.monotonic_ns(), time.time_ns()
+    os.utime(path, ns=(wall, wall - int(after * SECOND)))
+    failure = ProcessFailure(0, 7, 3, path, observed_ns=now)
+    assert failure.message == "flat"
+    if dated:
+        assert abs(failure.first_key - (now - after * SECOND)) < SECOND / 2
+    else:
+        assert failure.evidence_ns is None
 
 
 def test_ranks_that_differ_in_such_times_alone_have_the_same_failure(tmp_path: Path) -> None:
@@ -907,6 +926,16 @@ def test_the_first_failure_is_the_one_with_the_first_evidence(tmp_path: Path) ->
     assert first(late_exit, failure(9, None, 1099, exitcode=-9)) == 9
     assert first(late_exit, failure(10, None, 1101, exitcode=-9)) == 0
     assert first(late_exit, failure(11, None, 1006, exitcode=-11)) == 0
+
+
+def test_of_failures_without_a_moment_the_timestamp_tells_the_first(tmp_path: Path) -> None:
+    failures = {}
+    for rank, timestamp in enumerate(["9", "5", "7"]):
+        path = tmp_path / f"{rank}.json"
+        path.write_text(json.dumps({"message": {"message": "E", "extraInfo": {"timestamp": timestamp}}}))
+        failures[rank] = ProcessFailure(rank, 7, 1, path)
+    failures[3] = ProcessFailure(3, 7, 1, "")
+    assert ChildFailedError("x", failures).get_first_failure()[0] == 1
 
 
 def test_the_stack_of_a_fatal_signal_is_the_traceback(tmp_path: Path) -> None:

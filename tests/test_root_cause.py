@@ -710,6 +710,24 @@ def test_an_error_file_that_a_script_has_written_itself_is_kept(tmp_path: Path, 
     assert failure.evidence_ns is not None
 
 
+def test_an_error_file_that_a_binary_writes_at_once_has_its_folder() -> None:
+    scripts = ['echo \'{"message": "mine"}\' > $TORCHELASTIC_ERROR_FILE; exit 3'] * 8
+    result = run("/bin/sh", shell(*scripts), settle=TIMEOUT)
+    assert {failure.message for failure in result.failures.values()} == {"mine"}
+
+
+def test_who_wrote_a_file_of_its_own_first_is_the_cause_however_long_it_takes_to_leave(tmp_path: Path) -> None:
+    go = shlex.quote(str(tmp_path / "go"))
+    os.mkfifo(tmp_path / "go")
+    write = 'echo \'{"message": "%s"}\' > $TORCHELASTIC_ERROR_FILE'
+    earlier = "touch -d @$(($(date +%s) - 1)) $TORCHELASTIC_ERROR_FILE"
+    first = f"{write % 'first'}; {earlier}; echo > {go}; exec sleep 600"
+    second = f"read line < {go}; {write % 'second'}; exit 1"
+    result = run("/bin/sh", shell(first, second), settle=0.0)
+    assert states(result) == ["failed", "failed"]
+    assert (cause(result), result.failures[0].message) == (0, "first")
+
+
 NESTED = """
 from phalanx.errors import ChildFailedError, record
 from phalanx.multiprocessing import start_processes

@@ -50,7 +50,7 @@ class ChildFailedError(Exception):
         self.log_dir = log_dir
 
     def get_first_failure(self) -> tuple[int, ProcessFailure]:
-        """The global rank and the failure that came first: by its evidence, else by its exit, else by order."""
+        """The global rank and the failure that came first: by its evidence, else its exit, else its timestamp."""
         return first_failure(self.failures)
 
     def format_msg(self) -> str:
@@ -67,9 +67,11 @@ class ChildFailedError(Exception):
 
 
 def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The rank and failure with the least `ProcessFailure.first_key`; of equals, the earlier in the mapping.
+    """The rank and failure with the least `ProcessFailure.first_key`; of equals, the one with the least ``timestamp``.
+
+    Of equals in that, too, it is the earlier in the mapping.
 
     Raises:
         ValueError: There is no failure.
     """
-    return min(failures.items(), key=lambda item: item[1].first_key)
+    return min(failures.items(), key=lambda item: (item[1].first_key, item[1].timestamp))

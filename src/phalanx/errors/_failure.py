@@ -185,7 +185,8 @@ class ProcessFailure(Value):
             there is none.
         unreadable: Why the error file could not be used, ``""`` otherwise.
         evidence_ns: When this very process recorded its evidence, or left by ``sys.exit``, on CLOCK_MONOTONIC, in
-            nanoseconds, or None.
+            nanoseconds, or None. Of a file that is not ours, and does not say whose it is: when it was written, if
+            that was just before the end.
 
     >>> failure = ProcessFailure(1, 4242, -9, "<N/A>")
     >>> failure.message, failure.signal_name(), failure.error_file_data

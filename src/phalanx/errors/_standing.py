@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 _FAILED = 1  # the exit code of an interpreter that an exception has left
+_TICK_NS = 10_000_000  # a file's time is that much early, at the most
 _TEXT = 200  # characters of a message that is mentioned
 
 
@@ -54,9 +55,10 @@ def standing(
     age = min(ends) - recorded if ends and recorded is not None else 0
     soon = age <= evidence.SOON_NS
     before = f"{_seconds(age)} before" if ends else "before"
-    if author is None:
+    if author is None:  # torch's, or the user's own: what it says of time is in seconds
         said = "" if soon else f"its error file was written {before} its end"
-        return True, evidence.written_at(data), said
+        dated = recorded is not None and _TICK_NS <= age <= evidence.SOON_NS
+        return True, recorded + _TICK_NS if dated and recorded else evidence.written_at(data), said
     if author != pid:
         stands = soon or exitcode > 0 or signalled_ns is not None
         said = f"recorded by process {author}, below the worker, {before} its end"

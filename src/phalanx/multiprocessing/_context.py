@@ -105,6 +105,9 @@ class PContext(ABC):
             they did before; only a SIGINT that arrives during the start has to wait until the group can be closed.
     """
 
+    _begins_slowly = True
+    """Whether a worker is an interpreter first, and writes no error file before its folder can be there."""
+
     def __init__(
         self,
         name: str,
@@ -201,7 +204,7 @@ class PContext(ABC):
                     plan.warm.begin()  # it imports while we go on
                     if self._own_warm is not None:
                         undo.callback(self._own_warm.close)
-            self._logs_specs.folders_can_wait = True
+            self._logs_specs.folders_can_wait = self._begins_slowly
             self.logs = self._logs_specs.reify(self.envs)
             evidence.remove_old(self.logs.error_files.values())
             report = self._watch(supervisor, undo)
@@ -520,6 +523,8 @@ class MultiprocessContext(PContext):
 class SubprocessContext(PContext):
     """A group whose workers are copies of a binary."""
 
+    _begins_slowly = False
+
     def __init__(
         self,
         name: str,
@@ -560,6 +565,8 @@ class ScriptContext(SubprocessContext):
         python: The interpreter; default: this one.
         preload: Modules that are imported once, before: the workers are forks then, and ``python`` is this interpreter.
     """
+
+    _begins_slowly = True
 
     def __init__(
         self,
