@@ -392,3 +392,9 @@ def test_the_same_text_as_the_originals(tmp_path: Path, options: dict[str, Any])
         shown_by(kind, files, console, b"line 1\nline 2\n\nline \xc3\xa9 2\n", **options)
         texts.append(sorted(console.getvalue().splitlines()))
     assert texts[0] == texts[1]
+
+
+def test_files_may_be_path_objects(file: Path, console: Console) -> None:
+    file.write_bytes(b"a\n")
+    TailLog("t", {0: file}, console).start().stop()
+    assert console.getvalue() == "[t0]:a\n"

@@ -29,8 +29,8 @@ class TailLog:
     r"""Shows what is appended to files, whole lines at a time, until it is stopped. Files may be created later.
 
     One thread for all files, and none of its wake-ups is for nothing: ``interval_sec`` is accepted and without effect.
-    What reaches ``dst`` is bytes as they are in the files where ``dst`` has a descriptor (the original ends at
-    one that is no UTF-8), else text with replacement characters.
+    What reaches ``dst`` is bytes as they are in the files where ``dst`` has a descriptor, else text with replacement
+    characters. A last line without an end gets one.
 
     Args:
         name: Names the thread, and each file's prefix: ``[{name}{rank}]:``.
@@ -55,14 +55,14 @@ class TailLog:
     def __init__(
         self,
         name: str,
-        log_files: Mapping[int, str],
+        log_files: Mapping[int, str | os.PathLike[str]],
         dst: TextIO | None,
         log_line_prefixes: Mapping[int, str] | float | None = None,
         interval_sec: float = 0.1,  # noqa: ARG002 - historical
         log_line_filter: Callable[[str], bool] | None = None,
     ) -> None:
         self._name = name
-        self._files = dict(log_files)
+        self._files = {rank: os.fspath(path) for rank, path in log_files.items()}
         self._dst = dst
         if log_line_prefixes is None or isinstance(log_line_prefixes, (int, float)):
             log_line_prefixes = {}
@@ -126,7 +126,7 @@ class TailLog:
     def _make(self, dst: Any) -> Pump:
         view = View(Paper(Sink(target(dst))), Text(), None if self._filter is None else _select(self._filter))
         streams = []
-        for rank, path in sorted(self._files.items()):
+        for rank, path in self._files.items():
             prefix = self._prefixes.get(rank, f"[{self._name}{rank}]:")
             lane = Lane(rank, "stdout", prefix.encode("utf-8", "surrogateescape"))
             streams.append(Stream(Follower(path), [(view, lane)]))
@@ -135,7 +135,7 @@ class TailLog:
 
 def tail_logfile(
     header: str,
-    file: str,
+    file: str | os.PathLike[str],
     dst: TextIO,
     finished: threading.Event,
     interval_sec: float = 0.1,
