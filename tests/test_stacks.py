@@ -21,7 +21,7 @@ from phalanx._core import evidence, spy, stacks
 from phalanx.multiprocessing import start_processes
 from phalanx.timer._stack_signal import move_stack_signal
 from tests import stack_workers
-from tests.helpers import TIMEOUT
+from tests.helpers import TIMEOUT, descendants
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -494,6 +494,86 @@ def test_the_file_goes_unless_somebody_has_asked(tmp_path: Path, ready: Ready) -
         worker.ask()
     evidence.remove_empty(worker.error_file)
     assert os.path.exists(path)
+
+
+@pytest.mark.parametrize("suffix", ["", ".fatal", ".exit", ".stacks"])
+def test_a_pipe_in_the_place_of_a_file_holds_up_nobody(tmp_path: Path, suffix: str) -> None:
+    path = str(tmp_path / "error.json")
+    os.mkfifo(path + suffix)
+    code = (
+        f"import sys; sys.path.insert(0, {ROOT + '/_core'!r}); import evidence\n"
+        "evidence.catch_fatal_signals(), evidence.offer_stacks(), evidence.note_exit(SystemExit(3))\n"
+        "evidence.record(ValueError())"
+    )
+    argv = [sys.executable, "-S", "-c", code]
+    subprocess.run(argv, env={evidence.ERROR_FILE_ENV: path}, check=True, timeout=TIMEOUT)
+
+
+@without_py_spy
+@pytest.mark.parametrize("make", ["text", "nothing", "link", "folder"])
+def test_what_is_not_ours_is_not_written_to(tmp_path: Path, ready: Ready, make: str) -> None:
+    theirs, plain = tmp_path / "theirs", tmp_path / "0" / "error.json.stacks"
+    plain.parent.mkdir()
+    if make == "folder":
+        plain.mkdir()
+    else:
+        theirs.write_text("" if make == "nothing" else "# stacks of layers\n")
+        plain.symlink_to(theirs) if make == "link" else theirs.rename(plain)
+    with Worker(tmp_path, ready, SLEEP) as worker:
+        assert shown(worker.ask()) == [["work", "<module>"]]
+        assert os.path.exists(evidence.stacks_path(worker.error_file, worker.process.pid))
+    if make != "folder":
+        assert plain.read_text() == ("" if make == "nothing" else "# stacks of layers\n")
+
+
+def test_files_that_are_called_nearly_as_ours_stay(tmp_path: Path) -> None:
+    path = str(tmp_path / "error.json")
+    ours, theirs = {".stacks", ".stacks.4242"}, {".stacks.md", ".stacks-notes", ".stackspace"}
+    for remove in (evidence.remove_empty, lambda path: evidence.remove_old([path])):
+        for suffix in ours | theirs:
+            (tmp_path / f"error.json{suffix}").write_bytes(b"# stacks on signals 52 and 53\n")
+        remove(path)
+        assert set(os.listdir(tmp_path)) == {f"error.json{suffix}" for suffix in theirs}
+
+
+def test_a_stack_below_many_offers_stays(tmp_path: Path) -> None:
+    path = tmp_path / "error.json.stacks"
+    path.write_text(f"{HEADER}1\n" * 1000 + "Thread 0x01 (most recent call first):\n")
+    evidence.remove_empty(str(tmp_path / "error.json"))
+    assert path.exists()
+
+
+def test_an_offer_that_cannot_be_written_leaves_no_descriptor(tmp_path: Path) -> None:
+    code = (
+        f"import os, resource, sys; sys.path.insert(0, {ROOT + '/_core'!r}); import evidence\n"
+        "before = os.listdir('/proc/self/fd')\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"  # as when the disk is full
+        "sys.exit(evidence.offer_stacks() or os.listdir('/proc/self/fd') != before)"
+    )
+    env = {evidence.ERROR_FILE_ENV: str(tmp_path / "error.json")}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=TIMEOUT)
+
+
+@without_py_spy
+def test_a_fork_of_a_process_that_is_not_the_ranks_first_shows_its_own(tmp_path: Path, ready: Ready) -> None:
+    code = """
+        if os.fork() == 0:
+            def below(): ready(); time.sleep(1000)
+            assert offer()
+            below()
+        os.wait()
+        """
+    error_file = str(tmp_path / "0" / "error.json")
+    with Worker(tmp_path, ready, SLEEP) as first, Worker(tmp_path, ready, code) as second:
+        (fork,) = descendants(second.process.pid)
+        try:
+            target = stacks.Target(0, fork, error_file, doomed=True)
+            assert shown(stack_workers.ask(target)) == [["below", "work", "<module>"]]
+            assert os.path.exists(evidence.stacks_path(error_file, fork))
+            assert shown(second.ask()) == [["work", "<module>"]]
+            assert shown(first.ask()) == [["work", "<module>"]]
+        finally:
+            os.kill(fork, signal.SIGKILL)
 
 
 def test_an_offer_adds_no_module(tmp_path: Path) -> None:

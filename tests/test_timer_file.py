@@ -392,6 +392,41 @@ def test_what_a_worker_has_recorded_itself_is_kept(server: FileTimerServer, path
         assert data["message"]["message"] == "ValueError: first"
 
 
+def test_who_reads_another_ranks_stacks_is_not_accused_in_its_place(
+    server: FileTimerServer, path: str, tmp_path: Path
+) -> None:
+    assert server._thread is not None
+    theirs, own = tmp_path / "3" / "error.json", tmp_path / "error.json"
+    theirs.parent.mkdir()
+    with Child(path, TORCHELASTIC_ERROR_FILE=str(own)) as child:
+        number = int(child.do(f"kept = open({str(theirs) + '.stacks'!r}, 'a+'); print(kept.fileno())").split()[0])
+        stacks = theirs.with_name("error.json.stacks")
+        stacks.write_text(f"# stacks on signals 52 and 53, descriptor {number + 1}, process 4242\n")
+        child.do(f"again = open({str(stacks)!r})")  # which has that number, and is for reading
+        child.begin("client.acquire('s', time.time())")
+        assert child.exitcode() == -signal.SIGKILL
+    assert not theirs.exists()
+    assert evidence.written_by(evidence.read(str(own))[0]) == child.pid
+
+
+def test_what_a_process_above_the_worker_has_recorded_is_kept(
+    server: FileTimerServer, path: str, tmp_path: Path
+) -> None:
+    assert server._thread is not None
+    error_file = str(tmp_path / "error.json")
+    with Child(path, TORCHELASTIC_ERROR_FILE=error_file) as child:
+        evidence.write_error_file(error_file, "ValueError: first", "", pid=child.pid)
+        child.do(
+            "middle = os.fork()\n"
+            "if not middle:\n"
+            "    worker = os.fork()\n"
+            "    if not worker: client.acquire('s', time.time()); time.sleep(1000)\n"
+            "    os._exit(os.waitpid(worker, 0)[1])\n"
+            "assert os.waitpid(middle, 0)[1] == signal.SIGKILL << 8"
+        )
+    assert evidence.message_of(evidence.read(error_file)[0]) == "ValueError: first"
+
+
 def test_several_scopes_of_one_worker_are_one_kill(
     server: FileTimerServer, path: str, events: Events, child: Child, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -61,7 +61,8 @@ _FOLLOWED = "afterwards"  # the key of what a process has raised after what its 
 _BRIEF = 4096  # characters of what a file held before
 _MARK = "_phalanx_recorded"  # the attribute of an exception that has been recorded
 _CHAIN = 100  # exceptions of a chain that are looked at
-_STACKS_HEADER = b"# stacks on signals %d and %d, descriptor %d, process %d\n"
+_STACKS_HEAD = b"# stacks on signals "
+_STACKS_HEADER = _STACKS_HEAD + b"%d and %d, descriptor %d, process %d\n"
 _SIGNALS = 64  # the highest number of a signal
 _S_IFMT, _S_IFREG = 0o170000, 0o100000  # of inode(7): `stat` is not imported for them
 
@@ -715,7 +716,7 @@ def _offer(error_file: str, asked: int | None) -> bool:
 
     path = _home_of_stacks(error_file)
     before, fd, _author = _offered_here(path)
-    for each in before or _offered_here(stacks_path(error_file))[0]:  # in a fork, those of who has forked us
+    for each in before or _inherited(error_file):
         if _signal.getsignal(each) in (None, 0):  # else a handler of the user's has taken its place
             faulthandler.unregister(each)
     base = int(_signal.SIGRTMIN) + 18
@@ -728,9 +729,7 @@ def _offer(error_file: str, asked: int | None) -> bool:
     second = base if number == base + 1 else base + 1
     if not _is_default(second):
         second = 0
-    if fd < 0:
-        fd = _open_to_append(path)
-    os.write(fd, _STACKS_HEADER % (number, second, fd, os.getpid()))
+    fd = _write_header(error_file, fd, number, second)
     for each, unused, everyone in ((number, free, False), (second, True, True)):
         if each and unused:  # a process that has forked us may have it on the books still, which are not the kernel's
             faulthandler.unregister(each)
@@ -740,7 +739,7 @@ def _offer(error_file: str, asked: int | None) -> bool:
 
 
 def offers_stacks(path: str) -> bool:
-    """Whether this very process offers its stacks already. Raises OSError."""
+    """Whether this very process offers its stacks already. Never raises."""
     numbers, _fd, author = _offered_here(_home_of_stacks(path))
     return bool(numbers) and author == os.getpid()
 
@@ -764,11 +763,10 @@ def offered(data: bytes) -> tuple[int, int, int, int]:
     >>> offered(b"# stacks on signals 52 and 53, descriptor 5, process 4242")
     (52, 53, 5, 4242)
     """
-    head = _STACKS_HEADER[: _STACKS_HEADER.index(b"%")]
-    start = data.rfind(b"\n" + head) + 1
-    if not data.startswith(head, start):
+    start = data.rfind(b"\n" + _STACKS_HEAD) + 1
+    if not data.startswith(_STACKS_HEAD, start):
         return 0, 0, -1, 0
-    words = data[start + len(head) : start + 200].split(b"\n", 1)[0].replace(b",", b"").split()
+    words = data[start + len(_STACKS_HEAD) : start + 200].split(b"\n", 1)[0].replace(b",", b"").split()
     numbers = [int(word) if word.isdigit() and len(word) < 10 else 0 for word in words[0::2]]  # noqa: PLR2004 - of 32 bits at the most
     if len(numbers) != 4:  # noqa: PLR2004 - as the header has
         return 0, 0, -1, 0
@@ -776,17 +774,17 @@ def offered(data: bytes) -> tuple[int, int, int, int]:
     return (first if first <= _SIGNALS else 0), (second if second <= _SIGNALS else 0), fd, pid
 
 
-def error_file_of(path: str) -> str:
-    """The error file beside which a file of stacks lies, if that is one by name and header; else ``""``. Never raises.
+def error_file_of(path: str, fd: int) -> str:
+    """The error file beside which a file of stacks lies that a process has open as ``fd``; or ``""``. Never raises.
 
-    >>> error_file_of("/models/model.stacks")
+    It is one by its name, and by a header that names this descriptor: else the process may read another's.
+
+    >>> error_file_of("/models/model.stacks", 3)
     ''
     """
-    stem, found, pid = path.rpartition(".stacks")
-    if not found or (pid and not (pid.startswith(".") and pid[1:].isdigit())):
-        return ""
+    stem, found, rest = path.rpartition(".stacks")
     try:
-        return stem if _contents(path, 200).startswith(_STACKS_HEADER[: _STACKS_HEADER.index(b"%")]) else ""
+        return stem if found and _is_pid(rest) and offered(_contents(path, READ_LIMIT))[2] == fd else ""
     except (OSError, ValueError):
         return ""
 
@@ -828,10 +826,9 @@ def remove_empty(path: str) -> None:
             os.unlink(fatal_path(path))
     except (OSError, ValueError):
         pass
-    head = _STACKS_HEADER.split()[0]
     for name in _all_stacks(path):
         try:
-            if all(line.startswith(head) for line in _contents(name, 4096).splitlines()):
+            if all(line.startswith(_STACKS_HEAD) for line in _contents(name, READ_LIMIT).splitlines()):
                 os.unlink(name)
         except (OSError, ValueError):
             pass
@@ -863,19 +860,58 @@ def _all_stacks(path: str) -> list[str]:
     plain = stacks_path(path)
     folder, name = os.path.split(plain)
     try:
-        return [os.path.join(folder, each) for each in os.listdir(folder or os.curdir) if each.startswith(name)]
+        names = [
+            each for each in os.listdir(folder or os.curdir) if each.startswith(name) and _is_pid(each[len(name) :])
+        ]
     except (OSError, ValueError):
         return []
+    return [os.path.join(folder, each) for each in names]
+
+
+def _is_pid(text: str) -> bool:
+    """Whether it is what follows ``.stacks`` in a name of ours."""
+    return not text or (text[0] == "." and text[1:].isdigit())
 
 
 def _home_of_stacks(path: str) -> str:
-    """Which file takes the stacks of this process: the plain one, unless that is another process's already."""
-    plain, pid = stacks_path(path), os.getpid()
+    """Which file takes the stacks of this process: the plain one, or that with its pid; ``""``: both are others'."""
+    for each in (stacks_path(path), stacks_path(path, os.getpid())):
+        try:
+            if offered(_contents(each, READ_LIMIT))[3] == os.getpid():
+                return each
+        except (FileNotFoundError, NotADirectoryError):
+            return each
+        except OSError:
+            continue
+    return ""
+
+
+def _inherited(error_file: str) -> list[int]:
+    """In a fork, the signals on which who has forked us offers stacks."""
+    return [number for each in _all_stacks(error_file) for number in _offered_here(each)[0]]
+
+
+def _write_header(error_file: str, fd: int, number: int, second: int) -> int:
+    """Say what this process offers, in its file (-1: it is not open yet). Returns the descriptor. Raises OSError."""
+    new = fd < 0
+    if new:
+        fd = _open_stacks(error_file)
     try:
-        author = offered(_contents(plain, READ_LIMIT))[3]
+        os.write(fd, _STACKS_HEADER % (number, second, fd, os.getpid()))
     except OSError:
-        author = 0
-    return plain if author in (0, pid) else stacks_path(path, pid)
+        if new:
+            os.close(fd)
+        raise
+    return fd
+
+
+def _open_stacks(error_file: str) -> int:
+    """Open the file that takes the stacks of this process. Raises OSError."""
+    path = _home_of_stacks(error_file)
+    try:
+        return _open_to_append(path, 0 if os.path.lexists(path) else os.O_EXCL)
+    except FileExistsError:  # another process of the rank was faster
+        return _open_to_append(stacks_path(error_file, os.getpid()), os.O_EXCL)
 
 
 def _offered_here(path: str) -> tuple[list[int], int, int]:
@@ -905,14 +941,20 @@ def _is_default(number: int) -> bool:
     return not any(mask >> number - 1 & 1 for mask in masks)
 
 
-def _open_to_append(path: str) -> int:
-    """Open a file, and make it and its folder if need be. Raises OSError."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+def _open_to_append(path: str, more: int = 0) -> int:
+    """Open a regular file, and make it and its folder if need be. Raises OSError; a FIFO it does not wait for."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | more
     try:
-        return os.open(path, flags, 0o666)
+        fd = os.open(path, flags, 0o666)
     except FileNotFoundError:
+        if not path:
+            raise
         os.makedirs(os.path.dirname(path) or os.curdir, exist_ok=True)
-        return os.open(path, flags, 0o666)
+        fd = os.open(path, flags, 0o666)
+    if os.fstat(fd).st_mode & _S_IFMT != _S_IFREG:
+        os.close(fd)
+        raise OSError(22, "it is not a regular file")
+    return fd
 
 
 def _contents(path: str, limit: int) -> bytes:

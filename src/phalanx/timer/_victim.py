@@ -156,7 +156,7 @@ class Victim:
             # And never by root in a place that a user names.
             if number > 0 and path and self._same_user:
                 known = evidence.read(path)[0]
-                if not hang_report.stands(known, (self.pid, linux.Stat(self.pid).parent)):
+                if not hang_report.stands(known, {stat.pid for stat in _upwards(self.pid)}):
                     self._accuse(path, hangs, moment, [*where, *hang_report.handled(known)], text)
         except Exception as exc:  # noqa: BLE001 - whatever went wrong with the evidence, the kill must follow
             _log.warning("pid %d: no evidence of its expired timer could be left at %s: %s", self.pid, path, exc)
@@ -174,8 +174,9 @@ class Victim:
         """Where the process was told to leave its evidence: an absolute path, or ``""``.
 
         The file for its stacks lies beside, and it has that open; the environment in /proc is that of its last exec, so
-        in a fork it may be another's. Anybody may have a file open that is called so: one of ours has our header, and
-        lies beside an ``error.json``, or beside what the environment names.
+        in a fork it may be another's. Anybody may have a file open that is called so, and may read another's: its own
+        has our header, is open for writing as that says, and lies beside an ``error.json``, or beside what the
+        environment names.
         """
         prefix = f"{evidence.ERROR_FILE_ENV}=".encode()
         told = next((entry[len(prefix) :] for entry in linux.environ(self.pid) if entry.startswith(prefix)), b"")
@@ -187,10 +188,15 @@ class Victim:
             fds = []
         for fd in fds:
             with contextlib.suppress(OSError):  # closed meanwhile
-                found = evidence.error_file_of(os.readlink(f"{folder}/{fd}"))
-                if found and (found == path or os.path.basename(found) == "error.json"):
+                found = evidence.error_file_of(os.readlink(f"{folder}/{fd}"), int(fd))
+                if found and (found == path or os.path.basename(found) == "error.json") and self._writes(fd):
                     return found
         return path if os.path.isabs(path) else ""
+
+    def _writes(self, fd: str) -> bool:
+        """Whether it has a descriptor open for writing."""
+        flags = linux.contents(f"/proc/{self.pid}/fdinfo/{fd}").partition(b"flags:")[2].split()
+        return bool(flags) and int(flags[0], 8) & os.O_ACCMODE != os.O_RDONLY
 
     def _stacks(self, error_file: str, *, doomed: bool) -> str:
         """Take its stacks, for `stacks.BOUND` seconds at most."""
