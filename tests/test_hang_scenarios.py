@@ -105,6 +105,20 @@ def hang():
     subprocess.run([sys.executable, "-c", program])
 """
 
+CHILDREN = """
+import subprocess
+
+def hang():
+    program = (
+        "import sys, threading\\nfrom phalanx import timer\\n"
+        "def fetch():\\n threading.Event().wait()\\n"
+        "def load():\\n threading.Event().wait()\\n"
+        "with timer.expires(after=0.8, scope=sys.argv[1]):\\n globals()[sys.argv[1]]()\\n"
+    )
+    children = [subprocess.Popen([sys.executable, "-c", program, scope]) for scope in ("fetch", "load")]
+    children[0].wait()
+"""
+
 LOADER = f"""
 import multiprocessing
 
@@ -217,6 +231,13 @@ def test_a_rank_that_hangs_is_named_and_where(place: Place, ready: Ready, gate: 
     if culprit in (CHILD, LOADER):
         other = "hang" if culprit is CHILD else r"wait"
         assert re.search(rf"^process \d+ of the same rank is in {other} \(train\.py:\d+\)$", text, re.MULTILINE), text
+
+
+def test_of_two_children_that_hang_it_is_said_of_each_where_it_is(place: Place, ready: Ready, gate: Gate) -> None:
+    rank, text = told(place, ready, gate, CHILDREN)
+    assert rank == "3"
+    scope = text.split("'")[1]
+    assert re.search(rf"rank 3 is in {scope} \(<string>:\d+\)$", text, re.MULTILINE), text
 
 
 def test_a_rank_that_waits_for_a_disk_is_named_and_where(place: Place, ready: Ready, gate: Gate, disk: Disk) -> None:

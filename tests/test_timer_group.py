@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._core import clock, escalation, evidence, frames, spy, stacks, timetable
+from phalanx._core import clock, escalation, evidence, frames, linux, spy, stacks, timetable
 from phalanx._core.hang import Hang
 from phalanx._core.hang_report import HangReport
 from phalanx._core.timetable import Seat, Timer
@@ -27,7 +27,7 @@ from tests import hang_workers
 from tests.helpers import TIMEOUT, alive, wait_gone
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from phalanx.multiprocessing import PContext, RunProcsResult
     from tests.helpers import Gate, Ready
@@ -875,6 +875,78 @@ def test_the_stacks_of_many_ranks_are_read_once_each(monkeypatch: pytest.MonkeyP
         assert it.sum_up(hang_of(rank, rank, thread=1)) == f"all {count} ranks are in f (t.py:4)"
         assert it.apart() == set()
     assert len(reads) <= 3 * count
+
+
+def in_(function: str, head: str = "Thread 0x01") -> str:
+    return f'{head} (most recent call first):\n  File "t.py", line 4 in {function}\n'
+
+
+@pytest.fixture
+def says(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
+    """What each process shows of which somebody wants the stacks: text by pid."""
+    texts: dict[int, str] = {}
+
+    class Collection:
+        def __init__(self, targets: Iterable[stacks.Target], _seconds: float) -> None:
+            self._pids = [target.pid for target in targets]
+
+        def begin(self) -> None:
+            pass
+
+        wait = close = begin
+
+        def finish(self) -> dict[int, str]:
+            return {pid: texts[pid] for pid in self._pids}
+
+    monkeypatch.setattr(stacks, "Collection", Collection)
+    monkeypatch.setattr(stacks, "speaker", lambda pid: pid)
+    monkeypatch.setattr(linux, "below", lambda _pids, _limit: [])
+    return texts
+
+
+FILES = {rank: f"/nowhere/{rank}/error.json" for rank in range(4)}
+
+
+def test_who_hangs_next_does_not_find_the_ends_that_the_first_kill_has_led_to(says: dict[int, str]) -> None:
+    it = Witnesses(FILES)
+    says.update({10: in_("reduce"), 11: in_("read"), 12: in_("fetch")})
+    first, second = hang_of(0, 10), hang_of(1, 12)
+    it.hear({0: 10, 1: 11}, [first], doomed=True).close()
+    says.update(dict.fromkeys((10, 11), f"{frames.NO_STACK}{frames.GONE}\n"))
+    it.hear({0: 10, 1: 11}, [second], doomed=True).close()
+    assert it.sum_up(first) == "rank 1 is in fetch (t.py:4); rank 0 is in reduce (t.py:4)"
+    assert it.sum_up(second).split("\n") == [
+        "rank 0 is in reduce (t.py:4); rank 1 is in fetch (t.py:4)",
+        "process 11 of the same rank is in read (t.py:4)",
+    ]
+    unseen = "rank 0 is in reduce (t.py:4); rank 1 shows no Python stack (it was not looked at)"
+    assert it.sum_up(hang_of(1, 13)).partition("\n")[0] == unseen
+
+
+def test_a_rank_is_where_the_thread_is_that_hangs(says: dict[int, str]) -> None:
+    it = Witnesses(FILES)
+    says.update(dict.fromkeys(range(10, 14), in_("fetch", "Thread 0x02") + "\n" + in_("train")))
+    hangs = [hang_of(rank, 10 + rank, thread=2) for rank in range(3)]
+    it.hear({rank: 10 + rank for rank in range(4)}, hangs, doomed=True).close()
+    assert it.sum_up(hangs[0]) == "3 of 4 ranks, rank 0 among them, are in fetch (t.py:4); rank 3 is in train (t.py:4)"
+    assert it.apart() == {3}
+    last = hang_of(3, 13, thread=2)
+    it.hear({rank: 10 + rank for rank in range(4)}, [last], doomed=True).close()
+    assert it.sum_up(last) == "all 4 ranks are in fetch (t.py:4)"
+    assert it.apart() == set()
+
+
+def test_of_a_thread_that_nobody_could_read_no_other_is_told_in_its_place(says: dict[int, str]) -> None:
+    it = Witnesses(FILES)
+    says[10] = in_("train")
+    says[11] = f"# {frames.MAIN_ALONE}\n" + in_("train", "Stack")
+    gone, unknown = hang_of(0, 10, thread=2), hang_of(1, 11, thread=2)
+    it.hear({0: 10, 1: 11}, [gone, unknown], doomed=False).close()
+    why = "the thread that hangs is not among those that could be read"
+    assert it.sum_up(gone) == f"rank 1 is in train (t.py:4); rank 0 shows no Python stack ({why})"
+    assert it.sum_up(unknown).endswith(
+        "; rank 1 is in train (t.py:4); of rank 1 it is the main thread, which need not be the one that hangs"
+    )
 
 
 def hang_of(rank: int, pid: int, *, thread: int = 0, deadline: int = 1) -> Hang:

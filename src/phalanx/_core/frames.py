@@ -167,16 +167,26 @@ def sum_up(texts: Mapping[int, str], hung: int | None = None, ident: int = 0) ->
 
 
 def place(text: str, ident: int = 0) -> Frame | Halted | Ended | str:
-    """Where a process is, as `top` has it, by what it has shown; or why it has shown nothing."""
+    r"""Where a process is, as `top` has it, by what it has shown; or why it has shown nothing.
+
+    >>> place('Thread 0x01 (most recent call first):\n  File "t.py", line 4 in wait\n', 2)
+    'the thread that hangs is not among those that could be read'
+    """
     threads = parse(text)
     first = text.partition("\n")[0]
-    if ident and MAIN_ALONE in first and all(thread.ident != ident for thread in threads):
+    if ident and threads and not is_of_some_thread(text) and all(thread.ident != ident for thread in threads):
         return "the thread that hangs is not among those that could be read"
     frame = top(threads, ident)
     if frame is None:
         why = first.removeprefix(NO_STACK) if first.startswith(NO_STACK) else "there is none"
         return Ended("") if why == GONE else why
     return Halted(frame, first.removeprefix(_IN_A_STATE)) if first.startswith(_IN_A_STATE) else frame
+
+
+def is_of_some_thread(text: str) -> bool:
+    """Whether a dump is of one thread, and does not say of which: the main thread, as a rule."""
+    threads = parse(text) if MAIN_ALONE in text.partition("\n")[0] else ()
+    return len(threads) == 1 and not threads[0].ident
 
 
 def put_together(places: Mapping[int, Frame | Halted | Ended | str], hung: int | None = None) -> str:

@@ -38,7 +38,8 @@ class Witnesses:
         error_files: Each rank's. Its folder takes the rank's stacks.
 
     Attributes:
-        texts: What each process had to say last, by pid.
+        texts: What each process had to say last, by pid. One that has been killed since still says it, for a while: who
+            hangs next is not to find nothing but the ends that this has led to.
         files: Where each rank's have been written, as far as they could be.
     """
 
@@ -48,6 +49,8 @@ class Witnesses:
         self._error_files = error_files
         self._speakers: dict[int, int] = {}  # each rank's process that stands for it: the one that hangs, or the worker
         self._below: dict[int, list[int]] = {}  # each rank's other processes that were looked at
+        self._seen: dict[int, tuple[float, str]] = {}  # the stacks of a moment ago, by pid, and when that was
+        self._threads: dict[int, tuple[float, int]] = {}  # of processes that hang, the thread that does, and likewise
         self._ended: dict[int, str] = {}
         self._places: dict[int, Where] = {}  # of the speakers, by rank: each text is read once, however many hang
         self._apart: set[int] | None = None
@@ -86,6 +89,7 @@ class Witnesses:
         """
         afterwards = contextlib.ExitStack()
         hangs = sorted(hangs, key=lambda hang: hang.timer.deadline)
+        self._note_threads(hangs)
         since = max(hang.timer.deadline - hang.timer.span for hang in hangs) / clock.NS
         if self._taken >= max(since, clock.now() - _FRESH) and all(hang.pid in self.texts for hang in hangs):
             return afterwards
@@ -113,10 +117,22 @@ class Witnesses:
             texts = collection.finish()
         except Exception:  # noqa: BLE001, S110 - no descriptor is left, say; see the top
             pass
-        self.texts, self.files, self._places, self._apart = texts, {}, {}, None
+        self._taken = now = clock.now()
+        self._seen |= {pid: (now, text) for pid, text in texts.items() if _has_stack(text)}
+        self._seen = {pid: seen for pid, seen in self._seen.items() if seen[0] > now - _FRESH}
+        self.texts = texts | {pid: text for pid, (_, text) in self._seen.items()}
+        self.files, self._places, self._apart = {}, {}, None
         self._speakers, self._below, self._ended = speakers, below, dict(ended or {})
-        self._taken = clock.now()
         return afterwards
+
+    def _note_threads(self, hangs: Sequence[Hang]) -> None:
+        """Which thread hangs of each process: where that is, is where its rank is. ``hangs``: the first one first."""
+        now = clock.now()
+        self._threads = {pid: noted for pid, noted in self._threads.items() if noted[0] > now - _FRESH}
+        for hang in reversed(hangs):
+            self._threads[hang.pid] = now, hang.timer.thread
+            self._places.pop(hang.rank, None)
+        self._apart = None
 
     def write(self) -> None:
         """Put each rank's stacks into its folder, as ``stacks-<n>.txt``. Once; what cannot be written is left out."""
@@ -141,7 +157,12 @@ class Witnesses:
             places = dict(self._all_places())
             if hang.pid in self.texts:
                 places[hang.rank] = frames.place(self.texts[hang.pid], hang.timer.thread)
-            return "\n".join([frames.put_together(places, hang.rank), *self._of_below(hang)])
+            elif self.texts:  # else of another process of its rank it would be said
+                places[hang.rank] = "it was not looked at"
+            text = frames.put_together(places, hang.rank)
+            if hang.timer.thread and frames.is_of_some_thread(self.texts.get(hang.pid, "")):
+                text += f"; of rank {hang.rank} it is the main thread, which need not be the one that hangs"
+            return "\n".join([text, *self._of_below(hang)])
         except Exception as error:  # noqa: BLE001 - see the top
             return f"its stacks make no sense: {error!r}"
 
@@ -158,11 +179,10 @@ class Witnesses:
     def _all_places(self) -> dict[int, Where]:
         from phalanx._core import frames
 
-        if not self._places:
-            self._places = {
-                rank: frames.place(self.texts[pid]) for rank, pid in self._speakers.items() if pid in self.texts
-            }
-            self._places |= {rank: frames.Ended(how) for rank, how in self._ended.items() if rank not in self._places}
+        for rank, pid in self._speakers.items():
+            if rank not in self._places and pid in self.texts:
+                self._places[rank] = frames.place(self.texts[pid], self._threads.get(pid, (0.0, 0))[1])
+        self._places |= {rank: frames.Ended(how) for rank, how in self._ended.items() if rank not in self._places}
         return self._places
 
     def _of_below(self, hang: Hang) -> list[str]:
