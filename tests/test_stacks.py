@@ -555,6 +555,35 @@ def test_an_offer_that_cannot_be_written_leaves_no_descriptor(tmp_path: Path) ->
 
 
 @without_py_spy
+@pytest.mark.parametrize("doomed", [False, True])
+def test_a_fork_without_an_offer_of_its_own_does_not_write_into_its_parents(
+    tmp_path: Path, ready: Ready, doomed: bool
+) -> None:
+    code = """
+        def below(depth):
+            if depth: below(depth - 1)
+            ready(); time.sleep(1000)
+        def above(depth):
+            if depth: above(depth - 1)
+            os.wait()
+        above(60) if os.fork() else below(60)
+        """
+    with Worker(tmp_path, ready, code) as worker:
+        (fork,) = descendants(worker.process.pid)
+        try:
+            for _ in range(10):
+                targets = [worker.target.replace(doomed=doomed), stacks.Target(1, fork, worker.error_file)]
+                with stacks.Collection(targets, PATIENCE) as collection:
+                    collection.begin()
+                    assert collection.wait()
+                    texts = collection.finish()
+                assert shown(texts[0]) == [["above"] * 61 + ["work", "<module>"]]
+                assert texts[1].startswith("# no Python stack: it would write into the file of the process that has ")
+        finally:
+            os.kill(fork, signal.SIGKILL)
+
+
+@without_py_spy
 def test_a_fork_of_a_process_that_is_not_the_ranks_first_shows_its_own(tmp_path: Path, ready: Ready) -> None:
     code = """
         if os.fork() == 0:

@@ -95,9 +95,8 @@ class Ask:
         self.path = ""
         self.pidfd = target.pidfd
         self.numbers = (0, 0)  # the signals that it offers: for one thread, and for all
-        self.shared = (
-            False  # whether its file is that of the process that has forked it, whose dumps would mix with its
-        )
+        # Whether its file is that of the process that has forked it: their dumps would mix, so it is not asked.
+        self.shared = False
         self.number = 0  # the one that it was sent
         self.offset = 0
         self.blocks = False
@@ -132,10 +131,14 @@ class Ask:
             if not first:
                 continue
             if self._has_open(path, fd):
-                self.path, self.numbers, self.why = path, (first, second), ""
-                self.shared = author != self.target.pid
+                self.shared = str(author) not in self._numbers()
+                self.path, self.numbers, self.why = "" if self.shared else path, (first, second), ""
                 return
             self.why = "it offers none itself"
+
+    def _numbers(self) -> list[str]:
+        """Its pids, as we have it and as it has it itself, in a namespace of its own (NSpid of proc_pid_status(5))."""
+        return [str(self.target.pid), *status(self.target.pid).get("NSpid", "").split()]
 
     def _has_open(self, path: str, fd: int) -> bool:
         """Whether it has a file open as the descriptor that it names: else the dump would go to another file."""
@@ -152,6 +155,8 @@ class Ask:
         number = (everyone and self.numbers[1]) or self.numbers[0]
         if not number:
             raise Refused(self.why)
+        if self.shared:
+            raise Refused("it would write into the file of the process that has forked it")
         self.offset = os.stat(self.path).st_size
         found = status(self.target.pid)  # as late as can be
         if not found:
