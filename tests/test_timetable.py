@@ -32,6 +32,7 @@ from phalanx._core.away import Pauses
 from phalanx._core.escalation import Escalation
 from phalanx._core.lookout import MOST, Lookout
 from phalanx._core.timetable import FIRST, NEVER, SLOTS, TEXT_LIMIT, Seat, Timer, Timetable, decode, encode
+from phalanx.timer import SharedTimerClient, SharedTimerServer, expires
 from tests.helpers import TIMEOUT, alive, wait_gone
 from tests.workers import run_script
 
@@ -532,6 +533,24 @@ def test_to_ring_after_the_watcher_has_gone() -> None:
         seat.give(slot)
         seat.beat(1)
         assert len(seat.free) == SLOTS
+
+
+def test_to_ring_after_the_seat_was_left(table: Timetable) -> None:
+    seat = seat_at(table)
+    seat.close()
+    with pytest.raises(RuntimeError, match="nobody watches timers any more"):
+        seat.take(clock.now_ns() + clock.NS, clock.NS, TEXT)
+
+
+def test_a_client_in_the_servers_own_process_is_told_that_it_has_stopped() -> None:
+    with SharedTimerServer() as server:
+        client = SharedTimerClient(server.address)
+        with expires(60, client=client):
+            pass
+    with pytest.raises(RuntimeError, match="nobody watches timers any more"):
+        client.acquire("late", clock.wall() + 1)
+    with pytest.raises(RuntimeError, match="nobody watches timers any more"), expires(1, client=client):
+        pass
 
 
 def test_a_watcher_that_is_late_is_rung(table: Timetable) -> None:

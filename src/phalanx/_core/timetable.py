@@ -646,12 +646,13 @@ class Seat:
         self._flags = self.head.cast("B")
 
     def close(self) -> None:
-        """Leave the seat. Idempotent. What is yet to be given goes nowhere."""
+        """Leave the seat. Idempotent. What is yet to be given goes nowhere; who takes a timer is told."""
         if self in _taken:
             self.head[self._mark] = 0
             _taken.discard(self)
         if hasattr(self, "head"):
             self.drift()
+            self.head[_HEAD_CLOSED] = 1
         for each in self._maps:
             try:
                 each.close()
