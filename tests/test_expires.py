@@ -8,19 +8,30 @@ import functools
 import math
 import multiprocessing
 import os
+import pickle
+import queue
 import signal
 import subprocess
 import sys
 import threading
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
 from phalanx import timer
 from phalanx._core import clock, timetable
 from phalanx._core.timetable import NEVER, SLOTS, Seat, Timer, Timetable
-from phalanx.timer import NobodyWatchesError, SharedTimerClient, TimerClient, _expires, configure, expires
+from phalanx.timer import (
+    FileTimerClient,
+    LocalTimerClient,
+    NobodyWatchesError,
+    SharedTimerClient,
+    TimerClient,
+    _expires,
+    configure,
+    expires,
+)
 from tests.workers import run_script
 
 if TYPE_CHECKING:
@@ -409,11 +420,11 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Any, 
         with timer.FileTimerServer(str(tmp_path / "timers")):
             yield kind, str(tmp_path / "timers")
     else:
-        queue: Any = multiprocessing.get_context("spawn").SimpleQueue()
-        with timer.LocalTimerServer(queue):
-            yield kind, queue
-        queue._reader.close()
-        queue._writer.close()
+        mp_queue: Any = multiprocessing.get_context("spawn").SimpleQueue()
+        with timer.LocalTimerServer(mp_queue):
+            yield kind, mp_queue
+        mp_queue._reader.close()
+        mp_queue._writer.close()
 
 
 Said = list[tuple[str, str, float]]
@@ -451,6 +462,45 @@ def test_who_overrides_a_method_of_a_client_is_asked(
     for name, scope, moment in said:
         after = {"outer": 60, "inner": 50}[scope]
         assert name == "release" or after - 5 < moment - clock.wall() <= after
+
+
+class Noting:
+    """What a subclass of a client has beside, in a class that can be pickled."""
+
+    said: ClassVar[Said] = []
+
+    def __init__(self, *args: Any, name: str) -> None:
+        super().__init__(*args)
+        self.name = name
+
+    def acquire(self, scope: str, moment: float) -> None:
+        self.said.append((self.name, scope, moment))
+
+
+class NotingLocal(Noting, LocalTimerClient):
+    pass
+
+
+class NotingFile(Noting, FileTimerClient):
+    pass
+
+
+class NotingShared(Noting, SharedTimerClient):
+    pass
+
+
+@pytest.mark.parametrize(
+    "client",
+    [NotingLocal(queue.SimpleQueue, name="mine"), NotingFile("pipe", name="mine"), NotingShared("1:2:3", name="mine")],
+    ids=lambda client: type(client).__name__,
+)
+def test_who_overrides_a_method_of_a_client_is_asked_where_it_was_sent(client: Any) -> None:
+    there = pickle.loads(pickle.dumps(client))
+    there.release = lambda _scope: None
+    with expires(60, "load", there):
+        ((name, scope, _),) = Noting.said
+    assert (name, scope) == ("mine", "load")
+    Noting.said.clear()
 
 
 def test_a_method_that_is_set_on_a_client_is_asked(pair: tuple[Any, Any]) -> None:

@@ -308,8 +308,6 @@ def test_queues_without_a_pipe_work_and_are_woken_too() -> None:
 
 
 def test_a_client_travels_to_a_process(mp_queue: Any) -> None:
-    simple: Any = queue.SimpleQueue
-    assert LocalTimerClient(simple, patience=3).__reduce__()[1] == (simple, 3)
     client = pickle.loads(pickle.dumps(LocalTimerClient(None, patience=3)))
     assert client._patience == 3
     with pytest.raises(RuntimeError, match="should only be shared between processes through inheritance"):

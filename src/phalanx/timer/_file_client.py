@@ -163,8 +163,11 @@ class FileTimerClient(TimerClient):
         self._file_path = os.path.abspath(file_path)
         self.signal = signal
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._file_path, self.signal)
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_fds", "_self")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of a subclass, too: what it has beside goes along
+        self.__dict__.update(state, _fds={}, _self=(0, 0))
 
     def __del__(self) -> None:
         self.close()

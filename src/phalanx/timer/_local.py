@@ -43,8 +43,13 @@ class LocalTimerClient(TimerClient):
         self._outbox = Outbox(mp_queue, patience)
         self._me = 0, 0  # pid, start time
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _client, (self._mp_queue, self._patience)
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_outbox", "_me")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of a subclass, too: what it has beside goes along
+        self.__dict__.update(state)
+        self._outbox = Outbox(self._mp_queue, self._patience)
+        self._me = 0, 0
 
     def acquire(self, scope_id: str, expiration_time: float) -> None:
         """See `TimerClient.acquire`. A negative time releases."""
@@ -72,10 +77,6 @@ class LocalTimerClient(TimerClient):
         request._deadline = deadline  # noqa: SLF001 - what only our own clients know
         request._born = self._me[1]  # noqa: SLF001 - what only our own clients know
         self._outbox.send(request)
-
-
-def _client(mp_queue: Any, patience: float) -> LocalTimerClient:
-    return LocalTimerClient(mp_queue, patience=patience)
 
 
 class LocalTimerServer(TimerServer):

@@ -25,7 +25,7 @@ from phalanx.timer._victim import Exited, Refused, Victim
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Self
+    from typing import Any, Self
 
     from phalanx._core.timetable import Timer
 
@@ -123,8 +123,11 @@ class SharedTimerClient(TimerClient):
                 place = self._place = _Place(os.getpid(), _seat_at(self._address))
             return place
 
-    def __reduce__(self) -> tuple[type[SharedTimerClient], tuple[str]]:
-        return SharedTimerClient, (self._address,)
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_place", "_texts")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of a subclass, too: what it has beside goes along
+        self.__dict__.update(state, _place=None, _texts={})
 
 
 class _Place:
