@@ -242,7 +242,8 @@ def test_what_is_given_after_the_end_goes_nowhere(table: Timetable) -> None:
     seat.give(slot)
     seat.give(seat.take(1, 1, encode("other", "")))
     seat.beat(1)
-    seat.ring()
+    with pytest.raises(RuntimeError, match=GONE):
+        seat.take(clock.now_ns() + clock.NS, clock.NS, TEXT)
     with seat_at(table):
         assert armed(table) == []
 
@@ -535,21 +536,14 @@ def test_to_ring_after_the_watcher_has_gone() -> None:
         assert len(seat.free) == SLOTS
 
 
-def test_to_ring_after_the_seat_was_left(table: Timetable) -> None:
-    seat = seat_at(table)
-    seat.close()
-    with pytest.raises(RuntimeError, match="nobody watches timers any more"):
-        seat.take(clock.now_ns() + clock.NS, clock.NS, TEXT)
-
-
 def test_a_client_in_the_servers_own_process_is_told_that_it_has_stopped() -> None:
     with SharedTimerServer() as server:
         client = SharedTimerClient(server.address)
         with expires(60, client=client):
             pass
-    with pytest.raises(RuntimeError, match="nobody watches timers any more"):
+    with pytest.raises(RuntimeError, match=GONE):
         client.acquire("late", clock.wall() + 1)
-    with pytest.raises(RuntimeError, match="nobody watches timers any more"), expires(1, client=client):
+    with pytest.raises(RuntimeError, match=GONE), expires(1, client=client):
         pass
 
 
@@ -1217,6 +1211,29 @@ def test_what_was_set_just_before_we_were_stopped_has_rung_in_vain(
         assert watched.seen == [slot]
 
 
+@pytest.mark.parametrize("paused", [True, False])
+def test_a_heartbeat_that_a_block_extends_is_put_off_by_what_that_block_has_lost(
+    paused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = Timetable(2, hang=10, by_rank=True)
+    watched = Watched(table, monkeypatch)
+    with seat_at(table) as seat:
+        seat.beat(1)
+        watched.take(seat, 1000)
+        watched.pass_by(0, waiting=True)
+        watched.pass_by(10, waiting=True)
+        began = watched.now
+        watched.now += 590 * clock.NS
+        watched.loop.wait(began, (began + 100 * clock.NS) if paused else NEVER, watched.now)
+        watched.pass_by(400, waiting=True)
+        assert sorted(watched.seen) == ([] if paused else [0, FIRST])
+        if paused:
+            watched.pass_by(590, waiting=True)
+            assert sorted(watched.seen) == [0, FIRST]
+    watched.lookout.close()
+    table.close()
+
+
 def test_a_lookout_that_is_closed_is_quiet(table: Timetable) -> None:
     loop = FakeLoop()
     seen: list[Timer] = []
@@ -1347,6 +1364,48 @@ def test_a_step_is_put_off_for_who_was_stopped_with_us(
         loop.wait(began, now, now)
         loop.serve(now)
         assert told.count("hang") == 2
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_who_has_been_signalled_has_its_time_before_the_next_signal_too(
+    stopped: bool, table: Timetable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000 * clock.NS
+    monkeypatch.setattr(clock, "now_ns", lambda: now)
+    monkeypatch.setattr(clock, "now", lambda: now / clock.NS)
+    told: list[str] = []
+    loop = FakeLoop()
+    with seat_at(table) as seat:
+        seat.take(now, 1, TEXT)
+        steps = [("terminate", 0.0), ("kill", 60.0)]
+        pids = {0: os.getpid()}
+        it = Escalation(table, steps, loop, lambda: pids, lambda *_: None, lambda what, *_: told.append(what))  # type: ignore[arg-type]  # as above
+        it.open()
+        it.testified(1)
+        assert told == ["armed", "expired", "hang", "struck"]
+        began, now = now, now + 3600 * clock.NS
+        loop.wait(began, (began + clock.NS) if stopped else NEVER, now)
+        loop.serve(now)
+        assert told.count("hang") == (1 if stopped else 2)
+        began, now = now, now + 60 * clock.NS
+        loop.wait(began, now, now)
+        loop.serve(now)
+        assert told.count("hang") == 2
+    it.close()
+
+
+def test_a_step_waits_in_parts_so_that_a_pause_is_seen(table: Timetable, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000 * clock.NS
+    monkeypatch.setattr(clock, "now_ns", lambda: now)
+    monkeypatch.setattr(clock, "now", lambda: now / clock.NS)
+    loop = FakeLoop()
+    with seat_at(table) as seat:
+        seat.take(now, 1, TEXT)
+        steps = [("report", 0.0), ("report", 80.0)]
+        it = Escalation(table, steps, loop, lambda: {0: os.getpid()}, pytest.fail, lambda *_: None)  # type: ignore[arg-type]  # as above
+        it.open()
+        assert loop.next() == now + 10 * clock.NS
+    it.close()
 
 
 def test_the_dead_are_waited_for() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 
 from phalanx._core import clock, linux
+from phalanx._core.away import part
 from phalanx._core.hang import Hang
 from phalanx._core.lookout import Lookout
 
@@ -172,20 +173,17 @@ class Escalation:
     def _after(self, step: int, hangs: list[Hang]) -> None:
         """Take step number ``step`` when its time comes. Who is stopped with us meanwhile has more time, as a timer."""
         delay = self._steps[step][1]
-
         began = clock.now()
 
-        def take() -> None:
-            until = began + delay + self._loop.pauses.lost(began)
-            if until > clock.now():
-                self._loop.at(until, take)
+        def look() -> None:
+            now = clock.now()
+            left = began + delay + self._loop.pauses.lost(began) - now
+            if left > 0:  # in parts, so that a pause is seen
+                self._loop.at(now + min(left, part(delay)), look)
             else:
                 self._take(step, hangs)
 
-        if delay:
-            self._loop.after(delay, take)
-        else:
-            self._take(step, hangs)
+        look()
 
     def _take(self, step: int, hangs: list[Hang]) -> None:
         hangs = self._still(hangs)
@@ -214,24 +212,27 @@ class Escalation:
         if number := _SIGNALS.get(self._steps[step][0], 0):
             self._strike(hangs, number)
             if number != linux.SIGKILL:
-                self._watch(step + 1, hangs, _FOREVER if last else clock.now() + self._steps[step + 1][1])
+                self._watch(step + 1, hangs, clock.now(), _FOREVER if last else self._steps[step + 1][1])
         elif last:  # not before the launcher has dealt with it: one that is stopped for long is not told without end
             self._arm_again(hangs)
 
-    def _watch(self, step: int, hangs: list[Hang], moment: float) -> None:
-        """Take step number ``step`` at a moment; until then, let those go that have survived a signal, and go on.
+    def _watch(self, step: int, hangs: list[Hang], began: float, delay: float) -> None:
+        """Take step number ``step`` as `_after` does; until then, let those go that have survived a signal, and go on.
 
         What they have left their block by may end them yet: they have a second for that.
         """
 
+        def due() -> float:
+            return began + delay + self._loop.pauses.lost(began)
+
         def look() -> None:
-            if clock.now() >= moment:
+            if clock.now() >= due():
                 self._take(step, hangs)
             else:
-                self._watch(step, self._still(hangs), moment)
+                self._watch(step, self._still(hangs), began, delay)
 
         if hangs:
-            self._loop.at(min(moment, clock.now() + _SURVIVED), look)
+            self._loop.at(min(due(), clock.now() + _SURVIVED), look)
 
     def _arm_again(self, hangs: list[Hang]) -> None:
         """Have timers expire again, for as long as they were; should the worker go on meanwhile, say that."""

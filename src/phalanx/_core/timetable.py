@@ -351,16 +351,31 @@ class Timetable:
         """Whether a timer has been neither cleared nor set anew, and a heartbeat not put off."""
         if timer.slot:
             return self._word(timer.seat, timer.slot) == timer.deadline
-        rows = dict(self._rows())
-        own = rows.get(timer.seat)
+        rows = self._same(timer.seat)
+        own = dict(rows).get(timer.seat)
         if own is None or not own[SEAT_BEAT] or own[SEAT_REST]:
             return False
-        same = [(seat, row) for seat, row in rows.items() if self._by_rank and row[_SEAT_RANK] == own[_SEAT_RANK]]
-        return self._limit(same or [(timer.seat, own)], NEVER) <= timer.deadline
+        return self._limit(rows, NEVER) <= timer.deadline
+
+    def last_beat(self, seat: int) -> int:
+        """When the heartbeat of a seat was last sent: by which of its rank's processes ever."""
+        return self._last(self._same(seat))
+
+    def _same(self, seat: int) -> list[tuple[int, memoryview]]:
+        """The seats whose heartbeat is that of ``seat``, if that is taken."""
+        rows = dict(self._rows())
+        own = rows.get(seat)
+        if own is None or not self._by_rank:
+            return [] if own is None else [(seat, own)]
+        return [(each, row) for each, row in rows.items() if row[_SEAT_RANK] == own[_SEAT_RANK]]
+
+    @staticmethod
+    def _last(rows: list[tuple[int, memoryview]]) -> int:
+        return max((max(row[SEAT_BEAT], row[_SEAT_BEFORE]) for _, row in rows), default=0)
 
     def _limit(self, rows: list[tuple[int, memoryview]], now: int) -> int:
         """The moment when the heartbeat of these is late: what is due at ``now``, any scope of theirs puts off."""
-        limit = max(max(row[SEAT_BEAT], row[_SEAT_BEFORE]) for _, row in rows) + self._hang
+        limit = self._last(rows) + self._hang
         if limit <= now:
             for seat, row in rows:
                 last = max((deadline for deadline in row[FIRST:].tolist() if deadline != NEVER), default=0)
