@@ -719,7 +719,8 @@ def test_a_server_that_is_started_again_has_clients_again() -> None:
             client.acquire("load", clock.wall() + 60)
             assert scopes(server) == ["load"]
         client.release("load")
-        client.acquire("load", clock.wall() + 60)  # nobody watches; nobody is harmed
+        with pytest.raises(RuntimeError, match="nobody watches timers any more"):
+            client.acquire("load", clock.wall() + 60)
 
 
 def test_clients_of_one_process_do_not_disturb_one_another() -> None:
