@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from phalanx._core import clock, linux, wire
+from phalanx._core.away import Pauses
 from phalanx._core.clock import FakeClock
 from phalanx._core.deadlines import Deadlines
 from phalanx._core.exit import Exit
@@ -408,6 +409,16 @@ def test_a_wait_that_a_stop_has_made_longer_was_a_pause() -> None:
         os.close(reader)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+def test_who_was_not_heard_is_owed_the_time_since() -> None:
+    pauses = Pauses()
+    assert pauses.owed(5.0, 1.0, 9.0) == 4.0
+    assert pauses.owed(8.96, 1.0, 9.0) == 0.0
+    assert pauses.owed(0.5, 1.0, 9.0) == 0.0
+    pauses.note(1.0, 2.0, 9.0)
+    assert pauses.owed(0.5, 1.0, 9.0) == 8.0
+    assert pauses.owed(5.0, 1.0, 9.0) == 4.0
 
 
 def test_who_attends_to_a_moment_waits_in_parts() -> None:

@@ -1026,6 +1026,22 @@ def test_a_server_that_was_stopped_spares_who_was_in_time_and_strikes_who_was_no
         assert alive(prompt.pid)
 
 
+def test_a_timer_that_was_taken_just_before_the_server_was_stopped_has_its_time(path: str) -> None:
+    """The server waited without end, so its wait has not overrun, and it hears of the timer when that is over."""
+    with other_server(path) as server, Child(path) as child:
+        assert line_of(server) == "up"
+        wait_asleep(server.pid)
+        os.kill(server.pid, signal.SIGSTOP)
+        child.do("client.acquire('s', time.time() + 1)")
+        os.kill(child.pid, signal.SIGSTOP)
+        let_pass(clock.now() + 1.5)
+        resumed = clock.now()
+        for pid in (child.pid, server.pid):
+            os.kill(pid, signal.SIGCONT)
+        assert child.exitcode() == -signal.SIGKILL
+        assert clock.now() - resumed >= 1
+
+
 def test_a_deadline_is_put_off_by_the_time_in_which_the_server_was_away(server: FileTimerServer, child: Child) -> None:
     child.do("client.acquire('s', time.time() + 600); client.acquire('short', time.time() + 0.5)")
     child.do("client.release('short')")

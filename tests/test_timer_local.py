@@ -58,6 +58,7 @@ def request(pid: int, scope: str, after: float) -> TimerRequest:
     it = TimerRequest(pid, scope, clock.wall() + after)
     it._deadline = clock.now() + after
     it._born = Stat(pid).start
+    it._taken = clock.now()
     return it
 
 
@@ -396,6 +397,33 @@ def test_servers_that_were_stopped_spare_who_was_in_time_and_strike_who_was_not(
         assert not wait_gone([late.pid])
         assert span - 0.5 < clock.now() - resumed
         assert alive(prompt.pid)
+    gate.open()
+    host.join()
+    assert host.exitcode == 0
+    host.close()
+    other._reader.close()
+    other._writer.close()
+
+
+def test_a_timer_that_was_taken_just_before_the_server_was_stopped_has_its_time(
+    mp_queue: Any, ready: Ready, gate: Gate
+) -> None:
+    """The server's wait ends by the request, so it has not overrun, and the timer is over by then."""
+    other: Any = SPAWN.SimpleQueue()
+    host = SPAWN.Process(target=timer_workers.serve, args=(mp_queue, other, ready.address, gate.address))
+    host.start()
+    pid = host.pid
+    assert pid is not None
+    with sleeper() as worker:
+        assert ready.wait() == ["up"]
+        timer_workers.wait_asleep(pid)
+        os.kill(pid, signal.SIGSTOP)
+        mp_queue.put(request(worker.pid, "s", 1))
+        timer_workers.let_pass(clock.now() + 1.5)
+        resumed = clock.now()
+        os.kill(pid, signal.SIGCONT)
+        assert not wait_gone([worker.pid])
+        assert clock.now() - resumed >= 1
     gate.open()
     host.join()
     assert host.exitcode == 0

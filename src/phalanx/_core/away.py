@@ -59,6 +59,14 @@ class Pauses:
         if late > BRIEFLY:
             self._all.append((began if late > LONG else planned, ended))
 
+    def owed(self, since: float, began: float, ended: float) -> float:
+        """How many seconds a timer is owed that was set at a moment, and of which nobody was told before now.
+
+        If that was in our last wait (it ``began``, and has ``ended``), it should have ended the wait at once.
+        """
+        unheard = ended - since if since >= began else 0.0
+        return max(self.lost(since), unheard if unheard > BRIEFLY else 0.0)
+
     def __bool__(self) -> bool:
         return bool(self._all)
 

@@ -129,9 +129,8 @@ class Lookout:
         if not timer.slot and deadline == key[2]:  # a heartbeat, which a long block may have put off
             set_at = min(set_at, self._table.last_beat(timer.seat) / clock.NS)
         lost = loop.pauses.lost(set_at)
-        if in_vain and set_at >= loop.waited_from and loop.waited_until - set_at > BRIEFLY:
-            # It was set in that wait, for a moment before this look: it has rung, and that should have ended the wait.
-            lost = max(lost, loop.waited_until - set_at)
+        if in_vain:  # it was set for a moment before this look, so it has rung
+            lost = loop.pauses.owed(set_at, loop.waited_from, loop.waited_until)
         until = deadline + int(lost * clock.NS)
         if until > now:
             self._put_off(key, until)

@@ -160,7 +160,10 @@ class FileTimerServer:
             elif self._admit(request, known):
                 if request._deadline is None:
                     request._deadline = clock.from_wall(request.expiration_time)
-                request._span = request._deadline - clock.now()
+                request._received = clock.now()
+                if self._loop is not None and request._taken is not None:
+                    waited = self._loop.waited_from, self._loop.waited_until
+                    request._deadline += self._loop.pauses.owed(request._taken, *waited)
                 self._timers[key] = request
                 self._arm(request._deadline)
 
@@ -309,8 +312,7 @@ class FileTimerServer:
 
     def _moment(self, request: FileTimerRequest) -> float:
         """When a timer expires: at its deadline, put off by the time in which we were not there."""
-        deadline = _deadline(request)
-        return deadline + (0.0 if self._loop is None else self._loop.pauses.lost(deadline - request._span))
+        return _deadline(request) + (0.0 if self._loop is None else self._loop.pauses.lost(request._received))
 
     def _reap_worker(self, worker_pid: int, signal: int) -> bool:
         """Write down where a process hangs, then send it ``signal`` (<= 0: nothing). False if it had exited."""

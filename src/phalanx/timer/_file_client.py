@@ -7,9 +7,9 @@ bytes, to a FIFO opened for writing)::
 
     {"version": 1, "pid": 4242, "scope_id": "all_reduce", "expiration_time": 1795184205.5, "signal": 9}
 
-``expiration_time`` is Unix time in seconds, negative to release. Two more keys are ours, and optional: ``monotonic``,
-the same moment on CLOCK_MONOTONIC, which the server prefers; and ``born``, field 22 of /proc/PID/stat of the process
-``pid``, so that its timer can never come to be another's.
+``expiration_time`` is Unix time in seconds, negative to release. Three more keys are ours, and optional: ``monotonic``,
+the same moment on CLOCK_MONOTONIC, which the server prefers; ``taken``, when the line was written, on the same clock;
+and ``born``, field 22 of /proc/PID/stat of the process ``pid``, so that its timer can never come to be another's.
 """
 
 # ruff: noqa: SLF001 - what a request of this package knows beyond the original's fields is for the package alone
@@ -58,15 +58,15 @@ class FileTimerRequest(TimerRequest):
     True
     """
 
-    __slots__ = ("_span", "signal", "version")
+    __slots__ = ("_received", "signal", "version")
 
-    _span: float  # seconds from receipt to deadline: what the server knows beside
+    _received: float  # by the server, which counts its pauses from then on
 
     def __init__(self, worker_pid: int, scope_id: str, expiration_time: float, signal: int = 0) -> None:
         super().__init__(worker_pid, scope_id, expiration_time)
         self.version = VERSION
         self.signal = signal
-        self._span = 0.0
+        self._received = 0.0
 
     @property
     def worker_pid(self) -> int:
@@ -98,6 +98,8 @@ class FileTimerRequest(TimerRequest):
         }
         if self._deadline is not None:
             fields["monotonic"] = self._deadline
+        if self._taken is not None:
+            fields["taken"] = self._taken
         if self._born is not None:
             fields["born"] = self._born
         return json.dumps(fields)
@@ -129,6 +131,7 @@ class FileTimerRequest(TimerRequest):
             raise ValueError("pid or signal is missing")
         request = cls(pid, scope, expiration, number)
         request._deadline = _real(fields, "monotonic")
+        request._taken = _real(fields, "taken")
         request._born = _whole(fields, "born", 0, 1 << 64)
         return request
 
@@ -208,7 +211,7 @@ class FileTimerClient(TimerClient):
         if len(scope) > SHORT_SCOPE and len(json.dumps(scope)) > _SCOPE_LIMIT:
             scope = shortened(scope)
         request = FileTimerRequest(pid, scope, expiration, self.signal if deadline is not None else 0)
-        request._deadline, request._born = deadline, born
+        request._deadline, request._born, request._taken = deadline, born, clock.now()
         self._send_request(request)
 
     def _identity(self) -> tuple[int, int]:

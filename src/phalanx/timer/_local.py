@@ -75,7 +75,8 @@ class LocalTimerClient(TimerClient):
             scope = shortened(scope)
         request = TimerRequest(pid, scope, expiration)
         request._deadline = deadline  # noqa: SLF001 - what only our own clients know
-        request._born = self._me[1]  # noqa: SLF001 - what only our own clients know
+        request._born = self._me[1]  # noqa: SLF001 - as above
+        request._taken = clock.now()  # noqa: SLF001 - as above
         self._outbox.send(request)
 
 

@@ -36,22 +36,24 @@ class TimerRequest:
     True
     """
 
-    __slots__ = ("_born", "_deadline", "expiration_time", "scope_id", "worker_id")
+    __slots__ = ("_born", "_deadline", "_taken", "expiration_time", "scope_id", "worker_id")
 
     # What the clients of this package know beyond the original's fields; it travels along and is no part of equality.
     _born: int | None  # the start time of the process that is `worker_id`, as /proc/PID/stat has it
     _deadline: float | None  # the expiration on CLOCK_MONOTONIC, which no step of the wall clock moves
+    _taken: float | None  # when it was made, on the same clock
 
     def __init__(self, worker_id: Any, scope_id: str, expiration_time: float) -> None:
         self.worker_id = worker_id
         self.scope_id = scope_id
         self.expiration_time = expiration_time
-        self._deadline = self._born = None
+        self._deadline = self._born = self._taken = None
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         # Every timer costs its worker two of these; the general way, through the slots, takes half as long again.
         if type(self) is TimerRequest:
-            return _request, (self.worker_id, self.scope_id, self.expiration_time, self._deadline, self._born)
+            more = self._deadline, self._born, self._taken
+            return _request, (self.worker_id, self.scope_id, self.expiration_time, *more)
         return super().__reduce_ex__(protocol)
 
     def _key(self) -> tuple[Any, str, float]:
@@ -68,9 +70,9 @@ class TimerRequest:
         return f"{type(self).__name__}(worker_id={worker!r}, scope_id={scope!r}, expiration_time={expiration!r})"
 
 
-def _request(worker: Any, scope: str, expiration: float, deadline: float | None, born: int | None) -> TimerRequest:
+def _request(worker: Any, scope: str, expiration: float, *more: Any) -> TimerRequest:
     request = TimerRequest(worker, scope, expiration)
-    request._deadline, request._born = deadline, born  # noqa: SLF001 - this is its constructor, too
+    request._deadline, request._born, request._taken = more  # noqa: SLF001 - this is its constructor, too
     return request
 
 

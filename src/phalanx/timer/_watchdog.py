@@ -111,6 +111,7 @@ class Watchdog:
         ] = {}  # who could not be reaped: when to try again, the delay after it
         self._faults = 0
         self._pauses = away.Pauses()
+        self._waited = math.inf, -math.inf  # from when until when the last time, if that was no mere look
         self._goal, self._part = math.inf, math.inf  # what is waited for, and in parts of how many seconds
         # Expired timers that have more time, because we were away: until when, and what they had at first.
         self._spared: dict[tuple[Any, str, float], tuple[float, float]] = {}
@@ -212,7 +213,13 @@ class Watchdog:
         now = clock.now()
         if timeout:
             self._pauses.note(began, began + timeout, now)
+        if now - began > away.BRIEFLY:
+            self._waited = began, now
         requests = [request for request in map(received, came) if request is not None]
+        for request in requests:
+            taken = getattr(request, "_taken", None)
+            if taken is not None and request.expiration_time >= 0 and self._punctual:
+                request.expiration_time += self._pauses.owed(taken, *self._waited)
         self._agenda.take(requests, now)
         self._try(None, self._server.register_timers, requests)
 
