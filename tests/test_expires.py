@@ -713,6 +713,16 @@ def test_a_block_of_rest_beats_when_it_is_left_if_there_were_beats(table: Timeta
     assert len(due(table)) == 1
 
 
+def test_a_rest_that_is_entered_again_rests_again(table: Timetable) -> None:
+    timer.progress(3)
+    again = timer.rest()
+    timer.beat()
+    for _ in range(2):
+        with again:
+            assert table.resting() == {os.getpid()}
+        assert table.resting() == set()
+
+
 def test_of_several_blocks_of_rest_the_last_that_is_left_beats(table: Timetable) -> None:
     """Whichever it is: two threads leave theirs when they like."""
     timer.beat()

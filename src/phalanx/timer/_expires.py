@@ -378,6 +378,9 @@ class rest:  # noqa: N801 - used as a verb, as `expires` is
 
     def __enter__(self) -> Self:
         with _lock:
+            seat = _seat_for_beats()
+            if seat is not None:
+                self.ran |= seat.rest()  # it may have been left before, or a heartbeat has come
             _rests.append(self)
         return self
 
