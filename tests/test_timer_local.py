@@ -242,6 +242,18 @@ def test_a_full_queue_is_waited_for_with_a_bound_and_the_error_says_what_to_do(m
     assert held > 100
 
 
+def test_a_program_that_dies_of_broken_pipes_does_not_die_of_a_queue_that_nobody_reads() -> None:
+    mp_queue: Any = SPAWN.SimpleQueue()
+    mp_queue._reader.close()
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        with pytest.raises(BrokenPipeError):
+            LocalTimerClient(mp_queue).acquire("s", time.time() + 60)
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+        mp_queue._writer.close()
+
+
 def test_a_bounded_queue_keeps_count() -> None:
     bounded: Any = SPAWN.Queue(3)
     client = LocalTimerClient(bounded, patience=0.05)

@@ -19,7 +19,7 @@ from collections import deque
 from contextlib import ExitStack
 from struct import Struct
 
-from phalanx._core import clock
+from phalanx._core import clock, sigpipe
 from phalanx._core.loop import wait_promptly
 from phalanx.timer._server import RequestQueue
 
@@ -91,7 +91,7 @@ class Outbox:
         end = 0.0
         while True:
             try:
-                os.write(self._fds[0], message)
+                sigpipe.write(self._fds[0], message)
             except BlockingIOError:
                 end = end or clock.now() + self._patience
                 poll = select.poll()
