@@ -411,6 +411,19 @@ def test_a_wait_that_a_stop_has_made_longer_was_a_pause() -> None:
         os.waitpid(pid, 0)
 
 
+def test_a_long_pause_is_not_forgotten_for_many_short_ones() -> None:
+    pauses = Pauses()
+    pauses.note(100.0, 101.0, 700.0)
+    moment = 700.0
+    for _ in range(3000):
+        pauses.note(moment, moment + 0.94, moment + 1)
+        moment += 1
+    assert len(pauses._all) <= 256
+    assert pauses.lost(0.0) == pytest.approx(600 + 3000 * 0.06)
+    assert pauses.lost(moment - 1000) == pytest.approx(1000 * 0.06, rel=0.1)
+    assert pauses.lost(moment - 10) == pytest.approx(10 * 0.06, rel=0.1)
+
+
 def test_who_was_not_heard_is_owed_the_time_since() -> None:
     pauses = Pauses()
     assert pauses.owed(5.0, 1.0, 9.0) == 4.0

@@ -8,12 +8,6 @@ watcher of timers waits in parts, see `part`. Pure rules; who waits, measures.
 
 from __future__ import annotations
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections import deque
-else:
-    from _collections import deque  # the C half, which the keeper has sooner
-
 BRIEFLY = 0.05
 """Seconds by which any wait may end too late on a busy machine."""
 
@@ -21,7 +15,7 @@ LONG = 0.5
 """Seconds by which no wait of a process that may run ends too late."""
 
 _PARTS = 8
-_KEPT = 256  # pauses, of which those beyond are older than most timers
+_KEPT = 256  # pauses that are told apart
 
 
 def part(seconds: float) -> float:
@@ -47,7 +41,7 @@ class Pauses:
     """
 
     def __init__(self) -> None:
-        self._all: deque[tuple[float, float]] = deque(maxlen=_KEPT)
+        self._all: list[tuple[float, float, float]] = []  # since when, until when, and how many seconds of that
 
     def note(self, began: float, planned: float, ended: float) -> None:
         """A wait ``began``, was to end as ``planned`` at the latest, and has ``ended``.
@@ -57,7 +51,18 @@ class Pauses:
         """
         late = ended - planned
         if late > BRIEFLY:
-            self._all.append((began if late > LONG else planned, ended))
+            since = began if late > LONG else planned
+            self._all.append((since, ended, ended - since))
+            if len(self._all) > _KEPT:
+                self._join(ended)
+
+    def _join(self, now: float) -> None:
+        """Make one of two that lie close together, for how long ago they were: no timer is to lose the first ones."""
+        pairs = list(zip(self._all, self._all[1:], strict=False))
+        spans = [(second[1] - first[0]) / (now - first[0]) for first, second in pairs]
+        where = spans.index(min(spans))
+        first, second = pairs[where]
+        self._all[where : where + 2] = [(first[0], second[1], first[2] + second[2])]
 
     def owed(self, since: float, began: float, ended: float) -> float:
         """How many seconds a timer is owed that was set at a moment, and of which nobody was told before now.
@@ -72,4 +77,4 @@ class Pauses:
 
     def lost(self, since: float) -> float:
         """How many seconds since a moment were nobody's."""
-        return sum(ended - max(began, since) for began, ended in self._all if ended > since)
+        return sum(min(seconds, ended - max(began, since)) for began, ended, seconds in self._all if ended > since)
