@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 import itertools
 import logging
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from tests.helpers import Ready
 
 ROOT = Path(__file__).resolve().parent.parent
+SPAWN = multiprocessing.get_context("spawn")
 EXAMPLE = ROOT / "examples" / "datagram_timer.py"
 
 
@@ -437,29 +439,54 @@ def test_a_worker_is_reaped_in_time_by_the_example(tmp_path: Path) -> None:
 # --- all pairs
 
 
-@pytest.mark.parametrize("kind", ["local", "file", "shared"])
-def test_forks_and_threads_of_a_client_have_timers_of_their_own(kind: str, ready: Ready, tmp_path: Path) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    queue: Any = spawn.SimpleQueue()
+@pytest.fixture(params=["local", "file", "shared"])
+def client(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+    """A client of a server that runs in this process."""
     path = str(tmp_path / "timers")
-    with contextlib.ExitStack() as stack:
-        stack.callback(queue._reader.close)
-        stack.callback(queue._writer.close)
-        client: Any
-        if kind == "local":
-            stack.enter_context(LocalTimerServer(queue))
-            client = LocalTimerClient(queue)
-        elif kind == "file":
-            stack.enter_context(FileTimerServer(path))
-            client = FileTimerClient(path)
-        else:
-            client = SharedTimerClient(stack.enter_context(SharedTimerServer()).address)
-        worker = spawn.Process(target=timer_workers.fork_and_hang, args=(client, ready.address))
-        worker.start()
-        assert ready.wait(4) == ["-9", "-9", "-9", "well"]
-        worker.join()
-        assert worker.exitcode == 0
-        worker.close()
+    if request.param == "local":
+        queue: Any = SPAWN.SimpleQueue()
+        with LocalTimerServer(queue):
+            yield LocalTimerClient(queue)
+        queue._reader.close()
+        queue._writer.close()
+    elif request.param == "file":
+        with FileTimerServer(path):
+            yield FileTimerClient(path)
+    else:
+        with SharedTimerServer() as server:
+            yield SharedTimerClient(server.address)
+
+
+def test_forks_and_threads_of_a_client_have_timers_of_their_own(client: Any, ready: Ready) -> None:
+    worker = SPAWN.Process(target=timer_workers.fork_and_hang, args=(client, ready.address))
+    worker.start()
+    assert ready.wait(4) == ["-9", "-9", "-9", "well"]
+    worker.join()
+    assert worker.exitcode == 0
+    worker.close()
+
+
+def test_a_server_without_a_descriptor_is_not_rid_of_who_hangs(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither when it hears of the timer, nor when that expires, but a second later there is one."""
+    asked: list[int] = []
+    open_it = os.pidfd_open
+
+    def pidfd_open(pid: int) -> int:
+        asked.append(pid)
+        if len(asked) < 3:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return open_it(pid)
+
+    monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+    worker = SPAWN.Process(target=timer_workers.hang, args=(client,))
+    worker.start()
+    worker.join(TIMEOUT)
+    code = worker.exitcode
+    worker.kill()
+    worker.join()
+    worker.close()
+    assert code == -signal.SIGKILL
+    assert len(set(asked[:3])) == 1
 
 
 # --- the pair in shared memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -44,6 +45,11 @@ def flood(mp_queue: Any, address: str, pairs: int) -> None:
         except OSError:
             errors += 1
     tell(address, str(errors))
+
+
+def hang(client: Any) -> None:
+    with timer.expires(0.2, "a hang", client):
+        signal.pause()
 
 
 def fork_and_hang(client: Any, address: str) -> None:

@@ -21,7 +21,7 @@ from phalanx._core import clock
 from phalanx._core.loop import Loop
 from phalanx.timer import _forks, _pipe
 from phalanx.timer._file_client import FileTimerClient, FileTimerRequest
-from phalanx.timer._victim import Exited, Refused, Victim, hang_of
+from phalanx.timer._victim import Exited, Refused, Unknown, Victim, hang_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ _log = logging.getLogger("phalanx.timer")
 _READ = 1 << 16  # bytes at a time: few enough that no deadline waits for long
 _DRAIN = 16  # reads at the most before timers are judged: what the pipe holds
 _STOP_WITHIN = 10.0
+_AGAIN = 1.0  # seconds after which somebody is looked at again who could not be
 
 
 class FileTimerServer:
@@ -233,7 +234,10 @@ class FileTimerServer:
             return None
 
     def _admit(self, request: FileTimerRequest, known: set[int]) -> bool:
-        """Whether timers of this process are taken; ``known`` are those that were found alive in this round."""
+        """Whether timers of this process are taken; ``known`` are those that were found alive in this round.
+
+        A process that could not be looked at is no victim yet.
+        """
         pid = request.worker_pid
         victim = self._victims.get(pid)
         try:
@@ -252,6 +256,9 @@ class FileTimerServer:
             _log.debug("timer pipe: %r: %s", request, exc)
             return False
         except Refused as exc:
+            if isinstance(exc, Unknown) and request._born is not None:  # later, then: it cannot be taken for another
+                self._complaints.say("timer pipe: %s (%r)", exc, request)
+                return True
             self._complaints.say("timer pipe: refused: %s (%r)", exc, request)
             self._tell("request.refused", request)
             return False
@@ -308,7 +315,17 @@ class FileTimerServer:
         """The timers that have expired, but those that would not have, had we been there all the time."""
         expired = self.get_expired_timers(now)
         late = {pid: [one for one in requests if self._moment(one) <= now] for pid, requests in expired.items()}
-        return {pid: requests for pid, requests in late.items() if requests}
+        return {pid: requests for pid, requests in late.items() if requests and self._at_hand(pid, requests)}
+
+    def _at_hand(self, pid: int, requests: list[FileTimerRequest]) -> bool:
+        """Whether who is late can be struck: one that could not be looked at before is looked at now, or in a while."""
+        if pid not in self._victims:
+            if not self._admit(requests[0], set()):
+                self.clear_timers({pid})
+                return False
+            for request in requests if pid not in self._victims else ():
+                request._deadline = clock.now() + _AGAIN
+        return pid in self._victims
 
     def _moment(self, request: FileTimerRequest) -> float:
         """When a timer expires: at its deadline, put off by the time in which we were not there."""

@@ -167,17 +167,19 @@ class LocalTimerServer(TimerServer):
     def _reap_worker(self, worker_id: int) -> bool:
         from phalanx.timer._victim import hang_of
 
-        victim = self._victims.get(worker_id)
         now = clock.now()
         timers = self.get_expired_timers(now).get(worker_id)
-        if victim is None or not timers:
+        if not timers or not (worker_id in self._victims or self._known(timers[0])):
             return True
+        victim = self._victims.get(worker_id)
+        if victim is None:  # it could not be looked at; this is tried again
+            return False
         hangs = [hang_of(worker_id, timer.scope_id, timer.expiration_time) for timer in timers]
         return victim.reap(_SIGKILL, hangs) or victim.gone()
 
     def _known(self, request: TimerRequest) -> bool:
-        """Whether the worker of a request may be ended; a process is watched from now on."""
-        from phalanx.timer._victim import Exited, Refused, Victim
+        """Whether the worker of a request may be ended; a process is watched from now on, if it could be looked at."""
+        from phalanx.timer._victim import Exited, Refused, Unknown, Victim
 
         pid, born = request.worker_id, _born(request)
         if not isinstance(pid, int):
@@ -191,7 +193,8 @@ class LocalTimerServer(TimerServer):
         except Refused as reason:
             if self._others_say():
                 return born is None or not isinstance(reason, Exited)
-            return self._refuse(pid, reason)
+            # One that could not be looked at is looked at later, if it cannot be taken for another then.
+            return (isinstance(reason, Unknown) and born is not None) or self._refuse(pid, reason)
         if born is not None and born != victim.start:  # it has exited, and another process has its pid
             victim.close()
             return False

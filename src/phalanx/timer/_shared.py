@@ -21,7 +21,7 @@ from phalanx._core.seconds import seconds
 from phalanx._core.timetable import Seat, Timetable
 from phalanx.timer import _forks
 from phalanx.timer._server import TimerClient
-from phalanx.timer._victim import Exited, Refused, Victim
+from phalanx.timer._victim import Exited, Refused, Unknown, Victim
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("phalanx.timer")
 
+_AGAIN = clock.NS  # nanoseconds after which somebody is looked at again who could not be
 _MOST = timetable.LONGEST / clock.NS  # the latest deadline, in seconds
 
 _seats: dict[str, tuple[int, int, Seat]] = {}  # by the server's address: of which process, in which memory
@@ -276,27 +277,33 @@ class _Watch:
         self._loop = loop
         self._victims: dict[int, Victim] = {}
         self._refused: set[int] = set()
+        self._lookout = Lookout(table, loop, self._on_expired, self._on_seen)
 
     def run(self) -> None:
-        lookout = Lookout(self._table, self._loop, self._on_expired, self._on_seen)
-        lookout.open()
+        self._lookout.open()
         try:
             self._loop.run()
         finally:
-            lookout.close()
+            self._lookout.close()
             for victim in self._victims.values():
                 victim.close()
 
     def _on_seen(self, timers: list[Timer]) -> None:
         for seat in {timer.seat for timer in timers}:
-            self._hold(self._table.holder(seat))
+            with suppress(Unknown):
+                self._hold(self._table.holder(seat))
 
     def _on_expired(self, timers: list[Timer]) -> None:
         seats: dict[int, list[Timer]] = {}
         for timer in timers:
             seats.setdefault(timer.seat, []).append(timer)
         for seat, late in seats.items():
-            victim = self._hold(self._table.holder(seat))
+            try:
+                victim = self._hold(self._table.holder(seat))
+            except Unknown:
+                for timer in late:
+                    self._lookout.rearm(timer, clock.now_ns() + _AGAIN)
+                continue
             still = [timer for timer in late if self._table.still(timer)]
             # The one that is held lives, and so does the holder of the seat: with the same pid, they are one.
             if victim is not None and still and self._table.holder(seat) == victim.pid:
@@ -304,7 +311,10 @@ class _Watch:
                 victim.reap(signal.SIGKILL, sorted(hangs, key=lambda hang: hang.timer.deadline))
 
     def _hold(self, pid: int) -> Victim | None:
-        """Take hold of a process (0: none), if it may be signalled; one that may not is logged, once."""
+        """Take hold of a process (0: none), if it may be signalled; one that may not is logged, once.
+
+        Raises Unknown.
+        """
         known = self._victims.get(pid)
         if known is not None:
             if not known.gone():
@@ -320,6 +330,8 @@ class _Watch:
             if pid not in self._refused:
                 self._refused.add(pid)
                 _log.error("timers of pid %d are not watched: %s", pid, why)
+            if isinstance(why, Unknown):
+                raise
             return None
         self._loop.watch(victim.fd, lambda _events: self._let_go(victim))
         return victim

@@ -10,6 +10,7 @@ a signal through it reaches that process or nobody.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import select
@@ -36,6 +37,16 @@ class Exited(Refused):
     """There is no such process any more. No cause for alarm: a worker may leave before its request is read."""
 
 
+class Unknown(Refused):
+    """There is no descriptor left to find out who it is. It may be asked again."""
+
+
+def _unless_full(error: OSError) -> None:
+    """Raise `Unknown` if an error says nothing about what was looked for."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        raise Unknown(f"there is no descriptor left to look at it ({error.strerror})") from None
+
+
 class Victim:
     """A process that timers of this server may strike, held open so that its pid cannot come to mean another.
 
@@ -50,6 +61,7 @@ class Victim:
     Raises:
         Refused: It does not qualify.
         Exited: There is no such process, or it is a zombie.
+        Unknown: No descriptor is left.
 
     >>> Victim(1)
     Traceback (most recent call last):
@@ -65,7 +77,9 @@ class Victim:
             fd = os.pidfd_open(pid)
         except ProcessLookupError:
             raise Exited(f"there is no process {pid}") from None
-        except (OSError, OverflowError) as exc:  # EINVAL or ENOENT: the number of a thread; EMFILE
+        except (OSError, OverflowError) as exc:  # EINVAL or ENOENT: the number of a thread
+            if isinstance(exc, OSError):
+                _unless_full(exc)
             raise Refused(f"process {pid} cannot be opened ({getattr(exc, 'strerror', None) or exc})") from None
         try:
             self.pid, self.fd = pid, fd
@@ -137,6 +151,7 @@ class Victim:
             start = linux.Stat(self.pid).start
             same_user = _effective_user(self.pid) == os.geteuid()
         except OSError as exc:
+            _unless_full(exc)
             raise Exited(f"there is no process {self.pid} ({exc.strerror})") from None
         if not same_user and os.getpid() not in {stat.pid for stat in _upwards(self.pid)}:
             raise Refused(f"pid {self.pid} is another user's process, and none that this server started")
@@ -243,7 +258,8 @@ def _upwards(pid: int) -> Iterator[linux.Stat]:
             return
         try:
             stat = linux.Stat(pid)
-        except OSError:
+        except OSError as exc:
+            _unless_full(exc)
             return
         yield stat
         pid = stat.parent
