@@ -352,8 +352,8 @@ class rest:  # noqa: N801 - used as a verb, as `expires` is
 
     An evaluation, an upload, what runs after the last step. It covers the processes below this one as well (loaders
     that are idle meanwhile), whatever they do, but neither its parents nor its siblings: a loader that rests shields
-    no training loop. An `expires` block is watched all the same. Also a context manager: when the block is left, and
-    heartbeats ran before, it beats once, with the last step; of several at a time, the last one does.
+    no training loop. An `expires` block is watched all the same. Also a context manager, time and again: when the
+    block is left, and heartbeats ran before, it beats once, with the last step; of several at once, the last one does.
 
     The end of a worker's program rests by itself (its function has returned, its script is at its end, or either has
     called ``sys.exit(0)``), so that exit handlers and threads may take their time. One that fails does not.

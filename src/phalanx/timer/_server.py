@@ -156,9 +156,10 @@ class TimerServer(ABC):
     every ``max_interval``. An exception in one of the methods is logged; the server goes on.
 
     A ``get`` that takes longer than its timeout is a sign that this process was stopped, and its workers with it,
-    perhaps. A worker is spared while all of its expired timers are of that time: they have the time once more that they
-    had when they were received, if it took more than 1 s too long; with more than 0.05 s, up to a second. This once for
-    each; with the queues of this package, for each absence of more than 1 s.
+    perhaps: deadlines are put off by what it took too long, if that is 0.05 to 0.5 s, and else by the whole wait.
+    With a queue of `multiprocessing` that is so whenever it happens, and it is asked in parts of the time to the next
+    deadline, as a pause within a wait is not seen. Another queue is asked once, and may be slow each time: that counts
+    once for each timer, and for no longer than the timer had when it was received.
 
     Deadlines are on CLOCK_MONOTONIC: a request is converted as it comes out of the queue, so that `register_timers`
     gets requests whose ``expiration_time`` is comparable to the ``deadline`` of `get_expired_timers`, and
