@@ -6,9 +6,9 @@ import contextlib
 import json
 import logging
 import os
-import re
 import pickle
 import queue
+import re
 import signal
 import stat
 import subprocess
