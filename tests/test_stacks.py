@@ -17,15 +17,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx._core import evidence, spy, stacks
+from phalanx._core import evidence, linux, spy, stacks
 from phalanx.multiprocessing import start_processes
 from phalanx.timer._stack_signal import move_stack_signal
 from tests import stack_workers
+from tests.disks import sleeping_on_disks, until
 from tests.helpers import TIMEOUT, descendants
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.disks import Disk
     from tests.helpers import Gate, Ready
 
 ONE, ALL = signal.SIGRTMIN + 18, signal.SIGRTMIN + 19
@@ -703,6 +705,36 @@ def test_py_spy_that_fails_once_is_tried_again(tmp_path: Path, ready: Ready, mon
     with Worker(tmp_path, ready, SLEEP) as worker:
         assert shown(worker.look()) == [["work", "<module>"]]
         assert worker.sent == []
+
+
+def test_who_is_not_read_in_time_is_asked_for_one_thread(
+    tmp_path: Path, ready: Ready, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine that is busy; and nothing of the look is left."""
+    fake_py_spy(tmp_path, monkeypatch, "exec sleep 1000")
+    with Worker(tmp_path, ready, SLEEP) as worker:
+        text = worker.look(1)
+        assert text.startswith("# one thread alone, the main thread as a rule (py-spy has not ended in time)\n")
+        assert shown(text) == [["work", "<module>"]]
+        assert worker.sent == [ONE]
+        assert linux.children(os.getpid()) == [worker.process.pid]
+
+
+def test_a_thread_that_waits_for_a_disk_holds_up_no_look(tmp_path: Path, ready: Ready, disk: Disk) -> None:
+    """It cannot be paused. The process is read without, and nothing runs in it for that."""
+    code = f"""
+        def write():
+            with open({str(disk.folder / "file")!r}, "w") as file: file.write("x")
+        threading.Thread(target=write).start()
+        ready(); time.sleep(1000)
+        """
+    disk.freeze()
+    with Worker(tmp_path, ready, code) as worker:
+        until(lambda: sleeping_on_disks(worker.process.pid) == 1)
+        text = worker.look(4)
+        disk.thaw()  # before that not even SIGKILL ends it
+    assert sorted(shown(text)) == [["work", "<module>"], ["write"]]
+    assert "one thread alone" not in text
 
 
 def test_py_spy_is_found_without_a_look_at_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
