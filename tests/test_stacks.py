@@ -720,6 +720,18 @@ def test_who_is_not_read_in_time_is_asked_for_one_thread(
         assert linux.children(os.getpid()) == [worker.process.pid]
 
 
+def test_who_reads_waits_for_no_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that it has paused would wait with it. Native frames take long: for them it is one among others."""
+    if os.geteuid():
+        pytest.skip("only root may do that")
+    fake_py_spy(tmp_path, monkeypatch, "exec sleep 1000")
+    for native, policy in ((False, os.SCHED_RR), (True, os.SCHED_OTHER)):
+        reader = spy.Spy(os.getpid(), native=native)
+        (pid,) = linux.children(os.getpid())
+        assert os.sched_getscheduler(pid) == policy
+        reader.close()
+
+
 def test_a_thread_that_waits_for_a_disk_holds_up_no_look(tmp_path: Path, ready: Ready, disk: Disk) -> None:
     """It cannot be paused. The process is read without, and nothing runs in it for that."""
     code = f"""
