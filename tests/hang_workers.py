@@ -304,6 +304,13 @@ def fork_with(client: Any, address: str) -> str:
         return str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
+def run_on() -> None:
+    """Hang, and never sleep."""
+    with timer.expires(0.1, scope="load"):
+        while True:
+            pass
+
+
 def end_well(after: float = 0.1) -> None:
     """Hang, and take a SIGTERM for a reason to exit with code 0."""
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))

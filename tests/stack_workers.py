@@ -6,11 +6,24 @@ import os
 import signal
 import socket
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from phalanx._core import evidence, stacks
+from phalanx._core import evidence, spy, stacks
 from phalanx.multiprocessing import start_processes
 from tests.helpers import pass_gate
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+
+def fake_py_spy(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Have this process find a shell script in the place of py-spy."""
+    path = folder / "py-spy"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setattr(spy, "find", lambda: str(path))
 
 
 def hang(address: str, gate: str) -> None:

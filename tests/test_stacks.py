@@ -23,6 +23,7 @@ from phalanx.timer._stack_signal import move_stack_signal
 from tests import stack_workers
 from tests.disks import sleeping_on_disks, until
 from tests.helpers import TIMEOUT, descendants
+from tests.timer_workers import wait_asleep
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,7 +39,9 @@ PATIENCE = 10.0  # seconds that a dump may take on a loaded machine
 class Worker:
     """A process of its own, which is asked like a worker. ``code`` runs in ``work()``; it says ``ready()`` itself."""
 
-    def __init__(self, folder: Path, ready: Ready, code: str, *, rank: int = 0, offer: str = "assert offer()") -> None:
+    def __init__(
+        self, folder: Path, ready: Ready, code: str, *, rank: int = 0, offer: str = "assert offer()", runs: bool = False
+    ) -> None:
         self.error_file = str(folder / str(rank) / "error.json")
         self.sent: list[int] = []
         program = (
@@ -57,6 +60,8 @@ class Worker:
         self.rank = rank
         try:
             ready.wait()
+            if not runs:
+                wait_asleep(self.process.pid)  # who runs is not asked by signal
         except BaseException:
             self.__exit__()
             raise
@@ -124,6 +129,7 @@ without_py_spy = pytest.mark.usefixtures("no_py_spy")
 # --- processes that answer
 
 
+@without_py_spy  # else those that run are read from outside
 @pytest.mark.parametrize(
     "code",
     [
@@ -136,7 +142,7 @@ without_py_spy = pytest.mark.usefixtures("no_py_spy")
     ids=["sleep", "lock", "hash", "gil", "python"],
 )
 def test_where_a_process_is(tmp_path: Path, ready: Ready, code: str) -> None:
-    with Worker(tmp_path, ready, code) as worker:
+    with Worker(tmp_path, ready, code, runs=True) as worker:
         text = worker.ask()
         assert shown(text)[-1][-2:] == ["work", "<module>"]
         assert stacks.sum_up({0: text}).startswith("rank 0 is in ")
@@ -620,25 +626,18 @@ def test_an_offer_adds_no_module(tmp_path: Path) -> None:
 # --- native frames
 
 
-def fake_py_spy(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    path = folder / "py-spy"
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    monkeypatch.setattr(spy, "find", lambda: str(path))
-
-
 def test_native_frames_are_py_spys(tmp_path: Path, ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_py_spy(tmp_path, monkeypatch, 'echo "$@"')
+    stack_workers.fake_py_spy(tmp_path, monkeypatch, 'echo "$@"')
     with Worker(tmp_path, ready, SLEEP) as worker:
         pid = worker.process.pid
         text = stack_workers.ask(worker.target.replace(native=True))
         assert text.endswith(f" in <module>\n\nnative frames (py-spy):\ndump --full-filenames --native --pid {pid}\n")
         assert "native" not in worker.ask()
         assert len(stacks.parse(text)) == 1
-        fake_py_spy(tmp_path, monkeypatch, "exit 1")
+        stack_workers.fake_py_spy(tmp_path, monkeypatch, "exit 1")
         assert stack_workers.ask(worker.target.replace(native=True)).endswith(" in <module>\n")
         os.mkfifo(tmp_path / "never")
-        fake_py_spy(tmp_path, monkeypatch, f"exec cat {tmp_path}/never")  # it takes too long
+        stack_workers.fake_py_spy(tmp_path, monkeypatch, f"exec cat {tmp_path}/never")  # it takes too long
         with stacks.Collection([worker.target.replace(native=True)], 0.05) as collection:
             collection.begin()
             assert not collection.wait()
@@ -684,12 +683,13 @@ def test_who_is_to_go_on_is_read_from_outside(tmp_path: Path, ready: Ready) -> N
 def test_who_cannot_be_read_is_asked_for_one_thread(
     tmp_path: Path, ready: Ready, monkeypatch: pytest.MonkeyPatch, script: str, why: str
 ) -> None:
-    fake_py_spy(tmp_path, monkeypatch, script)
+    stack_workers.fake_py_spy(tmp_path, monkeypatch, script)
     code = "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start(); ready(); time.sleep(1000)"
     with Worker(tmp_path, ready, code) as worker:
         text = worker.look(1.5)
         assert worker.sent == [ONE]
         assert worker.process.poll() is None
+        assert linux.children(os.getpid()) == [worker.process.pid]
     assert text.startswith(f"# one thread alone, the main thread as a rule ({why}")
     assert shown(text) == [["work", "<module>"]]
     assert stacks.sum_up({0: text}) == "rank 0 is in work (<string>:8)"
@@ -701,30 +701,38 @@ def test_py_spy_that_fails_once_is_tried_again(tmp_path: Path, ready: Ready, mon
     """The memory of a process that goes on may change while it is read."""
     real = spy.find()
     once = f'[ -e {tmp_path}/tried ] && exec {real} "$@"; echo >{tmp_path}/tried; exit 1'
-    fake_py_spy(tmp_path, monkeypatch, once)
+    stack_workers.fake_py_spy(tmp_path, monkeypatch, once)
     with Worker(tmp_path, ready, SLEEP) as worker:
         assert shown(worker.look()) == [["work", "<module>"]]
         assert worker.sent == []
 
 
-def test_who_is_not_read_in_time_is_asked_for_one_thread(
-    tmp_path: Path, ready: Ready, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a machine that is busy; and nothing of the look is left."""
-    fake_py_spy(tmp_path, monkeypatch, "exec sleep 1000")
-    with Worker(tmp_path, ready, SLEEP) as worker:
-        text = worker.look(1)
-        assert text.startswith("# one thread alone, the main thread as a rule (py-spy has not ended in time)\n")
-        assert shown(text) == [["work", "<module>"]]
+@without_py_spy
+def test_who_runs_is_not_asked_before_it_sleeps(tmp_path: Path, ready: Ready) -> None:
+    """In the midst of a line of Python the handler may find frames that make no sense, and end the process."""
+    code = """
+        signal.signal(signal.SIGUSR1, lambda *_: time.sleep(1000))
+        ready()
+        while True: pass
+        """
+    with Worker(tmp_path, ready, code, runs=True) as worker:
+        text = worker.look(0.1)
+        said = "# no Python stack: it is running, and is only asked while it sleeps; py-spy is not installed\n"
+        assert text.startswith(said)
+        assert worker.sent == []
+        with stacks.Collection([worker.target.replace(doomed=False)], PATIENCE) as collection:
+            collection.begin()
+            worker.process.send_signal(signal.SIGUSR1)
+            assert collection.wait()
+            assert shown(collection.finish()[0]) == [["<lambda>", "work", "<module>"]]
         assert worker.sent == [ONE]
-        assert linux.children(os.getpid()) == [worker.process.pid]
 
 
 def test_who_reads_waits_for_no_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that it has paused would wait with it. Native frames take long: for them it is one among others."""
     if os.geteuid():
         pytest.skip("only root may do that")
-    fake_py_spy(tmp_path, monkeypatch, "exec sleep 1000")
+    stack_workers.fake_py_spy(tmp_path, monkeypatch, "exec sleep 1000")
     for native, policy in ((False, os.SCHED_RR), (True, os.SCHED_OTHER)):
         reader = spy.Spy(os.getpid(), native=native)
         (pid,) = linux.children(os.getpid())
@@ -741,10 +749,12 @@ def test_a_thread_that_waits_for_a_disk_holds_up_no_look(tmp_path: Path, ready: 
         ready(); time.sleep(1000)
         """
     disk.freeze()
-    with Worker(tmp_path, ready, code) as worker:
-        until(lambda: sleeping_on_disks(worker.process.pid) == 1)
-        text = worker.look(4)
-        disk.thaw()  # before that not even SIGKILL ends it
+    with Worker(tmp_path, ready, code, runs=True) as worker:
+        try:
+            until(lambda: sleeping_on_disks(worker.process.pid) == 1)
+            text = worker.look(4)
+        finally:
+            disk.thaw()  # before that not even SIGKILL ends it
     assert sorted(shown(text)) == [["work", "<module>"], ["write"]]
     assert "one thread alone" not in text
 
@@ -766,7 +776,7 @@ def test_more_threads_than_a_dump_has(tmp_path: Path, ready: Ready) -> None:
         """
     with Worker(tmp_path, ready, code) as worker:
         text = worker.ask()
-        assert worker.sent == [ALL]
+        assert worker.sent == []
     assert len(stacks.parse(text)) == 131
     assert stacks.sum_up({0: text}) == "rank 0 is in work (<string>:11)"
 

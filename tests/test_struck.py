@@ -17,6 +17,7 @@ from phalanx._core import escalation, evidence
 from phalanx._core.supervisor import Supervisor
 from phalanx.multiprocessing import DefaultLogsSpecs, _context
 from tests import hang_workers
+from tests.stack_workers import fake_py_spy
 from tests.test_timer_group import HANG, Events, result_of, start
 
 if TYPE_CHECKING:
@@ -152,3 +153,16 @@ def test_who_has_survived_and_is_stopped_for_another_is_not_the_one_that_failed(
     result = result_of(group)
     assert set(result.failures) == {1}
     assert result.outcomes[0].exitcode == -signal.SIGTERM
+
+
+def test_who_dies_of_the_look_that_precedes_the_kill_has_hung(
+    events: Events, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The handler that shows all threads can end a process by SIGSEGV."""
+    fake_py_spy(tmp_path, monkeypatch, 'for pid; do :; done; kill -SEGV "$pid"; exit 1')
+    result = result_of(start(hang_workers.run_on, (), events))
+    failure = result.failures[0]
+    assert failure.exitcode == -signal.SIGSEGV
+    assert re.fullmatch(HANG, failure.message)
+    assert "over its deadline" in failure.detail
+    assert "worker.reaped" not in events.names()

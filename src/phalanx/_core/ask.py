@@ -17,7 +17,7 @@ import os
 import signal
 
 from phalanx._core import clock, evidence
-from phalanx._core.facts import facts, mask, status
+from phalanx._core.facts import facts, mask, states, status
 from phalanx._core.frames import GONE, MAIN_ALONE, NO_STACK
 from phalanx._core.spy import NO_PYTHON
 from phalanx._core.value import Value
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _LIMIT = 4 << 20  # bytes of a dump: 100 threads of 100 frames, faulthandler's own limits, are below 2 MiB
+_FEW = 64  # threads: to look at more of them takes longer than to read them from outside
 _QUIET = 0.005  # seconds
 _CUT = b"\n...\n"  # how faulthandler ends a dump of more than 100 threads, of which it has shown the newest
 _SILENT = "it offers none"
@@ -80,6 +81,10 @@ class Target(Value):
 
 class Refused(Exception):  # noqa: N818 - it is an answer, and no error
     """The process is not asked. The message says why, as of ``it``."""
+
+
+class Busy(Refused):
+    """The process is not asked now."""
 
 
 class Ask:
@@ -150,8 +155,19 @@ class Ask:
             return False
         return (mine.st_dev, mine.st_ino) == (theirs.st_dev, theirs.st_ino)
 
+    def sleeps(self, *, everyone: bool) -> bool:
+        """Whether its main thread sleeps, or all of its threads do (which are few enough to be looked at)."""
+        found = states(self.target.pid)
+        return {"S", "D"}.issuperset(found if everyone else found[:1]) and not (everyone and len(found) > _FEW)
+
     def ask(self, *, everyone: bool) -> None:
-        """Send it the signal on which it shows all its threads, or one. Raises Refused, OSError."""
+        """Send it the signal on which it shows all its threads, or one. Raises Refused, Busy, OSError.
+
+        One that is to go on is asked while the thread that will answer sleeps (that is the main thread, or any, where
+        that one has the signal blocked): it is in a system call then, and its frames are as they should be. In the
+        midst of a line of Python they may not be, and the handler that reads them ends the process by SIGSEGV: once in
+        some thousand times.
+        """
         number = (everyone and self.numbers[1]) or self.numbers[0]
         if not number:
             raise Refused(self.why)
@@ -168,6 +184,8 @@ class Ask:
         if not mask(found, "SigCgt") & bit:
             raise Refused(f"it does not handle signal {number}, on which it has offered one")
         self.blocks = bool(mask(found, "SigBlk") & bit)
+        if not (self.target.doomed or self.sleeps(everyone=self.blocks)):
+            raise Busy("it is running, and is only asked while it sleeps")
         self.number, self.waits, self.said, self.grown = number, True, b"", clock.now()
         try:
             if self.target.send is not None:

@@ -51,13 +51,18 @@ def status(folder: int | str) -> dict[str, str]:
     return {name: " ".join(value.split()) for name, _, value in fields}
 
 
-def sleeps_deeply(pid: int) -> bool:
-    """Whether a thread of it (of the first 64) is in an uninterruptible sleep (D)."""
+def states(pid: int) -> list[str]:
+    """The states of its threads, one letter each (proc_pid_stat(5)), the main thread's first. None if it is gone."""
     try:
-        tasks = os.listdir(f"/proc/{pid}/task")[:_TASKS]
+        tasks = sorted(map(int, os.listdir(f"/proc/{pid}/task")), key=lambda task: task != pid)
     except OSError:
-        return False
-    return any(_proc(f"{pid}/task/{task}", "stat").rpartition(")")[2].lstrip().startswith("D") for task in tasks)
+        return []
+    return [_proc(f"{pid}/task/{task}", "stat").rpartition(")")[2].lstrip()[:1] for task in tasks]
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process has, reaped or not."""
+    return states(pid)[:1] in ([], ["Z"], ["X"])
 
 
 def mask(fields: dict[str, str], name: str) -> int:

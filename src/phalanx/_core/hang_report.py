@@ -11,7 +11,7 @@ import os
 import signal
 from functools import partial
 
-from phalanx._core import clock, evidence
+from phalanx._core import clock, evidence, facts
 from phalanx._core.aside import Aside
 from phalanx._core.hang import Hang
 from phalanx._core.ranks import named
@@ -212,9 +212,15 @@ class HangReport:
                     self._say_all(hangs, name, number, moment)
                 elif number != signal.SIGKILL:  # what a worker raises because of it must not be found first
                     self._record_all(hangs, moment)
+                elif dead := [hang for hang in hangs if self._died_of_it(hang)]:
+                    self._record_all(dead, moment)
                 afterwards.callback(answer)  # before what takes its time is closed
         finally:
             answer()
+
+    def _died_of_it(self, hang: Hang) -> bool:
+        """Whether a process has ended before the kill, within its block: of the look at its threads, or on its own."""
+        return facts.has_ended(hang.pid) and self.table.still(hang.timer)
 
     def _struck(self, number: int, moment: int, told: list[Told]) -> None:
         """What hangs has been sent a signal."""

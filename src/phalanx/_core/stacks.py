@@ -1,10 +1,11 @@
 """The stacks of live processes: collects them from many at once, and waits for them without polling.
 
-Owns the wait for many, and the order of the two ways to look at a process: one that is about to be killed shows its
-threads on a signal (`ask`), within a millisecond; every other one is read from outside (`spy`), which nothing in it
-notices, and only where that is not to be had, or takes long, it is sent the signal that shows one thread. What is said
-of a process tells which it was. Refuses to know why anyone wants to know. What a dump says is `frames`'s business, and
-how a worker makes one, `evidence`'s.
+Owns the wait for many, and the order of the two ways to look at a process. One that is about to be killed, and sleeps
+in all of its threads, shows them on a signal (`ask`), within a millisecond. Every other one is read from outside
+(`spy`), which nothing in it notices. Only where that is not to be had, or takes long, it is sent a signal as well: the
+one that shows all threads, if it is about to be killed, and else the one that shows one. What is said of a process
+tells which it was. Refuses to know why anyone wants to know. What a dump says is `frames`'s business, and how a worker
+makes one, `evidence`'s.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import struct
 from functools import partial
 
 from phalanx._core import clock, linux
-from phalanx._core.ask import Ask, Refused, Target
-from phalanx._core.facts import facts, sleeps_deeply
+from phalanx._core.ask import Ask, Busy, Refused, Target
+from phalanx._core.facts import facts, states
 from phalanx._core.frames import GONE, Frame, Thread, group_equal, own, parse, sum_up, top
 from phalanx._core.loop import Loop
 from phalanx._core.spy import Spy, end, find, read
@@ -62,6 +63,7 @@ _AT_ONCE = 16  # so many are read at a time: each takes some 10 ms of a processo
 _TRIES = 12  # times that a process is read whose memory changes so fast that py-spy cannot make sense of it,
 _STRANGERS = 2  # and times that a process is read which has not offered its stacks: it may be no Python
 _DEEP = 4  # processes that may stand above the one that does the work
+_NAP = 0.002  # seconds between two looks at who is running, and only asked while it sleeps
 _SOON, _LATER = 0.0003, 0.008  # seconds between two looks at a handler that is about to end
 
 
@@ -91,6 +93,7 @@ class Collection:
         self._delay = _SOON
         self._blind = False  # no inotify to be had: then a timer stands in
         self._to_read: deque[tuple[Ask, int]] = deque()  # from outside; and how often that has been tried
+        self._busy: set[Ask] = set()  # to be asked by signal, once they sleep
         self._natives: deque[Ask] = deque()  # of which frames of C code are wanted: after all that
         self._spies: dict[Spy, Ask] = {}
         self._starts = False  # whether one is about to be started
@@ -172,6 +175,7 @@ class Collection:
         self._spies.clear()
         self._to_read.clear()
         self._natives.clear()
+        self._busy.clear()
         for ask in self._asks:
             ask.close()
         if loop is not None:
@@ -184,7 +188,8 @@ class Collection:
         self.close()
 
     def _complete(self) -> bool:
-        return not (self._to_read or self._spies or self._natives or any(ask.waits for ask in self._asks))
+        waits = any(ask.waits for ask in self._asks) or any(not ask.is_seen for ask in self._busy)
+        return not (waits or self._to_read or self._spies or self._natives)
 
     def _begin(self, ask: Ask) -> None:
         try:
@@ -196,7 +201,8 @@ class Collection:
         except OSError as error:
             ask.why = f"it could not be asked: {error.strerror or error}"
         else:
-            if not (ask.target.doomed and not ask.shared and self._signal(ask, everyone=True)):
+            asleep = ask.target.doomed and not ask.shared and ask.sleeps(everyone=True)
+            if not (asleep and self._signal(ask, everyone=True)):
                 self._to_read.append((ask, 0))
 
     # --- by signal
@@ -207,6 +213,9 @@ class Collection:
             if not self._blind and ask.path:
                 self._watched[linux.inotify_add(self._inotify, ask.path)] = ask
             ask.ask(everyone=everyone)
+        except Busy as busy:
+            ask.why = str(busy)
+            self._ask_later(ask)
         except Refused as refused:
             ask.why = str(refused)
         except OSError as error:
@@ -214,6 +223,17 @@ class Collection:
         if self._blind and ask.waits:
             self._look_again([ask])
         return ask.waits
+
+    def _ask_later(self, ask: Ask) -> None:
+        assert self._loop is not None
+        if not self._busy:
+            self._loop.after(_NAP, self._ask_the_busy)
+        self._busy.add(ask)
+
+    def _ask_the_busy(self) -> None:
+        busy, self._busy = self._busy, set()
+        for ask in busy:
+            self._cannot_read(ask)
 
     def _grown(self, _events: int) -> None:
         grown: set[Ask] = set()
@@ -259,6 +279,7 @@ class Collection:
     def _exited(self, ask: Ask) -> None:
         assert self._loop is not None
         self._loop.forget(ask.pidfd)
+        self._busy.discard(ask)
         ask.exited()
         ask.why = GONE
 
@@ -278,7 +299,7 @@ class Collection:
     def _pause_no_more(self) -> None:
         """End those that wait for a thread which cannot be paused. They are followed by one that needs no pause."""
         for spy, ask in self._spies.items():
-            if spy.pauses and sleeps_deeply(ask.target.pid):
+            if spy.pauses and "D" in states(ask.target.pid):
                 spy.kill()
 
     def _read_more(self) -> None:
@@ -303,9 +324,10 @@ class Collection:
         ask, tried = self._to_read.popleft()
         if ask.why == GONE or (ask.is_seen and not ask.alone):
             return True
-        # Every second time without a pause: who waits for a disk cannot be paused, nor who is traced already.
+        # Every second time without a pause, and who is stopped needs none: who waits for a disk cannot be paused, nor
+        # who is traced already.
         state = ask.state()
-        spy = Spy(ask.target.pid, pause=tried % 2 == 0 and not state.startswith("it is in"))
+        spy = Spy(ask.target.pid, pause=tried % 2 == 0 and not state)
         if spy.done and self._spies:  # no descriptor is left, say: then once another has ended
             self._to_read.appendleft((ask, tried))
             return False
@@ -365,7 +387,7 @@ class Collection:
     def _cannot_read(self, ask: Ask) -> None:
         """Ask it by signal, if it has not been, nor seen."""
         if ask.why != GONE and not ask.waits and not ask.is_seen:
-            self._signal(ask, everyone=False)
+            self._signal(ask, everyone=ask.target.doomed and not ask.is_cut)
 
     def _read_natively(self, ask: Ask) -> None:
         """Have frames of C code read, of a process that has done with our signal: py-spy would hold up the handler."""
