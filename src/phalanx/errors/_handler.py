@@ -227,7 +227,7 @@ class _Recording:
     def _passed_on(self, exc: BaseException) -> bool:
         """Whether an exception is a launcher's, and our error file is now that of what has failed below it."""
         try:
-            _, failure = type(exc).get_first_failure(exc)  # type: ignore[attr-defined]
+            _, failure = type(exc).get_first_failure(exc)  # type: ignore[attr-defined]  # it may have none
             error_file, exitcode = os.fspath(failure.error_file), int(failure.exitcode)
         except Exception:  # noqa: BLE001 - it has no such method, or one of another kind
             return False
