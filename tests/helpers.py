@@ -118,9 +118,9 @@ class Ready:
 
     def python(self, expression: str = "__import__('os').getpid()") -> str:
         """A line of Python that says `str(expression)` here: for `python -c` and scripts. The pid, unless told."""
-        return (
-            "s = __import__('socket'); s = s.socket(s.AF_UNIX, s.SOCK_DGRAM); "
-            f"s.sendto(str({expression}).encode(), {self.address!r}); s.close()"
+        return (  # a signal may come as soon as that is said: a socket that it has left open would be warned of
+            f"s = __import__('socket'); s = s.socket(s.AF_UNIX, s.SOCK_DGRAM); s.connect({self.address!r}); "
+            f"s = s.detach(), __import__('os'); s[1].write(s[0], str({expression}).encode()); s[1].close(s[0])"
         )
 
     def wait(self, count: int = 1, timeout: float = TIMEOUT) -> list[str]:

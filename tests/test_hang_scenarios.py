@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from tests.disks import Disk
     from tests.helpers import Gate, Ready
 
+pytestmark = pytest.mark.once
+
 __all__ = ["place"]
 
 # Ranks 0, 1 and 2 wait for rank 3, which hangs in its own way. They wait in one line, wherever they are looked at.

@@ -165,4 +165,3 @@ def test_who_dies_of_the_look_that_precedes_the_kill_has_hung(
     assert failure.exitcode == -signal.SIGSEGV
     assert re.fullmatch(HANG, failure.message)
     assert "over its deadline" in failure.detail
-    assert "worker.reaped" not in events.names()

@@ -44,6 +44,15 @@ def find() -> str:
     return next((str(file.locate()) for file in files if file.name == "py-spy"), "")
 
 
+def get_ready() -> None:
+    """Import what a look takes, and find py-spy: once processes are held, no descriptor may be left for that."""
+    import json
+    import subprocess
+
+    find()
+    del json, subprocess
+
+
 class Spy:
     """py-spy at work on one process.
 

@@ -20,7 +20,7 @@ from phalanx._core.ask import Ask, Busy, Refused, Target
 from phalanx._core.facts import facts, states
 from phalanx._core.frames import GONE, Frame, Thread, group_equal, own, parse, sum_up, top
 from phalanx._core.loop import Loop
-from phalanx._core.spy import Spy, end, find, read
+from phalanx._core.spy import Spy, end, get_ready, read
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ __all__ = [
     "Target",
     "Thread",
     "facts",
-    "find",
+    "get_ready",
     "group_equal",
     "own",
     "parse",
@@ -61,6 +61,7 @@ _GIVEN_UP = 0.85  # and those at work are ended, to be gone when the time is ove
 _LAST_WORD = 0.05  # seconds that it is waited for one which was ended later still
 _AT_ONCE = 16  # so many are read at a time: each takes some 10 ms of a processor
 _TRIES = 12  # times that a process is read whose memory changes so fast that py-spy cannot make sense of it,
+_AT_ONCE_AGAIN = 4  # the first of them follow each other at once, and before each later one it is waited twice as long;
 _STRANGERS = 2  # and times that a process is read which has not offered its stacks: it may be no Python
 _DEEP = 4  # processes that may stand above the one that does the work
 _NAP = 0.002  # seconds between two looks at who is running, and only asked while it sleeps
@@ -94,6 +95,7 @@ class Collection:
         self._blind = False  # no inotify to be had: then a timer stands in
         self._to_read: deque[tuple[Ask, int]] = deque()  # from outside; and how often that has been tried
         self._busy: set[Ask] = set()  # to be asked by signal, once they sleep
+        self._failed: set[Ask] = set()  # to be read again, after a while
         self._natives: deque[Ask] = deque()  # of which frames of C code are wanted: after all that
         self._spies: dict[Spy, Ask] = {}
         self._starts = False  # whether one is about to be started
@@ -176,6 +178,7 @@ class Collection:
         self._to_read.clear()
         self._natives.clear()
         self._busy.clear()
+        self._failed.clear()
         for ask in self._asks:
             ask.close()
         if loop is not None:
@@ -189,7 +192,7 @@ class Collection:
 
     def _complete(self) -> bool:
         waits = any(ask.waits for ask in self._asks) or any(not ask.is_seen for ask in self._busy)
-        return not (waits or self._to_read or self._spies or self._natives)
+        return not (waits or self._to_read or self._failed or self._spies or self._natives)
 
     def _begin(self, ask: Ask) -> None:
         try:
@@ -371,13 +374,28 @@ class Collection:
         ask.unread = spy.why or "py-spy has found no stack"
         again = tried + 1 < (_TRIES if ask.numbers[0] else _STRANGERS) and not ask.unread.endswith("(ptrace)")
         if again and clock.now() < self._no_more:
-            self._to_read.append((ask, tried + 1))
+            self._read_again(ask, tried + 1)
         else:
             self._cannot_read(ask)
+
+    def _read_again(self, ask: Ask, tried: int) -> None:
+        def read_it() -> None:
+            if ask in self._failed:  # else the time for it is over
+                self._failed.discard(ask)
+                self._to_read.append((ask, tried))
+                self._read_more()
+
+        self._failed.add(ask)
+        if tried < _AT_ONCE_AGAIN:
+            read_it()
+        else:
+            assert self._loop is not None
+            self._loop.after(_NAP * 2 ** (tried - _AT_ONCE_AGAIN), read_it)
 
     def _give_up_reading(self) -> None:
         """The time for it is over. Native frames are not asked for before the rest is done, and have all of it."""
         late, self._to_read = self._to_read, deque()
+        self._failed.clear()
         for spy in self._spies:
             if not spy.native:
                 spy.kill()

@@ -59,12 +59,10 @@ class Witnesses:
     def get_ready(self) -> None:
         """Import what is needed once something hangs: then there is no time."""
         with contextlib.suppress(Exception):  # no descriptor is left, say; see the top
-            import json
-
             from phalanx._core import frames, stacks
 
-            stacks.find()
-            del json, frames
+            stacks.get_ready()
+            del frames
 
     def hear(
         self,

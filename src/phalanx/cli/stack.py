@@ -134,6 +134,9 @@ def _ranks(run: Run, wanted: set[int]) -> list[Rank]:
 
 def _collect(folder: str, ranks: list[Rank], *, native: bool) -> dict[int, str]:
     """Look at the ranks that live: rank → text."""
+    from phalanx._core.stacks import get_ready
+
+    get_ready()
     texts: dict[int, str] = {}
     for first in range(0, len(ranks), _AT_ONCE):
         texts |= _look(folder, ranks[first : first + _AT_ONCE], native=native)
