@@ -201,9 +201,10 @@ def test_what_was_ended_is_on_the_console_and_in_run_json(tmp_path: Path, ready:
 
 
 def test_a_library_logs_what_no_console_shows(caplog: pytest.LogCaptureFixture) -> None:
+    script = "setsid sleep 600 & until grep -qa ^sleep /proc/$!/cmdline; do :; done"  # before, it has no command line
     with (
         caplog.at_level(logging.WARNING, "phalanx"),
-        start_processes("g", "/bin/sh", ("-c", "setsid sleep 600 &"), nprocs=1) as group,
+        start_processes("g", "/bin/sh", ("-c", script), nprocs=1) as group,
     ):
         group.wait(TIMEOUT)
     [record] = caplog.records
