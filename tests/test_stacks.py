@@ -731,14 +731,23 @@ def test_who_runs_is_not_asked_before_it_sleeps(tmp_path: Path, ready: Ready) ->
 
 def test_who_reads_waits_for_no_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that it has paused would wait with it. Native frames take long: for them it is one among others."""
-    if os.geteuid():
-        pytest.skip("only root may do that")
+    cpus = os.sched_getaffinity(0)
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        try:
+            os.sched_setscheduler(process.pid, os.SCHED_RR, os.sched_param(1))
+        except PermissionError:
+            pytest.skip("that takes CAP_SYS_NICE")
+        finally:
+            process.kill()
+    if len(cpus) == 1:
+        pytest.skip("the only processor is left to others")
     stack_workers.fake_py_spy(tmp_path, monkeypatch, "exec sleep 1000")
     for native, policy in ((False, os.SCHED_RR), (True, os.SCHED_OTHER)):
         before = set(linux.children(os.getpid()))
         reader = spy.Spy(os.getpid(), native=native)
         (pid,) = before.symmetric_difference(linux.children(os.getpid()))
         assert os.sched_getscheduler(pid) == policy
+        assert len(os.sched_getaffinity(pid)) == (len(cpus) if native else len(cpus) // 2)
         reader.close()
 
 

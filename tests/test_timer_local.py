@@ -377,19 +377,29 @@ def test_a_worker_that_leaves_with_timers_has_not_failed(mp_queue: Any, ready: R
         assert not result.is_failed()
 
 
+@contextlib.contextmanager
+def hosted(mp_queue: Any, ready: Ready, gate: Gate) -> Iterator[tuple[int, Any]]:
+    """A process with two servers, for `mp_queue` and for another. Gives its pid, and that one."""
+    other: Any = SPAWN.SimpleQueue()
+    host = SPAWN.Process(target=timer_workers.serve, args=(mp_queue, other, ready.address, gate.address))
+    host.start()
+    assert host.pid is not None
+    assert ready.wait() == ["up"]
+    yield host.pid, other
+    gate.open()
+    host.join()
+    assert host.exitcode == 0
+    host.close()
+    other._reader.close()
+    other._writer.close()
+
+
 def test_servers_that_were_stopped_spare_who_was_in_time_and_strike_who_was_not(
     mp_queue: Any, ready: Ready, gate: Gate
 ) -> None:
     """A paused virtual machine: the servers and their workers have lost the same time."""
-    other: Any = SPAWN.SimpleQueue()
-    args = (mp_queue, other, ready.address, gate.address)
-    host = SPAWN.Process(target=timer_workers.serve, args=args)
-    host.start()
-    pid = host.pid
-    assert pid is not None
-    with sleeper() as prompt, sleeper() as late:
-        assert ready.wait() == ["up"]
-        span = 1.5
+    with hosted(mp_queue, ready, gate) as (pid, other), sleeper() as prompt, sleeper() as late:
+        span = 3.0
         start = clock.now()
         for worker in (prompt, late):
             mp_queue.put(request(worker.pid, "s", span))
@@ -409,25 +419,13 @@ def test_servers_that_were_stopped_spare_who_was_in_time_and_strike_who_was_not(
         assert not wait_gone([late.pid])
         assert span - 0.5 < clock.now() - resumed
         assert alive(prompt.pid)
-    gate.open()
-    host.join()
-    assert host.exitcode == 0
-    host.close()
-    other._reader.close()
-    other._writer.close()
 
 
 def test_a_timer_that_was_taken_just_before_the_server_was_stopped_has_its_time(
     mp_queue: Any, ready: Ready, gate: Gate
 ) -> None:
     """The server's wait ends by the request, so it has not overrun, and the timer is over by then."""
-    other: Any = SPAWN.SimpleQueue()
-    host = SPAWN.Process(target=timer_workers.serve, args=(mp_queue, other, ready.address, gate.address))
-    host.start()
-    pid = host.pid
-    assert pid is not None
-    with sleeper() as worker:
-        assert ready.wait() == ["up"]
+    with hosted(mp_queue, ready, gate) as (pid, _), sleeper() as worker:
         timer_workers.wait_asleep(pid)
         os.kill(pid, signal.SIGSTOP)
         mp_queue.put(request(worker.pid, "s", 1))
@@ -436,12 +434,6 @@ def test_a_timer_that_was_taken_just_before_the_server_was_stopped_has_its_time(
         os.kill(pid, signal.SIGCONT)
         assert not wait_gone([worker.pid])
         assert clock.now() - resumed >= 1
-    gate.open()
-    host.join()
-    assert host.exitcode == 0
-    host.close()
-    other._reader.close()
-    other._writer.close()
 
 
 def test_who_decides_whom_to_end_gets_every_request(mp_queue: Any) -> None:

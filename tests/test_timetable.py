@@ -1341,9 +1341,11 @@ def test_whose_timers_are_is_found_out_once_for_many(table: Timetable, monkeypat
 
 
 @pytest.mark.parametrize("stopped", [True, False])
+@pytest.mark.parametrize("first", ["report", "terminate"])
 def test_a_step_is_put_off_for_who_was_stopped_with_us(
-    stopped: bool, table: Timetable, monkeypatch: pytest.MonkeyPatch
+    first: str, stopped: bool, table: Timetable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """After a report, and after a signal that it has survived, too."""
     now = 1000 * clock.NS
     monkeypatch.setattr(clock, "now_ns", lambda: now)
     monkeypatch.setattr(clock, "now", lambda: now / clock.NS)
@@ -1351,38 +1353,12 @@ def test_a_step_is_put_off_for_who_was_stopped_with_us(
     loop = FakeLoop()
     with seat_at(table) as seat:
         seat.take(now, 1, TEXT)
-        steps = [("report", 0.0), ("report", 60.0)]
-        pids = {0: os.getpid()}
-        it = Escalation(table, steps, loop, lambda: pids, pytest.fail, lambda what, *_: told.append(what))  # type: ignore[arg-type]  # as above
-        it.open()
-        assert told == ["armed", "expired", "hang"]
-        began, now = now, now + 3600 * clock.NS
-        loop.wait(began, (began + 60 * clock.NS) if stopped else NEVER, now)
-        loop.serve(now)
-        assert told.count("hang") == (1 if stopped else 2)
-        began, now = now, now + 60 * clock.NS
-        loop.wait(began, now, now)
-        loop.serve(now)
-        assert told.count("hang") == 2
-
-
-@pytest.mark.parametrize("stopped", [True, False])
-def test_who_has_been_signalled_has_its_time_before_the_next_signal_too(
-    stopped: bool, table: Timetable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 1000 * clock.NS
-    monkeypatch.setattr(clock, "now_ns", lambda: now)
-    monkeypatch.setattr(clock, "now", lambda: now / clock.NS)
-    told: list[str] = []
-    loop = FakeLoop()
-    with seat_at(table) as seat:
-        seat.take(now, 1, TEXT)
-        steps = [("terminate", 0.0), ("kill", 60.0)]
+        steps = [(first, 0.0), ("kill", 60.0)]
         pids = {0: os.getpid()}
         it = Escalation(table, steps, loop, lambda: pids, lambda *_: None, lambda what, *_: told.append(what))  # type: ignore[arg-type]  # as above
         it.open()
         it.testified(1)
-        assert told == ["armed", "expired", "hang", "struck"]
+        assert told == ["armed", "expired", "hang", *(["struck"] if first == "terminate" else [])]
         began, now = now, now + 3600 * clock.NS
         loop.wait(began, (began + clock.NS) if stopped else NEVER, now)
         loop.serve(now)

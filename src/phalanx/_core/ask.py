@@ -157,8 +157,9 @@ class Ask:
 
     def sleeps(self, *, everyone: bool) -> bool:
         """Whether its main thread sleeps, or all of its threads do (which are few enough to be looked at)."""
-        found = states(self.target.pid)
-        return {"S", "D"}.issuperset(found if everyone else found[:1]) and not (everyone and len(found) > _FEW)
+        most = _FEW if everyone else 1
+        found = states(self.target.pid, most + 1) if everyone else states(self.target.pid, 1)
+        return len(found) <= most and {"S", "D"}.issuperset(found)
 
     def ask(self, *, everyone: bool) -> None:
         """Send it the signal on which it shows all its threads, or one. Raises Refused, Busy, OSError.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from phalanx._core import linux
+
 _TASKS = 64
 _STATUS = ("Name", "State", "PPid", "Threads", "VmRSS", "SigPnd", "ShdPnd", "SigBlk", "SigIgn", "SigCgt")
 
@@ -51,18 +53,23 @@ def status(folder: int | str) -> dict[str, str]:
     return {name: " ".join(value.split()) for name, _, value in fields}
 
 
-def states(pid: int) -> list[str]:
-    """The states of its threads, one letter each (proc_pid_stat(5)), the main thread's first. None if it is gone."""
+def states(pid: int, most: int = _TASKS) -> list[str]:
+    """The states of its first threads, a letter each (proc_pid_stat(5)), the main thread's first; none: it is gone."""
     try:
-        tasks = sorted(map(int, os.listdir(f"/proc/{pid}/task")), key=lambda task: task != pid)
+        tasks = sorted(map(int, os.listdir(f"/proc/{pid}/task")), key=lambda task: task != pid) if most > 1 else [pid]
     except OSError:
         return []
-    return [_proc(f"{pid}/task/{task}", "stat").rpartition(")")[2].lstrip()[:1] for task in tasks]
+    return [_proc(f"{pid}/task/{task}", "stat").rpartition(")")[2].lstrip()[:1] for task in tasks[:most]]
 
 
 def has_ended(pid: int) -> bool:
     """Whether a process has, reaped or not."""
-    return states(pid)[:1] in ([], ["Z"], ["X"])
+    try:
+        return linux.Stat(pid).state in ("Z", "X")
+    except ProcessLookupError:
+        return True
+    except OSError:  # no descriptor is left to find out
+        return False
 
 
 def mask(fields: dict[str, str], name: str) -> int:

@@ -90,7 +90,7 @@ class Spy:
                 stderr=self._err,
             )
             self.pidfd = os.pidfd_open(self._popen.pid)
-            if not native:  # that takes long, and is asked for by people
+            if not native:  # that takes long, and nobody needs to be quick
                 _hurry(self._popen.pid)
         except OSError as error:
             self.why = f"py-spy could not be started: {error.strerror}"
@@ -138,9 +138,15 @@ class Spy:
 
 
 def _hurry(pid: int) -> None:
-    """Have a process run before all others (SCHED_RR), where we may: whom it has paused waits as long as it does."""
-    with contextlib.suppress(OSError):
-        os.sched_setscheduler(pid, os.SCHED_RR, os.sched_param(1))
+    """Have a process run before all others (SCHED_RR), where we may: whom it has paused waits for as long as it does.
+
+    On half of the processors: with a process of a thousand threads it takes seconds, and who is to end it has to run.
+    """
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) > 1:
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(pid, os.SCHED_RR, os.sched_param(1))
+            os.sched_setaffinity(pid, cpus[-(len(cpus) // 2) :])
 
 
 def end(spies: Iterable[Spy], seconds: float) -> None:

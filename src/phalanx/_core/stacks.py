@@ -401,6 +401,7 @@ class Collection:
                 spy.kill()
         for ask, _tried in late:
             self._cannot_read(ask)
+        self._read_more()
 
     def _cannot_read(self, ask: Ask) -> None:
         """Ask it by signal, if it has not been, nor seen."""
