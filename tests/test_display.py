@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._core import display, hang_report, supervisor
+from phalanx._core import display, hang_report, pump, supervisor
 from phalanx._core.aside import Aside
 from phalanx._core.loop import Loop
 from phalanx._core.pump import Pump
@@ -154,7 +154,7 @@ def test_a_stream_object_that_does_not_return(
     tmp_path: Path, ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Workers are started, stopped and reported without it."""
-    monkeypatch.setattr(display, "PATIENCE", 0.3)
+    monkeypatch.setattr(pump, "STUCK", 0.3)
     go_on = threading.Event()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdout", Stream(lambda _text: go_on.wait()))
@@ -164,15 +164,15 @@ def test_a_stream_object_that_does_not_return(
     group.close()
     assert time.monotonic() - began < 5
     assert [pid for pid in pids if alive(pid)] == []
-    assert "what shows the lines does not return" in capfd.readouterr().err
-    # The display of the next group is another one.
+    assert capfd.readouterr().err.count("1 more line in ") == 2
+    # The next group has the display that there is.
     with group_of_two(tmp_path / "next", ready, gate) as following:
         ready.wait(2)
         gate.open(2)
         assert following.wait(TIMEOUT).succeeded
     go_on.set()
     for thread in threading.enumerate():
-        if thread.name == "phalanx-display":
+        if thread.name == "phalanx-write":
             thread.join(TIMEOUT)
 
 

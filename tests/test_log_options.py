@@ -294,6 +294,27 @@ def test_json_has_every_line_of_everybody(logs: Path, capfd: pytest.CaptureFixtu
         assert [row["text"] for row in rows if row["rank"] == rank] == [f"line {n}" for n in range(2000)]
 
 
+@pytest.mark.parametrize("how", ["json", "stderr is in files", "chosen lines"])
+def test_what_we_say_goes_to_stderr_and_nowhere_else(how: str, place: Place, ready: Ready) -> None:
+    """Not among a machine's lines, not into a file of chosen lines, and not to stdout."""
+    options: dict[str, tuple[object, ...]] = {
+        "json": ("--log-format", "json"),
+        "stderr is in files": ("-t", 1, "-r", 2),
+        "chosen lines": ("--duplicate-stdout-filters", "a", "--duplicate-stderr-filters", "a"),
+    }
+    script = place.write(f"{ready.python()}\nimport signal\nprint('a line', flush=True)\nsignal.pause()")
+    with place.start(*options[how], script) as launcher:
+        ready.wait()
+        shown = launcher.read_until("a line", "stdout")
+        launcher.send(signal.SIGTERM)
+        done = launcher.end()
+    assert "phalanx: SIGTERM: stopping the workers" in done.err
+    assert (shown + done.out).count("\n") == 1
+    for path in place.logs.glob("*/attempt_0/filtered_*"):
+        assert "phalanx" not in path.read_text()
+    assert bool([*place.logs.glob("*/attempt_0/filtered_stdout.log")]) == (how == "chosen lines")
+
+
 def test_json_cannot_be_folded(place: Place) -> None:
     refused(sh(place, "echo", "--fold", "--log-format", "json"), "--fold:", "'json' cannot be folded")
     refused(sh(place, "echo", "--log-format", "xml"), "--log-format", "xml")

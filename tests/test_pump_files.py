@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._core import clock, linux, sink, timeline
+from phalanx._core import clock, linux, pump, sink, timeline
 from phalanx._core.clock import FakeClock
+from phalanx._core.fold import Fold
 from phalanx._core.follower import Follower, aside, last_lines
 from phalanx._core.loop import Loop
 from phalanx._core.merge import merge
@@ -26,7 +27,7 @@ from phalanx._core.sink import Sink
 from phalanx._core.surface import Paper, Screen
 from phalanx._core.timeline import Timeline
 from phalanx._core.view import Text, View
-from tests.pump_tools import Rotated, append, lane, read_all, rig, until
+from tests.pump_tools import Memory, Rotated, append, lane, read_all, rig, until
 from tests.screen import Emulator
 
 if TYPE_CHECKING:
@@ -158,6 +159,13 @@ def test_nobody_waits_for_a_socket_that_is_full(loop: Loop) -> None:
         out.write((b"x" * (1 << 22), b"\n"))
         out.flush()
         assert out.blocked
+        until(loop, lambda: bool(out.written))
+        before = -1
+        while before != out.written:  # full
+            before = out.written
+            loop.after(0.2, lambda: None)
+            loop.once()
+        assert out.blocked
         assert out.mid_line
         out.give_up()
         assert out.broken
@@ -206,7 +214,8 @@ def test_an_object_gets_text_and_no_half_letters(loop: Loop) -> None:
     out.open(loop, lambda: None)
     for byte in "é漢🙂\n".encode() + b"\xff\xc3\n":
         out.write((bytes([byte]),))
-        assert out.idle
+        out.flush()
+        until(loop, lambda: out.idle)
     assert text.getvalue() == "é漢🙂\n\ufffd\ufffd\n"
     out.close()
 
@@ -219,7 +228,9 @@ def test_an_object_that_raises_is_left_alone(loop: Loop) -> None:
     out = Sink(Broken())
     out.open(loop, lambda: None)
     out.write((b"x",))
-    assert out.broken
+    out.flush()
+    until(loop, lambda: out.broken)
+    assert isinstance(out.refusal, ValueError)
     out.close()
 
 
@@ -741,6 +752,45 @@ def test_what_was_not_shown_is_said(
     assert int(said[1].replace(",", "")) + got.count(b"\n") == 50_000
 
 
+@pytest.mark.parametrize("folded", [False, True])
+def test_a_turn_takes_so_much_that_others_need_not_wait(tmp_path: Path, folded: bool) -> None:
+    """What is done line by line takes time, and every byte may be a line."""
+    path = tmp_path / "log"
+    path.write_bytes(b"\n" * (1 << 20))
+    memory = Memory()
+    memory.turn = sink.TURN
+    shows = View(Paper(memory), Text())
+    if folded:
+        shows.fold_into(Fold(lambda lanes, line: memory.write((line,), lanes[0]), {"stdout": 2}))
+    stream = Stream(Follower(str(path)), [(shows, lane())])
+    assert stream.step(bytearray(sink.TURN))
+    assert stream.follower.offset == (16 * 1024 if folded else sink.TURN)
+    stream.follower.close()
+
+
+def test_what_is_left_is_not_read_to_be_counted(
+    tmp_path: Path, pipe: tuple[int, int], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not all of it, that is: there may be more than can be read in an hour."""
+    path = tmp_path / "log"
+    path.write_bytes(b"x\n" * 1000)
+    os.truncate(path, 60 << 30)  # one hole
+    read, taken = Follower.read, 0
+
+    def counted(self: Follower, buffer: bytearray | memoryview) -> int:
+        nonlocal taken
+        count = read(self, buffer)
+        taken += count
+        return count
+
+    monkeypatch.setattr(Follower, "read", counted)
+    monkeypatch.setattr(pump, "_COUNTED", 4 << 20)
+    with rig([str(path)], pipe[1], drain=0.02) as it:
+        it.finish()
+    assert taken < 8 << 20
+    assert re.fullmatch(rf"phalanx: … (over [\d,]+ )?more (lines? )?in {path}\n", capfd.readouterr().err)
+
+
 def test_so_many_files_are_named_and_no_more(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], pipe: tuple[int, int]
 ) -> None:
@@ -758,7 +808,6 @@ def test_so_many_files_are_named_and_no_more(
 def test_a_reader_that_takes_nothing_is_waited_for_so_long(
     tmp_path: Path, pipe: tuple[int, int], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from phalanx._core import pump
 
     monkeypatch.setattr(pump, "STUCK", 0.02)
     path = tmp_path / "log"

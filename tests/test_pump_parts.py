@@ -401,6 +401,33 @@ def test_streams_are_folded_apart() -> None:
     assert it.out == [("0", b"x\n"), ("1", b"x\n")]
 
 
+@pytest.mark.parametrize("line", [b"\n", b"the same\n"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_work_of_folding_grows_as_the_lines_do(line: bytes, ranks: int) -> None:
+    """Not with their square: equal lines are found by a search of the sorted, not by a look at each."""
+
+    def calls(count: int) -> int:
+        """How many functions are called, C's included."""
+        it = Folder(4)
+        number = 0
+
+        def note(_frame: object, event: str, _argument: object) -> None:
+            nonlocal number
+            number += event in ("call", "c_call")
+
+        sys.setprofile(note)
+        try:
+            for rank in range(ranks):
+                it.add(rank, line * count)
+        finally:
+            sys.setprofile(None)
+        it.fold.release(everything=True)
+        assert len(it.out) >= count
+        return number
+
+    assert calls(40_000) < 2.2 * calls(20_000)
+
+
 def test_a_fold_holds_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fold, "_MOST", 10)
     it = Folder(2)

@@ -1,8 +1,8 @@
 """Bytes to lines to sinks: follows the workers' log files, and has views show them.
 
 Owns the following (inotify), the turns that files take, and the end. A worker writes to its file and is never held
-up: the file is the buffer, and a slow console only falls behind. Runs on the display's loop, and knows nothing of
-processes.
+up: the file is the buffer, and a slow console only falls behind. What goes to a file of ours is a stream of its own: it
+is complete whoever reads the console, and however slowly. Runs on the display's loop, and knows nothing of processes.
 """
 
 from __future__ import annotations
@@ -75,9 +75,14 @@ class Stream:
         """Whether anybody sees it."""
         return any(not view.surface.sink.broken for view, _lane in self.lanes)
 
+    @property
+    def to_file(self) -> bool:
+        """Whether all of it goes to files of ours, which nobody holds up."""
+        return all(view.surface.sink.path for view, _lane in self.lanes)
+
     def step(self, buffer: bytearray) -> bool:
         """Read what its sinks take at a time, and hand it on. Returns whether there may be more."""
-        turn = min(view.surface.sink.turn for view, _lane in self.lanes)
+        turn = min(view.turn for view, _lane in self.lanes)
         try:
             with memoryview(buffer) as whole:
                 count = self.follower.read(whole[:turn])
@@ -138,6 +143,7 @@ class Pump:
         self._to_reveal: set[int] = set()
         self._until = self._stuck = 0.0
         self._progress = 0
+        self._gave_up = False  # on who reads, not on our files
 
     @property
     def speaks(self) -> bool:
@@ -146,8 +152,8 @@ class Pump:
 
     @property
     def longest(self) -> float:
-        """Seconds that `finish` takes at most."""
-        return self._drain + STUCK + 1
+        """Seconds that `finish` takes at most: for who reads, and for files of ours."""
+        return self._drain + 2 * STUCK + 1
 
     def open(self, loop: Loop) -> None:
         """Start to follow. Raises OSError, with nothing left open."""
@@ -261,7 +267,7 @@ class Pump:
                 return
 
     def _grown(self, stream: Stream) -> None:
-        if stream.wanted:
+        if stream.wanted and not (self._gave_up and not stream.to_file):
             self._dirty[stream] = None
         if self._timeline is not None and stream.number >= 0:
             try:
@@ -417,15 +423,18 @@ class Pump:
 
     def _end(self) -> None:
         """Everything has been read."""
+        views = [view for view in self._views if view.surface.sink.path or not self._gave_up]
         for stream in self._streams:
             for view, lane in stream.lanes:
-                view.finish(lane)
-        for view in self._views:
+                if view in views:
+                    view.finish(lane)
+        for view in views:
             view.close()
         self._all_seen = True
 
     def _leave_if_idle(self) -> None:
-        if self._finished is not None and not any(sink.holds(self._of_lane) for sink in self._sinks):
+        sinks = [] if self._gave_up else self._sinks
+        if self._finished is not None and not any(sink.holds(self._of_lane) for sink in sinks):
             self._leave()
 
     def _leave(self) -> None:
@@ -443,8 +452,16 @@ class Pump:
             self._progress = self._written()
             self._stuck = now + STUCK
         elif now >= min(self._until, self._stuck):
-            self._say_what_is_missing()
+            self._give_up(now)
+
+    def _give_up(self, now: float) -> None:
+        """Let go of who does not read. Files of ours come to their end, unless their disk takes nothing either."""
+        self._say_what_is_missing()
+        if self._gave_up:
             self._leave()
+        self._gave_up = True
+        self._dirty = {stream: None for stream in self._dirty if stream.to_file}
+        self._until = self._stuck = now + STUCK
 
     def _say_what_was_refused(self) -> None:
         """A full disk, mostly; a reader that has gone knows it."""
@@ -460,10 +477,10 @@ class Pump:
         pending: dict[object, int] = {}
         for sink in self._sinks:
             pending |= sink.pending()
-            if not sink.shared:  # else it is shown when the reader goes on
+            if not sink.shared and (self._gave_up or not sink.path):  # else it is shown when the reader goes on
                 sink.give_up()
         said, budget = 0, _COUNTED
-        for stream in self._streams:
+        for stream in [stream for stream in self._streams if self._gave_up or not stream.to_file]:
             lines = sum(pending.get(lane, 0) for _view, lane in stream.lanes[:1])
             beyond = False
             if stream in self._dirty:

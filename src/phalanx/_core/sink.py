@@ -1,4 +1,8 @@
-"""Where lines go in the end. Owns writing in order without ever blocking, and what waits for a slow reader."""
+"""Where lines go in the end. Owns writing in order without ever blocking, and what waits for a slow reader.
+
+What may block is written to by a thread of its own, a piece at a time: a stream object of the host's, or a terminal of
+another user.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,13 @@ import codecs
 import errno
 import os
 import select
-import sys
 from _thread import allocate_lock
 from collections import deque
 from contextlib import suppress
+from functools import partial
 
 from phalanx._core import clock, linux
+from phalanx._core.aside import Aside
 from phalanx._core.loop import WRITE
 
 TYPE_CHECKING = False
@@ -27,8 +32,8 @@ TURN = 256 * 1024
 _FIRST_TURN = 16 * 1024  # until it has shown that it is fast; a slow one is to show every rank, not megabytes of one
 _TURNS = 4  # that may wait for a sink before the files that feed it are left alone
 _SLOW = 0.1  # seconds without an end of what waits
+_PATIENCE = 0.1  # seconds that the end waits for a write that may block
 
-_ATOMIC = select.PIPE_BUF  # poll(2) promises room for this much in a writable pipe
 _VECTOR = 64  # buffers in one writev(2)
 _NO_READER = (errno.EPIPE, errno.EIO)  # the second of a terminal that has been hung up
 
@@ -36,9 +41,10 @@ _NO_READER = (errno.EPIPE, errno.EIO)  # the second of a terminal that has been 
 class Sink:
     """A descriptor, the path of a file (created, or appended to), or an object with ``write`` (a notebook's stdout).
 
-    A descriptor is written to without blocking, and without its other users noticing (`linux.open_unblocking`). With
-    ``own`` it is the sink's, to be closed with it. Several may share a sink, each of which is to `hold` it, but for who
-    has made it, and to `close` it.
+    A descriptor is written to without blocking, and without its other users noticing (`linux.open_unblocking`). Where
+    that cannot be had, and to an object, a thread writes, which may take any time, also beyond `close`. With ``own``
+    the descriptor is the sink's, to be closed with it. Several may share a sink, each of which is to `hold` it, but for
+    who has made it, and to `close` it.
     """
 
     def __init__(self, target: int | Any, *, own: bool = False) -> None:
@@ -47,8 +53,10 @@ class Sink:
         self._holders = 1
         self._lock = allocate_lock()
         self._fd = -1
-        self._limit = sys.maxsize
-        self._pollable = False
+        self._pollable = self._watched = False
+        self._writer: Aside | None = None  # what writes, if a write may block
+        self._most = TURN  # bytes that it is given at a time
+        self._piece: object = None  # what it is writing
         self._waiting: deque[memoryview] = deque()
         self._owners: deque[object] = deque()
         self._size = 0
@@ -81,8 +89,12 @@ class Sink:
             self._fd = os.open(self._target, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
             return
         if not isinstance(self._target, int):
+            self._writer = self._writer or Aside("phalanx-write")
             return
-        self._fd, self._limit = linux.open_unblocking(self._target)
+        self._fd, most = linux.open_unblocking(self._target)
+        if most < TURN:
+            self._most = most
+            self._writer = self._writer or Aside("phalanx-write")
         try:
             loop.watch(self._fd, self._writable, 0)
             self._pollable = True
@@ -115,9 +127,6 @@ class Sink:
         """
         if self.broken:
             return
-        if self._fd < 0:
-            self._write_object(b"".join(buffers))
-            return
         for data in buffers:
             if data:
                 self._waiting.append(memoryview(data))
@@ -146,7 +155,7 @@ class Sink:
 
     def give_up(self) -> None:
         """Forget what waits to be written, in favour of a last line end if one is missing."""
-        if self._fd >= 0 and self.mid_line and not self.broken and self._ready():
+        if self._writer is None and self.mid_line and not self.broken and self._ready():
             with suppress(OSError):
                 os.write(self._fd, b"\n")
         self._break()
@@ -168,9 +177,11 @@ class Sink:
 
     def _shut(self) -> None:
         self._break()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        writer = self._writer
+        writing = writer is not None and not writer.finish(_PATIENCE)
+        if fd >= 0 and not (writing and writer is not None and writer.call(partial(os.close, fd))):
+            os.close(fd)
 
     def _call_users(self) -> None:
         for on_room in list(self._users):
@@ -181,39 +192,67 @@ class Sink:
             self._break()
             self._call_users()
             return
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Write, and tell who waits for room if there is some again."""
         was_full = self._size >= self.turn * _TURNS
         self._push()
         if (was_full and self._size < self.turn * _TURNS) or self.idle:
             self._call_users()
 
     def _push(self) -> None:
-        while self._waiting:
-            if self._pollable and self._limit <= _ATOMIC and not self._ready():
-                break
-            try:
-                count = self._write()
-            except BlockingIOError:
-                break
-            except OSError as error:
-                if error.errno not in _NO_READER:
-                    self.refusal = error
-                self._break()
-                return
-            self._size -= count
-            self.written += count
-            self._drop(count)
+        if self._writer is None:
+            self._write()
+        elif self._piece is None and self._waiting and (self._fd < 0 or self._ready()):
+            self._write_aside(self._writer)
         if not self._waiting:
             self.turn = min(TURN, self.turn * 2)
-        self._arm(bool(self._waiting))
+        self._arm()
 
-    def _write(self) -> int:
-        if self._limit <= _ATOMIC:
-            return os.write(self._fd, self._waiting[0][: self._limit])
-        return os.writev(self._fd, [self._waiting[index] for index in range(min(_VECTOR, len(self._waiting)))])
+    def _write(self) -> None:
+        while self._waiting:
+            try:
+                count = os.writev(self._fd, [self._waiting[index] for index in range(min(_VECTOR, len(self._waiting)))])
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._refuse(error)
+                return
+            self._drop(count)
+
+    def _write_aside(self, writer: Aside) -> None:
+        """Have the thread write a piece, which waits here until that is done."""
+        piece = bytearray()
+        for data in self._waiting:
+            piece += data[: self._most - len(piece)]
+            if len(piece) == self._most:
+                break
+        target, decoder = self._target if self._fd < 0 else self._fd, self._decoder
+        assert self._loop is not None
+        call, answer, self._piece = self._loop.call, partial(self._on_written, piece), piece
+
+        def write() -> None:
+            call(partial(answer, *_written(target, piece, decoder)))
+
+        if not writer.call(write):  # no thread is to be had
+            write()
+
+    def _on_written(self, piece: object, count: int, error: BaseException | None) -> None:
+        if piece is not self._piece:  # it was given up meanwhile
+            return
+        self._piece = None
+        if error is not None:
+            self._refuse(error)
+        self._drop(count)
+        self._go_on()
 
     def _drop(self, count: int) -> None:
         """Forget the first ``count`` bytes, which are written."""
         waiting = self._waiting
+        count = min(count, self._size)
+        self._size -= count
+        self.written += count
         while count:
             first = waiting[0]
             if count < len(first):
@@ -230,30 +269,41 @@ class Sink:
         poll.register(self._fd, select.POLLOUT)
         return bool(poll.poll(0))
 
-    def _arm(self, wanted: bool) -> None:  # noqa: FBT001 - a state, not an option
-        if wanted != self.blocked and self._pollable:
+    def _arm(self) -> None:
+        blocked = bool(self._waiting)
+        if blocked != self.blocked:
+            self.blocked, self._blocked_since = blocked, clock.now()
+        wanted = blocked and self._piece is None
+        if self._pollable and wanted != self._watched:
             assert self._loop is not None
-            self.blocked = wanted
-            self._blocked_since = clock.now()
+            self._watched = wanted
             self._loop.change(self._fd, WRITE if wanted else 0)
 
+    def _refuse(self, error: BaseException) -> None:
+        if not (isinstance(error, OSError) and error.errno in _NO_READER):
+            self.refusal = error
+        self._break()
+
     def _break(self) -> None:
-        self.broken, self.blocked = True, False
+        self.broken, self.blocked, self._piece = True, False, None
         self._waiting.clear()
         self._owners.clear()
         self._size = 0
         if self._pollable:
             assert self._loop is not None
-            self._pollable = False
+            self._pollable = self._watched = False
             self._loop.forget(self._fd)
 
-    def _write_object(self, data: bytes) -> None:
-        try:
-            target: Any = self._target
-            target.write(self._decoder.decode(data))
-            target.flush()
-        except BaseException as error:  # noqa: BLE001 - the host's own object: its troubles must not end the group
-            self.refusal = error
-            self.broken = True
-        self.written += len(data)
-        self.mid_line = not data.endswith(b"\n")
+
+def _written(target: Any, data: bytearray, decoder: codecs.IncrementalDecoder) -> tuple[int, BaseException | None]:
+    """Write to a descriptor or an object, which may block. Returns how many bytes, and what it has raised."""
+    try:
+        if isinstance(target, int):
+            with suppress(BlockingIOError):  # somebody has made it non-blocking: poll(2) says when there is room
+                return os.write(target, data), None
+            return 0, None
+        target.write(decoder.decode(data))
+        target.flush()
+    except BaseException as error:  # noqa: BLE001 - the host's own object: its troubles must not end the group
+        return 0, error
+    return len(data), None

@@ -10,6 +10,7 @@ import math
 
 from phalanx._core import clock
 from phalanx._core.lines import LONGEST, Cutter
+from phalanx._core.sink import TURN
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ QUIET = 0.1
 
 STATE = 1.0
 """Seconds between two states of a progress bar, at least, where no line can be drawn again."""
+
+_FOLDED = 16 * 1024  # bytes at a time, each of which may be a line: that must not take longer than a turn may
+_WHOLE = 64 * 1024
 
 
 class Lane:
@@ -117,6 +121,11 @@ class View:
         self._lively = surface.live and isinstance(form, Text)
         self._unfinished: dict[Lane, None] = {}
         self._lanes: set[Lane] = set()
+
+    @property
+    def turn(self) -> int:
+        """Bytes of one file that it is to be given at a time: what goes line by line takes longer."""
+        return min(self.surface.sink.turn, _FOLDED if self._fold is not None else _WHOLE if self._whole else TURN)
 
     def fold_into(self, fold: Fold) -> None:
         """Have lines that are equal made one, by ``fold``, which writes to the surface."""

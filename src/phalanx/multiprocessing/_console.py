@@ -149,10 +149,11 @@ def _streams(
                         lanes.append(spare)
                         views.count(name)
                         spare = None
-            if extract is not None:
-                lanes.append((extract, views.lane(rank, name, extract)))
-            follower = Follower(path, rotates=bool(logs.max_size))
-            streams.append(Stream(follower, lanes, number=2 * rank + number, spare=spare))
+            rotates = bool(logs.max_size)
+            streams.append(Stream(Follower(path, rotates=rotates), lanes, number=2 * rank + number, spare=spare))
+            if extract is not None:  # on its own: it waits for no console
+                lane = views.lane(rank, name, extract)
+                streams.append(Stream(Follower(path, rotates=rotates), [(extract, lane)]))
     return streams
 
 
