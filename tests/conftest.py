@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from tests.test_run import Place
+
 
 collect_ignore = ["programs", "program_runs.py"]  # scripts: importing one has effects, which is what they are about
 
@@ -84,3 +86,13 @@ def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    """Where `phalanx run` is tried."""
+    from tests.test_run import Place
+
+    folder = tmp_path / "place"
+    folder.mkdir()
+    return Place(folder)

@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.test_run import Place, place
-
 if TYPE_CHECKING:
     from tests.disks import Disk
     from tests.helpers import Gate, Ready
+    from tests.test_run import Place
 
 pytestmark = pytest.mark.once
-
-__all__ = ["place"]
 
 # Ranks 0, 1 and 2 wait for rank 3, which hangs in its own way. They wait in one line, wherever they are looked at.
 PROGRAM = """

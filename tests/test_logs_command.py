@@ -31,13 +31,6 @@ LOGS = (sys.executable, "-m", "phalanx", "logs")
 PYTHON = sys.executable
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    folder = tmp_path / "place"
-    folder.mkdir()
-    return Place(folder)
-
-
 def reader(place: Place, *options: object, head: tuple[str, ...] = (), **settings: Any) -> Launcher:
     argv = [*head, *LOGS, "--log-dir", str(place.logs), *map(str, options)]
     return Launcher(argv, cwd=place.folder, env=place.env, **settings)

@@ -24,7 +24,6 @@ from phalanx.multiprocessing import Placement, RunProcsResult, _placement, start
 from tests import workers
 from tests.helpers import wait_gone
 from tests.test_run import Place, refused
-from tests.test_run import place as place  # noqa: PLC0414 - the fixture
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -129,13 +129,6 @@ class Place:
         return path.read_text()
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    folder = tmp_path / "place"
-    folder.mkdir()
-    return Place(folder)
-
-
 def refused(done: Done, *words: str) -> None:
     """A usage error: status 2, words that help, no traceback, and nothing started."""
     assert done.status == 2, done

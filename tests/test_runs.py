@@ -31,13 +31,6 @@ IN_MOVED_TO = 0x80
 BOOT = "00000000-1111-2222-3333-444444444444"
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    folder = tmp_path / "place"
-    folder.mkdir()
-    return Place(folder)
-
-
 def runs(place: Place, *options: object) -> Done:
     """What `phalanx runs` says."""
     return place.program(sys.executable, "-m", "phalanx", "runs", "--log-dir", place.logs, *options)

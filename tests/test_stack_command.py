@@ -9,7 +9,6 @@ import sys
 from typing import TYPE_CHECKING
 
 import msgspec
-import pytest
 
 from phalanx.multiprocessing import _record
 from tests.helpers import TIMEOUT, alive, wait_gone
@@ -17,18 +16,9 @@ from tests.test_run import Done, Launcher, Place, read_until, terminal
 from tests.test_runs import put, wait_for_record
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.helpers import Gate, Ready
 
 STACK = (sys.executable, "-m", "phalanx", "stack")
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    folder = tmp_path / "place"
-    folder.mkdir()
-    return Place(folder)
 
 
 def stack(place: Place, *options: object) -> Done:

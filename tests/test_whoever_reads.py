@@ -15,7 +15,7 @@ import pytest
 
 from tests.helpers import TIMEOUT, Gate, Ready
 from tests.test_log_options import path_of
-from tests.test_run import LIMIT, Launcher, Place, place  # noqa: F401 - a fixture
+from tests.test_run import LIMIT, Launcher, Place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -107,7 +107,7 @@ CONSOLES: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("kind", CONSOLES)
-def test_files_are_the_same(kind: str, rotated: bool, place: Place, ready: Ready, gate: Gate) -> None:  # noqa: F811 - the fixture
+def test_files_are_the_same(kind: str, rotated: bool, place: Place, ready: Ready, gate: Gate) -> None:
     """While the run goes on, and at its end."""
     script = place.write(f"""
         import os, threading

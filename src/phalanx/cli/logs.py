@@ -22,6 +22,7 @@ from phalanx._core.loop import Loop
 from phalanx._core.merge import merge
 from phalanx._core.pump import Pump, Stream
 from phalanx._core.view import Lane
+from phalanx.cli._interrupts import Interrupts
 from phalanx.cli._options import SETTINGS, console_options, console_specs, reading
 from phalanx.cli._place import default_place
 from phalanx.multiprocessing._console import Prefixes, make_view, target
@@ -120,15 +121,12 @@ def logs(
     except OSError as error:
         raise _refusal(error) from None
     reader = _Reader(found, envs, attempts[number], console, (stream,) if stream else _STREAMS)
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # else it is ignored: in a shell's background
-        signal.signal(signal.SIGINT, reader.interrupt)
     try:
-        reader.read(since, follow=follow)
+        with Interrupts(reader.interrupt):
+            reader.read(since, follow=follow)
     except OSError as error:
         raise _refusal(error) from None
     finally:
-        signal.signal(signal.SIGINT, before)
         reader.close()
     _leave(reader)
 
@@ -199,8 +197,8 @@ class _Reader:
         self.refusal: BaseException | None = None
         """or why there was no place for it."""
 
-    def interrupt(self, _number: int, _frame: object) -> None:
-        """Have `read` return soon: a signal's handler. An exception could come between a write and the note of it."""
+    def interrupt(self) -> None:
+        """Have `read` return soon. From any thread: an exception could come between a write and the note of it."""
         self.interrupted = True
         os.eventfd_write(self._bell, 1)
 
