@@ -19,10 +19,11 @@ import pytest
 from phalanx._core import clock, linux, pump, sink, timeline
 from phalanx._core.clock import FakeClock
 from phalanx._core.fold import Fold
-from phalanx._core.follower import Follower, aside, last_lines
+from phalanx._core.follower import Follower, last_lines
 from phalanx._core.loop import Loop
 from phalanx._core.merge import merge
 from phalanx._core.pump import Pump, Stream
+from phalanx._core.set_aside import aside
 from phalanx._core.sink import Sink
 from phalanx._core.surface import Paper, Screen
 from phalanx._core.timeline import Timeline

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from phalanx._core import display, keeper
-from phalanx._core.follower import Follower, aside
+from phalanx._core.follower import Follower
+from phalanx._core.set_aside import aside
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Std, start_processes
 from tests import workers
 from tests.disks import Disk, sleeping_on_disks, until

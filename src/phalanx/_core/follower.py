@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import stat
 
 from phalanx._core.lines import settled
+from phalanx._core.set_aside import (
+    NEWEST,
+    READ,
+    Packed,
+    aside,
+    at_or_after,
+    held,
+    identity,
+    last_bytes,
+    numbers,
+    open_numbered,
+    size_of,
+)
 
 TAIL_LINES = 20
 """Lines that are shown of a failed rank."""
@@ -17,37 +28,40 @@ _LAST_BYTES = 16 * 1024  # in which they are looked for
 class Follower:
     """Reads a file from its beginning, or from ``offset``, to where it ends now, again and again.
 
-    A file that is cut short (``: > file``) is read from its beginning again. One that is rotated (see `rotate`) is
-    followed through ``path.1``, ``path.2``, …, the oldest first, into ``path`` itself.
+    A file that is cut short (``: > file``) is read from its beginning again. One that is rotated (see `set_aside`) is
+    followed through those that were set aside, the oldest first, into ``path`` itself. Those that are removed, or have
+    been, are passed over.
 
     Args:
         path: The file. It need not exist yet.
         rotates: Whether to look for rotated ones.
     """
 
-    __slots__ = ("_aside", "_aside_bytes", "_number", "fd", "offset", "path", "rotates")
+    __slots__ = ("_at_least", "_file", "_packed", "fd", "number", "offset", "path", "rotates")
 
     def __init__(self, path: str, *, rotates: bool = False, offset: int = 0) -> None:
         self.path = path
         self.offset = offset
         self.fd = -1
         self.rotates = rotates
-        self._aside = self._aside_bytes = 0
-        self._number = 1  # what the file that is being read is called once it is set aside
+        self.number = NEWEST
+        """What the file that is open is called (see `set_aside`)."""
+        self._at_least = 1  # the lowest number that the file that is being read has, or will have
+        self._file: tuple[int, int] | None = None  # which it is, once it has been open
+        self._packed: Packed | None = None
 
     def open(self) -> None:
         """Open the file, if it is not open. Raises OSError."""
         if self.fd >= 0:
             return
-        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO would wait for its writer
-        set_aside = f"{self.path}.{self._number}"
-        if self.rotates and os.path.exists(set_aside):
-            self.fd = os.open(set_aside, flags)
+        if not self.rotates:
+            self.fd = os.open(self.path, READ)
             return
-        self.fd = os.open(self.path, flags)
-        if self.rotates and os.path.exists(set_aside):  # just now: what we have opened may be the next one
-            os.close(self.fd)
-            self.fd = os.open(set_aside, flags)
+        if self._file is not None and not self._open_again():
+            self.go_to(self._at_least)  # it is gone: what comes after it is next
+        while self.fd < 0:
+            self._open_next()
+        self._file = identity(os.fstat(self.fd))
 
     def close(self) -> None:
         """Give the descriptor back; `open` goes on at the same place. Idempotent."""
@@ -55,34 +69,49 @@ class Follower:
             os.close(self.fd)
             self.fd = -1
 
-    def read(self, buffer: bytearray | memoryview) -> int:
-        """Read what comes next into ``buffer``. Returns how much; 0 at the end, for now. Raises OSError."""
+    def go_to(self, number: int) -> None:
+        """Have the file of a number come next, from its beginning; or the first after it."""
+        self.close()
+        self._at_least = number
+        self._file = self._packed = None
+        self.offset = 0
+
+    def read(self, buffer: bytearray | memoryview, last: int = NEWEST) -> int:
+        """Read what comes next into ``buffer``, of files up to the number ``last``.
+
+        Returns how much; 0 at the end, for now. Raises OSError.
+        """
+        while True:
+            count = self.read_here(buffer) if last == NEWEST or self._is_at_most(last) else 0
+            # Nobody has written to it since it was set aside: but perhaps between our look at it and that.
+            if count or self.number > last or not self._is_over() or (count := self.read_here(buffer)):
+                return count
+            self.go_to(self._own_number() + 1)
+
+    def read_here(self, buffer: bytearray | memoryview) -> int:
+        """Read what comes next of the file that is open. Returns how much; 0 at its end, for now. Raises OSError."""
         self.open()
         while True:
-            count = os.preadv(self.fd, [buffer], self.offset)
-            if count:
-                self.offset += count
-                return count
-            if self._is_over(self._number):
-                # Nobody has written to it since it was set aside: but perhaps between our look at it and that.
-                count = os.preadv(self.fd, [buffer], self.offset)
-                if count:
-                    self.offset += count
-                    return count
-                self.close()
-                self._number += 1
-                self.offset = 0
-                self.open()
-            elif os.fstat(self.fd).st_size < self.offset:
-                self.offset = 0
+            if self._packed is not None:
+                count = self._packed.read(self.fd, buffer, self.offset)
             else:
-                return 0
+                count = os.preadv(self.fd, [buffer], self.offset)
+            self.offset += count
+            if count or self._packed is not None or os.fstat(self.fd).st_size >= self.offset:
+                return count
+            self.offset = 0
 
     def left(self) -> int:
         """Bytes that are not read yet. Raises OSError."""
         self.open()
-        left = max(0, os.fstat(self.fd).st_size - self.offset)
-        return left + sum(os.stat(path).st_size for path in self._following())
+        left = max(0, held(self.fd, packed=self._packed is not None) - self.offset)
+        return left + sum(size_of(path) for path in self._following())
+
+    def size(self) -> int:
+        """Bytes in the file and in those set aside. Raises OSError."""
+        newest = os.stat(self.path)
+        names = numbers(self.path).values() if self.rotates else ()
+        return newest.st_size + sum(size_of(name) for name in names if not os.path.samefile(name, self.path))
 
     def lines_left(self, limit: int) -> tuple[int, int, bool]:
         """Lines that are not read yet, in ``limit`` bytes; the bytes in which they are; whether there are more.
@@ -99,34 +128,102 @@ class Follower:
         beyond = read >= limit and self.left() > 0
         return lines + (last != ord("\n") and not beyond), read, beyond
 
-    def size(self) -> int:
-        """Bytes that have been written so far, in the file and in those set aside. Raises OSError."""
-        while True:
-            newest = os.stat(self.path).st_size
-            if not self._is_over(self._aside + 1):
-                return self._aside_bytes + newest
-            self._aside += 1
-            self._aside_bytes += os.stat(f"{self.path}.{self._aside}").st_size  # it grows no more
+    def _is_at_most(self, last: int) -> bool:
+        self.open()
+        return self.number <= last
 
-    def _is_over(self, number: int) -> bool:
-        """Whether the file of a number is set aside: it has its new name, and has lost its old one, which is last."""
-        path = f"{self.path}.{number}"
-        return self.rotates and os.path.exists(path) and not os.path.samefile(path, self.path)
+    def _open_next(self) -> None:
+        """Open the first file that is there, of those that may come. Raises OSError. It may have to be called again."""
+        self._packed = None
+        self.number = at_or_after(self.path, self._at_least)
+        if self.number == NEWEST:
+            self.fd = os.open(self.path, READ)
+            newer = at_or_after(self.path, self._at_least)
+            if newer != NEWEST:  # just now: what we have opened may be the next one
+                self.close()
+            return
+        try:
+            self.fd, packed = open_numbered(self.path, self.number)
+        except FileNotFoundError:  # removed just now
+            self._at_least = self.number + 1
+        else:
+            self._at_least = self.number
+            self._packed = Packed() if packed else None
+
+    def _open_again(self) -> bool:
+        """Open what was being read, under the name that it has by now. Returns whether it is there."""
+        if self._packed is None and self.number == NEWEST and self._open_if_it(NEWEST):
+            return True
+        if self._packed is None:
+            for number in (self._at_least, *numbers(self.path)):
+                if number >= self._at_least and self._open_if_it(number):
+                    self._at_least = number
+                    return True
+        try:  # compressed, before or by now: it is the same to us
+            self.fd = os.open(f"{self.path}.{self._at_least}.gz", READ)
+        except FileNotFoundError:
+            return False
+        self.number = self._at_least
+        self._packed = self._packed or Packed()
+        return True
+
+    def _open_if_it(self, number: int) -> bool:
+        name = self.path if number == NEWEST else f"{self.path}.{number}"
+        try:
+            fd = os.open(name, READ)
+        except FileNotFoundError:
+            return False
+        if identity(os.fstat(fd)) != self._file:
+            os.close(fd)
+            return False
+        self.fd, self.number = fd, number
+        return True
+
+    def _is_over(self) -> bool:
+        """Whether nothing comes any more of the file that is open: it is set aside, and has lost its old name."""
+        if not self.rotates:
+            return False
+        try:
+            return identity(os.stat(self.path)) != self._file
+        except FileNotFoundError:  # of a rotation that renames, the new one is on its way
+            return self.number != NEWEST
+
+    def _own_number(self) -> int:
+        """The number of the file that is open and over; one below all that come if it has none, for it was removed."""
+        number = self.number
+        if number == NEWEST:
+            number = self._at_least - 1
+            changed = os.fstat(self.fd).st_mtime_ns
+            for other, name in numbers(self.path).items():
+                if other < self._at_least:
+                    continue
+                try:
+                    found = os.stat(name)
+                except OSError:
+                    continue
+                packed = name.endswith(".gz")
+                if (found.st_mtime_ns == changed or other == self._at_least) if packed else self._is_same(found):
+                    number = other
+                    break
+        while self._is_at(number + 1):  # the same once more: a rotation that could not be ended, and was tried again
+            number += 1
+        return number
+
+    def _is_same(self, found: os.stat_result) -> bool:
+        return identity(found) == self._file
+
+    def _is_at(self, number: int) -> bool:
+        try:
+            return self._is_same(os.stat(f"{self.path}.{number}"))
+        except OSError:
+            return False
 
     def _following(self) -> list[str]:
-        """The files that come after the one that is being read."""
-        if not self.rotates:
+        """The files that come after the one that is open."""
+        if not self._is_over():
             return []
-        rotated = aside(self.path)[self._number - 1 :]
-        return [*rotated[1:], self.path] if rotated else []
-
-
-def aside(path: str) -> list[str]:
-    """The files that rotation has set aside, oldest first."""
-    found: list[str] = []
-    while os.path.exists(f"{path}.{len(found) + 1}"):
-        found.append(f"{path}.{len(found) + 1}")
-    return found
+        own = self._own_number()
+        return [*(name for number, name in numbers(self.path).items() if number > own), self.path]
 
 
 def last_lines(path: str, *, rotates: bool = False) -> bytes:
@@ -135,7 +232,7 @@ def last_lines(path: str, *, rotates: bool = False) -> bytes:
     for name in (path, *reversed(aside(path) if rotates else [])):
         most = _LAST_BYTES - len(data)
         try:
-            size, end = _end_of(name, most)
+            size, end = last_bytes(name, most)
         except OSError:  # removed, or no regular file: a pipe, say, in a layout of the user's own
             continue
         data = end + data
@@ -148,15 +245,3 @@ def last_lines(path: str, *, rotates: bool = False) -> bytes:
     if cut and len(lines) > 1:  # the first of them may have been cut
         del lines[0]
     return b"\n".join(lines[-TAIL_LINES:]) + b"\n"
-
-
-def _end_of(path: str, most: int) -> tuple[int, bytes]:
-    """The size of a regular file, and its last bytes. O_NONBLOCK: to open a FIFO would wait for its writer."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-    try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", path)
-        return found.st_size, os.pread(fd, most, max(0, found.st_size - most))
-    finally:
-        os.close(fd)
