@@ -37,7 +37,11 @@ KEPT_APART = {
 }
 """Modules that load a library as they are loaded, or a module that does: so nobody else imports them on the way."""
 
-ONE_PLACE = {"msgspec": "src/phalanx/multiprocessing/_record.py", "rich": "src/phalanx/cli/runs.py"}
+ONE_PLACE = {
+    "msgspec": "src/phalanx/multiprocessing/_record.py",
+    "re2": "src/phalanx/_core/search.py",
+    "rich": "src/phalanx/cli/runs.py",
+}
 """Libraries with one use, and the module that has it."""
 
 FLOORS = [module for module in MODULES if module.relative_to(SOURCE / "phalanx").parts[0] in LAYERS]

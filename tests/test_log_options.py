@@ -186,10 +186,119 @@ def test_grep_with_the_ends_of_lines(place: Place) -> None:
 
 
 def test_grep_of_nonsense_is_refused(place: Place) -> None:
-    refused(sh(place, "echo", "--grep", "(ab"), "--grep: '(ab' is not a regular expression", "unterminated")
+    refused(sh(place, "echo", "--grep", "(ab"), "--grep: '(ab' is not a regular expression", "missing )")
     assert not place.logs.exists()
-    with pytest.raises(ValueError, match="grep: '\\*' is not a regular expression: nothing to repeat"):
+    with pytest.raises(ValueError, match="grep: '\\*' is not a regular expression: no argument for repetition"):
         ConsoleSpecs(grep="*")
+
+
+LETTERS = "for it in a1 A2 b1 c d noise b2 e; do echo $it; done"
+
+
+@pytest.mark.parametrize(
+    "options,expected",
+    [
+        (["--grep", "a", "--grep", "b2"], "a1 b2"),
+        (["--grep", "a", "-i"], "a1 A2"),
+        (["--exclude", "noise", "--exclude", "[ab]", "--ignore-case"], "c d e"),
+        (["--grep", "[12]", "--exclude", "b"], "a1 A2"),
+        (["--grep", "b", "-C", 1], "A2 b1 c -- noise b2 e"),
+        (["--grep", "b", "-C", 1, "--exclude", "noise"], "A2 b1 c d b2 e"),
+        (["--grep", "b", "-B", 1], "A2 b1 -- noise b2"),
+        (["--grep", "b", "-A", 1], "b1 c -- b2 e"),
+        (["--grep", "b", "-C", 1, "-A", 0], "A2 b1 -- noise b2"),
+        (["--grep", "A", "--before-context", 3], "a1 A2"),
+        (["--grep", "d", "--context", 9], "a1 A2 b1 c d noise b2 e"),
+    ],
+)
+def test_searches(place: Place, options: list[object], expected: str) -> None:
+    done = sh(place, LETTERS, *options)
+    assert done.out.splitlines() == [f"[0] {line}" for line in expected.split()]
+    assert place.log(0) == "a1\nA2\nb1\nc\nd\nnoise\nb2\ne\n"
+
+
+def test_searches_in_the_environment_are_one_a_line(place: Place) -> None:
+    place.env |= {"PHALANX_GREP": "is nan\nworse", "PET_EXCLUDE": "not a", "PHALANX_RANKS": "0\n2"}
+    done = sh(place, "echo loss is nan; echo worse; echo is; echo not a; echo worse, not a", n=3)
+    assert sorted(done.out.splitlines()) == ["[0] loss is nan", "[0] worse", "[2] loss is nan", "[2] worse"]
+
+
+def test_context_is_of_one_stream_of_one_rank(place: Place) -> None:
+    done = sh(
+        place, "echo before $RANK; echo err >&2; echo hit; echo other; echo hit >&2", "--grep", "hit", "-C", 1, n=2
+    )
+    for rank in range(2):
+        mine = [line for line in done.out.splitlines() if line.startswith(f"[{rank}]")]
+        assert mine == [f"[{rank}] before {rank}", f"[{rank}] hit", f"[{rank}] other"]
+        assert [line for line in workers_said(done.err) if f"[{rank}]" in line] == [f"[{rank}] err", f"[{rank}] hit"]
+
+
+def test_context_in_json_is_lines_like_the_others(place: Place) -> None:
+    done = sh(place, LETTERS, "--grep", "b", "-B", 1, "--log-format", "json")
+    assert [json.loads(line)["text"] for line in done.out.splitlines()] == ["A2", "b1", "noise", "b2"]
+
+
+def test_colours_are_shown_and_not_searched(place: Place) -> None:
+    code = "printf '\\033[1mlo\\033[0mss\\r\\n\\033[31mred\\033[0m\\n\\n'"
+    assert sh(place, code, "--grep", "^loss$").out == "[0] \033[1mlo\033[0mss\r\n"
+    assert sh(place, code, "--grep", "m").out == ""
+    assert sh(place, code, "--grep", "^$").out == "[0] \n"
+
+
+@pytest.mark.parametrize(
+    "options,words",
+    [
+        (["-C", 2], ["--context", "there is no grep"]),
+        (["-A", 2, "--exclude", "x"], ["--after-context", "there is no grep"]),
+        (["-C", 0, "-B", 1], ["--before-context", "there is no grep"]),
+        (["-i"], ["--ignore-case", "no grep and no exclude"]),
+        (["-A", -1, "--grep", "x"], ["--after-context", "-1"]),
+        (["--grep", "fine", "--grep", "(?!loss)"], ["--grep: '(?!loss)'", "negative lookahead", "--exclude"]),
+        (["--exclude", r"(a)\1"], [r"--exclude: '(a)\\1'", "backreference"]),
+    ],
+)
+def test_searches_that_cannot_be(place: Place, options: list[object], words: list[str]) -> None:
+    refused(sh(place, "echo", *options), *words)
+    assert not place.logs.exists()
+
+
+def test_a_search_holds_up_no_signal(place: Place, gate: Gate) -> None:
+    line = "a" * 60 + "!"
+    with start_sh(place, f"echo {line}; echo ready a >&2; read x <{gate.address}", "--grep", "(a|aa)+$") as launcher:
+        launcher.read_until("[0] ready a")
+        launcher.send(signal.SIGTERM)
+        assert launcher.end().status == 128 + signal.SIGTERM
+
+
+def test_ranks_add_up(place: Place) -> None:
+    done = sh(place, "echo $RANK", "--rank", 0, "--ranks", "2", n=4)
+    assert sorted(done.out.split()[1::2]) == ["0", "2"]
+    done = sh(place, "echo $RANK", "--local-ranks-filter", 1, "--local-ranks-filter", "2-3", n=4)
+    assert sorted(done.out.split()[1::2]) == ["1", "2", "3"]
+
+
+def test_duplicate_filters_add_up(place: Place) -> None:
+    filters = ("--duplicate-stdout-filters", "a,b", "--duplicate-stdout-filters", "c")
+    sh(place, "for it in a b c d; do echo $it; echo $it >&2; done", *filters, "--duplicate-stderr-filters", "d")
+    (folder,) = place.logs.glob("*/attempt_0")
+    assert (folder / "filtered_stdout.log").read_text() == "[0] a\n[0] b\n[0] c\n"
+    assert (folder / "filtered_stderr.log").read_text() == "[0] d\n"
+
+
+@pytest.mark.parametrize("option", ["--local-ranks-filter", "--ranks"])
+def test_the_last_lines_of_a_hidden_rank_are_shown_whole_under_a_search(place: Place, option: str) -> None:
+    code = "[ $RANK = 0 ] && exit; echo loss 1; echo; echo why; echo this >&2; exit 3"
+    done = sh(place, code, option, 0, "--grep", "loss", "--exclude", "this", n=2)
+    assert done.status == 3
+    assert done.out == "[1] loss 1\n[1] \n[1] why\n"
+    assert shown_before_the_report(done) == ["[1] this"]
+
+
+def test_a_search_hides_lines_of_a_shown_rank_to_its_end(place: Place) -> None:
+    done = sh(place, "echo loss 1; echo why; echo this >&2; exit 3", "--grep", "loss")
+    assert done.out == "[0] loss 1\n"  # once
+    assert shown_before_the_report(done) == []
+    assert "this" in report_of(done)
 
 
 def test_fold(place: Place) -> None:

@@ -297,6 +297,9 @@ def test_times_are_those_of_writing(place: Place, ready: Ready, gate: Gate) -> N
     firsts, lasts = ([float(words[1]) for words in found if words[2] == what] for what in ("first", "last"))
     assert len(firsts) == len(lasts) == 2
     assert all(first > 0.0 and last - first > 0.25 for first, last in zip(firsts, lasts, strict=True))
+    around = [line.split() for line in lines(place, "--elapsed", "--rank", 1, "--grep", "last", "-B", 3)]
+    assert [words[2] for words in around] == ["first", "same", "same", "last"]
+    assert float(around[2][1]) - float(around[1][1]) > 0.25  # context has the time at which it was written
     same = [line.split() for line in lines(place, "--elapsed", "--fold", "--grep", "same")]
     assert [words[0] for words in same] == ["[0-1]", "[0-1]"]
     assert float(same[1][1]) - float(same[0][1]) > 0.25
@@ -357,6 +360,17 @@ def test_garbage_in_the_timeline_and_the_files(place: Place) -> None:
         assert sorted(out.splitlines()) == sorted(
             b"[%d] %s" % (rank, text) for rank in range(2) for text in (b"a", b"\xff", b"no end")
         )
+
+
+def test_searches_of_what_was_written(place: Place) -> None:
+    sh(place, "for it in a1 A2 b1 c d noise b2 e; do echo $it $RANK; done; printf 'end\\r\\n'", n=3)
+    assert sorted(lines(place, "--rank", 0, "--rank", 2, "--grep", "^a", "--grep", "end$")) == [
+        "[0] a1 0", "[0] end", "[2] a1 2", "[2] end",
+    ]  # fmt: skip
+    assert lines(place, "--rank", 1, "-i", "--grep", "a", "--exclude", "2") == ["[1] a1 1"]
+    around = [line[4:6].strip() for line in lines(place, "--rank", 1, "--grep", "b", "-C", 1)]
+    assert around == ["A2", "b1", "c", "--", "no", "b2", "e"]
+    assert [line[4:6] for line in lines(place, "--rank", 1, "--grep", "^d", "-A", 1)] == ["d ", "no"]
 
 
 # --- a reader that leaves

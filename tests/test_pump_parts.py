@@ -7,7 +7,7 @@ import os
 import random
 import re
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,13 +18,11 @@ from phalanx._core.clock import FakeClock
 from phalanx._core.fold import Fold
 from phalanx._core.lines import Cutter, last_state, settled
 from phalanx._core.ranks import format_ranks
+from phalanx._core.search import Search
 from phalanx._core.surface import FRAME, Paper, Screen, visible
 from phalanx._core.view import QUIET, STATE, Json, Lane, Text, View
 from tests.pump_tools import Memory, lane
 from tests.screen import Emulator
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 @pytest.fixture
@@ -93,7 +91,7 @@ def test_last_state_and_settled() -> None:
 class Desk:
     """A view, and what has been written since one looked last."""
 
-    def __init__(self, form: Text | Json | None = None, select: Callable[[bytes], bytes] | None = None) -> None:
+    def __init__(self, form: Text | Json | None = None, select: Search | None = None) -> None:
         self.memory = Memory()
         self.view = View(Paper(self.memory), form or Text(), select)
 
@@ -320,12 +318,12 @@ def test_half_a_line_is_nothing_to_a_machine(time: FakeClock) -> None:
     assert [it["text"] for it in objects(desk.finish(one))] == ["half"]
 
 
-def grep(pattern: bytes) -> Callable[[bytes], bytes]:
-    return lambda block: b"".join(line for line in block.splitlines(keepends=True) if re.search(pattern, line))
+def grep(pattern: str) -> Search:
+    return Search([pattern])
 
 
 def test_only_lines_that_are_selected(time: FakeClock) -> None:
-    desk, one = Desk(select=grep(b"loss")), lane()
+    desk, one = Desk(select=grep("loss")), lane()
     assert desk.take(one, b"hello\nloss 1\nx\nlo") == b"[0] loss 1\n"
     time.advance(QUIET)
     assert desk.tick() == b""  # half a line is nothing to a pattern
@@ -588,7 +586,7 @@ def test_nothing_is_drawn_while_the_reader_makes_no_room(time: FakeClock) -> Non
 
 def test_a_live_line_that_is_no_longer_selected_goes(time: FakeClock) -> None:
     it, one = Watcher(), lane()
-    it.view = View(it.screen, Text(), grep(b"loss"))
+    it.view = View(it.screen, Text(), grep("loss"))
     assert it.take(one, b"\rloss 1") == ["[0] loss 1"]
     time.advance(FRAME)
     assert it.take(one, b"\rsaving") == []

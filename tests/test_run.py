@@ -378,10 +378,14 @@ SETTINGS = {
     "log_dir": Setting("/tmp/a", "/tmp/b", "/tmp/a", "/tmp/b"),
     "redirects": Setting("1", "0:3,12:1", Std.OUT, {0: Std.ALL, 12: Std.OUT}),
     "tee": Setting("0:3,12:1", "2", {0: Std.ALL, 12: Std.OUT}, Std.ERR),
-    "local_ranks_filter": Setting("0,2", "1", {0, 2}, {1}),
-    "ranks": Setting("0,2-3", "1", {0, 2, 3}, {1}),
+    "local_ranks_filter": Setting("0,2", "1", [0, 2], [1]),
+    "ranks": Setting("0,2-3", "1", [0, 2, 3], [1]),
     "preload": Setting("json,numpy", "json", ["json", "numpy"], ["json"]),
-    "grep": Setting("loss", "^a", "loss", "^a"),
+    "grep": Setting("loss is", "^a", ["loss is"], ["^a"]),
+    "exclude": Setting("a b", "^a", ["a b"], ["^a"]),
+    "after_context": Setting("2", "0", 2, 0),
+    "before_context": Setting("2", "0", 2, 0),
+    "context": Setting("2", "0", 2, 0),
     "log_format": Setting("json", "text", "json", "text"),
     "log_line_prefix_template": Setting("${rank} ", "${host} ", "${rank} ", "${host} "),
     "color": Setting("never", "always", "never", "always"),
@@ -404,7 +408,7 @@ SETTINGS = {
     "master_addr": Setting("host", "other", "host", "other"),
     "master_port": Setting("29500", "1", 29500, 1),
 }
-FLAGS = ("module", "no_python", "standalone", "fold", "timestamps", "elapsed", "virtual_local_rank")
+FLAGS = ("module", "no_python", "standalone", "fold", "timestamps", "elapsed", "ignore_case", "virtual_local_rank")
 
 
 def parsed(*argv: str) -> dict[str, Any]:

@@ -197,7 +197,7 @@ class Pump:
         self._again()
 
     def reveal(self, rank: int) -> None:
-        """A local rank has failed: show the last lines of its streams that are hidden.
+        """A local rank has failed: show the last lines of its streams that are hidden, whichever lines are wanted.
 
         Those of a rotated file at the end: the log writer may not have written them yet.
         """
@@ -210,7 +210,7 @@ class Pump:
                     return
                 self._revealed.add(rank)
                 view, lane = stream.spare
-                view.show(lane, last_lines(stream.follower.path, rotates=stream.follower.rotates))
+                view.reveal(lane, last_lines(stream.follower.path, rotates=stream.follower.rotates))
         self._again()
 
     def finish(self, done: Callable[[], None]) -> None:

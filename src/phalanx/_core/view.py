@@ -6,6 +6,7 @@ nothing of files, processes and descriptors.
 
 from __future__ import annotations
 
+import functools
 import math
 
 from phalanx._core import clock
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phalanx._core.fold import Fold
+    from phalanx._core.search import Only, Search
     from phalanx._core.surface import Paper, Screen
 
 QUIET = 0.1
@@ -99,14 +101,14 @@ class View:
     Args:
         surface: Where.
         form: `Text` or `Json`.
-        select: Returns those of whole lines that are to be shown; None for all.
+        select: Chooses the lines that are to be shown; None for all.
     """
 
     def __init__(
         self,
         surface: Paper,
         form: Text | Json,
-        select: Callable[[bytes], bytes] | None = None,
+        select: Only | Search | None = None,
     ) -> None:
         self.surface = surface
         self.due = math.inf
@@ -172,9 +174,23 @@ class View:
             self._want(self._when(lane))
 
     def show(self, lane: Lane, block: bytes) -> None:
-        """Show whole lines."""
-        if self._select is not None:
-            block = self._select(block)
+        """Show those of whole lines that are wanted."""
+        if self._select is None:
+            self.reveal(lane, block)
+            return
+        time, now = self.time, self.time()
+        for moment, lines in self._select.choose(lane, block, now):
+            if moment == now:
+                self.reveal(lane, lines)
+                continue
+            self.time = functools.partial(float, moment)  # context, which came before
+            try:
+                self.reveal(lane, lines)
+            finally:
+                self.time = time
+
+    def reveal(self, lane: Lane, block: bytes) -> None:
+        """Show whole lines, wanted or not."""
         if self._fold is not None:
             self._fold.add(lane, block)
             self._want(self._fold.due)
@@ -245,7 +261,7 @@ class View:
         cutter = lane.cutter
         del self._unfinished[lane]
         if self._live is not None:
-            wanted = self._select is None or self._select(cutter.rest + b"\n")
+            wanted = self._select is None or self._select.wants(cutter.rest + b"\n")
             self._live.show(lane, lane.label(self.time) + cutter.rest if wanted else b"")
         elif cutter.rewritten:
             state = cutter.rest.rstrip(b"\r")

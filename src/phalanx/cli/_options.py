@@ -11,7 +11,7 @@ from phalanx.multiprocessing._console import TEMPLATE_ENV, template_of_environme
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from typing import Any
 
 _MOST_RANKS = 1 << 20
@@ -39,6 +39,26 @@ def reading(read: Callable[[str], Any]) -> Callable[[click.Context, click.Parame
             raise click.BadParameter(str(error)) from None
 
     return callback
+
+
+class _Each(click.types.StringParamType):
+    """The value of an option that can be given again; in the environment, one a line: patterns have spaces in them."""
+
+    def split_envvar_value(self, rv: str) -> list[str]:
+        """See `click.ParamType`."""
+        return [line for line in rv.split("\n") if line]
+
+
+def repeatable(
+    *names: str, read: Callable[[str], Iterable[Any]] = lambda text: (text,), **settings: Any
+) -> Callable[[Any], Any]:
+    """An option that adds to what was selected before. ``read`` gives what one value selects; the whole is a list."""
+
+    def read_all(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> list[Any] | None:
+        found = [reading(read)(ctx, param, value) for value in values]
+        return [*dict.fromkeys(item for items in found for item in items)] if found else None
+
+    return option(*names, type=_Each(), multiple=True, callback=read_all, **settings)
 
 
 def checking_seconds(*, zero: bool = True, endless: bool = True) -> Callable[..., Any]:
@@ -95,10 +115,18 @@ def read_strings(text: str) -> list[str]:
 
 def console_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Declare the options of how lines are shown; `console_specs` reads their values."""
+    lines = click.IntRange(min=0)
     declarations = [
-        option("--ranks", "--rank", callback=reading(read_ranks), metavar="RANK,...",
-               help="Global ranks whose output is shown, like 0,4-7."),
-        option("--grep", metavar="REGEX", help="Show only lines in which this regular expression is found."),
+        repeatable("--ranks", "--rank", read=read_ranks, metavar="RANK,...",
+                   help="Global ranks whose output is shown, like 0,4-7."),
+        repeatable("--grep", metavar="REGEX",
+                   help="Show only lines in which this regular expression (or another --grep's) is found."),
+        repeatable("--exclude", metavar="REGEX", help="Show no line in which this is found. Can be repeated."),
+        option("-i", "--ignore-case", is_flag=True, help="Have --grep and --exclude take large letters for small."),
+        option("-A", "--after-context", type=lines, metavar="N",
+               help="Show N lines of the same rank and stream after each that --grep finds."),
+        option("-B", "--before-context", type=lines, metavar="N", help="Show N before it."),
+        option("-C", "--context", type=lines, metavar="N", help="Show N before and after it."),
         option("--fold", is_flag=True, help="Show lines that are equal across ranks once, as [0-7] ..."),
         option("--timestamps", is_flag=True, help="Put the time before each line, ISO 8601 with milliseconds."),
         option("--elapsed", is_flag=True, help="Put the seconds since the start before each line."),
@@ -116,8 +144,13 @@ def console_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def console_specs(
     *,
-    ranks: set[int] | None,
-    grep: str | None,
+    ranks: list[int] | None,
+    grep: list[str] | None,
+    exclude: list[str] | None,
+    ignore_case: bool,
+    after_context: int | None,
+    before_context: int | None,
+    context: int | None,
     fold: bool,
     timestamps: bool,
     elapsed: bool,
@@ -135,6 +168,10 @@ def console_specs(
         return ConsoleSpecs(
             ranks=ranks,
             grep=grep,
+            exclude=exclude,
+            ignore_case=ignore_case,
+            before=(context or 0) if before_context is None else before_context,
+            after=(context or 0) if after_context is None else after_context,
             fold=fold,
             timestamps="iso" if timestamps else "elapsed" if elapsed else None,
             format=log_format,
@@ -143,7 +180,14 @@ def console_specs(
             **more,
         )
     except ValueError as error:
-        named = {"format:": "--log-format:", "template:": "--log-line-prefix-template:", "fold, format:": "--fold:"}
+        named = {
+            "format:": "--log-format:",
+            "template:": "--log-line-prefix-template:",
+            "fold, format:": "--fold:",
+            "before:": "--before-context:" if before_context else "--context:",
+            "after:": "--after-context:" if after_context else "--context:",
+            "ignore_case:": "--ignore-case:",
+        }
         text = str(error)
         head = next((name for name in named if text.startswith(name)), "")
         text = named[head] + text[len(head) :] if head else text if text.startswith(TEMPLATE_ENV) else f"--{text}"

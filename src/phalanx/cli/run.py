@@ -28,6 +28,7 @@ from phalanx.cli._options import (
     read_size,
     read_strings,
     reading,
+    repeatable,
 )
 from phalanx.cli._place import default_place
 from phalanx.cli._placement import placement_options, take_placement
@@ -107,9 +108,9 @@ def _steps(text: str) -> tuple[tuple[str, float], ...]:
     metavar="STREAMS",
     help="Streams that go to files and to the console. Default: 3.",
 )
-@option(
+@repeatable(
     "--local-ranks-filter",
-    callback=reading(read_ranks),
+    read=read_ranks,
     metavar="RANK,...",
     help="Local ranks whose output the console shows.",
 )
@@ -118,10 +119,10 @@ def _steps(text: str) -> tuple[tuple[str, float], ...]:
         help="Time that the end waits, at most, for a console that reads slowly.")  # fmt: skip
 @option("--log-max-size", callback=reading(read_size), metavar="SIZE",
         help="Set log files aside when they would grow beyond, as stdout.log.1, ...: 100MB, 1GiB.")  # fmt: skip
-@option("--duplicate-stdout-filters", callback=reading(read_strings), metavar="TEXT,...",
-        help="Write lines that hold one of these also to filtered_stdout.log, for all ranks.")  # fmt: skip
-@option("--duplicate-stderr-filters", callback=reading(read_strings), metavar="TEXT,...",
-        help="The same for stderr.")  # fmt: skip
+@repeatable("--duplicate-stdout-filters", read=read_strings, metavar="TEXT,...",
+            help="Write lines that hold one of these also to filtered_stdout.log, for all ranks.")  # fmt: skip
+@repeatable("--duplicate-stderr-filters", read=read_strings, metavar="TEXT,...",
+            help="The same for stderr.")  # fmt: skip
 @option("--grace", type=float, callback=checking_seconds(), default=30.0, show_default=True, metavar="SECONDS",
          help="Time between SIGTERM and SIGKILL.")  # fmt: skip
 @option("--settle", type=float, callback=checking_seconds(), default=0.1, show_default=True, metavar="SECONDS",
@@ -181,7 +182,7 @@ def _run(
     log_dir: str | None,
     redirects: Std | dict[int, Std] | None,
     tee: Std | dict[int, Std] | None,
-    local_ranks_filter: set[int] | None,
+    local_ranks_filter: list[int] | None,
     grace: float,
     settle: float,
     linger: float,
@@ -203,7 +204,8 @@ def _run(
     python = os.environ.get("PYTHON_EXEC", sys.executable)
     _check_command(script, module=module, no_python=no_python)
     _check_preload(preload, no_python=no_python, python=python)
-    _check_ranks(nproc_per_node, redirects, tee, local_ranks_filter)
+    local_ranks = None if local_ranks_filter is None else set(local_ranks_filter)
+    _check_ranks(nproc_per_node, redirects, tee, local_ranks)
     timers = _timers(on_expiry, hang_timeout)
     if redirects is None and tee is None:
         tee = Std.ALL
@@ -211,7 +213,7 @@ def _run(
     placement, extra, said = take_placement(shown, nproc_per_node)
     console = console_specs(**shown)
     _check_shown(nproc_per_node, console.ranks)
-    specs = _logs(log_dir, redirects or Std.NONE, tee or Std.NONE, local_ranks_filter, log_max_size)
+    specs = _logs(log_dir, redirects or Std.NONE, tee or Std.NONE, local_ranks, log_max_size)
     port = master_port or _free_port(master_addr)
     envs = {
         rank: worker_env(rank, nproc_per_node, role=role, run_id=run_id, master_addr=master_addr, master_port=port)

@@ -14,11 +14,11 @@ from phalanx._core.value import Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import re
     from collections.abc import Callable, Iterable, Mapping
     from typing import Any
 
     from phalanx._core.pump import Pump, Stream
+    from phalanx._core.search import Search
     from phalanx._core.sink import Sink
     from phalanx._core.view import Lane, View
     from phalanx.multiprocessing._logs import LogsDest
@@ -40,7 +40,10 @@ class ConsoleSpecs(Value):
         template: What stands before each line, with ``${role_name}``, ``${rank}``, ``${local_rank}``, ``${host}`` and
             ``${time}``; None for ``TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE``, or ``[rank] ``.
         ranks: The global ranks whose lines are shown; None for all. Of one that fails, the last are shown regardless.
-        grep: A regular expression (`re`); only lines in which it is found are shown.
+        grep: A regular expression (RE2's), or several; only lines in which one of them is found are shown.
+        exclude: The same; lines in which one of them is found are not shown, and are no context either.
+        ignore_case: Whether ``grep`` and ``exclude`` take large letters for small ones.
+        before, after: How many lines of the same stream are shown before and after each that ``grep`` finds.
         fold: Whether lines that are equal across ranks within 0.2 s are shown once, as ``[0-7] …``.
         format: "text", or "json": JSON Lines with ``time``, ``rank``, ``stream`` and ``text``, all on stdout.
         drain: Seconds (>= 0) that the end waits, at most, for a console that reads slowly.
@@ -49,13 +52,20 @@ class ConsoleSpecs(Value):
         ValueError, TypeError: A value that is none of these; the message names the field.
     """
 
-    __slots__ = ("color", "drain", "fold", "format", "grep", "ranks", "template", "timestamps")
+    __slots__ = (  # noqa: RUF023 - what belongs together stands together
+        "color", "timestamps", "template", "ranks", "grep", "exclude", "ignore_case", "before", "after", "fold",
+        "format", "drain",
+    )  # fmt: skip
 
     color: str
     timestamps: str | None
     template: str | None
     ranks: frozenset[int] | None
-    grep: str | None
+    grep: tuple[str, ...]
+    exclude: tuple[str, ...]
+    ignore_case: bool
+    before: int
+    after: int
     fold: bool
     format: str
     drain: float
@@ -67,7 +77,11 @@ class ConsoleSpecs(Value):
         timestamps: str | None = None,
         template: str | None = None,
         ranks: Iterable[int] | None = None,
-        grep: str | None = None,
+        grep: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] | None = None,
+        ignore_case: bool = False,
+        before: int = 0,
+        after: int = 0,
         fold: bool = False,
         format: str = "text",  # noqa: A002 - what it is called on the command line
         drain: float = DRAIN,
@@ -88,11 +102,21 @@ class ConsoleSpecs(Value):
             timestamps=timestamps,
             template=_checked(template),
             ranks=None if ranks is None else frozenset(ranks),
-            grep=grep if grep is None else _compiled(grep).pattern,
+            grep=_patterns("grep", grep),
+            exclude=_patterns("exclude", exclude),
+            ignore_case=ignore_case,
+            before=_count("before", before),
+            after=_count("after", after),
             fold=fold,
             format=format,
             drain=seconds("drain", drain),
         )
+        _search(self)  # what is no pattern is to be said now
+        if (before or after) and not self.grep:
+            msg = f"{'before' if before else 'after'}: there is no grep, around whose lines these would be"
+            raise ValueError(msg)
+        if ignore_case and not self.grep and not self.exclude:
+            raise ValueError("ignore_case: there is no grep and no exclude that it would be of")
 
 
 def pump(
@@ -210,6 +234,7 @@ class _Views:
         """The file for the lines of all ranks that hold one of ``needles``."""
         if not needles:
             return None
+        from phalanx._core.search import Only
         from phalanx._core.sink import Sink
         from phalanx._core.surface import Paper
         from phalanx._core.view import Text, View
@@ -222,7 +247,7 @@ class _Views:
                 return b""
             return _joined(line for line in block[:-1].split(b"\n") if any(needle in line for needle in wanted))
 
-        view = View(Paper(Sink(path)), Text(), select)
+        view = View(Paper(Sink(path)), Text(), Only(select))
         self.all.append(view)
         return view
 
@@ -256,7 +281,7 @@ def make_view(target: Any, console: ConsoleSpecs, prefixes: Prefixes, counts: di
     # Its descriptor is of its own: by the time that it is written to, the host may have closed this one.
     surface = display.shared(_place(target), lambda: kind(_sink(target)))
     colour = console.color == "always" or (console.color == "auto" and terminal and not os.environ.get("NO_COLOR"))
-    view = View(surface, Text() if text else Json(prefixes.host), _select(console.grep))
+    view = View(surface, Text() if text else Json(prefixes.host), _search(console))
     if console.fold:
 
         def emit(lanes: list[Lane], line: bytes) -> None:
@@ -387,28 +412,36 @@ def _joined(lines: Iterable[bytes]) -> bytes:
     return b"\n".join(chosen) + b"\n" if chosen else b""
 
 
-def _select(grep: str | None) -> Callable[[bytes], bytes] | None:
-    if grep is None:
+def _patterns(name: str, given: str | Iterable[Any] | None) -> tuple[str, ...]:
+    patterns = (given,) if isinstance(given, str) else () if given is None else tuple(given)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            msg = f"{name}: expected a regular expression, or several, each a str, got {pattern!r}"
+            raise TypeError(msg)
+    return patterns
+
+
+def _count(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        msg = f"{name}: expected a number of lines, 0 or more, got {value!r}"
+        raise ValueError(msg)
+    return value
+
+
+def _search(console: ConsoleSpecs) -> Search | None:
+    """What chooses the lines; None for all. Raises ValueError."""
+    if not console.grep and not console.exclude:
         return None
-    search = _compiled(grep).search
+    from phalanx._core.search import Search
 
-    def select(block: bytes) -> bytes:
-        # As text: in bytes a class like [äö] would be one of bytes, and a dot half a letter.
-        lines = block[:-1].decode("utf-8", "surrogateescape").split("\n")
-        text = "\n".join([line for line in lines if search(line)])
-        return text.encode("utf-8", "surrogateescape") + b"\n" if text else b""
-
-    return select
-
-
-def _compiled(pattern: str) -> re.Pattern[str]:
-    import re
-
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        msg = f"grep: {pattern!r} is not a regular expression: {error}"
-        raise ValueError(msg) from None
+    return Search(
+        console.grep,
+        console.exclude,
+        ignore_case=console.ignore_case,
+        before=console.before,
+        after=console.after,
+        separator=b"--\n" if console.format == "text" else b"",
+    )
 
 
 def template_of_environment() -> str | None:

@@ -12,6 +12,7 @@ import threading
 from phalanx._core.follower import Follower
 from phalanx._core.loop import Loop
 from phalanx._core.pump import Pump, Stream
+from phalanx._core.search import Only
 from phalanx._core.sink import Sink
 from phalanx._core.surface import Paper
 from phalanx._core.view import Lane, Text, View
@@ -124,7 +125,7 @@ class TailLog:
             self._loop.close()
 
     def _make(self, dst: Any) -> Pump:
-        view = View(Paper(Sink(target(dst))), Text(), None if self._filter is None else _select(self._filter))
+        view = View(Paper(Sink(target(dst))), Text(), None if self._filter is None else Only(_select(self._filter)))
         streams = []
         for rank, path in self._files.items():
             prefix = self._prefixes.get(rank, f"[{self._name}{rank}]:")
