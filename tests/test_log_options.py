@@ -12,12 +12,14 @@ import signal
 import struct
 import sys
 import termios
+import time
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, RunProcsResult, Std, start_processes
+from phalanx.multiprocessing._prefixes import stamp
 from tests import workers
 from tests.helpers import TIMEOUT, Gate, Ready, wait_gone
 from tests.screen import Emulator
@@ -348,10 +350,40 @@ def test_timestamps(place: Place) -> None:
     lines = done.out.splitlines()
     assert [line.split(" ")[2] for line in lines] == ["a", "b"]
     for line in lines:
-        found = re.fullmatch(r"\[0\] (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}) [ab]", line)
+        found = re.fullmatch(r"\[0\] (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d) [ab]", line)
         assert found
-        moment = datetime.fromisoformat(found[1]).astimezone()
+        moment = datetime.fromisoformat(found[1])
         assert -0.001 <= (moment - before).total_seconds() < LIMIT
+
+
+@pytest.mark.parametrize(
+    "zone,moments",
+    [
+        ("UTC0", {1700000000.125: "2023-11-14T22:13:20.125+00:00"}),
+        ("<-0330>3:30", {1700000000.125: "2023-11-14T18:43:20.125-03:30"}),
+        (
+            "CET-1CEST,M3.5.0,M10.5.0/3",  # the clocks go back from 03:00 to 02:00: the offset alone tells which it is
+            {
+                1698537599.999: "2023-10-29T01:59:59.999+02:00",
+                1698541199.5: "2023-10-29T02:59:59.500+02:00",
+                1698541200.0: "2023-10-29T02:00:00.000+01:00",
+                1698544799.0: "2023-10-29T02:59:59.000+01:00",
+            },
+        ),
+    ],
+)
+def test_times_have_the_offset_of_their_moment(
+    monkeypatch: pytest.MonkeyPatch, zone: str, moments: dict[float, str]
+) -> None:
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        iso = stamp("iso")
+        assert iso is not None
+        assert [iso(moment) for moment in moments] == list(moments.values())
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def test_elapsed(place: Place) -> None:
@@ -447,7 +479,7 @@ def test_a_template(place: Place) -> None:
 
 def test_the_time_in_a_template(place: Place) -> None:
     done = sh(place, "echo x", "--log-line-prefix-template", "${time}/$rank ")
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}/0 x\n", done.out)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d/0 x\n", done.out)
     done = sh(place, "echo x", "--log-line-prefix-template", "${time}/$rank ", "--elapsed")
     assert re.fullmatch(r"\d+\.\d{3}/0 x\n", done.out)
     done = sh(place, "echo x", "--log-line-prefix-template", "", "--elapsed")
@@ -463,12 +495,71 @@ def test_a_template_with_what_there_is_not(place: Place) -> None:
     assert sh(place, "echo x", "--log-line-prefix-template", "$rank:").out == "0:x\n"
 
 
+@pytest.mark.parametrize("template", ["${rank", "$ {rank}", "${}", "5 $", "${rang}"])
+def test_a_template_that_is_none_is_refused_before_anything_starts(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    words = "there is no ${rang}" if template == "${rang}" else f"{template!r} has a $ that begins no variable"
+    refused(sh(place, "echo", "--log-line-prefix-template", template), "--log-line-prefix-template: " + words)
+    place.env["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = template
+    refused(sh(place, "echo"), "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE: " + words)
+    assert not place.logs.exists()
+    with pytest.raises(ValueError, match=re.escape(f"template: {words}")):
+        ConsoleSpecs(template=template)
+    monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", template)
+    touch = tmp_path / "started"
+    with pytest.raises(ValueError, match=re.escape(f"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE: {words}")):
+        group(tmp_path / "logs", ConsoleSpecs(), "touch", {0: (str(touch),)})
+    assert not touch.exists()
+
+
 def test_prefixes_given_by_the_caller_win(logs: Path, capfd: pytest.CaptureFixture[str]) -> None:
     console = ConsoleSpecs(template="${rank}: ", timestamps="elapsed", color="always")
     group(logs, console, "echo", {0: ("x",), 1: ("y",)}, log_line_prefixes={0: "<zero> "})
     lines = sorted(capfd.readouterr().out.splitlines())
-    assert re.fullmatch(r"0\.\d{3} y", lines[0])
+    assert re.fullmatch(r"1: 0\.\d{3} y", lines[0])
     assert re.fullmatch(r"<zero> 0\.\d{3} x", lines[1])
+
+
+def test_ranks_that_the_caller_gave_no_prefix_have_the_default(logs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    args = {rank: (f"of {rank}",) for rank in range(3)}
+    group(logs, ConsoleSpecs(), "echo", args, log_line_prefixes={1: "one: ", 2: ""})
+    assert sorted(capfd.readouterr().out.splitlines()) == ["[0] of 0", "of 2", "one: of 1"]
+    group(logs, ConsoleSpecs(), "echo", args, log_line_prefixes={})
+    assert sorted(capfd.readouterr().out.splitlines()) == [f"[{rank}] of {rank}" for rank in range(3)]
+
+
+@pytest.mark.parametrize(
+    "given,line",
+    [
+        ({0: "[job4]:", 1: "[job5]:", 2: "[job6]:"}, "[job4-6]:x"),  # of global ranks
+        ({0: "0 of 3 ", 1: "1 of 3 ", 2: "2 of 3 "}, "0-2 of 3 x"),  # of local ones
+        ({0: "same ", 1: "same ", 2: "same "}, "same x"),
+        ({0: "zero ", 1: "one ", 2: "one "}, "zero one x"),
+        ({0: "zero ", 1: "one "}, "[4-6] x"),
+    ],
+)
+def test_given_prefixes_of_a_line_of_several_ranks(
+    logs: Path, capfd: pytest.CaptureFixture[str], given: dict[int, str], line: str
+) -> None:
+    envs = {rank: {"RANK": str(rank + 4)} for rank in range(3)}
+    args = dict.fromkeys(range(3), ("x",))
+    group(logs, ConsoleSpecs(fold=True), "echo", args, envs=envs, log_line_prefixes=given)
+    assert capfd.readouterr().out == line + "\n"
+
+
+def test_a_template_of_a_line_of_several_ranks(place: Place) -> None:
+    template = "${role_name}|$rank|${local_rank}|"
+    done = sh(place, "echo x; [ $RANK = 2 ] || echo y", "--fold", "--log-line-prefix-template", template, n=4)
+    assert sorted(done.out.splitlines()) == ["default|0-1,3|0-1,3|y", "default|0-3|0-3|x"]
+    done = sh(place, "echo x", "--fold", "--log-line-prefix-template", "${time} $rank ", n=2)
+    assert re.fullmatch(r"\S+T\S+ 0-1 x\n", done.out)
+
+
+def test_a_line_of_several_ranks_tells_the_host_as_others_do(logs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    envs = {rank: {"GROUP_WORLD_SIZE": "2"} for rank in range(2)}
+    group(logs, ConsoleSpecs(fold=True), "echo", dict.fromkeys(range(2), ("x",)), envs=envs)
+    assert capfd.readouterr().out == f"[{os.uname().nodename} 0-1] x\n"
 
 
 @pytest.mark.parametrize(
@@ -783,7 +874,7 @@ def test_options_by_the_environment(place: Place) -> None:
     assert json.loads(sh(place, code, n=2).out)["text"] == "keep 0"
     place.env |= {"PHALANX_LOG_FORMAT": "text", "PHALANX_FOLD": "1", "PHALANX_GREP": "drop", "PHALANX_RANKS": "0,1"}
     place.env |= {"PHALANX_COLOR": "never", "PHALANX_LOG_MAX_SIZE": "3", "PHALANX_LOG_LINE_PREFIX_TEMPLATE": "$rank."}
-    assert sh(place, code, n=2).out == "[0-1] drop\n"
+    assert sh(place, code, n=2).out == "0-1.drop\n"
     assert len(list(place.logs.glob("*/attempt_0/0/stdout.log.1"))) == 1
     place.env["PHALANX_GREP"] = "("
     refused(sh(place, code), "--grep: '(' is not a regular expression")

@@ -7,18 +7,21 @@ import os
 import random
 import re
 import sys
+import termios
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx._core import clock, fold, view
+from phalanx._core import clock, fold, terminal, view
 from phalanx._core.clock import FakeClock
 from phalanx._core.fold import Fold
-from phalanx._core.lines import Cutter, last_state, settled
+from phalanx._core.lines import Cutter, half_letter, last_state, settled
+from phalanx._core.loop import Loop
 from phalanx._core.ranks import format_ranks
 from phalanx._core.search import Search
+from phalanx._core.sink import Sink
 from phalanx._core.surface import FRAME, Paper, Screen, visible
 from phalanx._core.view import QUIET, STATE, Json, Lane, Text, View
 from tests.pump_tools import Memory, lane
@@ -76,6 +79,42 @@ def test_what_is_taken_of_a_line_leaves_half_a_line_end() -> None:
     assert cutter.take_settled() == b"half"
     assert cutter.cut(b"whole\n") == b"whole\n"
     assert cutter.withdrawn
+
+
+def test_an_unfinished_line_is_joined_once_and_not_with_each_more_of_it() -> None:
+    """Else a line of 200 KB that comes in pieces of 100 bytes would be copied 2,000 times."""
+    desk, one = Desk(Json()), lane()
+    for count in range(1, 2001):
+        assert desk.take(one, b"x" * 100) == b""
+        assert len(one.cutter._pieces) == count
+        assert one.cutter.held == 100 * count
+    assert objects(desk.take(one, b"\n"))[0]["text"] == "x" * 200_000
+    assert (one.cutter.held, one.cutter.rest) == (0, b"")
+
+
+@given(st.lists(st.lists(st.sampled_from([b"a", b"bc", b"\r", b"\n", "é".encode()])).map(b"".join)))
+def test_a_cutter_holds_what_is_left_to_see_whatever_pieces_come(parts: list[bytes]) -> None:
+    cutter, whole = Cutter(), b""
+    for part in parts:
+        whole += part
+        cutter.cut(part)
+        assert cutter.rest == last_state(whole[whole.rfind(b"\n") + 1 :])
+        assert cutter.held == len(cutter.rest)
+
+
+@given(st.binary(), st.booleans())
+def test_a_piece_ends_with_a_whole_letter_and_no_return(data: bytes, text: bool) -> None:
+    line = data.decode("utf-8", "ignore").encode() if text else data
+    line = line.replace(b"\n", b"").replace(b"\r", b"") + b"x"
+    for end in range(1, len(line) + 1):
+        for returns in (b"", b"\r"):
+            cutter = Cutter()
+            cutter.cut(line[:end] + returns)
+            piece = cutter.take_piece()
+            assert piece + cutter.rest == line[:end] + returns
+            assert piece
+            if text and half_letter(line[:end]) < end:  # else there is nothing but half a letter
+                piece.decode()
 
 
 def test_last_state_and_settled() -> None:
@@ -308,6 +347,63 @@ def test_the_time_of_a_json_line_has_milliseconds_and_an_offset() -> None:
 def test_no_json_text_has_its_line_end() -> None:
     desk, one = Desk(Json()), lane()
     assert [it["text"] for it in objects(desk.take(one, b"a\r\nb\r\n\r\nc\n"))] == ["a", "b", "", "c"]
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"", b"\rother\n"])
+def test_parts_of_a_long_line_are_marked_and_hold_whole_letters(monkeypatch: pytest.MonkeyPatch, end: bytes) -> None:
+    monkeypatch.setattr(view, "LONGEST", 10)
+    desk, one, other = Desk(Json()), lane(0), lane(1)
+    line = "äöüß€𝄞" * 9
+    shown = b""
+    for byte in line.encode():
+        shown += desk.take(one, bytes([byte]))
+        shown += desk.take(other, b"between\n")
+    shown += desk.take(one, end) + (desk.take(one, b"next\n") if end else b"")
+    desk.view.finish(one)
+    parts = [row for row in objects(shown + desk.memory.taken()) if row["rank"] == 0]
+    *beginning, last = parts
+    if end:
+        assert last["text"] == "next"
+        assert not last.keys() & {"partial", "continued"}
+        *beginning, last = beginning
+    if end.startswith(b"\ro"):  # the line has been taken back
+        assert last["text"] == "other"
+        assert not last.keys() & {"partial", "continued"}
+    else:
+        assert "".join(row["text"] for row in [*beginning, last]) == line
+        assert last["continued"] is True
+        assert "partial" not in last
+    assert len(beginning) > 10
+    assert all(row["partial"] is True for row in beginning)
+    assert [row.get("continued") for row in beginning] == [None] + [True] * (len(beginning) - 1)
+
+
+def test_a_long_line_that_ends_where_it_was_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine is told of the end of what it was told to be partial; a person needs no empty line."""
+    monkeypatch.setattr(view, "LONGEST", 10)
+    desk, one = Desk(Json()), lane()
+    rows = objects(desk.take(one, b"x" * 10) + desk.take(one, b"\n"))
+    assert [(row["text"], row.get("partial"), row.get("continued")) for row in rows] == [
+        ("x" * 10, True, None),
+        ("", None, True),
+    ]
+    it = Watcher()
+    it.take(one, b"x" * 10)
+    assert it.take(one, b"\nnext\n") == ["[0] " + "x" * 10, "[0] next"]
+
+
+def test_an_old_line_without_end_is_passed_over_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has been written of it before it is wanted, and is too much to be held, is not shown."""
+    monkeypatch.setattr(view, "LONGEST", 10)
+    desk, one = Desk(Json()), lane()
+    for number in range(100):
+        desk.view.skip(one, b"old %d " % number)
+        assert one.cutter.held < 20
+    rows = objects(desk.take(one, b"new\nnext\n"))
+    assert rows[0]["text"].endswith("new")
+    assert [row.get("continued") for row in rows] == [True, None]
+    desk.view.skip(one, b"whole\nbegun ")
+    assert objects(desk.take(one, b"ended\n"))[0]["text"] == "begun ended"
 
 
 def test_half_a_line_is_nothing_to_a_machine(time: FakeClock) -> None:
@@ -618,26 +714,86 @@ def test_a_line_too_long_to_hold_leaves_no_live_one(time: FakeClock, monkeypatch
     ],
 )
 def test_visible(line: bytes, text: bytes) -> None:
-    assert visible(line) == text
+    assert visible(line, 80) == text
+
+
+@pytest.mark.parametrize(
+    "line,text",
+    [
+        (b"12345678", b"12345"),
+        ("äöü€ß12".encode(), "äöü€ß".encode()),
+        ("ä".encode("latin-1") * 7, "ä".encode("latin-1") * 5),
+        ("e\u0301".encode() * 7, "e\u0301".encode() * 5),
+        (b"\033[1;31m1234\033[0m567", b"\033[1;31m1234\033[0m5\033[0m"),
+        (b"12345\033[0m", b"12345\033[0m\033[0m"),
+        (b"1234\xc3", b"1234\xc3"),
+        (b"\033[0m" * 1000 + b"x", b"\033[0m" * 80 + b"\033[0m"),
+        (b"\033[A" * 20 + b"x", b"x"),
+    ],
+)
+def test_what_fits_a_terminal(line: bytes, text: bytes) -> None:
+    assert visible(line, 5) == text
 
 
 @given(st.lists(st.sampled_from([b"\033", b"[", b"]", b"A", b"m", b"3", b";", b"?", b" ", b"\0", b"\r", b"\\", b"("])))
 def test_nothing_visible_moves_the_cursor(parts: list[bytes]) -> None:
-    shown = visible(b"".join(parts))
+    shown = visible(b"".join(parts), 80)
     assert not re.search(rb"[\0-\032\034-\037\177]", shown)
     assert b"\033" not in re.sub(rb"\033\[[0-9;]*m", b"", shown)
 
 
 def test_a_screen_asks_its_terminal_for_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    import termios
-
+    """Not the one that stderr happens to be; and what the terminal does not say, the environment does, or is usual."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setenv("LINES", "20")
+    loop = Loop()
     master, slave = os.openpty()
-    with os.fdopen(master, "rb"), os.fdopen(slave, "w") as stream:
-        for rows, most in ((4, 2), (40, 5)):
-            termios.tcsetwinsize(slave, (rows, 80))
-            monkeypatch.setattr(sys, "__stderr__", stream)
-            screen = Screen(Memory())
-            for rank in range(5):
-                screen.show(lane(rank), b"live")
+    other = os.openpty()
+    out = Sink(slave)
+    with os.fdopen(other[1], "w") as stream:
+        termios.tcsetwinsize(other[1], (2, 2))
+        monkeypatch.setattr(sys, "__stderr__", stream)
+        out.open(loop, lambda: None)
+        many = ["0" * 80] * 9 + ["... and 11 more"]
+        for size, live in (((4, 10), ["0" * 10, "... and 19"]), ((0, 0), many)):
+            termios.tcsetwinsize(slave, size)
+            screen = Screen(out)
+            for rank in range(20):
+                screen.show(lane(rank), b"0" * 100)
             screen.draw()
-            assert screen._drawn == most
+            out.flush()
+            said = re.sub(r"\033\[\?7[hl]", "", os.read(master, 65536).decode())
+            assert said.split("\r\r\n") == live
+        out.close()
+    loop.close()
+    for fd in (master, slave, other[0]):
+        os.close(fd)
+
+
+@pytest.mark.parametrize("text,columns", [("40", 40), ("0", 80), ("-3", 80), ("wide", 80), ("²", 80), ("", 80)])
+def test_columns_of_the_environment(monkeypatch: pytest.MonkeyPatch, text: str, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", text)
+    monkeypatch.delenv("LINES", raising=False)
+    assert terminal.size(-1) == (columns, 24)
+
+
+def test_a_line_that_grows_out_of_sight_is_not_sent_again(time: FakeClock) -> None:
+    it, one = Watcher(columns=40), lane()
+    sent = 0
+    write = it.memory.write
+
+    def count(buffers: tuple[bytes | memoryview, ...], owner: object = None) -> None:
+        nonlocal sent
+        sent += sum(map(len, buffers))
+        write(buffers, owner)
+
+    it.memory.write = count  # type: ignore[method-assign]  # who counts what is sent
+    for _ in range(50):
+        it.take(one, b"." * 1000)
+        time.advance(QUIET)
+        assert it.look() == ["[0] " + "." * 36]
+    assert sent < 200
+    it.take(lane(1), b"line\n")
+    time.advance(FRAME)
+    assert it.look() == ["[1] line", "[0] " + "." * 36]
+    assert "".join(it.take(one, b"\n")).count(".") == 50_000

@@ -21,34 +21,37 @@ class Cutter:
     (b'', b' 30%', True)
     """
 
-    __slots__ = ("rest", "rewritten", "withdrawn")
+    __slots__ = ("_pieces", "held", "rewritten", "withdrawn")
 
     def __init__(self) -> None:
-        self.rest = b""
-        """What has come of the line that is not ended yet, as far as `take` has not taken it."""
+        self._pieces: list[bytes] = []  # what is held, as it came: to join it with each more of it would be quadratic
+        self.held = 0
+        """Bytes of `rest`."""
         self.rewritten = False
         """Whether that line is one that is written again and again."""
         self.withdrawn = False
         """Whether the first of the lines that `cut` returned last has taken back what `take` had taken of it."""
+
+    @property
+    def rest(self) -> bytes:
+        """What has come of the line that is not ended yet, as far as `take` has not taken it."""
+        if len(self._pieces) > 1:
+            self._pieces = [b"".join(self._pieces)]
+        return self._pieces[0] if self._pieces else b""
 
     def cut(self, data: bytes | bytearray, count: int = -1) -> bytes:
         """Take the first ``count`` bytes of ``data`` (< 0: all). Returns the lines that are whole with them."""
         if count < 0:
             count = len(data)
         end = data.rfind(b"\n", 0, count) + 1
+        block = b""
         with memoryview(data) as view:
             if end:
                 # One copy, in C, whether something was held or not: lines arrive by the gigabyte.
-                block = b"".join((self.rest, view[:end]))
-                self.rest = bytes(view[end:count])
-                self.rewritten = False
-            else:
-                block = b""
-                self.rest = b"".join((self.rest, view[:count]))
-        if b"\r" in self.rest:
-            held = len(self.rest)
-            self.rest = last_state(self.rest)
-            self.rewritten |= len(self.rest) < held
+                block = b"".join((*self._pieces, view[:end]))
+                self._pieces, self.held, self.rewritten = [], 0, False
+            if end < count:
+                self._add(bytes(view[end:count]))
         self.withdrawn = False
         if b"\r" not in block:
             return block
@@ -58,15 +61,54 @@ class Cutter:
 
     def take(self) -> bytes:
         """Take all that is held of the unfinished line, to show it now."""
-        rest, self.rest = self.rest, b""
+        rest = self.rest
+        self._hold(b"")
         self.rewritten = False
         return rest
 
     def take_settled(self) -> bytes:
         """Take it but for the returns at its end: they may be half a line end, or take back what stands before them."""
-        line = self.rest.rstrip(b"\r")
-        self.rest = self.rest[len(line) :]
+        rest = self.rest
+        line = rest.rstrip(b"\r")
+        self._hold(rest[len(line) :])
         return line
+
+    def take_piece(self) -> bytes:
+        """Take as much of it as can stand by itself: no half line end, and no half letter (UTF-8). Never nothing."""
+        line = self.take_settled()
+        half = half_letter(line)
+        if not line.strip(b"\r") or half == len(line):
+            return line + self.take()
+        self._hold(line[len(line) - half :] + self.rest)
+        self.rewritten = False
+        return line[: len(line) - half]
+
+    def _hold(self, rest: bytes) -> None:
+        self._pieces = [rest] if rest else []
+        self.held = len(rest)
+
+    def _add(self, more: bytes) -> None:
+        """More of the unfinished line. What is held has no return but at its end."""
+        state = last_state(more) if b"\r" in more else more
+        pieces = self._pieces
+        if len(state) < len(more) or (pieces and pieces[-1][-1:] == b"\r" and more.strip(b"\r")):
+            self._pieces, self.held, self.rewritten = [state], len(state), True
+        else:
+            pieces.append(more)
+            self.held += len(more)
+
+
+def half_letter(data: bytes) -> int:
+    r"""How many bytes at the end of ``data`` begin a letter (UTF-8) that ends beyond it; 0 if none does.
+
+    >>> half_letter("aé€".encode()[:-1]), half_letter(b"a"), half_letter(b"\x80\x80")
+    (2, 0, 0)
+    """
+    for back in range(1, min(3, len(data)) + 1):
+        byte = data[-back]
+        if byte & 0xC0 != 0x80:  # noqa: PLR2004 - 10xxxxxx goes on with a letter, others begin one
+            return back if (0xC2 <= byte <= 0xF4) and back < 2 + (byte >= 0xE0) + (byte >= 0xF0) else 0  # noqa: PLR2004 - 110xxxxx, 1110xxxx, 11110xxx
+    return 0
 
 
 def last_state(line: bytes) -> bytes:

@@ -15,6 +15,7 @@ from phalanx._core import clock, linux
 from phalanx._core.follower import last_lines
 from phalanx._core.sink import TURN
 from phalanx._core.tell import tell
+from phalanx._core.terminal import printable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -467,7 +468,7 @@ class Pump:
         """A full disk, mostly; a reader that has gone knows it."""
         for sink in self._sinks:
             if sink.refusal is not None:
-                where = sink.path or "the console"
+                where = printable(sink.path) or "the console"
                 why = getattr(sink.refusal, "strerror", None) or repr(sink.refusal)
                 tell(f"phalanx: {where}: {why}; lines are missing there, the log files have them")
 
@@ -490,7 +491,7 @@ class Pump:
                 said += 1
                 if said <= _MOST_NAMED:
                     many = f"{'over ' * beyond}{lines:,} more line{'s' * (lines != 1)}" if lines else "more"
-                    tell(f"phalanx: … {many} in {stream.follower.path}")
+                    tell(f"phalanx: … {many} in {printable(stream.follower.path)}")
         if said > _MOST_NAMED:
             tell(f"phalanx: … and more in {said - _MOST_NAMED} other files")
 

@@ -102,6 +102,11 @@ class Sink:
             pass
 
     @property
+    def fd(self) -> int:
+        """The descriptor that it writes to; -1 when it is not open, or writes to an object."""
+        return self._fd
+
+    @property
     def path(self) -> str:
         """That of the file, if it was given one."""
         return self._target if isinstance(self._target, str) else ""

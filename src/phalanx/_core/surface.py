@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 
-from phalanx._core import clock
+from phalanx._core import clock, terminal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ FRAME = 0.05
 """Seconds between two pictures of a screen's live lines, at least."""
 
 _SHARE = 2  # live lines have at most one in so many of a screen's rows
-_SIZE = (80, 24)  # of a terminal that does not say
+_BYTES = 64  # for each column: a letter with accents, and the colours before it, take no more
 
 
 class Paper:
@@ -70,16 +69,18 @@ class Screen(Paper):
 
     They are erased before anything is written and drawn again below it, in the same write, so that nothing flickers.
     Autowrap is off while they are drawn (DECAWM; xterm's control sequences): a line that is wider than the terminal
-    would take two rows, and the next erasure would miss one.
+    would take two rows, and the next erasure would miss one. What does not fit is not sent, and a picture that is the
+    same is not sent again: an unfinished line may grow for long beyond what can be seen of it.
     """
 
     live = True
 
     def __init__(self, sink: Sink, size: Callable[[], tuple[int, int]] | None = None) -> None:
         super().__init__(sink)
-        self._size = size or _terminal_size
+        self._size = size or (lambda: terminal.size(sink.fd))
         self._live: dict[Lane, bytes] = {}
         self._drawn = 0
+        self._picture = b""
         self._erased = False
         self._stale = False
         self._next = 0.0
@@ -115,16 +116,18 @@ class Screen(Paper):
         """Draw the live lines if it is time to, and nobody holds up what is written."""
         if self.due() > clock.now():
             return
-        _columns, rows = self._size()
+        columns, rows = self._size()
         most = max(1, rows // _SHARE)
         lines = [line for _lane, line in sorted(self._live.items(), key=lambda item: item[0].rank)]
         if len(lines) > most:
             lines[most - 1 :] = [b"... and %d more" % (len(lines) - most + 1)]
-        text = self._erasure()
-        if lines:
-            text += b"\033[?7l" + b"\r\n".join([visible(line) for line in lines]) + b"\033[?7h"
-            self._drawn = len(lines)
-        self.sink.write((text,))
+        picture = b"\r\n".join([visible(line, columns) for line in lines])
+        if self._erased or not lines or picture != self._picture:
+            text = self._erasure()
+            if lines:
+                text += b"\033[?7l" + picture + b"\033[?7h"
+                self._drawn, self._picture = len(lines), picture
+            self.sink.write((text,))
         self._stale = self._erased = False
         self._next = clock.now() + FRAME
 
@@ -143,19 +146,39 @@ class Screen(Paper):
     def _erasure(self) -> bytes:
         """What removes the live lines, and leaves the cursor where the first of them began."""
         drawn, self._drawn = self._drawn, 0
+        self._picture = b""
         if not drawn:
             return b""
         return b"\r\033[J" if drawn == 1 else b"\r\033[%dA\033[J" % (drawn - 1)
 
 
-def visible(line: bytes) -> bytes:
-    r"""``line`` without what would move the cursor; colours stay, and end with it.
+def visible(line: bytes, columns: int) -> bytes:
+    r"""``line`` without what would move the cursor, and what surely has no place in so many columns.
 
-    >>> visible(b"\033[32m 50%\033[0m\033[A\t|")
+    Colours stay, and end with it. A letter that is two columns wide counts for one: the terminal leaves out the rest.
+
+    >>> visible(b"\033[32m 50%\033[0m\033[A\t|", 80)
     b'\x1b[32m 50%\x1b[0m |\x1b[0m'
+    >>> visible(b"12\033[32m345", 4)
+    b'12\x1b[32m34\x1b[0m'
     """
-    text = _moving().sub(b"", line.replace(b"\t", b" "))
+    text = _moving().sub(b"", line[: _BYTES * columns].replace(b"\t", b" "))
+    if len(text) > columns:
+        text = _cells(columns).match(text)[0]  # type: ignore[index]  # it always matches, if only nothing
     return text + b"\033[0m" if b"\033" in text else text
+
+
+@functools.lru_cache(8)
+def _cells(columns: int) -> re.Pattern[bytes]:
+    """The beginning of a text without moves that fills so many columns: colours and accents take none.
+
+    A byte that is no UTF-8 takes one.
+    """
+    import re
+
+    letter = rb"[\0-\277]|[\300-\377][\200-\277]{0,3}+"
+    none = rb"(?:\033\[[0-9:;]*m|\314[\200-\277]|\315[\200-\257])*+"  # SGR; U+0300 to U+036F
+    return re.compile(rb"(?:" + none + rb"(?:" + letter + rb")){0,%d}+" % columns + none)
 
 
 @functools.cache
@@ -170,15 +193,3 @@ def _moving() -> re.Pattern[bytes]:
     osc = rb"\033\][^\007\033]*(?:\007|\033\\)?"
     other = rb"\033[()*+][0-9A-Za-z]|\033[^\[\]]|\033$"
     return re.compile(b"|".join((csi, osc, other, rb"[\0-\010\012-\032\034-\037\177]")))
-
-
-def _terminal_size() -> tuple[int, int]:
-    import sys
-
-    for stream in (sys.__stderr__, sys.__stdout__):
-        try:
-            if stream is not None:
-                return os.get_terminal_size(stream.fileno())
-        except (OSError, ValueError):
-            continue
-    return _SIZE

@@ -40,7 +40,9 @@ class Lane:
         prefix: What stands before each line; or what gives it at a time (seconds since the epoch).
     """
 
-    __slots__ = ("begun", "behind", "changed", "cutter", "prefix", "rank", "said", "stated", "stream")
+    __slots__ = (
+        "begun", "behind", "changed", "cutter", "marks", "parted", "prefix", "rank", "said", "stated", "stream",
+    )  # fmt: skip
 
     def __init__(self, rank: int, stream: str, prefix: bytes | Callable[[float], bytes] = b"") -> None:
         self.rank = rank
@@ -49,6 +51,8 @@ class Lane:
         self.cutter = Cutter()
         self.begun = False  # whether the beginning of the unfinished line has been written, and is no longer held
         self.behind = False  # whether more of it can be read already
+        self.parted = False  # whether its beginning has been shown as a line of its own, being too long to be held
+        self.marks: dict[str, bool] = {}  # what is to be said of such a part, while it is shown
         self.changed = 0.0  # when more of it came
         self.said = b""  # the state of it that was written last
         self.stated = 0.0  # and when
@@ -75,7 +79,8 @@ class Json:
     r"""Lines for machines: JSON objects (RFC 8259), one a line, with ``time``, ``rank``, ``stream`` and ``text``.
 
     ``time`` is when the line was seen, ISO 8601 with the local offset. What is no UTF-8 stands in ``text`` as
-    ``\xff`` would in Python. ``host`` comes first where there is more than one.
+    ``\xff`` would in Python. ``host`` comes first where there is more than one. A line that is too long to be held
+    comes in parts: ``partial`` is true where it goes on in another object, ``continued`` where it began in one before.
     """
 
     def __init__(self, host: str = "") -> None:
@@ -89,6 +94,7 @@ class Json:
         moment = datetime.fromtimestamp(time()).astimezone()
         host = {"host": self._host} if self._host else {}
         fields = {**host, "time": moment.isoformat(timespec="milliseconds"), "rank": lane.rank, "stream": lane.stream}
+        fields |= lane.marks
         head = json.dumps(fields)[:-1] + ', "text": '
         encode = json.JSONEncoder(ensure_ascii=False).encode
         lines = block.replace(b"\r\n", b"\n")[:-1].decode("utf-8", "backslashreplace").split("\n")
@@ -160,18 +166,27 @@ class View:
                 said, lane.said = lane.said, b""
                 first, _, others = block.partition(b"\n")
                 block = others if first.rstrip(b"\r") == said else block  # it has just been shown
+            block = self._show_last_part(lane, block)
             if block:
                 self.show(lane, block)
-        if cutter.rest:
-            if len(cutter.rest) >= LONGEST:
-                self._give_out(lane)
-                return
+        if cutter.held >= LONGEST:
+            self._give_out(lane)
+        elif cutter.held:
+            lane.parted &= not cutter.rewritten
             if lane.begun and cutter.rewritten:
                 self.surface.end(lane, lane.label(self.time), b"")
                 lane.begun = False
             lane.changed = clock.now()
             self._unfinished[lane] = None
             self._want(self._when(lane))
+
+    def skip(self, lane: Lane, data: bytes) -> None:
+        """Pass over the next bytes of a lane, but for what they leave unfinished, as far as it can be held."""
+        if lane.cutter.cut(data):
+            lane.parted = False
+        if lane.cutter.held >= LONGEST:
+            lane.cutter.take_piece()
+            lane.parted = True
 
     def show(self, lane: Lane, block: bytes) -> None:
         """Show those of whole lines that are wanted."""
@@ -228,8 +243,8 @@ class View:
             self.surface.end(lane, lane.label(self.time), rest)
             lane.begun = False
         elif rest and rest.rstrip(b"\r") != lane.said:
-            self.show(lane, rest + b"\n")
-        lane.said = b""
+            self._show_part(lane, rest)
+        lane.said, lane.parted = b"", False
         self._unfinished.pop(lane, None)
 
     def release(self) -> None:
@@ -277,13 +292,28 @@ class View:
 
     def _give_out(self, lane: Lane) -> None:
         """Show a piece of a line that is longer than can be held."""
-        piece = lane.cutter.take()
+        piece = lane.cutter.take_piece()
         lane.said = b""
         self._unfinished.pop(lane, None)
         if self._live is not None:
             self._live.show(lane, b"")
         if self._whole or self._live is not None:
-            self.show(lane, piece + b"\n")
+            self._show_part(lane, piece, partial=True)
+            lane.parted = True
         else:
             self.surface.extend(lane, lane.label(self.time), piece)
             lane.begun = True
+
+    def _show_last_part(self, lane: Lane, block: bytes) -> bytes:
+        """Show the end of a line whose beginning has been shown, if there is one. Returns the lines after it."""
+        if lane.parted and not lane.cutter.withdrawn:
+            end, _, block = block.partition(b"\n")
+            if end.rstrip(b"\r") or isinstance(self._form, Json):  # a machine waits for it
+                self._show_part(lane, end)
+        lane.parted = False
+        return block
+
+    def _show_part(self, lane: Lane, part: bytes, **marks: bool) -> None:
+        lane.marks = {"continued": True, **marks} if lane.parted else marks
+        self.show(lane, part + b"\n")
+        lane.marks = {}

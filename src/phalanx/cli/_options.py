@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import click
 
 from phalanx._core import size
 from phalanx._core.seconds import seconds
+from phalanx._core.terminal import printable
 from phalanx.multiprocessing import ConsoleSpecs
-from phalanx.multiprocessing._console import TEMPLATE_ENV, template_of_environment
+from phalanx.multiprocessing._prefixes import TEMPLATE_ENV, template_of_environment
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from typing import Any
 
 _MOST_RANKS = 1 << 20
@@ -21,6 +24,30 @@ SETTINGS = {
     "token_normalize_func": lambda token: token.replace("_", "-"),
     "max_content_width": 100,
 }
+
+
+class Command(click.Command):
+    """A command whose errors show what a terminal would obey as escapes: they tell names that others have given."""
+
+    def make_context(self, *args: Any, **more: Any) -> click.Context:
+        """Read the arguments."""
+        with _printable_errors():
+            return super().make_context(*args, **more)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Call the command."""
+        with _printable_errors():
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _printable_errors() -> Iterator[None]:
+    try:
+        yield
+    except click.ClickException as error:
+        text = "\n".join(map(printable, error.message.split("\n")))
+        error.message = text  # type: ignore[misc]  # what click shows is made of it in ways that differ by its class
+        raise
 
 
 def option(*names: str, **settings: Any) -> Callable[[Any], Any]:
@@ -135,7 +162,7 @@ def console_options(command: Callable[..., Any]) -> Callable[..., Any]:
         option("--log-line-prefix-template", metavar="TEXT",
                help="What stands before each line: ${role_name} ${rank} ${local_rank} ${host} ${time}."),
         option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True,
-               help="Colour the prefixes. auto: on a terminal, unless NO_COLOR is set."),
+               help="Colours. auto: not with NO_COLOR, else with FORCE_COLOR, else on a terminal."),
     ]  # fmt: skip
     for declare in reversed(declarations):
         command = declare(command)

@@ -23,9 +23,10 @@ from phalanx._core.merge import merge
 from phalanx._core.pump import Pump, Stream
 from phalanx._core.view import Lane
 from phalanx.cli._interrupts import Interrupts
-from phalanx.cli._options import SETTINGS, console_options, console_specs, reading
+from phalanx.cli._options import SETTINGS, Command, console_options, console_specs, reading
 from phalanx.cli._place import default_place
-from phalanx.multiprocessing._console import Prefixes, make_view, target
+from phalanx.multiprocessing._console import make_view, target
+from phalanx.multiprocessing._prefixes import Prefixes
 from phalanx.multiprocessing._runs import UnknownRunError, find, look, resolve
 
 TYPE_CHECKING = False
@@ -65,7 +66,7 @@ def _names(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list
         return []
 
 
-@click.command(context_settings=SETTINGS)
+@click.command(cls=Command, context_settings=SETTINGS)
 @click.argument("run", required=False, shell_complete=_names)
 @click.option(
     "--log-dir",
@@ -230,7 +231,7 @@ class _Reader:
             lane = self._lanes[number]
             last[lane] = moment
             if since is not None and moment < since:
-                lane.cutter.cut(data)
+                view.skip(lane, data)
                 continue
             view.replay(moment)
             view.take(lane, data)

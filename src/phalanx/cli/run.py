@@ -17,9 +17,11 @@ import click
 
 from phalanx._core import interrupts
 from phalanx._core.tell import mention, tell
+from phalanx._core.terminal import coloured, printable
 from phalanx.cli import _nproc
 from phalanx.cli._options import (
     SETTINGS,
+    Command,
     checking_seconds,
     console_options,
     console_specs,
@@ -76,7 +78,7 @@ def _steps(text: str) -> tuple[tuple[str, float], ...]:
         raise ValueError(str(error).removeprefix("on_expiry: ")) from None
 
 
-@click.command(context_settings=_SETTINGS)
+@click.command(cls=Command, context_settings=_SETTINGS)
 @option(
     "--nproc-per-node",
     callback=reading(_nproc.count),
@@ -233,10 +235,10 @@ def _run(
     command = [*(["-m"] if module else []), script, *args]
     recorder = Recorder(group, specs, run_id=run_id, command=command, say=_say)
     specs.notes = said
-    return _see_through(group, recorder, specs, grace)
+    return _see_through(group, recorder, specs, grace, colour=coloured(sys.stderr, console.color))
 
 
-def _see_through(group: PContext, recorder: Recorder, specs: _RunLogs, grace: float) -> int:
+def _see_through(group: PContext, recorder: Recorder, specs: _RunLogs, grace: float, *, colour: bool) -> int:
     """Start the group, wait for its end, and say what became of it. Returns the exit code."""
     try:
         group.start()
@@ -259,7 +261,7 @@ def _see_through(group: PContext, recorder: Recorder, specs: _RunLogs, grace: fl
         known = RunProcsResult(failures=dict(error.failures))
         code = _outcome(known)[0] or 1
         recorder.ended("failed", code, str(error))
-        _report(group.name, known, specs.run_log_dir or "")
+        _report(group.name, known, specs.run_log_dir or "", colour=colour)
         return code
     except PreloadError as error:
         _say(f"Error: {error}")
@@ -275,7 +277,7 @@ def _see_through(group: PContext, recorder: Recorder, specs: _RunLogs, grace: fl
         group.close(signal.SIGKILL)  # ended already, unless one more signal has broken out of `_stop`
     code, cause = _outcome(result)
     recorder.ended("failed" if code else "succeeded", code, cause)
-    _report(group.name, result, specs.run_log_dir or "")
+    _report(group.name, result, specs.run_log_dir or "", colour=colour)
     return code
 
 
@@ -455,7 +457,7 @@ def _outcome(result: RunProcsResult) -> tuple[int, str]:
     return 0, ""
 
 
-def _report(name: str, result: RunProcsResult, log_dir: str) -> None:
+def _report(name: str, result: RunProcsResult, log_dir: str, *, colour: bool) -> None:
     """Say what went wrong, if anything did."""
     if not result.failures:
         for rank, outcome in result.outcomes.items():
@@ -472,7 +474,6 @@ def _report(name: str, result: RunProcsResult, log_dir: str) -> None:
     except ChildFailedError as error:
         from phalanx.errors import format_report
 
-        colour = sys.stderr is not None and sys.stderr.isatty() and not os.environ.get("NO_COLOR")
         style = _style if colour else None
         tell(format_report(name, error.failures, outcomes=error.outcomes, log_dir=log_dir, style=style))
 
@@ -488,7 +489,7 @@ def _style(kind: str, line: str) -> str:
 
 
 def _say(text: str) -> None:
-    tell(f"phalanx: {text}")
+    tell("\n".join(map(printable, f"phalanx: {text}".split("\n"))))
 
 
 def main() -> None:

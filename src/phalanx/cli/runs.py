@@ -7,13 +7,14 @@ loaded when there is a terminal to draw on.
 from __future__ import annotations
 
 import errno
-import os
 import shlex
 import sys
 import time
 
 import click
 
+from phalanx._core.terminal import coloured, printable
+from phalanx.cli._options import SETTINGS, Command
 from phalanx.cli._place import default_place
 
 TYPE_CHECKING = False
@@ -33,7 +34,7 @@ _COLOURS = {
 }
 
 
-@click.command()
+@click.command(cls=Command, context_settings=SETTINGS)
 @click.option(
     "--log-dir",
     type=click.Path(file_okay=False),
@@ -77,8 +78,12 @@ def _show(found: list[RunDir], place: str, *, as_json: bool) -> None:
         now = time.time()
         rows = [_HEADS, *(_row(run, now, "%Y-%m-%dT%H:%M:%S") for run in found)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        colour = coloured(sys.stdout)
         for row in rows:
-            click.echo("  ".join(_pad(*cell) for cell in zip(_HEADS, row, widths, strict=True)).rstrip())
+            cells = [_pad(*cell) for cell in zip(_HEADS, row, widths, strict=True)]
+            if colour:
+                cells[1] = _painted(row[1], cells[1])
+            click.echo("  ".join(cells).rstrip(), color=colour)
 
 
 def _row(run: RunDir, now: float, moment: str) -> tuple[str, ...]:
@@ -105,8 +110,8 @@ def _draw(found: list[RunDir]) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False)
-    colour = not os.environ.get("NO_COLOR")
+    colour = coloured(sys.stdout)
+    console = Console(highlight=False, no_color=not colour, color_system="standard" if colour else None)
     overflow = "ellipsis" if console.encoding.startswith("utf") else "crop"
 
     def show(text: Text) -> None:
@@ -131,6 +136,11 @@ def _draw(found: list[RunDir]) -> None:
 
 def _pad(head: str, cell: str, width: int) -> str:
     return cell.rjust(width) if head in _RIGHT else cell.ljust(width)
+
+
+def _painted(state: str, cell: str) -> str:
+    *bold, colour = _COLOURS.get(state, "").split(" ")
+    return click.style(cell, colour, bold="bold" in bold) if colour else cell
 
 
 def _recent(moment: float, now: float) -> str:
@@ -164,14 +174,3 @@ def duration(seconds: float) -> str:
         if whole >= size:
             return f"{whole // size}{unit}{whole % size // below:02}{part}"
     raise AssertionError
-
-
-def printable(text: str) -> str:
-    r"""The text with escapes for what a terminal would obey, and what its encoding cannot say.
-
-    >>> print(printable("a\tb\x1b[2Jc"))
-    a\tb\x1b[2Jc
-    """
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    text = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
-    return text.encode(encoding, "backslashreplace").decode(encoding)

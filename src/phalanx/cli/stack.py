@@ -15,9 +15,9 @@ import click
 from phalanx._core import linux
 from phalanx._core.frames import NO_STACK, group_equal, is_library, own, parse, sum_up
 from phalanx._core.ranks import named
-from phalanx.cli._options import SETTINGS
+from phalanx._core.terminal import coloured, printable
+from phalanx.cli._options import SETTINGS, Command
 from phalanx.cli._place import default_place
-from phalanx.cli.runs import printable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def _names(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list
     return [run.name for run in runs if run.state == "running" and run.name.startswith(incomplete)]
 
 
-@click.command(context_settings=SETTINGS)
+@click.command(cls=Command, context_settings=SETTINGS)
 @click.argument("run", required=False, shell_complete=_names)
 @click.option("--rank", "ranks", type=click.IntRange(min=0), multiple=True, metavar="N",
               help="Only this rank; may be given several times.")  # fmt: skip
@@ -76,12 +76,12 @@ def stack(run: str | None, *, ranks: tuple[int, ...], native: bool, log_dir: str
     asked = _ranks(found.run, set(ranks))
     folder = os.path.join(found.path, f"attempt_{found.run.attempts[-1].number}")
     texts = _collect(folder, asked, native=native)
-    colour = sys.stdout is not None and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    click.echo(_style(printable(sum_up(texts)), colour, bold=True))
+    colour = coloured(sys.stdout)
+    click.echo(_style(printable(sum_up(texts)), colour, bold=True), color=colour)
     for group, text in group_equal(texts, _alike):
         click.echo()
         for line, style in _lines(group, text, found.run.cwd):
-            click.echo(_style(printable(line), colour, **style))
+            click.echo(_style(printable(line), colour, **style), color=colour)
     if not any(parse(text) for text in texts.values()):
         sys.exit(1)
 
@@ -101,7 +101,7 @@ def _resolve(place: str, name: str | None) -> RunDir:
             live = [run for run in live if run.run is not None and is_here(run.run)] or live
             found = live[0] if live else resolve(place)  # which raises
             if len(live) > 1:
-                click.echo(f"phalanx: {found.name}, the latest of {len(live)} runs that run", err=True)
+                click.echo(f"phalanx: {printable(found.name)}, the latest of {len(live)} runs that run", err=True)
         else:
             found = resolve(place, name)
     except UnknownRunError as error:

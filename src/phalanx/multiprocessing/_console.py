@@ -8,13 +8,16 @@ from __future__ import annotations
 import io
 import os
 import sys
+from functools import lru_cache, partial
 
+from phalanx._core import terminal
 from phalanx._core.seconds import seconds
 from phalanx._core.value import Value
+from phalanx.multiprocessing._prefixes import Prefixes, checked
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
     from typing import Any
 
     from phalanx._core.pump import Pump, Stream
@@ -23,20 +26,19 @@ if TYPE_CHECKING:
     from phalanx._core.view import Lane, View
     from phalanx.multiprocessing._logs import LogsDest
 
-TEMPLATE_ENV = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 DRAIN = 10.0
-
-_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)  # red is for errors
-_FIELDS = ("role_name", "rank", "local_rank", "host", "time")
+_KNOWN = 64  # sets of ranks whose shared prefix is kept
 
 
 class ConsoleSpecs(Value):
     """How the console shows what the workers write. The files are the same whatever is chosen here.
 
     Args:
-        color: "auto" (on a terminal, unless ``NO_COLOR`` is set), "always" or "never".
-        timestamps: None, "iso" (local time with milliseconds, ISO 8601) or "elapsed" (seconds since the start). It is
-            the time at which the line was seen, a fraction of a millisecond after it was written.
+        color: "always", "never" or "auto": not if ``NO_COLOR`` is set, else if ``FORCE_COLOR`` is, else on a terminal
+            that is not dumb (``TERM``).
+        timestamps: None, "iso" (local time with milliseconds and its offset from UTC, ISO 8601) or "elapsed" (seconds
+            since the start). It is the time at which the line was seen, a fraction of a millisecond after it was
+            written.
         template: What stands before each line, with ``${role_name}``, ``${rank}``, ``${local_rank}``, ``${host}`` and
             ``${time}``; None for ``TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE``, or ``[rank] ``.
         ranks: The global ranks whose lines are shown; None for all. Of one that fails, the last are shown regardless.
@@ -100,7 +102,7 @@ class ConsoleSpecs(Value):
         self._store(
             color=color,
             timestamps=timestamps,
-            template=_checked(template),
+            template=checked(template),
             ranks=None if ranks is None else frozenset(ranks),
             grep=_patterns("grep", grep),
             exclude=_patterns("exclude", exclude),
@@ -270,105 +272,30 @@ def make_view(target: Any, console: ConsoleSpecs, prefixes: Prefixes, counts: di
     """
     from phalanx._core import display
     from phalanx._core.fold import Fold
-    from phalanx._core.ranks import format_ranks
     from phalanx._core.surface import Paper, Screen
     from phalanx._core.view import Json, Text, View
 
-    terminal = isinstance(target, int) and os.isatty(target)
     text = console.format == "text"
-    kind = Screen if terminal and os.environ.get("TERM", "dumb") != "dumb" else Paper
+    fd = target if isinstance(target, int) else None
+    kind = Screen if terminal.obeys(fd) else Paper
     # One for all groups: of two that write to one terminal, each would cut the other's lines, and erase its bars.
     # Its descriptor is of its own: by the time that it is written to, the host may have closed this one.
     surface = display.shared(_place(target), lambda: kind(_sink(target)))
-    colour = console.color == "always" or (console.color == "auto" and terminal and not os.environ.get("NO_COLOR"))
+    colour = text and terminal.coloured(fd, console.color)
     view = View(surface, Text() if text else Json(prefixes.host), _search(console))
     if console.fold:
+        shared = lru_cache(_KNOWN)(partial(prefixes.shared, colour=colour))
 
         def emit(lanes: list[Lane], line: bytes) -> None:
             if len(lanes) == 1:
                 surface.write(lanes[0], lanes[0].label(lambda: fold.time), line)
             else:
-                prefix = prefixes.shared(format_ranks([lane.rank for lane in lanes], ","), colour=colour)
+                prefix = shared(frozenset([lane.rank for lane in lanes]))
                 surface.write(lanes[0], prefix if isinstance(prefix, bytes) else prefix(fold.time), line)
 
         fold = Fold(emit, counts, time=lambda: view.time())  # noqa: PLW0108 - it is replaced where history is shown
         view.fold_into(fold)
-    return view, colour and text
-
-
-class Prefixes:
-    """What stands before the lines of each rank."""
-
-    def __init__(
-        self,
-        envs: Mapping[int, Mapping[str, str]],
-        given: Mapping[int, str] | None,
-        console: ConsoleSpecs,
-        *,
-        start: float | None = None,
-    ) -> None:
-        some = envs[min(envs)] if envs else {}
-        many = int(some.get("GROUP_WORLD_SIZE") or 1) > 1
-        self.host = os.uname().nodename if many else ""
-        self._envs = envs
-        self._given = given
-        self._template = console.template if console.template is not None else template_of_environment()
-        self._stamp = stamp(console.timestamps, start)
-        self._width = max([len(envs[rank].get("RANK") or str(rank)) for rank in envs], default=1)
-
-    def of(self, rank: int, *, colour: bool) -> bytes | Callable[[float], bytes]:
-        """The prefix of a local rank, or what gives it for a time."""
-        env = self._envs.get(rank, {})
-        number = env.get("RANK") or str(rank)
-        if self._given is not None:
-            return self._stamped(self._given.get(rank, ""), "")
-        if self._template is None:
-            return self._stamped(_painted(self._label(number), int(number)) if colour else self._label(number), " ")
-        from string import Template
-
-        values = {"role_name": env.get("ROLE_NAME") or "default", "rank": number, "local_rank": str(rank)}
-        values["host"] = os.uname().nodename
-        text = Template(self._template)
-        if "time" not in text.get_identifiers():
-            return self._stamped(text.safe_substitute(values), "")
-        stamp_ = self._stamp or stamp("iso")
-        assert stamp_ is not None
-        return lambda now: _encoded(text.safe_substitute(values, time=stamp_(now)))
-
-    def shared(self, ranks: str, *, colour: bool) -> bytes | Callable[[float], bytes]:
-        """The prefix of a line of several ranks."""
-        return self._stamped(f"\033[1m[{ranks}]\033[0m" if colour else f"[{ranks}]", " ")
-
-    def _label(self, rank: str) -> str:
-        text = f"{self.host} {rank}" if self.host else rank
-        return f"[{text}]".rjust(len(text) - len(rank) + self._width + 2)
-
-    def _stamped(self, text: str, gap: str) -> bytes | Callable[[float], bytes]:
-        if self._stamp is None:
-            return _encoded(text + gap)
-        make, space = self._stamp, "" if not text or text.endswith(" ") else " "
-        return lambda now: _encoded(f"{text}{space}{make(now)} ")
-
-
-def stamp(kind: str | None, start: float | None = None) -> Callable[[float], str] | None:
-    """What writes a time (seconds since the epoch): as "iso", or as "elapsed" since ``start`` (None: now)."""
-    if kind is None:
-        return None
-    import time
-
-    if kind == "elapsed":
-        begin = time.time() if start is None else start
-        return lambda now: f"{max(0.0, now - begin):.3f}"
-    last = (-1, "")
-
-    def iso(now: float) -> str:
-        nonlocal last
-        second = int(now)
-        if last[0] != second:
-            last = (second, time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(second)))
-        return f"{last[1]}.{int((now - second) * 1000):03d}"
-
-    return iso
+    return view, colour
 
 
 def target(stream: Any) -> Any:
@@ -397,14 +324,6 @@ def _place(target: Any) -> object:
         return id(target)
     found = os.fstat(target)  # a file that was opened twice is one, too: two writers would overwrite each other
     return found.st_dev, found.st_ino, found.st_rdev
-
-
-def _painted(text: str, rank: int) -> str:
-    return f"\033[{_COLOURS[rank % len(_COLOURS)]}m{text}\033[0m"
-
-
-def _encoded(text: str) -> bytes:
-    return text.encode("utf-8", "surrogateescape")
 
 
 def _joined(lines: Iterable[bytes]) -> bytes:
@@ -442,22 +361,3 @@ def _search(console: ConsoleSpecs) -> Search | None:
         after=console.after,
         separator=b"--\n" if console.format == "text" else b"",
     )
-
-
-def template_of_environment() -> str | None:
-    """The template that the environment gives. Raises ValueError."""
-    return _checked(os.environ.get(TEMPLATE_ENV) or None, TEMPLATE_ENV)
-
-
-def _checked(template: str | None, name: str = "template") -> str | None:
-    if template is None:
-        return None
-    from string import Template
-
-    text = Template(template)
-    unknown = [field for field in text.get_identifiers() if field not in _FIELDS]
-    if unknown:
-        known = ", ".join(f"${{{field}}}" for field in _FIELDS)
-        msg = f"{name}: there is no ${{{unknown[0]}}}; known are {known}"
-        raise ValueError(msg)
-    return template
