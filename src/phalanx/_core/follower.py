@@ -104,14 +104,11 @@ class Follower:
     def left(self) -> int:
         """Bytes that are not read yet. Raises OSError."""
         self.open()
-        left = max(0, held(self.fd, packed=self._packed is not None) - self.offset)
-        return left + sum(size_of(path) for path in self._following())
+        return max(0, self.held() - self.offset) + sum(size_of(path) for path in self._following())
 
-    def size(self) -> int:
-        """Bytes in the file and in those set aside. Raises OSError."""
-        newest = os.stat(self.path)
-        names = numbers(self.path).values() if self.rotates else ()
-        return newest.st_size + sum(size_of(name) for name in names if not os.path.samefile(name, self.path))
+    def held(self) -> int:
+        """Bytes of the file that is open, uncompressed (if it is compressed, modulo 4 GiB). Raises OSError."""
+        return held(self.fd, packed=self._packed is not None)
 
     def lines_left(self, limit: int) -> tuple[int, int, bool]:
         """Lines that are not read yet, in ``limit`` bytes; the bytes in which they are; whether there are more.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 
 from phalanx._core import timeline
+from phalanx._core.set_aside import NEWEST
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -14,43 +16,141 @@ if TYPE_CHECKING:
 
 _CHUNK = 256 * 1024
 _MOST_OPEN = 128  # descriptors; further files are opened anew
+_VOID = -1  # the number of what is in no file any more
+_MODULO = 1 << 32  # of the size that a compressed file tells
 
 
 def merge(followers: Mapping[int, Follower], path: str) -> Iterator[tuple[float, int, bytes]]:
     """Read each file to its end, as the timeline in ``path`` says that they grew.
 
     Args:
-        followers: By the timeline's numbers of streams.
+        followers: By the timeline's numbers of streams. Those that it knows not to be rotated do not look for files
+            that were set aside any more.
         path: The timeline. Without one, or beyond its end, file follows file, by the times of their last change.
 
     Yields:
-        The time (seconds since the epoch), the stream, and what it grew by then.
+        The time (seconds since the epoch), the stream, and what it grew by then. In the order of writing: times go back
+        where the wall clock did.
     """
+    data = timeline.load(path)
+    courses = _courses(data, followers)
     buffer = bytearray(_CHUNK)
     used: dict[Follower, None] = {}  # the latest last
-    for time, stream, grown in timeline.read(path):
-        follower = followers.get(stream)
-        left = grown
-        while left and follower is not None and (count := _read(follower, buffer, left)):
-            left -= count
+    for time, kind, stream, value in timeline.records(data):
+        course = courses.get(stream)
+        if course is None:
+            continue
+        for count in course.follow(kind, value, buffer):
             yield time, stream, bytes(memoryview(buffer)[:count])
-        if follower is not None:
-            used.pop(follower, None)
-            used[follower] = None
-            if len(used) > _MOST_OPEN:
-                oldest = next(iter(used))
-                del used[oldest]
-                oldest.close()
+        used.pop(course.follower, None)
+        used[course.follower] = None
+        if len(used) > _MOST_OPEN:
+            oldest = next(iter(used))
+            del used[oldest]
+            oldest.close()
     rest = [(_changed(follower.path), stream) for stream, follower in followers.items()]
-    for time, stream in sorted(rest):
-        while count := _read(followers[stream], buffer, _CHUNK):
-            yield time, stream, bytes(memoryview(buffer)[:count])
-        followers[stream].close()
+    for _changed_at, stream in sorted(rest):
+        follower = followers[stream]
+        while count := _read(follower, buffer):
+            yield os.fstat(follower.fd).st_mtime, stream, bytes(memoryview(buffer)[:count])
+        follower.close()
 
 
-def _read(follower: Follower, buffer: bytearray, most: int) -> int:
+def _courses(data: bytes, followers: Mapping[int, Follower]) -> dict[int, _Course]:
+    """What the timeline says of each stream that is followed: where in the end is what it notes."""
+    courses: dict[int, _Course] = {}
+    for _time, kind, stream, value in timeline.records(data):
+        if stream not in courses:
+            if stream not in followers:
+                continue
+            courses[stream] = _Course(followers[stream])
+        courses[stream].learn(kind, value)
+    if data.startswith(timeline.FIRST):
+        for course in courses.values():
+            course.crosses = True
+    else:
+        for course in courses.values():
+            course.follower.rotates &= course.rotated
+    return courses
+
+
+class _Course:
+    """The course of one stream: the parts that the timeline notes of it, and where the reader is in them.
+
+    A part ends when the file is cut short, or set aside.
+    """
+
+    def __init__(self, follower: Follower) -> None:
+        self.follower = follower
+        self.crosses = False
+        """Whether parts do not end with files."""
+        self.rotated = False
+        self._parts: deque[tuple[int, int]] = deque()  # of those that have ended, in which file each is, and its bytes
+        self._bytes = 0  # of the part that has not ended
+        self._in: int | None = None  # the file that is read; None as long as nothing is known of the part
+
+    def learn(self, kind: int, value: int) -> None:
+        """Take note of a record, all of them before the first is to be followed."""
+        if kind == timeline.GREW:
+            self._bytes += value
+            return
+        self.rotated |= kind == timeline.ASIDE
+        self._parts.append((value if kind == timeline.ASIDE else _VOID, self._bytes))
+        self._bytes = 0
+
+    def follow(self, kind: int, value: int, buffer: bytearray) -> Iterator[int]:
+        """Do as a record says: read into ``buffer`` what was written by then. Yields how much, each time."""
+        if kind == timeline.GREW:
+            if self._in is None:
+                yield from self._begin(buffer)
+            while value and (count := self._read_of_part(memoryview(buffer)[:value])):
+                value -= count
+                yield count
+            return
+        if kind == timeline.ASIDE:
+            yield from self._to_end(buffer, value)
+        self._parts.popleft()
+        self._in = None
+
+    def _begin(self, buffer: bytearray) -> Iterator[int]:
+        """Find the file of a part, which begins."""
+        number, noted = self._parts[0] if self._parts else (NEWEST, self._bytes)
+        if number not in (_VOID, NEWEST):
+            yield from self._to_end(buffer, number - 1)
+        self._in = number
+        if not self.crosses and number != _VOID and self._is_shorter(noted):  # cut since, and that is not noted
+            self._in = _VOID
+
+    def _is_shorter(self, noted: int) -> bool:
+        try:
+            self.follower.open()
+            return self.follower.held() < noted < _MODULO
+        except OSError:
+            return False
+
+    def _read_of_part(self, buffer: memoryview) -> int:
+        follower = self.follower
+        try:
+            if self.crosses:
+                return follower.read(buffer)
+            if self._in == _VOID:
+                return 0
+            follower.open()
+            if self._in not in (NEWEST, follower.number):  # that file was removed
+                return 0
+            return follower.read_here(buffer)
+        except OSError:  # not there
+            return 0
+
+    def _to_end(self, buffer: bytearray, number: int) -> Iterator[int]:
+        """Read all that is left in files up to a number."""
+        while count := _read(self.follower, buffer, number):
+            yield count
+
+
+def _read(follower: Follower, buffer: bytearray, last: int = NEWEST) -> int:
     try:
-        return follower.read(memoryview(buffer)[:most])
+        return follower.read(buffer, last)
     except OSError:  # not there
         return 0
 

@@ -13,6 +13,7 @@ from collections import deque
 
 from phalanx._core import clock, linux
 from phalanx._core.follower import last_lines
+from phalanx._core.growth import Growth
 from phalanx._core.sink import TURN
 from phalanx._core.tell import tell
 from phalanx._core.terminal import printable
@@ -67,6 +68,7 @@ class Stream:
         spare: tuple[View, Lane] | None = None,
     ) -> None:
         self.follower = follower
+        self.growth = Growth(follower.path, rotates=follower.rotates)
         self.lanes = tuple(lanes)
         self.number = number
         self.spare = spare
@@ -272,10 +274,11 @@ class Pump:
             self._dirty[stream] = None
         if self._timeline is not None and stream.number >= 0:
             try:
-                size = stream.follower.size()
+                sizes = stream.growth.look()
             except OSError:
                 return
-            self._timeline.note(stream.number, size)
+            for number, size in sizes:
+                self._timeline.note(stream.number, size, number)
 
     def _on_change(self, _events: int) -> None:
         try:

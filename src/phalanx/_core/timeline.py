@@ -3,9 +3,21 @@
 A log file holds what the worker wrote and nothing else. To merge the files of many ranks in the order of time, long
 after, takes to know when each grew: so the pump, which sees every growth as it happens, notes it.
 
-The file begins with `MAGIC` and the time of its start (64 bits, nanoseconds since the epoch). Records of 8 bytes
+The file begins with `MAGIC` and the wall clock's time (64 bits, nanoseconds since the epoch). Records of 8 bytes
 follow, little-endian: milliseconds since the record before (16 bits), stream (16 bits: twice the local rank, plus one
-for stderr), bytes by which it grew (32 bits). A pause too long for 16 bits is passed in records of 0 bytes.
+for stderr), bytes by which it grew (32 bits; uncompressed). A record of the stream 0xFFFF has its kind in the upper and
+the stream that it is of in the lower half of the last field, and a number of 64 bits after it:
+
+- `CUT`: the file was cut short. What was noted of it is not in it any more; what it has grown by since, follows.
+- `ASIDE`: what was noted of the file since the last such record is in the file that was set aside under this number. It
+  comes once with 0 for a log that is rotated, before anything is noted of it; others have no such files.
+- the clock: what time it is by the wall clock. Milliseconds are counted on CLOCK_MONOTONIC, which suspends with the
+  machine and does not follow when the clock is set: so the wall clock is noted anew when they have come apart by
+  `APART`, and after a pause that 16 bits do not hold. Times can go back, as the wall clock does; records are in order.
+
+So a time is that of the pump's look, to 0.02 s: what growths that are close together share, and how far the clocks may
+be apart. A cut is seen by the size: one after which the file grows, before the next look, beyond what it was, is not.
+The first version, `phalanx1`, had no such records: its growths are those of all the log's files, one after the other.
 """
 
 from __future__ import annotations
@@ -13,16 +25,26 @@ from __future__ import annotations
 import struct
 
 from phalanx._core import clock
+from phalanx._core.set_aside import NEWEST
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from io import FileIO
 
-MAGIC = b"phalanx1"
+MAGIC = b"phalanx2"
+FIRST = b"phalanx1"
 NAME = "timeline"
 HEAD = struct.Struct("<8sQ")
 RECORD = struct.Struct("<HHI")
+NUMBER = struct.Struct("<Q")
+
+GREW, CUT, ASIDE = 0, 1, 2
+_CLOCK = 3
+_KIND = 0xFFFF
+
+APART = 0.01
+"""Seconds by which a time may be wrong, because wall clock and monotonic clock have come apart."""
 
 _TOGETHER = 10  # milliseconds in which growths of one stream, with none of another in between, are one
 _PAUSE = 0xFFFF
@@ -38,7 +60,7 @@ class Timeline:
         self._file: FileIO | None = None
         self._sizes: dict[int, int] = {}
         self._records = bytearray()
-        self._start = self._last = 0.0
+        self._last = self._wall = 0.0  # the moment of the last record (monotonic), and what a reader takes it for
         self.since = 0.0
         """When the first of what is not written yet was noted (seconds, monotonic)."""
         self._stream = -1
@@ -49,35 +71,61 @@ class Timeline:
         """Whether there is something to `flush`."""
         return bool(self._records)
 
-    def note(self, stream: int, size: int) -> None:
-        """``stream`` has ``size`` bytes now."""
+    def note(self, stream: int, size: int, number: int = NEWEST) -> None:
+        """The newest file of ``stream`` has ``size`` bytes now; or was set aside with so many, as ``number``."""
+        grown = size - self._sizes.get(stream, 0)
+        self._sizes[stream] = size if number == NEWEST else 0
+        if self._given_up or (not grown and number == NEWEST):
+            return
         if not self._records:
             self.since = clock.now()
-        grown = size - self._sizes.get(stream, 0)
-        self._sizes[stream] = size
-        if grown <= 0 or self._given_up:
-            return
-        now = clock.now()
-        if not self._start:
-            self._start = self._last = now
-            self._records += HEAD.pack(MAGIC, int(clock.wall() * clock.NS))
-        pause = int((now - self._last) * 1000)
-        if stream == self._stream and pause < _TOGETHER and len(self._records) >= RECORD.size:
-            before, _stream, bytes_ = RECORD.unpack_from(self._records, len(self._records) - RECORD.size)
+        pause = self._pause()
+        if grown < 0:
+            self._special(pause, CUT, stream, 0)
+            grown, pause = size, 0
+        if grown:
+            self._grow(pause, stream, grown)
+            pause = 0
+        if number != NEWEST:
+            self._special(pause, ASIDE, stream, number)
+        if len(self._records) > _BUFFER:
+            self.flush()
+
+    def _pause(self) -> int:
+        """Milliseconds since the last record. Notes the wall clock, if they do not tell what it shows."""
+        now, wall = clock.now(), clock.wall()
+        since = now - self._last
+        if not self._wall:
+            self._records += HEAD.pack(MAGIC, int(wall * clock.NS))
+        elif abs(wall - self._wall - since) > APART or since * 1000 > _PAUSE:
+            self._special(0, _CLOCK, 0, int(wall * clock.NS))
+        else:
+            return int(since * 1000)
+        self._last, self._wall = now, wall
+        return 0
+
+    def _grow(self, pause: int, stream: int, grown: int) -> None:
+        if stream == self._stream and pause < _TOGETHER:
+            place = len(self._records) - RECORD.size
+            before, _stream, bytes_ = RECORD.unpack_from(self._records, place)
             if bytes_ + grown <= _GROWTH:
-                RECORD.pack_into(self._records, len(self._records) - RECORD.size, before, stream, bytes_ + grown)
+                RECORD.pack_into(self._records, place, before, stream, bytes_ + grown)
                 return
-        self._last += pause / 1000
-        while pause > _PAUSE:
-            self._records += RECORD.pack(_PAUSE, stream, 0)
-            pause -= _PAUSE
+        self._pass(pause)
         while grown > _GROWTH:
             self._records += RECORD.pack(pause, stream, _GROWTH)
             grown, pause = grown - _GROWTH, 0
         self._records += RECORD.pack(pause, stream, grown)
         self._stream = stream
-        if len(self._records) > _BUFFER:
-            self.flush()
+
+    def _special(self, pause: int, kind: int, stream: int, number: int) -> None:
+        self._pass(pause)
+        self._records += RECORD.pack(pause, _KIND, kind << 16 | stream) + NUMBER.pack(number)
+        self._stream = -1
+
+    def _pass(self, pause: int) -> None:
+        self._last += pause / 1000
+        self._wall += pause / 1000
 
     def flush(self) -> None:
         """Write what has been noted."""
@@ -88,7 +136,9 @@ class Timeline:
         try:
             if self._file is None:
                 self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - open until `close`
-            self._file.write(records)
+            self._given_up = self._file.write(records) != len(
+                records
+            )  # what came after half a record would be no record
         except OSError:
             self._given_up = True
 
@@ -101,21 +151,40 @@ class Timeline:
             self._file = None
 
 
-def read(path: str) -> Iterator[tuple[float, int, int]]:
-    """Read one: for each growth its time (seconds since the epoch), its stream, and the bytes.
-
-    A missing or damaged file yields what can be read of it.
-    """
+def load(path: str) -> bytes:
+    """The content of one as it is now; nothing if it is missing, or none."""
     try:
         with open(path, "rb") as file:
             data = file.read()
     except OSError:
-        return
-    if len(data) < HEAD.size or not data.startswith(MAGIC):
+        return b""
+    return data if len(data) >= HEAD.size and data.startswith((MAGIC, FIRST)) else b""
+
+
+def records(data: bytes) -> Iterator[tuple[float, int, int, int]]:
+    """Read what was loaded: time (seconds since the epoch), kind, stream, and the bytes or the number.
+
+    Of a damaged one, what can be read of it.
+    """
+    if not data:
         return
     time = HEAD.unpack_from(data)[1] / clock.NS
     whole = len(data) - (len(data) - HEAD.size) % RECORD.size
-    for pause, stream, grown in RECORD.iter_unpack(data[HEAD.size : whole]):
+    each = RECORD.iter_unpack(memoryview(data)[HEAD.size : whole])
+    for pause, stream, grown in each:
         time += pause / 1000
-        if grown:
-            yield time, stream, grown
+        if stream != _KIND:
+            if grown:
+                yield time, GREW, stream, grown
+            continue
+        low, middle, high = next(each, (0, 0, 0))
+        number = low | middle << 16 | high << 32
+        if grown >> 16 == _CLOCK:
+            time = number / clock.NS
+        else:
+            yield time, grown >> 16, grown & 0xFFFF, number
+
+
+def read(path: str) -> Iterator[tuple[float, int, int, int]]:
+    """The `records` of one."""
+    return records(load(path))

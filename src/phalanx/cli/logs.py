@@ -256,7 +256,7 @@ class _Reader:
         """When the run started, or wrote something first (seconds since the epoch)."""
         if self._found.run is not None:
             return self._found.run.started
-        return next((time_ for time_, _stream, _grown in timeline.read(self._timeline)), self._found.started)
+        return next((record[0] for record in timeline.read(self._timeline)), self._found.started)
 
     def _follow(self, held: contextlib.ExitStack) -> None:
         streams = [

@@ -1,0 +1,324 @@
+"""What the timeline tells beyond growth: cuts, rotation, and clocks that come apart."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from phalanx._core import clock, timeline
+from phalanx._core.clock import FakeClock
+from phalanx._core.follower import Follower
+from phalanx._core.growth import Growth
+from phalanx._core.merge import merge
+from phalanx._core.set_aside import NEWEST
+from phalanx._core.timeline import APART, ASIDE, CUT, FIRST, GREW, HEAD, NUMBER, RECORD, Timeline
+from tests.pump_tools import append, rig
+from tests.test_set_aside import compress, rotate
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+START = 1_700_000_000.0
+
+
+class Wall:
+    """A wall clock that goes with the other one, until it is set."""
+
+    def __init__(self, time: FakeClock) -> None:
+        self._time = time
+        self.ahead = START - time()
+
+    def __call__(self) -> float:
+        return self._time() + self.ahead
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    it = FakeClock(100.0)
+    monkeypatch.setattr(clock, "now", it)
+    return it
+
+
+@pytest.fixture
+def wall(time: FakeClock, monkeypatch: pytest.MonkeyPatch) -> Wall:
+    it = Wall(time)
+    monkeypatch.setattr(clock, "wall", it)
+    return it
+
+
+@pytest.fixture
+def times(tmp_path: Path, wall: Wall) -> Timeline:
+    del wall
+    return Timeline(str(tmp_path / "timeline"))
+
+
+def records(it: Timeline) -> list[tuple[float, int, int, int]]:
+    it.close()
+    return [(round(at - START, 3), kind, stream, number) for at, kind, stream, number in timeline.read(it.path)]
+
+
+def merged(it: Timeline, *logs: Path) -> list[tuple[float, int, bytes]]:
+    it.close()
+    followers = {stream: Follower(str(path), rotates=True) for stream, path in enumerate(logs)}
+    try:
+        return [(round(at - START, 3), stream, data) for at, stream, data in merge(followers, it.path)]
+    finally:
+        for follower in followers.values():
+            follower.close()
+
+
+def test_a_cut_is_told(time: FakeClock, times: Timeline) -> None:
+    times.note(0, 100)
+    time.advance(1)
+    times.note(0, 0)
+    times.note(1, 1)
+    time.advance(1)
+    times.note(0, 50)
+    times.note(0, 20)  # cut, and grown again before anybody looked
+    assert records(times) == [
+        (0.0, GREW, 0, 100), (1.0, CUT, 0, 0), (1.0, GREW, 1, 1),
+        (2.0, GREW, 0, 50), (2.0, CUT, 0, 0), (2.0, GREW, 0, 20)
+    ]  # fmt: skip
+
+
+def test_a_log_that_is_cut_while_the_run_goes_on(tmp_path: Path, time: FakeClock, times: Timeline) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    for path, text, stream in ((one, b"void\n", 0), (other, b"first\n", 1), (one, b"", 0), (one, b"new\n", 0),
+                               (other, b"second\n", 1), (one, b"and newer\n", 0)):  # fmt: skip
+        if not text:
+            os.truncate(path, 0)
+        append(str(path), text)
+        times.note(stream, os.path.getsize(path))
+        time.advance(1)
+    assert merged(times, one, other) == [
+        (1.0, 1, b"first\n"), (3.0, 0, b"new\n"), (4.0, 1, b"second\n"), (5.0, 0, b"and newer\n")
+    ]  # fmt: skip
+
+
+def test_a_cut_that_nobody_has_noted(tmp_path: Path, times: Timeline) -> None:
+    """What the file holds now was written after all that is known of it."""
+    path = tmp_path / "log"
+    times.note(0, 100)
+    append(str(path), b"new\n")
+    os.utime(path, (START + 50, START + 50))
+    assert merged(times, path) == [(50.0, 0, b"new\n")]
+
+
+def test_copies_of_a_log_that_is_not_rotated_are_none_of_its_files(
+    tmp_path: Path, time: FakeClock, times: Timeline
+) -> None:
+    """As logrotate's copytruncate makes them."""
+    path = tmp_path / "log"
+    append(str(path), b"copied\n")
+    times.note(0, 7)
+    (tmp_path / "log.1").write_bytes(b"copied\n")
+    os.truncate(path, 0)
+    times.note(0, 0)
+    time.advance(1)
+    append(str(path), b"new\n")
+    times.note(0, 4)
+    assert merged(times, path) == [(1.0, 0, b"new\n")]
+
+
+@pytest.mark.parametrize("removed", [set(), {1}, {2}, {3}, {1, 2, 3}])
+def test_rotated_files_that_are_there_have_their_own_times(
+    tmp_path: Path, time: FakeClock, times: Timeline, removed: set[int]
+) -> None:
+    path = tmp_path / "log"
+    path.touch()
+    growth = Growth(str(path), rotates=True)
+    said = []
+
+    def look() -> None:
+        for number, size in growth.look():
+            times.note(0, size, number)
+
+    look()
+    for number in (1, 2, 3, 4):
+        for what in (b"begin", b"go on", b"end"):
+            time.advance(1)
+            line = b"%s %d\n" % (what, number)
+            append(str(path), line)
+            look()
+            if number not in removed:
+                said.append((time() - 100, 0, line))
+        if number < 4:
+            rotate(path, number)
+    for number in removed:
+        os.unlink(f"{path}.{number}")
+    for number in {1, 3} - removed:
+        compress(path, number)
+    assert merged(times, path) == [(at, stream, line) for at, stream, line in said]
+
+
+def test_a_step_of_the_wall_clock(time: FakeClock, wall: Wall, times: Timeline) -> None:
+    expected = []
+    for number, step in enumerate((0.0, 3600.0, -86400.0, 0.5, APART / 2, APART, -5.0)):
+        wall.ahead += step
+        times.note(0, 10 * number + 10)
+        expected.append(wall() - START)
+        time.advance(0.5)
+    found = [at for at, *_rest in records(times)]
+    assert len(found) == len(expected)
+    assert all(abs(one - other) <= APART + 0.001 for one, other in zip(found, expected, strict=True))
+
+
+def test_the_clocks_drift(time: FakeClock, wall: Wall, times: Timeline) -> None:
+    """Little by little, as no two looks are apart by much."""
+    expected = []
+    dice = random.Random(5)  # noqa: S311 - the same numbers in every run, and no secret
+    for number in range(5000):
+        time.advance(dice.random() * 0.1)
+        wall.ahead += 0.001
+        times.note(number % 2, number + 1)
+        expected.append(wall() - START)
+    found = records(times)
+    assert len(found) == len(expected)
+    assert all(abs(at - other) <= APART + 0.002 for (at, *_rest), other in zip(found, expected, strict=True))
+
+
+def test_a_suspended_machine(time: FakeClock, wall: Wall, times: Timeline) -> None:
+    """CLOCK_MONOTONIC stands still meanwhile."""
+    times.note(0, 10)
+    time.advance(1)
+    wall.ahead += 8 * 3600
+    times.note(0, 20)
+    time.advance(1)
+    times.note(0, 30)
+    assert records(times) == [(0.0, GREW, 0, 10), (28801.0, GREW, 0, 10), (28802.0, GREW, 0, 10)]
+
+
+def test_a_long_pause_takes_one_record(time: FakeClock, times: Timeline) -> None:
+    times.note(0, 10)
+    time.advance(10 * 86400)
+    times.note(0, 20)
+    assert records(times)[-1] == (864000.0, GREW, 0, 10)
+    assert os.path.getsize(times.path) == HEAD.size + 3 * RECORD.size + NUMBER.size
+
+
+def test_the_first_version_can_be_read(tmp_path: Path) -> None:
+    path, log = tmp_path / "timeline", tmp_path / "log"
+    path.write_bytes(
+        HEAD.pack(FIRST, int(START * clock.NS))
+        + RECORD.pack(0, 0, 4)
+        + RECORD.pack(0xFFFF, 0, 0)
+        + RECORD.pack(5, 0, 8)
+    )
+    assert [(round(at - START, 3), *rest) for at, *rest in timeline.read(str(path))] == [
+        (0.0, GREW, 0, 4), (65.54, GREW, 0, 8)
+    ]  # fmt: skip
+    append(str(log), b"one\n")
+    rotate(log, 1)
+    append(str(log), b"two\n")
+    rotate(log, 2)
+    append(str(log), b"six\nmore\n")
+    os.utime(log, (START + 100, START + 100))
+    assert merged(Timeline(str(path)), log) == [
+        (0.0, 0, b"one\n"), (65.54, 0, b"two\n"), (65.54, 0, b"six\n"), (100.0, 0, b"more\n")
+    ]  # fmt: skip
+
+
+def test_a_record_that_was_cut_in_the_middle(times: Timeline) -> None:
+    times.note(0, 10)
+    times.note(0, 10, 1)
+    times.close()
+    with open(times.path, "rb+") as file:
+        file.truncate(os.path.getsize(times.path) - NUMBER.size)
+    assert [kind for _at, kind, _stream, _number in timeline.read(times.path)] == [GREW, ASIDE]
+
+
+def test_half_a_write_is_the_last(times: Timeline, small_disk: Path) -> None:
+    times.path = str(small_disk / "timeline")
+    for number in range(20_000):
+        times.note(number % 2, number + 1)
+    assert os.path.getsize(times.path) <= 64 << 10
+    read = list(timeline.read(times.path))
+    assert len(read) > 4000
+    assert {kind for _at, kind, _stream, _grown in read} == {GREW}
+    times.close()
+
+
+# --- what looks at a log see
+
+
+def test_looks_at_a_log_that_is_not_rotated(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    growth = Growth(str(path))
+    with pytest.raises(FileNotFoundError):
+        growth.look()
+    path.write_bytes(b"one\n")
+    (tmp_path / "log.1").write_bytes(b"somebody's\n")
+    assert growth.look() == [(NEWEST, 4)]
+
+
+def test_looks_at_a_log_that_is_rotated(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.touch()
+    growth = Growth(str(path), rotates=True)
+    assert growth.look() == [(0, 0), (NEWEST, 0)]
+    append(str(path), b"one\n")
+    assert growth.look() == [(NEWEST, 4)]
+    os.link(path, f"{path}.1")
+    assert growth.look() == [(NEWEST, 4)]  # it has both names
+    os.unlink(f"{path}.1")
+    for number in range(1, 6):
+        append(str(path), b"%d\n" % number * number)
+        rotate(path, number)
+    compress(path, 1)
+    compress(path, 3)
+    os.unlink(f"{path}.4")
+    assert growth.look() == [(1, 6), (2, 4), (3, 6), (5, 10), (NEWEST, 0)]
+    append(str(path), b"1234\n")
+    assert growth.look() == [(NEWEST, 5)]
+    for number in (6, 7):
+        rotate(path, number)
+        append(str(path), b"more\n" * number)
+    os.unlink(f"{path}.6")  # what was the newest at the last look; it had at least as many bytes as then
+    assert growth.look() == [(6, 5), (7, 30), (NEWEST, 35)]
+    growth.look()
+    rotate(path, 8)
+    os.unlink(f"{path}.8")
+    assert growth.look() == [(8, 35), (NEWEST, 0)]
+
+
+def test_a_look_at_a_rotation_that_was_tried_twice(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    append(str(path), b"one\n")
+    growth = Growth(str(path), rotates=True)
+    growth.look()
+    os.link(path, f"{path}.1")
+    append(str(path), b"two\n")
+    assert growth.look() == [(NEWEST, 8)]
+    rotate(path, 2)
+    append(str(path), b"three\n")
+    assert growth.look() == [(1, 8), (NEWEST, 6)]
+    assert growth.look() == [(NEWEST, 6)]
+
+
+def test_the_pump_notes_cuts_and_rotation(tmp_path: Path) -> None:
+    times = Timeline(str(tmp_path / "timeline"))
+    cut, turned = tmp_path / "cut", tmp_path / "turned"
+    for path in (cut, turned):
+        append(str(path), b"one\n")
+    with rig([str(cut)], str(tmp_path / "out"), timeline=times) as it:
+        append(str(cut), b"two\n")
+        it.catch_up()
+        os.truncate(cut, 0)
+        it.loop.once()
+        append(str(cut), b"three\n")
+        it.finish()
+    assert [rest for _at, *rest in timeline.read(times.path)] == [[GREW, 0, 8], [CUT, 0, 0], [GREW, 0, 6]]
+    times = Timeline(str(tmp_path / "another"))
+    with rig([str(turned)], str(tmp_path / "out"), timeline=times, rotates=True) as it:
+        append(str(turned), b"two\n")
+        it.catch_up()
+        rotate(turned, 1)
+        append(str(turned), b"three\n")
+        it.catch_up()
+        it.finish()
+    assert [rest for _at, *rest in timeline.read(times.path)] == [
+        [ASIDE, 0, 0], [GREW, 0, 8], [ASIDE, 0, 1], [GREW, 0, 6]
+    ]  # fmt: skip
