@@ -248,7 +248,7 @@ def test_tee_of_both_streams(logs: Path, capfd: pytest.CaptureFixture[str]) -> N
 def test_prefixes_of_the_callers(logs: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     tee(logs, b"zero\n", b"one\n", b"two\n", log_line_prefixes={0: "<zero>: ", 1: "é%s{}\\n "})
     lines = sorted(capfdbinary.readouterr().out.splitlines(keepends=True))
-    assert lines == sorted([b"<zero>: zero\n", "é%s{}\\n one\n".encode(), b"two\n"])
+    assert lines == sorted([b"<zero>: zero\n", "é%s{}\\n one\n".encode(), b"[2] two\n"])
 
 
 def test_a_very_long_line(logs: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:

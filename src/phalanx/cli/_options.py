@@ -10,6 +10,7 @@ from phalanx._core import size
 from phalanx._core.seconds import seconds
 from phalanx._core.terminal import printable
 from phalanx.multiprocessing import ConsoleSpecs
+from phalanx.multiprocessing._logs import checked_mode
 from phalanx.multiprocessing._prefixes import TEMPLATE_ENV, template_of_environment
 
 TYPE_CHECKING = False
@@ -133,6 +134,19 @@ def read_size(text: str) -> int:
         msg = f"{text!r}: expected a size, like 500000, 100MB or 1GiB"
         raise ValueError(msg)
     return number
+
+
+def read_mode(text: str) -> int:
+    """Read permissions of folders, in octal digits. Raises ValueError.
+
+    >>> oct(read_mode("750")), oct(read_mode("0o2770"))
+    ('0o750', '0o2770')
+    """
+    try:
+        return checked_mode(int(text, 8))
+    except ValueError:
+        msg = f"{text!r}: expected permissions of folders, like 750 or 755, in which the owner has all"
+        raise ValueError(msg) from None
 
 
 def read_strings(text: str) -> list[str]:

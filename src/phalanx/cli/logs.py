@@ -62,7 +62,7 @@ def _names(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list
         return [
             run.name for run in find(ctx.params.get("log_dir") or default_place()) if run.name.startswith(incomplete)
         ]
-    except OSError:
+    except (OSError, click.UsageError):
         return []
 
 

@@ -15,7 +15,7 @@ import time
 
 import click
 
-from phalanx._core import interrupts
+from phalanx._core import interrupts, linux
 from phalanx._core.tell import mention, tell
 from phalanx._core.terminal import coloured, printable
 from phalanx.cli import _nproc
@@ -26,6 +26,7 @@ from phalanx.cli._options import (
     console_options,
     console_specs,
     option,
+    read_mode,
     read_ranks,
     read_size,
     read_strings,
@@ -121,6 +122,8 @@ def _steps(text: str) -> tuple[tuple[str, float], ...]:
         help="Time that the end waits, at most, for a console that reads slowly.")  # fmt: skip
 @option("--log-max-size", callback=reading(read_size), metavar="SIZE",
         help="Set log files aside when they would grow beyond, as stdout.log.1, ...: 100MB, 1GiB.")  # fmt: skip
+@option("--log-mode", callback=reading(read_mode), metavar="MODE",
+        help="Permissions of the run's folders, for colleagues: 750, 755. Default: 700.")  # fmt: skip
 @repeatable("--duplicate-stdout-filters", read=read_strings, metavar="TEXT,...",
             help="Write lines that hold one of these also to filtered_stdout.log, for all ranks.")  # fmt: skip
 @repeatable("--duplicate-stderr-filters", read=read_strings, metavar="TEXT,...",
@@ -191,6 +194,7 @@ def _run(
     master_addr: str,
     master_port: int,
     log_max_size: int | None,
+    log_mode: int | None,
     duplicate_stdout_filters: list[str] | None,
     duplicate_stderr_filters: list[str] | None,
     hang_timeout: float | None,
@@ -215,7 +219,7 @@ def _run(
     placement, extra, said = take_placement(shown, nproc_per_node)
     console = console_specs(**shown)
     _check_shown(nproc_per_node, console.ranks)
-    specs = _logs(log_dir, redirects or Std.NONE, tee or Std.NONE, local_ranks, log_max_size)
+    specs = _logs(log_dir, redirects or Std.NONE, tee or Std.NONE, local_ranks, log_max_size, log_mode)
     port = master_port or _free_port(master_addr)
     envs = {
         rank: worker_env(rank, nproc_per_node, role=role, run_id=run_id, master_addr=master_addr, master_port=port)
@@ -234,7 +238,7 @@ def _run(
         group = ScriptContext(script, script, argv, envs, specs, console=console, filters=filters, **rest)
     command = [*(["-m"] if module else []), script, *args]
     recorder = Recorder(group, specs, run_id=run_id, command=command, say=_say)
-    specs.notes = said
+    specs.notes = [*said, *_of_umask(log_mode)]
     return _see_through(group, recorder, specs, grace, colour=coloured(sys.stderr, console.color))
 
 
@@ -380,18 +384,28 @@ def _logs(
     tee: Std | Mapping[int, Std],
     ranks: set[int] | None,
     max_size: int | None,
+    mode: int | None,
 ) -> _RunLogs:
     """Logs in ``log_dir``, or in the default place; in a new temporary folder where that cannot be written to."""
     if log_dir is None:
-        log_dir = default_place()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, click.UsageError):
+            log_dir = default_place()
             os.makedirs(log_dir, exist_ok=True)
-        if not os.access(log_dir, os.W_OK):  # a home that is read-only, or not there
-            return _RunLogs(None, redirects, tee, ranks, max_size=max_size)
+        if log_dir is not None and not os.access(log_dir, os.W_OK):  # a home that is read-only, or not there
+            log_dir = None
     try:
-        return _RunLogs(log_dir, redirects, tee, ranks, max_size=max_size)
+        return _RunLogs(log_dir, redirects, tee, ranks, max_size=max_size, mode=mode)
     except OSError as error:
         raise click.UsageError(str(error)) from None
+
+
+def _of_umask(mode: int | None) -> list[str]:
+    """What is to be said of files that the umask keeps from those whom the folders are opened for."""
+    kept = (mode or 0) & (umask := linux.umask()) & 0o055
+    if not kept:
+        return []
+    who = "the group" if kept & 0o050 else "others"
+    return [f"--log-mode {mode:o}: the umask, {umask:03o}, keeps the files from {who}; {umask & ~kept:03o} would not"]
 
 
 def _free_port(addr: str) -> int:

@@ -43,7 +43,7 @@ def _names(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list
 
     try:
         runs = find(ctx.params.get("log_dir") or default_place())
-    except OSError:
+    except (OSError, click.UsageError):
         return []
     return [run.name for run in runs if run.state == "running" and run.name.startswith(incomplete)]
 

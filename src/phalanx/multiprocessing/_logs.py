@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import stat
 from abc import ABC, abstractmethod
 
 from phalanx._core.value import Value
@@ -12,7 +13,7 @@ from phalanx.multiprocessing._std import Std, to_map
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 SYS_STREAM = ""
 """In place of a path: the stream stays the launcher's own."""
@@ -137,6 +138,10 @@ class DefaultLogsSpecs(LogsSpecs):
     Run id and attempt are ``TORCHELASTIC_RUN_ID`` and ``TORCHELASTIC_RESTART_COUNT`` of the workers' environments.
     Missing folders are created. Reified again (a restart), the same instance stays in its run's folder. A
     temporary folder in which no file is left when the group has ended (nothing redirected, nobody failed) is removed.
+
+    Args:
+        mode: Permissions of the run's folder and of those in it, like 0o750; a set-group-ID bit that they inherit
+            stays. None: nobody else can enter the run's folder (0o700). Files have what the umask leaves of 0o666.
     """
 
     def __init__(
@@ -147,8 +152,10 @@ class DefaultLogsSpecs(LogsSpecs):
         local_ranks_filter: set[int] | None = None,
         *,
         max_size: int | None = None,
+        mode: int | None = None,
     ) -> None:
         super().__init__(log_dir, redirects, tee, local_ranks_filter, max_size=max_size)
+        self._mode = None if mode is None else checked_mode(mode)
         if log_dir is not None and os.path.lexists(log_dir) and not os.path.isdir(log_dir):
             msg = f"log_dir: {os.fspath(log_dir)!r} is not a folder"
             raise NotADirectoryError(msg)
@@ -169,8 +176,11 @@ class DefaultLogsSpecs(LogsSpecs):
             self._run_log_dir = self._make_run_dir(run_id.replace("/", "_"))
         folder = os.path.join(self._run_log_dir, f"attempt_{attempt}")
         os.makedirs(folder, exist_ok=True)
-        logs = lay_out(folder, len(envs), self._redirects, self._tee, self._local_ranks_filter, self.folders_can_wait)
-        self._made += [folder, *map(os.path.dirname, logs.error_files.values())]
+        can_wait = self.folders_can_wait and self._mode is None
+        logs = lay_out(folder, len(envs), self._redirects, self._tee, self._local_ranks_filter, can_wait)
+        made = [folder, *map(os.path.dirname, logs.error_files.values())]
+        self._open_up(made)
+        self._made += made
         return logs.replace(timeline=os.path.join(folder, "timeline"), max_size=self._max_size)
 
     def tidy(self) -> None:
@@ -191,11 +201,32 @@ class DefaultLogsSpecs(LogsSpecs):
         root = self._root_log_dir
         if root is None:
             root = tempfile.mkdtemp(prefix="phalanx_")
+            self._open_up([root])
         else:
             os.makedirs(root, exist_ok=True)
         run_dir = tempfile.mkdtemp(prefix=f"{run_id}_", dir=os.path.abspath(root))
+        self._open_up([run_dir])
         self._made += [root, run_dir]
         return run_dir
+
+    def _open_up(self, folders: Iterable[str]) -> None:
+        """Give folders the permissions that were asked for, whatever the umask is."""
+        if self._mode is not None:
+            for folder in folders:
+                os.chmod(folder, self._mode | (os.stat(folder).st_mode & stat.S_ISGID))
+
+
+def checked_mode(mode: int) -> int:
+    """Permissions of folders that their owner can use. Raises ValueError.
+
+    >>> checked_mode(750)
+    Traceback (most recent call last):
+    ValueError: mode: expected permissions of folders, like 0o750, in which the owner has all, got 0o1356
+    """
+    if mode & 0o700 != 0o700 or mode & ~0o3777:  # noqa: PLR2004 - rwx of the owner; all but set-user-ID
+        msg = f"mode: expected permissions of folders, like 0o750, in which the owner has all, got {mode:#o}"
+        raise ValueError(msg)
+    return mode
 
 
 def lay_out(

@@ -1,0 +1,133 @@
+"""Where logs are when nobody says it, and who may read them."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli._place import default_place
+from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
+from tests.test_log_options import sh
+from tests.test_run import Place, refused
+
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
+
+BOTH = "echo out; echo err >&2; exit 3"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    folder = tmp_path / "place"
+    folder.mkdir()
+    return Place(folder)
+
+
+def modes(folder: Path, *, files: bool = False) -> set[int]:
+    """Permissions of a folder and of all folders in it, or of all files."""
+    found = [folder, *folder.rglob("*")]
+    return {stat.S_IMODE(path.stat().st_mode) for path in found if path.is_file() is files}
+
+
+def with_umask(place: Place, umask: str, *argv: object) -> Path:
+    """Run two ranks that write and fail, and return the run's folder."""
+    head = ("sh", "-c", f'umask {umask}; exec "$@"', "sh")
+    before = set(place.logs.glob("*"))
+    options = ("--nproc-per-node", 2, "--duplicate-stdout-filters", "out")
+    done = place.run(*options, *argv, "--no-python", "sh", "-c", BOTH, head=head)
+    assert done.status == 3
+    (place.folder / "said").write_text(done.err)
+    (folder,) = set(place.logs.glob("*")) - before
+    return folder
+
+
+# --- who may read
+
+
+def test_a_run_is_its_owners_alone_unless_asked(place: Place) -> None:
+    folder = with_umask(place, "022")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("umask", ["022", "077"])
+@pytest.mark.parametrize("options", [(), ("--log-max-size", 100), ("-r", 1)])
+def test_a_run_for_colleagues(place: Place, umask: str, options: tuple[object, ...]) -> None:
+    folder = with_umask(place, umask, "--log-mode", "0750", *options)
+    assert modes(folder) == {0o750}
+    assert modes(folder, files=True) == {0o666 & ~int(umask, 8)}
+    said = (place.folder / "said").read_text()
+    note = "phalanx: --log-mode 750: the umask, 077, keeps the files from the group; 027 would not"
+    assert (note in said) is (umask == "077")
+
+
+def test_a_folder_of_a_group_stays_one(place: Place) -> None:
+    place.logs.mkdir()
+    place.logs.chmod(0o2775)
+    assert modes(with_umask(place, "022", "--log-mode", "755")) == {0o2755}
+    place.logs.chmod(0o775)
+    assert modes(with_umask(place, "022", "--log-mode", "2750")) == {0o2750}
+
+
+def test_a_temporary_run_for_colleagues() -> None:
+    specs = DefaultLogsSpecs(redirects=Std.ALL, mode=0o755)
+    with start_processes("logs", "echo", {0: ("x",)}, logs_specs=specs) as group:
+        group.wait()
+    assert specs.run_log_dir is not None
+    root = os.path.dirname(specs.run_log_dir)
+    assert modes(Path(root)) == {0o755}
+    shutil.rmtree(root)
+
+
+@pytest.mark.parametrize("text", ["rwx", "050", "", "8", "4755", "10700"])
+def test_modes_that_cannot_be(place: Place, text: str) -> None:
+    refused(sh(place, "echo", "--log-mode", text), "--log-mode", f"{text!r}: expected permissions of folders, like 750")
+    assert not place.logs.exists()
+
+
+def test_a_mode_that_is_decimal() -> None:
+    with pytest.raises(ValueError, match="mode: expected permissions of folders, like 0o750"):
+        DefaultLogsSpecs(mode=750)
+
+
+# --- a user without a home
+
+HOMELESS = """
+import pwd, sys
+def getpwuid(uid): raise KeyError(uid)
+pwd.getpwuid = getpwuid
+from phalanx.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("home", [None, "", "~", "here"])
+def test_a_user_without_a_home(place: Place, tmp_path: Path, home: str | None) -> None:
+    """No folder named ``~`` is made where one happens to be."""
+    for name in ("HOME", "XDG_STATE_HOME"):
+        place.env.pop(name, None)
+    if home is not None:
+        place.env["HOME"] = home
+    temporary = tmp_path / "shelter"
+    temporary.mkdir()
+    place.env["TMPDIR"] = str(temporary)
+    done = place.program(sys.executable, "-c", HOMELESS, "run", "--no-python", "sh", "-c", "echo x")
+    assert done.out == "[0] x\n", done
+    assert f"logs in {temporary}/phalanx_" in done.err
+    for command in ("logs", "runs", "stack"):
+        asked = place.program(sys.executable, "-c", HOMELESS, command)
+        assert asked.status == 2
+        assert "--log-dir: there is no default place: neither HOME nor XDG_STATE_HOME is set" in asked.err
+    assert list(place.folder.iterdir()) == []
+
+
+def test_the_home_of_the_user_database_where_the_environment_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    assert default_place() == os.path.join(pwd.getpwuid(os.getuid()).pw_dir, ".local/state/phalanx/runs")
+    monkeypatch.setenv("HOME", "/elsewhere")
+    assert default_place() == "/elsewhere/.local/state/phalanx/runs"
