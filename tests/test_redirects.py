@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 from phalanx.multiprocessing.redirects import redirect, redirect_stderr, redirect_stdout
+from tests.test_run import read_until, terminal
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -226,6 +227,38 @@ def test_a_full_disk_is_said_after_the_stream_is_back() -> None:
             os._exit(0)
         """)
     assert done == (0, "No space left on device", "")
+
+
+def test_a_thread_that_waits_for_input_holds_nobody_up(folder: Path) -> None:
+    """On a terminal `input` reads with the C library, which has its stdin locked meanwhile."""
+    code = HEAD + dedent("""
+        import threading
+        def answer(): print("answer:", input("ready? "))
+        asking = threading.Thread(target=answer, daemon=True)
+        asking.start()
+        stdin = ctypes.c_void_p.in_dll(libc, "stdin")
+        while libc.ftrylockfile(stdin) == 0:  # the reader has it, then
+            libc.funlockfile(stdin)
+            os.sched_yield()
+        for number in range(2):
+            with redirect_stdout(f"out{number}"), redirect_stderr(f"err{number}"):
+                print("python"); c("c"); child("child")
+        print("restored", flush=True)
+        asking.join()
+        """)
+    with terminal() as (ours, theirs):
+        argv = [sys.executable, "-c", code]
+        with subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+            os.close(theirs)
+            try:
+                read_until(ours, "restored")
+                os.write(ours, b"yes\n")
+                assert "answer: yes" in read_until(ours, "what never comes")
+            finally:
+                process.kill()
+    for number in range(2):
+        assert (folder / f"out{number}").read_text().split() == ["python", "cchild"]
+        assert (folder / f"err{number}").read_text() == ""
 
 
 def test_it_decorates_and_can_be_used_again(folder: Path) -> None:

@@ -27,8 +27,10 @@ def redirect(std: str, to_file: str | os.PathLike[str]) -> Iterator[None]:
     r"""Redirect a standard stream of this process to a file, as a context manager.
 
     The file descriptor is redirected (`dup2(2)`), not ``sys.stdout``: what C code and child processes write goes to the
-    file, too. What Python and the C library hold back in buffers is written out before and after, so that each byte
-    lands on its own side. At the end the descriptor is what it was, closed if it was closed, whatever happened
+    file, too. What Python's stream and the C library's ``stdout`` and ``stderr`` hold back in buffers is written out
+    before and after, so that each byte lands on its own side. Other buffers of C code (`fdopen(3)`) are its own to
+    flush: the C library can only flush them all at once, for which it waits for every reader of a stream, a thread in
+    `input` for one. At the end the descriptor is what it was, closed if it was closed, whatever happened
     meanwhile. Redirections can be nested, also to the same file.
 
     A ``sys.stdout`` that is closed, None, or not on the descriptor (a notebook's, a test runner's) is left as it is;
@@ -119,7 +121,8 @@ def _flush(std: str) -> None:
             continue
     import ctypes
 
-    # fflush(3) with NULL: every stream of the C library that writes, whichever of them leads to the descriptor.
-    ctypes.CDLL(None).fflush(None)
+    library = ctypes.CDLL(None)
+    for name in _DESCRIPTORS:  # not fflush(3) with NULL, which takes the lock of stdin as well: a reader has it
+        library.fflush(ctypes.c_void_p.in_dll(library, name))
     if failed is not None:
         raise failed
