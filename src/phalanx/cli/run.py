@@ -36,6 +36,7 @@ from phalanx.cli._options import (
 from phalanx.cli._place import default_place
 from phalanx.cli._placement import placement_options, take_placement
 from phalanx.cli._recorder import Recorder
+from phalanx.cli._streams import check_streams
 from phalanx.multiprocessing import (
     DefaultLogsSpecs,
     KeeperLostError,
@@ -219,7 +220,10 @@ def _run(
     placement, extra, said = take_placement(shown, nproc_per_node)
     console = console_specs(**shown)
     _check_shown(nproc_per_node, console.ranks)
-    specs = _logs(log_dir, redirects or Std.NONE, tee or Std.NONE, local_ranks, log_max_size, log_mode)
+    redirects, tee = redirects or Std.NONE, tee or Std.NONE
+    filters = {"stdout": duplicate_stdout_filters, "stderr": duplicate_stderr_filters}
+    notes = check_streams(nproc_per_node, redirects, tee, local_ranks, console, filters)
+    specs = _logs(log_dir, redirects, tee, local_ranks, log_max_size, log_mode)
     port = master_port or _free_port(master_addr)
     envs = {
         rank: worker_env(rank, nproc_per_node, role=role, run_id=run_id, master_addr=master_addr, master_port=port)
@@ -227,7 +231,6 @@ def _run(
         for rank in range(nproc_per_node)
     }
     argv = dict.fromkeys(envs, args)
-    filters = {"stdout": duplicate_stdout_filters, "stderr": duplicate_stderr_filters}
     rest: dict[str, Any] = {"settle": settle, "grace": grace, "linger": linger, "placement": placement}
     rest |= {"timers": timers, "speak": _say}
     group: PContext
@@ -238,7 +241,7 @@ def _run(
         group = ScriptContext(script, script, argv, envs, specs, console=console, filters=filters, **rest)
     command = [*(["-m"] if module else []), script, *args]
     recorder = Recorder(group, specs, run_id=run_id, command=command, say=_say)
-    specs.notes = [*said, *_of_umask(log_mode)]
+    specs.notes = [*said, *notes, *_of_umask(log_mode)]
     return _see_through(group, recorder, specs, grace, colour=coloured(sys.stderr, console.color))
 
 

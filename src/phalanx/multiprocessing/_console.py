@@ -33,6 +33,8 @@ _KNOWN = 64  # sets of ranks whose shared prefix is kept
 class ConsoleSpecs(Value):
     """How the console shows what the workers write. The files are the same whatever is chosen here.
 
+    It is of streams that are teed: one that is neither redirected nor teed is the launcher's own, and as it is.
+
     Args:
         color: "always", "never" or "auto": not if ``NO_COLOR`` is set, else if ``FORCE_COLOR`` is, else on a terminal
             that is not dumb (``TERM``).
