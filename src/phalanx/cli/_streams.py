@@ -61,6 +61,8 @@ def _chosen(console: ConsoleSpecs) -> Iterator[str]:
         yield "--ranks"
     if console.grep:
         yield "--grep"
+    if console.exclude:
+        yield "--exclude"
     if console.fold:
         yield "--fold"
     if console.timestamps:
