@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
+    from phalanx._core.compress import Compressor
+
 
 class Memory(Sink):
     """A sink that is always ready, and keeps everything."""
@@ -40,9 +42,9 @@ class Memory(Sink):
 class Rotated:
     """A log file of bounded size, and the end of the pipe that its worker would write into."""
 
-    def __init__(self, path: str, limit: int) -> None:
+    def __init__(self, path: str, limit: int, keep: int = 0, compressor: Compressor | None = None) -> None:
         file, reader, self.writer = open_log(path)
-        self._rotator = Rotator(path, limit, file, reader)
+        self._rotator = Rotator(path, (limit, keep, compressor is not None), file, reader, compressor)
 
     def write(self, data: bytes) -> None:
         """Into the pipe, and from there into the files."""

@@ -555,7 +555,17 @@ def test_a_group_that_does_not_fall_together(ready: Ready, gate: Gate) -> None:
     codes = {0: "import os; os._exit(3)", 1: f"import os; {ready.python()}; {gate.python()}"}
     env = {b"PATH": os.fsencode(os.environ["PATH"])}
     specs: list[Spec] = [
-        (rank, os.fsencode(sys.executable), [b"python", b"-S", b"-c", code.encode()], env, None, None, [], 0, None)
+        (
+            rank,
+            os.fsencode(sys.executable),
+            [b"python", b"-S", b"-c", code.encode()],
+            env,
+            None,
+            None,
+            [],
+            (0, 0, False),
+            None,
+        )
         for rank, code in codes.items()
     ]
     supervisor.start(specs)

@@ -391,6 +391,7 @@ SETTINGS = {
     "color": Setting("never", "always", "never", "always"),
     "drain": Setting("1.5", "0", 1.5, 0.0),
     "log_max_size": Setting("100MB", "1KiB", 100_000_000, 1024),
+    "log_keep": Setting("3", "1", 3, 1),
     "duplicate_stdout_filters": Setting("loss,acc", "a", ["loss", "acc"], ["a"]),
     "duplicate_stderr_filters": Setting("warning", "a", ["warning"], ["a"]),
     "cpu_bind": Setting("core", "0-3;4-7", "core", "0-3;4-7"),
@@ -408,7 +409,17 @@ SETTINGS = {
     "master_addr": Setting("host", "other", "host", "other"),
     "master_port": Setting("29500", "1", 29500, 1),
 }
-FLAGS = ("module", "no_python", "standalone", "fold", "timestamps", "elapsed", "ignore_case", "virtual_local_rank")
+FLAGS = (
+    "module",
+    "no_python",
+    "standalone",
+    "fold",
+    "timestamps",
+    "elapsed",
+    "ignore_case",
+    "log_compress",
+    "virtual_local_rank",
+)
 
 
 def parsed(*argv: str) -> dict[str, Any]:

@@ -113,7 +113,7 @@ class Children:
         """
         rank, doing = -1, "raising the limit on open files"
         ignored = starting.ignored_signals()
-        wanted = sum(starting.DESCRIPTORS_ROTATING if spec[7] else 1 for spec in specs) + _SPARE_DESCRIPTORS
+        wanted = sum(starting.DESCRIPTORS_ROTATING if spec[7][0] else 1 for spec in specs) + _SPARE_DESCRIPTORS
         opened: list[starting.Outputs] = []
         try:
             limit = starting.DescriptorLimit(wanted)

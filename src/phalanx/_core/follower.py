@@ -7,6 +7,7 @@ import os
 from phalanx._core.lines import settled
 from phalanx._core.set_aside import (
     NEWEST,
+    PACKED,
     READ,
     Packed,
     aside,
@@ -197,8 +198,12 @@ class Follower:
                 try:
                     found = os.stat(name)
                 except OSError:
-                    continue
-                packed = name.endswith(".gz")
+                    name += PACKED  # compressed just now; or removed
+                    try:
+                        found = os.stat(name)
+                    except OSError:
+                        continue
+                packed = name.endswith(PACKED)
                 if (found.st_mtime_ns == changed or other == self._at_least) if packed else self._is_same(found):
                     number = other
                     break

@@ -239,7 +239,7 @@ class Keeper:
         self._settle, self._grace, self._linger, self._together = policy
         self._children.oom = linux.OomKills(*oom)
         table = () if timers is None else (fds[timers[0]], fds[timers[1]])
-        if any(spec[7] for spec in specs):
+        if any(spec[7][0] for spec in specs):
             self._have_logs_written()
         failed = not self._reason and self._children.start(
             specs,

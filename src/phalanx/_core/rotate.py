@@ -3,7 +3,7 @@
 A worker that writes to a file itself cannot be made to write to another one, and to cut the file behind its back loses
 what it writes between the copy and the cut. So with a bound, and only then, the worker has a pipe, and the group's log
 writer fills the files: ``path`` is always the newest, ``path.1`` the oldest, and the name of a file that was set aside
-never changes.
+never changes, unless it is compressed (see `set_aside`).
 
 The log writer is a process of its own, a fork of the keeper: a worker that writes without end, or a disk that does not
 answer, must hold up nobody who supervises. It needs nobody: what a worker has written before it dies is in the pipe,
@@ -18,14 +18,21 @@ import os
 
 from phalanx._core import wire
 from phalanx._core.loop import WRITE, Loop
+from phalanx._core.set_aside import PACKED, numbers
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import signal
     from collections.abc import Sequence
     from typing import Any, NoReturn
+
+    from phalanx._core.compress import Compressor
 else:
     import _signal as signal  # the C half: `signal` builds enums for 3 ms
+
+Bounds = tuple[int, int, bool]
+"""Of a log: the bytes at which a file is set aside (0: never), how many that were are kept (0: all), and whether they
+are compressed."""
 
 _CHUNK = 256 * 1024
 _MODE_FILE = 0o666  # the umask is the caller's
@@ -34,25 +41,26 @@ _FAILED = 255
 
 
 class Rotator:
-    """Fills a file from a pipe, and begins a new one before it grows beyond ``limit`` bytes.
+    """Fills a file from a pipe, and begins a new one before it grows beyond the limit.
 
     No line is split: what has begun in a file ends there, though it should be longer than the limit. A file that cannot
     be set aside goes on: a log that is too long is better than a worker that ends for it.
 
     Args:
         path: The file's path.
-        limit: Bytes.
+        bounds: See `Bounds`. Files that an earlier run has set aside count as well.
         file, reader: The file, open for more at its end, and the pipe's end: the rotator's from now on.
+        compressor: What compresses files that were set aside, if they are to be.
     """
 
-    def __init__(self, path: str, limit: int, file: int, reader: int) -> None:
+    def __init__(self, path: str, bounds: Bounds, file: int, reader: int, compressor: Compressor | None = None) -> None:
         self._path = path
-        self._limit = limit
-        self._number = 1
+        self._limit, self._keep, _compress = bounds
+        self._compressor = compressor
         self._file, self.reader = file, reader
         os.set_blocking(reader, False)
-        while os.path.exists(f"{path}.{self._number}"):
-            self._number += 1
+        self._aside = dict.fromkeys(numbers(path))  # that are kept, the oldest first
+        self._number = max(self._aside, default=0) + 1
         self._size = os.fstat(file).st_size
         self._mid_line = self._size > 0 and _last_byte(path, self._size) != b"\n"
 
@@ -119,7 +127,22 @@ class Rotator:
             raise
         os.close(self._file)
         self._file, self._size, self._mid_line = file, 0, False
-        self._number += 1
+        number, self._number = self._number, self._number + 1
+        self._aside[number] = None
+        self._remove_oldest()
+        if self._compressor is not None:
+            aside = self._aside
+            self._compressor.add(f"{self._path}.{number}", lambda: number in aside)
+
+    def _remove_oldest(self) -> None:
+        while self._keep and len(self._aside) > self._keep:
+            oldest = next(iter(self._aside))
+            del self._aside[oldest]  # first: it may be compressed just now
+            for name in (f"{self._path}.{oldest}", f"{self._path}.{oldest}{PACKED}"):
+                try:
+                    os.unlink(name)
+                except OSError:  # the other of the two; or somebody has removed it already
+                    pass
 
     def _set_aside(self) -> None:
         while True:
@@ -177,9 +200,9 @@ class LogWriter:
         """All that is open here."""
         return self._channel.descriptors()
 
-    def add(self, path: str, limit: int, file: int, reader: int) -> None:
+    def add(self, path: str, bounds: Bounds, file: int, reader: int) -> None:
         """Have it fill one more file. The descriptors stay the caller's."""
-        self._send(("add", path, limit), (file, reader))
+        self._send(("add", path, bounds), (file, reader))
 
     def finish(self) -> None:
         """Tell it that nobody is left to write into its pipes: it takes what is in them, and ends. Idempotent."""
@@ -239,6 +262,7 @@ class _Writer:
         self._open: list[Rotator] = []
         self._told = False  # whether no file will be added
         self._refused = 0
+        self._compressor: Compressor | None = None
 
     def run(self) -> int:
         """Fill the files until every pipe has come to its end; or, told so, with what is in them.
@@ -248,6 +272,8 @@ class _Writer:
         self._loop.watch(self._channel.fileno(), self._on_channel)
         while self._open or not self._told:
             self._loop.once()
+        if self._compressor is not None:
+            self._compressor.stop()
         return self._refused
 
     def _on_channel(self, _events: int) -> None:
@@ -268,9 +294,13 @@ class _Writer:
         else:
             self._finish()
 
-    def _add(self, path: Any, limit: Any, file: int, reader: int) -> None:
+    def _add(self, path: Any, bounds: Any, file: int, reader: int) -> None:
+        if bounds[2] and self._compressor is None:
+            from phalanx._core.compress import Compressor
+
+            self._compressor = Compressor()
         try:
-            rotator = Rotator(path, limit, file, reader)
+            rotator = Rotator(path, bounds, file, reader, self._compressor)
         except OSError as error:
             self._refused = self._refused or error.errno or errno.EIO
             os.close(file)

@@ -22,7 +22,9 @@ READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 NEWEST = 1 << 62
 """What stands for the number of ``path`` itself: it is above all others."""
 
-_PLAIN, _PACKED = "", ".gz"
+PACKED = ".gz"
+"""What the name of a compressed file ends in."""
+
 _CHUNK = 64 * 1024
 _SIZE = 4  # bytes at the end of a gzip file: what it holds, modulo 2**32
 
@@ -38,11 +40,11 @@ def numbers(path: str) -> dict[int, str]:
     start = len(name) + 1
     for entry in entries:
         if entry.startswith(name) and entry[start - 1 : start] == ".":
-            digits = entry[start:].removesuffix(_PACKED)
+            digits = entry[start:].removesuffix(PACKED)
             if digits.isascii() and digits.isdecimal() and digits[0] != "0":
-                number, packed = int(digits), entry.endswith(_PACKED)
+                number, packed = int(digits), entry.endswith(PACKED)
                 if not packed or number not in found:
-                    found[number] = f"{path}.{digits}{_PACKED if packed else _PLAIN}"
+                    found[number] = f"{path}.{digits}{PACKED * packed}"
     return dict(sorted(found.items()))
 
 
@@ -60,7 +62,7 @@ def at_or_after(path: str, number: int) -> int:
 
 def is_there(path: str, number: int) -> bool:
     """Whether a number's file is there, plain or compressed."""
-    return os.path.exists(f"{path}.{number}") or os.path.exists(f"{path}.{number}{_PACKED}")
+    return os.path.exists(f"{path}.{number}") or os.path.exists(f"{path}.{number}{PACKED}")
 
 
 def open_numbered(path: str, number: int) -> tuple[int, bool]:
@@ -68,7 +70,7 @@ def open_numbered(path: str, number: int) -> tuple[int, bool]:
     try:
         return os.open(f"{path}.{number}", READ), False
     except FileNotFoundError:  # compressed, perhaps just now
-        return os.open(f"{path}.{number}{_PACKED}", READ), True
+        return os.open(f"{path}.{number}{PACKED}", READ), True
 
 
 def identity(found: os.stat_result) -> tuple[int, int]:
@@ -80,7 +82,7 @@ def size_of(name: str) -> int:
     """The bytes that a file holds, uncompressed: see `held`. Raises OSError."""
     fd = os.open(name, READ)
     try:
-        return held(fd, packed=name.endswith(_PACKED))
+        return held(fd, packed=name.endswith(PACKED))
     finally:
         os.close(fd)
 
@@ -101,7 +103,7 @@ def last_bytes(name: str, most: int) -> tuple[int, bytes]:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", name)
-        if not name.endswith(_PACKED):
+        if not name.endswith(PACKED):
             return found.st_size, os.pread(fd, most, max(0, found.st_size - most))
         packed, buffer, end, size = Packed(), bytearray(4 * _CHUNK), b"", 0
         while count := packed.read(fd, buffer, size):

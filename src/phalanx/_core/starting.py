@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from typing import Any, NoReturn
 
-    from phalanx._core.rotate import LogWriter
+    from phalanx._core.rotate import Bounds, LogWriter
 else:
     import _signal as signal  # the C half: `signal` builds enums for 3 ms
     import posix as os  # the C half: `os` itself takes 1 of the 13 ms in which a keeper gets up
@@ -30,11 +30,11 @@ Placement = tuple[list[int], int, list[tuple[str, int, int, int]]]
 and resource limits: name, number, soft, hard."""
 
 Spec = tuple[
-    int, bytes, list[bytes], dict[bytes, bytes], "str | None", "str | None", list[int], int, "Placement | None"
+    int, bytes, list[bytes], dict[bytes, bytes], "str | None", "str | None", list[int], "Bounds", "Placement | None"
 ]
 """A worker to be: rank, file to execute, argv, environment on top of the group's, stdout file, stderr file (None: the
-launcher's), which of the given descriptors it inherits, the bytes at which its files are rotated (0: never), and its
-placement. When it inherits any descriptors, their numbers follow its argv."""
+launcher's), which of the given descriptors it inherits, the bounds of its files, and its placement. When it inherits
+any descriptors, their numbers follow its argv."""
 
 DESCRIPTORS_ROTATING = 1 + 2 * 2
 """What is open of a worker whose log files are rotated, in the keeper and in its log writer: its pidfd, and for each
@@ -66,7 +66,7 @@ def execute(spec: Spec, base: dict[bytes, bytes], outputs: Outputs, given: list[
     posix_spawn(3) lets the child borrow our memory until its exec, which takes two thirds of the time of a fork and an
     exec, and it reports the errno of a failed exec. What it cannot do is to place a worker.
     """
-    _rank, path, argv, env, _stdout, _stderr, _which, _limit, placement = spec
+    _rank, path, argv, env, _stdout, _stderr, _which, _bounds, placement = spec
     if given:
         argv = [*argv, ",".join(map(str, given)).encode()]
     for fd in given:
@@ -283,17 +283,17 @@ class Outputs:
     Args:
         null: A descriptor of /dev/null.
         stdout, stderr: The paths of its log files; None: what the keeper has.
-        limit: Bytes; with such a bound, the worker has a pipe, and the file is filled by the log writer.
+        bounds: With one on its size, the worker has a pipe, and the file is filled by the log writer.
     """
 
-    def __init__(self, null: int, stdout: str | None, stderr: str | None, limit: int = 0) -> None:
+    def __init__(self, null: int, stdout: str | None, stderr: str | None, bounds: Bounds) -> None:
         self.fds = [(0, null)]
-        self._limit = limit
+        self._bounds = bounds
         self._opened: list[int] = []
         self._rotated: list[tuple[str, int, int]] = []  # path, file, and the end of the pipe that is read
         try:
             for target, path in ((1, stdout), (2, stderr)):
-                if path is not None and limit and path != "/dev/null":
+                if path is not None and bounds[0] and path != "/dev/null":
                     from phalanx._core.rotate import open_log
 
                     file, reader, fd = open_log(path)
@@ -323,7 +323,7 @@ class Outputs:
     def hand_over(self, log_writer: LogWriter) -> None:
         """Have the log writer fill the files that are bounded in size."""
         for path, file, reader in self._rotated:
-            log_writer.add(path, self._limit, file, reader)
+            log_writer.add(path, self._bounds, file, reader)
 
     def close(self) -> None:
         """Close what was opened. Idempotent."""

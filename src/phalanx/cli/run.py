@@ -123,6 +123,9 @@ def _steps(text: str) -> tuple[tuple[str, float], ...]:
         help="Time that the end waits, at most, for a console that reads slowly.")  # fmt: skip
 @option("--log-max-size", callback=reading(read_size), metavar="SIZE",
         help="Set log files aside when they would grow beyond, as stdout.log.1, ...: 100MB, 1GiB.")  # fmt: skip
+@option("--log-keep", type=click.IntRange(min=1), metavar="N",
+        help="Keep N of each log that were set aside; remove the oldest. Default: all are kept.")  # fmt: skip
+@option("--log-compress", is_flag=True, help="Compress log files that were set aside, to stdout.log.1.gz, ...")
 @option("--log-mode", callback=reading(read_mode), metavar="MODE",
         help="Permissions of the run's folders, for colleagues: 750, 755. Default: 700.")  # fmt: skip
 @repeatable("--duplicate-stdout-filters", read=read_strings, metavar="TEXT,...",
@@ -195,6 +198,8 @@ def _run(
     master_addr: str,
     master_port: int,
     log_max_size: int | None,
+    log_keep: int | None,
+    log_compress: bool,
     log_mode: int | None,
     duplicate_stdout_filters: list[str] | None,
     duplicate_stderr_filters: list[str] | None,
@@ -223,7 +228,12 @@ def _run(
     redirects, tee = redirects or Std.NONE, tee or Std.NONE
     filters = {"stdout": duplicate_stdout_filters, "stderr": duplicate_stderr_filters}
     notes = check_streams(nproc_per_node, redirects, tee, local_ranks, console, filters)
-    specs = _logs(log_dir, redirects, tee, local_ranks, log_max_size, log_mode)
+    for name, is_given in (("--log-keep", log_keep is not None), ("--log-compress", log_compress)):
+        if is_given and log_max_size is None:
+            msg = f"{name}: files are set aside only with --log-max-size; give that, too, like --log-max-size 100MB"
+            raise click.UsageError(msg)
+    bounds = {"max_size": log_max_size, "keep": log_keep, "compress": log_compress, "mode": log_mode}
+    specs = _logs(log_dir, redirects, tee, local_ranks, bounds)
     port = master_port or _free_port(master_addr)
     envs = {
         rank: worker_env(rank, nproc_per_node, role=role, run_id=run_id, master_addr=master_addr, master_port=port)
@@ -386,8 +396,7 @@ def _logs(
     redirects: Std | Mapping[int, Std],
     tee: Std | Mapping[int, Std],
     ranks: set[int] | None,
-    max_size: int | None,
-    mode: int | None,
+    bounds: Mapping[str, Any],
 ) -> _RunLogs:
     """Logs in ``log_dir``, or in the default place; in a new temporary folder where that cannot be written to."""
     if log_dir is None:
@@ -397,7 +406,7 @@ def _logs(
         if log_dir is not None and not os.access(log_dir, os.W_OK):  # a home that is read-only, or not there
             log_dir = None
     try:
-        return _RunLogs(log_dir, redirects, tee, ranks, max_size=max_size, mode=mode)
+        return _RunLogs(log_dir, redirects, tee, ranks, **bounds)
     except OSError as error:
         raise click.UsageError(str(error)) from None
 

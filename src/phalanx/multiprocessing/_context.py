@@ -390,7 +390,8 @@ class PContext(ABC):
         if logs.stderrs[rank] and not isinstance(self.entrypoint, str):
             env[b"PHALANX_STDERR_LOGGED"] = b"1"
         streams = (logs.stdouts[rank] or None, logs.stderrs[rank] or None)
-        return (rank, os.fsencode(path), argv, env, *streams, fds, logs.max_size, self._placed.get(rank))
+        bounds = (logs.max_size, logs.keep, logs.compress)
+        return (rank, os.fsencode(path), argv, env, *streams, fds, bounds, self._placed.get(rank))
 
     def _watch(self, supervisor: Supervisor, undo: ExitStack) -> HangReport | None:
         """Make what reports on the workers' timers, if they are to be watched."""

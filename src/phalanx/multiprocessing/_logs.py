@@ -14,6 +14,7 @@ from phalanx.multiprocessing._std import Std, to_map
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
+    from typing import Any
 
 SYS_STREAM = ""
 """In place of a path: the stream stays the launcher's own."""
@@ -27,12 +28,13 @@ class LogsDest(Value):
     evidence; what is there of an earlier run is removed before any worker starts. ``filtered_stdout`` and
     ``filtered_stderr``: one file each for the lines of all ranks that a filter selects. ``hidden_stdouts`` and
     ``hidden_stderrs``: those that the console shows only when their rank fails. ``timeline``: where the times of
-    writing are noted. ``max_size``: bytes at which a file is rotated (0: never).
+    writing are noted. ``max_size``: bytes at which a file is rotated (0: never). ``keep``: how many
+    files of a log that were set aside are kept (0: all). ``compress``: whether they are compressed.
     """
 
     __slots__ = (  # noqa: RUF023 - the order is that of the arguments
         "stdouts", "stderrs", "tee_stdouts", "tee_stderrs", "error_files", "filtered_stdout", "filtered_stderr",
-        "hidden_stdouts", "hidden_stderrs", "timeline", "max_size",
+        "hidden_stdouts", "hidden_stderrs", "timeline", "max_size", "keep", "compress",
     )  # fmt: skip
 
     stdouts: dict[int, str]
@@ -46,6 +48,8 @@ class LogsDest(Value):
     hidden_stderrs: dict[int, str]
     timeline: str
     max_size: int
+    keep: int
+    compress: bool
 
     def __init__(
         self,
@@ -60,6 +64,9 @@ class LogsDest(Value):
         hidden_stderrs: dict[int, str] | None = None,
         timeline: str = "",
         max_size: int = 0,
+        *,
+        keep: int = 0,
+        compress: bool = False,
     ) -> None:
         self._store(
             stdouts=_names(stdouts),
@@ -73,6 +80,8 @@ class LogsDest(Value):
             hidden_stderrs=_names(hidden_stderrs),
             timeline=_name(timeline),
             max_size=int(max_size),
+            keep=int(keep),
+            compress=bool(compress),
         )
 
 
@@ -95,7 +104,9 @@ class LogsSpecs(ABC):
         local_ranks_filter: The local ranks whose output the console shows; None for all. The files hold everything, and
             of a rank that fails the last lines are shown regardless.
         max_size: Bytes; a log file that would grow beyond is set aside as ``stdout.log.1``, ``stdout.log.2``, … (the
-            oldest is 1), at the end of a line, and none is ever removed. None for no bound.
+            oldest is 1), at the end of a line. None for no bound.
+        keep: With ``max_size``: how many that were set aside are kept of each log; older ones are removed. None: all.
+        compress: With ``max_size``: whether they are compressed, in the background, to ``stdout.log.1.gz``, ….
     """
 
     folders_can_wait = False
@@ -109,11 +120,20 @@ class LogsSpecs(ABC):
         local_ranks_filter: set[int] | None = None,
         *,
         max_size: int | None = None,
+        keep: int | None = None,
+        compress: bool = False,
     ) -> None:
         if max_size is not None and max_size < 1:
             msg = f"max_size: expected a number of bytes, 1 or more, got {max_size!r}"
             raise ValueError(msg)
-        self._max_size = max_size or 0
+        if keep is not None and keep < 1:
+            msg = f"keep: expected a number of files, 1 or more, got {keep!r}"
+            raise ValueError(msg)
+        for name, given in (("keep", keep is not None), ("compress", compress)):
+            if given and max_size is None:
+                msg = f"{name}: without max_size no file is set aside that this could be about; give that, too"
+                raise ValueError(msg)
+        self._max_size, self._keep, self._compress = max_size or 0, keep or 0, compress
         self._root_log_dir = None if log_dir is None else os.fspath(log_dir)
         self._redirects = redirects
         self._tee = tee
@@ -152,9 +172,11 @@ class DefaultLogsSpecs(LogsSpecs):
         local_ranks_filter: set[int] | None = None,
         *,
         max_size: int | None = None,
+        keep: int | None = None,
+        compress: bool = False,
         mode: int | None = None,
     ) -> None:
-        super().__init__(log_dir, redirects, tee, local_ranks_filter, max_size=max_size)
+        super().__init__(log_dir, redirects, tee, local_ranks_filter, max_size=max_size, keep=keep, compress=compress)
         self._mode = None if mode is None else checked_mode(mode)
         if log_dir is not None and os.path.lexists(log_dir) and not os.path.isdir(log_dir):
             msg = f"log_dir: {os.fspath(log_dir)!r} is not a folder"
@@ -181,7 +203,8 @@ class DefaultLogsSpecs(LogsSpecs):
         made = [folder, *map(os.path.dirname, logs.error_files.values())]
         self._open_up(made)
         self._made += made
-        return logs.replace(timeline=os.path.join(folder, "timeline"), max_size=self._max_size)
+        bounds: dict[str, Any] = {"max_size": self._max_size, "keep": self._keep, "compress": self._compress}
+        return logs.replace(timeline=os.path.join(folder, "timeline"), **bounds)
 
     def tidy(self) -> None:
         """See `LogsSpecs.tidy`."""
