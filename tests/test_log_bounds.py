@@ -261,6 +261,30 @@ def test_who_reads_meanwhile_misses_nothing_and_sees_nothing_twice(path: Path, c
     assert seen == b"".join(line(number) for number in range(3000))
 
 
+def test_an_inode_that_a_newer_file_has_by_now(path: Path) -> None:
+    """Some file systems give the inode of the file that went last to the one that comes next."""
+    compressor = Compressor()
+    it, follower = Rotated(str(path), 10, 0, compressor), Follower(str(path), rotates=True)
+    buffer = bytearray(4)
+    try:
+        it.write(line(0))
+        assert follower.read(buffer) == 4
+        follower.close()
+        first = os.stat(path).st_ino
+        for number in range(1, 10):
+            it.write(line(number))
+            wait_for(compressor)
+            if os.stat(path).st_ino == first:
+                break
+        seen = bytes(buffer)
+        while count := follower.read(buffer):
+            seen += bytes(buffer[:count])
+    finally:
+        it.close()
+        follower.close()
+    assert seen == b"".join(line(n) for n in range(number + 1))
+
+
 # --- of a run
 
 FLOOD = "n=0; while [ $n -lt 1500 ]; do n=$((n+1)); echo line $n; done"

@@ -150,20 +150,26 @@ class Follower:
 
     def _open_again(self) -> bool:
         """Open what was being read, under the name that it has by now. Returns whether it is there."""
-        if self._packed is None and self.number == NEWEST and self._open_if_it(NEWEST):
+        # By its number first: a file that was compressed, or removed, may have left its inode to a newer one.
+        if self._packed is None:
+            if self.number == NEWEST and at_or_after(self.path, self._at_least) == NEWEST and self._open_if_it(NEWEST):
+                return True
+            if self._open_if_it(self._at_least):
+                return True
+        try:  # compressed, before or by now: it is the same to us
+            self.fd = os.open(f"{self.path}.{self._at_least}{PACKED}", READ)
+        except FileNotFoundError:
+            pass
+        else:
+            self.number = self._at_least
+            self._packed = self._packed or Packed()
             return True
         if self._packed is None:
-            for number in (self._at_least, *numbers(self.path)):
-                if number >= self._at_least and self._open_if_it(number):
+            for number in numbers(self.path):
+                if number > self._at_least and self._open_if_it(number):
                     self._at_least = number
                     return True
-        try:  # compressed, before or by now: it is the same to us
-            self.fd = os.open(f"{self.path}.{self._at_least}.gz", READ)
-        except FileNotFoundError:
-            return False
-        self.number = self._at_least
-        self._packed = self._packed or Packed()
-        return True
+        return False
 
     def _open_if_it(self, number: int) -> bool:
         name = self.path if number == NEWEST else f"{self.path}.{number}"
@@ -195,15 +201,14 @@ class Follower:
             for other, name in numbers(self.path).items():
                 if other < self._at_least:
                     continue
+                packed = name.endswith(PACKED)
                 try:
                     found = os.stat(name)
-                except OSError:
-                    name += PACKED  # compressed just now; or removed
+                except OSError:  # compressed just now; or removed
                     try:
-                        found = os.stat(name)
+                        found, packed = os.stat(f"{name}{PACKED}"), True
                     except OSError:
                         continue
-                packed = name.endswith(PACKED)
                 if (found.st_mtime_ns == changed or other == self._at_least) if packed else self._is_same(found):
                     number = other
                     break
