@@ -11,6 +11,7 @@ import pytest
 
 from phalanx.multiprocessing import PContext, SignalException, start_processes
 from tests import workers
+from tests.test_run import Place, refused
 from tests.workers import run_script
 
 if TYPE_CHECKING:
@@ -74,6 +75,15 @@ def test_signals_that_cannot_be(monkeypatch: pytest.MonkeyPatch, names: str, tex
     with pytest.raises(ValueError, match="TORCHELASTIC_SIGNALS_TO_HANDLE") as caught:
         start_processes("n", "true", nprocs=1)
     assert text in str(caught.value)
+
+
+def test_an_unknown_signal_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "place").mkdir()
+    place = Place(tmp_path / "place")
+    place.env["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGNONE"
+    done = place.run("--no-python", "touch", "started")
+    refused(done, "TORCHELASTIC_SIGNALS_TO_HANDLE: 'SIGNONE' is not the name of a signal (like SIGTERM)")
+    assert list(place.folder.iterdir()) == []
 
 
 def test_nested_groups_share_the_handlers(ready: Ready, gate: Gate) -> None:

@@ -511,6 +511,7 @@ def test_a_template_that_is_none_is_refused_before_anything_starts(
     with pytest.raises(ValueError, match=re.escape(f"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE: {words}")):
         group(tmp_path / "logs", ConsoleSpecs(), "touch", {0: (str(touch),)})
     assert not touch.exists()
+    assert not (tmp_path / "logs").exists()
 
 
 def test_prefixes_given_by_the_caller_win(logs: Path, capfd: pytest.CaptureFixture[str]) -> None:

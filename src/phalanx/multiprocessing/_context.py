@@ -24,6 +24,7 @@ from phalanx._core.supervisor import Supervisor
 from phalanx.multiprocessing import _console, _signals
 from phalanx.multiprocessing._console import ConsoleSpecs
 from phalanx.multiprocessing._logs import LogsDest, missing_folders
+from phalanx.multiprocessing._prefixes import template_of
 from phalanx.multiprocessing._result import collect
 from phalanx.multiprocessing._warm import Warm, choose, path_of, shared
 
@@ -180,6 +181,7 @@ class PContext(ABC):
             self._starting = False
 
     def _start(self) -> None:
+        template_of(self.console)  # what is wrong with it is said before anything is made
         if self._placement is not None:
             self._placed, said = self._placement.resolve(self.nprocs)
             self._devices = self._placement.environment(self.envs)

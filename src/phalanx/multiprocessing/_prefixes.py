@@ -42,7 +42,7 @@ class Prefixes:
         self.host = os.uname().nodename if many else ""
         self._envs = envs
         self._given = given
-        self._template = console.template if console.template is not None else template_of_environment()
+        self._template = template_of(console)
         self._stamp = stamp(console.timestamps, start)
         self._width = max([len(envs[rank].get("RANK") or str(rank)) for rank in envs], default=1)
 
@@ -134,6 +134,11 @@ def _painted(text: str, ranks: str) -> str:
 
 def _encoded(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
+
+
+def template_of(console: ConsoleSpecs) -> str | None:
+    """The template that is given, or that of the environment. Raises ValueError."""
+    return template_of_environment() if console.template is None else console.template
 
 
 def template_of_environment() -> str | None:
