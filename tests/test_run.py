@@ -392,6 +392,7 @@ SETTINGS = {
     "drain": Setting("1.5", "0", 1.5, 0.0),
     "log_max_size": Setting("100MB", "1KiB", 100_000_000, 1024),
     "log_keep": Setting("3", "1", 3, 1),
+    "log_mode": Setting("750", "2755", 0o750, 0o2755),
     "duplicate_stdout_filters": Setting("loss,acc", "a", ["loss", "acc"], ["a"]),
     "duplicate_stderr_filters": Setting("warning", "a", ["warning"], ["a"]),
     "cpu_bind": Setting("core", "0-3;4-7", "core", "0-3;4-7"),
