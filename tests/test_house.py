@@ -39,7 +39,7 @@ KEPT_APART = {
 
 ONE_PLACE = {
     "msgspec": "src/phalanx/multiprocessing/_record.py",
-    "re2": "src/phalanx/_core/search.py",
+    "re2": "src/phalanx/_core/patterns.py",
     "rich": "src/phalanx/cli/runs.py",
 }
 """Libraries with one use, and the module that has it."""

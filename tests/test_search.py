@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx._core import patterns
 from phalanx._core import search as module
 from phalanx._core.search import Only, Search
 from phalanx.multiprocessing import ConsoleSpecs
@@ -185,12 +186,12 @@ def test_context_keeps_its_time() -> None:
 
 
 def test_what_is_held_as_context_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_HELD", 100)
+    monkeypatch.setattr(module, "_MOST_HELD", 16 * (6 + 64))
     search = Search(["hit"], before=1000)
     for n in range(1000):
         assert chosen(search, b"%05d\n" % n) == b""
     assert chosen(search, b"hit\n") == b"".join(b"%05d\n" % n for n in range(1000 - 16, 1000)) + b"hit\n"
-    assert chosen(search, b"x" * 200 + b"\n", b"hit\n") == b"--\nhit\n"
+    assert chosen(search, b"x" * 2000 + b"\n", b"hit\n") == b"--\nhit\n"
 
 
 # --- what it costs
@@ -213,13 +214,13 @@ class Counted:
 @pytest.mark.parametrize("pattern", ["(a|aa)+$", "[ab]c", "b|c", "(a*)*b"])
 def test_a_block_is_looked_at_once(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Counted] = []
-    real = module._compiled
+    real = patterns._compiled
 
     def compiled(*given: str) -> Any:
         made.append(Counted(real(*given)))
         return made[-1]
 
-    monkeypatch.setattr(module, "_compiled", compiled)
+    monkeypatch.setattr(patterns, "_compiled", compiled)
     search = Search([pattern])
     text = (b"a" * 5000 + b"!\n") * 20
     for _ in range(4):
