@@ -419,6 +419,30 @@ def test_json(place: Place) -> None:
     assert len(rows) == 14
 
 
+@pytest.mark.parametrize("options", [(), ("--log-max-size", "64k")])
+def test_a_long_line_in_json_is_whole_again_when_its_parts_are_joined(place: Place, options: tuple[str, ...]) -> None:
+    script = place.write("""
+        import os
+        for text in ("€" * 300_000, "x" * 262_144, "short"):
+            data = (text + os.linesep).encode()
+            while data:
+                data = data[os.write(1, data[:65_537]):]
+        """)
+    shown = place.run(*options, "--log-format", "json", script).out
+    later = place.program(PYTHON, "-m", "phalanx", "logs", "--log-dir", place.logs, "--log-format", "json").out
+    for text in (shown, later):
+        lines: list[str] = []
+        parts = 0
+        for row in map(json.loads, text.splitlines()):
+            if row.get("continued"):
+                lines[-1] += row["text"]
+            else:
+                assert parts == 0
+                lines.append(row["text"])
+            parts = parts + 1 if row.get("partial") else 0
+        assert lines == ["€" * 300_000, "x" * 262_144, "short"]
+
+
 def test_json_of_a_run_that_fails(place: Place) -> None:
     done = sh(place, "echo why; exit 4", "--log-format", "json")
     assert done.status == 4

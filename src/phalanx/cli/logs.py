@@ -22,8 +22,9 @@ from phalanx._core.loop import Loop
 from phalanx._core.merge import merge
 from phalanx._core.pump import Pump, Stream
 from phalanx._core.view import Lane
+from phalanx.cli._command import SETTINGS, Command
 from phalanx.cli._interrupts import Interrupts
-from phalanx.cli._options import SETTINGS, Command, console_options, console_specs, reading
+from phalanx.cli._options import console_options, console_specs, reading
 from phalanx.cli._place import default_place
 from phalanx.multiprocessing._console import make_view, target
 from phalanx.multiprocessing._prefixes import Prefixes

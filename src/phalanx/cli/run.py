@@ -19,9 +19,8 @@ from phalanx._core import interrupts, linux
 from phalanx._core.tell import mention, tell
 from phalanx._core.terminal import coloured, printable
 from phalanx.cli import _nproc
+from phalanx.cli._command import SETTINGS, Command
 from phalanx.cli._options import (
-    SETTINGS,
-    Command,
     checking_seconds,
     console_options,
     console_specs,

@@ -14,7 +14,7 @@ import time
 import click
 
 from phalanx._core.terminal import coloured, printable
-from phalanx.cli._options import SETTINGS, Command
+from phalanx.cli._command import SETTINGS, Command
 from phalanx.cli._place import default_place
 
 TYPE_CHECKING = False

@@ -16,7 +16,7 @@ from phalanx._core import linux
 from phalanx._core.frames import NO_STACK, group_equal, is_library, own, parse, sum_up
 from phalanx._core.ranks import named
 from phalanx._core.terminal import coloured, printable
-from phalanx.cli._options import SETTINGS, Command
+from phalanx.cli._command import SETTINGS, Command
 from phalanx.cli._place import default_place
 
 TYPE_CHECKING = False
