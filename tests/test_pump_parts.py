@@ -392,6 +392,17 @@ def test_a_long_line_that_ends_where_it_was_cut(monkeypatch: pytest.MonkeyPatch)
     assert it.take(one, b"\nnext\n") == ["[0] " + "x" * 10, "[0] next"]
 
 
+def test_parts_are_wanted_by_themselves_and_are_no_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(view, "LONGEST", 10)
+    desk, one = Desk(Json(), Search(["wanted"], before=2, after=2)), lane()
+    text = b"before\n" + b"1234567890" + b"is wanted " + b"and more\n" + b"after\n" + b"wanted\n"
+    shown = b"".join(desk.take(one, bytes([byte])) for byte in text) + desk.finish(one)
+    marked = [(row["text"], row.get("partial"), row.get("continued")) for row in objects(shown)]
+    assert ("is wanted ", True, True) in marked
+    assert [row for row in marked if row[1] or row[2]] == [("is wanted ", True, True)]
+    assert [row[0] for row in marked[1:]] == ["before", "after", "wanted"]
+
+
 def test_an_old_line_without_end_is_passed_over_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What has been written of it before it is wanted, and is too much to be held, is not shown."""
     monkeypatch.setattr(view, "LONGEST", 10)

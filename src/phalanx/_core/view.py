@@ -314,6 +314,13 @@ class View:
         return block
 
     def _show_part(self, lane: Lane, part: bytes, **marks: bool) -> None:
-        lane.marks = {"continued": True, **marks} if lane.parted else marks
-        self.show(lane, part + b"\n")
-        lane.marks = {}
+        """Show a part of a line, which is wanted by itself or not, and is no context of others; or a whole one."""
+        line = part + b"\n"
+        if lane.parted:
+            marks["continued"] = True
+        if not marks:
+            self.show(lane, line)
+        elif self._select is None or self._select.wants(line):
+            lane.marks = marks
+            self.reveal(lane, line)
+            lane.marks = {}
