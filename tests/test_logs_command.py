@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from phalanx._core.set_aside import aside
+from phalanx._core.timeline import CUT
+from phalanx._core.timeline import read as read_timeline
 from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from tests.helpers import Gate
 from tests.screen import Emulator
@@ -214,9 +217,9 @@ def test_since(place: Place, ready: Ready, gate: Gate) -> None:
         shown = ""
         while shown.count("early\n") < 2:
             shown += launcher.read_until("early\n", "stdout")
-        time.sleep(0.02)  # times are kept in milliseconds: what is tested here is that time passes
+        time.sleep(0.05)  # times are right to 0.02 s: what is tested here is that time passes
         between = datetime.now(UTC)
-        time.sleep(0.02)
+        time.sleep(0.05)
         gate.open(2)
         launcher.end()
     late = ["[0] late", "[0] no end", "[1] late", "[1] no end"]
@@ -229,7 +232,64 @@ def test_since(place: Place, ready: Ready, gate: Gate) -> None:
         refused(logs(place, f"--since={text}"), "--since", "expected how long ago")
 
 
+def test_until(place: Place, ready: Ready, gate: Gate) -> None:
+    script = place.write(f"print('early')\n{ready.python()}\n{gate.python()}\nprint('late')")
+    with place.start(script) as launcher:
+        ready.wait()
+        launcher.read_until("early\n", "stdout")
+        time.sleep(0.05)  # times are right to 0.02 s: what is tested here is that time passes
+        between = datetime.now(UTC)
+        time.sleep(0.05)
+        gate.open()
+        launcher.end()
+    assert lines(place, "--until", between.isoformat()) == ["[0] early"]
+    assert lines(place, "--until", "0") == ["[0] early", "[0] late"]
+    assert lines(place, "--until", "1h") == []
+    assert lines(place, "--since", between.isoformat(), "--until", "2999-01-01") == ["[0] late"]
+    refused(logs(place, "--until=tomorrow"), "--until", "expected how long ago")
+    refused(logs(place, "-f", "--until", "1h"), "--follow and --until exclude each other")
+
+
+@pytest.mark.parametrize("how", [": >", "truncate -s 0", "cp $LOG $LOG.1 && : >"])
+def test_a_log_that_is_truncated_while_the_run_goes_on(place: Place, ready: Ready, gate: Gate, how: str) -> None:
+    script = place.write(f"""
+        import os
+        print("x" * 1000)
+        print("void")
+        {ready.python()}
+        {gate.python()}
+        print("new")
+        """)
+    with place.start("-r", 3, script) as launcher:
+        ready.wait()
+        [path] = place.logs.glob("*/attempt_0/0/stdout.log")
+        timeline = path.parent.parent / "timeline"
+        while not timeline.exists() or not any(kind == 0 for _at, kind, *_rest in read_timeline(str(timeline))):
+            time.sleep(0.01)
+        subprocess.run(f"{how} $LOG", shell=True, check=True, env={**os.environ, "LOG": str(path)})  # noqa: S602 - a person's shell is what is meant
+        while not any(kind == CUT for _at, kind, *_rest in read_timeline(str(timeline))):
+            time.sleep(0.01)
+        time.sleep(0.05)
+        between = datetime.now(UTC)
+        time.sleep(0.05)
+        gate.open()
+        launcher.end()
+    assert lines(place) == ["[0] new"]
+    assert lines(place, "--since", between.isoformat()) == ["[0] new"]
+    assert lines(place, "--until", between.isoformat()) == []
+
+
 # --- which lines
+
+
+@pytest.mark.parametrize("options", [(), ("--fold",), ("--log-format", "json"), ("--grep", "7")])
+def test_the_last_lines(place: Place, options: tuple[str, ...]) -> None:
+    sh(place, "for n in $(seq 100); do echo $RANK line $n; done; printf 'no end'", n=2)
+    whole = lines(place, *options)
+    for count in (0, 1, 2, 5, 100, 1000):
+        assert lines(place, "-n", count, *options) == (whole[-count:] if count else [])
+    refused(logs(place, "-n", "-1"), "--lines")
+    refused(logs(place, "-n", "x"), "--lines")
 
 
 def test_ranks_and_streams(place: Place) -> None:
@@ -312,6 +372,22 @@ def test_rotated_logs(place: Place) -> None:
     found = lines(place)
     for rank in range(2):
         assert [line for line in found if line.startswith(f"[{rank}]")] == [f"[{rank}] line {n}" for n in range(2000)]
+
+
+@pytest.mark.parametrize("removed", [(1,), (3, 5)])
+def test_rotated_logs_some_of_which_are_gone(place: Place, removed: tuple[int, ...]) -> None:
+    script = place.write("import os\nfor n in range(2000): os.write(1, b'line %d\\n' % n)")
+    place.run("--log-max-size", "1k", script)
+    [path] = place.logs.glob("*/attempt_0/0/stdout.log")
+    for number in removed:
+        os.unlink(f"{path}.{number}")
+    packed = [name for name in aside(str(path)) if name.endswith(("2", "4"))]
+    subprocess.run(["gzip", *packed], check=True)
+    left = subprocess.run(
+        ["zcat", "-f", *aside(str(path)), str(path)], check=True, capture_output=True, text=True
+    ).stdout
+    assert lines(place) == [f"[0] {line}" for line in left.splitlines()]
+    assert lines(place, "-n", "1500") == [f"[0] {line}" for line in left.splitlines()][-1500:]
 
 
 def test_more_files_than_may_be_open(place: Place) -> None:
@@ -536,6 +612,120 @@ def test_following_with_filters_and_rotation(place: Place, ready: Ready, gate: G
     expected = [f"[1] {what} {n}" for what in ("early", "late") for n in range(500) if "99" in str(n)]
     assert (shown + done.out).splitlines() == expected
     assert done.status == 0
+
+
+def test_following_after_the_last_lines(place: Place, ready: Ready, gate: Gate) -> None:
+    script = place.write(f"for n in range(100): print(n)\n{ready.python()}\n{gate.python()}\nprint('live')")
+    with place.start("-r", 3, script) as launcher:
+        ready.wait()
+        with reader(place, "-f", "-n", 2) as follower:
+            assert follower.read_until("99\n", "stdout") == "[0] 98\n[0] 99\n"
+            gate.open()
+            launcher.end()
+            assert follower.end() == (0, "[0] live\n", "")
+
+
+def test_following_ends_with_the_folder(place: Place, ready: Ready, gate: Gate) -> None:
+    script = place.write(f"print('x')\n{ready.python()}\n{gate.python()}")
+    with place.start("-r", 3, script) as launcher:
+        ready.wait()
+        [folder] = place.logs.iterdir()
+        for how in ("renamed", "removed"):
+            with reader(place, "-f", folder.name) as follower:
+                follower.read_until("x\n", "stdout")
+                os.rename(folder, place.folder / "away") if how == "renamed" else shutil.rmtree(folder)
+                done = follower.end()
+            assert (done.status, done.out) == (1, "")
+            assert done.err == f"Error: {folder}: the folder of this run is not there any more\n"
+            if how == "renamed":
+                os.rename(place.folder / "away", folder)
+        gate.open()
+        launcher.end()
+
+
+def test_following_a_folder_that_goes_without_a_record(place: Place) -> None:
+    folder = place.logs / "old_x"
+    (folder / "attempt_0" / "0").mkdir(parents=True)
+    (folder / "attempt_0" / "0" / "stdout.log").write_text("x\n")
+    with reader(place, "-f") as follower:
+        follower.read_until("x\n", "stdout")
+        shutil.rmtree(folder)
+        assert follower.end().status == 1
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_ranks_and_attempts_that_appear_later(place: Place, chosen: bool) -> None:
+    folder = place.logs / "old_x"
+
+    def write(attempt: int, rank: int, text: str) -> None:
+        path = folder / f"attempt_{attempt}" / str(rank)
+        path.mkdir(parents=True, exist_ok=True)
+        with open(path / "stdout.log", "a") as file:
+            file.write(text)
+
+    write(0, 0, "old\n")
+    write(1, 0, "first\n")
+    with reader(place, "-f", *(("--attempt", "1") if chosen else ())) as follower:
+        assert follower.read_until("first\n", "stdout") == "[0] first\n"
+        write(0, 1, "not asked for\n")
+        write(1, 3, "another rank\n")
+        assert follower.read_until("rank\n", "stdout") == "[3] another rank\n"
+        write(2, 0, "another attempt\n")
+        if not chosen:
+            assert follower.read_until("attempt\n", "stdout") == "[0] another attempt\n"
+            write(2, 12, "and its rank\n")
+            assert follower.read_until("rank\n", "stdout") == "[12] and its rank\n"
+        write(1, 3, "goes on\n")
+        assert follower.read_until("on\n", "stdout") == "[3] goes on\n"
+        follower.send(signal.SIGINT)
+        assert follower.end() == (130, "", "")
+
+
+def test_a_rank_that_is_not_there_yet(place: Place) -> None:
+    folder = place.logs / "old_x" / "attempt_0"
+    (folder / "0").mkdir(parents=True)
+    (folder / "0" / "stdout.log").write_text("x\n")
+    with reader(place, "-f", "--ranks", "0-1") as follower:
+        follower.read_until("x\n", "stdout")
+        (folder / "1").mkdir()
+        (folder / "1" / "stdout.log").write_text("y\n")
+        assert follower.read_until("y\n", "stdout") == "[1] y\n"
+        shutil.rmtree(folder.parent)
+        assert follower.end().status == 1
+
+
+BLIND = """
+import sys
+from phalanx._core import linux
+add = linux.inotify_add
+linux.inotify_add = lambda fd, path, mask=0: add(fd, sys.argv[1])
+linux.is_of_network = lambda path: True
+sys.argv[:] = ["phalanx", *sys.argv[2:]]
+from phalanx.__main__ import main
+main()
+"""
+
+
+def test_a_folder_of_another_machine(place: Place) -> None:
+    """Its kernel tells us nothing: files, ranks and the end are seen by looking."""
+    folder = place.logs / "old_x"
+    (folder / "attempt_0" / "0").mkdir(parents=True)
+    path = folder / "attempt_0" / "0" / "stdout.log"
+    path.write_text("x\n")
+    argv = [PYTHON, "-c", BLIND, str(place.folder / "still"), "logs", "--log-dir", str(place.logs), "-f"]
+    (place.folder / "still").touch()
+    with Launcher(argv, cwd=place.folder, env=place.env) as follower:
+        follower.read_until("x\n", "stdout")
+        said = follower.read_until("\n")
+        assert said.endswith("they are looked at every 1 s\n")
+        with open(path, "a") as file:
+            file.write("y\n")
+        assert follower.read_until("y\n", "stdout") == "[0] y\n"
+        (folder / "attempt_0" / "1").mkdir()
+        (folder / "attempt_0" / "1" / "stderr.log").write_text("z\n")
+        assert follower.read_until("z\n", "stdout") == "[1] z\n"
+        shutil.rmtree(folder)
+        assert follower.end() == (1, "", f"Error: {folder}: the folder of this run is not there any more\n")
 
 
 def test_help_says_what_it_does(place: Place) -> None:

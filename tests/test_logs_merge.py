@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -38,6 +39,9 @@ HISTORIES = int(os.environ.get("PHALANX_TEST_HISTORIES", "150"))
 BOUND = APART + 0.01 + 0.002  # the clocks; growths that are noted together; milliseconds, twice
 STREAMS = {0: True, 1: True, 2: False}  # the timeline's numbers, and which are rotated
 START = 1.7e9
+
+slowly = [HealthCheck.too_slow, HealthCheck.data_too_large]
+histories = settings(deadline=None, max_examples=HISTORIES, suppress_health_check=slowly)
 
 
 class Piece:
@@ -219,12 +223,11 @@ class History:
 def shown(folder: Path, **options: Any) -> list[dict[str, Any]]:
     """What `phalanx logs --log-format json` shows."""
     out = io.StringIO()
-    envs = {rank: {"RANK": str(rank)} for rank in {number // 2 for number in STREAMS}}
     run = RunDir(str(folder), None, "", "succeeded", 0.0)
     with mock.patch.object(sys, "stdout", out):
-        reader = _Reader(run, envs, str(folder), ConsoleSpecs(format="json"), ("stdout", "stderr"))
+        reader = _Reader(run, 0, str(folder), ConsoleSpecs(format="json"))
         try:
-            reader.read(options.pop("since", None), follow=False, **options)
+            reader.read(**options)
         finally:
             reader.close()
     rows = [json.loads(line) for line in out.getvalue().splitlines()]
@@ -270,9 +273,8 @@ def after(events: list[tuple[Any, ...]]) -> Iterator[tuple[History, Path]]:
             history.timeline.close()
 
 
-@settings(
-    deadline=None, max_examples=HISTORIES, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
+@pytest.mark.timeout(120 + HISTORIES // 5)
+@histories
 @given(st.lists(EVENTS, min_size=20, max_size=80))
 def test_nothing_is_lost_doubled_out_of_order_or_misdated(events: list[tuple[Any, ...]]) -> None:
     with after(events) as (history, folder):
@@ -288,3 +290,29 @@ def test_nothing_is_lost_doubled_out_of_order_or_misdated(events: list[tuple[Any
             assert line.loose or abs(row["time"] - line.time) <= BOUND, "misdated"
         looks = [row["line"].look for row in rows if not row["line"].loose]
         assert looks == sorted(looks), "out of order"
+
+
+@settings(
+    deadline=None,
+    max_examples=max(20, HISTORIES // 5),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(st.lists(EVENTS, min_size=20, max_size=80), st.integers(0, 12), st.floats(0, 1))
+def test_parts_of_a_history(events: list[tuple[Any, ...]], last: int, share: float) -> None:
+    """What was written before a time, and what was since then, are all; and the last lines are the last of these."""
+    with after(events) as (_history, folder):
+        rows = shown(folder)
+        ended = [row["text"] for row in shown(folder, last=last)]
+        assert ended == ([row["text"] for row in rows][-last:] if last else [])
+        times = sorted(row["time"] for row in rows)
+        moment = times[int(share * (len(times) - 1))] + 0.0005 if times else START
+        early, late = shown(folder, until=moment), shown(folder, since=moment)
+        assert sorted(row["text"] for row in early + late) == sorted(row["text"] for row in rows)
+        assert all(row["time"] <= moment for row in early)
+        assert all(row["time"] >= moment - 0.001 for row in late)
+        for part in (early, late):
+            for number in STREAMS:
+                mine = [row["text"] for row in part if row["number"] == number]
+                whole = [row["text"] for row in rows if row["number"] == number]
+                places = iter(whole)
+                assert all(text in places for text in mine), "out of order"

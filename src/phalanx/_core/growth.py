@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from phalanx._core.set_aside import NEWEST, held, identity, is_there, numbers, open_numbered
+from phalanx._core.set_aside import NEWEST, held, identity, numbers, open_numbered
 
 _MODULO = 1 << 32  # of the size that a compressed file tells
 
@@ -17,12 +17,13 @@ class Growth:
         rotates: Whether there are files that were set aside.
     """
 
-    __slots__ = ("_file", "_next", "_size", "path", "rotates")
+    __slots__ = ("_changed", "_file", "_next", "_size", "path", "rotates")
 
     def __init__(self, path: str, *, rotates: bool = False) -> None:
         self.path = path
         self.rotates = rotates
         self._file: tuple[int, int] | None = None  # the newest file, at the last look
+        self._changed = 0  # when a name appeared beside it, or went, by then
         self._size = 0  # and its size then
         self._next = 1  # the lowest number that it can get
 
@@ -36,11 +37,13 @@ class Growth:
             return [(NEWEST, newest.st_size)]
         sizes = []
         file = identity(newest)
+        changed = os.stat(os.path.dirname(self.path) or os.curdir).st_mtime_ns
         if self._file is None:
             sizes.append((0, 0))
-        if file != self._file or is_there(self.path, self._next):
+        # An inode is used again: after two rotations and a removal, what is the newest file may have the old one's.
+        if file != self._file or changed != self._changed or newest.st_size < self._size:
             sizes += self._set_aside(file)
-        self._file, self._size = file, newest.st_size
+        self._file, self._changed, self._size = file, changed, newest.st_size
         return [*sizes, (NEWEST, newest.st_size)]
 
     def _set_aside(self, newest: tuple[int, int]) -> list[tuple[int, int]]:

@@ -23,6 +23,7 @@ PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_PTRACER, PR_SET_PTRACER_ANY = 0x59616D61, -1
 IN_MODIFY, IN_ATTRIB, IN_MOVED_TO, IN_CREATE, IN_MOVE_SELF, IN_Q_OVERFLOW = 0x2, 0x4, 0x80, 0x100, 0x800, 0x4000
+IN_MOVED_FROM, IN_DELETE = 0x40, 0x200
 SIGKILL = 9
 
 _PF_EXITING, _PF_DUMPCORE = 0x4, 0x200
@@ -142,6 +143,32 @@ def inotify_add(fd: int, path: str, mask: int = IN_MODIFY) -> int:
             return watch
         os.stat(path)  # the likeliest cause speaks for itself
     raise OSError(errno.ENOSPC, "no inotify watch to be had (fs.inotify.max_user_watches)", path)
+
+
+_STATFS = 512  # bytes: more than struct statfs has anywhere
+_OF_NETWORKS = {  # the magic numbers of statfs(2) and linux/magic.h, and of those that are not in the kernel's tree
+    0x6969: "nfs", 0x517B: "smb", 0xFE534D42: "smb2", 0xFF534D42: "cifs", 0x5346414F: "afs", 0x6B414653: "afs",
+    0x73757245: "coda", 0x564C: "ncp", 0x01021997: "9p", 0x00C36400: "ceph", 0x0BD00BD0: "lustre", 0x47504653: "gpfs",
+    0x7461636F: "ocfs2", 0x01161970: "gfs2", 0x19830326: "beegfs", 0xAAD7AAEA: "panfs", 0x20030528: "orangefs",
+    0x65735546: "fuse",  # sshfs, glusterfs and most others in user space
+}  # fmt: skip
+
+
+def is_of_network(path: str) -> bool:
+    """Whether a file may be on another machine's disk: then inotify tells only what this one does. False if unknown."""
+    try:
+        from _ctypes import _SimpleCData
+    except ImportError:
+        from ctypes import _SimpleCData
+
+    class Char(_SimpleCData):  # type: ignore[type-arg]  # c_char without `ctypes`: see `_libc`
+        _type_ = "c"
+
+    buffer = (Char * _STATFS)()
+    if _libc("statfs", path.encode(*_FILE_NAMES), buffer) != 0:
+        return False
+    # Its first field, f_type, is a long; the numbers have 32 bits, and some a sign.
+    return int.from_bytes(bytes(buffer)[:8], sys.byteorder) & 0xFFFFFFFF in _OF_NETWORKS
 
 
 def inotify_remove(fd: int, watch: int) -> None:

@@ -186,10 +186,24 @@ class Pump:
         """Without inotify: look at every file's size, again and again."""
         if self._loop is None or self._closed:
             return
+        self._loop.after(self._blind_pause, self._look_blindly)
+        self.look()
+
+    def look(self) -> None:
+        """Look at every file, told or not that it has grown: see `open`, before which this is not called."""
         for stream in self._streams:
             self._grown(stream)
-        self._loop.after(self._blind_pause, self._look_blindly)
         self._run()
+
+    def add(self, stream: Stream) -> None:
+        """Follow one more file, after `open`."""
+        self._streams.append(stream)
+        self._of_lane |= {lane: stream for _view, lane in stream.lanes}
+        if self._notify >= 0:
+            self._look_again_at(stream)
+        else:
+            self._grown(stream)
+        self._again()
 
     def say(self, text: str) -> None:
         """Show a line of ours, above what is unfinished there."""

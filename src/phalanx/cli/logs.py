@@ -16,23 +16,25 @@ from datetime import datetime
 
 import click
 
-from phalanx._core import clock, linux, timeline
+from phalanx._core import clock, timeline
 from phalanx._core.follower import Follower
+from phalanx._core.last import LastLines
 from phalanx._core.loop import Loop
 from phalanx._core.merge import merge
 from phalanx._core.pump import Pump, Stream
 from phalanx._core.view import Lane
 from phalanx.cli._command import SETTINGS, Command
+from phalanx.cli._following import Following
 from phalanx.cli._interrupts import Interrupts
 from phalanx.cli._options import console_options, console_specs, reading
 from phalanx.cli._place import default_place
 from phalanx.multiprocessing._console import make_view, target
 from phalanx.multiprocessing._prefixes import Prefixes
-from phalanx.multiprocessing._runs import UnknownRunError, find, look, resolve
+from phalanx.multiprocessing._runs import UnknownRunError, find, resolve
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
     from typing import Any
 
     from phalanx.multiprocessing import ConsoleSpecs
@@ -76,8 +78,21 @@ def _names(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list
     help="Folder of the runs. Default: as of phalanx run.",
 )
 @click.option("-f", "--follow", is_flag=True, help="Go on as the run does; ends with it.")
-@click.option("--since", callback=reading(read_since), metavar="TIME",
-              help="Only what was written since: 90s, 10m, 2h ago, or a time, ISO 8601.")  # fmt: skip
+@click.option(
+    "-n",
+    "--lines",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Only the last N lines of what there is; with -f, and what comes.",
+)
+@click.option(
+    "--since",
+    callback=reading(read_since),
+    metavar="TIME",
+    help="Only what was written since: 90s, 10m, 2h ago, or a time, ISO 8601.",
+)
+@click.option("--until", callback=reading(read_since), metavar="TIME",
+              help="Only what was written before: as of --since.")  # fmt: skip
 @click.option(
     "--attempt", type=click.IntRange(min=0), metavar="N", help="Which start of the workers. Default: the last."
 )
@@ -89,7 +104,9 @@ def logs(
     *,
     log_dir: str | None,
     follow: bool,
+    lines: int | None,
     since: float | None,
+    until: float | None,
     attempt: int | None,
     stream: str | None,
     **shown: Any,
@@ -100,32 +117,35 @@ def logs(
     phalanx logs                         the latest run
     phalanx logs -f --rank 3             its rank 3, as it goes on
     phalanx logs 20261120-1030 --stderr --since 10m
+    phalanx logs -n 100 --grep Error     the last 100 lines with an error
 
     RUN is the name of a run's folder, the beginning of one, a run id, or the path of a folder; phalanx runs lists them.
     """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
     console = console_specs(**shown)
+    if follow and until is not None:
+        raise click.UsageError("--follow and --until exclude each other: what comes is later")
     try:
         found = resolve(log_dir or default_place(), run)
+        starting = follow and found.state == "running"  # what is not there yet may come
         attempts = _attempts(found.path)
-        if not attempts:
+        if not attempts and not starting:
             msg = f"{found.name} has no logs: its workers were never started"
             raise click.ClickException(msg)
-        number = attempt if attempt is not None else max(attempts)
-        if number not in attempts:
+        number = attempt if attempt is not None else max(attempts, default=0)
+        if number not in attempts and not starting:
             known = ", ".join(map(str, sorted(attempts)))
             msg = f"--attempt: {found.name} has no attempt {number}; its attempts are {known}"
             raise click.UsageError(msg)
-        envs = _envs(found, number, attempts[number])
-        for rank in envs:
-            os.listdir(os.path.join(attempts[number], str(rank)))  # what cannot be read is said, not left out
+        folder = attempts.get(number) or os.path.join(found.path, f"attempt_{number}")
+        chosen = (stream,) if stream else _STREAMS
+        reader = _Reader(found, number, folder, console, chosen, chosen=attempt is not None, follow=follow)
     except UnknownRunError as error:
         raise click.ClickException(str(error)) from None
     except OSError as error:
         raise _refusal(error) from None
-    reader = _Reader(found, envs, attempts[number], console, (stream,) if stream else _STREAMS)
     try:
         with Interrupts(reader.interrupt):
-            reader.read(since, follow=follow)
+            reader.read(since, until, last=lines)
     except OSError as error:
         raise _refusal(error) from None
     finally:
@@ -135,6 +155,9 @@ def logs(
 
 def _leave(reader: _Reader) -> None:
     """Say by the exit code how it ended. Raises ClickException, or SystemExit unless it has all been shown."""
+    if reader.gone:
+        msg = f"{reader.path}: the folder of this run is not there any more"
+        raise click.ClickException(msg)
     if reader.interrupted:
         sys.exit(128 + signal.SIGINT)
     if reader.refusal is not None:
@@ -160,54 +183,82 @@ def _attempts(run_dir: str) -> dict[int, str]:
 
 
 class _Reader:
-    """The files of one attempt, and their way to the console."""
+    """The files of a run's attempt, and their way to the console.
+
+    Args:
+        found: The run.
+        attempt: Which, and whether it has been ``chosen``: else those that come after it are followed, too.
+        folder: Its folder; it need not be there yet.
+        console, streams: What is shown.
+        follow: Whether to go on as the run does, until it ends.
+
+    Raises OSError: what cannot be read is said, not left out. Raises UsageError.
+    """
 
     def __init__(
         self,
         found: RunDir,
-        envs: dict[int, dict[str, str]],
+        attempt: int,
         folder: str,
         console: ConsoleSpecs,
-        streams: tuple[str, ...],
+        streams: tuple[str, ...] = _STREAMS,
+        *,
+        chosen: bool = True,
+        follow: bool = False,
     ) -> None:
         self._found = found
+        self._follows = follow and found.state in ("running", "unknown")
+        self._attempt, self._chosen = attempt, chosen
         self._timeline = os.path.join(folder, timeline.NAME)
-        self._prefixes = Prefixes(envs, None, console, start=self._start())
-        self._ranks = {rank: int(env["RANK"]) for rank, env in envs.items()}
-        unknown = sorted((console.ranks or frozenset()) - set(self._ranks.values()))
-        if unknown:
+        self._console = console
+        self._streams = streams
+        self._envs = _envs(found, attempt, folder)
+        for rank in self._envs:
+            os.listdir(os.path.join(folder, str(rank)))
+        unknown = sorted((console.ranks or frozenset()) - {int(env["RANK"]) for env in self._envs.values()})
+        if unknown and not self._follows:  # else they may come
             raise click.UsageError(f"--ranks: this run has no rank {', '.join(map(str, unknown))}")
-        self._followers: dict[int, Follower] = {
-            2 * rank + _STREAMS.index(name): Follower(os.path.join(folder, str(rank), f"{name}.log"), rotates=True)
-            for rank, number in self._ranks.items()
-            for name in streams
-            if console.ranks is None or number in console.ranks
-        }
-        counts = dict.fromkeys(_STREAMS, len(self._followers) // len(streams))
-        self._view, colour = make_view(target(sys.stdout), console, self._prefixes, counts)
+        self._prefixes = Prefixes(self._envs, None, console, start=self._start())
+        self._counts = dict.fromkeys(_STREAMS, 0)
+        self._view, self._colour = make_view(target(sys.stdout), console, self._prefixes, self._counts)
         self._sink = self._view.surface.sink
-        self._lanes = {
-            number: Lane(self._ranks[number // 2], _STREAMS[number % 2], self._prefixes.of(number // 2, colour=colour))
-            for number in self._followers
-        }
+        self._known: set[tuple[int, int]] = set()
+        self._lanes: dict[int, Lane] = {}
+        self._followers: dict[int, Follower] = {}
+        for rank in self._envs:
+            for number, follower, lane in self._add(attempt, folder, rank, self._envs):
+                self._followers[number], self._lanes[number] = follower, lane
         self._loop = Loop()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._loop.watch(self._bell, lambda _events: self._loop.forget(self._bell))
         self.interrupted = False
+        self.gone = False
+        """Whether the run's folder went while it was followed;"""
         self.broken = False
         """Whether nobody has read to the end,"""
         self.refusal: BaseException | None = None
         """or why there was no place for it."""
+
+    @property
+    def path(self) -> str:
+        """The run's folder."""
+        return self._found.path
 
     def interrupt(self) -> None:
         """Have `read` return soon. From any thread: an exception could come between a write and the note of it."""
         self.interrupted = True
         os.eventfd_write(self._bell, 1)
 
-    def read(self, since: float | None, *, follow: bool) -> None:
-        """Show what is there; and, to ``follow``, what comes, until the run ends. Raises OSError."""
+    def read(self, since: float | None = None, until: float | None = None, *, last: int | None = None) -> None:
+        """Show what is there, and what comes if the run is followed. Raises OSError.
+
+        Args:
+            since: Only what was written from then on (seconds since the epoch),
+            until: and before then.
+            last: Only so many lines of what is there.
+        """
         with contextlib.ExitStack() as held:
-            self._read(since, held, follow=follow)
+            self._read(since or -math.inf, math.inf if until is None else until, last, held)
             self.broken, self.refusal = self._sink.broken, self._sink.refusal
             if self.interrupted:
                 self._sink.give_up()
@@ -224,34 +275,49 @@ class _Reader:
     def _over(self) -> bool:
         return self.interrupted or self._sink.broken
 
-    def _read(self, since: float | None, held: contextlib.ExitStack, *, follow: bool) -> None:
+    def _read(self, since: float, until: float, lines: int | None, held: contextlib.ExitStack) -> None:
         view, sink = self._view, self._sink
         sink.open(self._loop, lambda: None)
+        if lines is not None:
+            view.surface.sink = LastLines(lines)
         last: dict[Lane, float] = {}
         for moment, number, data in merge(self._followers, self._timeline):
             lane = self._lanes[number]
             last[lane] = moment
-            if since is not None and moment < since:
+            if not since <= moment < until:
                 view.skip(lane, data)
                 continue
             view.replay(moment)
             view.take(lane, data)
-            while not sink.make_room() and not self._over:
-                self._loop.once()
+            self._make_room()
             if self._over:
                 return
-        if follow and self._found.state in ("running", "unknown"):
+        if self._follows:
+            self._show_last()
             view.time = clock.wall
             self._follow(held)
             return
         for lane, moment in sorted(last.items(), key=lambda item: item[1]):
-            if since is None or moment >= since:
+            if since <= moment < until:
                 view.replay(moment)
                 view.finish(lane)
         view.close()
+        self._show_last()
         sink.flush()
         while not sink.idle and not self._over:
             self._loop.once()
+
+    def _make_room(self) -> None:
+        while not self._sink.make_room() and not self._over:
+            self._loop.once()
+
+    def _show_last(self) -> None:
+        """Write the last lines, if they have been kept."""
+        kept, self._view.surface.sink = self._view.surface.sink, self._sink
+        if isinstance(kept, LastLines):
+            for line, owner in kept.taken():
+                self._sink.write((line,), owner)
+                self._make_room()
 
     def _start(self) -> float:
         """When the run started, or wrote something first (seconds since the epoch)."""
@@ -272,52 +338,61 @@ class _Reader:
             nonlocal ended
             ended = True
 
-        self._watch_end(lambda: pump.finish(end), held)
+        def appeared(found: RunDir) -> list[str]:
+            attempts: dict[int, str] = {}
+            with contextlib.suppress(OSError):  # the folder is gone
+                attempts = self._attempts(found)
+            for stream in self._new(found, attempts):
+                pump.add(stream)
+            return list(attempts.values())
+
+        following = Following(self._loop, self._found, appeared, pump.look, lambda: pump.finish(end))
+        held.callback(following.close)
+        following.open()
         while not ended and not self._over:
             self._loop.once()
+        self.gone = following.gone
 
-    def _watch_end(self, ended: Callable[[], None], held: contextlib.ExitStack) -> None:
-        """Have ``ended`` called once the run is over: its record says so, or its launcher is gone."""
-        over = False
-        watched = False
+    def _add(
+        self, attempt: int, folder: str, rank: int, envs: dict[int, dict[str, str]]
+    ) -> Iterator[tuple[int, Follower, Lane]]:
+        """The files of a local rank, if they are to be shown, with the timeline's numbers."""
+        self._known.add((attempt, rank))
+        number = int(envs[rank]["RANK"])
+        if self._console.ranks is not None and number not in self._console.ranks:
+            return
+        self._envs[rank] = envs[rank]
+        for name in self._streams:
+            self._counts[name] += 1
+            path = os.path.join(folder, str(rank), f"{name}.log")
+            lane = Lane(number, name, self._prefixes.of(rank, colour=self._colour))
+            yield 2 * rank + _STREAMS.index(name), Follower(path, rotates=True), lane
 
-        def look_again(_events: int = 0) -> None:
-            nonlocal over, watched
-            with contextlib.suppress(BlockingIOError):
-                os.read(notify, 65536)
-            found = look(self._found.path)
-            if not watched and found.run is not None and found.state == "running":
-                watched = True
-                watch_launcher(found.run.pid)
-                found = look(self._found.path)  # its end before that, or its pid another's, shows by now
-            # Without a record nobody will say; but of a run that is just starting, it comes.
-            if not over and found.state not in ("running", "unreadable", "unknown"):
-                over = True
-                ended()
+    def _attempts(self, found: RunDir) -> dict[int, str]:
+        """The folders of those attempts that are followed: the one that was chosen, or all from the latest on."""
+        return {
+            number: folder
+            for number, folder in _attempts(found.path).items()
+            if (number == self._attempt if self._chosen else number >= self._attempt)
+        }
 
-        def watch_launcher(pid: int) -> None:
-            with contextlib.suppress(OSError):  # of another machine, or gone
-                launcher = os.pidfd_open(pid)
-                held.callback(os.close, launcher)
-
-                def gone(_events: int) -> None:
-                    self._loop.forget(launcher)
-                    look_again()
-
-                self._loop.watch(launcher, gone)
-                held.callback(self._loop.forget, launcher)
-
-        notify = linux.inotify()
-        held.callback(os.close, notify)
-        linux.inotify_add(notify, self._found.path, linux.IN_MOVED_TO)
-        self._loop.watch(notify, look_again)
-        held.callback(self._loop.forget, notify)
-        look_again()
+    def _new(self, found: RunDir, attempts: dict[int, str]) -> Iterator[Stream]:
+        """The files of ranks that have appeared."""
+        for number, folder in sorted(attempts.items()):
+            with contextlib.suppress(OSError):  # removed, or not for us to read
+                envs = _envs(found, number, folder)
+                for rank in envs:
+                    if (number, rank) not in self._known:
+                        for _number, follower, lane in self._add(number, folder, rank, envs):
+                            yield Stream(follower, [(self._view, lane)])
 
 
 def _envs(found: RunDir, attempt: int, folder: str) -> dict[int, dict[str, str]]:
-    """What is known of each rank, by local rank: those that have a folder."""
-    ranks = {int(name): int(name) for name in os.listdir(folder) if name.isdecimal()}
+    """What is known of each rank, by local rank: those that have a folder. Raises OSError."""
+    try:
+        ranks = {int(name): int(name) for name in os.listdir(folder) if name.isdecimal()}
+    except FileNotFoundError:  # it will appear
+        return {}
     for known in found.run.attempts if found.run is not None else ():
         if known.number == attempt:
             ranks |= {rank.local_rank: rank.rank for rank in known.ranks if rank.local_rank in ranks}
