@@ -33,6 +33,7 @@ LAYERS = ("_core", "errors", "timer", "multiprocessing", "spawn", "cli")
 KEPT_APART = {
     "src/phalanx/multiprocessing/_record.py": {"msgspec"},
     "src/phalanx/multiprocessing/_runs.py": set[str](),
+    "src/phalanx/cli/_following.py": set[str](),
     "src/phalanx/cli/logs.py": {"click"},  # a command: loaded when it is called
 }
 """Modules that load a library as they are loaded, or a module that does: so nobody else imports them on the way."""

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from phalanx._core import clock, fold, terminal, view
 from phalanx._core.clock import FakeClock
 from phalanx._core.fold import Fold
+from phalanx._core.last import LastLines
 from phalanx._core.lines import Cutter, half_letter, last_state, settled
 from phalanx._core.loop import Loop
 from phalanx._core.ranks import format_ranks
@@ -808,3 +809,19 @@ def test_a_line_that_grows_out_of_sight_is_not_sent_again(time: FakeClock) -> No
     time.advance(FRAME)
     assert it.look() == ["[1] line", "[0] " + "." * 36]
     assert "".join(it.take(one, b"\n")).count(".") == 50_000
+
+
+@given(
+    st.lists(st.lists(st.sampled_from([b"a", b"", b"\n", b"bc\n", b"\n\n", b"x\ny"]), max_size=3), max_size=12),
+    st.integers(0, 5),
+)
+def test_the_last_lines_of_what_is_written(writes: list[list[bytes]], count: int) -> None:
+    last = LastLines(count)
+    for number, buffers in enumerate(writes):
+        last.write(tuple(buffers), number)
+    lines = b"".join(b"".join(buffers) for buffers in writes).split(b"\n")
+    rest = lines.pop()
+    assert len(last._lines) <= count
+    expected = [line + b"\n" for line in lines[max(0, len(lines) - count) :]] + ([rest] if rest else [])
+    assert [line for line, _owner in last.taken()] == expected
+    assert list(last.taken()) == []
