@@ -183,6 +183,9 @@ def test_context_keeps_its_time() -> None:
     assert list(search.choose(LANE, b"0\n1\n", 1.0)) == []
     assert list(search.choose(LANE, b"2\n", 2.0)) == []
     assert list(search.choose(LANE, b"hit\n", 3.0)) == [(1.0, b"1\n"), (2.0, b"2\n"), (3.0, b"hit\n")]
+    assert list(search.choose(LANE, b"4\n5\n6\n", 4.0)) == []
+    after = [(4.0, b"--\n"), (4.0, b"5\n"), (4.0, b"6\n"), (5.0, b"hit\n")]  # a separator is as old as what it precedes
+    assert list(search.choose(LANE, b"hit\n", 5.0)) == after
 
 
 def test_what_is_held_as_context_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,7 @@ class _Context:
                 yield now, block[first:place]
             self._hold(block[place:start], now)
             if self._apart and self._shown and self._separator:
-                yield now, self._separator
+                yield self._held[0][0] if self._held else now, self._separator
             yield from self._held
             self._held.clear()
             yield now, block[start:end]
