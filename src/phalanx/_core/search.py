@@ -132,7 +132,7 @@ class _Context:
     def _hold(self, lines: bytes, now: float) -> None:
         """Hold the last of what is not shown."""
         start, count = len(lines), 0
-        while start and count < self._most and len(lines) - start < _MOST_HELD:
+        while start and count < self._most and len(lines) - start + count * _OVERHEAD < _MOST_HELD:
             start, count = lines.rfind(b"\n", 0, start - 1) + 1, count + 1
         self._apart |= start > 0
         for line in _lines(lines[start:]):
