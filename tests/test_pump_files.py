@@ -816,6 +816,35 @@ def test_a_reader_that_takes_nothing_is_waited_for_so_long(
     assert "more lines in" in capfd.readouterr().err
 
 
+def test_an_unfinished_line_that_was_not_shown_is_said(
+    tmp_path: Path, pipe: tuple[int, int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It has been read while the lines of another rank still wait."""
+    many, one = tmp_path / "many", tmp_path / "one"
+    many.write_bytes(b"a line of some length, more or less\n" * 50_000)
+    one.write_bytes(b"no end")
+    with rig([str(many), str(one)], pipe[1], drain=0.05) as it:
+        until(it.loop, lambda: it.streams[1].follower.offset == 6 and it.view.surface.sink.blocked)
+        it.finish()
+    assert f"phalanx: … 1 more line in {one}\n" in capfd.readouterr().err
+
+
+def test_a_pump_that_is_closed_reads_no_more(tmp_path: Path) -> None:
+    """It was to go on soon, and others have its console open."""
+    path = tmp_path / "log"
+    path.write_bytes(b"x\n" * 500_000)
+    target = Sink(os.open(os.devnull, os.O_WRONLY), own=True)
+    assert target.hold()
+    with rig([], target) as other, rig([str(path)], target) as it:
+        it.loop.once()
+        it.pump.close()
+        it.loop.call(lambda: None)
+        it.loop.once()
+        assert 0 < it.streams[0].follower.offset < 1_000_000
+        assert it.streams[0].follower.fd == -1
+        assert not other.view.surface.sink.broken
+
+
 def test_one_console_that_is_gone_does_not_stop_another(tmp_path: Path, pipe: tuple[int, int]) -> None:
     reader, writer = pipe
     path = tmp_path / "log"

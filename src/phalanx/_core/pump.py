@@ -364,6 +364,8 @@ class Pump:
 
     def _run(self) -> None:
         """Serve one chunk of each changed file in turn, as long as its sinks have room; then let the loop breathe."""
+        if self._closed:  # it was to be called, and what it wrote to may be open for others
+            return
         busy = self._take_turns()
         for view in self._views:
             if view.due <= clock.now():
