@@ -492,6 +492,7 @@ class Pump:
                 tell(f"phalanx: {where}: {why}; lines are missing there, the log files have them")
 
     def _say_what_is_missing(self) -> None:
+        left = self._left()
         for view in self._views:
             view.release()
         pending: dict[object, int] = {}
@@ -499,13 +500,9 @@ class Pump:
             pending |= sink.pending()
             if not sink.shared and (self._gave_up or not sink.path):  # else it is shown when the reader goes on
                 sink.give_up()
-        said, budget = 0, _COUNTED
-        for stream in [stream for stream in self._streams if self._gave_up or not stream.to_file]:
-            lines = sum(pending.get(lane, 0) for _view, lane in stream.lanes[:1])
-            beyond = False
-            if stream in self._dirty:
-                unread, read, beyond = _lines_left(stream.follower, budget)
-                lines, budget = lines + unread, budget - read
+        said = 0
+        for stream, (unread, beyond) in left.items():
+            lines = unread + sum(pending.get(lane, 0) for _view, lane in stream.lanes[:1])
             if lines or beyond:
                 said += 1
                 if said <= _MOST_NAMED:
@@ -513,6 +510,20 @@ class Pump:
                     tell(f"phalanx: … {many} in {printable(stream.follower.path)}")
         if said > _MOST_NAMED:
             tell(f"phalanx: … and more in {said - _MOST_NAMED} other files")
+
+    def _left(self) -> dict[Stream, tuple[int, bool]]:
+        """Lines that have not been read, and whether there are more, of all that are to be shown no longer."""
+        left, budget = {}, _COUNTED
+        for stream in [stream for stream in self._streams if self._gave_up or not stream.to_file]:
+            unread, read, beyond = 0, 0, False
+            if stream in self._dirty:
+                unread, read, beyond = _lines_left(stream.follower, budget)
+                budget -= read
+            left[stream] = unread, beyond
+            if not unread and not beyond:  # a last line without an end waits like any other, then
+                for view, lane in stream.lanes:
+                    view.finish(lane)
+        return left
 
 
 def _existing(path: str) -> str:
