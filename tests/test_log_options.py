@@ -630,6 +630,40 @@ def test_a_choice_that_is_none(name: str, values: tuple[Any, ...]) -> None:
             ConsoleSpecs(**{name: value})
 
 
+class Whole:
+    """A whole number of another library's."""
+
+    def __init__(self, value: int) -> None:
+        self._value = value
+
+    def __index__(self) -> int:
+        return self._value
+
+    def __lt__(self, other: int) -> bool:
+        return self._value < other
+
+
+@pytest.mark.parametrize("ranks", ["0,1", b"01", ["0"], 3, [1.0], [True], [None], [[0]]])
+def test_ranks_that_are_no_numbers(ranks: Any) -> None:
+    with pytest.raises(TypeError, match=f"^ranks: expected the numbers of ranks, .*, got {re.escape(repr(ranks))}$"):
+        ConsoleSpecs(ranks=ranks)
+
+
+def test_numbers_of_another_library() -> None:
+    given: dict[str, Any] = {"ranks": [Whole(1), Whole(3)], "before": Whole(2)}
+    specs = ConsoleSpecs(grep="x", **given)
+    assert (specs.ranks, specs.before) == (frozenset({1, 3}), 2)
+    assert ConsoleSpecs(ranks=(rank for rank in (0, 2))).ranks == frozenset({0, 2})
+    with pytest.raises(ValueError, match=r"^ranks: expected numbers that are 0 or more, got \[0, -1\]"):
+        ConsoleSpecs(ranks=[0, -1])
+
+
+@pytest.mark.parametrize("template", [5, b"${rank}"])
+def test_a_template_that_is_no_text(template: Any) -> None:
+    with pytest.raises(TypeError, match=f"^template: expected a str, got {re.escape(repr(template))}$"):
+        ConsoleSpecs(template=template)
+
+
 # --- size
 
 

@@ -324,6 +324,9 @@ def test_choices_that_mean_nothing_are_refused(given: dict[str, Any], words: str
         ConsoleSpecs(**given)
     with pytest.raises(TypeError, match="grep: expected a regular expression, or several, each a str, got b'x'"):
         ConsoleSpecs(grep=[b"x"])  # type: ignore[list-item]  # that is the point
+    for pattern in (b"x", 5):
+        with pytest.raises(TypeError, match=f"exclude: expected a regular expression, .*, got {pattern!r}"):
+            ConsoleSpecs(exclude=pattern)  # type: ignore[arg-type]  # the same
 
 
 def test_the_engine_is_loaded_for_a_pattern_only() -> None:

@@ -9,6 +9,7 @@ import io
 import os
 import sys
 from functools import lru_cache, partial
+from operator import index
 
 from phalanx._core import terminal
 from phalanx._core.seconds import seconds
@@ -105,7 +106,7 @@ class ConsoleSpecs(Value):
             color=color,
             timestamps=timestamps,
             template=checked(template),
-            ranks=None if ranks is None else frozenset(ranks),
+            ranks=None if ranks is None else _ranks(ranks),
             grep=_patterns("grep", grep),
             exclude=_patterns("exclude", exclude),
             ignore_case=ignore_case,
@@ -334,7 +335,8 @@ def _joined(lines: Iterable[bytes]) -> bytes:
 
 
 def _patterns(name: str, given: str | Iterable[Any] | None) -> tuple[str, ...]:
-    patterns = (given,) if isinstance(given, str) else () if given is None else tuple(given)
+    single = isinstance(given, (str, bytes)) or not hasattr(given, "__iter__")
+    patterns = () if given is None else (given,) if single else tuple(given)
     for pattern in patterns:
         if not isinstance(pattern, str):
             msg = f"{name}: expected a regular expression, or several, each a str, got {pattern!r}"
@@ -342,11 +344,28 @@ def _patterns(name: str, given: str | Iterable[Any] | None) -> tuple[str, ...]:
     return patterns
 
 
+def _ranks(given: Any) -> frozenset[int]:
+    ranks = tuple(given) if hasattr(given, "__iter__") and not isinstance(given, bytes) else (None,)
+    if not all(_is_whole(rank) for rank in ranks):
+        msg = f"ranks: expected the numbers of ranks, like [0, 2], got {given!r}"
+        raise TypeError(msg)
+    numbers = frozenset(index(rank) for rank in ranks)
+    if min(numbers, default=0) < 0:
+        msg = f"ranks: expected numbers that are 0 or more, got {given!r}"
+        raise ValueError(msg)
+    return numbers
+
+
 def _count(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+    if not _is_whole(value) or value < 0:
         msg = f"{name}: expected a number of lines, 0 or more, got {value!r}"
         raise ValueError(msg)
-    return value
+    return index(value)
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether this is a whole number: Python's, or another library's."""
+    return hasattr(value, "__index__") and not isinstance(value, bool) and not hasattr(value, "__len__")
 
 
 def _search(console: ConsoleSpecs) -> Search | None:

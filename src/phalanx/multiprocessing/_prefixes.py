@@ -9,6 +9,7 @@ from phalanx._core.ranks import format_ranks
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+    from typing import Any
 
     from phalanx.multiprocessing._console import ConsoleSpecs
 
@@ -146,10 +147,13 @@ def template_of_environment() -> str | None:
     return checked(os.environ.get(TEMPLATE_ENV) or None, TEMPLATE_ENV)
 
 
-def checked(template: str | None, name: str = "template") -> str | None:
+def checked(template: Any, name: str = "template") -> str | None:
     """A template in which all can be filled in. Raises ValueError, which begins with ``name``."""
     if template is None:
         return None
+    if not isinstance(template, str):
+        msg = f"{name}: expected a str, got {template!r}"
+        raise TypeError(msg)
     from string import Template
 
     text = Template(template)
