@@ -150,6 +150,26 @@ def test_a_stream_object_that_raises(
     assert capfd.readouterr().err.count("no more cells") == 1
 
 
+@pytest.mark.parametrize("method", ["fileno", "flush"])
+def test_a_stream_object_that_does_not_do_all_that_a_file_does(
+    tmp_path: Path, ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """It is asked whether it has a descriptor, before the workers start."""
+    seen: list[str] = []
+
+    def fail() -> None:
+        raise NotImplementedError
+
+    stream = Stream(seen.append)
+    monkeypatch.setattr(stream, method, fail, raising=False)
+    monkeypatch.setattr(sys, "stdout", stream)
+    with group_of_two(tmp_path, ready, gate) as group:
+        ready.wait(2)
+        gate.open(2)
+        assert group.wait(TIMEOUT).succeeded
+    assert {"[0] a line", "[1] a line"}.issuperset(seen[0].splitlines())
+
+
 def test_a_stream_object_that_does_not_return(
     tmp_path: Path, ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

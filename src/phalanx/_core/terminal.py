@@ -28,7 +28,7 @@ def obeys(stream: int | TextIO | None) -> bool:
     """Whether this is a terminal that knows control sequences: ``TERM`` is neither dumb nor empty."""
     try:
         known = stream is not None and os.isatty(stream if isinstance(stream, int) else stream.fileno())
-    except (OSError, ValueError, AttributeError):  # closed, or an object of the host's
+    except Exception:  # noqa: BLE001 - closed; or an object of the host's, which may raise anything
         return False
     return known and os.environ.get("TERM", "") not in ("", "dumb")
 

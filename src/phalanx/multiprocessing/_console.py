@@ -309,7 +309,7 @@ def target(stream: Any) -> Any:
     try:
         stream.flush()
         fd = stream.fileno()
-    except (OSError, ValueError, AttributeError):
+    except Exception:  # noqa: BLE001 - the host's own object: if it cannot be written to either, that is said then
         return stream
     known = isinstance(stream, (io.TextIOWrapper, io.BufferedIOBase, io.RawIOBase))
     return fd if known and isinstance(fd, int) else stream
