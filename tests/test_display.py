@@ -334,11 +334,11 @@ def test_what_a_call_raises_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 # --- no inotify
 
 BLIND = """
-import errno, sys
+import sys
 from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from tests.test_rotation import forbid
 
-forbid(294, errno.EMFILE)  # inotify_init1(2)
+forbid(int(sys.argv[2]), int(sys.argv[3]))
 code = "import time; print('one', flush=True); time.sleep(0.3); print('two')"
 specs = DefaultLogsSpecs(sys.argv[1], tee=Std.OUT)
 with start_processes("g", sys.executable, ("-S", "-c", code), nprocs=2, logs_specs=specs) as group:
@@ -347,11 +347,20 @@ with start_processes("g", sys.executable, ("-S", "-c", code), nprocs=2, logs_spe
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of the system call is this machine's")
-def test_without_inotify_files_are_looked_at_and_that_is_said_once(tmp_path: Path) -> None:
-    done = workers.run_script(tmp_path, BLIND, str(tmp_path / "logs"))
+@pytest.mark.parametrize(
+    "call,error,why",
+    [
+        (294, errno.EMFILE, r"too many inotify instances or open files \(.*\)"),  # inotify_init1(2)
+        (254, errno.ENOSPC, r"no inotify watch to be had \(.*\)"),  # inotify_add_watch(2)
+    ],
+)
+def test_without_inotify_files_are_looked_at_and_that_is_said_once(
+    call: int, error: int, why: str, tmp_path: Path
+) -> None:
+    done = workers.run_script(tmp_path, BLIND, str(tmp_path / "logs"), str(call), str(error))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0] one", "[0] two", "[1] one", "[1] two"]
-    said = r"phalanx: too many inotify instances or open files \(.*\): log files are looked at 10 times a second\n"
+    said = rf"phalanx: {why}: log files are looked at 10 times a second\n"
     assert re.fullmatch(said, done.stderr), done.stderr
 
 

@@ -7,6 +7,7 @@ is complete whoever reads the console, and however slowly. Runs on the display's
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 from collections import deque
@@ -43,6 +44,7 @@ _BLIND = 0.1  # seconds between two looks at the files where there is no inotify
 _BLIND_SHARE = 0.0005  # and for each file: to look at one takes some microseconds
 _COUNTED = 64 << 20  # bytes of unread lines that are counted at the end; those beyond are said to be more
 _FLUSH = 1.0  # seconds in which what is noted of the times of writing gets to its file
+_NO_WATCH = (errno.ENOSPC, errno.ENOMEM)  # inotify_add_watch(2)
 _EVENT = struct.Struct("iIII")  # struct inotify_event: wd, mask, cookie, len (inotify(7))
 _RENAMED = linux.IN_ATTRIB | linux.IN_MOVE_SELF  # a rotated file gets a second name, and loses its first; or a new one
 _GROWS = linux.IN_MODIFY | _RENAMED
@@ -147,6 +149,7 @@ class Pump:
         self._until = self._stuck = 0.0
         self._progress = 0
         self._gave_up = False  # on who reads, not on our files
+        self._blind = False  # whether files are looked at again and again
 
     @property
     def speaks(self) -> bool:
@@ -167,8 +170,7 @@ class Pump:
             try:
                 self._notify = linux.inotify()
             except OSError as error:  # 128 a user are usual, and editors use them up
-                tell(f"phalanx: {error.strerror}: log files are looked at {1 / self._blind_pause:.0f} times a second")
-                self._look_blindly()
+                self._go_blind(error)
             else:
                 loop.watch(self._notify, self._on_change)
                 for stream in self._streams:
@@ -182,8 +184,15 @@ class Pump:
     def _blind_pause(self) -> float:
         return max(_BLIND, _BLIND_SHARE * len(self._streams))
 
+    def _go_blind(self, error: OSError) -> None:
+        """The user has no inotify instance left, or no watch: look at every file's size, again and again."""
+        if self._blind or self._loop is None:
+            return
+        self._blind = True
+        tell(f"phalanx: {error.strerror}: log files are looked at {1 / self._blind_pause:.0f} times a second")
+        self._loop.call(self._look_blindly)
+
     def _look_blindly(self) -> None:
-        """Without inotify: look at every file's size, again and again."""
         if self._loop is None or self._closed:
             return
         self._loop.after(self._blind_pause, self._look_blindly)
@@ -273,15 +282,20 @@ class Pump:
         path = stream.follower.path
         while True:
             try:
-                self._watches.setdefault(linux.inotify_add(self._notify, path, _GROWS), []).append(stream)
-            except FileNotFoundError:
-                folder = _existing(path)
-                self._missing.setdefault(linux.inotify_add(self._notify, folder, _APPEARS), []).append(stream)
-                if _existing(path) == folder and not os.path.exists(path):
-                    return
-            else:
-                self._grown(stream)
-                return
+                try:
+                    self._watches.setdefault(linux.inotify_add(self._notify, path, _GROWS), []).append(stream)
+                except FileNotFoundError:
+                    folder = _existing(path)
+                    self._missing.setdefault(linux.inotify_add(self._notify, folder, _APPEARS), []).append(stream)
+                    if _existing(path) == folder and not os.path.exists(path):
+                        return
+                    continue
+            except OSError as error:
+                if error.errno not in _NO_WATCH:
+                    raise
+                self._go_blind(error)
+            self._grown(stream)
+            return
 
     def _grown(self, stream: Stream) -> None:
         if stream.wanted and not (self._gave_up and not stream.to_file):
@@ -328,7 +342,7 @@ class Pump:
     def _look_again_at(self, stream: Stream) -> None:
         try:
             self._attach(stream)
-        except OSError:  # there is no watch left, or the folder is gone: what is there is shown at the end
+        except OSError:  # the folder is gone: what is there is shown at the end
             self._grown(stream)
 
     def _follow_rotation(self, watch: int) -> None:
@@ -340,7 +354,8 @@ class Pump:
                 self._watches[watch].remove(stream)
                 self._look_again_at(stream)
                 continue
-            except OSError:  # there is no watch left: what is there is read to the end all the same
+            except OSError as error:
+                self._go_blind(error)
                 continue
             if new != watch:
                 self._watches[watch].remove(stream)
