@@ -7,11 +7,13 @@ import gzip
 import os
 import random
 import shutil
+import stat
 from typing import TYPE_CHECKING
 
 import pytest
 
 from phalanx._core.follower import Follower, last_lines
+from phalanx._core.growth import Growth
 from phalanx._core.set_aside import NEWEST, Packed, aside, numbers
 from tests.pump_tools import append
 
@@ -66,7 +68,7 @@ def read_on(follower: Follower, size: int = 4096) -> bytes:
 def test_their_names(tmp_path: Path) -> None:
     path = tmp_path / "log"
     for name in ("log", "log.2", "log.10", "log.3.gz", "log.3", "log.4.gz", "log.0", "log.01", "log.gz", "log.5.gz.new",
-                 "log.new", "log.-1", "log.²", "logs.6", "other.7"):  # fmt: skip
+                 "log.new", "log.-1", "log.²", "logs.6", "other.7", "log.20261120"):  # fmt: skip
         (tmp_path / name).touch()
     assert [(number, os.path.basename(name)) for number, name in numbers(str(path)).items()] == [
         (2, "log.2"), (3, "log.3"), (4, "log.4.gz"), (10, "log.10")
@@ -175,6 +177,41 @@ def test_a_name_that_leads_nowhere(tmp_path: Path) -> None:
     os.symlink("nowhere", f"{path}.3")
     with followed(path) as it:
         assert read_on(it) == b"file 1\nfile 2\nnewest\n"
+
+
+@pytest.mark.parametrize("end", [".3", ".3.gz"])
+@pytest.mark.parametrize("what", ["folder", "pipe", "socket", "loop"])
+def test_something_else_that_is_called_so(tmp_path: Path, what: str, end: str) -> None:
+    path = tmp_path / "log"
+    filled(path)
+    os.unlink(f"{path}.3")
+    name = f"{path}{end}"
+    if what == "folder":
+        os.mkdir(name)
+    elif what == "pipe":
+        os.mkfifo(name)
+    elif what == "socket":
+        os.mknod(name, stat.S_IFSOCK | 0o600)
+    else:
+        os.symlink(name, name)
+    with followed(path) as it:
+        assert read_on(it, 3) == b"file 1\nfile 2\nfile 4\nfile 5\nnewest\n"
+    growth = Growth(str(path), rotates=True)
+    assert growth.look() == [(0, 0), *((number, 7) for number in (1, 2, 4, 5)), (NEWEST, 7)]
+
+
+def test_a_copy_with_a_date(tmp_path: Path) -> None:
+    """It is none of the log's files: those that come are no older than it."""
+    path = tmp_path / "log"
+    filled(path, 2)
+    with followed(path) as it:
+        assert read_on(it) == b"file 1\nfile 2\nnewest\n"
+        shutil.copy(path, f"{path}.20261120")
+        for number in range(3, 6):
+            rotate(path, number)
+            append(str(path), b"after %d\n" % number)
+            it.close()
+        assert read_on(it) == b"after 3\nafter 4\nafter 5\n"
 
 
 def test_reading_up_to_a_number(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 Of a log ``path``, the file that was set aside as the N-th is ``path.N``, and once it is compressed ``path.N.gz`` (gzip,
 RFC 1952). That one is whole as soon as it has its name, it keeps the time of its last change, and only then is the
 plain one removed. Numbers begin at 1 and rise; any of them may be missing, for old files are removed. What stands in
-``path`` itself is newer than all of them.
+``path`` itself is newer than all of them. What has a date for a number (``path.20261120``) is none of them, nor is what
+is no regular file.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ PACKED = ".gz"
 """What the name of a compressed file ends in."""
 
 _CHUNK = 64 * 1024
+_DIGITS = 7  # of a number; dates have more
+_NO_FILE = (errno.ENOENT, errno.ELOOP, errno.ENXIO)  # a link to itself, a socket
 _SIZE = 4  # bytes at the end of a gzip file: what it holds, modulo 2**32
 
 
@@ -41,7 +44,7 @@ def numbers(path: str) -> dict[int, str]:
     for entry in entries:
         if entry.startswith(name) and entry[start - 1 : start] == ".":
             digits = entry[start:].removesuffix(PACKED)
-            if digits.isascii() and digits.isdecimal() and digits[0] != "0":
+            if digits.isascii() and digits.isdecimal() and digits[0] != "0" and len(digits) <= _DIGITS:
                 number, packed = int(digits), entry.endswith(PACKED)
                 if not packed or number not in found:
                     found[number] = f"{path}.{digits}{PACKED * packed}"
@@ -66,11 +69,21 @@ def is_there(path: str, number: int) -> bool:
 
 
 def open_numbered(path: str, number: int) -> tuple[int, bool]:
-    """Open a number's file. Returns the descriptor, and whether it is compressed. Raises OSError."""
-    try:
-        return os.open(f"{path}.{number}", READ), False
-    except FileNotFoundError:  # compressed, perhaps just now
-        return os.open(f"{path}.{number}{PACKED}", READ), True
+    """Open a number's file. Returns the descriptor, and whether it is compressed.
+
+    Raises OSError: FileNotFoundError also where something else has its name.
+    """
+    for name, packed in ((f"{path}.{number}", False), (f"{path}.{number}{PACKED}", True)):
+        try:
+            fd = os.open(name, READ)
+        except OSError as error:
+            if error.errno not in _NO_FILE:
+                raise
+            continue  # compressed, perhaps just now
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return fd, packed
+        os.close(fd)
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{path}.{number}")
 
 
 def identity(found: os.stat_result) -> tuple[int, int]:
