@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import deque
 
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
     from phalanx._core.follower import Follower
 
 _CHUNK = 256 * 1024
-_MOST_OPEN = 128  # descriptors; further files are opened anew
+_MOST_OPEN = 128  # descriptors, or a quarter of what may be open; further files are opened anew
+_NONE_LEFT = (errno.EMFILE, errno.ENFILE)
 _VOID = -1  # the number of what is in no file any more
 _MODULO = 1 << 32  # of the size that a compressed file tells
 
@@ -31,11 +33,14 @@ def merge(followers: Mapping[int, Follower], path: str) -> Iterator[tuple[float,
     Yields:
         The time (seconds since the epoch), the stream, and what it grew by then. In the order of writing: times go back
         where the wall clock did.
+
+    Raises OSError: there is no descriptor left. What is not there, or no file, is passed over.
     """
     data = timeline.load(path)
     courses = _courses(data, followers)
     buffer = bytearray(_CHUNK)
     used: dict[Follower, None] = {}  # the latest last
+    most_open = min(_MOST_OPEN, os.sysconf("SC_OPEN_MAX") // 4)
     for time, kind, stream, value in timeline.records(data):
         course = courses.get(stream)
         if course is None:
@@ -44,7 +49,7 @@ def merge(followers: Mapping[int, Follower], path: str) -> Iterator[tuple[float,
             yield time, stream, bytes(memoryview(buffer)[:count])
         used.pop(course.follower, None)
         used[course.follower] = None
-        if len(used) > _MOST_OPEN:
+        if len(used) > most_open:
             oldest = next(iter(used))
             del used[oldest]
             oldest.close()
@@ -125,7 +130,8 @@ class _Course:
         try:
             self.follower.open()
             return self.follower.held() < noted < _MODULO
-        except OSError:
+        except OSError as error:
+            _pass_over(error)
             return False
 
     def _read_of_part(self, buffer: memoryview) -> int:
@@ -139,7 +145,8 @@ class _Course:
             if self._in not in (NEWEST, follower.number):  # that file was removed
                 return 0
             return follower.read_here(buffer)
-        except OSError:  # not there
+        except OSError as error:
+            _pass_over(error)
             return 0
 
     def _to_end(self, buffer: bytearray, number: int) -> Iterator[int]:
@@ -151,8 +158,15 @@ class _Course:
 def _read(follower: Follower, buffer: bytearray, last: int = NEWEST) -> int:
     try:
         return follower.read(buffer, last)
-    except OSError:  # not there
+    except OSError as error:
+        _pass_over(error)
         return 0
+
+
+def _pass_over(error: OSError) -> None:
+    """A file is not there, mostly; but no line is left out because we have no descriptor for it. Raises ``error``."""
+    if error.errno in _NONE_LEFT:
+        raise error
 
 
 def _changed(path: str) -> float:

@@ -22,10 +22,13 @@ The first version, `phalanx1`, had no such records: its growths are those of all
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
 import struct
 
 from phalanx._core import clock
-from phalanx._core.set_aside import NEWEST
+from phalanx._core.set_aside import NEWEST, READ
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -154,11 +157,19 @@ class Timeline:
 def load(path: str) -> bytes:
     """The content of one as it is now; nothing if it is missing, or none."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=_open) as file:
             data = file.read()
     except OSError:
         return b""
     return data if len(data) >= HEAD.size and data.startswith((MAGIC, FIRST)) else b""
+
+
+def _open(path: str, _flags: int) -> int:
+    fd = os.open(path, READ)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)  # a pipe, a device: it may have no end
+    raise OSError(errno.EINVAL, "it is not a regular file", path)
 
 
 def records(data: bytes) -> Iterator[tuple[float, int, int, int]]:

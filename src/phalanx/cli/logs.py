@@ -6,6 +6,7 @@ Owns the options and which files they mean. Merging, following and showing are t
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import re
@@ -22,6 +23,7 @@ from phalanx._core.last import LastLines
 from phalanx._core.loop import Loop
 from phalanx._core.merge import merge
 from phalanx._core.pump import Pump, Stream
+from phalanx._core.set_aside import aside
 from phalanx._core.view import Lane
 from phalanx.cli._command import SETTINGS, Command
 from phalanx.cli._following import Following
@@ -81,7 +83,7 @@ def _names(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list
 @click.option(
     "-n",
     "--lines",
-    type=click.IntRange(min=0),
+    type=click.IntRange(min=0, max=sys.maxsize),
     metavar="N",
     help="Only the last N lines of what there is; with -f, and what comes.",
 )
@@ -173,13 +175,15 @@ def _refusal(error: OSError) -> click.ClickException:
 
 def _attempts(run_dir: str) -> dict[int, str]:
     """The folders of a run's attempts. A folder of ranks alone (the older layout) is attempt 0."""
-    names = os.listdir(run_dir)
-    attempts = {
-        int(number): os.path.join(run_dir, name)
-        for name in names
-        if name.startswith("attempt_") and (number := name.removeprefix("attempt_")).isdecimal()
-    }
-    return attempts or ({0: run_dir} if any(name.isdecimal() for name in names) else {})
+    attempts = {number: f"{run_dir}/attempt_{number}" for number in _numbered(run_dir, "attempt_")}
+    return attempts or ({0: run_dir} if _numbered(run_dir) else {})
+
+
+def _numbered(folder: str, prefix: str = "") -> list[int]:
+    """The numbers of the folders that are called as ours are: not ``03``, and no files. Raises OSError."""
+    digits = [name.removeprefix(prefix) for name in os.listdir(folder) if name.startswith(prefix)]
+    numbers = [int(text) for text in digits if text.isdecimal() and text == str(int(text))]
+    return [number for number in numbers if os.path.isdir(f"{folder}/{prefix}{number}")]
 
 
 class _Reader:
@@ -213,8 +217,9 @@ class _Reader:
         self._console = console
         self._streams = streams
         self._envs = _envs(found, attempt, folder)
-        for rank in self._envs:
-            os.listdir(os.path.join(folder, str(rank)))
+        for rank, env in self._envs.items():
+            wanted = console.ranks is None or int(env["RANK"]) in console.ranks
+            _check(os.path.join(folder, str(rank)), streams if wanted else ())
         unknown = sorted((console.ranks or frozenset()) - {int(env["RANK"]) for env in self._envs.values()})
         if unknown and not self._follows:  # else they may come
             raise click.UsageError(f"--ranks: this run has no rank {', '.join(map(str, unknown))}")
@@ -387,10 +392,19 @@ class _Reader:
                             yield Stream(follower, [(self._view, lane)])
 
 
+def _check(folder: str, streams: tuple[str, ...]) -> None:
+    """Raises OSError: what is in a rank's folder is not for us to read."""
+    os.listdir(folder)
+    for path in [os.path.join(folder, f"{name}.log") for name in streams]:
+        for name in (*aside(path), path):
+            if os.path.exists(name) and not os.access(name, os.R_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
+
+
 def _envs(found: RunDir, attempt: int, folder: str) -> dict[int, dict[str, str]]:
     """What is known of each rank, by local rank: those that have a folder. Raises OSError."""
     try:
-        ranks = {int(name): int(name) for name in os.listdir(folder) if name.isdecimal()}
+        ranks = {rank: rank for rank in _numbered(folder)}
     except FileNotFoundError:  # it will appear
         return {}
     for known in found.run.attempts if found.run is not None else ():
