@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from phalanx._core.set_aside import aside
-from phalanx._core.timeline import CUT
+from phalanx._core.timeline import CUT, Timeline
 from phalanx._core.timeline import read as read_timeline
-from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
+from phalanx.cli.logs import _Reader
+from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, Std, start_processes
+from phalanx.multiprocessing._runs import resolve
 from tests.helpers import Gate
 from tests.screen import Emulator
 from tests.test_log_options import start_sh
@@ -400,6 +402,71 @@ def test_more_files_than_may_be_open(place: Place) -> None:
     assert sorted(line.split("] ")[1] for line in found.out.splitlines()) == sorted(f"of {n}" for n in range(150))
 
 
+@pytest.mark.parametrize("limit", [24, 60])
+def test_few_descriptors(place: Place, limit: int) -> None:
+    """Every line is there, and in its place."""
+    attempt = place.logs / "many_x" / "attempt_0"
+    attempt.mkdir(parents=True)
+    times = Timeline(str(attempt / "timeline"))
+    for turn in range(2):
+        for rank in range(70):
+            path = attempt / str(rank) / "stdout.log"
+            path.parent.mkdir(exist_ok=True)
+            with open(path, "a") as file:
+                file.write(f"{turn}\n")
+            times.note(2 * rank, path.stat().st_size)
+    times.close()
+    found = logs(place, "--color", "never", head=("sh", "-c", f'ulimit -n {limit}; "$@"', "sh"))
+    assert (found.status, found.err) == (0, "")
+    assert [line.split() for line in found.out.replace("[ ", "[").splitlines()] == [
+        [f"[{rank}]", str(turn)] for turn in range(2) for rank in range(70)
+    ]
+
+
+def test_files_and_folders_called_nearly_like_ours(place: Place) -> None:
+    folder = sh(place, "echo x", n=2)
+    for name in ("attempt_9", "attempt_0/7", "attempt_0/stdout.log"):
+        (folder / name).touch()
+    for name in ("attempt_05", "attempt_0/03", "attempt_0/\u0663"):
+        (folder / name).mkdir()
+    assert sorted(lines(place)) == ["[0] x", "[1] x"]
+
+
+@pytest.mark.parametrize("name", ["timeline", "0/stdout.log", "0/stderr.log"])
+def test_a_pipe_in_the_place_of_a_file(place: Place, name: str) -> None:
+    """Nobody writes to it, and nobody waits for that."""
+    folder = sh(place, "echo x", n=2)
+    path = folder / "attempt_0" / name
+    path.unlink()
+    os.mkfifo(path)
+    assert sorted(lines(place)) == ["[0] x"] * (name != "0/stdout.log") + ["[1] x"]
+
+
+@pytest.mark.parametrize("name", ["stdout.log", "stdout.log.1", "stdout.log.2.gz"])
+def test_a_file_that_is_not_ours_to_read(place: Place, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is said. Nothing is shown as if it were all."""
+    folder = sh(place, "echo x", n=2)
+    path = folder / "attempt_0" / "1" / name
+    path.touch()
+    found = resolve(str(place.logs))
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda which, mode: which != str(path) and access(which, mode))
+    attempt = str(folder / "attempt_0")
+    with pytest.raises(PermissionError, match=f"/1/{name}'"):
+        _Reader(found, 0, attempt, ConsoleSpecs())
+    _Reader(found, 0, attempt, ConsoleSpecs(ranks={0})).close()
+    _Reader(found, 0, attempt, ConsoleSpecs(), ("stderr",)).close()
+
+
+@pytest.mark.parametrize("number", [2**63, 10**30])
+def test_more_lines_than_there_can_be(place: Place, number: int) -> None:
+    sh(place, "echo x")
+    assert lines(place, "-n", 2**63 - 1) == ["[0] x"]
+    found = logs(place, "-n", number)
+    assert found.status == 2
+    assert "Invalid value for '-n' / '--lines'" in found.err
+
+
 def test_a_run_of_the_library(place: Place) -> None:
     """There is no run.json."""
     place.logs.mkdir()
@@ -726,6 +793,57 @@ def test_a_folder_of_another_machine(place: Place) -> None:
         assert follower.read_until("z\n", "stdout") == "[1] z\n"
         shutil.rmtree(folder)
         assert follower.end() == (1, "", f"Error: {folder}: the folder of this run is not there any more\n")
+
+
+NONE_LEFT = """
+import errno, os, sys
+from phalanx._core import linux
+def refuse(*args):
+    raise OSError(number, os.strerror(number))
+call, number = ("inotify", errno.EMFILE) if sys.argv[1] == "instance" else ("inotify_add", errno.ENOSPC)
+setattr(linux, call, refuse)
+sys.argv[:] = ["phalanx", *sys.argv[2:]]
+from phalanx.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("what", ["instance", "watch"])
+def test_following_where_no_inotify_is_left(place: Place, what: str) -> None:
+    """Files, ranks and the end are seen by looking."""
+    folder = place.logs / "old_x"
+    path = folder / "attempt_0" / "0" / "stdout.log"
+    path.parent.mkdir(parents=True)
+    path.write_text("x\n")
+    argv = [PYTHON, "-c", NONE_LEFT, what, "logs", "--log-dir", str(place.logs), "-f"]
+    with Launcher(argv, cwd=place.folder, env=place.env) as follower:
+        follower.read_until("x\n", "stdout")
+        said = follower.read_until("\n")
+        assert said.endswith(": log files are looked at 10 times a second\n")
+        with open(path, "a") as file:
+            file.write("y\n")
+        assert follower.read_until("y\n", "stdout") == "[0] y\n"
+        (folder / "attempt_0" / "1").mkdir()
+        (folder / "attempt_0" / "1" / "stderr.log").write_text("z\n")
+        assert follower.read_until("z\n", "stdout") == "[1] z\n"
+        shutil.rmtree(folder)
+        assert follower.end() == (1, "", f"Error: {folder}: the folder of this run is not there any more\n")
+
+
+@pytest.mark.parametrize("what", ["link", "folder"])
+def test_following_ends_when_the_folder_goes_that_a_link_leads_to(place: Place, what: str) -> None:
+    folder, link = place.folder / "elsewhere" / "run", place.folder / "latest"
+    path = folder / "attempt_0" / "0" / "stdout.log"
+    path.parent.mkdir(parents=True)
+    path.write_text("x\n")
+    link.symlink_to(folder)
+    with reader(place, "-f", "./latest") as follower:
+        follower.read_until("x\n", "stdout")
+        with open(path, "a") as file:
+            file.write("y\n")
+        follower.read_until("y\n", "stdout")
+        os.rename(link if what == "link" else folder, place.folder / "away")
+        assert follower.end().status == 1
 
 
 def test_help_says_what_it_does(place: Place) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 
 from phalanx._core import linux
@@ -21,8 +22,9 @@ GOES_ON = ("running", "unreadable", "unknown")
 starting, it comes."""
 
 AGAIN = 1.0
-"""Seconds between two looks at a folder of another machine. Its kernel tells us nothing (inotify(7))."""
+"""Seconds between two looks at a folder of another machine, or where there is no inotify to be had (inotify(7))."""
 
+_NONE_LEFT = (errno.ENOSPC, errno.ENOMEM)
 _APPEARS = linux.IN_CREATE | linux.IN_MOVED_TO
 _GOES = linux.IN_DELETE | linux.IN_MOVED_FROM  # told of by the folder above: one that is open somewhere tells late
 
@@ -54,14 +56,20 @@ class Following:
         self._appeared = appeared
         self._again = again
         self._over = over
-        self._ended = False
+        self._ended = self._blind = False
         self._notify = self._launcher = -1
 
     def open(self) -> None:
-        """Begin. Raises OSError."""
-        self._notify = linux.inotify()
-        self._loop.watch(self._notify, self._on_change)
-        self._watch(os.path.dirname(self._path), _GOES)
+        """Begin."""
+        try:
+            self._notify = linux.inotify()
+        except OSError:
+            self._look_on()
+        else:
+            self._loop.watch(self._notify, self._on_change)
+        real = os.path.realpath(self._path)  # of a link, either can go
+        for above in dict.fromkeys((os.path.dirname(self._path), os.path.dirname(real))):
+            self._watch(above, _GOES)
         self._watch(self._path, _APPEARS)
         found = self._look()
         elsewhere = found.run is None or found.run.host != os.uname().nodename
@@ -70,7 +78,7 @@ class Following:
                 "phalanx: the logs are on a network file system, which does not tell what other machines write: "
                 f"they are looked at every {AGAIN:g} s"
             )
-            self._loop.after(AGAIN, self._look_again)
+            self._look_on()
 
     def close(self) -> None:
         """Give every descriptor back. Idempotent."""
@@ -82,13 +90,23 @@ class Following:
         self._notify = self._launcher = -1
 
     def _watch(self, path: str, mask: int) -> None:
-        with contextlib.suppress(OSError):  # gone, which the next look sees; or no watch is left
-            linux.inotify_add(self._notify, path, mask)
+        if self._notify >= 0:
+            try:
+                linux.inotify_add(self._notify, path, mask)
+            except OSError as error:
+                if error.errno in _NONE_LEFT:  # else it is gone, which the next look sees
+                    self._look_on()
 
     def _on_change(self, _events: int) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self._notify, 65536)
         self._look()
+
+    def _look_on(self) -> None:
+        """Look again and again: nobody tells us of all that happens."""
+        if not self._blind:
+            self._blind = True
+            self._loop.after(AGAIN, self._look_again)
 
     def _look_again(self) -> None:
         if not self._ended:
@@ -111,7 +129,7 @@ class Following:
         return found
 
     def _watch_launcher(self, pid: int) -> None:
-        with contextlib.suppress(OSError):  # of another machine, or gone
+        with contextlib.suppress(OSError, OverflowError):  # of another machine, or gone; or no pid at all
             self._launcher = os.pidfd_open(pid)
             self._loop.watch(self._launcher, self._on_launcher)
 
