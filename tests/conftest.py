@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 import tempfile
 from typing import TYPE_CHECKING
@@ -27,8 +28,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the leak checks as a plugin: fixtures of a conftest would not reach the doctests under src.
 
     Signals that whoever started us ignores (nohup, a shell's ``&``) are as usual: every process of the tests would
-    inherit that, and many are signalled.
+    inherit that, and many are signalled. Colours and sizes that somebody wishes for a terminal (FORCE_COLOR, COLUMNS)
+    are not wished for what the tests look at; those of colours and sizes set them.
     """
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES"):
+        os.environ.pop(name, None)
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
