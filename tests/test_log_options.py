@@ -209,6 +209,7 @@ LETTERS = "for it in a1 A2 b1 c d noise b2 e; do echo $it; done"
         (["--grep", "b", "-B", 1], "A2 b1 -- noise b2"),
         (["--grep", "b", "-A", 1], "b1 c -- b2 e"),
         (["--grep", "b", "-C", 1, "-A", 0], "A2 b1 -- noise b2"),
+        (["--grep", "b", "-C", 1, "-B", 0], "b1 c -- b2 e"),
         (["--grep", "A", "--before-context", 3], "a1 A2"),
         (["--grep", "d", "--context", 9], "a1 A2 b1 c d noise b2 e"),
     ],

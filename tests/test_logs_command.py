@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from phalanx._core import linux
 from phalanx._core.set_aside import aside
 from phalanx._core.timeline import CUT, Timeline
 from phalanx._core.timeline import read as read_timeline
@@ -759,6 +760,16 @@ def test_a_rank_that_is_not_there_yet(place: Place) -> None:
         assert follower.read_until("y\n", "stdout") == "[1] y\n"
         shutil.rmtree(folder.parent)
         assert follower.end().status == 1
+
+
+def test_a_file_system_of_a_network_is_known_by_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    number = subprocess.run(
+        ["stat", "-f", "-c", "%t", str(tmp_path)], check=True, capture_output=True, text=True
+    ).stdout
+    monkeypatch.setattr(linux, "_OF_NETWORKS", {int(number, 16): "this one"})
+    assert linux.is_of_network(str(tmp_path))
+    assert not linux.is_of_network("/proc")
+    assert not linux.is_of_network(str(tmp_path / "missing"))
 
 
 BLIND = """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._core import clock, timeline
+from phalanx._core import clock, set_aside, timeline
 from phalanx._core.clock import FakeClock
 from phalanx._core.follower import Follower
 from phalanx._core.growth import Growth
@@ -154,6 +154,33 @@ def test_rotated_files_that_are_there_have_their_own_times(
     assert merged(times, path) == [(at, stream, line) for at, stream, line in said]
 
 
+def test_a_compressed_file_that_is_larger_than_it_tells(
+    tmp_path: Path, time: FakeClock, times: Timeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It tells its size modulo 4 GiB: here, 16 bytes."""
+
+    def held(fd: int, *, packed: bool) -> int:
+        size = set_aside.held(fd, packed=packed)
+        return size % 16 if packed else size
+
+    for name in ("growth", "follower"):
+        monkeypatch.setattr(f"phalanx._core.{name}.held", held)
+    for name in ("growth", "merge"):
+        monkeypatch.setattr(f"phalanx._core.{name}._MODULO", 16)
+    path = tmp_path / "log"
+    path.touch()
+    growth = Growth(str(path), rotates=True)
+    for number, text in enumerate((b"", b"of more than 16 bytes\n", b"new\n")):
+        time.advance(1)
+        if number == 2:
+            rotate(path, 1)
+            compress(path, 1)
+        append(str(path), text)
+        for file, size in growth.look():
+            times.note(0, size, file)
+    assert merged(times, path) == [(2.0, 0, b"of more than 16 bytes\n"), (3.0, 0, b"new\n")]
+
+
 def test_a_step_of_the_wall_clock(time: FakeClock, wall: Wall, times: Timeline) -> None:
     expected = []
     for number, step in enumerate((0.0, 3600.0, -86400.0, 0.5, APART / 2, APART, -5.0)):
@@ -282,6 +309,28 @@ def test_looks_at_a_log_that_is_rotated(tmp_path: Path) -> None:
     rotate(path, 8)
     os.unlink(f"{path}.8")
     assert growth.look() == [(8, 35), (NEWEST, 0)]
+
+
+@pytest.mark.parametrize("tells", ["the folder", "the size"])
+def test_a_look_at_a_new_file_that_has_the_inode_of_an_old_one(tmp_path: Path, tells: str) -> None:
+    """The folder's time tells; or the size, should the clock of the file system not have gone on."""
+    folder = tmp_path / "rank"
+    folder.mkdir()
+    path, inode = folder / "log", tmp_path / "inode"
+    append(str(path), b"one\n")
+    os.utime(folder, ns=(0, 0))
+    growth = Growth(str(path), rotates=True)
+    growth.look()
+    os.link(path, inode)
+    rotate(path, 1)
+    append(str(path), b"second\n")
+    rotate(path, 2)
+    os.unlink(f"{path}.1")
+    inode.write_bytes(b"longer\n" if tells == "the folder" else b"3\n")
+    os.replace(inode, path)
+    if tells == "the size":
+        os.utime(folder, ns=(0, 0))
+    assert growth.look() == [(1, 4), (2, 7), (NEWEST, path.stat().st_size)]
 
 
 def test_a_look_at_a_rotation_that_was_tried_twice(tmp_path: Path) -> None:
