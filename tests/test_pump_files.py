@@ -27,7 +27,7 @@ from phalanx._core.set_aside import aside
 from phalanx._core.sink import Sink
 from phalanx._core.surface import Paper, Screen
 from phalanx._core.timeline import GREW, Timeline
-from phalanx._core.view import Text, View
+from phalanx._core.view import Json, Text, View
 from tests.pump_tools import Memory, Rotated, append, lane, read_all, rig, until
 from tests.screen import Emulator
 
@@ -739,33 +739,52 @@ def test_a_console_that_stops_and_goes_on(tmp_path: Path, pipe: tuple[int, int])
 def test_what_was_not_shown_is_said(
     tmp_path: Path, pipe: tuple[int, int], capfd: pytest.CaptureFixture[str], prefix: str
 ) -> None:
-    """Each line is either read by somebody, or counted: also the one that was cut."""
+    """Each line is either read by somebody, or counted: also the one that was cut. The file's name is not obeyed."""
     reader, writer = pipe
-    path = tmp_path / "log"
+    path = tmp_path / "log\033[2J"
     path.write_bytes(b"a line of some length, more or less\n" * 50_000)
     with rig([str(path)], writer, drain=0.05, prefix=prefix) as it:
         it.finish()
     os.close(writer)
     got = read_all(reader)
-    said = re.fullmatch(rf"phalanx: … ([\d,]+) more lines in {path}\n", capfd.readouterr().err)
+    said = re.fullmatch(rf"phalanx: … ([\d,]+) more lines in {tmp_path}/log\\x1b\[2J\n", capfd.readouterr().err)
     assert said is not None
     assert "," in said[1]
     assert int(said[1].replace(",", "")) + got.count(b"\n") == 50_000
 
 
-@pytest.mark.parametrize("folded", [False, True])
-def test_a_turn_takes_so_much_that_others_need_not_wait(tmp_path: Path, folded: bool) -> None:
+def test_a_file_of_ours_is_complete_though_who_reads_is_given_up(
+    tmp_path: Path, loop: Loop, pipe: tuple[int, int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    path, chosen = tmp_path / "log", tmp_path / "chosen"
+    path.write_bytes(b"a line\n" * 500_000)
+    views = [View(Paper(Sink(target)), Text()) for target in (pipe[1], str(chosen))]
+    streams = [Stream(Follower(str(path)), [(view, lane())]) for view in views]
+    pump = Pump(streams, views, drain=0.0)
+    ends: list[bool] = []
+    try:
+        pump.open(loop)
+        pump.finish(lambda: ends.append(True))
+        until(loop, lambda: bool(ends))
+    finally:
+        pump.close()
+    assert chosen.read_bytes() == b"[0] a line\n" * 500_000
+    assert re.fullmatch(rf"phalanx: … [\d,]+ more lines in {path}\n", capfd.readouterr().err)
+
+
+@pytest.mark.parametrize("how,size", [("text", sink.TURN), ("json", 64 * 1024), ("folded", 16 * 1024)])
+def test_a_turn_takes_so_much_that_others_need_not_wait(tmp_path: Path, how: str, size: int) -> None:
     """What is done line by line takes time, and every byte may be a line."""
     path = tmp_path / "log"
     path.write_bytes(b"\n" * (1 << 20))
     memory = Memory()
     memory.turn = sink.TURN
-    shows = View(Paper(memory), Text())
-    if folded:
+    shows = View(Paper(memory), Json() if how == "json" else Text())
+    if how == "folded":
         shows.fold_into(Fold(lambda lanes, line: memory.write((line,), lanes[0]), {"stdout": 2}))
     stream = Stream(Follower(str(path)), [(shows, lane())])
     assert stream.step(bytearray(sink.TURN))
-    assert stream.follower.offset == (16 * 1024 if folded else sink.TURN)
+    assert stream.follower.offset == size
     stream.follower.close()
 
 

@@ -494,6 +494,7 @@ class Pump:
         self._say_what_is_missing()
         if self._gave_up:
             self._leave()
+            return
         self._gave_up = True
         self._dirty = {stream: None for stream in self._dirty if stream.to_file}
         self._until = self._stuck = now + STUCK
