@@ -41,11 +41,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def buffering() -> dict[str, str]:
+    """The environment without PYTHONUNBUFFERED, which would leave the C library nothing to flush."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+
 def program(text: str, *, way: str = 'exec "$@"') -> Done:
     argv = ["sh", "-c", way, "sh", sys.executable, "-c", HEAD + dedent(text)]
-    # PYTHONUNBUFFERED unbuffers the C library's stdout, too: then there is nothing to flush.
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(argv, env=buffering(), capture_output=True, text=True, timeout=60, check=False)
     return Done(done.returncode, done.stdout, done.stderr)
 
 
@@ -248,7 +251,7 @@ def test_a_thread_that_waits_for_input_holds_nobody_up(folder: Path) -> None:
         """)
     with terminal() as (ours, theirs):
         argv = [sys.executable, "-c", code]
-        with subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        with subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, env=buffering()) as process:
             os.close(theirs)
             try:
                 read_until(ours, "restored")
@@ -257,8 +260,21 @@ def test_a_thread_that_waits_for_input_holds_nobody_up(folder: Path) -> None:
             finally:
                 process.kill()
     for number in range(2):
-        assert (folder / f"out{number}").read_text().split() == ["python", "cchild"]
+        assert (folder / f"out{number}").read_text().split() == ["python", "childc"]
         assert (folder / f"err{number}").read_text() == ""
+
+
+def test_what_c_code_holds_back_of_stderr_lands_on_its_own_side(folder: Path) -> None:
+    done = program("""
+        stderr = ctypes.c_void_p.in_dll(libc, "stderr")
+        libc.setvbuf(stderr, None, 0, 4096)  # of itself it holds nothing back
+        libc.fputs(b"before ", stderr)
+        with redirect_stderr("file"):
+            libc.fputs(b"between", stderr)
+        libc.fputs(b"after", stderr)
+        """)
+    assert done == (0, "", "before after")
+    assert (folder / "file").read_text() == "between"
 
 
 def test_it_decorates_and_can_be_used_again(folder: Path) -> None:
