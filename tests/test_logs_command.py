@@ -251,6 +251,7 @@ def test_until(place: Place, ready: Ready, gate: Gate) -> None:
     assert lines(place, "--since", between.isoformat(), "--until", "2999-01-01") == ["[0] late"]
     refused(logs(place, "--until=tomorrow"), "--until", "expected how long ago")
     refused(logs(place, "-f", "--until", "1h"), "--follow and --until exclude each other")
+    refused(logs(place, "--since", "1h", "--until", "2h"), "--since, --until", "--until is the later one")
 
 
 @pytest.mark.parametrize("how", [": >", "truncate -s 0", "cp $LOG $LOG.1 && : >"])

@@ -126,6 +126,8 @@ def logs(
     console = console_specs(**shown)
     if follow and until is not None:
         raise click.UsageError("--follow and --until exclude each other: what comes is later")
+    if since is not None and until is not None and since >= until:
+        raise click.UsageError("--since, --until: there is no time between them; --until is the later one")
     try:
         found = resolve(log_dir or default_place(), run)
         starting = follow and found.state == "running"  # what is not there yet may come
