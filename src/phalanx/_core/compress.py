@@ -83,6 +83,7 @@ class Compressor:
                     self._copy(source, file)
                     os.fchmod(file, found.st_mode & 0o7777)
                     os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
+                    os.fsync(file)  # else a power cut could leave neither
                 finally:
                     os.close(file)
                 os.rename(unfinished, packed)

@@ -195,7 +195,9 @@ class Follower:
     def _own_number(self) -> int:
         """The number of the file that is open and over; one below all that come if it has none, for it was removed."""
         number = self.number
-        if number == NEWEST:
+        if number == NEWEST and self._is_at(self._at_least):  # mostly; a folder can be long
+            number = self._at_least
+        elif number == NEWEST:
             number = self._at_least - 1
             changed = os.fstat(self.fd).st_mtime_ns
             for other, name in numbers(self.path).items():
