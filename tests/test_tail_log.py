@@ -381,17 +381,18 @@ def test_a_folder_is_refused(tmp_path: Path, file: Path, console: Console) -> No
     "options", [{}, {"log_line_prefixes": {0: "[zero] "}}, {"log_line_filter": lambda s: "2" in s}]
 )
 def test_the_same_text_as_the_originals(tmp_path: Path, options: dict[str, Any]) -> None:
+    """The original's most complete one: it misses a file that is written just before the stop, once in 150 times."""
     from torch.distributed.elastic.multiprocessing import tail_log as original
 
     texts = []
-    for number, kind in enumerate((TailLog, original.TailLog)):
+    for number, kind in enumerate((TailLog, *[original.TailLog] * 5)):
         files = {rank: str(tmp_path / f"{number}-{rank}.log") for rank in range(2)}
-        for path in files.values():  # the original may miss a file that comes just before the stop
+        for path in files.values():
             open(path, "x").close()
         console = io.StringIO()
         shown_by(kind, files, console, b"line 1\nline 2\n\nline \xc3\xa9 2\n", **options)
         texts.append(sorted(console.getvalue().splitlines()))
-    assert texts[0] == texts[1]
+    assert texts[0] == max(texts[1:], key=len)
 
 
 def test_files_may_be_path_objects(file: Path, console: Console) -> None:
