@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from textwrap import dedent
@@ -285,6 +286,9 @@ def test_the_output_of_the_ranks_is_shown_in_the_cell(notebook: Notebook) -> Non
         "run(pow, (2, 3), nprocs=1)",  # the kernel forwards its descriptors when it comes to it
     )
     _, _, teed, both, echo, *plain = cells
+    for cell in (teed, both, echo):  # a kernel sets FORCE_COLOR, for cells show colours
+        assert "\033[36m[0]" in cell.out
+        cell.out, cell.err = (re.sub(r"\033\[\d+m", "", text) for text in (cell.out, cell.err))
     assert sorted(teed.out.splitlines()) == ["[0] to stdout, from 0", "[1] to stdout, from 1", "the end"]
     assert teed.out.splitlines()[-1] == "the end"
     assert sorted(teed.err.splitlines()) == ["[0] to stderr, from 0", "[1] to stderr, from 1"]
