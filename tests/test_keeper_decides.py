@@ -105,6 +105,10 @@ def launched(
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
         try:
             yield launcher
+        except AssertionError as error:
+            launcher.kill()
+            error.add_note(f"the launcher ({launcher.wait()}) said: {launcher.communicate()}")
+            raise
         finally:
             launcher.send_signal(signal.SIGCONT)
             launcher.kill()

@@ -26,7 +26,7 @@ from phalanx.timer import _file_client, _pipe, debug_info_logging
 from phalanx.timer._file import FileTimerClient, FileTimerRequest, FileTimerServer
 from phalanx.timer._victim import Exited, Refused, Victim, hang_of
 from tests.helpers import TIMEOUT, alive, wait_gone
-from tests.timer_workers import let_pass, wait_asleep
+from tests.timer_workers import let_pass, stop, wait_asleep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -1008,7 +1008,7 @@ def test_a_server_that_was_stopped_spares_who_was_in_time_and_strikes_who_was_no
     )
     with other_server(path, text=text) as server, Child(path) as prompt, Child(path) as late:
         assert line_of(server) == "up"
-        span = 1.5
+        span = 3.0
         prompt.do(f"client.acquire('s', time.time() + {span})")
         late.do(f"client.acquire('s', time.time() + {span})")
         start = clock.now()
@@ -1033,7 +1033,7 @@ def test_a_timer_that_was_taken_just_before_the_server_was_stopped_has_its_time(
     with other_server(path) as server, Child(path) as child:
         assert line_of(server) == "up"
         wait_asleep(server.pid)
-        os.kill(server.pid, signal.SIGSTOP)
+        stop(server.pid)
         child.do("client.acquire('s', time.time() + 1)")
         os.kill(child.pid, signal.SIGSTOP)
         let_pass(clock.now() + 1.5)

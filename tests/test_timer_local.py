@@ -427,7 +427,7 @@ def test_a_timer_that_was_taken_just_before_the_server_was_stopped_has_its_time(
     """The server's wait ends by the request, so it has not overrun, and the timer is over by then."""
     with hosted(mp_queue, ready, gate) as (pid, _), sleeper() as worker:
         timer_workers.wait_asleep(pid)
-        os.kill(pid, signal.SIGSTOP)
+        timer_workers.stop(pid)
         mp_queue.put(request(worker.pid, "s", 1))
         timer_workers.let_pass(clock.now() + 1.5)
         resumed = clock.now()

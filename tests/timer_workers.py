@@ -89,16 +89,23 @@ def _hang(client: Any) -> None:
 
 def wait_asleep(pid: int) -> None:
     """Return when every thread of a process waits for something: a server that has done what it was told of."""
-
-    def states() -> set[str]:
-        found = set()
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{task}/stat") as file:
-                found.add(file.read().rpartition(")")[2].split()[0])
-        return found
-
-    while states() != {"S"}:
+    while _states(pid) != {"S"}:
         os.sched_yield()
+
+
+def stop(pid: int) -> None:
+    """Stop a process, and return when every thread of it has stopped: until then one may take what comes."""
+    os.kill(pid, signal.SIGSTOP)
+    while _states(pid) != {"T"}:
+        os.sched_yield()
+
+
+def _states(pid: int) -> set[str]:
+    found = set()
+    for task in os.listdir(f"/proc/{pid}/task"):
+        with open(f"/proc/{pid}/task/{task}/stat") as file:
+            found.add(file.read().rpartition(")")[2].split()[0])
+    return found
 
 
 def let_pass(moment: float) -> None:
