@@ -785,6 +785,18 @@ main()
 """
 
 
+def goes_on_to_the_end(folder: Path, follower: Launcher) -> None:
+    """A file that grows, a rank that appears, and the folder's removal are seen."""
+    with open(folder / "attempt_0" / "0" / "stdout.log", "a") as file:
+        file.write("y\n")
+    assert follower.read_until("y\n", "stdout") == "[0] y\n"
+    (folder / "attempt_0" / "1").mkdir()
+    (folder / "attempt_0" / "1" / "stderr.log").write_text("z\n")
+    assert follower.read_until("z\n", "stdout") == "[1] z\n"
+    shutil.rmtree(folder)
+    assert follower.end() == (1, "", f"Error: {folder}: the folder of this run is not there any more\n")
+
+
 def test_a_folder_of_another_machine(place: Place) -> None:
     """Its kernel tells us nothing: files, ranks and the end are seen by looking."""
     folder = place.logs / "old_x"
@@ -797,14 +809,7 @@ def test_a_folder_of_another_machine(place: Place) -> None:
         follower.read_until("x\n", "stdout")
         said = follower.read_until("\n")
         assert said.endswith("they are looked at every 1 s\n")
-        with open(path, "a") as file:
-            file.write("y\n")
-        assert follower.read_until("y\n", "stdout") == "[0] y\n"
-        (folder / "attempt_0" / "1").mkdir()
-        (folder / "attempt_0" / "1" / "stderr.log").write_text("z\n")
-        assert follower.read_until("z\n", "stdout") == "[1] z\n"
-        shutil.rmtree(folder)
-        assert follower.end() == (1, "", f"Error: {folder}: the folder of this run is not there any more\n")
+        goes_on_to_the_end(folder, follower)
 
 
 NONE_LEFT = """
@@ -832,14 +837,7 @@ def test_following_where_no_inotify_is_left(place: Place, what: str) -> None:
         follower.read_until("x\n", "stdout")
         said = follower.read_until("\n")
         assert said.endswith(": log files are looked at 10 times a second\n")
-        with open(path, "a") as file:
-            file.write("y\n")
-        assert follower.read_until("y\n", "stdout") == "[0] y\n"
-        (folder / "attempt_0" / "1").mkdir()
-        (folder / "attempt_0" / "1" / "stderr.log").write_text("z\n")
-        assert follower.read_until("z\n", "stdout") == "[1] z\n"
-        shutil.rmtree(folder)
-        assert follower.end() == (1, "", f"Error: {folder}: the folder of this run is not there any more\n")
+        goes_on_to_the_end(folder, follower)
 
 
 @pytest.mark.parametrize("what", ["link", "folder"])

@@ -166,7 +166,7 @@ def test_a_compressed_file_that_is_larger_than_it_tells(
     for name in ("growth", "follower"):
         monkeypatch.setattr(f"phalanx._core.{name}.held", held)
     for name in ("growth", "merge"):
-        monkeypatch.setattr(f"phalanx._core.{name}._MODULO", 16)
+        monkeypatch.setattr(f"phalanx._core.{name}.MODULO", 16)
     path = tmp_path / "log"
     path.touch()
     growth = Growth(str(path), rotates=True)

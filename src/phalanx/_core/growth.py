@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 
-from phalanx._core.set_aside import NEWEST, held, identity, numbers, open_numbered
-
-_MODULO = 1 << 32  # of the size that a compressed file tells
+from phalanx._core.set_aside import MODULO, NEWEST, held, identity, numbers, open_numbered
 
 
 class Growth:
@@ -67,8 +65,8 @@ class Growth:
             if file == before:  # a rotation that was tried twice
                 continue
             before = file
-            if packed and self._size >= _MODULO:
-                size += (self._size - size + _MODULO - 1) // _MODULO * _MODULO
+            if packed and self._size >= MODULO:
+                size += (self._size - size + MODULO - 1) // MODULO * MODULO
             sizes.append((number, size))
             self._size = 0
         if known not in (None, newest):

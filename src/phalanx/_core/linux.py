@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import os
     import signal
     from collections.abc import Iterator
+    from typing import Any
 else:
     import _signal as signal  # the C half: `signal` builds enums for 3 ms
     import posix as os  # the C half: `os` itself takes 1 of the 13 ms in which a keeper gets up
@@ -68,6 +69,14 @@ _SIGACTION = 256  # bytes: more than struct sigaction has in any C library
 
 def sigaction(number: int) -> bytes:
     """What the kernel does on a signal, as a struct sigaction (sigaction(2)): also a handler that C code has set."""
+    buffer = _buffer(_SIGACTION)
+    if _libc("sigaction", number, None, buffer) != 0:
+        raise OSError(errno.EINVAL, f"sigaction({number})")
+    return bytes(buffer)
+
+
+def _buffer(size: int) -> Any:
+    """Bytes for the C library to write to."""
     try:
         from _ctypes import _SimpleCData
     except ImportError:
@@ -76,10 +85,7 @@ def sigaction(number: int) -> bytes:
     class Char(_SimpleCData):  # type: ignore[type-arg]  # c_char without `ctypes`: see `_libc`
         _type_ = "c"
 
-    buffer = (Char * _SIGACTION)()
-    if _libc("sigaction", number, None, buffer) != 0:
-        raise OSError(errno.EINVAL, f"sigaction({number})")
-    return bytes(buffer)
+    return (Char * size)()
 
 
 def set_sigaction(number: int, action: bytes) -> None:
@@ -156,15 +162,7 @@ _OF_NETWORKS = {  # the magic numbers of statfs(2) and linux/magic.h, and of tho
 
 def is_of_network(path: str) -> bool:
     """Whether a file may be on another machine's disk: then inotify tells only what this one does. False if unknown."""
-    try:
-        from _ctypes import _SimpleCData
-    except ImportError:
-        from ctypes import _SimpleCData
-
-    class Char(_SimpleCData):  # type: ignore[type-arg]  # c_char without `ctypes`: see `_libc`
-        _type_ = "c"
-
-    buffer = (Char * _STATFS)()
+    buffer = _buffer(_STATFS)
     if _libc("statfs", path.encode(*_FILE_NAMES), buffer) != 0:
         return False
     # Its first field, f_type, is a long; the numbers have 32 bits, and some a sign.

@@ -7,7 +7,7 @@ import os
 from collections import deque
 
 from phalanx._core import timeline
-from phalanx._core.set_aside import NEWEST
+from phalanx._core.set_aside import MODULO, NEWEST
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ _CHUNK = 256 * 1024
 _MOST_OPEN = 128  # descriptors, or a quarter of what may be open; further files are opened anew
 _NONE_LEFT = (errno.EMFILE, errno.ENFILE)
 _VOID = -1  # the number of what is in no file any more
-_MODULO = 1 << 32  # of the size that a compressed file tells
 
 
 def merge(followers: Mapping[int, Follower], path: str) -> Iterator[tuple[float, int, bytes]]:
@@ -129,7 +128,7 @@ class _Course:
     def _is_shorter(self, noted: int) -> bool:
         try:
             self.follower.open()
-            return self.follower.held() < noted < _MODULO
+            return self.follower.held() < noted < MODULO
         except OSError as error:
             _pass_over(error)
             return False

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 """How a log is opened. O_NONBLOCK: a FIFO would wait for its writer."""
 
+MODULO = 1 << 32
+"""Of the size that a compressed file tells."""
+
 NEWEST = 1 << 62
 """What stands for the number of ``path`` itself: it is above all others."""
 
@@ -29,7 +32,7 @@ PACKED = ".gz"
 _CHUNK = 64 * 1024
 _DIGITS = 7  # of a number; dates have more
 _NO_FILE = (errno.ENOENT, errno.ELOOP, errno.ENXIO)  # a link to itself, a socket
-_SIZE = 4  # bytes at the end of a gzip file: what it holds, modulo 2**32
+_SIZE = 4  # bytes at the end of a gzip file: what it holds, modulo `MODULO`
 
 
 def numbers(path: str) -> dict[int, str]:
