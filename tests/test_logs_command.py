@@ -436,12 +436,15 @@ def test_files_and_folders_called_nearly_like_ours(place: Place) -> None:
 
 @pytest.mark.parametrize("name", ["timeline", "0/stdout.log", "0/stderr.log"])
 def test_a_pipe_in_the_place_of_a_file(place: Place, name: str) -> None:
-    """Nobody writes to it, and nobody waits for that."""
+    """Nobody writes to it, and nobody waits for that. Of a log, it is said."""
     folder = sh(place, "echo x", n=2)
     path = folder / "attempt_0" / name
     path.unlink()
     os.mkfifo(path)
-    assert sorted(lines(place)) == ["[0] x"] * (name != "0/stdout.log") + ["[1] x"]
+    done = logs(place)
+    assert sorted(done.out.splitlines()) == ["[0] x"] * (name != "0/stdout.log") + ["[1] x"]
+    said = f"phalanx: {path} is not shown: it is not a regular file, but a FIFO\n"
+    assert (done.status, done.err) == (0, said if name != "timeline" else "")
 
 
 @pytest.mark.parametrize("name", ["stdout.log", "stdout.log.1", "stdout.log.2.gz"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import select
 
-from phalanx._core import clock, linux, starting
+from phalanx._core import clock, files, linux, starting
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -147,6 +147,8 @@ class Children:
                 self._loop.watch(worker.pidfd, lambda _events, each=worker: self._on_exit(each))  # type: ignore[misc]  # mypy has no type for it
         except OSError as error:
             doing = getattr(error, "doing", doing)  # what a child that was to place itself could not
+            if isinstance(error, files.UnfitError):
+                doing = f"{doing} ({error.strerror})"
             return rank, doing, error.errno or 0, linux.file_of(error)
         finally:
             for outputs in opened:

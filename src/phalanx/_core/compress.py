@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from _thread import allocate_lock, start_new_thread
 
+from phalanx._core import files
+from phalanx._core.files import write_all as _write
 from phalanx._core.set_aside import PACKED
 
 TYPE_CHECKING = False
@@ -71,13 +73,17 @@ class Compressor:
 
     def _compress(self, path: str, wanted: Callable[[], bool]) -> None:
         """Put ``path.gz`` in the place of ``path``, with its mode and time. Raises OSError, with nothing changed."""
-        source = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        source = files.opened(path)
         try:
             found = os.fstat(source)
             if found.st_nlink > 1:  # a rotation that was not brought to its end: it may yet grow under another name
                 return
             unfinished, packed = path + _UNFINISHED, path + PACKED
-            file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                os.unlink(unfinished)  # of one that was killed; or what somebody has put there
+            except FileNotFoundError:
+                pass
+            file = files.opened(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             try:
                 try:
                     self._copy(source, file)
@@ -110,9 +116,3 @@ class Compressor:
                 raise InterruptedError
             _write(file, packing.compress(data))
         _write(file, packing.flush())
-
-
-def _write(file: int, data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[os.write(file, left) :]

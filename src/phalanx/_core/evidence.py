@@ -3,8 +3,8 @@
 Owns the error file: its format, its writing as one step, and its reading without ever trusting it; and the
 files beside it that hold the Python stack after a fatal signal, and the stacks that somebody asked for. It refuses to
 know who reads them, what a rank is, and anything else of Phalanx: a worker loads this file by its path, in whatever
-Python it runs (3.8 or later), so it imports nothing but ``os``, ``time`` and ``faulthandler`` before something has gone
-wrong.
+Python it runs (3.8 or later), so it imports nothing but ``os``, ``time``, ``faulthandler`` and `files`, which is beside
+it, before something has gone wrong.
 
 The format is that of torch elastic, with keys of our own inside ``extraInfo``::
 
@@ -31,6 +31,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import TracebackType
     from typing import Any
+
+if TYPE_CHECKING or __package__:
+    from phalanx._core import files
+else:  # by its path; so is what is beside it
+    import sys
+
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    try:
+        import files
+    finally:
+        del sys.path[0]
 
 ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
 """The environment variable that names a worker's error file."""
@@ -64,7 +75,6 @@ _CHAIN = 100  # exceptions of a chain that are looked at
 _STACKS_HEAD = b"# stacks on signals "
 _STACKS_HEADER = _STACKS_HEAD + b"%d and %d, descriptor %d, process %d\n"
 _SIGNALS = 64  # the highest number of a signal
-_S_IFMT, _S_IFREG = 0o170000, 0o100000  # of inode(7): `stat` is not imported for them
 
 
 def describe(exc: BaseException) -> tuple[str, str]:
@@ -116,7 +126,8 @@ def write_error_file(
     one in a folder of others): in place, which takes more than a step.
 
     Args:
-        path: Where. A missing folder is made. A file that is there is replaced; of a link, the file that it leads to.
+        path: Where. A missing folder is made. A file that is there is replaced; of a link, the file that it leads to;
+            unless the link is neither ours nor root's, which is replaced itself.
         message: One line or more on what happened.
         py_callstack: The traceback as text; may be empty.
         monotonic_ns: When it happened, on CLOCK_MONOTONIC, in nanoseconds. Default: now.
@@ -150,10 +161,11 @@ def _encoded(value: Any) -> bytes:
 
 
 def _write(path: str, data: bytes) -> None:
-    if os.path.islink(path):  # it stays one
-        path = os.path.realpath(path)
+    path = files.target(path)  # a link of ours stays one
     try:
-        if os.stat(path).st_mode & _S_IFMT != _S_IFREG:
+        found = os.lstat(path)
+        what = files.kind(found.st_mode)
+        if what and (what != files.LINK or files.is_ours(found)):  # one of ours that is left is of /proc
             _write_in_place(path, data)
             return
     except FileNotFoundError:
@@ -167,15 +179,9 @@ def _write(path: str, data: bytes) -> None:
 
 
 def _write_in_place(path: str, data: bytes) -> None:
-    _write_all(os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY), data)
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    """Write to a descriptor, and close it."""
+    fd = files.opened(path, os.O_WRONLY | os.O_TRUNC, links=files.OWN_LINKS, regular=False)
     try:
-        left = memoryview(data)
-        while left:
-            left = left[os.write(fd, left) :]
+        files.write_all(fd, data)
     finally:
         os.close(fd)
 
@@ -186,14 +192,7 @@ def _replace(path: str, data: bytes) -> None:
     name = f".error.{os.getpid()}.{time.monotonic_ns()}.tmp"
     folder = os.path.dirname(path) or os.curdir
     os.makedirs(folder, exist_ok=True)  # it may not have been made yet, or have been removed since
-    temporary = os.path.join(folder, name)
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        _write_all(fd, data)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    files.replace(path, os.path.join(folder, name), data)
 
 
 def record(exc: BaseException, path: str | None = None, *, tb_text: str | None = None, left: bool = False) -> bool:
@@ -387,12 +386,12 @@ def _note_handled(path: str, noted: tuple[int, int]) -> None:
     """
     import json
 
-    fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    fd = files.opened(path, os.O_RDWR, links=files.OWN_LINKS)
     try:
         found = os.fstat(fd)
         if (found.st_ino, found.st_mtime_ns) != noted:
             return
-        raw = os.read(fd, found.st_size)
+        raw = files.pread(fd, READ_LIMIT)
         place = raw.find(_UNHANDLED)
         data = json.loads(raw.decode("utf-8", "replace"))
         if place >= 0 and written_by(data) == os.getpid() and not has_left(data):
@@ -442,7 +441,7 @@ def read(path: str, limit: int = READ_LIMIT) -> tuple[dict[str, Any] | None, str
     >>> read("/nowhere/error.json")
     (None, 'missing')
     >>> read("/")
-    (None, 'unreadable: it is not a regular file')
+    (None, 'unreadable: it is not a regular file, but a folder')
     """
     import json
 
@@ -758,19 +757,21 @@ def can_show_stacks(number: int) -> bool:
 def offered(data: bytes) -> tuple[int, int, int, int]:
     """What the last header in a `stacks_path` says: both signals, the descriptor, and the process; 0 (-1) for nothing.
 
-    The file is a worker's, who may have written anything: what is no signal's number counts as none.
+    The file is a worker's, who may have written anything: what is no signal's number counts as none, and what is not
+    all numbers (a negative descriptor) as nothing.
 
     >>> offered(b"# stacks on signals 52 and 53, descriptor 5, process 4242")
     (52, 53, 5, 4242)
+    >>> offered(b"# stacks on signals 15 and 15, descriptor -1, process 4242")
+    (0, 0, -1, 0)
     """
     start = data.rfind(b"\n" + _STACKS_HEAD) + 1
     if not data.startswith(_STACKS_HEAD, start):
         return 0, 0, -1, 0
     words = data[start + len(_STACKS_HEAD) : start + 200].split(b"\n", 1)[0].replace(b",", b"").split()
-    numbers = [int(word) if word.isdigit() and len(word) < 10 else 0 for word in words[0::2]]  # noqa: PLR2004 - of 32 bits at the most
-    if len(numbers) != 4:  # noqa: PLR2004 - as the header has
+    if not all(word.isdigit() and len(word) < 11 for word in words[0::2]) or len(words[0::2]) != 4:  # noqa: PLR2004 - of 32 bits at the most; and as the header has
         return 0, 0, -1, 0
-    first, second, fd, pid = numbers
+    first, second, fd, pid = map(int, words[0::2])
     return (first if first <= _SIGNALS else 0), (second if second <= _SIGNALS else 0), fd, pid
 
 
@@ -943,33 +944,19 @@ def _is_default(number: int) -> bool:
 
 def _open_to_append(path: str, more: int = 0) -> int:
     """Open a regular file, and make it and its folder if need be. Raises OSError; a FIFO it does not wait for."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | more
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | more
     try:
-        fd = os.open(path, flags, 0o666)
+        return files.opened(path, flags)
     except FileNotFoundError:
         if not path:
             raise
         os.makedirs(os.path.dirname(path) or os.curdir, exist_ok=True)
-        fd = os.open(path, flags, 0o666)
-    if os.fstat(fd).st_mode & _S_IFMT != _S_IFREG:
-        os.close(fd)
-        raise OSError(22, "it is not a regular file")
-    return fd
+        return files.opened(path, flags)
 
 
 def _contents(path: str, limit: int) -> bytes:
-    """At most `limit` bytes of a regular file. O_NONBLOCK: to open a FIFO would wait for its writer otherwise."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-    try:
-        if os.fstat(fd).st_mode & _S_IFMT != _S_IFREG:
-            raise OSError(22, "it is not a regular file")
-        chunks = []
-        while limit > 0 and (chunk := os.read(fd, min(limit, 1 << 20))):
-            chunks.append(chunk)
-            limit -= len(chunk)
-        return b"".join(chunks)
-    finally:
-        os.close(fd)
+    """At most `limit` bytes of a regular file. Raises OSError."""
+    return files.contents(path, limit, links=files.OWN_LINKS)
 
 
 def _extra_info(data: dict[str, Any] | None) -> dict[str, Any]:

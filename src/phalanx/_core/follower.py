@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
+from phalanx._core.files import OWN_LINKS, UnfitError, opened
 from phalanx._core.lines import settled
 from phalanx._core.set_aside import (
     NEWEST,
     PACKED,
-    READ,
     Packed,
     aside,
     at_or_after,
@@ -34,14 +34,16 @@ class Follower:
     been, are passed over.
 
     Args:
-        path: The file. It need not exist yet.
+        path: The file. It need not exist yet. What is no regular file raises `UnfitError` once it is opened.
         rotates: Whether to look for rotated ones.
+        links: Which links are followed at its end, see `files`.
     """
 
-    __slots__ = ("_at_least", "_file", "_packed", "fd", "number", "offset", "path", "rotates")
+    __slots__ = ("_at_least", "_file", "_links", "_packed", "fd", "number", "offset", "path", "rotates")
 
-    def __init__(self, path: str, *, rotates: bool = False, offset: int = 0) -> None:
+    def __init__(self, path: str, *, rotates: bool = False, offset: int = 0, links: int = OWN_LINKS) -> None:
         self.path = path
+        self._links = links
         self.offset = offset
         self.fd = -1
         self.rotates = rotates
@@ -56,7 +58,7 @@ class Follower:
         if self.fd >= 0:
             return
         if not self.rotates:
-            self.fd = os.open(self.path, READ)
+            self.fd = opened(self.path, links=self._links)
             return
         if self._file is not None and not self._open_again():
             self.go_to(self._at_least)  # it is gone: what comes after it is next
@@ -135,7 +137,7 @@ class Follower:
         self._packed = None
         self.number = at_or_after(self.path, self._at_least)
         if self.number == NEWEST:
-            self.fd = os.open(self.path, READ)
+            self.fd = opened(self.path, links=self._links)
             newer = at_or_after(self.path, self._at_least)
             if newer != NEWEST:  # just now: what we have opened may be the next one
                 self.close()
@@ -157,8 +159,8 @@ class Follower:
             if self._open_if_it(self._at_least):
                 return True
         try:  # compressed, before or by now: it is the same to us
-            self.fd = os.open(f"{self.path}.{self._at_least}{PACKED}", READ)
-        except FileNotFoundError:
+            self.fd = opened(f"{self.path}.{self._at_least}{PACKED}", links=self._links)
+        except (FileNotFoundError, UnfitError):
             pass
         else:
             self.number = self._at_least
@@ -174,8 +176,8 @@ class Follower:
     def _open_if_it(self, number: int) -> bool:
         name = self.path if number == NEWEST else f"{self.path}.{number}"
         try:
-            fd = os.open(name, READ)
-        except FileNotFoundError:
+            fd = opened(name, links=self._links)
+        except (FileNotFoundError, UnfitError):
             return False
         if identity(os.fstat(fd)) != self._file:
             os.close(fd)

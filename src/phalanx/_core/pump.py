@@ -13,6 +13,7 @@ import struct
 from collections import deque
 
 from phalanx._core import clock, linux
+from phalanx._core.files import UnfitError
 from phalanx._core.follower import last_lines
 from phalanx._core.growth import Growth
 from phalanx._core.sink import TURN
@@ -74,6 +75,8 @@ class Stream:
         self.lanes = tuple(lanes)
         self.number = number
         self.spare = spare
+        self.unfit: UnfitError | None = None
+        """What was found in the place of the file, and cannot be shown."""
 
     @property
     def wanted(self) -> bool:
@@ -91,6 +94,9 @@ class Stream:
         try:
             with memoryview(buffer) as whole:
                 count = self.follower.read(whole[:turn])
+        except UnfitError as error:
+            self.unfit = error
+            return False
         except OSError:  # removed, or not there yet
             return False
         more = count == turn or (count > 0 and self.follower.rotates)
@@ -150,6 +156,7 @@ class Pump:
         self._progress = 0
         self._gave_up = False  # on who reads, not on our files
         self._blind = False  # whether files are looked at again and again
+        self._unfit: set[str] = set()  # paths of which it has been said that they cannot be shown
 
     @property
     def speaks(self) -> bool:
@@ -413,9 +420,22 @@ class Pump:
                 stream.fall_behind()
             elif stream.step(self._buffer):
                 served[stream] = None
+            elif stream.unfit is not None:
+                self._pass_over(stream.unfit)
+                stream.unfit = None
             self._keep_few_open(stream.follower)
         self._dirty |= served  # after those that have waited
         return bool(served)
+
+    def _pass_over(self, unfit: UnfitError) -> None:
+        """Say once what somebody has put in the place of a file."""
+        if unfit.filename in self._unfit or len(self._unfit) > _MOST_NAMED:
+            return
+        self._unfit.add(unfit.filename)
+        if len(self._unfit) > _MOST_NAMED:
+            tell("phalanx: more files cannot be shown, which are not named")
+        else:
+            tell(f"phalanx: {printable(unfit.filename)} is not shown: {unfit.strerror}")
 
     def _in_order(self, dirty: dict[Stream, None]) -> Iterable[Stream]:
         """Streams whose unfinished line stands at the end of a console go first: others would break it."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import errno
 import os
 
-from phalanx._core import wire
+from phalanx._core import files, wire
 from phalanx._core.loop import WRITE, Loop
 from phalanx._core.set_aside import PACKED, numbers
 
@@ -35,7 +35,6 @@ Bounds = tuple[int, int, bool]
 are compressed."""
 
 _CHUNK = 256 * 1024
-_MODE_FILE = 0o666  # the umask is the caller's
 _NO_LINKS = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
 _FAILED = 255
 
@@ -118,7 +117,7 @@ class Rotator:
         Where the file system has no hard links (FAT, many of FUSE), it is renamed, and for a moment there is none.
         """
         fresh = f"{self._path}.new"
-        file = _open(fresh)
+        file = files.opened(fresh, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             self._set_aside()
             os.replace(fresh, self._path)
@@ -161,7 +160,7 @@ class Rotator:
 
 def open_log(path: str) -> tuple[int, int, int]:
     """The file, and both ends of the pipe that it is to be filled from: reader and writer. Raises OSError."""
-    file = _open(path)
+    file = files.opened_log(path)
     try:
         return file, *os.pipe2(os.O_CLOEXEC)
     except OSError:
@@ -336,9 +335,4 @@ class _Writer:
 
 
 def _last_byte(path: str, size: int) -> bytes:
-    with open(path, "rb") as file:
-        return os.pread(file.fileno(), 1, size - 1)
-
-
-def _open(path: str) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, _MODE_FILE)
+    return files.contents(path, 1, size - 1, links=files.OWN_LINKS)

@@ -3,7 +3,7 @@
 A worker's command line is ``python -u .../script.py [-m] TARGET ARGS...``. Owns the likeness: ``__main__``,
 ``sys.argv``, ``sys.path[0]``, tracebacks and exit status are those of ``python TARGET ARGS``. What a script could tell:
 ``sys.orig_argv`` names this file, and two frames of this file lie below the script's own. Like `evidence`, it
-is loaded by its path, in whatever Python the user runs (3.8 or later), and imports nothing of Phalanx but its two
+is loaded by its path, in whatever Python the user runs (3.8 or later), and imports nothing of Phalanx but its three
 neighbours.
 """
 
@@ -67,7 +67,7 @@ def _rest() -> None:
 
 def _neighbours(here: str) -> ModuleType:
     """Load `evidence`, and have the kernel kill us when our keeper dies."""
-    names = ("linux", "evidence")
+    names = ("linux", "files", "evidence")
     sys.path.insert(0, here)
     kept = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     try:

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
+
+from phalanx._core import files
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
-
-READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
-"""How a log is opened. O_NONBLOCK: a FIFO would wait for its writer."""
 
 MODULO = 1 << 32
 """Of the size that a compressed file tells."""
@@ -31,7 +29,8 @@ PACKED = ".gz"
 
 _CHUNK = 64 * 1024
 _DIGITS = 7  # of a number; dates have more
-_NO_FILE = (errno.ENOENT, errno.ELOOP, errno.ENXIO)  # a link to itself, a socket
+_NO_FILE = (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EINVAL)  # a link to itself, a socket, a FIFO
+_MOST_UNPACKED = 256 << 20  # bytes that are unpacked to get at the last ones: some 1 s
 _SIZE = 4  # bytes at the end of a gzip file: what it holds, modulo `MODULO`
 
 
@@ -78,14 +77,10 @@ def open_numbered(path: str, number: int) -> tuple[int, bool]:
     """
     for name, packed in ((f"{path}.{number}", False), (f"{path}.{number}{PACKED}", True)):
         try:
-            fd = os.open(name, READ)
+            return files.opened(name, links=files.OWN_LINKS), packed
         except OSError as error:
             if error.errno not in _NO_FILE:
-                raise
-            continue  # compressed, perhaps just now
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            return fd, packed
-        os.close(fd)
+                raise  # else compressed, perhaps just now
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{path}.{number}")
 
 
@@ -96,7 +91,7 @@ def identity(found: os.stat_result) -> tuple[int, int]:
 
 def size_of(name: str) -> int:
     """The bytes that a file holds, uncompressed: see `held`. Raises OSError."""
-    fd = os.open(name, READ)
+    fd = files.opened(name, links=files.OWN_LINKS)
     try:
         return held(fd, packed=name.endswith(PACKED))
     finally:
@@ -112,18 +107,19 @@ def held(fd: int, *, packed: bool) -> int:
 def last_bytes(name: str, most: int) -> tuple[int, bytes]:
     """The size of a regular file, and its last bytes, uncompressed. Raises OSError.
 
-    A compressed one is read from its beginning: there is no other way to its end.
+    A compressed one is read from its beginning: there is no other way to its end. One that holds more than 256 MiB
+    raises OSError (EFBIG).
     """
-    fd = os.open(name, READ)
+    fd = files.opened(name, links=files.OWN_LINKS)
     try:
         found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", name)
         if not name.endswith(PACKED):
             return found.st_size, os.pread(fd, most, max(0, found.st_size - most))
         packed, buffer, end, size = Packed(), bytearray(4 * _CHUNK), b"", 0
         while count := packed.read(fd, buffer, size):
             size += count
+            if size > _MOST_UNPACKED:
+                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), name)
             end = (end + buffer[:count])[-most:] if most else b""
         return size, end
     finally:

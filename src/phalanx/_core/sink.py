@@ -17,6 +17,7 @@ from functools import partial
 
 from phalanx._core import clock, linux
 from phalanx._core.aside import Aside
+from phalanx._core.files import opened_log
 from phalanx._core.loop import WRITE
 
 TYPE_CHECKING = False
@@ -86,7 +87,7 @@ class Sink:
             return
         self._loop, self.broken, self.refusal = loop, False, None
         if isinstance(self._target, str):
-            self._fd = os.open(self._target, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            self._fd = opened_log(self._target)
             return
         if not isinstance(self._target, int):
             self._writer = self._writer or Aside("phalanx-write")

@@ -10,7 +10,7 @@ import errno
 import gc
 import select
 
-from phalanx._core import linux, wire
+from phalanx._core import files, linux, wire
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ stream the end of a pipe and a file."""
 
 _EXECUTING = "starting it"
 _NAMED = 16  # CPUs in the message of an error, at most
-_MODE_FILE = 0o666  # the umask is the caller's
 _IGNORED = ("PIPE", "XFSZ")  # an errno says as much
 _QUIET = ("HUP", "INT", "QUIT", "USR1", "USR2", "ALRM", "TERM", "STKFLT", "IO", "PWR", "VTALRM", "PROF")
 
@@ -301,7 +300,7 @@ class Outputs:
                     self._rotated.append((path, file, reader))
                 elif path is not None:
                     # Appending, so that a file that is cut short while it is written grows from its new end.
-                    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, _MODE_FILE)
+                    fd = files.opened_log(path)
                 else:
                     continue
                 self._opened.append(fd)

@@ -22,13 +22,11 @@ The first version, `phalanx1`, had no such records: its growths are those of all
 
 from __future__ import annotations
 
-import errno
 import os
-import stat
 import struct
 
-from phalanx._core import clock
-from phalanx._core.set_aside import NEWEST, READ
+from phalanx._core import clock, files
+from phalanx._core.set_aside import NEWEST
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -41,6 +39,8 @@ NAME = "timeline"
 HEAD = struct.Struct("<8sQ")
 RECORD = struct.Struct("<HHI")
 NUMBER = struct.Struct("<Q")
+MOST = 128 << 20
+"""Bytes of one that are read: 16 million growths. What comes after is as if it had not been noted."""
 
 GREW, CUT, ASIDE = 0, 1, 2
 _CLOCK = 3
@@ -52,6 +52,9 @@ APART = 0.01
 _TOGETHER = 10  # milliseconds in which growths of one stream, with none of another in between, are one
 _PAUSE = 0xFFFF
 _GROWTH = 0xFFFFFFFF
+_MOST_SIZE = (
+    1 << 44
+)  # bytes of a file that are noted: 16 TiB, in 4,096 records; ftruncate(2) makes larger ones of holes
 _BUFFER = 4096
 
 
@@ -76,6 +79,7 @@ class Timeline:
 
     def note(self, stream: int, size: int, number: int = NEWEST) -> None:
         """The newest file of ``stream`` has ``size`` bytes now; or was set aside with so many, as ``number``."""
+        size = min(size, _MOST_SIZE)
         grown = size - self._sizes.get(stream, 0)
         self._sizes[stream] = size if number == NEWEST else 0
         if self._given_up or (not grown and number == NEWEST):
@@ -138,7 +142,8 @@ class Timeline:
             return
         try:
             if self._file is None:
-                self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - open until `close`
+                fd = files.opened(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                self._file = open(fd, "ab", buffering=0)  # noqa: SIM115 - open until `close`
             self._given_up = self._file.write(records) != len(
                 records
             )  # what came after half a record would be no record
@@ -155,21 +160,12 @@ class Timeline:
 
 
 def load(path: str) -> bytes:
-    """The content of one as it is now; nothing if it is missing, or none."""
+    """The content of one as it is now, `MOST` bytes of it; nothing if it is missing, or none."""
     try:
-        with open(path, "rb", opener=_open) as file:
-            data = file.read()
+        data = files.contents(path, MOST)
     except OSError:
         return b""
     return data if len(data) >= HEAD.size and data.startswith((MAGIC, FIRST)) else b""
-
-
-def _open(path: str, _flags: int) -> int:
-    fd = os.open(path, READ)
-    if stat.S_ISREG(os.fstat(fd).st_mode):
-        return fd
-    os.close(fd)  # a pipe, a device: it may have no end
-    raise OSError(errno.EINVAL, "it is not a regular file", path)
 
 
 def records(data: bytes) -> Iterator[tuple[float, int, int, int]]:

@@ -17,13 +17,15 @@ from datetime import datetime
 
 import click
 
-from phalanx._core import clock, timeline
+from phalanx._core import clock, files, timeline
 from phalanx._core.follower import Follower
 from phalanx._core.last import LastLines
 from phalanx._core.loop import Loop
 from phalanx._core.merge import merge
 from phalanx._core.pump import Pump, Stream
 from phalanx._core.set_aside import aside
+from phalanx._core.tell import tell
+from phalanx._core.terminal import printable
 from phalanx._core.view import Lane
 from phalanx.cli._command import SETTINGS, Command
 from phalanx.cli._following import Following
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _STREAMS = ("stdout", "stderr")
+_MOST_NAMED = 16  # files
 
 
 def read_since(text: str) -> float:
@@ -219,9 +222,14 @@ class _Reader:
         self._console = console
         self._streams = streams
         self._envs = _envs(found, attempt, folder)
+        unfit: list[str] = []
         for rank, env in self._envs.items():
             wanted = console.ranks is None or int(env["RANK"]) in console.ranks
-            _check(os.path.join(folder, str(rank)), streams if wanted else ())
+            unfit += _check(os.path.join(folder, str(rank)), streams if wanted else ())
+        for said in unfit[:_MOST_NAMED]:
+            tell(f"phalanx: {said}")
+        if len(unfit) > _MOST_NAMED:
+            tell(f"phalanx: and {len(unfit) - _MOST_NAMED} other files are not shown")
         unknown = sorted((console.ranks or frozenset()) - {int(env["RANK"]) for env in self._envs.values()})
         if unknown and not self._follows:  # else they may come
             raise click.UsageError(f"--ranks: this run has no rank {', '.join(map(str, unknown))}")
@@ -394,13 +402,21 @@ class _Reader:
                             yield Stream(follower, [(self._view, lane)])
 
 
-def _check(folder: str, streams: tuple[str, ...]) -> None:
-    """Raises OSError: what is in a rank's folder is not for us to read."""
+def _check(folder: str, streams: tuple[str, ...]) -> list[str]:
+    """Which files of a rank's folder are no files that could be shown. Raises OSError: it is not for us to read."""
     os.listdir(folder)
+    unfit = []
     for path in [os.path.join(folder, f"{name}.log") for name in streams]:
         for name in (*aside(path), path):
             if os.path.exists(name) and not os.access(name, os.R_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
+            try:
+                os.close(files.opened(name, links=files.OWN_LINKS))
+            except files.UnfitError as error:
+                unfit.append(f"{printable(name)} is not shown: {error.strerror}")
+            except OSError:  # not there, mostly
+                continue
+    return unfit
 
 
 def _envs(found: RunDir, attempt: int, folder: str) -> dict[int, dict[str, str]]:

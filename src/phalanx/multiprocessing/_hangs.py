@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 
-from phalanx._core import timetable
+from phalanx._core import files, timetable
 from phalanx._core.hang_report import HangReport
 
 TYPE_CHECKING = False
@@ -64,8 +64,10 @@ def watch(
 def _writer(path: str) -> Callable[[list[dict[str, Any]]], None]:
     def write(events: list[dict[str, Any]]) -> None:
         if path:
-            with contextlib.suppress(OSError), open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
-                file.writelines(json.dumps(event) + "\n" for event in events)
+            with contextlib.suppress(OSError):
+                fd = files.opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                with open(fd, "a", encoding="utf-8", errors="backslashreplace") as file:
+                    file.writelines(json.dumps(event) + "\n" for event in events)
 
     return write
 

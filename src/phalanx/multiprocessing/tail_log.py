@@ -9,6 +9,7 @@ import errno
 import os
 import threading
 
+from phalanx._core.files import ANY_LINK
 from phalanx._core.follower import Follower
 from phalanx._core.loop import Loop
 from phalanx._core.pump import Pump, Stream
@@ -130,7 +131,7 @@ class TailLog:
         for rank, path in self._files.items():
             prefix = self._prefixes.get(rank, f"[{self._name}{rank}]:")
             lane = Lane(rank, "stdout", prefix.encode("utf-8", "surrogateescape"))
-            streams.append(Stream(Follower(path), [(view, lane)]))
+            streams.append(Stream(Follower(path, links=ANY_LINK), [(view, lane)]))
         return Pump(streams, [view])
 
 
