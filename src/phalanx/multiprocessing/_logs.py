@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import stat
 from abc import ABC, abstractmethod
 
+from phalanx._core import files
 from phalanx._core.value import Value
 from phalanx.multiprocessing._std import Std, to_map
 
@@ -194,14 +196,16 @@ class DefaultLogsSpecs(LogsSpecs):
         any_env = envs[min(envs)] if envs else {}
         run_id = any_env.get("TORCHELASTIC_RUN_ID") or "run"
         attempt = any_env.get("TORCHELASTIC_RESTART_COUNT") or "0"
+        made: list[str] = []
         if self._run_log_dir is None:
-            self._run_log_dir = self._make_run_dir(run_id.replace("/", "_"))
+            made = self._make_run_dir(run_id.replace("/", "_"))
+            self._run_log_dir = made[-1]
         folder = os.path.join(self._run_log_dir, f"attempt_{attempt}")
-        os.makedirs(folder, exist_ok=True)
+        files.make_folder(folder)
         can_wait = self.folders_can_wait and self._mode is None
         logs = lay_out(folder, len(envs), self._redirects, self._tee, self._local_ranks_filter, can_wait)
-        made = [folder, *map(os.path.dirname, logs.error_files.values())]
-        self._open_up(made)
+        made += [folder, *map(os.path.dirname, logs.error_files.values())]
+        self._open_up(reversed(made))  # the outermost last: until then, nobody else gets at those in it
         self._made += made
         bounds: dict[str, Any] = {"max_size": self._max_size, "keep": self._keep, "compress": self._compress}
         return logs.replace(timeline=os.path.join(folder, "timeline"), **bounds)
@@ -218,19 +222,16 @@ class DefaultLogsSpecs(LogsSpecs):
         except OSError:  # something is there to be read, or another thread was faster
             return
 
-    def _make_run_dir(self, run_id: str) -> str:
+    def _make_run_dir(self, run_id: str) -> list[str]:
+        """Make the run's folder, for us alone. Returns the folders that are ours to open up, the run's last."""
         import tempfile
 
         root = self._root_log_dir
         if root is None:
             root = tempfile.mkdtemp(prefix="phalanx_")
-            self._open_up([root])
-        else:
-            os.makedirs(root, exist_ok=True)
-        run_dir = tempfile.mkdtemp(prefix=f"{run_id}_", dir=os.path.abspath(root))
-        self._open_up([run_dir])
-        self._made += [root, run_dir]
-        return run_dir
+            return [root, tempfile.mkdtemp(prefix=f"{run_id}_", dir=root)]
+        os.makedirs(root, exist_ok=True)
+        return [tempfile.mkdtemp(prefix=f"{run_id}_", dir=os.path.abspath(root))]
 
     def _open_up(self, folders: Iterable[str]) -> None:
         """Give folders the permissions that were asked for, whatever the umask is."""
@@ -272,7 +273,7 @@ def lay_out(
     for rank in range(nprocs):
         rank_dir = os.path.join(folder, str(rank))
         if redirected[rank] | teed[rank] or not folders_can_wait:
-            os.mkdir(rank_dir)
+            _make_empty(rank_dir)
         shown = local_ranks_filter is None or rank in local_ranks_filter
         for stream, name in ((Std.OUT, "stdout.log"), (Std.ERR, "stderr.log")):
             path = os.path.join(rank_dir, name)
@@ -294,6 +295,17 @@ def lay_out(
         hidden[Std.OUT],
         hidden[Std.ERR],
     )
+
+
+def _make_empty(folder: str) -> None:
+    """Make a folder that is not there. Raises OSError: what is there already, and whose."""
+    try:
+        os.mkdir(folder)
+    except FileExistsError:
+        found = os.lstat(folder)
+        what = files.kind(found.st_mode) or "a file"
+        msg = f"{what} of uid {found.st_uid} is there already; each rank's folder is made by its launcher alone"
+        raise FileExistsError(errno.EEXIST, msg, folder) from None
 
 
 def missing_folders(logs: LogsDest) -> Iterator[Callable[[], None]]:
@@ -331,4 +343,6 @@ class FolderLogsSpecs(LogsSpecs):
         if found:
             msg = f"log_dir: {folder!r} is not empty; it holds {', '.join(found[:3])}{' …' if len(found) > 3 else ''}"  # noqa: PLR2004 - a few to recognise it by
             raise RuntimeError(msg)
-        return lay_out(os.path.abspath(folder), len(envs), self._redirects, self._tee, None, self.folders_can_wait)
+        # Where others may make folders too, ours are there before anything of theirs can be.
+        can_wait = self.folders_can_wait and not files.is_shared(os.stat(folder))
+        return lay_out(os.path.abspath(folder), len(envs), self._redirects, self._tee, None, can_wait)
