@@ -68,8 +68,10 @@ def runs(log_dir: str | None, number: int | None, *, as_json: bool) -> None:
 
 def _show(found: list[RunDir], place: str, *, as_json: bool) -> None:
     if as_json:
+        from phalanx.multiprocessing._runs import look
+
         for run in found:
-            click.echo(run.to_json())
+            click.echo(look(run.path).to_json())
     elif not found:
         click.echo(f"no runs in {printable(place)}")
     elif sys.stdout is not None and sys.stdout.isatty():

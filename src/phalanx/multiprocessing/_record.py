@@ -7,15 +7,15 @@ and options. It is imported when it is needed and not before, because it is the 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-import stat
 import time
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
-from phalanx._core import linux
+from phalanx._core import files, linux
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,12 +29,18 @@ FILE = "run.json"
 VERSION = 1
 """The version of the format. Fields may be added to one; a field that changes its meaning, or goes, makes another."""
 
-_MOST_BYTES = 64 << 20  # 10,000 ranks take 1 MB
+MOST_BYTES = 8 << 20
+"""Bytes of a record that is read, or written: 10,000 ranks take 1.2 MB an attempt."""
+
+_MOST_TEXT = 128 << 10  # characters of a text: of an argument, Linux takes no more bytes
+_MOST_RANKS = 1 << 17
+_MOST_BRIEF = 4096
 
 State = Literal["running", "succeeded", "failed", "stopped", "lost"]
 RankState = Literal["running", "succeeded", "failed", "stopped", "abandoned", "lost"]
 
 # The bounds keep what a damaged file says from breaking arithmetic and calendars later.
+Text = Annotated[str, Meta(max_length=_MOST_TEXT)]
 Moment = Annotated[float, Meta(ge=0, lt=253402214400)]  # 9999-12-31
 Pid = Annotated[int, Meta(ge=1, lt=2**31)]
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -76,7 +82,7 @@ class Leftover(Struct, frozen=True, kw_only=True):
     """
 
     pid: Pid
-    command: str
+    command: Text
     local_rank: Count | None = None
     age: Annotated[float, Meta(ge=0)] = 0.0
     signal_sent: Count
@@ -97,8 +103,8 @@ class Attempt(Struct, frozen=True, kw_only=True):
     number: Count
     started: Moment
     ended: Moment | None = None
-    ranks: list[Rank] = []
-    leftovers: list[Leftover] = []
+    ranks: Annotated[list[Rank], Meta(max_length=_MOST_RANKS)] = []
+    leftovers: Annotated[list[Leftover], Meta(max_length=_MOST_RANKS)] = []
 
 
 class Run(Struct, frozen=True, kw_only=True):
@@ -124,21 +130,21 @@ class Run(Struct, frozen=True, kw_only=True):
     """
 
     version: Count = VERSION
-    run_id: str
-    name: str
-    command: list[str]
-    cwd: str = ""
-    host: str
+    run_id: Text
+    name: Text
+    command: list[Text]
+    cwd: Text = ""
+    host: Text
     pid: Pid
     pid_started: Annotated[int, Meta(ge=0)]
-    pid_namespace: str = ""
-    boot_id: str = ""
+    pid_namespace: Text = ""
+    boot_id: Text = ""
     state: State
     started: Moment
     ended: Moment | None = None
     exit_code: ExitCode | None = None
     nprocs: Count
-    cause: str = ""
+    cause: Text = ""
     attempts: list[Attempt] = []
 
 
@@ -182,6 +188,18 @@ def begin(*, run_id: str, name: str, command: list[str], started: float, nprocs:
     )
 
 
+def brief(run: Run) -> Run:
+    """The record without its attempts, and with the first 4096 characters of its command: many can be held."""
+    left, command = _MOST_BRIEF, []
+    for part in run.command:
+        if len(part) >= left:
+            command.append(f"{part[:left]}…")
+            break
+        command.append(part)
+        left -= len(part) + 1
+    return msgspec.structs.replace(run, command=command, attempts=[])
+
+
 def end(
     run: Run, *, state: State, exit_code: int, cause: str, ranks: list[Rank], leftovers: Sequence[Leftover] = ()
 ) -> Run:
@@ -203,20 +221,21 @@ def write(run_dir: str, run: Run) -> None:
     except UnicodeEncodeError:  # arguments and file names are bytes, and may be no text
         data = msgspec.json.encode(_encodable(msgspec.to_builtins(run)))
     path = os.path.join(run_dir, FILE)
+    if len(data) >= MOST_BYTES:
+        raise OSError(errno.EFBIG, f"the record has {len(data)} bytes; {MOST_BYTES} can be read", path)
     temporary = os.path.join(run_dir, f".{FILE}.{os.getpid()}")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-    try:
-        with open(fd, "wb") as file:
-            file.write(data + b"\n")
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    with contextlib.suppress(FileNotFoundError):  # of one that was killed, and had this pid
+        os.unlink(temporary)
+    files.replace(path, temporary, data + b"\n")
 
 
 def read(run_dir: str) -> Run:
-    """Read the record of a run's folder.
+    """Read the record of a run's folder. Raises as `read_owned`."""
+    return read_owned(run_dir)[0]
+
+
+def read_owned(run_dir: str) -> tuple[Run, int]:
+    """Read the record of a run's folder. Returns it, and the uid of whom the file is.
 
     Raises:
         NoRecordError: There is none.
@@ -225,7 +244,7 @@ def read(run_dir: str) -> Run:
     """
     path = os.path.join(run_dir, FILE)
     try:
-        data = _contents(path)
+        data, owner = _contents(path)
     except FileNotFoundError:
         msg = f"{path}: there is no such file"
         raise NoRecordError(msg) from None
@@ -235,7 +254,7 @@ def read(run_dir: str) -> Run:
     try:
         version = msgspec.json.decode(data, type=_Versioned).version
         if version == VERSION:
-            return msgspec.json.decode(data, type=Run)
+            return msgspec.json.decode(data, type=Run), owner
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         msg = f"{path}: {error}"
         raise UnreadableRecordError(msg) from None
@@ -267,19 +286,17 @@ def to_json(**values: Any) -> str:
     return msgspec.json.encode(_encodable(msgspec.to_builtins(values))).decode()
 
 
-def _contents(path: str) -> bytes:
-    """Read a file that anybody may have put there: never waits for a pipe's writer, never fills the memory."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+def _contents(path: str) -> tuple[bytes, int]:
+    """Read a file that anybody may have put there. Returns its content, and whose it is. Raises OSError."""
+    fd = files.opened(path, links=files.OWN_LINKS)
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(0, "not a regular file")
-        with open(fd, "rb", closefd=False) as file:
-            data = file.read(_MOST_BYTES + 1)
+        owner = os.fstat(fd).st_uid
+        data = files.pread(fd, MOST_BYTES + 1)
     finally:
         os.close(fd)
-    if len(data) > _MOST_BYTES:
-        raise OSError(0, "too long to be a record")
-    return data
+    if len(data) > MOST_BYTES:
+        raise OSError(errno.EFBIG, f"it has more than {MOST_BYTES} bytes, so it is no record")
+    return data, owner
 
 
 def _lives(pid: int, started: int) -> bool:

@@ -1,7 +1,10 @@
 """The runs in a folder: found, newest first, and found again by what a person types.
 
-Owns what counts as a run's folder, and the reading of names. What a run's record says belongs to `_record`. Imported
-when it is needed and not before, because of what that one loads.
+Owns what counts as a run's folder, whose it is, and the reading of names. What a run's record says belongs to
+`_record`. Imported when it is needed and not before, because of what that one loads.
+
+A folder of runs can be shared, and a folder in it, or a record, be another user's. Such a run is listed, and can be
+read by its name; but it is never "the latest", and nobody is signalled for what it says.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import difflib
 import os
 
+from phalanx._core import files
 from phalanx._core.value import Value
 from phalanx.multiprocessing import _record
 
@@ -29,23 +33,33 @@ class RunDir(Value):
         state: That of the record by now, see `_record.state_now`; "unknown" without a record, "unreadable" with a
             damaged one.
         started: The record's, or the folder's last change: Unix time in seconds.
+        owner: The uid of whoever has made it: that of its folder, or of its record if that one is neither ours nor
+            root's.
     """
 
-    __slots__ = ("path", "run", "problem", "state", "started")  # noqa: RUF023 - the order is that of the arguments
+    __slots__ = ("path", "run", "problem", "state", "started", "owner")  # noqa: RUF023 - the order is that of the arguments
 
     path: str
     run: _record.Run | None
     problem: str
     state: str
     started: float
+    owner: int
 
-    def __init__(self, path: str, run: _record.Run | None, problem: str, state: str, started: float) -> None:
-        self._store(path=path, run=run, problem=problem, state=state, started=started)
+    def __init__(
+        self, path: str, run: _record.Run | None, problem: str, state: str, started: float, owner: int = files.ROOT
+    ) -> None:
+        self._store(path=path, run=run, problem=problem, state=state, started=started, owner=owner)
 
     @property
     def name(self) -> str:
         """The folder's name."""
         return os.path.basename(self.path)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is the caller's, or root's."""
+        return self.owner in (os.geteuid(), files.ROOT)
 
     def to_json(self) -> str:
         """One line: ``folder``, ``path``, ``state`` by now, ``problem``, and the record as ``run``, or null."""
@@ -60,19 +74,22 @@ def look(path: str) -> RunDir:
     """Read what a run's folder says of itself. Never raises: what cannot be read says why."""
     path = os.path.abspath(path)
     try:
-        run = _record.read(path)
+        folder = os.stat(path)
+        changed, owner = folder.st_mtime, folder.st_uid
+    except OSError:  # removed in this moment
+        changed, owner = 0.0, files.ROOT
+    try:
+        run, author = _record.read_owned(path)
     except _record.UnreadableRecordError as error:
         state = "unknown" if isinstance(error, _record.NoRecordError) else "unreadable"
-        try:
-            changed = os.stat(path).st_mtime
-        except OSError:  # removed in this moment
-            changed = 0.0
-        return RunDir(path, None, str(error), state, changed)
-    return RunDir(path, run, "", _record.state_now(run), run.started)
+        return RunDir(path, None, str(error), state, changed, owner)
+    if author not in (os.geteuid(), files.ROOT):
+        owner = author
+    return RunDir(path, run, "", _record.state_now(run), run.started, owner)
 
 
 def find(root: str) -> list[RunDir]:
-    """The runs in a folder, newest first; none when there is no such folder.
+    """The runs in a folder, newest first, with their records in brief; none when there is no such folder.
 
     A run is a folder with a ``run.json`` or with attempts in it. One without a record, or with a damaged one, is listed
     as such, by the time of its last change. Other folders, and links, are not listed. Raises OSError when ``root`` is
@@ -83,7 +100,7 @@ def find(root: str) -> list[RunDir]:
             folders = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
     except FileNotFoundError:
         return []
-    runs = [look(path) for path in folders if _is_run(path)]
+    runs = [_in_brief(look(path)) for path in folders if _is_run(path)]
     return sorted(runs, key=lambda run: (run.started, run.name), reverse=True)
 
 
@@ -93,7 +110,8 @@ def resolve(root: str, text: str | None = None) -> RunDir:
     Args:
         root: The folder of the runs.
         text: The name of a run's folder in ``root``; or a run id; or the beginning of a folder's name, as long as there
-            is only one such; or the path of a run's folder, anywhere. None for the latest run.
+            is only one such; or the path of a run's folder, anywhere. None for the latest run that is the caller's, or
+            root's. What is another's is only meant where none of these is.
 
     Raises:
         UnknownRunError: There is no such run, or more than one.
@@ -105,20 +123,32 @@ def resolve(root: str, text: str | None = None) -> RunDir:
         msg = f"{text!r} is not a run's folder: it has no {_record.FILE} and no attempts"
         raise UnknownRunError(msg)
     runs = find(root)
-    if text is None:
-        if runs:
-            return runs[0]
+    if text is not None:
+        return look(_called(root, runs, text).path)
+    latest = next((run for run in runs if run.is_ours), None)
+    if latest is None:
         msg = f"there are no runs in {root}"
+        if runs:
+            msg = f"there are no runs of yours in {root}; of other users, which have to be named: {_listing(runs)}"
         raise UnknownRunError(msg)
-    return _called(root, runs, text)
+    return look(latest.path)
+
+
+def _in_brief(found: RunDir) -> RunDir:
+    return found if found.run is None else found.replace(run=_record.brief(found.run))
 
 
 def _called(root: str, runs: list[RunDir], text: str) -> RunDir:
     """The one that is called so: by the first of the ways of calling it that gives any."""
+    ours, others = [run for run in runs if run.is_ours], [run for run in runs if not run.is_ours]
     for matches in (
-        [run for run in runs if run.name == text],
-        [run for run in runs if run.run is not None and run.run.run_id == text],
-        [run for run in runs if run.name.startswith(text)],
+        matches
+        for some in (ours, others)
+        for matches in (
+            [run for run in some if run.name == text],
+            [run for run in some if run.run is not None and run.run.run_id == text],
+            [run for run in some if run.name.startswith(text)],
+        )
     ):
         if len(matches) == 1:
             return matches[0]
