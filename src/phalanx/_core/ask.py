@@ -4,6 +4,10 @@ Owns who may be asked so (a process that catches the signal now; to any other it
 two signals, how it is seen that a dump is complete, and what is said of a process that shows none. Knows nothing of how
 to wait, and of the other way to look at a process (`spy`).
 
+What is offered stands in a file that others than the process may have written. So it counts only if the file belongs to
+us, to root or to the process' own user; if the process has that very file open as the descriptor that is named; and for
+a signal that can be its stack signal: a real-time one, SIGUSR1, SIGUSR2, or that of its environment.
+
 A dump is many small writes to a file, the last of which looks like any other. It is complete when the process no longer
 handles the signal: in its handler the kernel has the signal blocked (SigBlk of proc_pid_status(5)), unless another
 thread than the main one has taken it, which happens where the main thread blocks it. Then the dump is complete
@@ -16,7 +20,7 @@ import contextlib
 import os
 import signal
 
-from phalanx._core import clock, evidence
+from phalanx._core import clock, evidence, files
 from phalanx._core.facts import facts, mask, states, status
 from phalanx._core.frames import GONE, MAIN_ALONE, NO_STACK
 from phalanx._core.spy import NO_PYTHON
@@ -24,13 +28,15 @@ from phalanx._core.value import Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Container
 
 _LIMIT = 4 << 20  # bytes of a dump: 100 threads of 100 frames, faulthandler's own limits, are below 2 MiB
 _FEW = 64  # threads: to look at more of them takes longer than to read them from outside
 _QUIET = 0.005  # seconds
 _CUT = b"\n...\n"  # how faulthandler ends a dump of more than 100 threads, of which it has shown the newest
 _SILENT = "it offers none"
+_MOST_ENVIRONMENT = 1 << 20  # bytes of an environment in which a variable is looked for
+_USUAL = (signal.SIGUSR1, signal.SIGUSR2, *range(signal.SIGRTMIN, signal.SIGRTMAX + 1))
 STATES = {
     "Z": GONE,
     "X": GONE,
@@ -130,16 +136,34 @@ class Ask:
         for pid in (self.target.pid, 0):
             path = evidence.stacks_path(self.target.error_file, pid)
             try:
-                first, second, fd, author = evidence.offered(_contents(path))
+                first, second, fd, author = evidence.offered(_contents(path, owners=self._owners()))
             except OSError:
                 continue
             if not first:
                 continue
-            if self._has_open(path, fd):
+            strange = [number for number in (first, second) if number and not self._is_its_own(number)]
+            if strange:
+                self.why = f"it offers them on signal {strange[0]}, which is not its stack signal"
+            elif self._has_open(path, fd):
                 self.shared = str(author) not in self._numbers()
                 self.path, self.numbers, self.why = "" if self.shared else path, (first, second), ""
                 return
-            self.why = "it offers none itself"
+            else:
+                self.why = "it offers none itself"
+
+    def _owners(self) -> set[int]:
+        """Whose file of stacks counts. Raises OSError: the process is gone."""
+        return {os.geteuid(), files.ROOT, os.stat(f"/proc/{self.target.pid}").st_uid}
+
+    def _is_its_own(self, number: int) -> bool:
+        """Whether a signal can be the one on which it shows stacks."""
+        if number in _USUAL:
+            return True
+        try:
+            found = files.contents(f"/proc/{self.target.pid}/environ", _MOST_ENVIRONMENT)
+        except OSError:
+            return False
+        return f"{evidence.STACK_SIGNAL_ENV}={number}".encode() in found.split(b"\0")
 
     def _numbers(self) -> list[str]:
         """Its pids, as we have it and as it has it itself, in a namespace of its own (NSpid of proc_pid_status(5))."""
@@ -148,7 +172,7 @@ class Ask:
     def _has_open(self, path: str, fd: int) -> bool:
         """Whether it has a file open as the descriptor that it names: else the dump would go to another file."""
         try:
-            mine, theirs = os.stat(path), os.stat(f"/proc/{self.target.pid}/fd/{fd}")
+            mine, theirs = os.lstat(path), os.stat(f"/proc/{self.target.pid}/fd/{fd}")
         except PermissionError:  # it has become undumpable, which is no harm
             return True
         except FileNotFoundError:
@@ -318,10 +342,6 @@ def last_dump(data: bytes) -> bytes:
     return b"".join(line for line in lines[start:] if not line.startswith(b"# "))
 
 
-def _contents(path: str, offset: int = 0) -> bytes:
-    """What a file has from ``offset`` on, `_LIMIT` bytes at the most. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)  # should anybody put a FIFO there
-    try:
-        return os.pread(fd, _LIMIT, offset)
-    finally:
-        os.close(fd)
+def _contents(path: str, offset: int = 0, owners: Container[int] | None = None) -> bytes:
+    """What a file of one of the ``owners`` has from ``offset`` on, `_LIMIT` bytes at the most. Raises OSError."""
+    return files.contents(path, _LIMIT, offset, owners=owners)

@@ -418,7 +418,8 @@ class Collection:
 def speaker(pid: int) -> int:
     """The process whose stacks tell of a worker: itself, or the one below it, where it only waits for that one.
 
-    That is a program which is no Python and has a single child: ``sh run.sh``, ``numactl``, ``env``. Never raises.
+    That is a program which is no Python and has a single child: ``sh run.sh``, ``numactl``, ``env``. Not a child of
+    another user (``sudo``). Never raises.
     """
     for _ in range(_DEEP):
         try:
@@ -427,10 +428,17 @@ def speaker(pid: int) -> int:
             below = linux.children(pid)
         except OSError:
             break
-        if len(below) != 1:
+        if len(below) != 1 or not _have_one_owner(pid, below[0]):
             break
         (pid,) = below
     return pid
+
+
+def _have_one_owner(*pids: int) -> bool:
+    try:
+        return len({os.stat(f"/proc/{pid}").st_uid for pid in pids}) == 1
+    except OSError:
+        return False
 
 
 def _has_native_frames(ask: Ask, spy: Spy) -> None:

@@ -6,13 +6,14 @@ Owns the options, whose process is whose, and what is shown. Asking is `_core.st
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import sys
 
 import click
 
-from phalanx._core import linux
+from phalanx._core import files, linux
 from phalanx._core.frames import NO_STACK, group_equal, is_library, own, parse, sum_up
 from phalanx._core.ranks import named
 from phalanx._core.terminal import coloured, printable
@@ -69,13 +70,14 @@ def stack(run: str | None, *, ranks: tuple[int, ...], native: bool, log_dir: str
 
     The run goes on unharmed: py-spy reads the memory of each rank, which is paused for some milliseconds. Where that is
     not allowed, a rank is asked by a signal for the stack of its main thread, and it is said. RUN is as for phalanx
-    logs. The exit code is 0 if there was any stack to show.
+    logs; another user's is for root alone, by its name, and is only looked at from outside. The exit code is 0 if there
+    was any stack to show.
     """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
     found = _resolve(log_dir or default_place(), run)
     assert found.run is not None
     asked = _ranks(found.run, set(ranks))
     folder = os.path.join(found.path, f"attempt_{found.run.attempts[-1].number}")
-    texts = _collect(folder, asked, native=native)
+    texts = _collect(folder, asked, native=native, owner=None if found.is_ours else found.owner)
     colour = coloured(sys.stdout)
     click.echo(_style(printable(sum_up(texts)), colour, bold=True), color=colour)
     for group, text in group_equal(texts, _alike):
@@ -89,26 +91,18 @@ def stack(run: str | None, *, ranks: tuple[int, ...], native: bool, log_dir: str
 def _resolve(place: str, name: str | None) -> RunDir:
     """The run that is meant, which runs, and here. Raises ClickException."""
     from phalanx.multiprocessing._record import is_here
-    from phalanx.multiprocessing._runs import UnknownRunError, find, resolve
+    from phalanx.multiprocessing._runs import UnknownRunError, resolve
 
     try:
-        if name is None:
-            runs = find(place)
-            live = [run for run in runs if run.state == "running"]
-            if runs and not live:
-                msg = f"no run in {place} is running; the latest is {runs[0].name} ({runs[0].state})"
-                raise click.ClickException(msg)
-            live = [run for run in live if run.run is not None and is_here(run.run)] or live
-            found = live[0] if live else resolve(place)  # which raises
-            if len(live) > 1:
-                click.echo(f"phalanx: {printable(found.name)}, the latest of {len(live)} runs that run", err=True)
-        else:
-            found = resolve(place, name)
+        found = _latest(place) if name is None else resolve(place, name)
     except UnknownRunError as error:
         raise click.ClickException(str(error)) from None
     except OSError as error:
         msg = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
         raise click.ClickException(msg) from None
+    if not found.is_ours and os.geteuid() != files.ROOT:
+        msg = f"{found.name} belongs to uid {found.owner}: only that user, and root, can look at its processes"
+        raise click.ClickException(msg)
     if found.run is None:
         msg = f"{found.name} cannot be asked: {found.problem}"
         raise click.ClickException(msg)
@@ -124,6 +118,23 @@ def _resolve(place: str, name: str | None) -> RunDir:
     return found
 
 
+def _latest(place: str) -> RunDir:
+    """The latest of our runs that runs, and here if one does. Raises ClickException, UnknownRunError, OSError."""
+    from phalanx.multiprocessing._record import is_here
+    from phalanx.multiprocessing._runs import find, look, resolve
+
+    runs = [run for run in find(place) if run.is_ours]
+    live = [run for run in runs if run.state == "running"]
+    if runs and not live:
+        msg = f"no run in {place} is running; the latest is {runs[0].name} ({runs[0].state})"
+        raise click.ClickException(msg)
+    live = [run for run in live if run.run is not None and is_here(run.run)] or live
+    found = look(live[0].path) if live else resolve(place)  # which raises
+    if len(live) > 1:
+        click.echo(f"phalanx: {printable(found.name)}, the latest of {len(live)} runs that run", err=True)
+    return found
+
+
 def _ranks(run: Run, wanted: set[int]) -> list[Rank]:
     known = run.attempts[-1].ranks
     unknown = sorted(wanted - {rank.rank for rank in known})
@@ -132,19 +143,22 @@ def _ranks(run: Run, wanted: set[int]) -> list[Rank]:
     return [rank for rank in known if not wanted or rank.rank in wanted]
 
 
-def _collect(folder: str, ranks: list[Rank], *, native: bool) -> dict[int, str]:
-    """Look at the ranks that live: rank → text."""
+def _collect(folder: str, ranks: list[Rank], *, native: bool, owner: int | None) -> dict[int, str]:
+    """Look at the ranks that live: rank → text. With an ``owner``, whose run it is, only at processes of that user."""
     from phalanx._core.stacks import get_ready
 
     get_ready()
     texts: dict[int, str] = {}
     for first in range(0, len(ranks), _AT_ONCE):
-        texts |= _look(folder, ranks[first : first + _AT_ONCE], native=native)
+        texts |= _look(folder, ranks[first : first + _AT_ONCE], native=native, owner=owner)
     return texts
 
 
-def _look(folder: str, ranks: list[Rank], *, native: bool) -> dict[int, str]:
-    """A process is looked at only while it is held by a pidfd, and is the one."""
+def _look(folder: str, ranks: list[Rank], *, native: bool, owner: int | None) -> dict[int, str]:
+    """A process is looked at only while it is held by a pidfd, and is the one.
+
+    With an ``owner``, nobody is sent a signal: what the run's files say of that is another user's word.
+    """
     from phalanx._core.stacks import Collection, Target, speaker
 
     texts: dict[int, str] = {}
@@ -152,13 +166,13 @@ def _look(folder: str, ranks: list[Rank], *, native: bool) -> dict[int, str]:
         targets = []
         for rank in ranks:
             try:
-                pidfd = _hold(rank, held)
+                pidfd = _hold(rank, held, owner)
             except ProcessLookupError:
                 texts[rank.rank] = _EXITED
             except OSError as error:
                 texts[rank.rank] = f"{NO_STACK}it could not be asked: {error.strerror}\n"
             else:
-                error_file = os.path.join(folder, str(rank.local_rank), "error.json")
+                error_file = "" if owner is not None else os.path.join(folder, str(rank.local_rank), "error.json")
                 pid = speaker(rank.pid)
                 fd = pidfd if pid == rank.pid else -1
                 targets.append(Target(rank.rank, pid, error_file, native=native, pidfd=fd))
@@ -173,8 +187,8 @@ def _look(folder: str, ranks: list[Rank], *, native: bool) -> dict[int, str]:
         return texts | {rank.rank: found[rank.rank] for rank in ranks if rank.rank in found}
 
 
-def _hold(rank: Rank, held: contextlib.ExitStack) -> int:
-    """A pidfd. Raises ProcessLookupError when that process is no more; OSError."""
+def _hold(rank: Rank, held: contextlib.ExitStack, owner: int | None) -> int:
+    """A pidfd. Raises ProcessLookupError when that process is no more; OSError, also when it is not the ``owner``'s."""
     pidfd = os.pidfd_open(rank.pid)
     held.callback(os.close, pidfd)
     try:
@@ -183,6 +197,8 @@ def _hold(rank: Rank, held: contextlib.ExitStack) -> int:
         raise ProcessLookupError from None
     if started != rank.pid_started:  # the pid is another's by now
         raise ProcessLookupError
+    if owner is not None and os.stat(f"/proc/{rank.pid}").st_uid != owner:
+        raise PermissionError(errno.EPERM, f"process {rank.pid} is not that of uid {owner}, whose run this is")
     return pidfd
 
 
