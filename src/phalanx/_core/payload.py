@@ -11,6 +11,7 @@ rank's.
 
 Large buffers (an array's elements) stay out of the pickle (PEP 574). They are written into the memfd once, and every
 worker maps them: whatever their size and however many the workers, there is one copy, and none is made on the way.
+The memfd is sealed: a worker that opens it to write, or goes around numpy's flag, changes nothing of another's.
 That holds for arguments. What belongs to a function by value (its globals, its closure) each worker has for itself;
 the memory of a tensor that is an argument as well is shared, as it is where the function is imported.
 """
@@ -116,7 +117,9 @@ def pack(
             which.append(len(given) - 1)
     index["fds"] = numbers
     fds, wanted = _once_each(given, numbers)
-    memfd = os.memfd_create("phalanx-payload")
+    from phalanx._core import sealed  # a worker loads this module, and needs none of that
+
+    memfd = sealed.new("phalanx-payload")
     try:
         index["start"] = _page_after(sum(map(len, blobs)))  # of the buffers, behind the head, which has its own pages
         head = marshal.dumps(index)
@@ -124,6 +127,7 @@ def pack(
         _write(memfd, 0, len(head).to_bytes(_HEADER, "little"), head)
         _write(memfd, first, *blobs)
         buffers.write(memfd, first + index["start"])
+        sealed.seal_for_maps(memfd)  # no worker can change what another one reads
     except BaseException:
         os.close(memfd)
         raise
