@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import marshal
 import os
 import select
 import socket
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import phalanx.spawn as mp
-from phalanx._core import child, wire
+from phalanx._core import child, reports, wire
 from phalanx.multiprocessing import start_processes
 from tests import workers
 from tests.helpers import TIMEOUT, wait_gone
@@ -1234,8 +1233,8 @@ def test_a_worker_that_asks_for_the_resource_tracker_and_is_gone(method: str, tm
     def work(index):
         gone = sys.argv[2] + "/gone"
         if index == 0:
-            from phalanx._core import child, wire
-            wire.Channel.send = lambda *arguments, send=wire.Channel.send: (send(*arguments), os._exit(0))
+            from phalanx._core import child, reports
+            reports.send = lambda *arguments, send=reports.send: (send(*arguments), os._exit(0))
             open(gone, "w").close()
             child._me.ask()
         while not os.path.exists(gone):
@@ -1285,19 +1284,19 @@ def _child(report: int) -> child.Child:
 def test_a_worker_asks_for_the_resource_tracker_when_there_is_room() -> None:
     """The workers of a group have one socket to their launcher, which may be busy."""
     theirs, ours = wire.pair()
-    channel = wire.Channel(theirs)
+    inbox = reports.Inbox(theirs, lambda _fds: None)
     asker = _child(ours.fileno())
     ours.setblocking(False)
     with contextlib.suppress(BlockingIOError):
         while True:
-            ours.send(marshal.dumps(("result", 1, 2, b"x" * 15_000)))
+            ours.send(b"R" + b"x" * 15_000)
     reader, writer = os.pipe()
 
     def answer() -> None:
         while select.select([theirs], [], [], TIMEOUT)[0]:
-            received = channel.receive()
-            if received and received[0][0] == "tracker":
-                with socket.socket(fileno=received[1][0]) as answering:
+            packet = inbox.receive()
+            if packet is not None and packet.letter == reports.TRACKER:
+                with socket.socket(fileno=packet.fds[0]) as answering:
                     socket.send_fds(answering, [b"1"], [writer])
                 return
 
@@ -1309,7 +1308,7 @@ def test_a_worker_asks_for_the_resource_tracker_when_there_is_room() -> None:
     assert os.path.samestat(os.fstat(fd), os.fstat(writer))
     for each in (fd, reader, writer):
         os.close(each)
-    channel.close()
+    inbox.close()
     ours.close()
 
 

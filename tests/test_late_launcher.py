@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._core import clock, display, linux
+from phalanx._core import clock, display, linux, sealed
 from phalanx._core.launch import Launch
-from phalanx._core.mirror import Mirror
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Std, start_processes
 from tests.helpers import TIMEOUT, alive, pass_gate, tell, wait_gone
 from tests.test_lost_helpers import helpers_of, running, stop, until
@@ -171,14 +170,14 @@ def returns_much(rank: int, address: str, gate: str) -> bytes:
 
 def test_a_large_result_holds_up_no_stop(ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     reading, go_on = threading.Event(), threading.Event()
-    read = Mirror._read
+    read = sealed.read
 
-    def slowly(self: Mirror, message: object, fds: list[int]) -> None:
+    def slowly(fd: int, limit: int) -> bytes:
         reading.set()
         go_on.wait(TIMEOUT)
-        read(self, message, fds)
+        return read(fd, limit)
 
-    monkeypatch.setattr(Mirror, "_read", slowly)
+    monkeypatch.setattr(sealed, "read", slowly)
     args = {rank: (rank, ready.address, gate.address) for rank in range(2)}
     with start_processes("g", returns_much, args, start_method="fork") as group:
         pids = ready.pids(2)

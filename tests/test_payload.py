@@ -369,7 +369,7 @@ def test_a_worker_keeps_what_the_launcher_has_let_go_of(method: str, ready: Read
 
 @pytest.mark.parametrize("method", SENT)
 @pytest.mark.parametrize("writable", [False, True])
-def test_no_worker_can_change_what_another_reads(method: str, writable: bool) -> None:  # noqa: FBT001 - a parameter
+def test_no_worker_can_change_what_another_reads(method: str, writable: bool) -> None:
     """Not by the file itself either, whatever its flags say of the array."""
     for said in run(method, does.overwrite, some(2 * MIB), writable=writable):
         assert said == ["refused"] * 4

@@ -877,3 +877,30 @@ def test_a_zygote_that_outlives_its_kill_is_waited_for_by_nobody(
         monkeypatch.setattr(zygote._popen, "kill", lambda: None)  # it does not reach it
     os.kill(pid, signal.SIGKILL)
     assert wait_gone([pid]) == set()
+
+
+# --- what is loaded before a fork, though nobody has asked for it
+
+
+def loaded_before(name: str) -> bool | None:
+    """Whether this worker's keeper had loaded a module; None if it is not loaded.
+
+    What was there before the fork has been frozen: no collection looks at it (gc.freeze).
+    """
+    import gc
+
+    module = sys.modules.get(name)
+    return None if module is None else all(each is not module for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("preload", [None, ["json"]])
+def test_the_pickler_is_loaded_once_for_all_workers_that_need_it(preload: list[str] | None) -> None:
+    said = []
+    for function in (loaded_before, lambda name, seen=loaded_before: seen(name)):  # by reference, and by value
+        options: dict[str, Any] = {"nprocs": 2, "start_method": "forkserver", "preload": preload}
+        with start_processes("pickler", function, ("cloudpickle.cloudpickle",), **options) as group:
+            result = group.wait(TIMEOUT)
+        assert result is not None
+        assert not result.is_failed(), result.failures
+        said.append(result.return_values)
+    assert said == [{0: None, 1: None}, {0: True, 1: True}]

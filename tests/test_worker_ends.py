@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
-from phalanx._core import wire, worker
+from phalanx._core import reports, wire, worker
 from phalanx._core.child import Child, Family
-from phalanx._core.mirror import Mirror
 from phalanx.multiprocessing import ProcessFailure, RunProcsResult, Std, start_processes
 from tests.disks import fill
 from tests.helpers import TIMEOUT, pass_gate, tell
@@ -250,32 +249,6 @@ def test_what_a_fork_of_the_workers_tells_is_not_the_workers() -> None:
     assert failure_of(fail_in_a_fork_too, start_method="spawn").message == "ValueError: of the worker"
 
 
-def test_what_makes_no_sense_is_not_taken() -> None:
-    ours, theirs = wire.pair()
-    sender, receiver, mirror = wire.Channel(ours), wire.Channel(theirs), Mirror()
-    good = ("evidence", 1, 20, "text", "stack", 5)
-    ill: list[Any] = [
-        (), "text", 2.5, ("unknown", 0, 10), ("result",), ("result", 0, 10), ("result", "0", 10, b""),
-        ("result", 0, 10, "text"), ("result", 0, 10, None), ("evidence", 0, 10, "text", "stack"),
-        ("evidence", 0, 10, b"text", "stack", 5), ("evidence", 0, 10, "text", None, 5),
-        ("evidence", 0, 10, "text", "stack", -1), ("evidence", 0, 10, "text", "stack", 1 << 80),
-        ("evidence", 0, None, "text", "stack", 5), ("evidence", 0, 10, "text", "stack", 5.0),
-    ]  # fmt: skip
-    try:
-        mirror.started([(0, 10), (1, 20)])
-        for message in [*ill, good, ("evidence", 1, 20, "later", "stack", 6), ("result", 1, 20, b"value")]:
-            sender.send(message)
-        assert mirror.take_results(receiver, os.close) is None
-        assert list(mirror.exits([(rank, 256, 1, 0, 0.0, "", 0, False, 0) for rank in (0, 1)]))
-        mirror.settle_results()
-        nothing, something = mirror.workers[0], mirror.workers[1]
-        assert (nothing.result, nothing.told) == (None, None)
-        assert (something.result, something.told) == (b"value", ("text", "stack", 5))
-    finally:
-        sender.close()
-        receiver.close()
-
-
 def close_all_and_return(path: str) -> int:
     os.closerange(3, 64)
     while len(FILES) < 40:
@@ -311,7 +284,8 @@ def test_a_launcher_that_does_not_listen_is_told_for_a_bounded_time() -> None:
                 ours.send(b"x" * 1000)
         before = len(os.listdir("/proc/self/fd"))
         me = Child(Family("spawn", 1).member(0), 0, ours.fileno(), forked=False)
-        assert worker._tell(me, ("evidence", 0, 10, "text", "stack", 5), patience=1)
+        worker._tell_evidence(me, "text", "stack", 5)
+        assert not reports.send(ours.fileno(), b"E", patience=1)
         assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE) == socket.SOCK_SEQPACKET  # it is open
         assert len(os.listdir("/proc/self/fd")) == before
 

@@ -64,8 +64,8 @@ PLANTED = {
     ),
     "a result for which there is no descriptor is dropped": Planted(
         "mirror.py",
-        "except wire.Truncated",
-        "self._take(error.message, (), error)",
+        "elif packet.cut",
+        "said.result = wire.Truncated(packet.letter)",
         "pass",
         (3722, 4035, 14228),
         "returned None",

@@ -12,7 +12,7 @@ import os
 import select
 import sys
 
-from phalanx._core import linux, wire
+from phalanx._core import linux, reports, wire
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -259,14 +259,9 @@ class Child:
             ours, theirs = wire.pair()
         except OSError:
             return None
-        channel = None
         try:
-            channel = wire.Channel(_socket.socket(fileno=os.dup(report)))
-            sent = channel.send(("tracker", self.rank, os.getpid(), None), [theirs.fileno()])
+            reports.send(report, reports.TRACKER, [theirs.fileno()])
             theirs.close()
-            while not sent:  # the others have filled it
-                _wait(channel.fileno(), select.POLLOUT)
-                sent = channel.flush()
             _wait(ours.fileno(), select.POLLIN)
             _text, ancillary, _flags, _address = ours.recvmsg(1, _socket.CMSG_SPACE(_INT), _socket.MSG_CMSG_CLOEXEC)
             for _level, _kind, data in ancillary:
@@ -274,8 +269,6 @@ class Child:
         except (OSError, wire.Closed):
             pass
         finally:
-            if channel is not None:
-                channel.close()
             theirs.close()
             ours.close()
         return None

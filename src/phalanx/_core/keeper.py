@@ -234,13 +234,14 @@ class Keeper:
 
     def _begin(self) -> None:
         """Start every worker that was ordered."""
-        forked, base, specs, oom, policy, timers, fds = self._order
+        forked, modules, base, specs, oom, policy, timers, fds = self._order
         self._order = ()
         self._settle, self._grace, self._linger, self._together = policy
         self._children.oom = linux.OomKills(*oom)
         table = () if timers is None else (fds[timers[0]], fds[timers[1]])
         if any(spec[7][0] for spec in specs):
             self._have_logs_written()
+        starting.load(modules)
         failed = not self._reason and self._children.start(
             specs,
             base,

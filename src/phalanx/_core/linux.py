@@ -288,6 +288,14 @@ def map_name(name: str) -> None:
         os.close(fd)
 
 
+def available_memory() -> int:
+    """The bytes of memory that can be had without swapping, as the kernel estimates it (proc(5)); all, if unknown."""
+    for line in contents("/proc/meminfo", 1 << 14).splitlines():
+        if line.startswith(b"MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+
+
 def contents(path: str, most: int = -1) -> bytes:
     """What a file of /proc says, ``most`` bytes of it; empty when it cannot be read."""
     try:

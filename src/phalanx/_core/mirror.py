@@ -6,22 +6,27 @@ large values, which are read aside; read freely once the group has ended.
 
 from __future__ import annotations
 
+import os
 from functools import partial
 
-from phalanx._core import wire
-from phalanx._core.evidence import TEXT_LIMIT
+from phalanx._core import linux, reports, wire
 from phalanx._core.exit import Exit
 from phalanx._core.given import Given
 from phalanx._core.latch import Latch
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from typing import Any
+    from collections.abc import Callable, Iterator
 
     from phalanx._core.children import Report
     from phalanx._core.leftovers import Leftover
     from phalanx._core.remains import Entry
+
+
+TURN = 256
+"""Packets that are taken in one turn: who sends without end keeps nobody else waiting."""
+
+_STRANGERS = 100_000  # processes of which it is not known yet whether they are workers
 
 
 class Worker:
@@ -50,7 +55,7 @@ class Worker:
         self.oom = ""
         self.max_rss_kib = 0
         self.cpu_seconds = 0.0
-        self.result: bytes | OSError | MemoryError | None = None  # pickled; or why it could not be received
+        self.result: bytes | Exception | None = None  # pickled; or why it could not be received, or is none
         self.given = Given()  # the descriptors that came with it
         self.told: tuple[str, str, int] | None = None  # evidence that it could not write: message, traceback, moment
 
@@ -58,6 +63,18 @@ class Worker:
     def failed(self) -> bool:
         """Whether it ended badly, or after it had hung; and by itself as far as its exit tells."""
         return self.exit is not None and (not self.exit.ok or self.struck > 0) and self.signalled is None
+
+
+class _Said:
+    """What a process has said, which may be a worker: the first value, and the first evidence."""
+
+    __slots__ = ("given", "result", "told", "wrong")
+
+    def __init__(self) -> None:
+        self.result: bytes | Exception | None = None
+        self.given = Given()
+        self.told: tuple[str, str, int] | None = None
+        self.wrong = ""  # what it has sent that made no sense, at first
 
 
 class Mirror:
@@ -72,9 +89,8 @@ class Mirror:
         """What workers left behind, and was ended,"""
         self.leftovers_beyond = 0
         """and how many more there were."""
-        self._results: dict[tuple[int, int], bytes | OSError | MemoryError] = {}  # by rank and pid
-        self._given: dict[tuple[int, int], Given] = {}  # as above
-        self._told: dict[tuple[int, int], tuple[str, str, int]] = {}  # as above
+        self._said: dict[int, _Said] = {}  # by pid
+        self._pids: set[int] | None = None  # of all workers, once no other will be added
         self._exits = 0
 
     @property
@@ -92,57 +108,67 @@ class Mirror:
         for rank, pid in pids:
             self.workers[rank] = Worker(rank, pid)
 
-    def take_results(self, channel: wire.Channel, answer: Callable[[int], None]) -> Callable[[], None] | None:
-        """Take what workers have returned, and what they tell of their failures. Raises wire.Closed.
+    def running(self) -> None:
+        """All workers have been started: nobody else has anything to say."""
+        self.state = "RUNNING"
+        pids = self._pids = {worker.pid for worker in self.workers.values()}
+        self._said = {pid: said for pid, said in self._said.items() if pid in pids}
 
-        ``answer`` is given the socket of each one that asks for the resource tracker, and closes it.
-        Returns what reads a value that is too large for a message, which takes its time; the next ones are to be taken
-        after that. None when there is nothing more for now.
+    def take(
+        self, inbox: reports.Inbox, answer: Callable[[int], Callable[[], None] | None], most: int = TURN
+    ) -> Callable[[], None] | None:
+        """Take what workers have returned, and what they tell of their failures; ``most`` packets. Raises wire.Closed.
+
+        ``answer`` is given the socket of each one that asks for the resource tracker, and closes it. Returns what is to
+        be called, and takes its time, before more is taken: it reads a large value, or is what ``answer`` returns. None
+        when there is nothing more for now.
         """
-        while True:
-            try:
-                received = channel.receive()
-            except wire.Truncated as error:  # that one is lost, for want of a descriptor; others may lie behind it
-                self._take(error.message, (), error)
-                continue
-            if received is None:
+        for _ in range(most):
+            packet = inbox.receive()
+            if packet is None:
                 return None
-            message, fds = received
-            match message:
-                case ("tracker", *_) if len(fds) == 1:
-                    answer(fds[0])
-                    continue
-                case ("result", _, _, None) if fds:
-                    return partial(self._read, message, fds)
-            self._take(message, fds)
+            if packet.letter == reports.TRACKER and packet.fds:
+                job = answer(packet.fds[0])
+            else:
+                job = self._hear(packet, inbox.drop)
+            if job is not None:
+                return job
+        return None
 
-    def _read(self, message: Any, fds: list[int]) -> None:
-        try:
-            with open(fds.pop(), "rb") as file:
-                file.seek(0)
-                self._take(message, fds, file.read())
-        except (OSError, MemoryError) as error:
-            self._take(message, fds, error)
+    def _hear(self, packet: reports.Packet, drop: Callable[[list[int]], None]) -> Callable[[], None] | None:
+        """Note what a packet says of its sender. Returns what reads its value, if that is not in it."""
+        said = self._of(packet.pid)
+        if said is None or packet.wrong or packet.letter == reports.TRACKER:
+            drop(packet.fds)
+            if said is not None:
+                said.wrong = said.wrong or packet.wrong
+        elif packet.letter == reports.EVIDENCE:
+            said.told = said.told or reports.told(packet)
+        elif said.result is not None:  # it has returned once
+            drop(packet.fds)
+        elif packet.cut:
+            said.result = wire.Truncated(packet.letter)
+        elif packet.letter == reports.LARGE:
+            return partial(_read, said, packet.fds, drop)
+        else:
+            said.result, said.given = packet.content, Given(packet.fds)
+        return None
 
-    def _take(self, message: Any, fds: Sequence[int], beside: bytes | OSError | MemoryError | None = None) -> None:
-        """Take a message, and what came ``beside`` it. What is not of the right form is of no worker of ours."""
-        given = Given(fds)  # which closes what nobody wants
-        match message:
-            case ("result", int(rank), int(pid), within):
-                value = within if beside is None else beside
-                if isinstance(value, (bytes, OSError, MemoryError)):
-                    self._results[rank, pid], self._given[rank, pid] = value, given
-            case ("evidence", int(rank), int(pid), str(text), str(stack), int(moment)) if 0 <= moment < 1 << 63:
-                self._told.setdefault((rank, pid), (text[:TEXT_LIMIT], stack[:TEXT_LIMIT], moment))
+    def _of(self, pid: int) -> _Said | None:
+        """What a process has said before; None if it is no worker, as far as one can tell by now."""
+        if pid not in self._said and (len(self._said) < _STRANGERS if self._pids is None else pid in self._pids):
+            self._said[pid] = _Said()
+        return self._said.get(pid)
 
     def settle_results(self) -> None:
         """All has been taken that there is: give it to those who have exited."""
         for worker in self.workers.values():
-            if worker.exit is not None:
-                worker.result = self._results.pop((worker.rank, worker.pid), worker.result)
-                worker.given = self._given.pop((worker.rank, worker.pid), worker.given)
-                worker.told = self._told.pop((worker.rank, worker.pid), worker.told)
-        self._given.clear()
+            said = self._said.pop(worker.pid, None)
+            if worker.exit is not None and said is not None:
+                worker.result, worker.given, worker.told = said.result, said.given, said.told
+                if said.result is None and said.wrong:
+                    worker.result = ValueError(f"rank {worker.rank} sent what is no result: {said.wrong}")
+        self._said.clear()
 
     def exits(self, reports: list[Report]) -> Iterator[Worker]:
         """These workers have exited, in this order."""
@@ -182,3 +208,20 @@ class Mirror:
         self.state = "ENDED"
         for worker in self.workers.values():
             worker.ended.open()
+
+
+def _read(said: _Said, fds: list[int], drop: Callable[[list[int]], None]) -> None:
+    """Read a large value. Its file is one in memory, or is not looked at: another might take its time."""
+    file = fds.pop()
+    try:
+        from phalanx._core import sealed
+
+        said.result = sealed.read(file, linux.available_memory())
+        said.given = Given(fds)
+        os.close(file)
+    except (OSError, MemoryError, ValueError) as error:
+        if isinstance(error, ValueError):
+            said.wrong = said.wrong or f"a large value: {error}"
+        else:
+            said.result = error
+        drop([file, *fds])

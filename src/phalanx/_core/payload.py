@@ -54,17 +54,18 @@ class Packed:
         fds: Descriptors that must reach the workers with it, and stay their owners'.
         owners: What these belong to. It may have been made to be pickled, and has to live until they have been sent.
         wanted: The indices into these that each rank needs.
-        sent: What has gone by value, by its number.
+        sent: What has gone by value, by its number; None where nothing was tried so.
     """
 
     def __init__(
-        self, memfd: int, fds: list[int], owners: list[object], wanted: dict[int, list[int]], sent: list[object]
+        self, memfd: int, fds: list[int], owners: list[object], wanted: dict[int, list[int]], sent: list[object] | None
     ) -> None:
         self.memfd = memfd
         self.fds = fds
         self.owners = owners
         self.wanted = wanted
-        self.sent = sent
+        self.sent = sent or []
+        self.by_value = sent is not None
 
     def close(self) -> None:
         """The workers have it all."""
@@ -323,8 +324,8 @@ def _pickle(
     arguments: Mapping[int, tuple[Any, ...]],
     spawning: Spawning,
     main: main_module.Source | None,
-) -> tuple[_Parts, list[object]]:
-    """Pickle it all: by reference, else by value. Also returns what has gone by value. Raises UnpicklableError."""
+) -> tuple[_Parts, list[object] | None]:
+    """Pickle it all: by reference, else by value. Also returns what has gone so, or None. Raises UnpicklableError."""
     from phalanx._core.pickling import wants_by_value
 
     if not wants_by_value():
@@ -335,7 +336,7 @@ def _pickle(
             spawning.clear()
         else:
             if main is not None or not pickling.names_main(parts):
-                return parts, []
+                return parts, None
             spawning.clear()
     try:
         pickling = _Pickling(spawning, main, by_value=True)

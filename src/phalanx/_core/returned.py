@@ -15,7 +15,7 @@ import sys
 from _thread import get_ident
 from functools import partial
 
-from phalanx._core import child, main_module
+from phalanx._core import child, main_module, sealed
 from phalanx._core.given import Handle
 from phalanx._core.payload import UnpicklableError, sharing
 
@@ -38,7 +38,7 @@ def pack(value: object, known: Mapping[str, object]) -> tuple[int, list[int]]:
 
     ``known`` is what the launcher's main module holds. Raises UnpicklableError.
     """
-    memfd = os.memfd_create("phalanx-result")
+    memfd = sealed.new("phalanx-result")
     fds: list[int] = []
     try:
         try:
@@ -53,6 +53,7 @@ def pack(value: object, known: Mapping[str, object]) -> tuple[int, list[int]]:
             with _collected(fds):
                 _dump(value, memfd, known, fds, by_value=True)
         _check_number(fds)
+        sealed.seal(memfd)  # the launcher takes no other: its size could change while it is read
     except BaseException as error:
         os.close(memfd)
         _close(fds)

@@ -43,15 +43,15 @@ def read(fd: int, limit: int) -> bytes:
     sealed, is longer, or has holes: those cost who sent it nothing, and would cost us their size. Raises OSError,
     MemoryError.
     """
-    found = os.fstat(fd)
-    try:
+    try:  # first: this asks no file system, whose answer may take as long as it likes
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in (errno.EINVAL, errno.EBADF):  # the latter, of one that was opened with O_PATH
             raise
         raise ValueError("its descriptor is of no file in memory") from None
     if seals & (_SHRINK | _GROW | _WRITE) != _SHRINK | _GROW | _WRITE:
         raise ValueError("its file in memory is not sealed")
+    found = os.fstat(fd)
     if found.st_size > limit:
         raise ValueError(f"it has {found.st_size} bytes; at most {limit} can be taken")
     if found.st_blocks * _BLOCK < found.st_size:

@@ -59,6 +59,17 @@ def page(keeper: int, rank: int) -> str:
     return f"phalanx-{keeper}-{rank}-"
 
 
+def load(modules: Iterable[str]) -> None:
+    """Load what forks of this process would each load for themselves: once, and shared by all of them."""
+    for name in modules:
+        try:
+            __import__(name)
+        except Exception:  # noqa: BLE001 - it is not on our path, or no descriptor is left: a worker says so itself
+            return
+    if modules:
+        gc.freeze()
+
+
 def execute(spec: Spec, base: dict[bytes, bytes], outputs: Outputs, given: list[int], ignored: list[int]) -> int:
     """Execute a file in a new process, which inherits the descriptors ``given``. Returns its pid. Raises OSError.
 

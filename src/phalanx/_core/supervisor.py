@@ -13,7 +13,7 @@ import threading
 from contextlib import suppress
 from functools import partial
 
-from phalanx._core import child, clock, interpreter, linux, lost, wire
+from phalanx._core import child, clock, interpreter, linux, lost, reports, wire
 from phalanx._core.aside import Aside
 from phalanx._core.latch import Latch
 from phalanx._core.launch import Launch
@@ -40,6 +40,8 @@ START_WAIT = 300.0
 """Seconds in which the keeper has to get up and start all workers, on however slow a machine or file system."""
 
 
+_ASKING = 32  # workers that wait for the resource tracker, each with a descriptor of ours
+_LAST = 1 << 20  # packets that are taken at the end, when workers are gone: a socket holds far fewer
 _SOON = 0.1  # seconds after which a group is one that goes on for a while
 
 
@@ -86,11 +88,12 @@ class Supervisor:
         self._last_word = ""
         self._log_writer = 0
         self._logs_left = ""
-        self._reports: wire.Channel | None = None
+        self._reports: reports.Inbox | None = None
         self._chores: Iterable[Callable[[], None]] = ()
         self._chored = Aside("phalanx-chores")
         self._returned = Aside("phalanx-results")
         self._asked = Aside("phalanx-tracker")
+        self._dropped = Aside("phalanx-dropped")
         self._thread: threading.Thread | None = None
         self._charge = [True]
 
@@ -129,11 +132,13 @@ class Supervisor:
         chores: Iterable[Callable[[], None]] = (),
         *,
         fork: bool = False,
+        modules: Sequence[str] = (),
         report: HangReport | None = None,
     ) -> None:
         """Have all workers started: `wait_until_up` tells what came of it. Raises OSError, with none left.
 
-        ``fork`` has them forked from the keeper rather than exec'ed. ``fds`` are what the specs refer to, from 1 on.
+        ``fork`` has them forked from the keeper rather than exec'ed, which loads ``modules`` before that. ``fds`` are
+        what the specs refer to, from 1 on.
         ``chores`` are done once the workers run, for as long as they do; ``report`` writes down what becomes of their
         timers.
         """
@@ -145,7 +150,7 @@ class Supervisor:
                 from phalanx._core.display import show
 
                 self._shown = show(pump)
-            self._order(specs, fds, fork=fork)
+            self._order(specs, fds, fork=fork, modules=modules)
             self._loop.watch(self._launch.channel.fileno(), self._on_message, READ if self._ordered else READ | WRITE)
             self._loop.after(START_WAIT, self._start_over)
             if self._launch.guard_fd >= 0:
@@ -161,11 +166,11 @@ class Supervisor:
             self.abort()
             raise
 
-    def _order(self, specs: Sequence[Spec], fds: Sequence[int], *, fork: bool) -> None:
+    def _order(self, specs: Sequence[Spec], fds: Sequence[int], *, fork: bool, modules: Sequence[str]) -> None:
         """Send the order to start."""
-        reports, theirs = wire.pair()
-        self._reports = wire.Channel(reports)
-        self._loop.watch(reports.fileno(), self._on_report)
+        ours, theirs = wire.pair()
+        self._reports = reports.Inbox(ours, self._drop)
+        self._loop.watch(ours.fileno(), self._on_report)
         policy = (self._settle, self._grace, self._linger, self._together)
         timers: tuple[Any, ...] | None = None
         # The report socket comes first: it is the one descriptor that every function worker needs.
@@ -179,7 +184,8 @@ class Supervisor:
                 [(name, float(wait)) for name, wait in self._report.steps],
             )
             given += table.descriptors
-        order = (fork, self._launch.marked.environment(), list(specs), linux.find_oom_counter(), policy, timers)
+        base, oom = self._launch.marked.environment(), linux.find_oom_counter()
+        order = (fork, list(modules), base, list(specs), oom, policy, timers)
         try:
             self._ordered = self._launch.channel.send(("start", *order), given)
         except wire.Closed:  # it has given up: its last word waits to be read
@@ -376,34 +382,48 @@ class Supervisor:
             self._loop.change(channel.fileno(), READ)
 
     def _on_report(self, _events: int) -> None:
-        """Workers have returned something. What is large is read aside, and meanwhile nobody listens here."""
-        reports = self._reports
-        assert reports is not None
+        """Workers have said something. What is large is read aside, and meanwhile nobody listens here."""
+        inbox = self._reports
+        assert inbox is not None
         try:
-            read = self._take_results(reports)
+            read = self.mirror.take(inbox, self._give_tracker)
         except wire.Closed:
-            self._loop.forget(reports.fileno())
+            self._loop.forget(inbox.fileno())
             return
         if read is None:
             return
-        self._loop.forget(reports.fileno())
+        self._loop.forget(inbox.fileno())
 
         def go_on() -> None:
             try:
                 read()
             finally:
-                self._loop.call(lambda: self._loop.watch(reports.fileno(), self._on_report))
+                self._loop.call(lambda: self._loop.watch(inbox.fileno(), self._on_report))
 
         if not self._returned.call(go_on):  # no thread is to be had
             go_on()
 
-    def _take_results(self, reports: wire.Channel) -> Callable[[], None] | None:
-        return self.mirror.take_results(reports, self._give_tracker)
+    def _give_tracker(self, asks: int) -> Callable[[], None] | None:
+        """A worker asks for this process's resource tracker, which may have to be started: the results do not wait.
 
-    def _give_tracker(self, asks: int) -> None:
-        """A worker asks for this process's resource tracker, which may have to be started: the results do not wait."""
+        Unless so many have asked that it is better not to hear of more: each has sent a descriptor.
+        """
         if not self._asked.call(lambda: child.give_tracker(asks)):  # no thread is to be had, at the interpreter's end
             child.give_tracker(asks)
+        if self._asked.waiting < _ASKING:
+            return None
+        return lambda: bool(self._asked.finish(SILENCE))  # type: ignore[return-value]  # nobody looks at it
+
+    def _drop(self, fds: list[int]) -> None:
+        """Close what nobody wants: of whatever kind it is, the group does not wait for it."""
+
+        def close() -> None:
+            for fd in fds:
+                with suppress(OSError):
+                    os.close(fd)
+
+        if not self._dropped.call(close):
+            close()
 
     def _on_up(self, _pid: int, fds: list[int]) -> None:
         if fds:
@@ -414,7 +434,8 @@ class Supervisor:
         self.mirror.started(pids)
 
     def _on_running(self, _moment: int, log_writer: int) -> None:
-        self.mirror.state, self._was_up = "RUNNING", True
+        self._was_up = True
+        self.mirror.running()
         self._log_writer = log_writer
         if self._shown is not None:
             self._shown.open()
@@ -605,12 +626,15 @@ class Supervisor:
         """What workers have returned is read; what was to be written down of hangs is, or takes too long."""
         self._returned.finish(-1)
         with suppress(wire.Closed):
-            while self._reports is not None and (read := self._take_results(self._reports)) is not None:
+            inbox, left = self._reports, _LAST
+            while inbox is not None and left and (read := self.mirror.take(inbox, self._give_tracker, _LAST)):
+                left -= 1
                 read()
         self.mirror.settle_results()
         self._spoken.finish(SILENCE)
         self._chored.finish(SILENCE)
         self._asked.finish(SILENCE)
+        self._dropped.finish(SILENCE)
         if self._report is not None:
             from phalanx._core import hang_report
 

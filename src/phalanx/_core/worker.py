@@ -6,18 +6,17 @@ of the group, and as little as possible is imported here: it is on the start-up 
 
 from __future__ import annotations
 
-import _socket
 import errno
 import os
 import sys
 import time
 
-from phalanx._core import evidence, linux, main_module, streams, wire
+from phalanx._core import evidence, linux, main_module, reports, streams, wire
 from phalanx._core.child import Child
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from typing import Any, NoReturn
 
     from phalanx._core.child import State
@@ -27,8 +26,9 @@ _SMALL = 16 * 1024  # bytes of a pickled value that go into the message itself
 _SIGINT = 2
 _OURS = os.path.join(os.path.dirname(__file__), "")
 _REPORT, _PAYLOAD = 0, 1  # places among the descriptors that every function worker is given
-_MESSAGE_LIMIT, _STACK_LIMIT = 4 * 1024, 24 * 1024  # bytes; one packet holds both (see `wire`), and needs no memfd
+_MESSAGE_LIMIT, _STACK_LIMIT = 4 * 1024, 24 * 1024  # bytes; one packet holds both (see `reports`)
 _CLOSED = "the value cannot be returned: this process has closed the descriptor on which its launcher hears it"
+_SHUT = "the value cannot be returned: the socket on which the launcher hears its workers has been shut down"
 _PATIENCE = 1000  # milliseconds in which a launcher that does not listen has to make room for evidence
 
 
@@ -263,43 +263,17 @@ def _send(me: Child, value: object, known: dict[str, Any]) -> None:
     try:
         size = os.fstat(memfd).st_size
         if size <= _SMALL:  # without a descriptor, of which only so many may be under way, or open in the launcher
-            heard = _tell(me, ("result", me.rank, os.getpid(), os.pread(memfd, size, 0)), fds)
+            body, sent = reports.RESULT + os.pread(memfd, size, 0), fds
         else:
-            heard = _tell(me, ("result", me.rank, os.getpid(), None), [*fds, memfd])
+            body, sent = reports.LARGE, [*fds, memfd]
+        if me.report is None:
+            raise OSError(errno.EBADF, _CLOSED)
+        reports.send(me.report, body, sent)
+    except wire.Closed:  # a launcher that is gone has nobody fail; one that is there must not take this for no value
+        raise OSError(errno.EPIPE, _SHUT) from None
     finally:
         for fd in (memfd, *fds):
             os.close(fd)
-    if not heard:
-        raise OSError(errno.EBADF, _CLOSED)
-
-
-def _tell(me: Child, message: wire.Message, fds: Sequence[int] = (), patience: int = -1) -> bool:
-    """Say something to the launcher, unless it is gone. Waits ``patience`` milliseconds for room, or for ever.
-
-    The socket stays open: another file of the user's would get its number, and later words would go there. Returns
-    False if the user's code has closed it.
-    """
-    report = me.report
-    if report is None:
-        return False
-    sock = _socket.socket(fileno=report)
-    channel = wire.Channel(sock)
-    try:
-        sent = channel.send(message, fds)
-        while not sent:
-            import select
-
-            poll = select.poll()
-            poll.register(sock.fileno(), select.POLLOUT)
-            if not poll.poll(patience):
-                break
-            sent = channel.flush()
-    except wire.Closed:  # nobody waits for it any more
-        pass
-    finally:
-        sock.detach()
-        channel.close()
-    return True
 
 
 def _record(error: BaseException) -> None:
@@ -325,21 +299,27 @@ def _record(error: BaseException) -> None:
 
 
 def _tell_evidence(me: Child, message: str, stack: str, moment: int) -> None:
-    """Tell the launcher what no file could take. Never raises: a disk, a limit or the user has done enough already."""
-    texts = _cut(message, _MESSAGE_LIMIT), _cut(stack, _STACK_LIMIT)
+    """Tell the launcher what no file could take. Never raises: a disk, a limit or the user has done enough already.
+
+    The socket stays open: another file of the user's would get its number, and later words would go there.
+    """
     try:
-        _tell(me, ("evidence", me.rank, os.getpid(), *texts, moment), patience=_PATIENCE)
-    except (OSError, ValueError, MemoryError):
+        report = me.report
+        if report is not None:
+            body = reports.evidence(_cut(message, _MESSAGE_LIMIT), _cut(stack, _STACK_LIMIT), moment)
+            reports.send(report, body, patience=_PATIENCE)
+    except (OSError, ValueError, MemoryError, wire.Closed):
         pass
 
 
-def _cut(text: str, size: int) -> str:
-    """Cut a text in the middle, so that its two ends have ``size`` bytes of UTF-8 at most."""
-    data = text.encode()
+def _cut(text: str, size: int) -> bytes:
+    """A text as UTF-8, cut in the middle, so that its two ends have ``size`` bytes at most."""
+    data = text.encode("utf-8", "backslashreplace")
     if len(data) <= size:
-        return text
+        return data
     half = size // 2
-    return f"{data[:half].decode(errors='ignore')}\n... cut ...\n{data[-half:].decode(errors='ignore')}"
+    ends = (data[:half].decode(errors="ignore"), data[-half:].decode(errors="ignore"))
+    return "\n... cut ...\n".join(ends).encode()
 
 
 def _exit_code(leave: SystemExit) -> int:

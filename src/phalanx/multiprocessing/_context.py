@@ -57,6 +57,10 @@ IMPORT, VALUE = "import", "value"
 TIDY = 5.0
 """Seconds that a `close` waits for what it removes: the disk may not answer."""
 
+_OF_FORKS = [f"phalanx._core.{name}" for name in ("worker", "payload", "pickling", "returned")]
+_BY_VALUE = [*_OF_FORKS, "phalanx._core.by_value", "cloudpickle"]
+"""What every function worker of a fork server needs, and what those need whose function goes by value."""
+
 _CLOSED_EARLY = "the group %r was closed while it was starting"
 
 
@@ -70,6 +74,7 @@ class _Plan:
         flags: Sequence[str] = ("-I", "-S"),
         call: Callable[[int, list[int]], None] | None = None,
         fork: bool = False,
+        modules: Sequence[str] = (),
         fds: Sequence[int] = (),
         warm: Warm | None = None,
     ) -> None:
@@ -77,6 +82,7 @@ class _Plan:
         self.flags = flags
         self.call = call
         self.fork = fork
+        self.modules = modules  # that a keeper loads before it forks
         self.fds = fds
         self.warm = warm
 
@@ -217,7 +223,15 @@ class PContext(ABC):
                     supervisor.boot(zygote=zygote)
                 undo.callback(self._can_be_closed(supervisor))
                 pump = _console.pump(self.logs, self.envs, self.log_line_prefixes, self.console, self._filters)
-                supervisor.start(specs, plan.fds, pump, missing_folders(self.logs), fork=plan.fork, report=report)
+                supervisor.start(
+                    specs,
+                    plan.fds,
+                    pump,
+                    missing_folders(self.logs),
+                    fork=plan.fork,
+                    modules=plan.modules,
+                    report=report,
+                )
                 # At `close`, or when the last reference goes: not in `wait`, whose caller waits for the result alone.
                 self._tidy = weakref.finalize(self, _tidy, supervisor, self.logs, self._logs_specs, self._own_warm)
                 undo.pop_all()
@@ -500,7 +514,8 @@ class MultiprocessContext(PContext):
             forks: dict[int, tuple[str, list[bytes], list[int]]] = {rank: ("", [], fds[rank]) for rank in args}
             warm, own = choose(self._preload, self._warm, self.envs)
             self._own_warm = warm if own else None
-            return _Plan(forks, flags=interpreter_flags(), fork=True, fds=given, warm=warm)
+            modules = _BY_VALUE if packed.by_value else _OF_FORKS
+            return _Plan(forks, flags=interpreter_flags(), fork=True, modules=modules, fds=given, warm=warm)
         commands = {rank: (interpreter.executable(), self._argv(rank), fds[rank]) for rank in args}
         return _Plan(commands, fds=given)
 
@@ -514,9 +529,9 @@ class MultiprocessContext(PContext):
         return [os.fsencode(part) for part in command]
 
     def _value(self, worker: Worker) -> Any:
-        if worker.result is None:  # it left by exit code 0 without returning
+        if worker.result is None or self._numbered:  # it left by exit code 0 without returning; nobody wants a value
             return None
-        if isinstance(worker.result, (OSError, MemoryError)):
+        if isinstance(worker.result, Exception):
             raise worker.result
         from phalanx._core import returned
 

@@ -190,7 +190,8 @@ def _judge_success(
     except SignalException:  # to this process, and of another group
         raise
     except Exception as error:  # noqa: BLE001 - unpickling runs code of the user's
-        error.add_note(f"The return value of rank {worker.rank} could not be unpickled in the launcher.")
+        if isinstance(worker.result, bytes):
+            error.add_note(f"The return value of rank {worker.rank} could not be unpickled in the launcher.")
         _write_evidence(worker, logs, *evidence.describe(error))
         return "failed", _failure(worker, logs, "")
     return "succeeded", None
