@@ -44,6 +44,7 @@ FOREVER = float("inf")
 _BATCH = 250  # entries of one message: it has to fit a packet, for the launcher may have no descriptor left for more
 _BEFORE = 0.01  # seconds before the end of the settle window in which workers are looked at once more
 _FEW = 16  # entries that are long
+_SIGINFO = 128  # bytes of one signal, of which there is one at most: SIGCHLD is not queued
 _NO_ERRNO = 255  # the exit code of a log writer that could not go on
 _LOOKED = 64  # workers that are looked at in one turn
 _ALONE = (("start_failed",), ("orphaned",))  # last words beside which nothing is told of workers
@@ -78,7 +79,7 @@ class Keeper:
         self._logs_left = ""
         self._escalation: Escalation | None = None
         self._guard = self._launcher = -1
-        self._signals = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._signals = linux.signalfd(signal.SIGCHLD)
 
     def keep(self, launcher: int, guard: int, parent: int, notes: int) -> None:
         """Serve until the group is gone. ``launcher`` and ``guard`` are pidfds, ``parent`` is the guard's pid.
@@ -115,9 +116,7 @@ class Keeper:
         self._loop.run()
 
     def _open(self) -> None:
-        signal.signal(signal.SIGCHLD, starting.ignore)
-        signal.set_wakeup_fd(self._signals[1], warn_on_full_buffer=False)
-        self._loop.watch(self._signals[0], self._on_signal)
+        self._loop.watch(self._signals, self._on_signal)
         self._loop.watch(self._channel.fileno(), self._on_channel)
 
     # --- the table
@@ -332,7 +331,7 @@ class Keeper:
 
     def descriptors(self) -> list[int]:
         """All that is open here. It is none of a worker's business."""
-        own = [self._guard, self._launcher, self._null, self._notes, *self._signals]
+        own = [self._guard, self._launcher, self._null, self._notes, self._signals]
         own += [*self._channel.descriptors(), *self._loop.descriptors(), *self._children.descriptors()]
         own += self._logs.descriptors() if self._logs is not None else []
         return [fd for fd in own if fd >= 0]
@@ -340,7 +339,7 @@ class Keeper:
     # --- ends
 
     def _on_signal(self, _events: int) -> None:
-        os.read(self._signals[0], 4096)  # the loop says that there is something
+        os.read(self._signals, _SIGINFO)  # the loop says that there is something
         self._reap()
 
     def _reap(self) -> None:
@@ -486,7 +485,7 @@ class Keeper:
         self._logs_left = f"process {self.log_writer} still writes them"
 
     def _say_last(self) -> None:
-        self._loop.forget(self._signals[0])
+        self._loop.forget(self._signals)
         self._tell_exits()
         sent = True
         if self._reason != ("orphaned",):

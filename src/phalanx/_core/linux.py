@@ -94,6 +94,21 @@ def set_sigaction(number: int, action: bytes) -> None:
         raise OSError(errno.EINVAL, f"sigaction({number})")
 
 
+_SIGSET = 128  # bytes: as many as sigset_t has in any C library
+
+
+def signalfd(number: int) -> int:
+    """Make a descriptor that is readable while the signal ``number``, which is blocked, is pending. Raises OSError.
+
+    signalfd(2): each read takes what is pending. Non-blocking, close-on-exec.
+    """
+    wanted = (1 << number - 1).to_bytes(8, sys.byteorder).ljust(_SIGSET, b"\0")
+    fd = _libc("signalfd", -1, wanted, os.O_NONBLOCK | os.O_CLOEXEC)  # SFD_* are these
+    if fd < 0:
+        raise OSError(errno.EMFILE, "no signalfd is to be had (open files: ulimit -n)")
+    return fd
+
+
 def handler_of(action: bytes) -> int:
     """The address of a handler; or 0 (SIG_DFL), 1 (SIG_IGN). It is the first field everywhere."""
     return int.from_bytes(action[:8], sys.byteorder)

@@ -15,11 +15,8 @@ from phalanx._core import clock, linux, starting
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import signal
     from collections.abc import Iterator
     from typing import NoReturn
-else:
-    import _signal as signal  # the C half: `signal` builds enums for 3 ms
 
 COMMAND, VARIABLE, MAPPED = range(3)
 """What can be asked for: the command line; the value of the variable; what follows in the mapped file's name."""
@@ -81,7 +78,6 @@ class Peek:
         """Be the fork."""
         try:
             linux.prctl(linux.PR_SET_PDEATHSIG, linux.SIGKILL)
-            signal.set_wakeup_fd(-1)
             starting.close_all_but([writer])  # should it never end, it holds nothing that others wait for
             for pid, what in wanted:
                 record = marshal.dumps(((pid, what), self._look(pid, what)))

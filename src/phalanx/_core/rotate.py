@@ -22,13 +22,10 @@ from phalanx._core.set_aside import PACKED, numbers
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import signal
     from collections.abc import Sequence
     from typing import Any, NoReturn
 
     from phalanx._core.compress import Compressor
-else:
-    import _signal as signal  # the C half: `signal` builds enums for 3 ms
 
 Bounds = tuple[int, int, bool]
 """Of a log: the bytes at which a file is set aside (0: never), how many that were are kept (0: all), and whether they
@@ -242,7 +239,6 @@ def _serve(channel: wire.Channel, notes: int) -> NoReturn:
             os.write(notes, b"%d " % os.getpid())
         except BrokenPipeError:  # the guard has gone
             pass
-        signal.set_wakeup_fd(-1)
         null = os.open(os.devnull, os.O_RDWR)
         for fd in (0, 1, 2):  # it may outlive the launcher, whose readers wait for the end of its output
             os.dup2(null, fd)

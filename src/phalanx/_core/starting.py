@@ -43,7 +43,6 @@ stream the end of a pipe and a file."""
 _EXECUTING = "starting it"
 _NAMED = 16  # CPUs in the message of an error, at most
 _IGNORED = ("PIPE", "XFSZ")  # an errno says as much
-_QUIET = ("HUP", "INT", "QUIT", "USR1", "USR2", "ALRM", "TERM", "STKFLT", "IO", "PWR", "VTALRM", "PROF")
 
 
 class NotStartedError(OSError):
@@ -118,7 +117,6 @@ def fork(
     try:
         linux.die_with_parent(parent)
         os.setsid()
-        signal.set_wakeup_fd(-1)
         _fresh_signals()
         if call is None:
             _preloaded.set()
@@ -162,7 +160,6 @@ def _execute_placed(
     try:
         linux.die_with_parent(parent)
         os.setsid()
-        signal.set_wakeup_fd(-1)
         _default_signals()
         for target, fd in outputs.fds:
             os.dup2(fd, target)
@@ -180,14 +177,14 @@ def _execute_placed(
 
 def _split(word: _Word) -> int:
     """Fork. Returns as os.fork() does; in the child with every signal blocked. Raises OSError."""
-    # A SIGTERM from now on has to wait until it is the worker's to take: our own handlers would swallow it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    # A SIGTERM from now on has to wait until it is the worker's to take: we ignore it, and it would be lost.
+    ours = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     pid = -1
     try:
         pid = os.fork()
     finally:
         if pid:
-            signal.pthread_sigmask(signal.SIG_SETMASK, ())
+            signal.pthread_sigmask(signal.SIG_SETMASK, ours)
             if pid < 0:
                 word.close()
     return pid
@@ -386,20 +383,24 @@ class DescriptorLimit:
             self._set(self._ours)
 
 
-def ignore(_number: int, _frame: object) -> None:
-    """Have the signal interrupt, and do nothing. Unlike SIG_IGN, this does not outlive an exec."""
-
-
 def turn_deaf() -> None:
-    """Let no signal but SIGKILL and the stop signals end us: what is meant for the group goes to its launcher."""
-    for name in _QUIET:
-        signal.signal(getattr(signal, "SIG" + name), ignore)
-    for name in _IGNORED:
-        signal.signal(getattr(signal, "SIG" + name), signal.SIG_IGN)
-    for number in range(signal.SIGRTMIN, signal.SIGRTMAX + 1):  # on one of them a launcher may show its stacks
-        signal.signal(number, ignore)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a launcher that ignores it hands that down; nothing could be reaped
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    """Let no signal but SIGKILL and SIGSTOP reach us: what is meant for the group goes to its launcher.
+
+    A worker may send them faster than any handler could run. What is ignored, and not blocked, the kernel drops as it
+    is sent: it takes none of our time, and no place in a queue. SIGCHLD is blocked, for a `linux.signalfd`; SIGCONT
+    does its work as it is sent. A fault of our own (SIGSEGV) ends us all the same.
+    """
+    signal.set_wakeup_fd(-1)  # a fork of the launcher has its
+    for number in signal.valid_signals():
+        if number not in (linux.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGCONT):
+            try:
+                signal.signal(number, signal.SIG_IGN)
+            except OSError as error:  # those that the C library keeps for itself
+                if error.errno != errno.EINVAL:
+                    raise
+    for number in (signal.SIGCHLD, signal.SIGCONT):  # a launcher that ignores SIGCHLD hands that down: no one is reaped
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, (signal.SIGCHLD,))
 
 
 def ignored_signals() -> list[int]:

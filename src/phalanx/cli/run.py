@@ -48,6 +48,7 @@ from phalanx.multiprocessing import (
     Std,
     SubprocessContext,
 )
+from phalanx.multiprocessing._signals import signals_to_handle
 from phalanx.multiprocessing._warm import check_preload
 from phalanx.multiprocessing.errors import ChildFailedError, record
 from phalanx.timer._specs import TimerSpecs, read_steps
@@ -430,7 +431,10 @@ def _free_port(addr: str) -> int:
 
 
 def _stop(group: PContext, first: signal.Signals, grace: float) -> int:
-    """Close the group: gracefully, and at once on a further signal. Cleanup is never abandoned."""
+    """Close the group: gracefully, and at once on a further signal. Cleanup is never abandoned.
+
+    Beyond the second there is nothing to be asked for, and a worker may send them without end: they are ignored.
+    """
     death, seconds = first, grace
     while True:
         try:
@@ -446,6 +450,8 @@ def _stop(group: PContext, first: signal.Signals, grace: float) -> int:
             group.close(death, seconds)
         except SignalException:
             death, seconds = signal.SIGKILL, 0.0
+            for number in signals_to_handle():
+                signal.signal(number, signal.SIG_IGN)
         except KeeperLostError:
             return 128 + first
         else:

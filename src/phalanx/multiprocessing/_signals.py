@@ -12,7 +12,7 @@ import threading
 from contextlib import contextmanager, suppress
 from functools import partial
 
-from phalanx._core import interrupts, linux
+from phalanx._core import clock, interrupts, linux
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,16 +22,21 @@ if TYPE_CHECKING:
 
 SIGNALS_ENV = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _DEFAULT = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+_APART = 0.05  # seconds; who is flooded with signals could not get as far as to heed one
 
 _open: set[object] = set()  # the groups that are open: what a set does is one step, for threads and for signal handlers
 _replaced: dict[int, tuple[Any, bytes | None]] = {}  # what Python had; what the kernel had, if that was something else
 _known: dict[int, tuple[Any, bytes | None]] = {}  # the same, for good
 _pending: list[int] = []  # the signal whose exception has been raised, and has not come out of a wait of ours
+_raised = -_APART  # when a signal has raised last
 _hooked = False
 
 
 class SignalException(Exception):  # noqa: N818 - torch's name
-    """Raised in the main thread when a signal arrives while a group is open. ``sigval`` is the signal."""
+    """Raised in the main thread when a signal arrives while a group is open. ``sigval`` is the signal.
+
+    Those that arrive within 50 ms after it raise nothing: they count as one with it.
+    """
 
     def __init__(self, msg: str, sigval: signal.Signals) -> None:
         super().__init__(msg, sigval)
@@ -190,7 +195,12 @@ def _raise_late(number: int) -> None:
 def _raise(number: int, frame: FrameType | None) -> None:
     if interrupts.put_off(partial(_raise_late, number)):
         return
+    global _raised  # noqa: PLW0603 - handlers are the process's
     if _open:
+        now = clock.now()
+        if frame is not None and now - _raised < _APART:
+            return
+        _raised = now
         _pending[:] = [number]
         name = signal.Signals(number).name
         msg = f"Process {os.getpid()} got signal: {number} ({name})"
