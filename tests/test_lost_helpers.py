@@ -268,7 +268,9 @@ def test_without_any_descriptor_it_is_said_that_nobody_could_be_looked_for(
     with running("binary", ready) as group:
         pids = ready.pids(2)
         lose_both(group)
-        with pytest.raises(KeeperLostError, match="no descriptor is left to look for its processes: some may live on"):
+        with pytest.raises(
+            KeeperLostError, match="no descriptor is left, or no /proc, to look for its processes: some may live on"
+        ):
             group.wait(TIMEOUT)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import signal
     from collections.abc import Callable, Iterable
 
+    from phalanx._core.by_number import Walk
     from phalanx._core.loop import Loop
     from phalanx._core.remains import Entry, Remains
     from phalanx._core.rotate import LogWriter
@@ -28,6 +29,9 @@ Report = tuple[int, int, int, int, float, str, int, bool, int]
 """An exit: rank, wait status, moment, peak memory in KiB, CPU seconds, what an OOM killer has to do with it, when it
 was first seen to be on its way out, by itself (0: it was not), whether that was when the first failure was seen, and
 the last signal that it was sent for a timer that had expired (0: none). Moments are CLOCK_MONOTONIC in nanoseconds."""
+
+UNFOUND = 0, "", ""
+"""What stands for children that could not be found."""
 
 _SPARE_DESCRIPTORS = 64  # beside those that are kept of each worker
 _TOGETHER = 32  # workers whose log files are opened at a time, and after which it is asked whether to go on
@@ -79,6 +83,11 @@ class Children:
         self._buried = buried
         self._error_files: dict[int, tuple[int, bytes | None]] = {}  # by pid, with the rank
         self._remains: Remains | None = None
+        self.searching = False
+        """Whether there are children, or may be, that are yet to be found by a `search`: /proc does not show them."""
+        self._walk: Walk | None = None
+        self._reaped = 0  # children, so far
+        self._walk_began = self._walked = -1  # how many had been when a round began, and when the last one found nobody
 
     # --- the start
 
@@ -177,6 +186,7 @@ class Children:
             worker.exited_ns = worker.exited_ns or clock.now_ns()
             self._loop.forget(worker.pidfd)
             return
+        self._reaped += 1
         moment = worker.exited_ns or clock.now_ns()
         if worker.pidfd >= 0:
             self._loop.forget(worker.pidfd)
@@ -203,6 +213,7 @@ class Children:
             worker = self.workers.get(info.si_pid)
             if worker is None:
                 pid, status = os.waitpid(info.si_pid, 0)
+                self._reaped += 1
                 if self._remains is not None:
                     self._remains.ended(pid, status)
                 self._buried(pid, status)
@@ -256,19 +267,44 @@ class Children:
         return ([], 0) if self._remains is None else (self._remains.entries(), self._remains.beyond)
 
     def orphans(self, spared: int) -> list[int]:
-        """The children that there are, but for one: workers, and orphans. Zombies that can be reaped have been."""
+        """The children that there are, but for one: workers, and orphans. Zombies that can be reaped have been.
+
+        That there is none only waitid(2) can tell. What /proc lists is believed where it shows us; where it does not,
+        or cannot be read, those are told that are known, and `searching` says whether there may be others.
+        """
+        self.searching = False
         try:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return []
+        shown = linux.is_shown()
         try:
-            children = linux.children(os.getpid())
-        except OSError:
-            if not self.workers:  # nothing is known of them: the guard, with no descriptor of ours, has a better look
-                raise
-            children = list(self.workers)
+            children = linux.children(os.getpid()) if shown else []
+        except OSError:  # no descriptor is left
+            shown, children = False, []
         own = set() if self._remains is None else self._remains.own
-        return [pid for pid in children if pid != spared and pid not in own]
+        others = [pid for pid in children if pid != spared and pid not in own]
+        if shown and (others or spared or own):
+            return others
+        known = {*self.workers, *(() if self._walk is None else self._walk.found)}
+        others = [pid for pid in linux.children_among(sorted(known)) if pid != spared and pid not in own]
+        self.searching = bool(others) or not (spared or own) or self._walked != self._reaped
+        return others
+
+    def search(self) -> bool:
+        """Look for more children, for some milliseconds. Returns whether all numbers have been looked at once more."""
+        if self._walk is None:
+            from phalanx._core.by_number import Walk
+
+            self._walk = Walk()
+        if self._walk_began < 0:
+            self._walk_began = self._reaped
+            self._walk.found.clear()
+        if not self._walk.turn(max((pid for _rank, pid in self.started), default=0)):
+            return False
+        # Who became ours in the midst of it, and was missed, did so by the end of another, who was reaped.
+        self._walked, self._walk_began = self._walk_began, -1
+        return True
 
     def sweep(self, pids: Iterable[int], *, purge: bool, kill: bool) -> None:
         """Ask children to end, once; ``kill`` them all, or ``purge`` those that have left the session of their worker.
@@ -291,7 +327,7 @@ class Children:
         One that does not die keeps its children from becoming ours; and a chain of processes that fork and exit may be
         faster than we are, but kill(2) holds up every fork in a process group.
         """
-        below = linux.below(children, _BELOW)
+        below = linux.below(children, _BELOW) if linux.is_shown() else {}
         self.remains().note(dict.fromkeys(below, linux.SIGKILL))
         for group in self._groups(children[-_BELOW:]):  # the newest: the others may be zombies by the thousand
             try:
@@ -302,24 +338,20 @@ class Children:
             linux.kill(pid, parent)
 
     def _groups(self, children: Iterable[int]) -> set[int]:
-        """The process groups of children that live in sessions of their own: all in them has been started below us."""
+        """The process groups of children in sessions of their own: all in them has been started below us."""
         ours = os.getsid(0)
-        found = set()
-        for pid in children:
-            try:
-                stat = linux.Stat(pid)
-            except OSError:  # hidden
-                continue
-            if stat.session != ours and stat.state not in "ZX":
-                found.add(stat.group)
-        return found
+        return {os.getpgid(pid) for pid in children if os.getsid(pid) != ours}
 
     def abandon(self, pids: list[int]) -> list[tuple[int, str, str]]:
-        """Wait for nobody any more. Returns pid, name and state of the children ``pids``, and of who is below these."""
-        left = []
-        for pid in [*pids, *linux.below(pids, _BELOW)]:
+        """Wait for nobody any more. Returns pid, name and state of the children ``pids``, and of who is below these.
+
+        The first is `UNFOUND` where there may be more.
+        """
+        left = [UNFOUND] if self.searching else []
+        shown = linux.is_shown()
+        for pid in [*pids, *(linux.below(pids, _BELOW) if shown else ())]:
             try:
-                stat = linux.Stat(pid)
+                stat = linux.Stat(pid if shown else 0)
                 left.append((pid, stat.comm, stat.state))
             except OSError:  # hidden
                 left.append((pid, "?", "?"))

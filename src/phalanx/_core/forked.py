@@ -28,7 +28,7 @@ def load() -> None:
     from importlib import import_module
 
     names = [*_LIGHT]
-    if len(os.listdir("/proc/self/task")) > 1:
+    if _threads() != 1:
         names += _HEAVY
     if "multiprocessing" in sys.modules:
         names += _OF_MULTIPROCESSING
@@ -37,3 +37,11 @@ def load() -> None:
     names += filter(sys.modules.__contains__, _ASKED)
     for name in names:  # what another thread is loading is waited for: the fork would have half of it
         import_module(name)
+
+
+def _threads() -> int:
+    """How many there are; 0 when /proc does not show it."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return 0

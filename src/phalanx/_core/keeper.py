@@ -68,6 +68,7 @@ class Keeper:
         self._ranks_told = 0
         self._all_well = True
         self._more_to_reap = False
+        self._search_due = False
         self._null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         self._exits: list[Report] = []
         self._reason: wire.Message = ()  # the last word, if it is another than the usual one
@@ -439,6 +440,8 @@ class Keeper:
     def _tell_lingering(self) -> None:
         if self._state == "LINGERING":
             pids = self._children.orphans(self.log_writer)
+            if not pids:  # they do not show
+                return
             self._tell("lingering", self._children.remains().waiting(pids[:_FEW]), len(pids))
 
     def _signal(self) -> None:
@@ -465,10 +468,23 @@ class Keeper:
 
     def _look(self) -> None:
         left = self._children.orphans(self.log_writer)
-        if not left:
+        if not left and not self._children.searching:
             self._see("EMPTY")
         elif self._state != "LINGERING":
-            self._children.sweep(left, purge=self._state == "PURGING", kill=self._state == "KILLING")
+            if left:
+                self._children.sweep(left, purge=self._state == "PURGING", kill=self._state == "KILLING")
+            if self._children.searching and not self._search_due:
+                self._search_due = True
+                self._loop.call(self._search)
+
+    def _search(self) -> None:
+        """Look for what /proc does not show, a little; again and again, with a rest after all has been looked at."""
+        self._search_due = False
+        if (self._state, "EMPTY") in lifecycle.TABLE and self._state != "LINGERING":
+            if self._children.search():
+                self._search_due = True
+                self._loop.after(PATIENCE, self._search)
+            self._look()
 
     def _abandon(self) -> None:
         self._left = self._children.abandon(self._children.orphans(self.log_writer))
@@ -531,6 +547,7 @@ _OBEY: dict[str, Callable[..., None]] = {
 def load() -> None:
     """Import what is needed at the end: it is on a disk, which may not answer then."""
     try:
+        import phalanx._core.by_number
         import phalanx._core.remains  # noqa: F401 - see above
     except (OSError, ImportError):  # no descriptor is left, perhaps: it is said when it is needed
         return

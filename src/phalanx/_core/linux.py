@@ -13,7 +13,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     import os
     import signal
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from typing import Any
 else:
     import _signal as signal  # the C half: `signal` builds enums for 3 ms
@@ -230,6 +230,32 @@ def children(pid: int) -> list[int]:
         return found  # noqa: TRY300 - the reading as a whole may fail
     except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN, or no such process
         return [stat.pid for stat in processes() if stat.parent == pid]
+
+
+_WALL = 0x40000000  # __WALL of waitid(2): also children whose end sends no SIGCHLD
+
+
+def children_among(pids: Iterable[int]) -> list[int]:
+    """Those of these that are children of ours, reapable or not. It needs no /proc, and names nobody else's."""
+    found, options = [], os.WEXITED | os.WNOHANG | os.WNOWAIT | _WALL
+    wait, kind = os.waitid, os.P_PID
+    for pid in pids:
+        try:
+            wait(kind, pid, options)
+        except ChildProcessError:
+            continue
+        found.append(pid)
+    return found
+
+
+def is_shown() -> bool:
+    """Whether /proc shows this process, by the number that it has here: it may be empty, or another namespace's."""
+    text = contents("/proc/self/status")
+    for field in (b"\nNSpid:", b"\nPid:"):  # of namespaces one in another, each has its own number
+        numbers = text.partition(field)[2].partition(b"\n")[0].split()
+        if numbers:
+            return numbers == [b"%d" % os.getpid()]
+    return False
 
 
 def below(pids: list[int], most: int) -> dict[int, int]:

@@ -34,7 +34,7 @@ def of_helper(who: str, returncode: int) -> str:
 def of_the_rest(found: tuple[list[int], list[int]] | None) -> str:
     """What became of the processes of a group without helpers, in words."""
     if found is None:
-        return "no descriptor is left to look for its processes: some may live on"
+        return "no descriptor is left, or no /proc, to look for its processes: some may live on"
     left, silent = found
     then = "every process of the group was killed with it"
     if left:

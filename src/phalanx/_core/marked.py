@@ -62,7 +62,7 @@ class Marked:
 
         It sees through setsid and double forks, but not through a cleared environment. It takes two descriptors at the
         most. Returns who is left, and who gave no answer; None when nobody could be looked for, for want of
-        descriptors.
+        descriptors, or of a /proc that shows us.
         """
         deadline = clock.now() + seconds
         silent: set[int] = set()
@@ -127,10 +127,13 @@ class _Search:
         self.missed = False
         """Whether somebody had gone before it was looked at."""
         self.blind = False
-        """Whether nobody can be looked at, for want of descriptors."""
+        """Whether nobody can be looked at, for want of descriptors, or of a /proc that shows us."""
 
     def run(self, deadline: float) -> None:
         """Look at all; where a look does not return, another thread goes on with the next."""
+        if not linux.is_shown():
+            self.blind = True
+            return
         try:
             # The newest first: it may not be there for long.
             self._todo.extend(sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True))

@@ -57,6 +57,7 @@ class Remains:
         self._sessions = {pid: rank for pid, (rank, _path) in workers.items()}
         self._error_files = {path: rank for rank, path in workers.values() if path}
         self._peek = Peek(_ERROR_FILE, page(keeper, 0)[:-2].encode(), _LOOK)
+        self._shown = linux.is_shown()  # else /proc tells of others, or of nobody
         self._left: list[_Left] = []
         self._living: dict[int, _Left] = {}  # those of them that have not been reaped
         self._unwritten: set[int] = set()  # those for which there was no room
@@ -126,7 +127,7 @@ class Remains:
         unplaced = [left for left in found if left.rank < 0]
         wanted = [(left.pid, COMMAND) for left in found if left.command != "?"]
         wanted += [(left.pid, kind) for left in unplaced for kind in (VARIABLE, MAPPED)]
-        seen = self._peek.read(wanted)
+        seen = self._peek.read(wanted) if self._shown else {}
         for left in found:
             words = seen.get((left.pid, COMMAND), b"").rstrip(b"\0").replace(b"\0", b" ")
             left.command = words.decode("utf-8", "replace")[:_COMMAND] or left.command
@@ -141,7 +142,7 @@ class Remains:
         left = _Left(pid, -1)
         try:
             left.rank = self._sessions.get(os.getsid(pid), -1)
-            stat = linux.Stat(pid)
+            stat = linux.Stat(pid if self._shown else 0)
         except OSError:  # hidden (hidepid, proc(5)): not gone, for it has not been reaped
             return left
         if stat.state in "ZX":

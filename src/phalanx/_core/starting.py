@@ -276,11 +276,15 @@ def open_launcher(sock: _socket.socket) -> int:
 def close_all_but(wanted: Iterable[int]) -> None:
     """Close every descriptor but 0, 1, 2 and those ``wanted``: pipes of others would never come to their end."""
     kept = {0, 1, 2, *wanted}
-    for fd in [int(name) for name in os.listdir("/proc/self/fd")]:
+    try:
+        fds: Iterable[int] = [int(name) for name in os.listdir("/proc/self/fd")]
+    except OSError:  # /proc does not show us
+        fds = range(os.sysconf("SC_OPEN_MAX"))
+    for fd in fds:
         if fd not in kept:
             try:
                 os.close(fd)
-            except OSError:  # that of the listing itself
+            except OSError:  # it is not open, as that of the listing itself
                 pass
 
 

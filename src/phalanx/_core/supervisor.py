@@ -502,7 +502,11 @@ class Supervisor:
         self._logs_left = logs
         self.mirror.abandoned(left, KILL_WAIT)
         known = {worker.pid for worker in self.mirror.workers.values()} | {one.pid for one in self.mirror.leftovers}
-        others = [f"pid {pid} ({name}, state {state})" for pid, name, state in left if pid not in known]
+        others = [
+            f"pid {pid} ({name}, state {state})" if pid else "some that could not be found: /proc does not show them"
+            for pid, name, state in left
+            if pid not in known
+        ]
         if others:
             self._announce(f"still there {KILL_WAIT:g} s after SIGKILL: {', '.join(others)}")
         self._end("ended")

@@ -267,7 +267,10 @@ def _see_through(group: PContext, recorder: Recorder, specs: _RunLogs, grace: fl
 
         result = group.wait()
     except SignalException as error:
-        code = _stop(group, error.sigval, grace)
+        try:
+            code = _stop(group, error.sigval, grace)
+        except SignalException:  # the second has come at once
+            code = _stop(group, error.sigval, grace, at_once=True)
         failed = _failed_before(group)
         if failed is None:
             recorder.ended("stopped", code, error.sigval.name)
@@ -430,7 +433,7 @@ def _free_port(addr: str) -> int:
             return int(server.getsockname()[1])
 
 
-def _stop(group: PContext, first: signal.Signals, grace: float) -> int:
+def _stop(group: PContext, first: signal.Signals, grace: float, *, at_once: bool = False) -> int:
     """Close the group: gracefully, and at once on a further signal. Cleanup is never abandoned.
 
     Beyond the second there is nothing to be asked for, and a worker may send them without end: they are ignored.
@@ -438,6 +441,10 @@ def _stop(group: PContext, first: signal.Signals, grace: float) -> int:
     death, seconds = first, grace
     while True:
         try:
+            if at_once:
+                death, seconds = signal.SIGKILL, 0.0
+                for number in signals_to_handle():
+                    signal.signal(number, signal.SIG_IGN)
             if group.is_open:
                 text = (
                     "killing the workers"
@@ -449,9 +456,7 @@ def _stop(group: PContext, first: signal.Signals, grace: float) -> int:
                     mention(text)
             group.close(death, seconds)
         except SignalException:
-            death, seconds = signal.SIGKILL, 0.0
-            for number in signals_to_handle():
-                signal.signal(number, signal.SIG_IGN)
+            at_once = True
         except KeeperLostError:
             return 128 + first
         else:

@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 SIGNALS_ENV = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _DEFAULT = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
-_APART = 0.05  # seconds; who is flooded with signals could not get as far as to heed one
+_APART = 0.05  # seconds for two signals; who is flooded with them could not get as far as to heed one
 
 _open: set[object] = set()  # the groups that are open: what a set does is one step, for threads and for signal handlers
 _replaced: dict[int, tuple[Any, bytes | None]] = {}  # what Python had; what the kernel had, if that was something else
 _known: dict[int, tuple[Any, bytes | None]] = {}  # the same, for good
 _pending: list[int] = []  # the signal whose exception has been raised, and has not come out of a wait of ours
-_raised = -_APART  # when a signal has raised last
+_raised = [-_APART, -_APART]  # when signals have raised, the last two
 _hooked = False
 
 
 class SignalException(Exception):  # noqa: N818 - torch's name
     """Raised in the main thread when a signal arrives while a group is open. ``sigval`` is the signal.
 
-    Those that arrive within 50 ms after it raise nothing: they count as one with it.
+    Of more than two within 50 ms, the others raise nothing.
     """
 
     def __init__(self, msg: str, sigval: signal.Signals) -> None:
@@ -71,6 +71,7 @@ def acquire(owner: object) -> None:
         return
     wanted = signals_to_handle()
     if not _open:
+        _raised[:] = -_APART, -_APART
         restore()  # those of a group that another thread closed
         _hook()
         for number in wanted:
@@ -195,12 +196,11 @@ def _raise_late(number: int) -> None:
 def _raise(number: int, frame: FrameType | None) -> None:
     if interrupts.put_off(partial(_raise_late, number)):
         return
-    global _raised  # noqa: PLW0603 - handlers are the process's
     if _open:
         now = clock.now()
-        if frame is not None and now - _raised < _APART:
+        if frame is not None and now - _raised[0] < _APART:
             return
-        _raised = now
+        _raised[:] = _raised[1], now
         _pending[:] = [number]
         name = signal.Signals(number).name
         msg = f"Process {os.getpid()} got signal: {number} ({name})"
