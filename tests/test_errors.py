@@ -1459,10 +1459,10 @@ def test_native_frames_make_no_difference() -> None:
 
 
 def test_nothing_in_a_report_can_act_on_a_terminal() -> None:
-    nasty = "\x1b[2Ja\x00b\x1b]0;title\x07c\x08\udc80\x9b2J"
+    nasty = "\x1b[2Ja\x00b\x1b]0;title\x07c\x08\udc80\x9b2J\x1b\x1b[2J[31m\u202e"
     failure = failed(0, nasty, nasty + "\ntail", detail=nasty, stdout_file=nasty)
     report = format_report(nasty, {0: failure}, log_dir=nasty)
-    assert "a\\x00bc\\x08\\udc80\\x9b2J" in report
+    assert "a\\x00bc\\x08\\x80\\x9b2J\\x1b[31m\\u202e" in report
     assert not set(report) - {"\n"} & set(map(chr, [*range(32), *range(127, 160)]))
     report.encode()
 

@@ -715,14 +715,16 @@ def test_a_line_too_long_to_hold_leaves_no_live_one(time: FakeClock, monkeypatch
     [
         (b"plain \xc3\xa9", b"plain \xc3\xa9"),
         (b"\033[1;31mred", b"\033[1;31mred\033[0m"),
-        (b"\033[38:2::1:2:3mx\033[m", b"\033[38:2::1:2:3mx\033[m\033[0m"),
-        (b"up\033[A\033[2Jdown\r\n\b\a", b"updown"),
-        (b"\033[?25lx\033[?25h\033[>4;1m", b"x"),
-        (b"\033]0;title\ax\033]8;;http://y\033\\z", b"xz"),
-        (b"\033(Bx\033c\0337\033", b"x"),
-        (b"a\033[3", b"a"),
-        (b"a\033[3\0331A", b"aA"),
-        (b"\033[\0A", b"A"),
+        (b"\033[38:2::1:2:3mx\033[m", b"\033[38:2::1:2:3mx\033[m"),
+        (b"up\033[A\033[2Kdown\r\n", b"updown"),
+        (b"\033[2J\b\a", rb"\x1b[2J\x08\x07"),
+        (b"\033[?25lx\033[?25h\033[>4;1m", rb"x\x1b[>4;1m"),
+        (b"\033]0;title\ax\033]8;;http://y\033\\z", rb"\x1b]0;title\x07x\x1b]8;;http://y\x1b\z"),
+        (b"\033(Bx\033c\0337\033", rb"x\x1bc\x1b7\x1b"),
+        (b"a\033[3", rb"a\x1b[3"),
+        (b"a\033[3\0331A", rb"a\x1b[3\x1b1A"),
+        (b"\033[\0A", rb"\x1b[\x00A"),
+        ("\N{RIGHT-TO-LEFT OVERRIDE}a\x9b".encode(), rb"\u202ea\x9b"),
     ],
 )
 def test_visible(line: bytes, text: bytes) -> None:
@@ -737,9 +739,9 @@ def test_visible(line: bytes, text: bytes) -> None:
         ("ä".encode("latin-1") * 7, "ä".encode("latin-1") * 5),
         ("e\u0301".encode() * 7, "e\u0301".encode() * 5),
         (b"\033[1;31m1234\033[0m567", b"\033[1;31m1234\033[0m5\033[0m"),
-        (b"12345\033[0m", b"12345\033[0m\033[0m"),
+        (b"12345\033[0m", b"12345\033[0m"),
         (b"1234\xc3", b"1234\xc3"),
-        (b"\033[0m" * 1000 + b"x", b"\033[0m" * 80 + b"\033[0m"),
+        (b"\033[0m" * 1000 + b"x", b"\033[0m" * 80),
         (b"\033[A" * 20 + b"x", b"x"),
     ],
 )
@@ -825,3 +827,36 @@ def test_the_last_lines_of_what_is_written(writes: list[list[bytes]], count: int
     expected = [line + b"\n" for line in lines[max(0, len(lines) - count) :]] + ([rest] if rest else [])
     assert [line for line, _owner in last.taken()] == expected
     assert list(last.taken()) == []
+
+
+NESTED = {
+    2: (
+        [b"\r outer 0%", *[b"\n\r inner %d%%\033[A" % done for done in (0, 50, 100)], b"\r outer 50%",
+         *[b"\n\r inner %d%%\033[A" % done for done in (0, 50, 100)], b"\r outer 100%", b"\n"],
+        b" outer 0%\n outer 50%\n outer 100%\n",
+    ),
+    3: (
+        [b"\r a", b"\n\n\r c1\033[A\033[A", b"\n\n\r c2\033[A\033[A",
+         b"\n\r b1\033[A", b"\n\r b2\033[A", b"\r A", b"\n"],
+        b" a\n\n A\n",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("depth", NESTED)
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_bars_of_nested_loops_are_one_line(depth: int, size: int) -> None:
+    """As tqdm draws them: a line feed for each row down, and a move for each row up again."""
+    pieces, lines = NESTED[depth]
+    data = b"".join(pieces)
+    cutter = Cutter()
+    cut = b"".join(cutter.cut(data[place : place + size]) for place in range(0, len(data), size))
+    assert cut.replace(b"\r", b"") == lines
+    assert cutter.rest == b""
+
+
+def test_moves_without_end_are_held_within_bounds() -> None:
+    cutter = Cutter()
+    for _ in range(1000):
+        assert cutter.cut(b"bar\033[A\n" * 100) == b""
+        assert cutter.held < 100

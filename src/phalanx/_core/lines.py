@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import re
+
+_ESCAPE = 0x1B
+_UP = b"\033[A"
+
 LONGEST = 256 * 1024
 """Bytes of an unfinished line that are held. The rest of a longer one is given out as it comes."""
 
@@ -10,7 +19,8 @@ class Cutter:
     r"""Cuts a stream of bytes at its line ends, and holds what is not ended yet.
 
     A line ends with a line feed; a carriage return before it belongs to it. Any other carriage return takes back what
-    stands before it in its line, as it would on a terminal: that is how progress bars are drawn. Nothing is decoded.
+    stands before it in its line, as it would on a terminal: that is how progress bars are drawn. So do a move up a row
+    (CUU, ``ESC [ A``) and the line feed that follows it, for the bars of nested loops. Nothing is decoded.
 
     >>> cutter = Cutter()
     >>> cutter.cut(b"one\ntwo\nthr"), cutter.rest
@@ -50,6 +60,8 @@ class Cutter:
                 # One copy, in C, whether something was held or not: lines arrive by the gigabyte.
                 block = b"".join((*self._pieces, view[:end]))
                 self._pieces, self.held, self.rewritten = [], 0, False
+                if _ESCAPE in block and _UP in block:
+                    block = self._without_moves(block)
             if end < count:
                 self._add(bytes(view[end:count]))
         self.withdrawn = False
@@ -83,6 +95,14 @@ class Cutter:
         self.rewritten = False
         return line[: len(line) - half]
 
+    def _without_moves(self, block: bytes) -> bytes:
+        """Whole lines, in which those are one that a move up and a line feed stand between. Holds what is not whole."""
+        block = _moves().sub(_one_row, block)
+        end = block.rfind(b"\n") + 1
+        if end < len(block):
+            self._add(block[end:])
+        return block[:end]
+
     def _hold(self, rest: bytes) -> None:
         self._pieces = [rest] if rest else []
         self.held = len(rest)
@@ -109,6 +129,19 @@ def half_letter(data: bytes) -> int:
         if byte & 0xC0 != 0x80:  # noqa: PLR2004 - 10xxxxxx goes on with a letter, others begin one
             return back if (0xC2 <= byte <= 0xF4) and back < 2 + (byte >= 0xE0) + (byte >= 0xF0) else 0  # noqa: PLR2004 - 110xxxxx, 1110xxxx, 11110xxx
     return 0
+
+
+def _one_row(moves: re.Match[bytes]) -> bytes:
+    """What moves up and line feeds after them come to: of each pair, a return."""
+    up, down = len(moves[1]) // len(_UP), moves[2].count(b"\n")
+    return _UP * (up - down) + b"\r" + b"\n" * (down - up)
+
+
+@functools.cache
+def _moves() -> re.Pattern[bytes]:
+    import re
+
+    return re.compile(rb"((?:\033\[A)+)((?:\r*\n)+)")
 
 
 def last_state(line: bytes) -> bytes:

@@ -16,6 +16,7 @@ from phalanx._core import clock, linux
 from phalanx._core.files import UnfitError
 from phalanx._core.follower import last_lines
 from phalanx._core.growth import Growth
+from phalanx._core.harmless import harmless
 from phalanx._core.sink import TURN
 from phalanx._core.tell import tell
 from phalanx._core.terminal import printable
@@ -226,7 +227,7 @@ class Pump:
         if self._loop is None or self._all_seen or self._voice is None:  # not among the others, then
             tell(text)
             return
-        self._voice.surface.write(None, text.encode(errors="backslashreplace") + b"\n")
+        self._voice.surface.write(None, harmless(text).encode(errors="backslashreplace") + b"\n")
         self._again()
 
     def reveal(self, rank: int) -> None:

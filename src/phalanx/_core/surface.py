@@ -9,6 +9,7 @@ import functools
 import math
 
 from phalanx._core import clock, terminal
+from phalanx._core.harmless import RESET, Colours
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ FRAME = 0.05
 """Seconds between two pictures of a screen's live lines, at least."""
 
 _SHARE = 2  # live lines have at most one in so many of a screen's rows
+_SPACES = bytes.maketrans(b"\t", b" ")
+_RESET = RESET.encode()
 _BYTES = 64  # for each column: a letter with accents, and the colours before it, take no more
 
 
@@ -153,19 +156,20 @@ class Screen(Paper):
 
 
 def visible(line: bytes, columns: int) -> bytes:
-    r"""``line`` without what would move the cursor, and what surely has no place in so many columns.
+    r"""``line`` without what would move the cursor, and what surely has no place in so many columns: see `harmless`.
 
     Colours stay, and end with it. A letter that is two columns wide counts for one: the terminal leaves out the rest.
 
     >>> visible(b"\033[32m 50%\033[0m\033[A\t|", 80)
-    b'\x1b[32m 50%\x1b[0m |\x1b[0m'
+    b'\x1b[32m 50%\x1b[0m |'
     >>> visible(b"12\033[32m345", 4)
     b'12\x1b[32m34\x1b[0m'
     """
-    text = _moving().sub(b"", line[: _BYTES * columns].replace(b"\t", b" "))
-    if len(text) > columns:
-        text = _cells(columns).match(text)[0]  # type: ignore[index]  # it always matches, if only nothing
-    return text + b"\033[0m" if b"\033" in text else text
+    text = Colours().render(line[: _BYTES * columns].translate(_SPACES, b"\r\n"))
+    if len(text) <= columns:
+        return text
+    text = _cells(columns).match(text)[0]  # type: ignore[index]  # it always matches, if only nothing
+    return text + _RESET if b"\033" in text and not text.endswith(_RESET) else text
 
 
 @functools.lru_cache(8)
@@ -179,17 +183,3 @@ def _cells(columns: int) -> re.Pattern[bytes]:
     letter = rb"[\0-\277]|[\300-\377][\200-\277]{0,3}+"
     none = rb"(?:\033\[[0-9:;]*m|\314[\200-\277]|\315[\200-\257])*+"  # SGR; U+0300 to U+036F
     return re.compile(rb"(?:" + none + rb"(?:" + letter + rb")){0,%d}+" % columns + none)
-
-
-@functools.cache
-def _moving() -> re.Pattern[bytes]:
-    """Control sequences but those of colour (SGR), other escape sequences, and control characters (ECMA-48).
-
-    A sequence that is not whole goes as far as it goes: it would make another one of what follows.
-    """
-    import re
-
-    csi = rb"\033\[(?![0-9:;]*m)[0-?]*+[ -/]*+[@-~]?"
-    osc = rb"\033\][^\007\033]*(?:\007|\033\\)?"
-    other = rb"\033[()*+][0-9A-Za-z]|\033[^\[\]]|\033$"
-    return re.compile(b"|".join((csi, osc, other, rb"[\0-\010\012-\032\034-\037\177]")))

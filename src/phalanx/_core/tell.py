@@ -14,6 +14,7 @@ import sys
 
 from phalanx._core import linux
 from phalanx._core.aside import Aside
+from phalanx._core.harmless import harmless
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ _voice = _Voice()
 
 
 def tell(text: str) -> None:
-    """Write ``text`` and a newline to stderr, or as much of it as somebody takes. Never raises OSError.
+    """Write ``text`` and a newline to stderr, or as much of it as somebody takes: see `harmless`. Never raises OSError.
 
     Returns when that is done, or when nothing has been taken for a while.
     """
@@ -67,7 +68,7 @@ def _say(stream: TextIO, text: str) -> None:
     try:
         fd = stream.fileno()
         stream.flush()
-        data = memoryview(f"{text}\n".encode(stream.encoding, "backslashreplace"))
+        data = memoryview(f"{harmless(text)}\n".encode(stream.encoding, "backslashreplace"))
         try:
             own, most = linux.open_unblocking(fd)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""What there is to know of a terminal: its size, whether it is given colours, and what it would obey."""
+"""What there is to know of a terminal: what is one, its size, whether it is given colours; names that fit one line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import TextIO
+    from typing import Any, TextIO
 
 _SIZE = (80, 24)  # of one that does not say
 
@@ -24,11 +24,19 @@ def size(fd: int) -> tuple[int, int]:
     return columns, rows
 
 
+def is_one(stream: Any) -> bool:
+    """Whether a descriptor is a terminal; or a stream, or what has one's methods, says that it is."""
+    try:
+        return stream is not None and bool(os.isatty(stream) if isinstance(stream, int) else stream.isatty())
+    except Exception:  # noqa: BLE001 - closed; or an object of the host's, which may raise anything
+        return False
+
+
 def obeys(stream: int | TextIO | None) -> bool:
     """Whether this is a terminal that knows control sequences: ``TERM`` is neither dumb nor empty."""
     try:
-        known = stream is not None and os.isatty(stream if isinstance(stream, int) else stream.fileno())
-    except Exception:  # noqa: BLE001 - closed; or an object of the host's, which may raise anything
+        known = stream is not None and is_one(stream if isinstance(stream, int) else stream.fileno())
+    except Exception:  # noqa: BLE001 - see above
         return False
     return known and os.environ.get("TERM", "") not in ("", "dumb")
 

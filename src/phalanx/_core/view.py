@@ -10,6 +10,7 @@ import functools
 import math
 
 from phalanx._core import clock
+from phalanx._core.harmless import Colours, escape_json
 from phalanx._core.lines import LONGEST, Cutter
 from phalanx._core.sink import TURN
 
@@ -41,7 +42,8 @@ class Lane:
     """
 
     __slots__ = (
-        "begun", "behind", "changed", "cutter", "marks", "parted", "prefix", "rank", "said", "stated", "stream",
+        "begun", "behind", "changed", "colours", "cutter", "marks", "parted", "prefix", "rank", "said", "stated",
+        "stream",
     )  # fmt: skip
 
     def __init__(self, rank: int, stream: str, prefix: bytes | Callable[[float], bytes] = b"") -> None:
@@ -49,6 +51,7 @@ class Lane:
         self.stream = stream
         self.prefix = prefix
         self.cutter = Cutter()
+        self.colours = Colours()
         self.begun = False  # whether the beginning of the unfinished line has been written, and is no longer held
         self.behind = False  # whether more of it can be read already
         self.parted = False  # whether its beginning has been shown as a line of its own, being too long to be held
@@ -98,7 +101,7 @@ class Json:
         head = json.dumps(fields)[:-1] + ', "text": '
         encode = json.JSONEncoder(ensure_ascii=False).encode
         lines = block.replace(b"\r\n", b"\n")[:-1].decode("utf-8", "backslashreplace").split("\n")
-        return ("".join([f"{head}{encode(line)}}}\n" for line in lines]).encode(),)
+        return (escape_json("".join([f"{head}{encode(line)}}}\n" for line in lines])).encode(),)
 
 
 class View:
@@ -108,6 +111,7 @@ class View:
         surface: Where.
         form: `Text` or `Json`.
         select: Chooses the lines that are to be shown; None for all.
+        harmless: Whether what a terminal would obey is shown in place of sent: see `harmless`.
     """
 
     def __init__(
@@ -115,6 +119,8 @@ class View:
         surface: Paper,
         form: Text | Json,
         select: Only | Search | None = None,
+        *,
+        harmless: bool = False,
     ) -> None:
         self.surface = surface
         self.due = math.inf
@@ -123,6 +129,7 @@ class View:
         """What time the lines are of (seconds since the epoch)."""
         self._form = form
         self._select = select
+        self._harmless = harmless and isinstance(form, Text)  # JSON is, anyway
         self._fold: Fold | None = None
         # Half a line is nothing to a machine, to a pattern, and to a comparison.
         self._whole = select is not None or isinstance(form, Json)
@@ -160,7 +167,7 @@ class View:
                 end = b""
                 if not cutter.withdrawn:
                     end, _, block = block.partition(b"\n")
-                self.surface.end(lane, lane.label(self.time), end)
+                self.surface.end(lane, lane.label(self.time), self._sent(lane, end))
                 lane.begun = False
             elif lane.said:
                 said, lane.said = lane.said, b""
@@ -206,6 +213,7 @@ class View:
 
     def reveal(self, lane: Lane, block: bytes) -> None:
         """Show whole lines, wanted or not."""
+        block = self._sent(lane, block)
         if self._fold is not None:
             self._fold.add(lane, block)
             self._want(self._fold.due)
@@ -240,7 +248,7 @@ class View:
         if self._live is not None:
             self._live.show(lane, b"")
         if lane.begun:
-            self.surface.end(lane, lane.label(self.time), rest)
+            self.surface.end(lane, lane.label(self.time), self._sent(lane, rest))
             lane.begun = False
         elif rest and rest.rstrip(b"\r") != lane.said:
             self._show_part(lane, rest)
@@ -260,6 +268,10 @@ class View:
     @property
     def _live(self) -> Screen | None:
         return self.surface if self._lively else None  # type: ignore[return-value]  # `live` says that it is one
+
+    def _sent(self, lane: Lane, data: bytes) -> bytes:
+        """What is written of the next lines of a lane, or of a part of one."""
+        return lane.colours.render(data) if self._harmless and data else data
 
     def _want(self, moment: float) -> None:
         self.due = min(self.due, moment)
@@ -286,7 +298,7 @@ class View:
         else:
             piece = cutter.take_settled()
             if piece:
-                self.surface.extend(lane, lane.label(self.time), piece)
+                self.surface.extend(lane, lane.label(self.time), self._sent(lane, piece))
                 lane.begun = True
                 lane.stated = clock.now()  # it may yet turn out to be the first state of a progress bar
 
@@ -301,7 +313,7 @@ class View:
             self._show_part(lane, piece, partial=True)
             lane.parted = True
         else:
-            self.surface.extend(lane, lane.label(self.time), piece)
+            self.surface.extend(lane, lane.label(self.time), self._sent(lane, piece))
             lane.begun = True
 
     def _show_last_part(self, lane: Lane, block: bytes) -> bytes:

@@ -144,6 +144,8 @@ def console_options(command: Callable[..., Any]) -> Callable[..., Any]:
                help="What stands before each line: ${role_name} ${rank} ${local_rank} ${host} ${time}."),
         option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True,
                help="Colours. auto: not with NO_COLOR, else with FORCE_COLOR, else on a terminal."),
+        option("--raw", is_flag=True,
+               help="Send a terminal what it would obey (titles, moves of the cursor), instead of showing it."),
     ]  # fmt: skip
     for declare in reversed(declarations):
         command = declare(command)

@@ -13,6 +13,7 @@ import time
 
 import click
 
+from phalanx._core.harmless import escape_json
 from phalanx._core.terminal import coloured, printable
 from phalanx.cli._command import SETTINGS, Command
 from phalanx.cli._place import default_place
@@ -71,7 +72,7 @@ def _show(found: list[RunDir], place: str, *, as_json: bool) -> None:
         from phalanx.multiprocessing._runs import look
 
         for run in found:
-            click.echo(look(run.path).to_json())
+            click.echo(escape_json(look(run.path).to_json()))
     elif not found:
         click.echo(f"no runs in {printable(place)}")
     elif sys.stdout is not None and sys.stdout.isatty():

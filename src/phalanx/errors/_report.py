@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 
+from phalanx._core.harmless import escaped
 from phalanx._core.ranks import named
 from phalanx.errors._child_failed import first_failure
 from phalanx.errors._failure import NOT_AVAILABLE
@@ -38,7 +39,6 @@ _MASKS = (
     (re.compile(r"\b(cuda|gpu|device)(\W{0,3})\d+", re.IGNORECASE), r"\1\2…"),
 )
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def format_report(
@@ -202,5 +202,5 @@ def _clean(text: str) -> str:
     text = _ANSI.sub("", text).replace("\r\n", "\n")
     if "\r" in text:
         text = "\n".join(line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.split("\n"))
-    text = _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+    text = escaped(text.replace("\x1b", "\\x1b"))
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -32,7 +32,7 @@ _KNOWN = 64  # sets of ranks whose shared prefix is kept
 
 
 class ConsoleSpecs(Value):
-    """How the console shows what the workers write. The files are the same whatever is chosen here.
+    r"""How the console shows what the workers write. The files are the same whatever is chosen here.
 
     It is of streams that are teed: one that is neither redirected nor teed is the launcher's own, and as it is.
 
@@ -52,6 +52,8 @@ class ConsoleSpecs(Value):
         fold: Whether lines that are equal across ranks within 0.2 s are shown once, as ``[0-7] …``.
         format: "text", or "json": JSON Lines with ``time``, ``rank``, ``stream`` and ``text``, all on stdout.
         drain: Seconds (>= 0) that the end waits, at most, for a console that reads slowly.
+        raw: Whether a terminal is sent lines as they are. Else, what it would obey but colours is shown as escapes
+            (``\x1b``); JSON has escapes of its own. Pipes, files and other streams get lines as they are.
 
     Raises:
         ValueError, TypeError: A value that is none of these; the message names the field.
@@ -59,7 +61,7 @@ class ConsoleSpecs(Value):
 
     __slots__ = (  # noqa: RUF023 - what belongs together stands together
         "color", "timestamps", "template", "ranks", "grep", "exclude", "ignore_case", "before", "after", "fold",
-        "format", "drain",
+        "format", "drain", "raw",
     )  # fmt: skip
 
     color: str
@@ -74,6 +76,7 @@ class ConsoleSpecs(Value):
     fold: bool
     format: str
     drain: float
+    raw: bool
 
     def __init__(
         self,
@@ -90,6 +93,7 @@ class ConsoleSpecs(Value):
         fold: bool = False,
         format: str = "text",  # noqa: A002 - what it is called on the command line
         drain: float = DRAIN,
+        raw: bool = False,
     ) -> None:
         choices = {
             "color": (color, ("auto", "always", "never")),
@@ -115,6 +119,7 @@ class ConsoleSpecs(Value):
             fold=fold,
             format=format,
             drain=seconds("drain", drain),
+            raw=raw,
         )
         _search(self)  # what is no pattern is to be said now
         if (before or after) and not self.grep:
@@ -285,7 +290,8 @@ def make_view(target: Any, console: ConsoleSpecs, prefixes: Prefixes, counts: di
     # Its descriptor is of its own: by the time that it is written to, the host may have closed this one.
     surface = display.shared(_place(target), lambda: kind(_sink(target)))
     colour = text and terminal.coloured(fd, console.color)
-    view = View(surface, Text() if text else Json(prefixes.host), _search(console))
+    tame = not console.raw and terminal.is_one(target)
+    view = View(surface, Text() if text else Json(prefixes.host), _search(console), harmless=tame)
     if console.fold:
         shared = lru_cache(_KNOWN)(partial(prefixes.shared, colour=colour))
 

@@ -11,6 +11,7 @@ import os
 
 from phalanx._core import files, timetable
 from phalanx._core.hang_report import HangReport
+from phalanx._core.harmless import harmless
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def watch(
 
     def show(text: str) -> None:
         if not say(f"phalanx: {text}"):
-            _log(text)
+            _log(harmless(text))
 
     report = HangReport(table, specs.on_expiry, logs.error_files, _writer(path), specs.on_event, show)
     return report, {rank: {timetable.ENV: f"{table.address}:{rank}"} for rank in ranks}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from phalanx._core.harmless import harmless
 from phalanx._core.ranks import format_ranks
 
 TYPE_CHECKING = False
@@ -134,7 +135,7 @@ def _painted(text: str, ranks: str) -> str:
 
 
 def _encoded(text: str) -> bytes:
-    return text.encode("utf-8", "surrogateescape")
+    return harmless(text).encode("utf-8", "surrogateescape")
 
 
 def template_of(console: ConsoleSpecs) -> str | None:

@@ -9,6 +9,7 @@ import errno
 import os
 import threading
 
+from phalanx._core import terminal
 from phalanx._core.files import ANY_LINK
 from phalanx._core.follower import Follower
 from phalanx._core.loop import Loop
@@ -32,7 +33,8 @@ class TailLog:
 
     One thread for all files, and none of its wake-ups is for nothing: ``interval_sec`` is accepted and without effect.
     What reaches ``dst`` is bytes as they are in the files where ``dst`` has a descriptor, else text with replacement
-    characters. A last line without an end gets one.
+    characters; a terminal is shown escapes for what it would obey, but for colours. A last line without an end gets
+    one.
 
     Args:
         name: Names the thread, and each file's prefix: ``[{name}{rank}]:``.
@@ -126,7 +128,9 @@ class TailLog:
             self._loop.close()
 
     def _make(self, dst: Any) -> Pump:
-        view = View(Paper(Sink(target(dst))), Text(), None if self._filter is None else Only(_select(self._filter)))
+        select = None if self._filter is None else Only(_select(self._filter))
+        found = target(dst)
+        view = View(Paper(Sink(found)), Text(), select, harmless=terminal.is_one(found))
         streams = []
         for rank, path in self._files.items():
             prefix = self._prefixes.get(rank, f"[{self._name}{rank}]:")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copyreg
 
+from phalanx._core.harmless import harmless
 from phalanx.errors import ProcessFailure, signal_name
 
 TYPE_CHECKING = False
@@ -95,7 +96,7 @@ def _exception(failure: ProcessFailure, stopped: Collection[int]) -> ProcessExce
     error = exited(index, pid, failure.exitcode)
     for more in (failure.detail, failure.traceback, failure.stderr_tail):
         if more:
-            error.add_note(more)
+            error.add_note(harmless(more))
     return error
 
 
@@ -111,8 +112,8 @@ def _has_raised(failure: ProcessFailure, stopped: Collection[int]) -> bool:
 
 def _what(failure: ProcessFailure, stopped: Collection[int]) -> str:
     if _has_raised(failure, stopped):
-        return f"terminated with the following error:\n{failure.traceback}"
-    more = failure.detail or failure.traceback
+        return f"terminated with the following error:\n{harmless(failure.traceback)}"
+    more = harmless(failure.detail or failure.traceback)
     return _how(failure.exitcode) + (f":\n{more}" if more else "")
 
 

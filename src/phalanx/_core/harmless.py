@@ -1,0 +1,173 @@
+r"""What a terminal would obey, shown in place of sent. Owns which control characters and sequences pass, and how long.
+
+What a worker writes is text and colours: SGR (ECMA-48, ``CSI … m``), which end with the line. All else that moves the
+cursor, changes a mode, sets the title or the clipboard, makes the terminal answer, or has text stand in another order
+than it is in, is shown as an escape like ``\x1b`` or ``\u202e``. Only the character that makes a terminal listen is
+replaced: so nothing is swallowed, however long a sequence is, whether it ends or not, and wherever it is cut.
+
+Progress bars move in their own place, whether they write to a terminal or not: their moves are left out.
+
+A terminal is taken to be one of UTF-8. Knows nothing of descriptors, and of what is one.
+"""
+
+from __future__ import annotations
+
+import functools
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import re
+
+RESET = "\033[0m"
+
+_KEPT = b"\t\n\r"
+_CONTROLS = tuple(code for code in (*range(32), 127) if code not in _KEPT)  # C0, DEL
+_REORDERING = (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))  # UAX 9
+_BREAKS = (0x2028, 0x2029)  # separators of lines and paragraphs
+_MARKS = (b"\xc2", b"\xd8\x9c", b"\xe2\x80", b"\xe2\x81")  # how C1, and all of the above, begin in UTF-8
+_LONE = 0xDC00  # what a byte that is no UTF-8 is decoded to, less that byte: see "surrogateescape"
+_MOST_OPEN = 256  # characters of the colours that go on in the next line
+
+
+class Colours:
+    r"""One stream's text, made harmless piece by piece. Colours go on in its next line, and only there.
+
+    >>> colours = Colours()
+    >>> colours.render(b"\033[31mred\nand\033[0m so on\n\033]0;title\007")
+    b'\x1b[31mred\x1b[0m\n\x1b[31mand\x1b[0m so on\x1b[0m\n\\x1b]0;title\\x07'
+    """
+
+    __slots__ = ("_open",)
+
+    def __init__(self) -> None:
+        self._open = ""  # what the next line begins with
+
+    def render(self, data: bytes) -> bytes:
+        """The next piece: whole lines, or a part of one. What is no UTF-8, and no control character, passes."""
+        if not self._open and not (_is_suspect(data) and (b"\033" not in data or _is_more_than_coloured(data))):
+            return data
+        return self.render_text(data.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
+
+    def render_text(self, text: str) -> str:
+        """The same of what has been decoded; what is no UTF-8 stands in it as "surrogateescape" has it."""
+        text = escaped(text)
+        if self._open or "\033" in text:
+            text = "\n".join([self._closed(line) for line in text.split("\n")])
+        return text
+
+    def _closed(self, line: str) -> str:
+        """A line with the colours that it begins with, and without those that it would leave to others."""
+        start = self._open
+        last = ""
+        for last in _sgr().findall(line):
+            if _off().fullmatch(last):
+                self._open = ""
+            elif last.startswith(("\033[0;", "\033[;")) or len(self._open) > _MOST_OPEN:
+                self._open = last
+            else:
+                self._open = self._open.replace(last, "") + last
+        if not line or not (start or last):
+            return line
+        return start + line + ("" if last in (RESET, "\033[m") else RESET)
+
+
+def harmless(text: str) -> str:
+    r"""Lines of ours, with what others have written in them.
+
+    >>> harmless("rank 0: \033[1mbold\033[0m\b, 10%\r20%\r\n")
+    'rank 0: \x1b[1mbold\x1b[0m\\x08, 10%\\r20%\n'
+    """
+    if "\r" in text:
+        text = "\n".join([line.rstrip("\r").replace("\r", "\\r") for line in text.split("\n")])
+    return Colours().render_text(text)
+
+
+def escaped(text: str) -> str:
+    """The text with escapes for what a terminal would obey, but for colours, tabs, and the ends of lines."""
+    parts = _passing().split(text)
+    table = _table()
+    parts[::2] = [part.translate(table) for part in parts[::2]]
+    return "".join([part for part in parts if part])
+
+
+def escape_json(text: str) -> str:
+    r"""JSON in which the same characters stand as JSON's escapes. The values are as they were.
+
+    >>> escape_json('"a\u202eb"')
+    '"a\\u202eb"'
+    """
+    if text.isascii() and "\x7f" not in text:
+        return text
+    return _outside_json().sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _is_more_than_coloured(data: bytes) -> bool:
+    """Whether there may be more to replace than colours, or one of them does not end in its line."""
+    colour, left_open = _colours()
+    return left_open.search(data) is not None or _is_suspect(colour.sub(b" ", data))  # b"" would join bytes to letters
+
+
+def _is_suspect(data: bytes) -> bool:
+    """Whether there may be something to be replaced. Lines arrive by the gigabyte: this is memchr(3), many times."""
+    for code in _CONTROLS:
+        if code in data:
+            return True
+    if data.isascii():
+        return False
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return True
+    return any(mark in data for mark in _MARKS)
+
+
+@functools.cache
+def _table() -> dict[int, str]:
+    alone = {code: f"\\x{code:02x}" for code in (*_CONTROLS, *range(0x80, 0xA0))}
+    lone = {_LONE + code: f"\\x{code:02x}" for code in range(0x80, 0xA0)}  # C1 in a byte, or half a letter
+    return alone | lone | {code: f"\\u{code:04x}" for code in (*_REORDERING, *_BREAKS)}
+
+
+@functools.cache
+def _passing() -> re.Pattern[str]:
+    """What is not replaced: colours, which are group 1; and what is left out.
+
+    Left out are the moves and erasures of progress bars (CUU to CHA, EL, ED to the end), hiding the cursor, and what
+    tput(1) switches to ASCII with, besides the colours.
+    """
+    import re
+
+    moves = r"\033\[(?:[0-9;]{0,8}[A-GK]|0?J|\?25[hl])"
+    return re.compile(rf"(\033\[[0-9:;]{{0,64}}m)\017?|{moves}|\033\(B")
+
+
+@functools.cache
+def _sgr() -> re.Pattern[str]:
+    import re
+
+    return re.compile(r"\033\[[0-9:;]*m")
+
+
+@functools.cache
+def _colours() -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
+    """A colour, and a line from the last of its colours on, if that is no reset."""
+    import re
+
+    return re.compile(rb"\033\[[0-9:;]{0,64}m"), re.compile(rb"\033\[(?!0?m)[0-9:;]{0,64}m[^\033\n]*(?:\n|\Z)")
+
+
+@functools.cache
+def _off() -> re.Pattern[str]:
+    """A sequence that only switches off."""
+    import re
+
+    off = "(?:0*|2[2-9]|39|49|5[459])"
+    return re.compile(rf"\033\[{off}(?:;{off})*m")
+
+
+@functools.cache
+def _outside_json() -> re.Pattern[str]:
+    """What JSON may hold as it is, and a terminal should not have."""
+    import re
+
+    return re.compile(f"[\x7f-\x9f{''.join(map(chr, (*_REORDERING, *_BREAKS)))}]")
