@@ -157,7 +157,8 @@ class Pump:
         self._progress = 0
         self._gave_up = False  # on who reads, not on our files
         self._blind = False  # whether files are looked at again and again
-        self._unfit: set[str] = set()  # paths of which it has been said that they cannot be shown
+        self.unfit: set[str] = set()
+        """Paths of which it has been said that they cannot be shown."""
 
     @property
     def speaks(self) -> bool:
@@ -430,10 +431,10 @@ class Pump:
 
     def _pass_over(self, unfit: UnfitError) -> None:
         """Say once what somebody has put in the place of a file."""
-        if unfit.filename in self._unfit or len(self._unfit) > _MOST_NAMED:
+        if unfit.filename in self.unfit or len(self.unfit) > _MOST_NAMED:
             return
-        self._unfit.add(unfit.filename)
-        if len(self._unfit) > _MOST_NAMED:
+        self.unfit.add(unfit.filename)
+        if len(self.unfit) > _MOST_NAMED:
             tell("phalanx: more files cannot be shown, which are not named")
         else:
             tell(f"phalanx: {printable(unfit.filename)} is not shown: {unfit.strerror}")

@@ -222,14 +222,14 @@ class _Reader:
         self._console = console
         self._streams = streams
         self._envs = _envs(found, attempt, folder)
-        unfit: list[str] = []
+        self._unfit: dict[str, str] = {}
         for rank, env in self._envs.items():
             wanted = console.ranks is None or int(env["RANK"]) in console.ranks
-            unfit += _check(os.path.join(folder, str(rank)), streams if wanted else ())
-        for said in unfit[:_MOST_NAMED]:
-            tell(f"phalanx: {said}")
-        if len(unfit) > _MOST_NAMED:
-            tell(f"phalanx: and {len(unfit) - _MOST_NAMED} other files are not shown")
+            self._unfit |= _check(os.path.join(folder, str(rank)), streams if wanted else ())
+        for path, why in list(self._unfit.items())[:_MOST_NAMED]:
+            tell(f"phalanx: {printable(path)} is not shown: {why}")
+        if len(self._unfit) > _MOST_NAMED:
+            tell(f"phalanx: and {len(self._unfit) - _MOST_NAMED} other files are not shown")
         unknown = sorted((console.ranks or frozenset()) - {int(env["RANK"]) for env in self._envs.values()})
         if unknown and not self._follows:  # else they may come
             raise click.UsageError(f"--ranks: this run has no rank {', '.join(map(str, unknown))}")
@@ -345,6 +345,7 @@ class _Reader:
             Stream(follower, [(self._view, self._lanes[number])]) for number, follower in self._followers.items()
         ]
         pump = Pump(streams, [self._view], drain=math.inf)
+        pump.unfit |= self._unfit.keys()
         held.callback(pump.close)
         pump.open(self._loop)
         ended = False
@@ -402,10 +403,10 @@ class _Reader:
                             yield Stream(follower, [(self._view, lane)])
 
 
-def _check(folder: str, streams: tuple[str, ...]) -> list[str]:
-    """Which files of a rank's folder are no files that could be shown. Raises OSError: it is not for us to read."""
+def _check(folder: str, streams: tuple[str, ...]) -> dict[str, str]:
+    """Which files of a rank's folder cannot be shown, and why. Raises OSError: what is there is not for us to read."""
     os.listdir(folder)
-    unfit = []
+    unfit = {}
     for path in [os.path.join(folder, f"{name}.log") for name in streams]:
         for name in (*aside(path), path):
             if os.path.exists(name) and not os.access(name, os.R_OK):
@@ -413,7 +414,7 @@ def _check(folder: str, streams: tuple[str, ...]) -> list[str]:
             try:
                 os.close(files.opened(name, links=files.OWN_LINKS))
             except files.UnfitError as error:
-                unfit.append(f"{printable(name)} is not shown: {error.strerror}")
+                unfit[name] = error.strerror or ""
             except OSError:  # not there, mostly
                 continue
     return unfit

@@ -290,13 +290,12 @@ def _contents(path: str) -> tuple[bytes, int]:
     """Read a file that anybody may have put there. Returns its content, and whose it is. Raises OSError."""
     fd = files.opened(path, links=files.OWN_LINKS)
     try:
-        owner = os.fstat(fd).st_uid
-        data = files.pread(fd, MOST_BYTES + 1)
+        found = os.fstat(fd)
+        if found.st_size > MOST_BYTES:
+            raise OSError(errno.EFBIG, f"it has more than {MOST_BYTES} bytes, so it is no record")
+        return files.pread(fd, MOST_BYTES), found.st_uid
     finally:
         os.close(fd)
-    if len(data) > MOST_BYTES:
-        raise OSError(errno.EFBIG, f"it has more than {MOST_BYTES} bytes, so it is no record")
-    return data, owner
 
 
 def _lives(pid: int, started: int) -> bool:
