@@ -72,6 +72,8 @@ _FOLLOWED = "afterwards"  # the key of what a process has raised after what its 
 _BRIEF = 4096  # characters of what a file held before
 _MARK = "_phalanx_recorded"  # the attribute of an exception that has been recorded
 _CHAIN = 100  # exceptions of a chain that are looked at
+_ASIDE = b"# exception of process "  # how `fatal_path` begins where it has one
+_ASIDE_HEADER = _ASIDE + b"%d, began %d, message %d bytes, traceback %d bytes\n"
 _STACKS_HEAD = b"# stacks on signals "
 _STACKS_HEADER = _STACKS_HEAD + b"%d and %d, descriptor %d, process %d\n"
 _SIGNALS = 64  # the highest number of a signal
@@ -214,7 +216,8 @@ def record(exc: BaseException, path: str | None = None, *, tb_text: str | None =
         left: Whether the exception has left the main function, and ends the process.
 
     Returns:
-        Whether `path` now holds evidence of this process, or what has been `passed_on`.
+        Whether `path` now holds evidence of this process, or what has been `passed_on`; or, where it cannot be written
+        any more, the file beside it does, see `set_aside`.
     """
     try:
         moment = time.monotonic_ns()  # first of all: the rest takes its time
@@ -238,10 +241,12 @@ def record(exc: BaseException, path: str | None = None, *, tb_text: str | None =
         message, stack = describe(exc)
         chain = _chain(exc)
         began = min([moment] + [each["began"] for each in map(_mark_of, chain) if each is not None])
-        put(
-            path, message, stack if tb_text is None else tb_text, data, began=began, recorded=moment, left=left,
-            of_launcher=any(callable(getattr(type(each), "get_first_failure", None)) for each in chain),
-        )  # fmt: skip
+        text = stack if tb_text is None else tb_text
+        of_launcher = any(callable(getattr(type(each), "get_first_failure", None)) for each in chain)
+        try:
+            put(path, message, text, data, began=began, recorded=moment, left=left, of_launcher=of_launcher)
+        except (OSError, ImportError):  # the latter, of `json`: its user may not read the library
+            return left and _put_aside(path, message, text, began)
         _mark(exc, path, began)
     except BaseException:  # the exception being recorded must not be lost to one of ours
         return False
@@ -443,8 +448,6 @@ def read(path: str, limit: int = READ_LIMIT) -> tuple[dict[str, Any] | None, str
     >>> read("/")
     (None, 'unreadable: it is not a regular file, but a folder')
     """
-    import json
-
     why = ""
     try:
         raw = _contents(path, limit + 1)
@@ -453,6 +456,8 @@ def read(path: str, limit: int = READ_LIMIT) -> tuple[dict[str, Any] | None, str
         elif not raw:
             why = "it is empty"
         else:
+            import json
+
             data = json.loads(raw.decode("utf-8", "replace"))
             if isinstance(data, dict):
                 return data, "" if message_of(data) is not None else "unreadable: it has no message"
@@ -461,6 +466,8 @@ def read(path: str, limit: int = READ_LIMIT) -> tuple[dict[str, Any] | None, str
         return None, "missing"
     except OSError as exc:
         why = exc.strerror or str(exc)
+    except ImportError as exc:
+        why = str(exc)
     except ValueError as exc:
         why = f"damaged or half written ({exc})"
     except (RecursionError, MemoryError) as exc:
@@ -564,7 +571,8 @@ def catch_fatal_signals(path: str | None = None) -> bool:
     Fatal are SIGSEGV, SIGFPE, SIGABRT, SIGBUS and SIGILL. A file of its own, because the handler runs in a dying
     process: it can write to a descriptor and do nothing else, so the descriptor must be open before, and
     stays open as long as the process lives. The file stays empty unless the worst happens; whoever reaps the
-    process removes it then (`remove_empty`).
+    process removes it then (`remove_empty`). It also takes the exception of a process that may not write an error file
+    by then, because it has changed its user: see `set_aside`.
 
     Args:
         path: The error file. Default: the value of ``TORCHELASTIC_ERROR_FILE``.
@@ -576,12 +584,83 @@ def catch_fatal_signals(path: str | None = None) -> bool:
         import faulthandler
 
         path = path or os.environ.get(ERROR_FILE_ENV)
-        if not path or faulthandler.is_enabled():
+        if not path or _kept_open(path) >= 0:
             return False
-        faulthandler.enable(_open_to_append(fatal_path(path)))
+        fd = _open_to_append(fatal_path(path))
+        found = os.fstat(fd)
+        _kept[path] = fd, found.st_dev, found.st_ino, os.getpid()
+        if faulthandler.is_enabled():
+            return False
+        faulthandler.enable(fd)
     except (OSError, ValueError, RuntimeError, ImportError):
         return False
     return True
+
+
+_kept = {}  # type: dict[str, tuple[int, int, int, int]]
+"""The descriptor of `fatal_path` by the error file; the file's device and number, and the process that has opened it.
+(A comment, because a worker may run Python 3.8.)"""
+
+
+def _kept_open(path: str) -> int:
+    """The descriptor of `fatal_path` that this process has open; -1 if there is none. The user may have closed it."""
+    fd, device, number, pid = _kept.get(path, (-1, 0, 0, 0))
+    if fd < 0 or pid != os.getpid():
+        return -1
+    try:
+        found = os.fstat(fd)
+    except OSError:
+        return -1
+    return fd if (found.st_dev, found.st_ino) == (device, number) else -1
+
+
+def _put_aside(path: str, message: str, stack: str, began: int) -> bool:
+    """Write evidence of an exception that ends this process to `fatal_path`. Returns whether that was open. OSError.
+
+    Nothing is imported: what may write no error file may read no library either.
+    """
+    fd = _kept_open(path)
+    if fd < 0:
+        return False
+    texts = message.encode("utf-8", "backslashreplace"), stack.encode("utf-8", "backslashreplace")
+    data = _ASIDE_HEADER % (os.getpid(), began, len(texts[0]), len(texts[1])) + texts[0] + b"\n" + texts[1] + b"\n"
+    os.ftruncate(fd, 0)
+    while data:
+        data = data[os.write(fd, data) :]
+    return True
+
+
+def set_aside(path: str, pid: int) -> tuple[str, str, int] | None:
+    """What a process has left of its exception where it could not write its error file any more. Never raises.
+
+    It stands first in `fatal_path`: a line with the process, the moment and the lengths in bytes, and the texts.
+
+    Args:
+        path: The error file.
+        pid: The process.
+
+    Returns:
+        The message, the traceback and the moment (CLOCK_MONOTONIC, nanoseconds); or None.
+    """
+    author, moment, message, stack, _rest = _aside_and_rest(path)
+    return (message, stack, moment) if author and author == pid and moment < 1 << 63 else None
+
+
+def _aside_and_rest(path: str, limit: int = READ_LIMIT) -> tuple[int, int, str, str, bytes]:
+    """What is in `fatal_path`: process, moment, message and traceback (0 and "": it has none), and what follows."""
+    try:
+        data = _contents(fatal_path(path), limit)
+    except (OSError, ValueError):
+        data = b""
+    head, _newline, texts = data.partition(b"\n")
+    words = head[len(_ASIDE) :].replace(b",", b"").split()
+    numbers = [int(word) for word in words if word.isdigit() and len(word) < 20]  # noqa: PLR2004 - of 64 bits at the most
+    if not head.startswith(_ASIDE) or len(numbers) != 4:  # noqa: PLR2004 - as the header has
+        return 0, 0, "", "", data
+    author, moment, first, second = numbers
+    message, stack = texts[:first], texts[first + 1 : first + 1 + second]
+    rest = texts[first + 1 + second + 1 :]
+    return author, moment, message.decode("utf-8", "replace"), stack.decode("utf-8", "replace"), rest
 
 
 def exit_path(path: str) -> str:
@@ -823,7 +902,9 @@ def remove_empty(path: str) -> None:
     except (OSError, ValueError):
         pass
     try:
-        if os.stat(fatal_path(path)).st_size == 0:
+        author, _moment, _message, _stack, rest = _aside_and_rest(path)
+        told = author and not rest and os.path.exists(path)  # where it is by now
+        if told or os.stat(fatal_path(path)).st_size == 0:
             os.unlink(fatal_path(path))
     except (OSError, ValueError):
         pass
@@ -837,10 +918,7 @@ def remove_empty(path: str) -> None:
 
 def read_fatal(path: str, limit: int = TEXT_LIMIT) -> str:
     """The stack that a fatal signal left beside an error file, without our own frames; or ``""``. Never raises."""
-    try:
-        return without_us(_contents(fatal_path(path), limit).decode("utf-8", "replace"))
-    except (OSError, ValueError):
-        return ""
+    return without_us(_aside_and_rest(path)[-1][:limit].decode("utf-8", "replace"))
 
 
 def without_us(text: str) -> str:

@@ -200,15 +200,15 @@ def _judge_success(
 def _failure(worker: Worker, logs: LogsDest, global_rank: str) -> ProcessFailure:
     assert worker.exit is not None
     rank, path, number = worker.rank, logs.error_files[worker.rank], worker.exit.signal
-    if worker.told is not None:
-        _write_told(path, worker.pid, *worker.told)
+    told = worker.told or evidence.set_aside(path, worker.pid)
+    if told is not None:
+        _write_told(path, worker.pid, *told)
     if number in _STACK_SIGNALS and not os.path.exists(path) and (stack := evidence.read_fatal(path)):
         _write_evidence(worker, logs, f"Signal {number} ({signal_name(number)}) received by PID {worker.pid}", stack)
     code, detail = worker.exit.returncode, evidence.seen_by_timer(path) or worker.hang or _detail(worker)
     left = evidence.read_exit(path, worker.pid)
     if left is not None and left[1] <= worker.signalled_ns and number == worker.signalled:
         code, detail = left[0], f"{signal_name(number or 0)}, sent by us, came while it was leaving"
-    told = worker.told
     if code == 0 and worker.struck:  # it got over the signal, whatever it made of that
         code = 1
         seen = evidence.seen_by_timer(path) or worker.hang.removeprefix(worker.hung).lstrip()
