@@ -850,7 +850,7 @@ if os.fork() == 0:
         pass
     os.set_inheritable(ours.fileno(), True)
     os.set_inheritable(theirs.fileno(), True)
-    command = interpreter.command([], f"from phalanx._core.zygote import main;main({theirs.fileno()})")
+    command = interpreter.command([], f"from phalanx._core.zygote import main;main({theirs.fileno()}, [])")
     os.execv(command[0], command)
 """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

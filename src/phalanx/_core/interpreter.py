@@ -29,7 +29,19 @@ def executable() -> str:
     return path
 
 
-def command(flags: Sequence[str], code: str) -> list[str]:
-    """The command line of an interpreter with ``flags`` that can import Phalanx and runs ``code``. It has `sys`."""
+# What `-c` looks through first is the working directory, where anybody may have put a signal.py, or a phalanx.py. So
+# while our own modules are imported, there is the standard library, and nothing before it; and then where Phalanx is.
+_PATH = (
+    "sys.path[:]=[*(d for d in sys.path if d.startswith((sys.base_prefix+'/lib',sys.base_exec_prefix+'/lib'))"
+    "and'-packages'not in d),{root!r}];"
+)
+
+
+def command(flags: Sequence[str], code: str, before: str = "") -> list[str]:
+    """The command line of an interpreter with ``flags`` that runs ``code``, which finds Phalanx on `sys.path`.
+
+    On `sys.path` is the standard library beside that, and nothing else. The code has `sys`. ``before`` runs first, with
+    the `sys.path` of the interpreter itself: ``-c`` puts the working directory there, unless the path is safe.
+    """
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    return [executable(), *flags, "-c", f"import sys;sys.path.append({root!r});{code}"]
+    return [executable(), *flags, "-c", f"import sys;{before}{_PATH.format(root=root)}{code}"]

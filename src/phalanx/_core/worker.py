@@ -32,6 +32,10 @@ _SHUT = "the value cannot be returned: the socket on which the launcher hears it
 _PATIENCE = 1000  # milliseconds in which a launcher that does not listen has to make room for evidence
 
 
+own_path: list[str] = []
+"""What an interpreter has on `sys.path` by itself, in a process that has preloaded modules. Scripts begin with it."""
+
+
 class _Mine:
     """What this worker was given at its start. The user's code can change the environment, and nothing of this."""
 
@@ -61,6 +65,7 @@ def serve_script(argv: list[bytes]) -> None:
 
     _part_ways()
     linux.allow_reading()
+    sys.path[:] = own_path
     sys.argv[:] = [os.fsdecode(argument) for argument in argv]
     streams.open_anew(unbuffered=True)
     handler = sys.modules.get("faulthandler")

@@ -99,7 +99,8 @@ class Zygote:
         ours, theirs = wire.pair()
         try:
             fd = theirs.fileno()
-            command = interpreter.command(self._flags, f"from phalanx._core.zygote import main;main({fd})")
+            code = f"from phalanx._core.zygote import main;main({fd},path)"
+            command = interpreter.command(self._flags, code, "path=sys.path[:];")
             # A session of its own: a Ctrl-C at the terminal is for the launcher.
             self._popen = subprocess.Popen(
                 command,
@@ -257,11 +258,10 @@ def _pidfd(pid: int) -> int:
 # --- in the zygote
 
 
-def main(fd: int) -> None:
-    """Be a zygote, at the end ``fd``. Does not return."""
+def main(fd: int, path: list[str]) -> None:
+    """Be a zygote, at the end ``fd``. ``path`` is what the interpreter itself had on `sys.path`. Does not return."""
     from phalanx._core import starting
 
-    path = sys.path[:-1]  # a worker's own: the last entry is where Phalanx is
     os.set_inheritable(fd, False)
     starting.fill_standard_descriptors()  # what the launcher had closed; a fork puts a group's own in their place
     sock = _socket.socket(fileno=fd)
@@ -279,9 +279,9 @@ def main(fd: int) -> None:
             while (received := channel.receive()) is not None:
                 (verb, *arguments), fds = received
                 if verb == "preload":
-                    _preload(channel, *arguments)  # type: ignore[arg-type]  # the launcher sends what it takes
+                    _preload(channel, path, *arguments)  # type: ignore[arg-type]  # the launcher sends what it takes
                 else:
-                    _fork(channel, launcher, path, fds, *arguments)  # type: ignore[arg-type]  # as above
+                    _fork(channel, launcher, fds, *arguments)  # type: ignore[arg-type]  # as above
         os._exit(0)
     except wire.Closed:
         os._exit(0)
@@ -296,6 +296,7 @@ def main(fd: int) -> None:
 
 def _preload(
     channel: wire.Channel,
+    own: list[str],
     path: list[str],
     modules: list[str],
     main: main_module.Source | None,
@@ -306,8 +307,9 @@ def _preload(
 
     from phalanx._core import evidence, guard, payload, script, starting, worker  # noqa: F401 - what forks will need
 
-    own = list(sys.path)
-    sys.path[:0] = path
+    worker.own_path[:] = own
+    ours = list(sys.path)
+    sys.path[:] = [*path, *own]
     with starting.importing():
         for name in modules:
             channel.send(("importing", name))
@@ -326,7 +328,7 @@ def _preload(
             if why:
                 _say(channel, "failed", name, why, "")
                 return
-    sys.path[:] = own
+    sys.path[:] = ours
     linux.prctl(linux.PR_SET_PDEATHSIG, 0)
     starting.turn_deaf()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the guards that we fork; launchers hold pidfds
@@ -403,9 +405,7 @@ def _threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def _fork(
-    channel: wire.Channel, launcher: int, path: list[str], fds: list[int], serial: int, page: str, umask: int
-) -> None:
+def _fork(channel: wire.Channel, launcher: int, fds: list[int], serial: int, page: str, umask: int) -> None:
     from phalanx._core import guard
 
     sock, cwd, out, err = fds
@@ -425,7 +425,6 @@ def _fork(
                 os.close(fd)
             os.setsid()
             linux.map_name(page)
-            sys.path[:] = path
             guard.keep(_socket.socket(fileno=sock), launcher=launcher)
         finally:
             os._exit(70)
