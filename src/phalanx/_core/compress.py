@@ -10,7 +10,6 @@ import os
 from _thread import allocate_lock, start_new_thread
 
 from phalanx._core import files
-from phalanx._core.files import write_all as _write
 from phalanx._core.set_aside import PACKED
 
 TYPE_CHECKING = False
@@ -24,6 +23,7 @@ _CHUNK = 256 * 1024
 _GZIP = 31  # wbits of zlib: 15, the largest window; and 16, for gzip's head and tail
 _PATIENCE = 1.0  # seconds in which a chunk is read, compressed and written, unless the disk does not answer
 _UNFINISHED = ".gz.new"
+_write = files.write_all
 
 
 class Compressor:
