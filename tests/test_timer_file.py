@@ -627,6 +627,36 @@ def test_another_users_process_is_refused_unless_we_started_it(child: Child, mon
     assert "another user's" in done.stderr
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: the server's, and a child that becomes another user")
+def test_a_child_that_has_become_another_user_cannot_have_a_process_of_roots_struck(
+    path: str, server: FileTimerServer, events: Events, child: Child
+) -> None:
+    done = subprocess.run(["/bin/sh", "-c", "sleep 600 >/dev/null & echo $!"], check=True, stdout=subprocess.PIPE)
+    orphan = int(done.stdout)
+    fd = os.pidfd_open(orphan)
+    try:
+        with Child(path) as nobody:
+            nobody.do("pipe = os.open(path, os.O_WRONLY); os.setgroups([]); os.setgid(65534); os.setuid(65534)")
+            nobody.do(
+                f"try:\n os.kill({orphan}, 9)\nexcept PermissionError:\n pass\nelse:\n raise SystemExit('it may')"
+            )
+            for pid in (orphan, child.pid):
+                line = f'{{"pid": {pid}, "scope_id": "s", "expiration_time": 1.0, "signal": 9}}\n'
+                nobody.do(f"os.write(pipe, {line.encode()!r})")
+            assert child.exitcode() == -signal.SIGKILL  # it was asked for after the other
+            refused = events.wait("request.refused")
+            assert refused is not None
+            assert refused.worker_pid == orphan
+            settle(server)
+            assert alive(orphan)
+        with pytest.raises(Refused, match="root's, as this server is, and none that this server started"):
+            Victim(orphan)
+        Victim(orphan, senders=True).close()
+    finally:
+        signal.pidfd_send_signal(fd, signal.SIGKILL)
+        os.close(fd)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
 def test_an_error_file_of_another_user_is_not_written_by_root(
     path: str, server: FileTimerServer, tmp_path: Path
@@ -945,6 +975,9 @@ os.write(1, b"up\\n")
 sys.stdin.read()
 """
 
+# As root, a server strikes only who is below it; here the children are the test's, and it is of no interest.
+_SERVER_OF_ALL = f"from phalanx.timer._victim import Victim\nVictim._is_below = lambda _: True\n{_SERVER}"
+
 
 @contextlib.contextmanager
 def other_server(path: str, *more: str, text: str = _SERVER) -> Iterator[subprocess.Popen[str]]:
@@ -998,7 +1031,7 @@ def test_a_server_that_is_killed_and_started_again_costs_no_worker(
 
 def test_a_server_that_was_stopped_spares_who_was_in_time_and_strikes_who_was_not(path: str) -> None:
     """A paused virtual machine: the server and its workers have lost the same time."""
-    text = _SERVER.replace(
+    text = _SERVER_OF_ALL.replace(
         "server = FileTimerServer(",
         "class Telling(FileTimerServer):\n"
         "    def register_timers(self, timer_requests):\n"
@@ -1030,7 +1063,7 @@ def test_a_server_that_was_stopped_spares_who_was_in_time_and_strikes_who_was_no
 
 def test_a_timer_that_was_taken_just_before_the_server_was_stopped_has_its_time(path: str) -> None:
     """The server waited without end, so its wait has not overrun, and it hears of the timer when that is over."""
-    with other_server(path) as server, Child(path) as child:
+    with other_server(path, text=_SERVER_OF_ALL) as server, Child(path) as child:
         assert line_of(server) == "up"
         wait_asleep(server.pid)
         stop(server.pid)

@@ -43,8 +43,9 @@ class FileTimerServer:
 
     When a timer expires, the stacks of its process are logged (logger ``phalanx.timer``) and written where its
     supervisor finds them, and it is sent the signal of its request. Several scopes of one process expire as one.
-    Struck is only who runs as our user or descends from us, and never this process or an ancestor of it: requests
-    for others are refused, and logged. Deadlines are on CLOCK_MONOTONIC. Damaged lines are logged and skipped.
+    Struck is only who runs as our user or descends from us, for root only the latter, and never this process or an
+    ancestor of it: requests for others are refused, and logged. Deadlines are on CLOCK_MONOTONIC. Damaged lines are
+    logged and skipped.
 
     The pipe is a FIFO of mode 0600. One that a killed server left is taken over, with what is in it; the timers
     that the killed server knew are lost.

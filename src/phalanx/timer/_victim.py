@@ -51,7 +51,13 @@ class Victim:
     """A process that timers of this server may strike, held open so that its pid cannot come to mean another.
 
     Qualified is who runs as our own effective user or descends from us, and is neither this process nor one of those
-    that it descends from (an agent, a launcher, a shell).
+    that it descends from (an agent, a launcher, a shell). For root, unless the ``senders`` are trusted, it is only who
+    descends from us: a child that has become another user keeps what it had open, and could name any process of root's,
+    which it may not signal itself.
+
+    Args:
+        pid: The process.
+        senders: Whether all who can name a process here could do to it what we can.
 
     Attributes:
         pid: Its process id.
@@ -68,8 +74,9 @@ class Victim:
     phalanx.timer._victim.Refused: pid 1 is the system's first process
     """
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, *, senders: bool = False) -> None:
         _refuse_by_number(pid)
+        self._senders = senders
         # What the evidence took is given back when the process has gone: the kernel needs milliseconds for that, and
         # other processes may be late as well.
         self._afterwards = contextlib.ExitStack()
@@ -153,11 +160,23 @@ class Victim:
         except OSError as exc:
             _unless_full(exc)
             raise Exited(f"there is no process {self.pid} ({exc.strerror})") from None
-        if not same_user and os.getpid() not in {stat.pid for stat in _upwards(self.pid)}:
-            raise Refused(f"pid {self.pid} is another user's process, and none that this server started")
+        if not (same_user and (os.geteuid() or self._senders)) and not self._is_below():
+            whose = "root's, as this server is" if same_user else "another user's process"
+            raise Refused(f"pid {self.pid} is {whose}, and none that this server started")
         if self.gone():  # asked last: all that was read above belongs to the process that the pidfd names
             raise Exited(f"process {self.pid} has exited")
         return start, same_user
+
+    def _is_below(self) -> bool:
+        """Whether it descends from us, as far as its parents live."""
+        younger = None
+        for stat in _upwards(self.pid):
+            if younger is not None and stat.start > younger:  # the parent has ended, and its number is another's
+                return False
+            if stat.pid == os.getpid():
+                return True
+            younger = stat.start
+        return False
 
     def _write_down(self, number: int, hangs: Sequence[Hang]) -> tuple[str, list[str]]:
         """Its stacks, and where that is, in words."""
