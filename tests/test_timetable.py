@@ -1389,3 +1389,40 @@ def test_the_dead_are_waited_for() -> None:
     with Child(lambda child: child.say()) as child:
         child.end()
     assert wait_gone([child.pid]) == set()
+
+
+def test_a_table_for_a_thousand_ranks_takes_next_to_no_address_space() -> None:
+    """The file has 4.6 GB of holes, of which the watcher maps the head, and a worker its own seat."""
+    code = (
+        "import resource\n"
+        "from phalanx._core import clock, timetable\n"
+        "pages = int(open('/proc/self/statm').read().split()[0])\n"
+        "limit = pages * resource.getpagesize() + (2 << 20)\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
+        "table = timetable.Timetable(16384, 60.0, by_rank=True)\n"
+        "with timetable.Seat(table.address + ':1023') as seat:\n"
+        "    slot = seat.take(clock.now_ns() + 1, 1, timetable.encode('s', 'p'))\n"
+        "    assert len(table.look(clock.now_ns())[0]) == 1\n"
+        "table.close()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_worker_that_fills_the_whole_table_is_told_of_in_bounded_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timetable, "_AT_A_TIME", 256)
+    with contextlib.closing(Timetable(64)) as table, Seat(f"{table.address}:63") as honest:
+        honest.take(5, 1, encode("honest", "p"))
+        fd = table.descriptors[0]
+        os.pwrite(fd, b"\1" * 8, timetable._HEAD_USED * 8)
+        for seat in range(63):
+            os.pwrite(fd, b"\1" * 8, (timetable._HEAD_MARKS + seat) * 8)
+            os.pwrite(fd, (1).to_bytes(8, sys.byteorder) * (FIRST + SLOTS), table._head + seat * timetable._SEAT_SIZE)
+        due, then = table.look(10)
+        assert len(due) == 63 * 4 + 1
+        assert [key[2] for key in due if key[0] == 63] == [5]
+        assert then <= 10 + clock.NS
+        assert len(table.news()) == 63 * 4 + 1
+        for seat in range(63):  # those that were told of are cleared: then there are the others
+            os.pwrite(fd, NEVER.to_bytes(8, sys.byteorder) * (FIRST + 4), table._head + seat * timetable._SEAT_SIZE)
+        assert not set(due) - {due[-1]} & set(table.look(10)[0])

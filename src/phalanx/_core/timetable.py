@@ -55,6 +55,8 @@ TEXT_LIMIT = 254
 LATE = clock.NS
 """Nanoseconds after the published moment of its next look after which a watcher is asked whether it is there."""
 
+_AT_A_TIME = 1 << 16  # timers that one look tells of, shared among the seats: any worker can fill the whole table
+
 _MAGIC = int.from_bytes(b"phalanx2", "little")
 _HEAD_MAGIC, _HEAD_SEATS, HEAD_WAKE, HEAD_HANG, _HEAD_USED, _HEAD_CLOSED = 0, 1, 2, 3, 4, 5  # words of the head;
 _HEAD_MARKS = 8  # then one of each seat
@@ -114,6 +116,10 @@ def _lives(who: tuple[int, ...]) -> bool:
         return who[0] > 0 and who[2] != 0 and _image(who[0]) == who
     except OSError:
         return False
+
+
+def _deadline(key: Key) -> int:
+    return key[2]
 
 
 def _file(fd: int) -> tuple[int, int]:
@@ -318,20 +324,26 @@ class Timetable:
         self._words[HEAD_WAKE] = moment
 
     def look(self, now: int) -> tuple[list[Key], int]:
-        """The timers whose deadline is over at ``now``, and the earliest deadline of the others (or `NEVER`)."""
+        """The timers whose deadline is over at ``now``, and the earliest deadline of the others (or `NEVER`).
+
+        Of a process that has very many, the first to expire; the others are looked for again in a second.
+        """
         then = NEVER
         due: list[Key] = []
         ranks: dict[int, list[tuple[int, memoryview]]] = {}
         self._seen = list(self._rows())
+        share = self._share()
         for seat, row in self._seen:
             slots = row[FIRST:]
             low = min(slots, default=NEVER)
             if low <= now:
-                for slot, deadline in enumerate(slots.tolist(), FIRST):
-                    if deadline <= now:
-                        due.append((seat, slot, deadline))
-                    else:
-                        then = min(then, deadline)
+                deadlines = slots.tolist()
+                late = [(seat, slot, deadline) for slot, deadline in enumerate(deadlines, FIRST) if deadline <= now]
+                then = min((deadline for deadline in deadlines if now < deadline < then), default=then)
+                if len(late) > share:
+                    late = sorted(late, key=_deadline)[:share]
+                    then = min(then, now + clock.NS)
+                due += late
             else:
                 then = min(then, low)
             if self._hang != NEVER:
@@ -346,6 +358,10 @@ class Timetable:
                     # Of a scope's end by the death of its process nobody tells; an hour's scope is not to hide a hang.
                     then = min(then, limit if len(rows) == 1 else min(limit, now + self._hang))
         return due, then
+
+    def _share(self) -> int:
+        """How many timers of one seat are told of at a time."""
+        return max(1, _AT_A_TIME // max(1, len(self._seen)))
 
     def still(self, timer: Timer) -> bool:
         """Whether a timer has been neither cleared nor set anew, and a heartbeat not put off."""
@@ -400,6 +416,7 @@ class Timetable:
     def news(self) -> list[Key]:
         """The timers that the last look saw in slots in which the seat's holder had none at a look before."""
         new: list[Key] = []
+        share = self._share()
         for seat, row in self._seen:
             who = row[_SEAT_WHO : _SEAT_WHO + 3].tolist()
             before, count = self._known.get(seat, (who, 0))
@@ -408,7 +425,7 @@ class Timetable:
                 first = len(row) - len(slots)
                 fresh = [(seat, slot, at) for slot, at in enumerate(slots.tolist(), first) if at != NEVER]
                 self._known[seat] = who, fresh[-1][1] - FIRST + 1
-                new += fresh
+                new += fresh[:share]
         return new
 
     def read(self, key: Key) -> Timer | None:
