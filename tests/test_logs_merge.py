@@ -24,7 +24,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx._core import clock
+from phalanx._core import clock, timeline
 from phalanx._core.clock import FakeClock
 from phalanx._core.growth import Growth
 from phalanx._core.timeline import APART, Timeline
@@ -290,6 +290,24 @@ def test_nothing_is_lost_doubled_out_of_order_or_misdated(events: list[tuple[Any
             assert line.loose or abs(row["time"] - line.time) <= BOUND, "misdated"
         looks = [row["line"].look for row in rows if not row["line"].loose]
         assert looks == sorted(looks), "out of order"
+
+
+@settings(histories, max_examples=max(20, HISTORIES // 5))
+@given(st.lists(EVENTS, min_size=20, max_size=80), st.integers(1, 3), st.sampled_from([0.003, 0.05, 10.0]))
+def test_growth_that_is_denser_than_is_noted(events: list[tuple[Any, ...]], burst: int, spacing: float) -> None:
+    """Nothing is lost or doubled, and each stream keeps its order; times are late by the spacing, at most."""
+    with (
+        mock.patch.object(timeline, "BURST", burst),
+        mock.patch.object(timeline, "SPACING", spacing),
+        after(events) as (history, folder),
+    ):
+        rows = shown(folder)
+        steps = any(event[0] == "step" for event in events)
+        for number, lines in ((number, reference(log)) for number, log in history.logs.items()):
+            mine = [row for row in rows if row["number"] == number]
+            assert [row["text"] for row in mine] == [line.text for line in lines], "lost, doubled, or out of order"
+            for row, line in zip(mine, lines, strict=True):
+                assert steps or line.loose or -BOUND <= row["time"] - line.time <= spacing + BOUND, "misdated"
 
 
 @settings(

@@ -4,22 +4,44 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
+import tracemalloc
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from phalanx._core import clock, set_aside, timeline
+from phalanx._core import clock, set_aside, timeline, trimming
 from phalanx._core.clock import FakeClock
 from phalanx._core.follower import Follower
 from phalanx._core.growth import Growth
 from phalanx._core.merge import merge
 from phalanx._core.set_aside import NEWEST
-from phalanx._core.timeline import APART, ASIDE, CUT, FIRST, GREW, HEAD, NUMBER, RECORD, Timeline
+from phalanx._core.timeline import (
+    APART,
+    ASIDE,
+    BURST,
+    CLOCK,
+    CUT,
+    DOUBLING,
+    FIRST,
+    GREW,
+    HEAD,
+    NUMBER,
+    RECORD,
+    SECOND,
+    SPACING,
+    Timeline,
+    packed,
+)
 from tests.pump_tools import append, rig
 from tests.test_set_aside import compress, rotate
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable
 
 START = 1_700_000_000.0
 
@@ -223,7 +245,7 @@ def test_a_long_pause_takes_one_record(time: FakeClock, times: Timeline) -> None
     time.advance(10 * 86400)
     times.note(0, 20)
     assert records(times)[-1] == (864000.0, GREW, 0, 10)
-    assert os.path.getsize(times.path) == HEAD.size + 3 * RECORD.size + NUMBER.size
+    assert os.path.getsize(times.path) == HEAD.size + len(packed(0, 0, 10)) + len(packed(864_000_000, 0, 10))
 
 
 def test_the_first_version_can_be_read(tmp_path: Path) -> None:
@@ -253,13 +275,14 @@ def test_a_record_that_was_cut_in_the_middle(times: Timeline) -> None:
     times.note(0, 10, 1)
     times.close()
     with open(times.path, "rb+") as file:
-        file.truncate(os.path.getsize(times.path) - NUMBER.size)
-    assert [kind for _at, kind, _stream, _number in timeline.read(times.path)] == [GREW, ASIDE]
+        file.truncate(os.path.getsize(times.path) - 1)
+    assert [kind for _at, kind, _stream, _number in timeline.read(times.path)] == [GREW]
 
 
-def test_half_a_write_is_the_last(times: Timeline, small_disk: Path) -> None:
+def test_half_a_write_is_the_last(time: FakeClock, times: Timeline, small_disk: Path) -> None:
     times.path = str(small_disk / "timeline")
-    for number in range(20_000):
+    for number in range(40_000):
+        time.advance(SPACING)
         times.note(number % 2, number + 1)
     assert os.path.getsize(times.path) <= 64 << 10
     read = list(timeline.read(times.path))
@@ -370,4 +393,232 @@ def test_the_pump_notes_cuts_and_rotation(tmp_path: Path) -> None:
         it.finish()
     assert [rest for _at, *rest in timeline.read(times.path)] == [
         [ASIDE, 0, 0], [GREW, 0, 8], [ASIDE, 0, 1], [GREW, 0, 6]
+    ]  # fmt: skip
+
+
+# --- how long it gets
+
+
+def grows(it: Timeline, time: FakeClock, sizes: dict[int, int], seconds: float, pause: float, grown: int) -> None:
+    """All streams grow, one after the other, for so long."""
+    end = time() + seconds
+    while time() < end:
+        time.advance(pause)
+        for stream, size in sizes.items():
+            sizes[stream] = size + grown
+            it.note(stream, size + grown)
+
+
+def test_dense_growth_takes_a_record_a_stream_in_each_spacing(time: FakeClock, times: Timeline) -> None:
+    """Its times are late by that at most, nothing is lost, and the order of each stream is its own."""
+    sizes = dict.fromkeys(range(8), 0)
+    grows(times, time, sizes, seconds=600.0, pause=0.011, grown=100)
+    times.close()
+    found = list(timeline.read(times.path))
+    at_once = 8 * BURST
+    assert at_once < len(found) < at_once * 1.2 + 8 * 600.0 / SPACING * 1.1
+    assert os.path.getsize(times.path) < 4.2 * len(found)
+    grown = dict.fromkeys(range(8), 0)
+    for at, _kind, stream, number in found:
+        grown[stream] += number
+        written = grown[stream] / 100 * 0.011  # when it had grown by so much
+        assert -0.002 - APART <= at - START - written <= SPACING + 0.012 + APART
+    assert grown == sizes
+
+
+def test_what_is_saved_up_in_silence_keeps_its_times(time: FakeClock, times: Timeline) -> None:
+    """A rank that has been silent tells when each line of its traceback came, whatever its peers write."""
+    sizes = {0: 0, 2: 0}
+    grows(times, time, sizes, seconds=200.0, pause=0.02, grown=1)
+    for line in range(1, 100):
+        time.advance(0.02)
+        sizes[0] += 10
+        times.note(0, sizes[0])
+        times.note(1, 50 * line)
+    times.close()
+    late = [at for at, _kind, stream, _number in timeline.read(times.path) if stream == 1]
+    assert [round(at - START - 200.0, 2) for at in late] == [round(0.02 * line, 2) for line in range(1, 100)]
+
+
+def test_the_spacing_doubles_as_the_file_grows(
+    time: FakeClock, times: Timeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeline, "DOUBLING", 4096)
+    monkeypatch.setattr(timeline, "BURST", 10)
+    sizes = {0: 0, 1: 0}
+    lengths = []
+    for _ in range(6):
+        grows(times, time, sizes, seconds=1000.0, pause=0.05, grown=1)
+        times.flush()
+        lengths.append(os.path.getsize(times.path))
+    assert lengths[0] < 5 * 4096
+    assert lengths[5] < lengths[0] + 3 * 4096  # six times as long takes less than three doublings
+    times.close()
+    assert sum(number for _at, _kind, stream, number in timeline.read(times.path) if stream == 0) == sizes[0]
+    assert DOUBLING == 16 << 20
+
+
+def test_a_worker_that_cuts_its_log_again_and_again(time: FakeClock, times: Timeline) -> None:
+    for number in range(20_000):
+        time.advance(0.0101)
+        times.note(0, number % 2 * 100)
+    times.note(1, 1)
+    assert (GREW, 1, 1) in {tuple(rest) for _at, *rest in records(times)}
+    assert os.path.getsize(times.path) < 3.5 * (2 * BURST + 2 * 203 / SPACING)
+
+
+def test_what_is_held_is_written_a_little_later(time: FakeClock, times: Timeline) -> None:
+    """Not before its time, and not never; and nobody is woken for nothing meanwhile."""
+    for size in range(1, 2 * BURST):
+        time.advance(0.011)
+        times.note(0, size)
+    noted = time()
+    times.flush()
+    waits = 0
+    while times.unwritten:
+        waits += 1
+        time.advance(max(0.0, times.since - time()))
+        times.flush()
+    assert waits == 1
+    assert noted < time() < noted + 2 * SPACING
+    assert sum(number for _at, _kind, _stream, number in timeline.read(times.path)) == 2 * BURST - 1
+    times.close()
+
+
+# --- what rotation has removed
+
+
+def test_what_is_said_of_removed_files_goes_with_them(
+    tmp_path: Path, time: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest is as it was: its times, and its order among the others."""
+    monkeypatch.setattr(trimming, "LEAST", 8192)
+    monkeypatch.setattr(trimming, "_PIECE", 1000)
+    monkeypatch.setattr(clock, "wall", Wall(time))
+    logs = {0: tmp_path / "log", 2: tmp_path / "quiet"}
+    other = tmp_path / "other"
+    for path in (*logs.values(), other):
+        path.touch()
+    times = Timeline(str(tmp_path / "timeline"), {stream: str(path) for stream, path in logs.items()})
+    growths = {stream: Growth(str(path), rotates=True) for stream, path in logs.items()}
+    written = []
+    largest = 0
+
+    def look(stream: int) -> None:
+        for number, size in growths[stream].look():
+            times.note(stream, size, number)
+
+    for number in range(6000):
+        time.advance(0.2)
+        for stream, path in (*logs.items(), (1, other)):
+            if stream == 0 or number % 500 == stream:
+                line = b"%d of %d\n" % (number, stream)
+                append(str(path), line)
+                written.append((round(time() - 100.0, 3), stream, line))
+        look(0)
+        look(2)
+        times.note(1, other.stat().st_size)
+        if number % 100 == 99:
+            which = number // 100 + 1
+            rotate(logs[0], which)
+            if which > 3:
+                os.unlink(f"{logs[0]}.{which - 3}")
+        times.flush()
+        largest = max(largest, os.path.getsize(times.path))
+    times.close()
+    assert largest < 4 * 8192
+    assert sorted(path.name for path in tmp_path.glob("timeline*")) == ["timeline"]
+    kept = [(at, stream, line) for at, stream, line in written if stream or int(line.split()[0]) >= 5700]
+    followers = {stream: Follower(str(path), rotates=stream != 1) for stream, path in {**logs, 1: other}.items()}
+    found = [(round(at - START, 3), stream, data) for at, stream, data in merge(followers, times.path)]
+    for follower in followers.values():
+        follower.close()
+    assert [rest for _at, *rest in found] == [list(rest) for _at, *rest in kept]
+    assert all(abs(seen[0] - said[0]) < 0.02 for seen, said in zip(found, kept, strict=True))
+
+
+# --- what others have written
+
+VALUES = st.one_of(
+    st.integers(0, 300), st.integers(0, (1 << 70) - 1), st.sampled_from([0, NEWEST, 1 << 62, (1 << 63) - 1])
+)
+TRIPLES = st.lists(st.tuples(VALUES, st.one_of(st.integers(0, 15), VALUES), VALUES), max_size=30)
+DAMAGED = st.builds(
+    lambda version, started, triples, rest: (
+        HEAD.pack(version, started) + b"".join(packed(*triple) for triple in triples) + rest
+    ),
+    st.sampled_from([timeline.MAGIC, SECOND, FIRST]),
+    st.integers(0, (1 << 64) - 1),
+    TRIPLES,
+    st.binary(max_size=64),
+)
+
+
+@settings(deadline=None, max_examples=300, suppress_health_check=list(HealthCheck))
+@given(st.one_of(DAMAGED, st.binary(max_size=200)))
+def test_a_timeline_that_others_have_written(data: bytes) -> None:
+    """Every line is shown once, in the order of its stream, at a time that a calendar has."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "timeline").write_bytes(data)
+        texts = {0: b"a\nb\nc\n", 1: b"d\ne\n"}
+        for stream, text in texts.items():
+            (folder / str(stream)).write_bytes(text)
+        (folder / "0.1").write_bytes(b"set aside\n")
+        followers = {stream: Follower(str(folder / str(stream)), rotates=True) for stream in texts}
+        found = dict.fromkeys(texts, b"")
+        try:
+            for at, stream, text in merge(followers, str(folder / "timeline")):
+                datetime.fromtimestamp(at, UTC)
+                found[stream] += text
+        finally:
+            for follower in followers.values():
+                follower.close()
+        assert found[1] == texts[1]
+        assert found[0] in (texts[0], b"set aside\n" + texts[0])
+
+
+def peak(of: Callable[[], object]) -> int:
+    tracemalloc.start()
+    try:
+        of()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("version", [timeline.MAGIC, SECOND, FIRST])
+def test_a_timeline_of_4_gigabytes_of_holes(tmp_path: Path, version: bytes) -> None:
+    path, log = tmp_path / "timeline", tmp_path / "log"
+    log.write_bytes(b"line\n")
+    with open(path, "wb") as file:
+        file.write(HEAD.pack(version, int(START * clock.NS)))
+        file.truncate(4 << 30)
+    assert peak(lambda: merged(Timeline(str(path)), log)) < 4 << 20
+
+
+def test_a_timeline_of_very_many_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is beyond what is followed comes file by file."""
+    monkeypatch.setattr("phalanx._core.merge._MOST_PARTS", 1000)
+    path, log = tmp_path / "timeline", tmp_path / "log"
+    log.write_bytes(b"line\n")
+    path.write_bytes(HEAD.pack(timeline.MAGIC, int(START * clock.NS)) + packed(1, CUT, 0) * 50_000 + packed(1, GREW, 5))
+    os.utime(log, (START + 500, START + 500))
+    assert merged(Timeline(str(path)), log) == [(500.0, 0, b"line\n")]
+    assert peak(lambda: merged(Timeline(str(path)), log)) < 6 << 20
+
+
+def test_the_second_version_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "timeline"
+    clocked = int((START + 50) * clock.NS)
+    path.write_bytes(
+        HEAD.pack(SECOND, int(START * clock.NS))
+        + RECORD.pack(0, 3, 4)
+        + RECORD.pack(10, 0xFFFF, CUT << 16 | 3) + NUMBER.pack(0)
+        + RECORD.pack(0, 0xFFFF, CLOCK << 16) + NUMBER.pack(clocked)
+        + RECORD.pack(10, 0xFFFF, ASIDE << 16 | 3) + NUMBER.pack(7)
+        + RECORD.pack(5, 3, 1 << 31)
+    )  # fmt: skip
+    assert [(round(at - START, 3), *rest) for at, *rest in timeline.read(str(path))] == [
+        (0.0, GREW, 3, 4), (0.01, CUT, 3, 0), (50.01, ASIDE, 3, 7), (50.015, GREW, 3, 1 << 31)
     ]  # fmt: skip

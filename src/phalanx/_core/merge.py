@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import deque
+from itertools import islice
 
 from phalanx._core import timeline
 from phalanx._core.set_aside import MODULO, NEWEST
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _CHUNK = 256 * 1024
 _MOST_OPEN = 128  # descriptors, or a quarter of what may be open; further files are opened anew
+_MOST_PARTS = 1 << 18  # of all streams; each takes some 130 bytes
 _NONE_LEFT = (errno.EMFILE, errno.ENFILE)
 _VOID = -1  # the number of what is in no file any more
 
@@ -35,12 +37,19 @@ def merge(followers: Mapping[int, Follower], path: str) -> Iterator[tuple[float,
 
     Raises OSError: there is no descriptor left. What is not there, or no file, is passed over.
     """
-    data = timeline.load(path)
-    courses = _courses(data, followers)
+    content = timeline.Content(path)
+    try:
+        yield from _merge(followers, content)
+    finally:
+        content.close()
+
+
+def _merge(followers: Mapping[int, Follower], content: timeline.Content) -> Iterator[tuple[float, int, bytes]]:
+    courses, known = _courses(content, followers)
     buffer = bytearray(_CHUNK)
     used: dict[Follower, None] = {}  # the latest last
     most_open = min(_MOST_OPEN, os.sysconf("SC_OPEN_MAX") // 4)
-    for time, kind, stream, value in timeline.records(data):
+    for time, kind, stream, value in islice(content.records(), known):
         course = courses.get(stream)
         if course is None:
             continue
@@ -60,22 +69,30 @@ def merge(followers: Mapping[int, Follower], path: str) -> Iterator[tuple[float,
         follower.close()
 
 
-def _courses(data: bytes, followers: Mapping[int, Follower]) -> dict[int, _Course]:
-    """What the timeline says of each stream that is followed: where in the end is what it notes."""
+def _courses(content: timeline.Content, followers: Mapping[int, Follower]) -> tuple[dict[int, _Course], int]:
+    """What the timeline says of each stream that is followed: where in the end is what it notes.
+
+    And how many of its records can be followed: one with very many parts is damaged, or somebody's who wishes us ill.
+    """
     courses: dict[int, _Course] = {}
-    for _time, kind, stream, value in timeline.records(data):
+    known = parts = 0
+    for _time, kind, stream, value in content.records():
+        parts += kind != timeline.GREW
+        if parts > _MOST_PARTS:
+            break
+        known += 1
         if stream not in courses:
             if stream not in followers:
                 continue
             courses[stream] = _Course(followers[stream])
         courses[stream].learn(kind, value)
-    if data.startswith(timeline.FIRST):
+    if content.version == timeline.FIRST:
         for course in courses.values():
             course.crosses = True
     else:
         for course in courses.values():
             course.follower.rotates &= course.rotated
-    return courses
+    return courses, known
 
 
 class _Course:

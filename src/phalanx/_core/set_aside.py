@@ -29,6 +29,10 @@ PACKED = ".gz"
 
 _CHUNK = 64 * 1024
 _DIGITS = 7  # of a number; dates have more
+
+MOST_NUMBER = 10**_DIGITS - 1
+"""The highest number."""
+
 _NO_FILE = (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EINVAL)  # a link to itself, a socket, a FIFO
 _MOST_UNPACKED = 256 << 20  # bytes that are unpacked to get at the last ones: some 1 s
 _SIZE = 4  # bytes at the end of a gzip file: what it holds, modulo `MODULO`

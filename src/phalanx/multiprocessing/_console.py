@@ -151,7 +151,8 @@ def pump(
     except BaseException:
         views.close()
         raise
-    timeline = Timeline(logs.timeline) if logs.timeline else None
+    rotated = {it.number: it.follower.path for it in streams if it.follower.rotates and it.number >= 0}
+    timeline = Timeline(logs.timeline, rotated) if logs.timeline else None
     return Pump(streams, views.all, timeline, voice=views.voice(), drain=console.drain)
 
 
