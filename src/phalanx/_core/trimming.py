@@ -118,7 +118,8 @@ class Trimming:
                         kept += packed(pause, key, value)
                         pause = 0
                 self._write(kept)
-                yield
+                if place < self._size:  # else it would never come up with what is written meanwhile
+                    yield
             if pause or clocked:
                 self._write(packed(0, CLOCK, time))
         finally:
