@@ -477,6 +477,20 @@ def test_a_release_in_time_spares_and_leaves_nothing(server: FileTimerServer, ch
     assert server._request_count == 2001
 
 
+def test_a_process_has_ten_thousand_timers_at_the_most(
+    server: FileTimerServer, child: Child, caplog: pytest.LogCaptureFixture
+) -> None:
+    child.do("[client.acquire(f's{i}', time.time() + 3600) for i in range(10_001)]")
+    settle(server)
+    assert len(server._timers) == 10_000
+    assert "refused: its process has 10000 timers already" in caplog.text
+    child.do("client.release('s0'); client.acquire('more', time.time() + 3600)")
+    settle(server)
+    assert (child.pid, "more") in server._timers
+    child.leave()
+    settle(server)
+
+
 def test_a_release_that_waits_in_the_pipe_at_the_deadline_counts(
     server: FileTimerServer, path: str, events: Events, child: Child
 ) -> None:

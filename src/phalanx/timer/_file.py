@@ -21,6 +21,7 @@ from phalanx._core import clock
 from phalanx._core.loop import Loop
 from phalanx.timer import _forks, _pipe
 from phalanx.timer._file_client import FileTimerClient, FileTimerRequest
+from phalanx.timer._held import MOST, Held
 from phalanx.timer._victim import Exited, Refused, Unknown, Victim, hang_of
 
 TYPE_CHECKING = False
@@ -88,7 +89,7 @@ class FileTimerServer:
         self._max_interval = max_interval
         self._daemon = daemon
         self._log_event = log_event
-        self._timers: dict[tuple[int, str], FileTimerRequest] = {}
+        self._timers = Held()
         self._request_count = 0
         self._thread: threading.Thread | None = None
         self._loop: Loop | None = None
@@ -159,6 +160,8 @@ class FileTimerServer:
                 # One that was held up in the pipe is not for the process that has the pid now.
                 if victim is None or request._born in (None, victim.start):
                     self._timers.pop(key, None)
+            elif not self._timers.room(key):
+                self._complaints.say("timer pipe: refused: its process has %d timers already (%r)", MOST, request)
             elif self._admit(request, known):
                 if request._deadline is None:
                     request._deadline = clock.from_wall(request.expiration_time)
@@ -402,7 +405,7 @@ class FileTimerServer:
         self._loop = self._thread = None
         self._pipe = -1
         self._victims = {}
-        self._timers = {}
+        self._timers = Held()
         self._armed = math.inf
 
 
