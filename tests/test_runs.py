@@ -370,6 +370,46 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     )
 
 
+def test_a_record_has_a_bound(tmp_path: Path) -> None:
+    """It is neither read nor written beyond that. Several attempts of 4,000 ranks are below."""
+    ranks = [_record.Rank(rank=n, local_rank=n, pid=4194304, pid_started=10**9, state="succeeded") for n in range(4000)]
+    attempts = [_record.Attempt(number=n, started=1e9, ranks=ranks) for n in range(12)]
+    folder = put(tmp_path, "a", attempts=attempts)
+    assert _record.MOST_BYTES / 2 < (folder / "run.json").stat().st_size < _record.MOST_BYTES
+    with pytest.raises(OSError, match=f"{_record.MOST_BYTES} can be read"):
+        _record.write(str(folder), example(attempts=attempts * 2))
+    assert len(_record.read(str(folder)).attempts) == 12
+
+    os.truncate(folder / "run.json", 1 << 40)
+    (found,) = _runs.find(str(tmp_path))
+    assert (found.state, f"more than {_record.MOST_BYTES} bytes" in found.problem) == ("unreadable", True)
+
+
+def test_no_text_is_longer_than_an_argument_can_be(tmp_path: Path) -> None:
+    folder = put(tmp_path, "a")
+    (folder / "run.json").write_text(json.dumps({**GOOD, "command": ["x" * ((128 << 10) + 1)]}))
+    with pytest.raises(_record.UnreadableRecordError, match="command"):
+        _record.read(str(folder))
+
+
+def test_of_many_runs_no_more_is_held_than_is_shown(tmp_path: Path) -> None:
+    put(tmp_path, "a", command=["x" * 3000, "y" * 3000, "z"])
+    (found,) = _runs.find(str(tmp_path))
+    assert found.run is not None
+    assert (found.run.attempts, found.run.command) == ([], ["x" * 3000, "y" * 1095 + "…"])
+    whole = _runs.resolve(str(tmp_path), "a").run
+    assert whole is not None
+    assert (len(whole.attempts), len(whole.command)) == (1, 3)
+
+
+def test_a_link_in_the_place_of_what_is_written_first_is_not_followed(tmp_path: Path) -> None:
+    folder = put(tmp_path, "a")
+    (tmp_path / "precious").write_text("precious")
+    (folder / f".run.json.{os.getpid()}").symlink_to(tmp_path / "precious")
+    _record.write(str(folder), example(cause="why"))
+    assert ((tmp_path / "precious").read_text(), _record.read(str(folder)).cause) == ("precious", "why")
+
+
 def test_runs_without_a_record_and_folders_that_are_no_runs(place: Place) -> None:
     (place.logs / "20260101-000000_x" / "attempt_0").mkdir(parents=True)
     (place.logs / "src").mkdir()

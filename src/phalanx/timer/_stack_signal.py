@@ -24,7 +24,8 @@ def move_stack_signal(number: SupportsIndex) -> None:
 
     Args:
         number: The signal, whatever it does now: a handler that is there is replaced. 0: show no stacks, on the
-            second one neither.
+            second one neither. Nobody is asked on another one than SIGUSR1, SIGUSR2 and the real-time signals, unless
+            ``PHALANX_STACK_SIGNAL`` named it when the process was executed.
 
     Raises:
         ValueError: There is no such signal, or it cannot be caught (SIGKILL, SIGSTOP), or it is one that ends a process
