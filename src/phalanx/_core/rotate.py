@@ -144,7 +144,7 @@ class Rotator:
         while True:
             aside = f"{self._path}.{self._number}"
             try:
-                os.link(self._path, aside)
+                os.link(self._path, aside, follow_symlinks=False)
             except FileExistsError:  # somebody else's
                 self._number += 1
                 continue
