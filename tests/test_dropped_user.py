@@ -102,7 +102,7 @@ print(os.getpid(), *recorded, flush=True)
 
 
 def leave_aside(tmp_path: Path, more: str = "") -> tuple[str, int, str]:
-    """Have a process record what it cannot write. Returns its error file, where that is by now, pid and what it said."""
+    """Have a process record what it cannot write. Returns where its error file is by now, its pid, and what it said."""
     folder = tmp_path / "rank"
     folder.mkdir()
     command = [sys.executable, "-c", LOSES_ITS_FOLDER + more, str(folder / "error.json")]

@@ -52,9 +52,17 @@ STACK_SIGNAL_ENV = "PHALANX_STACK_SIGNAL"
 TEXT_LIMIT = 1 << 20
 """The most characters of a message, and of a traceback, that `describe` keeps."""
 
-READ_LIMIT = 16 << 20
-"""The most bytes that `read` accepts. `record` writes no longer file: two texts of at most `TEXT_LIMIT` characters,
-each character at most seven bytes of JSON (an escaped surrogate), and what was there before if that fits in, too."""
+READ_LIMIT = 4 << 20
+"""The most bytes that `read` accepts. `record` writes no longer file: where two texts of `TEXT_LIMIT` characters take
+more as JSON, less of them is kept, and what was there before only if that fits in, too."""
+
+KEPT_LIMIT = 32 << 10
+"""The most characters of each text of an error file that a launcher keeps of every rank: `kept`, `bounded`."""
+
+_STACKS_LIMIT = 16 << 20  # bytes of a file of stacks that are looked at
+_SHORT = READ_LIMIT >> 4  # characters of each of two texts, of six bytes of JSON at the most, that surely fit
+_CUT = "... cut ..."
+_DEPTH = 20  # levels of error file data that are kept
 
 SOON_NS = 10_000_000_000
 """Nanoseconds after it was recorded in which an exception, or a file of the user's, tells of what follows."""
@@ -307,7 +315,11 @@ def put(
             _write(path, encoded)
             return
         del info["before"]
-    write_json(path, value)
+    encoded = _encoded(value)
+    if len(encoded) > READ_LIMIT:
+        value["message"]["message"], info["py_callstack"] = _cut_middle(message, _SHORT), _cut_middle(stack, _SHORT)
+        encoded = _encoded(value)
+    _write(path, encoded)
 
 
 def passed_on(exc: BaseException, path: str) -> None:
@@ -520,9 +532,54 @@ def message_of(data: dict[str, Any] | None) -> str | None:
 
 def seen_by_timer(path: str) -> str:
     """What the one who watches timers noted of an expired one, in lines; ``""`` if it did not. Never raises."""
+    try:
+        if b'"observer"' not in _contents(path, READ_LIMIT):
+            return ""
+    except (OSError, ValueError):
+        return ""
     info = _extra_info(read(path)[0])
     detail = info.get("detail")
-    return detail if info.get("observer") == "timer" and isinstance(detail, str) else ""
+    return kept(detail, path) if info.get("observer") == "timer" and isinstance(detail, str) else ""
+
+
+def kept(text: str, path: str = "") -> str:
+    """The two ends of a text of more than `KEPT_LIMIT` characters, and how much was cut; ``path`` has all of it."""
+    return _cut_middle(text, KEPT_LIMIT, f"; all in {path}" if path else "")
+
+
+def bounded(data: dict[str, Any], path: str = "") -> dict[str, Any]:
+    """Error file data without what would cost much memory: the ends of long texts, few members, no great depth.
+
+    Data whose texts have at most `KEPT_LIMIT` characters each, and three times as many together with 8 for every
+    member, stay as they are. ``path`` has all of it.
+    """
+    whole: dict[str, Any] = _bounded(data, path, [3 * KEPT_LIMIT], 0)
+    return whole
+
+
+def _bounded(value: Any, path: str, left: list[int], depth: int) -> Any:
+    """See `bounded`. ``left`` is how many characters may be kept still."""
+    left[0] -= 8
+    if isinstance(value, str):
+        text = kept(value, path) if left[0] >= KEPT_LIMIT else _cut_middle(value, max(left[0], 0))
+        left[0] -= len(text)
+        return text
+    if isinstance(value, int) and value.bit_length() > _BRIEF:
+        return _CUT
+    if not isinstance(value, (dict, list)):
+        return value
+    if depth == _DEPTH:
+        return _CUT
+    names = list(value) if isinstance(value, dict) else range(len(value))
+    found: list[tuple[Any, Any]] = []
+    for name in names:
+        if left[0] <= 0:
+            found.append((_CUT, f"... {len(value) - len(found)} of {len(value)} cut ..."))
+            break
+        short = _cut_middle(name, _BRIEF) if isinstance(name, str) else name
+        left[0] -= len(str(short))
+        found.append((short, _bounded(value[name], path, left, depth + 1)))
+    return dict(found) if isinstance(value, dict) else [each for _name, each in found]
 
 
 def _of_timer(data: dict[str, Any] | None) -> bool:
@@ -864,7 +921,7 @@ def error_file_of(path: str, fd: int) -> str:
     """
     stem, found, rest = path.rpartition(".stacks")
     try:
-        return stem if found and _is_pid(rest) and offered(_contents(path, READ_LIMIT))[2] == fd else ""
+        return stem if found and _is_pid(rest) and offered(_contents(path, _STACKS_LIMIT))[2] == fd else ""
     except (OSError, ValueError):
         return ""
 
@@ -910,7 +967,7 @@ def remove_empty(path: str) -> None:
         pass
     for name in _all_stacks(path):
         try:
-            if all(line.startswith(_STACKS_HEAD) for line in _contents(name, READ_LIMIT).splitlines()):
+            if all(line.startswith(_STACKS_HEAD) for line in _contents(name, _STACKS_LIMIT).splitlines()):
                 os.unlink(name)
         except (OSError, ValueError):
             pass
@@ -956,7 +1013,7 @@ def _home_of_stacks(path: str) -> str:
     """Which file takes the stacks of this process: the plain one, or that with its pid; ``""``: both are others'."""
     for each in (stacks_path(path), stacks_path(path, os.getpid())):
         try:
-            if offered(_contents(each, READ_LIMIT))[3] == os.getpid():
+            if offered(_contents(each, _STACKS_LIMIT))[3] == os.getpid():
                 return each
         except (FileNotFoundError, NotADirectoryError):
             return each
@@ -1000,7 +1057,7 @@ def _offered_here(path: str) -> tuple[list[int], int, int]:
     """
     try:
         file = os.stat(path)
-        first, second, fd, author = offered(_contents(path, READ_LIMIT))
+        first, second, fd, author = offered(_contents(path, _STACKS_LIMIT))
         mine = os.fstat(fd)
     except (OSError, ValueError):
         return [], -1, 0
@@ -1064,12 +1121,12 @@ def _cut_end(text: str) -> str:
     return text if over <= 0 else f"{text[:TEXT_LIMIT]}\n... {over} characters cut ..."
 
 
-def _cut_middle(text: str) -> str:
-    over = len(text) - TEXT_LIMIT
+def _cut_middle(text: str, limit: int = TEXT_LIMIT, where: str = "") -> str:
+    over = len(text) - limit
     if over <= 0:
         return text
-    half = TEXT_LIMIT // 2
-    return f"{text[:half]}\n... {over} characters cut ...\n{text[-half:]}"
+    half = limit // 2
+    return f"{text[:half]}\n... {over} characters cut{where} ...\n{text[len(text) - half :]}"
 
 
 def _plain_stack(exc: BaseException, message: str) -> str:

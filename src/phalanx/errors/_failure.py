@@ -155,6 +155,7 @@ class ProcessFailure(Value):
     """A worker that failed by itself: a frozen value, derived from its exit and from the error file it left.
 
     Reading the error file never raises and never blocks. One that is missing or damaged only means that less is known.
+    Of each text, 32 Ki characters are kept: its two ends, and how much was cut between them. The file has all of it.
 
     Args:
         local_rank: The worker's rank in its group, 0 and up.
@@ -176,7 +177,7 @@ class ProcessFailure(Value):
         signalled_ns: When we had first sent it a signal, on CLOCK_MONOTONIC, in nanoseconds; None: not at all.
 
     Attributes:
-        error_file_data: The error file as parsed, ``{"message": "<NONE>"}`` without one.
+        error_file_data: The error file as parsed, ``{"message": "<NONE>"}`` without one; long texts cut, as above.
         message: The error file's message, or the one ``told``; without both, ``"Signal N (NAME) received by PID n"``
             or a line on the exit code. So too where the process has recorded an exception and gone on: of that one
             ``detail`` tells.
@@ -254,6 +255,8 @@ class ProcessFailure(Value):
         path = os.fspath(error_file)
         named = path not in ("", NOT_AVAILABLE)
         data, problem = evidence.read(path) if named else (None, "missing")
+        if data is not None:
+            data = evidence.bounded(data, path)
         message, timestamp, traceback = _contents(data)
         left = evidence.read_exit(path, pid) if named else None
         left_ns = left[1] if left else None
@@ -261,7 +264,7 @@ class ProcessFailure(Value):
             data, path, pid=pid, exitcode=exitcode, observed_ns=observed_ns, left_ns=left_ns, signalled_ns=signalled_ns
         )
         if told is not None and (evidence.written_by(data) != pid or _is_later(told[2], data)):
-            message, traceback, written = _text(told[0]), _text(told[1]), told[2]
+            message, traceback, written = evidence.kept(_text(told[0])), evidence.kept(_text(told[1])), told[2]
             timestamp = _wall_clock(written)
         else:
             detail = "\n".join(filter(None, (detail, said)))
@@ -269,7 +272,7 @@ class ProcessFailure(Value):
                 message, timestamp = _exit_in_words(exitcode, pid), _wall_clock_if(left_ns or observed_ns)
                 traceback = traceback if written is not None else ""
         if not traceback and -exitcode in _FATAL and named:
-            traceback = evidence.read_fatal(path)
+            traceback = evidence.kept(evidence.read_fatal(path), evidence.fatal_path(path))
         moments = [moment for moment in (written, left_ns) if moment is not None]
         self._store(
             local_rank=local_rank,
@@ -279,8 +282,8 @@ class ProcessFailure(Value):
             rank=rank,
             host=host or os.uname().nodename,
             observed_ns=observed_ns,
-            detail=detail,
-            stderr_tail=stderr_tail,
+            detail=evidence.kept(detail),
+            stderr_tail=evidence.kept(stderr_tail, stderr_file),
             stdout_file=stdout_file,
             stderr_file=stderr_file,
             error_file_data={"message": NONE} if data is None else data,

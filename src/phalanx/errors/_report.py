@@ -27,17 +27,18 @@ OTHER_LINES = 30  # lines of another failure's traceback
 TAIL_LINES = 20  # lines of stderr
 LINE = 500  # columns of one line
 DIFFERENT = 8  # failures unlike all before them that are told in full; those beyond get a line each
+COMPARED = 8 << 10  # characters of a text by which failures are compared: its two ends
 
 # What makes equal failures look different: native frames, which only some have; addresses, process ids, and the rank
 # and device of the one who tells.
 _NATIVE = "native frames (py-spy):\n"
-_MASKS = (
-    (re.compile(r"0x[0-9a-fA-F]{4,}"), "0x…"),
-    (re.compile(r"\b(pid|process)(\W{0,3})\d+", re.IGNORECASE), r"\1\2…"),
-    (re.compile(r"\b((?:(?:local|global|group|role)[_ -]?)?rank)(\W{0,3})\d+", re.IGNORECASE), r"\1\2…"),
-    (re.compile(r"\b\d+(?:\.\d)? (m?s) (over|before)\b"), r"… \1 \2"),
-    (re.compile(r"\b(cuda|gpu|device)(\W{0,3})\d+", re.IGNORECASE), r"\1\2…"),
-)
+_MASKS = tuple(  # of small letters; each begins with a word, which makes the search as fast as one for the word
+    re.compile(pattern)
+    for pattern in (r"0x([0-9a-f]{4,})", *(rf"{word}\W{{0,3}}(\d+)" for word in (
+        "pid", "process", "rank", "cuda", "gpu", "device"
+    )))
+)  # fmt: skip
+_TIMES = re.compile(r"\b\d+(?:\.\d)? (m?s) (over|before)\b")
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 
 
@@ -131,7 +132,7 @@ def _others(root: ProcessFailure, others: Mapping[int, ProcessFailure]) -> Lines
             lines.append(("heading", f"{named(ranks)}:"))
             lines += _full(ranks[0], first, OTHER_LINES)
         else:
-            lines.append(("heading", f"{named(ranks)}: {_shorten(_clean(first.message).split(chr(10))[0])}"))
+            lines.append(("heading", f"{named(ranks)}: {_shorten(_clean(first_line(first)).split(chr(10))[0])}"))
     return lines
 
 
@@ -143,7 +144,7 @@ def _rest(outcomes: Mapping[int, Outcome]) -> Lines:
 
 
 def signature(failure: ProcessFailure) -> object:
-    """What two failures must share to be called the same."""
+    """What two failures must share to be called the same: of long texts, the two ends."""
     texts = [failure.message, failure.detail, failure.traceback]
     if not failure.traceback and failure.exitcode >= 0:
         texts.append(failure.stderr_tail)
@@ -152,11 +153,39 @@ def signature(failure: ProcessFailure) -> object:
     return (code, *(_masked(text, failure) for text in texts))
 
 
+def first_line(failure: ProcessFailure) -> str:
+    """The beginning of a message, which may be all that is told of it: more of it than is shown."""
+    return failure.message.partition("\n")[0][: 4 * LINE]
+
+
 def _masked(text: str, failure: ProcessFailure) -> str:
     text = _without_native(text)
-    for pattern, masked in _MASKS:
-        text = pattern.sub(masked, text)
+    if len(text) > COMPARED:
+        text = f"{text[: COMPARED // 2]}\n…\n{text[-COMPARED // 2 :]}"
+    small = _small(text)
+    for pattern in _MASKS:
+        masked = _without_numbers(text, small, pattern)
+        if masked is not text:
+            text, small = masked, _small(masked)
+    if "s over" in text or "s before" in text:
+        text = _TIMES.sub(r"… \1 \2", text)
     return (re.sub(rf"\b{failure.pid}\b", "…", text) if failure.pid > 0 else text).rstrip()
+
+
+def _small(text: str) -> str:
+    """A text in small letters, each in its place; as it is where one letter would become two."""
+    small = text.lower()
+    return small if len(small) == len(text) else text
+
+
+def _without_numbers(text: str, small: str, pattern: re.Pattern[str]) -> str:
+    """A text without what a pattern's group finds in it, in small letters; the very same where that is nothing."""
+    parts: list[str] = []
+    end = 0
+    for found in pattern.finditer(small):
+        parts += (text[end : found.start(1)], "…")
+        end = found.end(1)
+    return "".join((*parts, text[end:])) if parts else text
 
 
 def _without_native(text: str) -> str:

@@ -73,18 +73,20 @@ def failed(result: RunProcsResult) -> ProcessException:
     if not others:
         return error
     from phalanx.errors import format_ranks
-    from phalanx.errors._report import signature
+    from phalanx.errors._report import DIFFERENT, first_line, signature
 
     same = signature(first)
     told: dict[object, list[ProcessFailure]] = {same: []}
     for failure in others:
         told.setdefault(signature(failure), []).append(failure)
-    for kind, failures in told.items():
+    for number, (kind, failures) in enumerate(told.items()):
         if failures:
             indices = [failure.local_rank for failure in failures]
             what = _what(failures[0], stopped)
             if kind == same:
                 what = "terminated with the same error" if first.traceback else _how(first.exitcode)
+            elif number > DIFFERENT:
+                what = f"{_how(failures[0].exitcode)}: {first_line(failures[0])}"
             error.add_note(f"-- Process{'es' if len(indices) > 1 else ''} {format_ranks(indices)} {what}")
     return error
 
