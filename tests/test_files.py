@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._core import evidence, files, set_aside, timeline
+from phalanx._core import evidence, files, rotate, set_aside, timeline
 from phalanx._core.follower import Follower, last_lines
 from phalanx.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, start_processes
 from tests.helpers import TIMEOUT
@@ -93,6 +93,18 @@ def test_a_pipe_with_a_reader_can_be_a_log_and_one_without_is_not_waited_for(tmp
         os.write(writer, b"line\n")
         os.close(writer)
         assert os.read(reader, 100) == b"line\n"
+    finally:
+        os.close(reader)
+
+
+def test_a_pipe_is_nothing_to_rotate(tmp_path: Path) -> None:
+    """Were it not read, the log writer would wait, and with it the logs of all ranks."""
+    path = str(tmp_path / "log")
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with pytest.raises(files.UnfitError, match="it is not a regular file, but a FIFO"):
+            rotate.open_log(path)
     finally:
         os.close(reader)
 
@@ -241,6 +253,15 @@ def test_a_device_in_the_place_of_a_timeline_is_not_read(tmp_path: Path) -> None
     index = tmp_path / "timeline"
     index.symlink_to("/dev/zero")
     assert list(timeline.read(str(index))) == []
+
+
+def test_no_more_parts_of_a_timeline_are_kept_in_mind_than_is_stated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeline, "MOST_PARTS", 3)
+    index = tmp_path / "timeline"
+    index.write_bytes(timeline.HEAD.pack(timeline.MAGIC, 0) + timeline.packed(1, timeline.CUT, 0) * 10)
+    assert len(list(timeline.read(str(index)))) == 3
 
 
 def test_evidence_is_not_read_beyond_its_bound(tmp_path: Path) -> None:

@@ -67,6 +67,9 @@ DOUBLING = 16 << 20
 """and bytes of the file after each of which they double."""
 
 _TOGETHER = 10  # milliseconds in which growths of one stream, with none of another in between, are one
+MOST_PARTS = 1 << 18
+"""Cuts and files that were set aside, all of which a reader keeps in mind. What comes after is as if not noted."""
+
 _MOST_SIZE = 1 << 44  # bytes of a file that are noted: 16 TiB; ftruncate(2) makes larger ones of holes
 _BUFFER = 4096
 _BLOCK = 64 * 1024
@@ -281,11 +284,12 @@ class Content:
         """Its records: time (seconds since the epoch), kind, stream, and the bytes or the number."""
         if not self.version:
             return
-        time = self._started
+        time, parts = self._started, 0
         for pause, key, value in self._triples():
             kind, stream = key % _KINDS, key // _KINDS
             time = value / clock.NS if kind == CLOCK else time + pause / 1000
-            if time > _LATEST or (kind == ASIDE and value > MOST_NUMBER):  # nobody has written that
+            parts += kind in (CUT, ASIDE)
+            if time > _LATEST or (kind == ASIDE and value > MOST_NUMBER) or parts > MOST_PARTS:  # nobody writes that
                 return
             if kind != CLOCK and (value or kind != GREW):
                 yield time, kind, stream, value
