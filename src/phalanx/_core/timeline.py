@@ -54,7 +54,8 @@ RECORD = struct.Struct("<HHI")  # of the versions before: milliseconds, stream, 
 NUMBER = struct.Struct("<Q")
 
 GREW, CUT, ASIDE, CLOCK = range(4)
-_KINDS = 4
+KINDS = 4
+"""How many there are: a record has four times the stream, plus the kind."""
 _KIND = 0xFFFF  # the stream, in the versions before, of what is no growth
 
 APART = 0.01
@@ -197,7 +198,7 @@ class Timeline:
     def _put(self, pause: int, kind: int, stream: int, value: int) -> None:
         self._last += pause / 1000
         self._wall += pause / 1000
-        self._records += packed(pause, stream * _KINDS + kind, value)
+        self._records += packed(pause, stream * KINDS + kind, value)
         self._latest = (-1, 0, 0, 0)
 
     def flush(self) -> None:
@@ -286,7 +287,7 @@ class Content:
             return
         time, parts = self._started, 0
         for pause, key, value in self._triples():
-            kind, stream = key % _KINDS, key // _KINDS
+            kind, stream = key % KINDS, key // KINDS
             time = value / clock.NS if kind == CLOCK else time + pause / 1000
             parts += kind in (CUT, ASIDE)
             if time > _LATEST or (kind == ASIDE and value > MOST_NUMBER) or parts > MOST_PARTS:  # nobody writes that
@@ -352,13 +353,13 @@ def _unpacked_8(data: bytes) -> tuple[list[tuple[int, int, int]], int, bool]:
         if stream != _KIND:
             if not (pause or stream or grown):
                 return found, used, False
-            found.append((pause, stream * _KINDS + GREW, grown))
+            found.append((pause, stream * KINDS + GREW, grown))
         else:
             number = next(each, None)
             if number is None:
                 break
             low, middle, high = number
-            key = (grown & 0xFFFF) * _KINDS + (grown >> 16) % _KINDS
+            key = (grown & 0xFFFF) * KINDS + (grown >> 16) % KINDS
             found.append((pause, key, low | middle << 16 | high << 32))
             used += RECORD.size
         used += RECORD.size

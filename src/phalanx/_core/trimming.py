@@ -82,46 +82,26 @@ class Trimming:
 
     def _copy(self) -> Iterator[None]:
         """Copy what is to stay, a piece at a time. Raises OSError."""
-        from phalanx._core.timeline import ASIDE, CLOCK, CUT, HEAD, packed, unpacked
+        from phalanx._core.timeline import HEAD, unpacked
 
         there = {stream: {0, *numbers(path)} for stream, path in self._logs.items()}
         gone = {stream: [end not in there[stream] for end in ends] for stream, ends in self._ends.items()}
-        parts = dict.fromkeys(gone, 0)
-        pause, clocked, time = 0, False, 0
         source = files.opened(self._path)
         try:
             self._file = open(files.opened(self._new, _NEW), "ab", buffering=0)  # noqa: SIM115 - the timeline's, in the end
             head = os.pread(source, HEAD.size, 0)
-            time = HEAD.unpack(head)[1]
             self._write(head)
+            sieve = _Sieve(gone, HEAD.unpack(head)[1])
             place = HEAD.size
             while place < self._size:
-                data = os.pread(source, min(_PIECE, self._size - place), place)
-                triples, used, _whole = unpacked(data)
+                triples, used, _whole = unpacked(os.pread(source, min(_PIECE, self._size - place), place))
                 if not used:
                     raise OSError(0, "it is damaged", self._path)
                 place += used
-                kept = bytearray()
-                for before, key, value in triples:
-                    kind, stream = key & 3, key >> 2
-                    time = value if kind == CLOCK else time + before * (clock.NS // 1000)
-                    pause += before
-                    part = parts.get(stream, 0)
-                    if kind in (CUT, ASIDE) and stream in parts:
-                        parts[stream] += 1
-                    if kind == CLOCK:
-                        clocked = True
-                    elif not (stream in gone and part < len(gone[stream]) and gone[stream][part]):
-                        if clocked:
-                            kept += packed(0, CLOCK, time)
-                            pause, clocked = 0, False
-                        kept += packed(pause, key, value)
-                        pause = 0
-                self._write(kept)
+                self._write(sieve.kept(triples))
                 if place < self._size:  # else it would never come up with what is written meanwhile
                     yield
-            if pause or clocked:
-                self._write(packed(0, CLOCK, time))
+            self._write(sieve.rest())
         finally:
             os.close(source)
         os.replace(self._new, self._path)
@@ -133,3 +113,53 @@ class Trimming:
         assert self._file is not None
         if self._file.write(data) != len(data):
             raise OSError(0, "it was not written whole", self._new)
+
+
+class _Sieve:
+    """Lets those records pass that are to stay, at the times that they have.
+
+    Args:
+        gone: Of each stream, whether the file of each of its parts is.
+        started: When the first record's time begins (nanoseconds since the epoch).
+    """
+
+    def __init__(self, gone: Mapping[int, list[bool]], started: int) -> None:
+        self._gone = gone
+        self._parts = dict.fromkeys(gone, 0)
+        self._time = started
+        self._pause = 0  # milliseconds since the last one that has passed
+        self._clocked = False  # whether the wall clock was noted since then
+
+    def kept(self, triples: list[tuple[int, int, int]]) -> bytearray:
+        from phalanx._core.timeline import ASIDE, CLOCK, CUT, KINDS, packed
+
+        kept = bytearray()
+        for before, key, value in triples:
+            kind, stream = key % KINDS, key // KINDS
+            self._pause += before
+            if kind == CLOCK:
+                self._time, self._clocked = value, True
+                continue
+            self._time += before * (clock.NS // 1000)
+            if self._is_gone(stream, ends=kind in (CUT, ASIDE)):
+                continue
+            if self._clocked:
+                kept += self.rest()
+            kept += packed(self._pause, key, value)
+            self._pause = 0
+        return kept
+
+    def rest(self) -> bytes:
+        """What time it is after all that was left out; nothing if that is known."""
+        from phalanx._core.timeline import CLOCK, packed
+
+        if not self._pause and not self._clocked:
+            return b""
+        self._pause, self._clocked = 0, False
+        return packed(0, CLOCK, self._time)
+
+    def _is_gone(self, stream: int, *, ends: bool) -> bool:
+        gone, part = self._gone.get(stream, ()), self._parts.get(stream, 0)
+        if ends and stream in self._parts:
+            self._parts[stream] += 1
+        return part < len(gone) and gone[part]
