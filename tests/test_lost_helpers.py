@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from phalanx.multiprocessing import LogsDest
+    from tests.disks import Disk
     from tests.helpers import Gate, Ready
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
@@ -514,17 +515,16 @@ def deaf_unless_done(ended: str, rank: int, address: str, gate: str) -> None:
         signal.pause()
 
 
-def test_a_stop_in_the_midst_of_a_start(tmp_path: Path) -> None:
+def test_a_stop_in_the_midst_of_a_start(disk: Disk) -> None:
     """The keeper hears it after some workers: they are killed, and nothing else is started."""
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
+    disk.freeze()
 
     class Slow(DefaultLogsSpecs):
-        """Rank 70 has a file that can be opened when the test wants it."""
+        """Rank 70 has a file that can be made when the test wants it."""
 
         def reify(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
             logs = super().reify(envs)
-            logs.stdouts[70] = str(fifo)
+            logs.stdouts[70] = str(disk.folder / "stdout.log")
             return logs
 
     ended: list[BaseException] = []
@@ -549,12 +549,9 @@ def test_a_stop_in_the_midst_of_a_start(tmp_path: Path) -> None:
     closing = threading.Thread(target=group.close)
     closing.start()
     until(lambda: not supervisor._loop._calls)
-    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)  # the keeper may have heard of it before it came to this rank
-    try:
-        starting.join(TIMEOUT)
-        closing.join(TIMEOUT)
-    finally:
-        os.close(reader)
+    disk.thaw()
+    starting.join(TIMEOUT)
+    closing.join(TIMEOUT)
     assert [str(error) for error in ended] == ["the group was closed while it was starting"]
     assert not alive(kept)
     assert supervisor.lost is None

@@ -419,6 +419,7 @@ FLAGS = (
     "elapsed",
     "ignore_case",
     "log_compress",
+    "raw",
     "virtual_local_rank",
 )
 

@@ -122,7 +122,7 @@ def test_a_number_is_told_to_be_a_childs_only_where_it_is() -> None:
         walk = Walk()
         while pid not in walk.found:
             assert not walk.turn(pid)
-        assert walk.found == {pid}
+        assert walk.found <= set(linux.children(os.getpid()))  # of other tests, too: a resource tracker
         assert alive(pid)
         os.kill(pid, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
