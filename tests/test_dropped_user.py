@@ -9,6 +9,8 @@ import tempfile
 from typing import TYPE_CHECKING, NoReturn
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from phalanx._core import evidence
 from phalanx.multiprocessing import start_processes
@@ -166,3 +168,19 @@ def test_what_somebody_else_has_written_there_is_no_exception(tmp_path: Path, he
     (tmp_path / "error.json.fatal").write_text(f"{head}\na\nb\n")
     assert evidence.set_aside(path, 7) is None
     evidence.remove_empty(path)
+
+
+NUMBERS = st.integers(0, 40).map(str) | st.sampled_from(["", "-1", "x", "9" * 19, "9" * 30, "٣"])
+
+
+@settings(deadline=None, max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(NUMBERS, min_size=3, max_size=5), st.binary(max_size=60))
+def test_whatever_stands_there_is_read(tmp_path: Path, numbers: list[str], rest: bytes) -> None:
+    path = str(tmp_path / "error.json")
+    head = "# exception of process {}, began {}, message {} bytes, traceback {} bytes\n{}".format(*numbers, "", "")
+    (tmp_path / "error.json.fatal").write_bytes(head.encode() + rest)
+    found = evidence.set_aside(path, 7)
+    if found is not None:
+        assert numbers[0] == "7"
+        assert len(found[0]) + len(found[1]) <= len(rest) + 9
+    assert len(evidence.read_fatal(path)) <= len(head) + len(rest)
