@@ -21,14 +21,14 @@ NUMBERS = 1 << 22
 
 _USUAL = 1 << 15  # where most machines have none that is higher
 _NEAR = 4096  # the numbers after ours, which are looked at in every turn
-_TURN = 10_000  # others that are looked at in one turn: 5 to 10 ms
+_TURN = 10_000  # others that are looked at in one turn: 5 to 10 ms; 16 times as many of those that are unlikely
 
 
 class Walk:
     """Goes round the numbers, beginning with those after ours: what is below us was started later.
 
     The numbers of a machine that allows for four million are mostly much lower. So those up to the next power of two
-    above any that is known are looked at as often as all the others together.
+    above any that is known are looked at again and again, each time before a part of the others.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Walk:
             self._ask((self._own + offset) % self._top or self._top for offset in range(self._offset, upto))
             self._offset = upto
         if self._offset == self._top and self._high < NUMBERS:
-            upto = min(self._high + self._top, self._high + 8 * _TURN, NUMBERS)
+            upto = min(self._high + 16 * _TURN, NUMBERS)
             self._ask(range(self._high, upto))
             self._high = upto
             self._offset = 0 if upto < NUMBERS else self._top

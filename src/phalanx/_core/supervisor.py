@@ -503,7 +503,9 @@ class Supervisor:
         self.mirror.abandoned(left, KILL_WAIT)
         known = {worker.pid for worker in self.mirror.workers.values()} | {one.pid for one in self.mirror.leftovers}
         others = [
-            f"pid {pid} ({name}, state {state})" if pid else "some that could not be found: /proc does not show them"
+            f"pid {pid} ({name}, state {state})"
+            if pid
+            else "perhaps some that could not be found, for /proc does not show them"
             for pid, name, state in left
             if pid not in known
         ]
