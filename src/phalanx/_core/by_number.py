@@ -59,5 +59,12 @@ class Walk:
             self._offset = self._top = 0
         return over
 
+    def begin_again(self) -> bool:
+        """Begin another round, unless most of the work of this one would be lost by that. Returns whether it does."""
+        early = self._high < NUMBERS // 4
+        if early:
+            self._offset = self._top = 0
+        return early
+
     def _ask(self, numbers: Iterable[int]) -> None:
         self.found.update(linux.children_among(numbers))

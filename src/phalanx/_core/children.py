@@ -297,7 +297,7 @@ class Children:
             from phalanx._core.by_number import Walk
 
             self._walk = Walk()
-        if self._walk_began < 0:
+        if self._walk_began < 0 or (self._walk_began != self._reaped and self._walk.begin_again()):
             self._walk_began = self._reaped
             self._walk.found.clear()
         if not self._walk.turn(max((pid for _rank, pid in self.started), default=0)):
