@@ -45,6 +45,11 @@ def pss_kb(pid: int) -> float:
     return _kilobytes(_read(pid, "smaps_rollup"), "Pss")
 
 
+def anonymous_kb(pid: int) -> float:
+    """Return the resident memory of a process in kB (2^10 bytes) that is of no file: what it has taken for itself."""
+    return _kilobytes(_read(pid, "status"), "RssAnon")
+
+
 def fds(pid: int) -> int:
     """Return the number of descriptors that a process has open."""
     return _entries(pid, "fd")

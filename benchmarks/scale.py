@@ -202,10 +202,10 @@ def in_sequence() -> Row:
         with _start("/bin/true", [(), ()]) as group:
             group.wait()
         if number == _SETTLED:
-            before = procfs.pss_kb(os.getpid()), procfs.fds(os.getpid())
+            before = procfs.anonymous_kb(os.getpid()), procfs.fds(os.getpid())
     took = time.perf_counter() - began
     assert before is not None
-    grown = (procfs.pss_kb(os.getpid()) - before[0]) * 1024 / 1e6
+    grown = (procfs.anonymous_kb(os.getpid()) - before[0]) * 1024 / 1e6
     return {
         "ms a group": took * 1e3 / _SEQUENCE,
         "grown MB": grown,

@@ -75,17 +75,18 @@ def sigaction(number: int) -> bytes:
     return bytes(buffer)
 
 
+_chars: list[Any] = []  # c_char without `ctypes` (see `_libc`), made once: a class is more than a call leaves behind
+
+
 def _buffer(size: int) -> Any:
     """Bytes for the C library to write to."""
-    try:
-        from _ctypes import _SimpleCData
-    except ImportError:
-        from ctypes import _SimpleCData
-
-    class Char(_SimpleCData):  # type: ignore[type-arg]  # c_char without `ctypes`: see `_libc`
-        _type_ = "c"
-
-    return (Char * size)()
+    if not _chars:
+        try:
+            from _ctypes import _SimpleCData
+        except ImportError:
+            from ctypes import _SimpleCData
+        _chars.append(type("Char", (_SimpleCData,), {"_type_": "c"}))
+    return (_chars[0] * size)()
 
 
 def set_sigaction(number: int, action: bytes) -> None:
