@@ -355,6 +355,14 @@ def test_a_damaged_record_is_listed_as_such(place: Place, content: bytes, words:
     assert good.exists()
 
 
+def test_what_is_wrong_with_a_record_is_said_in_few_words(tmp_path: Path) -> None:
+    folder = put(tmp_path, "a")
+    (folder / "run.json").write_text(json.dumps({**GOOD, "state": "x" * 1_000_000}))
+    problem = _runs.look(str(folder)).problem
+    assert len(problem) < 1000
+    assert problem.endswith("`$.state`")
+
+
 def test_fields_of_a_later_day_are_no_error(tmp_path: Path) -> None:
     folder = put(tmp_path, "a")
     (folder / "run.json").write_text(json.dumps({**GOOD, "mood": "good"}))

@@ -35,6 +35,7 @@ MOST_BYTES = 8 << 20
 _MOST_TEXT = 128 << 10  # characters of a text: of an argument, Linux takes no more bytes
 _MOST_RANKS = 1 << 17
 _MOST_BRIEF = 4096
+_MOST_SAID = 500  # characters of what is wrong with a record
 
 State = Literal["running", "succeeded", "failed", "stopped", "lost"]
 RankState = Literal["running", "succeeded", "failed", "stopped", "abandoned", "lost"]
@@ -256,7 +257,9 @@ def read_owned(run_dir: str) -> tuple[Run, int]:
         if version == VERSION:
             return msgspec.json.decode(data, type=Run), owner
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        msg = f"{path}: {error}"
+        said = str(error)  # which may quote what stands there, and ends with the field
+        half = _MOST_SAID // 2
+        msg = f"{path}: {said if len(said) <= _MOST_SAID else f'{said[:half]} … {said[-half:]}'}"
         raise UnreadableRecordError(msg) from None
     msg = f"{path}: version {version}; this Phalanx reads version {VERSION}"
     if version > VERSION:
