@@ -365,8 +365,8 @@ def _try(name: str, target: Kind, options: argparse.Namespace) -> None:
             sys.stderr.write(f"{name}: input {number} of seed {options.seed}: {data!r}\n")
             raise
         if number == options.inputs // 10:
-            memory = _peak()
-    took, grown = time.monotonic() - began, (_peak() - memory) / 1024
+            memory = _resident()
+    took, grown = time.monotonic() - began, (_resident() - memory) / 1024
     sys.stdout.write(f"{name}: {options.inputs:,} inputs in {took:.1f} s; {grown:.1f} MB more from the tenth part on\n")
 
 
@@ -384,8 +384,10 @@ def _guided(target: Kind, inputs: int) -> None:
         atheris.Fuzz()
 
 
-def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def _resident() -> int:
+    """The memory of this process in kB (2^10 bytes)."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize() // 1024
 
 
 if __name__ == "__main__":
