@@ -7,10 +7,11 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from phalanx._core import files
 from phalanx._core.follower import Follower
 from phalanx._core.loop import Loop
 from phalanx._core.pump import Pump, Stream
-from phalanx._core.rotate import Rotator, open_log
+from phalanx._core.rotate import Rotator
 from phalanx._core.sink import Sink
 from phalanx._core.surface import Paper
 from phalanx._core.view import Lane, Text, View
@@ -43,7 +44,8 @@ class Rotated:
     """A log file of bounded size, and the end of the pipe that its worker would write into."""
 
     def __init__(self, path: str, limit: int, keep: int = 0, compressor: Compressor | None = None) -> None:
-        file, reader, self.writer = open_log(path)
+        file = files.opened_log(path)
+        reader, self.writer = os.pipe2(os.O_CLOEXEC)
         self._rotator = Rotator(path, (limit, keep, compressor is not None), file, reader, compressor)
 
     def write(self, data: bytes) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._core import evidence, files, rotate, set_aside, timeline
+from phalanx._core import evidence, files, set_aside, timeline
 from phalanx._core.follower import Follower, last_lines
 from phalanx.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, start_processes
 from tests.helpers import TIMEOUT
@@ -97,18 +97,6 @@ def test_a_pipe_with_a_reader_can_be_a_log_and_one_without_is_not_waited_for(tmp
         os.close(reader)
 
 
-def test_a_pipe_is_nothing_to_rotate(tmp_path: Path) -> None:
-    """Were it not read, the log writer would wait, and with it the logs of all ranks."""
-    path = str(tmp_path / "log")
-    os.mkfifo(path)
-    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        with pytest.raises(files.UnfitError, match="it is not a regular file, but a FIFO"):
-            rotate.open_log(path)
-    finally:
-        os.close(reader)
-
-
 def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "run.json").symlink_to("precious")
@@ -161,6 +149,27 @@ def test_a_log_that_cannot_be_written_ends_the_start_and_is_named(tmp_path: Path
     """The keeper opens it. A worker of an earlier attempt, or of a lower rank, can have put it there."""
     with pytest.raises(OSError, match=f"worker 1 was not started; opening its log files.*{why}.*1/stderr.log"):
         start_processes("x", "/bin/true", nprocs=2, logs_specs=Prepared(tmp_path, KINDS[kind]))
+
+
+def test_a_pipe_that_is_read_does_not_rotate_its_worker_writes_to_it(tmp_path: Path) -> None:
+    """Were it not read, the log writer would wait, and with it the logs of all ranks."""
+
+    class Piped(LogsSpecs):
+        def reify(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:  # noqa: ARG002 - of one rank
+            return LogsDest({0: path}, {0: os.devnull}, error_files={0: str(tmp_path / "error.json")}, max_size=4)
+
+    path = str(tmp_path / "pipe")
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with start_processes("x", "/bin/sh", {0: ("-c", "echo one; echo two")}, logs_specs=Piped()) as group:
+            result = group.wait(TIMEOUT)
+        assert result is not None
+        assert not result.failures
+        assert os.read(reader, 100) == b"one\ntwo\n"
+    finally:
+        os.close(reader)
+    assert os.listdir(tmp_path) == ["pipe"]
 
 
 @pytest.mark.parametrize("max_size", [None, 100])
@@ -269,3 +278,22 @@ def test_evidence_is_not_read_beyond_its_bound(tmp_path: Path) -> None:
     with path.open("wb") as file:
         os.truncate(file.fileno(), 1 << 40)
     assert evidence.read(str(path), 1000) == (None, "unreadable: it is longer than 1000 bytes")
+
+
+def test_what_is_no_file_of_an_earlier_run_is_not_removed(tmp_path: Path) -> None:
+    """As root, it would be the machine's /dev/stderr."""
+    leads = {
+        "null": os.devnull,
+        "stderr": "/proc/self/fd/2",
+        "over": "stderr",
+        "old": "file",
+        "nowhere": "missing",
+        "loop": "loop",
+    }
+    for name, where in leads.items():
+        (tmp_path / name).symlink_to(where)
+    (tmp_path / "file").touch()
+    evidence.remove_old([str(tmp_path / name) for name in leads])
+    assert sorted(os.listdir(tmp_path)) == ["file", "null", "over", "stderr"]
+    evidence.remove_old([str(tmp_path / "file"), "/proc/self/fd/2"])
+    assert sorted(os.listdir(tmp_path)) == ["null", "over", "stderr"]

@@ -6,6 +6,7 @@ The other user is nobody, as whom these tests act for a moment (seteuid(2)): so 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import shutil
@@ -332,3 +333,36 @@ def test_a_worker_with_another_uid_leaves_its_evidence(shared: Path) -> None:
         result = group.wait(TIMEOUT)
     assert result is not None
     assert result.failures[0].message == "lost its way"
+
+
+def test_in_a_user_namespace_stdout_of_dev_can_be_a_log(shared: Path) -> None:
+    """There, root's files are those of the overflow uid, as are all of users that have no uid in it."""
+    clone_newuser, pr_set_dumpable, own = 0x10000000, 4, NOBODY - 1
+    link = shared / "log"
+    link.symlink_to(os.devnull)
+    pid = os.fork()
+    if not pid:
+        code = 4
+        try:
+            libc = ctypes.CDLL(None)
+            os.setresuid(own, own, own)
+            libc.prctl(pr_set_dumpable, 1, 0, 0, 0)  # else its /proc/self is root's
+            code = 3
+            if libc.unshare(clone_newuser) == 0:
+                code = 4
+                Path("/proc/self/uid_map").write_text(f"0 {own} 1")
+                assert os.lstat("/dev/stdout").st_uid == NOBODY
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+                for path in ("/dev/stdout", "/dev/../dev/stdout"):
+                    os.close(files.opened(path, os.O_WRONLY, links=files.OWN_LINKS, regular=False))
+                assert files.target("/dev/stdout") == "/proc/self/fd/1"
+                with contextlib.suppress(files.UnfitError):
+                    files.opened(str(link), os.O_WRONLY, links=files.OWN_LINKS, regular=False)
+                    os._exit(5)
+                code = 0
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code == 3:
+        pytest.skip("this process may make no user namespace")
+    assert code == 0

@@ -935,18 +935,28 @@ def may_write(path: str) -> bool:
 def remove_old(paths: Iterable[str]) -> None:
     """Remove error files of an earlier run, and what stands beside them. Raises OSError: they would pass for today's.
 
-    What is no regular file (a folder, or a device that somebody has put there) is no evidence, and stays.
+    What is no regular file (a folder, or a device that somebody has put there) is no evidence, and stays; and so does a
+    link of ours that leads to such a one (/dev/stderr, whatever that is now).
     """
-    import stat
-
     for path in paths:
         for name in (path, exit_path(path), fatal_path(path), *_all_stacks(path)) if path else ():
             try:
-                mode = os.lstat(name).st_mode
-                if stat.S_ISREG(mode) or stat.S_ISLNK(mode):
+                if _is_old(name):
                     os.unlink(name)
             except (FileNotFoundError, NotADirectoryError):
                 continue
+
+
+def _is_old(path: str) -> bool:
+    """Whether there is a regular file, or a link that does not lead to anything else. Raises OSError."""
+    found = os.lstat(path)
+    if files.kind(found.st_mode) == files.LINK:
+        try:
+            found = os.lstat(files.target(path))
+        except OSError:  # it leads nowhere
+            return True
+    what = files.kind(found.st_mode)
+    return not what or (what == files.LINK and not files.is_of_kernel(found))
 
 
 def remove_empty(path: str) -> None:

@@ -7,8 +7,9 @@ is read is a regular file, by fstat(2) of the very descriptor, and no more of it
 
 **Links.** `NO_LINKS`: none is followed; so it is for names that only Phalanx gives out. `OWN_LINKS`: a link is followed
 only if it belongs to this process's effective uid or to root, and so is each that it leads to: it cannot lead where
-who has made it could not go himself. That is for logs and error files, whose paths can be a user's own (in a layout of
-his, or an error file at /dev/stderr). `ANY_LINK` is for what the caller of a public function has named.
+who has made it could not go himself. So are those of /dev, whose owner may have no uid in a user namespace. That is for
+logs and error files, whose paths can be a user's own (in a layout of his, or an error file at /dev/stderr). `ANY_LINK`
+is for what the caller of a public function has named.
 
 **Folders.** Only the last name of a path is looked at, because what stands above it cannot be swapped: a name can be
 taken from a folder only by the owner of the folder and, unless the folder is sticky, by those who may write to it
@@ -71,6 +72,11 @@ def is_shared(found: os.stat_result) -> bool:
 def kind(mode: int) -> str:
     """What a file is that is no regular one: "a FIFO"; ``""`` for a regular one."""
     return "" if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a file of no known kind")
+
+
+def is_regular(fd: int) -> bool:
+    """Whether an open file is a regular one. Raises OSError."""
+    return stat.S_ISREG(os.fstat(fd).st_mode)
 
 
 def opened(
@@ -179,7 +185,7 @@ def target(path: str) -> str:
             found, onward = _link(path)
         except FileNotFoundError:
             return path
-        if not onward or not is_ours(found) or _is_of_kernel(found):
+        if not onward or not _is_followed(path, found) or is_of_kernel(found):
             return path
         path = onward
     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
@@ -221,10 +227,10 @@ def _follow(path: str, flags: int, mode: int, links: int) -> int:
         if onward:
             if links == NO_LINKS:
                 raise UnfitError(errno.ELOOP, "it is a link, which is not followed here", name)
-            if not is_ours(found):
+            if not _is_followed(path, found):
                 msg = f"it leads over a link of uid {found.st_uid}, which is not followed"
                 raise UnfitError(errno.ELOOP, msg, name)
-            if _is_of_kernel(found):  # /proc/self/fd/2, to which /dev/stderr leads: its text is no path
+            if is_of_kernel(found):  # /proc/self/fd/2, to which /dev/stderr leads: its text is no path
                 return os.open(path, flags, mode)
             path = onward
         try:
@@ -252,7 +258,22 @@ def _link(path: str) -> tuple[os.stat_result, str]:
     return found, onward
 
 
-def _is_of_kernel(found: os.stat_result) -> bool:
+def _is_followed(path: str, found: os.stat_result) -> bool:
+    """Whether a link counts as ours: it is, or it is one of /dev (/dev/stdout), made by who has made /dev.
+
+    In a user namespace that has no uid for root, that is the overflow uid (user_namespaces(7)).
+    """
+    if is_ours(found):
+        return True
+    try:
+        folder, dev = os.stat(path[: path.rfind("/") + 1] or "."), os.stat("/dev")
+    except OSError:
+        return False
+    is_dev = (folder.st_dev, folder.st_ino) == (dev.st_dev, dev.st_ino)
+    return is_dev and found.st_uid == dev.st_uid and not dev.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def is_of_kernel(found: os.stat_result) -> bool:
     """Whether a file is one of /proc, where nobody but the kernel makes any."""
     try:
         return found.st_dev == os.stat("/proc/self/").st_dev

@@ -155,19 +155,6 @@ class Rotator:
             return
 
 
-def open_log(path: str) -> tuple[int, int, int]:
-    """The file, and both ends of the pipe that it is to be filled from: reader and writer. Raises OSError.
-
-    A FIFO that is not read would hold up the log writer, and with it all others: so it has to be a regular file.
-    """
-    file = files.opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, links=files.OWN_LINKS)
-    try:
-        return file, *os.pipe2(os.O_CLOEXEC)
-    except OSError:
-        os.close(file)
-        raise
-
-
 class LogWriter:
     """The keeper's end of its log writer, which is forked here.
 

@@ -294,7 +294,8 @@ class Outputs:
     Args:
         null: A descriptor of /dev/null.
         stdout, stderr: The paths of its log files; None: what the keeper has.
-        bounds: With one on its size, the worker has a pipe, and the file is filled by the log writer.
+        bounds: With one on its size, the worker has a pipe, and the file is filled by the log writer; unless it is no
+            regular file, which the worker writes to as without bounds: one that is not read would hold up all logs.
     """
 
     def __init__(self, null: int, stdout: str | None, stderr: str | None, bounds: Bounds) -> None:
@@ -304,18 +305,16 @@ class Outputs:
         self._rotated: list[tuple[str, int, int]] = []  # path, file, and the end of the pipe that is read
         try:
             for target, path in ((1, stdout), (2, stderr)):
-                if path is not None and bounds[0] and path != "/dev/null":
-                    from phalanx._core.rotate import open_log
-
-                    file, reader, fd = open_log(path)
-                    self._opened += (file, reader)
-                    self._rotated.append((path, file, reader))
-                elif path is not None:
-                    # Appending, so that a file that is cut short while it is written grows from its new end.
-                    fd = files.opened_log(path)
-                else:
+                if path is None:
                     continue
+                # Appending, so that a file that is cut short while it is written grows from its new end.
+                fd = files.opened_log(path)
                 self._opened.append(fd)
+                if bounds[0] and files.is_regular(fd):  # a terminal or a FIFO does not rotate: it is the worker's own
+                    file = fd
+                    reader, fd = os.pipe2(os.O_CLOEXEC)
+                    self._opened += (reader, fd)
+                    self._rotated.append((path, file, reader))
                 self.fds.append((target, fd))
         except OSError:
             self.close()
