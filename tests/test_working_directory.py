@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,10 @@ from tests.helpers import TIMEOUT, Ready
 from tests.workers import ROOT
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
 NAMES = """
     __future__ abc ast atexit cloudpickle collections contextlib copyreg ctypes dataclasses datetime decimal dis enum
@@ -140,3 +144,49 @@ def test_the_stacks_of_a_run(marks: Path, tmp_path: Path) -> None:
             finally:
                 launcher.send_signal(signal.SIGTERM)
     assert not os.listdir(marks)
+
+
+def named_like_packages(folder: Path) -> tuple[str, dict[str, str]]:
+    """A Python whose own folder is a link, with a name that ends as ``site-packages`` does."""
+    prefix = folder / "our-packages"
+    prefix.symlink_to(sys.base_prefix)
+    return f"{prefix}/bin/{PYTHON}", {}
+
+
+def told_where(folder: Path) -> tuple[str, dict[str, str]]:
+    """One that is told where its library is, with a slash at the end. ``folder`` is of no use."""
+    del folder
+    return f"{sys.base_prefix}/bin/{PYTHON}", {"PYTHONHOME": f"{sys.base_prefix}/"}
+
+
+def not_installed(folder: Path) -> tuple[str, dict[str, str]]:
+    """One that is run where it was built: its library is not below its prefix."""
+    (folder / "Modules").mkdir()
+    (folder / "Modules" / "Setup.local").touch()
+    (folder / "pybuilddir.txt").write_text("modules")
+    library = os.path.dirname(os.__file__)
+    (folder / "Lib").symlink_to(library)
+    (folder / "modules").symlink_to(f"{library}/lib-dynload")
+    shutil.copy(f"{sys.base_prefix}/bin/{PYTHON}", folder / PYTHON)
+    return str(folder / PYTHON), {"LD_LIBRARY_PATH": f"{sys.base_prefix}/lib"}
+
+
+@pytest.mark.parametrize("made", [named_like_packages, told_where, not_installed])
+@pytest.mark.skipif(not os.path.exists(f"{sys.base_prefix}/bin/{PYTHON}"), reason="needs an installed Python")
+def test_helpers_have_the_standard_library_wherever_it_is(
+    made: Callable[[Path], tuple[str, dict[str, str]]], tmp_path: Path
+) -> None:
+    (tmp_path / "python").mkdir()
+    python, more = made(tmp_path / "python")
+    code = textwrap.dedent("""
+        import json
+        from phalanx.multiprocessing import start_processes
+        for method, options in ("spawn", {}), ("forkserver", {}), ("forkserver", {"preload": ["fractions"]}):
+            with start_processes("f", json.loads, {0: ("42",)}, {0: {}}, start_method=method, **options) as group:
+                assert group.wait().return_values == {0: 42}
+    """)
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}/src", **more}
+    done = subprocess.run(
+        [python, "-c", code], check=False, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT
+    )
+    assert done.returncode == 0, done.stderr

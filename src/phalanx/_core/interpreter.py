@@ -31,9 +31,15 @@ def executable() -> str:
 
 # What `-c` looks through first is the working directory, where anybody may have put a signal.py, or a phalanx.py. So
 # while our own modules are imported, there is the standard library, and nothing before it; and then where Phalanx is.
+# The library is where `encodings` is from, which no interpreter gets up without, and what comes after that: in most
+# Pythons below PREFIX/lib, but not in one that is run where it was built. PREFIX may end with a slash, or be named
+# "my-packages".
 _PATH = (
-    "sys.path[:]=[*(d for d in sys.path if d.startswith((sys.base_prefix+'/lib',sys.base_exec_prefix+'/lib'))"
-    "and'-packages'not in d),{root!r}];"
+    "std=getattr(sys.modules['encodings'],'__file__','').rsplit('/',2)[0];"
+    "lib=[p.rstrip('/')+'/lib'for p in(sys.base_prefix,sys.base_exec_prefix)];"
+    "sys.path[:]=[*(d for last,d in zip(['',*sys.path],sys.path)"
+    "if std and std in(last,d)and not d.endswith('-packages')"
+    "or any(d.startswith(p)and'-packages'not in d[len(p):]for p in lib)),{root!r}];"
 )
 
 
