@@ -29,7 +29,7 @@ def executable() -> str:
     return path
 
 
-# What `-c` looks through first is the working directory, where anybody may have put a signal.py, or a phalanx.py. So
+# What comes first on the path is the working directory, where anybody may have put a signal.py, or a phalanx.py. So
 # while our own modules are imported, there is the standard library, and nothing before it; and then where Phalanx is.
 # The library is where `encodings` is from, which no interpreter gets up without, and what comes after that: in most
 # Pythons below PREFIX/lib, but not in one that is run where it was built. PREFIX may end with a slash, or be named
@@ -49,5 +49,8 @@ def command(flags: Sequence[str], code: str, before: str = "") -> list[str]:
     On `sys.path` is the standard library beside that, and nothing else. The code has `sys`. ``before`` runs first, with
     the `sys.path` of the interpreter itself: ``-c`` puts the working directory there, unless the path is safe.
     """
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    return [executable(), *flags, "-c", f"import sys;{before}{_PATH.format(root=root)}{code}"]
+    here = os.path.dirname(os.path.abspath(__file__))
+    boot = os.path.join(here, "boot.py")
+    first = boot if os.path.exists(boot) else "-c"  # in a zip file, there is none that could be run
+    root = os.path.dirname(os.path.dirname(here))
+    return [executable(), *flags, first, f"import sys;{before}{_PATH.format(root=root)}{code}"]
