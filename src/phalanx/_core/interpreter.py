@@ -54,3 +54,10 @@ def command(flags: Sequence[str], code: str, before: str = "") -> list[str]:
     first = boot if os.path.exists(boot) else "-c"  # in a zip file, there is none that could be run
     root = os.path.dirname(os.path.dirname(here))
     return [executable(), *flags, first, f"import sys;{before}{_PATH.format(root=root)}{code}"]
+
+
+def folder_of(name: str) -> str:
+    """The folder on the path from which this process has imported a module, or its package; "" if it has not."""
+    module = sys.modules.get(name.partition(".")[0])
+    file = getattr(module, "__file__", None) or ""
+    return os.path.dirname(os.path.dirname(file) if hasattr(module, "__path__") else file)

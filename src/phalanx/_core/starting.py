@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import gc
 import select
+import sys
 
 from phalanx._core import files, linux, wire
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     import _socket
     import os
     import signal
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from typing import Any, NoReturn
 
     from phalanx._core.rotate import Bounds, LogWriter
@@ -58,13 +59,20 @@ def page(keeper: int, rank: int) -> str:
     return f"phalanx-{keeper}-{rank}-"
 
 
-def load(modules: Iterable[str]) -> None:
-    """Load what forks of this process would each load for themselves: once, and shared by all of them."""
-    for name in modules:
-        try:
+def load(modules: Sequence[tuple[str, str]]) -> None:
+    """Load what forks of this process would each load for themselves: once, and shared by all of them.
+
+    Each comes with the folder from which the launcher has it: ours are looked through first, and those need not be.
+    """
+    ours = list(sys.path)
+    sys.path += dict.fromkeys(folder for _name, folder in modules if folder and folder not in ours)
+    try:
+        for name, _folder in modules:
             __import__(name)
-        except Exception:  # noqa: BLE001 - it is not on our path, or no descriptor is left: a worker says so itself
-            return
+    except Exception:  # noqa: BLE001 - it is not there, or no descriptor is left: a worker says so itself
+        return
+    finally:
+        sys.path[:] = ours
     if modules:
         gc.freeze()
 

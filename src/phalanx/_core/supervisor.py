@@ -185,7 +185,15 @@ class Supervisor:
             )
             given += table.descriptors
         base, oom = self._launch.marked.environment(), linux.find_oom_counter()
-        order = (fork, list(modules), base, list(specs), oom, policy, timers)
+        order = (
+            fork,
+            [(name, interpreter.folder_of(name)) for name in modules],
+            base,
+            list(specs),
+            oom,
+            policy,
+            timers,
+        )
         try:
             self._ordered = self._launch.channel.send(("start", *order), given)
         except wire.Closed:  # it has given up: its last word waits to be read
