@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,7 +27,6 @@ from tests.workers import run_script
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from tests.helpers import Gate, Ready
 
@@ -104,6 +105,20 @@ def test_a_restart_stays_in_its_runs_folder(tmp_path: Path) -> None:
         env = {"TORCHELASTIC_RUN_ID": "r", "TORCHELASTIC_RESTART_COUNT": str(attempt)}
         run("echo", {0: (attempt,)}, envs={0: env}, logs_specs=specs)
     assert sorted(path.name for path in next((tmp_path / "logs").iterdir()).iterdir()) == ["attempt_0", "attempt_1"]
+
+
+@pytest.mark.parametrize("gone", ["the run's", "all"])
+@pytest.mark.parametrize("own_root", [True, False])
+def test_a_restart_makes_folders_again_that_were_removed(tmp_path: Path, own_root: bool, gone: str) -> None:
+    """A machine's cleaner of /tmp does so, say."""
+    specs = DefaultLogsSpecs(str(tmp_path / "logs") if own_root else None, redirects=Std.ALL)
+    run("echo", {0: ("first",)}, logs_specs=specs)
+    assert specs.run_log_dir is not None
+    run_dir = Path(specs.run_log_dir)
+    shutil.rmtree(run_dir if gone == "the run's" else run_dir.parent)
+    run("echo", {0: ("second",)}, envs={0: {"TORCHELASTIC_RESTART_COUNT": "1"}}, logs_specs=specs)
+    assert (run_dir / "attempt_1/0/stdout.log").read_text() == "second\n"
+    assert run_dir.stat().st_mode & 0o777 == 0o700
 
 
 def test_two_runs_with_one_id_do_not_meet(tmp_path: Path) -> None:
@@ -285,6 +300,7 @@ def test_a_line_is_shown_as_soon_as_it_ends(logs: Path, tmp_path: Path, ready: R
     """Not at the end of the run. The worker goes on only when its line has come out at the far end."""
     text = """
 import sys
+from pathlib import Path
 from phalanx.multiprocessing import Std, start_processes
 with start_processes("t", sys.executable, {0: ("-c", sys.argv[1])}, log_dir=sys.argv[2], tee=Std.OUT) as group:
     group.wait()
@@ -329,6 +345,7 @@ def test_a_file_cut_short_meanwhile_does_no_harm(logs: Path, capfdbinary: pytest
 
 HEAD = """
 import sys
+from pathlib import Path
 from phalanx.multiprocessing import Std, start_processes
 code = "for n in range(20000): print('line', n)"
 args = {0: ("-c", code), 1: ("-c", code)}

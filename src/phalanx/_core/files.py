@@ -191,13 +191,13 @@ def target(path: str) -> str:
     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
 
 
-def make_folder(path: str) -> bool:
-    """Make a folder. Returns False if it was there, and is ours.
+def make_folder(path: str, mode: int = 0o777) -> bool:
+    """Make a folder, with what the umask leaves of ``mode``. Returns False if it was there, and is ours.
 
     Raises UnfitError: something else is there, or a folder of somebody else's; OSError.
     """
     try:
-        os.mkdir(path)
+        os.mkdir(path, mode)
     except FileExistsError:
         found = os.lstat(path)
         if stat.S_ISDIR(found.st_mode) and is_ours(found):

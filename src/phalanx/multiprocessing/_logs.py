@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from typing import Any
 
+_PRIVATE = 0o700
+
 SYS_STREAM = ""
 """In place of a path: the stream stays the launcher's own."""
 
@@ -200,6 +202,8 @@ class DefaultLogsSpecs(LogsSpecs):
         if self._run_log_dir is None:
             made = self._make_run_dir(run_id.replace("/", "_"))
             self._run_log_dir = made[-1]
+        elif not os.path.lexists(self._run_log_dir):  # somebody has tidied up since the last attempt
+            made = self._make_run_dir_again(self._run_log_dir)
         folder = os.path.join(self._run_log_dir, f"attempt_{attempt}")
         files.make_folder(folder)
         can_wait = self.folders_can_wait and self._mode is None
@@ -232,6 +236,17 @@ class DefaultLogsSpecs(LogsSpecs):
             return [root, tempfile.mkdtemp(prefix=f"{run_id}_", dir=root)]
         os.makedirs(root, exist_ok=True)
         return [tempfile.mkdtemp(prefix=f"{run_id}_", dir=os.path.abspath(root))]
+
+    def _make_run_dir_again(self, run_dir: str) -> list[str]:
+        """Make the run's folder where it was; by now, others know its name. Returns as `_make_run_dir`."""
+        root = os.path.dirname(run_dir)
+        made = [run_dir]
+        if self._root_log_dir is not None:
+            os.makedirs(root, exist_ok=True)
+        elif files.make_folder(root, _PRIVATE):
+            made = [root, run_dir]
+        os.mkdir(run_dir, _PRIVATE)
+        return made
 
     def _open_up(self, folders: Iterable[str]) -> None:
         """Give folders the permissions that were asked for, whatever the umask is."""
