@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx._core import clock, fold, terminal, view
+from phalanx._core import last as last_module
 from phalanx._core.clock import FakeClock
 from phalanx._core.fold import Fold
 from phalanx._core.last import LastLines
@@ -862,3 +863,15 @@ def test_moves_without_end_are_held_within_bounds() -> None:
     for _ in range(1000):
         assert cutter.cut(b"bar\033[A\n" * 100) == b""
         assert cutter.held < 100
+
+
+def test_a_line_without_an_end_is_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker can make one of terabytes, of holes."""
+    monkeypatch.setattr(last_module, "MOST_OF_A_LINE", 10)
+    last = LastLines(3)
+    for data in (b"one\n", b"0123456", b"789abc", b"def", b"ghi\nthree\n", b"fo", b"ur"):
+        last.write((data,), "whose")
+    assert b"".join(line for line, _owner in last.taken()) == (b"one\n0123456789 ... 9 bytes cut ...\nthree\nfour")
+    last.write((b"x" * 11,), "whose")
+    last.write((b"\n",), "whose")
+    assert [line for line, _owner in last.taken()] == [b"xxxxxxxxxx ... 1 bytes cut ...\n"]

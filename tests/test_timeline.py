@@ -370,6 +370,17 @@ def test_a_look_at_a_rotation_that_was_tried_twice(tmp_path: Path) -> None:
     assert growth.look() == [(NEWEST, 6)]
 
 
+def noted(path: str) -> list[list[int]]:
+    """The records of one stream, of which growths that follow each other are one: a busy machine parts them."""
+    found: list[list[int]] = []
+    for _at, *rest in timeline.read(path):
+        if found and rest[0] == found[-1][0] == GREW:
+            found[-1][2] += rest[2]
+        else:
+            found.append(rest)
+    return found
+
+
 def test_the_pump_notes_cuts_and_rotation(tmp_path: Path) -> None:
     times = Timeline(str(tmp_path / "timeline"))
     cut, turned = tmp_path / "cut", tmp_path / "turned"
@@ -382,7 +393,7 @@ def test_the_pump_notes_cuts_and_rotation(tmp_path: Path) -> None:
         it.loop.once()
         append(str(cut), b"three\n")
         it.finish()
-    assert [rest for _at, *rest in timeline.read(times.path)] == [[GREW, 0, 8], [CUT, 0, 0], [GREW, 0, 6]]
+    assert noted(times.path) == [[GREW, 0, 8], [CUT, 0, 0], [GREW, 0, 6]]
     times = Timeline(str(tmp_path / "another"))
     with rig([str(turned)], str(tmp_path / "out"), timeline=times, rotates=True) as it:
         append(str(turned), b"two\n")
@@ -391,9 +402,7 @@ def test_the_pump_notes_cuts_and_rotation(tmp_path: Path) -> None:
         append(str(turned), b"three\n")
         it.catch_up()
         it.finish()
-    assert [rest for _at, *rest in timeline.read(times.path)] == [
-        [ASIDE, 0, 0], [GREW, 0, 8], [ASIDE, 0, 1], [GREW, 0, 6]
-    ]  # fmt: skip
+    assert noted(times.path) == [[ASIDE, 0, 0], [GREW, 0, 8], [ASIDE, 0, 1], [GREW, 0, 6]]
 
 
 # --- how long it gets
