@@ -27,9 +27,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from phalanx._core import clock, escalation, timetable
+from phalanx._core import clock, escalation, linux, timetable
 from phalanx._core.away import Pauses
 from phalanx._core.escalation import Escalation
+from phalanx._core.hang import Hang
 from phalanx._core.lookout import MOST, Lookout
 from phalanx._core.timetable import FIRST, NEVER, SLOTS, TEXT_LIMIT, Seat, Timer, Timetable, decode, encode
 from phalanx.timer import SharedTimerClient, SharedTimerServer, expires
@@ -103,6 +104,11 @@ class Child:
     def wait(self) -> None:
         """In the child: until it is told to go on, or the test is over."""
         os.read(self._in[0], 1)
+
+    def stay(self) -> None:
+        """In the child: do nothing else."""
+        self.say()
+        self.wait()
 
     def told(self, seconds: float = TIMEOUT) -> bool:
         """Whether it says something within a time."""
@@ -1338,6 +1344,26 @@ def test_whose_timers_are_is_found_out_once_for_many(table: Timetable, monkeypat
         it.testified(1)
         assert struck == [(os.getpid(), signal.SIGTERM)] * MOST
         assert wait_gone([child.pid]) == set()
+
+
+def test_a_seat_that_names_a_process_outside_the_group_has_nobody_signalled(table: Timetable) -> None:
+    """A process that hung below the worker has ended, its number is another's, and the worker has written that down."""
+    struck: list[tuple[int, int]] = []
+
+    def work(child: Child) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        with seat_at(table, 5) as seat:
+            seat.take(1, 1, TEXT)
+            child.say()
+            child.wait()
+
+    with Child(Child.stay) as worker, Child(work) as outsider:
+        pids = {0: worker.pid}
+        it = Escalation(table, [], FakeLoop(), lambda: pids, lambda *what: struck.append(what), lambda *_: None)  # type: ignore[arg-type]  # as above
+        (timer,) = due(table)
+        it._strike([Hang(0, outsider.pid, False, timer)], signal.SIGTERM)
+        assert struck == [(worker.pid, signal.SIGTERM)]
+        assert not linux.signal_mask(outsider.pid, b"ShdPnd") & 1 << signal.SIGTERM - 1
 
 
 @pytest.mark.parametrize("stopped", [True, False])

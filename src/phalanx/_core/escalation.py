@@ -271,22 +271,33 @@ class Escalation:
 
     def _end(self, hang: Hang, worker: int, number: int) -> None:
         """Signal the worker; and the process below it that hangs, after it: it might get over its end, and succeed."""
+        fd = -1 if hang.own else self._held(hang, worker)
         self._send(worker, number)
-        if hang.own:
+        if fd < 0:
             return
         try:
-            fd = os.pidfd_open(hang.pid)
-        except OSError:  # it has gone, or no descriptor is left
-            return
-        try:
-            if self._table.holder(hang.timer.seat) == hang.pid:  # so the pidfd was opened on no later one
-                signal.pidfd_send_signal(fd, number)
-                if number != linux.SIGKILL:
-                    signal.pidfd_send_signal(fd, signal.SIGCONT)  # a stopped process would not see it
+            signal.pidfd_send_signal(fd, number)
+            if number != linux.SIGKILL:
+                signal.pidfd_send_signal(fd, signal.SIGCONT)  # a stopped process would not see it
         except OSError:
             pass
         finally:
             os.close(fd)
+
+    def _held(self, hang: Hang, worker: int) -> int:
+        """A pidfd of a process below a worker; -1 if it has gone, or no descriptor is left.
+
+        What its seat says of it is not enough: a worker may have written there who has the number now. So it is looked
+        at who is above it, once it cannot come to be another.
+        """
+        try:
+            fd = os.pidfd_open(hang.pid)
+        except OSError:
+            return -1
+        if self._owner(hang.timer, {worker: hang.rank}) == (hang.rank, hang.pid):
+            return fd
+        os.close(fd)
+        return -1
 
 
 def _ancestors(pid: int) -> list[int]:
