@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import array
+import errno
 import os
 import random
+import resource
 import socket
 import tempfile
 from contextlib import closing, contextmanager
@@ -239,6 +241,28 @@ def test_packets_of_chance(end: End) -> None:
     end.mirror._said.clear()
 
 
+def test_no_more_is_received_while_descriptors_that_nobody_wants_are_not_closed() -> None:
+    ours, theirs = wire.pair()
+    dropped: list[int] = []
+    waited: list[bool] = []
+
+    def drop(fds: list[int]) -> Callable[[], None]:
+        dropped.extend(fds)
+        return lambda: waited.append(True)
+
+    with closing(theirs), closing(reports.Inbox(ours, drop)) as inbox:
+        for _ in range(3):
+            attack(theirs.fileno(), "many descriptors")
+        mirror = Mirror()
+        jobs = 0
+        while (job := mirror.take(inbox, os.close)) is not None:
+            jobs += 1
+            assert len(dropped) == jobs * 250
+            job()
+    Given(dropped).close()
+    assert len(waited) == jobs == 3
+
+
 # --- groups
 
 
@@ -302,6 +326,28 @@ def test_a_flood_holds_up_neither_values_nor_the_end(ready: Ready, gate: Gate) -
     assert result is not None
     assert result.return_values == {0: 7}
     assert result.outcomes[1].state == "stopped"
+
+
+def floods_with_descriptors(_rank: int) -> bytes:
+    null = of_path("/dev/null")
+    for _ in range(400):
+        try:
+            send_to(report(), b"?", null * 250)
+        except OSError as error:  # only root has more of them under way than it may have open
+            assert error.errno == errno.ETOOMANYREFS  # noqa: PT017 - of one that may not be raised at all
+    return b"x" * 20_000
+
+
+def test_a_flood_of_descriptors_leaves_the_launcher_some_of_its_own() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1000, before[1]))
+    try:
+        with start_processes("flood", floods_with_descriptors, {0: (0,)}, start_method="fork") as group:
+            result = group.wait(TIMEOUT)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert result is not None
+    assert result.return_values == {0: b"x" * 20_000}
 
 
 def shuts_down(rank: int, ready: str, gate: str) -> int:

@@ -120,8 +120,8 @@ class Mirror:
         """Take what workers have returned, and what they tell of their failures; ``most`` packets. Raises wire.Closed.
 
         ``answer`` is given the socket of each one that asks for the resource tracker, and closes it. Returns what is to
-        be called, and takes its time, before more is taken: it reads a large value, or is what ``answer`` returns. None
-        when there is nothing more for now.
+        be called, and takes its time, before more is taken: it reads a large value, is what ``answer`` returns, or
+        waits for descriptors to be closed. None when there is nothing more for now.
         """
         for _ in range(most):
             packet = inbox.receive()
@@ -130,7 +130,7 @@ class Mirror:
             if packet.letter == reports.TRACKER and packet.fds:
                 job = answer(packet.fds[0])
             else:
-                job = self._hear(packet, inbox.drop)
+                job = self._hear(packet, inbox.drop) or inbox.behind()
             if job is not None:
                 return job
         return None

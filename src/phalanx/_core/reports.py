@@ -99,12 +99,14 @@ class Inbox:
 
     Args:
         drop: Takes descriptors that nobody wants, and closes them where nobody waits for that: they may be of a file
-            whose closing takes as long as its sender likes.
+            whose closing takes as long as its sender likes. Returns what waits for that, where no packet is to be
+            taken before; else None.
     """
 
-    def __init__(self, sock: _socket.socket, drop: Callable[[list[int]], None]) -> None:
+    def __init__(self, sock: _socket.socket, drop: Callable[[list[int]], Callable[[], None] | None]) -> None:
         self._sock = sock
         self._taker = drop
+        self._behind: Callable[[], None] | None = None
         sock.setsockopt(_socket.SOL_SOCKET, _socket.SO_PASSCRED, 1)  # before anybody has sent anything
 
     def fileno(self) -> int:
@@ -147,7 +149,12 @@ class Inbox:
     def drop(self, fds: list[int]) -> None:
         """Close descriptors that nobody wants."""
         if fds:
-            self._taker(fds)
+            self._behind = self._taker(fds)
+
+    def behind(self) -> Callable[[], None] | None:
+        """What waits until descriptors that nobody wants are closed, if that is to be waited for. Said once."""
+        wait, self._behind = self._behind, None
+        return wait
 
 
 def told(packet: Packet) -> tuple[str, str, int]:

@@ -94,6 +94,7 @@ class Supervisor:
         self._returned = Aside("phalanx-results")
         self._asked = Aside("phalanx-tracker")
         self._dropped = Aside("phalanx-dropped")
+        self._closes = True  # what is dropped, sooner or later
         self._thread: threading.Thread | None = None
         self._charge = [True]
 
@@ -422,8 +423,12 @@ class Supervisor:
             return None
         return lambda: bool(self._asked.finish(SILENCE))  # type: ignore[return-value]  # nobody looks at it
 
-    def _drop(self, fds: list[int]) -> None:
-        """Close what nobody wants: of whatever kind it is, the group does not wait for it."""
+    def _drop(self, fds: list[int]) -> Callable[[], None] | None:
+        """Close what nobody wants: of whatever kind it is, the group does not wait for it.
+
+        Results do, for a while: a worker sends descriptors faster than they are closed, until we have none left. Not
+        once a file has taken so long that its sender must have meant it to.
+        """
 
         def close() -> None:
             for fd in fds:
@@ -432,6 +437,11 @@ class Supervisor:
 
         if not self._dropped.call(close):
             close()
+
+        def wait() -> None:
+            self._closes = self._dropped.finish(SILENCE)
+
+        return wait if self._closes and self._dropped.waiting else None
 
     def _on_up(self, _pid: int, fds: list[int]) -> None:
         if fds:
