@@ -412,7 +412,7 @@ def test_kinds_of_consoles(tmp_path: Path, logs: Path, kind: str) -> None:
     assert "Traceback" not in done.stderr
     if kind != "null":
         expected = [f"[{rank}] line {n}" for rank in range(2) for n in range(20000)]
-        assert sorted(got.decode().splitlines()) == sorted(expected)
+        assert sorted(got.decode().splitlines()) == sorted(expected), done.stderr
 
 
 def test_a_stdout_that_is_an_object(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
