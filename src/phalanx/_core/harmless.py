@@ -34,7 +34,7 @@ class Colours:
 
     >>> colours = Colours()
     >>> colours.render(b"\033[31mred\nand\033[0m so on\n\033]0;title\007")
-    b'\x1b[31mred\x1b[0m\n\x1b[31mand\x1b[0m so on\x1b[0m\n\\x1b]0;title\\x07'
+    b'\x1b[31mred\x1b[0m\n\x1b[31mand\x1b[0m so on\n\\x1b]0;title\\x07'
     """
 
     __slots__ = ("_open",)
