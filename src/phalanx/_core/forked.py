@@ -12,10 +12,10 @@ import sys
 _LIGHT = (
     *("atexit", "errno", "faulthandler", "fcntl", "gc", "json", "resource", "select", "signal", "stat", "threading"),
     "traceback",
-    *(f"phalanx._core.{name}" for name in ("by_value", "culprit", "escalation", "evidence", "guard", "payload")),
+    *(f"phalanx._core.{name}" for name in ("by_number", "by_value", "culprit", "escalation", "evidence", "guard")),
     *(
         f"phalanx._core.{name}"
-        for name in ("pickling", "remains", "returned", "rotate", "starting", "streams", "worker")
+        for name in ("payload", "pickling", "remains", "returned", "rotate", "starting", "streams", "worker")
     ),
 )
 _HEAVY = ("cloudpickle", "linecache", "tokenize")
