@@ -1423,7 +1423,7 @@ def test_a_table_for_a_thousand_ranks_takes_next_to_no_address_space() -> None:
         "import resource\n"
         "from phalanx._core import clock, timetable\n"
         "pages = int(open('/proc/self/statm').read().split()[0])\n"
-        "limit = pages * resource.getpagesize() + (2 << 20)\n"
+        "limit = pages * resource.getpagesize() + (16 << 20)\n"
         "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
         "table = timetable.Timetable(16384, 60.0, by_rank=True)\n"
         "with timetable.Seat(table.address + ':1023') as seat:\n"
