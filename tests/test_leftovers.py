@@ -193,11 +193,16 @@ def test_what_was_ended_is_on_the_console_and_in_run_json(tmp_path: Path, ready:
         (tmp_path / "go").write_text("\n")
         out, _ = run.communicate(timeout=TIMEOUT)
     assert run.returncode == 0
-    said = rf"phalanx: ended what was left behind: pid {pid} \(.*\) of rank 0, \d+\.\d s old: SIGTERM\n"
-    assert re.search(said, out), out
+    # It has left its worker's session: on a busy machine, its 50 ms are over before it dies of the first signal.
+    said = re.search(
+        rf"phalanx: ended what was left behind: pid {pid} \(.*\) of rank 0, \d+\.\d s old: SIG(TERM|KILL)\n", out
+    )
+    assert said, out
     [record] = (tmp_path / "logs").glob("*/run.json")
     [left] = json.loads(record.read_text())["attempts"][0]["leftovers"]
-    assert (left["pid"], left["local_rank"], left["signal_sent"], left["exitcode"]) == (pid, 0, 15, -15)
+    assert (left["pid"], left["local_rank"]) == (pid, 0)
+    assert left["signal_sent"] == signal.Signals[f"SIG{said[1]}"]
+    assert left["exitcode"] in (-signal.SIGTERM, -signal.SIGKILL)
 
 
 def test_a_library_logs_what_no_console_shows(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from phalanx._core import interpreter, lifecycle, linux, wire
 from phalanx._core import keeper as keeper_module
 from phalanx._core import launch as launch_module
-from phalanx._core import lifecycle, linux, wire
 from phalanx._core.launch import Launch
 from phalanx._core.marked import Marked
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, PContext, SubprocessContext, start_processes
@@ -122,6 +122,74 @@ def test_an_order_to_start_that_lies_unread(ready: Ready, tmp_path: Path, who: s
     if who != "launcher":
         assert out.startswith("lost: ")
         assert f"the group's {who} process was killed by signal 9" in out
+
+
+STOPS_BEFORE_IT_IS_UP = """
+import os
+from phalanx._core import keeper
+
+def keep(self, *arguments, keep=keeper.Keeper.keep):
+    os.kill(os.getpid(), 19)
+    keep(self, *arguments)
+
+keeper.Keeper.keep = keep
+"""
+
+
+def test_a_keeper_that_says_it_is_up_as_its_guard_is_found_dead_is_not_taken_for_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The death of its guard wakes it. Its first word comes then, and the launcher may have read no other yet."""
+    command, helpers_gone, receive = interpreter.command, Launch.helpers_gone, wire.Channel.receive
+    heard: list[object] = ["nothing yet"]
+
+    def found_dead(launch: Launch) -> bool:
+        gone = helpers_gone(launch)
+        if heard == ["nothing yet"]:
+            heard.clear()
+            select.select([launch.channel], (), (), TIMEOUT)
+        return gone
+
+    def one_word_at_first(channel: wire.Channel) -> object:
+        if heard == ["nothing yet"]:
+            return None
+        if heard == ["up"]:
+            heard.append("nothing more")
+            return None
+        received = receive(channel)
+        if received is not None:
+            heard.append(received[0][0])
+        return received
+
+    raised: list[BaseException] = []
+
+    def start() -> None:
+        try:
+            start_processes("g", "/bin/sleep", ("600",), nprocs=2)
+        except BaseException as error:  # noqa: BLE001 - it is looked at
+            raised.append(error)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(interpreter, "command", lambda flags, code: command(flags, STOPS_BEFORE_IT_IS_UP + code))
+        patch.setattr(Launch, "helpers_gone", found_dead)
+        patch.setattr(wire.Channel, "receive", one_word_at_first)
+        starting = threading.Thread(target=start)
+        starting.start()
+        until(lambda: stopped_helpers() != [])
+        [(guard, keeper)] = stopped_helpers()
+        os.kill(guard, signal.SIGKILL)
+        starting.join(TIMEOUT)
+        assert not starting.is_alive()
+    assert wait_gone([guard, keeper]) == set()
+    [error] = raised
+    assert heard[:2] == ["up", "nothing more"]
+    assert str(error).startswith("the group's guard process was killed by signal 9")
+
+
+def stopped_helpers() -> list[tuple[int, int]]:
+    """Guards that we have started, with their keepers, which are stopped."""
+    pairs = [(guard, keeper) for guard in linux.children(os.getpid()) for keeper in linux.children(guard)]
+    return [(guard, keeper) for guard, keeper in pairs if linux.Stat(keeper).state == "T"]
 
 
 def sleeps(task: str) -> bool:

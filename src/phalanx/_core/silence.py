@@ -52,10 +52,11 @@ class Silence:
 
         def gone(_events: int) -> None:
             self._loop.forget(fd)
-            both = self._launch.helpers_gone()
-            if self._listen() < 0:
+            known, both = self._launch.keeper_fd >= 0, self._launch.helpers_gone()
+            heard = self._listen()
+            if heard < 0:
                 return
-            if both:
+            if both and (known or not heard):  # a keeper that has only just said that it is up, says more
                 self._lose("")
             else:  # the other one finishes
                 self._taken_over = fd == self._launch.keeper_fd
