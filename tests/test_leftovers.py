@@ -18,6 +18,7 @@ import pytest
 
 from phalanx._core import keeper
 from phalanx._core.leftovers import Leftover, line_of_waiting, lines_of_ended
+from phalanx._core.peek import COMMAND, Peek
 from phalanx.multiprocessing import start_processes
 from tests.disks import sleeping_on_disks, until
 from tests.families import fork_daemon, fork_plain, fork_session
@@ -233,6 +234,28 @@ def test_lines() -> None:
         f"waiting at most 10 s for what is left behind: pid 100 (a?[2Jb{'c' * 73}…) of rank 0, 3.0 s old"
     )
     assert line_of_waiting(some(6), 20, 1.5).endswith(" and 16 more of ranks 4-5")
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_a_look_that_only_has_no_cpu_is_waited_for(monkeypatch: pytest.MonkeyPatch, sleeps: bool) -> None:
+    look = Peek._look
+
+    def slow(self: Peek, pid: int, what: int) -> bytes:
+        began = time.monotonic()
+        while not sleeps and time.monotonic() < began + 0.4:
+            pass
+        while sleeps:
+            signal.pause()
+        return look(self, pid, what)
+
+    monkeypatch.setattr(Peek, "_look", slow)
+    peek = Peek(b"NONE", b"none", 0.2)
+    seen = peek.read([(os.getpid(), COMMAND)])
+    assert list(seen) == ([] if sleeps else [(os.getpid(), COMMAND)])
+    assert all(seen.values())
+    assert len(peek.forks) == sleeps
+    for fork in peek.forks:
+        os.waitpid(fork, 0)
 
 
 HOLDS_ITS_MEMORY = """

@@ -1,8 +1,8 @@
 """What /proc shows of a process out of its own memory: its command line, its environment, the files that it maps.
 
 To read these, the kernel takes the lock of that memory (mmap_lock), and its pages. When the process waits for a disk
-that does not answer, the reader may wait with it, for ever. So a fork of the keeper reads, within a time that is given,
-and is killed after it. /proc/PID/stat and /proc/PID/status need no such lock: see `linux`.
+that does not answer, the reader may wait with it, for ever. So a fork of the keeper reads, and is killed when it has
+waited for too long: for a process, not for a CPU. /proc/PID/stat and /proc/PID/status need no such lock: see `linux`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ COMMAND, VARIABLE, MAPPED = range(3)
 _COMMAND_SIZE = 1024
 _MOST = 1 << 20  # bytes of an environment, or of a list of what is mapped
 _HEAD = 4  # bytes of a record's length
+_STEP = 0.02  # seconds between two looks at the fork
+_PATIENCE = 10  # how many times as long a fork has that does not sleep
 
 
 class Peek:
-    """Looks at processes, for ``seconds`` in all.
+    """Looks at processes, and may be held up by them for ``seconds`` in all.
 
     Args:
         variable: The name of the environment variable whose value is wanted.
         mapped: How the name begins of the memfd that is looked for among what is mapped.
-        seconds: The time for all looks together.
+        seconds: The time for all looks together in which a fork sleeps. One that has no CPU is given ten times as long.
     """
 
     def __init__(self, variable: bytes, mapped: bytes, seconds: float) -> None:
@@ -41,12 +43,12 @@ class Peek:
         self._variable = variable + b"="
         self._mapped = b"/memfd:" + mapped
         self._seconds = seconds
+        self._longest = seconds * _PATIENCE
 
     def read(self, wanted: list[tuple[int, int]]) -> dict[tuple[int, int], bytes]:
         """Read what can be read of ``wanted``, each a pid and what is asked for, in this order."""
-        if not wanted or self._seconds <= 0:
+        if not wanted or self._seconds <= 0 or self._longest <= 0:
             return {}
-        until = clock.now() + self._seconds
         try:
             reader, writer = os.pipe2(os.O_CLOEXEC)
         except OSError:  # no descriptor is left
@@ -59,7 +61,7 @@ class Peek:
             self.forks.add(child)
             os.close(writer)
             writer = -1
-            data, ended = _hear(reader, until)
+            data, ended = self._hear(reader, child)
             if ended:
                 os.waitpid(child, 0)  # it is about to exit
                 self.forks.discard(child)
@@ -71,8 +73,26 @@ class Peek:
             for fd in (reader, writer):
                 if fd >= 0:
                     os.close(fd)
-            self._seconds = until - clock.now()
         return dict(_records(data))
+
+    def _hear(self, reader: int, child: int) -> tuple[bytes, bool]:
+        """All that the fork has written until its end, or until its time is over; and whether it was the end."""
+        poll = select.poll()
+        poll.register(reader, select.POLLIN)
+        data, began = b"", clock.now()
+        until = began + self._longest
+        try:
+            while self._seconds > 0 and clock.now() < until:
+                if poll.poll(_STEP * 1000):
+                    more = os.read(reader, select.PIPE_BUF)
+                    if not more:
+                        return data, True
+                    data += more
+                elif _sleeps(child):
+                    self._seconds -= _STEP
+        finally:
+            self._longest -= clock.now() - began
+        return data, False
 
     def _serve(self, wanted: list[tuple[int, int]], writer: int) -> NoReturn:
         """Be the fork."""
@@ -96,17 +116,12 @@ class Peek:
         return linux.contents(f"/proc/{pid}/maps", _MOST).partition(self._mapped)[2].partition(b"\n")[0]
 
 
-def _hear(reader: int, until: float) -> tuple[bytes, bool]:
-    """All that comes until the end of the pipe, or that moment; and whether it was the end."""
-    poll = select.poll()
-    poll.register(reader, select.POLLIN)
-    data = b""
-    while poll.poll(max(0.0, until - clock.now()) * 1000):
-        more = os.read(reader, select.PIPE_BUF)
-        if not more:
-            return data, True
-        data += more
-    return data, False
+def _sleeps(pid: int) -> bool:
+    """Whether a process waits for something else than a CPU."""
+    try:
+        return linux.Stat(pid).state != "R"
+    except OSError:  # no descriptor is left
+        return True
 
 
 def _records(data: bytes) -> Iterator[tuple[tuple[int, int], bytes]]:
