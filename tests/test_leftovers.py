@@ -258,6 +258,22 @@ def test_a_look_that_only_has_no_cpu_is_waited_for(monkeypatch: pytest.MonkeyPat
         os.waitpid(fork, 0)
 
 
+def test_a_look_that_has_no_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is awake all the time."""
+
+    def endless(_self: Peek, _pid: int, _what: int) -> bytes:
+        while True:
+            pass
+
+    monkeypatch.setattr(Peek, "_look", endless)
+    peek = Peek(b"NONE", b"none", 0.05)
+    assert peek.read([(os.getpid(), COMMAND)]) == {}
+    [fork] = peek.forks
+    assert os.waitpid(fork, 0)[1] == signal.SIGKILL
+    assert peek.read([(os.getpid(), COMMAND)]) == {}
+    assert peek.forks == {fork}  # there was no time for another one
+
+
 HOLDS_ITS_MEMORY = """
 import ctypes, mmap, os, sys, threading
 libc = ctypes.CDLL(None)

@@ -21,7 +21,7 @@ NUMBERS = 1 << 22
 
 _USUAL = 1 << 15  # where most machines have none that is higher
 _NEAR = 4096  # the numbers after ours, which are looked at in every turn
-_TURN = 10_000  # others that are looked at in one turn: 5 to 10 ms; 16 times as many of those that are unlikely
+_TURN = 10_000  # others that are looked at in one turn: 9 ms; and of those that are unlikely 16 times as many: 140 ms
 
 
 class Walk:
