@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -28,7 +29,6 @@ from tests.workers import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
 
     from phalanx.multiprocessing import LogsDest
     from tests.disks import Disk
@@ -656,11 +656,18 @@ def test_a_guard_needs_no_descriptor_to_take_over(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", script], env=env, stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
         guard, kept, worker = map(int, launcher.stdout.readline().split())
+        until(lambda: holds_pidfd_of(guard, kept))  # the last that it opens; it may get to that after the group is up
         count = len(os.listdir(f"/proc/{guard}/fd"))
         resource.prlimit(guard, resource.RLIMIT_NOFILE, (count + 2, count + 2))  # 2 for a look at /proc
         launcher.kill()
         os.kill(kept, signal.SIGKILL)
         assert wait_gone([worker, guard]) == set()
+
+
+def holds_pidfd_of(holder: int, pid: int) -> bool:
+    """Whether a process has a pidfd of ``pid`` (proc_pid_fdinfo(5): its line ``Pid:``)."""
+    descriptors = Path(f"/proc/{holder}/fdinfo").iterdir()
+    return any(f"Pid:\t{pid}\n" in descriptor.read_text() for descriptor in descriptors)
 
 
 def sleep_in_a_group() -> None:

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 EMPTY = "mount -t tmpfs none /proc"
 
-# One in a session of its own, one twice forked, and one that heeds no SIGTERM.
+# One in a session of its own, one twice forked, and one that heeds no SIGTERM. All are so before the worker goes on.
 FAMILY = """
 import os, signal
+heard, settled = os.pipe()
 for kind in range(3):
     pid = os.fork()
     if pid == 0:
@@ -34,9 +35,12 @@ for kind in range(3):
         if kind == 2:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         {ready}
+        os.close(settled)
         signal.pause()
     if kind:
         os.waitpid(pid, 0)
+os.close(settled)
+assert os.read(heard, 1) == b""
 {ready}
 {last}
 """
