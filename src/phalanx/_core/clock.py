@@ -17,13 +17,16 @@ wall = time.time
 
 
 def from_wall(moment: float) -> float:
-    """A moment in Unix time as one on CLOCK_MONOTONIC: what steps the wall clock takes from now on does not move it."""
-    return now() + moment - wall()
+    """A moment in Unix time as one on CLOCK_MONOTONIC: what steps the wall clock takes from now on does not move it.
+
+    Should this process have to wait for a processor between the two clocks, that makes the moment later, never sooner.
+    """
+    return moment - wall() + now()
 
 
 def to_wall(moment: float) -> float:
-    """A moment on CLOCK_MONOTONIC in Unix time, as the wall clock goes now."""
-    return wall() + moment - now()
+    """A moment on CLOCK_MONOTONIC in Unix time, as the wall clock goes now: later, perhaps, and no sooner; as above."""
+    return moment - now() + wall()
 
 
 def spoken(seconds: float) -> str:
