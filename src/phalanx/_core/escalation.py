@@ -207,9 +207,12 @@ class Escalation:
         step, hangs, late = self._asked.pop(serial, (0, [], None))
         if late is not None:
             late.cancel()
-        hangs = self._still(hangs)
         last = step + 1 == len(self._steps)
-        if number := _SIGNALS.get(self._steps[step][0], 0):
+        number = _SIGNALS.get(self._steps[step][0], 0)
+        if not number and not last:  # the next step looks who has left meanwhile; to say that here would say it twice
+            return
+        hangs = self._still(hangs)
+        if number:
             self._strike(hangs, number)
             if number != linux.SIGKILL:
                 self._watch(step + 1, hangs, clock.now(), _FOREVER if last else self._steps[step + 1][1])
