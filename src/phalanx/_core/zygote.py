@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _OURS = os.path.join(os.path.dirname(__file__), "")
 _CLOSING = 10.0  # seconds in which a zygote that nobody needs has to be gone before it is killed
 _KILLED = 2.0  # seconds after SIGKILL in which it is waited for
+_LEAVING = 1.0  # seconds that a thread which has been joined, and is none of Python's any more, may take to its end
 _FORKING = 60.0  # seconds in which it has to have forked: the launcher holds signals back meanwhile
 
 
@@ -385,6 +386,10 @@ def _cannot_fork() -> str:
         with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored, by the host or by the module
             os.waitpid(pid, 0)
     count = _threads() - 1
+    until = clock.now() + _LEAVING
+    while count > 0 and threading.active_count() == 1 and clock.now() < until:
+        select.select((), (), (), 0.001)
+        count = _threads() - 1
     if count > 0:
         others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
         what = f"{count} thread{'s' * (count > 1)}" + (f" ({', '.join(others)})" if others else "")
