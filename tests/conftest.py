@@ -9,6 +9,7 @@ import tempfile
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests import leaks
 from tests.disks import Disk, mounted, small
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
     from tests.test_run import Place
 
+
+# How long an example takes, or its making, is the machine's business: it may be busy.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 collect_ignore = ["programs", "program_runs.py"]  # scripts: importing one has effects, which is what they are about
 

@@ -76,11 +76,11 @@ def child_that_is_killed(client: Any, chance: random.Random) -> None:
             time.sleep(1000)
 
     pid = in_a_fork(work)
-    os.read(reader, 1)
+    os.close(writer)
+    os.read(reader, 1)  # the end, should it hang for so long already: then the server has killed it
     os.kill(pid, signal.SIGKILL)
     expect(pid, -signal.SIGKILL)
     os.close(reader)
-    os.close(writer)
     nest(chance.randint(1, 50), client, chance)
 
 

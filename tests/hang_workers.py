@@ -84,10 +84,12 @@ def survive_and_exit(gate: str) -> None:
     os._exit(3)
 
 
-def survive_or_fail(gate: str) -> None:
-    """Rank 0 is got out of a block by SIGTERM, and goes on; rank 1 fails when the gate opens."""
+def survive_or_fail(gate: str, address: str = "") -> None:
+    """Rank 0 is got out of a block by SIGTERM, says so, and goes on; rank 1 fails when the gate opens."""
     if os.environ["RANK"] == "0":
         survive()
+        if address:
+            tell(address, "SIGTERM is deadly again")
         while True:
             signal.pause()
     pass_gate(gate)
@@ -105,10 +107,12 @@ def hold_many_or_fail(count: int, gate: str) -> None:
         stuck()
 
 
-def pass_late(after: float, gate: str, second: str) -> str:
-    """Leave a block when the gate opens, and end when the second does."""
+def pass_late(after: float, gate: str, second: str, address: str = "") -> str:
+    """Leave a block when the gate opens, say so, and end when the second gate opens."""
     with timer.expires(after=after, scope="slow"):
         pass_gate(gate)
+    if address:
+        tell(address, "left")
     pass_gate(second)
     return "done"
 
@@ -118,11 +122,12 @@ def beat_once(step: int, gate: str) -> None:
     pass_gate(gate)
 
 
-def beat_with_a_silent_child() -> str:
-    """A child beats once, and lives on in silence; we go on."""
+def beat_with_a_silent_child() -> int:
+    """A child beats once, and lives on in silence; we go on. Returns its pid."""
     reader, writer = os.pipe()
     said, saying = os.pipe()
-    if os.fork() == 0:
+    pid = os.fork()
+    if pid == 0:
         try:
             os.close(writer)
             timer.beat()
@@ -136,13 +141,13 @@ def beat_with_a_silent_child() -> str:
         threading.Event().wait(0.02)
     os.close(writer)
     os.wait()
-    return "done"
+    return pid
 
 
 def beat_and_take_long(address: str, gate: str, second: str) -> None:
-    """One beat, a block that may take long, and then silence."""
-    timer.progress(step=7)
+    """A block that may take long, one beat at its beginning, and then silence."""
     with timer.expires(after=100, scope="checkpoint"):
+        timer.progress(step=7)  # not before: it is long until the next line on a machine that is busy
         tell(address, "in")
         pass_gate(gate)
     pass_gate(second)
@@ -156,15 +161,18 @@ def never_beat(gate: str) -> str:
 def hang_below(method: str, address: str) -> None:
     """Two processes below us are stuck, each in a place of its own, one of them within a block; we wait for them."""
     context: Any = multiprocessing.get_context(method)
-    processes = [context.Process(target=each, args=(address,)) for each in (idle_there, hang_there)]
-    for process in processes:
-        process.start()
-    processes[0].join()
+    here, there = context.Pipe(duplex=False)
+    idle = context.Process(target=idle_there, args=(address, there))
+    idle.start()
+    here.recv()  # it has said who it is: all end when the other one hangs
+    context.Process(target=hang_there, args=(address,)).start()
+    idle.join()
 
 
-def idle_there(address: str) -> NoReturn:
+def idle_there(address: str, ready: Any) -> NoReturn:
     timer.beat()
     tell(address, str(os.getpid()))
+    ready.send("")
     stuck()
 
 
@@ -275,13 +283,13 @@ def take_with(client: SharedTimerClient, after: float, address: str) -> None:
 
 def be_prompt_with(client: Any, address: str) -> str:
     timer.configure(client)
-    with timer.expires(0.3, "prompt"):
+    with timer.expires(20, "prompt"):
         pass
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
-            with timer.expires(0.3, "prompt, too"):
+            with timer.expires(20, "prompt, too"):
                 code = 0
         finally:
             os._exit(code)
@@ -346,20 +354,23 @@ def end_well_below() -> None:
 
 def share_a_scope(address: str, gate: str) -> str:
     """A child beats once; its parent is in a block that may take long. Then both are in time."""
+    said, saying = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
+            os.read(said, 1)  # the parent is in its block
             timer.progress(3)
             tell(address, "beaten")
             pass_gate(gate)
         finally:
             os._exit(0)
     with timer.expires(60, "long"):
+        os.write(saying, b".")
         os.waitpid(pid, 0)
     return "done"
 
 
-def leave_a_scope_behind(address: str) -> None:
+def leave_a_scope_behind() -> None:
     """A child dies in a block that may take long; we have beaten, and do no more."""
     timer.progress(3)
     pid = os.fork()
@@ -367,7 +378,6 @@ def leave_a_scope_behind(address: str) -> None:
         timer.expires(3600, "long").__enter__()
         os._exit(0)
     os.waitpid(pid, 0)
-    tell(address, "left")
     stuck()
 
 
@@ -436,14 +446,17 @@ def beat_and_rest(address: str, gate: str, way: str) -> str:
 
 def rest_below(address: str, gate: str) -> None:
     """A child rests, and is not the one that hangs."""
+    said, saying = os.pipe()
     if os.fork() == 0:
         try:
             timer.beat()
             timer.rest()
             tell(address, "rests")
+            os.write(saying, b".")
             pass_gate(gate)
         finally:
             os._exit(0)
+    os.read(said, 1)
     timer.progress(6)
     stuck()
 

@@ -28,7 +28,7 @@ from tests.helpers import alive
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-PATIENCE = 2.0
+PATIENCE = 20.0
 """Seconds that what is on its way out may take. Spent only by a test that leaks."""
 
 MARK = "LEAK_CHECK_MARK"

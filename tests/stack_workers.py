@@ -28,12 +28,15 @@ def fake_py_spy(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> N
 
 def hang(address: str, gate: str) -> None:
     """Say that it is there and stay there in one line, without a call of Python: whenever one looks, it is there."""
-    threading.Thread(target=idle, daemon=True).start()
+    here = threading.Event()
+    threading.Thread(target=idle, args=(here,), daemon=True).start()
+    here.wait()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         _ = sock.sendto(b"here", address), os.read(os.open(gate, os.O_RDONLY), 1)
 
 
-def idle() -> None:
+def idle(here: threading.Event) -> None:
+    here.set()
     threading.Event().wait()
 
 

@@ -11,12 +11,12 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from typing import TYPE_CHECKING
 
 import pytest
 
 from phalanx._core import clock, linux, wire
+from phalanx._core import loop as loop_module
 from phalanx._core.away import Pauses
 from phalanx._core.clock import FakeClock
 from phalanx._core.deadlines import Deadlines
@@ -344,32 +344,38 @@ def test_a_deadline_ends_the_wait(loop: Loop) -> None:
     loop.at(clock.now() - 5, lambda: seen.append("long due")).cancel()
     loop.at(clock.now() - 1, lambda: seen.append("due"))
     loop.once()
-    assert seen == ["due"]
-    loop.once()
+    assert seen in (["due"], ["due", "later"])  # on a machine that is busy, both are due by now
+    if len(seen) == 1:
+        loop.once()
     assert seen == ["due", "later"]
 
 
 def test_who_has_been_stopped_is_on_time_again_when_it_goes_on() -> None:
     """What was left of its wait is not waited for, once its moment has passed."""
+    reader, writer = os.pipe()
     seconds = 1.5
     pid = os.fork()
     if pid == 0:
         try:
             it = Loop()
             it.after(seconds, it.stop)
+            os.write(writer, str(clock.now() + seconds).encode())
             it.run()
         finally:
             os._exit(0)
-    due = clock.now() + seconds
     try:
+        due = float(os.read(reader, 100))
         while linux.Stat(pid).state != "S":
             assert clock.now() < due
         os.kill(pid, signal.SIGSTOP)
         os.waitpid(pid, os.WUNTRACED)
         threading.Event().wait(due - clock.now())
         os.kill(pid, signal.SIGCONT)
-        assert wait_gone([pid], seconds * 0.7) == set()
+        while wait_gone([pid], seconds * 0.7):
+            assert linux.Stat(pid).state != "S"  # it may wait for a processor, and for nothing else
     finally:
+        for fd in (reader, writer):
+            os.close(fd)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 
@@ -377,15 +383,17 @@ def test_who_has_been_stopped_is_on_time_again_when_it_goes_on() -> None:
 def test_a_wait_that_a_stop_has_made_longer_was_a_pause() -> None:
     """Not one that something has ended before, and what callbacks take is none."""
     reader, writer = os.pipe()
-    seconds, busy, stopped = 0.5, 0.4, 1.0
+    seconds, busy, stopped = 1.0, 0.4, 0.5
     pid = os.fork()
     if pid == 0:
         try:
-            it = Loop()
+            it, fake = Loop(), FakeClock(clock.now())
             assert not it.pauses
-            it.call(lambda: time.sleep(busy))
-            it.after(busy / 2, lambda: None)
-            it.once()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(clock, "now", fake)  # a machine that is busy makes no pause by this one
+                it.call(lambda: fake.advance(busy))
+                it.after(busy / 2, lambda: None)
+                it.once()
             assert not it.pauses
             assert it.waited_until - it.waited_from < busy
             it.after(seconds, it.stop)
@@ -434,21 +442,25 @@ def test_who_was_not_heard_is_owed_the_time_since() -> None:
     assert pauses.owed(5.0, 1.0, 9.0) == 4.0
 
 
-def test_who_attends_to_a_moment_waits_in_parts() -> None:
+def test_who_attends_to_a_moment_waits_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a pause before it is seen; and after it, nothing is attended to."""
+    fake, waits = FakeClock(100.0), list[float]()
+
+    def wait(_epoll: object, seconds: float) -> float:
+        waits.append(seconds)
+        fake.advance(seconds)
+        return 0
+
+    monkeypatch.setattr(clock, "now", fake)
+    monkeypatch.setattr(loop_module, "wait_promptly", wait)
     it = Loop()
     try:
-        began = clock.now()
         it.after(0.5, it.stop)
-        it.attend(began + 0.4)
-        waits = 0
-        while not it._stopped:
-            it.once()
-            waits += 1
-        assert clock.now() - began >= 0.5
-        assert 2 <= waits <= 9  # parts of 0.05 s, and the rest at once; fewer on a machine that is busy
+        it.attend(100.4375)
+        it.run()
     finally:
         it.close()
+    assert waits == [0.0546875] * 8 + [0.0625]  # an eighth at a time, and the rest at once
 
 
 # --- messages

@@ -854,7 +854,7 @@ def once():
     for _ in range(3):
         pass
 
-while clock.now() < until:
+while clock.now() < until or struck <= 20:  # a busy machine may give us little of that time
     table.publish(chance.choice([0, timetable.NEVER]))  # with a ring, and without
     try:
         try:

@@ -99,7 +99,7 @@ def test_a_command_that_is_flooded_with_requests_to_end_says_once_that_it_kills(
         environ = {**os.environ, "PYTHONPATH": f"{ROOT}/src"}
         argv = ["/bin/sh", "-c", command]
         ended = subprocess.run(
-            argv, check=False, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=TIMEOUT
+            argv, check=False, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=3 * TIMEOUT
         )
         assert ended.returncode in (128 + signal.SIGTERM, -signal.SIGTERM), ended.stderr
         assert ended.stderr.count("killing the workers") <= 1, ended.stderr

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.helpers import Gate, wait_gone
+from tests.test_run import Launcher
+from tests.timer_workers import wait_asleep
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.disks import Disk
-    from tests.helpers import Gate, Ready
+    from tests.helpers import Ready
     from tests.test_run import Place
 
 pytestmark = pytest.mark.once
 
-# Ranks 0, 1 and 2 wait for rank 3, which hangs in its own way. They wait in one line, wherever they are looked at.
+# Ranks 0, 1 and 2 wait for rank 3, which hangs in its own way. They wait in one line, wherever they are looked at: by
+# then they are there, however long each took to start.
 PROGRAM = """
 import os, sys, threading
 from phalanx import timer
@@ -30,11 +39,22 @@ def all_reduce():
 {culprit}
 
 {ready}
+if RANK in {late}:
+    {go}
 if RANK == 3:
     hang()
 else:
     with timer.expires(after={after}, scope="step"):
         all_reduce()
+"""
+
+# As `phalanx run`, but that on a machine that is busy the ranks have more time to give their stacks.
+PATIENT = """
+import os
+from phalanx._core import witnesses
+from phalanx.cli import main
+witnesses.WAIT = float(os.environ.pop("WAIT"))
+main()
 """
 
 FIRST = "    with timer.expires(after=0.8, scope='step'):\n"
@@ -132,6 +152,9 @@ def hang():
     queue = context.Queue()
     loader = context.Process(target=read_batch, args=(queue,))
     loader.start()
+    with open(f"/proc/{{loader.pid}}/stat") as file:
+        while file.read().split()[2] != "S":
+            file.seek(0)
 {FIRST}        next_batch(queue)
 """
 
@@ -189,10 +212,38 @@ def hang():
 """
 
 
-def told(place: Place, ready: Ready, gate: Gate, culprit: str, *options: object, after: float = 1.2) -> tuple[str, str]:
+@contextlib.contextmanager
+def started(place: Place, ready: Ready, gate: Gate, culprit: str) -> Iterator[Launcher]:
+    """A run of four ranks, of which rank 3 goes to hang when the others wait for it, or where it returns, before."""
+    returns = culprit == FINISHED
+    with Gate(place.folder / "go") as go:
+        program = PROGRAM.format(
+            culprit=culprit,
+            ready=ready.python("f'{RANK} {os.getpid()}'"),
+            gate=gate.address,
+            go=go.python(),
+            late=(0, 1, 2) if returns else (3,),
+            after=1.2 if returns else 60,
+        )
+        command = [sys.executable, "-c", PATIENT, "run", "--log-dir", str(place.logs), "--nproc-per-node", "4"]
+        command.append(place.write(program, "train.py"))
+        with Launcher(
+            command, cwd=place.folder, env=place.env | {"WAIT": "0.8" if culprit == SLEEPER else "8"}
+        ) as launcher:
+            pids = {int(rank): int(pid) for rank, pid in map(str.split, ready.wait(4))}
+            if returns:
+                assert wait_gone([pids[3]]) == set()
+                go.open(3)
+            else:
+                for rank in range(3):
+                    wait_asleep(pids[rank])
+                go.open()
+            yield launcher
+
+
+def told(place: Place, ready: Ready, gate: Gate, culprit: str) -> tuple[str, str]:
     """Of a run that ends by a hang: the rank that its report names first, and the lines on what is known of it."""
-    program = PROGRAM.format(culprit=culprit, ready=ready.python(), gate=gate.address, after=after)
-    with place.start("--nproc-per-node", 4, *options, place.write(program, "train.py")) as launcher:
+    with started(place, ready, gate, culprit) as launcher:
         done = launcher.end()
     assert done.status != 0
     return first_of(done.err)
@@ -242,8 +293,7 @@ def test_of_two_children_that_hang_it_is_said_of_each_where_it_is(place: Place, 
 def test_a_rank_that_waits_for_a_disk_is_named_and_where(place: Place, ready: Ready, gate: Gate, disk: Disk) -> None:
     place.env["DISK"] = str(disk.folder)
     disk.freeze()
-    program = PROGRAM.format(culprit=SLEEPER, ready=ready.python(), gate=gate.address, after=1.2)
-    with place.start("--nproc-per-node", 4, place.write(program, "train.py")) as launcher:
+    with started(place, ready, gate, SLEEPER) as launcher:
         launcher.read_until("SIGKILL\n", "stderr")
         disk.thaw()  # before that not even SIGKILL ends it
         done = launcher.end()

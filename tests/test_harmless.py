@@ -223,13 +223,21 @@ def on_a_terminal(place: Place, *argv: object, **env: str) -> bytes:
     return sent.replace(b"\r\n", b"\n")
 
 
+# The first to fail has the other one ended: that has written all by then. A FIFO is opened by two of them, or by none.
+MEETS = """
+import os
+os.close(os.open("met", os.O_RDONLY if os.environ["RANK"] == "0" else os.O_WRONLY))
+"""
+
+
 def phalanx_on_a_terminal(place: Place, *argv: object, **env: str) -> bytes:
     return on_a_terminal(place, "-m", "phalanx", *argv, **env)
 
 
 @pytest.mark.parametrize("term", ["xterm", "dumb"])
 def test_a_run_and_its_logs(place: Place, term: str) -> None:
-    script = place.write(WRITES + "raise SystemExit(3)")
+    os.mkfifo(place.folder / "met")
+    script = place.write(WRITES + MEETS + "raise SystemExit(3)")
     run = ("run", "--log-dir", place.logs, "--nproc-per-node", 2, "--role", "evil\033]0;role\a", script)
     sent = phalanx_on_a_terminal(place, *run, TERM=term, TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="[${role_name}${rank}]:")
     assert not obeyed(sent)

@@ -106,7 +106,7 @@ def test_a_keeper_is_silent_only_if_nothing_that_it_said_lies_unheard(
 
 
 def test_a_silent_keeper_is_woken_before_it_is_killed(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
-    shorten(monkeypatch, SILENCE=1.0)
+    shorten(monkeypatch, SILENCE=TIMEOUT)  # so long it has to say something, or to be asked
     with running("binary", ready) as group:
         ready.wait(2)
         supervisor = supervisor_of(group)

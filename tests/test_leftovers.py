@@ -47,6 +47,7 @@ def test_what_successful_workers_left_behind_may_finish(tmp_path: Path, ready: R
     with start_processes("g", "/bin/sh", ("-c", script), nprocs=1, linger=TIMEOUT) as group:
         ready.wait()
         (tmp_path / "go").write_text("\n")
+        until(lambda: group._started().mirror.state == "LINGERING")
         assert group.wait(0.3) is None
         assert group._started().mirror.state == "LINGERING"
         gate.open()
@@ -70,7 +71,9 @@ def test_it_is_ended_when_its_time_is_over(tmp_path: Path, ready: Ready, gate: G
     assert result is not None
     assert result.succeeded
     [left] = result.leftovers
-    assert (left.pid, left.local_rank, left.signal_sent, left.exitcode) == (pid, 0, 15, -15)
+    # It has left its worker's session: on a busy machine, its 50 ms are over before it dies of the first signal.
+    assert (left.pid, left.local_rank) == (pid, 0)
+    assert (left.signal_sent, left.exitcode) in ((15, -15), (9, -15), (9, -9))
     assert left.command.startswith(f"{sys.executable} -S -c import os;")
     assert 0 < left.age < TIMEOUT
     assert not done.exists()
@@ -144,11 +147,11 @@ def test_one_that_ignores_sigterm_is_killed(ready: Ready) -> None:
 
 
 def test_what_ends_by_itself_is_not_told(tmp_path: Path) -> None:
-    """A resource tracker ignores SIGTERM, and ends when its worker has."""
+    """A resource tracker ignores SIGTERM, and ends when its worker has: it may have to be waited for."""
     script = tmp_path / "script.py"
-    script.write_text("import multiprocessing; multiprocessing.Lock(); print('done')")
+    script.write_text("import multiprocessing; multiprocessing.get_context('spawn').Lock(); print('done')")
     done = subprocess.run([*RUN, "--log-dir", str(tmp_path), str(script)], capture_output=True, text=True, check=True)
-    assert "left behind" not in done.stdout + done.stderr
+    assert "ended what was left behind" not in done.stdout + done.stderr
 
 
 def test_many_are_counted() -> None:
@@ -311,7 +314,7 @@ def test_what_waits_for_a_disk_holds_up_nobody_who_looks_at_it(
             (tmp_path / "fifo").write_text("\n")
             until(lambda: sleeping_on_disks(pid) == 2)
             (tmp_path / "end").write_text("\n")
-            result = group.wait(5)
+            result = group.wait(TIMEOUT)
         finally:
             disk.thaw()
     assert result is not None

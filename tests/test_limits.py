@@ -41,24 +41,24 @@ pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 
 RESULTS = """
 import contextlib, json, os, resource, sys
-from phalanx._core import supervisor as module
+from phalanx._core import mirror as module
 from phalanx.multiprocessing import start_processes
 from tests import workers
 
 ranks = 6
-hears = module.Supervisor._on_report
+take = module.Mirror.take
 
-def with_none_left(self, events):
+def with_none_left(self, *arguments):
     \"\"\"Take the results while no descriptor can be opened, as it may happen in a host that has many.\"\"\"
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
     try:
-        hears(self, events)
+        return take(self, *arguments)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 if __name__ == "__main__":
-    module.Supervisor._on_report = with_none_left
+    module.Mirror.take = with_none_left
     args = {rank: (1 if rank % 2 else 0,) for rank in range(ranks)}
     with start_processes("g", workers.megabytes, args) as group:
         result = group.wait()
@@ -179,7 +179,7 @@ with start_processes("g", sys.executable, ("-S", "-c", code), nprocs=2) as group
 try:
     open(f"/proc/{result.leftovers[0].pid}/stat")
 except OSError:
-    print(result.state, [(left.command, left.signal_sent, left.exitcode) for left in result.leftovers])
+    print(result.state, [(left.command, left.exitcode in (-15, -9)) for left in result.leftovers])
 """
 
 
@@ -195,7 +195,8 @@ def test_a_child_that_proc_does_not_show(tmp_path: Path) -> None:
     inside = 'mount -t proc -o hidepid=2,gid=54321 proc /proc && exec setpriv --bounding-set=-sys_ptrace "$@"'
     prefix = ("unshare", "--mount", "--pid", "--fork", "sh", "-c", inside, "sh")
     done = workers.run_script(tmp_path, HIDDEN, str(sleep), prefix=prefix)
-    assert done.stdout == "succeeded [('?', 15, -15), ('?', 15, -15)]\n", done.stderr
+    # By SIGTERM; or by the SIGKILL that follows 50 ms later, where a machine is so busy that they have not run since.
+    assert done.stdout == "succeeded [('?', True), ('?', True)]\n", done.stderr
 
 
 def test_a_look_that_fails_is_no_end(ready: Ready, gate: Gate) -> None:

@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from phalanx._core import clock
+from phalanx._core.fold import Fold
 from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, RunProcsResult, Std, start_processes
 from phalanx.multiprocessing._prefixes import stamp
 from tests import workers
-from tests.helpers import TIMEOUT, Gate, Ready, wait_gone
+from tests.helpers import TIMEOUT, Gate, Ready, descendants, wait_gone
 from tests.screen import Emulator
 from tests.test_run import LIMIT, Done, Launcher, Place, read_until, refused, terminal
 
@@ -49,6 +51,23 @@ def sh(place: Place, code: str, *options: object, n: int = 1, **settings: Any) -
 
 def start_sh(place: Place, code: str, *options: object, n: int = 1, **settings: Any) -> Launcher:
     return place.start("--nproc-per-node", n, *options, "--no-python", "sh", "-c", code, **settings)
+
+
+PATIENT = "from phalanx._core import clock, fold; fold.Fold.__init__.__defaults__ = (60.0, clock.wall)\n"
+
+
+def fold_patiently(place: Place) -> None:
+    """Lines wait for their equals until all have said them, or have ended: a busy machine may bring them late."""
+    there = place.folder / "patient"
+    there.mkdir()
+    (there / "sitecustomize.py").write_text(PATIENT)
+    place.env["PYTHONPATH"] = os.pathsep.join([str(there), *filter(None, [place.env.get("PYTHONPATH")])])
+
+
+@pytest.fixture
+def patient_folds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same in this process."""
+    monkeypatch.setattr(Fold.__init__, "__defaults__", (60.0, clock.wall))
 
 
 def workers_said(text: str) -> list[str]:
@@ -305,6 +324,7 @@ def test_a_search_hides_lines_of_a_shown_rank_to_its_end(place: Place) -> None:
 
 
 def test_fold(place: Place) -> None:
+    fold_patiently(place)
     code = "echo first; echo mine $RANK; echo last; [ $RANK = 2 ] || echo but 2; echo warn >&2"
     done = sh(place, code, "--fold", n=4)
     lines = done.out.splitlines()
@@ -323,6 +343,7 @@ def ranks_of(prefix: str) -> set[int]:
 
 
 def test_lines_that_one_rank_says_again_are_not_folded(place: Place) -> None:
+    fold_patiently(place)
     done = sh(place, "echo again; echo again; echo again", "--fold", n=2)
     assert sum(len(ranks_of(line.split("] ")[0])) for line in done.out.splitlines()) == 6
     assert done.out.count("[0-1] again\n") >= 1
@@ -336,6 +357,7 @@ def test_a_line_that_waits_for_its_equals_does_not_wait_long(place: Place, gate:
         launcher.process.wait(LIMIT)
 
 
+@pytest.mark.usefixtures("patient_folds")
 def test_fold_with_colours_and_times(logs: Path, capfd: pytest.CaptureFixture[str]) -> None:
     console = ConsoleSpecs(fold=True, color="always", timestamps="elapsed")
     group(logs, console, "echo", dict.fromkeys(range(3), ("x",)))
@@ -543,8 +565,8 @@ def test_prefixes_given_by_the_caller_win(logs: Path, capfd: pytest.CaptureFixtu
     console = ConsoleSpecs(template="${rank}: ", timestamps="elapsed", color="always")
     group(logs, console, "echo", {0: ("x",), 1: ("y",)}, log_line_prefixes={0: "<zero> "})
     lines = sorted(capfd.readouterr().out.splitlines())
-    assert re.fullmatch(r"1: 0\.\d{3} y", lines[0])
-    assert re.fullmatch(r"<zero> 0\.\d{3} x", lines[1])
+    assert re.fullmatch(r"1: \d+\.\d{3} y", lines[0])
+    assert re.fullmatch(r"<zero> \d+\.\d{3} x", lines[1])
 
 
 def test_ranks_that_the_caller_gave_no_prefix_have_the_default(logs: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -555,6 +577,7 @@ def test_ranks_that_the_caller_gave_no_prefix_have_the_default(logs: Path, capfd
     assert sorted(capfd.readouterr().out.splitlines()) == [f"[{rank}] of {rank}" for rank in range(3)]
 
 
+@pytest.mark.usefixtures("patient_folds")
 @pytest.mark.parametrize(
     "given,line",
     [
@@ -575,6 +598,7 @@ def test_given_prefixes_of_a_line_of_several_ranks(
 
 
 def test_a_template_of_a_line_of_several_ranks(place: Place) -> None:
+    fold_patiently(place)
     template = "${role_name}|$rank|${local_rank}|"
     done = sh(place, "echo x; [ $RANK = 2 ] || echo y", "--fold", "--log-line-prefix-template", template, n=4)
     assert sorted(done.out.splitlines()) == ["default|0-1,3|0-1,3|y", "default|0-3|0-3|x"]
@@ -582,6 +606,7 @@ def test_a_template_of_a_line_of_several_ranks(place: Place) -> None:
     assert re.fullmatch(r"\S+T\S+ 0-1 x\n", done.out)
 
 
+@pytest.mark.usefixtures("patient_folds")
 def test_a_line_of_several_ranks_tells_the_host_as_others_do(logs: Path, capfd: pytest.CaptureFixture[str]) -> None:
     envs = {rank: {"GROUP_WORLD_SIZE": "2"} for rank in range(2)}
     group(logs, ConsoleSpecs(fold=True), "echo", dict.fromkeys(range(2), ("x",)), envs=envs)
@@ -708,18 +733,13 @@ def test_a_descriptor_stays_valid_across_rotations_in_a_grandchild(place: Place)
 def test_what_was_written_survives_the_launcher_and_the_worker(place: Place, ready: Ready) -> None:
     script = place.write(f"{COUNT.format(count=5000)}\n{ready.python()}\nimport signal\nsignal.pause()")
     with place.start("--nproc-per-node", 2, "--log-max-size", "10k", "-r", 3, script) as launcher:
-        pids = ready.pids(2)
-        keeper = parent(pids[0])
+        ready.wait(2)
+        everybody = descendants(launcher.process.pid)  # what writes the files is one of them, and may be the last
         launcher.process.kill()
         launcher.process.wait()
-        assert not wait_gone([*pids, keeper])
+        assert not wait_gone(everybody)
     for rank in range(2):
         assert whole(path_of(place, rank)).decode() == "".join(f"line {n}\n" for n in range(5000))
-
-
-def parent(pid: int) -> int:
-    with open(f"/proc/{pid}/stat", "rb") as file:
-        return int(file.read().rpartition(b")")[2].split()[1])
 
 
 @pytest.mark.usefixtures("own_temporary_folder")
@@ -861,16 +881,18 @@ def test_bars_off_a_terminal(place: Place, ready: Ready, gate: Gate) -> None:
         os.write(2, b"\\n")
         print("end")
         """)
+    began = time.monotonic()
     with place.start(script) as launcher:
         ready.wait()
         first = launcher.read_until("50%\n").splitlines()[1:]
+        seconds = time.monotonic() - began
         gate.open()
         done = launcher.end()
-    assert len(first) <= 2  # what was there when it was first looked at, and a second later
+    assert len(first) <= 1 + seconds  # what was there when it was first looked at, and a second later
     assert first[-1] == "[0]  50%"
     rest = workers_said(done.err)
     assert rest[-1] == "[0] 100%"
-    assert len(rest) <= 2
+    assert len(rest) <= 2 + time.monotonic() - began - seconds
     assert done.out == "[0] end\n"
     assert path_of(place, 0, "stderr.log").read_bytes().count(b"\r") == 101
 
@@ -926,10 +948,11 @@ def grows_until(fd: int, text: str) -> str:
 
 
 def test_options_by_the_environment(place: Place) -> None:
+    fold_patiently(place)
     code = "echo keep $RANK; echo drop"
     place.env |= {"PHALANX_GREP": "keep", "PET_RANKS": "1", "PHALANX_ELAPSED": "1", "PHALANX_COLOR": "always"}
     done = sh(place, code, n=2)
-    assert re.fullmatch(r"\033\[33m\[1\]\033\[0m \d\.\d{3} keep 1\n", done.out)
+    assert re.fullmatch(r"\033\[33m\[1\]\033\[0m \d+\.\d{3} keep 1\n", done.out)
     place.env |= {"PHALANX_LOG_FORMAT": "json", "PHALANX_RANKS": "0", "PHALANX_ELAPSED": "0"}
     assert json.loads(sh(place, code, n=2).out)["text"] == "keep 0"
     place.env |= {"PHALANX_LOG_FORMAT": "text", "PHALANX_FOLD": "1", "PHALANX_GREP": "drop", "PHALANX_RANKS": "0,1"}

@@ -74,7 +74,7 @@ def test_folders_that_cannot_be_made_now_hold_up_no_stop(
         assert result.state == "stopped"
 
 
-def test_folders_are_made_for_no_group_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_are_made_for_no_group_that_has_ended(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     first, ended, made = threading.Event(), threading.Event(), []
 
     def slow() -> None:
@@ -83,8 +83,9 @@ def test_folders_are_made_for_no_group_that_has_ended(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(_context, "missing_folders", lambda _logs: [slow, lambda: made.append(1)])
     monkeypatch.setattr(supervisor_module.Supervisor, "_finish_aside", lambda _self: None)
-    with start_processes("g", "sh", ("-c", ":"), nprocs=1) as group:
+    with start_processes("g", "head", ("-c1", gate.address), nprocs=1) as group:
         assert first.wait(TIMEOUT)
+        gate.open()
         group.wait(TIMEOUT)
         ended.set()
         assert group._supervisor is not None
@@ -92,11 +93,12 @@ def test_folders_are_made_for_no_group_that_has_ended(monkeypatch: pytest.Monkey
     assert not made
 
 
-def test_folders_are_removed_after_the_last_that_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_are_removed_after_the_last_that_is_made(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that a disk has held up and that comes between two removals would keep those above it."""
-    answer, steps = threading.Event(), []
+    asked, answer, steps = threading.Event(), threading.Event(), []
 
     def make() -> None:
+        asked.set()
         answer.wait(TIMEOUT)
         steps.append("made")
 
@@ -104,8 +106,10 @@ def test_folders_are_removed_after_the_last_that_is_made(monkeypatch: pytest.Mon
     monkeypatch.setattr(_context, "TIDY", 0.2)
     shorten(monkeypatch, SILENCE=0.2)
     with start_processes(
-        "g", "sh", ("-c", ":"), nprocs=1, logs_specs=SlowToTidy(lambda: steps.append("removed"))
+        "g", "head", ("-c1", gate.address), nprocs=1, logs_specs=SlowToTidy(lambda: steps.append("removed"))
     ) as group:
+        assert asked.wait(TIMEOUT)
+        gate.open()
         group.wait(TIMEOUT)
     assert steps == []
     answer.set()
@@ -275,7 +279,10 @@ def test_a_console_that_takes_nothing_holds_back_no_signal(tmp_path: Path, ready
         assert process.wait(TIMEOUT) == 128 + signal.SIGTERM
 
 
-def test_what_is_told_comes_in_order_and_a_fork_has_a_voice_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_is_told_comes_in_order_and_a_fork_has_a_voice_of_its_own(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tell, "PATIENCE", TIMEOUT)  # for a thread that does not run yet on a machine that is busy
     tell.mention("one")
     tell.mention("two")
     tell.tell("three")

@@ -275,6 +275,18 @@ def say(rank):
 """
 
 
+# The kernel forwards its descriptors, which are pipes, when it comes to it.
+FORWARDED = """
+import array, fcntl, termios, time
+left = array.array("i", [1])
+for fd in (1, 2):
+    left[0] = 1
+    while left[0]:
+        time.sleep(0.01)
+        fcntl.ioctl(fd, termios.FIONREAD, left)
+"""
+
+
 def test_the_output_of_the_ranks_is_shown_in_the_cell(notebook: Notebook) -> None:
     cells = notebook.run(
         IMPORTS,
@@ -283,7 +295,7 @@ def test_the_output_of_the_ranks_is_shown_in_the_cell(notebook: Notebook) -> Non
         "run(say, {0: (0,), 1: (1,)}, logs_specs=DefaultLogsSpecs(tee={0: Std.OUT}, redirects=Std.ALL))",
         "run('echo', {0: ('a binary',)}, logs_specs=DefaultLogsSpecs(tee=Std.ALL))",
         "run(say, {0: ('plain 0',), 1: ('plain 1',)})",
-        "run(pow, (2, 3), nprocs=1)",  # the kernel forwards its descriptors when it comes to it
+        f"{FORWARDED}run(pow, (2, 3), nprocs=1)",
     )
     _, _, teed, both, echo, *plain = cells
     for cell in (teed, both, echo):  # a kernel sets FORCE_COLOR, for cells show colours

@@ -178,7 +178,7 @@ def test_an_offer_that_cannot_be_the_workers_own_is_not_taken(
     with path.open("w") as file, victim(file.fileno()) as (process, writer):
         path.write_text(offer.format(fd=file.fileno(), pid=process.pid) + "\n")
         target = stacks.Target(0, process.pid, str(shared / "error.json"), doomed=True)
-        with stacks.Collection([target], 0.2) as collection:
+        with stacks.Collection([target], TIMEOUT) as collection:
             collection.begin()
             collection.wait()
             assert why in collection.finish()[0].partition("\n")[0]
@@ -193,7 +193,8 @@ def test_an_offer_in_another_users_file_is_not_taken(shared: Path, monkeypatch: 
     with path.open() as file, victim(file.fileno()) as (process, writer):
         with acting_as(NOBODY):
             path.write_text(f"# stacks on signals 10 and 10, descriptor {file.fileno()}, process {process.pid}\n")
-        with stacks.Collection([stacks.Target(0, process.pid, str(shared / "error.json"), doomed=True)], 0.2) as asked:
+        target = stacks.Target(0, process.pid, str(shared / "error.json"), doomed=True)
+        with stacks.Collection([target], TIMEOUT) as asked:
             asked.begin()
             asked.wait()
             assert "it offers none;" in asked.finish()[0].partition("\n")[0]

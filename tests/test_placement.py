@@ -506,7 +506,7 @@ def test_nobody_placed_is_left_when_the_launcher_was_killed(kind: str, ready: Re
             pids = ready.pids(6)
         finally:
             launcher.kill()
-    assert not wait_gone(pids, 5)
+    assert not wait_gone(pids)
 
 
 # --- what cannot be started is named

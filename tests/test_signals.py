@@ -20,6 +20,7 @@ from phalanx.multiprocessing import PContext, SignalException, _signals, start_p
 from phalanx.multiprocessing._signals import acquire, release
 from tests import workers
 from tests.helpers import TIMEOUT, wait_gone
+from tests.waits import when_we_wait
 from tests.workers import run_script
 
 if TYPE_CHECKING:
@@ -119,9 +120,10 @@ def test_an_exception_that_is_swallowed_is_raised_by_the_next_wait() -> None:
 
 def test_one_that_came_out_of_a_wait_is_not_raised_again() -> None:
     with start_processes("g", "sleep", ("600",), nprocs=1) as group:
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        killing = when_we_wait(os.kill, os.getpid(), signal.SIGTERM)
         with pytest.raises(SignalException):
             group.wait(TIMEOUT)
+        killing.join()
         assert group.wait(0.05) is None
 
 

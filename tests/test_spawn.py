@@ -22,6 +22,7 @@ from phalanx.errors import format_ranks
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Std, UnpicklableError
 from tests import spawned
 from tests.helpers import Gate, Ready, alive, descendants, wait_gone
+from tests.waits import when_we_wait
 from tests.workers import run_script
 
 if TYPE_CHECKING:
@@ -493,11 +494,10 @@ def test_the_hosts_signal_handlers_are_left_alone(method: str, ready: Ready, gat
 def test_ctrl_c_in_a_join_stops_the_group(method: str, ready: Ready) -> None:
     context = mp.spawn(spawned.wait_for_ever, (ready.address,), 2, join=False, start_method=method)
     ready.wait(2)
-    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it may come as soon as the timer runs
-        timer.start()
+    interrupting = when_we_wait(os.kill, os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
         context.join()
-    timer.join()
+    interrupting.join()
     assert [process.exitcode for process in context.processes] == [-signal.SIGINT] * 2
     with pytest.raises(mp.ProcessExitedException, match="process 0 terminated with signal SIGINT"):
         context.join()

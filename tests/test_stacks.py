@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx._core import evidence, linux, spy, stacks
+from phalanx._core import ask as ask_module
+from phalanx._core import clock, evidence, linux, spy, stacks
 from phalanx.multiprocessing import start_processes
 from phalanx.timer._stack_signal import move_stack_signal
 from tests import stack_workers
@@ -155,8 +156,10 @@ def test_where_a_process_is(tmp_path: Path, ready: Ready, code: str) -> None:
 
 def test_all_threads_are_shown_and_the_main_thread_comes_last(tmp_path: Path, ready: Ready) -> None:
     code = """
-        def idle(): threading.Event().wait()
+        here = threading.Semaphore(0)
+        def idle(): here.release(); threading.Event().wait()
         for _ in range(3): threading.Thread(target=idle, daemon=True).start()
+        for _ in range(3): here.acquire()
         ready(); time.sleep(1000)
         """
     with Worker(tmp_path, ready, code) as worker:
@@ -193,7 +196,11 @@ def test_a_main_thread_that_waits_for_threads_at_its_end(tmp_path: Path, ready: 
     assert len(stacks.parse(text)) == 2
 
 
-def test_another_thread_takes_the_signal_when_the_main_thread_blocks_it(tmp_path: Path, ready: Ready) -> None:
+def test_another_thread_takes_the_signal_when_the_main_thread_blocks_it(
+    tmp_path: Path, ready: Ready, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then only a time in which nothing comes tells of the dump's end: who writes it may wait for a processor."""
+    monkeypatch.setattr(ask_module, "_QUIET", 0.2)
     code = f"""
         threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
         signal.pthread_sigmask(signal.SIG_BLOCK, [{ALL}])
@@ -320,9 +327,10 @@ def test_one_that_blocks_the_signal_in_all_threads(tmp_path: Path, ready: Ready)
         assert worker.process.poll() is None
 
 
-def test_one_that_blocks_the_signal_is_read(tmp_path: Path, ready: Ready) -> None:
+def test_one_that_blocks_the_signal_is_read(tmp_path: Path, ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "_OTHERWISE", 0.04)  # of much time, of which py-spy may need more on a busy machine
     with Worker(tmp_path, ready, f"signal.pthread_sigmask(signal.SIG_BLOCK, [{ONE}, {ALL}]); {SLEEP}") as worker:
-        assert shown(worker.ask(1)) == [["work", "<module>"]]
+        assert shown(worker.ask()) == [["work", "<module>"]]
         assert worker.sent == [ALL]
 
 
@@ -638,8 +646,12 @@ def test_native_frames_are_py_spys(tmp_path: Path, ready: Ready, monkeypatch: py
         assert stack_workers.ask(worker.target.replace(native=True)).endswith(" in <module>\n")
         os.mkfifo(tmp_path / "never")
         stack_workers.fake_py_spy(tmp_path, monkeypatch, f"exec cat {tmp_path}/never")  # it takes too long
-        with stacks.Collection([worker.target.replace(native=True)], 0.05) as collection:
+        with stacks.Collection([worker.target.replace(native=True)], PATIENCE) as collection:
             collection.begin()
+            while not collection._spies:  # it has shown its own
+                assert collection._loop is not None
+                collection._loop.once()
+            collection._until = clock.now()
             assert not collection.wait()
             assert collection.finish()[0].endswith(" in <module>\n")
 
@@ -657,8 +669,10 @@ def test_native_frames_of_a_real_process(tmp_path: Path, ready: Ready) -> None:
 def test_who_is_to_go_on_is_read_from_outside(tmp_path: Path, ready: Ready) -> None:
     """Nothing runs in it: not even a handler of a signal."""
     code = """
-        def idle(): threading.Event().wait()
+        here = threading.Semaphore(0)
+        def idle(): here.release(); threading.Event().wait()
         for _ in range(3): threading.Thread(target=idle, daemon=True).start()
+        for _ in range(3): here.acquire()
         ready(); time.sleep(1000)
         """
     with Worker(tmp_path, ready, code) as worker:
@@ -684,10 +698,13 @@ def test_who_cannot_be_read_is_asked_for_one_thread(
     tmp_path: Path, ready: Ready, monkeypatch: pytest.MonkeyPatch, script: str, why: str
 ) -> None:
     stack_workers.fake_py_spy(tmp_path, monkeypatch, script)
+    if why.endswith("in time"):  # of much time, of which the others and the answer may take more on a busy machine
+        monkeypatch.setattr(stacks, "_NO_MORE", 0.11)
+        monkeypatch.setattr(stacks, "_GIVEN_UP", 0.12)
     code = "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start(); ready(); time.sleep(1000)"
     with Worker(tmp_path, ready, code) as worker:
         before = linux.children(os.getpid())
-        text = worker.look(1.5)
+        text = worker.look()
         assert worker.sent == [ONE]
         assert worker.process.poll() is None
         assert linux.children(os.getpid()) == before
@@ -751,8 +768,11 @@ def test_who_reads_waits_for_no_processor(tmp_path: Path, monkeypatch: pytest.Mo
         reader.close()
 
 
-def test_a_thread_that_waits_for_a_disk_holds_up_no_look(tmp_path: Path, ready: Ready, disk: Disk) -> None:
+def test_a_thread_that_waits_for_a_disk_holds_up_no_look(
+    tmp_path: Path, ready: Ready, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It cannot be paused. The process is read without, and nothing runs in it for that."""
+    monkeypatch.setattr(stacks, "_UNPAUSED", 0.2)  # of much time, of which py-spy may need more on a busy machine
     code = f"""
         def write():
             with open({str(disk.folder / "file")!r}, "w") as file: file.write("x")
@@ -763,7 +783,7 @@ def test_a_thread_that_waits_for_a_disk_holds_up_no_look(tmp_path: Path, ready: 
     with Worker(tmp_path, ready, code, runs=True) as worker:
         try:
             until(lambda: sleeping_on_disks(worker.process.pid) == 1)
-            text = worker.look(4)
+            text = worker.look()
         finally:
             disk.thaw()  # before that not even SIGKILL ends it
     assert sorted(shown(text)) == [["work", "<module>"], ["write"]]

@@ -516,7 +516,7 @@ def test_waiting(ready: Ready, gate: Gate, method: str) -> None:
         before = time.monotonic()
         assert group.wait(0) is None
         assert group.wait(0.05) is None
-        assert 0.05 <= time.monotonic() - before < 5
+        assert 0.05 <= time.monotonic() - before < TIMEOUT
         assert group.wait(0.01, period=60) is None
         gate.open(2)
         result = group.wait(None)
@@ -541,7 +541,7 @@ def test_asking_never_blocks(ready: Ready, gate: Gate) -> None:
         asked = time.monotonic()
         for _ in range(1000):
             assert group.wait(0) is None
-        assert time.monotonic() - asked < 5
+        assert time.monotonic() - asked < TIMEOUT
         gate.open()
         group.wait()
 
@@ -612,7 +612,7 @@ def test_close_kills_when_the_grace_is_over(ready: Ready, gate: Gate) -> None:
     ready.wait()
     before = time.monotonic()
     group.close(timeout=0.1)
-    assert 0.1 <= time.monotonic() - before < 5
+    assert 0.1 <= time.monotonic() - before < TIMEOUT
     result = group.wait()
     assert result is not None
     assert result.outcomes[0].exitcode == -9
@@ -636,7 +636,7 @@ def test_a_second_close_shortens_the_grace(ready: Ready, gate: Gate) -> None:
     patient.start()
     before = time.monotonic()
     group.close(timeout=0.1)
-    assert time.monotonic() - before < 5
+    assert time.monotonic() - before < TIMEOUT
     patient.join()
     assert not alive(group.pids()[0])
 

@@ -324,18 +324,18 @@ def test_a_late_worker_is_killed_promptly_whatever_max_interval_is(
     assert f"pid {child.pid}: 'train.py:41' was not left in time; " in said
     assert "SIGKILL" in said
     assert struck._deadline is not None
-    assert clock.now() - struck._deadline < 2  # nowhere near max_interval, on the slowest machine
+    assert clock.now() - struck._deadline < TIMEOUT  # nowhere near max_interval, on the slowest machine
 
 
 def test_what_the_server_knows_is_explained_with_the_run(
-    server: FileTimerServer, child: Child, monkeypatch: pytest.MonkeyPatch
+    server: FileTimerServer, path: str, child: Child, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     explained: list[object] = []
     monkeypatch.setattr(debug_info_logging, "log_debug_info_for_expired_timers", lambda *given: explained.append(given))
-    child.begin("now = time.time(); client.acquire('b', now + 0.02); client.acquire('a', now + 0.01)")
+    write(path, request(child.pid, "b", -1), request(child.pid, "a", -2))  # none is judged without the other
     child.exitcode()
     server.run_once()
-    assert explained in ([("run", {child.pid: ["a", "b"]})], [("run", {child.pid: ["a"]})])
+    assert explained == [("run", {child.pid: ["a", "b"]})]
 
 
 def test_the_failure_names_the_scope(server: FileTimerServer, path: str, tmp_path: Path) -> None:
@@ -742,10 +742,10 @@ def test_the_owner_may_stop_the_server_from_its_callback(path: str) -> None:
 
 def test_progress_is_now_while_it_waits_and_old_while_it_hangs(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     server = FileTimerServer(path, "run")
-    assert abs(server.get_last_progress_time() - time.time()) <= 2
+    assert abs(server.get_last_progress_time() - time.time()) <= TIMEOUT
     seen: list[float] = []
     with server, Child(path) as child:
-        assert abs(server.get_last_progress_time() - time.time()) <= 2
+        assert abs(server.get_last_progress_time() - time.time()) <= TIMEOUT
         now = clock.now
 
         def later(_name: str, _request: FileTimerRequest | None) -> None:
@@ -757,7 +757,7 @@ def test_progress_is_now_while_it_waits_and_old_while_it_hangs(path: str, monkey
         write(path, request(1))
         settle(server)
         child.leave()
-    assert -102 < seen[0] < -97
+    assert -100 - TIMEOUT < seen[0] < -97
 
 
 def test_run_once_serves_what_is_there_and_ends(path: str, client: FileTimerClient) -> None:
@@ -1092,7 +1092,7 @@ def test_a_timer_that_was_taken_just_before_the_server_was_stopped_has_its_time(
 
 
 def test_a_deadline_is_put_off_by_the_time_in_which_the_server_was_away(server: FileTimerServer, child: Child) -> None:
-    child.do("client.acquire('s', time.time() + 600); client.acquire('short', time.time() + 0.5)")
+    child.do("client.acquire('s', time.time() + 600); client.acquire('short', time.time() + 60)")
     child.do("client.release('short')")
     settle(server)
     (timer,) = server._timers.values()
@@ -1100,7 +1100,7 @@ def test_a_deadline_is_put_off_by_the_time_in_which_the_server_was_away(server: 
     assert loop is not None
     deadline = timer._deadline
     assert deadline is not None
-    taken = deadline - 600
+    taken = timer._received
     loop.pauses.note(taken + 1, taken + 2, taken + 2.3)  # late for a moment
     loop.pauses.note(taken + 10, taken + 20, taken + 100)  # and away for a while
     assert server._late(deadline) == {}
@@ -1143,6 +1143,7 @@ def test_damaged_and_oversized_lines_are_logged_and_skipped(
     assert "more warnings about the timer pipe were left out" in caplog.text
 
 
+@settings(deadline=None)
 @given(st.lists(st.one_of(st.binary(max_size=60), st.sampled_from([b"\n", b"a" * 5000, b"b" * 4095, b"c\nd\n"]))))
 def test_lines_are_the_same_however_the_bytes_come(chunks: list[bytes]) -> None:
     lines = _pipe.Lines()
@@ -1169,7 +1170,7 @@ def _mutated(line: bytes, cuts: list[tuple[int, bytes]]) -> bytes:
     return line
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_no_bytes_make_the_server_raise_or_strike_an_outsider(
     data: st.DataObject, group: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

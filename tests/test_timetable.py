@@ -355,10 +355,13 @@ import ctypes, os, signal, sys
 from phalanx.timer import SharedTimerServer
 server = SharedTimerServer()
 server.start()
+said = os.pipe()
 child = os.fork() if sys.argv[1] == "python" else ctypes.PyDLL(None).fork()
 if child == 0:
+    os.write(said[1], b".")  # it has let go of what it lets go of
     while True:
         signal.pause()
+os.read(said[0], 1)
 print(child, server.address, flush=True)
 try:
     sys.stdin.readline()

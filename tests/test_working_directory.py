@@ -8,16 +8,18 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.helpers import TIMEOUT, Ready
+from tests.helpers import Ready
+from tests.test_lost_helpers import until
+from tests.test_run import LIMIT
 from tests.workers import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
@@ -74,7 +76,7 @@ def run(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
         env=environ,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT,
+        timeout=LIMIT,
     )
 
 
@@ -136,6 +138,7 @@ def test_the_stacks_of_a_run(marks: Path, tmp_path: Path) -> None:
         with subprocess.Popen(command, cwd=tmp_path / "there", env=environ, stderr=subprocess.DEVNULL) as launcher:
             try:
                 ready.wait()
+                until(lambda: any(Path(logs).glob("*/run.json")))  # the launcher comes to that in its own time
                 done = run(tmp_path, str(tool), "stack", "--log-dir", logs)
                 assert "job.py" in done.stdout, done.stderr
             finally:
@@ -184,6 +187,6 @@ def test_helpers_have_the_standard_library_wherever_it_is(
     """)
     environ = {**os.environ, "PYTHONPATH": f"{ROOT}/src", **more}
     done = subprocess.run(
-        [python, "-c", code], check=False, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT
+        [python, "-c", code], check=False, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT
     )
     assert done.returncode == 0, done.stderr
