@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ import pytest
 from tests.helpers import Gate, wait_gone
 from tests.test_run import Launcher
 from tests.timer_workers import wait_asleep
+from tests.workers import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,11 +50,13 @@ else:
         all_reduce()
 """
 
-# As `phalanx run`, but that on a machine that is busy the ranks have more time to give their stacks.
+# As `phalanx run`, but that on a machine that is busy the ranks, and py-spy, have more time for stacks.
 PATIENT = """
 import os
 from phalanx._core import witnesses
 from phalanx.cli import main
+from tests.waits import wait_long_for_stacks
+wait_long_for_stacks()
 witnesses.WAIT = float(os.environ.pop("WAIT"))
 main()
 """
@@ -227,9 +231,10 @@ def started(place: Place, ready: Ready, gate: Gate, culprit: str) -> Iterator[La
         )
         command = [sys.executable, "-c", PATIENT, "run", "--log-dir", str(place.logs), "--nproc-per-node", "4"]
         command.append(place.write(program, "train.py"))
-        with Launcher(
-            command, cwd=place.folder, env=place.env | {"WAIT": "0.8" if culprit == SLEEPER else "8"}
-        ) as launcher:
+        path = os.pathsep.join([ROOT, *filter(None, [place.env.get("PYTHONPATH")])])
+        # Who waits for a disk gives no stack of its own: there, all of the time is spent.
+        env = place.env | {"PYTHONPATH": path, "WAIT": "4" if culprit == SLEEPER else "8"}
+        with Launcher(command, cwd=place.folder, env=env) as launcher:
             pids = {int(rank): int(pid) for rank, pid in map(str.split, ready.wait(4))}
             if returns:
                 assert wait_gone([pids[3]]) == set()
