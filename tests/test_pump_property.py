@@ -51,13 +51,21 @@ def joined(pieces: list[bytes]) -> bytes:
     return b"".join(pieces)
 
 
+def unmoved(data: bytes) -> bytes:
+    """Without what moves a terminal's cursor: moves up are taken back with what they move over, like returns.
+
+    Hypothesis tries the constants of our modules as well, and such a move is one.
+    """
+    return data.translate(None, b"\r\033")
+
+
 WORDS = ["", "a", "é", "漢字", "🙂", "loss = 0.25", "x" * 300]
 ENDS = [b"\n", b"\r\n", b"\n\n", b"\0", b"\0\n"]
 ENCODED = [
     st.sampled_from(WORDS).map(str.encode),
-    st.text(max_size=8).map(lambda text: text.replace("\r", "").encode()),
-    st.text(max_size=8).map(lambda text: text.encode("utf-16").replace(b"\r", b"")),
-    st.binary(max_size=8).map(lambda data: data.replace(b"\r", b"")),
+    st.text(max_size=8).map(lambda text: unmoved(text.encode())),
+    st.text(max_size=8).map(lambda text: unmoved(text.encode("utf-16"))),
+    st.binary(max_size=8).map(unmoved),
     st.just(b"\xff\xfe\x80\xc3"),
 ]
 
