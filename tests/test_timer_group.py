@@ -29,7 +29,7 @@ from tests.timer_workers import wait_asleep
 from tests.waits import wait_long_for_stacks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from phalanx.multiprocessing import PContext, RunProcsResult
     from tests.helpers import Gate, Ready
@@ -73,8 +73,11 @@ def _temporary(own_temporary_folder: None) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _stacks_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    wait_long_for_stacks(monkeypatch.setattr)
+def patience() -> Iterator[pytest.MonkeyPatch]:
+    """Stacks are waited for, until a test calls ``patience.undo()``."""
+    with pytest.MonkeyPatch.context() as patched:
+        wait_long_for_stacks(patched.setattr)
+        yield patched
 
 
 def wait_before_the_second_step(monkeypatch: pytest.MonkeyPatch, condition: Callable[[Hang], bool]) -> None:
@@ -462,7 +465,10 @@ def test_of_who_has_survived_and_fails_without_a_word_the_hang_is_told(
     assert re.fullmatch(r"it had hung before: 'deaf' \(.*\) was not left within 0\.1 s; .*", failure.detail)
 
 
-def test_as_many_timers_as_there_can_be_expire_and_hold_up_nothing(events: Events, gate: Gate) -> None:
+def test_as_many_timers_as_there_can_be_expire_and_hold_up_nothing(
+    events: Events, gate: Gate, patience: pytest.MonkeyPatch
+) -> None:
+    patience.undo()  # the stacks are taken four times in a row
     count = timetable.SLOTS
     group = start(hang_workers.hold_many_or_fail, (count, gate.address), events, 2, on_expiry="report")
     events.wait("timer.expired", count)
