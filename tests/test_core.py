@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import random
 import signal
@@ -461,6 +462,15 @@ def test_who_attends_to_a_moment_waits_in_parts(monkeypatch: pytest.MonkeyPatch)
     finally:
         it.close()
     assert waits == [0.0546875] * 8 + [0.0625]  # an eighth at a time, and the rest at once
+
+
+def test_who_waits_between_the_two_clocks_makes_a_moment_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The monotonic clock began at 1000 s of the other, and a second passes with each look at one of them."""
+    seconds = itertools.count(100.0)
+    monkeypatch.setattr(clock, "now", lambda: next(seconds))
+    monkeypatch.setattr(clock, "wall", lambda: 1000 + next(seconds))
+    assert clock.from_wall(1150.0) == 151.0
+    assert clock.to_wall(150.0) == 1151.0
 
 
 # --- messages

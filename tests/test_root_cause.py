@@ -19,13 +19,17 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from phalanx._core import linux
+from phalanx._core.children import Children
 from phalanx.errors import _failure, record
 from phalanx.multiprocessing import DefaultLogsSpecs, ScriptContext, Std, start_processes
+from tests.disks import sleeping_on_disks, until
 from tests.families import KINDS
 from tests.helpers import TIMEOUT, pass_gate, tell
 
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from phalanx.multiprocessing import RunProcsResult
+    from tests.disks import Disk
     from tests.helpers import Gate, Ready
 
 ROUNDS = int(os.environ.get("PHALANX_ROUNDS", "5"))
@@ -563,42 +568,55 @@ def test_sys_exit_0_is_no_failure_however_long_it_takes(tmp_path: Path) -> None:
     assert result.succeeded
 
 
-def release_much(path: str, rank: int, way: str, size: int) -> None:
-    """Rank 0 leaves without a word, and the kernel takes long to release its memory; its connection closes at once."""
-    if rank == 0:
-        server = socket.socket(socket.AF_UNIX)
+def leave_slowly(folder: str, rank: int, way: str, ready: str, gate: str) -> None:
+    """Rank 0 leaves without a word, and one of its threads cannot: it waits for a disk. Rank 1 sees it leave."""
+    path = os.path.join(folder, "socket")
+    if rank == 1:
+        pass_gate(gate)
+        with socket.socket(socket.AF_UNIX) as peer:
+            peer.connect(path)
+            pid = int(peer.recv(100))
+            while peer.recv(1) or not linux.is_exiting(pid):
+                pass
+        raise ConnectionResetError("the peer has gone")
+    with socket.socket(socket.AF_UNIX) as server, open(os.path.join(folder, "disk", "file"), "wb", 0) as file:
         server.bind(path)
         server.listen()
-        open(path + ".ready", "w").close()
+        tell(ready, str(os.getpid()))
+        pass_gate(gate)
+        threading.Thread(target=file.write, args=(b"x",), daemon=True).start()
         peer, _ = server.accept()
-        held = os.memfd_create("much")
-        os.posix_fallocate(held, 0, size)
-        peer.recv(1)
-        # Files are released when the process has let go of all, the last one first: the memory after the socket.
-        low = os.dup2(held, 3 if peer.fileno() != 3 else 4)
-        assert low < peer.fileno()
-        os.close(held)
+        until(lambda: sleeping_on_disks(os.getpid()) == 1)
+        peer.send(str(os.getpid()).encode())
+        peer.close()
         if way == "abort":
             os.abort()
         os._exit(3)
-    while not os.path.exists(path + ".ready"):
-        pass
-    peer = socket.socket(socket.AF_UNIX)
-    peer.connect(path)
-    peer.send(b"x")
-    if not peer.recv(1):
-        raise ConnectionResetError("the peer has gone")
 
 
 @pytest.mark.parametrize("way", ["exit", "abort"])
-def test_an_exit_that_takes_long_to_release_what_it_has(tmp_path: Path, way: str) -> None:
-    args: dict[int, tuple[Any, ...]] = {rank: (str(tmp_path / "socket"), rank, way, 3 << 30) for rank in range(2)}
-    result = run(release_much, args, settle=0.02)
-    # On a machine that is very fast, or busy, the peer has no time to fail.
-    assert states(result) in (["failed", "failed"], ["failed", "stopped"])
-    if cause(result) != 0 and result.failures[0].dated_ns is None:
-        pytest.skip("the keeper came too late to see rank 0 on its way out: the machine is too busy for this test")
+def test_an_exit_that_takes_long(
+    tmp_path: Path, ready: Ready, gate: Gate, disk: Disk, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """The first to be reaped has lost its peer, who is on its way out by then: that is what the keeper looks for."""
+    looked, look = tmp_path / "looked", Children.look
+
+    def look_and_say(self: Children, *arguments: Any, **options: Any) -> None:
+        look(self, *arguments, **options)
+        looked.touch()
+
+    monkeypatch.setattr(Children, "look", look_and_say)  # under fork, the keeper has what we have
+    args = {rank: (str(tmp_path), rank, way, ready.address, gate.address) for rank in range(2)}
+    with start_processes("slow", leave_slowly, args, start_method="fork", settle=TIMEOUT) as group:
+        ready.wait()
+        disk.freeze()
+        gate.open(2)
+        until(looked.exists)
+        disk.thaw()
+        result = group.wait(TIMEOUT)
+    assert result is not None
     assert cause(result) == 0
+    assert states(result) == ["failed", "failed"]
     assert result.failures[0].exitcode == (3 if way == "exit" else -signal.SIGABRT)
 
 

@@ -1143,7 +1143,6 @@ def test_damaged_and_oversized_lines_are_logged_and_skipped(
     assert "more warnings about the timer pipe were left out" in caplog.text
 
 
-@settings(deadline=None)
 @given(st.lists(st.one_of(st.binary(max_size=60), st.sampled_from([b"\n", b"a" * 5000, b"b" * 4095, b"c\nd\n"]))))
 def test_lines_are_the_same_however_the_bytes_come(chunks: list[bytes]) -> None:
     lines = _pipe.Lines()
@@ -1170,7 +1169,7 @@ def _mutated(line: bytes, cuts: list[tuple[int, bytes]]) -> bytes:
     return line
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_no_bytes_make_the_server_raise_or_strike_an_outsider(
     data: st.DataObject, group: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -24,6 +24,7 @@ from phalanx._core.witnesses import Witnesses
 from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from phalanx.timer import SharedTimerClient, SharedTimerServer, TimerSpecs, _shared
 from tests import hang_workers
+from tests.disks import until
 from tests.helpers import TIMEOUT, alive, wait_gone
 from tests.timer_workers import wait_asleep
 from tests.waits import wait_long_for_stacks
@@ -411,6 +412,38 @@ def test_who_leaves_the_block_between_two_steps_is_let_go(
     out.touch()
     left = events.wait("timer.left")
     assert left["scope"] == "slow"
+    with open(second, "wb", 0) as stream:
+        stream.write(b".")
+    assert result_of(group).return_values == {0: "done"}
+    assert events.names() == ["timer.armed", "timer.expired", "timer.left"]
+
+
+def test_who_has_left_before_the_evidence_is_there_is_told_of_once(
+    events: Events, ready: Ready, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the next step: a launcher that is late with the evidence of a report has nothing to say of it."""
+    second, out, stepped = tmp_path / "second", tmp_path / "out", tmp_path / "stepped"
+    os.mkfifo(second)
+    take, testified = escalation.Escalation._take, escalation.Escalation.testified
+
+    def take_and_say(self: escalation.Escalation, step: int, hangs: list[Hang]) -> None:
+        take(self, step, hangs)
+        if step == 1:
+            stepped.touch()
+
+    def testify_late(self: escalation.Escalation, serial: int) -> None:
+        until(out.exists)
+        testified(self, serial)
+
+    monkeypatch.setattr(escalation.Escalation, "_take", take_and_say)
+    monkeypatch.setattr(escalation.Escalation, "testified", testify_late)
+    args = (0.05, gate.address, str(second), ready.address)
+    group = start(hang_workers.pass_late, args, events, on_expiry="report,kill:0.1", start_method="fork")
+    events.wait("timer.expired")
+    gate.open()
+    ready.wait()
+    out.touch()
+    until(stepped.exists)
     with open(second, "wb", 0) as stream:
         stream.write(b".")
     assert result_of(group).return_values == {0: "done"}

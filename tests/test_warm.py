@@ -288,6 +288,26 @@ def test_a_thread_that_has_ended_is_none(modules: Modules) -> None:
     assert run(add, 1, 2, preload=["thread"]) == {0: 3, 1: 3}
 
 
+def test_a_thread_that_is_about_to_leave_is_waited_for(modules: Modules) -> None:
+    """None of Python's any more, and yet in /proc/self/task: so is one that has just been joined, for a moment."""
+    modules.write(
+        "leaving",
+        """
+        import _thread, time
+        from phalanx._core import zygote
+        zygote._LEAVING = 60
+        _thread.start_new_thread(time.sleep, (0.1,))
+        """,
+    )
+    assert run(add, 1, 2, preload=["leaving"]) == {0: 3, 1: 3}
+
+
+def test_a_thread_of_which_python_knows_nothing_is_refused(modules: Modules) -> None:
+    modules.write("stays", "import _thread, time; _thread.start_new_thread(time.sleep, (600,))")
+    with pytest.raises(PreloadError, match=r"'stays' has started 1 thread, which a fork would not have"):
+        start(add, (1, 2), preload=["stays"])
+
+
 def test_numpy_whose_threads_know_about_forks_is_accepted() -> None:
     assert run(multiply, 600, preload=["numpy"]) == dict.fromkeys(range(2), 600.0**3)
 
