@@ -812,6 +812,17 @@ def test_a_damaged_file_is_unreadable_and_nothing_worse(tmp_path: Path, kind: st
 
 
 @pytest.mark.parametrize(
+    "exitcode,after,is_first", [(-9, 90, True), (-9, 110, False), (3, 4, True), (3, 6, False), (-15, 6, False)]
+)
+def test_for_how_long_nobody_may_notice_an_end_that_a_peer_has_seen(
+    tmp_path: Path, exitcode: int, after: int, is_first: bool
+) -> None:
+    """Of one with no evidence, that is noticed so many milliseconds after a peer's evidence. A kill takes longest."""
+    failure = ProcessFailure(0, 4242, exitcode, str(tmp_path / "error.json"), observed_ns=(1000 + after) * MS)
+    assert (failure.first_key < 1000 * MS) == is_first
+
+
+@pytest.mark.parametrize(
     "data",
     [
         {},

@@ -106,18 +106,19 @@ def test_a_keeper_is_silent_only_if_nothing_that_it_said_lies_unheard(
 
 
 def test_a_silent_keeper_is_woken_before_it_is_killed(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
-    shorten(monkeypatch, SILENCE=TIMEOUT)  # so long it has to say something, or to be asked
+    shorten(monkeypatch, SILENCE=3 * TIMEOUT)  # so long it has to say something, or to be asked
     with running("binary", ready) as group:
         ready.wait(2)
         supervisor = supervisor_of(group)
         keeper = helpers_of(group)[1]
         stop(keeper)
         supervisor._loop.call(lambda: supervisor._silence.over(clock.now()))
-        until(lambda: linux.Stat(keeper).state != "T")
+        until(lambda: linux.Stat(keeper).state in "RS")
         group.close()
         result = group.wait(0)
     assert result is not None
     assert result.state == "stopped"
+    assert not supervisor._silence.killed
 
 
 def test_a_keeper_that_we_killed_is_said_to_have_been_silent(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:

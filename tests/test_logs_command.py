@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
-import operator
 import os
 import re
 import shutil
@@ -19,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from phalanx._core import clock, linux
+from phalanx._core.clock import FakeClock
 from phalanx._core.set_aside import aside
 from phalanx._core.timeline import CUT, Timeline
 from phalanx._core.timeline import read as read_timeline
@@ -66,16 +65,24 @@ def sh(place: Place, code: str, *options: object, n: int = 1) -> Path:
     return folder
 
 
-def at_one_moment(folder: Path) -> None:
-    """Have the lines of a run written at one: how far apart the ranks came to write them is the machine's affair."""
-    attempt, now = folder / "attempt_0", clock.now()
+def at_one_moment(folder: Path, *later: int, seconds: float = 0.0) -> None:
+    """Have the lines of a run written at one: how far apart the ranks came to write them is the machine's affair.
+
+    Those of ranks that are to be ``later``, so many seconds later.
+    """
+    attempt, fake = folder / "attempt_0", FakeClock(clock.now())
+    apart = clock.wall() - fake()
     (attempt / "timeline").unlink(missing_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clock, "now", lambda: now)
+        patch.setattr(clock, "now", fake)
+        patch.setattr(clock, "wall", lambda: fake() + apart)
         times = Timeline(str(attempt / "timeline"))
-        for number, name in enumerate(("stdout", "stderr")):
-            for path in attempt.glob(f"*/{name}.log"):
-                times.note(2 * int(path.parent.name) + number, path.stat().st_size)
+        ranks = sorted(int(path.name) for path in attempt.iterdir() if path.name.isdigit())
+        for rank in sorted(ranks, key=later.__contains__):
+            if rank in later[:1]:
+                fake.advance(seconds)
+            for number, name in enumerate(("stdout", "stderr")):
+                times.note(2 * rank + number, (attempt / str(rank) / f"{name}.log").stat().st_size)
         times.close()
 
 
@@ -366,7 +373,7 @@ def test_times_are_those_of_writing(place: Place, ready: Ready, gate: Gate) -> N
         ready.wait(2)
         read_until_twice(launcher, "same\n")
         between = time.time()
-        time.sleep(0.3)  # equal lines that are further apart are not folded: again, it is time that matters
+        time.sleep(0.3)  # what is tested here is that time passes
         gate.open(2)
         launcher.end()
     begun = time.time()
@@ -392,10 +399,18 @@ def test_times_are_those_of_writing(place: Place, ready: Ready, gate: Gate) -> N
     around = [line.split() for line in lines(place, "--elapsed", "--rank", 1, "--grep", "last", "-B", 3)]
     assert [words[2] for words in around] == ["first", "same", "same", "last"]
     assert float(around[2][1]) - float(around[1][1]) > 0.25  # context has the time at which it was written
-    same = [line.split() for line in lines(place, "--timestamps", "--fold", "--grep", "same")]
-    before = [datetime.fromisoformat(words[1]).timestamp() < between + 0.05 for words in same]
-    for ranks in itertools.compress(same, before), itertools.compress(same, map(operator.not_, before)):
-        assert sorted(words[0] for words in ranks) in (["[0-1]"], ["[0]", "[1]"])  # these, if they came far apart
+
+
+def test_equal_lines_are_folded_by_the_time_at_which_they_were_written(place: Place) -> None:
+    folder = sh(place, "echo same", n=3)
+    at_one_moment(folder)
+    assert lines(place, "--fold") == ["[0-2] same"]
+    at_one_moment(folder, 1, seconds=0.1)
+    assert lines(place, "--fold") == ["[0-2] same"]
+    at_one_moment(folder, 1, seconds=0.3)
+    [both, late] = [line.split() for line in lines(place, "--fold", "--elapsed")]
+    assert (both[0], late[0]) == ("[0,2]", "[1]")
+    assert round(float(late[1]) - float(both[1]), 2) == 0.3
 
 
 def test_rotated_logs(place: Place) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import functools
 import json
 import multiprocessing
@@ -590,6 +591,7 @@ def leave_slowly(folder: str, rank: int, way: str, ready: str, gate: str) -> Non
         peer.send(str(os.getpid()).encode())
         peer.close()
         if way == "abort":
+            faulthandler.disable()  # the dump of a stack would tell when that was
             os.abort()
         os._exit(3)
 

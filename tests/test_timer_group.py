@@ -422,14 +422,13 @@ def test_who_has_left_before_the_evidence_is_there_is_told_of_once(
     events: Events, ready: Ready, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the next step: a launcher that is late with the evidence of a report has nothing to say of it."""
-    second, out, stepped = tmp_path / "second", tmp_path / "out", tmp_path / "stepped"
+    second, out, steps = tmp_path / "second", tmp_path / "out", [tmp_path / "step 0", tmp_path / "step 1"]
     os.mkfifo(second)
     take, testified = escalation.Escalation._take, escalation.Escalation.testified
 
     def take_and_say(self: escalation.Escalation, step: int, hangs: list[Hang]) -> None:
         take(self, step, hangs)
-        if step == 1:
-            stepped.touch()
+        steps[step].touch()
 
     def testify_late(self: escalation.Escalation, serial: int) -> None:
         until(out.exists)
@@ -439,11 +438,11 @@ def test_who_has_left_before_the_evidence_is_there_is_told_of_once(
     monkeypatch.setattr(escalation.Escalation, "testified", testify_late)
     args = (0.05, gate.address, str(second), ready.address)
     group = start(hang_workers.pass_late, args, events, on_expiry="report,kill:0.1", start_method="fork")
-    events.wait("timer.expired")
+    until(steps[0].exists)
     gate.open()
     ready.wait()
     out.touch()
-    until(stepped.exists)
+    until(steps[1].exists)
     with open(second, "wb", 0) as stream:
         stream.write(b".")
     assert result_of(group).return_values == {0: "done"}

@@ -366,11 +366,11 @@ def test_an_idle_server_does_not_wake(mp_queue: Any) -> None:
             super().register_timers(timer_requests)
 
     with Counted(mp_queue, max_interval=60), sleeper() as worker:
-        mp_queue.put(request(worker.pid, "scope", 0.2))
+        mp_queue.put(request(worker.pid, "scope", 2))
         assert not wait_gone([worker.pid])
-    # The start; the request; the deadline, perhaps a little early; what waits in the queue then; the exit; the end.
-    # And as many again, should it have been late for some of that: the deadline is put off then.
-    assert len(turns) <= 14
+    # The start; the request; the parts of the wait; what waits in the queue then; the exit; the end. And as many again,
+    # should it have been late for some of that: the deadline is put off then.
+    assert len(turns) <= 20
 
 
 def test_a_worker_that_leaves_with_timers_has_not_failed(mp_queue: Any, ready: Ready, gate: Gate) -> None:

@@ -277,7 +277,7 @@ def test_a_server_that_raises_goes_on_and_does_not_spin(
 
     def broken(*args: Any) -> Any:
         calls.append(clock.now())
-        if len(calls) <= 2:
+        if len(calls) <= 2 or calls[-1] < due:
             if method == "register_timers":  # what it has lost is lost
                 server.ask("worker", "again", 0.0)
             raise ZeroDivisionError(method)
@@ -285,6 +285,7 @@ def test_a_server_that_raises_goes_on_and_does_not_spin(
 
     monkeypatch.setattr(target, method, broken)
     server.answer = count
+    due = clock.now() + 0.2
     with server:
         server.ask("worker", "scope", 0.2)
         assert server.cleared.get(timeout=TIMEOUT)

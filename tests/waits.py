@@ -13,6 +13,7 @@ from tests.helpers import TIMEOUT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from types import ModuleType
 
     import pytest
 
@@ -28,20 +29,30 @@ def shorten(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
 def wait_long_for_stacks(put: Callable[[object, str, object], object] = setattr) -> None:
     """Have nobody go on without the stacks of what hangs, as launcher and keeper do soon on a machine that is busy.
 
-    ``put`` sets an attribute, as ``MonkeyPatch.setattr`` does. Keepers that begin as an interpreter are told, too.
+    ``put`` is as for `tell_keepers`.
+    """
+    put(witnesses, "WAIT", 10.0)
+    put(stacks.Collection.__init__, "__defaults__", (10.0,))
+    put(hang_report, "FINISH", 20.0)
+    tell_keepers(escalation, "EVIDENCE_WAIT", 15.0, put)
+
+
+def tell_keepers(
+    module: ModuleType, name: str, value: float, put: Callable[[object, str, object], object] = setattr
+) -> None:
+    """Set a name of a module, in this process and in keepers: those that are its forks, and those that begin anew.
+
+    ``put`` sets an attribute, as ``MonkeyPatch.setattr`` does.
     """
     command = interpreter.command
 
-    def patient(flags: Sequence[str], code: str, before: str = "") -> list[str]:
+    def telling(flags: Sequence[str], code: str, before: str = "") -> list[str]:
         if "phalanx._core.guard" in code:
-            code = f"import phalanx._core.escalation as it;it.EVIDENCE_WAIT={escalation.EVIDENCE_WAIT};{code}"
+            code = f"import {module.__name__} as it;it.{name}={value};{code}"
         return command(flags, code, before)
 
-    put(witnesses, "WAIT", 10.0)
-    put(stacks.Collection.__init__, "__defaults__", (10.0,))
-    put(escalation, "EVIDENCE_WAIT", 15.0)
-    put(hang_report, "FINISH", 20.0)
-    put(interpreter, "command", patient)
+    put(module, name, value)
+    put(interpreter, "command", telling)
 
 
 def when_we_wait(action: Callable[..., object], *arguments: object) -> threading.Thread:
