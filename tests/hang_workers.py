@@ -375,8 +375,8 @@ def leave_a_scope_behind() -> None:
     timer.progress(3)
     pid = os.fork()
     if pid == 0:
-        timer.expires(3600, "long").__enter__()
-        os._exit(0)
+        with timer.expires(3600, "long"):
+            os._exit(0)
     os.waitpid(pid, 0)
     stuck()
 
