@@ -32,6 +32,7 @@ import phalanx
 from phalanx import errors
 from phalanx._core import evidence
 from phalanx.errors import ChildFailedError, ErrorHandler, Outcome, ProcessFailure, format_ranks, format_report, record
+from phalanx.errors._failure import WHILE_LEAVING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -1403,6 +1404,25 @@ rank 7: abandoned: pid 107 still there after SIGKILL
 rank 10: succeeded
 ========================================================================"""
     )
+
+
+@pytest.mark.parametrize("peer", ["[127.0.0.1]:{}", "10.0.0.7:{}", "[fe80::1]:{}"])
+def test_the_port_of_a_lost_peer_makes_no_difference(peer: str) -> None:
+    failures = {
+        rank: failed(
+            rank, f"RuntimeError: pair.cc:553 Connection closed by peer {peer.format(48021 + 77 * rank)}. Why?"
+        )
+        for rank in range(3)
+    }
+    assert "ranks 1-2: the same" in format_report("x", failures)
+    failures[2] = failed(2, "RuntimeError: pair.cc:554 Connection closed by peer.")
+    assert "rank 1: the same" in format_report("x", failures)
+
+
+def test_who_raised_has_the_same_failure_where_our_signal_ended_the_teardown() -> None:
+    failures = {rank: failed(rank, "ValueError: nan", "Traceback") for rank in range(3)}
+    failures[2] = failures[2].replace(detail=f"SIGTERM, sent by us, {WHILE_LEAVING}")
+    assert "ranks 1-2: the same" in format_report("x", failures)
 
 
 def test_failures_that_differ_are_not_called_the_same() -> None:

@@ -56,11 +56,11 @@ def start_sh(place: Place, code: str, *options: object, n: int = 1, **settings: 
 PATIENT = "from phalanx._core import clock, fold; fold.Fold.__init__.__defaults__ = (60.0, clock.wall)\n"
 
 
-def fold_patiently(place: Place) -> None:
+def fold_patiently(place: Place, more: str = "") -> None:
     """Lines wait for their equals until all have said them, or have ended: a busy machine may bring them late."""
     there = place.folder / "patient"
     there.mkdir()
-    (there / "sitecustomize.py").write_text(PATIENT)
+    (there / "sitecustomize.py").write_text(PATIENT + more)
     place.env["PYTHONPATH"] = os.pathsep.join([str(there), *filter(None, [place.env.get("PYTHONPATH")])])
 
 

@@ -455,7 +455,7 @@ class Folder:
         self.out.append((format_ranks([it.rank for it in lanes], ","), line))
 
     def add(self, rank: int, block: bytes) -> None:
-        self.fold.add(self.lanes[rank], block)
+        self.fold.add_lines(self.lanes[rank], block)
 
 
 @pytest.mark.parametrize(
@@ -504,8 +504,8 @@ def test_a_rank_that_says_a_line_twice_said_two(time: FakeClock) -> None:
 def test_streams_are_folded_apart() -> None:
     it = Folder(1)
     it.fold = Fold(it.emit, {"stdout": 2, "stderr": 2})
-    it.fold.add(lane(0, "stdout"), b"x\n")
-    it.fold.add(lane(1, "stderr"), b"x\n")
+    it.fold.add_lines(lane(0, "stdout"), b"x\n")
+    it.fold.add_lines(lane(1, "stderr"), b"x\n")
     it.fold.release(everything=True)
     assert it.out == [("0", b"x\n"), ("1", b"x\n")]
 

@@ -116,7 +116,7 @@ class End:
         self.inbox = reports.Inbox(ours, self._drop)
         self.mirror = Mirror()
         self.mirror.started([(0, os.getpid()), (1, 1)])
-        self.mirror.running()
+        self.mirror.running(0)
 
     def _drop(self, fds: list[int]) -> None:
         self.dropped += len(fds)

@@ -1,4 +1,7 @@
-"""Equal lines of several ranks become one. Owns the comparison, and the order of what it holds back."""
+"""Equal texts of several ranks (lines, tracebacks) become one. Owns the comparison, and the order of what is held.
+
+Torch puts ``[rank3]: `` before each line of an exception that ends a rank. Texts that differ in that alone are equal.
+"""
 
 from __future__ import annotations
 
@@ -16,30 +19,37 @@ if TYPE_CHECKING:
     from phalanx._core.view import Lane
 
 WINDOW = 0.2
-"""Seconds in which a line waits for its equals."""
+"""Seconds in which a text waits for its equals."""
 
-_MOST = 4096  # lines that are held
+_MOST = 4096  # texts that are held
 _MOST_BYTES = 1 << 20
 _number = attrgetter("number")
 
 
-class _Entry:
-    __slots__ = ("lanes", "line", "number", "since", "time")
+def unmarked(lane: Lane, text: bytes) -> bytes:
+    """A text without the rank of its lane at the beginning of lines, as torch writes it there."""
+    mark = b"[rank%d]: " % lane.rank
+    return (b"\n" + text).replace(b"\n" + mark, b"\n")[1:] if mark in text else text
 
-    def __init__(self, number: int, lane: Lane, line: bytes, time: float) -> None:
+
+class _Entry:
+    __slots__ = ("lanes", "number", "since", "text", "time", "written")
+
+    def __init__(self, number: int, lane: Lane, text: bytes, written: bytes, time: float) -> None:
         self.number = number
-        self.line = line
+        self.text = text
+        self.written = written  # as its first lane has it
         self.lanes = [lane]
         self.since = clock.now()
         self.time = time
 
 
 class Fold:
-    """Holds each line for a window; those of other ranks that are equal join it. Each rank's lines keep their order.
+    """Holds each text for a window; those of other ranks that are equal join it. Each rank's texts keep their order.
 
     Args:
-        emit: Is called with the lanes that said a line, and the line with its end.
-        lanes: How many there are, of each stream: a line that all have said waits no longer.
+        emit: Is called with the lanes that said a text, and the text with its end.
+        lanes: How many there are, of each stream: a text that all have said waits no longer.
         window: Seconds.
         time: What time it is for the lines (seconds since the epoch).
     """
@@ -56,7 +66,7 @@ class Fold:
         self._window = window
         self._clock = time
         self.time = 0.0
-        """When the line that is given out came, by the lines' time."""
+        """When the text that is given out came, by the lines' time."""
         self._queue: deque[_Entry] = deque()
         self._equals: dict[tuple[str, bytes], list[_Entry]] = {}  # in the order of the queue
         self._last: dict[Lane, int] = {}
@@ -71,25 +81,34 @@ class Fold:
         first = self._queue[0]
         return first.since if self._complete(first) else first.since + self._window
 
-    def add(self, lane: Lane, block: bytes) -> None:
+    def holds(self, lane: Lane) -> bool:
+        """Whether a text of a lane is held."""
+        return bool(self._queue) and self._last.get(lane, -1) >= self._queue[0].number
+
+    def add_lines(self, lane: Lane, block: bytes) -> None:
         """Take whole lines of a lane."""
         self.release()
         for line in block.split(b"\n")[:-1]:
-            equals = self._equals.setdefault((lane.stream, line), [])
-            # The first that came after the lane's last line: else its lines would change places.
-            place = bisect_right(equals, self._last.get(lane, -1), key=_number)
-            if place < len(equals):
-                entry = equals[place]
-                entry.lanes.append(lane)
-            else:
-                entry = _Entry(self._count, lane, line, self._clock())
-                self._count += 1
-                self._bytes += len(line)
-                equals.append(entry)
-                self._queue.append(entry)
-            self._last[lane] = entry.number
-            while len(self._queue) > _MOST or self._bytes > _MOST_BYTES:
-                self._let_go()
+            self.add(lane, line)
+
+    def add(self, lane: Lane, text: bytes) -> None:
+        """Take a text of a lane, without its end."""
+        written, text = text, unmarked(lane, text)
+        equals = self._equals.setdefault((lane.stream, text), [])
+        # The first that came after the lane's last text: else its texts would change places.
+        place = bisect_right(equals, self._last.get(lane, -1), key=_number)
+        if place < len(equals):
+            entry = equals[place]
+            entry.lanes.append(lane)
+        else:
+            entry = _Entry(self._count, lane, text, written, self._clock())
+            self._count += 1
+            self._bytes += len(text)
+            equals.append(entry)
+            self._queue.append(entry)
+        self._last[lane] = entry.number
+        while len(self._queue) > _MOST or self._bytes > _MOST_BYTES:
+            self._let_go()
 
     def release(self, *, everything: bool = False) -> None:
         """Give out what has waited long enough, in order."""
@@ -105,13 +124,13 @@ class Fold:
     def _let_go(self) -> None:
         entry = self._queue.popleft()
         self.time = entry.time
-        self._bytes -= len(entry.line)
-        key = (entry.lanes[0].stream, entry.line)
+        self._bytes -= len(entry.text)
+        key = (entry.lanes[0].stream, entry.text)
         equals = self._equals[key]
         del equals[0]
         if not equals:
             del self._equals[key]
-        self._emit(entry.lanes, entry.line + b"\n")
+        self._emit(entry.lanes, (entry.text if len(entry.lanes) > 1 else entry.written) + b"\n")
 
     def _complete(self, entry: _Entry) -> bool:
         return len(entry.lanes) >= self._lanes.get(entry.lanes[0].stream, 0)

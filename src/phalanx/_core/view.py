@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from phalanx._core.fold import Fold
     from phalanx._core.search import Only, Search
     from phalanx._core.surface import Paper, Screen
+    from phalanx._core.tracebacks import Tracebacks
 
 QUIET = 0.1
 """Seconds without a byte after which an unfinished line is shown."""
@@ -131,6 +132,7 @@ class View:
         self._select = select
         self._harmless = harmless and isinstance(form, Text)  # JSON is, anyway
         self._fold: Fold | None = None
+        self._tracebacks: Tracebacks | None = None
         # Half a line is nothing to a machine, to a pattern, and to a comparison.
         self._whole = select is not None or isinstance(form, Json)
         self._lively = surface.live and isinstance(form, Text)
@@ -146,6 +148,12 @@ class View:
         """Have lines that are equal made one, by ``fold``, which writes to the surface."""
         self._fold = fold
         self._whole = True
+
+    def fold_tracebacks(self, fold: Fold) -> None:
+        """Have tracebacks that are equal made one, by ``fold``, which writes to the surface."""
+        from phalanx._core.tracebacks import Tracebacks
+
+        self._tracebacks = Tracebacks(fold, self._write)
 
     def replay(self, moment: float) -> None:
         """What is taken from now on was written at ``moment`` (seconds since the epoch), not now."""
@@ -215,9 +223,16 @@ class View:
         """Show whole lines, wanted or not."""
         block = self._sent(lane, block)
         if self._fold is not None:
-            self._fold.add(lane, block)
+            self._fold.add_lines(lane, block)
             self._want(self._fold.due)
-        elif block:
+        elif self._tracebacks is not None:
+            self._tracebacks.take(lane, block)
+            self._want(self._tracebacks.due)
+        else:
+            self._write(lane, block)
+
+    def _write(self, lane: Lane, block: bytes) -> None:
+        if block:
             self.surface.write(lane, *self._form.render(lane, block, self.time))
 
     def tick(self) -> None:
@@ -226,6 +241,9 @@ class View:
         if self.due > now:
             return
         self.due = math.inf
+        if self._tracebacks is not None:  # before what came after them
+            self._tracebacks.tick()
+            self._want(self._tracebacks.due)
         for lane in list(self._unfinished):
             when = self._when(lane)
             if when > now:
@@ -245,6 +263,9 @@ class View:
     def finish(self, lane: Lane) -> None:
         """The lane has come to its end: show what nobody has ended."""
         rest = lane.cutter.take()
+        if self._tracebacks is not None and not rest:
+            self._tracebacks.finish(lane)
+            self._want(self._tracebacks.due)
         if self._live is not None:
             self._live.show(lane, b"")
         if lane.begun:
@@ -257,6 +278,8 @@ class View:
 
     def release(self) -> None:
         """Hold nothing back any longer."""
+        if self._tracebacks is not None:
+            self._tracebacks.release()
         if self._fold is not None:
             self._fold.release(everything=True)
 
@@ -280,6 +303,8 @@ class View:
         """When the unfinished line of a lane is to be shown."""
         if lane.behind:
             return math.inf
+        if self._tracebacks is not None and self._tracebacks.holds(lane):
+            return max(self._tracebacks.due, lane.changed + QUIET)
         if lane.cutter.rewritten:
             return lane.changed if self._live is not None else max(lane.changed, lane.stated + STATE)
         return math.inf if self._whole else lane.changed + QUIET

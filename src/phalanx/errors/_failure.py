@@ -11,6 +11,7 @@ import signal
 import time
 
 from phalanx._core import evidence
+from phalanx._core.clock import in_a_word
 from phalanx._core.value import Value
 from phalanx.errors._standing import standing
 
@@ -23,6 +24,9 @@ NOT_AVAILABLE = "<N/A>"
 
 NONE = "<NONE>"
 """Stands for the message in the `error_file_data` of a failure without an error file."""
+
+WHILE_LEAVING = "came while it was leaving"
+"""How a detail ends that says which signal of ours ended a process that had failed by then."""
 
 STATES = ("succeeded", "failed", "stopped", "abandoned")
 """The states of an `Outcome`."""
@@ -100,6 +104,8 @@ class Outcome(Value):
             or ``"abandoned"``, when it outlived even SIGKILL.
         exitcode: As `subprocess` gives it, negative for a signal; None when no exit was seen.
         signal_sent: The last signal that we sent it, or None.
+        ended_ns: When it ended, in nanoseconds on CLOCK_MONOTONIC; None when no exit was seen.
+        early: Seconds for which the others went on after it had succeeded, where that is long; else 0.
 
     Raises:
         ValueError: There is no such state.
@@ -108,13 +114,17 @@ class Outcome(Value):
     'stopped by us (SIGTERM)'
     """
 
-    __slots__ = ("local_rank", "pid", "state", "exitcode", "signal_sent")  # noqa: RUF023 (the order is that of the arguments)
+    __slots__ = (  # noqa: RUF023 (the order is that of the arguments)
+        "local_rank", "pid", "state", "exitcode", "signal_sent", "ended_ns", "early",
+    )  # fmt: skip
 
     local_rank: int
     pid: int
     state: str
     exitcode: int | None
     signal_sent: int | None
+    ended_ns: int | None
+    early: float
 
     def __init__(
         self,
@@ -123,10 +133,15 @@ class Outcome(Value):
         state: str,
         exitcode: int | None = None,
         signal_sent: int | None = None,
+        ended_ns: int | None = None,
+        early: float = 0.0,
     ) -> None:
         if state not in STATES:
             raise ValueError(f"state must be one of {', '.join(STATES)}; got {state!r}")
-        self._store(local_rank=local_rank, pid=pid, state=state, exitcode=exitcode, signal_sent=signal_sent)
+        self._store(
+            local_rank=local_rank, pid=pid, state=state, exitcode=exitcode, signal_sent=signal_sent,
+            ended_ns=ended_ns, early=early,
+        )  # fmt: skip
 
     def describe(self) -> str:
         """The outcome as one line, without the rank. Equal lines may be grouped.
@@ -137,11 +152,13 @@ class Outcome(Value):
         'failed: exited with code 3'
         >>> Outcome(0, 4242, "abandoned", None, 9).describe()
         'abandoned: pid 4242 still there after SIGKILL'
+        >>> Outcome(0, 4242, "succeeded", 0, early=7500.0).describe()
+        'succeeded, 2h05m before the rest'
         """
         sent = "" if self.signal_sent is None else signal_name(self.signal_sent)
         ending = "" if self.exitcode is None else describe_exit(self.exitcode)
         if self.state == "succeeded":
-            return "succeeded"
+            return f"succeeded, {in_a_word(self.early)} before the rest" if self.early else "succeeded"
         if self.state == "abandoned":
             return f"abandoned: pid {self.pid} still there" + (f" after {sent}" if sent else "")
         if self.state == "failed":

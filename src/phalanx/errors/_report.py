@@ -11,7 +11,7 @@ import re
 from phalanx._core.harmless import escaped
 from phalanx._core.ranks import named
 from phalanx.errors._child_failed import first_failure
-from phalanx.errors._failure import NOT_AVAILABLE
+from phalanx.errors._failure import NOT_AVAILABLE, WHILE_LEAVING
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,15 +29,20 @@ LINE = 500  # columns of one line
 DIFFERENT = 8  # failures unlike all before them that are told in full; those beyond get a line each
 COMPARED = 8 << 10  # characters of a text by which failures are compared: its two ends
 
-# What makes equal failures look different: native frames, which only some have; addresses, process ids, and the rank
-# and device of the one who tells.
+# What makes equal failures look different: native frames, which only some have; addresses, process ids, the rank and
+# device of the one who tells, and the port of the peer who has gone.
 _NATIVE = "native frames (py-spy):\n"
-_MASKS = tuple(  # of small letters; each begins with a word, which makes the search as fast as one for the word
-    re.compile(pattern)
-    for pattern in (r"0x([0-9a-f]{4,})", *(rf"{word}\W{{0,3}}(\d+)" for word in (
-        "pid", "process", "rank", "cuda", "gpu", "device"
-    )))
-)  # fmt: skip
+_MASKS = tuple(  # of small letters; each begins with what seldom comes, which makes the search as fast as one for it
+    map(
+        re.compile,
+        (
+            r"0x([0-9a-f]{4,})",
+            *(rf"{word}\W{{0,3}}(\d+)" for word in ("pid", "process", "rank", "cuda", "gpu", "device")),
+            r"\.\d{1,3}\]?:(\d{4,5})\b",
+            r"\]:(\d{4,5})\b",
+        ),
+    )
+)
 _TIMES = re.compile(r"\b\d+(?:\.\d)? (m?s) (over|before)\b")
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 
@@ -145,11 +150,12 @@ def _rest(outcomes: Mapping[int, Outcome]) -> Lines:
 
 def signature(failure: ProcessFailure) -> object:
     """What two failures must share to be called the same: of long texts, the two ends."""
-    texts = [failure.message, failure.detail, failure.traceback]
-    if not failure.traceback and failure.exitcode >= 0:
-        texts.append(failure.stderr_tail)
     # Whoever has raised has the same failure whether it came to its end or was stopped in its teardown.
     code = None if failure.traceback else failure.exitcode
+    detail = "\n".join(line for line in failure.detail.split("\n") if not line.endswith(WHILE_LEAVING))
+    texts = [failure.message, detail, failure.traceback]
+    if not failure.traceback and failure.exitcode >= 0:
+        texts.append(failure.stderr_tail)
     return (code, *(_masked(text, failure) for text in texts))
 
 

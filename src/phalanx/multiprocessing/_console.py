@@ -235,7 +235,7 @@ class _Views:
         return self._by_place[place]
 
     def _make(self, target: Any) -> View:
-        view, colour = make_view(target, self._console, self._prefix, self._counts)
+        view, colour = make_view(target, self._console, self._prefix, self._counts, live=True)
         if colour:
             self._colored.add(view)
         self.all.append(view)
@@ -274,10 +274,12 @@ class _Views:
             view.surface.sink.close()
 
 
-def make_view(target: Any, console: ConsoleSpecs, prefixes: Prefixes, counts: dict[str, int]) -> tuple[View, bool]:
+def make_view(
+    target: Any, console: ConsoleSpecs, prefixes: Prefixes, counts: dict[str, int], *, live: bool = False
+) -> tuple[View, bool]:
     """A view on a descriptor, a stream or a sink, and whether prefixes are coloured there.
 
-    ``counts`` says how many lanes of each stream it will have.
+    ``counts`` says how many lanes of each stream it will have. On what is ``live``, equal tracebacks are shown once.
     """
     from phalanx._core import display
     from phalanx._core.fold import Fold
@@ -293,18 +295,19 @@ def make_view(target: Any, console: ConsoleSpecs, prefixes: Prefixes, counts: di
     colour = text and terminal.coloured(fd, console.color)
     tame = not console.raw and terminal.is_one(target)
     view = View(surface, Text() if text else Json(prefixes.host), _search(console), harmless=tame)
-    if console.fold:
+    if console.fold or (live and text):
         shared = lru_cache(_KNOWN)(partial(prefixes.shared, colour=colour))
 
         def emit(lanes: list[Lane], line: bytes) -> None:
-            if len(lanes) == 1:
-                surface.write(lanes[0], lanes[0].label(lambda: fold.time), line)
-            else:
-                prefix = shared(frozenset([lane.rank for lane in lanes]))
-                surface.write(lanes[0], prefix if isinstance(prefix, bytes) else prefix(fold.time), line)
+            prefix = lanes[0].prefix if len(lanes) == 1 else shared(frozenset([lane.rank for lane in lanes]))
+            prefix = prefix if isinstance(prefix, bytes) else prefix(fold.time)
+            surface.write(lanes[0], prefix, line[:-1].replace(b"\n", b"\n" + prefix) + b"\n")
 
         fold = Fold(emit, counts, time=lambda: view.time())  # noqa: PLW0108 - it is replaced where history is shown
-        view.fold_into(fold)
+        if console.fold:
+            view.fold_into(fold)
+        else:
+            view.fold_tracebacks(fold)
     return view, colour
 
 

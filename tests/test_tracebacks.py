@@ -1,0 +1,259 @@
+"""Tracebacks that are equal across ranks are shown once on the console; the files keep them all."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx._core import clock, fold, tracebacks
+from phalanx._core.clock import FakeClock
+from phalanx._core.fold import Fold
+from phalanx._core.ranks import format_ranks
+from phalanx._core.tracebacks import HEAD, QUIET, Tracebacks
+from tests.pump_tools import lane
+from tests.test_log_options import fold_patiently
+from tests.timer_workers import wait_asleep
+
+if TYPE_CHECKING:
+    from phalanx._core.view import Lane
+    from tests.helpers import Ready
+    from tests.test_run import Place
+
+HEADER = HEAD + b"\n"
+FRAME = b'  File "train.py", line 9, in main\n    step()\n'
+ONE = HEADER + FRAME + b"ValueError: nan\n"
+CHAINED = ONE + b"\nDuring handling of the above exception, another exception occurred:\n\n" + ONE
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    """A clock that moves when told."""
+    fake = FakeClock(100.0)
+    monkeypatch.setattr(clock, "now", fake)
+    return fake
+
+
+class Console:
+    """What comes out for some ranks: whole texts, after the ranks that they are of."""
+
+    def __init__(self, ranks: int) -> None:
+        self.lanes = [lane(rank) for rank in range(ranks)]
+        self.out: list[tuple[str, bytes]] = []
+        self.by_rank = [b""] * ranks
+        fold = Fold(self.emit, {"stdout": ranks})
+        self.tracebacks = Tracebacks(fold, lambda lane, block: self.emit([lane], block))
+
+    def emit(self, lanes: list[Lane], text: bytes) -> None:
+        assert text.endswith(b"\n")
+        self.out.append((format_ranks([it.rank for it in lanes], ","), text))
+        for it in lanes:
+            self.by_rank[it.rank] += text
+
+    def take(self, rank: int, block: bytes) -> None:
+        self.tracebacks.take(self.lanes[rank], block)
+
+    def wait(self, time: FakeClock, seconds: float) -> list[tuple[str, bytes]]:
+        """What has come out when that time is over."""
+        time.advance(seconds)
+        self.tracebacks.tick()
+        out, self.out = self.out, []
+        return out
+
+
+LONG = QUIET + fold.WINDOW + 0.01
+
+
+@pytest.mark.parametrize("text", [ONE, CHAINED, HEADER + FRAME + b"KeyboardInterrupt\n"])
+def test_equal_ones_are_shown_once(time: FakeClock, text: bytes) -> None:
+    it = Console(4)
+    for rank in range(4):
+        it.take(rank, text)
+    assert it.out == []  # it may go on with another
+    assert it.wait(time, QUIET) == [("0-3", text)]
+    assert it.tracebacks.due == float("inf")
+
+
+def marked(rank: int, text: bytes) -> bytes:
+    """As torch writes it where its process group is up: the rank before each line that is not empty."""
+    return b"".join(b"[rank%d]: " % rank + line if line != b"\n" else line for line in text.splitlines(keepends=True))
+
+
+@pytest.mark.parametrize("text", [ONE, CHAINED])
+def test_the_rank_before_each_line_makes_no_difference(time: FakeClock, text: bytes) -> None:
+    """One that is alone is shown as it was written."""
+    it = Console(4)
+    other = text.replace(b"nan", b"inf")
+    for rank in range(4):
+        it.take(rank, marked(rank, other if rank == 1 else text) + marked(rank, b"A note.\n"))
+    it.wait(time, QUIET)
+    after = [("0,2-3", b"A note.\n"), ("1", marked(1, b"A note.\n"))]
+    shown = it.wait(time, LONG)
+    assert sorted(shown) == sorted([("0,2-3", text), ("1", marked(1, other)), *after])
+    assert shown.index(after[0]) > shown.index(("0,2-3", text))
+
+
+def test_another_ranks_number_is_a_difference(time: FakeClock) -> None:
+    it = Console(2)
+    for rank in range(2):
+        it.take(rank, marked(0, ONE))
+    it.wait(time, QUIET)
+    it.wait(time, LONG)
+    assert it.by_rank == [marked(0, ONE), marked(0, ONE)]
+
+
+def test_line_by_line(time: FakeClock) -> None:
+    """As a worker writes them, whose stderr has no buffer."""
+    it = Console(2)
+    for line in CHAINED.splitlines(keepends=True):
+        it.take(0, line)
+        time.advance(QUIET / 2)
+        it.take(1, line)
+    assert it.wait(time, LONG) == [("0-1", CHAINED)]
+
+
+def test_different_ones_are_whole(time: FakeClock) -> None:
+    it = Console(3)
+    other = ONE.replace(b"nan", b"inf")
+    for rank, text in enumerate((ONE, other, ONE)):
+        it.take(rank, text)
+    it.wait(time, QUIET)
+    assert it.wait(time, LONG) == [("0,2", ONE), ("1", other)]
+
+
+def test_one_that_comes_late_is_shown_again(time: FakeClock) -> None:
+    it = Console(2)
+    it.take(0, ONE)
+    it.tracebacks.tick()
+    it.wait(time, QUIET)
+    assert it.wait(time, fold.WINDOW) == [("0", ONE)]
+    it.take(1, ONE)
+    it.wait(time, QUIET)
+    assert it.wait(time, fold.WINDOW) == [("1", ONE)]
+
+
+def test_what_is_around_it_keeps_its_place(time: FakeClock) -> None:
+    it = Console(2)
+    it.take(0, b"before\n" + ONE + b"after\nand after\n")
+    assert it.out == [("0", b"before\n")]
+    it.take(1, b"other\n")
+    assert it.out[1:] == [("1", b"other\n")]  # nothing of that rank is held
+    it.take(1, ONE)
+    it.wait(time, 0)
+    assert it.wait(time, LONG) == [("0-1", ONE), ("0", b"after\n"), ("0", b"and after\n")]
+    it.take(0, b"at once\n")
+    assert it.out == [("0", b"at once\n")]
+
+
+def test_lines_after_equal_ones_are_folded_too(time: FakeClock) -> None:
+    """Notes of an exception are such lines, whatever they look like."""
+    it = Console(2)
+    for rank in range(2):
+        it.take(rank, ONE + b"A note.\n")
+    assert it.wait(time, QUIET) == [("0-1", ONE), ("0-1", b"A note.\n")]
+
+
+@pytest.mark.parametrize(
+    "text", [HEADER, HEADER + FRAME, ONE + b"\n", HEADER + b"\n", b"said: " + HEADER, b"  + Exception Group " + ONE]
+)
+def test_what_has_no_end_is_not_held_for_long(time: FakeClock, text: bytes) -> None:
+    it = Console(2)
+    it.take(0, text)
+    time.advance(QUIET)
+    it.tracebacks.tick()
+    it.wait(time, fold.WINDOW)
+    assert it.by_rank[0] == text
+    assert it.tracebacks.due == float("inf")
+
+
+def test_a_very_long_one_is_not_held_whole(time: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    del time
+    monkeypatch.setattr(tracebacks, "_MOST", 1000)
+    it = Console(1)
+    text = HEADER + FRAME * 100 + b"RecursionError: x\n"
+    it.take(0, text)
+    it.tracebacks.release()
+    assert it.by_rank[0] == text
+    assert max(len(part) for _, part in it.out) < 1100
+
+
+LINES = st.sampled_from(
+    [HEADER, FRAME, b"ValueError: nan\n", b"KeyError: 1\n", b"\n", b"x\n", ONE, CHAINED, b"  indented\n",
+     b"The above exception was the direct cause of the following exception:\n"]
+)  # fmt: skip
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), LINES, st.sampled_from([0.0, 0.05, 0.3])), max_size=40))
+def test_nothing_is_lost_and_each_rank_keeps_its_order(said: list[tuple[int, bytes, float]]) -> None:
+    time = FakeClock(100.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clock, "now", time)
+        it = Console(3)
+        given = [b""] * 3
+        for rank, text, seconds in said:
+            given[rank] += text
+            it.take(rank, text)
+            it.wait(time, seconds)
+        it.tracebacks.release()
+    assert it.by_rank == given
+
+
+# --- real ones
+
+
+@pytest.fixture
+def patient(place: Place) -> None:
+    """Nothing has to come quickly, on a busy machine; a traceback of all ranks is shown as soon as they have ended."""
+    fold_patiently(place, "from phalanx._core import tracebacks; tracebacks.QUIET = 60.0")
+
+
+@pytest.mark.usefixtures("patient")
+def test_ctrl_c(place: Place, ready: Ready) -> None:
+    script = place.write(f"""
+        import signal
+        {ready.python()}
+        signal.pause()
+        """)
+    with place.start("--nproc-per-node", 4, script) as launcher:
+        for pid in ready.pids(4):
+            wait_asleep(pid)
+        launcher.send(signal.SIGINT)
+        done = launcher.end()
+    assert done.status == 130
+    shown = [line for line in done.err.splitlines() if not line.startswith("phalanx:")]
+    assert shown[0] == "[0-3] Traceback (most recent call last):"
+    assert shown[-1] == "[0-3] KeyboardInterrupt"
+    assert all(line.startswith("[0-3] ") for line in shown)
+    for rank in range(4):
+        assert place.log(rank, "stderr.log").count("KeyboardInterrupt") == 1
+
+
+@pytest.mark.usefixtures("patient")
+def test_equal_failures(place: Place) -> None:
+    """And one that is not equal: that is shown whole, too."""
+    script = place.write("""
+        import os, time
+        rank = os.environ["RANK"]
+        print("rank", rank)
+        open(f"rank-{rank}", "w").close()
+        while not all(os.path.exists(f"rank-{each}") for each in range(4)):
+            time.sleep(0.001)
+        raise ValueError("the same" if rank != "2" else "another")
+        """)
+    done = place.run("--nproc-per-node", 4, "--settle", 60, script)
+    assert done.status == 1
+    lines = [line for line in done.err[: done.err.index("=====")].splitlines() if line.startswith("[")]
+    same = [line.removeprefix("[0-1,3] ") for line in lines if line.startswith("[0-1,3] ")]
+    other = [line.removeprefix("[2] ") for line in lines if line.startswith("[2] ")]
+    assert len(same) == len(other)
+    assert same[0] == other[0] == "Traceback (most recent call last):"
+    assert (same[-1], other[-1]) == ("ValueError: the same", "ValueError: another")
+    assert len(lines) == len(same) + len(other)
+    for rank in range(4):
+        assert place.log(rank, "stderr.log").count("ValueError: ") == 1
+    logs = place.program(sys.executable, "-m", "phalanx", "logs", "--log-dir", place.logs, "--stderr").out
+    assert logs.count("Traceback") == 4  # what they wrote, and not what was shown
