@@ -30,6 +30,7 @@ from phalanx._core import linux
 from phalanx._core.children import Children
 from phalanx.errors import _failure, record
 from phalanx.multiprocessing import DefaultLogsSpecs, ScriptContext, Std, start_processes
+from phalanx.multiprocessing._result import verdict
 from tests.disks import sleeping_on_disks, until
 from tests.families import KINDS
 from tests.helpers import TIMEOUT, pass_gate, tell
@@ -215,6 +216,9 @@ def test_evidence_counts_more_than_the_order_of_exits(
     assert states(result) == ["succeeded" if in_peace else "stopped", "failed", "failed"]
     assert (result.failures[1].observed_ns or 0) > (result.failures[2].observed_ns or 0)
     assert result.outcomes[1].exitcode == (1 if in_peace else -15)
+    assert result.root_cause.exitcode == 1  # and so is that of the whole
+    assert result.root_cause.detail == ("" if in_peace else "SIGTERM, sent by us, came while it was leaving")
+    assert verdict(result) == (1, "rank 1: ValueError: the cause")
     assert result.outcomes[2].exitcode == 5
 
 

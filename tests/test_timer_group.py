@@ -1013,6 +1013,39 @@ def test_a_rank_is_where_the_thread_is_that_hangs(says: dict[int, str]) -> None:
     assert it.apart() == set()
 
 
+def within(path: str, function: str) -> str:
+    """A main thread that is in a function of an installed package, which is called by `step`."""
+    head = "Thread 0x01 (most recent call first):\n"
+    return f'{head}  File "/x/site-packages/{path}", line 9 in {function}\n  File "t.py", line 7 in step\n'
+
+
+ALL_REDUCE = within("torch/distributed/distributed_c10d.py", "all_reduce")
+BACKWARD = within("torch/autograd/graph.py", "_engine_run_backward")
+
+
+@pytest.mark.parametrize(
+    "texts, found",
+    [
+        ((ALL_REDUCE, in_("read")), {1}),
+        ((in_("read"), BACKWARD), {0}),
+        ((BACKWARD, within("torch/utils/data/dataloader.py", "__next__")), {1}),  # one place of the user's
+        ((ALL_REDUCE, in_("read"), in_("fetch"), f"{frames.NO_STACK}it offers none\n"), {1, 2}),
+        ((in_("read"), in_("fetch")), set()),
+        ((ALL_REDUCE.replace("step", "one"), BACKWARD), set()),
+        ((f"{frames.NO_STACK}it offers none\n", ALL_REDUCE), set()),
+    ],
+)
+def test_who_waits_for_others_is_not_what_they_wait_for(
+    texts: tuple[str, ...], found: set[int], says: dict[int, str]
+) -> None:
+    """Where no place has most of the ranks, as with two; and where all are in the user's call of a framework."""
+    it = Witnesses(FILES)
+    says.update(dict(enumerate(texts, 10)))
+    hangs = [hang_of(rank, 10 + rank) for rank in range(len(texts))]
+    it.hear({rank: 10 + rank for rank in range(len(texts))}, hangs, doomed=True).close()
+    assert it.apart() == found
+
+
 def test_of_a_thread_that_nobody_could_read_no_other_is_told_in_its_place(says: dict[int, str]) -> None:
     it = Witnesses(FILES)
     says[10] = in_("train")

@@ -28,6 +28,7 @@ _HEAD = re.compile(r"(?:(Current thread|Thread) 0x([0-9a-fA-F]{1,16})\b.*|Stack 
 _IN_A_STATE = "# it is "  # how a dump begins of a process that was in a state in which it does not go on
 _FRAME = re.compile(r'  File (?:"(.*)"|\?\?\?), line (\d{1,10}|\?\?\?) in (.*)')
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64|32)?/python\d[\d.]*t?/|^<frozen |^\?\?\?$")
+_COMMUNICATION = re.compile(r"/(?:site|dist)-packages/torch/(?:distributed/|autograd/graph\.py$)")
 _OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _STARTERS = ("worker.py", "script.py", "guard.py", "keeper.py", "children.py", "starting.py", "zygote.py")
 _PLACES = 4  # that `sum_up` names one by one
@@ -131,11 +132,28 @@ def top(threads: Sequence[Thread], ident: int = 0) -> Frame | None:
     Returns:
         The frame; None if there is none.
     """
-    if not threads:
-        return None
-    thread = next((one for one in threads if one.ident == ident), threads[-1]) if ident else threads[-1]
-    frames = own(thread.frames)
+    frames = own(_meant(threads, ident))
     return next((frame for frame in frames if not is_library(frame)), frames[0] if frames else None)
+
+
+def waits(text: str, ident: int = 0) -> bool:
+    r"""Whether a process waits for others, as far as its frames tell: the innermost is of torch's communication.
+
+    Or of its backward pass, in which DistributedDataParallel communicates. ``ident`` is as for `top`.
+
+    >>> file = "/x/site-packages/torch/distributed/distributed_c10d.py"
+    >>> waits(f'Thread 0x01 (most recent call first):\n  File "{file}", line 5356 in barrier\n')
+    True
+    """
+    frames = _meant(parse(text), ident)
+    return bool(frames) and _COMMUNICATION.search(frames[0].path) is not None
+
+
+def _meant(threads: Sequence[Thread], ident: int) -> Sequence[Frame]:
+    """The frames of the thread that is meant, as for `top`."""
+    if not threads:
+        return ()
+    return next((one for one in threads if one.ident == ident), threads[-1]).frames if ident else threads[-1].frames
 
 
 def own(frames: Sequence[Frame]) -> Sequence[Frame]:
@@ -209,23 +227,30 @@ def put_together(places: Mapping[int, Frame | Halted | Ended | str], hung: int |
     return "; ".join(said)
 
 
-def apart(places: Mapping[int, Frame | Halted | Ended | str]) -> set[int]:
+def apart(places: Mapping[int, Frame | Halted | Ended | str], waiting: Callable[[int], bool] | None = None) -> set[int]:
     r"""The ranks that are elsewhere than most: those that the others wait for, as far as one can tell.
 
-    Most are more than half of all, and are known to be at one place: ranks that could not be read share none.
+    Most are more than half of all, and are known to be at one place: ranks that could not be read share none. Where
+    that tells none, and some ranks are ``waiting`` for others, it is those of known place that are not.
 
     >>> reduce, read = Frame("t.py", 41, "reduce"), Frame("t.py", 17, "read")
     >>> apart({0: reduce, 1: reduce, 2: reduce, 3: read}), apart({0: reduce, 1: read})
     ({3}, set())
     >>> apart({0: reduce, 1: reduce, 2: reduce, 3: "it offers none"}), apart({0: read, 1: "none", 2: "none"})
     ({3}, set())
+    >>> apart({0: reduce, 1: read}, {0: True, 1: False}.__getitem__)
+    {1}
     """
     together: dict[Frame | Halted | Ended | str, list[int]] = {}
     for rank, where in places.items():
         if _is_known(where):
             together.setdefault(where, []).append(rank)
     most = max(together.values(), key=len, default=[])
-    return set(places).difference(most) if 2 * len(most) > len(places) else set()
+    if 2 * len(most) > len(places) and len(most) < len(places):
+        return set(places).difference(most)
+    known = {rank for ranks in together.values() for rank in ranks}
+    busy = {rank for rank in known if waiting is not None and not waiting(rank)}
+    return busy if busy != known else set()
 
 
 def group_equal(texts: Mapping[int, str], key: Callable[[str], object]) -> list[tuple[list[int], str]]:

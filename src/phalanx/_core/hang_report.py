@@ -82,10 +82,11 @@ class HangReport:
     Args:
         table: The group's; closed with this.
         steps: What follows an expiry, in order: name and delay in seconds.
-        error_files: Each rank's. Its folder takes the rank's stacks.
+        error_files: Each rank's. Its folder takes the rank's stacks, if they are to be kept.
         emit: Called with events, in their order: it writes them somewhere.
         listener: Called with each event, one after the other, on a thread of its own; or None.
         say: Shows a line.
+        stacks: Whether the stacks are kept.
 
     Attributes:
         unwritten: What is known of hangs of a rank, and is not in its error file.
@@ -100,6 +101,8 @@ class HangReport:
         emit: Callable[[list[Event]], None],
         listener: Callable[[Event], None] | None,
         say: Callable[[str], None],
+        *,
+        stacks: bool = True,
     ) -> None:
         self.table = table
         self.steps = steps
@@ -109,7 +112,7 @@ class HangReport:
         self._emit = emit
         self._listener = listener
         self._say = say
-        self._witnesses = Witnesses(error_files)
+        self._witnesses = Witnesses(error_files, keep=stacks)
         self._workers: dict[int, int] = {}
         self._ended: dict[tuple[int, int, int, int], Hang] = {}  # those that were signalled, and have not gone on
         self._events: list[Event] = []
@@ -296,7 +299,8 @@ class HangReport:
             if step != "report" and (where := self._witnesses.sum_up(first)):
                 text += "; " + "; ".join(where.split("\n"))
             if step == "dump":
-                text += f"; stacks: {self._witnesses.files.get(first.rank) or 'none'}"
+                none = "none" if self._witnesses.keep else "not kept, for no logs are"
+                text += f"; stacks: {self._witnesses.files.get(first.rank) or none}"
             if number:
                 text += f"; {signal.Signals(number).name}"
             self._say(text)

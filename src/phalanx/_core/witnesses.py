@@ -36,14 +36,17 @@ class Witnesses:
 
     Args:
         error_files: Each rank's. Its folder takes the rank's stacks.
+        keep: Whether it does.
 
     Attributes:
+        keep: As above.
         texts: What each process had to say last, by pid. One that has been killed since still says it, for a while: who
             hangs next is not to find nothing but the ends that this has led to.
         files: Where each rank's have been written, as far as they could be.
     """
 
-    def __init__(self, error_files: Mapping[int, str]) -> None:
+    def __init__(self, error_files: Mapping[int, str], *, keep: bool = True) -> None:
+        self.keep = keep
         self.texts: dict[int, str] = {}
         self.files: dict[int, str] = {}
         self._error_files = error_files
@@ -134,6 +137,8 @@ class Witnesses:
 
     def write(self) -> None:
         """Put each rank's stacks into its folder, as ``stacks-<n>.txt``. Once; what cannot be written is left out."""
+        if not self.keep:
+            return
         for rank, speaker in self._speakers.items():
             if rank not in self.files and speaker in self.texts:
                 self.files[rank] = ""
@@ -165,14 +170,20 @@ class Witnesses:
             return f"its stacks make no sense: {error!r}"
 
     def apart(self) -> set[int]:
-        """The ranks that are elsewhere than most."""
+        """The ranks that are elsewhere than most, or are not waiting for others: see `frames.apart`."""
         if self._apart is None:
             self._apart = set()
             with contextlib.suppress(Exception):  # see the top
                 from phalanx._core import frames
 
-                self._apart = frames.apart(self._all_places())
+                self._apart = frames.apart(self._all_places(), self._waits)
         return self._apart
+
+    def _waits(self, rank: int) -> bool:
+        from phalanx._core import frames
+
+        pid = self._speakers[rank]
+        return frames.waits(self.texts[pid], self._threads.get(pid, (0.0, 0))[1])
 
     def _all_places(self) -> dict[int, Where]:
         from phalanx._core import frames

@@ -39,11 +39,13 @@ def watch(
     say: Callable[[str], bool],
     *,
     keep: bool,
+    stacks: bool = True,
+    speak: Callable[[str], None] | None = None,
 ) -> tuple[HangReport | None, dict[int, dict[str, str]]]:
     """Make what reports on a group's timers. Returns it, and the variables that tell each rank's worker of the table.
 
-    ``say`` shows a line, and returns whether that was possible. Events are written beside the logs only if those are
-    to ``keep``.
+    ``say`` shows a line, and returns whether that was possible; if not, ``speak`` is told, or the log. Events are
+    written beside the logs only if those are to ``keep``, and ``stacks`` beside the error files.
 
     When there is no memory, or no descriptor, for the table, that is said, and the group goes without; unless the
     ``specs`` ask for more than is usual: then it raises OSError.
@@ -61,9 +63,9 @@ def watch(
 
     def show(text: str) -> None:
         if not say(f"phalanx: {text}"):
-            _log(harmless(text))
+            (speak or _log)(harmless(text))
 
-    report = HangReport(table, specs.on_expiry, logs.error_files, write, specs.on_event, show)
+    report = HangReport(table, specs.on_expiry, logs.error_files, write, specs.on_event, show, stacks=stacks)
     return report, {rank: {timetable.ENV: f"{table.address}:{rank}"} for rank in ranks}
 
 
