@@ -193,7 +193,7 @@ class Fuzz:
         with ours, theirs:
             inbox = reports.Inbox(ours, dropped.extend)
             mirror.started([(0, os.getpid())])
-            mirror.running()
+            mirror.running(0)
             packets = data.split(_APART)[:_TAKEN]
             for packet in packets:
                 fds = [fd for bit, fd in enumerate(self._files) if packet and packet[0] >> bit & 1]

@@ -541,12 +541,12 @@ def test_the_states_of_results(gate: Gate) -> None:
 
 
 def test_a_run_that_was_stopped_has_not_succeeded() -> None:
-    from phalanx.cli.run import _outcome
     from phalanx.multiprocessing import Outcome, RunProcsResult
+    from phalanx.multiprocessing._result import verdict
 
-    code, cause = _outcome(RunProcsResult(outcomes={0: Outcome(0, 4242, "stopped", -15, 15)}))
+    code, cause = verdict(RunProcsResult(outcomes={0: Outcome(0, 4242, "stopped", -15, 15)}))
     assert (code, cause) == (1, "rank 0: stopped by us (SIGTERM)")
-    assert _outcome(RunProcsResult(outcomes={0: Outcome(0, 4242, "succeeded", 0)})) == (0, "")
+    assert verdict(RunProcsResult(outcomes={0: Outcome(0, 4242, "succeeded", 0)})) == (0, "")
 
 
 def test_a_group_that_does_not_fall_together(ready: Ready, gate: Gate) -> None:

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cli._place import default_place
 from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
+from phalanx.multiprocessing._place import default_place
 from tests.test_log_options import sh
 from tests.test_run import Place, refused
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 
+PHALANX = (sys.executable, "-m", "phalanx")
 BOTH = "echo out; echo err >&2; exit 3"
 
 
@@ -115,14 +116,52 @@ def test_a_user_without_a_home(place: Place, tmp_path: Path, home: str | None) -
     temporary = tmp_path / "shelter"
     temporary.mkdir()
     place.env["TMPDIR"] = str(temporary)
-    done = place.program(sys.executable, "-c", HOMELESS, "run", "--no-python", "sh", "-c", "echo x")
-    assert done.out == "[0] x\n", done
-    assert f"logs in {temporary}/phalanx_" in done.err
     for command in ("logs", "runs", "stack"):
         asked = place.program(sys.executable, "-c", HOMELESS, command)
         assert asked.status == 2
         assert "--log-dir: there is no default place: neither HOME nor XDG_STATE_HOME is set" in asked.err
+    done = place.program(sys.executable, "-c", HOMELESS, "run", "--no-python", "sh", "-c", "echo x")
+    assert done.out == "[0] x\n", done
+    where = temporary / f"phalanx-{os.geteuid()}"
+    assert f"logs in {where}/" in done.err
+    assert f"phalanx: the home folder cannot be written to; runs are kept in {where}\n" in done.err
+    assert stat.S_IMODE(where.stat().st_mode) == 0o700
+    assert place.program(sys.executable, "-c", HOMELESS, "logs").out == "[0] x\n"
+    assert "succeeded" in place.program(sys.executable, "-c", HOMELESS, "runs").out
+    assert "no run in" in place.program(sys.executable, "-c", HOMELESS, "stack").err
     assert list(place.folder.iterdir()) == []
+
+
+def test_runs_of_both_places_are_found(place: Place, tmp_path: Path) -> None:
+    """A home that could be written to, once."""
+    place.env |= {"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)}
+    place.env.pop("XDG_STATE_HOME", None)
+    assert sh(place, "echo home", "--run-id", "home", logs=False).status == 0
+    state = tmp_path / "home" / ".local" / "state"
+    state.rename(tmp_path / "state")
+    state.write_text("")  # nothing can be made below a file, not even by root
+    assert sh(place, "echo away", "--run-id", "away", logs=False).status == 0
+    state.unlink()
+    (tmp_path / "state").rename(state)
+    listed = place.program(*PHALANX, "runs").out
+    assert [line.split("_")[0] for line in listed.splitlines()[1:]] == ["away", "home"]
+    assert place.program(*PHALANX, "logs", "away").out == "[0] away\n"
+    assert place.program(*PHALANX, "logs", "home").out == "[0] home\n"
+
+
+def test_a_temporary_place_of_somebody_elses_is_not_used(place: Place, tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root: only that can make another user's folder")
+    place.env |= {"HOME": "/proc/none", "TMPDIR": str(tmp_path)}
+    place.env.pop("XDG_STATE_HOME", None)
+    theirs = tmp_path / "phalanx-0"
+    theirs.mkdir()
+    os.chown(theirs, 65534, 65534)
+    done = sh(place, "echo x", logs=False)
+    assert f"logs in {tmp_path}/phalanx_" in done.err
+    assert "runs are kept in a temporary folder" in done.err
+    assert list(theirs.iterdir()) == []
+    assert "no runs in /proc/none" in place.program(*PHALANX, "runs").out
 
 
 def test_the_home_of_the_user_database_where_the_environment_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,9 +125,9 @@ class SlowToTidy(DefaultLogsSpecs):
         super().__init__()
         self._wait = wait
 
-    def tidy(self) -> None:
+    def tidy(self, logs: LogsDest) -> None:
         self._wait()
-        super().tidy()
+        super().tidy(logs)
 
 
 def test_a_close_waits_for_what_it_removes_no_longer_than_it_says(
@@ -240,7 +240,7 @@ def run(tmp_path: Path, ready: Ready, setting: str) -> Iterator[subprocess.Popen
 def test_a_record_that_cannot_be_written_now_holds_back_no_signal(tmp_path: Path, ready: Ready, gate: Gate) -> None:
     """Neither as the workers start nor at the end."""
     setting = f"""
-    from phalanx.cli import _recorder
+    from phalanx.multiprocessing import _recorder
     from phalanx.multiprocessing import _record
     _recorder.PATIENCE = 0.2
     def write(*_):

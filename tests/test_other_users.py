@@ -100,8 +100,8 @@ def test_another_users_run_is_never_the_latest(shared: Path) -> None:
     ours = put(shared, "ours", started=1e9, state="failed", ended=1e9, exit_code=1)
     with victim() as (process, writer):
         forge(shared, process.pid, f"# stacks on signals 15 and 15, descriptor -1, process {process.pid}\n")
-        assert [run.name for run in _runs.find(str(shared))] == ["forged_run", "ours"]
-        assert _runs.resolve(str(shared)).path == str(ours)
+        assert [run.name for run in _runs.find([str(shared)])] == ["forged_run", "ours"]
+        assert _runs.resolve([str(shared)]).path == str(ours)
         done = CliRunner().invoke(stack, ["--log-dir", str(shared)])
         assert (done.exit_code, "the latest is ours (failed)" in done.output) == (1, True)
         shutil.rmtree(ours)
@@ -147,8 +147,8 @@ def test_another_users_logs_can_be_read_by_name(shared: Path) -> None:
     done = CliRunner().invoke(logs, ["--log-dir", str(shared), "forged_run"])
     assert done.output == "[0] forged\n"
     put(shared, "forged_run2")
-    assert _runs.resolve(str(shared), "forged").name == "forged_run2"
-    assert _runs.resolve(str(shared), str(shared / "forged_run")).owner == NOBODY
+    assert _runs.resolve([str(shared)], "forged").name == "forged_run2"
+    assert _runs.resolve([str(shared)], str(shared / "forged_run")).owner == NOBODY
 
 
 def test_a_record_in_a_folder_of_ours_may_be_anothers(shared: Path) -> None:

@@ -111,7 +111,8 @@ def test_a_run_that_succeeds(place: Place, ready: Ready, gate: Gate) -> None:
     for number, rank in enumerate(attempt["ranks"]):
         expected = {"rank": number, "local_rank": number, "state": "succeeded", "exitcode": 0, "signal_sent": None}
         started = during["run"]["attempts"][0]["ranks"][number]["pid_started"]
-        assert rank == {**expected, "pid": rank["pid"], "pid_started": started}
+        assert run["started"] <= rank.pop("ended") <= run["ended"]
+        assert rank == {**expected, "pid": rank["pid"], "pid_started": started, "early": 0.0}
     # Nothing else is in the folder: the temporary name has gone.
     assert {path.name for path in record.parent.iterdir()} >= {"run.json"}
     assert not list(record.parent.glob(".run.json*"))
@@ -348,7 +349,7 @@ def test_a_damaged_record_is_listed_as_such(place: Place, content: bytes, words:
         _record.read(str(bad))
     for word in words:
         assert word in str(caught.value)
-    found = {run.name: run for run in _runs.find(str(place.logs))}
+    found = {run.name: run for run in _runs.find([str(place.logs)])}
     assert (found["good"].state, found["good"].problem) == ("running", "")
     assert (found["bad"].state, found["bad"].run) == ("unreadable", None)
     assert found["bad"].problem == str(caught.value)
@@ -373,7 +374,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     for name, make in (("pipe", os.mkfifo), ("folder", os.mkdir), ("loop", lambda path: os.symlink(path, path))):
         (tmp_path / name).mkdir()
         make(tmp_path / name / "run.json")
-    assert {run.name: run.state for run in _runs.find(str(tmp_path))} == dict.fromkeys(
+    assert {run.name: run.state for run in _runs.find([str(tmp_path)])} == dict.fromkeys(
         ("pipe", "folder", "loop"), "unreadable"
     )
 
@@ -389,7 +390,7 @@ def test_a_record_has_a_bound(tmp_path: Path) -> None:
     assert len(_record.read(str(folder)).attempts) == 12
 
     os.truncate(folder / "run.json", 1 << 40)
-    (found,) = _runs.find(str(tmp_path))
+    (found,) = _runs.find([str(tmp_path)])
     assert (found.state, f"more than {_record.MOST_BYTES} bytes" in found.problem) == ("unreadable", True)
 
 
@@ -402,10 +403,10 @@ def test_no_text_is_longer_than_an_argument_can_be(tmp_path: Path) -> None:
 
 def test_of_many_runs_no_more_is_held_than_is_shown(tmp_path: Path) -> None:
     put(tmp_path, "a", command=["x" * 3000, "y" * 3000, "z"])
-    (found,) = _runs.find(str(tmp_path))
+    (found,) = _runs.find([str(tmp_path)])
     assert found.run is not None
     assert (found.run.attempts, found.run.command) == ([], ["x" * 3000, "y" * 1095 + "…"])
-    whole = _runs.resolve(str(tmp_path), "a").run
+    whole = _runs.resolve([str(tmp_path)], "a").run
     assert whole is not None
     assert (len(whole.attempts), len(whole.command)) == (1, 3)
 
@@ -461,7 +462,7 @@ def test_the_newest_comes_first(place: Place) -> None:
         assert place.run("--run-id", f"run{number}", "--no-python", "true").status == 0
     assert [found["run"]["run_id"] for found in rows(place)] == ["run2", "run1", "run0"]
     assert [found["run"]["run_id"] for found in rows(place, "-n", 2)] == ["run2", "run1"]
-    assert _runs.resolve(str(place.logs)).name.startswith("run2_")
+    assert _runs.resolve([str(place.logs)]).name.startswith("run2_")
 
 
 def test_names_and_what_they_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -476,16 +477,16 @@ def test_names_and_what_they_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     elsewhere = put(tmp_path, "elsewhere")
 
     def name(text: str | None) -> str:
-        return _runs.resolve(root, text).name
+        return _runs.resolve([root], text).name
 
     assert name(None) == "twice_ffff"
     assert name("night_cccc") == name("night") == name("night_") == "night_cccc"
     assert name("nightly") == name("nightl") == "nightly_dddd"
     assert name("20260101-12") == "20260101-121212_bbbb"
     assert name("twice_e") == "twice_eeee"
-    assert _runs.resolve(root, str(elsewhere)).path == str(elsewhere)
-    assert _runs.resolve(root, "./elsewhere/").path == str(elsewhere)
-    assert _runs.resolve(root, "elsewhere").path == str(elsewhere)
+    assert _runs.resolve([root], str(elsewhere)).path == str(elsewhere)
+    assert _runs.resolve([root], "./elsewhere/").path == str(elsewhere)
+    assert _runs.resolve([root], "elsewhere").path == str(elsewhere)
 
     for text, words in {
         "twice": ["'twice'", "2 runs", "twice_ffff, twice_eeee"],
@@ -503,10 +504,10 @@ def test_names_and_what_they_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_no_runs_at_all(tmp_path: Path) -> None:
-    assert _runs.find(str(tmp_path / "no" / "such")) == []
+    assert _runs.find([str(tmp_path / "no" / "such")]) == []
     for text in (None, "x"):
         with pytest.raises(_runs.UnknownRunError, match="no run"):
-            _runs.resolve(str(tmp_path), text)
+            _runs.resolve([str(tmp_path)], text)
 
 
 # --- the command

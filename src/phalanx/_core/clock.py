@@ -38,6 +38,24 @@ def spoken(seconds: float) -> str:
     return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
+def in_a_word(seconds: float) -> str:
+    """A duration in one word.
+
+    >>> in_a_word(2.14), in_a_word(725), in_a_word(3725), in_a_word(273600)
+    ('2.1s', '12m05s', '1h02m', '3d04h')
+    >>> in_a_word(59.99), in_a_word(-1)
+    ('1m00s', '0.0s')
+    """
+    seconds = max(0.0, seconds)
+    whole = round(seconds)
+    if round(seconds, 1) < 60:  # noqa: PLR2004 - seconds of a minute
+        return f"{seconds:.1f}s"
+    for size, unit, below, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if whole >= size:
+            return f"{whole // size}{unit}{whole % size // below:02}{part}"
+    raise AssertionError
+
+
 class FakeClock:
     """A clock that moves only when told, for tests.
 

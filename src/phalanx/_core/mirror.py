@@ -85,6 +85,8 @@ class Mirror:
         """By local rank."""
         self.state = "STARTING"
         """As the keeper said last, see `lifecycle`."""
+        self.began_ns = 0
+        """When all workers had been started, in nanoseconds on CLOCK_MONOTONIC; 0: not yet."""
         self.leftovers: list[Leftover] = []
         """What workers left behind, and was ended,"""
         self.leftovers_beyond = 0
@@ -108,9 +110,10 @@ class Mirror:
         for rank, pid in pids:
             self.workers[rank] = Worker(rank, pid)
 
-    def running(self) -> None:
-        """All workers have been started: nobody else has anything to say."""
+    def running(self, moment: int) -> None:
+        """All workers have been started, at a ``moment`` on CLOCK_MONOTONIC: nobody else has anything to say."""
         self.state = "RUNNING"
+        self.began_ns = moment
         pids = self._pids = {worker.pid for worker in self.workers.values()}
         self._said = {pid: said for pid, said in self._said.items() if pid in pids}
 

@@ -5,6 +5,22 @@ from __future__ import annotations
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
+def spoken(size: int) -> str:
+    """A number of bytes, for people.
+
+    >>> spoken(0), spoken(1023), spoken(1536), spoken(1 << 40)
+    ('0 B', '1023 B', '1.5 KiB', '1.0 TiB')
+    """
+    if size < 1024:  # noqa: PLR2004 - bytes of a KiB
+        return f"{size} B"
+    number = float(size)
+    for unit in ("KiB", "MiB", "GiB"):
+        number /= 1024
+        if number < 1023.95:  # noqa: PLR2004 - what is shown as 1024.0
+            return f"{number:.1f} {unit}"
+    return f"{number / 1024:.1f} TiB"
+
+
 def parse(text: str) -> int:
     """Read a number of bytes, 0 or more, with a unit or without. Raises ValueError.
 

@@ -451,9 +451,9 @@ class Supervisor:
     def _on_started(self, pids: list[tuple[int, int]]) -> None:
         self.mirror.started(pids)
 
-    def _on_running(self, _moment: int, log_writer: int) -> None:
+    def _on_running(self, moment: int, log_writer: int) -> None:
         self._was_up = True
-        self.mirror.running()
+        self.mirror.running(moment)
         self._log_writer = log_writer
         if self._shown is not None:
             self._shown.open()
@@ -505,12 +505,12 @@ class Supervisor:
         if entries:
             from phalanx._core import leftovers
 
-            self._announce(leftovers.line_of_waiting(list(map(leftovers.of, entries)), count, self._linger))
+            self.announce(leftovers.line_of_waiting(list(map(leftovers.of, entries)), count, self._linger))
 
     def _on_remains(self, entries: list[Entry], beyond: int) -> None:
         self.mirror.remains(entries, beyond)
 
-    def _announce(self, text: str) -> None:
+    def announce(self, text: str) -> None:
         """Say a line, among the workers' if that is possible."""
         speak = self._speak
         if not self.say(f"phalanx: {text}") and speak is not None:
@@ -528,7 +528,7 @@ class Supervisor:
             if pid not in known
         ]
         if others:
-            self._announce(f"still there {KILL_WAIT:g} s after SIGKILL: {', '.join(others)}")
+            self.announce(f"still there {KILL_WAIT:g} s after SIGKILL: {', '.join(others)}")
         self._end("ended")
 
     def _on_lost(self, who: str, returncode: int) -> None:
@@ -541,7 +541,7 @@ class Supervisor:
     def _on_loss(self, who: str, returncode: int, decided: bool) -> None:  # noqa: FBT001 - as the keeper says it
         """A helper is gone, and all are killed. ``decided``: there was a failure or a stop before, or all had ended."""
         if decided:
-            self._announce(f"{lost.of_helper(who, returncode)}; what was left of the group was killed with it")
+            self.announce(f"{lost.of_helper(who, returncode)}; what was left of the group was killed with it")
         else:
             self._kept = True
 
@@ -632,14 +632,14 @@ class Supervisor:
 
     def _announce_end(self) -> None:
         if self.lost is not None and self.result_stands:
-            self._announce(f"the workers had ended before, but {self.lost}")
+            self.announce(f"the workers had ended before, but {self.lost}")
         if self._logs_left:
-            self._announce(f"rotated log files are not complete: {self._logs_left}")
+            self.announce(f"rotated log files are not complete: {self._logs_left}")
         if self.mirror.leftovers:
             from phalanx._core.leftovers import lines_of_ended
 
             for line in lines_of_ended(self.mirror.leftovers, self.mirror.leftovers_beyond):
-                self._announce(line)
+                self.announce(line)
 
     @property
     def result_stands(self) -> bool:

@@ -1,37 +1,21 @@
-"""Where runs are kept, unless somebody says otherwise."""
+"""The folders of the runs that a command is about."""
 
 from __future__ import annotations
 
-import os
-
 import click
 
+from phalanx.multiprocessing import _place
 
-def default_place() -> str:
-    """The user's folder for state (XDG base directories), which survives /tmp's cleaning. It may not exist yet.
-
-    Raises UsageError: the user has no home.
-
-    >>> default_place().endswith("/phalanx/runs")
-    True
-    """
-    state = os.environ.get("XDG_STATE_HOME", "")
-    if not os.path.isabs(state):  # then the standard wants it ignored
-        state = os.path.join(_home(), ".local", "state")
-    return os.path.join(state, "phalanx", "runs")
+MANY = 1000
+"""Runs in a folder of which a person is told."""
 
 
-def _home() -> str:
-    home = os.environ.get("HOME", "")
-    if os.path.isabs(home):
-        return home
-    import pwd
-
+def places(log_dir: str | None) -> tuple[str, ...]:
+    """Those in which runs are looked for: ``log_dir``, or else the default ones. Raises UsageError."""
+    if log_dir is not None:
+        return (log_dir,)
     try:
-        home = pwd.getpwuid(os.getuid()).pw_dir
-    except KeyError:  # a container's user, mostly
-        home = ""
-    if not os.path.isabs(home):
-        msg = "--log-dir: there is no default place: neither HOME nor XDG_STATE_HOME is set, and the user has no home"
-        raise click.UsageError(msg)
-    return home
+        return _place.places()
+    except _place.NoPlaceError as error:
+        msg = f"--log-dir: {error}"
+        raise click.UsageError(msg) from None

@@ -12,18 +12,25 @@ import sys
 import time
 
 import click
+from click.core import ParameterSource
 
+from phalanx._core import size
+from phalanx._core.clock import in_a_word
 from phalanx._core.harmless import escape_json
 from phalanx._core.terminal import coloured, printable
-from phalanx.cli._command import SETTINGS, Command
-from phalanx.cli._place import default_place
+from phalanx.cli._command import SETTINGS, Command, Group, meant
+from phalanx.cli._options import read_age, reading
+from phalanx.cli._place import MANY, places
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from phalanx.multiprocessing._runs import RunDir
 
 _HEADS = ("RUN", "STATE", "STARTED", "TIME", "RANKS", "EXIT", "COMMAND", "CAUSE")
-_RIGHT = ("TIME", "RANKS", "EXIT")  # numbers
+_RIGHT = ("TIME", "RANKS", "EXIT", "AGE", "SIZE")  # numbers
+_ELSEWHERE = {"rm": "prune", "remove": "prune", "delete": "prune", "clean": "prune", "gc": "prune"}
 _COLOURS = {
     "running": "cyan",
     "succeeded": "green",
@@ -35,31 +42,57 @@ _COLOURS = {
 }
 
 
-@click.command(cls=Command, context_settings=SETTINGS)
-@click.option(
-    "--log-dir",
-    type=click.Path(file_okay=False),
-    envvar=["PHALANX_LOG_DIR", "PET_LOG_DIR"],
-    help="Folder of the runs. Default: ~/.local/state/phalanx/runs, as for phalanx run.",
-)
-@click.option("-n", "--number", type=click.IntRange(min=1), metavar="N", help="No more than N runs, the newest.")
+_LOG_DIR: dict[str, Any] = {
+    "type": click.Path(file_okay=False),
+    "envvar": ["PHALANX_LOG_DIR", "PET_LOG_DIR"],
+    "help": "Folder of the runs. Default: ~/.local/state/phalanx/runs, as for phalanx run.",
+}
+
+
+def _states(text: str) -> set[str]:
+    states = {part.strip() for part in text.split(",")}
+    unknown = states - _COLOURS.keys()
+    if unknown:
+        hint = meant(min(unknown), _COLOURS) or f"; there are {', '.join(_COLOURS)}"
+        msg = f"{text!r}: there is no state {min(unknown)!r}{hint}"
+        raise ValueError(msg)
+    return states
+
+
+_LARGE = 10 << 30
+"""Bytes of which a person is told, for which so many files are looked at, and no more:"""
+
+_LOOKED_AT = 20_000
+
+
+@click.group(cls=Group, context_settings=SETTINGS, invoke_without_command=True, elsewhere=_ELSEWHERE)
+@click.option("--log-dir", **_LOG_DIR)
+@click.option("-n", "--number", "--limit", type=click.IntRange(min=1), metavar="N",
+              help="No more than N runs, the newest.")  # fmt: skip
+@click.option("--state", "states", callback=reading(_states), metavar="STATE,...",
+              help="Only runs in one of these states, like failed,lost.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON for each run.")
-def runs(log_dir: str | None, number: int | None, *, as_json: bool) -> None:
+@click.pass_context
+def runs(
+    ctx: click.Context, log_dir: str | None, number: int | None, states: set[str] | None, *, as_json: bool
+) -> None:
     """List the runs, newest first.
 
     A run is running, succeeded, failed, stopped (by a signal to the launcher), or lost: its launcher was killed.
     Unknown is one without a run.json, unreadable one with a damaged file.
     """
-    from phalanx.multiprocessing._runs import find
-
-    place = log_dir or default_place()
+    if ctx.invoked_subcommand is not None:
+        for param in ctx.command.params:
+            if param.name != "log_dir" and ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE:
+                msg = f"{param.opts[-1]} is for the list alone, not for {ctx.invoked_subcommand}"
+                raise click.UsageError(msg)
+        return
+    where = places(log_dir)
+    found = [run for run in _find(where) if states is None or run.state in states][:number]
     try:
-        found = find(place)[:number]
-    except OSError as error:
-        msg = f"--log-dir: {error}"
-        raise click.ClickException(msg) from None
-    try:
-        _show(found, place, as_json=as_json)
+        _show(found, f"no {'such ' * (states is not None)}runs in {' or '.join(where)}", as_json=as_json)
+        if found and not as_json and sys.stdout is not None and sys.stdout.isatty():
+            _hint(where)
     except OSError as error:
         if error.errno == errno.EPIPE:  # | head, which is click's to end
             raise
@@ -67,14 +100,117 @@ def runs(log_dir: str | None, number: int | None, *, as_json: bool) -> None:
         raise click.ClickException(msg) from None
 
 
-def _show(found: list[RunDir], place: str, *, as_json: bool) -> None:
+@runs.command(cls=Command, context_settings=SETTINGS)
+@click.option("--older", callback=reading(read_age), metavar="TIME",
+              help="Runs in which nothing has changed for so long: 12h, 30d, 8w.")  # fmt: skip
+@click.option("--keep", type=click.IntRange(min=0), metavar="N", help="All but the newest N.")
+@click.option("--larger", callback=reading(size.parse), metavar="SIZE",
+              help="The oldest, until the rest takes no more than that: 500MB, 10GiB.")  # fmt: skip
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option("--log-dir", **_LOG_DIR)
+@click.pass_context
+def prune(
+    ctx: click.Context,
+    *,
+    older: float | None,
+    keep: int | None,
+    larger: int | None,
+    dry_run: bool,
+    yes: bool,
+    log_dir: str | None,
+) -> None:
+    """Remove old runs, and say before what would be freed.
+
+    \b
+    phalanx runs prune --older 30d
+    phalanx runs prune --keep 50 --yes
+    phalanx runs prune --larger 10GiB --dry-run
+
+    With several rules, a run goes that any of them names. Runs that still run are not removed, nobody else's are, and
+    no folder without a run.json. Where there is no terminal to ask at, give --yes.
+    """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
+    from phalanx.multiprocessing._prune import choose, half_removed, measure
+
+    if older is None and keep is None and larger is None:
+        raise click.UsageError("which runs? Give --older, --keep or --larger")
+    assert ctx.parent is not None
+    where = places(log_dir or ctx.parent.params["log_dir"])
+    stored = [measure(run) for run in _find(where)]
+    chosen = choose(stored, time.time(), older=older, keep=keep, larger=larger)
+    begun = half_removed(where)
+    total, freed = sum(it.size for it in stored), sum(it.size for it in chosen)
+    if not chosen and not begun:
+        there = printable(" or ".join(where))
+        click.echo(f"nothing to remove: {_count(len(stored))}, {size.spoken(total)}, in {there}")
+        return
+    now = time.time()
+    rows = [("RUN", "STATE", "AGE", "SIZE")]
+    rows += [(printable(it.run.name), it.run.state, in_a_word(now - it.changed), size.spoken(it.size)) for it in chosen]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows if chosen else ():
+        click.echo("  ".join(_pad(*cell) for cell in zip(rows[0], row, widths, strict=True)).rstrip())
+    rest = f"{_count(len(stored) - len(chosen))}, {size.spoken(total - freed)}, are kept"
+    click.echo(f"to be removed: {_count(len(chosen))}, {size.spoken(freed)}; {rest}")
+    if begun:
+        click.echo(f"and what is left of {_count(len(begun))} whose removal was interrupted")
+    if dry_run:
+        return
+    if not yes:
+        if sys.stdin is None or not sys.stdin.isatty():
+            raise click.ClickException("nothing was removed: there is no terminal to ask at; give --yes")
+        click.confirm("Remove them?", abort=True)
+    _remove([*begun, *(it.run.path for it in chosen)])
+    click.echo(f"removed {_count(len(chosen))}, {size.spoken(freed)}")
+
+
+def _remove(paths: list[str]) -> None:
+    from phalanx.multiprocessing._prune import remove
+
+    failed = []
+    for path in paths:
+        try:
+            remove(path)
+        except FileNotFoundError:  # somebody was faster
+            continue
+        except OSError as error:
+            failed.append(f"{path}: {error.strerror or error}")
+    if failed:
+        raise click.ClickException("\n".join(["could not be removed:", *failed]))
+
+
+def _count(number: int) -> str:
+    return f"{number:,} run{'s' * (number != 1)}"
+
+
+def _find(where: tuple[str, ...]) -> list[RunDir]:
+    from phalanx.multiprocessing._runs import find
+
+    try:
+        return find(where)
+    except OSError as error:
+        msg = f"--log-dir: {error}"
+        raise click.ClickException(msg) from None
+
+
+def _hint(where: tuple[str, ...]) -> None:
+    """Say to a person that much is kept, if that is so."""
+    from phalanx.multiprocessing._prune import total
+
+    number, taken, is_all = total(where, _LOOKED_AT)
+    if taken >= _LARGE or number >= MANY:
+        more = "" if is_all else " or more"
+        click.echo(f"{_count(number)}, {size.spoken(taken)}{more}; phalanx runs prune removes old ones", err=True)
+
+
+def _show(found: list[RunDir], nothing: str, *, as_json: bool) -> None:
     if as_json:
         from phalanx.multiprocessing._runs import look
 
         for run in found:
             click.echo(escape_json(look(run.path).to_json()))
     elif not found:
-        click.echo(f"no runs in {printable(place)}")
+        click.echo(printable(nothing))
     elif sys.stdout is not None and sys.stdout.isatty():
         _draw(found)
     else:
@@ -99,7 +235,7 @@ def _row(run: RunDir, now: float, moment: str) -> tuple[str, ...]:
         printable(run.name),
         run.state,
         _moment(record.started, moment),
-        "-" if ended is None else duration(ended - record.started),
+        "-" if ended is None else in_a_word(ended - record.started),
         str(record.nprocs),
         "-" if record.exit_code is None else str(record.exit_code),
         printable(shlex.join(record.command)),
@@ -159,21 +295,3 @@ def _moment(moment: float, form: str) -> str:
         return time.strftime(form, time.localtime(moment))
     except (OverflowError, ValueError, OSError):  # a file system's idea of a date
         return "-"
-
-
-def duration(seconds: float) -> str:
-    """A duration in one word.
-
-    >>> duration(2.14), duration(725), duration(3725), duration(273600)
-    ('2.1s', '12m05s', '1h02m', '3d04h')
-    >>> duration(59.99), duration(-1)
-    ('1m00s', '0.0s')
-    """
-    seconds = max(0.0, seconds)
-    whole = round(seconds)
-    if round(seconds, 1) < 60:  # noqa: PLR2004 - seconds of a minute
-        return f"{seconds:.1f}s"
-    for size, unit, below, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
-        if whole >= size:
-            return f"{whole // size}{unit}{whole % size // below:02}{part}"
-    raise AssertionError

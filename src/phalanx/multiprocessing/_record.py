@@ -60,6 +60,8 @@ class Rank(Struct, frozen=True, kw_only=True):
             "lost", when its end was not seen.
         exitcode: As `subprocess` gives it, negative for a signal; None when there is none, or it is not known.
         signal_sent: The last signal that we sent it, or None.
+        ended: When it ended, in Unix time in seconds; None while it runs, or when that is not known.
+        early: Seconds for which the others went on after it had succeeded, where that is long; else 0.
     """
 
     rank: Count
@@ -69,6 +71,8 @@ class Rank(Struct, frozen=True, kw_only=True):
     state: RankState
     exitcode: ExitCode | None = None
     signal_sent: Count | None = None
+    ended: Moment | None = None
+    early: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class Leftover(Struct, frozen=True, kw_only=True):

@@ -8,19 +8,26 @@ from __future__ import annotations
 import os
 import signal
 
-from phalanx._core import evidence
+from phalanx._core import clock, evidence
 from phalanx._core.value import Value
 from phalanx.errors import Outcome, ProcessFailure, signal_name
+from phalanx.errors._failure import WHILE_LEAVING
 from phalanx.multiprocessing._signals import SignalException
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from typing import Any
 
     from phalanx._core.leftovers import Leftover
     from phalanx._core.mirror import Worker
     from phalanx.multiprocessing._logs import LogsDest
+
+EARLY = 10.0
+"""Seconds before the rest at which a rank's end is early, at the least,"""
+
+EARLY_SHARE = 0.1
+"""and what share they are of the time for which the rest has run."""
 
 _LONGEST_RELEASE = 600_000_000_000  # nanoseconds from a fatal signal to the exit that are believed: cores are large
 _UNWINDING = 100_000_000  # nanoseconds that exception handlers may take between a closed connection and the evidence
@@ -114,8 +121,12 @@ def collect(
     envs: Mapping[int, Mapping[str, str]],
     value_of: Callable[[Worker], Any],
     leftovers: Iterable[Leftover] = (),
+    began_ns: int = 0,
 ) -> RunProcsResult:
-    """Judge every worker. ``value_of`` gives what a worker that succeeded returned, and may raise anything."""
+    """Judge every worker. ``value_of`` gives what a worker that succeeded returned, and may raise anything.
+
+    ``began_ns`` is when all had been started, on CLOCK_MONOTONIC; 0: not known.
+    """
     values: dict[int, Any] = {}
     failures: dict[int, ProcessFailure] = {}
     outcomes: dict[int, Outcome] = {}
@@ -131,13 +142,48 @@ def collect(
             if _stopped(worker, failure):
                 state, failure = "stopped", None
         code = None if worker.exit is None else worker.exit.returncode
-        outcomes[worker.rank] = Outcome(worker.rank, worker.pid, state, code, worker.signalled)
+        ended = None if worker.exit is None else worker.exit_ns
+        outcomes[worker.rank] = Outcome(worker.rank, worker.pid, state, code, worker.signalled, ended)
         if failure is not None:
             failures[worker.rank] = failure
     _date_back(failures, {worker.rank: worker for worker in workers})
+    for rank, seconds in _early(outcomes, began_ns):
+        outcomes[rank] = outcomes[rank].replace(early=seconds)
     return RunProcsResult(
         dict(sorted(values.items())), failures, logs.stdouts, logs.stderrs, dict(sorted(outcomes.items())), leftovers
     )
+
+
+def verdict(result: RunProcsResult) -> tuple[int, str]:
+    """The exit code of a program that has run a group, and the cause of one that is not 0.
+
+    >>> verdict(RunProcsResult(outcomes={0: Outcome(0, 4242, "stopped", -15, 15)}))
+    (1, 'rank 0: stopped by us (SIGTERM)')
+    """
+    root = result.root_cause
+    if root is not None:
+        rank = root.local_rank if root.rank is None else root.rank
+        return 128 - root.exitcode if root.exitcode < 0 else root.exitcode or 1, f"rank {rank}: {root.message}"
+    for rank, outcome in result.outcomes.items():
+        if outcome.state != "succeeded":
+            return 1, f"rank {rank}: {outcome.describe()}"
+    return 0, ""
+
+
+def _early(outcomes: Mapping[int, Outcome], began_ns: int) -> Iterator[tuple[int, float]]:
+    """The ranks that succeeded long before the rest, and how many seconds: before half of the others had ended.
+
+    That is no failure, and yet what somebody wants to know whose data was not divided as it should have been.
+    """
+    ends = sorted(outcome.ended_ns for outcome in outcomes.values() if outcome.ended_ns is not None)
+    if len(ends) < 2 or not began_ns:  # noqa: PLR2004 - one, and the rest
+        return
+    middle = ends[len(ends) // 2]  # that of the others for any that ended before it
+    for rank, outcome in outcomes.items():
+        if outcome.state == "succeeded" and outcome.ended_ns is not None:
+            gap = (middle - outcome.ended_ns) / clock.NS
+            if gap >= max(EARLY, EARLY_SHARE * (middle - began_ns) / clock.NS):
+                yield rank, gap
 
 
 def _stopped(worker: Worker, failure: ProcessFailure) -> bool:
@@ -206,9 +252,9 @@ def _failure(worker: Worker, logs: LogsDest, global_rank: str) -> ProcessFailure
     if number in _STACK_SIGNALS and not os.path.exists(path) and (stack := evidence.read_fatal(path)):
         _write_evidence(worker, logs, f"Signal {number} ({signal_name(number)}) received by PID {worker.pid}", stack)
     code, detail = worker.exit.returncode, evidence.seen_by_timer(path) or worker.hang or _detail(worker)
-    left = evidence.read_exit(path, worker.pid)
+    left = evidence.read_exit(path, worker.pid) or _raised(path, worker.pid)
     if left is not None and left[1] <= worker.signalled_ns and number == worker.signalled:
-        code, detail = left[0], f"{signal_name(number or 0)}, sent by us, came while it was leaving"
+        code, detail = left[0], f"{signal_name(number or 0)}, sent by us, {WHILE_LEAVING}"
     if code == 0 and worker.struck:  # it got over the signal, whatever it made of that
         code = 1
         seen = evidence.seen_by_timer(path) or worker.hang.removeprefix(worker.hung).lstrip()
@@ -229,9 +275,19 @@ def _failure(worker: Worker, logs: LogsDest, global_rank: str) -> ProcessFailure
         told=told,
         detail=detail,
         stderr_tail=_tail(logs.stderrs[rank], rotates=bool(logs.max_size)),
-        stdout_file=logs.stdouts[rank],
-        stderr_file=logs.stderrs[rank],
+        stdout_file=logs.stdouts[rank].removeprefix(os.devnull),
+        stderr_file=logs.stderrs[rank].removeprefix(os.devnull),
     )
+
+
+def _raised(path: str, pid: int) -> tuple[int, int] | None:
+    """The exit code of a process that an exception has left, and when it was recorded; or None."""
+    data = evidence.read(path)[0]
+    moment = evidence.recorded_at(data)
+    if evidence.written_by(data) != pid or not evidence.has_left(data) or moment is None:
+        return None
+    # The interpreter ends by SIGINT then.
+    return None if (evidence.message_of(data) or "").startswith("KeyboardInterrupt") else (1, moment)
 
 
 def _struck_at(worker: Worker, path: str) -> int | None:

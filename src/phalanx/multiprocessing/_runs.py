@@ -9,16 +9,18 @@ read by its name; but it is never "the latest", and nobody is signalled for what
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 
 from phalanx._core import files
 from phalanx._core.value import Value
 from phalanx.multiprocessing import _record
+from phalanx.multiprocessing._prune import REMOVED
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 _LISTED = 5
 
@@ -88,48 +90,51 @@ def look(path: str) -> RunDir:
     return RunDir(path, run, "", _record.state_now(run), run.started, owner)
 
 
-def find(root: str) -> list[RunDir]:
-    """The runs in a folder, newest first, with their records in brief; none when there is no such folder.
+def find(roots: Iterable[str]) -> list[RunDir]:
+    """The runs in some folders, newest first, with their records in brief; none where there is no such folder.
 
     A run is a folder with a ``run.json`` or with attempts in it. One without a record, or with a damaged one, is listed
-    as such, by the time of its last change. Other folders, and links, are not listed. Raises OSError when ``root`` is
+    as such, by the time of its last change. Other folders, and links, are not listed. Raises OSError when a folder is
     there and cannot be listed.
     """
-    try:
-        with os.scandir(root) as entries:
-            folders = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except FileNotFoundError:
-        return []
+    folders: list[str] = []
+    for root in roots:
+        with contextlib.suppress(FileNotFoundError), os.scandir(root) as entries:
+            folders += [
+                entry.path
+                for entry in entries
+                if not entry.name.startswith(REMOVED) and entry.is_dir(follow_symlinks=False)
+            ]
     runs = [_in_brief(look(path)) for path in folders if _is_run(path)]
     return sorted(runs, key=lambda run: (run.started, run.name), reverse=True)
 
 
-def resolve(root: str, text: str | None = None) -> RunDir:
+def resolve(roots: Sequence[str], text: str | None = None) -> RunDir:
     """Find the run that somebody means.
 
     Args:
-        root: The folder of the runs.
-        text: The name of a run's folder in ``root``; or a run id; or the beginning of a folder's name, as long as there
-            is only one such; or the path of a run's folder, anywhere. None for the latest run that is the caller's, or
+        roots: The folders in which runs are.
+        text: The name of a run's folder in one of them; or a run id; or the beginning of a name, as long as there is
+            only one such; or the path of a run's folder, anywhere. None for the latest run that is the caller's, or
             root's. What is another's is only meant where none of these is.
 
     Raises:
         UnknownRunError: There is no such run, or more than one.
-        OSError: ``root`` cannot be listed.
+        OSError: One of ``roots`` cannot be listed.
     """
     if text is not None and os.sep in text:
         if _is_run(text) or os.path.isdir(os.path.join(text, "0")):  # of start_processes(log_dir=...): ranks alone
             return look(text)
         msg = f"{text!r} is not a run's folder: it has no {_record.FILE} and no attempts"
         raise UnknownRunError(msg)
-    runs = find(root)
+    runs, where = find(roots), " or ".join(roots)
     if text is not None:
-        return look(_called(root, runs, text).path)
+        return look(_called(where, runs, text).path)
     latest = next((run for run in runs if run.is_ours), None)
     if latest is None:
-        msg = f"there are no runs in {root}"
+        msg = f"there are no runs in {where}"
         if runs:
-            msg = f"there are no runs of yours in {root}; of other users, which have to be named: {_listing(runs)}"
+            msg = f"there are no runs of yours in {where}; of other users, which have to be named: {_listing(runs)}"
         raise UnknownRunError(msg)
     return look(latest.path)
 
@@ -138,7 +143,7 @@ def _in_brief(found: RunDir) -> RunDir:
     return found if found.run is None else found.replace(run=_record.brief(found.run))
 
 
-def _called(root: str, runs: list[RunDir], text: str) -> RunDir:
+def _called(where: str, runs: list[RunDir], text: str) -> RunDir:
     """The one that is called so: by the first of the ways of calling it that gives any."""
     ours, others = [run for run in runs if run.is_ours], [run for run in runs if not run.is_ours]
     for matches in (
@@ -160,7 +165,7 @@ def _called(root: str, runs: list[RunDir], text: str) -> RunDir:
     names = {run.name: run for run in runs}
     close = [names[name] for name in difflib.get_close_matches(text, names, n=_LISTED, cutoff=0.5)]
     hint = f"close to it: {_listing(close)}" if close else f"there are: {_listing(runs)}" if runs else "there are none"
-    msg = f"there is no run {text!r} in {root}; {hint}"
+    msg = f"there is no run {text!r} in {where}; {hint}"
     raise UnknownRunError(msg)
 
 

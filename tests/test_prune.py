@@ -1,0 +1,262 @@
+"""Runs that are not kept: `phalanx runs prune`, `phalanx run --keep-runs`, and what is never removed."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import click
+import pytest
+
+from phalanx.cli import _place
+from phalanx.cli import runs as runs_module
+from phalanx.multiprocessing import _prune, _record, _runs
+from phalanx.multiprocessing._prune import Stored, choose
+from phalanx.multiprocessing._runs import RunDir
+from tests.helpers import TIMEOUT
+from tests.test_log_options import sh
+from tests.test_other_users import acting_as
+from tests.test_run import Done, refused
+from tests.test_runs import example
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.helpers import Gate, Ready
+    from tests.test_run import Place
+
+PHALANX = (sys.executable, "-m", "phalanx")
+NOBODY = 65534
+DAY = 86400.0
+
+
+def prune(place: Place, *options: object) -> Done:
+    return place.program(*PHALANX, "runs", "prune", "--log-dir", place.logs, *options)
+
+
+def put(place: Place, name: str, age: float = 0.0, size: int = 0, **changes: object) -> Path:
+    """A run that ended some time ago."""
+    folder = place.logs / name
+    folder.mkdir(parents=True)
+    now = time.time()
+    fields = {"state": "succeeded", "started": now - age - 1, "ended": now - age, "exit_code": 0, **changes}
+    _record.write(str(folder), example(**fields))
+    (folder / "attempt_0").mkdir()
+    (folder / "attempt_0" / "stdout.log").write_bytes(b"x" * size)
+    for path in (folder / "attempt_0" / "stdout.log", folder / "attempt_0", folder / "run.json", folder):
+        os.utime(path, (now - age, now - age))
+    return folder
+
+
+def names(place: Place) -> list[str]:
+    return sorted(path.name for path in place.logs.iterdir())
+
+
+# --- which
+
+
+def stored(name: str, state: str = "succeeded", size: int = 10, age: float = 0.0, owner: int | None = None) -> Stored:
+    owner = os.geteuid() if owner is None else owner
+    return Stored(RunDir(f"/runs/{name}", None, "", state, 0.0, owner), size, 1000 * DAY - age)
+
+
+ALL = [
+    stored("new"),
+    stored("runs", "running", size=100, age=90 * DAY),
+    stored("week", "failed", age=7 * DAY),
+    stored("theirs", size=1000, age=60 * DAY, owner=NOBODY),
+    stored("month", "lost", size=50, age=30 * DAY + 1),
+    stored("what", "unknown", size=70, age=40 * DAY),
+    stored("torn", "unreadable", age=50 * DAY),
+]
+
+
+@pytest.mark.parametrize(
+    "rules,expected",
+    [
+        ({"older": 30 * DAY}, ["torn", "month"]),
+        ({"older": 400 * DAY}, []),
+        ({"older": 0.0}, ["torn", "month", "week"]),
+        ({"keep": 0}, ["torn", "month", "week", "new"]),
+        ({"keep": 1}, ["torn", "month", "week"]),
+        ({"keep": 3}, ["torn", "month"]),
+        ({"keep": 7}, []),
+        ({"larger": 1000}, []),
+        ({"larger": 245}, ["torn"]),
+        ({"larger": 200}, ["torn", "month"]),
+        ({"larger": 0}, ["torn", "month", "week", "new"]),
+        ({"larger": 245, "older": 20 * DAY}, ["torn", "month"]),
+        ({}, []),
+    ],
+)
+def test_which_runs_can_go(rules: dict[str, float], expected: list[str]) -> None:
+    """The oldest first; never one that runs, that is somebody else's, or that says nothing of itself."""
+    chosen = choose(ALL, 1000 * DAY, **rules)  # type: ignore[arg-type]  # numbers of each kind
+    assert [it.run.name for it in chosen] == expected
+
+
+def test_a_damaged_record_of_now_may_be_of_a_run_that_runs() -> None:
+    assert choose([stored("torn", "unreadable", age=60.0)], 1000 * DAY, keep=0) == []
+
+
+# --- the command
+
+
+def test_it_says_what_it_would_free_before(place: Place) -> None:
+    put(place, "new")
+    put(place, "old", age=40 * DAY, size=100_000, state="failed")
+    done = prune(place, "--older", "30d")
+    assert done.status == 1
+    head, row, summary = done.out.splitlines()
+    assert head.split() == ["RUN", "STATE", "AGE", "SIZE"]
+    assert row.split()[:3] == ["old", "failed", "40d00h"]
+    assert summary.startswith("to be removed: 1 run, ")
+    assert "; 1 run, " in summary
+    assert "nothing was removed: there is no terminal to ask at; give --yes" in done.err
+    assert names(place) == ["new", "old"]
+    assert prune(place, "--older", "30d", "--dry-run").status == 0
+    assert names(place) == ["new", "old"]
+    done = prune(place, "--older", "30d", "--yes")
+    assert done.status == 0
+    assert done.out.splitlines()[-1].startswith("removed 1 run, ")
+    assert names(place) == ["new"]
+    assert prune(place, "--older", "30d", "-y").out.startswith("nothing to remove: 1 run, ")
+
+
+def test_sizes_are_those_on_the_disk(place: Place) -> None:
+    put(place, "a", age=3, size=5_000_000)
+    put(place, "b", age=2, size=5_000_000)
+    put(place, "c", age=1, size=5_000_000)
+    assert prune(place, "--larger", "11MB", "-y").status == 0
+    assert names(place) == ["b", "c"]
+    with (place.logs / "b" / "attempt_0" / "hole").open("wb") as file:
+        file.truncate(1 << 40)
+    assert prune(place, "--larger", "11MB", "-y").out.startswith("nothing to remove")
+
+
+def test_a_run_that_runs_is_kept(place: Place, ready: Ready, gate: Gate) -> None:
+    with place.start(place.write(f"{ready.python()}; {gate.python()}")) as launcher:
+        ready.wait()
+        until = time.monotonic() + TIMEOUT
+        while not (records := list(place.logs.glob("*/run.json"))):
+            assert time.monotonic() < until
+        done = prune(place, "--keep", "0", "-y")
+        assert done.out.startswith("nothing to remove: 1 run, "), done
+        gate.open()
+        assert launcher.end().status == 0
+    assert json.loads(records[0].read_text())["state"] == "succeeded"
+    assert prune(place, "--keep", "0", "-y").status == 0
+    assert names(place) == []
+
+
+def test_what_is_no_run_is_kept(place: Place) -> None:
+    put(place, "old", age=9)
+    (place.logs / "data").mkdir()
+    (place.logs / "others" / "attempt_0").mkdir(parents=True)  # another launcher's
+    (place.logs / "link").symlink_to(place.logs / "data")
+    assert prune(place, "--keep", "0", "-y").status == 0
+    assert names(place) == ["data", "link", "others"]
+
+
+def test_links_in_a_run_are_not_followed(place: Place, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("x")
+    (put(place, "old") / "attempt_0" / "link").symlink_to(precious)
+    assert prune(place, "--keep", "0", "-y").status == 0
+    assert names(place) == []
+    assert (precious / "file").read_text() == "x"
+
+
+def test_a_removal_that_was_interrupted_is_finished(place: Place) -> None:
+    put(place, "new")
+    (put(place, "old") / "run.json").unlink()
+    (place.logs / "old").rename(place.logs / f"{_prune.REMOVED}old")
+    assert [run.name for run in _runs.find([str(place.logs)])] == ["new"]
+    done = prune(place, "--keep", "5", "-y")
+    assert "what is left of 1 run whose removal was interrupted" in done.out
+    assert names(place) == ["new"]
+
+
+def test_what_cannot_be_removed_is_told(place: Place) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root: only that can act as somebody else")
+    put(place, "old")
+    with acting_as(NOBODY), pytest.raises(click.ClickException) as caught:
+        runs_module._remove([str(place.logs / "old")])
+    assert caught.value.message == f"could not be removed:\n{place.logs}/old: Permission denied"
+    assert names(place) == ["old"]
+
+
+@pytest.mark.parametrize(
+    "options,words",
+    [
+        ((), ("which runs? Give --older, --keep or --larger",)),
+        (("--older", "1y"), ("--older", "'1y': expected a time, like 90s, 10m, 2h, 30d or 2w")),
+        (("--larger", "much"), ("--larger", "'much': expected a size")),
+        (("--keep", "-1"), ("--keep",)),
+    ],
+)
+def test_rules_that_are_none(place: Place, options: tuple[str, ...], words: tuple[str, ...]) -> None:
+    refused(prune(place, *options), *words)
+
+
+# --- the list
+
+
+def test_states_and_limits(place: Place) -> None:
+    put(place, "a", age=3, state="failed", exit_code=1)
+    put(place, "b", age=2)
+    put(place, "c", age=1, state="failed", exit_code=1)
+
+    def listed(*options: str) -> list[str]:
+        out = place.program(*PHALANX, "runs", "--log-dir", place.logs, "--json", *options).out
+        return [json.loads(line)["folder"] for line in out.splitlines()]
+
+    assert listed() == ["c", "b", "a"]
+    assert listed("--state", "failed") == ["c", "a"]
+    assert listed("--state", "failed,succeeded", "--limit", "2") == ["c", "b"]
+    assert listed("--state", "failed", "-n", "1") == ["c"]
+    none = place.program(*PHALANX, "runs", "--log-dir", place.logs, "--state", "lost")
+    assert none.out == f"no such runs in {place.logs}\n"
+    refused(place.program(*PHALANX, "runs", "--state", "faild"), "there is no state 'faild'; did you mean 'failed'?")
+    refused(place.program(*PHALANX, "runs", "--json", "prune", "--keep", "1"), "--json is for the list alone")
+
+
+def test_much_is_hinted_at(place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    put(place, "a", size=50_000)
+    where = (str(place.logs),)
+    runs_module._hint(where)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(runs_module, "_LARGE", 10_000)
+    runs_module._hint(where)
+    assert capsys.readouterr().err.endswith(" KiB; phalanx runs prune removes old ones\n")
+    monkeypatch.setattr(runs_module, "_LOOKED_AT", 0)
+    monkeypatch.setattr(runs_module, "MANY", 1)
+    runs_module._hint(where)
+    assert capsys.readouterr().err == "1 run, 0 B or more; phalanx runs prune removes old ones\n"
+
+
+# --- phalanx run
+
+
+def test_so_many_are_kept(place: Place) -> None:
+    for age in (3, 2, 1):
+        put(place, f"run-{age}", age=age * DAY)
+    done = sh(place, "echo x", "--keep-runs", 2, "--run-id", "today")
+    assert done.status == 0
+    assert "phalanx: --keep-runs 2: removed 2 runs, " in done.err
+    assert [name.split("_")[0] for name in names(place)] == ["run-1", "today"]
+    assert "--keep-runs" not in sh(place, "echo x", "--keep-runs", 3).err
+
+
+def test_many_are_hinted_at(place: Place) -> None:
+    place.logs.mkdir()
+    for number in range(_place.MANY):
+        (place.logs / f"run_{number}").mkdir()
+    done = sh(place, "echo x")
+    assert "phalanx: 1,001 runs are kept in " in done.err
+    assert "; phalanx runs prune removes old ones, --keep-runs N keeps so many" in done.err
