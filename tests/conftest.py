@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 
+os.environ.pop("VIRTUAL_ENV", None)  # of whoever runs the tests: phalanx run would tell of it
+
 collect_ignore = ["programs", "program_runs.py"]  # scripts: importing one has effects, which is what they are about
 
 

@@ -96,6 +96,13 @@ def test_digits_ddp_learns_on_two_ranks(tmp_path: Path) -> None:
     assert set(re.findall(r"rank (\d) of 2 done", output)) == {"0", "1"}
 
 
+@pytest.mark.torch
+def test_digits_ddp_runs_under_torchrun(tmp_path: Path) -> None:
+    options = ("--nproc-per-node", 2, "--log-dir", tmp_path, "--master-port", free_port())
+    (output,) = finish(start("-m", "torch.distributed.run", *options, EXAMPLES / "digits_ddp.py"))
+    assert accuracy(output, ranks=2) > 0.93
+
+
 def free_port() -> int:
     """Return a port that nobody listens on at the moment."""
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -179,6 +180,69 @@ def test_a_layout_of_ones_own(logs: Path) -> None:
     assert (logs / "out-1.txt").read_text() == "b\n"
     assert result.stdouts[0] == str(logs / "out-0.txt")
     assert sorted(path.name for path in logs.iterdir()) == ["out-0.txt", "out-1.txt"]
+
+
+class Some(OneFolder):
+    """Layouts that forget a rank, or have one too many."""
+
+    def __init__(self, folder: str, name: str, files: object) -> None:
+        super().__init__(folder)
+        self.change = {name: files}
+
+    def reify(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
+        return super().reify(envs).replace(**self.change)
+
+
+@pytest.mark.parametrize(
+    "name,files,expected",
+    [
+        ("stdouts", {0: "", 2: ""}, "stdouts has no file for local rank 1; it takes one for each of 0 to 2, or ''"),
+        ("stderrs", {}, "stderrs has no file for local rank 0, 1, 2; it takes one for each of 0 to 2, or ''"),
+        ("error_files", {1: "x"}, "error_files has no file for local rank 0, 2; it takes one for each of 0 to 2"),
+        ("tee_stderrs", {3: "x"}, "tee_stderrs has local rank 3; ranks are 0 to 2"),
+    ],
+)
+def test_a_layout_that_does_not_have_exactly_the_ranks(logs: Path, name: str, files: Any, expected: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"logs_specs: Some.reify: {expected}")):
+        start_processes("own", "/bin/true", nprocs=3, logs_specs=Some(str(logs), name, files))
+    assert list(logs.iterdir()) == []
+
+
+def test_a_layout_that_gives_something_else(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OneFolder, "reify", lambda _self, _envs: {"stdouts": {}})
+    with pytest.raises(TypeError, match=re.escape("logs_specs: OneFolder.reify: expected a LogsDest, got {'stdouts'")):
+        start_processes("own", "/bin/true", nprocs=1, logs_specs=OneFolder(str(logs)))
+
+
+@pytest.mark.parametrize("order", ["in turn", "at once"])
+def test_two_groups_with_the_same_specs(logs: Path, order: str) -> None:
+    """Each has a run's folder of its own, and nothing of either is lost."""
+    specs = DefaultLogsSpecs(str(logs), Std.OUT)
+    folders: list[str | None] = []
+    with ExitStack() as stack:
+        groups = []
+        for text in ("first", "second"):
+            groups.append(stack.enter_context(start_processes("g", "echo", (text,), nprocs=2, logs_specs=specs)))
+            folders.append(specs.run_log_dir)
+            if order == "in turn":
+                groups[-1].wait()
+        assert not any(group.wait().is_failed() for group in groups)
+    assert len(set(folders)) == 2
+    texts = [Path(f"{folder}/attempt_0/{rank}/stdout.log").read_text() for folder in folders for rank in range(2)]
+    assert texts == ["first\n", "first\n", "second\n", "second\n"]
+
+
+def test_what_one_group_removes_is_not_the_others(gate: Gate) -> None:
+    """Two groups with the same specs: of one that has ended, nothing is left; the other's failure is kept."""
+    specs = DefaultLogsSpecs()
+    with start_processes("late", sys.executable, ("-c", f"{gate.python()}; 1/0"), nprocs=1, logs_specs=specs) as late:
+        with start_processes("early", "/bin/true", nprocs=1, logs_specs=specs) as early:
+            early.wait()
+            of_early = Path(early.error_files[0])
+        assert not of_early.parents[2].exists()
+        assert Path(late.error_files[0]).parent.is_dir()
+        gate.open()
+        late.wait()
 
 
 def test_an_error_of_an_earlier_run_in_the_same_folder_is_not_todays(logs: Path) -> None:

@@ -497,7 +497,7 @@ def test_a_file_that_is_not_ours_to_read(place: Place, name: str, monkeypatch: p
     folder = sh(place, "echo x", n=2)
     path = folder / "attempt_0" / "1" / name
     path.touch()
-    found = resolve(str(place.logs))
+    found = resolve([str(place.logs)])
     access = os.access
     monkeypatch.setattr(os, "access", lambda which, mode: which != str(path) and access(which, mode))
     attempt = str(folder / "attempt_0")
@@ -507,13 +507,10 @@ def test_a_file_that_is_not_ours_to_read(place: Place, name: str, monkeypatch: p
     _Reader(found, 0, attempt, ConsoleSpecs(), ("stderr",)).close()
 
 
-@pytest.mark.parametrize("number", [2**63, 10**30])
+@pytest.mark.parametrize("number", [2**63 - 1, 2**63, 10**30])
 def test_more_lines_than_there_can_be(place: Place, number: int) -> None:
     sh(place, "echo x")
-    assert lines(place, "-n", 2**63 - 1) == ["[0] x"]
-    found = logs(place, "-n", number)
-    assert found.status == 2
-    assert "Invalid value for '-n' / '--lines'" in found.err
+    assert lines(place, "-n", number) == ["[0] x"]
 
 
 def test_a_run_of_the_library(place: Place) -> None:

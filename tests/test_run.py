@@ -23,6 +23,7 @@ import pytest
 import phalanx
 from phalanx._core import devices
 from phalanx.cli import _nproc
+from phalanx.cli.run import main
 from phalanx.cli.run import run as command
 from phalanx.multiprocessing import Std
 from tests.helpers import TIMEOUT, Gate, Ready, alive, wait_gone
@@ -35,7 +36,7 @@ RUN = (sys.executable, "-m", "phalanx", "run")
 VARIABLES = [
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
     "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
-    "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_ERROR_FILE",
+    "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_ERROR_FILE", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 ]  # fmt: skip
 
 
@@ -171,7 +172,14 @@ def test_the_environment_of_the_workers(place: Place) -> None:
             "TORCHELASTIC_RUN_ID": "night",
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         }
+
+
+def test_how_nccl_handles_errors_is_left_as_it_is_set(place: Place) -> None:
+    place.env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
+    script = place.write("import os; print(os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING'])")
+    assert place.run(script).out == "[0] 3\n"
 
 
 def test_the_ranks_meet_at_the_master_port(place: Place) -> None:
@@ -402,6 +410,7 @@ SETTINGS = {
     "log_max_size": Setting("100MB", "1KiB", 100_000_000, 1024),
     "log_keep": Setting("3", "1", 3, 1),
     "log_mode": Setting("750", "2755", 0o750, 0o2755),
+    "keep_runs": Setting("3", "1", 3, 1),
     "duplicate_stdout_filters": Setting("loss,acc", "a", ["loss", "acc"], ["a"]),
     "duplicate_stderr_filters": Setting("warning", "a", ["warning"], ["a"]),
     "cpu_bind": Setting("core", "0-3;4-7", "core", "0-3;4-7"),
@@ -453,6 +462,25 @@ def test_an_option_by_environment_and_by_command_line(name: str, monkeypatch: py
     monkeypatch.setenv(f"PHALANX_{name.upper()}", setting.other)
     assert parsed("script.py")[name] == setting.as_other
     assert parsed(dashes, setting.text, "script.py")[name] == setting.value
+
+
+def test_the_grace_by_the_names_that_torchrun_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parsed("--shutdown-timeout", "5", "script.py")["grace"] == 5
+    for number, name in enumerate(["TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT", "PET_GRACE"]):
+        monkeypatch.setenv(name, str(number))  # each goes before those above
+        assert parsed("script.py")["grace"] == number
+    monkeypatch.setenv("PET_GRACE", "soon")
+    with pytest.raises(click.BadParameter) as wrong:
+        parsed("script.py")
+    assert wrong.value.param_hint == "'--grace' (PET_GRACE in the environment)"
+
+
+def test_the_command_line_from_python(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
+    script = place.write("print('hello')")
+    with pytest.raises(SystemExit) as ended:
+        main(["--log-dir", "/dev/null", str(script)])
+    assert ended.value.code == 0
+    assert capfd.readouterr().out == "hello\n"
 
 
 @pytest.mark.parametrize("option", ["--nnodes=2", "--nnodes=1:4", "--node-rank=1", "--max-restarts=3"])
@@ -534,7 +562,7 @@ def test_a_binary_that_is_not_there(place: Place) -> None:
         (["--start-method", "spwan"], "spawn"),
         (["--grace", "-1"], "--grace"),
         (["--grace", "soon"], "--grace"),
-        (["--grace", "nan"], "'--grace': expected 0 seconds or more, got nan"),
+        (["--grace", "nan"], "'--grace' / '--shutdown-timeout': expected 0 seconds or more, got nan"),
         (["--settle", "nan"], "'--settle': expected 0 seconds or more, got nan"),
         (["--linger", "nan"], "'--linger': expected 0 seconds or more, got nan"),
         (["--drain", "nan"], "'--drain': expected 0 seconds or more, got nan"),
@@ -674,8 +702,8 @@ def test_without_a_writable_home_logs_go_to_a_temporary_folder(place: Place) -> 
     place.env.pop("XDG_STATE_HOME", None)
     done = place.run(place.write("print('x')"), logs=False)
     assert done.status == 0
-    assert f"logs in {temporary}/phalanx_" in done.err
-    assert len(list(temporary.glob("phalanx_*/*/attempt_0/0/stdout.log"))) == 1
+    assert f"logs in {temporary}/phalanx-{os.geteuid()}/" in done.err
+    assert len(list(temporary.glob("phalanx-*/*/attempt_0/0/stdout.log"))) == 1
 
 
 def test_output_arrives_while_the_worker_runs(place: Place, gate: Gate) -> None:

@@ -1,22 +1,27 @@
 """Phalanx: groups of worker processes that start together, live together and fall together, the true cause named.
 
 The public names live in the modules that carry them: `phalanx.multiprocessing`, `phalanx.multiprocessing.errors`,
-`phalanx.spawn`, and the command ``phalanx run``. `phalanx.warm` is at hand here. Importing this package alone imports
-nothing else.
+`phalanx.spawn`, `phalanx.timer`, and the command ``phalanx run``. The modules and `phalanx.warm` are at hand here, and
+loaded when they are first used: importing this package alone imports nothing else.
 
 >>> import phalanx
 >>> with phalanx.warm(preload=["json"]) as process:
 ...     process.preload
 ('json',)
+>>> phalanx.timer.beat()  # without a group that watches heartbeats: nothing
 """
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from phalanx import errors as errors
+    from phalanx import multiprocessing as multiprocessing
+    from phalanx import spawn as spawn
+    from phalanx import timer as timer
     from phalanx.multiprocessing import warm
 
-__all__ = ["__version__", "warm"]
+__all__ = ["__version__", "errors", "multiprocessing", "spawn", "timer", "warm"]
 
 __version__ = "0.1.0"
 
@@ -26,5 +31,13 @@ def __getattr__(name: str) -> "Any":
         from phalanx.multiprocessing import warm
 
         return warm
+    if name in __all__:
+        import importlib
+
+        return importlib.import_module(f"phalanx.{name}")
     msg = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(msg)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

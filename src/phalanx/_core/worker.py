@@ -252,7 +252,7 @@ def _begin(me: Child) -> None:
     """Note what the end will need, and get ready for what may happen until then."""
     _Mine.child = me
     _Mine.error_file = os.environ.get(evidence.ERROR_FILE_ENV, "")
-    _Mine.stderr_logged = bool(os.environ.get("PHALANX_STDERR_LOGGED"))
+    _Mine.stderr_logged = bool(os.environ.pop("PHALANX_STDERR_LOGGED", ""))  # not for groups of its own
     evidence.catch_fatal_signals()
     evidence.offer_stacks()
     linux.allow_reading()

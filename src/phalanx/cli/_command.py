@@ -1,16 +1,19 @@
-"""What all commands have in common: their settings, and errors that no terminal obeys."""
+"""What all commands have in common: their settings, and errors that no terminal obeys and that name what was given."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 
 import click
+from click.core import ParameterSource
 
 from phalanx._core.terminal import printable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from typing import Any
 
 SETTINGS = {
@@ -19,9 +22,48 @@ SETTINGS = {
     "max_content_width": 100,
 }
 
+_MOST_MEANT = 3
+_ALIKE = 0.6  # of two words that one may be meant by the other, see difflib
+_AS_GOOD = 0.1  # how much less, and yet as likely as the best
 
-class Command(click.Command):
-    """A command whose errors show what a terminal would obey as escapes: they tell names that others have given."""
+
+class _Helpful(click.Command):
+    """A command whose errors show what a terminal would obey as escapes: they tell names that others have given.
+
+    An error about an option that nobody has typed names the environment variable that has set it. An option that is not
+    there is answered with those that may have been meant, or with why it is ``absent``.
+
+    Args:
+        sections: How ``--help`` groups the options: a heading, and long names in the order in which they are shown.
+        absent: Options that people know from elsewhere, and what to say of them.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        sections: Sequence[tuple[str, Sequence[str]]] = (),
+        absent: Mapping[str, str] | None = None,
+        **more: Any,
+    ) -> None:
+        super().__init__(*args, **more)
+        self.sections = sections
+        self.absent = absent or {}
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """See `click.Command`."""
+        records = {}
+        for param in self.get_params(ctx):
+            if isinstance(param, click.Argument):  # the text says what they are
+                continue
+            record = param.get_help_record(ctx)
+            if record is not None:
+                records[_long(param)] = record
+        for heading, names in self.sections:
+            with formatter.section(heading):
+                formatter.write_dl([records.pop(name) for name in names])
+        if records:
+            with formatter.section("Other" if self.sections else "Options"):
+                formatter.write_dl(list(records.values()))
 
     def make_context(self, *args: Any, **more: Any) -> click.Context:
         """Read the arguments."""
@@ -30,8 +72,83 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Call the command."""
-        with _printable_errors():
+        with _printable_errors(), _naming_variables(ctx):
             return super().invoke(ctx)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """See `click.Command`."""
+        try:
+            with _naming_variables(ctx):
+                return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            raise click.UsageError(self.not_there(ctx, error.option_name), ctx) from None
+
+    def not_there(self, ctx: click.Context, name: str) -> str:  # noqa: ARG002 - groups look at their commands
+        """What to say to somebody who has typed an option that is not there."""
+        why = self.absent.get(name)
+        if why is not None:
+            return f"{name}: {why}"
+        known = [opt for param in self.params if not getattr(param, "hidden", False) for opt in param.opts]
+        return f"there is no option {name!r}{meant(name, known)}"
+
+
+class Command(_Helpful):
+    """A command of ours."""
+
+
+class Group(_Helpful, click.Group):
+    """A command that has others below it.
+
+    Args:
+        elsewhere: What these are called in other tools, and here.
+    """
+
+    def __init__(self, *args: Any, elsewhere: Mapping[str, str] | None = None, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.elsewhere = elsewhere or {}
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """See `click.Group`."""
+        super().format_options(ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """See `click.Group`. Raises UsageError that says what may have been meant."""
+        name = args[0]
+        if self.get_command(ctx, name) is not None or ctx.resilient_parsing:
+            return super().resolve_command(ctx, args)
+        msg = f"there is no command {name!r}{self.hint(ctx, name)}"
+        raise click.UsageError(msg, ctx)
+
+    def hint(self, ctx: click.Context, name: str) -> str:
+        """What to say to somebody who has typed a command that is not there."""
+        if name in self.elsewhere:
+            return f"; did you mean {self.elsewhere[name]!r}?"
+        known = self.list_commands(ctx)
+        return meant(name, known) or f"; there are {', '.join(known)}"
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """A question for somebody who has mistyped a word: whether it is what begins so, or is close to it; else "".
+
+    >>> meant("--nproc", ["--nice", "--nproc-per-node"]), meant("rn", ["logs", "run", "runs"]), meant("x", ["run"])
+    ("; did you mean '--nproc-per-node'?", "; did you mean 'run'?", '')
+    """
+    import difflib
+
+    known = [*known]
+    close = [name for name in known if len(word.lstrip("-")) > 1 and name.startswith(word)][:_MOST_MEANT]
+    if not close:
+        alike = {name: difflib.SequenceMatcher(None, name, word).ratio() for name in known}
+        least = max(_ALIKE, max(alike.values(), default=0.0) - _AS_GOOD)
+        close = sorted((name for name in known if alike[name] >= least), key=alike.__getitem__, reverse=True)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+def _long(param: click.Parameter) -> str:
+    return next((name for name in param.opts if name.startswith("--")), param.opts[0])
 
 
 @contextlib.contextmanager
@@ -42,3 +159,33 @@ def _printable_errors() -> Iterator[None]:
         text = "\n".join(map(printable, error.message.split("\n")))
         error.message = text  # type: ignore[misc]  # what click shows is made of it in ways that differ by its class
         raise
+
+
+@contextlib.contextmanager
+def _naming_variables(ctx: click.Context) -> Iterator[None]:
+    try:
+        yield
+    except click.ClickException as error:
+        set_by = _set_by_environment(ctx)
+        param = getattr(error, "param", None)
+        if isinstance(error, click.BadParameter) and isinstance(param, click.Option):
+            option = _long(param) if error.param_hint is None else error.param_hint
+            if param.opts[-1] in set_by:
+                error.param_hint = f"'{option}' ({set_by[param.opts[-1]]} in the environment)"
+        else:
+            found = [option for option in set_by if re.search(rf"{option}(?![\w-])", error.message)]
+            text = ", ".join(f"{option} is {set_by[option]} in the environment" for option in found)
+            if text:
+                error.message = f"{error.message} ({text})"  # type: ignore[misc]  # as above
+        raise
+
+
+def _set_by_environment(ctx: click.Context) -> dict[str, str]:
+    """The options that the environment has set, by their long names, and the variable that each comes from."""
+    found = {}
+    for param in ctx.command.params:
+        if ctx.get_parameter_source(param.name or "") is ParameterSource.ENVIRONMENT:
+            names = [param.envvar] if isinstance(param.envvar, str) else param.envvar or ()
+            variable = next(name for name in names if os.environ.get(name))
+            found.update(dict.fromkeys((opt for opt in param.opts if opt.startswith("--")), variable))
+    return found

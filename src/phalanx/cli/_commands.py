@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import importlib
+import os
 
 import click
 
 from phalanx import __version__
+from phalanx.cli._command import Group
 
 _COMMANDS = ("run", "logs", "runs", "stack")
+_ELSEWHERE = {
+    "ps": "runs", "ls": "runs", "list": "runs", "status": "runs", "history": "runs", "tail": "logs", "log": "logs",
+    "cat": "logs", "start": "run", "launch": "run", "exec": "run", "spawn": "run", "dump": "stack", "py-spy": "stack",
+}  # fmt: skip
+"""What commands are called in other tools, and here."""
+
 _CONTEXT = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda token: token.replace("_", "-")}
 
 
-class _Commands(click.Group):
+class _Commands(Group):
     """Commands that are modules of this package: what one of them imports, the others do not wait for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
@@ -24,8 +32,24 @@ class _Commands(click.Group):
         command: click.Command = getattr(importlib.import_module(f"phalanx.cli.{cmd_name}"), cmd_name)
         return command
 
+    def not_there(self, ctx: click.Context, name: str) -> str:
+        """See `Command`. People forget the command."""
+        having = [command for command in _COMMANDS if name in _options(self.get_command(ctx, command))]
+        hint = f"; it is one of phalanx {having[0]}, and stands after that" if having else ""
+        return f"there is no option {name!r} here{hint}"
 
-@click.group(cls=_Commands, context_settings=_CONTEXT)
+    def hint(self, ctx: click.Context, name: str) -> str:
+        """See `Group`."""
+        if name not in self.elsewhere and (name.endswith(".py") or os.path.exists(name)):
+            return f"; to run a script: phalanx run {name}"
+        return super().hint(ctx, name)
+
+
+def _options(command: click.Command | None) -> set[str]:
+    return set() if command is None else {opt for param in command.params for opt in param.opts}
+
+
+@click.group(cls=_Commands, context_settings=_CONTEXT, elsewhere=_ELSEWHERE)
 @click.version_option(__version__, prog_name="phalanx")
 def cli() -> None:
     """Groups of processes that start together, live together and fall together, the true cause named."""

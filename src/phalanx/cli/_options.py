@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import click
 
 from phalanx._core import size
@@ -12,16 +14,20 @@ from phalanx.multiprocessing._prefixes import TEMPLATE_ENV, template_of_environm
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from typing import Any
 
 _MOST_RANKS = 1 << 20
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
-def option(*names: str, **settings: Any) -> Callable[[Any], Any]:
-    """An option that the environment can set, as PHALANX_NAME, or as PET_NAME, where torchrun's users have it."""
+def option(*names: str, also: Sequence[str] = (), **settings: Any) -> Callable[[Any], Any]:
+    """An option that the environment can set, as PHALANX_NAME, or as PET_NAME, where torchrun's users have it.
+
+    ``also`` are further variables, which are read where neither of these is set.
+    """
     long = next(name for name in names if name.startswith("--")).lstrip("-").upper().replace("-", "_")
-    return click.option(*names, envvar=[f"PHALANX_{long}", f"PET_{long}"], show_envvar=False, **settings)
+    return click.option(*names, envvar=[f"PHALANX_{long}", f"PET_{long}", *also], show_envvar=False, **settings)
 
 
 def reading(read: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
@@ -103,6 +109,19 @@ def read_size(text: str) -> int:
     return number
 
 
+def read_age(text: str) -> float:
+    """Read how long ago something was, in seconds; without a unit they are. Raises ValueError.
+
+    >>> read_age("90s"), read_age("1.5h"), read_age("30d"), read_age("2w")
+    (90.0, 5400.0, 2592000.0, 1209600.0)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw]?)", text.strip())
+    if not found:
+        msg = f"{text!r}: expected a time, like 90s, 10m, 2h, 30d or 2w"
+        raise ValueError(msg)
+    return float(found[1]) * _UNITS[found[2] or "s"]
+
+
 def read_mode(text: str) -> int:
     """Read permissions of folders, in octal digits. Raises ValueError.
 
@@ -117,8 +136,16 @@ def read_mode(text: str) -> int:
 
 
 def read_strings(text: str) -> list[str]:
-    """Read strings between commas."""
-    return [part for part in text.split(",") if part]
+    """Read strings between commas. Raises ValueError: there is none, as of a shell's variable that is not set.
+
+    >>> read_strings("loss,error")
+    ['loss', 'error']
+    """
+    parts = [part for part in text.split(",") if part]
+    if not parts:
+        msg = f"{text!r}: expected one or more, between commas"
+        raise ValueError(msg)
+    return parts
 
 
 def console_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
     from phalanx.multiprocessing import ConsoleSpecs
 
+_BOUNDS = {
+    "max_size": "--log-max-size", "keep": "--log-keep", "compress": "--log-compress", "mode": "--log-mode",
+    "keep_runs": "--keep-runs",
+}  # fmt: skip
 _NAMES = {Std.OUT: "stdout", Std.ERR: "stderr"}
 
 
@@ -53,6 +57,16 @@ def check_streams(
             raise click.UsageError(msg)
         notes.append(f"{option}: {text}")
     return notes
+
+
+def check_no_logs(console: ConsoleSpecs, filters: Mapping[str, list[str] | None], bounds: Mapping[str, object]) -> None:
+    """Refuse options that need the logs, where none are kept. Raises UsageError."""
+    options = list(_chosen(console))
+    options += [f"--duplicate-{name}-filters" for name, texts in filters.items() if texts]
+    options += [_BOUNDS[name] for name, value in bounds.items() if value]
+    if options:
+        msg = f"--log-dir /dev/null: no logs are kept; {', '.join(options)} would have nothing to be about"
+        raise click.UsageError(msg)
 
 
 def _chosen(console: ConsoleSpecs) -> Iterator[str]:

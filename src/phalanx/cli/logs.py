@@ -9,7 +9,6 @@ import contextlib
 import errno
 import math
 import os
-import re
 import signal
 import sys
 import time
@@ -30,8 +29,8 @@ from phalanx._core.view import Lane
 from phalanx.cli._command import SETTINGS, Command
 from phalanx.cli._following import Following
 from phalanx.cli._interrupts import Interrupts
-from phalanx.cli._options import console_options, console_specs, reading
-from phalanx.cli._place import default_place
+from phalanx.cli._options import console_options, console_specs, read_age, reading
+from phalanx.cli._place import places
 from phalanx.multiprocessing._console import make_view, target
 from phalanx.multiprocessing._prefixes import Prefixes
 from phalanx.multiprocessing._runs import UnknownRunError, find, resolve
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from phalanx.multiprocessing import ConsoleSpecs
     from phalanx.multiprocessing._runs import RunDir
 
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _STREAMS = ("stdout", "stderr")
 _MOST_NAMED = 16  # files
 
@@ -55,9 +53,8 @@ def read_since(text: str) -> float:
     >>> read_since("2026-11-20T12:00:00+00:00")
     1795176000.0
     """
-    ago = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
-    if ago:
-        return time.time() - float(ago[1]) * _UNITS[ago[2] or "s"]
+    with contextlib.suppress(ValueError):
+        return time.time() - read_age(text)
     try:
         return datetime.fromisoformat(text.strip()).timestamp()
     except (ValueError, OverflowError):
@@ -67,14 +64,12 @@ def read_since(text: str) -> float:
 
 def _names(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
     try:
-        return [
-            run.name for run in find(ctx.params.get("log_dir") or default_place()) if run.name.startswith(incomplete)
-        ]
+        return [run.name for run in find(places(ctx.params.get("log_dir"))) if run.name.startswith(incomplete)]
     except (OSError, click.UsageError):
         return []
 
 
-@click.command(cls=Command, context_settings=SETTINGS)
+@click.command(cls=Command, context_settings=SETTINGS, absent={"--tail": "it is --lines here, or -n"})
 @click.argument("run", required=False, shell_complete=_names)
 @click.option(
     "--log-dir",
@@ -86,7 +81,7 @@ def _names(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list
 @click.option(
     "-n",
     "--lines",
-    type=click.IntRange(min=0, max=sys.maxsize),
+    type=click.IntRange(min=0),
     metavar="N",
     help="Only the last N lines of what there is; with -f, and what comes.",
 )
@@ -132,7 +127,7 @@ def logs(
     if since is not None and until is not None and since >= until:
         raise click.UsageError("--since, --until: there is no time between them; --until is the later one")
     try:
-        found = resolve(log_dir or default_place(), run)
+        found = resolve(places(log_dir), run)
         starting = follow and found.state == "running"  # what is not there yet may come
         attempts = _attempts(found.path)
         if not attempts and not starting:
@@ -294,7 +289,7 @@ class _Reader:
         view, sink = self._view, self._sink
         sink.open(self._loop, lambda: None)
         if lines is not None:
-            view.surface.sink = LastLines(lines)
+            view.surface.sink = LastLines(min(lines, sys.maxsize))
         last: dict[Lane, float] = {}
         for moment, number, data in merge(self._followers, self._timeline):
             lane = self._lanes[number]

@@ -5,7 +5,6 @@ Owns the options, the workers' environment and the exit code. Knows nothing of h
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import os
 import signal
@@ -18,7 +17,7 @@ import click
 from phalanx._core import interrupts, linux
 from phalanx._core.tell import mention, tell
 from phalanx._core.terminal import coloured, printable
-from phalanx.cli import _nproc
+from phalanx.cli import _nproc, _python
 from phalanx.cli._command import SETTINGS, Command
 from phalanx.cli._options import (
     checking_seconds,
@@ -32,10 +31,10 @@ from phalanx.cli._options import (
     reading,
     repeatable,
 )
-from phalanx.cli._place import default_place
+from phalanx.cli._place import MANY
 from phalanx.cli._placement import placement_options, take_placement
-from phalanx.cli._recorder import Recorder
-from phalanx.cli._streams import check_streams
+from phalanx.cli._streams import check_no_logs, check_streams
+from phalanx.errors._failure import NOT_AVAILABLE
 from phalanx.multiprocessing import (
     DefaultLogsSpecs,
     KeeperLostError,
@@ -48,6 +47,9 @@ from phalanx.multiprocessing import (
     Std,
     SubprocessContext,
 )
+from phalanx.multiprocessing._place import place_of_new_runs
+from phalanx.multiprocessing._recorder import Recorder
+from phalanx.multiprocessing._result import verdict
 from phalanx.multiprocessing._signals import signals_to_handle
 from phalanx.multiprocessing._warm import check_preload
 from phalanx.multiprocessing.errors import ChildFailedError, record
@@ -57,6 +59,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import Any
+
+    from phalanx.multiprocessing._recorder import Seen
 
 _SETTINGS = {**SETTINGS, "allow_interspersed_args": False}  # everything after the script is the script's
 
@@ -73,6 +77,14 @@ def _only(*accepted: str, why: str) -> Callable[[click.Context, click.Parameter,
     return reading(read)
 
 
+class _LogDir(click.Path):
+    """A folder, or /dev/null, which torchrun's users give to have no logs."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See `click.ParamType`."""
+        return value if value == os.devnull else super().convert(value, param, ctx)
+
+
 def _steps(text: str) -> tuple[tuple[str, float], ...]:
     try:
         return read_steps(text)
@@ -80,7 +92,43 @@ def _steps(text: str) -> tuple[tuple[str, float], ...]:
         raise ValueError(str(error).removeprefix("on_expiry: ")) from None
 
 
-@click.command(cls=Command, context_settings=_SETTINGS)
+_SECTIONS = (
+    ("First", ("--nproc-per-node", "--module", "--no-python", "--log-dir", "--run-id", "--hang-timeout")),
+    (
+        "What the console shows",
+        ("--redirects", "--tee", "--local-ranks-filter", "--ranks", "--grep", "--exclude", "--ignore-case",
+         "--after-context", "--before-context", "--context", "--fold", "--timestamps", "--elapsed", "--log-format",
+         "--log-line-prefix-template", "--color", "--raw"),
+    ),
+    (
+        "Log files",
+        ("--log-max-size", "--log-keep", "--log-compress", "--log-mode", "--keep-runs", "--duplicate-stdout-filters",
+         "--duplicate-stderr-filters"),
+    ),
+    ("The end", ("--grace", "--settle", "--linger", "--drain", "--on-expiry")),
+    ("Where and how workers run", ("--cpu-bind", "--nice", "--rlimit", "--virtual-local-rank", "--preload",
+                                   "--start-method")),
+    ("What workers find in the environment", ("--role", "--master-addr", "--master-port")),
+)  # fmt: skip
+
+_ONE_MACHINE = "not there yet: torchrun has it for many machines, and this runs on one"
+_ABSENT = {
+    "--rdzv-backend": _ONE_MACHINE,
+    "--rdzv-endpoint": _ONE_MACHINE,
+    "--rdzv-id": f"{_ONE_MACHINE}; a run's name is --run-id here",
+    "--rdzv-conf": _ONE_MACHINE,
+    "--local-addr": _ONE_MACHINE,
+    "--monitor-interval": "torchrun looks at its workers so often; nothing polls here",
+    "--run-path": "torchrun runs the script in the interpreter that it has started; that is so of every script here",
+    "--numa-binding": "torchrun binds so to NUMA nodes; here it is --cpu-bind numa",
+    "--signals-to-handle": "set TORCHELASTIC_SIGNALS_TO_HANDLE",
+    "--event-log-handler": "torchrun records events of its agent; here, run.json and events.jsonl of a run have them",
+    "--logs-specs": "torchrun finds a class by entry point; from Python, start_processes takes logs_specs",
+}
+"""Options of torchrun's that are not there, and why."""
+
+
+@click.command(cls=Command, context_settings=_SETTINGS, sections=_SECTIONS, absent=_ABSENT)
 @option(
     "--nproc-per-node",
     callback=reading(_nproc.count),
@@ -95,8 +143,8 @@ def _steps(text: str) -> tuple[tuple[str, float], ...]:
 @option("--role", default="default", show_default=True, help="ROLE_NAME of the workers.")
 @option(
     "--log-dir",
-    type=click.Path(file_okay=False),
-    help="Folder for the runs' logs. Default: ~/.local/state/phalanx/runs.",
+    type=_LogDir(file_okay=False),
+    help="Folder for the runs' logs; /dev/null: none are kept. Default: ~/.local/state/phalanx/runs.",
 )
 @option(
     "-r",
@@ -128,12 +176,15 @@ def _steps(text: str) -> tuple[tuple[str, float], ...]:
 @option("--log-compress", is_flag=True, help="Compress log files that were set aside, to stdout.log.1.gz, ...")
 @option("--log-mode", callback=reading(read_mode), metavar="MODE",
         help="Permissions of the run's folders, for colleagues: 750, 755. Default: 700.")  # fmt: skip
+@option("--keep-runs", type=click.IntRange(min=1), metavar="N",
+        help="Remove runs in the folder but for the newest N, this one among them. Default: all are kept.")  # fmt: skip
 @repeatable("--duplicate-stdout-filters", read=read_strings, metavar="TEXT,...",
             help="Write lines that hold one of these also to filtered_stdout.log, for all ranks.")  # fmt: skip
 @repeatable("--duplicate-stderr-filters", read=read_strings, metavar="TEXT,...",
             help="The same for stderr.")  # fmt: skip
-@option("--grace", type=float, callback=checking_seconds(), default=30.0, show_default=True, metavar="SECONDS",
-         help="Time between SIGTERM and SIGKILL.")  # fmt: skip
+@option("--grace", "--shutdown-timeout", also=("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"), type=float,
+        callback=checking_seconds(), default=30.0, show_default=True, metavar="SECONDS",
+        help="Time between SIGTERM and SIGKILL.")  # fmt: skip
 @option("--settle", type=float, callback=checking_seconds(), default=0.1, show_default=True, metavar="SECONDS",
          help="Time for the others to leave evidence after the first failure, before they are stopped.")  # fmt: skip
 @option("--linger", type=float, callback=checking_seconds(), default=10.0, show_default=True, metavar="SECONDS",
@@ -201,6 +252,7 @@ def _run(
     log_keep: int | None,
     log_compress: bool,
     log_mode: int | None,
+    keep_runs: int | None,
     duplicate_stdout_filters: list[str] | None,
     duplicate_stderr_filters: list[str] | None,
     hang_timeout: float | None,
@@ -213,13 +265,13 @@ def _run(
     max_restarts: str,  # noqa: ARG001 - as above
     **shown: Any,
 ) -> int:
-    python = os.environ.get("PYTHON_EXEC", sys.executable)
+    python = _python.executable()
     _check_command(script, module=module, no_python=no_python)
     _check_preload(preload, no_python=no_python, python=python)
     local_ranks = None if local_ranks_filter is None else set(local_ranks_filter)
     _check_ranks(nproc_per_node, redirects, tee, local_ranks)
     timers = _timers(on_expiry, hang_timeout)
-    if redirects is None and tee is None:
+    if redirects is None and tee is None and log_dir != os.devnull:
         tee = Std.ALL
     run_id = run_id or time.strftime("%Y%m%d-%H%M%S")
     placement, extra, said = take_placement(shown, nproc_per_node)
@@ -227,12 +279,16 @@ def _run(
     _check_shown(nproc_per_node, console.ranks)
     redirects, tee = redirects or Std.NONE, tee or Std.NONE
     filters = {"stdout": duplicate_stdout_filters, "stderr": duplicate_stderr_filters}
-    notes = check_streams(nproc_per_node, redirects, tee, local_ranks, console, filters)
+    bounds = {"max_size": log_max_size, "keep": log_keep, "compress": log_compress, "mode": log_mode}
+    if log_dir == os.devnull:
+        check_no_logs(console, filters, {**bounds, "keep_runs": keep_runs})
+        notes = []
+    else:
+        notes = check_streams(nproc_per_node, redirects, tee, local_ranks, console, filters)
     for name, is_given in (("--log-keep", log_keep is not None), ("--log-compress", log_compress)):
         if is_given and log_max_size is None:
             msg = f"{name}: files are set aside only with --log-max-size; give that, too, like --log-max-size 100MB"
             raise click.UsageError(msg)
-    bounds = {"max_size": log_max_size, "keep": log_keep, "compress": log_compress, "mode": log_mode}
     specs = _logs(log_dir, redirects, tee, local_ranks, bounds)
     port = master_port or _free_port(master_addr)
     envs = {
@@ -242,16 +298,28 @@ def _run(
     }
     argv = dict.fromkeys(envs, args)
     rest: dict[str, Any] = {"settle": settle, "grace": grace, "linger": linger, "placement": placement}
-    rest |= {"timers": timers, "speak": _say}
+    rest |= {"timers": timers, "speak": _say, "console": console}
+    rest |= {f"duplicate_{stream}_filters": texts for stream, texts in filters.items()}
     group: PContext
     if no_python:
-        group = SubprocessContext(script, script, argv, envs, specs, console=console, filters=filters, **rest)
+        group = SubprocessContext(script, script, argv, envs, specs, **rest)
     else:
         rest |= {"module": module, "python": python, "preload": preload or ()}
-        group = ScriptContext(script, script, argv, envs, specs, console=console, filters=filters, **rest)
+        group = ScriptContext(script, script, argv, envs, specs, **rest)
     command = [*(["-m"] if module else []), script, *args]
-    recorder = Recorder(group, specs, run_id=run_id, command=command, say=_say)
-    specs.notes = [*said, *notes, *_of_umask(log_mode)]
+    recorder = Recorder(
+        group.name,
+        group.envs,
+        lambda: group.logs,
+        lambda: _look(group),
+        run_id=run_id,
+        command=command,
+        say=lambda text: None if group.say(f"phalanx: {text}") else _say(text),
+        keep_runs=keep_runs,
+    )
+    specs.keeps_few = keep_runs is not None
+    doubts = [] if no_python else _python.doubts(script, module=module)
+    specs.notes = [*specs.notes, *doubts, *said, *notes, *_of_umask(log_mode)]
     return _see_through(group, recorder, specs, grace, colour=coloured(sys.stderr, console.color))
 
 
@@ -279,9 +347,9 @@ def _see_through(group: PContext, recorder: Recorder, specs: _RunLogs, grace: fl
     except KeeperLostError as error:
         _say(f"Error: {error}")
         known = RunProcsResult(failures=dict(error.failures))
-        code = _outcome(known)[0] or 1
+        code = verdict(known)[0] or 1
         recorder.ended("failed", code, str(error))
-        _report(group.name, known, specs.run_log_dir or "", colour=colour)
+        _report(group.name, known, specs, colour=colour)
         return code
     except PreloadError as error:
         _say(f"Error: {error}")
@@ -295,9 +363,9 @@ def _see_through(group: PContext, recorder: Recorder, specs: _RunLogs, grace: fl
         raise click.UsageError(str(error)) from None
     finally:
         group.close(signal.SIGKILL)  # ended already, unless one more signal has broken out of `_stop`
-    code, cause = _outcome(result)
+    code, cause = verdict(result)
     recorder.ended("failed" if code else "succeeded", code, cause)
-    _report(group.name, result, specs.run_log_dir or "", colour=colour)
+    _report(group.name, result, specs, colour=colour)
     return code
 
 
@@ -305,6 +373,7 @@ class _RunLogs(DefaultLogsSpecs):
     """Says where the run's logs are, and what else there is to say, before the first worker can say anything."""
 
     notes: Sequence[str] = ()
+    keeps_few = False
 
     def reify(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
         """See `LogsSpecs.reify`."""
@@ -313,10 +382,23 @@ class _RunLogs(DefaultLogsSpecs):
         except OSError as error:
             msg = f"--log-dir: {error}"
             raise click.ClickException(msg) from None
-        _say(f"{len(envs)} worker{'s' * (len(envs) > 1)}, logs in {self.run_log_dir}")
+        where = f"logs in {self.run_log_dir}" if self.is_kept else "no logs are kept"
+        _say(f"{len(envs)} worker{'s' * (len(envs) > 1)}, {where}")
         for note in self.notes:
             _say(note)
+        kept = _count_in(os.path.dirname(self.run_log_dir)) if self.run_log_dir else 0
+        if kept > MANY and not self.keeps_few:
+            where = os.path.dirname(self.run_log_dir or "")
+            more = "phalanx runs prune removes old ones, --keep-runs N keeps so many"
+            _say(f"{kept:,} runs are kept in {where}; {more}")
         return logs
+
+
+def _count_in(folder: str) -> int:
+    try:
+        return len(os.listdir(folder))
+    except OSError:
+        return 0
 
 
 def worker_env(
@@ -340,6 +422,7 @@ def worker_env(
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 serves the store at MASTER_PORT, not we
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),  # as torchrun has it
     }
 
 
@@ -401,17 +484,18 @@ def _logs(
     ranks: set[int] | None,
     bounds: Mapping[str, Any],
 ) -> _RunLogs:
-    """Logs in ``log_dir``, or in the default place; in a new temporary folder where that cannot be written to."""
+    """Logs in ``log_dir``, or in the default place."""
+    said = []
     if log_dir is None:
-        with contextlib.suppress(OSError, click.UsageError):
-            log_dir = default_place()
-            os.makedirs(log_dir, exist_ok=True)
-        if log_dir is not None and not os.access(log_dir, os.W_OK):  # a home that is read-only, or not there
-            log_dir = None
+        log_dir, is_temporary = place_of_new_runs(bounds["mode"])
+        if is_temporary:
+            said = [f"the home folder cannot be written to; runs are kept in {log_dir or 'a temporary folder'}"]
     try:
-        return _RunLogs(log_dir, redirects, tee, ranks, **bounds)
+        specs = _RunLogs(log_dir, redirects, tee, ranks, **bounds)
     except OSError as error:
         raise click.UsageError(str(error)) from None
+    specs.notes = said
+    return specs
 
 
 def _of_umask(mode: int | None) -> list[str]:
@@ -463,6 +547,18 @@ def _stop(group: PContext, first: signal.Signals, grace: float, *, at_once: bool
             return 128 + first
 
 
+def _look(group: PContext) -> Seen:
+    """What is known of a group now."""
+    try:
+        pids = group.pids()
+    except RuntimeError:  # it was never up
+        return {}, None
+    try:
+        return pids, group.wait(0)
+    except RuntimeError:  # nor is it; or its keeper was killed
+        return pids, None
+
+
 def _failed_before(group: PContext) -> RunProcsResult | None:
     """The result of a stopped group, if a rank had failed by itself before that."""
     try:
@@ -481,29 +577,21 @@ def _timers(on_expiry: tuple[tuple[str, float], ...], hang_timeout: float | None
         raise click.BadParameter(str(error).removeprefix("hang_timeout: "), param_hint="--hang-timeout") from None
 
 
-def _outcome(result: RunProcsResult) -> tuple[int, str]:
-    """The exit code, and the cause of one that is not 0."""
-    root = result.root_cause
-    if root is not None:
-        rank = root.local_rank if root.rank is None else root.rank
-        return 128 - root.exitcode if root.exitcode < 0 else root.exitcode or 1, f"rank {rank}: {root.message}"
-    for rank, outcome in result.outcomes.items():
-        if outcome.state != "succeeded":
-            return 1, f"rank {rank}: {outcome.describe()}"
-    return 0, ""
-
-
-def _report(name: str, result: RunProcsResult, log_dir: str, *, colour: bool) -> None:
+def _report(name: str, result: RunProcsResult, logs: _RunLogs, *, colour: bool) -> None:
     """Say what went wrong, if anything did."""
     if not result.failures:
         for rank, outcome in result.outcomes.items():
-            if outcome.state != "succeeded":
+            if outcome.state != "succeeded" or outcome.early:
                 _say(f"rank {rank}: {outcome.describe()}")
         return
 
+    log_dir, failures = logs.run_log_dir or "", result.failures
+    if not logs.is_kept:  # the error files have gone with the group
+        failures = {rank: failure.replace(error_file=NOT_AVAILABLE) for rank, failure in failures.items()}
+
     @record  # a launcher that is itself a worker passes the root cause on to its own error file
     def fail() -> None:
-        raise ChildFailedError(name, result.failures, outcomes=result.outcomes, log_dir=log_dir)
+        raise ChildFailedError(name, failures, outcomes=result.outcomes, log_dir=log_dir)
 
     try:
         fail()
@@ -528,9 +616,12 @@ def _say(text: str) -> None:
     tell("\n".join(map(printable, f"phalanx: {text}".split("\n"))))
 
 
-def main() -> None:
-    """``python -m phalanx.cli.run``: where ``python -m torch.distributed.run`` stood."""
-    run(prog_name="phalanx run")
+def main(args: Sequence[str] | None = None) -> None:
+    """``python -m phalanx.cli.run``: where ``python -m torch.distributed.run`` stood. ``args``: as on a command line.
+
+    Raises SystemExit with the exit code, which is 0 for a success, too.
+    """
+    run(args, prog_name="phalanx run")
 
 
 if __name__ == "__main__":

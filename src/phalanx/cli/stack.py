@@ -18,7 +18,7 @@ from phalanx._core.frames import NO_STACK, group_equal, is_library, own, parse, 
 from phalanx._core.ranks import named
 from phalanx._core.terminal import coloured, printable
 from phalanx.cli._command import SETTINGS, Command
-from phalanx.cli._place import default_place
+from phalanx.cli._place import places
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def _names(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list
     from phalanx.multiprocessing._runs import find
 
     try:
-        runs = find(ctx.params.get("log_dir") or default_place())
+        runs = find(places(ctx.params.get("log_dir")))
     except (OSError, click.UsageError):
         return []
     return [run.name for run in runs if run.state == "running" and run.name.startswith(incomplete)]
@@ -61,19 +61,19 @@ def _names(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list
     help="Folder of the runs. Default: as of phalanx run.",
 )
 def stack(run: str | None, *, ranks: tuple[int, ...], native: bool, log_dir: str | None) -> None:
-    """Show where the ranks of RUN are now: the Python stacks of all threads, the innermost call first.
+    """Show where the ranks of RUN are now, by their stacks.
 
     \b
     phalanx stack                        the latest run that runs
     phalanx stack --rank 3               its rank 3 alone
     phalanx stack 20261120-1030 --native
 
-    The run goes on unharmed: py-spy reads the memory of each rank, which is paused for some milliseconds. Where that is
-    not allowed, a rank is asked by a signal for the stack of its main thread, and it is said. RUN is as for phalanx
-    logs; another user's is for root alone, by its name, and is only looked at from outside. The exit code is 0 if there
-    was any stack to show.
+    Those are of all Python threads, the innermost call first. The run goes on unharmed: py-spy reads the memory of each
+    rank, which is paused for some milliseconds. Where that is not allowed, a rank is asked by a signal for the stack of
+    its main thread, and it is said. RUN is as for phalanx logs; another user's is for root alone, by its name, and is
+    only looked at from outside. The exit code is 0 if there was any stack to show.
     """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
-    found = _resolve(log_dir or default_place(), run)
+    found = _resolve(places(log_dir), run)
     assert found.run is not None
     asked = _ranks(found.run, set(ranks))
     folder = os.path.join(found.path, f"attempt_{found.run.attempts[-1].number}")
@@ -88,13 +88,13 @@ def stack(run: str | None, *, ranks: tuple[int, ...], native: bool, log_dir: str
         sys.exit(1)
 
 
-def _resolve(place: str, name: str | None) -> RunDir:
+def _resolve(where: tuple[str, ...], name: str | None) -> RunDir:
     """The run that is meant, which runs, and here. Raises ClickException."""
     from phalanx.multiprocessing._record import is_here
     from phalanx.multiprocessing._runs import UnknownRunError, resolve
 
     try:
-        found = _latest(place) if name is None else resolve(place, name)
+        found = _latest(where) if name is None else resolve(where, name)
     except UnknownRunError as error:
         raise click.ClickException(str(error)) from None
     except OSError as error:
@@ -118,18 +118,18 @@ def _resolve(place: str, name: str | None) -> RunDir:
     return found
 
 
-def _latest(place: str) -> RunDir:
+def _latest(where: tuple[str, ...]) -> RunDir:
     """The latest of our runs that runs, and here if one does. Raises ClickException, UnknownRunError, OSError."""
     from phalanx.multiprocessing._record import is_here
     from phalanx.multiprocessing._runs import find, look, resolve
 
-    runs = [run for run in find(place) if run.is_ours]
+    runs = [run for run in find(where) if run.is_ours]
     live = [run for run in runs if run.state == "running"]
     if runs and not live:
-        msg = f"no run in {place} is running; the latest is {runs[0].name} ({runs[0].state})"
+        msg = f"no run in {' or '.join(where)} is running; the latest is {runs[0].name} ({runs[0].state})"
         raise click.ClickException(msg)
     live = [run for run in live if run.run is not None and is_here(run.run)] or live
-    found = look(live[0].path) if live else resolve(place)  # which raises
+    found = look(live[0].path) if live else resolve(where)  # which raises
     if len(live) > 1:
         click.echo(f"phalanx: {printable(found.name)}, the latest of {len(live)} runs that run", err=True)
     return found

@@ -23,7 +23,7 @@ from phalanx._core.child import Family
 from phalanx._core.supervisor import Supervisor
 from phalanx.multiprocessing import _console, _signals
 from phalanx.multiprocessing._console import ConsoleSpecs
-from phalanx.multiprocessing._logs import LogsDest, missing_folders
+from phalanx.multiprocessing._logs import LogsDest, checked, missing_folders
 from phalanx.multiprocessing._prefixes import template_of
 from phalanx.multiprocessing._result import collect
 from phalanx.multiprocessing._warm import Warm, choose, path_of, shared
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from phalanx._core.zygote import Zygote
     from phalanx.multiprocessing._logs import LogsSpecs
     from phalanx.multiprocessing._placement import Placement
+    from phalanx.multiprocessing._recorder import Diary
     from phalanx.multiprocessing._result import RunProcsResult
     from phalanx.timer import TimerSpecs
 
@@ -100,14 +101,17 @@ class PContext(ABC):
         envs: The environment variables of each local rank, on top of the caller's.
         logs_specs: Where output goes.
         log_line_prefixes: What stands before each teed line of a rank; default ``[rank] ``.
+        duplicate_stdout_filters: Strings; lines of stdout that hold one are also written to a file of all ranks.
+        duplicate_stderr_filters: The same for stderr.
         settle: Seconds after the first failure before the others are stopped (default 0.1).
         grace: Seconds between SIGTERM and SIGKILL when a failure stops the others (default 30).
         linger: Seconds for which processes that workers left behind may go on when every worker has succeeded
             (default 0). After that they are ended, and it is said which, and whose they were.
         console: How the console shows what is teed.
-        filters: "stdout" and "stderr" → strings; lines that hold one are also written to a file of all ranks.
         placement: Where the workers run, and within which bounds; default: as the caller.
         timers: How timers and heartbeats of the workers are watched; default: not at all.
+        record: Whether ``run.json`` in the run's folder says what becomes of the group, for ``phalanx runs``, ``logs``
+            and ``stack``. The logs specs are `DefaultLogsSpecs` with a folder then.
         signals: Whether signals to this process raise `SignalException` while the group is open. Else they do what
             they did before; only a SIGINT that arrives during the start has to wait until the group can be closed.
     """
@@ -123,14 +127,16 @@ class PContext(ABC):
         envs: Mapping[int, Mapping[str, str]],
         logs_specs: LogsSpecs,
         log_line_prefixes: Mapping[int, str] | None = None,
+        duplicate_stdout_filters: list[str] | None = None,
+        duplicate_stderr_filters: list[str] | None = None,
         *,
         settle: float = SETTLE,
         grace: float = GRACE,
         linger: float = 0.0,
         console: ConsoleSpecs | None = None,
-        filters: Mapping[str, list[str] | None] | None = None,
         placement: Placement | None = None,
         timers: TimerSpecs | None = None,
+        record: bool = False,
         signals: bool = True,
         speak: Callable[[str], None] | None = None,
     ) -> None:
@@ -142,7 +148,7 @@ class PContext(ABC):
         self.log_line_prefixes = log_line_prefixes
         self.logs = LogsDest()
         self.console = console or ConsoleSpecs()
-        self._filters = filters or {}
+        self._filters = {"stdout": duplicate_stdout_filters, "stderr": duplicate_stderr_filters}
         self._logs_specs = logs_specs
         self._placement = placement
         self._timers = timers
@@ -153,6 +159,8 @@ class PContext(ABC):
         self._grace = grace
         self._linger = linger
         self._speak = speak
+        self._record = record
+        self._diary: Diary | None = None
         self._signals = signals
         self._own_warm: Warm | None = None
         self._supervisor: Supervisor | None = None
@@ -213,7 +221,7 @@ class PContext(ABC):
                     if self._own_warm is not None:
                         undo.callback(self._own_warm.close)
             self._logs_specs.folders_can_wait = self._begins_slowly
-            self.logs = self._logs_specs.reify(self.envs)
+            self.logs = checked(self._logs_specs.reify(self.envs), self.envs, self._logs_specs)
             evidence.remove_old(self.logs.error_files.values())
             report = self._watch(supervisor, undo)
             specs = [self._spec(rank, *command) for rank, command in plan.commands.items()]
@@ -242,6 +250,14 @@ class PContext(ABC):
                 self._tidy()
                 self._supervisor = None
             raise
+        self._keep_diary(supervisor)
+
+    def _keep_diary(self, supervisor: Supervisor) -> None:
+        if self._record:
+            from phalanx.multiprocessing._recorder import Diary
+
+            run_id = getattr(self._logs_specs, "run_id", "")
+            self._diary = Diary(self.name, self.envs, self.logs, supervisor, run_id or self.name)
 
     def _warmed(self, warm: Warm | None) -> Zygote | None:
         """Wait until all is imported. Raises PreloadError; RuntimeError if the group is closed meanwhile."""
@@ -361,6 +377,8 @@ class PContext(ABC):
         supervisor.join()
         try:
             if supervisor.not_started is None:
+                if self._diary is not None:
+                    self._diary.finish()
                 self._tidy()
         finally:  # once more: another thread was the first to close, or a signal has interrupted it
             _signals.release(supervisor)
@@ -417,7 +435,10 @@ class PContext(ABC):
 
         # Events are kept where the log folder is the caller's, and not a temporary one.
         keep = getattr(self._logs_specs, "root_log_dir", None) is not None
-        report, self._watched = _hangs.watch(self._timers, self.logs, self.envs, supervisor.say, keep=keep)
+        report, self._watched = _hangs.watch(
+            self._timers, self.logs, self.envs, supervisor.say,
+            keep=keep, stacks=getattr(self._logs_specs, "is_kept", True), speak=self._speak,
+        )  # fmt: skip
         if report is not None:
             undo.callback(report.close)
         return report
@@ -429,8 +450,11 @@ class PContext(ABC):
             result = self._result
             if result is None:
                 workers, leftovers = supervisor.mirror.workers.values(), supervisor.mirror.leftovers
-                result = collect(workers, self.logs, self.envs, self._value_once, leftovers)
+                began = supervisor.mirror.began_ns
+                result = collect(workers, self.logs, self.envs, self._value_once, leftovers, began)
                 result = self._result = self._result or result
+                if self._diary is not None:
+                    self._diary.judged(result)
                 for worker in workers:
                     worker.given.close()  # of those who failed after they had returned
             return result
@@ -637,7 +661,7 @@ def _tidy(supervisor: Supervisor, logs: LogsDest, specs: LogsSpecs, warm: Warm |
 def _remove(logs: LogsDest, specs: LogsSpecs) -> None:
     for path in logs.error_files.values():
         evidence.remove_empty(path)
-    specs.tidy()
+    specs.tidy(logs)
 
 
 def _check_time(timeout: float | None) -> None:

@@ -98,6 +98,31 @@ def _name(path: str | os.PathLike[str]) -> str:
     return path if type(path) is str else "".join(os.fsdecode(path))
 
 
+def checked(logs: object, ranks: Iterable[int], specs: object) -> LogsDest:
+    """What somebody's layout has named, if it names the files of every rank. Raises TypeError, ValueError."""
+    who = f"logs_specs: {type(specs).__name__}.reify"
+    if not isinstance(logs, LogsDest):
+        msg = f"{who}: expected a LogsDest, got {logs!r}"
+        raise TypeError(msg)
+    wanted = set(ranks)
+    for name, own in (
+        ("stdouts", ", or '' for the launcher's own stream"),
+        ("stderrs", ", or ''"),
+        ("error_files", ""),
+    ):
+        missing = sorted(wanted - getattr(logs, name).keys())
+        if missing:
+            listed = ", ".join(map(str, missing))
+            msg = f"{who}: {name} has no file for local rank {listed}; it takes one for each of 0 to {len(wanted) - 1}"
+            raise ValueError(msg + own)
+    for name in ("tee_stdouts", "tee_stderrs", "hidden_stdouts", "hidden_stderrs"):
+        surplus = sorted(getattr(logs, name).keys() - wanted)
+        if surplus:
+            msg = f"{who}: {name} has local rank {', '.join(map(str, surplus))}; ranks are 0 to {len(wanted) - 1}"
+            raise ValueError(msg)
+    return logs
+
+
 class LogsSpecs(ABC):
     """What is wanted of a group's logs; `reify` turns it into files. Subclass it for a layout of your own.
 
@@ -152,18 +177,23 @@ class LogsSpecs(ABC):
     def reify(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
         """Create the folders for the ranks in ``envs`` and name the files. Raises OSError."""
 
-    def tidy(self) -> None:  # noqa: B027 - most layouts have nothing to tidy
-        """Called when a group has ended, perhaps more than once: remove what nobody will look for. Must not raise."""
+    def tidy(self, logs: LogsDest) -> None:  # noqa: B027 - most layouts have nothing to tidy
+        """Called when a group has ended, with its files: remove what nobody will look for. Must not raise."""
 
 
 class DefaultLogsSpecs(LogsSpecs):
     """The layout ``<log_dir>/<run id>_<unique>/attempt_<n>/<local rank>/{stdout.log,stderr.log,error.json}``.
 
     Run id and attempt are ``TORCHELASTIC_RUN_ID`` and ``TORCHELASTIC_RESTART_COUNT`` of the workers' environments.
-    Missing folders are created. Reified again (a restart), the same instance stays in its run's folder. A
+    Missing folders are created. Reified for another attempt (a restart), the same instance stays in its run's folder;
+    for an attempt that has its folder already, it is another group's, which gets a run's folder of its own. A
     temporary folder in which no file is left when the group has ended (nothing redirected, nobody failed) is removed.
 
+    With ``log_dir=os.devnull`` nothing is kept: what is redirected is dropped, other streams are the launcher's own,
+    also those that are teed, and the evidence of a failure goes with the group, once it is in the result.
+
     Args:
+        run_id: What the run is called where ``TORCHELASTIC_RUN_ID`` does not say it; default "run".
         mode: Permissions of the run's folder and of those in it, like 0o750; a set-group-ID bit that they inherit
             stays. None: nobody else can enter the run's folder (0o700). Files have what the umask leaves of 0o666.
     """
@@ -179,51 +209,70 @@ class DefaultLogsSpecs(LogsSpecs):
         keep: int | None = None,
         compress: bool = False,
         mode: int | None = None,
+        run_id: str = "",
     ) -> None:
         super().__init__(log_dir, redirects, tee, local_ranks_filter, max_size=max_size, keep=keep, compress=compress)
         self._mode = None if mode is None else checked_mode(mode)
-        if log_dir is not None and os.path.lexists(log_dir) and not os.path.isdir(log_dir):
+        if not self.is_kept and (max_size or mode is not None):
+            msg = f"log_dir: {os.devnull} keeps no logs that {'max_size' if max_size else 'mode'} could be about"
+            raise ValueError(msg)
+        if self.is_kept and log_dir is not None and os.path.lexists(log_dir) and not os.path.isdir(log_dir):
             msg = f"log_dir: {os.fspath(log_dir)!r} is not a folder"
             raise NotADirectoryError(msg)
+        self.run_id = run_id
         self._run_log_dir: str | None = None
-        self._made: list[str] = []  # folders, outermost first
+        self._attempts: set[str] = set()  # that have a folder there
 
     @property
     def run_log_dir(self) -> str | None:
-        """The folder of this run, once `reify` has made it."""
+        """The folder of the run that `reify` has last made it for; None before."""
         return self._run_log_dir
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether there are logs at all: ``log_dir`` is not ``os.devnull``."""
+        return self._root_log_dir != os.devnull
 
     def reify(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
         """See `LogsSpecs.reify`."""
+        if not self.is_kept:
+            return _lay_out_nothing(len(envs), self._redirects, self._tee, self._local_ranks_filter)
         any_env = envs[min(envs)] if envs else {}
-        run_id = any_env.get("TORCHELASTIC_RUN_ID") or "run"
+        run_id = any_env.get("TORCHELASTIC_RUN_ID") or self.run_id or "run"
         attempt = any_env.get("TORCHELASTIC_RESTART_COUNT") or "0"
         made: list[str] = []
-        if self._run_log_dir is None:
+        if self._run_log_dir is None or attempt in self._attempts:
             made = self._make_run_dir(run_id.replace("/", "_"))
             self._run_log_dir = made[-1]
+            self._attempts = set()
         elif not os.path.lexists(self._run_log_dir):  # somebody has tidied up since the last attempt
             made = self._make_run_dir_again(self._run_log_dir)
         folder = os.path.join(self._run_log_dir, f"attempt_{attempt}")
         files.make_folder(folder)
+        self._attempts.add(attempt)
         can_wait = self.folders_can_wait and self._mode is None
         logs = lay_out(folder, len(envs), self._redirects, self._tee, self._local_ranks_filter, can_wait)
         made += [folder, *map(os.path.dirname, logs.error_files.values())]
         self._open_up(reversed(made))  # the outermost last: until then, nobody else gets at those in it
-        self._made += made
         bounds: dict[str, Any] = {"max_size": self._max_size, "keep": self._keep, "compress": self._compress}
         return logs.replace(timeline=os.path.join(folder, "timeline"), **bounds)
 
-    def tidy(self) -> None:
+    def tidy(self, logs: LogsDest) -> None:
         """See `LogsSpecs.tidy`."""
-        if self._root_log_dir is not None:
+        if not self.is_kept:
+            import shutil  # tempfile has loaded it
+
+            for path in list(logs.error_files.values())[:1]:
+                shutil.rmtree(os.path.dirname(path), ignore_errors=True)
+        if self._root_log_dir is not None or not logs.timeline:  # not reified
             return
-        try:  # innermost first: the ranks', the attempt's, the run's, the temporary root
-            while self._made:
+        attempt = os.path.dirname(logs.timeline)
+        run = os.path.dirname(attempt)
+        try:
+            for folder in (*map(os.path.dirname, logs.error_files.values()), attempt, run, os.path.dirname(run)):
                 with contextlib.suppress(FileNotFoundError):  # not made, for want of a worker
-                    os.rmdir(self._made[-1])
-                self._made.pop()
-        except OSError:  # something is there to be read, or another thread was faster
+                    os.rmdir(folder)
+        except OSError:  # something is there to be read
             return
 
     def _make_run_dir(self, run_id: str) -> list[str]:
@@ -309,6 +358,27 @@ def lay_out(
         os.path.join(folder, "filtered_stderr.log"),
         hidden[Std.OUT],
         hidden[Std.ERR],
+    )
+
+
+def _lay_out_nothing(
+    nprocs: int, redirects: Std | Mapping[int, Std], tee: Std | Mapping[int, Std], shown: set[int] | None
+) -> LogsDest:
+    """Streams in no file, and evidence side by side in a temporary folder. Raises OSError."""
+    import tempfile
+
+    dropped, teed = to_map(redirects, nprocs), to_map(tee, nprocs)
+
+    def stream(rank: int, kind: Std) -> str:
+        is_shown = (shown is None or rank in shown) and (kind in teed[rank] or kind not in dropped[rank])
+        return SYS_STREAM if is_shown else os.devnull
+
+    ranks = range(nprocs)
+    folder = tempfile.mkdtemp(prefix="phalanx_")
+    return LogsDest(
+        {rank: stream(rank, Std.OUT) for rank in ranks},
+        {rank: stream(rank, Std.ERR) for rank in ranks},
+        error_files={rank: os.path.join(folder, f"{rank}.json") for rank in ranks},
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from types import NoneType
 
 from phalanx._core.seconds import seconds
@@ -62,6 +63,7 @@ def start_processes(
     main: str = IMPORT,
     placement: Placement | None = None,
     timers: TimerSpecs | None = None,
+    record: bool = False,
 ) -> PContext:
     r"""Start N copies of a function or of a binary, as one group.
 
@@ -107,6 +109,9 @@ def start_processes(
         placement: Where the workers run (CPUs, nice value), and within which limits; default: as the caller.
         timers: A `phalanx.timer.TimerSpecs`: the group watches the timers that its workers take with
             `phalanx.timer.expires`, and their heartbeats. Default: it does not.
+        record: Whether a ``run.json`` in the run's folder says what becomes of the group, so that ``phalanx runs``,
+            ``phalanx logs`` and ``phalanx stack`` serve it. Without ``logs_specs``, its logs are where those of
+            ``phalanx run`` are, and all streams are teed; else these are a `DefaultLogsSpecs` with a ``log_dir``.
 
     Returns:
         The started group.
@@ -115,7 +120,7 @@ def start_processes(
         RanksError: ``args`` or ``envs`` does not hold exactly the ranks 0 to N - 1 (a ValueError and a RuntimeError).
         TypeError: A wrong type, or something that cannot be pickled (the message names it).
         ValueError: An unknown start method, a negative time, ``nprocs`` below 1, a placement that this machine does not
-            allow.
+            allow, logs that cannot have a record.
         FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, RuntimeError: The binary or the log
             folder is not what it should be.
         OSError: A worker could not be started; those that had been are gone, and the message says what ran out.
@@ -154,13 +159,16 @@ def start_processes(
         starts_warm=bool(preload or warm),
     )  # fmt: skip
     all_args, all_envs = per_rank(args, envs, nprocs)
-    specs = _logs_specs(logs_specs, log_dir, given["redirects"], given["tee"])
-    filters = {
-        "stdout": _strings("duplicate_stdout_filters", duplicate_stdout_filters),
-        "stderr": _strings("duplicate_stderr_filters", duplicate_stderr_filters),
-    }
+    if record and logs_specs is log_dir is None and given["redirects"] is given["tee"] is _UNSET:
+        specs: LogsSpecs = recorded(None)
+    else:
+        specs = _logs_specs(logs_specs, log_dir, given["redirects"], given["tee"])
+        if record:
+            specs = recorded(specs)
     options: dict[str, Any] = {"settle": settle, "grace": grace, "linger": linger}
-    options |= {"console": console, "filters": filters, "placement": placement, "timers": timers}
+    options |= {"console": console, "placement": placement, "timers": timers, "record": record}
+    options["duplicate_stdout_filters"] = _strings("duplicate_stdout_filters", duplicate_stdout_filters)
+    options["duplicate_stderr_filters"] = _strings("duplicate_stderr_filters", duplicate_stderr_filters)
     context: PContext
     if isinstance(entrypoint, str):
         context = SubprocessContext(name, entrypoint, all_args, all_envs, specs, prefixes, **options)
@@ -178,10 +186,25 @@ def start_processes(
     return context
 
 
+def recorded(logs_specs: object) -> DefaultLogsSpecs:
+    """Logs that can have a record. Raises ValueError."""
+    if logs_specs is None:
+        from phalanx.multiprocessing._place import place_of_new_runs
+
+        return DefaultLogsSpecs(place_of_new_runs()[0], tee=Std.ALL, run_id=time.strftime("%Y%m%d-%H%M%S"))
+    if not isinstance(logs_specs, DefaultLogsSpecs) or logs_specs.root_log_dir is None or not logs_specs.is_kept:
+        msg = "record: it is kept in a run's folder; give logs_specs=DefaultLogsSpecs(log_dir, ...), or no logs_specs"
+        raise ValueError(msg)
+    return logs_specs
+
+
 def _strings(name: str, value: Any) -> list[str] | None:
     if value is not None and (isinstance(value, str) or not all(isinstance(part, str) for part in value)):
         msg = f"{name}: expected a list of strings, got {value!r}"
         raise TypeError(msg)
+    if value is not None and not all(value):
+        msg = f"{name}: an empty string is in every line, got {value!r}"
+        raise ValueError(msg)
     return None if value is None else list(value)
 
 

@@ -16,6 +16,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+__all__ = ["redirect", "redirect_stderr", "redirect_stdout"]
+
 _DESCRIPTORS = {"stdout": 1, "stderr": 2}
 
 _FREE = 3

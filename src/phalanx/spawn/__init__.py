@@ -20,15 +20,16 @@ are not: they are torch's, and ``import torch.multiprocessing`` has them, also b
 
 from __future__ import annotations
 
+import os
 import signal
 from types import NoneType
 
 from phalanx._core.seconds import seconds
-from phalanx.multiprocessing import KeeperLostError, LogsSpecs
+from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, LogsSpecs
 from phalanx.multiprocessing._context import GRACE, IMPORT, SETTLE
-from phalanx.multiprocessing._start import check_options, per_rank
+from phalanx.multiprocessing._start import check_options, per_rank, recorded
 from phalanx.spawn._failed import ProcessException, ProcessExitedException, ProcessRaisedException
-from phalanx.spawn._group import ErrorFiles, Group, Sentinel
+from phalanx.spawn._group import Group, Sentinel
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,8 +37,10 @@ if TYPE_CHECKING:
     from multiprocessing import *  # noqa: F403 - what `__getattr__` finds there, for type checkers
     from typing import Any, Literal, TypedDict, Unpack, overload
 
+    from phalanx.multiprocessing import ConsoleSpecs
     from phalanx.multiprocessing._placement import Placement
     from phalanx.multiprocessing._warm import Warm
+    from phalanx.timer import TimerSpecs
 
 __all__ = [
     "Array",
@@ -234,6 +237,9 @@ if TYPE_CHECKING:
         writable: bool
         main: str
         placement: Placement | None
+        timers: TimerSpecs | None
+        console: ConsoleSpecs | None
+        record: bool
 
 
 if TYPE_CHECKING:  # apart from the above: mypy wants a block of overloads alone
@@ -289,6 +295,9 @@ def spawn(
     writable: bool = False,
     main: str = IMPORT,
     placement: Placement | None = None,
+    timers: TimerSpecs | None = None,
+    console: ConsoleSpecs | None = None,
+    record: bool = False,
 ) -> ProcessContext | None:
     """Call ``fn(i, *args)`` in process i, for i from 0 to ``nprocs`` - 1. What it returns is dropped.
 
@@ -314,6 +323,10 @@ def spawn(
         writable: Whether ``fn`` may write to large arrays (1 MiB or more) in ``args``, which are shared otherwise.
         main: "import" or "value": see `phalanx.multiprocessing.start_processes`.
         placement: Where the processes run, and within which limits; default: as the caller.
+        timers: A `phalanx.timer.TimerSpecs`, to watch the timers that the processes take, and their heartbeats.
+        console: How the console shows the streams that ``logs_specs`` tees.
+        record: Whether ``phalanx runs``, ``logs`` and ``stack`` serve the group: see
+            `phalanx.multiprocessing.start_processes`.
 
     Returns:
         None after a join, else the context. It may be dropped: the processes go on. A failure that nobody joins is told
@@ -338,14 +351,18 @@ def spawn(
     all_args, all_envs = per_rank(tuple(args), envs, nprocs)
     name = str(getattr(fn, "__qualname__", None) or type(fn).__qualname__)
     check_options(
-        name, fn, start_method, settle, grace, linger, None, placement, None, main, starts_warm=bool(preload or warm)
-    )
+        name, fn, start_method, settle, grace, linger, console, placement, timers, main,
+        starts_warm=bool(preload or warm),
+    )  # fmt: skip
     if not isinstance(logs_specs, (LogsSpecs, NoneType)):
         raise TypeError(f"logs_specs: expected a LogsSpecs, got {logs_specs!r}")
-    specs = ErrorFiles() if logs_specs is None else logs_specs
+    if record:
+        specs: LogsSpecs = recorded(logs_specs)
+    else:
+        specs = DefaultLogsSpecs(os.devnull) if logs_specs is None else logs_specs
     options: dict[str, Any] = {"settle": settle, "grace": grace, "linger": linger, "preload": preload, "warm": warm}
-    options |= {"writable": writable, "main": main, "placement": placement}
-    group = Group(name, fn, all_args, all_envs, start_method, specs, daemon=daemon, **options)
+    options |= {"writable": writable, "main": main, "placement": placement, "timers": timers, "console": console}
+    group = Group(name, fn, all_args, all_envs, start_method, specs, daemon=daemon, record=record, **options)
     try:
         group.start()
         context = (SpawnContext if start_method == "spawn" else ProcessContext)(group)
@@ -365,6 +382,9 @@ def spawn(
 start_processes = spawn
 
 
+_OF_TENSORS = ("get_all_sharing_strategies", "get_sharing_strategy", "set_sharing_strategy")
+
+
 if not TYPE_CHECKING:  # else every name would be right
 
     def __getattr__(name: str) -> object:
@@ -374,6 +394,8 @@ if not TYPE_CHECKING:  # else every name would be right
 
             if hasattr(multiprocessing, name):
                 return getattr(multiprocessing, name)
+        if name in _OF_TENSORS:
+            raise AttributeError(f"{name} is about tensors, and stays torch's: call torch.multiprocessing.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

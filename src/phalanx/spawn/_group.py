@@ -1,6 +1,6 @@
 """The engine's group as `spawn` needs it: signals stay the host's, and it lives on without a reference.
 
-Owns what becomes of such a group at the interpreter's exit, its error files, and the sentinels of its processes.
+Owns what becomes of such a group at the interpreter's exit, and the sentinels of its processes.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import sys
 from contextlib import suppress
 
 from phalanx._core.child import loaded
-from phalanx.multiprocessing import KeeperLostError, LogsDest, LogsSpecs, MultiprocessContext
+from phalanx.multiprocessing import KeeperLostError, MultiprocessContext
 from phalanx.multiprocessing._context import GRACE
 from phalanx.spawn._failed import ProcessException, exited, failed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from multiprocessing.util import Finalize
     from typing import Any
 
@@ -131,28 +130,6 @@ class Sentinel:
     def __del__(self) -> None:
         if hasattr(self, "fd"):  # else there was no descriptor left
             os.close(self.fd)
-
-
-class ErrorFiles(LogsSpecs):
-    """No redirection, and the error files side by side in a temporary folder that goes with the group."""
-
-    _folder = ""
-
-    def reify(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
-        """See `LogsSpecs.reify`."""
-        import tempfile
-
-        self._folder = tempfile.mkdtemp(prefix="phalanx_")
-        streams = dict.fromkeys(envs, "")
-        files = {rank: os.path.join(self._folder, f"{rank}.json") for rank in envs}
-        return LogsDest(streams, streams, error_files=files)
-
-    def tidy(self) -> None:
-        """See `LogsSpecs.tidy`. What was in the files is in the exception."""
-        import shutil
-
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _look_after_child() -> None:

@@ -1,0 +1,48 @@
+"""Which interpreter runs the script, and what is said when somebody may have meant another.
+
+A tool install (``pipx``, ``uv tool``) has an environment of its own, without what the script imports.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CHOICE = "PYTHON_EXEC"
+"""The variable that chooses, as for torchrun."""
+
+_FOLDERS = (".venv", "venv")
+
+
+def executable() -> str:
+    """The interpreter that the workers run."""
+    return os.environ.get(CHOICE) or sys.executable
+
+
+def doubts(script: str, *, module: bool) -> list[str]:
+    """What is to be said when another environment than ours is active, or stands beside the script."""
+    if os.environ.get(CHOICE):
+        return []
+    ours = os.path.realpath(sys.prefix)
+    for where, folder in _others(script, module=module):
+        python = os.path.join(folder, "bin", "python")
+        if os.path.realpath(folder) != ours and os.access(python, os.X_OK):
+            choice = f"set {CHOICE}={python}, or install phalanx there"
+            return [f"workers run {sys.executable}, and {where} {folder}: if they are to run that, {choice}"]
+    return []
+
+
+def _others(script: str, *, module: bool) -> Iterator[tuple[str, str]]:
+    active = os.environ.get("VIRTUAL_ENV")
+    if active:
+        yield "VIRTUAL_ENV is", active
+        return  # the one that was activated is the one that is meant
+    folder = os.getcwd() if module else os.path.dirname(os.path.abspath(script))
+    for name in _FOLDERS:
+        path = os.path.join(folder, name)
+        if os.path.exists(os.path.join(path, "pyvenv.cfg")):
+            yield "beside the script is", path
