@@ -1,20 +1,17 @@
 """The documentation says what is so: links lead somewhere, examples run, the group's table is the one in the code.
 
 Conventions of the pages: the blocks marked ``pycon`` are run as doctests, those of one page in order and with the same
-names; a block marked ``python`` must compile. In the README, the ``console`` block shows a run of the script in the
-``python`` block, which opens with ``# name.py``, and each of its lines must occur in the real output.
+names; a block marked ``python`` must compile. A ``console`` block is the transcript of a run: `tools/transcripts.py`
+makes it, and a new run must show the same. A block that opens with ``# name.py`` is a file that one of them is about.
 """
 
 from __future__ import annotations
 
 import doctest
 import importlib.util
-import os
 import re
-import shlex
-import subprocess
-import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,12 +48,15 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in HEADING.findall(prose)}
 
 
-def masked(text: str) -> list[str]:
-    """The lines of a console without what differs from run to run."""
-    text = re.sub(r"(?<!\w)/\S*/", "/", text)  # folders
-    text = re.sub(r"\d{8}-\d{6}_\w{8}", "RUN", text)
-    text = re.sub(r"(?m)^(  (time|host) +: ).*$", r"\1…", text)
-    return re.sub(r"pid: \d+", "pid: …", text).splitlines()
+@cache
+def tool(name: str) -> ModuleType:
+    """A program of the folder ``tools``, as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture
@@ -100,66 +100,54 @@ def test_python_blocks_compile(page: Path) -> None:
         compile("\n" * line + source, name_of(page), "exec")
 
 
-MEETING = """
-import os, sys
-def meet(rank, time):
-    sys.stdout.flush()
-    open(f"rank-{rank}", "w").close()
-    while not all(os.path.exists(f"rank-{each}") for each in range(4)):
-        time.sleep(0.01)
-"""
+@pytest.mark.once
+@pytest.mark.parametrize("name", tool("transcripts").scenarios())
+def test_a_transcript_is_what_a_new_run_shows(name: str) -> None:
+    it = tool("transcripts")
+    scenario = it.scenarios()[name]
+    text = (ROOT / scenario["page"]).read_text(encoding="utf-8")
+    shown = text.partition(f"{it.begin(name)}\n```console\n")[2].partition(f"```\n{it.END}")[0]
+    assert it.play(scenario) == shown, f"make transcripts ARGS={name} shows it as it is"
 
 
-def test_the_session_in_the_readme_is_real(elsewhere: Path) -> None:
-    page = ROOT / "README.md"
-    ((_, script),) = blocks(page, "python")
-    # A second is what the others have for their first line: here, rank 2 goes on when all have said it.
-    assert script.count("time.sleep(1)\n") == 1
-    script = script.replace("time.sleep(1)\n", "__import__('meeting').meet(rank, time)\n")
-    (elsewhere / "meeting.py").write_text(MEETING)
-    (elsewhere / script.split("\n")[0].removeprefix("# ")).write_text(script)
-    ((_, session),) = blocks(page, "console")
-    command, _, shown = session.partition("\n")
-    words = shlex.split(command.removeprefix("$ "))
-    assert words.pop(0) == "phalanx"
-    done = subprocess.run(
-        [sys.executable, "-m", "phalanx", *words],
-        env=os.environ | {"NO_COLOR": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=60,
-        check=False,
+def test_every_transcript_has_its_scenario_and_every_scenario_its_place() -> None:
+    it = tool("transcripts")
+    places = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        found = re.findall(
+            rf"^<!-- transcript: (\S+) -->\n```console\n(?:(?!```).*\n)*```\n{it.END}$", text, re.MULTILINE
+        )
+        assert len(found) == len(blocks(page, "console")), f"{name_of(page)}: a transcript without its markers"
+        assert not [source for _, source in blocks(page, "") if re.search(r"^\$ ", source, re.MULTILINE)]
+        places += [(name_of(page), name) for name in found]
+    assert sorted(places) == sorted((scenario["page"], name) for name, scenario in it.scenarios().items())
+
+
+def test_what_differs_from_run_to_run_is_put_in_one_form() -> None:
+    steady = tool("transcripts").Steady("/tmp/x/1")
+    assert steady.put("logs in /tmp/x/1/home/ada/20250101-000000_aaaaaaaa; pid: 5, PID 7 and pid 5") == (
+        "logs in /home/ada/20261120-144610_ibiu5pti; pid: 32397, PID 32398 and pid 32397"
     )
-    assert done.returncode == 1, done.stdout
-    missing = [line for line in masked(shown) if line != "…" and line not in masked(done.stdout)]
-    assert not missing, done.stdout
-
-
-def render_table() -> ModuleType:
-    """The tool, as a module."""
-    spec = importlib.util.spec_from_file_location("render_table", ROOT / "tools" / "render_table.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    assert steady.put("20250101-000000_aaaaaaaa  lost     00:00:00   -      8     -  train.py  x") == (
+        "20261120-144610_ibiu5pti  lost       14:46:10      -      8     -  train.py  x"
+    )
+    assert steady.put("loss 2.30, 12 epochs") == "loss 2.30, 12 epochs"
 
 
 def test_the_groups_table_is_the_one_in_the_code() -> None:
-    tool = render_table()
-    assert tool.main(["--check"]) == 0, "python tools/render_table.py brings it up to date"
+    table = tool("render_table")
+    assert table.main(["--check"]) == 0, "python tools/render_table.py brings it up to date"
 
 
 def test_a_stale_table_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = render_table()
+    table = tool("render_table")
     page = tmp_path / "architecture.md"
-    page.write_text(f"before\n{tool.BEGIN}\nan old table\n{tool.END}\nafter\n")
-    monkeypatch.setattr(tool, "PAGE", page)
-    assert tool.main(["--check"]) == 1
-    assert tool.main([]) == 0
-    assert tool.main(["--check"]) == 0
+    page.write_text(f"before\n{table.BEGIN}\nan old table\n{table.END}\nafter\n")
+    monkeypatch.setattr(table, "PAGE", page)
+    assert table.main(["--check"]) == 1
+    assert table.main([]) == 0
+    assert table.main(["--check"]) == 0
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")

@@ -13,6 +13,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import marks
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN = "<!-- group table: rendered by tools/render_table.py -->"
@@ -38,12 +41,7 @@ def render() -> str:
 
 def put(page: str) -> str:
     """Return the page with the table as it is now. Raises ValueError when a marker is missing, or there twice."""
-    if (page.count(BEGIN), page.count(END)) != (1, 1):
-        message = f"{PAGE.name} must hold each of these lines once: {BEGIN} and {END}"
-        raise ValueError(message)
-    head, _, rest = page.partition(BEGIN)
-    tail = rest.partition(END)[2]
-    return f"{head}{BEGIN}\n\n{render()}\n{END}{tail}"
+    return marks.replace(page, BEGIN, END, f"\n{render()}\n", PAGE.name)
 
 
 def main(arguments: list[str]) -> int:
