@@ -14,9 +14,16 @@ import termios
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
 import pytest
 
+from phalanx.cli import logs as cli_logs
+from phalanx.cli import run as cli_run
+from phalanx.cli import runs as cli_runs
+from phalanx.cli import stack as cli_stack
 from phalanx.multiprocessing import Placement, start_processes
+from phalanx.multiprocessing._record import Attempt, Rank, Run
+from phalanx.multiprocessing._record import Leftover as Left
 from phalanx.timer import TimerSpecs
 from tests.helpers import descendants
 from tests.test_lost_helpers import until
@@ -145,8 +152,42 @@ def test_the_table_has_what_phalanx_reads() -> None:
                 unnamed.add(f"{path.name}: {text}")
     assert unnamed == UNNAMED.keys()
     found |= set().union(*UNNAMED.values()) | OTHERWISE
+    of_options = {name for param in cli_run.run.params for name in param.envvar or ()}
+    found |= {name for name in of_options if not name.startswith(("PHALANX_", "PET_"))}
     listed = {name for row in table("### Variables that Phalanx reads") for name in NAME.findall(row[0])}
     assert listed == found
+
+
+def set_by_environment(command: click.Command) -> set[str]:
+    """The options of a command that a variable can set."""
+    below = command.commands.values() if isinstance(command, click.Group) else ()
+    return {param.opts[0] for param in command.params if param.envvar}.union(*map(set_by_environment, below))
+
+
+def test_options_of_other_commands_that_variables_set_are_those_that_the_guide_says() -> None:
+    text = " ".join(GUIDE.partition("### Variables that Phalanx reads")[2].partition("|")[0].split())
+    assert "`phalanx logs` has them for `--log-dir` and for all that it has in common with `run`" in text
+    commands = (cli_run.run, cli_logs.logs, cli_runs.runs, cli_stack.stack)
+    run, logs, runs, stack = (set_by_environment(command) for command in commands)
+    taken = {param.opts[0] for param in cli_logs.logs.params}
+    assert logs == taken & run
+    assert {"--grep", "--color"} <= logs
+    assert "`phalanx runs` and `stack` have them for `--log-dir` alone" in text
+    assert (runs, stack) == ({"--log-dir"}, {"--log-dir"})
+
+
+# --- records
+
+
+def test_the_table_has_the_fields_of_a_record() -> None:
+    page = (ROOT / "docs" / "logs.md").read_text(encoding="utf-8")
+    section = page.partition("### run.json")[2].partition("\n### ")[0]
+    rows = {cells[1].strip(): cells for cells in (line.split("|") for line in section.splitlines()) if len(cells) > 2}
+    own = {name for cell in rows if not cell.startswith("…") for name in NAME.findall(cell)}
+    kinds: dict[str, Any] = {"`attempts`": Attempt, "… `ranks`": Rank, "… `leftovers`": Left}
+    assert own == set(Run.__struct_fields__)
+    for row, kind in kinds.items():
+        assert set(kind.__struct_fields__) <= set(NAME.findall(rows[row][2])), row
 
 
 # --- names

@@ -177,7 +177,10 @@ def differences(section: str, key: str, fact: Fact) -> list[str]:
         return [f"{section}: {key}: is not here"]
     if fact.kind == "name":
         kinds = kind_of(fact.value), kind_of(here)
-        return [] if kinds[0] == kinds[1] else [f"{section}: {key}: {kinds[0]} there, {kinds[1]} here"]
+        if kinds[0] != kinds[1]:
+            return [f"{section}: {key}: {kinds[0]} there, {kinds[1]} here"]
+        abstract = [sorted(getattr(each, "__abstractmethods__", ())) for each in (fact.value, here)]
+        return [] if abstract[0] == abstract[1] else [f"{section}: {key}: to be overridden: {abstract}"]
     found = []
     owners = torch_names.everything()[section][fact.parent].value, look(section, fact.parent)
     if len({[*parameters(owner)].index(fact.value.name) for owner in owners}) > 1:
@@ -188,6 +191,12 @@ def differences(section: str, key: str, fact: Fact) -> list[str]:
         found.append(f"{section}: {key}: {fact.value.default!r} there, {here.default!r} here")
     if fact.value.default is inspect.Parameter.empty and here.kind is here.KEYWORD_ONLY:
         found.append(f"{section}: {key}: by keyword only")
+    if (
+        fact.value.default is inspect.Parameter.empty
+        and here.default is not inspect.Parameter.empty
+        and "left out" not in tables()[section][key].text
+    ):
+        found.append(f"{section}: {key}: may be left out here")
     return found
 
 
@@ -228,6 +237,22 @@ def test_names_and_parameters_that_are_the_same() -> None:
         for text in differences(section, key, fact)
     ]
     assert found == []
+
+
+def test_events_of_the_file_timer_that_are_other() -> None:
+    """Each name that torch's server tells and ours does not is in the row."""
+    sources = [
+        inspect.getsource(importlib.import_module(name).FileTimerServer)
+        for name in (f"{ELASTIC}.timer.file_based_local_timer", "phalanx.timer._file")
+    ]
+    told = set(re.findall(r'_log_event\(\s*"([^"]+)"', sources[0]))
+    text = tables()[f"{ELASTIC}.timer"]["FileTimerServer(log_event)"].text
+    assert len(told) == 4
+    assert {name for name in told if f"`{name}`" not in text} == set()
+    here, there = text.split("; there, ")
+    other = {name for name in told if f'"{name}"' not in sources[1]}
+    assert other == {name for name in told if f"`{name}`" in there.partition(". ")[0]}
+    assert all(f'"{name}"' in sources[1] for name in re.findall("`([^`]+)`", here))
 
 
 def test_start_method_by_position(tmp_path: Path) -> None:

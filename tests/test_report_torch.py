@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -61,9 +63,10 @@ def test_environment_report_and_error_file_are_those_of_torchrun(place: Place) -
     for name in in_environment() | {"TORCHELASTIC_SIGNALS_TO_HANDLE"}:
         place.env.pop(name, None)
     place.env["OMP_NUM_THREADS"] = "1"  # the one number that they choose differently
+    told = place.env | {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGUSR1"}  # which torchrun replaces
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--log-dir", "there", "-r", "3"]
     there = subprocess.run(
-        [*torchrun, script, "theirs-"], cwd=place.folder, env=place.env, capture_output=True, text=True, timeout=LIMIT,
+        [*torchrun, script, "theirs-"], cwd=place.folder, env=told, capture_output=True, text=True, timeout=LIMIT,
         check=False,
     )  # fmt: skip
     here = place.run("--nproc-per-node", 2, "-r", 3, script, "ours-")
@@ -72,6 +75,7 @@ def test_environment_report_and_error_file_are_those_of_torchrun(place: Place) -
     theirs, ours = (environment(place.folder / f"{whose}-new") for whose in ("theirs", "ours"))
     own = {name for name in in_environment() if name.startswith("PHALANX_")}
     assert theirs.keys() - ours.keys() == NOT_SET
+    assert theirs["TORCHELASTIC_SIGNALS_TO_HANDLE"] == "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
     assert ours.keys() - theirs.keys() == own
     assert {name for name in theirs.keys() & ours.keys() if theirs[name] != ours[name]} <= OTHER_VALUES
 
@@ -108,7 +112,14 @@ def test_the_words_for_a_signal_are_torchs(place: Place) -> None:
     report = str(ChildFailedError("script.py", {0: failure}))
     for text in (failure.message, f"(pid: {pid}) ", "(SIGKILL)"):
         assert text in report
-        assert text in done.err
+        assert text.strip() in done.err
+    assert f"exitcode  : -9 (pid: {pid})  (SIGKILL)\n" in report
+    assert f"exitcode  : -9 (pid: {pid}) (SIGKILL)\n" in done.err
+    for text in ("Failures:\n  <NO_OTHER_FAILURES>\n", "[0]:\n", "error_file: <N/A>"):
+        assert text in report
+        assert text not in done.err
+    assert f"host      : {socket.getfqdn()}\n" in report
+    assert f"host      : {os.uname().nodename}\n" in done.err
 
 
 def signature(function: Any) -> list[tuple[str, Any]] | None:

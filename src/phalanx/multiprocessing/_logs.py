@@ -211,6 +211,7 @@ class DefaultLogsSpecs(LogsSpecs):
         mode: int | None = None,
         run_id: str = "",
     ) -> None:
+        log_dir = log_dir or None  # "" is a temporary folder, too
         super().__init__(log_dir, redirects, tee, local_ranks_filter, max_size=max_size, keep=keep, compress=compress)
         self._mode = None if mode is None else checked_mode(mode)
         if not self.is_kept and (max_size or mode is not None):
