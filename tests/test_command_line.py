@@ -47,6 +47,8 @@ def phalanx(place: Place, *argv: object) -> Done:
         (["run", "--rdzv-backend", "c10d", "x.py"], "--rdzv-backend: not there yet: torchrun has it for many machines"),
         (["run", "--rdzv_id=3", "x.py"], "; a run's name is --run-id here"),
         (["logs", "--tail", "3"], "--tail: it is --lines here, or -n"),
+        (["run", "--standal", "x.py"], "there is no option '--standal'; did you mean '--standalone'?"),
+        (["run", "--rdzv", "x", "x.py"], "--rdzv-backend: not there yet: "),
         (["logs", "--folow"], "there is no option '--folow'; did you mean '--follow'?"),
         (["runs", "prun"], "there is no command 'prun'; did you mean 'prune'?"),
         (["runs", "rm"], "there is no command 'rm'; did you mean 'prune'?"),

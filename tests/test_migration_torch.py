@@ -322,6 +322,19 @@ def test_options_that_are_not_there_are_answered() -> None:
             assert f"{name}: {cli._ABSENT[name]}" in outcome.output.replace("\n", " "), outcome.output
 
 
+def test_a_shortened_option_is_answered_with_the_whole_one() -> None:
+    every = {name for _, name, fact in each(SAME, DIFFERS, NOT_THERE) if fact.kind == "option"}
+    for name in every - {"--help"}:
+        shortened = name[:-2]
+        if name.startswith("--") and shortened not in cli._ABSENT:
+            outcome = CliRunner().invoke(cli.run, [shortened, "1", __file__])
+            assert outcome.exit_code == 2
+            text = outcome.output.replace("\n", " ")
+            begun = [one for one in sorted(every) if one.startswith(shortened)]
+            answers = [f"{one}: {cli._ABSENT[one]}" if one in cli._ABSENT else f"'{one}'" for one in begun]
+            assert any(answer in text for answer in answers), text
+
+
 def test_variables() -> None:
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
     read = {name for param in cli.run.params for name in (param.envvar or ())}

@@ -31,7 +31,7 @@ class _Helpful(click.Command):
     """A command whose errors show what a terminal would obey as escapes: they tell names that others have given.
 
     An error about an option that nobody has typed names the environment variable that has set it. An option that is not
-    there is answered with those that may have been meant, or with why it is ``absent``.
+    there is answered with those that may have been meant, or with why it is ``absent``, whole or shortened.
 
     Args:
         sections: How ``--help`` groups the options: a heading, and long names in the order in which they are shown.
@@ -85,10 +85,11 @@ class _Helpful(click.Command):
 
     def not_there(self, ctx: click.Context, name: str) -> str:  # noqa: ARG002 - groups look at their commands
         """What to say to somebody who has typed an option that is not there."""
-        why = self.absent.get(name)
-        if why is not None:
-            return f"{name}: {why}"
-        known = [opt for param in self.params if not getattr(param, "hidden", False) for opt in param.opts]
+        known = [opt for param in self.params for opt in param.opts]
+        begun = [opt for opt in (*known, *self.absent) if opt.startswith(name)]
+        whole = name if name in self.absent else next(iter(begun), "")
+        if whole in self.absent:
+            return f"{whole}: {self.absent[whole]}"
         return f"there is no option {name!r}{meant(name, known)}"
 
 

@@ -119,7 +119,7 @@ _ABSENT = {
     "--rdzv-conf": _ONE_MACHINE,
     "--local-addr": _ONE_MACHINE,
     "--monitor-interval": "torchrun looks at its workers so often; nothing polls here",
-    "--run-path": "torchrun runs the script in the interpreter that it has started; that is so of every script here",
+    "--run-path": "here, every script runs in an interpreter of its own, as python -u runs it",
     "--numa-binding": "torchrun binds so to NUMA nodes; here it is --cpu-bind numa",
     "--signals-to-handle": "set TORCHELASTIC_SIGNALS_TO_HANDLE",
     "--event-log-handler": "torchrun records events of its agent; here, run.json and events.jsonl of a run have them",
