@@ -30,6 +30,7 @@ SCRIPT = """
     import json, os, sys, time
     with open(sys.argv[1] + "new", "a") as file:
         file.write(json.dumps([os.environ["RANK"], dict(os.environ)]) + chr(10))
+    os.symlink(os.readlink("/proc/self/fd/0"), sys.argv[1] + "stdin" + os.environ["RANK"])
     if os.environ["RANK"] == "1":
         while len(open(sys.argv[1] + "new").read().splitlines()) < 2:
             time.sleep(0.01)
@@ -66,11 +67,15 @@ def test_environment_report_and_error_file_are_those_of_torchrun(place: Place) -
     told = place.env | {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGUSR1"}  # which torchrun replaces
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--log-dir", "there", "-r", "3"]
     there = subprocess.run(
-        [*torchrun, script, "theirs-"], cwd=place.folder, env=told, capture_output=True, text=True, timeout=LIMIT,
-        check=False,
+        [*torchrun, script, "theirs-"], cwd=place.folder, env=told, input="", capture_output=True, text=True,
+        timeout=LIMIT, check=False,
     )  # fmt: skip
     here = place.run("--nproc-per-node", 2, "-r", 3, script, "ours-")
     assert (there.returncode, here.status) == (1, 1), (there.stderr, here)
+
+    stdins = [os.readlink(place.folder / f"{name}0") for name in ("theirs-stdin", "ours-stdin")]
+    assert stdins[0].startswith("pipe:")
+    assert stdins[1] == "/dev/null"
 
     theirs, ours = (environment(place.folder / f"{whose}-new") for whose in ("theirs", "ours"))
     own = {name for name in in_environment() if name.startswith("PHALANX_")}
