@@ -149,6 +149,8 @@ def test_runs_of_both_places_are_found(place: Place, tmp_path: Path) -> None:
     state.rename(tmp_path / "state")
     state.write_text("")  # nothing can be made below a file, not even by root
     assert sh(place, "echo away", "--run-id", "away", logs=False).status == 0
+    assert place.program(*PHALANX, "logs").out == "[0] away\n"  # also while the home cannot be looked into
+    assert "away" in place.program(*PHALANX, "runs").out
     state.unlink()
     (tmp_path / "state").rename(state)
     listed = place.program(*PHALANX, "runs").out

@@ -7,19 +7,19 @@ import json
 import os
 import signal
 import sys
+import threading
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import phalanx
-from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Std, start_processes
+from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Std, _prune, start_processes
 from tests.helpers import TIMEOUT, pass_gate
 from tests.test_lost_helpers import helpers_of, until
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.helpers import Gate, Ready
     from tests.test_run import Place
 
@@ -118,6 +118,115 @@ def test_one_that_is_dropped_ends_all_the_same(logs: Path, gate: Gate) -> None:
         gc.collect()
     supervisor.join()
     until(lambda: states(logs) == ("stopped", ["stopped"]))
+
+
+ENDS = """
+import os, sys
+from phalanx.multiprocessing import start_processes
+
+def work():
+    if sys.argv[1] != "hangs":
+        raise ValueError("no luck")
+    os.read(os.pipe()[0], 1)
+
+if __name__ == "__main__":
+    group = start_processes("train", work, nprocs=1, start_method="fork", record=True)
+    if sys.argv[1] == "waits":
+        group.wait()
+"""
+
+
+@pytest.mark.parametrize("how", ["waits", "hangs"])
+def test_what_was_said_last_is_written_where_the_program_ends(logs: Path, place: Place, how: str) -> None:
+    """Nobody has closed the group. One that still runs is ended with the program."""
+    place.program(sys.executable, place.write(ENDS), how)
+    found = record(logs)
+    if how == "waits":
+        assert (found["state"], found["cause"]) == ("failed", "rank 0: ValueError: no luck")
+    else:
+        assert found["state"] == "running"
+        (row,) = place.program(*PHALANX, "runs", "--json").out.splitlines()
+        assert json.loads(row)["state"] == "lost"
+
+
+def test_a_fork_of_the_program_writes_nothing(logs: Path, gate: Gate) -> None:
+    with start_processes("train", work, {0: (gate.address, 0, 0)}, record=True) as group:
+        gate.open()
+        until(lambda: group.is_open is False and states(logs) == ("failed", ["failed"]))
+        before = record(logs)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os._exit(0 if group.wait(0) is not None and not any(map(is_record, threading.enumerate())) else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert record(logs) == before
+        group.wait(TIMEOUT)
+        until(lambda: record(logs)["cause"] == "rank 0: ValueError: no luck")
+
+
+def is_record(thread: threading.Thread) -> bool:
+    """Whether it writes a record."""
+    return thread.name == "phalanx-record"
+
+
+def test_attempts_of_a_run_are_in_its_record(tmp_path: Path, place: Place, gate: Gate) -> None:
+    gate.open()
+    specs = DefaultLogsSpecs(str(tmp_path / "own"), Std.OUT)
+    seen = []
+    for attempt in range(2):
+        envs = {0: {"TORCHELASTIC_RESTART_COUNT": str(attempt), "RANK": "7"}}
+        args = {0: (gate.address, 0, attempt - 1)}
+        with start_processes("train", work, args, envs, logs_specs=specs, record=True) as group:
+            until(lambda: bool(list((tmp_path / "own").glob("*/run.json"))))
+            until(lambda: record(tmp_path / "own")["state"] == "running" or not group.is_open)
+            gate.open()
+            group.wait(TIMEOUT)
+        seen.append(record(tmp_path / "own"))
+    assert [found["state"] for found in seen] == ["succeeded", "failed"]
+    assert [[attempt["number"] for attempt in found["attempts"]] for found in seen] == [[0], [0, 1]]
+    assert seen[0]["attempts"] == seen[1]["attempts"][:1]
+    assert seen[0]["started"] == seen[1]["started"] < seen[1]["attempts"][1]["started"]
+    (folder,) = (tmp_path / "own").iterdir()
+    assert place.program(*PHALANX, "logs", folder).out == "[7] here is 0\n"
+
+
+def test_a_run_whose_next_attempt_starts_is_not_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: Gate, ready: Ready
+) -> None:
+    """Not by what `prune` removes, long before there is a worker."""
+    (tmp_path / "waits_at_a_gate.py").write_text(f"{ready.python()}; {gate.python()}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    specs = DefaultLogsSpecs(str(tmp_path / "own"), Std.OUT)
+    pruned = []
+
+    def prune() -> None:
+        ready.wait()
+        until(lambda: record(tmp_path / "own")["state"] == "running")
+        pruned.append(_prune.prune(str(tmp_path / "own"), 0))
+        gate.open()
+
+    with start_processes("train", "true", nprocs=1, logs_specs=specs, record=True) as group:
+        group.wait(TIMEOUT)
+    thread = threading.Thread(target=prune)
+    thread.start()
+    options: dict[str, Any] = {"start_method": "forkserver", "preload": ["waits_at_a_gate"]}
+    envs = {0: {"TORCHELASTIC_RESTART_COUNT": "1"}}
+    with start_processes("train", print, ("x",), envs, specs, nprocs=1, record=True, **options) as group:
+        result = group.wait(TIMEOUT)
+    thread.join()
+    assert pruned == [(0, 0, [])]
+    assert result is not None
+    assert not result.failures
+    assert Path(group.stdouts[0]).read_text() == "x\n"
+
+
+def test_one_that_does_not_start_has_failed(logs: Path) -> None:
+    with pytest.raises(phalanx.multiprocessing.PreloadError):
+        start_processes("train", print, nprocs=1, start_method="forkserver", preload=["no_such_module"], record=True)
+    until(lambda: bool(list(logs.glob("*/run.json"))) and record(logs)["state"] == "failed")
+    assert record(logs)["cause"] == "preload: 'no_such_module' could not be imported"
 
 
 def test_logs_of_ones_own(logs: Path, tmp_path: Path) -> None:

@@ -439,6 +439,7 @@ def test_a_launcher_is_known_by_more_than_its_pid() -> None:
     assert _record.state_now(mine) == "running"
     assert _record.state_now(change(mine, pid_started=mine.pid_started + 1)) == "lost"  # the pid is another's by now
     assert _record.state_now(change(mine, boot_id=BOOT)) == "lost"  # the machine has been started anew
+    assert _record.state_now(change(mine, boot_id=BOOT, started=time.time())) == "running"  # another of the same name
     assert _record.state_now(change(mine, boot_id=BOOT, host="elsewhere")) == "running"  # who knows?
     assert _record.state_now(change(mine, host="elsewhere", pid_started=1)) == "lost"  # it only had another name
     assert _record.state_now(change(mine, pid_namespace="pid:[1]", pid_started=1)) == "running"  # who knows?

@@ -29,6 +29,11 @@ def to_wall(moment: float) -> float:
     return moment - now() + wall()
 
 
+def booted() -> float:
+    """When this machine was started, in Unix time, as the wall clock goes now."""
+    return wall() - time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 def spoken(seconds: float) -> str:
     """A short time, for people.
 

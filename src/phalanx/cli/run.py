@@ -389,14 +389,15 @@ class _RunLogs(DefaultLogsSpecs):
         kept = _count_in(os.path.dirname(self.run_log_dir)) if self.run_log_dir else 0
         if kept > MANY and not self.keeps_few:
             where = os.path.dirname(self.run_log_dir or "")
-            more = "phalanx runs prune removes old ones, --keep-runs N keeps so many"
-            _say(f"{kept:,} runs are kept in {where}; {more}")
+            more = "phalanx runs prune removes old runs, --keep-runs N keeps so many"
+            _say(f"{kept:,} folders are in {where}; {more}")
         return logs
 
 
 def _count_in(folder: str) -> int:
     try:
-        return len(os.listdir(folder))
+        with os.scandir(folder) as entries:
+            return sum(entry.is_dir(follow_symlinks=False) for entry in entries)
     except OSError:
         return 0
 

@@ -88,11 +88,12 @@ def runs(
                 raise click.UsageError(msg)
         return
     where = places(log_dir)
-    found = [run for run in _find(where) if states is None or run.state in states][:number]
+    there = _find(where)
+    found = [run for run in there if states is None or run.state in states][:number]
     try:
         _show(found, f"no {'such ' * (states is not None)}runs in {' or '.join(where)}", as_json=as_json)
         if found and not as_json and sys.stdout is not None and sys.stdout.isatty():
-            _hint(where)
+            _hint(there)
     except OSError as error:
         if error.errno == errno.EPIPE:  # | head, which is click's to end
             raise
@@ -108,7 +109,7 @@ def runs(
               help="The oldest, until the rest takes no more than that: 500MB, 10GiB.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-@click.option("--log-dir", **_LOG_DIR)
+@click.option("--log-dir", **{**_LOG_DIR, "envvar": None})  # what the environment says, `runs` has read
 @click.pass_context
 def prune(
     ctx: click.Context,
@@ -130,7 +131,7 @@ def prune(
     With several rules, a run goes that any of them names. Runs that still run are not removed, nobody else's are, and
     no folder without a run.json. Where there is no terminal to ask at, give --yes.
     """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
-    from phalanx.multiprocessing._prune import choose, half_removed, measure
+    from phalanx.multiprocessing._prune import choose, half_removed, measure, remove
 
     if older is None and keep is None and larger is None:
         raise click.UsageError("which runs? Give --older, --keep or --larger")
@@ -160,23 +161,10 @@ def prune(
         if sys.stdin is None or not sys.stdin.isatty():
             raise click.ClickException("nothing was removed: there is no terminal to ask at; give --yes")
         click.confirm("Remove them?", abort=True)
-    _remove([*begun, *(it.run.path for it in chosen)])
-    click.echo(f"removed {_count(len(chosen))}, {size.spoken(freed)}")
-
-
-def _remove(paths: list[str]) -> None:
-    from phalanx.multiprocessing._prune import remove
-
-    failed = []
-    for path in paths:
-        try:
-            remove(path)
-        except FileNotFoundError:  # somebody was faster
-            continue
-        except OSError as error:
-            failed.append(f"{path}: {error.strerror or error}")
+    number, freed, failed = remove(begun, chosen)
+    click.echo(f"removed {_count(number)}, {size.spoken(freed)}")
     if failed:
-        raise click.ClickException("\n".join(["could not be removed:", *failed]))
+        raise click.ClickException("\n".join(["could not be removed:", *map(printable, failed)]))
 
 
 def _count(number: int) -> str:
@@ -193,14 +181,14 @@ def _find(where: tuple[str, ...]) -> list[RunDir]:
         raise click.ClickException(msg) from None
 
 
-def _hint(where: tuple[str, ...]) -> None:
+def _hint(found: list[RunDir]) -> None:
     """Say to a person that much is kept, if that is so."""
     from phalanx.multiprocessing._prune import total
 
-    number, taken, is_all = total(where, _LOOKED_AT)
-    if taken >= _LARGE or number >= MANY:
+    taken, is_all = total(found, _LOOKED_AT)
+    if taken >= _LARGE or len(found) > MANY:
         more = "" if is_all else " or more"
-        click.echo(f"{_count(number)}, {size.spoken(taken)}{more}; phalanx runs prune removes old ones", err=True)
+        click.echo(f"{_count(len(found))}, {size.spoken(taken)}{more}; phalanx runs prune removes old ones", err=True)
 
 
 def _show(found: list[RunDir], nothing: str, *, as_json: bool) -> None:

@@ -223,6 +223,7 @@ class PContext(ABC):
             self._logs_specs.folders_can_wait = self._begins_slowly
             self.logs = checked(self._logs_specs.reify(self.envs), self.envs, self._logs_specs)
             evidence.remove_old(self.logs.error_files.values())
+            self._diary = self._begin_diary(supervisor, undo)
             report = self._watch(supervisor, undo)
             specs = [self._spec(rank, *command) for rank, command in plan.commands.items()]
             zygote = self._warmed(plan.warm)
@@ -243,21 +244,32 @@ class PContext(ABC):
                 # At `close`, or when the last reference goes: not in `wait`, whose caller waits for the result alone.
                 self._tidy = weakref.finalize(self, _tidy, supervisor, self.logs, self._logs_specs, self._own_warm)
                 undo.pop_all()
+        self._wait_until_up(supervisor, self._diary)
+
+    def _wait_until_up(self, supervisor: Supervisor, diary: Diary | None) -> None:
         try:
             supervisor.wait_until_up()  # a signal ends this wait at once, and the group is open
         except BaseException as error:
             if error is supervisor.not_started:
+                if diary is not None:
+                    diary.not_started(type(error), error)
+                    diary = None
                 self._tidy()
                 self._supervisor = None
             raise
-        self._keep_diary(supervisor)
+        finally:
+            if diary is not None:
+                diary.started()
 
-    def _keep_diary(self, supervisor: Supervisor) -> None:
-        if self._record:
-            from phalanx.multiprocessing._recorder import Diary
+    def _begin_diary(self, supervisor: Supervisor, undo: ExitStack) -> Diary | None:
+        if not self._record:
+            return None
+        from phalanx.multiprocessing._recorder import Diary
 
-            run_id = getattr(self._logs_specs, "run_id", "")
-            self._diary = Diary(self.name, self.envs, self.logs, supervisor, run_id or self.name)
+        run_id = getattr(self._logs_specs, "run_id", "")
+        diary = Diary(self.name, self.envs, self.logs, supervisor, run_id or self.name)
+        undo.push(diary.not_started)
+        return diary
 
     def _warmed(self, warm: Warm | None) -> Zygote | None:
         """Wait until all is imported. Raises PreloadError; RuntimeError if the group is closed meanwhile."""

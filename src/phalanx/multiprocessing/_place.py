@@ -41,15 +41,19 @@ def place_of_new_runs(mode: int | None = None) -> tuple[str | None, bool]:
 def places() -> tuple[str, ...]:
     """The folders in which runs are looked for: those that `place_of_new_runs` gives.
 
+    Where the home cannot even be looked into, that is the temporary one alone, if it is there.
+
     Raises NoPlaceError: the user has no home, and no runs among the temporary folders.
     """
     temporary = _temporary_place()
     with contextlib.suppress(OSError):
         if files.is_ours(os.lstat(temporary)):
-            try:
-                return default_place(), temporary
-            except NoPlaceError:
-                return (temporary,)
+            with contextlib.suppress(OSError, NoPlaceError):
+                place = default_place()
+                with contextlib.suppress(FileNotFoundError):
+                    os.scandir(place).close()
+                return place, temporary
+            return (temporary,)
     return (default_place(),)
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from phalanx._core import files, linux
+from phalanx._core import clock, files, linux
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -165,17 +165,19 @@ class _Versioned(Struct):
     version: int
 
 
-def begin(*, run_id: str, name: str, command: list[str], started: float, nprocs: int, ranks: list[Rank]) -> Run:
-    """The record of a run that this process launches: "running", in its first attempt.
+def begin(
+    *, run_id: str, name: str, command: list[str], started: float, nprocs: int, ranks: list[Rank], number: int = 0,
+    earlier: Sequence[Attempt] = (),
+) -> Run:  # fmt: skip
+    """The record of a run that this process launches: "running", in attempt ``number``, after those of ``earlier``.
 
     >>> run = begin(run_id="night", name="train.py", command=["train.py"], started=1795184205.0, nprocs=4, ranks=[])
     >>> run.state, run.pid == os.getpid(), state_now(run)
     ('running', True, 'running')
     """
-    try:
+    cwd = ""
+    with contextlib.suppress(OSError):
         cwd = os.getcwd()
-    except OSError:
-        cwd = ""
     return Run(
         run_id=run_id,
         name=name,
@@ -187,9 +189,9 @@ def begin(*, run_id: str, name: str, command: list[str], started: float, nprocs:
         pid_namespace=_pid_namespace(),
         boot_id=_boot_id(),
         state="running",
-        started=started,
+        started=earlier[0].started if earlier else started,
         nprocs=nprocs,
-        attempts=[Attempt(number=0, started=started, ranks=ranks)],
+        attempts=[*earlier, Attempt(number=number, started=started, ranks=ranks)],
     )
 
 
@@ -274,12 +276,14 @@ def read_owned(run_dir: str) -> tuple[Run, int]:
 def state_now(run: Run) -> State:
     """The state of a run by now: "lost" when the record says "running" and the launcher is gone.
 
-    A launcher on another machine, or in another pid namespace, cannot be looked at from here: its word is taken.
+    A launcher on another machine, or in another pid namespace, cannot be looked at from here: its word is taken. What
+    a machine of this name began before our last start is ours, and over.
     """
     if run.state != "running":
         return run.state
     if not is_here(run):
-        return "lost" if run.boot_id != _boot_id() and run.host == os.uname().nodename else "running"
+        lives = run.boot_id == _boot_id() or run.host != os.uname().nodename or run.started >= clock.booted()
+        return "running" if lives else "lost"
     return "running" if _lives(run.pid, run.pid_started) else "lost"
 
 

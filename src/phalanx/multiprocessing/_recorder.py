@@ -6,9 +6,12 @@ is loaded when the workers run: msgspec is not on the way to the start.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import sys
 import time
+import weakref
 
 from phalanx._core import clock, linux
 from phalanx._core.aside import Aside
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
     from phalanx._core.mirror import Mirror
     from phalanx._core.supervisor import Supervisor
     from phalanx.multiprocessing._logs import LogsDest
-    from phalanx.multiprocessing._record import Rank, RankState, Run, State
+    from phalanx.multiprocessing._record import Attempt, Rank, RankState, Run, State
 
     Seen = tuple[dict[int, int], RunProcsResult | None]
 
@@ -70,6 +73,7 @@ class Recorder:
         self._keep_runs = keep_runs
         self._started = time.time()
         self._run: Run | None = None
+        self._earlier: list[Attempt] = []
         self._failed = False
         self._aside = Aside("phalanx-record")
         self._pruning = Aside("phalanx-prune")
@@ -108,6 +112,9 @@ class Recorder:
             try:
                 from phalanx.multiprocessing import _record
 
+                if self._run is None:
+                    with contextlib.suppress(_record.UnreadableRecordError):  # mostly, there is none
+                        self._earlier = _record.read(folder).attempts
                 self._run = make()
                 _record.write(folder, self._run)
             except Exception as error:  # noqa: BLE001 - whatever it is, a run of days must not end for a note on it
@@ -124,13 +131,16 @@ class Recorder:
 
         assert self._keep_runs is not None
         try:
-            removed, freed = prune(os.path.dirname(self._folder()), self._keep_runs)
+            removed, freed, failed = prune(os.path.dirname(self._folder()), self._keep_runs)
         except OSError as error:
             self._say(f"--keep-runs: {error}")
             return
         if removed:
             what = f"{removed} run{'s' * (removed > 1)}, {size.spoken(freed)}"
             self._say(f"--keep-runs {self._keep_runs}: removed {what}")
+        if failed:
+            more = f", and {len(failed) - 1} more" * (len(failed) > 1)
+            self._say(f"--keep-runs {self._keep_runs}: could not be removed: {failed[0]}{more}")
 
     def _refuse(self, why: object) -> None:
         if not self._failed:
@@ -140,6 +150,8 @@ class Recorder:
     def _begun(self) -> Run:
         from phalanx.multiprocessing import _record
 
+        attempt = os.path.basename(os.path.dirname(self._logs().timeline)).removeprefix("attempt_")
+        number = int(attempt) if attempt.isdecimal() else 0
         return _record.begin(
             run_id=self._run_id,
             name=self._name,
@@ -147,6 +159,8 @@ class Recorder:
             started=self._started,
             nprocs=len(self._envs),
             ranks=self._ranks(self._look()[0], {}, "running"),
+            number=number,
+            earlier=[one for one in self._earlier if one.number < number],
         )
 
     def _over(self, state: State, exit_code: int, cause: str) -> Run:
@@ -185,7 +199,9 @@ class Recorder:
 class Diary:
     """Has the record of a group of Python code written, as the group goes on, whoever waits for it, or nobody.
 
-    It holds nothing of the group but what its supervisor has: a group that is dropped ends.
+    It is begun before the workers start: in the folder of an earlier attempt, a record says that this one is over. It
+    holds nothing of the group but what its supervisor has: a group that is dropped ends. In a fork of the process that
+    has started the group, it does nothing.
     """
 
     def __init__(
@@ -198,16 +214,28 @@ class Diary:
             name, envs, lambda: logs, self._look, run_id=run_id, command=command, say=supervisor.announce
         )
         self._recorder.running()
-        supervisor.ended.then(self._note_end)
+        _diaries.add(self)
+
+    def started(self) -> None:
+        """The workers run, or will."""
+        self._recorder.running()
+        self._supervisor.ended.then(self._note_end)
+
+    def not_started(self, kind: object, error: BaseException | None, trace: object = None) -> None:
+        """They will not: an `__exit__`."""
+        del trace
+        self._recorder.over("failed", 1, str(error) or str(kind))
 
     def judged(self, result: RunProcsResult) -> None:
         """The group's result is known, with its causes."""
-        self._result = result
-        self._note_end()
+        if self._supervisor.owner == os.getpid():
+            self._result = result
+            self._note_end()
 
     def finish(self) -> None:
         """Return when all is written, or that takes too long."""
-        self._recorder.finish()
+        if self._supervisor.owner == os.getpid():
+            self._recorder.finish()
 
     def _note_end(self) -> None:
         lost = self._supervisor.lost
@@ -223,6 +251,16 @@ class Diary:
         mirror = self._supervisor.mirror
         pids = {rank: worker.pid for rank, worker in sorted(mirror.workers.items())}
         return pids, self._result or (_seen(mirror) if self._supervisor.ended else None)
+
+
+_diaries: weakref.WeakSet[Diary] = weakref.WeakSet()
+
+
+@atexit.register
+def _finish_all() -> None:
+    """Have the last words written of groups that nobody has closed."""
+    for diary in list(_diaries):
+        diary.finish()
 
 
 def _seen(mirror: Mirror) -> RunProcsResult:

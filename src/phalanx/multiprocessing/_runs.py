@@ -99,7 +99,7 @@ def find(roots: Iterable[str]) -> list[RunDir]:
     """
     folders: list[str] = []
     for root in roots:
-        with contextlib.suppress(FileNotFoundError), os.scandir(root) as entries:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(root) as entries:
             folders += [
                 entry.path
                 for entry in entries
