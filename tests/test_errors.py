@@ -1406,7 +1406,7 @@ rank 10: succeeded
     )
 
 
-@pytest.mark.parametrize("peer", ["[127.0.0.1]:{}", "10.0.0.7:{}", "[fe80::1]:{}"])
+@pytest.mark.parametrize("peer", ["[127.0.0.1]:{}", "10.0.0.7:{}", "[fe80::1%eth0]:{}", "[localhost]:{}"])
 def test_the_port_of_a_lost_peer_makes_no_difference(peer: str) -> None:
     failures = {
         rank: failed(
@@ -1417,6 +1417,15 @@ def test_the_port_of_a_lost_peer_makes_no_difference(peer: str) -> None:
     assert "ranks 1-2: the same" in format_report("x", failures)
     failures[2] = failed(2, "RuntimeError: pair.cc:554 Connection closed by peer.")
     assert "rank 1: the same" in format_report("x", failures)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["IndexError: loss[3]:{}000", "ValueError: slice [0.5:{}000]", "[/src/pair.cpp]:{}000 x < 3", "v1.2:{}000"],
+)
+def test_a_number_after_a_colon_is_not_always_a_port(text: str) -> None:
+    report = format_report("x", {rank: failed(rank, text.format(1 + rank)) for rank in range(2)})
+    assert "the same" not in report
 
 
 def test_who_raised_has_the_same_failure_where_our_signal_ended_the_teardown() -> None:

@@ -1021,6 +1021,11 @@ def within(path: str, function: str) -> str:
 
 ALL_REDUCE = within("torch/distributed/distributed_c10d.py", "all_reduce")
 BACKWARD = within("torch/autograd/graph.py", "_engine_run_backward")
+FUNCTIONAL = f"""Thread 0x01 (most recent call first):
+  File "/x/site-packages/torch/_ops.py", line 882 in redispatch
+  File "/x/site-packages/torch/_library/autograd.py", line 41 in forward_no_grad
+  File "/x/site-packages/torch/_ops.py", line 1279 in __call__
+{within("torch/distributed/_functional_collectives.py", "wait_tensor").partition(chr(10))[2]}"""
 
 
 @pytest.mark.parametrize(
@@ -1028,6 +1033,9 @@ BACKWARD = within("torch/autograd/graph.py", "_engine_run_backward")
     [
         ((ALL_REDUCE, in_("read")), {1}),
         ((in_("read"), BACKWARD), {0}),
+        ((FUNCTIONAL, ALL_REDUCE.replace("step", "one")), set()),
+        ((FUNCTIONAL, in_("read")), {1}),
+        ((within("torch/_ops.py", "__call__"), ALL_REDUCE.replace("step", "one")), {0}),
         ((BACKWARD, within("torch/utils/data/dataloader.py", "__next__")), {1}),  # one place of the user's
         ((ALL_REDUCE, in_("read"), in_("fetch"), f"{frames.NO_STACK}it offers none\n"), {1, 2}),
         ((in_("read"), in_("fetch")), set()),

@@ -14,8 +14,10 @@ from phalanx._core import clock, fold, tracebacks
 from phalanx._core.clock import FakeClock
 from phalanx._core.fold import Fold
 from phalanx._core.ranks import format_ranks
+from phalanx._core.surface import Paper
 from phalanx._core.tracebacks import HEAD, QUIET, Tracebacks
-from tests.pump_tools import lane
+from phalanx._core.view import Text, View
+from tests.pump_tools import Memory, lane
 from tests.test_log_options import fold_patiently
 from tests.timer_workers import wait_asleep
 
@@ -45,7 +47,7 @@ class Console:
         self.lanes = [lane(rank) for rank in range(ranks)]
         self.out: list[tuple[str, bytes]] = []
         self.by_rank = [b""] * ranks
-        fold = Fold(self.emit, {"stdout": ranks})
+        fold = Fold(self.emit, {"stdout": ranks}, by_rank=True)
         self.tracebacks = Tracebacks(fold, lambda lane, block: self.emit([lane], block))
 
     def emit(self, lanes: list[Lane], text: bytes) -> None:
@@ -144,7 +146,7 @@ def test_what_is_around_it_keeps_its_place(time: FakeClock) -> None:
     assert it.out[1:] == [("1", b"other\n")]  # nothing of that rank is held
     it.take(1, ONE)
     it.wait(time, 0)
-    assert it.wait(time, LONG) == [("0-1", ONE), ("0", b"after\n"), ("0", b"and after\n")]
+    assert it.wait(time, LONG) == [("0-1", ONE), ("0", b"after\nand after\n")]
     it.take(0, b"at once\n")
     assert it.out == [("0", b"at once\n")]
 
@@ -173,12 +175,120 @@ def test_what_has_no_end_is_not_held_for_long(time: FakeClock, text: bytes) -> N
 def test_a_very_long_one_is_not_held_whole(time: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
     del time
     monkeypatch.setattr(tracebacks, "_MOST", 1000)
-    it = Console(1)
+    monkeypatch.setattr(fold, "_MOST_BYTES", 2000)
+    it = Console(2)
     text = HEADER + FRAME * 100 + b"RecursionError: x\n"
     it.take(0, text)
-    it.tracebacks.release()
     assert it.by_rank[0] == text
-    assert max(len(part) for _, part in it.out) < 1100
+    assert len(it.out[0][1]) < 1100
+
+
+def test_a_rank_that_has_no_others_waits_for_none(time: FakeClock) -> None:
+    del time
+    it = Console(1)
+    it.take(0, ONE)
+    assert it.out == [("0", ONE)]
+
+
+def test_what_goes_on_after_one_is_soon_shown_at_once(time: FakeClock) -> None:
+    """However little time is between two lines."""
+    it = Console(2)
+    it.take(0, ONE)
+    for number in range(20):
+        it.take(0, b"%d\n" % number)
+        time.advance(QUIET / 4)
+        it.tracebacks.tick()
+    it.out.clear()
+    for rank in range(2):
+        it.take(rank, b"at once\n")
+    assert it.out == [("0", b"at once\n"), ("1", b"at once\n")]
+
+
+def test_a_flood_after_one_is_shown_in_large_pieces(time: FakeClock) -> None:
+    """Line by line, the console would be left behind, and what it has not shown in the end is not shown at all."""
+    del time
+    it = Console(2)
+    flood = b"x\n" * 100_000
+    for number in range(10):
+        for rank in range(2):
+            it.take(rank, (ONE if number == 0 else b"") + flood)
+    it.tracebacks.release()
+    assert it.by_rank == [ONE + 10 * flood] * 2
+    assert len(it.out) < 5000
+
+
+def test_a_flood_of_them_is_shown_at_once(time: FakeClock) -> None:
+    del time
+    it = Console(2)
+    it.take(0, ONE + b"after\n" + ONE)
+    it.take(0, ONE * 100)
+    assert it.by_rank[0] == ONE + b"after\n" + ONE * 101
+    assert len(it.out) == 4
+
+
+def test_the_other_stream_of_a_rank_comes_after_it(time: FakeClock) -> None:
+    it = Console(2)
+    out = lane(0, "other")
+    it.take(0, HEADER + FRAME)
+    it.tracebacks.take(out, b"meanwhile\n")
+    assert it.out == [("0", b"meanwhile\n")]  # it may come from another thread
+    it.take(0, b"ValueError: nan\n")
+    it.tracebacks.take(out, b"gone on\n")
+    it.take(0, b"and more\n")
+    assert it.tracebacks.holds(out)
+    it.out.clear()
+    it.take(1, ONE)
+    assert it.wait(time, LONG) == [("0-1", ONE), ("0", b"gone on\n"), ("0", b"and more\n")]
+
+
+def test_it_has_the_time_at_which_it_began(time: FakeClock) -> None:
+    times = []
+    lanes = [lane(rank) for rank in range(2)]
+    held = Fold(lambda _lanes, text: times.append((held.time, text)), {"stdout": 2}, time=clock.now, by_rank=True)
+    it = Tracebacks(held, lambda _lane, _block: None)
+    began = time()
+    it.take(lanes[0], ONE)
+    time.advance(QUIET / 2)
+    it.take(lanes[0], b"after\n")
+    time.advance(LONG)
+    it.tick()
+    assert times == [(began, ONE), (began + QUIET / 2, b"after\n")]
+
+
+def test_what_follows_is_shown_once_as_far_as_it_is_equal(time: FakeClock) -> None:
+    it = Console(4)
+    for rank, after in enumerate((b"a\nb\nc\n", b"a\nb\nd\n", b"a\ne\n", b"")):
+        it.take(rank, ONE + after)
+    shown = [("0-3", ONE), ("0-2", b"a\n"), ("0-1", b"b\n"), ("0", b"c\n"), ("1", b"d\n"), ("2", b"e\n")]
+    assert it.wait(time, LONG) == shown
+
+
+GROUP = b"""\
+  + Exception Group Traceback (most recent call last):
+  |   File "train.py", line 10, in g
+  |     raise ExceptionGroup("eg", found)
+  | ExceptionGroup: eg (2 sub-exceptions)
+  | a note
+  +-+---------------- 1 ----------------
+    | Traceback (most recent call last):
+    |   File "train.py", line 7, in g
+    | ValueError: a
+    +---------------- 2 ----------------
+    | ExceptionGroup: in (1 sub-exception)
+    +-+---------------- 1 ----------------
+      | KeyError: 'k'
+      +------------------------------------
+"""
+CAUSE = b"\nThe above exception was the direct cause of the following exception:\n\n"
+
+
+@pytest.mark.parametrize("text", [GROUP, GROUP + CAUSE + ONE, ONE + CAUSE + GROUP, GROUP + CAUSE + GROUP])
+def test_groups_of_exceptions(time: FakeClock, text: bytes) -> None:
+    """What comes after one is not of it, though no line of it stands at the margin."""
+    it = Console(2)
+    for rank in range(2):
+        it.take(rank, text + b"rank %d goes on\n" % rank)
+    assert it.wait(time, LONG) == [("0-1", text), ("0", b"rank 0 goes on\n"), ("1", b"rank 1 goes on\n")]
 
 
 LINES = st.sampled_from(
@@ -187,19 +297,47 @@ LINES = st.sampled_from(
 )  # fmt: skip
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), LINES, st.sampled_from([0.0, 0.05, 0.3])), max_size=40))
-def test_nothing_is_lost_and_each_rank_keeps_its_order(said: list[tuple[int, bytes, float]]) -> None:
+@given(st.lists(st.tuples(st.integers(0, 5), LINES, st.sampled_from([0.0, 0.05, 0.3])), max_size=40), st.data())
+def test_nothing_is_lost_and_each_rank_keeps_its_order(
+    said: list[tuple[int, bytes, float]], data: st.DataObject
+) -> None:
+    """Of two streams of three ranks, wherever a read cuts them."""
     time = FakeClock(100.0)
+    memory = Memory()
+    view = View(Paper(memory), Text())
+    lanes = [lane(number // 2, ("stdout", "stderr")[number % 2]) for number in range(6)]
+    for number, one in enumerate(lanes):
+        one.prefix = b"%d " % number
+
+    def emit(those: list[Lane], text: bytes) -> None:
+        prefix = ",".join(str(lanes.index(one)) for one in those).encode() + b" "
+        memory.write((b"".join(prefix + line for line in text.splitlines(keepends=True)),))
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clock, "now", time)
-        it = Console(3)
-        given = [b""] * 3
-        for rank, text, seconds in said:
-            given[rank] += text
-            it.take(rank, text)
-            it.wait(time, seconds)
-        it.tracebacks.release()
-    assert it.by_rank == given
+        view.fold_tracebacks(Fold(emit, {"stdout": 3, "stderr": 3}, by_rank=True))
+        given = [b""] * 6
+        waiting = [b""] * 6
+        for number, text, seconds in said:
+            given[number] += text
+            waiting[number] += text
+            cut = data.draw(st.integers(1, len(waiting[number])))
+            view.take(lanes[number], waiting[number][:cut])
+            waiting[number] = waiting[number][cut:]
+            if not any(one.cutter.held for one in lanes):  # what has no end is shown then, and others break it
+                time.advance(seconds)
+            view.tick()
+        for one, rest in zip(lanes, waiting, strict=True):
+            view.take(one, rest)
+        for one in lanes:
+            view.finish(one)
+        view.close()
+    shown = [b""] * 6
+    for line in memory.data.splitlines(keepends=True):
+        those, _, words = line.partition(b" ")
+        for number in map(int, those.split(b",")):
+            shown[number] += words
+    assert shown == given
 
 
 # --- real ones
@@ -257,3 +395,19 @@ def test_equal_failures(place: Place) -> None:
         assert place.log(rank, "stderr.log").count("ValueError: ") == 1
     logs = place.program(sys.executable, "-m", "phalanx", "logs", "--log-dir", place.logs, "--stderr").out
     assert logs.count("Traceback") == 4  # what they wrote, and not what was shown
+
+
+@pytest.mark.usefixtures("patient")
+def test_ranks_that_were_hidden_until_they_failed(place: Place) -> None:
+    script = place.write("""
+        import os, time
+        open("rank-" + os.environ["RANK"], "w").close()
+        while not all(os.path.exists(f"rank-{each}") for each in range(3)):
+            time.sleep(0.001)
+        raise ValueError("the same")
+        """)
+    done = place.run("--nproc-per-node", 3, "--settle", 60, "--ranks", 0, script)
+    assert [line for line in done.err.splitlines() if line.startswith("[") and "ValueError: " in line] == [
+        "[0] ValueError: the same",
+        "[1-2] ValueError: the same",
+    ]

@@ -29,6 +29,7 @@ _IN_A_STATE = "# it is "  # how a dump begins of a process that was in a state i
 _FRAME = re.compile(r'  File (?:"(.*)"|\?\?\?), line (\d{1,10}|\?\?\?) in (.*)')
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64|32)?/python\d[\d.]*t?/|^<frozen |^\?\?\?$")
 _COMMUNICATION = re.compile(r"/(?:site|dist)-packages/torch/(?:distributed/|autograd/graph\.py$)")
+_DISPATCH = re.compile(r"/(?:site|dist)-packages/torch/(?:_ops\.py$|_library/)")  # by which torch calls an operator
 _OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _STARTERS = ("worker.py", "script.py", "guard.py", "keeper.py", "children.py", "starting.py", "zygote.py")
 _PLACES = 4  # that `sum_up` names one by one
@@ -139,14 +140,15 @@ def top(threads: Sequence[Thread], ident: int = 0) -> Frame | None:
 def waits(text: str, ident: int = 0) -> bool:
     r"""Whether a process waits for others, as far as its frames tell: the innermost is of torch's communication.
 
-    Or of its backward pass, in which DistributedDataParallel communicates. ``ident`` is as for `top`.
+    Or of its backward pass, in which DistributedDataParallel communicates. Frames by which torch calls an operator, as
+    functional collectives are, do not count. ``ident`` is as for `top`.
 
     >>> file = "/x/site-packages/torch/distributed/distributed_c10d.py"
     >>> waits(f'Thread 0x01 (most recent call first):\n  File "{file}", line 5356 in barrier\n')
     True
     """
-    frames = _meant(parse(text), ident)
-    return bool(frames) and _COMMUNICATION.search(frames[0].path) is not None
+    paths = (frame.path for frame in _meant(parse(text), ident))
+    return _COMMUNICATION.search(next((path for path in paths if not _DISPATCH.search(path)), "")) is not None
 
 
 def _meant(threads: Sequence[Thread], ident: int) -> Sequence[Frame]:

@@ -245,7 +245,7 @@ class Pump:
                     return
                 self._revealed.add(rank)
                 view, lane = stream.spare
-                view.reveal(lane, last_lines(stream.follower.path, rotates=stream.follower.rotates))
+                view.reveal_hidden(lane, last_lines(stream.follower.path, rotates=stream.follower.rotates))
         self._again()
 
     def finish(self, done: Callable[[], None]) -> None:

@@ -231,6 +231,12 @@ class View:
         else:
             self._write(lane, block)
 
+    def reveal_hidden(self, lane: Lane, block: bytes) -> None:
+        """Show whole lines of a lane that was not shown so far."""
+        if self._tracebacks is not None:
+            self._tracebacks.expect(lane)
+        self.reveal(lane, block)
+
     def _write(self, lane: Lane, block: bytes) -> None:
         if block:
             self.surface.write(lane, *self._form.render(lane, block, self.time))

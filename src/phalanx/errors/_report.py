@@ -38,8 +38,8 @@ _MASKS = tuple(  # of small letters; each begins with what seldom comes, which m
         (
             r"0x([0-9a-f]{4,})",
             *(rf"{word}\W{{0,3}}(\d+)" for word in ("pid", "process", "rank", "cuda", "gpu", "device")),
-            r"\.\d{1,3}\]?:(\d{4,5})\b",
-            r"\]:(\d{4,5})\b",
+            r"\.\d{1,3}\.\d{1,3}\]?:(\d{4,5})\b",  # 127.0.0.1:29500, and no slice, no version
+            r"\[(?!\d+\])[\w.:%-]+\]:(\d{4,5})\b",  # [::1]:29500, [localhost]:29500, and no index, no file
         ),
     )
 )

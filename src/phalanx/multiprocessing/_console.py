@@ -303,7 +303,8 @@ def make_view(
             prefix = prefix if isinstance(prefix, bytes) else prefix(fold.time)
             surface.write(lanes[0], prefix, line[:-1].replace(b"\n", b"\n" + prefix) + b"\n")
 
-        fold = Fold(emit, counts, time=lambda: view.time())  # noqa: PLW0108 - it is replaced where history is shown
+        now = lambda: view.time()  # noqa: E731, PLW0108 - it is replaced where history is shown
+        fold = Fold(emit, counts, time=now, by_rank=not console.fold)
         if console.fold:
             view.fold_into(fold)
         else:
