@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import phalanx.spawn
 from phalanx.multiprocessing import DefaultLogsSpecs, RunProcsResult, Std, start_processes
 from tests import workers
 from tests.disks import fill
@@ -85,6 +86,8 @@ def test_ranks_missing_or_surplus(args: Any, envs: Any, nprocs: int | None, text
         ({"args": 5}, TypeError, "args: expected a mapping"),
         ({"args": {0: 5}}, TypeError, "args: rank 0: expected a tuple of arguments, got 5"),
         ({"args": {0: "text"}}, TypeError, "args: rank 0: expected a tuple of arguments, got 'text'"),
+        ({"args": {0: {"lr": 1}}}, TypeError, "args: rank 0: expected a tuple of arguments, got {'lr': 1}"),
+        ({"args": {0: {1, 2}}}, TypeError, "args: rank 0: expected a tuple of arguments, got {1, 2}"),
         ({"args": {0: None}}, TypeError, "args: rank 0: expected a tuple of arguments, got None"),
         ({"envs": [{}], "nprocs": 1}, TypeError, "envs: expected a mapping"),
         ({"envs": {0: None}}, TypeError, "envs: rank 0: expected environment variables by name, got None"),
@@ -95,6 +98,14 @@ def test_ranks_missing_or_surplus(args: Any, envs: Any, nprocs: int | None, text
         ({"envs": {0: {"A=B": "x"}}}, ValueError, "envs: rank 0: 'A=B'='x' cannot be an environment variable"),
         ({"envs": {0: {"": "x"}}}, ValueError, "envs: rank 0: ''='x' cannot be an environment variable"),
         ({"envs": {0: {"A": "x\0y"}}}, ValueError, "cannot be an environment variable"),
+        ({"envs": {0: {"A": "\ud800"}}}, ValueError, "envs: rank 0: 'A'='\\ud800' cannot be an environment variable"),
+        ({"redirects": "3", "nprocs": 1}, TypeError, "redirects: expected a Std, or a mapping from local rank to one,"),
+        ({"redirects": {1: "3"}, "nprocs": 2}, TypeError, "redirects: rank 1: expected a Std, got '3'; Std.from_str"),
+        ({"tee": None, "nprocs": 1}, TypeError, "tee: expected a Std, or a mapping from local rank to one, got None"),
+        ({"tee": 9, "nprocs": 1}, ValueError, "tee: expected a Std, or a mapping from local rank to one, got 9"),
+        ({"log_dir": "", "nprocs": 1}, ValueError, "log_dir: '' cannot be the path of a folder"),
+        ({"duplicate_stdout_filters": 5, "nprocs": 1}, TypeError, "duplicate_stdout_filters: expected a list of"),
+        ({"preload": 5, "start_method": "forkserver", "nprocs": 1}, TypeError, "preload: expected a list of modules'"),
         ({"start_method": "thread", "nprocs": 1}, ValueError, "expected one of spawn, forkserver, fork, got 'thread'"),
         ({"start_method": None, "nprocs": 1}, ValueError, "start_method: expected one of"),
         ({"settle": -1, "nprocs": 1}, ValueError, "settle: expected 0 seconds or more, got -1"),
@@ -112,6 +123,27 @@ def test_ranks_missing_or_surplus(args: Any, envs: Any, nprocs: int | None, text
 def test_options_that_cannot_be(options: dict[str, Any], kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=re.escape(text)):
         start_processes(**dict[str, Any](name="n", entrypoint=workers.nothing) | options)
+
+
+@pytest.mark.parametrize("path", [5, b"logs", True, DefaultLogsSpecs])
+def test_folders_that_are_no_paths(path: Any) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"log_dir: expected the path of a folder, got {path!r}")):
+        DefaultLogsSpecs(path)
+
+
+@pytest.mark.parametrize("args", [{0: (1,)}, {1, 2}, "ab"])
+def test_arguments_of_spawn_that_are_no_tuple(args: Any) -> None:
+    """`start_processes` has a mapping by rank; here, keys would go to the function."""
+    with pytest.raises(TypeError, match=re.escape(f"args: expected a tuple of arguments, got {args!r}")):
+        phalanx.spawn.spawn(abs, args, 2)
+
+
+def test_whole_numbers_of_numpy() -> None:
+    np = pytest.importorskip("numpy")
+    count = np.int64(2)
+    assert run(pow, {0: (2, 3), 1: (2, 3)}, nprocs=count).return_values == {0: 8, 1: 8}
+    assert run(pow, {np.int64(rank): (2, rank) for rank in range(2)}).return_values == {0: 1, 1: 2}
+    phalanx.spawn.spawn(abs, (), count)
 
 
 # --- folders

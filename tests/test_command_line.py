@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import signal
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -14,9 +16,6 @@ from phalanx.cli import run as run_module
 from phalanx.cli._commands import cli
 from phalanx.cli.run import run
 from tests.test_run import Done, Place, refused
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PHALANX = (sys.executable, "-m", "phalanx")
 
@@ -37,20 +36,31 @@ def phalanx(place: Place, *argv: object) -> Done:
         (["xyz"], "there is no command 'xyz'; there are run, logs, runs, stack"),
         (["train.py"], "there is no command 'train.py'; to run a script: phalanx run train.py"),
         (["--nproc-per-node", "4", "train.py"], "there is no option '--nproc-per-node' here; it is one of phalanx run"),
-        (["--no-such"], "there is no option '--no-such' here"),
+        (["--no-such"], "there is no option '--no-such'\n"),
         (["run", "--nproc", "4", "x.py"], "there is no option '--nproc'; did you mean '--nproc-per-node'?"),
         (["run", "--nproc_per", "4", "x.py"], "there is no option '--nproc-per'; did you mean '--nproc-per-node'?"),
         (["run", "--log", "x", "x.py"], "there is no option '--log'; did you mean '--log-dir' or '--log-format' or "),
         (["run", "--redirect", "3", "x.py"], "there is no option '--redirect'; did you mean '--redirects'?"),
         (["run", "--hang-timout", "3", "x.py"], "there is no option '--hang-timout'; did you mean '--hang-timeout'?"),
         (["run", "-z", "x.py"], "there is no option '-z'"),
-        (["run", "--rdzv-backend", "c10d", "x.py"], "--rdzv-backend: not there yet: torchrun has it for many machines"),
-        (["run", "--rdzv_id=3", "x.py"], "; a run's name is --run-id here"),
+        (["run", "--rdzv-backend", "c10d", "x.py"], "--rdzv-backend: not there yet: it is about many machines"),
+        (["run", "--rdzv_id=3", "x.py"], "; leave it out, or name the run with --run-id"),
         (["logs", "--tail", "3"], "--tail: it is --lines here, or -n"),
         (["run", "--standal", "x.py"], "there is no option '--standal'; did you mean '--standalone'?"),
         (["run", "--rdzv", "x", "x.py"], "--rdzv-backend: not there yet: "),
         (["logs", "--folow"], "there is no option '--folow'; did you mean '--follow'?"),
+        (["run", "--max-restart", "3", "x.py"], "; did you mean '--max-restarts'?"),
+        (["run", "--nnode", "3", "x.py"], "there is no option '--nnode'; did you mean '--nnodes'?"),
+        (["run", "--rdzv-endpont", "x", "x.py"], "; did you mean '--rdzv-endpoint'? --rdzv-endpoint: not there yet"),
+        (["run", "-np", "4", "x.py"], "-n: it is --nproc-per-node here"),
+        (["run", "--num_processes", "4", "x.py"], "--num-processes: it is --nproc-per-node here"),
+        (["run", "--use-env", "x.py"], "--use-env: the rank is in LOCAL_RANK"),
+        (["prune"], "there is no command 'prune'; did you mean 'runs prune'?"),
+        (["RUN"], "there is no command 'RUN'; did you mean 'run'?"),
+        (["--verison"], "there is no option '--verison'; did you mean '--version'?"),
         (["runs", "prun"], "there is no command 'prun'; did you mean 'prune'?"),
+        (["runs", "failed"], "there is no command 'failed'; did you mean '--state failed'?"),
+        (["runs", "list"], "there is no command 'list'; phalanx runs lists all, phalanx logs RUN shows one"),
         (["runs", "rm"], "there is no command 'rm'; did you mean 'prune'?"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -60,6 +70,11 @@ def test_a_slip_of_the_finger(argv: list[str], answer: str) -> None:
     assert done.exit_code == 2
     assert done.exception is None or isinstance(done.exception, SystemExit)
     assert answer in done.output
+
+
+@pytest.mark.parametrize("name", ["--verbose", "--env", "--quiet", "--debug", "--nn-x-yz", "--n", "--seed"])
+def test_no_guess_is_better_than_a_wild_one(name: str) -> None:
+    assert f"there is no option {name!r}\n" in CliRunner().invoke(cli, ["run", name, "x.py"]).output
 
 
 def test_a_name_that_a_terminal_would_obey_is_shown(place: Place) -> None:
@@ -101,6 +116,11 @@ def test_help_is_in_sections() -> None:
         ({"PHALANX_LOG_KEEP": "3"}, ["--log-keep: files", "(--log-keep is PHALANX_LOG_KEEP in the environment)"]),
         ({"PHALANX_RANKS": "9"}, ["there is no rank 9", "(--ranks is PHALANX_RANKS in the environment)"]),
         ({"PHALANX_LOG_DIR": "/etc/passwd"}, ["'--log-dir' (PHALANX_LOG_DIR in the environment)"]),
+        (
+            {"PHALANX_LOG_DIR": "/dev/full"},
+            ["--log-dir: '/dev/full' is not", "(--log-dir is PHALANX_LOG_DIR "],
+        ),
+        ({"PHALANX_GRACE": "10s"}, ["(PHALANX_GRACE in the environment): '10s': expected seconds, like 60 or 0.5"]),
         ({"PHALANX_HANG_TIMEOUT": "-1"}, ["'--hang-timeout' (PHALANX_HANG_TIMEOUT in the environment)"]),
         (
             {"PHALANX_TIMESTAMPS": "1", "PET_ELAPSED": "1"},
@@ -114,11 +134,94 @@ def test_an_error_names_the_variable(place: Place, variables: dict[str, str], wo
     refused(place.run(place.write(""), logs=False), *words)
 
 
+def test_an_interpreter_that_is_not_there(place: Place) -> None:
+    script = place.write("")
+    for path, why in (("/no/such", "no such binary: '/no/such'"), (str(place.folder), "is a folder, not a binary")):
+        place.env["PYTHON_EXEC"] = path
+        done = place.run(script)
+        assert done.status == 1
+        assert done.err.startswith("Error: PYTHON_EXEC: ")
+        assert why in done.err
+
+
 def test_an_option_that_was_typed_is_not_the_environments(place: Place) -> None:
     place.env |= {"PHALANX_GRACE": "1"}
     done = place.run("--grace", "-1", place.write(""))
     refused(done, "'--grace' / '--shutdown-timeout': expected 0 seconds or more")
     assert "in the environment" not in done.err
+
+
+# --- values
+
+
+@pytest.mark.parametrize(
+    "options,words",
+    [
+        (["--master-port", "x", "SCRIPT"], "'x': expected a whole number, 0 to 65535"),
+        (["--keep-runs", "0", "SCRIPT"], "'0': expected a whole number, 1 or more"),
+        (["--nproc-per-node", "99999999999", "SCRIPT"], "'99999999999': there cannot be so many workers"),
+        (["--nproc-per-node", "9" * 5000, "SCRIPT"], "9': there cannot be so many workers"),
+        (["--log-dir", "", "SCRIPT"], "'--log-dir': '': expected the name of a folder"),
+        (["--no-python", "no-such"], "SCRIPT: no such binary: 'no-such'"),
+        (["--no-python", "script.py"], "SCRIPT: no such binary: 'script.py'; ./script.py is here; PATH"),
+        (["sh", "SCRIPT"], "script 'sh' does not exist; to run the program 'sh', give --no-python"),
+        (["x" * 300], "File name too long"),
+        (["script.py/x.py"], "script 'script.py/x.py': Not a directory"),
+        (["-m", "script.py"], "--module: 'script.py' is no module's name"),
+        (["-m", "./script"], "--module: './script' is no module's name"),
+        (["-m", ""], "--module: '' is no module's name"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_what_cannot_be(place: Place, options: list[str], words: str) -> None:
+    script = place.write("")
+    done = place.run(*(script if option == "SCRIPT" else option for option in options), logs="--log-dir" not in options)
+    assert done.status == (1 if words.startswith("SCRIPT: no such") else 2)
+    assert done.out == ""
+    assert words in done.err
+    assert "Traceback" not in done.err
+    assert "entrypoint" not in done.err
+
+
+def test_a_script_in_a_folder_that_is_shut(place: Place) -> None:
+    if os.geteuid() == 0 and shutil.which("setpriv") is None:
+        pytest.skip("needs setpriv: root may enter any folder")
+    unprivileged = ("setpriv", "--bounding-set", "-dac_override,-dac_read_search", "--") if os.geteuid() == 0 else ()
+    folder = Path(place.write("", "shut/script.py")).parent
+    folder.chmod(0)
+    try:
+        done = place.program(*unprivileged, *PHALANX, "run", folder / "script.py")
+    finally:
+        folder.chmod(0o700)
+    refused(done, "/script.py': Permission denied")
+    assert "Traceback" not in done.err
+
+
+def test_a_run_id_longer_than_names_can_be(place: Place) -> None:
+    for run_id in ("x" * 300, "\u00fc" * 300):
+        done = place.run("--run-id", run_id, "--no-python", "sh", "-c", "echo $TORCHELASTIC_RUN_ID")
+        assert (done.status, done.out) == (0, f"[0] {run_id}\n"), done
+        assert place.program(*PHALANX, "logs", "--log-dir", place.logs, run_id).out == done.out
+
+
+@pytest.mark.parametrize("moment", ["phalanx.cli.run", "phalanx.cli.runs", "phalanx.cli.logs", "phalanx._core.clock"])
+def test_a_ctrl_c_while_a_command_is_loaded(place: Place, moment: str) -> None:
+    program = f"""
+import os, signal, sys
+
+class Interrupted:
+    def find_spec(self, name, path=None, target=None):
+        if name == {moment!r}:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupted())
+from phalanx.cli import main
+main()
+"""
+    command = "runs" if moment == "phalanx._core.clock" else moment.rpartition(".")[2]
+    done = place.program(sys.executable, "-c", program, command)
+    assert (done.status, done.out, done.err) == (128 + signal.SIGINT, "", "")
 
 
 # --- filters, and no logs

@@ -159,6 +159,36 @@ def test_runs_of_both_places_are_found(place: Place, tmp_path: Path) -> None:
     assert place.program(*PHALANX, "logs", "home").out == "[0] home\n"
 
 
+@pytest.mark.parametrize("why", ["a file", "shut"])
+def test_runs_are_found_while_the_home_is_none(place: Place, tmp_path: Path, why: str) -> None:
+    """The home of a service (/dev/null), and one in which root alone has had runs."""
+    home = tmp_path / "home"
+    runs = home / ".local" / "state" / "phalanx" / "runs"
+    place.env |= {"HOME": str(home), "TMPDIR": str(tmp_path)}
+    place.env.pop("XDG_STATE_HOME", None)
+    if why == "a file":
+        home.write_text("")
+    else:
+        runs.mkdir(parents=True)
+        runs.chmod(0)
+    unprivileged: tuple[str, ...] = ()
+    if os.geteuid() == 0 and why == "shut":  # root may list anything, but for this one capability
+        if shutil.which("setpriv") is None:
+            pytest.skip("needs setpriv: root may list anything")
+        unprivileged = ("setpriv", "--bounding-set", "-dac_override,-dac_read_search", "--")
+    phalanx = (*unprivileged, *PHALANX)
+    try:
+        assert "no runs in" in (listed := place.program(*PHALANX, "runs")).out, listed
+        done = place.program(*phalanx, "run", "--no-python", "sh", "-c", "echo away")
+        assert f"runs are kept in {tmp_path}/phalanx-{os.geteuid()}\n" in done.err, done
+        assert place.program(*phalanx, "logs").out == "[0] away\n"
+        assert "succeeded" in place.program(*phalanx, "runs").out
+        assert "is running; the latest is" in place.program(*phalanx, "stack").err
+    finally:
+        if why == "shut":
+            runs.chmod(0o700)
+
+
 def test_a_temporary_place_of_somebody_elses_is_not_used(place: Place, tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root: only that can make another user's folder")

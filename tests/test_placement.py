@@ -605,7 +605,7 @@ def test_fewer_devices_than_ranks_are_counted(monkeypatch: pytest.MonkeyPatch) -
     "options,message",
     [(("--cpu-bind", "cores"), "--cpu-bind: 'cores': rank 0: 'cores' is no CPU"),
      (("--cpu-bind", "0-999999"), "--cpu-bind: '0-999999': rank 0: CPU "),
-     (("--nice", "20"), "'--nice': 20 is not in the range"),
+     (("--nice", "20"), "'--nice': '20': expected a whole number, -20 to 19"),
      (("--rlimit", "nofile"), "'--rlimit': 'nofile': expected limits, each once, like nofile=4096,as=8GiB"),
      (("--rlimit", "nofile=1,nofile=2"), "the trouble is with 'nofile=2'"),
      (("--rlimit", "files=1"), "'--rlimit': 'files' is no resource limit; there are as, core,"),

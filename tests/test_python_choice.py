@@ -47,6 +47,11 @@ def test_another_environment_is_beside_the_script(place: Place, name: str) -> No
     other = environment(place.folder / "project" / name)
     script = place.write("", "project/train.py")
     assert f", and beside the script is {other}: " in said(place, script)
+    place.env["CONDA_PREFIX"] = str(other.parent)  # the base, that holds anything but ours
+    assert f", and beside the script is {other}: " in said(place, script)
+    place.env["CONDA_PREFIX"] = sys.prefix  # ours was activated
+    assert said(place, script) == ""
+    del place.env["CONDA_PREFIX"]
     place.env["VIRTUAL_ENV"] = sys.prefix  # ours was activated
     assert said(place, script) == ""
 

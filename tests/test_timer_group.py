@@ -663,7 +663,7 @@ def test_specs_that_make_no_sense(given: dict[str, Any], error: str) -> None:
     "option, error",
     [
         ("--on-expiry=nonsense", "'nonsense' is no step; expected report, dump, terminate, kill"),
-        ("--hang-timeout=x", "'x' is not a valid float"),
+        ("--hang-timeout=x", "'x': expected seconds, like 60 or 0.5"),
         ("--hang-timeout=inf", "expected more than 0 seconds, got inf"),
     ],
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
+import sys
 
 import click
 from click.core import ParameterSource
@@ -23,7 +25,7 @@ SETTINGS = {
 }
 
 _MOST_MEANT = 3
-_ALIKE = 0.6  # of two words that one may be meant by the other, see difflib
+_ALIKE = 0.65  # of two words that one may be meant by the other, see difflib
 _AS_GOOD = 0.1  # how much less, and yet as likely as the best
 
 
@@ -67,12 +69,12 @@ class _Helpful(click.Command):
 
     def make_context(self, *args: Any, **more: Any) -> click.Context:
         """Read the arguments."""
-        with _printable_errors():
+        with _ends():
             return super().make_context(*args, **more)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Call the command."""
-        with _printable_errors(), _naming_variables(ctx):
+        with _ends(), _naming_variables(ctx):
             return super().invoke(ctx)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -83,14 +85,15 @@ class _Helpful(click.Command):
         except click.NoSuchOption as error:
             raise click.UsageError(self.not_there(ctx, error.option_name), ctx) from None
 
-    def not_there(self, ctx: click.Context, name: str) -> str:  # noqa: ARG002 - groups look at their commands
+    def not_there(self, ctx: click.Context, name: str) -> str:
         """What to say to somebody who has typed an option that is not there."""
-        known = [opt for param in self.params for opt in param.opts]
-        begun = [opt for opt in (*known, *self.absent) if opt.startswith(name)]
-        whole = name if name in self.absent else next(iter(begun), "")
+        known = [opt for param in self.get_params(ctx) for opt in param.opts if opt.startswith("--")]
+        whole = name if name in self.absent else next((opt for opt in (*known, *self.absent) if opt.startswith(name)), "")
         if whole in self.absent:
             return f"{whole}: {self.absent[whole]}"
-        return f"there is no option {name!r}{meant(name, known)}"
+        hint = meant(name, known) or meant(name, self.absent)
+        reasons = (f" {option}: {why}" for option, why in self.absent.items() if repr(option) in hint)
+        return f"there is no option {name!r}{hint}{next(reasons, '')}"
 
 
 class Command(_Helpful):
@@ -139,13 +142,16 @@ def meant(word: str, known: Iterable[str]) -> str:
     """
     import difflib
 
-    known = [*known]
-    close = [name for name in known if len(word.lstrip("-")) > 1 and name.startswith(word)][:_MOST_MEANT]
+    def bare(name: str) -> str:  # dashes would make all options alike
+        return name.lstrip("-").casefold()
+
+    word = bare(word)
+    alike = {name: difflib.SequenceMatcher(None, bare(name), word).ratio() for name in known if len(word) > 1}
+    close = [name for name in alike if bare(name) == word] or [name for name in alike if bare(name).startswith(word)]
     if not close:
-        alike = {name: difflib.SequenceMatcher(None, name, word).ratio() for name in known}
         least = max(_ALIKE, max(alike.values(), default=0.0) - _AS_GOOD)
-        close = sorted((name for name in known if alike[name] >= least), key=alike.__getitem__, reverse=True)
-    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+        close = sorted((name for name in alike if alike[name] >= least), key=alike.__getitem__, reverse=True)
+    return f"; did you mean {' or '.join(map(repr, close[:_MOST_MEANT]))}?" if close else ""
 
 
 def _long(param: click.Parameter) -> str:
@@ -153,9 +159,12 @@ def _long(param: click.Parameter) -> str:
 
 
 @contextlib.contextmanager
-def _printable_errors() -> Iterator[None]:
+def _ends() -> Iterator[None]:
+    """How a command ends otherwise than well: errors that can be printed, and 130 for a Ctrl-C, at whatever moment."""
     try:
         yield
+    except KeyboardInterrupt:  # click would make it 1, and say that it was aborted
+        sys.exit(128 + signal.SIGINT)
     except click.ClickException as error:
         text = "\n".join(map(printable, error.message.split("\n")))
         error.message = text  # type: ignore[misc]  # what click shows is made of it in ways that differ by its class

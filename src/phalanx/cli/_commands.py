@@ -13,7 +13,9 @@ from phalanx.cli._command import Group
 _COMMANDS = ("run", "logs", "runs", "stack")
 _ELSEWHERE = {
     "ps": "runs", "ls": "runs", "list": "runs", "status": "runs", "history": "runs", "tail": "logs", "log": "logs",
-    "cat": "logs", "start": "run", "launch": "run", "exec": "run", "spawn": "run", "dump": "stack", "py-spy": "stack",
+    "cat": "logs", "start": "run", "launch": "run", "exec": "run", "spawn": "run", "python": "run", "torchrun": "run",
+    "dump": "stack", "py-spy": "stack", "prune": "runs prune", "rm": "runs prune", "clean": "runs prune",
+    "gc": "runs prune", "help": "--help", "version": "--version",
 }  # fmt: skip
 """What commands are called in other tools, and here."""
 
@@ -35,8 +37,9 @@ class _Commands(Group):
     def not_there(self, ctx: click.Context, name: str) -> str:
         """See `Command`. People forget the command."""
         having = [command for command in _COMMANDS if name in _options(self.get_command(ctx, command))]
-        hint = f"; it is one of phalanx {having[0]}, and stands after that" if having else ""
-        return f"there is no option {name!r} here{hint}"
+        if not having:
+            return super().not_there(ctx, name)
+        return f"there is no option {name!r} here; it is one of phalanx {having[0]}, and stands after that"
 
     def hint(self, ctx: click.Context, name: str) -> str:
         """See `Group`."""

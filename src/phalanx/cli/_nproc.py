@@ -9,6 +9,7 @@ from glob import glob
 from phalanx._core import devices
 
 _WSL = "usr/lib/wsl/lib"  # where WSL2 has the libraries of the host's driver
+_DIGITS = 6  # of a number of workers: Linux has no more than 4 million processes
 _ASKING = 10.0  # seconds that a program is given to list the devices
 
 
@@ -30,8 +31,11 @@ def count(wanted: str) -> int:
         return gpus
     if wanted == "auto":
         return count_gpus() or count("cpu")
-    if not re.fullmatch(r"\d+", wanted, re.ASCII) or int(wanted) < 1:
+    if not re.fullmatch(r"0*[1-9]\d*", wanted, re.ASCII):
         msg = f"{wanted!r}: expected a number of at least 1, or auto, cpu or gpu"
+        raise ValueError(msg)
+    if len(wanted) > _DIGITS:  # a slip of the finger would fill the memory
+        msg = f"{wanted!r}: there cannot be so many workers"
         raise ValueError(msg)
     return int(wanted)
 

@@ -62,10 +62,40 @@ def repeatable(
     return option(*names, type=_Each(), multiple=True, callback=read_all, **settings)
 
 
-def checking_seconds(*, zero: bool = True, endless: bool = True) -> Callable[..., Any]:
-    """A callback that refuses what is no time, as the library does: see `seconds`."""
+class Whole(click.IntRange):
+    """A whole number. What is none, or too large, is told what would be right."""
 
-    def check(number: Any) -> float:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See `click.ParamType`."""
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter:
+            right = f"{self.min} or more" if self.max is None else f"{self.min} to {self.max}"
+            self.fail(f"{value!r}: expected a whole number, {right}", param, ctx)
+
+
+class Folder(click.Path):
+    """A folder, which need not be there yet."""
+
+    def __init__(self) -> None:
+        super().__init__(file_okay=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See `click.ParamType`."""
+        if value == "":  # a variable of a shell that is not set
+            self.fail("'': expected the name of a folder", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+def checking_seconds(*, zero: bool = True, endless: bool = True) -> Callable[..., Any]:
+    """A callback that reads seconds, and refuses what is no time, as the library does: see `seconds`."""
+
+    def check(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            msg = f"{text!r}: expected seconds, like 60 or 0.5"
+            raise ValueError(msg) from None
         try:
             return seconds("", number, zero=zero, endless=endless)
         except ValueError as error:
@@ -150,7 +180,7 @@ def read_strings(text: str) -> list[str]:
 
 def console_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Declare the options of how lines are shown; `console_specs` reads their values."""
-    lines = click.IntRange(min=0)
+    lines = Whole(min=0)
     declarations = [
         repeatable("--ranks", "--rank", read=read_ranks, metavar="RANK,...",
                    help="Global ranks whose output is shown, like 0,4-7."),

@@ -11,7 +11,7 @@ import click
 
 from phalanx._core import topology
 from phalanx.cli import _nproc
-from phalanx.cli._options import option, reading
+from phalanx.cli._options import Whole, option, reading
 from phalanx.multiprocessing import Placement
 from phalanx.multiprocessing._placement import divide
 
@@ -49,7 +49,7 @@ def placement_options(command: Callable[..., Any]) -> Callable[..., Any]:
     declarations = [
         option("--cpu-bind", default="none", show_default=True, metavar="none|core|numa|LIST",
                help="CPUs of each worker: whole cores, a NUMA node, or a list for each, as 0-3;4-7."),
-        option("--nice", type=click.IntRange(-20, 19), default=0, metavar="N",
+        option("--nice", type=Whole(-20, 19), default=0, metavar="N",
                help="Added to the nice value of the workers."),
         option("--rlimit", callback=reading(read_limits), metavar="NAME=VALUE,...",
                help="Resource limits of each worker, like nofile=4096,as=8GiB."),

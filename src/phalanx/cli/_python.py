@@ -41,6 +41,9 @@ def _others(script: str, *, module: bool) -> Iterator[tuple[str, str]]:
     if active:
         yield "VIRTUAL_ENV is", active
         return  # the one that was activated is the one that is meant
+    conda = os.environ.get("CONDA_PREFIX")  # of the base, mostly, and nobody's choice; but if it is ours, it is meant
+    if conda and os.path.realpath(conda) == os.path.realpath(sys.prefix):
+        return
     folder = os.getcwd() if module else os.path.dirname(os.path.abspath(script))
     for name in _FOLDERS:
         path = os.path.join(folder, name)

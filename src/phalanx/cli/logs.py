@@ -29,7 +29,7 @@ from phalanx._core.view import Lane
 from phalanx.cli._command import SETTINGS, Command
 from phalanx.cli._following import Following
 from phalanx.cli._interrupts import Interrupts
-from phalanx.cli._options import console_options, console_specs, read_age, reading
+from phalanx.cli._options import Folder, Whole, console_options, console_specs, read_age, reading
 from phalanx.cli._place import places
 from phalanx.multiprocessing._console import make_view, target
 from phalanx.multiprocessing._prefixes import Prefixes
@@ -73,7 +73,7 @@ def _names(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list
 @click.argument("run", required=False, shell_complete=_names)
 @click.option(
     "--log-dir",
-    type=click.Path(file_okay=False),
+    type=Folder(),
     envvar=["PHALANX_LOG_DIR", "PET_LOG_DIR"],
     help="Folder of the runs. Default: as of phalanx run.",
 )
@@ -81,7 +81,7 @@ def _names(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list
 @click.option(
     "-n",
     "--lines",
-    type=click.IntRange(min=0),
+    type=Whole(min=0),
     metavar="N",
     help="Only the last N lines of what there is; with -f, and what comes.",
 )
@@ -93,9 +93,7 @@ def _names(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list
 )
 @click.option("--until", callback=reading(read_since), metavar="TIME",
               help="Only what was written before: as of --since.")  # fmt: skip
-@click.option(
-    "--attempt", type=click.IntRange(min=0), metavar="N", help="Which start of the workers. Default: the last."
-)
+@click.option("--attempt", type=Whole(min=0), metavar="N", help="Which start of the workers. Default: the last.")
 @click.option("--stderr", "stream", flag_value="stderr", help="Only stderr.")
 @click.option("--stdout", "stream", flag_value="stdout", help="Only stdout.")
 @console_options

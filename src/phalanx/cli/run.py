@@ -5,10 +5,13 @@ Owns the options, the workers' environment and the exit code. Knows nothing of h
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
+import shutil
 import signal
 import socket
+import stat
 import sys
 import time
 
@@ -20,6 +23,8 @@ from phalanx._core.terminal import coloured, printable
 from phalanx.cli import _nproc, _python
 from phalanx.cli._command import SETTINGS, Command
 from phalanx.cli._options import (
+    Folder,
+    Whole,
     checking_seconds,
     console_options,
     console_specs,
@@ -77,7 +82,7 @@ def _only(*accepted: str, why: str) -> Callable[[click.Context, click.Parameter,
     return reading(read)
 
 
-class _LogDir(click.Path):
+class _LogDir(Folder):
     """A folder, or /dev/null, which torchrun's users give to have no logs."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -111,15 +116,15 @@ _SECTIONS = (
     ("What workers find in the environment", ("--role", "--master-addr", "--master-port")),
 )  # fmt: skip
 
-_ONE_MACHINE = "not there yet: torchrun has it for many machines, and this runs on one"
+_ONE_MACHINE = "not there yet: it is about many machines, and this runs on one; leave it out"
 _ABSENT = {
     "--rdzv-backend": _ONE_MACHINE,
     "--rdzv-endpoint": _ONE_MACHINE,
-    "--rdzv-id": f"{_ONE_MACHINE}; a run's name is --run-id here",
+    "--rdzv-id": f"{_ONE_MACHINE}, or name the run with --run-id",
     "--rdzv-conf": _ONE_MACHINE,
     "--local-addr": _ONE_MACHINE,
-    "--monitor-interval": "torchrun looks at its workers so often; nothing polls here",
-    "--run-path": "here, every script runs in an interpreter of its own, as python -u runs it",
+    "--monitor-interval": "torchrun looks at its workers so often; nothing polls here, leave it out",
+    "--run-path": "leave it out: here, every script runs in an interpreter of its own, as python -u runs it",
     "--numa-binding": "torchrun binds so to NUMA nodes; here it is --cpu-bind numa",
     "--signals-to-handle": "set TORCHELASTIC_SIGNALS_TO_HANDLE",
     "--event-log-handler": "torchrun records events of its agent; here, run.json and events.jsonl of a run have them",
@@ -127,8 +132,17 @@ _ABSENT = {
 }
 """Options of torchrun's that are not there, and why."""
 
+_ELSEWHERE = {
+    "--use-env": "the rank is in LOCAL_RANK, as with torchrun; leave it out",
+    **dict.fromkeys(
+        ("-n", "--nprocs", "--num-processes", "--num-procs", "--num-workers", "--workers", "--num-gpus", "--gpus"),
+        "it is --nproc-per-node here",
+    ),
+}
+"""Options of other launchers, and what they are here."""
 
-@click.command(cls=Command, context_settings=_SETTINGS, sections=_SECTIONS, absent=_ABSENT)
+
+@click.command(cls=Command, context_settings=_SETTINGS, sections=_SECTIONS, absent={**_ELSEWHERE, **_ABSENT})
 @option(
     "--nproc-per-node",
     callback=reading(_nproc.count),
@@ -143,7 +157,7 @@ _ABSENT = {
 @option("--role", default="default", show_default=True, help="ROLE_NAME of the workers.")
 @option(
     "--log-dir",
-    type=_LogDir(file_okay=False),
+    type=_LogDir(),
     help="Folder for the runs' logs; /dev/null: none are kept. Default: ~/.local/state/phalanx/runs.",
 )
 @option(
@@ -167,29 +181,29 @@ _ABSENT = {
     help="Local ranks whose output the console shows.",
 )
 @console_options
-@option("--drain", type=float, callback=checking_seconds(), default=10.0, show_default=True, metavar="SECONDS",
+@option("--drain", type=str, callback=checking_seconds(), default=10.0, show_default=True, metavar="SECONDS",
         help="Time that the end waits, at most, for a console that reads slowly.")  # fmt: skip
 @option("--log-max-size", callback=reading(read_size), metavar="SIZE",
         help="Set log files aside when they would grow beyond, as stdout.log.1, ...: 100MB, 1GiB.")  # fmt: skip
-@option("--log-keep", type=click.IntRange(min=1), metavar="N",
+@option("--log-keep", type=Whole(min=1), metavar="N",
         help="Keep N of each log that were set aside; remove the oldest. Default: all are kept.")  # fmt: skip
 @option("--log-compress", is_flag=True, help="Compress log files that were set aside, to stdout.log.1.gz, ...")
 @option("--log-mode", callback=reading(read_mode), metavar="MODE",
         help="Permissions of the run's folders, for colleagues: 750, 755. Default: 700.")  # fmt: skip
-@option("--keep-runs", type=click.IntRange(min=1), metavar="N",
+@option("--keep-runs", type=Whole(min=1), metavar="N",
         help="Remove runs in the folder but for the newest N, this one among them. Default: all are kept.")  # fmt: skip
 @repeatable("--duplicate-stdout-filters", read=read_strings, metavar="TEXT,...",
             help="Write lines that hold one of these also to filtered_stdout.log, for all ranks.")  # fmt: skip
 @repeatable("--duplicate-stderr-filters", read=read_strings, metavar="TEXT,...",
             help="The same for stderr.")  # fmt: skip
-@option("--grace", "--shutdown-timeout", also=("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"), type=float,
+@option("--grace", "--shutdown-timeout", also=("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"), type=str,
         callback=checking_seconds(), default=30.0, show_default=True, metavar="SECONDS",
         help="Time between SIGTERM and SIGKILL.")  # fmt: skip
-@option("--settle", type=float, callback=checking_seconds(), default=0.1, show_default=True, metavar="SECONDS",
+@option("--settle", type=str, callback=checking_seconds(), default=0.1, show_default=True, metavar="SECONDS",
          help="Time for the others to leave evidence after the first failure, before they are stopped.")  # fmt: skip
-@option("--linger", type=float, callback=checking_seconds(), default=10.0, show_default=True, metavar="SECONDS",
+@option("--linger", type=str, callback=checking_seconds(), default=10.0, show_default=True, metavar="SECONDS",
          help="Time for what workers that have all succeeded left behind (an upload), before it is ended.")  # fmt: skip
-@option("--hang-timeout", type=float, callback=checking_seconds(zero=False, endless=False), metavar="SECONDS",
+@option("--hang-timeout", type=str, callback=checking_seconds(zero=False, endless=False), metavar="SECONDS",
          help="A rank whose last phalanx.timer.beat() is older is hung. Default: none is expected.")  # fmt: skip
 @option("--on-expiry", callback=reading(_steps), default="kill", show_default=True, metavar="STEP[:SECONDS],...",
         help="What follows when a timer expires: report, dump, terminate, kill.")  # fmt: skip
@@ -199,7 +213,7 @@ _ABSENT = {
          help="How functions are started. Scripts and binaries are always executed afresh.")  # fmt: skip
 @placement_options
 @option("--master-addr", default="127.0.0.1", show_default=True, help="MASTER_ADDR of the workers.")
-@option("--master-port", type=click.IntRange(0, 65535), default=0, metavar="PORT",
+@option("--master-port", type=Whole(0, 65535), default=0, metavar="PORT",
          help="MASTER_PORT of the workers. Default: a free port.")  # fmt: skip
 @option("--standalone", is_flag=True, hidden=True, help="Accepted: one machine without a store is what this is.")
 @option("--nnodes", default="1", hidden=True, callback=_only("1", "1:1", why="it runs on one machine"))
@@ -356,17 +370,26 @@ def _see_through(group: PContext, recorder: Recorder, specs: _RunLogs, grace: fl
         recorder.ended("failed", 1, str(error))
         return 1
     except OSError as error:
-        recorder.ended("failed", 1, str(error))
-        raise click.ClickException(str(error)) from None
+        recorder.ended("failed", 1, text := _in_our_words(error, group))
+        raise click.ClickException(text) from None
     except ValueError as error:
-        recorder.ended("failed", 2, str(error))
-        raise click.UsageError(str(error)) from None
+        recorder.ended("failed", 2, text := _in_our_words(error, group))
+        raise click.UsageError(text) from None
     finally:
         group.close(signal.SIGKILL)  # ended already, unless one more signal has broken out of `_stop`
     code, cause = verdict(result)
     recorder.ended("failed" if code else "succeeded", code, cause)
     _report(group.name, result, specs, colour=colour)
     return code
+
+
+def _in_our_words(error: Exception, group: PContext) -> str:
+    """What the library says of the program, said of what the user has given."""
+    head, text = "entrypoint: ", str(error)
+    if not text.startswith(head):
+        return text
+    chosen = isinstance(group, ScriptContext) and os.environ.get(_python.CHOICE)
+    return f"{_python.CHOICE if chosen else 'SCRIPT'}: {text.removeprefix(head)}"
 
 
 class _RunLogs(DefaultLogsSpecs):
@@ -450,16 +473,33 @@ def _check_command(script: str, *, module: bool, no_python: bool) -> None:
         if module:
             raise click.UsageError("--module and --no-python exclude each other")
         return
-    if not module and not os.path.exists(script):
-        folder = os.path.dirname(script) or "."
-        names = os.listdir(folder) if os.path.isdir(folder) else []
-        close = difflib.get_close_matches(os.path.basename(script), names, n=1)
-        hint = f"; did you mean {os.path.join(os.path.dirname(script), close[0])!r}?" if close else ""
-        msg = f"script {script!r} does not exist{hint}"
-        raise click.UsageError(msg)
-    if not module and os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
+    if module:
+        if not script or os.sep in script or (script.endswith(".py") and os.path.isfile(script)):
+            msg = f"--module: {script!r} is no module's name, like package.train; for a file, leave -m out"
+            raise click.UsageError(msg)
+        return
+    try:
+        is_folder = stat.S_ISDIR(os.stat(script).st_mode)
+    except OSError as error:
+        if not isinstance(error, FileNotFoundError):
+            msg = f"script {script!r}: {error.strerror}"
+            raise click.UsageError(msg) from None
+        msg = f"script {script!r} does not exist{_meant(script)}"
+        raise click.UsageError(msg) from None
+    if is_folder and not os.path.exists(os.path.join(script, "__main__.py")):
         msg = f"script {script!r} is a folder without a __main__.py"
         raise click.UsageError(msg)
+
+
+def _meant(script: str) -> str:
+    """A hint for somebody who has named a script that is not there."""
+    if shutil.which(script):
+        return f"; to run the program {script!r}, give --no-python; a Python script needs neither"
+    folder, name = os.path.split(script)
+    close: list[str] = []
+    with contextlib.suppress(OSError):  # it is not there either, or not for us to read
+        close = difflib.get_close_matches(name, os.listdir(folder or "."), n=1)
+    return f"; did you mean {os.path.join(folder, close[0])!r}?" if close else ""
 
 
 def _check_ranks(nproc: int, *choices: Any) -> None:
@@ -494,7 +534,8 @@ def _logs(
     try:
         specs = _RunLogs(log_dir, redirects, tee, ranks, **bounds)
     except OSError as error:
-        raise click.UsageError(str(error)) from None
+        msg = f"--log-dir: {str(error).removeprefix('log_dir: ')}"
+        raise click.UsageError(msg) from None
     specs.notes = said
     return specs
 

@@ -19,11 +19,12 @@ from phalanx._core.clock import in_a_word
 from phalanx._core.harmless import escape_json
 from phalanx._core.terminal import coloured, printable
 from phalanx.cli._command import SETTINGS, Command, Group, meant
-from phalanx.cli._options import read_age, reading
+from phalanx.cli._options import Folder, Whole, read_age, reading
 from phalanx.cli._place import MANY, places
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
     from phalanx.multiprocessing._runs import RunDir
@@ -43,7 +44,7 @@ _COLOURS = {
 
 
 _LOG_DIR: dict[str, Any] = {
-    "type": click.Path(file_okay=False),
+    "type": Folder(),
     "envvar": ["PHALANX_LOG_DIR", "PET_LOG_DIR"],
     "help": "Folder of the runs. Default: ~/.local/state/phalanx/runs, as for phalanx run.",
 }
@@ -59,15 +60,39 @@ def _states(text: str) -> set[str]:
     return states
 
 
+def _with_unit(read: Callable[[str], Any], like: str) -> Callable[[str], Any]:
+    """What goes for ever is no place to guess: somebody who says 30 may mean seconds, or days."""
+
+    def check(text: str) -> Any:
+        value = read(text)
+        if value and text.strip()[-1].isdecimal():
+            msg = f"{text!r}: of what? Give a unit, like {text.strip()}{like}"
+            raise ValueError(msg)
+        return value
+
+    return check
+
+
+class _Runs(Group):
+    """The list, which people take for a command, and what is below it."""
+
+    def hint(self, ctx: click.Context, name: str) -> str:
+        """See `Group`."""
+        if name in _COLOURS:
+            return f"; did you mean '--state {name}'?"
+        known = name in self.elsewhere or meant(name, self.list_commands(ctx))
+        return super().hint(ctx, name) if known else "; phalanx runs lists all, phalanx logs RUN shows one"
+
+
 _LARGE = 10 << 30
 """Bytes of which a person is told, for which so many files are looked at, and no more:"""
 
 _LOOKED_AT = 20_000
 
 
-@click.group(cls=Group, context_settings=SETTINGS, invoke_without_command=True, elsewhere=_ELSEWHERE)
+@click.group(cls=_Runs, context_settings=SETTINGS, invoke_without_command=True, elsewhere=_ELSEWHERE)
 @click.option("--log-dir", **_LOG_DIR)
-@click.option("-n", "--number", "--limit", type=click.IntRange(min=1), metavar="N",
+@click.option("-n", "--number", "--limit", type=Whole(min=1), metavar="N",
               help="No more than N runs, the newest.")  # fmt: skip
 @click.option("--state", "states", callback=reading(_states), metavar="STATE,...",
               help="Only runs in one of these states, like failed,lost.")  # fmt: skip
@@ -102,10 +127,10 @@ def runs(
 
 
 @runs.command(cls=Command, context_settings=SETTINGS)
-@click.option("--older", callback=reading(read_age), metavar="TIME",
+@click.option("--older", callback=reading(_with_unit(read_age, "d")), metavar="TIME",
               help="Runs in which nothing has changed for so long: 12h, 30d, 8w.")  # fmt: skip
-@click.option("--keep", type=click.IntRange(min=0), metavar="N", help="All but the newest N.")
-@click.option("--larger", callback=reading(size.parse), metavar="SIZE",
+@click.option("--keep", type=Whole(min=0), metavar="N", help="All but the newest N.")
+@click.option("--larger", callback=reading(_with_unit(size.parse, "GiB")), metavar="SIZE",
               help="The oldest, until the rest takes no more than that: 500MB, 10GiB.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
@@ -177,7 +202,7 @@ def _find(where: tuple[str, ...]) -> list[RunDir]:
     try:
         return find(where)
     except OSError as error:
-        msg = f"--log-dir: {error}"
+        msg = f"{error.filename}: {error.strerror}"
         raise click.ClickException(msg) from None
 
 

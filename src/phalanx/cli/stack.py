@@ -18,6 +18,7 @@ from phalanx._core.frames import NO_STACK, group_equal, is_library, own, parse, 
 from phalanx._core.ranks import named
 from phalanx._core.terminal import coloured, printable
 from phalanx.cli._command import SETTINGS, Command
+from phalanx.cli._options import Folder, Whole
 from phalanx.cli._place import places
 
 TYPE_CHECKING = False
@@ -51,12 +52,12 @@ def _names(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list
 
 @click.command(cls=Command, context_settings=SETTINGS)
 @click.argument("run", required=False, shell_complete=_names)
-@click.option("--rank", "ranks", type=click.IntRange(min=0), multiple=True, metavar="N",
+@click.option("--rank", "ranks", type=Whole(min=0), multiple=True, metavar="N",
               help="Only this rank; may be given several times.")  # fmt: skip
 @click.option("--native", is_flag=True, help="The frames of C code as well.")
 @click.option(
     "--log-dir",
-    type=click.Path(file_okay=False),
+    type=Folder(),
     envvar=["PHALANX_LOG_DIR", "PET_LOG_DIR"],
     help="Folder of the runs. Default: as of phalanx run.",
 )

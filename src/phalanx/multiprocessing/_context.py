@@ -712,7 +712,10 @@ def _find_binary(name: str, rank: int, env: Mapping[str, str]) -> str:
         if os.path.isfile(path) and os.access(path, os.X_OK):
             return path
     if not found:
-        where = "" if "/" in name else f"; PATH of rank {rank}: {search}"
+        where = ""
+        if "/" not in name:
+            here = f"./{name} is here; " if os.path.isfile(name) else ""
+            where = f"; {here}PATH of rank {rank}: {search}"
         msg = f"entrypoint: no such binary: {name!r}{where}"
         raise FileNotFoundError(msg)
     if os.path.isdir(found[0]):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 _PRIVATE = 0o700
+_MOST_NAME = 240  # bytes of a run id in the name of its folder, which can have 255
 
 SYS_STREAM = ""
 """In place of a path: the stream stays the launcher's own."""
@@ -93,6 +94,40 @@ def _names(files: Mapping[int, str] | None) -> dict[int, str]:
     return {rank: _name(path) for rank, path in (files or {}).items()}
 
 
+def _folder(path: object) -> str:
+    """The path of a folder. Raises TypeError, ValueError."""
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str):
+        msg = f"log_dir: expected the path of a folder, got {path!r}"
+        raise TypeError(msg)
+    if not text or "\0" in text:
+        msg = f"log_dir: {text!r} cannot be the path of a folder"
+        raise ValueError(msg)
+    return text
+
+
+def _streams(name: str, given: Any) -> Std | dict[int, Std]:
+    """Streams of all ranks, or by rank. Raises TypeError, ValueError."""
+    by_rank = hasattr(given, "items")
+    streams = {}
+    for rank, value in given.items() if by_rank else ((0, given),):
+        if not isinstance(value, int) or not 0 <= value <= Std.ALL:
+            right = f"rank {rank}: expected a Std" if by_rank else "expected a Std, or a mapping from local rank to one"
+            like = "; Std.from_str reads the command line's notation" if isinstance(value, str) else ""
+            msg = f"{name}: {right}, got {value!r}{like}"
+            raise (ValueError if isinstance(value, int) else TypeError)(msg)
+        streams[rank] = Std(value)
+    return streams if by_rank else streams[0]
+
+
+def _name_of(run_id: str) -> str:
+    """What a run's folder is called after: no path, and no longer than names can be."""
+    name = run_id.replace("/", "_")[:_MOST_NAME]
+    while len(os.fsencode(name)) > _MOST_NAME:
+        name = name[:-1]
+    return name
+
+
 def _name(path: str | os.PathLike[str]) -> str:
     """A path as plain text: layouts of somebody's own have `pathlib.Path`, or a subclass of str."""
     return path if type(path) is str else "".join(os.fsdecode(path))
@@ -163,9 +198,9 @@ class LogsSpecs(ABC):
                 msg = f"{name}: without max_size no file is set aside that this could be about; give that, too"
                 raise ValueError(msg)
         self._max_size, self._keep, self._compress = max_size or 0, keep or 0, compress
-        self._root_log_dir = None if log_dir is None else os.fspath(log_dir)
-        self._redirects = redirects
-        self._tee = tee
+        self._root_log_dir = None if log_dir is None else _folder(log_dir)
+        self._redirects = _streams("redirects", redirects)
+        self._tee = _streams("tee", tee)
         self._local_ranks_filter = local_ranks_filter
 
     @property
@@ -243,7 +278,7 @@ class DefaultLogsSpecs(LogsSpecs):
         attempt = any_env.get("TORCHELASTIC_RESTART_COUNT") or "0"
         made: list[str] = []
         if self._run_log_dir is None or attempt in self._attempts:
-            made = self._make_run_dir(run_id.replace("/", "_"))
+            made = self._make_run_dir(_name_of(run_id))
             self._run_log_dir = made[-1]
             self._attempts = set()
         elif not os.path.lexists(self._run_log_dir):  # somebody has tidied up since the last attempt

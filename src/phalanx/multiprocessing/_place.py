@@ -41,7 +41,7 @@ def place_of_new_runs(mode: int | None = None) -> tuple[str | None, bool]:
 def places() -> tuple[str, ...]:
     """The folders in which runs are looked for: those that `place_of_new_runs` gives.
 
-    Where the home cannot even be looked into, that is the temporary one alone, if it is there.
+    Where there is a temporary one, a default one that the user may not look into is left out.
 
     Raises NoPlaceError: the user has no home, and no runs among the temporary folders.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 from types import NoneType
@@ -199,7 +200,7 @@ def recorded(logs_specs: object) -> DefaultLogsSpecs:
 
 
 def _strings(name: str, value: Any) -> list[str] | None:
-    if value is not None and (isinstance(value, str) or not all(isinstance(part, str) for part in value)):
+    if value is not None and (not is_sequence(value) or not all(isinstance(part, str) for part in value)):
         msg = f"{name}: expected a list of strings, got {value!r}"
         raise TypeError(msg)
     if value is not None and not all(value):
@@ -250,9 +251,11 @@ def check_options(
 
 def per_rank(args: Any, envs: Any, nprocs: int | None) -> tuple[dict[int, tuple[Any, ...]], dict[int, dict[str, str]]]:
     """The arguments and environments of each rank, checked. What a mapping holds for a rank is looked up once."""
-    if nprocs is not None and (isinstance(nprocs, bool) or not isinstance(nprocs, int)):
-        msg = f"nprocs: expected a whole number, got {nprocs!r}"
-        raise TypeError(msg)
+    if nprocs is not None:
+        if isinstance(nprocs, bool) or not hasattr(nprocs, "__index__"):
+            msg = f"nprocs: expected a whole number, got {nprocs!r}"
+            raise TypeError(msg)
+        nprocs = operator.index(nprocs)  # NumPy has whole numbers of its own
     if args is _UNSET:
         args = ()
     shared = isinstance(args, (tuple, list))
@@ -283,10 +286,16 @@ def _ranks(which: str, mapping: Any, what: str) -> list[Any]:
     return list(mapping.keys())
 
 
+def is_sequence(values: object) -> bool:
+    """Whether something can stand for a tuple of arguments: not what iterates over letters, keys, or in any order."""
+    is_other = isinstance(values, (str, bytes, set, frozenset)) or hasattr(values, "keys")
+    return hasattr(values, "__iter__") and not is_other
+
+
 def _tuples(args: dict[int, Any]) -> dict[int, tuple[Any, ...]]:
     """The arguments as tuples. Ranks that have the same object have the same tuple: it is pickled once."""
     for rank, values in args.items():
-        if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
+        if not is_sequence(values):
             msg = f"args: rank {rank}: expected a tuple of arguments, got {values!r}"
             raise TypeError(msg)
     tuples: dict[int, tuple[Any, ...]] = {}
@@ -297,15 +306,23 @@ def _tuples(args: dict[int, Any]) -> dict[int, tuple[Any, ...]]:
 
 
 def _check_ranks(which: str, given: list[Any], count: int) -> None:
-    there = {rank for rank in given if isinstance(rank, int)}
+    there = {rank for rank in given if hasattr(rank, "__index__")}
     missing = [str(rank) for rank in range(count) if rank not in there]
-    surplus = [repr(rank) for rank in given if not isinstance(rank, int) or not 0 <= rank < count]
+    surplus = [repr(rank) for rank in given if not hasattr(rank, "__index__") or not 0 <= rank < count]
     if missing or surplus:
         trouble = [
             f"{', '.join(ranks)} {what}" for ranks, what in ((missing, "missing"), (surplus, "too many")) if ranks
         ]
         msg = f"{which}: expected exactly the local ranks 0 to {count - 1}: {'; '.join(trouble)}"
         raise RanksError(msg)
+
+
+def _can_be_encoded(text: str) -> bool:
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _environment(rank: int, env: Any) -> dict[str, str]:
@@ -317,7 +334,7 @@ def _environment(rank: int, env: Any) -> dict[str, str]:
         if not isinstance(name, str) or not isinstance(value, str):
             msg = f"envs: rank {rank}: {name!r} is {value!r}; names and values must be strings"
             raise TypeError(msg)
-        if not name or "=" in name or "\0" in name + value:
+        if not name or "=" in name or "\0" in name + value or not _can_be_encoded(name + value):
             msg = f"envs: rank {rank}: {name!r}={value!r} cannot be an environment variable"
             raise ValueError(msg)
     return held

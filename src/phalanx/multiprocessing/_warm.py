@@ -181,8 +181,9 @@ def shared(envs: Mapping[int, Mapping[str, str]]) -> dict[str, str]:
 
 def check_preload(preload: Iterable[object]) -> tuple[str, ...]:
     """The names of modules. Raises TypeError, ValueError."""
-    if isinstance(preload, (str, bytes)):
-        msg = f"preload: expected a list of modules' names, got {preload!r}; like [{preload!r}]"
+    if isinstance(preload, (str, bytes)) or not hasattr(preload, "__iter__"):
+        like = f"; like [{preload!r}]" if isinstance(preload, str) else ""
+        msg = f"preload: expected a list of modules' names, got {preload!r}{like}"
         raise TypeError(msg)
     names = []
     for name in preload:

@@ -27,7 +27,7 @@ from types import NoneType
 from phalanx._core.seconds import seconds
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, LogsSpecs
 from phalanx.multiprocessing._context import GRACE, IMPORT, SETTLE
-from phalanx.multiprocessing._start import check_options, per_rank, recorded
+from phalanx.multiprocessing._start import check_options, is_sequence, per_rank, recorded
 from phalanx.spawn._failed import ProcessException, ProcessExitedException, ProcessRaisedException
 from phalanx.spawn._group import Group, Sentinel
 
@@ -346,7 +346,7 @@ def spawn(
     """
     if not callable(fn):
         raise TypeError(f"fn: expected a callable, got {fn!r}")
-    if isinstance(args, (str, bytes)) or not hasattr(args, "__iter__"):
+    if not is_sequence(args):
         raise TypeError(f"args: expected a tuple of arguments, got {args!r}")
     all_args, all_envs = per_rank(tuple(args), envs, nprocs)
     name = str(getattr(fn, "__qualname__", None) or type(fn).__qualname__)
