@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import signal
@@ -97,6 +98,14 @@ def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
+
+
+@pytest.fixture
+def no_gc_callbacks() -> Iterator[None]:
+    """Let nobody's code run in a collection of garbage: what a signal raises there is lost, and told of by pytest."""
+    hypothesis_has, gc.callbacks[:] = gc.callbacks[:], []
+    yield
+    gc.callbacks[:] = hypothesis_has
 
 
 @pytest.fixture

@@ -262,7 +262,8 @@ def test_a_hang_without_logs(place: Place, tmp_path: Path) -> None:
         import signal
         from phalanx import timer
         with timer.expires(0.1, "step"):
-            signal.pause()
+            while True:
+                signal.pause()  # returns when it is asked for its stacks
         """)
     done = place.run("--log-dir", "/dev/null", "--on-expiry", "dump,kill", script, logs=False)
     assert done.status == 128 + signal.SIGKILL
