@@ -8,6 +8,8 @@ import sys
 import threading
 from typing import Any
 
+from phalanx import timer
+
 
 def put(index: int, queue: Any, value: object) -> None:
     queue.put((index, value))
@@ -16,6 +18,11 @@ def put(index: int, queue: Any, value: object) -> None:
 def nothing(index: int, *_args: object) -> object:
     """Do nothing, and return what cannot be pickled."""
     return index, threading.Lock()
+
+
+def hang(_index: int) -> None:
+    with timer.expires(0.1, "step"):
+        threading.Event().wait()  # goes on where it was when a signal has asked for the stack
 
 
 def fail(index: int, failing: int, text: str) -> None:

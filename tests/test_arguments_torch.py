@@ -61,9 +61,8 @@ def said(which: str, folder: Path) -> dict[str, Any]:
     path = folder / "program.py"
     path.write_text(PROGRAM)
     command = [sys.executable, str(path), which]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=True, cwd=folder, env={"PYTHONPATH": f"{ROOT}/src"}
-    )
+    env = {"PYTHONPATH": f"{ROOT}/src", "TMPDIR": str(folder)}  # of a group that failed, logs are kept there
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=folder, env=env)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 

@@ -34,6 +34,7 @@ def phalanx(place: Place, *argv: object) -> Done:
         (["ps"], "there is no command 'ps'; did you mean 'runs'?"),
         (["launch"], "there is no command 'launch'; did you mean 'run'?"),
         (["xyz"], "there is no command 'xyz'; there are run, logs, runs, stack"),
+        ([sys.executable], f"; to run a script: phalanx run {sys.executable}"),
         (["train.py"], "there is no command 'train.py'; to run a script: phalanx run train.py"),
         (["--nproc-per-node", "4", "train.py"], "there is no option '--nproc-per-node' here; it is one of phalanx run"),
         (["--no-such"], "there is no option '--no-such'\n"),
@@ -42,6 +43,7 @@ def phalanx(place: Place, *argv: object) -> Done:
         (["run", "--log", "x", "x.py"], "there is no option '--log'; did you mean '--log-dir' or '--log-format' or "),
         (["run", "--redirect", "3", "x.py"], "there is no option '--redirect'; did you mean '--redirects'?"),
         (["run", "--hang-timout", "3", "x.py"], "there is no option '--hang-timout'; did you mean '--hang-timeout'?"),
+        (["run", "--nnode", "2", "x.py"], "there is no option '--nnode'; did you mean '--nnodes'"),
         (["run", "-z", "x.py"], "there is no option '-z'"),
         (["run", "--rdzv-backend", "c10d", "x.py"], "--rdzv-backend: not there yet: it is about many machines"),
         (["run", "--rdzv_id=3", "x.py"], "; leave it out, or name the run with --run-id"),
@@ -77,6 +79,11 @@ def test_no_guess_is_better_than_a_wild_one(name: str) -> None:
     assert f"there is no option {name!r}\n" in CliRunner().invoke(cli, ["run", name, "x.py"]).output
 
 
+def test_nothing_completes_a_command_that_is_not_there(place: Place) -> None:
+    place.env |= {"_PHALANX_COMPLETE": "bash_complete", "COMP_WORDS": "phalanx xyz x", "COMP_CWORD": "2"}
+    assert phalanx(place) == (0, "\n", "")
+
+
 def test_a_name_that_a_terminal_would_obey_is_shown(place: Place) -> None:
     refused(phalanx(place, "\x1b[2J"), r"there is no command '\x1b[2J'")
 
@@ -102,6 +109,7 @@ def test_help_is_in_sections() -> None:
     for name in in_sections:
         assert len(re.findall(rf"^  (?:-\w, )?{name}\b(?!-)", shown, re.MULTILINE)) == 1, name
     assert len(dict(run_module._SECTIONS)["First"]) == 6
+    assert "\nOptions:\n" in CliRunner().invoke(cli, ["logs", "--help"]).output
 
 
 # --- errors that come from the environment
@@ -251,7 +259,11 @@ def test_no_logs(place: Place, tmp_path: Path) -> None:
     assert (done.status, done.out) == (1, "")
     assert done.err.startswith("phalanx: 1 worker, no logs are kept\nerr\n")
     assert "error     : ZeroDivisionError: division by zero" in done.err
-    assert "/phalanx_" not in done.err  # what is gone is not named
+    nothing = place.run("--log-dir", "/dev/null", "-r", "3", script, "fail", logs=False)
+    assert "error     : ZeroDivisionError: division by zero" in nothing.err
+    for text in (done.err, nothing.err):  # what is gone is not named, nor what is no file
+        assert "/phalanx_" not in text
+        assert "/dev/null" not in text
     assert set(tmp_path.iterdir()) == before
 
 
@@ -259,11 +271,10 @@ def test_a_hang_without_logs(place: Place, tmp_path: Path) -> None:
     """What is gone with the group is not named, neither in the report nor in the lines before it."""
     place.env["TMPDIR"] = str(tmp_path)
     script = place.write("""
-        import signal
+        import threading
         from phalanx import timer
         with timer.expires(0.1, "step"):
-            while True:
-                signal.pause()  # returns when it is asked for its stacks
+            threading.Event().wait()
         """)
     done = place.run("--log-dir", "/dev/null", "--on-expiry", "dump,kill", script, logs=False)
     assert done.status == 128 + signal.SIGKILL
@@ -273,6 +284,17 @@ def test_a_hang_without_logs(place: Place, tmp_path: Path) -> None:
     assert "stacks-" not in done.err
     assert all(line.startswith("phalanx: ") for line in done.err.partition("\n=")[0].splitlines())
     assert not list(tmp_path.glob("phalanx_*"))
+
+
+def test_a_hang_whose_stacks_cannot_be_written(place: Place) -> None:
+    script = place.write("""
+        import os, shutil, threading
+        from phalanx import timer
+        shutil.rmtree(os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"]))
+        with timer.expires(0.1, "step"):
+            threading.Event().wait()
+        """)
+    assert "; stacks: none\n" in place.run("--on-expiry", "dump,kill", script).err
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,21 @@ def test_python_blocks_compile(page: Path) -> None:
         compile("\n" * line + source, name_of(page), "exec")
 
 
+KINDS = {"python", "pycon", "console", "sh", "json", ""}
+"""The blocks that tests look at; and what is shown: a file's content, or a part of a text."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_block_is_overlooked(page: Path) -> None:
+    """One in another form (with indents, in another language, of four backticks) would be in no test."""
+    text = page.read_text(encoding="utf-8")
+    fences = re.findall(r"^\s*(?:>\s*)?(?:```|~~~).*$", text, re.MULTILINE)
+    found = [block[1] for block in BLOCK.finditer(text)]
+    assert len(fences) == 2 * len(found), fences
+    assert set(found) <= KINDS
+    assert not [source for _, source in blocks(page, "") if re.search(r"^(phalanx|python) ", source, re.MULTILINE)]
+
+
 @pytest.mark.once
 @pytest.mark.parametrize("name", tool("transcripts").scenarios())
 def test_a_transcript_is_what_a_new_run_shows(name: str) -> None:

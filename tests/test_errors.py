@@ -1408,14 +1408,13 @@ rank 10: succeeded
 
 @pytest.mark.parametrize("peer", ["[127.0.0.1]:{}", "10.0.0.7:{}", "[fe80::1%eth0]:{}", "[localhost]:{}"])
 def test_the_port_of_a_lost_peer_makes_no_difference(peer: str) -> None:
-    failures = {
-        rank: failed(
-            rank, f"RuntimeError: pair.cc:553 Connection closed by peer {peer.format(48021 + 77 * rank)}. Why?"
-        )
-        for rank in range(3)
-    }
+    def closed(rank: int, line: int = 553) -> ProcessFailure:
+        port = 48021 + 77 * rank
+        return failed(rank, f"RuntimeError: pair.cc:{line} Connection closed by peer {peer.format(port)}. Why?")
+
+    failures = {rank: closed(rank) for rank in range(3)}
     assert "ranks 1-2: the same" in format_report("x", failures)
-    failures[2] = failed(2, "RuntimeError: pair.cc:554 Connection closed by peer.")
+    failures[2] = closed(2, 554)
     assert "rank 1: the same" in format_report("x", failures)
 
 
@@ -1432,6 +1431,8 @@ def test_who_raised_has_the_same_failure_where_our_signal_ended_the_teardown() -
     failures = {rank: failed(rank, "ValueError: nan", "Traceback") for rank in range(3)}
     failures[2] = failures[2].replace(detail=f"SIGTERM, sent by us, {WHILE_LEAVING}")
     assert "ranks 1-2: the same" in format_report("x", failures)
+    failures[2] = failures[2].replace(detail="2.3 GiB of memory were in use")
+    assert "rank 1: the same" in format_report("x", failures)
 
 
 def test_failures_that_differ_are_not_called_the_same() -> None:

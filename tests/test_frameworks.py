@@ -50,7 +50,7 @@ model = DistributedDataParallel(torch.nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step, (x, y) in enumerate(DataLoader(data, batch_size=4, sampler=DistributedSampler(data))):
     dist.barrier()
-    with timer.expires(after=3 if sys.argv[1] == "hang" else 60, scope="step"):
+    with timer.expires(after=10 if sys.argv[1] == "hang" and step == 3 else 60, scope="step"):
         read_batch(step)
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(model(x), y).backward()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
-from phalanx.multiprocessing._place import default_place
+from phalanx.multiprocessing._place import default_place, place_of_new_runs
 from tests.test_log_options import sh
 from tests.test_run import Place, refused
 
@@ -157,6 +157,9 @@ def test_runs_of_both_places_are_found(place: Place, tmp_path: Path) -> None:
     assert [line.split("_")[0] for line in listed.splitlines()[1:]] == ["away", "home"]
     assert place.program(*PHALANX, "logs", "away").out == "[0] away\n"
     assert place.program(*PHALANX, "logs", "home").out == "[0] home\n"
+    both = f"{state}/phalanx/runs or {tmp_path}/phalanx-{os.geteuid()}"
+    assert f"no run in {both} is running" in place.program(*PHALANX, "stack").err
+    assert f"no run 'none' in {both}" in place.program(*PHALANX, "logs", "none").err
 
 
 @pytest.mark.parametrize("why", ["a file", "shut"])
@@ -201,7 +204,21 @@ def test_a_temporary_place_of_somebody_elses_is_not_used(place: Place, tmp_path:
     assert f"logs in {tmp_path}/phalanx_" in done.err
     assert "runs are kept in a temporary folder" in done.err
     assert list(theirs.iterdir()) == []
-    assert "no runs in /proc/none" in place.program(*PHALANX, "runs").out
+    assert place.program(*PHALANX, "runs").out == "no runs in /proc/none/.local/state/phalanx/runs\n"
+
+
+def test_a_temporary_place_is_for_all_that_any_run_in_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/none")
+    for mode, expected in ((None, 0o700), (0o750, 0o750), (None, 0o750), (0o705, 0o755)):
+        place, is_temporary = place_of_new_runs(mode)
+        assert place is not None
+        assert (is_temporary, stat.S_IMODE(os.stat(place).st_mode)) == (True, expected)
+
+
+def test_a_run_for_others_in_the_temporary_place(place: Place, tmp_path: Path) -> None:
+    place.env |= {"XDG_STATE_HOME": "/proc/none", "TMPDIR": str(tmp_path)}
+    assert sh(place, "echo x", "--log-mode", "755", logs=False).status == 0
+    assert stat.S_IMODE((tmp_path / f"phalanx-{os.geteuid()}").stat().st_mode) == 0o755
 
 
 def test_the_home_of_the_user_database_where_the_environment_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,13 +199,38 @@ class Some(OneFolder):
         ("stdouts", {0: "", 2: ""}, "stdouts has no file for local rank 1; it takes one for each of 0 to 2, or ''"),
         ("stderrs", {}, "stderrs has no file for local rank 0, 1, 2; it takes one for each of 0 to 2, or ''"),
         ("error_files", {1: "x"}, "error_files has no file for local rank 0, 2; it takes one for each of 0 to 2"),
-        ("tee_stderrs", {3: "x"}, "tee_stderrs has local rank 3; ranks are 0 to 2"),
+        *(
+            (name, {0: "x", 3: "x"}, f"{name} has local rank 3; ranks are 0 to 2")
+            for name in ("tee_stdouts", "tee_stderrs", "hidden_stdouts", "hidden_stderrs")
+        ),
     ],
 )
 def test_a_layout_that_does_not_have_exactly_the_ranks(logs: Path, name: str, files: Any, expected: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"logs_specs: Some.reify: {expected}")):
         start_processes("own", "/bin/true", nprocs=3, logs_specs=Some(str(logs), name, files))
     assert list(logs.iterdir()) == []
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_filter_that_chooses_every_line_is_refused(logs: Path, stream: str) -> None:
+    filters: dict[str, Any] = {f"duplicate_{stream}_filters": ["loss", ""]}
+    with pytest.raises(ValueError, match=f"^duplicate_{stream}_filters: an empty string is in every line, got "):
+        start_processes("x", "true", nprocs=1, logs_specs=DefaultLogsSpecs(str(logs), Std.ALL), **filters)
+
+
+def test_where_streams_go_without_logs() -> None:
+    specs = DefaultLogsSpecs(os.devnull, redirects=Std.OUT, tee={1: Std.OUT}, local_ranks_filter={0, 1})
+    logs = specs.reify({rank: {} for rank in range(3)})
+    assert logs.stdouts == {0: os.devnull, 1: "", 2: os.devnull}
+    assert logs.stderrs == {0: "", 1: "", 2: os.devnull}
+    specs.tidy(logs)
+    assert not os.path.exists(os.path.dirname(logs.error_files[0]))
+
+
+@pytest.mark.parametrize("name,value", [("max_size", 1 << 20), ("mode", 0o755)])
+def test_what_bounds_logs_is_not_for_none(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^log_dir: /dev/null keeps no logs that {name} could be about$"):
+        DefaultLogsSpecs(os.devnull, **{name: value})
 
 
 def test_a_layout_that_gives_something_else(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,6 +257,16 @@ def test_two_groups_with_the_same_specs(logs: Path, order: str) -> None:
     assert texts == ["first\n", "first\n", "second\n", "second\n"]
 
 
+def test_attempts_of_the_second_group_stay_together_too(logs: Path) -> None:
+    specs = DefaultLogsSpecs(str(logs), run_id="ours")
+    folders = []
+    for attempt in "0101":
+        specs.reify({0: {"TORCHELASTIC_RESTART_COUNT": attempt, "TORCHELASTIC_RUN_ID": "theirs"}})
+        folders.append(specs.run_log_dir)
+    assert folders[0] == folders[1] != folders[2] == folders[3]
+    assert all(os.path.basename(str(folder)).startswith("theirs_") for folder in folders)  # the environment is first
+
+
 def test_what_one_group_removes_is_not_the_others(gate: Gate) -> None:
     """Two groups with the same specs: of one that has ended, nothing is left; the other's failure is kept."""
     specs = DefaultLogsSpecs()
@@ -243,6 +278,11 @@ def test_what_one_group_removes_is_not_the_others(gate: Gate) -> None:
         assert Path(late.error_files[0]).parent.is_dir()
         gate.open()
         late.wait()
+
+
+def test_what_it_has_not_made_is_not_removed(logs: Path) -> None:
+    DefaultLogsSpecs().tidy(LogsDest(error_files={0: str(logs / "0.json")}))
+    assert logs.is_dir()
 
 
 def test_an_error_of_an_earlier_run_in_the_same_folder_is_not_todays(logs: Path) -> None:

@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -367,3 +368,20 @@ def test_in_a_user_namespace_stdout_of_dev_can_be_a_log(shared: Path) -> None:
     if code == 3:
         pytest.skip("this process may make no user namespace")
     assert code == 0
+
+
+READ_ONLY = """
+import os, sys, tempfile
+from phalanx.multiprocessing._place import place_of_new_runs
+os.setuid(int(sys.argv[1]))  # root may write anywhere
+print(place_of_new_runs() == (f"{os.environ['TMPDIR']}/phalanx-{os.geteuid()}", True))
+"""
+
+
+def test_where_nothing_can_be_made_in_the_folder_of_the_runs_another_is_taken(shared: Path) -> None:
+    runs = shared / "phalanx" / "runs"
+    runs.mkdir(parents=True)
+    runs.chmod(0o555)
+    env = {**os.environ, "XDG_STATE_HOME": str(shared), "TMPDIR": str(shared)}
+    command = (sys.executable, "-c", READ_ONLY, str(NOBODY))
+    assert subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout == "True\n"

@@ -16,14 +16,15 @@ import pytest
 from phalanx._core import clock
 from phalanx.cli import _place
 from phalanx.cli import runs as runs_module
-from phalanx.multiprocessing import _prune, _record, _runs
+from phalanx.multiprocessing import LogsDest, _prune, _record, _runs
 from phalanx.multiprocessing._prune import Stored, choose
+from phalanx.multiprocessing._recorder import Recorder
 from phalanx.multiprocessing._runs import RunDir
-from tests.helpers import TIMEOUT
 from tests.test_log_options import sh
+from tests.test_lost_helpers import until
 from tests.test_other_users import acting_as
 from tests.test_run import Done, Launcher, refused
-from tests.test_runs import example
+from tests.test_runs import example, on_a_terminal
 
 if TYPE_CHECKING:
     from tests.helpers import Gate, Ready
@@ -50,7 +51,7 @@ def put_into(root: Path, name: str, age: float = 0.0, size: int = 0, **changes: 
     fields = {"state": "succeeded", "started": now - age - 1, "ended": now - age, "exit_code": 0, **changes}
     _record.write(str(folder), example(**fields))
     (folder / "attempt_0").mkdir()
-    (folder / "attempt_0" / "stdout.log").write_bytes(b"x" * size)
+    (folder / "attempt_0" / "stdout.log").write_bytes(os.urandom(size))  # a file system may compress
     for path in (folder / "attempt_0" / "stdout.log", folder / "attempt_0", folder / "run.json", folder):
         os.utime(path, (now - age, now - age))
     return folder
@@ -103,6 +104,12 @@ def test_which_runs_can_go(rules: dict[str, float], expected: list[str]) -> None
     assert [it.run.name for it in chosen] == expected
 
 
+@pytest.mark.parametrize("state", ["succeeded", "failed", "stopped", "lost", "unreadable", "running", "unknown"])
+def test_which_states_can_go(state: str) -> None:
+    chosen = choose([stored("x", state, age=DAY)], 1000 * DAY, keep=0)
+    assert bool(chosen) == (state in ("succeeded", "failed", "stopped", "lost"))
+
+
 # --- the command
 
 
@@ -138,17 +145,22 @@ def test_sizes_are_those_on_the_disk(place: Place) -> None:
     assert prune(place, "--larger", "11MB", "-y").out.startswith("nothing to remove")
 
 
+@pytest.mark.parametrize("path", ["attempt_0/stdout.log", "attempt_0"])
+def test_the_age_is_that_of_the_last_change(place: Place, path: str) -> None:
+    os.utime(put(place, "old", age=40 * DAY) / path)
+    assert prune(place, "--older", "30d", "-y").out.startswith("nothing to remove: 1 run, ")
+
+
 def test_a_run_that_runs_is_kept(place: Place, ready: Ready, gate: Gate) -> None:
     with place.start(place.write(f"{ready.python()}; {gate.python()}")) as launcher:
         ready.wait()
-        until = time.monotonic() + TIMEOUT
-        while not (records := list(place.logs.glob("*/run.json"))):
-            assert time.monotonic() < until
+        until(lambda: bool(list(place.logs.glob("*/run.json"))))
         done = prune(place, "--keep", "0", "-y")
         assert done.out.startswith("nothing to remove: 1 run, "), done
         gate.open()
         assert launcher.end().status == 0
-    assert json.loads(records[0].read_text())["state"] == "succeeded"
+    (record,) = place.logs.glob("*/run.json")
+    assert json.loads(record.read_text())["state"] == "succeeded"
     assert prune(place, "--keep", "0", "-y").status == 0
     assert names(place) == []
 
@@ -158,8 +170,11 @@ def test_what_is_no_run_is_kept(place: Place) -> None:
     (place.logs / "data").mkdir()
     (place.logs / "others" / "attempt_0").mkdir(parents=True)  # another launcher's
     (place.logs / "link").symlink_to(place.logs / "data")
+    put(place, "elsewhere").rename(place.folder / "elsewhere")
+    (place.logs / "run").symlink_to(place.folder / "elsewhere")
     assert prune(place, "--keep", "0", "-y").status == 0
-    assert names(place) == ["data", "link", "others"]
+    assert names(place) == ["data", "link", "others", "run"]
+    assert (place.folder / "elsewhere" / "run.json").exists()
 
 
 @pytest.mark.parametrize("record", ['{"lr": 0.1}', '{"version": 2}', "", "{"])
@@ -271,8 +286,27 @@ def test_a_removal_that_was_interrupted_is_finished(place: Place) -> None:
     (place.logs / "old").rename(place.logs / f"{_prune.REMOVED}old")
     assert [run.name for run in _runs.find([str(place.logs)])] == ["new"]
     done = prune(place, "--keep", "5", "-y")
+    assert done.out.startswith("to be removed: 0 runs, 0 B; 1 run, ")
     assert "what is left of 1 run whose removal was interrupted" in done.out
     assert names(place) == ["new"]
+
+
+def test_which_removals_were_interrupted(place: Place) -> None:
+    place.logs.mkdir()
+    begun = [place.logs / f"{_prune.REMOVED}{name}" for name in ("ours", "theirs", "file", "link")]
+    for path in begun[:2]:
+        path.mkdir()
+    begun[2].touch()
+    begun[3].symlink_to(begun[0])
+    if os.geteuid() == 0:
+        os.chown(begun[1], NOBODY, NOBODY)
+    else:
+        begun[1].rmdir()
+    assert _prune.half_removed([str(place.logs), str(place.logs / "none")]) == [str(begun[0])]
+
+
+def test_there_is_nothing(place: Place) -> None:
+    assert prune(place, "--keep", "0", "-y").out == f"nothing to remove: 0 runs, 0 B, in {place.logs}\n"
 
 
 def test_what_cannot_be_removed_keeps_nothing_else() -> None:
@@ -324,11 +358,14 @@ def test_states_and_limits(place: Place) -> None:
 
     assert listed() == ["c", "b", "a"]
     assert listed("--state", "failed") == ["c", "a"]
-    assert listed("--state", "failed,succeeded", "--limit", "2") == ["c", "b"]
+    assert listed("--state", "failed, succeeded", "--limit", "2") == ["c", "b"]
     assert listed("--state", "failed", "-n", "1") == ["c"]
     none = place.program(*PHALANX, "runs", "--log-dir", place.logs, "--state", "lost")
     assert none.out == f"no such runs in {place.logs}\n"
     refused(place.program(*PHALANX, "runs", "--state", "faild"), "there is no state 'faild'; did you mean 'failed'?")
+    refused(
+        place.program(*PHALANX, "runs", "--state", "xyz"), "there is no state 'xyz'; there are running, succeeded, "
+    )
     refused(place.program(*PHALANX, "runs", "--json", "prune", "--keep", "1"), "--json is for the list alone")
 
 
@@ -347,26 +384,67 @@ def test_much_is_hinted_at(place: Place, monkeypatch: pytest.MonkeyPatch, capsys
     assert capsys.readouterr().err == "1 run, 0 B or more; phalanx runs prune removes old ones\n"
 
 
+def test_much_is_hinted_at_on_a_terminal_alone(place: Place) -> None:
+    few = place.folder / "few"
+    few.mkdir()
+    (few / "sitecustomize.py").write_text("from phalanx.cli import _place; _place.MANY = 1\n")
+    place.env["PYTHONPATH"] = os.pathsep.join([str(few), *filter(None, [place.env.get("PYTHONPATH")])])
+    put(place, "a")
+    hint = "; phalanx runs prune removes old ones\n"
+    assert on_a_terminal(place, 100).endswith(hint)
+    assert hint not in on_a_terminal(place, 100, "--json")
+    assert place.program(*PHALANX, "runs", "--log-dir", place.logs).err == ""
+
+
+def test_a_person_is_asked(place: Place) -> None:
+    put(place, "a")
+    assert "Remove them? [y/N]: " in on_a_terminal(place, 100, "prune", "--keep", "0", typed="n\n")
+    assert names(place) == ["a"]
+    assert "removed 1 run, " in on_a_terminal(place, 100, "prune", "--keep", "0", typed="y\n")
+    assert names(place) == []
+
+
 # --- phalanx run
 
 
 def test_so_many_are_kept(place: Place) -> None:
     for age in (3, 2, 1):
-        put(place, f"run-{age}", age=age * DAY)
+        put(place, f"run-{age}", age=age * DAY, size=50_000)
+    (place.logs / f"{_prune.REMOVED}run-4").mkdir()
     done = sh(place, "echo x", "--keep-runs", 2, "--run-id", "today")
     assert done.status == 0
-    assert "phalanx: --keep-runs 2: removed 2 runs, " in done.err
+    assert re.search(r"^phalanx: --keep-runs 2: removed 2 runs, 1\d\d\.\d KiB$", done.err, re.MULTILINE)
     assert [name.split("_")[0] for name in names(place)] == ["run-1", "today"]
     assert "--keep-runs" not in sh(place, "echo x", "--keep-runs", 3).err
+    assert "phalanx: --keep-runs 3: removed 1 run, " in sh(place, "echo x", "--keep-runs", 3).err
+
+
+def test_what_is_one_too_many_and_cannot_be_removed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(root: str, keep: int) -> None:
+        raise PermissionError(13, f"{root}, {keep}")
+
+    monkeypatch.setattr(_prune, "prune", fail)
+    said: list[str] = []
+    logs = LogsDest(timeline="/runs/x/attempt_0/timeline")
+    recorder = Recorder("x", {}, lambda: logs, lambda: ({}, None), run_id="", command=[], say=said.append, keep_runs=3)
+    recorder._prune()
+    assert said == ["--keep-runs: [Errno 13] /runs, 3"]
 
 
 def test_many_are_hinted_at(place: Place) -> None:
-    place.logs.mkdir()
-    for number in range(_place.MANY):
-        (place.logs / f"run_{number}").mkdir()
+    assert _place.MANY == 1000
+    few = place.folder / "few"
+    few.mkdir()
+    (few / "sitecustomize.py").write_text("from phalanx.cli import _place; _place.MANY = 3\n")
+    place.env["PYTHONPATH"] = os.pathsep.join([str(few), *filter(None, [place.env.get("PYTHONPATH")])])
+    for name in "ab":
+        (place.logs / name).mkdir(parents=True)
+    assert "folders are in" not in sh(place, "echo x").err
+    assert "folders are in" not in sh(place, "echo x", "--keep-runs", 9).err
     done = sh(place, "echo x")
-    assert f"phalanx: 1,001 folders are in {place.logs}; " in done.err
-    assert "; phalanx runs prune removes old runs, --keep-runs N keeps so many" in done.err
+    assert (
+        f"phalanx: 5 folders are in {place.logs}; phalanx runs prune removes old runs, --keep-runs N keeps" in done.err
+    )
 
 
 def test_files_are_no_runs(place: Place) -> None:

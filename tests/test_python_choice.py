@@ -61,6 +61,10 @@ def test_what_is_no_other_environment(place: Place, tmp_path: Path) -> None:
     for text in (sys.prefix, str(tmp_path / "gone"), ""):
         place.env["VIRTUAL_ENV"] = text
         assert said(place, script) == ""
+    program = environment(place.folder / "venv")
+    (program / "pyvenv.cfg").unlink()
+    del place.env["VIRTUAL_ENV"]
+    assert said(place, script) == ""
     link = tmp_path / "link"
     link.symlink_to(sys.prefix)
     place.env["VIRTUAL_ENV"] = str(link)

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +16,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import phalanx
-from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Std, _prune, start_processes
-from tests.helpers import TIMEOUT, pass_gate
+from phalanx._core.leftovers import Leftover
+from phalanx._core.mirror import Mirror
+from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Std, _prune, _record, _recorder, start_processes
+from tests.helpers import TIMEOUT, pass_gate, tell
+from tests.test_logs import OneFolder
 from tests.test_lost_helpers import helpers_of, until
+from tests.timer_workers import wait_asleep
 
 if TYPE_CHECKING:
     from tests.helpers import Gate, Ready
@@ -45,29 +50,45 @@ def states(logs: Path) -> tuple[str, list[str]]:
     return found["state"], [rank["state"] for rank in found["attempts"][-1]["ranks"]]
 
 
-def work(address: str, rank: int, fails: int = -1) -> int:
+def completed(place: Place, command: str) -> list[str]:
+    """The names of runs that a shell offers."""
+    asking = ("_PHALANX_COMPLETE=bash_complete", f"COMP_WORDS=phalanx {command} 20", "COMP_CWORD=2")
+    return [line.removeprefix("plain,") for line in place.program("env", *asking, *PHALANX).out.split()]
+
+
+def work(address: str, rank: int, fails: int = -1, ready: str = "") -> int:
     print("here is", rank)  # noqa: T201 - what the logs are to have
+    if ready:
+        tell(ready, "")
     pass_gate(address)
     if rank == fails:
         raise ValueError("no luck")
     return rank
 
 
-def test_a_group_is_a_run(logs: Path, place: Place, gate: Gate) -> None:
-    args = {rank: (gate.address, rank) for rank in range(2)}
+def test_a_group_is_a_run(logs: Path, place: Place, gate: Gate, ready: Ready) -> None:
+    args = {rank: (gate.address, rank, -1, ready.address) for rank in range(2)}
     with start_processes("train", work, args, record=True) as group:
+        ready.wait(2)
+        for pid in group.pids().values():
+            wait_asleep(pid)
         until(lambda: bool(list(logs.glob("*/run.json"))))
         (row,) = place.program(*PHALANX, "runs", "--json").out.splitlines()
         assert json.loads(row)["state"] == "running"
         stacks = place.program(*PHALANX, "stack")
         assert "both ranks are in pass_gate" in stacks.out, stacks
+        (folder,) = logs.iterdir()
+        assert completed(place, "stack") == completed(place, "logs") == [folder.name]
         gate.open(2)
         result = group.wait()
     assert result.return_values == {0: 0, 1: 1}
     assert states(logs) == ("succeeded", ["succeeded", "succeeded"])
     found = record(logs)
     assert (found["name"], found["exit_code"], found["nprocs"]) == ("train", 0, 2)
+    assert found["command"] == [part for part in sys.argv if part]
+    assert [rank["rank"] for rank in found["attempts"][-1]["ranks"]] == [0, 1]
     assert sorted(place.program(*PHALANX, "logs").out.splitlines()) == ["[0] here is 0", "[1] here is 1"]
+    assert (completed(place, "stack"), completed(place, "logs")) == ([], [folder.name])
 
 
 def test_its_failure_is_the_cause(logs: Path, gate: Gate) -> None:
@@ -97,6 +118,21 @@ def test_one_that_is_closed_was_stopped(logs: Path, gate: Gate) -> None:
     assert states(logs) == ("stopped", ["stopped"])
 
 
+def test_its_end_is_recorded_when_it_is_closed(logs: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = _record.write
+
+    def write_late(*args: Any) -> None:
+        time.sleep(0.1)  # a disk that takes its time
+        write(*args)
+
+    monkeypatch.setattr(_record, "write", write_late)
+    monkeypatch.setattr(_recorder, "PATIENCE", TIMEOUT)
+    with start_processes("train", work, {0: (gate.address, 0)}, record=True) as group:
+        gate.open()
+        group.wait(TIMEOUT)
+    assert states(logs) == ("succeeded", ["succeeded"])
+
+
 def test_one_that_loses_its_keeper_has_failed(logs: Path, gate: Gate) -> None:
     with start_processes("train", work, {0: (gate.address, 0)}, record=True) as group:
         for pid in helpers_of(group):
@@ -104,8 +140,22 @@ def test_one_that_loses_its_keeper_has_failed(logs: Path, gate: Gate) -> None:
         with pytest.raises(KeeperLostError):
             group.wait(TIMEOUT)
     found = record(logs)
-    assert found["state"] == "failed"
+    assert (found["state"], found["exit_code"]) == ("failed", 1)
     assert "killed" in found["cause"]
+
+
+def test_one_that_loses_its_keeper_when_all_have_succeeded_has_succeeded(logs: Path, ready: Ready) -> None:
+    left = f"import os, signal; os.fork() and os._exit(0); {ready.python()}; signal.pause()"
+    command = ("-S", "-c", left)
+    with start_processes("g", sys.executable, command, nprocs=1, linger=TIMEOUT, record=True) as group:
+        ready.wait()
+        until(lambda: group._started().mirror.state == "LINGERING")
+        os.kill(helpers_of(group)[1], signal.SIGKILL)
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert result.succeeded
+    assert states(logs) == ("succeeded", ["succeeded"])
+    assert (record(logs)["exit_code"], record(logs)["cause"]) == (0, "")
 
 
 def test_one_that_is_dropped_ends_all_the_same(logs: Path, gate: Gate) -> None:
@@ -239,21 +289,40 @@ def test_logs_of_ones_own(logs: Path, tmp_path: Path) -> None:
     assert not logs.exists()
 
 
+def test_ranks_that_have_numbers_of_their_own(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a program that has no command line."""
+    monkeypatch.setattr(sys, "argv", [""])
+    envs = {rank: {"RANK": str(4 + rank)} for rank in range(2)}
+    with start_processes("echo", "true", {0: (), 1: ()}, envs, record=True) as group:
+        group.wait(TIMEOUT)
+    found = record(logs)
+    assert found["command"] == ["echo"]
+    assert [rank["rank"] for rank in found["attempts"][-1]["ranks"]] == [4, 5]
+
+
+def test_who_did_not_end() -> None:
+    mirror = Mirror()
+    mirror.started([(0, 1)])
+    mirror.leftovers = [Leftover(2, "x", 0, 1.0, signal.SIGTERM, None)]
+    seen = _recorder._seen(mirror)
+    assert seen.outcomes[0].state == "abandoned"
+    assert list(seen.leftovers) == mirror.leftovers
+
+
 def test_two_groups_with_the_same_specs_have_two_records(tmp_path: Path) -> None:
     specs = DefaultLogsSpecs(str(tmp_path / "own"), Std.OUT)
     for name in ("one", "two"):
         with start_processes(name, "true", nprocs=1, logs_specs=specs, record=True) as group:
             group.wait(TIMEOUT)
-    names = [json.loads(path.read_text())["name"] for path in (tmp_path / "own").glob("*/run.json")]
-    assert sorted(names) == ["one", "two"]
+    records = [json.loads(path.read_text()) for path in (tmp_path / "own").glob("*/run.json")]
+    assert sorted((found["name"], found["run_id"]) for found in records) == [("one", "one"), ("two", "two")]
 
 
 def spawned(index: int, address: str) -> None:
     work(address, index)
 
 
-def test_spawn(logs: Path, gate: Gate, ready: Ready) -> None:
-    del ready
+def test_spawn(logs: Path, gate: Gate) -> None:
     gate.open(2)
     phalanx.spawn.spawn(spawned, (gate.address,), nprocs=2, record=True)
     assert states(logs) == ("succeeded", ["succeeded", "succeeded"])
@@ -267,3 +336,7 @@ def test_a_record_needs_a_folder(log_dir: str | None) -> None:
     ):
         with pytest.raises(ValueError, match="record: it is kept in a run's folder"):
             start(DefaultLogsSpecs(log_dir))
+        with pytest.raises(ValueError, match="record: it is kept in a run's folder"):
+            start(OneFolder("logs"))
+    with pytest.raises(ValueError, match="record: it is kept in a run's folder"):
+        start_processes("x", "true", nprocs=1, redirects=Std.OUT, record=True)

@@ -30,7 +30,7 @@ from phalanx._core import linux
 from phalanx._core.children import Children
 from phalanx.errors import _failure, record
 from phalanx.multiprocessing import DefaultLogsSpecs, ScriptContext, Std, start_processes
-from phalanx.multiprocessing._result import verdict
+from phalanx.multiprocessing._result import _raised, verdict
 from tests.disks import sleeping_on_disks, until
 from tests.families import KINDS
 from tests.helpers import TIMEOUT, pass_gate, tell
@@ -220,6 +220,26 @@ def test_evidence_counts_more_than_the_order_of_exits(
     assert result.root_cause.detail == ("" if in_peace else "SIGTERM, sent by us, came while it was leaving")
     assert verdict(result) == (1, "rank 1: ValueError: the cause")
     assert result.outcomes[2].exitcode == 5
+
+
+@pytest.mark.parametrize(
+    "message,told,expected",
+    [
+        ("ValueError: nan", {}, (1, 5)),
+        ("ValueError: nan", {"pid": 8}, None),  # of another process, which has inherited the variable
+        ("ValueError: nan", {"left": False}, None),  # it may have been caught
+        ("ValueError: nan", {"recorded_ns": None}, None),
+        ("KeyboardInterrupt", {}, None),  # the interpreter ends by SIGINT then
+    ],
+)
+def test_with_which_code_an_exception_ends_a_process(
+    tmp_path: Path, message: str, told: dict[str, object], expected: tuple[int, int] | None
+) -> None:
+    path = tmp_path / "error.json"
+    assert _raised(str(path), 7) is None
+    info = {"pid": 7, "left": True, "recorded_ns": 5, **told}
+    path.write_text(json.dumps({"message": {"message": message, "extraInfo": info}}))
+    assert _raised(str(path), 7) == expected
 
 
 def loses_its_peer(rank: int, ends: tuple[Any, Any], gate: str) -> None:

@@ -19,7 +19,8 @@ import pytest
 
 import phalanx.spawn as mp
 from phalanx.errors import format_ranks
-from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Std, UnpicklableError
+from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, KeeperLostError, Std, UnpicklableError
+from phalanx.timer import TimerSpecs
 from tests import spawned
 from tests.helpers import Gate, Ready, alive, descendants, wait_gone
 from tests.waits import when_we_wait
@@ -96,6 +97,17 @@ def test_options_of_ours(tmp_path: Path) -> None:
     logs = DefaultLogsSpecs(str(tmp_path), redirects=Std.OUT)
     mp.spawn(lambda _i: os.write(1, os.environb[b"WHO"]), nprocs=2, envs=envs, logs_specs=logs)
     assert sorted(path.read_text() for path in tmp_path.rglob("stdout.log")) == ["ada", "bob"]
+
+
+def test_a_console(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    logs, console = DefaultLogsSpecs(str(tmp_path), tee=Std.ALL), ConsoleSpecs(timestamps="elapsed")
+    mp.spawn(lambda _i: os.write(1, b"x\n"), nprocs=1, logs_specs=logs, console=console)
+    assert re.fullmatch(r"\[0\] \d+\.\d{3} x\n", capfd.readouterr().out)
+
+
+def test_timers() -> None:
+    with pytest.raises(mp.ProcessExitedException, match="SIGKILL"):
+        mp.spawn(spawned.hang, nprocs=1, timers=TimerSpecs())
 
 
 def test_a_preload() -> None:
@@ -423,6 +435,8 @@ def test_the_evidence_goes_with_the_join() -> None:
         ({"settle": "1"}, TypeError, "settle: expected seconds"),
         ({"preload": ["json"]}, ValueError, "start_method is 'spawn'"),
         ({"placement": 3}, TypeError, "placement"),
+        ({"timers": 3}, TypeError, "timers: expected"),
+        ({"console": 3}, TypeError, "console: expected"),
         ({"no_such": 3}, TypeError, "no_such"),
         ({"args": (threading.Lock(),)}, UnpicklableError, "argument 0"),
     ],

@@ -1054,6 +1054,16 @@ def test_who_waits_for_others_is_not_what_they_wait_for(
     assert it.apart() == found
 
 
+def test_who_waits_is_told_by_the_thread_that_hangs(says: dict[int, str]) -> None:
+    it = Witnesses(FILES)
+    text = ALL_REDUCE.replace("0x01", "0x02") + "\n" + in_("read")
+    says.update(dict.fromkeys((10, 11), text))
+    hangs = [hang_of(0, 10, thread=2), hang_of(1, 11, thread=1)]
+    it.hear({0: 10, 1: 11}, hangs, doomed=True).close()
+    assert it.apart() == {1}
+    assert [ident for ident in (0, 1, 2, 3) if frames.waits(text, ident)] == [2]  # else it is the main thread, the last
+
+
 def test_of_a_thread_that_nobody_could_read_no_other_is_told_in_its_place(says: dict[int, str]) -> None:
     it = Witnesses(FILES)
     says[10] = in_("train")

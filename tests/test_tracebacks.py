@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 from typing import TYPE_CHECKING
@@ -17,19 +18,23 @@ from phalanx._core.ranks import format_ranks
 from phalanx._core.surface import Paper
 from phalanx._core.tracebacks import HEAD, QUIET, Tracebacks
 from phalanx._core.view import Text, View
+from phalanx.multiprocessing import ConsoleSpecs
 from tests.pump_tools import Memory, lane
-from tests.test_log_options import fold_patiently
+from tests.test_log_options import fold_patiently, group
 from tests.timer_workers import wait_asleep
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from phalanx._core.view import Lane
-    from tests.helpers import Ready
+    from tests.helpers import Gate, Ready
     from tests.test_run import Place
 
 HEADER = HEAD + b"\n"
 FRAME = b'  File "train.py", line 9, in main\n    step()\n'
 ONE = HEADER + FRAME + b"ValueError: nan\n"
 CHAINED = ONE + b"\nDuring handling of the above exception, another exception occurred:\n\n" + ONE
+CAUSED = ONE + b"\nThe above exception was the direct cause of the following exception:\n\n" + ONE
 
 
 @pytest.fixture
@@ -70,7 +75,7 @@ class Console:
 LONG = QUIET + fold.WINDOW + 0.01
 
 
-@pytest.mark.parametrize("text", [ONE, CHAINED, HEADER + FRAME + b"KeyboardInterrupt\n"])
+@pytest.mark.parametrize("text", [ONE, CHAINED, CAUSED, HEADER + FRAME + b"KeyboardInterrupt\n"])
 def test_equal_ones_are_shown_once(time: FakeClock, text: bytes) -> None:
     it = Console(4)
     for rank in range(4):
@@ -99,6 +104,16 @@ def test_the_rank_before_each_line_makes_no_difference(time: FakeClock, text: by
     assert shown.index(after[0]) > shown.index(("0,2-3", text))
 
 
+def test_a_mark_within_a_line_is_a_difference(time: FakeClock) -> None:
+    it = Console(2)
+    texts = [ONE.replace(b"nan", b"x [rank%d]: nan" % rank) for rank in range(2)]
+    for rank, text in enumerate(texts):
+        it.take(rank, text)
+    it.wait(time, QUIET)
+    it.wait(time, LONG)
+    assert it.by_rank == texts
+
+
 def test_another_ranks_number_is_a_difference(time: FakeClock) -> None:
     it = Console(2)
     for rank in range(2):
@@ -116,6 +131,13 @@ def test_line_by_line(time: FakeClock) -> None:
         time.advance(QUIET / 2)
         it.take(1, line)
     assert it.wait(time, LONG) == [("0-1", CHAINED)]
+
+
+def test_an_empty_line_after_it_is_no_part_of_it(time: FakeClock) -> None:
+    it = Console(2)
+    it.take(0, ONE)
+    it.take(1, ONE + b"\n")
+    assert it.wait(time, QUIET) + it.wait(time, fold.WINDOW) == [("0-1", ONE), ("1", b"\n")]
 
 
 def test_different_ones_are_whole(time: FakeClock) -> None:
@@ -149,6 +171,10 @@ def test_what_is_around_it_keeps_its_place(time: FakeClock) -> None:
     assert it.wait(time, LONG) == [("0-1", ONE), ("0", b"after\nand after\n")]
     it.take(0, b"at once\n")
     assert it.out == [("0", b"at once\n")]
+    it.take(1, ONE)
+    it.wait(time, QUIET)
+    it.take(0, b"and now\n")  # what is held is not of that rank
+    assert it.out == [("0", b"and now\n")]
 
 
 def test_lines_after_equal_ones_are_folded_too(time: FakeClock) -> None:
@@ -297,11 +323,14 @@ LINES = st.sampled_from(
 )  # fmt: skip
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), LINES, st.sampled_from([0.0, 0.05, 0.3])), max_size=40), st.data())
+SAID = st.lists(st.tuples(st.integers(0, 5), LINES, st.sampled_from([0.0, 0.05, 0.3])), max_size=40)
+
+
+@given(SAID, st.sampled_from([1, 4096]), st.data())
 def test_nothing_is_lost_and_each_rank_keeps_its_order(
-    said: list[tuple[int, bytes, float]], data: st.DataObject
+    said: list[tuple[int, bytes, float]], most: int, data: st.DataObject
 ) -> None:
-    """Of two streams of three ranks, wherever a read cuts them."""
+    """Of two streams of three ranks, wherever a read cuts them; also when no more can be held."""
     time = FakeClock(100.0)
     memory = Memory()
     view = View(Paper(memory), Text())
@@ -315,6 +344,7 @@ def test_nothing_is_lost_and_each_rank_keeps_its_order(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clock, "now", time)
+        patch.setattr(fold, "_MOST", most)
         view.fold_tracebacks(Fold(emit, {"stdout": 3, "stderr": 3}, by_rank=True))
         given = [b""] * 6
         waiting = [b""] * 6
@@ -347,6 +377,30 @@ def test_nothing_is_lost_and_each_rank_keeps_its_order(
 def patient(place: Place) -> None:
     """Nothing has to come quickly, on a busy machine; a traceback of all ranks is shown as soon as they have ended."""
     fold_patiently(place, "from phalanx._core import tracebacks; tracebacks.QUIET = 60.0")
+
+
+def test_one_is_shown_while_its_worker_goes_on(place: Place, gate: Gate) -> None:
+    """What stands after it, and what has no end, too."""
+    script = place.write(f"""
+        import os, sys, traceback
+        if os.environ["RANK"] == "0":
+            try:
+                1 / 0
+            except ZeroDivisionError:
+                traceback.print_exc()
+            {gate.python()}
+            print("retry", file=sys.stderr)
+            print("Traceback (most recent call last):", file=sys.stderr)
+            print("next?", end="", file=sys.stderr, flush=True)
+            {gate.python()}
+        """)
+    with place.start("--nproc-per-node", 2, script) as launcher:
+        launcher.read_until("[0] ZeroDivisionError: division by zero\n")
+        gate.open()
+        shown = launcher.read_until("[0] next?")
+        gate.open()
+        assert launcher.end().status == 0
+    assert shown.splitlines() == ["[0] retry", "[0] Traceback (most recent call last):", "[0] next?"]
 
 
 @pytest.mark.usefixtures("patient")
@@ -411,3 +465,19 @@ def test_ranks_that_were_hidden_until_they_failed(place: Place) -> None:
         "[0] ValueError: the same",
         "[1-2] ValueError: the same",
     ]
+
+
+def test_in_json_each_rank_has_its_own(place: Place) -> None:
+    script = place.write("import sys; print('Traceback (most recent call last):', file=sys.stderr)")
+    done = place.run("--nproc-per-node", 2, "--log-format", "json", script)
+    rows = [json.loads(line) for line in done.out.splitlines()]
+    assert sorted((row["rank"], row["text"].encode()) for row in rows) == [(0, HEAD), (1, HEAD)]
+
+
+def test_one_that_is_alone_has_its_ranks_prefix(logs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Also where two have the same number."""
+    args = {rank: (f"{rank}: Traceback (most recent call last):",) for rank in range(2)}
+    envs = {rank: {"RANK": "0"} for rank in range(2)}
+    group(logs, ConsoleSpecs(), "echo", args, envs=envs, log_line_prefixes={0: "<a> ", 1: "<b> "})
+    lines = capfd.readouterr().out.splitlines()
+    assert sorted(lines) == [f"<{name}> {rank}: {HEAD.decode()}" for rank, name in enumerate("ab")]

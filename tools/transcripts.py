@@ -57,6 +57,10 @@ import os, time
 def until(name):
     while not os.path.exists(name):
         time.sleep(0.01)
+def meet(name):
+    open(name + os.environ["RANK"], "w").close()
+    for rank in range(int(os.environ["WORLD_SIZE"])):
+        until(name + str(rank))
 """
 
 
@@ -259,13 +263,19 @@ def _files(scenario: dict[str, Any], root: Path) -> dict[str, str]:
         if text.startswith("from "):
             found[path] = (ROOT / text.removeprefix("from ")).read_text(encoding="utf-8")
     for number, (path, pause) in enumerate(scenario.get("pauses", [])):
-        if found[path].count(pause) != 1:
-            message = f"{path} must have once: {pause}"
-            raise ValueError(message)
         mark = str(root / f"pause-{number}")
         here = f"until-there {mark}" if path.endswith(".sh") else f"__import__('waiting').until({mark!r})"
-        found[path] = found[path].replace(pause, here)
+        found[path] = _replaced(found[path], pause, here, path)
+    for path, place in scenario.get("meetings", []):
+        found[path] = _replaced(found[path], place, f"__import__('waiting').meet({str(root / 'rank-')!r})", path)
     return found
+
+
+def _replaced(text: str, old: str, new: str, path: str) -> str:
+    if text.count(old) != 1:
+        message = f"{path} must have once: {old}"
+        raise ValueError(message)
+    return text.replace(old, new)
 
 
 def _edited(text: str, command: dict[str, Any]) -> str:

@@ -144,8 +144,8 @@ def waits(text: str, ident: int = 0) -> bool:
     functional collectives are, do not count. ``ident`` is as for `top`.
 
     >>> file = "/x/site-packages/torch/distributed/distributed_c10d.py"
-    >>> waits(f'Thread 0x01 (most recent call first):\n  File "{file}", line 5356 in barrier\n')
-    True
+    >>> waits(f'Thread 0x01 (most recent call first):\n  File "{file}", line 5356 in barrier\n'), waits("")
+    (True, False)
     """
     paths = (frame.path for frame in _meant(parse(text), ident))
     return _COMMUNICATION.search(next((path for path in paths if not _DISPATCH.search(path)), "")) is not None

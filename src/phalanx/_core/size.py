@@ -8,8 +8,8 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 def spoken(size: int) -> str:
     """A number of bytes, for people.
 
-    >>> spoken(0), spoken(1023), spoken(1536), spoken(1 << 40)
-    ('0 B', '1023 B', '1.5 KiB', '1.0 TiB')
+    >>> spoken(0), spoken(1023), spoken(1536), spoken((1 << 20) - 1), spoken(1 << 40)
+    ('0 B', '1023 B', '1.5 KiB', '1.0 MiB', '1.0 TiB')
     """
     if size < 1024:  # noqa: PLR2004 - bytes of a KiB
         return f"{size} B"

@@ -133,12 +133,6 @@ class Tracebacks:
             self._close(first.lane.rank)
         self._fold.release()
 
-    def finish(self, lane: Lane) -> None:
-        """No more comes of a lane."""
-        it = self._open.get(lane.rank)
-        if it is not None and it.lane is lane:
-            self._close(lane.rank)
-
     def release(self) -> None:
         """Hold nothing back any longer."""
         for rank in list(self._open):

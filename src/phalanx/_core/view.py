@@ -269,9 +269,6 @@ class View:
     def finish(self, lane: Lane) -> None:
         """The lane has come to its end: show what nobody has ended."""
         rest = lane.cutter.take()
-        if self._tracebacks is not None and not rest:
-            self._tracebacks.finish(lane)
-            self._want(self._tracebacks.due)
         if self._live is not None:
             self._live.show(lane, b"")
         if lane.begun:
@@ -310,7 +307,7 @@ class View:
         if lane.behind:
             return math.inf
         if self._tracebacks is not None and self._tracebacks.holds(lane):
-            return max(self._tracebacks.due, lane.changed + QUIET)
+            return self._tracebacks.due
         if lane.cutter.rewritten:
             return lane.changed if self._live is not None else max(lane.changed, lane.stated + STATE)
         return math.inf if self._whole else lane.changed + QUIET

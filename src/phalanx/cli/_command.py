@@ -88,7 +88,8 @@ class _Helpful(click.Command):
     def not_there(self, ctx: click.Context, name: str) -> str:
         """What to say to somebody who has typed an option that is not there."""
         known = [opt for param in self.get_params(ctx) for opt in param.opts if opt.startswith("--")]
-        whole = name if name in self.absent else next((opt for opt in (*known, *self.absent) if opt.startswith(name)), "")
+        begun = next((opt for opt in (*known, *self.absent) if opt.startswith(name)), "")
+        whole = name if name in self.absent else begun
         if whole in self.absent:
             return f"{whole}: {self.absent[whole]}"
         hint = meant(name, known) or meant(name, self.absent)
@@ -195,7 +196,6 @@ def _set_by_environment(ctx: click.Context) -> dict[str, str]:
     found = {}
     for param in ctx.command.params:
         if ctx.get_parameter_source(param.name or "") is ParameterSource.ENVIRONMENT:
-            names = [param.envvar] if isinstance(param.envvar, str) else param.envvar or ()
-            variable = next(name for name in names if os.environ.get(name))
+            variable = next(name for name in param.envvar or () if os.environ.get(name))
             found.update(dict.fromkeys((opt for opt in param.opts if opt.startswith("--")), variable))
     return found

@@ -142,7 +142,7 @@ def read_size(text: str) -> int:
 def read_age(text: str) -> float:
     """Read how long ago something was, in seconds; without a unit they are. Raises ValueError.
 
-    >>> read_age("90s"), read_age("1.5h"), read_age("30d"), read_age("2w")
+    >>> read_age("90"), read_age("1.5h"), read_age("30d"), read_age(" 2w ")
     (90.0, 5400.0, 2592000.0, 1209600.0)
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw]?)", text.strip())

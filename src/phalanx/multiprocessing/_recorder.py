@@ -81,7 +81,7 @@ class Recorder:
     def running(self) -> None:
         """The workers run. Returns at once."""
         self._write(self._begun)
-        if self._keep_runs is not None and self._folder():
+        if self._keep_runs is not None:
             self._pruning.call(self._prune)
 
     def ended(self, state: State, exit_code: int, cause: str = "") -> None:
@@ -238,7 +238,7 @@ class Diary:
             self._recorder.finish()
 
     def _note_end(self) -> None:
-        lost = self._supervisor.lost
+        lost = None if self._supervisor.result_stands else self._supervisor.lost
         result = self._result or _seen(self._supervisor.mirror)
         code, cause = verdict(result)
         if lost is not None:
