@@ -73,10 +73,16 @@ class Steady:
     )  # fmt: skip
     FIXED = (
         (r"\x1b\[[0-9;]*m|\r", ""),
-        (r"OMP_NUM_THREADS=\d+( to \d+)? for each of (\d+) workers \([^)]*\)", r"OMP_NUM_THREADS=2 for each of \2 workers (8 CPUs)"),
+        (
+            r"OMP_NUM_THREADS=\d+( to \d+)? for each of (\d+) workers \([^)]*\)",
+            r"OMP_NUM_THREADS=2 for each of \2 workers (8 CPUs)",
+        ),
         (r"(?m)^(  time      : ).*$", r"\g<1>2026-11-20_14:46:10"),
         (r"(?m)^(  host      : ).*$", r"\g<1>node7"),
-        (r"(?m)^( +)(?:Current thread|Thread) 0x[0-9a-f]+.*:$", r"\1Current thread 0x00007f4197381b80 (most recent call first):"),
+        (
+            r"(?m)^( +)(?:Current thread|Thread) 0x[0-9a-f]+.*:$",
+            r"\1Current thread 0x00007f4197381b80 (most recent call first):",
+        ),
         (r'"/[^" ]*/lib/python3\.\d+/([^"]*)", line \d+', r'"/usr/lib/python3.12/\1", line 525'),
         (r"(?m)^(    .*\S +)(threading)\.py:\d+$", r"\1\2.py:359"),
         (r"\d+(?:\.\d+)? m?s over", "2.3 ms over"),
@@ -114,7 +120,7 @@ class Steady:
         if cells[0] != "RUN" and cells[0] not in Steady.RUNS:
             return line
         name, state, *rest = cells
-        if len(rest) == 2:  # AGE, SIZE
+        if len(rest) == len(("AGE", "SIZE")):
             return f"{name:24}  {state:9}  {rest[0] if name == 'RUN' else '12m05s':>6}  {rest[1]:>8}"
         started = rest[0] if name == "RUN" else f"{name[9:11]}:{name[11:13]}:{name[13:15]}"
         spent = rest[1] if rest[1] in ("TIME", "-") else "2.1s"
@@ -132,11 +138,12 @@ class Terminal:
             folder.mkdir(parents=True)
         (self._extra / "waiting.py").write_text(UNTIL)
         (self._extra / "phalanx_command.py").write_text(PHALANX)
+        records = f"{RUNS}/*/run.json"
         for name, code in (
             ("python", f'exec "{sys.executable}" "$@"'),
             ("phalanx", f'exec "{sys.executable}" -P "{self._extra}/phalanx_command.py" "$@"'),
             ("until-there", 'until [ -e "$1" ]; do sleep 0.01; done'),
-            ("until-recorded", f'until [ "$(ls {RUNS}/*/run.json 2>&1 | grep -c ^{RUNS})" = "$1" ]; do sleep 0.01; done'),
+            ("until-recorded", f'until [ "$(ls {records} 2>&1 | grep -c ^{RUNS})" = "$1" ]; do sleep 0.01; done'),
             ("until-asleep", 'for pid; do until grep -q "^State:.S" "/proc/$pid/status"; do sleep 0.01; done; done'),
         ):
             (tools / name).write_text(f"#!/bin/sh\n{code}\n")
@@ -287,7 +294,8 @@ def _edited(text: str, command: dict[str, Any]) -> str:
             lines[place] = line
     for first, last in command.get("cut", []):
         begin = next((number for number, line in enumerate(lines) if re.search(first, line)), None)
-        end = next((number for number, line in enumerate(lines) if number >= (begin or 0) and re.search(last, line)), None)
+        after = range(begin or 0, len(lines))
+        end = next((number for number in after if re.search(last, lines[number])), None)
         if begin is None or end is None:
             message = f"{command['type']}: there is nothing to cut from {first!r} to {last!r}:\n{text}"
             raise ValueError(message)
