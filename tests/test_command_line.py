@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from phalanx.cli import run as run_module
+from phalanx.cli._command import meant
 from phalanx.cli._commands import cli
 from phalanx.cli.run import run
 from tests.test_run import Done, Place, refused
@@ -33,14 +34,20 @@ def phalanx(place: Place, *argv: object) -> Done:
         (["rn"], "there is no command 'rn'; did you mean 'run'?"),
         (["ps"], "there is no command 'ps'; did you mean 'runs'?"),
         (["launch"], "there is no command 'launch'; did you mean 'run'?"),
-        (["xyz"], "there is no command 'xyz'; there are run, logs, runs, stack"),
+        *(
+            ([name], f"there is no command '{name}'; there are run, logs, runs, stack\n")
+            for name in ("xyz", "r", "ruxx")
+        ),
         ([sys.executable], f"; to run a script: phalanx run {sys.executable}"),
         (["train.py"], "there is no command 'train.py'; to run a script: phalanx run train.py"),
         (["--nproc-per-node", "4", "train.py"], "there is no option '--nproc-per-node' here; it is one of phalanx run"),
         (["--no-such"], "there is no option '--no-such'\n"),
         (["run", "--nproc", "4", "x.py"], "there is no option '--nproc'; did you mean '--nproc-per-node'?"),
         (["run", "--nproc_per", "4", "x.py"], "there is no option '--nproc-per'; did you mean '--nproc-per-node'?"),
-        (["run", "--log", "x", "x.py"], "there is no option '--log'; did you mean '--log-dir' or '--log-format' or "),
+        (
+            ["run", "--log", "x", "x.py"],
+            "there is no option '--log'; did you mean '--log-dir' or '--log-format' or '--log-",
+        ),
         (["run", "--redirect", "3", "x.py"], "there is no option '--redirect'; did you mean '--redirects'?"),
         (["run", "--hang-timout", "3", "x.py"], "there is no option '--hang-timout'; did you mean '--hang-timeout'?"),
         (["run", "--nnode", "2", "x.py"], "there is no option '--nnode'; did you mean '--nnodes'"),
@@ -77,6 +84,20 @@ def test_a_slip_of_the_finger(argv: list[str], answer: str) -> None:
 @pytest.mark.parametrize("name", ["--verbose", "--env", "--quiet", "--debug", "--nn-x-yz", "--n", "--seed"])
 def test_no_guess_is_better_than_a_wild_one(name: str) -> None:
     assert f"there is no option {name!r}\n" in CliRunner().invoke(cli, ["run", name, "x.py"]).output
+
+
+def test_a_file_does_not_stand_for_a_command_that_others_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "log").touch()
+    assert "there is no command 'log'; did you mean 'logs'?" in CliRunner().invoke(cli, ["log"]).output
+
+
+def test_no_more_is_meant_than_a_person_reads() -> None:
+    """Of what begins so, the first; else what is closest."""
+    assert meant("--log", [f"--log-{letter}" for letter in "abcd"]) == (
+        "; did you mean '--log-a' or '--log-b' or '--log-c'?"
+    )
+    assert meant("stackz", ["stacks", "stack"]) == "; did you mean 'stack' or 'stacks'?"
 
 
 def test_nothing_completes_a_command_that_is_not_there(place: Place) -> None:

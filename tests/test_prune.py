@@ -91,6 +91,8 @@ ALL = [
         ({"keep": 3}, ["month"]),
         ({"keep": 7}, []),
         ({"larger": 1000}, []),
+        ({"larger": 250}, []),
+        ({"larger": 249}, ["month"]),
         ({"larger": 245}, ["month"]),
         ({"larger": 195}, ["month", "week"]),
         ({"larger": 0}, ["month", "week", "new"]),
@@ -274,7 +276,10 @@ def test_links_in_a_run_are_not_followed(place: Place, tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "file").write_text("x")
-    (put(place, "old") / "attempt_0" / "link").symlink_to(precious)
+    (precious / "large").write_bytes(os.urandom(1_000_000))
+    folder = put(place, "old")
+    (folder / "attempt_0" / "link").symlink_to(precious)
+    assert _prune.measure(_runs.look(str(folder))).size < 500_000
     assert prune(place, "--keep", "0", "-y").status == 0
     assert names(place) == []
     assert (precious / "file").read_text() == "x"
@@ -432,7 +437,7 @@ def test_what_is_one_too_many_and_cannot_be_removed_is_told(monkeypatch: pytest.
 
 
 def test_many_are_hinted_at(place: Place) -> None:
-    assert _place.MANY == 1000
+    assert (_place.MANY, runs_module._LARGE) == (1000, 10 << 30)
     few = place.folder / "few"
     few.mkdir()
     (few / "sitecustomize.py").write_text("from phalanx.cli import _place; _place.MANY = 3\n")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from tests.test_run import RUN
 
+if TYPE_CHECKING:
     from tests.test_run import Place
 
 
@@ -38,6 +39,8 @@ def test_another_environment_is_active(place: Place, tmp_path: Path) -> None:
     )
     assert said(place, "-m", "this") != ""
     assert said(place, "--no-python", "true") == ""
+    place.env["PYTHON_EXEC"] = ""
+    assert said(place, script) != ""
     place.env["PYTHON_EXEC"] = sys.executable
     assert said(place, script) == ""
 
@@ -52,6 +55,8 @@ def test_another_environment_is_beside_the_script(place: Place, name: str) -> No
     place.env["CONDA_PREFIX"] = sys.prefix  # ours was activated
     assert said(place, script) == ""
     del place.env["CONDA_PREFIX"]
+    module = place.program("sh", "-c", 'cd project && "$@"', "sh", *RUN, "--log-dir", place.logs, "-m", "train")
+    assert f", and beside the script is {other}: " in module.err
     place.env["VIRTUAL_ENV"] = sys.prefix  # ours was activated
     assert said(place, script) == ""
 
@@ -69,3 +74,6 @@ def test_what_is_no_other_environment(place: Place, tmp_path: Path) -> None:
     link.symlink_to(sys.prefix)
     place.env["VIRTUAL_ENV"] = str(link)
     assert said(place, script) == ""
+    place.env["VIRTUAL_ENV"] = sys.prefix
+    command = (f"{link}/bin/{Path(sys.executable).name}", *RUN[1:], "--log-dir", place.logs, script)
+    assert "workers run" not in place.program(*command).err

@@ -180,9 +180,8 @@ def _naming_variables(ctx: click.Context) -> Iterator[None]:
         set_by = _set_by_environment(ctx)
         param = getattr(error, "param", None)
         if isinstance(error, click.BadParameter) and isinstance(param, click.Option):
-            option = _long(param) if error.param_hint is None else error.param_hint
             if param.opts[-1] in set_by:
-                error.param_hint = f"'{option}' ({set_by[param.opts[-1]]} in the environment)"
+                error.param_hint = f"'{_long(param)}' ({set_by[param.opts[-1]]} in the environment)"
         else:
             found = [option for option in set_by if re.search(rf"{option}(?![\w-])", error.message)]
             text = ", ".join(f"{option} is {set_by[option]} in the environment" for option in found)

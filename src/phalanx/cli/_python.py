@@ -23,12 +23,12 @@ def executable() -> str:
     return os.environ.get(CHOICE) or sys.executable
 
 
-def doubts(script: str, *, module: bool) -> list[str]:
+def doubts(script: str) -> list[str]:
     """What is to be said when another environment than ours is active, or stands beside the script."""
     if os.environ.get(CHOICE):
         return []
     ours = os.path.realpath(sys.prefix)
-    for where, folder in _others(script, module=module):
+    for where, folder in _others(script):
         python = os.path.join(folder, "bin", "python")
         if os.path.realpath(folder) != ours and os.access(python, os.X_OK):
             choice = f"set {CHOICE}={python}, or install phalanx there"
@@ -36,7 +36,7 @@ def doubts(script: str, *, module: bool) -> list[str]:
     return []
 
 
-def _others(script: str, *, module: bool) -> Iterator[tuple[str, str]]:
+def _others(script: str) -> Iterator[tuple[str, str]]:
     active = os.environ.get("VIRTUAL_ENV")
     if active:
         yield "VIRTUAL_ENV is", active
@@ -44,7 +44,7 @@ def _others(script: str, *, module: bool) -> Iterator[tuple[str, str]]:
     conda = os.environ.get("CONDA_PREFIX")  # of the base, mostly, and nobody's choice; but if it is ours, it is meant
     if conda and os.path.realpath(conda) == os.path.realpath(sys.prefix):
         return
-    folder = os.getcwd() if module else os.path.dirname(os.path.abspath(script))
+    folder = os.path.dirname(os.path.abspath(script))  # of a module, the working directory
     for name in _FOLDERS:
         path = os.path.join(folder, name)
         if os.path.exists(os.path.join(path, "pyvenv.cfg")):

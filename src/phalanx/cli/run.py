@@ -285,7 +285,7 @@ def _run(
     local_ranks = None if local_ranks_filter is None else set(local_ranks_filter)
     _check_ranks(nproc_per_node, redirects, tee, local_ranks)
     timers = _timers(on_expiry, hang_timeout)
-    if redirects is None and tee is None and log_dir != os.devnull:
+    if redirects is None and tee is None:
         tee = Std.ALL
     run_id = run_id or time.strftime("%Y%m%d-%H%M%S")
     placement, extra, said = take_placement(shown, nproc_per_node)
@@ -332,7 +332,7 @@ def _run(
         keep_runs=keep_runs,
     )
     specs.keeps_few = keep_runs is not None
-    doubts = [] if no_python else _python.doubts(script, module=module)
+    doubts = [] if no_python else _python.doubts(script)
     specs.notes = [*specs.notes, *doubts, *said, *notes, *_of_umask(log_mode)]
     return _see_through(group, recorder, specs, grace, colour=coloured(sys.stderr, console.color))
 
