@@ -101,6 +101,26 @@ def test_its_failure_is_the_cause(logs: Path, gate: Gate) -> None:
     assert states(logs) == ("failed", ["succeeded", "failed"])
 
 
+def test_what_is_known_later_is_not_said_before(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that sees the end is slow, and writes what it has seen after the result has been written."""
+    seen, ended, judged = _recorder._seen, threading.Event(), threading.Event()
+
+    def see(mirror: Mirror) -> Any:
+        ended.set()
+        judged.wait(TIMEOUT)
+        return seen(mirror)
+
+    def fail() -> None:
+        raise ValueError("no luck")
+
+    monkeypatch.setattr(_recorder, "_seen", see)
+    with start_processes("train", fail, {0: ()}, record=True) as group:
+        assert ended.wait(TIMEOUT)
+        group.wait(TIMEOUT)
+        judged.set()
+    assert record(logs)["cause"] == "rank 0: ValueError: no luck"
+
+
 def test_nobody_has_to_wait_for_it(logs: Path, gate: Gate) -> None:
     """The record says how a group has ended as soon as it has."""
     args = {0: (gate.address, 0, 0)}

@@ -239,13 +239,16 @@ class Diary:
 
     def _note_end(self) -> None:
         lost = None if self._supervisor.result_stands else self._supervisor.lost
-        result = self._result or _seen(self._supervisor.mirror)
+        judged = self._result
+        result = judged or _seen(self._supervisor.mirror)
         code, cause = verdict(result)
         if lost is not None:
             self._recorder.over("failed", code or 1, str(lost))
         else:
             state: State = "stopped" if result.state == "stopped" else "failed" if code else "succeeded"
             self._recorder.over(state, code, cause)
+        if self._result is not judged:  # another thread has said it meanwhile, and perhaps before this one
+            self._note_end()
 
     def _look(self) -> Seen:
         mirror = self._supervisor.mirror
