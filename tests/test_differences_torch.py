@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing.connection
 import os
 import signal
@@ -17,9 +18,17 @@ from phalanx.multiprocessing import errors as our_errors
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
 
-theirs = pytest.importorskip("torch.distributed.elastic.multiprocessing")
-their_errors = pytest.importorskip("torch.distributed.elastic.multiprocessing.errors")
-their_spawn = pytest.importorskip("torch.multiprocessing")
+
+def theirs() -> Any:
+    return importlib.import_module("torch.distributed.elastic.multiprocessing")
+
+
+def their_errors() -> Any:
+    return importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
+
+
+def their_spawn() -> Any:
+    return importlib.import_module("torch.multiprocessing")
 
 
 @pytest.fixture
@@ -64,12 +73,12 @@ def test_layouts_that_leave_out_a_rank(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} has no file for local rank 1"):
         run(ours, layout(ours, tmp_path, **short), "true")
     if name == "error_files":
-        assert not run(theirs, layout(theirs, tmp_path, **short), "true").failures
+        assert not run(theirs(), layout(theirs(), tmp_path, **short), "true").failures
         with pytest.raises(KeyError):
-            run(theirs, layout(theirs, tmp_path, error_files=0), "false")
+            run(theirs(), layout(theirs(), tmp_path, error_files=0), "false")
     else:
         with pytest.raises(RuntimeError, match=name):
-            run(theirs, layout(theirs, tmp_path, **short), "true")
+            run(theirs(), layout(theirs(), tmp_path, **short), "true")
 
 
 @pytest.mark.parametrize("name", ["stdouts", "stderrs"])
@@ -77,14 +86,14 @@ def test_layouts_with_more_ranks(tmp_path: Path, name: str) -> None:
     more = {name: 3}
     assert run(ours, layout(ours, tmp_path, **more), "true").succeeded
     with pytest.raises(RuntimeError, match=name):
-        run(theirs, layout(theirs, tmp_path, **more), "true")
+        run(theirs(), layout(theirs(), tmp_path, **more), "true")
 
 
 def test_the_default_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert (theirs.DefaultLogsSpecs("a") == theirs.DefaultLogsSpecs("a"), Path("a").exists()) == (True, True)
+    assert (theirs().DefaultLogsSpecs("a") == theirs().DefaultLogsSpecs("a"), Path("a").exists()) == (True, True)
     assert (ours.DefaultLogsSpecs("b") == ours.DefaultLogsSpecs("b"), Path("b").exists()) == (False, False)
-    found = [package.DefaultLogsSpecs("c").reify({0: {}}).error_files[0] for package in (theirs, ours)]
+    found = [package.DefaultLogsSpecs("c").reify({0: {}}).error_files[0] for package in (theirs(), ours)]
     assert [os.path.isabs(path) for path in found] == [False, True]
 
 
@@ -94,11 +103,11 @@ def interrupt(*_: object) -> None:
 
 @pytest.mark.usefixtures("handlers")
 def test_a_function_that_ends_with_a_keyboard_interrupt(tmp_path: Path) -> None:
-    context = their_spawn.start_processes(interrupt, nprocs=1, join=False, start_method="fork")
+    context = their_spawn().start_processes(interrupt, nprocs=1, join=False, start_method="fork")
     assert context.join()
     one: Any = ({0: ()}, {0: {}})
-    specs = [package.DefaultLogsSpecs(str(tmp_path)) for package in (theirs, ours)]
-    there = theirs.start_processes("x", interrupt, *one, specs[0], start_method="fork")
+    specs = [package.DefaultLogsSpecs(str(tmp_path)) for package in (theirs(), ours)]
+    there = theirs().start_processes("x", interrupt, *one, specs[0], start_method="fork")
     try:
         multiprocessing.connection.wait([process.sentinel for process in there._pc.processes])
         assert there.wait(0.2, 0.01) is None
@@ -116,7 +125,7 @@ def leave(rank: int) -> None:
 
 def test_join_after_a_failure() -> None:
     said = []
-    for package in (their_spawn, our_spawn):
+    for package in (their_spawn(), our_spawn):
         context = package.start_processes(leave, nprocs=2, join=False, start_method="fork")
         for process in context.processes:
             process.join()
@@ -133,14 +142,14 @@ def test_join_after_a_failure() -> None:
 
 def test_an_error_code_where_there_is_no_place_for_it(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(TypeError):
-        their_errors.ErrorHandler().override_error_code_in_rootcause_data("file", {"message": 3}, 5)
+        their_errors().ErrorHandler().override_error_code_in_rootcause_data("file", {"message": 3}, 5)
     our_errors.ErrorHandler().override_error_code_in_rootcause_data("file", {"message": 3}, 5)
     assert caplog.records
 
 
 def test_an_exception_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    for package in (their_errors, our_errors):
+    for package in (their_errors(), our_errors):
         path = tmp_path / package.__name__
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
         for error in (ValueError("first"), KeyError("second")):

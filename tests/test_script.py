@@ -481,12 +481,11 @@ def test_an_interrupted_script_dies_of_the_signal(house: House) -> None:
 @pytest.mark.parametrize(
     "argv",
     [["-m", "absent"], ["-m", "package.absent"], ["-m", "package"], ["-m", "absent.module"], ["-m", "broken"],
-     ["-m", "misspelt"], ["-m", "package.parent"], ["-m", "..up"], ["-m", "module.py"], ["empty.zip"]],
+     ["-m", "misspelt"], ["-m", "package.parent"], ["-m", "..up"], ["empty.zip"]],
     ids=" ".join,
 )  # fmt: skip
 def test_a_module_that_cannot_be_run_is_told_as_python_tells_it(house: House, argv: list[str]) -> None:
     with_neighbours(house)
-    house.write("module.py", "")
     house.write("package/__init__.py", "")
     house.write("package/parent/__init__.py", "import absent_too")
     with zipfile.ZipFile(house.folder / "empty.zip", "w") as file:
