@@ -100,12 +100,13 @@ def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
 
 
-@pytest.fixture
-def no_gc_callbacks() -> Iterator[None]:
-    """Let nobody's code run in a collection of garbage: what a signal raises there is lost, and told of by pytest."""
-    hypothesis_has, gc.callbacks[:] = gc.callbacks[:], []
-    yield
-    gc.callbacks[:] = hypothesis_has
+@pytest.fixture(autouse=True)
+def no_gc_callbacks() -> None:
+    """Remove Hypothesis', which times collections of garbage.
+
+    What a signal raises in it, or a stack that is full, is lost, and told of by pytest.
+    """
+    gc.callbacks.clear()
 
 
 @pytest.fixture

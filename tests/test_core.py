@@ -124,7 +124,6 @@ def _start_and_wait(thread: threading.Thread, latch: Latch) -> None:
     latch.wait(TIMEOUT)
 
 
-@pytest.mark.usefixtures("no_gc_callbacks")
 def test_a_signal_at_any_moment_of_a_wait_is_neither_lost_nor_leaves_anything() -> None:
     """Neither what the handler raises (lost in `__del__`), nor descriptors, nor the wakeup descriptor of a host."""
 

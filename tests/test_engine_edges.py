@@ -196,7 +196,6 @@ def test_signals_are_given_back_once_however_often() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-@pytest.mark.usefixtures("no_gc_callbacks")
 @pytest.mark.filterwarnings("ignore:.* was dropped, and is killed:ResourceWarning")
 @pytest.mark.parametrize("how", ["binary", "fork"])
 def test_a_signal_at_any_moment_leaves_nothing(how: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 from typing import TYPE_CHECKING
@@ -461,10 +462,8 @@ def test_ranks_that_were_hidden_until_they_failed(place: Place) -> None:
         raise ValueError("the same")
         """)
     done = place.run("--nproc-per-node", 3, "--settle", 60, "--ranks", 0, script)
-    assert [line for line in done.err.splitlines() if line.startswith("[") and "ValueError: " in line] == [
-        "[0] ValueError: the same",
-        "[1-2] ValueError: the same",
-    ]
+    prefixes = re.findall(r"^(\[.*\]) ValueError: the same$", done.err, re.MULTILINE)
+    assert prefixes in (["[0]", "[1-2]"], ["[0-1]", "[2]"], ["[0-2]"])  # when they fail is theirs to say
 
 
 def test_in_json_each_rank_has_its_own(place: Place) -> None:
