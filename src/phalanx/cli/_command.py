@@ -29,7 +29,7 @@ _ALIKE = 0.65  # of two words that one may be meant by the other, see difflib
 _AS_GOOD = 0.1  # how much less, and yet as likely as the best
 
 
-class _Helpful(click.Command):
+class Command(click.Command):
     """A command whose errors show what a terminal would obey as escapes: they tell names that others have given.
 
     An error about an option that nobody has typed names the environment variable that has set it. An option that is not
@@ -97,11 +97,7 @@ class _Helpful(click.Command):
         return f"there is no option {name!r}{hint}{next(reasons, '')}"
 
 
-class Command(_Helpful):
-    """A command of ours."""
-
-
-class Group(_Helpful, click.Group):
+class Group(Command, click.Group):
     """A command that has others below it.
 
     Args:

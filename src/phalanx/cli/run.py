@@ -6,9 +6,7 @@ Owns the options, the workers' environment and the exit code. Knows nothing of h
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
-import shutil
 import signal
 import socket
 import stat
@@ -493,6 +491,9 @@ def _check_command(script: str, *, module: bool, no_python: bool) -> None:
 
 def _meant(script: str) -> str:
     """A hint for somebody who has named a script that is not there."""
+    import difflib  # these two are not on the way to a start
+    import shutil
+
     if shutil.which(script):
         return f"; to run the program {script!r}, give --no-python; a Python script needs neither"
     folder, name = os.path.split(script)
