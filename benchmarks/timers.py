@@ -199,7 +199,7 @@ def nest(
 
 def _armed(client: Any) -> int:
     """Count the slots of this process's seat that have a deadline."""
-    from phalanx._core.timetable import FIRST, NEVER, SLOTS
+    from phalanx._timers.timetable import FIRST, NEVER, SLOTS
     from phalanx.timer import _expires
 
     seat = _expires._seat if client is None else client.seat  # noqa: SLF001 - a group's seat is nobody's business else

@@ -16,7 +16,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx._core import by_value, pickling
+from phalanx._engine.pickling import by_value, picklers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,7 +85,7 @@ def there(function: Callable[..., Any], *args: Any, importable: Callable[[object
     if done.returncode:
         raise AssertionError(done.stderr.decode())
     data = io.BytesIO(done.stdout)
-    return cloudpickle.load(data) if BARE else pickling.Unpickler(data, sent).load()
+    return cloudpickle.load(data) if BARE else picklers.Unpickler(data, sent).load()
 
 
 def returned(value: Any) -> Any:
@@ -124,7 +124,7 @@ def _result(value: Any, importable: Callable[[object], bool]) -> bytes:
         return bytes(cloudpickle.dumps(value))
     file = io.BytesIO()
     try:
-        pickling.plain(file, _table(), importable=importable).dump(value)
+        picklers.plain(file, _table(), importable=importable).dump(value)
     except Exception:  # noqa: BLE001 - as for a worker's result: what fails by reference goes by value
         file = io.BytesIO()
         by_value.make(file, _table(), importable=importable, sent=None).dump(value)

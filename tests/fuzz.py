@@ -26,17 +26,21 @@ import tempfile
 import time
 from typing import TYPE_CHECKING, Self
 
-from phalanx._core import evidence, frames, reports, sealed, timeline
-from phalanx._core.ask import Ask, Target
-from phalanx._core.escalation import Escalation
-from phalanx._core.exit import Exit
-from phalanx._core.loop import Loop
-from phalanx._core.mirror import Mirror
-from phalanx._core.timetable import Seat, Timetable, encode
-from phalanx._core.wire import _PACKET as PACKET
+from phalanx._base import sealed_memfd
+from phalanx._base.channels import _PACKET as PACKET
+from phalanx._base.exit_status import Exit
+from phalanx._base.loop import Loop
+from phalanx._engine import worker_messages
+from phalanx._engine.mirror import Mirror
+from phalanx._evidence import evidence
+from phalanx._logs import write_index
+from phalanx._runs import record
+from phalanx._runs.catalog import look
+from phalanx._stacks import dump
+from phalanx._stacks.request import Ask, Target
+from phalanx._timers.escalation import Escalation
+from phalanx._timers.timetable import Seat, Timetable, encode
 from phalanx.errors import ChildFailedError, ProcessFailure
-from phalanx.multiprocessing import _record
-from phalanx.multiprocessing._runs import look
 from phalanx.timer import FileTimerRequest, _pipe
 from phalanx.timer._file import FileTimerServer
 
@@ -62,7 +66,7 @@ _TAKEN = 8
 _LARGE = 5000
 _PACKETS = [
     b"\x00Rpickle", b"\x10L" + _APART + b"\x00Rlater", b"\x01L" + _APART + b"\x08L" + _APART + b"\x3fL", b"\x20T",
-    b"\x00E" + struct.pack("<QI", 5, 3) + b"badTraceback", b"\x00" + bytes(reports.PACKET), b"\x04", b"",
+    b"\x00E" + struct.pack("<QI", 5, 3) + b"badTraceback", b"\x00" + bytes(worker_messages.PACKET), b"\x04", b"",
 ]  # fmt: skip
 _WORDS = (
     b"0", b"-1", b"1e999", b"9" * 5000, b"null", b"true", b"{}", b"[[", b'"', b"\n", b"\0", b"\xff\xfe",
@@ -181,9 +185,9 @@ class Fuzz:
         finally:
             ask.close()
         text = data.decode("utf-8", "backslashreplace")
-        threads = frames.parse(text)
+        threads = dump.parse(text)
         assert len(threads) <= len(data)
-        frames.sum_up({0: text, 1: ""}).encode()
+        dump.sum_up({0: text, 1: ""}).encode()
 
     def _report_socket(self, data: bytes) -> None:
         """Packets, apart by `_APART`; each one's first byte says which descriptors come with it."""
@@ -191,7 +195,7 @@ class Fuzz:
         dropped: list[int] = []
         mirror = Mirror()
         with ours, theirs:
-            inbox = reports.Inbox(ours, dropped.extend)
+            inbox = worker_messages.Inbox(ours, dropped.extend)
             mirror.started([(0, os.getpid())])
             mirror.running(0)
             packets = data.split(_APART)[:_TAKEN]
@@ -204,8 +208,8 @@ class Fuzz:
                 worker.exit = Exit(1)
             mirror.settle_results()
         worker = mirror.workers[0]
-        assert worker.told is None or sum(map(len, worker.told[:2])) <= reports.PACKET
-        assert not isinstance(worker.result, bytes) or len(worker.result) <= max(reports.PACKET, _LARGE)
+        assert worker.told is None or sum(map(len, worker.told[:2])) <= worker_messages.PACKET
+        assert not isinstance(worker.result, bytes) or len(worker.result) <= max(worker_messages.PACKET, _LARGE)
         worker.given.close()
         for fd in dropped:
             os.close(fd)
@@ -221,17 +225,17 @@ class Fuzz:
         yield out
         yield os.open("/", os.O_RDONLY | os.O_CLOEXEC)
         for bound in (False, True):
-            file = sealed.new("fuzz")
+            file = sealed_memfd.new("fuzz")
             os.write(file, bytes(_LARGE))
             if bound:
-                sealed.seal(file)
+                sealed_memfd.seal(file)
             yield file
         ours, theirs = socket.socketpair()
         theirs.close()
         yield ours.detach()
 
     def _run_record(self, data: bytes) -> None:
-        with open(os.path.join(self._folder.name, _record.FILE), "wb") as file:
+        with open(os.path.join(self._folder.name, record.FILE), "wb") as file:
             file.write(data)
         found = look(self._folder.name)
         assert found.run is None or found.state in _STATES
@@ -242,7 +246,7 @@ class Fuzz:
         path = os.path.join(self._folder.name, "timeline")
         with open(path, "wb") as file:
             file.write(data)
-        count = sum(1 for _ in timeline.read(path))
+        count = sum(1 for _ in write_index.read(path))
         assert count <= len(data)
 
     def _timer_table(self, data: bytes) -> None:
@@ -328,7 +332,7 @@ def _stranger() -> int:
 
 def _timeline(folder: str) -> bytes:
     """What a timeline of two streams holds."""
-    times = timeline.Timeline(os.path.join(folder, "example"))
+    times = write_index.Timeline(os.path.join(folder, "example"))
     for size in range(10, 200, 10):
         times.note(size % 20 // 10, size)
     times.note(0, 3)

@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from phalanx import timer
-from phalanx._core import clock
+from phalanx._base import clock
 from phalanx.timer import SharedTimerClient, SharedTimerServer
 
 LONG, HANG = 30.0, 0.3  # seconds: of blocks that are left in time, and of those that are not

@@ -244,7 +244,7 @@ def fork_a_child_that_dies(address: str) -> None:
 
 
 def say_where_the_table_is(address: str, gate: str) -> None:
-    from phalanx._core import timetable
+    from phalanx._timers import timetable
 
     tell(address, os.environ[timetable.ENV])
     pass_gate(gate)
@@ -264,7 +264,7 @@ def hang_when_stopped(address: str) -> None:
 
 def step_the_clock_and_hang(hours: float, gate: str) -> None:
     """A worker whose wall clock is wrong; rank 1 is in time all the same."""
-    from phalanx._core import clock
+    from phalanx._base import clock
 
     wall = clock.wall
     clock.wall = lambda: wall() + 3600 * hours

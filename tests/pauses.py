@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx._core import linux
+from phalanx._base import linux
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,7 +34,7 @@ GROUPS = "/sys/fs/cgroup/unified", "/sys/fs/cgroup"
 PROGRAM = f"""
 import os, random, sys, time
 from phalanx import timer
-from phalanx._core import clock
+from phalanx._base import clock
 
 chance, wall = random.Random(int(os.environ["RANK"])), clock.wall
 end = time.monotonic() + float(sys.argv[1])

@@ -7,21 +7,21 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from phalanx._core import files
-from phalanx._core.follower import Follower
-from phalanx._core.loop import Loop
-from phalanx._core.pump import Pump, Stream
-from phalanx._core.rotate import Rotator
-from phalanx._core.sink import Sink
-from phalanx._core.surface import Paper
-from phalanx._core.view import Lane, Text, View
+from phalanx._base import files
+from phalanx._base.loop import Loop
+from phalanx._engine.rotation.log_writer import Rotator
+from phalanx._logs.follower import Follower
+from phalanx._logs.pump import Pump, Stream
+from phalanx._logs.render import Lane, Text, View
+from phalanx._logs.sink import Sink
+from phalanx._logs.terminal import Paper
 from tests.helpers import TIMEOUT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
-    from phalanx._core.compress import Compressor
+    from phalanx._engine.rotation.compress import Compressor
 
 
 class Memory(Sink):

@@ -8,7 +8,8 @@ import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
-from phalanx._core import evidence, spy, stacks
+from phalanx._evidence import evidence
+from phalanx._stacks import collect, py_spy
 from phalanx.multiprocessing import start_processes
 from tests.helpers import pass_gate
 
@@ -23,7 +24,7 @@ def fake_py_spy(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> N
     path = folder / "py-spy"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
-    monkeypatch.setattr(spy, "find", lambda: str(path))
+    monkeypatch.setattr(py_spy, "find", lambda: str(path))
 
 
 def hang(address: str, gate: str) -> None:
@@ -51,7 +52,9 @@ def nest(address: str, gate: str, logs: str) -> dict[str, Any]:
     ) as group:
         pass_gate(gate)  # the inner one is ready
         pid = group.pids()[0]
-        target = stacks.Target(0, pid, group.logs.error_files[0], doomed=True, send=lambda number: os.kill(pid, number))
+        target = collect.Target(
+            0, pid, group.logs.error_files[0], doomed=True, send=lambda number: os.kill(pid, number)
+        )
         text = ask(target)
         above = parents(pid)
         for keeper in above[: above.index(os.getpid())]:
@@ -61,8 +64,8 @@ def nest(address: str, gate: str, logs: str) -> dict[str, Any]:
     return {"text": text, "mine": read(evidence.stacks_path(os.environ[evidence.ERROR_FILE_ENV]))}
 
 
-def ask(target: stacks.Target) -> str:
-    with stacks.Collection([target], 10) as collection:
+def ask(target: collect.Target) -> str:
+    with collect.Collection([target], 10) as collection:
         collection.begin()
         assert collection.wait(), collection.finish()
         return collection.finish()[target.key]

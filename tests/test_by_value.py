@@ -112,7 +112,7 @@ def test_the_parts_of_a_payload_share_what_was_sent() -> None:
     """As `payload` writes them: the memo is wound back before each rank's arguments."""
     passes("""
         import io, pickle
-        from phalanx._core import by_value, pickling
+        from phalanx._engine.pickling import by_value, picklers
         from tests.by_value_there import never
         class Shared: pass
         class Zero: pass
@@ -144,7 +144,7 @@ def test_the_parts_of_a_payload_share_what_was_sent() -> None:
 def test_a_reference_means_nothing_to_another_unpickler() -> None:
     passes("""
         import io, pickle
-        from phalanx._core import by_value, pickling
+        from phalanx._engine.pickling import by_value, picklers
         from tests.by_value_there import never
         pickling.received.note(there, 3)
         file = io.BytesIO()
@@ -158,7 +158,7 @@ def test_a_reference_means_nothing_to_another_unpickler() -> None:
 def test_by_reference_stops_at_what_the_other_side_cannot_import() -> None:
     passes("""
         import functools, io
-        from phalanx._core import by_value, pickling
+        from phalanx._engine.pickling import by_value, picklers
         from tests.by_value_there import never
         class Mark:
             def __reduce__(self): return "MARK"
@@ -224,7 +224,7 @@ def test_a_module_that_is_registered_goes_by_value(tmp_path: Path) -> None:
     )
     passes(f"""
         import sys
-        from phalanx._core import by_value, pickling
+        from phalanx._engine.pickling import by_value, picklers
         assert not pickling.wants_by_value() and "cloudpickle" not in sys.modules
         sys.path.insert(0, {str(tmp_path)!r})
         import mine, cloudpickle
@@ -241,7 +241,7 @@ def test_a_module_that_is_registered_goes_by_value(tmp_path: Path) -> None:
 
 def test_the_import_loads_neither_cloudpickle_nor_multiprocessing() -> None:
     code = (
-        "import sys, phalanx._core.by_value, phalanx._core.pickling as m; "
+        "import sys, phalanx._engine.pickling.by_value, phalanx._engine.pickling.picklers as m; "
         "print(m.wants_by_value(), {'cloudpickle', 'typing'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
@@ -415,7 +415,7 @@ def test_private_methods_by_value_though_multiprocessing_has_a_reducer_for_metho
 def test_private_methods_by_reference() -> None:
     passes("""
         import io, multiprocessing.reduction, pickle
-        from phalanx._core import by_value, pickling
+        from phalanx._engine.pickling import by_value, picklers
         table = dict(multiprocessing.reduction.ForkingPickler._extra_reducers)
         class A:
             def __work(self): return 3
@@ -439,7 +439,7 @@ def test_private_methods_by_reference() -> None:
 def test_a_method_that_its_object_has_no_more_goes_as_function_and_object() -> None:
     passes("""
         import types
-        from phalanx._core import by_value, pickling
+        from phalanx._engine.pickling import by_value, picklers
         class A:
             def f(self): return "A"
             @property

@@ -233,7 +233,7 @@ def test_a_run_id_longer_than_names_can_be(place: Place) -> None:
         assert place.program(*PHALANX, "logs", "--log-dir", place.logs, run_id).out == done.out
 
 
-@pytest.mark.parametrize("moment", ["phalanx.cli.run", "phalanx.cli.runs", "phalanx.cli.logs", "phalanx._core.clock"])
+@pytest.mark.parametrize("moment", ["phalanx.cli.run", "phalanx.cli.runs", "phalanx.cli.logs", "phalanx._base.clock"])
 def test_a_ctrl_c_while_a_command_is_loaded(place: Place, moment: str) -> None:
     program = f"""
 import os, signal, sys
@@ -248,7 +248,7 @@ sys.meta_path.insert(0, Interrupted())
 from phalanx.cli import main
 main()
 """
-    command = "runs" if moment == "phalanx._core.clock" else moment.rpartition(".")[2]
+    command = "runs" if moment == "phalanx._base.clock" else moment.rpartition(".")[2]
     done = place.program(sys.executable, "-c", program, command)
     assert (done.status, done.out, done.err) == (128 + signal.SIGINT, "", "")
 

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._core import clock, linux, wire
-from phalanx._core import loop as loop_module
-from phalanx._core.away import Pauses
-from phalanx._core.clock import FakeClock
-from phalanx._core.deadlines import Deadlines
-from phalanx._core.exit import Exit
-from phalanx._core.latch import Latch
-from phalanx._core.loop import READ, WRITE, Loop
+from phalanx._base import channels, clock, linux
+from phalanx._base import loop as loop_module
+from phalanx._base.clock import FakeClock
+from phalanx._base.deadlines import Deadlines
+from phalanx._base.exit_status import Exit
+from phalanx._base.latch import Latch
+from phalanx._base.loop import READ, WRITE, Loop
+from phalanx._base.suspension import Pauses
 from tests.helpers import TIMEOUT, wait_gone
 
 if TYPE_CHECKING:
@@ -477,22 +477,22 @@ def test_who_waits_between_the_two_clocks_makes_a_moment_later(monkeypatch: pyte
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[wire.Channel, wire.Channel]]:
-    ours, theirs = (wire.Channel(sock) for sock in wire.pair())
+def ends() -> Iterator[tuple[channels.Channel, channels.Channel]]:
+    ours, theirs = (channels.Channel(sock) for sock in channels.pair())
     yield ours, theirs
     ours.close()
     theirs.close()
 
 
-def receive(channel: wire.Channel) -> tuple[wire.Message, list[int]]:
+def receive(channel: channels.Channel) -> tuple[channels.Message, list[int]]:
     received = channel.receive()
     assert received is not None
     return received
 
 
-def test_messages_keep_their_boundaries_and_their_order(ends: tuple[wire.Channel, wire.Channel]) -> None:
+def test_messages_keep_their_boundaries_and_their_order(ends: tuple[channels.Channel, channels.Channel]) -> None:
     ours, theirs = ends
-    messages: list[wire.Message] = [("one", 1, 2.5, b"\0\xff", None, [("a", {"b": True})]), (), ("two", "ü" * 1000)]
+    messages: list[channels.Message] = [("one", 1, 2.5, b"\0\xff", None, [("a", {"b": True})]), (), ("two", "ü" * 1000)]
     for message in messages:
         assert ours.send(message)
     assert [receive(theirs)[0] for _ in messages] == messages
@@ -500,7 +500,7 @@ def test_messages_keep_their_boundaries_and_their_order(ends: tuple[wire.Channel
 
 
 @pytest.mark.parametrize("size", [32 * 1024 - 1, 32 * 1024, 32 * 1024 + 1, 1 << 20, 50 << 20])
-def test_a_message_of_any_size_arrives(size: int, ends: tuple[wire.Channel, wire.Channel]) -> None:
+def test_a_message_of_any_size_arrives(size: int, ends: tuple[channels.Channel, channels.Channel]) -> None:
     ours, theirs = ends
     message = ("big", b"x" * size)
     assert ours.send(message)
@@ -509,7 +509,9 @@ def test_a_message_of_any_size_arrives(size: int, ends: tuple[wire.Channel, wire
 
 @pytest.mark.parametrize("count", [1, 249, 250, 251, 500, 501, 1000])
 @pytest.mark.parametrize("size", [0, 100_000])
-def test_any_number_of_descriptors_arrives(count: int, size: int, ends: tuple[wire.Channel, wire.Channel]) -> None:
+def test_any_number_of_descriptors_arrives(
+    count: int, size: int, ends: tuple[channels.Channel, channels.Channel]
+) -> None:
     ours, theirs = ends
     message = ("fds", "x" * size)
     with contextlib.ExitStack() as stack:
@@ -532,7 +534,7 @@ def test_any_number_of_descriptors_arrives(count: int, size: int, ends: tuple[wi
         assert theirs.receive() is None
 
 
-def test_what_does_not_fit_is_kept_and_flushed(ends: tuple[wire.Channel, wire.Channel]) -> None:
+def test_what_does_not_fit_is_kept_and_flushed(ends: tuple[channels.Channel, channels.Channel]) -> None:
     ours, theirs = ends
     sent = 0
     while ours.send(("number", sent, b"x" * 10_000)):
@@ -550,19 +552,19 @@ def test_what_does_not_fit_is_kept_and_flushed(ends: tuple[wire.Channel, wire.Ch
     assert ours.flush()
 
 
-def test_the_other_end_is_gone(ends: tuple[wire.Channel, wire.Channel]) -> None:
+def test_the_other_end_is_gone(ends: tuple[channels.Channel, channels.Channel]) -> None:
     ours, theirs = ends
     assert ours.send(("last words",))
     ours.close()
     assert receive(theirs) == (("last words",), [])
     for _ in range(2):
-        with pytest.raises(wire.Closed):
+        with pytest.raises(channels.Closed):
             theirs.receive()
-    with pytest.raises(wire.Closed):
+    with pytest.raises(channels.Closed):
         theirs.send(("anybody?", b"x" * 100_000))
 
 
-def test_a_channel_that_is_closed_lets_go_of_all(ends: tuple[wire.Channel, wire.Channel]) -> None:
+def test_a_channel_that_is_closed_lets_go_of_all(ends: tuple[channels.Channel, channels.Channel]) -> None:
     # What was kept, and descriptors of a message of which the rest has not come: the leak check counts them.
     ours, theirs = ends
     while ours.send(("full", b"x" * 30_000)):
@@ -572,7 +574,7 @@ def test_a_channel_that_is_closed_lets_go_of_all(ends: tuple[wire.Channel, wire.
     while True:
         try:
             assert theirs.receive() is not None
-        except wire.Closed:
+        except channels.Closed:
             break
 
 

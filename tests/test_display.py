@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._core import display, hang_report, pump, supervisor
-from phalanx._core.aside import Aside
-from phalanx._core.loop import Loop
-from phalanx._core.pump import Pump
-from phalanx._core.sink import Sink
-from phalanx._core.surface import Paper
+from phalanx._base.background import Aside
+from phalanx._base.loop import Loop
+from phalanx._engine import supervisor
+from phalanx._logs import display, pump
+from phalanx._logs.pump import Pump
+from phalanx._logs.sink import Sink
+from phalanx._logs.terminal import Paper
+from phalanx._timers import hang_report
 from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, KeeperLostError, Std, start_processes
 from phalanx.timer import TimerSpecs
 from tests import workers

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._core import clock
-from phalanx._core.fold import Fold
+from phalanx._base import clock
+from phalanx._logs.dedup import Fold
 
 if TYPE_CHECKING:
     from types import ModuleType

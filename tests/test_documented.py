@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import click
 import pytest
 
+from phalanx._runs.record import Attempt, Rank, Run
+from phalanx._runs.record import Leftover as Left
 from phalanx.cli import logs as cli_logs
 from phalanx.cli import run as cli_run
 from phalanx.cli import runs as cli_runs
 from phalanx.cli import stack as cli_stack
 from phalanx.multiprocessing import Placement, start_processes
-from phalanx.multiprocessing._record import Attempt, Rank, Run
-from phalanx.multiprocessing._record import Leftover as Left
 from phalanx.timer import TimerSpecs
 from tests.helpers import descendants
 from tests.test_lost_helpers import until

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx._core import evidence
+from phalanx._evidence import evidence
 from phalanx.multiprocessing import start_processes
 from tests.helpers import TIMEOUT
 
@@ -89,7 +89,7 @@ def test_a_scripts_fatal_signal_is_known(tmp_path: Path) -> None:
 
 LOSES_ITS_FOLDER = """
 import os, sys
-from phalanx._core import evidence
+from phalanx._evidence import evidence
 path = sys.argv[1]
 evidence.catch_fatal_signals(path)
 folder = os.path.dirname(path)

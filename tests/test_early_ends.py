@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._core import clock
+from phalanx._base import clock
+from phalanx._outcomes.result import _early
 from phalanx.errors import Outcome
-from phalanx.multiprocessing._result import _early
 from tests.helpers import wait_gone
 from tests.test_run import Launcher
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 BEGAN = 1000.0
 SOON = """
-import phalanx.multiprocessing._result as result
+import phalanx._outcomes.result as result
 result.EARLY = result.EARLY_SHARE = 1e-9
 from phalanx.cli import main
 main()

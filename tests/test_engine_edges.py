@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._core import interrupts, payload
-from phalanx._core.latch import Latch
-from phalanx._core.loop import Loop
+from phalanx._base import interrupts
+from phalanx._base.latch import Latch
+from phalanx._base.loop import Loop
+from phalanx._engine.host_signals import acquire, release
+from phalanx._engine.pickling import payload
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, SignalException, start_processes
-from phalanx.multiprocessing._signals import acquire, release
 from tests import workers
 from tests.helpers import TIMEOUT, descendants
 from tests.waits import shorten
@@ -154,9 +155,9 @@ def test_a_held_signal_raises_at_the_end() -> None:
 
 STARTING = """
 import os, signal, threading
-from phalanx._core import tell
+from phalanx._base import stderr
 from phalanx.multiprocessing import SignalException
-from phalanx.multiprocessing._signals import acquire
+from phalanx._engine.host_signals import acquire
 
 name = "_start_joinable_thread" if hasattr(threading, "_start_joinable_thread") else "_start_new_thread"
 start = getattr(threading, name)

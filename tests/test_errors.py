@@ -30,9 +30,9 @@ from hypothesis import strategies as st
 
 import phalanx
 from phalanx import errors
-from phalanx._core import evidence
+from phalanx._evidence import evidence
+from phalanx._outcomes.failure import WHILE_LEAVING
 from phalanx.errors import ChildFailedError, ErrorHandler, Outcome, ProcessFailure, format_ranks, format_report, record
-from phalanx.errors._failure import WHILE_LEAVING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -243,7 +243,7 @@ def test_a_write_without_room_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     evidence.write_error_file(str(path), "old", "")
     code = (
-        "import resource, signal, sys; from phalanx._core import evidence\n"
+        "import resource, signal, sys; from phalanx._evidence import evidence\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
         "print(evidence.record(ValueError('x' * 100000)))\n"
@@ -293,7 +293,7 @@ def test_a_file_that_cannot_be_replaced_is_written_in_place(
 def test_readers_never_see_half_a_file_that_many_processes_write(tmp_path: Path, ready: Ready, gate: Gate) -> None:
     path, seen_enough = tmp_path / "error.json", tmp_path / "seen"
     code = (
-        "import os; from phalanx._core import evidence\n"
+        "import os; from phalanx._evidence import evidence\n"
         f"{ready.python()}\n"
         f"{gate.python()}\n"
         f"while not os.path.exists({str(seen_enough)!r}):\n"
@@ -959,7 +959,7 @@ def test_of_failures_without_a_moment_the_timestamp_tells_the_first(tmp_path: Pa
 def test_the_stack_of_a_fatal_signal_is_the_traceback(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     code = (
-        "import faulthandler, resource; from phalanx._core import evidence\n"
+        "import faulthandler, resource; from phalanx._evidence import evidence\n"
         "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
         "assert evidence.catch_fatal_signals()\n"
         "def crash(): faulthandler._sigsegv()\n"
@@ -977,7 +977,9 @@ def test_the_stack_of_a_fatal_signal_is_the_traceback(tmp_path: Path) -> None:
 
 def test_the_file_for_fatal_signals_is_removed_when_nothing_happened(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
-    code = "from phalanx._core import evidence; assert evidence.catch_fatal_signals(); evidence.catch_fatal_signals()"
+    code = (
+        "from phalanx._evidence import evidence; assert evidence.catch_fatal_signals(); evidence.catch_fatal_signals()"
+    )
     assert run(code, path)[0].returncode == 0
     assert os.listdir(tmp_path) == ["error.json.fatal"]
     evidence.remove_empty(str(path))
@@ -1234,7 +1236,7 @@ def test_initialize_warns_where_no_stack_can_be_shown(monkeypatch: pytest.Monkey
 
 def test_initialize_leaves_a_worker_its_file_for_fatal_signals(tmp_path: Path) -> None:
     body = "import faulthandler as f, resource as r; r.setrlimit(r.RLIMIT_CORE, (0, 0)); f._sigsegv()"
-    code = f"from phalanx._core import evidence; evidence.catch_fatal_signals()\n{SCRIPT.format(body)}"
+    code = f"from phalanx._evidence import evidence; evidence.catch_fatal_signals()\n{SCRIPT.format(body)}"
     process, stderr = run(code, tmp_path / "error.json")
     assert process.returncode == -signal.SIGSEGV
     assert stderr == ""

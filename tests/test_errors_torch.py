@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from phalanx import errors
-from phalanx._core import evidence
+from phalanx._evidence import evidence
 from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from tests.helpers import TIMEOUT
 

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 from phalanx import timer
-from phalanx._core import clock, timetable
-from phalanx._core.timetable import NEVER, SLOTS, Seat, Timer, Timetable
+from phalanx._base import clock
+from phalanx._timers import timetable
+from phalanx._timers.timetable import NEVER, SLOTS, Seat, Timer, Timetable
 from phalanx.timer import (
     FileTimerClient,
     LocalTimerClient,
@@ -820,7 +821,8 @@ def test_a_fork_of_a_process_that_was_in_no_group(monkeypatch: pytest.MonkeyPatc
 
 SIGNALS = """
 import os, random, signal, sys
-from phalanx._core import clock, timetable
+from phalanx._timers import timetable
+from phalanx._base import clock
 from phalanx.timer import TimerClient, configure, expires
 
 class Client(TimerClient):
@@ -891,7 +893,7 @@ def test_to_import_it_costs_little() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [
-        "phalanx", "phalanx._core", "phalanx._core.clock", "phalanx._core.sigpipe", "phalanx._core.timetable",
-        "phalanx._core.value", "phalanx.timer", "phalanx.timer._expires",
+        "phalanx", "phalanx._base", "phalanx._base.clock", "phalanx._base.frozen", "phalanx._base.sigpipe",
+        "phalanx._timers", "phalanx._timers.timetable", "phalanx.timer", "phalanx.timer._expires",
     ]  # fmt: skip
     assert signal.getsignal(signal.SIGALRM) is not None

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._core import evidence, files, set_aside, timeline
-from phalanx._core.follower import Follower, last_lines
+from phalanx._base import files
+from phalanx._evidence import evidence
+from phalanx._logs import rotated, write_index
+from phalanx._logs.follower import Follower, last_lines
 from phalanx.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, start_processes
 from tests.helpers import TIMEOUT
 from tests.pump_tools import Memory, rig
@@ -229,13 +231,13 @@ def test_a_follower_tells_what_it_may_not_read(tmp_path: Path) -> None:
 
 
 def test_the_end_of_a_bomb_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(set_aside, "_MOST_UNPACKED", 1 << 20)
+    monkeypatch.setattr(rotated, "_MOST_UNPACKED", 1 << 20)
     path = str(tmp_path / "stdout.log.1.gz")
     with gzip.open(path, "wb") as file:
         for _ in range(32):
             file.write(bytes(1 << 17))
     with pytest.raises(OSError, match="too large"):
-        set_aside.last_bytes(path, 100)
+        rotated.last_bytes(path, 100)
     (tmp_path / "stdout.log").write_bytes(b"end\n")
     assert last_lines(str(tmp_path / "stdout.log"), rotates=True) == b"end\n"
 
@@ -252,7 +254,7 @@ def test_a_bomb_is_unpacked_as_much_as_is_wanted_at_a_time(tmp_path: Path) -> No
 
 
 def test_a_file_of_holes_takes_few_records(tmp_path: Path) -> None:
-    index = timeline.Timeline(str(tmp_path / "timeline"))
+    index = write_index.Timeline(str(tmp_path / "timeline"))
     index.note(0, 1 << 62)
     index.close()
     assert os.path.getsize(index.path) < 40_000
@@ -261,16 +263,16 @@ def test_a_file_of_holes_takes_few_records(tmp_path: Path) -> None:
 def test_a_device_in_the_place_of_a_timeline_is_not_read(tmp_path: Path) -> None:
     index = tmp_path / "timeline"
     index.symlink_to("/dev/zero")
-    assert list(timeline.read(str(index))) == []
+    assert list(write_index.read(str(index))) == []
 
 
 def test_no_more_parts_of_a_timeline_are_kept_in_mind_than_is_stated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timeline, "MOST_PARTS", 3)
+    monkeypatch.setattr(write_index, "MOST_PARTS", 3)
     index = tmp_path / "timeline"
-    index.write_bytes(timeline.HEAD.pack(timeline.MAGIC, 0) + timeline.packed(1, timeline.CUT, 0) * 10)
-    assert len(list(timeline.read(str(index)))) == 3
+    index.write_bytes(write_index.HEAD.pack(write_index.MAGIC, 0) + write_index.packed(1, write_index.CUT, 0) * 10)
+    assert len(list(write_index.read(str(index)))) == 3
 
 
 def test_evidence_is_not_read_beyond_its_bound(tmp_path: Path) -> None:

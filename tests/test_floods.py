@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._core import linux
+from phalanx._base import linux
 from phalanx.multiprocessing import PContext, start_processes
 from tests.helpers import TIMEOUT, Ready, wait_gone
 from tests.workers import ROOT

@@ -120,7 +120,7 @@ dist.destroy_process_group()
 
 # As `phalanx run`, but that on a machine that is busy the ranks have more time to give their stacks.
 PATIENT = """
-from phalanx._core import witnesses
+from phalanx._stacks import snapshot
 from phalanx.cli import main
 witnesses.WAIT, witnesses._FRESH = 8.0, 60.0
 main()

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import phalanx.spawn as mp
-from phalanx._core import child, reports, wire
+from phalanx._base import channels
+from phalanx._engine import worker_messages
+from phalanx._engine.worker import mp_child
 from phalanx.multiprocessing import start_processes
 from tests import workers
 from tests.helpers import TIMEOUT, wait_gone
@@ -843,7 +845,7 @@ def test_an_exception_at_the_top_of_the_script_is_told_as_it_is(method: str, war
     """
     done = try_main(tmp_path, text, method, *["warm"] * (warm and method == "forkserver"))
     assert 'raise ValueError("no data here")' in done.stdout
-    assert "_core" not in done.stdout
+    assert "_engine" not in done.stdout
     assert f"A worker runs {tmp_path / 'script.py'} again, as __mp_main__." in done.stdout
     assert "unpickled" not in done.stdout, "nothing was"
 
@@ -897,7 +899,7 @@ def test_what_stops_the_run_of_the_script_is_told_without_our_frames(method: str
     done = try_main(tmp_path, text, method)
     assert "SyntaxError: invalid syntax" in done.stdout
     assert "Can't get attribute 'work'" in done.stdout
-    assert "_core" not in done.stdout
+    assert "_engine" not in done.stdout
 
 
 def test_main_is_one_of_two() -> None:
@@ -1233,7 +1235,8 @@ def test_a_worker_that_asks_for_the_resource_tracker_and_is_gone(method: str, tm
     def work(index):
         gone = sys.argv[2] + "/gone"
         if index == 0:
-            from phalanx._core import child, reports
+            from phalanx._engine import worker_messages
+            from phalanx._engine.worker import mp_child
             reports.send = lambda *arguments, send=reports.send: (send(*arguments), os._exit(0))
             open(gone, "w").close()
             child._me.ask()
@@ -1277,14 +1280,14 @@ def test_a_fork_does_not_wait_for_the_resource_trackers_lock(tmp_path: Path) -> 
     assert done.stdout == "{0: None}\n", done.stderr
 
 
-def _child(report: int) -> child.Child:
-    return child.Child(child.Family("spawn", 1).member(0), 0, report, forked=False)
+def _child(report: int) -> mp_child.Child:
+    return mp_child.Child(mp_child.Family("spawn", 1).member(0), 0, report, forked=False)
 
 
 def test_a_worker_asks_for_the_resource_tracker_when_there_is_room() -> None:
     """The workers of a group have one socket to their launcher, which may be busy."""
-    theirs, ours = wire.pair()
-    inbox = reports.Inbox(theirs, lambda _fds: None)
+    theirs, ours = channels.pair()
+    inbox = worker_messages.Inbox(theirs, lambda _fds: None)
     asker = _child(ours.fileno())
     ours.setblocking(False)
     with contextlib.suppress(BlockingIOError):
@@ -1295,7 +1298,7 @@ def test_a_worker_asks_for_the_resource_tracker_when_there_is_room() -> None:
     def answer() -> None:
         while select.select([theirs], [], [], TIMEOUT)[0]:
             packet = inbox.receive()
-            if packet is not None and packet.letter == reports.TRACKER:
+            if packet is not None and packet.letter == worker_messages.TRACKER:
                 with socket.socket(fileno=packet.fds[0]) as answering:
                     socket.send_fds(answering, [b"1"], [writer])
                 return
@@ -1314,7 +1317,7 @@ def test_a_worker_asks_for_the_resource_tracker_when_there_is_room() -> None:
 
 def test_a_worker_whose_socket_has_been_closed_asks_nobody() -> None:
     """Its number may be that of a socket of the user's by now."""
-    theirs, ours = wire.pair()
+    theirs, ours = channels.pair()
     asker = _child(ours.fileno())
     user, other = socket.socketpair()
     with user, other:

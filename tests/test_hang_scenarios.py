@@ -53,7 +53,7 @@ else:
 # As `phalanx run`, but that on a machine that is busy the ranks, and py-spy, have more time for stacks.
 PATIENT = """
 import os
-from phalanx._core import witnesses
+from phalanx._stacks import snapshot
 from phalanx.cli import main
 from tests.waits import wait_long_for_stacks
 wait_long_for_stacks()

@@ -17,15 +17,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx._core import clock
-from phalanx._core.clock import FakeClock
-from phalanx._core.harmless import Colours, escape_json, harmless
-from phalanx._core.surface import Paper, Screen, visible
-from phalanx._core.tell import tell
-from phalanx._core.view import Json, Lane, Text, View
+from phalanx._base import clock
+from phalanx._base.clock import FakeClock
+from phalanx._base.control_chars import Colours, escape_json, harmless
+from phalanx._base.stderr import tell
+from phalanx._logs.prefixes import Prefixes
+from phalanx._logs.render import Json, Lane, Text, View
+from phalanx._logs.terminal import Paper, Screen, visible
 from phalanx.errors import ChildFailedError, ProcessFailure
 from phalanx.multiprocessing import ConsoleSpecs
-from phalanx.multiprocessing._prefixes import Prefixes
 from phalanx.spawn import ProcessRaisedException, spawn
 from tests.helpers import TIMEOUT
 from tests.pump_tools import Memory

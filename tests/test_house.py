@@ -27,20 +27,23 @@ SCRIPTS = sorted(
     if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
 )
 
-LAYERS = ("_core", "errors", "timer", "multiprocessing", "spawn", "cli")
+LAYERS = (
+    *("_base", "_evidence", "_logs", "_stacks", "_timers", "_placement", "_engine"),
+    *("_outcomes", "_runs", "_group", "errors", "timer", "multiprocessing", "spawn", "cli"),
+)
 """The packages from the ground up: each may import itself and what stands before it."""
 
 KEPT_APART = {
-    "src/phalanx/multiprocessing/_record.py": {"msgspec"},
-    "src/phalanx/multiprocessing/_runs.py": set[str](),
+    "src/phalanx/_runs/record.py": {"msgspec"},
+    "src/phalanx/_runs/catalog.py": set[str](),
     "src/phalanx/cli/_following.py": set[str](),
     "src/phalanx/cli/logs.py": {"click"},  # a command: loaded when it is called
 }
 """Modules that load a library as they are loaded, or a module that does: so nobody else imports them on the way."""
 
 ONE_PLACE = {
-    "msgspec": "src/phalanx/multiprocessing/_record.py",
-    "re2": "src/phalanx/_core/patterns.py",
+    "msgspec": "src/phalanx/_runs/record.py",
+    "re2": "src/phalanx/_logs/patterns.py",
     "rich": "src/phalanx/cli/runs.py",
 }
 """Libraries with one use, and the module that has it."""

@@ -51,8 +51,9 @@ def test_each_old_fault_is_noticed_when_it_is_planted_back() -> None:
 
 def test_a_fault_that_cannot_be_planted_any_more_is_an_error(tmp_path: Path) -> None:
     source = tmp_path / "src"
-    (source / "phalanx" / "_core").mkdir(parents=True)
     name, fault = next(iter(PLANTED.items()))
-    (source / "phalanx" / "_core" / fault.file).write_text("pass\n")
+    path = source / "phalanx" / fault.file
+    path.parent.mkdir(parents=True)
+    path.write_text("pass\n")
     with pytest.raises(AssertionError, match="there is no"):
         plant(name, source, tmp_path / "planted")

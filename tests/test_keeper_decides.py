@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._core import linux
-from phalanx._core.escalation import EVIDENCE_WAIT
+from phalanx._base import linux
+from phalanx._timers.escalation import EVIDENCE_WAIT
 from tests.helpers import TIMEOUT, alive, wait_gone
 from tests.workers import ROOT
 

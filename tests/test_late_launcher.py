@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._core import clock, display, linux, sealed
-from phalanx._core.launch import Launch
+from phalanx._base import clock, linux, sealed_memfd
+from phalanx._engine.keeper_client import Launch
+from phalanx._logs import display
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Std, start_processes
 from tests.helpers import TIMEOUT, alive, pass_gate, tell, wait_gone
 from tests.test_lost_helpers import helpers_of, running, stop, until
@@ -21,8 +22,8 @@ from tests.waits import shorten
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from phalanx._core.pump import Pump
-    from phalanx._core.supervisor import Supervisor
+    from phalanx._engine.supervisor import Supervisor
+    from phalanx._logs.pump import Pump
     from phalanx.multiprocessing import PContext
     from tests.helpers import Gate, Ready
 
@@ -171,14 +172,14 @@ def returns_much(rank: int, address: str, gate: str) -> bytes:
 
 def test_a_large_result_holds_up_no_stop(ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     reading, go_on = threading.Event(), threading.Event()
-    read = sealed.read
+    read = sealed_memfd.read
 
     def slowly(fd: int, limit: int) -> bytes:
         reading.set()
         go_on.wait(TIMEOUT)
         return read(fd, limit)
 
-    monkeypatch.setattr(sealed, "read", slowly)
+    monkeypatch.setattr(sealed_memfd, "read", slowly)
     args = {rank: (rank, ready.address, gate.address) for rank in range(2)}
     with start_processes("g", returns_much, args, start_method="fork") as group:
         pids = ready.pids(2)

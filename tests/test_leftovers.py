@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._core import keeper
-from phalanx._core.leftovers import Leftover, line_of_waiting, lines_of_ended
-from phalanx._core.peek import COMMAND, Peek
+from phalanx._engine.keeper import keeper
+from phalanx._engine.keeper.proc_memory import COMMAND, Peek
+from phalanx._engine.leftovers import Leftover, line_of_waiting, lines_of_ended
 from phalanx.multiprocessing import start_processes
 from tests.disks import sleeping_on_disks, until
 from tests.families import fork_daemon, fork_plain, fork_session

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from phalanx._core import keeper
-from phalanx._core.lifecycle import ACTIONS, EVENTS, STATES, TABLE, step
+from phalanx._engine.keeper import keeper
+from phalanx._engine.lifecycle import ACTIONS, EVENTS, STATES, TABLE, step
 
 Script = list[tuple[str, str, tuple[str, ...]]]
 """What happens, where that leads, and what is done."""

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from phalanx._core import interpreter, linux, wire
-from phalanx._core.deadlines import Deadlines
-from phalanx._core.loop import Loop
-from phalanx._core.seconds import seconds
+from phalanx._base import channels, interpreter, linux
+from phalanx._base.deadlines import Deadlines
+from phalanx._base.durations import seconds
+from phalanx._base.loop import Loop
 from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, LogsDest, LogsSpecs, Placement, Std, start_processes
 from phalanx.timer import TimerSpecs
 from tests import workers
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from phalanx._core.starting import Spec
+    from phalanx._engine.keeper.start_process import Spec
     from tests.helpers import Gate, Ready
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 
 RESULTS = """
 import contextlib, json, os, resource, sys
-from phalanx._core import mirror as module
+from phalanx._engine import mirror as module
 from phalanx.multiprocessing import start_processes
 from tests import workers
 
@@ -82,14 +82,14 @@ def test_a_result_that_is_cut_hides_no_other(tmp_path: Path) -> None:
 
 
 def test_a_channel_goes_on_after_a_message_that_was_cut() -> None:
-    ours, theirs = map(wire.Channel, wire.pair())
+    ours, theirs = map(channels.Channel, channels.pair())
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         ours.send(("first", 1), [0])
         ours.send(("second", 2))
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
         try:
-            with pytest.raises(wire.Truncated) as caught:
+            with pytest.raises(channels.Truncated) as caught:
                 theirs.receive()
             assert theirs.receive() == (("second", 2), [])
         finally:
@@ -101,8 +101,8 @@ def test_a_channel_goes_on_after_a_message_that_was_cut() -> None:
 
 
 def test_descriptors_that_have_to_wait_may_be_closed_by_their_owner() -> None:
-    ours, theirs = map(wire.Channel, wire.pair())
-    received: list[tuple[wire.Message, list[int]]] = []
+    ours, theirs = map(channels.Channel, channels.pair())
+    received: list[tuple[channels.Message, list[int]]] = []
     out, into = os.pipe()
     try:
         while ours.send(("filler", b"x" * 20_000)):
@@ -128,18 +128,18 @@ def test_descriptors_that_have_to_wait_may_be_closed_by_their_owner() -> None:
 def test_no_message_to_a_launcher_needs_a_descriptor(ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the number of ranks: a launcher may have none left."""
     sizes: list[int] = []
-    send = wire.Channel.send
+    send = channels.Channel.send
 
-    def measured(self: wire.Channel, message: wire.Message, fds: Any = ()) -> bool:
+    def measured(self: channels.Channel, message: channels.Message, fds: Any = ()) -> bool:
         import marshal
 
         size = len(marshal.dumps(message))  # type: ignore[arg-type]  # plain values
-        if message[0] != "up" and (size > wire._PACKET or fds):
+        if message[0] != "up" and (size > channels._PACKET or fds):
             tell(ready.address, f"{message[0]}: {size} bytes, {len(fds)} descriptors")
         sizes.append(size)
         return send(self, message, fds)
 
-    monkeypatch.setattr(wire.Channel, "send", measured)
+    monkeypatch.setattr(channels.Channel, "send", measured)
     args = dict.fromkeys(range(400), (ready.address, gate.address))
     group = start_processes("g", leaves_at_once, args, start_method="fork")
     monkeypatch.undo()
@@ -169,7 +169,7 @@ def ready_now(ready: Ready) -> list[str]:
 
 HIDDEN = """
 import os, sys
-from phalanx._core import keeper
+from phalanx._engine.keeper import keeper
 from phalanx.multiprocessing import start_processes
 from tests.waits import tell_keepers
 
@@ -541,8 +541,8 @@ def test_the_states_of_results(gate: Gate) -> None:
 
 
 def test_a_run_that_was_stopped_has_not_succeeded() -> None:
+    from phalanx._outcomes.result import verdict
     from phalanx.multiprocessing import Outcome, RunProcsResult
-    from phalanx.multiprocessing._result import verdict
 
     code, cause = verdict(RunProcsResult(outcomes={0: Outcome(0, 4242, "stopped", -15, 15)}))
     assert (code, cause) == (1, "rank 0: stopped by us (SIGTERM)")
@@ -551,7 +551,7 @@ def test_a_run_that_was_stopped_has_not_succeeded() -> None:
 
 def test_a_group_that_does_not_fall_together(ready: Ready, gate: Gate) -> None:
     """The policy that the engine has for those who decide themselves what a failure means."""
-    from phalanx._core.supervisor import Supervisor
+    from phalanx._engine.supervisor import Supervisor
 
     supervisor = Supervisor(settle=0.0, grace=1.0, together=False)
     supervisor.boot()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._core import spy, stacks
+from phalanx._stacks import collect, py_spy
 from phalanx.multiprocessing import start_processes
 from tests import busy
 
@@ -26,18 +26,18 @@ LOOKS = int(os.environ.get("PHALANX_TEST_LOOKS", "10"))
 @pytest.mark.parametrize("way", ["py-spy", "signal"])
 def test_no_look_harms_a_worker(way: str, ready: Ready, logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "signal":
-        monkeypatch.setattr(spy, "find", lambda: "")
-    script = os.path.join(os.path.dirname(stacks.__file__), "script.py")
+        monkeypatch.setattr(py_spy, "find", lambda: "")
+    script = os.path.join(os.path.dirname(collect.__file__), "script.py")
     args = {rank: (script, busy.__file__, str(rank), ready.address) for rank in range(len(busy.KINDS))}
     with start_processes("busy", sys.executable, args, log_dir=str(logs)) as group:
         ready.wait(len(args))
         shown: set[int] = set()
         for look in itertools.count(1):
-            targets = [stacks.Target(rank, pid, group.logs.error_files[rank]) for rank, pid in group.pids().items()]
-            with stacks.Collection(targets, 0.5) as collection:
+            targets = [collect.Target(rank, pid, group.logs.error_files[rank]) for rank, pid in group.pids().items()]
+            with collect.Collection(targets, 0.5) as collection:
                 collection.begin()
                 collection.wait()
-                shown |= {rank for rank, text in collection.finish().items() if stacks.parse(text)}
+                shown |= {rank for rank, text in collection.finish().items() if collect.parse(text)}
             assert group.wait(0) is None, "a look has ended a worker"
             if look >= LOOKS and shown == set(args):
                 break

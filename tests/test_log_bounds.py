@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._core import compress
-from phalanx._core.compress import Compressor
-from phalanx._core.follower import Follower
-from phalanx._core.set_aside import aside, numbers
+from phalanx._engine.rotation import compress
+from phalanx._engine.rotation.compress import Compressor
+from phalanx._logs.follower import Follower
+from phalanx._logs.rotated import aside, numbers
 from phalanx.multiprocessing import DefaultLogsSpecs
 from tests.helpers import TIMEOUT
 from tests.pump_tools import Rotated

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._core import clock
-from phalanx._core.fold import Fold
+from phalanx._base import clock
+from phalanx._logs.dedup import Fold
+from phalanx._logs.prefixes import stamp
 from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, RunProcsResult, Std, start_processes
-from phalanx.multiprocessing._prefixes import stamp
 from tests import workers
 from tests.helpers import TIMEOUT, Gate, Ready, descendants, wait_gone
 from tests.screen import Emulator
@@ -53,7 +53,10 @@ def start_sh(place: Place, code: str, *options: object, n: int = 1, **settings: 
     return place.start("--nproc-per-node", n, *options, "--no-python", "sh", "-c", code, **settings)
 
 
-PATIENT = "from phalanx._core import clock, fold; fold.Fold.__init__.__defaults__ = (60.0, clock.wall)\n"
+PATIENT = (
+    "from phalanx._base import clock; from phalanx._logs.dedup import Fold; "
+    "Fold.__init__.__defaults__ = (60.0, clock.wall)\n"
+)
 
 
 def fold_patiently(place: Place, more: str = "") -> None:
@@ -927,7 +930,7 @@ def grows_until(fd: int, text: str) -> str:
 
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         return read_until(fd, text)
-    from phalanx._core import linux
+    from phalanx._base import linux
 
     notify = linux.inotify()
     data = b""

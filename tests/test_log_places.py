@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from phalanx._runs.paths import default_place, place_of_new_runs
 from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
-from phalanx.multiprocessing._place import default_place, place_of_new_runs
 from tests.test_log_options import sh
 from tests.test_run import Place, refused
 

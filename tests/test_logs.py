@@ -14,15 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx.multiprocessing import (
-    DefaultLogsSpecs,
-    LogsDest,
-    LogsSpecs,
-    RunProcsResult,
-    Std,
-    start_processes,
-    to_map,
-)
+from phalanx.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, RunProcsResult, Std, start_processes, to_map
 from tests import workers
 from tests.workers import run_script
 
@@ -449,7 +441,7 @@ def test_a_file_cut_short_meanwhile_does_no_harm(logs: Path, capfdbinary: pytest
 
 HEAD = """
 import sys
-from phalanx._core import view
+from phalanx._logs import render
 from phalanx.multiprocessing import Std, start_processes
 view.QUIET = 60.0  # a block of Python's ends within a line, and the next one may come late
 code = "for n in range(20000): print('line', n)"

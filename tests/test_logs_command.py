@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._core import clock, linux
-from phalanx._core.clock import FakeClock
-from phalanx._core.set_aside import aside
-from phalanx._core.timeline import CUT, Timeline
-from phalanx._core.timeline import read as read_timeline
+from phalanx._base import clock, linux
+from phalanx._base.clock import FakeClock
+from phalanx._logs.rotated import aside
+from phalanx._logs.write_index import CUT, Timeline
+from phalanx._logs.write_index import read as read_timeline
+from phalanx._runs.catalog import resolve
 from phalanx.cli.logs import _Reader
 from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, Std, start_processes
-from phalanx.multiprocessing._runs import resolve
 from tests.helpers import Gate
 from tests.screen import Emulator
 from tests.test_log_options import start_sh
@@ -824,7 +824,7 @@ def test_a_file_system_of_a_network_is_known_by_its_number(tmp_path: Path, monke
 
 BLIND = """
 import sys
-from phalanx._core import linux
+from phalanx._base import linux
 add = linux.inotify_add
 linux.inotify_add = lambda fd, path, mask=0: add(fd, sys.argv[1])
 linux.is_of_network = lambda path: True
@@ -863,7 +863,7 @@ def test_a_folder_of_another_machine(place: Place) -> None:
 
 NONE_LEFT = """
 import errno, os, sys
-from phalanx._core import linux
+from phalanx._base import linux
 def refuse(*args):
     raise OSError(number, os.strerror(number))
 call, number = ("inotify", errno.EMFILE) if sys.argv[1] == "instance" else ("inotify_add", errno.ENOSPC)

@@ -24,13 +24,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx._core import clock, timeline
-from phalanx._core.clock import FakeClock
-from phalanx._core.growth import Growth
-from phalanx._core.timeline import APART, Timeline
+from phalanx._base import clock
+from phalanx._base.clock import FakeClock
+from phalanx._logs import write_index
+from phalanx._logs.growth import Growth
+from phalanx._logs.write_index import APART, Timeline
+from phalanx._runs.catalog import RunDir
 from phalanx.cli.logs import _Reader
 from phalanx.multiprocessing import ConsoleSpecs
-from phalanx.multiprocessing._runs import RunDir
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -297,8 +298,8 @@ def test_nothing_is_lost_doubled_out_of_order_or_misdated(events: list[tuple[Any
 def test_growth_that_is_denser_than_is_noted(events: list[tuple[Any, ...]], burst: int, spacing: float) -> None:
     """Nothing is lost or doubled, and each stream keeps its order; times are late by the spacing, at most."""
     with (
-        mock.patch.object(timeline, "BURST", burst),
-        mock.patch.object(timeline, "SPACING", spacing),
+        mock.patch.object(write_index, "BURST", burst),
+        mock.patch.object(write_index, "SPACING", spacing),
         after(events) as (history, folder),
     ):
         rows = shown(folder)

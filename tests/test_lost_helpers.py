@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._core import interpreter, lifecycle, linux, wire
-from phalanx._core import keeper as keeper_module
-from phalanx._core import launch as launch_module
-from phalanx._core.launch import Launch
-from phalanx._core.marked import Marked
+from phalanx._base import channels, interpreter, linux
+from phalanx._engine import keeper_client as launch_module
+from phalanx._engine import lifecycle
+from phalanx._engine.keeper import keeper as keeper_module
+from phalanx._engine.keeper_client import Launch
+from phalanx._engine.marked_processes import Marked
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, PContext, SubprocessContext, start_processes
 from tests.helpers import TIMEOUT, alive, pass_gate, tell, wait_gone
 from tests.waits import shorten
@@ -62,7 +63,7 @@ def helpers_of(group: PContext) -> tuple[int, int]:
 
 BOOTING = """
 import os, signal, sys, time
-from phalanx._core import linux
+from phalanx._base import linux
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, SubprocessContext, start_processes
 from tests.helpers import tell
 from tests.test_lost_helpers import StopTheKeeper
@@ -126,7 +127,7 @@ def test_an_order_to_start_that_lies_unread(ready: Ready, tmp_path: Path, who: s
 
 STOPS_BEFORE_IT_IS_UP = """
 import os
-from phalanx._core import keeper
+from phalanx._engine.keeper import keeper
 
 def keep(self, *arguments, keep=keeper.Keeper.keep):
     os.kill(os.getpid(), 19)
@@ -140,7 +141,7 @@ def test_a_keeper_that_says_it_is_up_as_its_guard_is_found_dead_is_not_taken_for
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The death of its guard wakes it. Its first word comes then, and the launcher may have read no other yet."""
-    command, helpers_gone, receive = interpreter.command, Launch.helpers_gone, wire.Channel.receive
+    command, helpers_gone, receive = interpreter.command, Launch.helpers_gone, channels.Channel.receive
     heard: list[object] = ["nothing yet"]
 
     def found_dead(launch: Launch) -> bool:
@@ -150,7 +151,7 @@ def test_a_keeper_that_says_it_is_up_as_its_guard_is_found_dead_is_not_taken_for
             select.select([launch.channel], (), (), TIMEOUT)
         return gone
 
-    def one_word_at_first(channel: wire.Channel) -> object:
+    def one_word_at_first(channel: channels.Channel) -> object:
         if heard == ["nothing yet"]:
             return None
         if heard == ["up"]:
@@ -172,7 +173,7 @@ def test_a_keeper_that_says_it_is_up_as_its_guard_is_found_dead_is_not_taken_for
     with monkeypatch.context() as patch:
         patch.setattr(interpreter, "command", lambda flags, code: command(flags, STOPS_BEFORE_IT_IS_UP + code))
         patch.setattr(Launch, "helpers_gone", found_dead)
-        patch.setattr(wire.Channel, "receive", one_word_at_first)
+        patch.setattr(channels.Channel, "receive", one_word_at_first)
         starting = threading.Thread(target=start)
         starting.start()
         until(lambda: stopped_helpers() != [])
@@ -273,7 +274,7 @@ def forks_with_every_descriptor() -> Iterator[list[int]]:
             os._exit(0)
         pids.append(pid)
 
-    pair = wire.pair
+    pair = channels.pair
 
     def pair_and_fork() -> object:
         both = pair()
@@ -281,7 +282,7 @@ def forks_with_every_descriptor() -> Iterator[list[int]]:
         return both
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire, "pair", pair_and_fork)
+        patch.setattr(channels, "pair", pair_and_fork)
         yield pids
     os.close(into)
     os.close(out)
@@ -479,7 +480,7 @@ def test_a_signal_is_not_held_while_the_keeper_does_not_get_up(tmp_path: Path) -
     script = tmp_path / "script.py"
     script.write_text("""
 import os, sys, signal, time
-from phalanx._core import linux
+from phalanx._base import linux
 from phalanx.multiprocessing import SignalException, start_processes
 from tests.test_lost_helpers import StopTheKeeper
 

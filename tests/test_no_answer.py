@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._core import supervisor as supervisor_module
-from phalanx._core import tell
-from phalanx.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, _context, start_processes
+from phalanx._base import stderr
+from phalanx._engine import supervisor as supervisor_module
+from phalanx._group import context
+from phalanx.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, start_processes
 from tests.helpers import TIMEOUT, alive, pass_gate, wait_gone
 from tests.waits import shorten
 from tests.workers import run_script
@@ -58,9 +59,9 @@ def test_folders_that_cannot_be_made_now_hold_up_no_stop(
         asked.set()
         never.wait()
 
-    monkeypatch.setattr(_context, "missing_folders", lambda _logs: [make])
+    monkeypatch.setattr(context, "missing_folders", lambda _logs: [make])
     shorten(monkeypatch, SILENCE=0.2)
-    monkeypatch.setattr(_context, "TIDY", 0.2)
+    monkeypatch.setattr(context, "TIDY", 0.2)
     binary, args = pausing(ready)
     with start_processes("g", binary, args, nprocs=2) as group:
         pids = ready.pids(2)
@@ -81,7 +82,7 @@ def test_folders_are_made_for_no_group_that_has_ended(gate: Gate, monkeypatch: p
         first.set()
         ended.wait(TIMEOUT)
 
-    monkeypatch.setattr(_context, "missing_folders", lambda _logs: [slow, lambda: made.append(1)])
+    monkeypatch.setattr(context, "missing_folders", lambda _logs: [slow, lambda: made.append(1)])
     monkeypatch.setattr(supervisor_module.Supervisor, "_finish_aside", lambda _self: None)
     with start_processes("g", "head", ("-c1", gate.address), nprocs=1) as group:
         assert first.wait(TIMEOUT)
@@ -102,8 +103,8 @@ def test_folders_are_removed_after_the_last_that_is_made(gate: Gate, monkeypatch
         answer.wait(TIMEOUT)
         steps.append("made")
 
-    monkeypatch.setattr(_context, "missing_folders", lambda _logs: [make])
-    monkeypatch.setattr(_context, "TIDY", 0.2)
+    monkeypatch.setattr(context, "missing_folders", lambda _logs: [make])
+    monkeypatch.setattr(context, "TIDY", 0.2)
     shorten(monkeypatch, SILENCE=0.2)
     with start_processes(
         "g", "head", ("-c1", gate.address), nprocs=1, logs_specs=SlowToTidy(lambda: steps.append("removed"))
@@ -133,7 +134,7 @@ class SlowToTidy(DefaultLogsSpecs):
 def test_a_close_waits_for_what_it_removes_no_longer_than_it_says(
     never: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_context, "TIDY", 0.2)
+    monkeypatch.setattr(context, "TIDY", 0.2)
     group = start_processes("g", "sh", ("-c", ":"), nprocs=1, logs_specs=SlowToTidy(never.wait))
     group.wait(TIMEOUT)
     closing = threading.Thread(target=group.close, daemon=True)
@@ -182,7 +183,7 @@ with start_processes("g", "sh", ("-c", "sleep 600 & echo > there; wait"), nprocs
     before = set(sys.modules)
     group.close(timeout=0.1)
     assert group._supervisor.mirror.leftovers
-print(sorted(name for name in set(sys.modules) - before if name.startswith("phalanx._core")))
+print(sorted(name for name in set(sys.modules) - before if name.startswith("phalanx._")))
 """
 
 
@@ -240,13 +241,13 @@ def run(tmp_path: Path, ready: Ready, setting: str) -> Iterator[subprocess.Popen
 def test_a_record_that_cannot_be_written_now_holds_back_no_signal(tmp_path: Path, ready: Ready, gate: Gate) -> None:
     """Neither as the workers start nor at the end."""
     setting = f"""
-    from phalanx.multiprocessing import _recorder
-    from phalanx.multiprocessing import _record
-    _recorder.PATIENCE = 0.2
+    from phalanx._runs import recorder
+    from phalanx._runs import record
+    recorder.PATIENCE = 0.2
     def write(*_):
         {ready.python(repr("writing"))}
         {gate.python()}
-    _record.write = write
+    record.write = write
     """
     with run(tmp_path, ready, setting) as process:
         said = ready.wait(3)
@@ -282,13 +283,13 @@ def test_a_console_that_takes_nothing_holds_back_no_signal(tmp_path: Path, ready
 def test_what_is_told_comes_in_order_and_a_fork_has_a_voice_of_its_own(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tell, "PATIENCE", TIMEOUT)  # for a thread that does not run yet on a machine that is busy
-    tell.mention("one")
-    tell.mention("two")
-    tell.tell("three")
+    monkeypatch.setattr(stderr, "PATIENCE", TIMEOUT)  # for a thread that does not run yet on a machine that is busy
+    stderr.mention("one")
+    stderr.mention("two")
+    stderr.tell("three")
     pid = os.fork()
     if pid == 0:
-        tell.tell("four")
+        stderr.tell("four")
         os._exit(0)
     os.waitpid(pid, 0)
     assert capfd.readouterr().err == "one\ntwo\nthree\nfour\n"

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._core import keeper, linux
+from phalanx._base import linux
+from phalanx._engine.keeper import keeper
 from phalanx.multiprocessing import KeeperLostError, start_processes
 from tests import families
 from tests.families import KINDS, SIZE, WORKERS
@@ -497,7 +498,8 @@ def test_what_is_below_a_process_that_outlives_sigkill_is_killed(
 
 UNKILLABLE = """
 import os, signal, sys
-from phalanx._core import guard, keeper, linux
+from phalanx._engine.keeper import guard, keeper
+from phalanx._base import linux
 from phalanx.multiprocessing import start_processes
 from tests.helpers import tell
 from tests.test_no_survivors import pause

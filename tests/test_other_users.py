@@ -21,11 +21,15 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from phalanx._core import evidence, files, linux, spy, stacks
-from phalanx._core.follower import Follower, last_lines
+from phalanx._base import files, linux
+from phalanx._evidence import evidence
+from phalanx._logs.follower import Follower, last_lines
+from phalanx._logs.specs import FolderLogsSpecs
+from phalanx._runs import catalog, record
+from phalanx._stacks import collect, py_spy
 from phalanx.cli.logs import logs
 from phalanx.cli.stack import stack
-from phalanx.multiprocessing import DefaultLogsSpecs, Std, _logs, _record, _runs, start_processes
+from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from tests.helpers import TIMEOUT
 from tests.test_runs import example, put
 
@@ -82,7 +86,7 @@ def last_word(process: subprocess.Popen[bytes], writer: int) -> bytes:
 def forge(root: Path, pid: int, offer: str, uid: int = NOBODY) -> Path:
     """A run of another user's, which says that it runs, started last, and has a process as its only rank."""
     start = linux.Stat(pid).start
-    rank = _record.Rank(rank=0, local_rank=0, pid=pid, pid_started=start, state="running")
+    rank = record.Rank(rank=0, local_rank=0, pid=pid, pid_started=start, state="running")
     run = example(started=253402214399.0, run_id="forged", pid=pid, pid_started=start)
     run = msgspec.structs.replace(run, attempts=[msgspec.structs.replace(run.attempts[0], ranks=[rank])])
     folder = root / "forged_run"
@@ -90,7 +94,7 @@ def forge(root: Path, pid: int, offer: str, uid: int = NOBODY) -> Path:
         (folder / "attempt_0/0").mkdir(parents=True)
         (folder / "attempt_0/0/stdout.log").write_text("forged\n")
         (folder / "attempt_0/0/error.json.stacks").write_text(offer)
-        _record.write(str(folder), run)
+        record.write(str(folder), run)
     return folder
 
 
@@ -101,8 +105,8 @@ def test_another_users_run_is_never_the_latest(shared: Path) -> None:
     ours = put(shared, "ours", started=1e9, state="failed", ended=1e9, exit_code=1)
     with victim() as (process, writer):
         forge(shared, process.pid, f"# stacks on signals 15 and 15, descriptor -1, process {process.pid}\n")
-        assert [run.name for run in _runs.find([str(shared)])] == ["forged_run", "ours"]
-        assert _runs.resolve([str(shared)]).path == str(ours)
+        assert [run.name for run in catalog.find([str(shared)])] == ["forged_run", "ours"]
+        assert catalog.resolve([str(shared)]).path == str(ours)
         done = CliRunner().invoke(stack, ["--log-dir", str(shared)])
         assert (done.exit_code, "the latest is ours (failed)" in done.output) == (1, True)
         shutil.rmtree(ours)
@@ -116,7 +120,7 @@ def test_another_users_run_is_never_the_latest(shared: Path) -> None:
 def test_root_can_look_at_another_users_run_but_signals_nobody_for_it(
     shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spy, "find", lambda: "")  # else it is read from outside, and a signal is not thought of
+    monkeypatch.setattr(py_spy, "find", lambda: "")  # else it is read from outside, and a signal is not thought of
     offered = shared / "offered"
     with acting_as(NOBODY):
         offered.touch()
@@ -148,15 +152,15 @@ def test_another_users_logs_can_be_read_by_name(shared: Path) -> None:
     done = CliRunner().invoke(logs, ["--log-dir", str(shared), "forged_run"])
     assert done.output == "[0] forged\n"
     put(shared, "forged_run2")
-    assert _runs.resolve([str(shared)], "forged").name == "forged_run2"
-    assert _runs.resolve([str(shared)], str(shared / "forged_run")).owner == NOBODY
+    assert catalog.resolve([str(shared)], "forged").name == "forged_run2"
+    assert catalog.resolve([str(shared)], str(shared / "forged_run")).owner == NOBODY
 
 
 def test_a_record_in_a_folder_of_ours_may_be_anothers(shared: Path) -> None:
     folder = put(shared, "ours")
-    assert _runs.look(str(folder)).is_ours
+    assert catalog.look(str(folder)).is_ours
     os.chown(folder / "run.json", NOBODY, -1)
-    assert not _runs.look(str(folder)).is_ours
+    assert not catalog.look(str(folder)).is_ours
 
 
 # --- stacks by signal
@@ -174,12 +178,12 @@ def test_a_record_in_a_folder_of_ours_may_be_anothers(shared: Path) -> None:
 def test_an_offer_that_cannot_be_the_workers_own_is_not_taken(
     shared: Path, monkeypatch: pytest.MonkeyPatch, offer: str, why: str
 ) -> None:
-    monkeypatch.setattr(spy, "find", lambda: "")
+    monkeypatch.setattr(py_spy, "find", lambda: "")
     path = shared / "error.json.stacks"
     with path.open("w") as file, victim(file.fileno()) as (process, writer):
         path.write_text(offer.format(fd=file.fileno(), pid=process.pid) + "\n")
-        target = stacks.Target(0, process.pid, str(shared / "error.json"), doomed=True)
-        with stacks.Collection([target], TIMEOUT) as collection:
+        target = collect.Target(0, process.pid, str(shared / "error.json"), doomed=True)
+        with collect.Collection([target], TIMEOUT) as collection:
             collection.begin()
             collection.wait()
             assert why in collection.finish()[0].partition("\n")[0]
@@ -187,15 +191,15 @@ def test_an_offer_that_cannot_be_the_workers_own_is_not_taken(
 
 
 def test_an_offer_in_another_users_file_is_not_taken(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spy, "find", lambda: "")
+    monkeypatch.setattr(py_spy, "find", lambda: "")
     path = shared / "error.json.stacks"
     with acting_as(NOBODY):
         path.touch()
     with path.open() as file, victim(file.fileno()) as (process, writer):
         with acting_as(NOBODY):
             path.write_text(f"# stacks on signals 10 and 10, descriptor {file.fileno()}, process {process.pid}\n")
-        target = stacks.Target(0, process.pid, str(shared / "error.json"), doomed=True)
-        with stacks.Collection([target], TIMEOUT) as asked:
+        target = collect.Target(0, process.pid, str(shared / "error.json"), doomed=True)
+        with collect.Collection([target], TIMEOUT) as asked:
             asked.begin()
             asked.wait()
             assert "it offers none;" in asked.finish()[0].partition("\n")[0]
@@ -203,13 +207,13 @@ def test_an_offer_in_another_users_file_is_not_taken(shared: Path, monkeypatch: 
 
 
 def test_the_signal_of_a_workers_environment_is_its_own(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from phalanx._core.ask import Ask
+    from phalanx._stacks.request import Ask
 
     monkeypatch.setenv(evidence.STACK_SIGNAL_ENV, str(int(signal.SIGTERM)))
     path = shared / "error.json.stacks"
     with path.open("w") as file, victim(file.fileno()) as (process, _writer):
         path.write_text(f"# stacks on signals 15 and 0, descriptor {file.fileno()}, process {process.pid}\n")
-        ask = Ask(stacks.Target(0, process.pid, str(shared / "error.json")))
+        ask = Ask(collect.Target(0, process.pid, str(shared / "error.json")))
         ask.open()
         assert ask.numbers == (15, 0)
         ask.close()
@@ -220,7 +224,7 @@ def test_the_signal_of_a_workers_environment_is_its_own(shared: Path, monkeypatc
 
 def test_folders_are_there_at_once_where_others_may_make_some(shared: Path, tmp_path: Path) -> None:
     for folder, can_wait in ((shared, False), (tmp_path, True)):
-        specs = _logs.FolderLogsSpecs(str(folder), Std.NONE, Std.NONE)
+        specs = FolderLogsSpecs(str(folder), Std.NONE, Std.NONE)
         specs.folders_can_wait = True
         specs.reify({0: {}, 1: {}})
         assert sorted(os.listdir(folder)) == ([] if can_wait else ["0", "1"])
@@ -372,7 +376,7 @@ def test_in_a_user_namespace_stdout_of_dev_can_be_a_log(shared: Path) -> None:
 
 READ_ONLY = """
 import os, sys, tempfile
-from phalanx.multiprocessing._place import place_of_new_runs
+from phalanx._runs.paths import place_of_new_runs
 os.setuid(int(sys.argv[1]))  # root may write anywhere
 print(place_of_new_runs() == (f"{os.environ['TMPDIR']}/phalanx-{os.geteuid()}", True))
 """

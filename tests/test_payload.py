@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from phalanx._core import payload
+from phalanx._engine.pickling import payload
 from phalanx.multiprocessing import start_processes
 from tests import payload_workers as does
 from tests.helpers import TIMEOUT, Gate, Ready

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._core import linux, topology
-from phalanx._core.topology import Topology, divide, quota_of, read, threads
-from phalanx.cli import _nproc
-from phalanx.multiprocessing import Placement, RunProcsResult, _placement, start_processes
+from phalanx._base import linux
+from phalanx._placement import accelerators, topology
+from phalanx._placement import placement as placing
+from phalanx._placement.topology import Topology, divide, quota_of, read, threads
+from phalanx.multiprocessing import Placement, RunProcsResult, start_processes
 from tests import workers
 from tests.helpers import wait_gone
 from tests.test_run import Place, refused
@@ -533,10 +534,10 @@ def test_a_failed_exec_is_named(tmp_path: Path) -> None:
 def test_a_placement_that_fails_is_named(entrypoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was allowed when it was looked at need not be when it is done."""
     program, method = ("true", "spawn") if entrypoint == "true" else (look, entrypoint)
-    monkeypatch.setattr(_placement, "divide", lambda *_: ([(FIRST,), (1_000,)], ""))
+    monkeypatch.setattr(placing, "divide", lambda *_: ([(FIRST,), (1_000,)], ""))
     with pytest.raises(OSError, match=r"worker 1 was not started; binding it to CPU 1000 failed: Invalid argument$"):
         starts(program, method)
-    monkeypatch.setattr(_placement, "_allowed_limit", lambda *_: ("nofile", resource.RLIMIT_NOFILE, 1 << 62, 1 << 62))
+    monkeypatch.setattr(placing, "_allowed_limit", lambda *_: ("nofile", resource.RLIMIT_NOFILE, 1 << 62, 1 << 62))
     with pytest.raises(PermissionError, match=r"worker 0 was not started; setting its limit 'nofile' failed: Op"):
         starts(program, method, Placement(rlimits={"nofile": 1}))
 
@@ -594,7 +595,7 @@ def test_fewer_devices_than_ranks_are_counted(monkeypatch: pytest.MonkeyPatch) -
     from phalanx.cli._placement import take_placement
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(_nproc, "count_gpus", lambda: 2)
+    monkeypatch.setattr(accelerators, "count_gpus", lambda: 2)
     options = {"cpu_bind": "none", "nice": 0, "rlimit": None, "virtual_local_rank": True}
     assert take_placement({**options, "grep": "x"}, 2)[0] == Placement(virtual_local_rank=True)
     with pytest.raises(Exception, match="--virtual-local-rank: rank 2 has no device: there are 2 for 3 ranks"):

@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._core import clock
+from phalanx._base import clock
+from phalanx._runs import catalog
+from phalanx._runs import prune as pruning
+from phalanx._runs import record as run_record
+from phalanx._runs.catalog import RunDir
+from phalanx._runs.prune import Stored, choose
+from phalanx._runs.recorder import Recorder
 from phalanx.cli import _place
 from phalanx.cli import runs as runs_module
-from phalanx.multiprocessing import LogsDest, _prune, _record, _runs
-from phalanx.multiprocessing._prune import Stored, choose
-from phalanx.multiprocessing._recorder import Recorder
-from phalanx.multiprocessing._runs import RunDir
+from phalanx.multiprocessing import LogsDest
 from tests.test_log_options import sh
 from tests.test_lost_helpers import until
 from tests.test_other_users import acting_as
@@ -49,7 +52,7 @@ def put_into(root: Path, name: str, age: float = 0.0, size: int = 0, **changes: 
     folder.mkdir(parents=True)
     now = time.time()
     fields = {"state": "succeeded", "started": now - age - 1, "ended": now - age, "exit_code": 0, **changes}
-    _record.write(str(folder), example(**fields))
+    run_record.write(str(folder), example(**fields))
     (folder / "attempt_0").mkdir()
     (folder / "attempt_0" / "stdout.log").write_bytes(os.urandom(size))  # a file system may compress
     for path in (folder / "attempt_0" / "stdout.log", folder / "attempt_0", folder / "run.json", folder):
@@ -221,7 +224,7 @@ def test_of_a_machine_of_the_same_name_what_goes_on_is_kept(place: Place) -> Non
     put(place, "began", age=0, **fields)
     (put(place, "goes_on", age=before, **fields) / "attempt_0" / "stdout.log").write_text("x")
     put(place, "ended", age=before, **fields)
-    states = {run.name: run.state for run in _runs.find([str(place.logs)])}
+    states = {run.name: run.state for run in catalog.find([str(place.logs)])}
     assert states == {"began": "running", "goes_on": "lost", "ended": "lost"}
     assert prune(place, "--keep", "0", "-y").status == 0
     assert names(place) == ["began", "goes_on"]
@@ -233,10 +236,10 @@ def test_of_a_machine_of_the_same_name_what_goes_on_is_kept(place: Place) -> Non
 def test_what_runs_by_now_is_kept(place: Place) -> None:
     """Between the choice and the removal lies a question, which may be answered late."""
     folder = put(place, "again")
-    chosen = choose([_prune.measure(run) for run in _runs.find([str(place.logs)])], time.time(), keep=0)
+    chosen = choose([pruning.measure(run) for run in catalog.find([str(place.logs)])], time.time(), keep=0)
     assert len(chosen) == 1
-    _record.write(str(folder), example())
-    assert _prune.remove([], chosen) == (0, 0, [])
+    run_record.write(str(folder), example())
+    assert pruning.remove([], chosen) == (0, 0, [])
     assert names(place) == ["again"]
 
 
@@ -267,9 +270,9 @@ def test_a_long_name_can_be_removed(place: Place) -> None:
 
 def test_of_a_file_with_two_names_each_has_its_share(place: Place) -> None:
     folder = put(place, "run", size=1_000_000)
-    before = _prune.measure(_runs.look(str(folder))).size
+    before = pruning.measure(catalog.look(str(folder))).size
     (folder / "again").hardlink_to(folder / "attempt_0" / "stdout.log")
-    assert _prune.measure(_runs.look(str(folder))).size == before
+    assert pruning.measure(catalog.look(str(folder))).size == before
 
 
 def test_links_in_a_run_are_not_followed(place: Place, tmp_path: Path) -> None:
@@ -279,7 +282,7 @@ def test_links_in_a_run_are_not_followed(place: Place, tmp_path: Path) -> None:
     (precious / "large").write_bytes(os.urandom(1_000_000))
     folder = put(place, "old")
     (folder / "attempt_0" / "link").symlink_to(precious)
-    assert _prune.measure(_runs.look(str(folder))).size < 500_000
+    assert pruning.measure(catalog.look(str(folder))).size < 500_000
     assert prune(place, "--keep", "0", "-y").status == 0
     assert names(place) == []
     assert (precious / "file").read_text() == "x"
@@ -288,8 +291,8 @@ def test_links_in_a_run_are_not_followed(place: Place, tmp_path: Path) -> None:
 def test_a_removal_that_was_interrupted_is_finished(place: Place) -> None:
     put(place, "new")
     (put(place, "old") / "run.json").unlink()
-    (place.logs / "old").rename(place.logs / f"{_prune.REMOVED}old")
-    assert [run.name for run in _runs.find([str(place.logs)])] == ["new"]
+    (place.logs / "old").rename(place.logs / f"{pruning.REMOVED}old")
+    assert [run.name for run in catalog.find([str(place.logs)])] == ["new"]
     done = prune(place, "--keep", "5", "-y")
     assert done.out.startswith("to be removed: 0 runs, 0 B; 1 run, ")
     assert "what is left of 1 run whose removal was interrupted" in done.out
@@ -298,7 +301,7 @@ def test_a_removal_that_was_interrupted_is_finished(place: Place) -> None:
 
 def test_which_removals_were_interrupted(place: Place) -> None:
     place.logs.mkdir()
-    begun = [place.logs / f"{_prune.REMOVED}{name}" for name in ("ours", "theirs", "file", "link")]
+    begun = [place.logs / f"{pruning.REMOVED}{name}" for name in ("ours", "theirs", "file", "link")]
     for path in begun[:2]:
         path.mkdir()
     begun[2].touch()
@@ -307,7 +310,7 @@ def test_which_removals_were_interrupted(place: Place) -> None:
         os.chown(begun[1], NOBODY, NOBODY)
     else:
         begun[1].rmdir()
-    assert _prune.half_removed([str(place.logs), str(place.logs / "none")]) == [str(begun[0])]
+    assert pruning.half_removed([str(place.logs), str(place.logs / "none")]) == [str(begun[0])]
 
 
 def test_there_is_nothing(place: Place) -> None:
@@ -326,10 +329,10 @@ def test_what_cannot_be_removed_keeps_nothing_else() -> None:
             os.chown(path, NOBODY, NOBODY)
         (root / "oldest" / "attempt_0" / "theirs").mkdir()
         (root / "oldest" / "attempt_0" / "theirs" / "file").touch()
-        left = f"{_prune.REMOVED}oldest"
+        left = f"{pruning.REMOVED}oldest"
         for keep, removed in ((1, 1), (1, 0), (0, 1)):
             with acting_as(NOBODY):
-                number, _, failed = _prune.prune(folder, keep)
+                number, _, failed = pruning.prune(folder, keep)
             assert (number, failed) == (removed, [f"{folder}/{left}: Permission denied"])
         assert os.listdir(folder) == [left]
 
@@ -377,7 +380,7 @@ def test_states_and_limits(place: Place) -> None:
 def test_much_is_hinted_at(place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     put(place, "a", size=50_000)
     (place.logs / "data").mkdir()  # no run
-    found = _runs.find([str(place.logs)])
+    found = catalog.find([str(place.logs)])
     runs_module._hint(found)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(runs_module, "_LARGE", 10_000)
@@ -415,7 +418,7 @@ def test_a_person_is_asked(place: Place) -> None:
 def test_so_many_are_kept(place: Place) -> None:
     for age in (3, 2, 1):
         put(place, f"run-{age}", age=age * DAY, size=50_000)
-    (place.logs / f"{_prune.REMOVED}run-4").mkdir()
+    (place.logs / f"{pruning.REMOVED}run-4").mkdir()
     done = sh(place, "echo x", "--keep-runs", 2, "--run-id", "today")
     assert done.status == 0
     assert re.search(r"^phalanx: --keep-runs 2: removed 2 runs, 1\d\d\.\d KiB$", done.err, re.MULTILINE)
@@ -428,7 +431,7 @@ def test_what_is_one_too_many_and_cannot_be_removed_is_told(monkeypatch: pytest.
     def fail(root: str, keep: int) -> None:
         raise PermissionError(13, f"{root}, {keep}")
 
-    monkeypatch.setattr(_prune, "prune", fail)
+    monkeypatch.setattr(pruning, "prune", fail)
     said: list[str] = []
     logs = LogsDest(timeline="/runs/x/attempt_0/timeline")
     recorder = Recorder("x", {}, lambda: logs, lambda: ({}, None), run_id="", command=[], say=said.append, keep_runs=3)

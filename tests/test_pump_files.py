@@ -16,18 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._core import clock, linux, pump, sink, timeline
-from phalanx._core.clock import FakeClock
-from phalanx._core.fold import Fold
-from phalanx._core.follower import Follower, last_lines
-from phalanx._core.loop import Loop
-from phalanx._core.merge import merge
-from phalanx._core.pump import Pump, Stream
-from phalanx._core.set_aside import aside
-from phalanx._core.sink import Sink
-from phalanx._core.surface import Paper, Screen
-from phalanx._core.timeline import GREW, Timeline
-from phalanx._core.view import Json, Text, View
+from phalanx._base import clock, linux
+from phalanx._base.clock import FakeClock
+from phalanx._base.loop import Loop
+from phalanx._logs import pump, sink, write_index
+from phalanx._logs.dedup import Fold
+from phalanx._logs.follower import Follower, last_lines
+from phalanx._logs.merge import merge
+from phalanx._logs.pump import Pump, Stream
+from phalanx._logs.render import Json, Text, View
+from phalanx._logs.rotated import aside
+from phalanx._logs.sink import Sink
+from phalanx._logs.terminal import Paper, Screen
+from phalanx._logs.write_index import GREW, Timeline
 from tests.helpers import TIMEOUT
 from tests.pump_tools import Memory, Rotated, append, lane, read_all, rig, until
 from tests.screen import Emulator
@@ -404,7 +405,7 @@ def wall(time: FakeClock, monkeypatch: pytest.MonkeyPatch) -> float:
 
 
 def records(path: str) -> list[tuple[float, int, int]]:
-    return [(round(at - 1.7e9, 3), stream, grown) for at, kind, stream, grown in timeline.read(path) if kind == GREW]
+    return [(round(at - 1.7e9, 3), stream, grown) for at, kind, stream, grown in write_index.read(path) if kind == GREW]
 
 
 @pytest.mark.usefixtures("wall")
@@ -478,7 +479,7 @@ def test_a_timeline_that_cannot_be_written_is_given_up(tmp_path: Path) -> None:
         it.flush()
         it.note(0, 20)
         it.close()
-    assert list(timeline.read(str(tmp_path / "no" / "where"))) == []
+    assert list(write_index.read(str(tmp_path / "no" / "where"))) == []
 
 
 def test_a_damaged_timeline_yields_what_can_be_read(tmp_path: Path) -> None:
@@ -491,10 +492,10 @@ def test_a_damaged_timeline_yields_what_can_be_read(tmp_path: Path) -> None:
     counts = []
     for length in range(len(whole) + 1):
         path.write_bytes(whole[:length])
-        counts.append(len(list(timeline.read(str(path)))))
+        counts.append(len(list(write_index.read(str(path)))))
     assert counts == [0] * 19 + [1] * 3 + [2]
     path.write_bytes(b"something else, and long enough for it\n")
-    assert list(timeline.read(str(path))) == []
+    assert list(write_index.read(str(path))) == []
 
 
 @pytest.mark.usefixtures("wall")
@@ -967,7 +968,9 @@ def test_the_times_of_writing_get_to_their_file(tmp_path: Path) -> None:
         until(it.loop, lambda: os.path.exists(times.path))  # within a second, not only at the end
         append(str(path), b"at its end\n")
         it.finish()
-    assert sum(grown for _at, _kind, stream, grown in timeline.read(times.path) if stream == 0) == path.stat().st_size
+    assert (
+        sum(grown for _at, _kind, stream, grown in write_index.read(times.path) if stream == 0) == path.stat().st_size
+    )
 
 
 def test_what_cannot_be_opened_leaves_nothing_open(tmp_path: Path) -> None:

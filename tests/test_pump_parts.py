@@ -14,18 +14,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx._core import clock, fold, terminal, view
-from phalanx._core import last as last_module
-from phalanx._core.clock import FakeClock
-from phalanx._core.fold import Fold
-from phalanx._core.last import LastLines
-from phalanx._core.lines import Cutter, half_letter, last_state, settled
-from phalanx._core.loop import Loop
-from phalanx._core.ranks import format_ranks
-from phalanx._core.search import Search
-from phalanx._core.sink import Sink
-from phalanx._core.surface import FRAME, Paper, Screen, visible
-from phalanx._core.view import QUIET, STATE, Json, Lane, Text, View
+from phalanx._base import clock, tty
+from phalanx._base.clock import FakeClock
+from phalanx._base.loop import Loop
+from phalanx._base.rank_ranges import format_ranks
+from phalanx._logs import dedup, render
+from phalanx._logs import last_lines as last_module
+from phalanx._logs.dedup import Fold
+from phalanx._logs.last_lines import LastLines
+from phalanx._logs.lines import Cutter, half_letter, last_state, settled
+from phalanx._logs.render import QUIET, STATE, Json, Lane, Text, View
+from phalanx._logs.search import Search
+from phalanx._logs.sink import Sink
+from phalanx._logs.terminal import FRAME, Paper, Screen, visible
 from tests.pump_tools import Memory, lane
 from tests.screen import Emulator
 
@@ -294,7 +295,7 @@ def test_what_was_shown_of_a_line_and_is_taken_back_stays_a_line(time: FakeClock
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
 def test_a_line_that_is_longer_than_can_be_held(monkeypatch: pytest.MonkeyPatch, end: bytes) -> None:
-    monkeypatch.setattr(view, "LONGEST", 10)
+    monkeypatch.setattr(render, "LONGEST", 10)
     desk, one, other = Desk(), lane(0), lane(1)
     assert desk.take(one, b"x" * 9) == b""
     assert desk.take(one, b"x") == b"[0] " + b"x" * 10
@@ -353,7 +354,7 @@ def test_no_json_text_has_its_line_end() -> None:
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n", b"", b"\rother\n"])
 def test_parts_of_a_long_line_are_marked_and_hold_whole_letters(monkeypatch: pytest.MonkeyPatch, end: bytes) -> None:
-    monkeypatch.setattr(view, "LONGEST", 10)
+    monkeypatch.setattr(render, "LONGEST", 10)
     desk, one, other = Desk(Json()), lane(0), lane(1)
     line = "äöüß€𝄞" * 9
     shown = b""
@@ -382,7 +383,7 @@ def test_parts_of_a_long_line_are_marked_and_hold_whole_letters(monkeypatch: pyt
 
 def test_a_long_line_that_ends_where_it_was_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine is told of the end of what it was told to be partial; a person needs no empty line."""
-    monkeypatch.setattr(view, "LONGEST", 10)
+    monkeypatch.setattr(render, "LONGEST", 10)
     desk, one = Desk(Json()), lane()
     rows = objects(desk.take(one, b"x" * 10) + desk.take(one, b"\n"))
     assert [(row["text"], row.get("partial"), row.get("continued")) for row in rows] == [
@@ -395,7 +396,7 @@ def test_a_long_line_that_ends_where_it_was_cut(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_parts_are_wanted_by_themselves_and_are_no_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(view, "LONGEST", 10)
+    monkeypatch.setattr(render, "LONGEST", 10)
     desk, one = Desk(Json(), Search(["wanted"], before=2, after=2)), lane()
     text = b"before\n" + b"1234567890" + b"is wanted " + b"and more\n" + b"after\n" + b"wanted\n"
     shown = b"".join(desk.take(one, bytes([byte])) for byte in text) + desk.finish(one)
@@ -407,7 +408,7 @@ def test_parts_are_wanted_by_themselves_and_are_no_context(monkeypatch: pytest.M
 
 def test_an_old_line_without_end_is_passed_over_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What has been written of it before it is wanted, and is too much to be held, is not shown."""
-    monkeypatch.setattr(view, "LONGEST", 10)
+    monkeypatch.setattr(render, "LONGEST", 10)
     desk, one = Desk(Json()), lane()
     for number in range(100):
         desk.view.skip(one, b"old %d " % number)
@@ -478,15 +479,15 @@ def test_a_line_that_all_have_said_comes_at_once(time: FakeClock) -> None:
 def test_a_line_waits_for_its_equals_no_longer_than_the_window(time: FakeClock) -> None:
     it = Folder(3)
     it.add(0, b"same\n")
-    assert it.fold.due == pytest.approx(time() + fold.WINDOW)
-    time.advance(fold.WINDOW * 0.9)
+    assert it.fold.due == pytest.approx(time() + dedup.WINDOW)
+    time.advance(dedup.WINDOW * 0.9)
     it.add(2, b"same\n")
     it.fold.release()
     assert it.out == []
-    time.advance(fold.WINDOW * 0.2)
+    time.advance(dedup.WINDOW * 0.2)
     it.add(1, b"same\n")  # too late, though nobody has looked at the clock since
     assert it.out == [("0,2", b"same\n")]
-    time.advance(fold.WINDOW)
+    time.advance(dedup.WINDOW)
     it.fold.release()
     assert it.out[1:] == [("1", b"same\n")]
 
@@ -540,11 +541,11 @@ def test_the_work_of_folding_grows_as_the_lines_do(line: bytes, ranks: int, time
 
 
 def test_a_fold_holds_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fold, "_MOST", 10)
+    monkeypatch.setattr(dedup, "_MOST", 10)
     it = Folder(2)
     it.add(0, b"".join(b"%d\n" % number for number in range(25)))
     assert [line for _ranks, line in it.out] == [b"%d\n" % number for number in range(15)]
-    monkeypatch.setattr(fold, "_MOST_BYTES", 1000)
+    monkeypatch.setattr(dedup, "_MOST_BYTES", 1000)
     it.add(1, b"x" * 2000 + b"\n")
     assert it.out[-1] == ("1", b"x" * 2000 + b"\n")
     assert len(it.out) == 26
@@ -706,7 +707,7 @@ def test_a_live_line_that_is_no_longer_selected_goes(time: FakeClock) -> None:
 
 
 def test_a_line_too_long_to_hold_leaves_no_live_one(time: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(view, "LONGEST", 10)
+    monkeypatch.setattr(render, "LONGEST", 10)
     it, one = Watcher(), lane()
     it.take(one, b"\r 10%")
     time.advance(FRAME)
@@ -793,7 +794,7 @@ def test_a_screen_asks_its_terminal_for_its_size(monkeypatch: pytest.MonkeyPatch
 def test_columns_of_the_environment(monkeypatch: pytest.MonkeyPatch, text: str, columns: int) -> None:
     monkeypatch.setenv("COLUMNS", text)
     monkeypatch.delenv("LINES", raising=False)
-    assert terminal.size(-1) == (columns, 24)
+    assert tty.size(-1) == (columns, 24)
 
 
 def test_a_line_that_grows_out_of_sight_is_not_sent_again(time: FakeClock) -> None:

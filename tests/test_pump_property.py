@@ -11,11 +11,12 @@ from unittest import mock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx._core import clock, lines, sink, view
-from phalanx._core.clock import FakeClock
-from phalanx._core.lines import Cutter
-from phalanx._core.surface import Paper
-from phalanx._core.view import Lane, Text, View
+from phalanx._base import clock
+from phalanx._base.clock import FakeClock
+from phalanx._logs import lines, render, sink
+from phalanx._logs.lines import Cutter
+from phalanx._logs.render import Lane, Text, View
+from phalanx._logs.terminal import Paper
 from tests.pump_tools import Memory, Rotated, append, rig
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ class Desk:
 def stopped_clock(longest: int = lines.LONGEST, start: float = 100.0) -> Iterator[FakeClock]:
     """A clock of ours. From 0 on, no state of a progress bar is due before a second has passed."""
     fake = FakeClock(start)
-    with mock.patch.object(clock, "now", fake), mock.patch.object(view, "LONGEST", longest):
+    with mock.patch.object(clock, "now", fake), mock.patch.object(render, "LONGEST", longest):
         yield fake
 
 

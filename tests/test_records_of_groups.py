@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import phalanx
-from phalanx._core.leftovers import Leftover
-from phalanx._core.mirror import Mirror
-from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Std, _prune, _record, _recorder, start_processes
+from phalanx._engine.leftovers import Leftover
+from phalanx._engine.mirror import Mirror
+from phalanx._runs import prune as pruning
+from phalanx._runs import record as run_record
+from phalanx._runs import recorder
+from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Std, start_processes
 from tests.helpers import TIMEOUT, pass_gate, tell
 from tests.test_logs import OneFolder
 from tests.test_lost_helpers import helpers_of, until
@@ -103,7 +106,7 @@ def test_its_failure_is_the_cause(logs: Path, gate: Gate) -> None:
 
 def test_what_is_known_later_is_not_said_before(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that sees the end is slow, and writes what it has seen after the result has been written."""
-    seen, ended, judged = _recorder._seen, threading.Event(), threading.Event()
+    seen, ended, judged = recorder._seen, threading.Event(), threading.Event()
 
     def see(mirror: Mirror) -> Any:
         ended.set()
@@ -113,7 +116,7 @@ def test_what_is_known_later_is_not_said_before(logs: Path, monkeypatch: pytest.
     def fail() -> None:
         raise ValueError("no luck")
 
-    monkeypatch.setattr(_recorder, "_seen", see)
+    monkeypatch.setattr(recorder, "_seen", see)
     with start_processes("train", fail, {0: ()}, record=True) as group:
         assert ended.wait(TIMEOUT)
         group.wait(TIMEOUT)
@@ -139,14 +142,14 @@ def test_one_that_is_closed_was_stopped(logs: Path, gate: Gate) -> None:
 
 
 def test_its_end_is_recorded_when_it_is_closed(logs: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = _record.write
+    write = run_record.write
 
     def write_late(*args: Any) -> None:
         time.sleep(0.1)  # a disk that takes its time
         write(*args)
 
-    monkeypatch.setattr(_record, "write", write_late)
-    monkeypatch.setattr(_recorder, "PATIENCE", TIMEOUT)
+    monkeypatch.setattr(run_record, "write", write_late)
+    monkeypatch.setattr(recorder, "PATIENCE", TIMEOUT)
     with start_processes("train", work, {0: (gate.address, 0)}, record=True) as group:
         gate.open()
         group.wait(TIMEOUT)
@@ -274,7 +277,7 @@ def test_a_run_whose_next_attempt_starts_is_not_removed(
     def prune() -> None:
         ready.wait()
         until(lambda: record(tmp_path / "own")["state"] == "running")
-        pruned.append(_prune.prune(str(tmp_path / "own"), 0))
+        pruned.append(pruning.prune(str(tmp_path / "own"), 0))
         gate.open()
 
     with start_processes("train", "true", nprocs=1, logs_specs=specs, record=True) as group:
@@ -324,7 +327,7 @@ def test_who_did_not_end() -> None:
     mirror = Mirror()
     mirror.started([(0, 1)])
     mirror.leftovers = [Leftover(2, "x", 0, 1.0, signal.SIGTERM, None)]
-    seen = _recorder._seen(mirror)
+    seen = recorder._seen(mirror)
     assert seen.outcomes[0].state == "abandoned"
     assert list(seen.leftovers) == mirror.leftovers
 

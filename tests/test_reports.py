@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
-from phalanx._core import child, reports, sealed, wire
-from phalanx._core.given import Given
-from phalanx._core.mirror import Mirror
+from phalanx._base import channels, sealed_memfd
+from phalanx._engine import worker_messages
+from phalanx._engine.mirror import Mirror
+from phalanx._engine.pickling.passed_fds import Given
+from phalanx._engine.worker import mp_child
 from phalanx.multiprocessing import start_processes
 from tests.helpers import TIMEOUT, Gate, Ready, pass_gate, tell
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from phalanx._core.mirror import Worker
+    from phalanx._engine.mirror import Worker
 
 METHODS = ("spawn", "forkserver", "fork")
 
@@ -41,12 +43,12 @@ def _logs_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def memory(content: bytes = b"", size: int = -1, seals: int = -1) -> int:
     """A file in memory, sealed as a value is, or by ``seals``."""
-    fd = sealed.new("phalanx-attack")
+    fd = sealed_memfd.new("phalanx-attack")
     os.write(fd, content)
     if size >= 0:
         os.truncate(fd, size)
     if seals < 0:
-        sealed.seal(fd)
+        sealed_memfd.seal(fd)
     return fd
 
 
@@ -110,10 +112,10 @@ class End:
     """A launcher's end of the socket, with two workers: 0 is this very process, and 1 is not there."""
 
     def __init__(self) -> None:
-        ours, theirs = wire.pair()
+        ours, theirs = channels.pair()
         self.theirs = theirs
         self.dropped = 0
-        self.inbox = reports.Inbox(ours, self._drop)
+        self.inbox = worker_messages.Inbox(ours, self._drop)
         self.mirror = Mirror()
         self.mirror.started([(0, os.getpid()), (1, 1)])
         self.mirror.running(0)
@@ -162,8 +164,8 @@ def test_a_good_value_counts_whatever_came_before_it(end: End) -> None:
     for name in ATTACKS:
         attack(end.theirs.fileno(), name)
         end.take()
-    reports.send(end.theirs.fileno(), reports.evidence(b"text", "stäck".encode(), 5))
-    reports.send(end.theirs.fileno(), b"R" + VALUE)
+    worker_messages.send(end.theirs.fileno(), worker_messages.evidence(b"text", "stäck".encode(), 5))
+    worker_messages.send(end.theirs.fileno(), b"R" + VALUE)
     end.take()
     sender, _other = end.ended()
     assert (sender.result, sender.told) == (VALUE, ("text", "stäck", 5))
@@ -173,11 +175,11 @@ def test_the_first_value_and_the_first_evidence_count(end: End) -> None:
     fd = end.theirs.fileno()
     large = memory(VALUE)
     reader, writer = os.pipe()
-    reports.send(fd, b"L", [reader, large])
-    reports.send(fd, b"R" + VALUE * 2, [reader])
-    reports.send(fd, b"L", [large])
+    worker_messages.send(fd, b"L", [reader, large])
+    worker_messages.send(fd, b"R" + VALUE * 2, [reader])
+    worker_messages.send(fd, b"L", [large])
     for number in (1, 2):
-        reports.send(fd, reports.evidence(b"text %d" % number, b"", number))
+        worker_messages.send(fd, worker_messages.evidence(b"text %d" % number, b"", number))
     for each in (large, reader):
         os.close(each)
     end.take()
@@ -194,7 +196,7 @@ def test_nobody_speaks_for_another(end: End) -> None:
     pid = os.fork()
     if pid == 0:
         try:
-            reports.send(end.theirs.fileno(), b"R" + VALUE)
+            worker_messages.send(end.theirs.fileno(), b"R" + VALUE)
             attack(end.theirs.fileno(), "an endless device for a value")
         finally:
             os._exit(0)
@@ -233,7 +235,7 @@ def test_packets_of_chance(end: End) -> None:
         if number % 1000 == 0:
             assert len(end.mirror._said) <= 1
             end.mirror._said.clear()
-            reports.send(fd, b"R" + VALUE)
+            worker_messages.send(fd, b"R" + VALUE)
             end.take()
             assert end.mirror._said[os.getpid()].result == VALUE
     for each in files:
@@ -242,7 +244,7 @@ def test_packets_of_chance(end: End) -> None:
 
 
 def test_no_more_is_received_while_descriptors_that_nobody_wants_are_not_closed() -> None:
-    ours, theirs = wire.pair()
+    ours, theirs = channels.pair()
     dropped: list[int] = []
     waited: list[bool] = []
 
@@ -250,7 +252,7 @@ def test_no_more_is_received_while_descriptors_that_nobody_wants_are_not_closed(
         dropped.extend(fds)
         return lambda: waited.append(True)
 
-    with closing(theirs), closing(reports.Inbox(ours, drop)) as inbox:
+    with closing(theirs), closing(worker_messages.Inbox(ours, drop)) as inbox:
         for _ in range(3):
             attack(theirs.fileno(), "many descriptors")
         mirror = Mirror()
@@ -267,7 +269,7 @@ def test_no_more_is_received_while_descriptors_that_nobody_wants_are_not_closed(
 
 
 def report() -> int:
-    me = child._me
+    me = mp_child._me
     assert me is not None
     assert me.report is not None
     return me.report

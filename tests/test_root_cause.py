@@ -26,11 +26,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._core import linux
-from phalanx._core.children import Children
-from phalanx.errors import _failure, record
+from phalanx._base import linux
+from phalanx._engine.keeper.children import Children
+from phalanx._outcomes import failure as failure_module
+from phalanx._outcomes.result import _raised, verdict
+from phalanx.errors import record
 from phalanx.multiprocessing import DefaultLogsSpecs, ScriptContext, Std, start_processes
-from phalanx.multiprocessing._result import _raised, verdict
 from tests.disks import sleeping_on_disks, until
 from tests.families import KINDS
 from tests.helpers import TIMEOUT, pass_gate, tell
@@ -256,8 +257,8 @@ def test_who_was_killed_comes_before_whose_connection_broke(
     method: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # For how long a keeper may notice nothing of a kill that a peer has seen; on a machine that is busy, longer yet.
-    assert _failure._KILL_NOTICED_NS >= 100 * 10**6
-    monkeypatch.setattr(_failure, "_KILL_NOTICED_NS", 10 * 10**9)
+    assert failure_module._KILL_NOTICED_NS >= 100 * 10**6
+    monkeypatch.setattr(failure_module, "_KILL_NOTICED_NS", 10 * 10**9)
     for _ in range(ROUNDS):
         with contextlib.ExitStack() as held:
             ends = multiprocessing.Pipe()
@@ -725,7 +726,7 @@ def one_has_handled(rank: int, ready: str, gate: str) -> None:
 def test_who_had_handled_an_exception_long_before_it_was_stopped_is_no_failure(
     method: str, ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phalanx._core.evidence.SOON_NS", 0)  # of the launcher, for which a moment is long now
+    monkeypatch.setattr("phalanx._evidence.evidence.SOON_NS", 0)  # of the launcher, for which a moment is long now
     args = {rank: (rank, ready.address, gate.address) for rank in range(2)}
     with start_processes("handled", one_has_handled, args, start_method=method, settle=0.0) as group:
         ready.wait(2)

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._core import display, keeper
-from phalanx._core.follower import Follower
-from phalanx._core.set_aside import aside
+from phalanx._engine.keeper import keeper
+from phalanx._logs import display
+from phalanx._logs.follower import Follower
+from phalanx._logs.rotated import aside
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Std, start_processes
 from tests import workers
 from tests.disks import Disk, sleeping_on_disks, until
@@ -119,7 +120,7 @@ def test_what_was_written_is_in_the_file_whoever_is_killed(tmp_path: Path, ready
     script = tmp_path / "launcher.py"
     script.write_text(f"""
 import os, signal, sys
-from phalanx._core import linux
+from phalanx._base import linux
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Std, start_processes
 from tests.helpers import tell
 
@@ -213,7 +214,7 @@ def forbid(number: int, error: int) -> None:
 
 WITHOUT_LINKS = """
 import errno, os, sys
-from phalanx._core.follower import aside
+from phalanx._logs.follower import aside
 from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from tests.test_rotation import forbid
 

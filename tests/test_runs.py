@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from phalanx._core import linux
-from phalanx.multiprocessing import _record, _runs
+from phalanx._base import linux
+from phalanx._runs import catalog, record
 from tests.helpers import TIMEOUT, Gate, Ready, alive, wait_gone
 from tests.test_run import Done, Place, read_until
 
@@ -54,17 +54,17 @@ def wait_for_record(place: Place) -> Path:
     fd = linux.inotify()
     try:
         linux.inotify_add(fd, str(folder), IN_MOVED_TO)
-        if not (folder / _record.FILE).exists():
+        if not (folder / record.FILE).exists():
             ready, _, _ = select.select([fd], [], [], TIMEOUT)
             assert ready
     finally:
         os.close(fd)
-    return folder / _record.FILE
+    return folder / record.FILE
 
 
-def example(**changes: Any) -> _record.Run:
-    ranks = [_record.Rank(rank=0, local_rank=0, pid=os.getpid(), state="running")]
-    run = _record.begin(
+def example(**changes: Any) -> record.Run:
+    ranks = [record.Rank(rank=0, local_rank=0, pid=os.getpid(), state="running")]
+    run = record.begin(
         run_id="night", name="train.py", command=["train.py", "--lr", "0.1"], started=1e9, nprocs=1, ranks=ranks
     )
     return msgspec.structs.replace(run, **changes)
@@ -74,7 +74,7 @@ def put(root: Path, name: str, **changes: Any) -> Path:
     """A run's folder with a record."""
     folder = root / name
     folder.mkdir(parents=True)
-    _record.write(str(folder), example(**changes))
+    record.write(str(folder), example(**changes))
     return folder
 
 
@@ -158,7 +158,7 @@ acquire, main, done = _imp.acquire_lock, _thread.get_ident(), []
 
 def acquire_lock():
     acquire()
-    here = _thread.get_ident() == main and sys._getframe(1).f_locals.get("name") == "phalanx.errors._report"
+    here = _thread.get_ident() == main and sys._getframe(1).f_locals.get("name") == "phalanx._outcomes.report"
     if here and not done:
         done.append(1)
         os.kill(os.getpid(), signal.SIGINT)  # its handler runs before the caller can see to the release
@@ -282,17 +282,17 @@ def test_a_failed_write_leaves_the_old_record_and_no_rest(tmp_path: Path, monkey
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(KeyboardInterrupt):
-        _record.write(str(folder), example(cause="new"))
+        record.write(str(folder), example(cause="new"))
     assert os.listdir(folder) == ["run.json"]
-    assert _record.read(str(folder)).cause == ""
+    assert record.read(str(folder)).cause == ""
 
 
 def test_a_reader_never_sees_half_a_record(tmp_path: Path) -> None:
     folder = put(tmp_path, "a")
-    ranks = [_record.Rank(rank=n, local_rank=n, pid=1 + n, state="running") for n in range(2000)]
+    ranks = [record.Rank(rank=n, local_rank=n, pid=1 + n, state="running") for n in range(2000)]
     both = [
         example(cause="short"),
-        example(cause="long", attempts=[_record.Attempt(number=0, started=0.0, ranks=ranks)]),
+        example(cause="long", attempts=[record.Attempt(number=0, started=0.0, ranks=ranks)]),
     ]
     stop = threading.Event()
 
@@ -300,15 +300,15 @@ def test_a_reader_never_sees_half_a_record(tmp_path: Path) -> None:
         turn = 0
         while not stop.is_set():
             turn += 1
-            _record.write(str(folder), both[turn % 2])
+            record.write(str(folder), both[turn % 2])
 
     writer = threading.Thread(target=replace)
     writer.start()
     try:
-        seen = [_record.read(str(folder)).cause for _ in range(300)]
+        seen = [record.read(str(folder)).cause for _ in range(300)]
         deadline = time.monotonic() + TIMEOUT
         while not {"short", "long"} <= set(seen) and time.monotonic() < deadline:
-            seen.append(_record.read(str(folder)).cause)
+            seen.append(record.read(str(folder)).cause)
     finally:
         stop.set()
         writer.join()
@@ -345,11 +345,11 @@ GOOD = msgspec.to_builtins(example())
 def test_a_damaged_record_is_listed_as_such(place: Place, content: bytes, words: list[str]) -> None:
     good, bad = put(place.logs, "good"), put(place.logs, "bad")
     (bad / "run.json").write_bytes(content)
-    with pytest.raises(_record.UnreadableRecordError) as caught:
-        _record.read(str(bad))
+    with pytest.raises(record.UnreadableRecordError) as caught:
+        record.read(str(bad))
     for word in words:
         assert word in str(caught.value)
-    found = {run.name: run for run in _runs.find([str(place.logs)])}
+    found = {run.name: run for run in catalog.find([str(place.logs)])}
     assert (found["good"].state, found["good"].problem) == ("running", "")
     assert (found["bad"].state, found["bad"].run) == ("unreadable", None)
     assert found["bad"].problem == str(caught.value)
@@ -359,7 +359,7 @@ def test_a_damaged_record_is_listed_as_such(place: Place, content: bytes, words:
 def test_what_is_wrong_with_a_record_is_said_in_few_words(tmp_path: Path) -> None:
     folder = put(tmp_path, "a")
     (folder / "run.json").write_text(json.dumps({**GOOD, "state": "x" * 1_000_000}))
-    problem = _runs.look(str(folder)).problem
+    problem = catalog.look(str(folder)).problem
     assert len(problem) < 1000
     assert problem.endswith("`$.state`")
 
@@ -367,46 +367,46 @@ def test_what_is_wrong_with_a_record_is_said_in_few_words(tmp_path: Path) -> Non
 def test_fields_of_a_later_day_are_no_error(tmp_path: Path) -> None:
     folder = put(tmp_path, "a")
     (folder / "run.json").write_text(json.dumps({**GOOD, "mood": "good"}))
-    assert _record.read(str(folder)).run_id == "night"
+    assert record.read(str(folder)).run_id == "night"
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     for name, make in (("pipe", os.mkfifo), ("folder", os.mkdir), ("loop", lambda path: os.symlink(path, path))):
         (tmp_path / name).mkdir()
         make(tmp_path / name / "run.json")
-    assert {run.name: run.state for run in _runs.find([str(tmp_path)])} == dict.fromkeys(
+    assert {run.name: run.state for run in catalog.find([str(tmp_path)])} == dict.fromkeys(
         ("pipe", "folder", "loop"), "unreadable"
     )
 
 
 def test_a_record_has_a_bound(tmp_path: Path) -> None:
     """It is neither read nor written beyond that. Several attempts of 4,000 ranks are below."""
-    ranks = [_record.Rank(rank=n, local_rank=n, pid=4194304, pid_started=10**9, state="succeeded") for n in range(4000)]
-    attempts = [_record.Attempt(number=n, started=1e9, ranks=ranks) for n in range(12)]
+    ranks = [record.Rank(rank=n, local_rank=n, pid=4194304, pid_started=10**9, state="succeeded") for n in range(4000)]
+    attempts = [record.Attempt(number=n, started=1e9, ranks=ranks) for n in range(12)]
     folder = put(tmp_path, "a", attempts=attempts)
-    assert _record.MOST_BYTES / 2 < (folder / "run.json").stat().st_size < _record.MOST_BYTES
-    with pytest.raises(OSError, match=f"{_record.MOST_BYTES} can be read"):
-        _record.write(str(folder), example(attempts=attempts * 2))
-    assert len(_record.read(str(folder)).attempts) == 12
+    assert record.MOST_BYTES / 2 < (folder / "run.json").stat().st_size < record.MOST_BYTES
+    with pytest.raises(OSError, match=f"{record.MOST_BYTES} can be read"):
+        record.write(str(folder), example(attempts=attempts * 2))
+    assert len(record.read(str(folder)).attempts) == 12
 
     os.truncate(folder / "run.json", 1 << 40)
-    (found,) = _runs.find([str(tmp_path)])
-    assert (found.state, f"more than {_record.MOST_BYTES} bytes" in found.problem) == ("unreadable", True)
+    (found,) = catalog.find([str(tmp_path)])
+    assert (found.state, f"more than {record.MOST_BYTES} bytes" in found.problem) == ("unreadable", True)
 
 
 def test_no_text_is_longer_than_an_argument_can_be(tmp_path: Path) -> None:
     folder = put(tmp_path, "a")
     (folder / "run.json").write_text(json.dumps({**GOOD, "command": ["x" * ((128 << 10) + 1)]}))
-    with pytest.raises(_record.UnreadableRecordError, match="command"):
-        _record.read(str(folder))
+    with pytest.raises(record.UnreadableRecordError, match="command"):
+        record.read(str(folder))
 
 
 def test_of_many_runs_no_more_is_held_than_is_shown(tmp_path: Path) -> None:
     put(tmp_path, "a", command=["x" * 3000, "y" * 3000, "z"])
-    (found,) = _runs.find([str(tmp_path)])
+    (found,) = catalog.find([str(tmp_path)])
     assert found.run is not None
     assert (found.run.attempts, found.run.command) == ([], ["x" * 3000, "y" * 1095 + "…"])
-    whole = _runs.resolve([str(tmp_path)], "a").run
+    whole = catalog.resolve([str(tmp_path)], "a").run
     assert whole is not None
     assert (len(whole.attempts), len(whole.command)) == (1, 3)
 
@@ -415,8 +415,8 @@ def test_a_link_in_the_place_of_what_is_written_first_is_not_followed(tmp_path: 
     folder = put(tmp_path, "a")
     (tmp_path / "precious").write_text("precious")
     (folder / f".run.json.{os.getpid()}").symlink_to(tmp_path / "precious")
-    _record.write(str(folder), example(cause="why"))
-    assert ((tmp_path / "precious").read_text(), _record.read(str(folder)).cause) == ("precious", "why")
+    record.write(str(folder), example(cause="why"))
+    assert ((tmp_path / "precious").read_text(), record.read(str(folder)).cause) == ("precious", "why")
 
 
 def test_runs_without_a_record_and_folders_that_are_no_runs(place: Place) -> None:
@@ -436,23 +436,23 @@ def test_runs_without_a_record_and_folders_that_are_no_runs(place: Place) -> Non
 def test_a_launcher_is_known_by_more_than_its_pid() -> None:
     mine = example()
     change = msgspec.structs.replace
-    assert _record.state_now(mine) == "running"
-    assert _record.state_now(change(mine, pid_started=mine.pid_started + 1)) == "lost"  # the pid is another's by now
-    assert _record.state_now(change(mine, boot_id=BOOT)) == "lost"  # the machine has been started anew
-    assert _record.state_now(change(mine, boot_id=BOOT, started=time.time())) == "running"  # another of the same name
-    assert _record.state_now(change(mine, boot_id=BOOT, host="elsewhere")) == "running"  # who knows?
-    assert _record.state_now(change(mine, host="elsewhere", pid_started=1)) == "lost"  # it only had another name
-    assert _record.state_now(change(mine, pid_namespace="pid:[1]", pid_started=1)) == "running"  # who knows?
-    assert _record.state_now(change(mine, state="failed", pid_started=1)) == "failed"
+    assert record.state_now(mine) == "running"
+    assert record.state_now(change(mine, pid_started=mine.pid_started + 1)) == "lost"  # the pid is another's by now
+    assert record.state_now(change(mine, boot_id=BOOT)) == "lost"  # the machine has been started anew
+    assert record.state_now(change(mine, boot_id=BOOT, started=time.time())) == "running"  # another of the same name
+    assert record.state_now(change(mine, boot_id=BOOT, host="elsewhere")) == "running"  # who knows?
+    assert record.state_now(change(mine, host="elsewhere", pid_started=1)) == "lost"  # it only had another name
+    assert record.state_now(change(mine, pid_namespace="pid:[1]", pid_started=1)) == "running"  # who knows?
+    assert record.state_now(change(mine, state="failed", pid_started=1)) == "failed"
 
 
 def test_a_zombie_does_not_run() -> None:
     with subprocess.Popen(["true"]) as child:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         dead = example(pid=child.pid, pid_started=linux.Stat(child.pid).start)
-        assert _record.state_now(dead) == "lost"
+        assert record.state_now(dead) == "lost"
     assert not alive(child.pid)
-    assert _record.state_now(dead) == "lost"
+    assert record.state_now(dead) == "lost"
 
 
 # --- finding them again
@@ -463,7 +463,7 @@ def test_the_newest_comes_first(place: Place) -> None:
         assert place.run("--run-id", f"run{number}", "--no-python", "true").status == 0
     assert [found["run"]["run_id"] for found in rows(place)] == ["run2", "run1", "run0"]
     assert [found["run"]["run_id"] for found in rows(place, "-n", 2)] == ["run2", "run1"]
-    assert _runs.resolve([str(place.logs)]).name.startswith("run2_")
+    assert catalog.resolve([str(place.logs)]).name.startswith("run2_")
 
 
 def test_names_and_what_they_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -478,16 +478,16 @@ def test_names_and_what_they_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     elsewhere = put(tmp_path, "elsewhere")
 
     def name(text: str | None) -> str:
-        return _runs.resolve([root], text).name
+        return catalog.resolve([root], text).name
 
     assert name(None) == "twice_ffff"
     assert name("night_cccc") == name("night") == name("night_") == "night_cccc"
     assert name("nightly") == name("nightl") == "nightly_dddd"
     assert name("20260101-12") == "20260101-121212_bbbb"
     assert name("twice_e") == "twice_eeee"
-    assert _runs.resolve([root], str(elsewhere)).path == str(elsewhere)
-    assert _runs.resolve([root], "./elsewhere/").path == str(elsewhere)
-    assert _runs.resolve([root], "elsewhere").path == str(elsewhere)
+    assert catalog.resolve([root], str(elsewhere)).path == str(elsewhere)
+    assert catalog.resolve([root], "./elsewhere/").path == str(elsewhere)
+    assert catalog.resolve([root], "elsewhere").path == str(elsewhere)
 
     for text, words in {
         "twice": ["'twice'", "2 runs", "twice_ffff, twice_eeee"],
@@ -498,17 +498,17 @@ def test_names_and_what_they_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "./runs": ["'./runs' is not a run's folder"],
         "no/such": ["'no/such' is not a run's folder"],
     }.items():
-        with pytest.raises(_runs.UnknownRunError) as caught:
+        with pytest.raises(catalog.UnknownRunError) as caught:
             name(text)
         for word in words:
             assert word in str(caught.value)
 
 
 def test_no_runs_at_all(tmp_path: Path) -> None:
-    assert _runs.find([str(tmp_path / "no" / "such")]) == []
+    assert catalog.find([str(tmp_path / "no" / "such")]) == []
     for text in (None, "x"):
-        with pytest.raises(_runs.UnknownRunError, match="no run"):
-            _runs.resolve([str(tmp_path)], text)
+        with pytest.raises(catalog.UnknownRunError, match="no run"):
+            catalog.resolve([str(tmp_path)], text)
 
 
 # --- the command
@@ -647,8 +647,8 @@ def test_what_is_not_needed_is_not_loaded() -> None:
 
 
 def test_a_record_of_many_ranks_is_small(tmp_path: Path) -> None:
-    ranks = [_record.Rank(rank=n, local_rank=n, pid=100000 + n, state="running") for n in range(10_000)]
-    _record.write(str(tmp_path), _record.end(example(), state="failed", exit_code=1, cause="x", ranks=ranks))
+    ranks = [record.Rank(rank=n, local_rank=n, pid=100000 + n, state="running") for n in range(10_000)]
+    record.write(str(tmp_path), record.end(example(), state="failed", exit_code=1, cause="x", ranks=ranks))
     assert os.path.getsize(tmp_path / "run.json") < 1.5e6
     with contextlib.closing(open(tmp_path / "run.json", "rb")) as file:
         assert json.load(file)["nprocs"] == 1

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from phalanx._core import script as script_module
+from phalanx._engine.worker import script as script_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

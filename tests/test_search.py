@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx._core import patterns
-from phalanx._core import search as module
-from phalanx._core.search import Only, Search
+from phalanx._logs import patterns
+from phalanx._logs import search as module
+from phalanx._logs.search import Only, Search
 from phalanx.multiprocessing import ConsoleSpecs
 from tests.helpers import TIMEOUT
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._core.follower import Follower, last_lines
-from phalanx._core.growth import Growth
-from phalanx._core.set_aside import NEWEST, Packed, aside, numbers
+from phalanx._logs.follower import Follower, last_lines
+from phalanx._logs.growth import Growth
+from phalanx._logs.rotated import NEWEST, Packed, aside, numbers
 from tests.pump_tools import append
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def test_the_number_that_is_expected_takes_no_look_at_the_folder(
         assert read_on(it) == b"one\n"
         rotate(path, 1)
         it.open()
-        monkeypatch.setattr("phalanx._core.follower.numbers", lambda _path: pytest.fail("it looks at the folder"))
+        monkeypatch.setattr("phalanx._logs.follower.numbers", lambda _path: pytest.fail("it looks at the folder"))
         assert it._own_number() == 1
 
 

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._core import linux
-from phalanx.multiprocessing import PContext, SignalException, _signals, start_processes
-from phalanx.multiprocessing._signals import acquire, release
+from phalanx._base import linux
+from phalanx._engine import host_signals
+from phalanx._engine.host_signals import acquire, release
+from phalanx.multiprocessing import PContext, SignalException, start_processes
 from tests import workers
 from tests.helpers import TIMEOUT, wait_gone
 from tests.waits import when_we_wait
@@ -154,15 +155,15 @@ def test_one_that_comes_while_a_value_is_read_is_no_failure_of_its_rank(monkeypa
 
 def test_one_in_the_midst_of_the_tidying_leaves_no_handler(monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    release_ = _signals.release
+    release_ = host_signals.release
 
     def interrupted(owner: object) -> None:
-        monkeypatch.setattr(_signals, "release", release_)
+        monkeypatch.setattr(host_signals, "release", release_)
         os.kill(os.getpid(), signal.SIGTERM)
         release_(owner)
 
     group = start_processes("g", "sleep", ("600",), nprocs=1)
-    monkeypatch.setattr(_signals, "release", interrupted)
+    monkeypatch.setattr(host_signals, "release", interrupted)
     with pytest.raises(SignalException):
         group.close()
     assert signal.getsignal(signal.SIGTERM) == before
@@ -224,7 +225,7 @@ def test_a_handler_of_ours_that_the_host_keeps_does_what_was_done_before(how: st
 
 
 def test_a_fork_that_another_thread_makes_during_a_start_has_its_own_interrupt() -> None:
-    with _signals.postpone():
+    with host_signals.postpone():
         pids: list[int] = []
 
         def fork() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from phalanx.multiprocessing import _record
+from phalanx._runs import record
 from tests.helpers import TIMEOUT, alive, wait_gone
 from tests.test_run import Done, Launcher, Place, read_until, terminal
 from tests.test_runs import put, wait_for_record
@@ -180,12 +180,12 @@ def test_a_pid_that_is_anothers_by_now_is_left_alone(place: Place, ready: Ready,
     """The record says when the rank's process started; one with another start is not that one."""
     with start(place, ready, gate, n=1) as launcher:
         (folder,) = place.logs.iterdir()
-        run = _record.read(str(folder))
+        run = record.read(str(folder))
         (rank,) = run.attempts[0].ranks
         for started in (rank.pid_started + 1, 0):
             ranks = [msgspec.structs.replace(rank, pid_started=started)]
             attempts = [msgspec.structs.replace(run.attempts[0], ranks=ranks)]
-            _record.write(str(folder), msgspec.structs.replace(run, attempts=attempts))
+            record.write(str(folder), msgspec.structs.replace(run, attempts=attempts))
             done = stack(place)
             assert done.status == 1
             assert done.out.startswith("rank 0 has ended\n")

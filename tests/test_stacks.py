@@ -17,8 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx._core import ask as ask_module
-from phalanx._core import clock, evidence, linux, spy, stacks
+from phalanx._base import clock, linux
+from phalanx._evidence import evidence
+from phalanx._stacks import collect, py_spy
+from phalanx._stacks import request as ask_module
 from phalanx.multiprocessing import start_processes
 from phalanx.timer._stack_signal import move_stack_signal
 from tests import stack_workers
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from tests.helpers import Gate, Ready
 
 ONE, ALL = signal.SIGRTMIN + 18, signal.SIGRTMIN + 19
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(stacks.__file__)))
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(collect.__file__)))
 PATIENCE = 10.0  # seconds that a dump may take on a loaded machine
 
 
@@ -48,7 +50,7 @@ class Worker:
         program = (
             "import os, signal, sys, threading, time\n"
             f"sys.path.insert(0, {os.path.dirname(ROOT)!r})\n"
-            "from phalanx._core.evidence import offer_stacks as offer\n"
+            "from phalanx._evidence.evidence import offer_stacks as offer\n"
             "import functools, socket\n"
             "say = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto\n"
             f"ready = functools.partial(say, b'here', {ready.address!r})\n"  # which leaves no frame of Python
@@ -79,19 +81,19 @@ class Worker:
         self.process.send_signal(number)
 
     @property
-    def target(self) -> stacks.Target:
+    def target(self) -> collect.Target:
         """It is about to be killed, or so one says: then it is asked by signal."""
-        return stacks.Target(self.rank, self.process.pid, self.error_file, doomed=True, send=self.send)
+        return collect.Target(self.rank, self.process.pid, self.error_file, doomed=True, send=self.send)
 
     def ask(self, patience: float = PATIENCE) -> str:
-        with stacks.Collection([self.target], patience) as collection:
+        with collect.Collection([self.target], patience) as collection:
             collection.begin()
             collection.wait()
             return collection.finish()[self.rank]
 
     def look(self, patience: float = PATIENCE) -> str:
         """Its stacks as of a process that is to go on."""
-        with stacks.Collection([self.target.replace(doomed=False)], patience) as collection:
+        with collect.Collection([self.target.replace(doomed=False)], patience) as collection:
             collection.begin()
             collection.wait()
             return collection.finish()[self.rank]
@@ -107,21 +109,21 @@ class Worker:
 
 def shown(text: str) -> list[list[str]]:
     """The functions of each thread that are the test's own, the innermost first."""
-    return [[frame.function for frame in thread.frames if frame.path == "<string>"] for thread in stacks.parse(text)]
+    return [[frame.function for frame in thread.frames if frame.path == "<string>"] for thread in collect.parse(text)]
 
 
 SLEEP = "ready(); time.sleep(1000)"
 
 
 def wait_for_state(pid: int, state: str) -> None:
-    while not stacks.facts(pid).partition("State: ")[2].startswith(state):
+    while not collect.facts(pid).partition("State: ")[2].startswith(state):
         time.sleep(0.001)
 
 
 @pytest.fixture
 def no_py_spy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody can be read from outside."""
-    monkeypatch.setattr(spy, "find", lambda: "")
+    monkeypatch.setattr(py_spy, "find", lambda: "")
 
 
 without_py_spy = pytest.mark.usefixtures("no_py_spy")
@@ -146,11 +148,11 @@ def test_where_a_process_is(tmp_path: Path, ready: Ready, code: str) -> None:
     with Worker(tmp_path, ready, code, runs=True) as worker:
         text = worker.ask()
         assert shown(text)[-1][-2:] == ["work", "<module>"]
-        assert stacks.sum_up({0: text}).startswith("rank 0 is in ")
+        assert collect.sum_up({0: text}).startswith("rank 0 is in ")
         assert text.endswith(" in <module>\n")
         assert "#" not in text
         assert worker.process.poll() is None
-        assert len(stacks.parse(worker.ask())) == 1  # once more, and not the first dump again
+        assert len(collect.parse(worker.ask())) == 1  # once more, and not the first dump again
     assert worker.sent == [ALL, ALL]
 
 
@@ -165,11 +167,11 @@ def test_all_threads_are_shown_and_the_main_thread_comes_last(tmp_path: Path, re
     with Worker(tmp_path, ready, code) as worker:
         text = worker.ask()
     assert shown(text) == [["idle"], ["idle"], ["idle"], ["work", "<module>"]]
-    *others, main = stacks.parse(text)
+    *others, main = collect.parse(text)
     assert main.current
     assert [thread.current for thread in others] == [False] * 3
     assert len({thread.ident for thread in (*others, main)}) == 4
-    frame = stacks.top(stacks.parse(text), others[1].ident)
+    frame = collect.top(collect.parse(text), others[1].ident)
     assert frame is not None
     assert frame.function == "idle"
 
@@ -184,7 +186,7 @@ def test_a_deep_stack_is_cut_by_faulthandler(tmp_path: Path, ready: Ready) -> No
     with Worker(tmp_path, ready, code) as worker:
         text = worker.ask()
     assert text.endswith(" in deep\n" if sys.version_info >= (3, 13) else "\n  ...\n")  # which 3.13 does not say
-    assert len(stacks.parse(text)[-1].frames) == 100
+    assert len(collect.parse(text)[-1].frames) == 100
 
 
 def test_a_main_thread_that_waits_for_threads_at_its_end(tmp_path: Path, ready: Ready) -> None:
@@ -193,7 +195,7 @@ def test_a_main_thread_that_waits_for_threads_at_its_end(tmp_path: Path, ready: 
     with Worker(tmp_path, ready, code) as worker:
         text = worker.ask()
     assert "dump is not complete" not in text
-    assert len(stacks.parse(text)) == 2
+    assert len(collect.parse(text)) == 2
 
 
 def test_another_thread_takes_the_signal_when_the_main_thread_blocks_it(
@@ -208,27 +210,27 @@ def test_another_thread_takes_the_signal_when_the_main_thread_blocks_it(
         """
     with Worker(tmp_path, ready, code) as worker:
         text = worker.ask()
-    assert [thread.current for thread in stacks.parse(text)] == [True, False]
+    assert [thread.current for thread in collect.parse(text)] == [True, False]
     assert shown(text)[-1] == ["work", "<module>"]
 
 
 def test_many_at_once(tmp_path: Path, ready: Ready) -> None:
     with contextlib.ExitStack() as stack:
         workers = [stack.enter_context(Worker(tmp_path, ready, SLEEP, rank=rank)) for rank in range(4)]
-        collection = stack.enter_context(stacks.Collection([worker.target for worker in workers], PATIENCE))
+        collection = stack.enter_context(collect.Collection([worker.target for worker in workers], PATIENCE))
         collection.begin()
         assert collection.wait()
         texts = collection.finish()
         assert collection.finish() is texts
         assert collection.wait()
-    assert stacks.sum_up(texts, 2) == "all 4 ranks are in work (<string>:8)"
+    assert collect.sum_up(texts, 2) == "all 4 ranks are in work (<string>:8)"
 
 
 def test_two_who_ask_at_once(tmp_path: Path, ready: Ready) -> None:
     with (
         Worker(tmp_path, ready, SLEEP) as worker,
-        stacks.Collection([worker.target], PATIENCE) as one,
-        stacks.Collection([worker.target], PATIENCE) as two,
+        collect.Collection([worker.target], PATIENCE) as one,
+        collect.Collection([worker.target], PATIENCE) as two,
     ):
         one.begin()
         two.begin()
@@ -245,15 +247,15 @@ def test_functions_show_theirs(ready: Ready, gate: Gate, method: str) -> None:
     with start_processes("stacks", stack_workers.hang, args, start_method=method) as group:
         ready.wait()
         (pid,) = group.pids().values()
-        target = stacks.Target(0, pid, group.logs.error_files[0], send=lambda number: os.kill(pid, number))
+        target = collect.Target(0, pid, group.logs.error_files[0], send=lambda number: os.kill(pid, number))
         for doomed in (True, False, True):
             target = target.replace(doomed=doomed)
-            threads = stacks.parse(stack_workers.ask(target))
+            threads = collect.parse(stack_workers.ask(target))
             assert len(threads) == 2
             assert {frame.function for frame in threads[0].frames} >= {"idle"}
-            own = [frame.function for frame in stacks.own(threads[-1].frames)]
+            own = [frame.function for frame in collect.own(threads[-1].frames)]
             assert own == ["hang"]
-            frame = stacks.top(threads)
+            frame = collect.top(threads)
             assert frame is not None
             assert str(frame).startswith("hang (stack_workers.py:")
         gate.open()
@@ -269,7 +271,7 @@ def test_a_fork_shows_its_own_and_its_keepers_none(ready: Ready, gate: Gate, log
         result = group.wait()
     assert not result.is_failed(), result
     told = result.return_values[0]
-    assert [frame.function for frame in stacks.own(stacks.parse(told["text"])[-1].frames)] == ["hang"]
+    assert [frame.function for frame in collect.own(collect.parse(told["text"])[-1].frames)] == ["hang"]
     assert told["mine"].count("\n") == 2  # it has offered twice, and nobody has asked
 
 
@@ -284,7 +286,7 @@ def test_a_stopped_process_is_read_and_stays_stopped(tmp_path: Path, ready: Read
             text = ask()
             assert text.startswith("# it is stopped, by SIGSTOP or a debugger\nThread 0x")
             assert shown(text) == [["work", "<module>"]]
-            assert stacks.sum_up({0: text}) == "rank 0 is in work (<string>:8), stopped, by SIGSTOP or a debugger"
+            assert collect.sum_up({0: text}) == "rank 0 is in work (<string>:8), stopped, by SIGSTOP or a debugger"
             wait_for_state(worker.process.pid, "T")  # py-spy has let go of it, and it stops again
         assert worker.sent == []
 
@@ -308,14 +310,14 @@ def test_one_that_stops_meanwhile_is_waited_for_no_longer_than_agreed(tmp_path: 
             os.kill(pid, number)
 
         before = time.monotonic()
-        with stacks.Collection([worker.target.replace(send=stop_first)], 0.05) as collection:
+        with collect.Collection([worker.target.replace(send=stop_first)], 0.05) as collection:
             collection.begin()
             assert not collection.wait()
             text = collection.finish()[0]
         assert 0.05 <= time.monotonic() - before < TIMEOUT / 2
         assert text.startswith("# no Python stack: it is stopped")
         worker.process.send_signal(signal.SIGCONT)
-        (thread,) = stacks.parse(worker.ask())  # both dumps come now; one is shown
+        (thread,) = collect.parse(worker.ask())  # both dumps come now; one is shown
         assert thread.frames[-1].function == "<module>"
 
 
@@ -323,7 +325,7 @@ def test_one_that_stops_meanwhile_is_waited_for_no_longer_than_agreed(tmp_path: 
 def test_one_that_blocks_the_signal_in_all_threads(
     tmp_path: Path, ready: Ready, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stacks, "_OTHERWISE", 0.02)  # of enough time, of which a busy machine may take the most
+    monkeypatch.setattr(collect, "_OTHERWISE", 0.02)  # of enough time, of which a busy machine may take the most
     with Worker(tmp_path, ready, f"signal.pthread_sigmask(signal.SIG_BLOCK, [{ONE}, {ALL}]); {SLEEP}") as worker:
         text = worker.ask(1.0)
         assert text.startswith("# no Python stack: it has not answered in time; py-spy is not installed\nName: python")
@@ -331,7 +333,7 @@ def test_one_that_blocks_the_signal_in_all_threads(
 
 
 def test_one_that_blocks_the_signal_is_read(tmp_path: Path, ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacks, "_OTHERWISE", 0.04)  # of much time, of which py-spy may need more on a busy machine
+    monkeypatch.setattr(collect, "_OTHERWISE", 0.04)  # of much time, of which py-spy may need more on a busy machine
     with Worker(tmp_path, ready, f"signal.pthread_sigmask(signal.SIG_BLOCK, [{ONE}, {ALL}]); {SLEEP}") as worker:
         assert shown(worker.ask()) == [["work", "<module>"]]
         assert worker.sent == [ALL]
@@ -340,7 +342,7 @@ def test_one_that_blocks_the_signal_is_read(tmp_path: Path, ready: Ready, monkey
 def test_one_that_exits_meanwhile(tmp_path: Path, ready: Ready) -> None:
     with Worker(tmp_path, ready, SLEEP) as worker:
         target = worker.target.replace(send=lambda _number: worker.process.kill())
-        with stacks.Collection([target], PATIENCE) as collection:
+        with collect.Collection([target], PATIENCE) as collection:
             collection.begin()
             assert collection.wait()
             assert collection.finish()[0].startswith("# no Python stack: it has exited\n")
@@ -349,7 +351,7 @@ def test_one_that_exits_meanwhile(tmp_path: Path, ready: Ready) -> None:
 def test_one_that_has_exited(tmp_path: Path) -> None:
     process = subprocess.Popen(["true"])
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie
-    target = stacks.Target(0, process.pid, str(tmp_path / "error.json"), send=process.send_signal)
+    target = collect.Target(0, process.pid, str(tmp_path / "error.json"), send=process.send_signal)
     assert stack_workers.ask(target).startswith("# no Python stack: it has exited\n")
     process.wait()
     assert stack_workers.ask(target) == "# no Python stack: it has exited\n"
@@ -374,7 +376,7 @@ def test_a_binary_is_never_signalled(tmp_path: Path, header: str | None) -> None
         assert process.stdout is not None
         process.stdin.write(b".")
         process.stdout.read(1)  # it has been executed
-        text = stack_workers.ask(stacks.Target(0, process.pid, str(error_file), doomed=True, send=sent.append))
+        text = stack_workers.ask(collect.Target(0, process.pid, str(error_file), doomed=True, send=sent.append))
         assert (sent, process.poll()) == ([], None)
         process.kill()
     why = "it offers none itself" if header == f"{HEADER}1\n" else "it offers none"
@@ -520,7 +522,7 @@ def test_a_pipe_in_the_place_of_a_file_holds_up_nobody(tmp_path: Path, suffix: s
     path = str(tmp_path / "error.json")
     os.mkfifo(path + suffix)
     code = (
-        f"import sys; sys.path.insert(0, {ROOT + '/_core'!r}); import evidence\n"
+        f"import sys; sys.path.insert(0, {ROOT + '/_evidence'!r}); import evidence\n"
         "evidence.catch_fatal_signals(), evidence.offer_stacks(), evidence.note_exit(SystemExit(3))\n"
         "evidence.record(ValueError())"
     )
@@ -564,7 +566,7 @@ def test_a_stack_below_many_offers_stays(tmp_path: Path) -> None:
 
 def test_an_offer_that_cannot_be_written_leaves_no_descriptor(tmp_path: Path) -> None:
     code = (
-        f"import os, resource, sys; sys.path.insert(0, {ROOT + '/_core'!r}); import evidence\n"
+        f"import os, resource, sys; sys.path.insert(0, {ROOT + '/_evidence'!r}); import evidence\n"
         "before = os.listdir('/proc/self/fd')\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"  # as when the disk is full
         "sys.exit(evidence.offer_stacks() or os.listdir('/proc/self/fd') != before)"
@@ -591,8 +593,8 @@ def test_a_fork_without_an_offer_of_its_own_does_not_write_into_its_parents(
         (fork,) = descendants(worker.process.pid)
         try:
             for _ in range(10):
-                targets = [worker.target.replace(doomed=doomed), stacks.Target(1, fork, worker.error_file)]
-                with stacks.Collection(targets, PATIENCE) as collection:
+                targets = [worker.target.replace(doomed=doomed), collect.Target(1, fork, worker.error_file)]
+                with collect.Collection(targets, PATIENCE) as collection:
                     collection.begin()
                     assert collection.wait()
                     texts = collection.finish()
@@ -615,7 +617,7 @@ def test_a_fork_of_a_process_that_is_not_the_ranks_first_shows_its_own(tmp_path:
     with Worker(tmp_path, ready, SLEEP) as first, Worker(tmp_path, ready, code) as second:
         (fork,) = descendants(second.process.pid)
         try:
-            target = stacks.Target(0, fork, error_file, doomed=True)
+            target = collect.Target(0, fork, error_file, doomed=True)
             assert shown(stack_workers.ask(target)) == [["below", "work", "<module>"]]
             assert os.path.exists(evidence.stacks_path(error_file, fork))
             assert shown(second.ask()) == [["work", "<module>"]]
@@ -626,7 +628,7 @@ def test_a_fork_of_a_process_that_is_not_the_ranks_first_shows_its_own(tmp_path:
 
 def test_an_offer_adds_no_module(tmp_path: Path) -> None:
     code = (
-        f"import os, sys; sys.path.insert(0, {ROOT + '/_core'!r}); import evidence; before = set(sys.modules)\n"
+        f"import os, sys; sys.path.insert(0, {ROOT + '/_evidence'!r}); import evidence; before = set(sys.modules)\n"
         "assert evidence.offer_stacks(); print(sorted(set(sys.modules) - before))"
     )
     env = {evidence.ERROR_FILE_ENV: str(tmp_path / "error.json")}
@@ -644,12 +646,12 @@ def test_native_frames_are_py_spys(tmp_path: Path, ready: Ready, monkeypatch: py
         text = stack_workers.ask(worker.target.replace(native=True))
         assert text.endswith(f" in <module>\n\nnative frames (py-spy):\ndump --full-filenames --native --pid {pid}\n")
         assert "native" not in worker.ask()
-        assert len(stacks.parse(text)) == 1
+        assert len(collect.parse(text)) == 1
         stack_workers.fake_py_spy(tmp_path, monkeypatch, "exit 1")
         assert stack_workers.ask(worker.target.replace(native=True)).endswith(" in <module>\n")
         os.mkfifo(tmp_path / "never")
         stack_workers.fake_py_spy(tmp_path, monkeypatch, f"exec cat {tmp_path}/never")  # it takes too long
-        with stacks.Collection([worker.target.replace(native=True)], PATIENCE) as collection:
+        with collect.Collection([worker.target.replace(native=True)], PATIENCE) as collection:
             collection.begin()
             while not collection._spies:  # it has shown its own
                 assert collection._loop is not None
@@ -702,8 +704,8 @@ def test_who_cannot_be_read_is_asked_for_one_thread(
 ) -> None:
     stack_workers.fake_py_spy(tmp_path, monkeypatch, script)
     if why.endswith("in time"):  # of much time, of which the others and the answer may take more on a busy machine
-        monkeypatch.setattr(stacks, "_NO_MORE", 0.11)
-        monkeypatch.setattr(stacks, "_GIVEN_UP", 0.12)
+        monkeypatch.setattr(collect, "_NO_MORE", 0.11)
+        monkeypatch.setattr(collect, "_GIVEN_UP", 0.12)
     code = "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start(); ready(); time.sleep(1000)"
     with Worker(tmp_path, ready, code) as worker:
         before = linux.children(os.getpid())
@@ -713,14 +715,14 @@ def test_who_cannot_be_read_is_asked_for_one_thread(
         assert linux.children(os.getpid()) == before
     assert text.startswith(f"# one thread alone, the main thread as a rule ({why}")
     assert shown(text) == [["work", "<module>"]]
-    assert stacks.sum_up({0: text}) == "rank 0 is in work (<string>:8)"
-    (thread,) = stacks.parse(text)
+    assert collect.sum_up({0: text}) == "rank 0 is in work (<string>:8)"
+    (thread,) = collect.parse(text)
     assert thread.current
 
 
 def test_py_spy_that_fails_once_is_tried_again(tmp_path: Path, ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of a process that goes on may change while it is read."""
-    real = spy.find()
+    real = py_spy.find()
     once = f'[ -e {tmp_path}/tried ] && exec {real} "$@"; echo >{tmp_path}/tried; exit 1'
     stack_workers.fake_py_spy(tmp_path, monkeypatch, once)
     with Worker(tmp_path, ready, SLEEP) as worker:
@@ -741,7 +743,7 @@ def test_who_runs_is_not_asked_before_it_sleeps(tmp_path: Path, ready: Ready) ->
         said = "# no Python stack: it is running, and is only asked while it sleeps; py-spy is not installed\n"
         assert text.startswith(said)
         assert worker.sent == []
-        with stacks.Collection([worker.target.replace(doomed=False)], PATIENCE) as collection:
+        with collect.Collection([worker.target.replace(doomed=False)], PATIENCE) as collection:
             collection.begin()
             worker.process.send_signal(signal.SIGUSR1)
             assert collection.wait()
@@ -764,7 +766,7 @@ def test_who_reads_waits_for_no_processor(tmp_path: Path, monkeypatch: pytest.Mo
     stack_workers.fake_py_spy(tmp_path, monkeypatch, "exec sleep 1000")
     for native, policy in ((False, os.SCHED_RR), (True, os.SCHED_OTHER)):
         before = set(linux.children(os.getpid()))
-        reader = spy.Spy(os.getpid(), native=native)
+        reader = py_spy.Spy(os.getpid(), native=native)
         (pid,) = before.symmetric_difference(linux.children(os.getpid()))
         assert os.sched_getscheduler(pid) == policy
         assert len(os.sched_getaffinity(pid)) == (len(cpus) if native else len(cpus) // 2)
@@ -775,7 +777,7 @@ def test_a_thread_that_waits_for_a_disk_holds_up_no_look(
     tmp_path: Path, ready: Ready, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It cannot be paused. The process is read without, and nothing runs in it for that."""
-    monkeypatch.setattr(stacks, "_UNPAUSED", 0.2)  # of much time, of which py-spy may need more on a busy machine
+    monkeypatch.setattr(collect, "_UNPAUSED", 0.2)  # of much time, of which py-spy may need more on a busy machine
     code = f"""
         def write():
             with open({str(disk.folder / "file")!r}, "w") as file: file.write("x")
@@ -795,10 +797,10 @@ def test_a_thread_that_waits_for_a_disk_holds_up_no_look(
 
 def test_py_spy_is_found_without_a_look_at_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = spy.find.__wrapped__()
+    found = py_spy.find.__wrapped__()
     assert os.access(found, os.X_OK)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    assert os.path.samefile(spy.find.__wrapped__(), found)  # as the package says
+    assert os.path.samefile(py_spy.find.__wrapped__(), found)  # as the package says
 
 
 def test_more_threads_than_a_dump_has(tmp_path: Path, ready: Ready) -> None:
@@ -811,8 +813,8 @@ def test_more_threads_than_a_dump_has(tmp_path: Path, ready: Ready) -> None:
     with Worker(tmp_path, ready, code) as worker:
         text = worker.ask()
         assert worker.sent == []
-    assert len(stacks.parse(text)) == 131
-    assert stacks.sum_up({0: text}) == "rank 0 is in work (<string>:11)"
+    assert len(collect.parse(text)) == 131
+    assert collect.sum_up({0: text}) == "rank 0 is in work (<string>:11)"
 
 
 @without_py_spy
@@ -825,20 +827,20 @@ def test_more_threads_than_a_dump_has_and_no_py_spy(tmp_path: Path, ready: Ready
     with Worker(tmp_path, ready, code) as worker:
         text = worker.ask()
         assert worker.sent == [ALL, ONE]
-    assert len(stacks.parse(text)) == 101
-    assert stacks.sum_up({0: text}) == "rank 0 is in work (<string>:11)"
+    assert len(collect.parse(text)) == 101
+    assert collect.sum_up({0: text}) == "rank 0 is in work (<string>:11)"
 
 
 def test_many_who_are_to_go_on(tmp_path: Path, ready: Ready) -> None:
     with contextlib.ExitStack() as stack:
         workers = [stack.enter_context(Worker(tmp_path, ready, SLEEP, rank=rank)) for rank in range(6)]
         targets = [worker.target.replace(doomed=False) for worker in workers]
-        collection = stack.enter_context(stacks.Collection(targets, PATIENCE))
+        collection = stack.enter_context(collect.Collection(targets, PATIENCE))
         collection.begin()
         assert collection.wait()
         texts = collection.finish()
         assert not any(worker.sent for worker in workers)
-    assert stacks.sum_up(texts) == "all 6 ranks are in work (<string>:8)"
+    assert collect.sum_up(texts) == "all 6 ranks are in work (<string>:8)"
 
 
 # --- what a dump says
@@ -854,25 +856,25 @@ LINES = st.sampled_from(
 
 @given(st.one_of(st.text(), st.lists(st.one_of(LINES, st.text(max_size=5)), max_size=30).map("\n".join)))
 def test_parsing_never_fails(text: str) -> None:
-    threads = stacks.parse(text)
+    threads = collect.parse(text)
     assert all(frame.line >= 0 for thread in threads for frame in thread.frames)
-    stacks.top(threads)
-    assert stacks.sum_up({0: text, 1: "", 7: text}, 7)
+    collect.top(threads)
+    assert collect.sum_up({0: text, 1: "", 7: text}, 7)
 
 
 PATHS = st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=20)
-FRAMES = st.builds(stacks.Frame, PATHS, st.integers(0, 99999), st.from_regex(r"[a-z_<>]+", fullmatch=True))
-THREADS = st.builds(stacks.Thread, st.integers(0, 2**64 - 1), st.booleans(), st.lists(FRAMES, max_size=5).map(tuple))
+FRAMES = st.builds(collect.Frame, PATHS, st.integers(0, 99999), st.from_regex(r"[a-z_<>]+", fullmatch=True))
+THREADS = st.builds(collect.Thread, st.integers(0, 2**64 - 1), st.booleans(), st.lists(FRAMES, max_size=5).map(tuple))
 
 
 @given(st.lists(THREADS, max_size=5))
-def test_parsing_finds_what_was_written(threads: list[stacks.Thread]) -> None:
+def test_parsing_finds_what_was_written(threads: list[collect.Thread]) -> None:
     text = "\n".join(
         f"{'Current thread' if thread.current else 'Thread'} 0x{thread.ident:016x} (most recent call first):\n"
         + "".join(f'  File "{frame.path}", line {frame.line} in {frame.function}\n' for frame in thread.frames)
         for thread in threads
     )
-    assert stacks.parse(text) == threads
+    assert collect.parse(text) == threads
 
 
 def at(*places: tuple[str, int, str]) -> str:
@@ -886,66 +888,68 @@ REDUCE, READ = at(("/u/train.py", 41, "all_reduce")), at(("/u/data.py", 17, "rea
 def test_the_top_is_the_users() -> None:
     library = "/usr/lib/python3.12/threading.py", 355, "wait"
     package = "/venv/lib/python3.12/site-packages/torch/x.py", 1, "backward"
-    ours = os.path.join(ROOT, "_core", "worker.py"), 1, "_work"
+    ours = os.path.join(ROOT, "_engine", "worker", "function.py"), 1, "_work"
     user = "/u/train.py", 41, "step"
     for above in ((), (library,), (library, package), (ours,)):
-        frame = stacks.top(stacks.parse(at(*above, user, ours, ("<string>", 1, "<module>"))))
+        frame = collect.top(collect.parse(at(*above, user, ours, ("<string>", 1, "<module>"))))
         assert str(frame) == "step (train.py:41)"
-    assert str(stacks.top(stacks.parse(at(library, ("<frozen runpy>", 88, "_run_code"))))) == "wait (threading.py:355)"
-    assert stacks.top([]) is stacks.top(stacks.parse(at())) is None
+    assert (
+        str(collect.top(collect.parse(at(library, ("<frozen runpy>", 88, "_run_code"))))) == "wait (threading.py:355)"
+    )
+    assert collect.top([]) is collect.top(collect.parse(at())) is None
 
 
 def test_summing_up() -> None:
     texts = dict.fromkeys((0, 1, 2, 4, 5, 6, 7), REDUCE) | {3: READ}
-    assert stacks.sum_up(texts, 3) == (
+    assert collect.sum_up(texts, 3) == (
         "7 of 8 ranks wait in all_reduce (train.py:41); rank 3 is in read_batch (data.py:17)"
     )
-    assert stacks.sum_up(texts).startswith("7 of 8 ranks are in all_reduce (train.py:41); rank 3 is in")
-    assert stacks.sum_up(dict.fromkeys(range(8), REDUCE)) == "all 8 ranks are in all_reduce (train.py:41)"
-    assert stacks.sum_up(texts | dict.fromkeys((1, 2), READ)) == (
+    assert collect.sum_up(texts).startswith("7 of 8 ranks are in all_reduce (train.py:41); rank 3 is in")
+    assert collect.sum_up(dict.fromkeys(range(8), REDUCE)) == "all 8 ranks are in all_reduce (train.py:41)"
+    assert collect.sum_up(texts | dict.fromkeys((1, 2), READ)) == (
         "5 of 8 ranks are in all_reduce (train.py:41); ranks 1-3 are in read_batch (data.py:17)"
     )
     texts[5] = "# no Python stack: it has exited\n"
     texts[6] = texts[7] = "# no Python stack: it offers none\nName: sleep\n"
-    assert stacks.sum_up(texts, 3) == (
+    assert collect.sum_up(texts, 3) == (
         "4 of 8 ranks wait in all_reduce (train.py:41); ranks 6-7 show no Python stack (it offers none); "
         "rank 5 has ended; rank 3 is in read_batch (data.py:17)"
     )
-    assert stacks.sum_up({}) == ""
+    assert collect.sum_up({}) == ""
 
 
 def test_summing_up_many_places_names_the_hung_rank() -> None:
     texts = {rank: at(("/u/train.py", rank + 1, "<module>")) for rank in range(20)}
-    assert stacks.sum_up(texts, 19) == (
+    assert collect.sum_up(texts, 19) == (
         "rank 0 is in train.py:1; rank 1 is in train.py:2; rank 2 is in train.py:3; rank 3 is in train.py:4; "
         "rank 19 is in train.py:20; ranks 4-18 are elsewhere"
     )
 
 
 def test_files_of_stacks_are_numbered_and_kept(tmp_path: Path) -> None:
-    assert stacks.write(str(tmp_path), "one\n") == str(tmp_path / "stacks-1.txt")
-    assert stacks.write(str(tmp_path), "two \udc80\n") == str(tmp_path / "stacks-2.txt")
+    assert collect.write(str(tmp_path), "one\n") == str(tmp_path / "stacks-1.txt")
+    assert collect.write(str(tmp_path), "two \udc80\n") == str(tmp_path / "stacks-2.txt")
     (tmp_path / "stacks-3.txt").symlink_to("/nowhere")
-    assert stacks.write(str(tmp_path), "") == str(tmp_path / "stacks-4.txt")
+    assert collect.write(str(tmp_path), "") == str(tmp_path / "stacks-4.txt")
     assert [(tmp_path / f"stacks-{n}.txt").read_text() for n in (1, 2)] == ["one\n", "two \\udc80\n"]
 
 
 def test_facts_of_a_process() -> None:
-    text = stacks.facts(os.getpid())
+    text = collect.facts(os.getpid())
     assert f"thread {os.getpid()} " in text
     assert "State: R (running)" in text
-    assert stacks.facts(2**22 + 1) == ""
+    assert collect.facts(2**22 + 1) == ""
 
 
 def test_a_collection_that_cannot_begin_or_is_dropped_leaves_nothing(tmp_path: Path, ready: Ready) -> None:
     before = set(os.listdir("/proc/self/fd"))
     with Worker(tmp_path, ready, SLEEP) as worker:
-        collection = stacks.Collection([worker.target])
+        collection = collect.Collection([worker.target])
         collection.begin()
         collection.wait()
         collection.finish()
         del collection
-        collection = stacks.Collection([worker.target])
+        collection = collect.Collection([worker.target])
         collection.begin()
         del collection
         gc.collect()

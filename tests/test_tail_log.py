@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._core import linux
+from phalanx._base import linux
 from phalanx.multiprocessing.tail_log import TailLog, tail_logfile
 from tests.helpers import TIMEOUT
 from tests.test_run import read_until

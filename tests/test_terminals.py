@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._core import terminal as terminals
+from phalanx._base import tty as terminals
 from tests.screen import Emulator
 from tests.test_log_options import feed_until, on_a_terminal, resize, sh, start_sh
 from tests.test_run import LIMIT, Done, Launcher, Place, read_until, terminal

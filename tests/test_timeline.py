@@ -14,13 +14,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx._core import clock, set_aside, timeline, trimming
-from phalanx._core.clock import FakeClock
-from phalanx._core.follower import Follower
-from phalanx._core.growth import Growth
-from phalanx._core.merge import merge
-from phalanx._core.set_aside import NEWEST
-from phalanx._core.timeline import (
+from phalanx._base import clock
+from phalanx._base.clock import FakeClock
+from phalanx._logs import index_trimming, rotated, write_index
+from phalanx._logs.follower import Follower
+from phalanx._logs.growth import Growth
+from phalanx._logs.merge import merge
+from phalanx._logs.rotated import NEWEST
+from phalanx._logs.write_index import (
     APART,
     ASIDE,
     BURST,
@@ -79,7 +80,7 @@ def times(tmp_path: Path, wall: Wall) -> Timeline:
 
 def records(it: Timeline) -> list[tuple[float, int, int, int]]:
     it.close()
-    return [(round(at - START, 3), kind, stream, number) for at, kind, stream, number in timeline.read(it.path)]
+    return [(round(at - START, 3), kind, stream, number) for at, kind, stream, number in write_index.read(it.path)]
 
 
 def merged(it: Timeline, *logs: Path) -> list[tuple[float, int, bytes]]:
@@ -182,13 +183,13 @@ def test_a_compressed_file_that_is_larger_than_it_tells(
     """It tells its size modulo 4 GiB: here, 16 bytes."""
 
     def held(fd: int, *, packed: bool) -> int:
-        size = set_aside.held(fd, packed=packed)
+        size = rotated.held(fd, packed=packed)
         return size % 16 if packed else size
 
     for name in ("growth", "follower"):
-        monkeypatch.setattr(f"phalanx._core.{name}.held", held)
+        monkeypatch.setattr(f"phalanx._logs.{name}.held", held)
     for name in ("growth", "merge"):
-        monkeypatch.setattr(f"phalanx._core.{name}.MODULO", 16)
+        monkeypatch.setattr(f"phalanx._logs.{name}.MODULO", 16)
     path = tmp_path / "log"
     path.touch()
     growth = Growth(str(path), rotates=True)
@@ -256,7 +257,7 @@ def test_the_first_version_can_be_read(tmp_path: Path) -> None:
         + RECORD.pack(0xFFFF, 0, 0)
         + RECORD.pack(5, 0, 8)
     )
-    assert [(round(at - START, 3), *rest) for at, *rest in timeline.read(str(path))] == [
+    assert [(round(at - START, 3), *rest) for at, *rest in write_index.read(str(path))] == [
         (0.0, GREW, 0, 4), (65.54, GREW, 0, 8)
     ]  # fmt: skip
     append(str(log), b"one\n")
@@ -276,7 +277,7 @@ def test_a_record_that_was_cut_in_the_middle(times: Timeline) -> None:
     times.close()
     with open(times.path, "rb+") as file:
         file.truncate(os.path.getsize(times.path) - 1)
-    assert [kind for _at, kind, _stream, _number in timeline.read(times.path)] == [GREW]
+    assert [kind for _at, kind, _stream, _number in write_index.read(times.path)] == [GREW]
 
 
 def test_half_a_write_is_the_last(time: FakeClock, times: Timeline, small_disk: Path) -> None:
@@ -285,7 +286,7 @@ def test_half_a_write_is_the_last(time: FakeClock, times: Timeline, small_disk: 
         time.advance(SPACING)
         times.note(number % 2, number + 1)
     assert os.path.getsize(times.path) <= 64 << 10
-    read = list(timeline.read(times.path))
+    read = list(write_index.read(times.path))
     assert len(read) > 4000
     assert {kind for _at, kind, _stream, _grown in read} == {GREW}
     times.close()
@@ -373,7 +374,7 @@ def test_a_look_at_a_rotation_that_was_tried_twice(tmp_path: Path) -> None:
 def noted(path: str) -> list[list[int]]:
     """The records of one stream, of which growths that follow each other are one: a busy machine parts them."""
     found: list[list[int]] = []
-    for _at, *rest in timeline.read(path):
+    for _at, *rest in write_index.read(path):
         if found and rest[0] == found[-1][0] == GREW:
             found[-1][2] += rest[2]
         else:
@@ -423,7 +424,7 @@ def test_dense_growth_takes_a_record_a_stream_in_each_spacing(time: FakeClock, t
     sizes = dict.fromkeys(range(8), 0)
     grows(times, time, sizes, seconds=600.0, pause=0.011, grown=100)
     times.close()
-    found = list(timeline.read(times.path))
+    found = list(write_index.read(times.path))
     at_once = 8 * BURST
     assert (SPACING, BURST) == (0.1, 1000)
     assert at_once < len(found) < at_once * 1.2 + 8 * 600.0 / SPACING * 1.1
@@ -446,15 +447,15 @@ def test_what_is_saved_up_in_silence_keeps_its_times(time: FakeClock, times: Tim
         times.note(0, sizes[0])
         times.note(1, 50 * line)
     times.close()
-    late = [at for at, _kind, stream, _number in timeline.read(times.path) if stream == 1]
+    late = [at for at, _kind, stream, _number in write_index.read(times.path) if stream == 1]
     assert [round(at - START - 200.0, 2) for at in late] == [round(0.02 * line, 2) for line in range(1, 100)]
 
 
 def test_the_spacing_doubles_as_the_file_grows(
     time: FakeClock, times: Timeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timeline, "DOUBLING", 4096)
-    monkeypatch.setattr(timeline, "BURST", 10)
+    monkeypatch.setattr(write_index, "DOUBLING", 4096)
+    monkeypatch.setattr(write_index, "BURST", 10)
     sizes = {0: 0, 1: 0}
     lengths = []
     for _ in range(6):
@@ -464,7 +465,7 @@ def test_the_spacing_doubles_as_the_file_grows(
     assert lengths[0] < 5 * 4096
     assert lengths[5] < lengths[0] + 3 * 4096  # six times as long takes less than three doublings
     times.close()
-    assert sum(number for _at, _kind, stream, number in timeline.read(times.path) if stream == 0) == sizes[0]
+    assert sum(number for _at, _kind, stream, number in write_index.read(times.path) if stream == 0) == sizes[0]
     assert DOUBLING == 16 << 20
 
 
@@ -491,7 +492,7 @@ def test_what_is_held_is_written_a_little_later(time: FakeClock, times: Timeline
         times.flush()
     assert waits == 1
     assert noted < time() < noted + 2 * SPACING
-    assert sum(number for _at, _kind, _stream, number in timeline.read(times.path)) == 2 * BURST - 1
+    assert sum(number for _at, _kind, _stream, number in write_index.read(times.path)) == 2 * BURST - 1
     times.close()
 
 
@@ -502,8 +503,8 @@ def test_what_is_said_of_removed_files_goes_with_them(
     tmp_path: Path, time: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rest is as it was: its times, and its order among the others."""
-    monkeypatch.setattr(trimming, "LEAST", 2048)
-    monkeypatch.setattr(trimming, "_PIECE", 1000)
+    monkeypatch.setattr(index_trimming, "LEAST", 2048)
+    monkeypatch.setattr(index_trimming, "_PIECE", 1000)
     monkeypatch.setattr(clock, "wall", Wall(time))
     logs = {0: tmp_path / "log", 2: tmp_path / "quiet"}
     other = tmp_path / "other"
@@ -557,7 +558,7 @@ DAMAGED = st.builds(
     lambda version, started, triples, rest: (
         HEAD.pack(version, started) + b"".join(packed(*triple) for triple in triples) + rest
     ),
-    st.sampled_from([timeline.MAGIC, SECOND, FIRST]),
+    st.sampled_from([write_index.MAGIC, SECOND, FIRST]),
     st.integers(0, (1 << 64) - 1),
     TRIPLES,
     st.binary(max_size=64),
@@ -597,7 +598,7 @@ def peak(of: Callable[[], object]) -> int:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("version", [timeline.MAGIC, SECOND, FIRST])
+@pytest.mark.parametrize("version", [write_index.MAGIC, SECOND, FIRST])
 def test_a_timeline_of_4_gigabytes_of_holes(tmp_path: Path, version: bytes) -> None:
     path, log = tmp_path / "timeline", tmp_path / "log"
     log.write_bytes(b"line\n")
@@ -609,10 +610,12 @@ def test_a_timeline_of_4_gigabytes_of_holes(tmp_path: Path, version: bytes) -> N
 
 def test_a_timeline_of_very_many_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is beyond what is followed comes file by file."""
-    monkeypatch.setattr("phalanx._core.merge._MOST_PARTS", 1000)
+    monkeypatch.setattr("phalanx._logs.merge._MOST_PARTS", 1000)
     path, log = tmp_path / "timeline", tmp_path / "log"
     log.write_bytes(b"line\n")
-    path.write_bytes(HEAD.pack(timeline.MAGIC, int(START * clock.NS)) + packed(1, CUT, 0) * 50_000 + packed(1, GREW, 5))
+    path.write_bytes(
+        HEAD.pack(write_index.MAGIC, int(START * clock.NS)) + packed(1, CUT, 0) * 50_000 + packed(1, GREW, 5)
+    )
     os.utime(log, (START + 500, START + 500))
     assert merged(Timeline(str(path)), log) == [(500.0, 0, b"line\n")]
     assert peak(lambda: merged(Timeline(str(path)), log)) < 6 << 20
@@ -629,6 +632,6 @@ def test_the_second_version_can_be_read(tmp_path: Path) -> None:
         + RECORD.pack(10, 0xFFFF, ASIDE << 16 | 3) + NUMBER.pack(7)
         + RECORD.pack(5, 3, 1 << 31)
     )  # fmt: skip
-    assert [(round(at - START, 3), *rest) for at, *rest in timeline.read(str(path))] == [
+    assert [(round(at - START, 3), *rest) for at, *rest in write_index.read(str(path))] == [
         (0.0, GREW, 3, 4), (0.01, CUT, 3, 0), (50.01, ASIDE, 3, 7), (50.015, GREW, 3, 1 << 31)
     ]  # fmt: skip

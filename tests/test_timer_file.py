@@ -21,7 +21,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx._core import clock, evidence
+from phalanx._base import clock
+from phalanx._evidence import evidence
 from phalanx.timer import _file_client, _pipe, debug_info_logging
 from phalanx.timer._file import FileTimerClient, FileTimerRequest, FileTimerServer
 from phalanx.timer._victim import Exited, Refused, Victim, hang_of

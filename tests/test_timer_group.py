@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._core import clock, escalation, evidence, frames, linux, spy, stacks, timetable
-from phalanx._core.hang import Hang
-from phalanx._core.hang_report import HangReport
-from phalanx._core.timetable import Seat, Timer
-from phalanx._core.witnesses import Witnesses
+from phalanx._base import clock, linux
+from phalanx._evidence import evidence
+from phalanx._stacks import collect, dump, py_spy
+from phalanx._stacks.snapshot import Witnesses
+from phalanx._timers import escalation, timetable
+from phalanx._timers.hang import Hang
+from phalanx._timers.hang_report import HangReport
+from phalanx._timers.timetable import Seat, Timer
 from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from phalanx.timer import SharedTimerClient, SharedTimerServer, TimerSpecs, _shared
 from tests import hang_workers
@@ -247,7 +250,7 @@ def test_each_process_below_the_worker_shows_stacks_of_its_own(
     method: str, outside: bool, events: Events, ready: Ready, logs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not outside:
-        monkeypatch.setattr(spy, "find", lambda: "")
+        monkeypatch.setattr(py_spy, "find", lambda: "")
     group = start(hang_workers.hang_below, (method, ready.address), events, log_dir=str(logs))
     failure = result_of(group).root_cause
     assert failure is not None
@@ -265,7 +268,7 @@ def test_the_second_python_of_a_shell_shows_stacks_of_its_own(
     events: Events, logs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nobody can be read from outside, each has to offer its own."""
-    monkeypatch.setattr(spy, "find", lambda: "")
+    monkeypatch.setattr(py_spy, "find", lambda: "")
     first = "from phalanx import timer; timer.expires(60).__enter__()"
     second = "from tests import hang_workers; hang_workers.hang()"
     script = f'"{sys.executable}" -c "{first}"; "{sys.executable}" -c "{second}"; true'
@@ -319,9 +322,9 @@ def test_an_exception_is_the_cause_of_what_hangs_on_its_way(events: Events) -> N
 
 def test_dumps_without_end_keep_the_newest(tmp_path: Path) -> None:
     for number in range(1, 51):
-        assert stacks.write(str(tmp_path), f"dump {number}") == str(tmp_path / f"stacks-{number}.txt")
+        assert collect.write(str(tmp_path), f"dump {number}") == str(tmp_path / f"stacks-{number}.txt")
     kept = sorted(int(path.stem.partition("-")[2]) for path in tmp_path.glob("stacks-*"))
-    assert kept == list(range(51 - stacks.KEPT, 51))
+    assert kept == list(range(51 - collect.KEPT, 51))
     assert (tmp_path / "stacks-50.txt").read_text() == "dump 50"
 
 
@@ -851,7 +854,7 @@ def test_a_full_disk_keeps_nobody_from_being_ended_and_the_reason_is_told(
 
     # Before the start: rank 0 hangs at once, and it is this process that writes of it.
     monkeypatch.setattr(evidence, "write_error_file", full)
-    monkeypatch.setattr(stacks, "write", full)
+    monkeypatch.setattr(collect, "write", full)
     group = start(hang_workers.hang_or_wait, (0.1, gate.address), events, 2, start_method="fork")
     failure = result_of(group).root_cause
     assert failure is not None
@@ -937,12 +940,12 @@ def test_the_stacks_of_many_ranks_are_read_once_each(monkeypatch: pytest.MonkeyP
     count = 300
     reads: list[str] = []
 
-    def read(text: str) -> list[frames.Thread]:
+    def read(text: str) -> list[dump.Thread]:
         reads.append(text)
         return parse(text)
 
-    parse = frames.parse
-    monkeypatch.setattr(frames, "parse", read)
+    parse = dump.parse
+    monkeypatch.setattr(dump, "parse", read)
     it = Witnesses({})
     it.texts = dict.fromkeys(
         range(count), 'Current thread 0x01 (most recent call first):\n  File "t.py", line 4 in f\n'
@@ -964,7 +967,7 @@ def says(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
     texts: dict[int, str] = {}
 
     class Collection:
-        def __init__(self, targets: Iterable[stacks.Target], _seconds: float) -> None:
+        def __init__(self, targets: Iterable[collect.Target], _seconds: float) -> None:
             self._pids = [target.pid for target in targets]
 
         def begin(self) -> None:
@@ -975,8 +978,8 @@ def says(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
         def finish(self) -> dict[int, str]:
             return {pid: texts[pid] for pid in self._pids}
 
-    monkeypatch.setattr(stacks, "Collection", Collection)
-    monkeypatch.setattr(stacks, "speaker", lambda pid: pid)
+    monkeypatch.setattr(collect, "Collection", Collection)
+    monkeypatch.setattr(collect, "speaker", lambda pid: pid)
     monkeypatch.setattr(linux, "below", lambda _pids, _limit: [])
     return texts
 
@@ -989,7 +992,7 @@ def test_who_hangs_next_does_not_find_the_ends_that_the_first_kill_has_led_to(sa
     says.update({10: in_("reduce"), 11: in_("read"), 12: in_("fetch")})
     first, second = hang_of(0, 10), hang_of(1, 12)
     it.hear({0: 10, 1: 11}, [first], doomed=True).close()
-    says.update(dict.fromkeys((10, 11), f"{frames.NO_STACK}{frames.GONE}\n"))
+    says.update(dict.fromkeys((10, 11), f"{dump.NO_STACK}{dump.GONE}\n"))
     it.hear({0: 10, 1: 11}, [second], doomed=True).close()
     assert it.sum_up(first) == "rank 1 is in fetch (t.py:4); rank 0 is in reduce (t.py:4)"
     assert it.sum_up(second).split("\n") == [
@@ -1037,10 +1040,10 @@ FUNCTIONAL = f"""Thread 0x01 (most recent call first):
         ((FUNCTIONAL, in_("read")), {1}),
         ((within("torch/_ops.py", "__call__"), ALL_REDUCE.replace("step", "one")), {0}),
         ((BACKWARD, within("torch/utils/data/dataloader.py", "__next__")), {1}),  # one place of the user's
-        ((ALL_REDUCE, in_("read"), in_("fetch"), f"{frames.NO_STACK}it offers none\n"), {1, 2}),
+        ((ALL_REDUCE, in_("read"), in_("fetch"), f"{dump.NO_STACK}it offers none\n"), {1, 2}),
         ((in_("read"), in_("fetch")), set()),
         ((ALL_REDUCE.replace("step", "one"), BACKWARD), set()),
-        ((f"{frames.NO_STACK}it offers none\n", ALL_REDUCE), set()),
+        ((f"{dump.NO_STACK}it offers none\n", ALL_REDUCE), set()),
     ],
 )
 def test_who_waits_for_others_is_not_what_they_wait_for(
@@ -1061,13 +1064,13 @@ def test_who_waits_is_told_by_the_thread_that_hangs(says: dict[int, str]) -> Non
     hangs = [hang_of(0, 10, thread=2), hang_of(1, 11, thread=1)]
     it.hear({0: 10, 1: 11}, hangs, doomed=True).close()
     assert it.apart() == {1}
-    assert [ident for ident in (0, 1, 2, 3) if frames.waits(text, ident)] == [2]  # else it is the main thread, the last
+    assert [ident for ident in (0, 1, 2, 3) if dump.waits(text, ident)] == [2]  # else it is the main thread, the last
 
 
 def test_of_a_thread_that_nobody_could_read_no_other_is_told_in_its_place(says: dict[int, str]) -> None:
     it = Witnesses(FILES)
     says[10] = in_("train")
-    says[11] = f"# {frames.MAIN_ALONE}\n" + in_("train", "Stack")
+    says[11] = f"# {dump.MAIN_ALONE}\n" + in_("train", "Stack")
     gone, unknown = hang_of(0, 10, thread=2), hang_of(1, 11, thread=2)
     it.hear({0: 10, 1: 11}, [gone, unknown], doomed=False).close()
     why = "the thread that hangs is not among those that could be read"

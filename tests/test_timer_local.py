@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._core import clock, stacks
-from phalanx._core.linux import Stat
+from phalanx._base import clock
+from phalanx._base.linux import Stat
+from phalanx._stacks import collect
 from phalanx.multiprocessing import start_processes
 from phalanx.timer import LocalTimerClient, LocalTimerServer, TimerRequest
 from phalanx.timer._mp_queue import MultiprocessingRequestQueue
@@ -85,7 +86,7 @@ def test_the_example_of_the_originals_documentation(
     mp_queue: Any, ready: Ready, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A worker gives its stack in milliseconds, if it has a processor.
-    monkeypatch.setattr(stacks.Collection.__init__, "__defaults__", (TIMEOUT,))
+    monkeypatch.setattr(collect.Collection.__init__, "__defaults__", (TIMEOUT,))
     with LocalTimerServer(mp_queue, max_interval=60):
         with start_processes(
             "trainer",

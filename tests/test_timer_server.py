@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._core import clock, timetable
+from phalanx._base import clock
+from phalanx._timers import timetable
 from phalanx.timer import (
     FileTimerClient,
     FileTimerServer,
@@ -46,7 +47,7 @@ from tests.helpers import TIMEOUT, wait_gone
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from phalanx._core.timetable import Seat
+    from phalanx._timers.timetable import Seat
     from tests.helpers import Ready
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -27,12 +27,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from phalanx._core import clock, escalation, linux, timetable
-from phalanx._core.away import Pauses
-from phalanx._core.escalation import Escalation
-from phalanx._core.hang import Hang
-from phalanx._core.lookout import MOST, Lookout
-from phalanx._core.timetable import FIRST, NEVER, SLOTS, TEXT_LIMIT, Seat, Timer, Timetable, decode, encode
+from phalanx._base import clock, linux
+from phalanx._base.suspension import Pauses
+from phalanx._timers import escalation, timetable
+from phalanx._timers.escalation import Escalation
+from phalanx._timers.hang import Hang
+from phalanx._timers.scheduler import MOST, Lookout
+from phalanx._timers.timetable import FIRST, NEVER, SLOTS, TEXT_LIMIT, Seat, Timer, Timetable, decode, encode
 from phalanx.timer import SharedTimerClient, SharedTimerServer, expires
 from tests.helpers import TIMEOUT, alive, wait_gone
 from tests.workers import run_script
@@ -375,7 +376,7 @@ finally:
 
 CLIENT = """
 import signal, sys
-from phalanx._core import clock
+from phalanx._base import clock
 from phalanx.timer import SharedTimerClient
 client = SharedTimerClient(sys.argv[1])
 client.acquire("before", clock.wall() + 60)
@@ -793,7 +794,7 @@ LIMITED = """
 import resource, signal, sys
 signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
-from phalanx._core.timetable import Seat, Timetable
+from phalanx._timers.timetable import Seat, Timetable
 try:
     table = Timetable(16384)
 except OSError as error:
@@ -1424,7 +1425,7 @@ def test_a_table_for_a_thousand_ranks_takes_next_to_no_address_space() -> None:
     """The file has 4.6 GB of holes, of which the watcher maps the head, and a worker its own seat."""
     code = (
         "import resource\n"
-        "from phalanx._core import clock, timetable\n"
+        "from phalanx._timers import timetable; from phalanx._base import clock\n"
         "pages = int(open('/proc/self/statm').read().split()[0])\n"
         "limit = pages * resource.getpagesize() + (16 << 20)\n"
         "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"

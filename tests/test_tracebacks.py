@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx._core import clock, fold, tracebacks
-from phalanx._core.clock import FakeClock
-from phalanx._core.fold import Fold
-from phalanx._core.ranks import format_ranks
-from phalanx._core.surface import Paper
-from phalanx._core.tracebacks import HEAD, QUIET, Tracebacks
-from phalanx._core.view import Text, View
+from phalanx._base import clock
+from phalanx._base.clock import FakeClock
+from phalanx._base.rank_ranges import format_ranks
+from phalanx._logs import dedup, tracebacks
+from phalanx._logs.dedup import Fold
+from phalanx._logs.render import Text, View
+from phalanx._logs.terminal import Paper
+from phalanx._logs.tracebacks import HEAD, QUIET, Tracebacks
 from phalanx.multiprocessing import ConsoleSpecs
 from tests.pump_tools import Memory, lane
 from tests.test_log_options import fold_patiently, group
@@ -27,7 +28,7 @@ from tests.timer_workers import wait_asleep
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from phalanx._core.view import Lane
+    from phalanx._logs.render import Lane
     from tests.helpers import Gate, Ready
     from tests.test_run import Place
 
@@ -53,8 +54,8 @@ class Console:
         self.lanes = [lane(rank) for rank in range(ranks)]
         self.out: list[tuple[str, bytes]] = []
         self.by_rank = [b""] * ranks
-        fold = Fold(self.emit, {"stdout": ranks}, by_rank=True)
-        self.tracebacks = Tracebacks(fold, lambda lane, block: self.emit([lane], block))
+        dedup = Fold(self.emit, {"stdout": ranks}, by_rank=True)
+        self.tracebacks = Tracebacks(dedup, lambda lane, block: self.emit([lane], block))
 
     def emit(self, lanes: list[Lane], text: bytes) -> None:
         assert text.endswith(b"\n")
@@ -73,7 +74,7 @@ class Console:
         return out
 
 
-LONG = QUIET + fold.WINDOW + 0.01
+LONG = QUIET + dedup.WINDOW + 0.01
 
 
 @pytest.mark.parametrize("text", [ONE, CHAINED, CAUSED, HEADER + FRAME + b"KeyboardInterrupt\n"])
@@ -138,7 +139,7 @@ def test_an_empty_line_after_it_is_no_part_of_it(time: FakeClock) -> None:
     it = Console(2)
     it.take(0, ONE)
     it.take(1, ONE + b"\n")
-    assert it.wait(time, QUIET) + it.wait(time, fold.WINDOW) == [("0-1", ONE), ("1", b"\n")]
+    assert it.wait(time, QUIET) + it.wait(time, dedup.WINDOW) == [("0-1", ONE), ("1", b"\n")]
 
 
 def test_different_ones_are_whole(time: FakeClock) -> None:
@@ -155,10 +156,10 @@ def test_one_that_comes_late_is_shown_again(time: FakeClock) -> None:
     it.take(0, ONE)
     it.tracebacks.tick()
     it.wait(time, QUIET)
-    assert it.wait(time, fold.WINDOW) == [("0", ONE)]
+    assert it.wait(time, dedup.WINDOW) == [("0", ONE)]
     it.take(1, ONE)
     it.wait(time, QUIET)
-    assert it.wait(time, fold.WINDOW) == [("1", ONE)]
+    assert it.wait(time, dedup.WINDOW) == [("1", ONE)]
 
 
 def test_what_is_around_it_keeps_its_place(time: FakeClock) -> None:
@@ -194,7 +195,7 @@ def test_what_has_no_end_is_not_held_for_long(time: FakeClock, text: bytes) -> N
     it.take(0, text)
     time.advance(QUIET)
     it.tracebacks.tick()
-    it.wait(time, fold.WINDOW)
+    it.wait(time, dedup.WINDOW)
     assert it.by_rank[0] == text
     assert it.tracebacks.due == float("inf")
 
@@ -202,7 +203,7 @@ def test_what_has_no_end_is_not_held_for_long(time: FakeClock, text: bytes) -> N
 def test_a_very_long_one_is_not_held_whole(time: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
     del time
     monkeypatch.setattr(tracebacks, "_MOST", 1000)
-    monkeypatch.setattr(fold, "_MOST_BYTES", 2000)
+    monkeypatch.setattr(dedup, "_MOST_BYTES", 2000)
     it = Console(2)
     text = HEADER + FRAME * 100 + b"RecursionError: x\n"
     it.take(0, text)
@@ -345,7 +346,7 @@ def test_nothing_is_lost_and_each_rank_keeps_its_order(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clock, "now", time)
-        patch.setattr(fold, "_MOST", most)
+        patch.setattr(dedup, "_MOST", most)
         view.fold_tracebacks(Fold(emit, {"stdout": 3, "stderr": 3}, by_rank=True))
         given = [b""] * 6
         waiting = [b""] * 6
@@ -377,7 +378,7 @@ def test_nothing_is_lost_and_each_rank_keeps_its_order(
 @pytest.fixture
 def patient(place: Place) -> None:
     """Nothing has to come quickly, on a busy machine; a traceback of all ranks is shown as soon as they have ended."""
-    fold_patiently(place, "from phalanx._core import tracebacks; tracebacks.QUIET = 60.0")
+    fold_patiently(place, "from phalanx._logs import tracebacks; tracebacks.QUIET = 60.0")
 
 
 def test_one_is_shown_while_its_worker_goes_on(place: Place, gate: Gate) -> None:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._core import linux
-from phalanx._core import zygote as zygote_module
+from phalanx._base import linux
+from phalanx._engine import forkserver as zygote_module
 from phalanx.multiprocessing import PreloadError, SignalException, start_processes, warm
 from tests import families
 from tests.families import SIZE, WORKERS
@@ -294,7 +294,7 @@ def test_a_thread_that_is_about_to_leave_is_waited_for(modules: Modules) -> None
         "leaving",
         """
         import _thread, time
-        from phalanx._core import zygote
+        from phalanx._engine import forkserver
         zygote._LEAVING = 60
         _thread.start_new_thread(time.sleep, (0.1,))
         """,
@@ -507,10 +507,10 @@ def test_a_zygote_that_was_killed_is_replaced(modules: Modules) -> None:
 
 def test_a_group_outlives_the_warm_that_it_was_started_from(ready: Ready, gate: Gate) -> None:
     with warm(preload=["json"]) as it:
-        zygote = zygote_of(it)
+        forkserver = zygote_of(it)
         group = start(announce, (ready.address, gate.address))
     with group:
-        assert not alive(zygote)
+        assert not alive(forkserver)
         pids = set(ready.pids(2))
         gate.open(2)
         result = group.wait(TIMEOUT)
@@ -659,10 +659,10 @@ def test_an_import_that_takes_too_long_can_be_interrupted(
     script = tmp_path / "script.py"
     script.write_text("print('not reached')")
     with popen(tmp_path, ENTERING.format(STARTS[way]), str(script)) as launcher:
-        zygote, child = map(int, ready.wait()[0].split())
+        forkserver, child = map(int, ready.wait()[0].split())
         began = time.monotonic()
         launcher.send_signal(number)
-        assert wait_gone([zygote], 10) == set()
+        assert wait_gone([forkserver], 10) == set()
         if number == signal.SIGKILL:  # nobody is left who knows of what a module starts by itself
             os.kill(child, signal.SIGKILL)
         out, err = launcher.communicate(timeout=TIMEOUT)
@@ -696,8 +696,8 @@ def test_an_interrupt_of_a_thread_that_waits_is_a_signal_exception(ready: Ready,
 def test_a_subreaper_is_left_without_zombies(tmp_path: Path) -> None:
     done = run_script(tmp_path, """
 import os
-from phalanx._core import interpreter, linux, wire
-from phalanx._core import zygote as zygote_module
+from phalanx._base import channels, interpreter, linux
+from phalanx._engine import forkserver as zygote_module
 from phalanx.multiprocessing import start_processes, warm
 if __name__ == "__main__":
     linux.become_subreaper()
@@ -768,7 +768,7 @@ except PreloadError as error:
 def test_a_fork_of_the_host_has_a_warm_process_of_its_own(modules: Modules) -> None:
     marked = modules.write("marked")
     with warm(preload=[marked]) as it:
-        zygote = zygote_of(it)
+        forkserver = zygote_of(it)
         pid = os.fork()
         if pid == 0:
             code = 1
@@ -779,19 +779,19 @@ def test_a_fork_of_the_host_has_a_warm_process_of_its_own(modules: Modules) -> N
                 os._exit(code)
         assert os.waitpid(pid, 0)[1] == 0
         assert run(has, marked, nprocs=1)[0][1] == [True]
-        assert zygote_of(it) == zygote
+        assert zygote_of(it) == forkserver
         assert len(modules.importers(marked)) == 2
 
 
 def test_a_zygote_that_is_stopped_is_killed_and_replaced(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
     with warm(preload=[modules.write("marked")]) as it:
-        zygote = zygote_of(it)
-        os.kill(zygote, signal.SIGSTOP)
+        forkserver = zygote_of(it)
+        os.kill(forkserver, signal.SIGSTOP)
         with monkeypatch.context() as impatient:
-            impatient.setattr("phalanx._core.zygote._FORKING", 0.2)
+            impatient.setattr("phalanx._engine.forkserver._FORKING", 0.2)
             with pytest.raises(PreloadError, match="was killed by signal 9"):
                 start(add, (1, 2))
-        assert not alive(zygote)
+        assert not alive(forkserver)
         assert run(add, 1, 2) == {0: 3, 1: 3}
 
 
@@ -814,9 +814,9 @@ def test_an_answer_that_an_exception_kept_from_being_heard_is_for_nobody_else(
         raise LateError
 
     with warm(preload=["fine"]) as warmed:
-        zygote = warmed._zygote
-        assert zygote is not None
-        receive = zygote._receive
+        forkserver = warmed._zygote
+        assert forkserver is not None
+        receive = forkserver._receive
 
         def interrupted(timeout: float | None = None) -> object:
             assert timeout is not None
@@ -825,14 +825,14 @@ def test_an_answer_that_an_exception_kept_from_being_heard_is_for_nobody_else(
 
         before = signal.signal(signal.SIGUSR2, late)
         with monkeypatch.context() as patch:
-            patch.setattr(zygote, "_receive", interrupted)
+            patch.setattr(forkserver, "_receive", interrupted)
             with pytest.raises(LateError):
                 start_processes("g", add, (1, 2), nprocs=1, start_method="forkserver")
         signal.signal(signal.SIGUSR2, before)
         for _ in range(2):
             with start_processes("g", add, (1, 2), nprocs=1, start_method="forkserver") as group:
                 assert group.wait().return_values == {0: 3}
-        assert warmed._zygote is zygote
+        assert warmed._zygote is forkserver
 
 
 def test_a_process_that_an_import_has_started_holds_up_nobody_when_the_zygote_dies(
@@ -862,7 +862,7 @@ def test_a_zygote_whose_launcher_died_before_it_got_up_leaves_at_once() -> None:
     """It has been handed to somebody else, and a fork of the launcher may hold its socket."""
     code = """
 import os, sys
-from phalanx._core import interpreter, wire
+from phalanx._base import channels, interpreter
 launcher = os.getpid()
 ours, theirs = wire.pair()
 if os.fork() == 0:
@@ -870,7 +870,7 @@ if os.fork() == 0:
         pass
     os.set_inheritable(ours.fileno(), True)
     os.set_inheritable(theirs.fileno(), True)
-    command = interpreter.command([], f"from phalanx._core.zygote import main;main({theirs.fileno()}, [])")
+    command = interpreter.command([], f"from phalanx._engine.forkserver import main;main({theirs.fileno()}, [])")
     os.execv(command[0], command)
 """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -889,12 +889,12 @@ def test_a_zygote_that_outlives_its_kill_is_waited_for_by_nobody(
     monkeypatch.setattr(zygote_module, "_KILLED", 0.1)
     warmed = warm(preload=["fine"])
     with warmed:
-        zygote = warmed._zygote
-        assert zygote is not None
-        assert zygote._popen is not None
-        pid = zygote._popen.pid
+        forkserver = warmed._zygote
+        assert forkserver is not None
+        assert forkserver._popen is not None
+        pid = forkserver._popen.pid
         os.kill(pid, signal.SIGSTOP)
-        monkeypatch.setattr(zygote._popen, "kill", lambda: None)  # it does not reach it
+        monkeypatch.setattr(forkserver._popen, "kill", lambda: None)  # it does not reach it
     os.kill(pid, signal.SIGKILL)
     assert wait_gone([pid]) == set()
 

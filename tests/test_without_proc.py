@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._core import linux
-from phalanx._core.by_number import NUMBERS, Walk
+from phalanx._base import linux
+from phalanx._engine.keeper.child_scan import NUMBERS, Walk
 from tests.helpers import TIMEOUT, Gate, Ready, alive, wait_gone
 from tests.workers import ROOT
 
@@ -47,7 +47,7 @@ assert os.read(heard, 1) == b""
 
 LAUNCHER = """
 import os, sys
-from phalanx._core import linux
+from phalanx._base import linux
 from phalanx.multiprocessing import start_processes
 assert not linux.is_shown()
 def work(code):

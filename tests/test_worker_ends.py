@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
-from phalanx._core import reports, wire, worker
-from phalanx._core.child import Child, Family
+from phalanx._base import channels
+from phalanx._engine import worker_messages
+from phalanx._engine.worker.function import _tell_evidence
+from phalanx._engine.worker.mp_child import Child, Family
 from phalanx.multiprocessing import ProcessFailure, RunProcsResult, Std, start_processes
 from tests.disks import fill
 from tests.helpers import TIMEOUT, pass_gate, tell
@@ -276,7 +278,7 @@ def test_who_closes_all_descriptors_is_told_that_nothing_can_be_returned(tmp_pat
 
 
 def test_a_launcher_that_does_not_listen_is_told_for_a_bounded_time() -> None:
-    ours, theirs = wire.pair()
+    ours, theirs = channels.pair()
     with closing(ours), closing(theirs):
         ours.setblocking(False)
         with suppress(BlockingIOError):
@@ -284,8 +286,8 @@ def test_a_launcher_that_does_not_listen_is_told_for_a_bounded_time() -> None:
                 ours.send(b"x" * 1000)
         before = len(os.listdir("/proc/self/fd"))
         me = Child(Family("spawn", 1).member(0), 0, ours.fileno(), forked=False)
-        worker._tell_evidence(me, "text", "stack", 5)
-        assert not reports.send(ours.fileno(), b"E", patience=1)
+        _tell_evidence(me, "text", "stack", 5)
+        assert not worker_messages.send(ours.fileno(), b"E", patience=1)
         assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE) == socket.SOCK_SEQPACKET  # it is open
         assert len(os.listdir("/proc/self/fd")) == before
 

@@ -163,6 +163,6 @@ def serve(local: Any, named: Any, address: str, gate: str) -> None:
 
 
 def _now() -> float:
-    from phalanx._core import clock
+    from phalanx._base import clock
 
     return clock.now()

@@ -7,8 +7,11 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from phalanx._core import escalation, hang_report, interpreter, silence, stacks, supervisor, witnesses
-from phalanx._core.latch import Latch
+from phalanx._base import interpreter
+from phalanx._base.latch import Latch
+from phalanx._engine import silent_keeper, supervisor
+from phalanx._stacks import collect, snapshot
+from phalanx._timers import escalation, hang_report
 from tests.helpers import TIMEOUT
 
 if TYPE_CHECKING:
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
 def shorten(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
     """Set ``SILENCE``, ``KILL_WAIT`` and others, wherever they are used."""
-    for module in (supervisor, silence):
+    for module in (supervisor, silent_keeper):
         for name, value in seconds.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
@@ -31,8 +34,8 @@ def wait_long_for_stacks(put: Callable[[object, str, object], object] = setattr)
 
     ``put`` is as for `tell_keepers`.
     """
-    put(witnesses, "WAIT", 10.0)
-    put(stacks.Collection.__init__, "__defaults__", (10.0,))
+    put(snapshot, "WAIT", 10.0)
+    put(collect.Collection.__init__, "__defaults__", (10.0,))
     put(hang_report, "FINISH", 20.0)
     tell_keepers(escalation, "EVIDENCE_WAIT", 15.0, put)
 
@@ -47,7 +50,7 @@ def tell_keepers(
     command = interpreter.command
 
     def telling(flags: Sequence[str], code: str, before: str = "") -> list[str]:
-        if "phalanx._core.guard" in code:
+        if "phalanx._engine.keeper.guard" in code:
             code = f"import {module.__name__} as it;it.{name}={value};{code}"
         return command(flags, code, before)
 

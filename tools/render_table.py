@@ -4,7 +4,7 @@
     python tools/render_table.py            # bring the page up to date
     python tools/render_table.py --check    # exit code 1 if it is not
 
-The table is the one that runs (`phalanx._core.lifecycle.TABLE`), so the page cannot tell another story. Only the
+The table is the one that runs (`phalanx._engine.lifecycle.TABLE`), so the page cannot tell another story. Only the
 standard library is needed, and no installation: the source tree is found beside this folder.
 """
 
@@ -24,7 +24,7 @@ END = "<!-- end of the group table -->"
 
 def render() -> str:
     """Return the table as Markdown: for each state, what can happen, where it leads, and what is done."""
-    from phalanx._core.lifecycle import ACTIONS, EVENTS, STATES, TABLE
+    from phalanx._engine.lifecycle import ACTIONS, EVENTS, STATES, TABLE
 
     lines = []
     for state, meaning in STATES.items():

@@ -533,7 +533,7 @@ def _mistakes(record: Record) -> Iterator[str]:
     for text in (ended.get("message", ""), ended.get("lost", "")):
         if re.search(r"supervisor failed|cannot see|exit code 70", text):
             yield f"a mistake: {text}"
-    for pattern in (rb"phalanx/_core/\w+\.py\", line .*", rb"Exception ignored.*", rb"ResourceWarning.*"):
+    for pattern in (rb"phalanx/_\w+/[\w/]+\.py\", line .*", rb"Exception ignored.*", rb"ResourceWarning.*"):
         found = re.search(pattern, record.stderr)
         if found is not None:
             yield f"on stderr: {record.stderr[-3000:].decode('utf-8', 'replace')}"

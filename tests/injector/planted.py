@@ -28,7 +28,7 @@ class Planted:
 
 PLANTED = {
     "the guard obeys the order to start though the keeper is lost": Planted(
-        "keeper.py",
+        "_engine/keeper/keeper.py",
         "def take_over(",
         '        self._see("HELPER_LOST")',
         "        if linux.children(os.getpid()):\n"
@@ -39,13 +39,18 @@ PLANTED = {
         "after the keeper was killed",
     ),
     "the guard does not take over from a keeper that was killed": Planted(
-        "guard.py", "status = _outlive(", "if status:", "if False:", (1212, 2127, 5136), "survivors"
+        "_engine/keeper/guard.py", "status = _outlive(", "if status:", "if False:", (1212, 2127, 5136), "survivors"
     ),
     "the keeper goes on without its launcher": Planted(
-        "keeper.py", "def _on_orphaned(", 'self._see("ORPHANED")', "pass", (3122, 3676, 4399), "survivors"
+        "_engine/keeper/keeper.py",
+        "def _on_orphaned(",
+        'self._see("ORPHANED")',
+        "pass",
+        (3122, 3676, 4399),
+        "survivors",
     ),
     "exits are seen in the order of the start": Planted(
-        "loop.py",
+        "_base/loop.py",
         "def once(",
         "self._epoll.poll(timeout, len(self._callbacks))",
         "sorted(self._epoll.poll(timeout, len(self._callbacks)))",
@@ -53,7 +58,7 @@ PLANTED = {
         "the root cause is rank",
     ),
     "the log writer drops what is in its pipes when it is told to finish": Planted(
-        "rotate.py",
+        "_engine/rotation/log_writer.py",
         "def _turn(self",
         "        try:",
         '        if __import__("select").select((self._channel.fileno(),), (), (), 0)[0]:\n'
@@ -63,7 +68,7 @@ PLANTED = {
         "that were written",
     ),
     "a result for which there is no descriptor is dropped": Planted(
-        "mirror.py",
+        "_engine/mirror.py",
         "elif packet.cut",
         "said.result = wire.Truncated(packet.letter)",
         "pass",
@@ -77,7 +82,7 @@ def plant(name: str, source: Path, folder: Path) -> Path:
     """Copy the package from ``source`` into ``folder``, with a fault. Returns ``folder``. Raises AssertionError."""
     fault = PLANTED[name]
     shutil.copytree(source / "phalanx", folder / "phalanx")
-    path = folder / "phalanx" / "_core" / fault.file
+    path = folder / "phalanx" / fault.file
     text = path.read_text(encoding="utf-8")
     head, after, rest = text.partition(fault.after)
     assert after, f"{name}: there is no {fault.after!r} in {fault.file}"

@@ -11,7 +11,7 @@ import sys
 import click
 from click.core import ParameterSource
 
-from phalanx._core.terminal import printable
+from phalanx._base.tty import printable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

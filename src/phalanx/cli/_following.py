@@ -6,16 +6,16 @@ import contextlib
 import errno
 import os
 
-from phalanx._core import linux
-from phalanx._core.tell import tell
-from phalanx.multiprocessing._runs import look
+from phalanx._base import linux
+from phalanx._base.stderr import tell
+from phalanx._runs.catalog import look
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from phalanx._core.loop import Loop
-    from phalanx.multiprocessing._runs import RunDir
+    from phalanx._base.loop import Loop
+    from phalanx._runs.catalog import RunDir
 
 GOES_ON = ("running", "unreadable", "unknown")
 """States of a run that has not ended, as far as is known. Without a record nobody will say: but of a run that is just

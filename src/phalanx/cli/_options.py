@@ -6,11 +6,11 @@ import re
 
 import click
 
-from phalanx._core import size
-from phalanx._core.seconds import seconds
+from phalanx._base import byte_size
+from phalanx._base.durations import seconds
+from phalanx._logs.prefixes import TEMPLATE_ENV, template_of_environment
+from phalanx._logs.specs import checked_mode
 from phalanx.multiprocessing import ConsoleSpecs
-from phalanx.multiprocessing._logs import checked_mode
-from phalanx.multiprocessing._prefixes import TEMPLATE_ENV, template_of_environment
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def read_size(text: str) -> int:
     >>> read_size("100MB"), read_size("1GiB"), read_size("4096")
     (100000000, 1073741824, 4096)
     """
-    number = size.parse(text)
+    number = byte_size.parse(text)
     if number < 1:
         msg = f"{text!r}: expected a size, like 500000, 100MB or 1GiB"
         raise ValueError(msg)

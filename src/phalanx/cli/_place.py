@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from phalanx.multiprocessing import _place
+from phalanx._runs import paths
 
 MANY = 1000
 """Runs in a folder of which a person is told."""
@@ -15,7 +15,7 @@ def places(log_dir: str | None) -> tuple[str, ...]:
     if log_dir is not None:
         return (log_dir,)
     try:
-        return _place.places()
-    except _place.NoPlaceError as error:
+        return paths.places()
+    except paths.NoPlaceError as error:
         msg = f"--log-dir: {error}"
         raise click.UsageError(msg) from None

@@ -9,11 +9,10 @@ import os
 
 import click
 
-from phalanx._core import topology
-from phalanx.cli import _nproc
+from phalanx._placement import accelerators, topology
+from phalanx._placement.placement import divide
 from phalanx.cli._options import Whole, option, reading
 from phalanx.multiprocessing import Placement
-from phalanx.multiprocessing._placement import divide
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ def _threads(shares: list[tuple[int, ...]]) -> tuple[list[int], str]:
 def _check_devices(nprocs: int, *, virtual: bool) -> None:
     """Refuse more ranks than devices, where these are counted. Where none can be, nobody may want any."""
     if virtual and "CUDA_VISIBLE_DEVICES" not in os.environ:
-        devices = _nproc.count_gpus()
+        devices = accelerators.count_gpus()
         if 0 < devices < nprocs:
             msg = f"virtual_local_rank: rank {devices} has no device: there are {devices} for {nprocs} ranks"
             raise ValueError(msg)

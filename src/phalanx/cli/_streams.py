@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from phalanx._core.ranks import named
+from phalanx._base.rank_ranges import named
 from phalanx.multiprocessing import Std, to_map
 
 TYPE_CHECKING = False

@@ -16,32 +16,33 @@ from datetime import datetime
 
 import click
 
-from phalanx._core import clock, files, timeline
-from phalanx._core.follower import Follower
-from phalanx._core.last import LastLines
-from phalanx._core.loop import Loop
-from phalanx._core.merge import merge
-from phalanx._core.pump import Pump, Stream
-from phalanx._core.set_aside import aside
-from phalanx._core.tell import tell
-from phalanx._core.terminal import printable
-from phalanx._core.view import Lane
+from phalanx._base import clock, files
+from phalanx._base.loop import Loop
+from phalanx._base.stderr import tell
+from phalanx._base.tty import printable
+from phalanx._logs import write_index
+from phalanx._logs.console import make_view, target
+from phalanx._logs.follower import Follower
+from phalanx._logs.last_lines import LastLines
+from phalanx._logs.merge import merge
+from phalanx._logs.prefixes import Prefixes
+from phalanx._logs.pump import Pump, Stream
+from phalanx._logs.render import Lane
+from phalanx._logs.rotated import aside
+from phalanx._runs.catalog import UnknownRunError, find, resolve
 from phalanx.cli._command import SETTINGS, Command
 from phalanx.cli._following import Following
 from phalanx.cli._interrupts import Interrupts
 from phalanx.cli._options import Folder, Whole, console_options, console_specs, read_age, reading
 from phalanx.cli._place import places
-from phalanx.multiprocessing._console import make_view, target
-from phalanx.multiprocessing._prefixes import Prefixes
-from phalanx.multiprocessing._runs import UnknownRunError, find, resolve
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
 
+    from phalanx._runs.catalog import RunDir
     from phalanx.multiprocessing import ConsoleSpecs
-    from phalanx.multiprocessing._runs import RunDir
 
 _STREAMS = ("stdout", "stderr")
 _MOST_NAMED = 16  # files
@@ -211,7 +212,7 @@ class _Reader:
         self._found = found
         self._follows = follow and found.state in ("running", "unknown")
         self._attempt, self._chosen = attempt, chosen
-        self._timeline = os.path.join(folder, timeline.NAME)
+        self._timeline = os.path.join(folder, write_index.NAME)
         self._console = console
         self._streams = streams
         self._envs = _envs(found, attempt, folder)
@@ -331,7 +332,7 @@ class _Reader:
         """When the run started, or wrote something first (seconds since the epoch)."""
         if self._found.run is not None:
             return self._found.run.started
-        return next((record[0] for record in timeline.read(self._timeline)), self._found.started)
+        return next((record[0] for record in write_index.read(self._timeline)), self._found.started)
 
     def _follow(self, held: contextlib.ExitStack) -> None:
         streams = [

@@ -15,10 +15,18 @@ import time
 
 import click
 
-from phalanx._core import interrupts, linux
-from phalanx._core.tell import mention, tell
-from phalanx._core.terminal import coloured, printable
-from phalanx.cli import _nproc, _python
+from phalanx._base import interrupts, linux
+from phalanx._base.stderr import mention, tell
+from phalanx._base.tty import coloured, printable
+from phalanx._engine.host_signals import signals_to_handle
+from phalanx._group.warm import check_preload
+from phalanx._outcomes.failure import NOT_AVAILABLE
+from phalanx._outcomes.result import verdict
+from phalanx._placement import accelerators
+from phalanx._runs.paths import place_of_new_runs
+from phalanx._runs.recorder import Recorder
+from phalanx._timers.specs import TimerSpecs, read_steps
+from phalanx.cli import _python
 from phalanx.cli._command import SETTINGS, Command
 from phalanx.cli._options import (
     Folder,
@@ -37,7 +45,6 @@ from phalanx.cli._options import (
 from phalanx.cli._place import MANY
 from phalanx.cli._placement import placement_options, take_placement
 from phalanx.cli._streams import check_no_logs, check_streams
-from phalanx.errors._failure import NOT_AVAILABLE
 from phalanx.multiprocessing import (
     DefaultLogsSpecs,
     KeeperLostError,
@@ -50,20 +57,14 @@ from phalanx.multiprocessing import (
     Std,
     SubprocessContext,
 )
-from phalanx.multiprocessing._place import place_of_new_runs
-from phalanx.multiprocessing._recorder import Recorder
-from phalanx.multiprocessing._result import verdict
-from phalanx.multiprocessing._signals import signals_to_handle
-from phalanx.multiprocessing._warm import check_preload
 from phalanx.multiprocessing.errors import ChildFailedError, record
-from phalanx.timer._specs import TimerSpecs, read_steps
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import Any
 
-    from phalanx.multiprocessing._recorder import Seen
+    from phalanx._runs.recorder import Seen
 
 _SETTINGS = {**SETTINGS, "allow_interspersed_args": False}  # everything after the script is the script's
 
@@ -143,7 +144,7 @@ _ELSEWHERE = {
 @click.command(cls=Command, context_settings=_SETTINGS, sections=_SECTIONS, absent={**_ELSEWHERE, **_ABSENT})
 @option(
     "--nproc-per-node",
-    callback=reading(_nproc.count),
+    callback=reading(accelerators.count),
     metavar="N|auto|cpu|gpu",
     default="1",
     show_default=True,

@@ -14,10 +14,10 @@ import time
 import click
 from click.core import ParameterSource
 
-from phalanx._core import size
-from phalanx._core.clock import in_a_word
-from phalanx._core.harmless import escape_json
-from phalanx._core.terminal import coloured, printable
+from phalanx._base import byte_size
+from phalanx._base.clock import in_a_word
+from phalanx._base.control_chars import escape_json
+from phalanx._base.tty import coloured, printable
 from phalanx.cli._command import SETTINGS, Command, Group, meant
 from phalanx.cli._options import Folder, Whole, read_age, reading
 from phalanx.cli._place import MANY, places
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from phalanx.multiprocessing._runs import RunDir
+    from phalanx._runs.catalog import RunDir
 
 _HEADS = ("RUN", "STATE", "STARTED", "TIME", "RANKS", "EXIT", "COMMAND", "CAUSE")
 _RIGHT = ("TIME", "RANKS", "EXIT", "AGE", "SIZE")  # numbers
@@ -130,7 +130,7 @@ def runs(
 @click.option("--older", callback=reading(_with_unit(read_age, "d")), metavar="TIME",
               help="Runs in which nothing has changed for so long: 12h, 30d, 8w.")  # fmt: skip
 @click.option("--keep", type=Whole(min=0), metavar="N", help="All but the newest N.")
-@click.option("--larger", callback=reading(_with_unit(size.parse, "GiB")), metavar="SIZE",
+@click.option("--larger", callback=reading(_with_unit(byte_size.parse, "GiB")), metavar="SIZE",
               help="The oldest, until the rest takes no more than that: 500MB, 10GiB.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
@@ -156,7 +156,7 @@ def prune(
     With several rules, a run goes that any of them names. Runs that still run are not removed, nobody else's are, and
     no folder without a run.json. Where there is no terminal to ask at, give --yes.
     """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
-    from phalanx.multiprocessing._prune import choose, half_removed, measure, remove
+    from phalanx._runs.prune import choose, half_removed, measure, remove
 
     if older is None and keep is None and larger is None:
         raise click.UsageError("which runs? Give --older, --keep or --larger")
@@ -168,16 +168,18 @@ def prune(
     total, freed = sum(it.size for it in stored), sum(it.size for it in chosen)
     if not chosen and not begun:
         there = printable(" or ".join(where))
-        click.echo(f"nothing to remove: {_count(len(stored))}, {size.spoken(total)}, in {there}")
+        click.echo(f"nothing to remove: {_count(len(stored))}, {byte_size.spoken(total)}, in {there}")
         return
     now = time.time()
     rows = [("RUN", "STATE", "AGE", "SIZE")]
-    rows += [(printable(it.run.name), it.run.state, in_a_word(now - it.changed), size.spoken(it.size)) for it in chosen]
+    rows += [
+        (printable(it.run.name), it.run.state, in_a_word(now - it.changed), byte_size.spoken(it.size)) for it in chosen
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows if chosen else ():
         click.echo("  ".join(_pad(*cell) for cell in zip(rows[0], row, widths, strict=True)).rstrip())
-    rest = f"{_count(len(stored) - len(chosen))}, {size.spoken(total - freed)}, are kept"
-    click.echo(f"to be removed: {_count(len(chosen))}, {size.spoken(freed)}; {rest}")
+    rest = f"{_count(len(stored) - len(chosen))}, {byte_size.spoken(total - freed)}, are kept"
+    click.echo(f"to be removed: {_count(len(chosen))}, {byte_size.spoken(freed)}; {rest}")
     if begun:
         click.echo(f"and what is left of {_count(len(begun))} whose removal was interrupted")
     if dry_run:
@@ -187,7 +189,7 @@ def prune(
             raise click.ClickException("nothing was removed: there is no terminal to ask at; give --yes")
         click.confirm("Remove them?", abort=True)
     number, freed, failed = remove(begun, chosen)
-    click.echo(f"removed {_count(number)}, {size.spoken(freed)}")
+    click.echo(f"removed {_count(number)}, {byte_size.spoken(freed)}")
     if failed:
         raise click.ClickException("\n".join(["could not be removed:", *map(printable, failed)]))
 
@@ -197,7 +199,7 @@ def _count(number: int) -> str:
 
 
 def _find(where: tuple[str, ...]) -> list[RunDir]:
-    from phalanx.multiprocessing._runs import find
+    from phalanx._runs.catalog import find
 
     try:
         return find(where)
@@ -208,17 +210,19 @@ def _find(where: tuple[str, ...]) -> list[RunDir]:
 
 def _hint(found: list[RunDir]) -> None:
     """Say to a person that much is kept, if that is so."""
-    from phalanx.multiprocessing._prune import total
+    from phalanx._runs.prune import total
 
     taken, is_all = total(found, _LOOKED_AT)
     if taken >= _LARGE or len(found) > MANY:
         more = "" if is_all else " or more"
-        click.echo(f"{_count(len(found))}, {size.spoken(taken)}{more}; phalanx runs prune removes old ones", err=True)
+        click.echo(
+            f"{_count(len(found))}, {byte_size.spoken(taken)}{more}; phalanx runs prune removes old ones", err=True
+        )
 
 
 def _show(found: list[RunDir], nothing: str, *, as_json: bool) -> None:
     if as_json:
-        from phalanx.multiprocessing._runs import look
+        from phalanx._runs.catalog import look
 
         for run in found:
             click.echo(escape_json(look(run.path).to_json()))

@@ -1,6 +1,6 @@
 """``phalanx stack``: where the ranks of a live run are, now.
 
-Owns the options, whose process is whose, and what is shown. Asking is `_core.stacks`'s business.
+Owns the options, whose process is whose, and what is shown. Asking is `_stacks.collect`'s business.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import sys
 
 import click
 
-from phalanx._core import files, linux
-from phalanx._core.frames import NO_STACK, group_equal, is_library, own, parse, sum_up
-from phalanx._core.ranks import named
-from phalanx._core.terminal import coloured, printable
+from phalanx._base import files, linux
+from phalanx._base.rank_ranges import named
+from phalanx._base.tty import coloured, printable
+from phalanx._stacks.dump import NO_STACK, group_equal, is_library, own, parse, sum_up
 from phalanx.cli._command import SETTINGS, Command
 from phalanx.cli._options import Folder, Whole
 from phalanx.cli._place import places
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
-    from phalanx._core.frames import Frame, Thread
-    from phalanx.multiprocessing._record import Rank, Run
-    from phalanx.multiprocessing._runs import RunDir
+    from phalanx._runs.catalog import RunDir
+    from phalanx._runs.record import Rank, Run
+    from phalanx._stacks.dump import Frame, Thread
 
 _PATIENCE = 0.3
 """Seconds that a person waits for the ranks of a look, at the most, and `_EACH` for every rank: py-spy takes 10 ms."""
@@ -41,7 +41,7 @@ _LIBRARY = re.compile(r".*/(?:(?:site|dist)-packages|lib(?:64|32)?/python\d[\d.]
 
 
 def _names(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
-    from phalanx.multiprocessing._runs import find
+    from phalanx._runs.catalog import find
 
     try:
         runs = find(places(ctx.params.get("log_dir")))
@@ -91,8 +91,8 @@ def stack(run: str | None, *, ranks: tuple[int, ...], native: bool, log_dir: str
 
 def _resolve(where: tuple[str, ...], name: str | None) -> RunDir:
     """The run that is meant, which runs, and here. Raises ClickException."""
-    from phalanx.multiprocessing._record import is_here
-    from phalanx.multiprocessing._runs import UnknownRunError, resolve
+    from phalanx._runs.catalog import UnknownRunError, resolve
+    from phalanx._runs.record import is_here
 
     try:
         found = _latest(where) if name is None else resolve(where, name)
@@ -121,8 +121,8 @@ def _resolve(where: tuple[str, ...], name: str | None) -> RunDir:
 
 def _latest(where: tuple[str, ...]) -> RunDir:
     """The latest of our runs that runs, and here if one does. Raises ClickException, UnknownRunError, OSError."""
-    from phalanx.multiprocessing._record import is_here
-    from phalanx.multiprocessing._runs import find, look, resolve
+    from phalanx._runs.catalog import find, look, resolve
+    from phalanx._runs.record import is_here
 
     runs = [run for run in find(where) if run.is_ours]
     live = [run for run in runs if run.state == "running"]
@@ -146,7 +146,7 @@ def _ranks(run: Run, wanted: set[int]) -> list[Rank]:
 
 def _collect(folder: str, ranks: list[Rank], *, native: bool, owner: int | None) -> dict[int, str]:
     """Look at the ranks that live: rank → text. With an ``owner``, whose run it is, only at processes of that user."""
-    from phalanx._core.stacks import get_ready
+    from phalanx._stacks.collect import get_ready
 
     get_ready()
     texts: dict[int, str] = {}
@@ -160,7 +160,7 @@ def _look(folder: str, ranks: list[Rank], *, native: bool, owner: int | None) ->
 
     With an ``owner``, nobody is sent a signal: what the run's files say of that is another user's word.
     """
-    from phalanx._core.stacks import Collection, Target, speaker
+    from phalanx._stacks.collect import Collection, Target, speaker
 
     texts: dict[int, str] = {}
     with contextlib.ExitStack() as held:

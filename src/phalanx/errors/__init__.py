@@ -6,8 +6,8 @@ workers are started, watched or stopped: it is given exit codes, paths and momen
 
 from __future__ import annotations
 
-from phalanx.errors._child_failed import ChildFailedError, first_failure
-from phalanx.errors._failure import Outcome, ProcessFailure, describe_exit, signal_name
+from phalanx._outcomes.failure import Outcome, ProcessFailure, describe_exit, first_failure, signal_name
+from phalanx.errors._child_failed import ChildFailedError
 from phalanx.errors._handler import ErrorHandler, get_error_handler, record
 
 __all__ = [
@@ -26,18 +26,18 @@ __all__ = [
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx._core.ranks import format_ranks
-    from phalanx.errors._report import format_report
+    from phalanx._base.rank_ranges import format_ranks
+    from phalanx._outcomes.report import format_report
 
 
 def __getattr__(name: str) -> object:
     """The report's functions, loaded when first used: nobody needs them unless something has failed."""
     if name == "format_ranks":
-        from phalanx._core.ranks import format_ranks
+        from phalanx._base.rank_ranges import format_ranks
 
         return format_ranks
     if name == "format_report":
-        from phalanx.errors._report import format_report
+        from phalanx._outcomes.report import format_report
 
         return format_report
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,17 +1,19 @@
 """`ChildFailedError`: what a launcher raises when its workers failed.
 
-Owns the choice of the first failure. How the report reads belongs to `phalanx.errors._report`, which is loaded when it
+How the report reads belongs to `phalanx._outcomes.report`, which is loaded when it
 is asked for.
 """
 
 from __future__ import annotations
+
+from phalanx._outcomes.failure import first_failure
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
-    from phalanx.errors._failure import Outcome, ProcessFailure
+    from phalanx._outcomes.failure import Outcome, ProcessFailure
 
 
 class ChildFailedError(Exception):
@@ -55,7 +57,7 @@ class ChildFailedError(Exception):
 
     def format_msg(self) -> str:
         """The report: the root cause, the other failures, the workers that were stopped because of it."""
-        from phalanx.errors._report import format_report
+        from phalanx._outcomes.report import format_report
 
         return format_report(self.name, self.failures, outcomes=self.outcomes, log_dir=self.log_dir)
 
@@ -64,14 +66,3 @@ class ChildFailedError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.name, self.failures), self.__dict__
-
-
-def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The rank and failure with the least `ProcessFailure.first_key`; of equals, the one with the least ``timestamp``.
-
-    Of equals in that, too, it is the earlier in the mapping.
-
-    Raises:
-        ValueError: There is no failure.
-    """
-    return min(failures.items(), key=lambda item: (item[1].first_key, item[1].timestamp))

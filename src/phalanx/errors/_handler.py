@@ -1,7 +1,7 @@
 """Recording one's own end: `record`, `ErrorHandler`.
 
 Owns what a worker's code can do to leave evidence of a failure, and how a launcher that is itself a worker passes on
-the evidence of what it launched. The format and the writing belong to `phalanx._core.evidence`.
+the evidence of what it launched. The format and the writing belong to `phalanx._evidence.evidence`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import functools
 import os
 import sys
 
-from phalanx._core import evidence
-from phalanx.errors._failure import NOT_AVAILABLE
+from phalanx._evidence import evidence
+from phalanx._outcomes.failure import NOT_AVAILABLE
 
 TYPE_CHECKING = False
 if not TYPE_CHECKING:

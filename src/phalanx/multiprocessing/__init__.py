@@ -12,21 +12,21 @@ as one: at the first failure the others are stopped, and the result names the fa
 
 from __future__ import annotations
 
-from phalanx._core.leftovers import Leftover
-from phalanx._core.lost import KeeperLostError
-from phalanx._core.main_module import UnguardedMainError
-from phalanx._core.payload import UnpicklableError
-from phalanx._core.zygote import PreloadError
+from phalanx._engine.forkserver import PreloadError
+from phalanx._engine.host_signals import SignalException
+from phalanx._engine.leftovers import Leftover
+from phalanx._engine.main_module import UnguardedMainError
+from phalanx._engine.pickling.payload import UnpicklableError
+from phalanx._engine.start_errors import KeeperLostError
+from phalanx._group.context import MultiprocessContext, PContext, ScriptContext, SubprocessContext
+from phalanx._group.warm import Warm as warm  # noqa: N813 - it is used as a verb
+from phalanx._logs.console import ConsoleSpecs
+from phalanx._logs.specs import DefaultLogsSpecs, LogsDest, LogsSpecs
+from phalanx._logs.std import Std, to_map
+from phalanx._outcomes.result import RunProcsResult
+from phalanx._placement.placement import Placement
 from phalanx.errors import Outcome, ProcessFailure
-from phalanx.multiprocessing._console import ConsoleSpecs
-from phalanx.multiprocessing._context import MultiprocessContext, PContext, ScriptContext, SubprocessContext
-from phalanx.multiprocessing._logs import DefaultLogsSpecs, LogsDest, LogsSpecs
-from phalanx.multiprocessing._placement import Placement
-from phalanx.multiprocessing._result import RunProcsResult
-from phalanx.multiprocessing._signals import SignalException
 from phalanx.multiprocessing._start import RanksError, start_processes
-from phalanx.multiprocessing._std import Std, to_map
-from phalanx.multiprocessing._warm import Warm as warm  # noqa: N813 - it is used as a verb
 
 __all__ = [
     "ConsoleSpecs",

@@ -7,9 +7,9 @@ import os
 import time
 from types import NoneType
 
-from phalanx._core.seconds import seconds
-from phalanx.multiprocessing._console import ConsoleSpecs
-from phalanx.multiprocessing._context import (
+from phalanx._base.durations import seconds
+from phalanx._engine.host_signals import SignalException
+from phalanx._group.context import (
     GRACE,
     IMPORT,
     SETTLE,
@@ -18,18 +18,18 @@ from phalanx.multiprocessing._context import (
     PContext,
     SubprocessContext,
 )
-from phalanx.multiprocessing._logs import DefaultLogsSpecs, FolderLogsSpecs, LogsSpecs
-from phalanx.multiprocessing._placement import Placement
-from phalanx.multiprocessing._signals import SignalException
-from phalanx.multiprocessing._std import Std
-from phalanx.timer._specs import TimerSpecs
+from phalanx._logs.console import ConsoleSpecs
+from phalanx._logs.specs import DefaultLogsSpecs, FolderLogsSpecs, LogsSpecs
+from phalanx._logs.std import Std
+from phalanx._placement.placement import Placement
+from phalanx._timers.specs import TimerSpecs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
-    from phalanx.multiprocessing._warm import Warm
+    from phalanx._group.warm import Warm
 
 START_METHODS = ("spawn", "forkserver", "fork")
 _UNSET: Any = object()
@@ -190,7 +190,7 @@ def start_processes(
 def recorded(logs_specs: object) -> DefaultLogsSpecs:
     """Logs that can have a record. Raises ValueError."""
     if logs_specs is None:
-        from phalanx.multiprocessing._place import place_of_new_runs
+        from phalanx._runs.paths import place_of_new_runs
 
         return DefaultLogsSpecs(place_of_new_runs()[0], tee=Std.ALL, run_id=time.strftime("%Y%m%d-%H%M%S"))
     if not isinstance(logs_specs, DefaultLogsSpecs) or logs_specs.root_log_dir is None or not logs_specs.is_kept:

@@ -9,16 +9,16 @@ import errno
 import os
 import threading
 
-from phalanx._core import terminal
-from phalanx._core.files import ANY_LINK
-from phalanx._core.follower import Follower
-from phalanx._core.loop import Loop
-from phalanx._core.pump import Pump, Stream
-from phalanx._core.search import Only
-from phalanx._core.sink import Sink
-from phalanx._core.surface import Paper
-from phalanx._core.view import Lane, Text, View
-from phalanx.multiprocessing._console import target
+from phalanx._base import tty
+from phalanx._base.files import ANY_LINK
+from phalanx._base.loop import Loop
+from phalanx._logs.console import target
+from phalanx._logs.follower import Follower
+from phalanx._logs.pump import Pump, Stream
+from phalanx._logs.render import Lane, Text, View
+from phalanx._logs.search import Only
+from phalanx._logs.sink import Sink
+from phalanx._logs.terminal import Paper
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class TailLog:
     def _make(self, dst: Any) -> Pump:
         select = None if self._filter is None else Only(_select(self._filter))
         found = target(dst)
-        view = View(Paper(Sink(found)), Text(), select, harmless=terminal.is_one(found))
+        view = View(Paper(Sink(found)), Text(), select, harmless=tty.is_one(found))
         streams = []
         for rank, path in self._files.items():
             prefix = self._prefixes.get(rank, f"[{self._name}{rank}]:")

@@ -24,9 +24,9 @@ import os
 import signal
 from types import NoneType
 
-from phalanx._core.seconds import seconds
+from phalanx._base.durations import seconds
+from phalanx._group.context import GRACE, IMPORT, SETTLE
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, LogsSpecs
-from phalanx.multiprocessing._context import GRACE, IMPORT, SETTLE
 from phalanx.multiprocessing._start import check_options, is_sequence, per_rank, recorded
 from phalanx.spawn._failed import ProcessException, ProcessExitedException, ProcessRaisedException
 from phalanx.spawn._group import Group, Sentinel
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from multiprocessing import *  # noqa: F403 - what `__getattr__` finds there, for type checkers
     from typing import Any, Literal, TypedDict, Unpack, overload
 
+    from phalanx._group.warm import Warm
+    from phalanx._placement.placement import Placement
     from phalanx.multiprocessing import ConsoleSpecs
-    from phalanx.multiprocessing._placement import Placement
-    from phalanx.multiprocessing._warm import Warm
     from phalanx.timer import TimerSpecs
 
 __all__ = [

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copyreg
 
-from phalanx._core.harmless import harmless
+from phalanx._base.control_chars import harmless
 from phalanx.errors import ProcessFailure, signal_name
 
 TYPE_CHECKING = False
@@ -72,8 +72,8 @@ def failed(result: RunProcsResult) -> ProcessException:
     error = _exception(first, stopped)
     if not others:
         return error
-    from phalanx.errors import format_ranks
-    from phalanx.errors._report import DIFFERENT, first_line, signature
+    from phalanx._base.rank_ranges import format_ranks
+    from phalanx._outcomes.report import DIFFERENT, first_line, signature
 
     same = signature(first)
     told: dict[object, list[ProcessFailure]] = {same: []}

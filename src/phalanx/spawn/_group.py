@@ -11,9 +11,9 @@ import signal
 import sys
 from contextlib import suppress
 
-from phalanx._core.child import loaded
+from phalanx._engine.worker.mp_child import loaded
+from phalanx._group.context import GRACE
 from phalanx.multiprocessing import KeeperLostError, MultiprocessContext
-from phalanx.multiprocessing._context import GRACE
 from phalanx.spawn._failed import ProcessException, exited, failed
 
 TYPE_CHECKING = False
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from multiprocessing.util import Finalize
     from typing import Any
 
-    from phalanx._core.latch import Latch
-    from phalanx._core.mirror import Worker
+    from phalanx._base.latch import Latch
+    from phalanx._engine.mirror import Worker
 
 _kept: set[Group] = set()
 """The groups that were started without a join, and neither have been joined since nor have ended well."""

@@ -10,6 +10,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from phalanx._timers.specs import TimerSpecs
     from phalanx.timer import debug_info_logging
     from phalanx.timer._expires import NobodyWatchesError, beat, configure, expires, progress, rest
     from phalanx.timer._file import FileTimerServer
@@ -17,30 +18,29 @@ if TYPE_CHECKING:
     from phalanx.timer._local import LocalTimerClient, LocalTimerServer
     from phalanx.timer._server import RequestQueue, TimerClient, TimerRequest, TimerServer
     from phalanx.timer._shared import SharedTimerClient, SharedTimerServer
-    from phalanx.timer._specs import TimerSpecs
     from phalanx.timer._stack_signal import move_stack_signal
 
 _HOMES = {
-    "FileTimerClient": "_file_client",
-    "FileTimerRequest": "_file_client",
-    "FileTimerServer": "_file",
-    "LocalTimerClient": "_local",
-    "LocalTimerServer": "_local",
-    "NobodyWatchesError": "_expires",
-    "RequestQueue": "_server",
-    "SharedTimerClient": "_shared",
-    "SharedTimerServer": "_shared",
-    "TimerClient": "_server",
-    "TimerRequest": "_server",
-    "TimerServer": "_server",
-    "TimerSpecs": "_specs",
-    "beat": "_expires",
-    "configure": "_expires",
-    "debug_info_logging": "",
-    "expires": "_expires",
-    "move_stack_signal": "_stack_signal",
-    "progress": "_expires",
-    "rest": "_expires",
+    "FileTimerClient": "._file_client",
+    "FileTimerRequest": "._file_client",
+    "FileTimerServer": "._file",
+    "LocalTimerClient": "._local",
+    "LocalTimerServer": "._local",
+    "NobodyWatchesError": "._expires",
+    "RequestQueue": "._server",
+    "SharedTimerClient": "._shared",
+    "SharedTimerServer": "._shared",
+    "TimerClient": "._server",
+    "TimerRequest": "._server",
+    "TimerServer": "._server",
+    "TimerSpecs": "phalanx._timers.specs",
+    "beat": "._expires",
+    "configure": "._expires",
+    "debug_info_logging": ".debug_info_logging",
+    "expires": "._expires",
+    "move_stack_signal": "._stack_signal",
+    "progress": "._expires",
+    "rest": "._expires",
 }
 
 __all__ = [
@@ -75,7 +75,6 @@ def __getattr__(name: str) -> Any:
     if home is None:
         msg = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(msg)
-    if not home:
-        return import_module(f"{__name__}.{name}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
+    module = import_module(home, __name__)
+    value = globals()[name] = module if home.endswith(f".{name}") else getattr(module, name)
     return value

@@ -12,8 +12,9 @@ import sys
 from _thread import RLock, get_ident
 from contextlib import suppress
 
-from phalanx._core import clock, timetable
-from phalanx._core.timetable import (
+from phalanx._base import clock
+from phalanx._timers import timetable
+from phalanx._timers.timetable import (
     HEAD_WAKE,
     LATE,
     LONGEST,
@@ -338,9 +339,9 @@ def progress(step: int = 0) -> None:
             return
         except (RuntimeError, ValueError) as error:  # who beats asks for nothing, and is not to fail of it
             _alone = True
-            from phalanx._core import streams
+            from phalanx._base import std_streams
 
-            streams.say(f"phalanx: heartbeats of process {os.getpid()} are not watched: {error}\n")
+            std_streams.say(f"phalanx: heartbeats of process {os.getpid()} are not watched: {error}\n")
             return
     seat.beat(step)
     if seat is not _beating:  # another thread has configured another client meanwhile
@@ -487,7 +488,8 @@ def _group_seat() -> Seat:
 
 def _show_stacks() -> None:
     """Have this process show its stacks, unless it does: it may be one below the worker (`sh run.sh`, a loader)."""
-    from phalanx._core import evidence, linux
+    from phalanx._base import linux
+    from phalanx._evidence import evidence
 
     path = os.environ.get(evidence.ERROR_FILE_ENV)
     if path and not evidence.offers_stacks(path):

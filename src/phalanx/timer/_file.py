@@ -17,8 +17,8 @@ import math
 import os
 import threading
 
-from phalanx._core import clock
-from phalanx._core.loop import Loop
+from phalanx._base import clock
+from phalanx._base.loop import Loop
 from phalanx.timer import _forks, _pipe
 from phalanx.timer._file_client import FileTimerClient, FileTimerRequest
 from phalanx.timer._held import MOST, Held

@@ -22,7 +22,7 @@ import os
 import select
 import signal as signals
 
-from phalanx._core import clock, linux, sigpipe
+from phalanx._base import clock, linux, sigpipe
 from phalanx.timer import _pipe
 from phalanx.timer._server import SHORT_SCOPE, TimerClient, TimerRequest, shortened
 

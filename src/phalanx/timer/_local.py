@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 
-from phalanx._core import clock
+from phalanx._base import clock
 from phalanx.timer._mp_queue import MultiprocessingRequestQueue, Outbox
 from phalanx.timer._server import TimerClient, TimerRequest, TimerServer, shortened
 
@@ -68,7 +68,7 @@ class LocalTimerClient(TimerClient):
     def _send(self, scope: str, expiration: float, deadline: float | None) -> None:
         pid = os.getpid()
         if self._me[0] != pid:
-            from phalanx._core.linux import Stat
+            from phalanx._base.linux import Stat
 
             self._me = pid, Stat(pid).start
         if len(scope) > _LONGEST_SCOPE:
@@ -146,7 +146,7 @@ class LocalTimerServer(TimerServer):
         """See `TimerServer.start`."""
         from importlib import import_module
 
-        for name in ("phalanx.timer._victim", "phalanx._core.stacks", "phalanx.timer.debug_info_logging"):
+        for name in ("phalanx.timer._victim", "phalanx._stacks.collect", "phalanx.timer.debug_info_logging"):
             import_module(name)  # now: at the first expiry the kill would wait for it, 7 ms
         super().start()
 

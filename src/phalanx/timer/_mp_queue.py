@@ -19,8 +19,8 @@ from collections import deque
 from contextlib import ExitStack
 from struct import Struct
 
-from phalanx._core import clock, sigpipe
-from phalanx._core.loop import wait_promptly
+from phalanx._base import clock, sigpipe
+from phalanx._base.loop import wait_promptly
 from phalanx.timer._server import RequestQueue
 
 TYPE_CHECKING = False

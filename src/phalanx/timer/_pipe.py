@@ -19,7 +19,7 @@ import os
 import select
 import stat
 
-from phalanx._core import clock, linux
+from phalanx._base import clock, linux
 
 _log = logging.getLogger("phalanx.timer")
 

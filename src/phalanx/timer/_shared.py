@@ -13,12 +13,13 @@ import signal
 import threading
 from contextlib import ExitStack, suppress
 
-from phalanx._core import clock, timetable
-from phalanx._core.hang import Hang
-from phalanx._core.lookout import Lookout
-from phalanx._core.loop import Loop
-from phalanx._core.seconds import seconds
-from phalanx._core.timetable import Seat, Timetable
+from phalanx._base import clock
+from phalanx._base.durations import seconds
+from phalanx._base.loop import Loop
+from phalanx._timers import timetable
+from phalanx._timers.hang import Hang
+from phalanx._timers.scheduler import Lookout
+from phalanx._timers.timetable import Seat, Timetable
 from phalanx.timer import _forks
 from phalanx.timer._server import TimerClient
 from phalanx.timer._victim import Exited, Refused, Unknown, Victim
@@ -27,7 +28,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Self
 
-    from phalanx._core.timetable import Timer
+    from phalanx._timers.timetable import Timer
 
 
 _log = logging.getLogger("phalanx.timer")

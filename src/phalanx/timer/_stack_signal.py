@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 
-from phalanx._core import evidence
+from phalanx._evidence import evidence
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -16,9 +16,12 @@ import os
 import select
 import signal
 
-from phalanx._core import clock, evidence, frames, hang_report, linux, stacks
-from phalanx._core.hang import Hang
-from phalanx._core.timetable import Timer
+from phalanx._base import clock, linux
+from phalanx._evidence import evidence
+from phalanx._stacks import collect, dump
+from phalanx._timers import hang_report
+from phalanx._timers.hang import Hang
+from phalanx._timers.timetable import Timer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -184,7 +187,7 @@ class Victim:
         moment = clock.now_ns()
         try:
             text = self._stacks(path, doomed=number == signal.SIGKILL)
-            place = frames.top(frames.parse(text), hangs[0].timer.thread)
+            place = dump.top(dump.parse(text), hangs[0].timer.thread)
             where = [] if place is None else [f"it is in {place}"]
             # Accused in a file is only who is about to be killed: one that lives on must be able to record its own end.
             # And never by root in a place that a user names.
@@ -235,8 +238,8 @@ class Victim:
     def _stacks(self, error_file: str, *, doomed: bool) -> str:
         """Take its stacks, for `stacks.BOUND` seconds at most."""
         try:
-            target = stacks.Target(0, self.pid, error_file, doomed=doomed, pidfd=self.fd)
-            collection = stacks.Collection([target])
+            target = collect.Target(0, self.pid, error_file, doomed=doomed, pidfd=self.fd)
+            collection = collect.Collection([target])
             self._afterwards.callback(collection.close)
             collection.begin()
             collection.wait()

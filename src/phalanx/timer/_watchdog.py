@@ -12,7 +12,7 @@ import math
 from copy import copy
 from threading import Event, Thread, current_thread
 
-from phalanx._core import away, clock
+from phalanx._base import clock, suspension
 from phalanx.timer import _forks
 from phalanx.timer.debug_info_logging import log_debug_info_for_expired_timers, logger
 
@@ -110,7 +110,7 @@ class Watchdog:
             Any, tuple[float, float]
         ] = {}  # who could not be reaped: when to try again, the delay after it
         self._faults = 0
-        self._pauses = away.Pauses()
+        self._pauses = suspension.Pauses()
         self._waited = math.inf, -math.inf  # from when until when the last time, if that was no mere look
         self._goal, self._part = math.inf, math.inf  # what is waited for, and in parts of how many seconds
         # Expired timers that have more time, because we were away: until when, and what they had at first.
@@ -188,7 +188,7 @@ class Watchdog:
         seconds = max(0.0, min(min(moments) - now, self._interval))
         if self._punctual:  # then in parts: a pause within a wait is not seen
             if min(moments) != self._goal:
-                self._goal, self._part = min(moments), away.part(min(moments) - now)
+                self._goal, self._part = min(moments), suspension.part(min(moments) - now)
             seconds = min(seconds, self._part)
         self._take(seconds)
         if self._stopping.is_set():
@@ -213,7 +213,7 @@ class Watchdog:
         now = clock.now()
         if timeout:
             self._pauses.note(began, began + timeout, now)
-        if now - began > away.BRIEFLY:
+        if now - began > suspension.BRIEFLY:
             self._waited = began, now
         requests = [request for request in map(received, came) if request is not None]
         for request in requests:
@@ -245,7 +245,9 @@ class Watchdog:
             for timer in timers:
                 key = worker, timer.scope_id, timer.expiration_time
                 known = key in before
-                span = before[key][1] if known else self._agenda.span(timer.worker_id, timer.scope_id) or away.LONG
+                span = (
+                    before[key][1] if known else self._agenda.span(timer.worker_id, timer.scope_id) or suspension.LONG
+                )
                 until = timer.expiration_time + self._pauses.lost(timer.expiration_time - span)
                 if not self._punctual:  # `get` may be slow whenever it is called: that is a reason only once
                     until = before[key][0] if known else min(until, now + span)

@@ -1,0 +1,173 @@
+"""Messages and descriptors over a socket. Owns framing; knows nothing of what a message means.
+
+One SOCK_SEQPACKET packet is one message: the kernel keeps the boundaries, and several writers may share one end.
+What does not fit a packet travels in a memfd beside it. `marshal` encodes: it is built in, needs no import, and
+both ends are the same interpreter of the same version on the same machine.
+"""
+
+from __future__ import annotations
+
+import _socket  # the C module: `socket` itself costs 7 ms to import, most of it for enums
+import errno
+import marshal
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+else:
+    import posix as os  # the C half: `os` itself takes 1 of the 13 ms in which a keeper gets up
+
+Message = tuple[object, ...]
+
+_PACKET = 32 * 1024  # well under the default send buffer (212,992 bytes), so that several packets fit
+_DESCRIPTORS = 250  # SCM_MAX_FD is 253 (unix(7))
+_INT = 4
+
+
+class Closed(Exception):  # noqa: N818 - a state of the channel, not an error
+    """The other end is gone."""
+
+
+class Truncated(OSError):  # noqa: N818 - what the kernel calls it: MSG_CTRUNC
+    """The kernel dropped descriptors that came with ``message``, because no more may be open here (unix(7))."""
+
+    def __init__(self, message: object) -> None:
+        super().__init__(errno.EMFILE, os.strerror(errno.EMFILE))
+        self.message = message
+
+
+def pair() -> tuple[_socket.socket, _socket.socket]:
+    """Two connected ends, close-on-exec."""
+    return _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET | _socket.SOCK_CLOEXEC)
+
+
+def peer(sock: _socket.socket) -> int:
+    """The pid of the process that made the socket's pair (SO_PEERCRED, unix(7)); 0 if it cannot be seen from here."""
+    credentials = sock.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, 3 * _INT)
+    return int.from_bytes(credentials[:_INT], sys.byteorder)
+
+
+class Channel:
+    """One end of a conversation. Non-blocking both ways; what cannot be sent at once is kept, in order.
+
+    Used by one thread. The descriptors passed to `send` are duplicated by the kernel and stay the caller's; those that
+    `receive` returns belong to the receiver, close-on-exec.
+    """
+
+    def __init__(self, sock: _socket.socket) -> None:
+        self._sock = sock
+        self._outbox: list[tuple[bytes, tuple[int, ...], tuple[int, ...]]] = []  # the last are ours, to be closed
+        self._fds: list[int] = []
+        sock.setblocking(False)
+
+    def fileno(self) -> int:
+        """The socket's descriptor."""
+        return self._sock.fileno()
+
+    def descriptors(self) -> list[int]:
+        """All that is open here."""
+        return [self.fileno(), *(fd for _body, _fds, own in self._outbox for fd in own), *self._fds]
+
+    def send(self, message: Message, fds: Sequence[int] = ()) -> bool:
+        """Send, or keep for `flush`. Returns whether all is sent. Raises Closed when nobody can read it any more.
+
+        The descriptors may be closed after this: those that have to wait are duplicated.
+        """
+        first = len(self._outbox)
+        while len(fds) > _DESCRIPTORS:
+            self._outbox.append((marshal.dumps(None), tuple(fds[:_DESCRIPTORS]), ()))
+            fds = fds[_DESCRIPTORS:]
+        body = marshal.dumps(message)  # type: ignore[arg-type]  # plain values, as `marshal` demands; typeshed spells them out
+        own: tuple[int, ...] = ()
+        if len(body) > _PACKET:
+            memfd = os.memfd_create("phalanx-message")
+            view = memoryview(body)
+            while view:
+                view = view[os.write(memfd, view) :]
+            body = marshal.dumps(memfd)  # any int: "the message is in the last descriptor"
+            own = (memfd,)
+        self._outbox.append((body, (*fds, *own), own))
+        count = len(self._outbox)
+        if self.flush():
+            return True
+        for index in range(max(0, first - count + len(self._outbox)), len(self._outbox)):
+            body, fds, own = self._outbox[index]
+            duplicates = tuple(os.dup(fd) for fd in fds if fd not in own)
+            self._outbox[index] = (body, (*duplicates, *own), (*duplicates, *own))
+        return False
+
+    def flush(self) -> bool:
+        """Send what is kept, as far as it goes. Returns whether all is sent. Raises Closed."""
+        while self._outbox:
+            body, fds, own = self._outbox[0]
+            rights = b"".join(fd.to_bytes(_INT, sys.byteorder) for fd in fds)
+            try:
+                self._sock.sendmsg(
+                    [body], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, rights)] if fds else [], _socket.MSG_NOSIGNAL
+                )
+            except BlockingIOError:
+                return False
+            except (BrokenPipeError, ConnectionError):
+                self._drop()
+                raise Closed from None
+            del self._outbox[0]
+            for fd in own:
+                os.close(fd)
+        return True
+
+    def receive(self) -> tuple[Message, list[int]] | None:
+        """The next message and its descriptors; None when there is none now. Raises Closed at the end; Truncated."""
+        while True:
+            try:
+                body, ancillary, flags, _addr = self._sock.recvmsg(
+                    _PACKET + 1024, _socket.CMSG_SPACE(_INT * (_DESCRIPTORS + 3)), _socket.MSG_CMSG_CLOEXEC
+                )
+            except BlockingIOError:
+                return None
+            except ConnectionResetError:
+                # The other end left without reading all of ours. The kernel says so once, ahead of what it had sent.
+                continue
+            for level, kind, data in ancillary:
+                if level == _socket.SOL_SOCKET and kind == _socket.SCM_RIGHTS:
+                    self._fds += memoryview(data)[: len(data) // _INT * _INT].cast("i").tolist()
+            if not body:
+                raise Closed
+            message = marshal.loads(body)  # noqa: S302 - the other end is our own process
+            if flags & _socket.MSG_CTRUNC:
+                self.drop_received()
+                raise Truncated(message)
+            if message is None:
+                continue
+            fds, self._fds = self._fds, []
+            if isinstance(message, int):
+                with open(fds.pop(), "rb") as file:
+                    file.seek(0)
+                    message = marshal.load(file)  # noqa: S302 - as above
+            return message, fds
+
+    def shutdown(self) -> None:
+        """End the conversation for every process that holds this end of it. Idempotent."""
+        try:
+            self._sock.shutdown(_socket.SHUT_RDWR)
+        except OSError:  # ENOTCONN: it has ended; EBADF: it is closed
+            pass
+
+    def close(self) -> None:
+        """Close the socket, and drop what was not sent or not taken. Idempotent."""
+        self._sock.close()
+        self._drop()
+        self.drop_received()
+
+    def drop_received(self) -> None:
+        """Close the descriptors of a message that has not been taken: an exception ended the taking."""
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def _drop(self) -> None:
+        """Forget what was not sent."""
+        outbox, self._outbox = self._outbox, []
+        for _body, _fds, own in outbox:
+            for fd in own:
+                os.close(fd)

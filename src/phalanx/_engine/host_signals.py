@@ -1,0 +1,219 @@
+"""Signals to the launcher while a group is open. Owns the handlers: installs, shares among groups, restores.
+
+A handler is restored as the kernel had it (sigaction(2)): of those that C code has set, `faulthandler` for one, Python
+knows nothing. A fork of the host has the handlers that the host had before.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from contextlib import contextmanager, suppress
+from functools import partial
+
+from phalanx._base import clock, interrupts, linux
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+    from typing import Any
+
+SIGNALS_ENV = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+_DEFAULT = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+_APART = 0.05  # seconds for two signals; who is flooded with them could not get as far as to heed one
+
+_open: set[object] = set()  # the groups that are open: what a set does is one step, for threads and for signal handlers
+_replaced: dict[int, tuple[Any, bytes | None]] = {}  # what Python had; what the kernel had, if that was something else
+_known: dict[int, tuple[Any, bytes | None]] = {}  # the same, for good
+_pending: list[int] = []  # the signal whose exception has been raised, and has not come out of a wait of ours
+_raised = [-_APART, -_APART]  # when signals have raised, the last two
+_hooked = False
+
+
+class SignalException(Exception):  # noqa: N818 - torch's name
+    """Raised in the main thread when a signal arrives while a group is open. ``sigval`` is the signal.
+
+    Of more than two within 50 ms, the others raise nothing.
+    """
+
+    def __init__(self, msg: str, sigval: signal.Signals) -> None:
+        super().__init__(msg, sigval)
+        self.sigval = sigval
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def signals_to_handle() -> list[signal.Signals]:
+    """The signals named by ``TORCHELASTIC_SIGNALS_TO_HANDLE`` (comma separated), or SIGTERM, SIGINT, SIGHUP, SIGQUIT.
+
+    Raises ValueError for a name that is no signal, or one that cannot be handled.
+    """
+    wanted: list[signal.Signals] = []
+    for name in filter(None, (part.strip() for part in os.environ.get(SIGNALS_ENV, _DEFAULT).split(","))):
+        try:
+            number = signal.Signals[name]
+        except KeyError:
+            msg = f"{SIGNALS_ENV}: {name!r} is not the name of a signal (like SIGTERM)"
+            raise ValueError(msg) from None
+        if number in (signal.SIGKILL, signal.SIGSTOP):
+            msg = f"{SIGNALS_ENV}: {name} cannot be handled by any process"
+            raise ValueError(msg)
+        wanted.append(number)
+    return wanted
+
+
+def acquire(owner: object) -> None:
+    """Raise SignalException on signals from now on, for ``owner``; on the main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    wanted = signals_to_handle()
+    if not _open:
+        _raised[:] = -_APART, -_APART
+        restore()  # those of a group that another thread closed
+        _hook()
+        for number in wanted:
+            _replace(number)
+    _open.add(owner)
+
+
+def _replace(number: int) -> None:
+    before, action = signal.getsignal(number), linux.sigaction(number)
+    handler = linux.handler_of(action)
+    if handler == signal.SIG_IGN:  # nohup, a shell's `&`, a library: ignored it stays
+        return
+    if before is _raise:  # somebody had replaced ours, and has put it back since
+        _replaced[number] = _known[number]
+        return
+    _replaced[number] = before, None
+    signal.signal(number, _raise)
+    known = before == signal.SIG_DFL if handler == signal.SIG_DFL else callable(before) and handler == _trampoline()
+    if not known:
+        _replaced[number] = before, action
+    _known[number] = _replaced[number]
+
+
+def _trampoline() -> int:
+    """Where the kernel jumps to for any handler of Python's: it is the handler of a signal that has been replaced."""
+    return next((linux.handler_of(linux.sigaction(number)) for number in _replaced), 0)
+
+
+def _hook() -> None:
+    global _hooked  # noqa: PLW0603 - hooks are the process's
+    if not _hooked:
+        _hooked = True
+        os.register_at_fork(after_in_child=_forget)
+
+
+def _forget() -> None:
+    """In a fork of the host: its signals are its own, and no group is."""
+    interrupts.forget()
+    _open.clear()
+    _pending.clear()
+    restore()
+
+
+def release(owner: object) -> None:
+    """Undo the `acquire` of ``owner``, if there was one; the last one restores the handlers. Idempotent.
+
+    Python lets only the main thread set handlers. Released by another thread, they stay until the main thread comes by,
+    and meanwhile pass each signal to the handler that was there before.
+    """
+    _open.discard(owner)
+    if not _open:
+        _pending.clear()
+    if threading.current_thread() is threading.main_thread():
+        restore()
+
+
+@contextmanager
+def delivering() -> Iterator[None]:
+    """Around a wait: an exception that somebody has swallowed (``except Exception``) is raised by the next wait."""
+    if threading.current_thread() is not threading.main_thread():  # where no handler runs
+        yield
+        return
+    try:
+        if _pending and _open:
+            _raise(_pending[0], None)
+        yield
+    except SignalException:
+        _pending.clear()
+        raise
+
+
+@contextmanager
+def postpone() -> Iterator[None]:
+    """Have a SIGINT that arrives meanwhile do what it does at the end: for a group that leaves signals to its host."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    came: list[int] = []
+    owner = os.getpid()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == owner:
+            came.append(number)
+        else:  # a fork of another thread's, whose SIGINT is its own
+            signal.signal(signal.SIGINT, before)
+            before(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
+
+
+def restore() -> None:
+    """Put the handlers back if no group is open; on the main thread."""
+    if _open:
+        return
+    for number, (handler, action) in list(_replaced.items()):
+        # Else the user has set one since: it stays. So does one that C code has set, of which Python does not know.
+        if signal.getsignal(number) is _raise and linux.handler_of(linux.sigaction(number)) > signal.SIG_IGN:
+            with suppress(OSError):
+                _put_back(number, handler, action)
+        # Not before: `_raise` looks here for what it stands for. It may have restored, too, if it ran just now.
+        _replaced.pop(number, None)
+
+
+def _put_back(number: int, handler: Any, action: bytes | None) -> None:
+    signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    if action is not None:
+        linux.set_sigaction(number, action)
+
+
+def _raise_late(number: int) -> None:
+    with delivering():
+        _raise(number, None)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    if interrupts.put_off(partial(_raise_late, number)):
+        return
+    if _open:
+        now = clock.now()
+        if frame is not None and now - _raised[0] < _APART:
+            return
+        _raised[:] = _raised[1], now
+        _pending[:] = [number]
+        name = signal.Signals(number).name
+        msg = f"Process {os.getpid()} got signal: {number} ({name})"
+        raise SignalException(msg, sigval=signal.Signals(number))
+    before, action = _known.get(number, (signal.SIG_DFL, None))
+    restore()
+    current = signal.getsignal(number)
+    if current is _raise:  # somebody had replaced ours, and has put it back since
+        _put_back(number, before, action)
+    if callable(before) and action is None:
+        before(number, frame)
+    elif before != signal.SIG_IGN or action is not None:
+        _put_back(number, before, action)
+        signal.raise_signal(number)
+        if callable(current) and current is not _raise:  # it has called ours, as the one before it
+            signal.signal(number, current)

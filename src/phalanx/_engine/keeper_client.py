@@ -1,0 +1,219 @@
+"""The launcher's end of the keeper: starts it, talks to it, and cleans up without it when it is gone.
+
+Owns the keeper's process and socket. Knows nothing of when a group should stop, or why.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from functools import partial
+from signal import SIGCONT, SIGKILL, pidfd_send_signal
+
+from phalanx._base import channels, interpreter, linux, pidfds
+from phalanx._engine.marked_processes import Marked
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from _socket import socket
+    from collections.abc import Callable, Sequence
+
+    from phalanx._engine.forkserver import Zygote
+
+_LAST = 2.0
+"""Seconds that a guard is given after SIGKILL, before somebody else waits for it."""
+
+
+class Launch:
+    """A keeper, from its start to its reaping."""
+
+    def __init__(self) -> None:
+        self.marked = Marked()
+        self.channel: channels.Channel  # from `exec` or `fork` on
+        self.executable = ""
+        self.guard_fd = -1
+        """The guard's pidfd, once it has been started,"""
+        self.keeper_fd = -1
+        """and the keeper's, once it is up: it sends it."""
+        self._guard = 0
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._is_child = True
+
+    def exec(self, flags: Sequence[str]) -> None:
+        """Start a keeper in an interpreter of its own, with ``flags``. Raises OSError."""
+        theirs = self._connect()
+        try:
+            fd = theirs.fileno()
+            command = interpreter.command(flags, f"from phalanx._engine.keeper.guard import main;main({fd})")
+            self.executable = command[0]
+            # A session of its own: a Ctrl-C at the terminal is for the launcher.
+            self._popen = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[fd], start_new_session=True, env=self.marked.environment()
+            )
+            self._hold(self._popen.pid)
+        except BaseException:
+            self.channel.close()
+            raise
+        finally:
+            theirs.close()
+
+    def fork(self, call: Callable[[int, list[int]], None], forget: Callable[[], None]) -> None:
+        """Start a keeper that is a fork of this process, whose workers each run ``call(rank, fds)``. Raises OSError.
+
+        ``forget`` closes, in the fork, what is the launcher's alone.
+        """
+        from phalanx._engine import fork_imports
+        from phalanx._engine.keeper import guard
+
+        fork_imports.load()  # before the fork: another thread may hold the lock of an import in the child
+        for stream in (sys.stdout, sys.stderr):  # what is in their buffers may be written once more by each fork
+            with suppress(Exception):  # None, closed, a full disk, or an object of the host's, which may do anything
+                stream.flush()
+        theirs = self._connect()
+        try:
+            pid = os.fork()
+        except BaseException:
+            self.channel.close()
+            theirs.close()
+            raise
+        if pid == 0:
+            try:
+                self.channel.close()
+                forget()
+                os.setsid()
+                linux.map_name(self.marked.page)
+                guard.keep(theirs, call)
+            finally:
+                os._exit(70)
+        theirs.close()
+        self._hold(pid)
+
+    def fork_warm(self, zygote: Zygote) -> None:
+        """Start a keeper that is a fork of ``zygote``. Raises PreloadError, OSError."""
+        theirs = self._connect()
+        try:
+            self._guard, self.guard_fd = zygote.fork(theirs, self.marked.page)
+            self._is_child = False
+        except BaseException:
+            self.channel.close()
+            raise
+        finally:
+            theirs.close()
+
+    def close(self, wait: float, spared: int = 0) -> int:
+        """Close the socket, reap the guard within ``wait`` seconds (kill it after), and return its exit code.
+
+        A keeper whose socket closes kills what it has and leaves: this is also the way out at any time. Idempotent.
+        ``spared``: see `Marked.kill`.
+        """
+        if not self._guard:
+            return 0
+        self.wake()
+        # A fork of ours, another group's keeper even, may hold a copy of the socket: closing alone would not end it.
+        self.channel.shutdown()
+        self.channel.close()
+        gone = True
+        try:
+            if self.guard_fd >= 0:
+                gone = self._end(wait, spared)
+                if not self._is_child:
+                    self._reap_orphan()
+        finally:
+            for fd in (self.guard_fd, self.keeper_fd):
+                if fd >= 0:
+                    os.close(fd)
+            self.guard_fd = self.keeper_fd = -1
+        return self._reap(gone=gone)
+
+    def _end(self, wait: float, spared: int) -> bool:
+        """Have the guard end, by force after ``wait`` seconds. Returns whether it has ended."""
+        if pidfds.wait([self.guard_fd], wait):
+            return True
+        self.kill_helpers()
+        self.marked.kill(wait, spared)
+        return pidfds.wait([self.guard_fd], _LAST)
+
+    def wake(self) -> None:
+        """Wake guard and keeper, should somebody have stopped them (SIGSTOP)."""
+        self._send(SIGCONT, self.guard_fd)
+        self._send_to_keeper(SIGCONT)
+
+    def kill_keeper(self) -> bool:
+        """Kill a keeper that answers no more, so that its guard finishes its work. Returns whether it was there."""
+        there = self.keeper_fd < 0 or not pidfds.wait([self.keeper_fd], 0)
+        self._send_to_keeper(SIGKILL)
+        return there
+
+    def _send_to_keeper(self, number: int) -> None:
+        if self.keeper_fd >= 0:
+            self._send(number, self.keeper_fd)
+            return
+        if self.guard_fd < 0 or pidfds.wait([self.guard_fd], 0):  # whose number may be another's
+            return
+        with suppress(OSError):  # it has not come as far as to send its pidfd, or it has gone
+            for pid in linux.children(self._guard):
+                fd = os.pidfd_open(pid)
+                try:
+                    if linux.Stat(pid).parent == self._guard:  # so the pidfd was opened on no other
+                        pidfd_send_signal(fd, number)
+                finally:
+                    os.close(fd)
+
+    def kill_helpers(self) -> None:
+        """Kill guard and keeper. What is left of the group then is for `marked`."""
+        self._send(SIGKILL, self.guard_fd, self.keeper_fd)
+
+    def exit_code(self) -> int | None:
+        """The guard's, if it has ended and was exec'ed from here."""
+        return None if self._popen is None else self._popen.poll()
+
+    def helpers_gone(self) -> bool:
+        """Whether guard and keeper have exited, as far as they are known."""
+        fds = [fd for fd in (self.guard_fd, self.keeper_fd) if fd >= 0]
+        return bool(fds) and pidfds.wait(fds, 0)
+
+    def _connect(self) -> socket:
+        ours, theirs = channels.pair()
+        self.channel = channels.Channel(ours)
+        return theirs
+
+    def _hold(self, guard: int) -> None:
+        """Take hold of the guard.
+
+        Where the host ignores SIGCHLD, or waits for every child, the kernel or the host reaps it at its end, and its
+        pid may be reused.
+        """
+        self._guard = guard
+        try:
+            self.guard_fd = os.pidfd_open(guard)
+        except ProcessLookupError:  # so soon: the socket will tell
+            self.guard_fd = -1
+
+    @staticmethod
+    def _send(number: int, *fds: int) -> None:
+        for fd in fds:
+            if fd >= 0:
+                with suppress(OSError):  # gone
+                    pidfd_send_signal(fd, number)
+
+    def _reap_orphan(self) -> None:
+        """Reap a guard that has become ours, because its zygote has gone and we are a subreaper, or PID 1."""
+        with suppress(ChildProcessError):
+            os.waitid(os.P_PIDFD, self.guard_fd, os.WEXITED | os.WNOHANG)
+
+    def _reap(self, *, gone: bool) -> int:
+        guard, self._guard = self._guard, 0
+        if not self._is_child:
+            return 0
+        if not gone:
+            pidfds.reap_later(partial(os.waitpid, guard, 0) if self._popen is None else self._popen.wait)
+            return 0
+        if self._popen is not None:
+            return self._popen.wait()
+        try:
+            _pid, status = os.waitpid(guard, 0)
+        except ChildProcessError:
+            return 0
+        return os.waitstatus_to_exitcode(status)

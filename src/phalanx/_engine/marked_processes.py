@@ -1,0 +1,235 @@
+"""The last resort: finding and killing what carries a group's mark, when guard and keeper are both gone.
+
+Owns the mark, and a search that ends. What a process was executed with is read from its memory: that of a process that
+sits in a page fault, or an mmap(2), of a disk that does not answer cannot be read, and the read does not return. So
+it is done on threads that nobody waits for.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections import deque
+from signal import SIGKILL, pidfd_send_signal
+
+from phalanx._base import clock, linux, pidfds
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+MARK = b"PHALANX_GROUP"
+"""The environment variable that every worker of a group carries, and with it, unless it is removed on purpose,
+every process that a worker starts. Nested groups add to it: ``outer/inner``.
+
+What /proc shows is the environment of the last exec. The keeper carries the mark too, so that its forks show it; forks
+of the launcher itself, which was exec'ed before there was a group, carry it as the name of a mapped page instead."""
+
+_TURN = 0.1
+"""Seconds in which a look at one process that gives no answer is left to itself,"""
+
+_REST = 1.0
+"""and in which all such looks may still return when everybody else has been looked at."""
+
+
+_LOOKS = 3
+"""Looks in a row that find nobody: a chain of processes, each of which forks and exits, may escape one;"""
+
+_MORE_LOOKS = 30
+"""and so many more at the most, in which somebody had gone before it was looked at."""
+
+
+class Marked:
+    """The processes of one group, which is about to be started."""
+
+    def __init__(self) -> None:
+        self.token = os.urandom(8).hex()
+        self.page = f"phalanx-group-{self.token}"
+        # In the unit of /proc/PID/stat, and one early: whoever is older is none of the group.
+        ticks = os.sysconf("SC_CLK_TCK")
+        self._since = int(time.clock_gettime(time.CLOCK_BOOTTIME) * ticks) - 1
+
+    def environment(self) -> dict[bytes, bytes]:
+        """This process's, with the mark."""
+        base = dict(os.environb)
+        base[MARK] = b"/".join(filter(None, (base.get(MARK), self.token.encode())))
+        return base
+
+    def kill(self, seconds: float, spared: int = 0) -> tuple[list[int], list[int]] | None:
+        """Kill all that carries the mark, but for ``spared``, in ``seconds`` at most.
+
+        It sees through setsid and double forks, but not through a cleared environment. It takes two descriptors at the
+        most. Returns who is left, and who gave no answer; None when nobody could be looked for, for want of
+        descriptors, or of a /proc that shows us.
+        """
+        deadline = clock.now() + seconds
+        silent: set[int] = set()
+        looks, more = _LOOKS, _MORE_LOOKS
+        while True:
+            search = _Search(self, {os.getpid(), spared} | silent)
+            search.run(deadline)
+            if search.blind:
+                return None
+            silent |= search.silent
+            left = [pid for pid, start in search.found.copy().items() if not _gone(pid, start, deadline)]
+            if search.found:
+                looks = _LOOKS
+            elif search.missed and more:
+                more -= 1
+            else:
+                looks -= 1
+            if left or not looks or clock.now() >= deadline:
+                return left, sorted(silent)
+
+    def start_of(self, pid: int) -> int:
+        """When a process that carries the mark was started, in clock ticks since boot; 0 for any other.
+
+        May not return. Raises OSError when no descriptor is left to look.
+        """
+        try:
+            found = linux.Stat(pid)
+            if found.start < self._since:
+                return 0
+            task = _live_task(found)
+            for name, needle in (("environ", self.token), ("maps", self.page)) if task else ():
+                with open(f"/proc/{pid}/task/{task}/{name}", "rb") as file:
+                    for entry in file.read().split(b"\0" if name == "environ" else b"\n"):
+                        if needle.encode() in entry and (name == "maps" or entry.startswith(MARK + b"=")):
+                            return found.start
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
+        return 0
+
+    def has_gone(self, pid: int) -> bool:
+        """Whether a process that may have been of the group has exited."""
+        try:
+            found = linux.Stat(pid)
+        except OSError:
+            return True
+        return found.state in "ZX" and found.start >= self._since
+
+
+class _Search:
+    """One look at every process. Whoever carries the mark is killed as soon as that is seen, however late."""
+
+    def __init__(self, marked: Marked, spared: Iterable[int]) -> None:
+        self._marked = marked
+        self._spared = spared
+        self._todo: deque[int] = deque()
+        self._at: dict[int, int] = {}  # by thread
+        self.found: dict[int, int] = {}
+        """The start times of those that carry the mark, by pid."""
+        self.silent: set[int] = set()
+        """Who gave no answer."""
+        self.missed = False
+        """Whether somebody had gone before it was looked at."""
+        self.blind = False
+        """Whether nobody can be looked at, for want of descriptors, or of a /proc that shows us."""
+
+    def run(self, deadline: float) -> None:
+        """Look at all; where a look does not return, another thread goes on with the next."""
+        if not linux.is_shown():
+            self.blind = True
+            return
+        try:
+            # The newest first: it may not be there for long.
+            self._todo.extend(sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True))
+        except OSError:
+            self.blind = True
+            return
+        threads = []
+        while self._todo and not self.blind and clock.now() < deadline:
+            thread = threading.Thread(target=self._look, name="phalanx-last-resort", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no thread is to be had
+                self._look()
+            else:
+                threads.append(thread)
+                self._follow(thread)
+        rest = min(deadline, clock.now() + _REST)
+        for thread in threads:
+            thread.join(max(0.0, rest - clock.now()))
+        self.silent = {*self._at.copy().values(), *self._todo}
+
+    def _follow(self, thread: threading.Thread) -> None:
+        """Return when ``thread`` has ended, or looks at one and the same for too long."""
+        at = -1
+        while thread.is_alive():
+            before, at = at, self._at.get(thread.ident or 0, 0)
+            if at == before:
+                return
+            thread.join(_TURN)
+
+    def _look(self) -> None:
+        me = threading.get_ident()
+        try:
+            while True:
+                pid = self._at[me] = self._todo.popleft()
+                if pid in self._spared:
+                    continue
+                start = self._marked.start_of(pid)
+                if start:
+                    self.found[pid] = start
+                    _kill(pid, start)
+                elif self._marked.has_gone(pid):
+                    self.missed = True
+        except IndexError:  # that was the last one
+            pass
+        except OSError:
+            self.blind = True
+        finally:
+            self._at.pop(me, None)
+
+
+def _live_task(found: linux.Stat) -> int:
+    """A thread of a process that has not exited; 0 if there is none. The first one may have gone before the others."""
+    if found.state not in "ZX":
+        return found.pid
+    for name in os.listdir(f"/proc/{found.pid}/task"):
+        try:
+            if linux.Stat(int(name)).state not in "ZX":
+                return int(name)
+        except ProcessLookupError:
+            continue
+    return 0
+
+
+def _kill(pid: int, start: int) -> None:
+    """SIGKILL a process, if it is still the one that started at ``start``, and its group, which cannot fork then.
+
+    Sessions other than ours have been made by what carries the mark, with all that is in them.
+    """
+    try:
+        fd = os.pidfd_open(pid)
+    except OSError:  # gone, or no descriptor is left
+        return
+    try:
+        found = linux.Stat(pid)
+        if found.start == start:
+            pidfd_send_signal(fd, SIGKILL)
+            if found.session != os.getsid(0):
+                os.killpg(found.group, SIGKILL)
+    except OSError:
+        pass
+    finally:
+        os.close(fd)
+
+
+def _gone(pid: int, start: int, deadline: float) -> bool:
+    """Whether a process has exited by ``deadline``. Waits for it."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    try:
+        return linux.Stat(pid).start != start or pidfds.wait([fd], max(0.0, deadline - clock.now()))
+    except OSError:
+        return True
+    finally:
+        os.close(fd)

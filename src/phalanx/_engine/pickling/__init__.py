@@ -1,0 +1,1 @@
+"""Functions, arguments, results and exceptions, on their way between launcher and workers."""

@@ -1,0 +1,181 @@
+"""The search for what cannot be pickled. Only ever run on the way to an error, and loaded then.
+
+It looks at what is stored, and asks no object: attributes may be properties, and `__getattr__` may do anything. All
+that runs of others' code is what pickling itself runs. What goes wrong in the search ends it, and never replaces the
+error that it looks into.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from types import (
+    BuiltinMethodType,
+    FunctionType,
+    GetSetDescriptorType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+)
+
+from phalanx._engine.pickling.payload import Nowhere, Spawning, UnpicklableError, make_pickler, sharing
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from typing import Any
+
+    from phalanx._engine.main_module import Source
+
+_DEPTH = 4
+_MOST = 4000
+"""Parts that are looked at, each of which is pickled."""
+
+_LONGEST = 60  # characters of a key in a message
+
+
+def culprit(
+    function: Callable[..., Any],
+    arguments: Mapping[int, tuple[Any, ...]],
+    error: Exception,
+    main: Source | None = None,
+) -> UnpicklableError:
+    """What to raise for an ``error`` that stood in the way of a call. It names the part of it that cannot be sent.
+
+    ``main`` is what the workers have for main module: what they find there is sent by its name.
+    """
+    why = first_line(error)
+    if "in a fork context" in why:  # what multiprocessing says of its default objects, without the way out
+        why += ' Make it with multiprocessing.get_context("spawn").'
+    where = ""
+    with suppress(Exception):
+        where = _find_in_call(function, arguments, main)
+    return UnpicklableError(f"{where or 'the entrypoint or an argument'} cannot be sent to a worker: {why}")
+
+
+def find(what: str, value: object, pickler: Callable[[], Any], depth: int = _DEPTH) -> str:
+    """Name the innermost part of ``value`` that cannot be pickled, as a path from ``what``; "" if all of it can.
+
+    A part that lies too deep, or behind too many others, is named by what it is a part of. ``pickler`` makes one to
+    try with.
+    """
+    return _Search(pickler).find(what, value, depth)
+
+
+def _find_in_call(function: Callable[..., Any], arguments: Mapping[int, tuple[Any, ...]], main: Source | None) -> str:
+    search = _Search(lambda: make_pickler(Nowhere(), sharing(), main, sent=[]))
+    with Spawning():
+        where = search.find(f"the entrypoint {_name(function)}", function, _DEPTH)
+        seen = set()  # ranks may have the same arguments
+        for rank, values in arguments.items():
+            for position, value in enumerate(values):
+                if where or search.left <= 0:
+                    return where
+                if id(value) not in seen:
+                    seen.add(id(value))
+                    where = search.find(f"argument {position} of rank {rank}", value, _DEPTH)
+    return where
+
+
+class _Search:
+    """A walk through what something holds, which comes to an end however much that is."""
+
+    def __init__(self, pickler: Callable[[], Any]) -> None:
+        self.left = _MOST
+        self._pickler = pickler
+        self._path: set[int] = set()  # what we are inside of: it may hold itself
+
+    def find(self, what: str, value: object, depth: int) -> str:
+        """See the function of this name."""
+        self.left -= 1
+        if self._can_be_pickled(value):
+            return ""
+        self._path.add(id(value))
+        with suppress(Exception):  # it may change while we look
+            for name, part in _parts(value) if depth else ():
+                if self.left <= 0:
+                    break
+                found = "" if id(part) in self._path else self.find(f"{name} of {what}", part, depth - 1)
+                if found:
+                    return found
+        self._path.discard(id(value))
+        return f"{what} ({type_name(value)})"
+
+    def _can_be_pickled(self, value: object) -> bool:
+        try:
+            self._pickler().dump(value)
+        except Exception:  # noqa: BLE001 - any failure is one
+            return False
+        return True
+
+
+def _parts(value: Any) -> Iterator[tuple[str, object]]:
+    kind = type(value)  # `isinstance` would ask a proxy for its class
+    if issubclass(kind, dict):
+        for key, part in dict.items(value):
+            yield f"item {_shown(key)}", part
+        yield from ((f"the key {_shown(key)}", key) for key in dict.keys(value) if type(key) not in (str, int))
+    for base in (list, tuple, set, frozenset):
+        if issubclass(kind, base):
+            yield from ((f"item {position}", part) for position, part in enumerate(base.__iter__(value)))
+    if kind is FunctionType:
+        yield from _variables(value)
+    elif kind in (MethodType, BuiltinMethodType):
+        yield "'__self__'", value.__self__
+    elif issubclass(kind, partial):
+        for name in ("func", "args", "keywords"):
+            yield f"{name!r}", vars(partial)[name].__get__(value)
+    yield from ((f"the attribute {_shown(name)}", part) for name, part in _attributes(value))
+
+
+def _variables(function: FunctionType) -> Iterator[tuple[str, object]]:
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+        try:
+            yield f"the variable {name!r}", cell.cell_contents
+        except ValueError:  # it has no value yet, or no more
+            continue
+    for name in code.co_names:
+        if name in function.__globals__:
+            yield f"the global {name!r}", function.__globals__[name]
+
+
+def _attributes(value: object) -> Iterator[tuple[object, object]]:
+    """What the object's own dictionary holds: not what a class calls ``__dict__``."""
+    stores = (vars(base).get("__dict__") for base in type(value).__mro__)
+    store = next((store for store in stores if type(store) is GetSetDescriptorType), None)
+    held: Any = {} if store is None else store.__get__(value)
+    if type(held) is MappingProxyType:  # that of a class: what stands for the slots of instances is no part of it
+        slots = (GetSetDescriptorType, MemberDescriptorType)
+        held = {name: part for name, part in held.items() if type(part) not in slots}
+    yield from dict.items(held)
+
+
+def _shown(key: object) -> str:
+    try:
+        text = repr(key)
+    except Exception:  # noqa: BLE001 - a key may do anything
+        text = f"<{type_name(key)}>"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def _name(function: object) -> str:
+    kind = type(function)
+    has_name = kind in (FunctionType, MethodType, BuiltinMethodType) or issubclass(kind, type)
+    name = getattr(function, "__qualname__", None) if has_name else dict(_attributes(function)).get("__qualname__")
+    return name if type(name) is str else type_name(function)
+
+
+def type_name(value: object) -> str:
+    """The full name of an object's class."""
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def first_line(error: BaseException) -> str:
+    """The name of an exception, and the first line of what it says."""
+    try:
+        text = str(error).partition("\n")[0]
+    except Exception:  # noqa: BLE001 - an exception may do anything
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

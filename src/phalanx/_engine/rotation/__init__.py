@@ -1,0 +1,1 @@
+"""Runs in a process of its own, which fills log files of bounded size."""

@@ -1,0 +1,1 @@
+"""Runs in workers: what stands between the interpreter and the user's code."""

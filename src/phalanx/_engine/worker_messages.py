@@ -1,0 +1,213 @@
+"""What function workers say to their launcher: the packets, and the judgement of each one.
+
+Owns both ends of the report socket, and the form of what goes over it. All workers of a group hold one end of it, and
+so may whatever they start: the launcher believes nothing that comes. Who has sent a packet, the kernel says
+(SCM_CREDENTIALS, unix(7)), and not the packet; its content is cut by place and length, by no decoder; a value that is
+not in the packet is in a sealed file in memory, or it is none. What has another form is dropped, with its descriptors,
+and is nobody's but its sender's. What a value means is not known here: `returned` unpickles it, when somebody asks.
+
+A packet is a letter and a content::
+
+    R  the pickle of a value; descriptors: those that belong to the value
+    L  nothing: a large value; the last descriptor is of its file, see `sealed`
+    E  evidence: the moment (8 bytes), the length of the message in bytes (4), the message, the traceback
+    T  nothing: a worker asks for the resource tracker, over the socket that is the one descriptor
+"""
+
+from __future__ import annotations
+
+import _socket
+import sys
+
+from phalanx._base import channels
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+RESULT, LARGE, EVIDENCE, TRACKER = b"R", b"L", b"E", b"T"
+
+PACKET = 33 * 1024
+"""The most bytes of a packet."""
+
+_DESCRIPTORS = 253  # SCM_MAX_FD (unix(7))
+_SCM_CREDENTIALS = 2
+_INT, _MOMENT, _LENGTH = 4, 8, 4
+_HEAD = _MOMENT + _LENGTH
+_LATEST = 1 << 63
+
+
+class Packet:
+    """One packet: who has sent it, its letter, its content, the descriptors that came with it.
+
+    Where ``wrong`` says why it is none, there are no descriptors; ``cut``: the kernel had to drop some.
+    """
+
+    __slots__ = ("content", "cut", "fds", "letter", "pid", "wrong")
+
+    def __init__(self, pid: int, body: bytes, fds: list[int], *, cut: bool) -> None:
+        self.pid = pid
+        self.letter = body[:1]
+        self.content = body[1:]
+        self.fds = fds
+        self.cut = cut
+        self.wrong = ""
+
+
+# --- in the worker
+
+
+def evidence(message: bytes, stack: bytes, moment: int) -> bytes:
+    """The body of a packet of evidence. The texts are UTF-8."""
+    return b"".join((EVIDENCE, moment.to_bytes(_MOMENT, "little"), len(message).to_bytes(_LENGTH, "little"),
+                     message, stack))  # fmt: skip
+
+
+def send(fd: int, body: bytes, fds: Sequence[int] = (), patience: int = -1) -> bool:
+    """Send a packet over the socket ``fd``. Waits ``patience`` milliseconds for room, or for ever.
+
+    The socket's flags stay as they are: others have it, too. Returns whether it has been sent. Raises wire.Closed when
+    nobody can read it: the launcher has gone, or somebody has shut the socket down; OSError.
+    """
+    rights = b"".join(each.to_bytes(_INT, sys.byteorder) for each in fds)
+    ancillary = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, rights)] if fds else []
+    sock = _socket.socket(fileno=fd)
+    try:
+        while True:
+            try:
+                sock.sendmsg([body], ancillary, _socket.MSG_NOSIGNAL | _socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                import select
+
+                poll = select.poll()
+                poll.register(fd, select.POLLOUT)
+                if not poll.poll(patience):
+                    return False
+            except ConnectionError:
+                raise channels.Closed from None
+            else:
+                return True
+    finally:
+        sock.detach()
+
+
+# --- in the launcher
+
+
+class Inbox:
+    """The launcher's end.
+
+    Args:
+        drop: Takes descriptors that nobody wants, and closes them where nobody waits for that: they may be of a file
+            whose closing takes as long as its sender likes. Returns what waits for that, where no packet is to be
+            taken before; else None.
+    """
+
+    def __init__(self, sock: _socket.socket, drop: Callable[[list[int]], Callable[[], None] | None]) -> None:
+        self._sock = sock
+        self._taker = drop
+        self._behind: Callable[[], None] | None = None
+        sock.setsockopt(_socket.SOL_SOCKET, _socket.SO_PASSCRED, 1)  # before anybody has sent anything
+
+    def fileno(self) -> int:
+        """The socket's descriptor."""
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        self._sock.close()
+
+    def receive(self) -> Packet | None:
+        """The next packet, judged by its form; None when there is none now. Raises Closed at the end.
+
+        Its descriptors are the caller's, close-on-exec.
+        """
+        space = _socket.CMSG_SPACE(3 * _INT) + _socket.CMSG_SPACE(_INT * _DESCRIPTORS)
+        while True:
+            try:
+                body, ancillary, flags, _address = self._sock.recvmsg(
+                    PACKET, space, _socket.MSG_CMSG_CLOEXEC | _socket.MSG_DONTWAIT
+                )
+                break
+            except BlockingIOError:
+                return None
+            except ConnectionError:  # the other end left without reading all of ours: said once
+                continue
+        if not ancillary and not body:  # an empty packet has a sender
+            raise channels.Closed
+        pid, fds = _sender_and_descriptors(ancillary)
+        packet = Packet(pid, body, fds, cut=bool(flags & _socket.MSG_CTRUNC))
+        if flags & _socket.MSG_TRUNC:
+            packet.wrong = f"a packet of more than {PACKET} bytes"
+        else:
+            packet.wrong = _judge(packet)
+        if packet.wrong or packet.cut:
+            packet.fds = []
+            self.drop(fds)
+        return packet
+
+    def drop(self, fds: list[int]) -> None:
+        """Close descriptors that nobody wants."""
+        if fds:
+            self._behind = self._taker(fds)
+
+    def behind(self) -> Callable[[], None] | None:
+        """What waits until descriptors that nobody wants are closed, if that is to be waited for. Said once."""
+        wait, self._behind = self._behind, None
+        return wait
+
+
+def told(packet: Packet) -> tuple[str, str, int]:
+    """The message, the traceback and the moment (CLOCK_MONOTONIC, nanoseconds) of a packet of evidence."""
+    content = packet.content
+    size = int.from_bytes(content[_MOMENT:_HEAD], "little")
+    texts = content[_HEAD : _HEAD + size], content[_HEAD + size :]
+    message, stack = (text.decode("utf-8", "replace") for text in texts)
+    return message, stack, int.from_bytes(content[:_MOMENT], "little")
+
+
+def _sender_and_descriptors(ancillary: list[tuple[int, int, bytes]]) -> tuple[int, list[int]]:
+    """The pid of a packet's sender, and the descriptors that came with it."""
+    pid, fds = 0, []
+    for level, kind, data in ancillary:
+        if (level, kind) == (_socket.SOL_SOCKET, _SCM_CREDENTIALS):
+            pid = int.from_bytes(data[:_INT], sys.byteorder)
+        elif (level, kind) == (_socket.SOL_SOCKET, _socket.SCM_RIGHTS):
+            fds += memoryview(data)[: len(data) // _INT * _INT].cast("i").tolist()
+    return pid, fds
+
+
+def _judge(packet: Packet) -> str:
+    """Why a packet is none of ours, or ``""``."""
+    letter, content, fds = packet.letter, packet.content, packet.fds
+    why = ""
+    if letter == EVIDENCE:
+        moment, length = content[:_MOMENT], int.from_bytes(content[_MOMENT:_HEAD], "little")
+        if len(content) < _HEAD + length:
+            why = "evidence that is not whole"
+        elif int.from_bytes(moment, "little") >= _LATEST:
+            why = "evidence of a moment that cannot be"
+        elif fds:
+            why = "evidence with descriptors"
+    elif letter in (LARGE, TRACKER) and content:
+        why = f"a packet {letter.decode()} with a content"
+    elif letter == LARGE:
+        why = "" if fds or packet.cut else "a large value without a file"
+    elif letter == TRACKER:
+        asks = packet.cut or (len(fds) == 1 and _is_local_socket(fds[0]))
+        why = "" if asks else "a question without a socket for the answer"
+    elif letter != RESULT:
+        why = f"a packet that begins with {letter!r}" if letter else "an empty packet"
+    return why
+
+
+def _is_local_socket(fd: int) -> bool:
+    """Whether it is a Unix domain socket, whose closing waits for nobody."""
+    try:
+        sock = _socket.socket(fileno=fd)
+    except OSError:
+        return False
+    try:
+        return sock.getsockopt(_socket.SOL_SOCKET, _socket.SO_DOMAIN) == _socket.AF_UNIX
+    finally:
+        sock.detach()

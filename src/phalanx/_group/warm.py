@@ -1,0 +1,202 @@
+"""Starts that cost next to nothing: what workers import is imported once, and they are forks of where it was.
+
+Owns whose zygote a group uses. How it imports and forks is `zygote`'s business.
+"""
+
+from __future__ import annotations
+
+import os
+from _thread import allocate_lock
+from contextvars import ContextVar
+
+from phalanx._engine import main_module
+from phalanx._engine.pickling.payload import search_path
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from contextvars import Token
+    from typing import Self
+
+    from phalanx._engine.forkserver import Zygote
+
+_current: ContextVar[Warm | None] = ContextVar("phalanx_warm", default=None)
+
+
+class Warm:
+    """Keeps a process ready that has imported ``preload``: groups are started from it by forks alone.
+
+    A context manager. Within it, the groups that this thread (or task: it is a context variable) starts with
+    ``start_method="forkserver"`` are its forks; others may be given it as ``warm=``. Each group has a keeper of its
+    own all the same, and outlives this, should it be closed before.
+
+    A fork has what the imports have made: it is for modules that only define things. One that has started threads or
+    CUDA is refused. Workers find the launcher's environment, working directory and umask as they are at their start;
+    their resource limits and CPU affinity are those of when this was entered.
+
+    Args:
+        preload: The names of modules to import, in order. ``"__main__"`` has the main module run again there, as
+            ``__mp_main__``, and not in each worker.
+        path: Folders in which they are looked for, before those of `sys.path`.
+        flags: Options of the interpreter; default: this one's.
+        env: Environment variables for the imports, on top of the caller's: OMP_NUM_THREADS, say, which a library reads
+            as it is loaded.
+
+    Raises:
+        TypeError, ValueError: ``preload`` is no list of modules' names; or the main module cannot be run again.
+
+    >>> from phalanx.multiprocessing import start_processes, warm
+    >>> with warm(preload=["json"]):
+    ...     for _ in range(2):
+    ...         with start_processes("squares", pow, {0: (2, 2), 1: (3, 2)}, start_method="forkserver") as group:
+    ...             group.wait().return_values
+    {0: 4, 1: 9}
+    {0: 4, 1: 9}
+    """
+
+    def __init__(
+        self,
+        preload: Iterable[str] = (),
+        *,
+        path: Sequence[str] = (),
+        flags: Sequence[str] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.preload = check_preload(preload)
+        self._main = main_module.source()
+        if "__main__" in self.preload and self._main is None:
+            raise ValueError("preload: __main__ cannot be run again: it is a prompt, a notebook, -c or a package's own")
+        self._path = list(path)
+        self._flags = flags
+        self._env = dict(env or {})
+        self._zygote: Zygote | None = None
+        self._token: Token[Warm | None] | None = None
+        self._one = allocate_lock()
+        self._is_open = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has been entered, and not been left."""
+        return self._is_open
+
+    def __enter__(self) -> Self:
+        """Import. Raises PreloadError with the traceback, when one of the modules cannot be."""
+        if self.is_open:
+            raise RuntimeError("warm: it has been entered already")
+        self.begin()
+        try:
+            self.wait()
+        except BaseException:
+            self.close()
+            raise
+        self._is_open = True
+        self._token = _current.set(self)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        token, self._token = self._token, None
+        try:
+            if token is not None:
+                _current.reset(token)
+        except ValueError:  # left in another context than it was entered in: there, it never was the current one
+            pass
+        finally:
+            self.close()
+
+    def begin(self) -> None:
+        """Start to import, if that has not been started; also when the process has been killed since."""
+        from phalanx._engine.forkserver import Zygote
+        from phalanx._group.context import interpreter_flags
+
+        main_module.check_guard()
+        with self._one:  # of several threads that start groups, one replaces it
+            if self._zygote is not None and not self._zygote.usable:
+                self._let_go()
+            if self._zygote is None:
+                flags = interpreter_flags() if self._flags is None else self._flags
+                zygote = Zygote(self.preload, [*self._path, *search_path()], flags, self._env, self._main)
+                try:
+                    zygote.start()
+                except BaseException:
+                    zygote.close()
+                    raise
+                self._zygote = zygote
+
+    def wait(self) -> Zygote:
+        """Return when all is imported. Raises PreloadError."""
+        zygote = self._zygote
+        if zygote is None:
+            raise RuntimeError("warm: it has been closed meanwhile")
+        zygote.wait()
+        return zygote
+
+    def close(self) -> None:
+        """Let the process go. Idempotent."""
+        self._is_open = False
+        self._let_go()
+
+    def _let_go(self) -> None:
+        zygote, self._zygote = self._zygote, None
+        if zygote is not None:
+            zygote.close()
+
+    def __repr__(self) -> str:
+        return f"<Warm, {', '.join(self.preload) or 'nothing'} preloaded, {'open' if self.is_open else 'closed'}>"
+
+
+def choose(
+    preload: Iterable[str] | None, given: object, envs: Mapping[int, Mapping[str, str]]
+) -> tuple[Warm | None, bool]:
+    """The warm process for a group of forks, if there is to be one; and whether it is the group's own.
+
+    Raises TypeError, ValueError: ``given`` is none that is open, or has not all that is to be preloaded.
+    """
+    wanted = check_preload(preload or ())
+    if given is not None:
+        if not isinstance(given, Warm):
+            msg = f"warm: expected an entered warm, got {given!r}"
+            raise TypeError(msg)
+        if not given.is_open:
+            raise ValueError("warm: it is not open; start the group inside its with statement")
+        missing = [name for name in wanted if name not in given.preload]
+        if missing:
+            msg = f"preload: {', '.join(missing)} is not among what warm has: {', '.join(given.preload) or 'nothing'}"
+            raise ValueError(msg)
+        return given, False
+    current = _current.get()
+    if current is not None and current.is_open and set(wanted) <= set(current.preload):
+        return current, False
+    return (Warm(wanted, env=shared(envs)), True) if wanted else (None, False)
+
+
+def shared(envs: Mapping[int, Mapping[str, str]]) -> dict[str, str]:
+    """The environment variables that have the same value for all ranks.
+
+    >>> shared({0: {"RANK": "0", "OMP_NUM_THREADS": "2"}, 1: {"RANK": "1", "OMP_NUM_THREADS": "2"}})
+    {'OMP_NUM_THREADS': '2'}
+    """
+    first, *others = envs.values()
+    return {name: value for name, value in first.items() if all(env.get(name) == value for env in others)}
+
+
+def check_preload(preload: Iterable[object]) -> tuple[str, ...]:
+    """The names of modules. Raises TypeError, ValueError."""
+    if isinstance(preload, (str, bytes)) or not hasattr(preload, "__iter__"):
+        like = f"; like [{preload!r}]" if isinstance(preload, str) else ""
+        msg = f"preload: expected a list of modules' names, got {preload!r}{like}"
+        raise TypeError(msg)
+    names = []
+    for name in preload:
+        if not isinstance(name, str):
+            msg = f"preload: expected a list of modules' names; it holds {name!r}"
+            raise TypeError(msg)
+        if not all(part.isidentifier() for part in name.split(".")):
+            msg = f"preload: {name!r} is not the name of a module"
+            raise ValueError(msg)
+        names.append(name)
+    return tuple(names)
+
+
+def path_of(script: str, *, module: bool) -> list[str]:
+    """Where a script, or a module, finds its neighbours."""
+    return [os.getcwd() if module else os.path.dirname(os.path.realpath(script))]

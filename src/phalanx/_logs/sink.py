@@ -1,0 +1,315 @@
+"""Where lines go in the end. Owns writing in order without ever blocking, and what waits for a slow reader.
+
+What may block is written to by a thread of its own, a piece at a time: a stream object of the host's, or a terminal of
+another user.
+"""
+
+from __future__ import annotations
+
+import codecs
+import errno
+import os
+import select
+from _thread import allocate_lock
+from collections import deque
+from contextlib import suppress
+from functools import partial
+
+from phalanx._base import clock, linux
+from phalanx._base.background import Aside
+from phalanx._base.files import opened_log
+from phalanx._base.loop import WRITE
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container
+    from typing import Any
+
+    from phalanx._base.loop import Loop
+
+TURN = 256 * 1024
+"""Bytes of one file that a sink takes at a time, at most."""
+
+_FIRST_TURN = 16 * 1024  # until it has shown that it is fast; a slow one is to show every rank, not megabytes of one
+_TURNS = 4  # that may wait for a sink before the files that feed it are left alone
+_SLOW = 0.1  # seconds without an end of what waits
+_PATIENCE = 0.1  # seconds that the end waits for a write that may block
+
+_VECTOR = 64  # buffers in one writev(2)
+_NO_READER = (errno.EPIPE, errno.EIO)  # the second of a terminal that has been hung up
+
+
+class Sink:
+    """A descriptor, the path of a file (created, or appended to), or an object with ``write`` (a notebook's stdout).
+
+    A descriptor is written to without blocking, and without its other users noticing (`linux.open_unblocking`). Where
+    that cannot be had, and to an object, a thread writes, which may take any time, also beyond `close`. With ``own``
+    the descriptor is the sink's, to be closed with it. Several may share a sink, each of which is to `hold` it, but for
+    who has made it, and to `close` it.
+    """
+
+    def __init__(self, target: int | Any, *, own: bool = False) -> None:
+        self._target = target
+        self._own = own
+        self._holders = 1
+        self._lock = allocate_lock()
+        self._fd = -1
+        self._pollable = self._watched = False
+        self._writer: Aside | None = None  # what writes, if a write may block
+        self._most = TURN  # bytes that it is given at a time
+        self._piece: object = None  # what it is writing
+        self._waiting: deque[memoryview] = deque()
+        self._owners: deque[object] = deque()
+        self._size = 0
+        self._loop: Loop | None = None
+        self._users: dict[Callable[[], None], None] = {}
+        self.turn = _FIRST_TURN
+        """Bytes of one file that it is to be given next."""
+        self._blocked_since = 0.0
+        self.blocked = False  # whether the reader has to make room first
+        self.broken = False
+        self.refusal: BaseException | None = None  # why it is broken, though somebody reads: a full disk
+        self.written = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.mid_line = False  # whether what was written last was not the end of a line
+
+    def hold(self) -> bool:
+        """One more is to `close` this. Returns whether that is possible: False when it has been closed. Any thread."""
+        with self._lock:
+            if self._holders:
+                self._holders += 1
+            return self._holders > 0
+
+    def open(self, loop: Loop, on_room: Callable[[], None]) -> None:
+        """Get ready. ``on_room`` is called when there is room again after there was none, and when all is out."""
+        first, self._users[on_room] = not self._users, None
+        if not first:
+            return
+        self._loop, self.broken, self.refusal = loop, False, None
+        if isinstance(self._target, str):
+            self._fd = opened_log(self._target)
+            return
+        if not isinstance(self._target, int):
+            self._writer = self._writer or Aside("phalanx-write")
+            return
+        self._fd, most = linux.open_unblocking(self._target)
+        if most < TURN:
+            self._most = most
+            self._writer = self._writer or Aside("phalanx-write")
+        try:
+            loop.watch(self._fd, self._writable, 0)
+            self._pollable = True
+        except PermissionError:  # regular files, /dev/null and their like are always ready
+            pass
+
+    @property
+    def fd(self) -> int:
+        """The descriptor that it writes to; -1 when it is not open, or writes to an object."""
+        return self._fd
+
+    @property
+    def path(self) -> str:
+        """That of the file, if it was given one."""
+        return self._target if isinstance(self._target, str) else ""
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits to be written."""
+        return not self._waiting
+
+    @property
+    def shared(self) -> bool:
+        """Whether more than one has it open."""
+        return len(self._users) > 1
+
+    def holds(self, owners: Container[object]) -> bool:
+        """Whether anything waits to be written that concerns ``owners``: if others use this too, theirs alone."""
+        return bool(self._waiting) and (not self.shared or any(owner in owners for owner in self._owners))
+
+    def write(self, buffers: tuple[bytes | memoryview, ...], owner: object = None) -> None:
+        """Take what is to be written at the next `flush`. What a broken sink is given is dropped: it is in the files.
+
+        ``owner`` is whose lines these are, for `pending`.
+        """
+        if self.broken:
+            return
+        for data in buffers:
+            if data:
+                self._waiting.append(memoryview(data))
+                self._owners.append(owner)
+                self._size += len(data)
+
+    def flush(self) -> None:
+        """Write, as far as there is room; the rest when there is."""
+        if self._waiting and not self.blocked:
+            self._push()
+
+    def pending(self) -> dict[object, int]:
+        """How many ends of lines wait to be written, by owner."""
+        lines: dict[object, int] = {}
+        for data, owner in zip(self._waiting, self._owners, strict=True):
+            lines[owner] = lines.get(owner, 0) + bytes(data).count(b"\n")
+        return lines
+
+    def make_room(self) -> bool:
+        """Whether more may be written, if need be after a `flush`."""
+        if self.blocked and clock.now() - self._blocked_since > _SLOW:
+            self.turn = _FIRST_TURN
+        if self._size >= self.turn * _TURNS:
+            self.flush()
+        return self._size < self.turn * _TURNS
+
+    def give_up(self) -> None:
+        """Forget what waits to be written, in favour of a last line end if one is missing."""
+        if self._writer is None and self.mid_line and not self.broken and self._ready():
+            with suppress(OSError):
+                os.write(self._fd, b"\n")
+        self._break()
+
+    def close(self, on_room: Callable[[], None] | None = None) -> None:
+        """End the use of who has opened it with ``on_room``, or was to; the last one gives the descriptors back."""
+        if on_room is not None:
+            self._users.pop(on_room, None)
+            if not self._users:  # who holds it may open it yet, and does so anew
+                self._shut()
+        with self._lock:
+            self._holders = max(0, self._holders - 1)
+            if self._holders:
+                return
+        self._shut()
+        if self._own:
+            os.close(self._target)
+            self._own = False
+
+    def _shut(self) -> None:
+        self._break()
+        fd, self._fd = self._fd, -1
+        writer = self._writer
+        writing = writer is not None and not writer.finish(_PATIENCE)
+        if fd >= 0 and not (writing and writer is not None and writer.call(partial(os.close, fd))):
+            os.close(fd)
+
+    def _call_users(self) -> None:
+        for on_room in list(self._users):
+            on_room()
+
+    def _writable(self, events: int) -> None:
+        if events & (select.EPOLLERR | select.EPOLLHUP):  # reported whether asked for or not, for ever
+            self._break()
+            self._call_users()
+            return
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Write, and tell who waits for room if there is some again."""
+        was_full = self._size >= self.turn * _TURNS
+        self._push()
+        if (was_full and self._size < self.turn * _TURNS) or self.idle:
+            self._call_users()
+
+    def _push(self) -> None:
+        if self._writer is None:
+            self._write()
+        elif self._piece is None and self._waiting and (self._fd < 0 or self._ready()):
+            self._write_aside(self._writer)
+        if not self._waiting:
+            self.turn = min(TURN, self.turn * 2)
+        self._arm()
+
+    def _write(self) -> None:
+        while self._waiting:
+            try:
+                count = os.writev(self._fd, [self._waiting[index] for index in range(min(_VECTOR, len(self._waiting)))])
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._refuse(error)
+                return
+            self._drop(count)
+
+    def _write_aside(self, writer: Aside) -> None:
+        """Have the thread write a piece, which waits here until that is done."""
+        piece = bytearray()
+        for data in self._waiting:
+            piece += data[: self._most - len(piece)]
+            if len(piece) == self._most:
+                break
+        target, decoder = self._target if self._fd < 0 else self._fd, self._decoder
+        assert self._loop is not None
+        call, answer, self._piece = self._loop.call, partial(self._on_written, piece), piece
+
+        def write() -> None:
+            call(partial(answer, *_written(target, piece, decoder)))
+
+        if not writer.call(write):  # no thread is to be had
+            write()
+
+    def _on_written(self, piece: object, count: int, error: BaseException | None) -> None:
+        if piece is not self._piece:  # it was given up meanwhile
+            return
+        self._piece = None
+        if error is not None:
+            self._refuse(error)
+        self._drop(count)
+        self._go_on()
+
+    def _drop(self, count: int) -> None:
+        """Forget the first ``count`` bytes, which are written."""
+        waiting = self._waiting
+        count = min(count, self._size)
+        self._size -= count
+        self.written += count
+        while count:
+            first = waiting[0]
+            if count < len(first):
+                waiting[0] = first[count:]
+                self.mid_line = first[count - 1] != ord("\n")
+                return
+            count -= len(first)
+            self.mid_line = first[-1] != ord("\n")
+            waiting.popleft()
+            self._owners.popleft()
+
+    def _ready(self) -> bool:
+        poll = select.poll()
+        poll.register(self._fd, select.POLLOUT)
+        return bool(poll.poll(0))
+
+    def _arm(self) -> None:
+        blocked = bool(self._waiting)
+        if blocked != self.blocked:
+            self.blocked, self._blocked_since = blocked, clock.now()
+        wanted = blocked and self._piece is None
+        if self._pollable and wanted != self._watched:
+            assert self._loop is not None
+            self._watched = wanted
+            self._loop.change(self._fd, WRITE if wanted else 0)
+
+    def _refuse(self, error: BaseException) -> None:
+        if not (isinstance(error, OSError) and error.errno in _NO_READER):
+            self.refusal = error
+        self._break()
+
+    def _break(self) -> None:
+        self.broken, self.blocked, self._piece = True, False, None
+        self._waiting.clear()
+        self._owners.clear()
+        self._size = 0
+        if self._pollable:
+            assert self._loop is not None
+            self._pollable = self._watched = False
+            self._loop.forget(self._fd)
+
+
+def _written(target: Any, data: bytearray, decoder: codecs.IncrementalDecoder) -> tuple[int, BaseException | None]:
+    """Write to a descriptor or an object, which may block. Returns how many bytes, and what it has raised."""
+    try:
+        if isinstance(target, int):
+            with suppress(BlockingIOError):  # somebody has made it non-blocking: poll(2) says when there is room
+                return os.write(target, data), None
+            return 0, None
+        target.write(decoder.decode(data))
+        target.flush()
+    except BaseException as error:  # noqa: BLE001 - the host's own object: its troubles must not end the group
+        return 0, error
+    return len(data), None

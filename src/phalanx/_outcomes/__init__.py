@@ -1,0 +1,1 @@
+"""What became of workers and of their group: outcomes, failures, the result, the report."""

@@ -1,0 +1,240 @@
+"""The report on a failed group: plain text for a person at night, headings that log scrapers know.
+
+Owns the order (root cause, other failures with equal ones grouped, the stopped), the words, and what is cut. It
+refuses to know terminals: no colours, no width; `style` is where a terminal comes in.
+"""
+
+from __future__ import annotations
+
+import re
+
+from phalanx._base.control_chars import escaped
+from phalanx._base.rank_ranges import named
+from phalanx._outcomes.failure import NOT_AVAILABLE, WHILE_LEAVING, first_failure
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from phalanx._outcomes.failure import Outcome, ProcessFailure
+
+    Style = Callable[[str, str], str]
+
+RULE = 72  # columns: fits any terminal, and e-mail
+ROOT_LINES = 120  # lines of the root cause's traceback; the rest is in its error file
+OTHER_LINES = 30  # lines of another failure's traceback
+TAIL_LINES = 20  # lines of stderr
+LINE = 500  # columns of one line
+DIFFERENT = 8  # failures unlike all before them that are told in full; those beyond get a line each
+COMPARED = 8 << 10  # characters of a text by which failures are compared: its two ends
+
+# What makes equal failures look different: native frames, which only some have; addresses, process ids, the rank and
+# device of the one who tells, and the port of the peer who has gone.
+_NATIVE = "native frames (py-spy):\n"
+_MASKS = tuple(  # of small letters; each begins with what seldom comes, which makes the search as fast as one for it
+    map(
+        re.compile,
+        (
+            r"0x([0-9a-f]{4,})",
+            *(rf"{word}\W{{0,3}}(\d+)" for word in ("pid", "process", "rank", "cuda", "gpu", "device")),
+            r"\.\d{1,3}\.\d{1,3}\]?:(\d{4,5})\b",  # 127.0.0.1:29500, and no slice, no version
+            r"\[(?!\d+\])[\w.:%-]+\]:(\d{4,5})\b",  # [::1]:29500, [localhost]:29500, and no index, no file
+        ),
+    )
+)
+_TIMES = re.compile(r"\b\d+(?:\.\d)? (m?s) (over|before)\b")
+_ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
+
+
+def format_report(
+    name: str,
+    failures: Mapping[int, ProcessFailure],
+    *,
+    outcomes: Mapping[int, Outcome] | None = None,
+    log_dir: str = "",
+    style: Style | None = None,
+) -> str:
+    """The report on a failed group.
+
+    Args:
+        name: What was run.
+        failures: The failures by global rank, at least one, in the order of their exits.
+        outcomes: What became of every worker, by global rank, as far as known.
+        log_dir: Where the logs of the run are, or ``""``.
+        style: Called with a kind (``"rule"``, ``"title"``, ``"heading"``, ``"field"``, ``"error"``, ``"text"``) and a
+            line of that kind, gives the line as it should appear. Default: as it is.
+
+    Returns:
+        Lines without a final newline. Control characters in what workers wrote are shown as escapes, colours left out.
+
+    Raises:
+        ValueError: There is no failure.
+    """
+    root_rank, root = first_failure(failures)
+    lines = [("rule", "=" * RULE), ("title", f"{_clean(name)} FAILED"), ("rule", "-" * RULE)]
+    lines.append(("heading", "Root Cause (first observed failure):"))
+    lines += _full(root_rank, root, ROOT_LINES)
+    if log_dir:
+        lines.append(("field", f"  logs      : {_clean(log_dir)}"))
+    others = {rank: failure for rank, failure in failures.items() if rank != root_rank}
+    if others:
+        lines += [("rule", "-" * RULE), ("heading", "Other Failures:"), *_others(root, others)]
+    rest = {rank: outcome for rank, outcome in (outcomes or {}).items() if rank not in failures}
+    if rest:
+        lines += [("rule", "-" * RULE), *_rest(rest)]
+    lines.append(("rule", "=" * RULE))
+    if style is None:
+        return "\n".join(line for _, line in lines)
+    return "\n".join(style(kind, line) for kind, line in lines)
+
+
+Lines = list[tuple[str, str]]
+
+
+def _full(rank: int, failure: ProcessFailure, limit: int) -> Lines:
+    by_signal = f" ({failure.signal_name()})" if failure.exitcode < 0 else ""
+    fields = [
+        ("time", failure.timestamp_isoformat()),
+        ("host", failure.host),
+        ("rank", f"{rank} (local_rank: {failure.local_rank})"),
+        ("exitcode", f"{failure.exitcode} (pid: {failure.pid}){by_signal}"),
+    ]
+    if failure.error_file != NOT_AVAILABLE:
+        fields.append(("error_file", failure.error_file + (f" ({failure.unreadable})" if failure.unreadable else "")))
+    files = (("stdout", failure.stdout_file), ("stderr", failure.stderr_file))
+    fields += [(key, path) for key, path in files if path]
+    lines = [("field", f"  {key:10}: {_clean(value)}") for key, value in fields]
+    first, *more = _clean(failure.message).split("\n")
+    lines.append(("error", f"  error     : {_shorten(first)}"))
+    if failure.detail:
+        first, *rest = _clean(failure.detail).split("\n")
+        lines += [("error", f"  {'detail':10}: {first}"), *(("error", f"  {'':10}  {line}") for line in rest)]
+    if failure.traceback:
+        lines += _block("traceback", failure.traceback, limit, failure.error_file)
+    else:
+        lines += [("text", f"    {_shorten(line)}") for line in _cut(more, limit, failure.error_file)]
+        if failure.stderr_tail:
+            tail = _text_lines(failure.stderr_tail)
+            shown = tail[-TAIL_LINES:]
+            lines.append(("field", "  last lines of stderr:"))
+            lines += [("text", f"    {_shorten(line)}") for line in shown]
+    return lines
+
+
+def _others(root: ProcessFailure, others: Mapping[int, ProcessFailure]) -> Lines:
+    """The other failures: those equal to the root cause first, then each kind with the ranks that share it."""
+    kinds: dict[object, list[int]] = {signature(root): []}
+    for rank, failure in others.items():
+        kinds.setdefault(signature(failure), []).append(rank)
+    same, *different = kinds.values()
+    lines: Lines = []
+    if same:
+        lines.append(("heading", f"{named(same)}: the same"))
+    for number, ranks in enumerate(different):
+        first = others[ranks[0]]
+        if number < DIFFERENT:
+            lines.append(("heading", f"{named(ranks)}:"))
+            lines += _full(ranks[0], first, OTHER_LINES)
+        else:
+            lines.append(("heading", f"{named(ranks)}: {_shorten(_clean(first_line(first)).split(chr(10))[0])}"))
+    return lines
+
+
+def _rest(outcomes: Mapping[int, Outcome]) -> Lines:
+    endings: dict[str, list[int]] = {}
+    for rank, outcome in sorted(outcomes.items()):
+        endings.setdefault(outcome.describe(), []).append(rank)
+    return [("text", f"{named(ranks)}: {ending}") for ending, ranks in endings.items()]
+
+
+def signature(failure: ProcessFailure) -> object:
+    """What two failures must share to be called the same: of long texts, the two ends."""
+    # Whoever has raised has the same failure whether it came to its end or was stopped in its teardown.
+    code = None if failure.traceback else failure.exitcode
+    detail = "\n".join(line for line in failure.detail.split("\n") if not line.endswith(WHILE_LEAVING))
+    texts = [failure.message, detail, failure.traceback]
+    if not failure.traceback and failure.exitcode >= 0:
+        texts.append(failure.stderr_tail)
+    return (code, *(_masked(text, failure) for text in texts))
+
+
+def first_line(failure: ProcessFailure) -> str:
+    """The beginning of a message, which may be all that is told of it: more of it than is shown."""
+    return failure.message.partition("\n")[0][: 4 * LINE]
+
+
+def _masked(text: str, failure: ProcessFailure) -> str:
+    text = _without_native(text)
+    if len(text) > COMPARED:
+        text = f"{text[: COMPARED // 2]}\n…\n{text[-COMPARED // 2 :]}"
+    small = _small(text)
+    for pattern in _MASKS:
+        masked = _without_numbers(text, small, pattern)
+        if masked is not text:
+            text, small = masked, _small(masked)
+    if "s over" in text or "s before" in text:
+        text = _TIMES.sub(r"… \1 \2", text)
+    return (re.sub(rf"\b{failure.pid}\b", "…", text) if failure.pid > 0 else text).rstrip()
+
+
+def _small(text: str) -> str:
+    """A text in small letters, each in its place; as it is where one letter would become two."""
+    small = text.lower()
+    return small if len(small) == len(text) else text
+
+
+def _without_numbers(text: str, small: str, pattern: re.Pattern[str]) -> str:
+    """A text without what a pattern's group finds in it, in small letters; the very same where that is nothing."""
+    parts: list[str] = []
+    end = 0
+    for found in pattern.finditer(small):
+        parts += (text[end : found.start(1)], "…")
+        end = found.end(1)
+    return "".join((*parts, text[end:])) if parts else text
+
+
+def _without_native(text: str) -> str:
+    """A text up to the line that begins native frames. A regular expression takes quadratic time for blank lines."""
+    found = text.find(_NATIVE)
+    while found >= 0:
+        start = text.rfind("\n", 0, found)
+        if start >= 0 and not text[start:found].strip():
+            return text[:start].rstrip()
+        found = text.find(_NATIVE, found + len(_NATIVE))
+    return text
+
+
+def _block(key: str, text: str, limit: int, where: str) -> Lines:
+    shown = _cut(_text_lines(text), limit, where)
+    return [("field", f"  {key:10}:"), *(("text", f"    {_shorten(line)}") for line in shown)]
+
+
+def _text_lines(text: str) -> list[str]:
+    return _clean(text).strip("\n").split("\n")
+
+
+def _cut(lines: list[str], limit: int, where: str) -> list[str]:
+    """The two ends of a long text, a little more of the later one: there is the error."""
+    over = len(lines) - limit
+    if over <= 0:
+        return lines
+    head = limit // 3
+    whole = "" if where == NOT_AVAILABLE else f", all in {_clean(where)}"
+    return [*lines[:head], f"... {over} lines left out{whole} ...", *lines[head + over :]]
+
+
+def _shorten(line: str) -> str:
+    over = len(line) - LINE
+    return line if over <= 0 else f"{line[:LINE]} ... {over} characters left out"
+
+
+def _clean(text: str) -> str:
+    """Text that cannot do anything to a terminal.
+
+    Colours are left out; of a line that was overwritten by carriage returns the last state stays; the rest is escaped.
+    """
+    text = _ANSI.sub("", text).replace("\r\n", "\n")
+    if "\r" in text:
+        text = "\n".join(line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.split("\n"))
+    text = escaped(text.replace("\x1b", "\\x1b"))
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

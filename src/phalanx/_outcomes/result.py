@@ -1,0 +1,331 @@
+"""What became of a group that has ended: which rank failed by itself, which was stopped by us, what each left behind.
+
+Owns the meaning of exits, evidence and return values taken together. Starts, stops and waits for nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from phalanx._base import clock
+from phalanx._base.frozen import Value
+from phalanx._engine.host_signals import SignalException
+from phalanx._evidence import evidence
+from phalanx._outcomes.failure import WHILE_LEAVING, Outcome, ProcessFailure, signal_name
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from typing import Any
+
+    from phalanx._engine.leftovers import Leftover
+    from phalanx._engine.mirror import Worker
+    from phalanx._logs.specs import LogsDest
+
+EARLY = 10.0
+"""Seconds before the rest at which a rank's end is early, at the least,"""
+
+EARLY_SHARE = 0.1
+"""and what share they are of the time for which the rest has run."""
+
+_LONGEST_RELEASE = 600_000_000_000  # nanoseconds from a fatal signal to the exit that are believed: cores are large
+_UNWINDING = 100_000_000  # nanoseconds that exception handlers may take between a closed connection and the evidence
+_LEAVING = 1_000_000_000  # and an exit between its closed connections and its end
+_PEER_GONE = (
+    r"^(Connection(Reset|Aborted)?|BrokenPipe|EOF|IncompleteRead)Error\b|"
+    r"connection (was )?(closed|reset|aborted|lost)|broken pipe|"
+    r"peer (has |is )?(closed|gone|exited)|remote (side|process|peer) (has )?(closed|exited)|socket (is )?closed|"
+    r"ncclRemoteError"
+)
+"""The messages of exceptions that say that somebody else has gone: Python's, gloo's, NCCL's. Not one that was refused:
+who is there no more has refused nothing."""
+
+_STACK_SIGNALS = (signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
+
+
+class RunProcsResult(Value):
+    """What became of a group that has ended.
+
+    Attributes:
+        return_values: What each rank returned that succeeded (None for a binary).
+        failures: Each rank that failed by itself, never one that we stopped.
+        stdouts, stderrs: The files of each rank's streams (``""``: the launcher's own stream).
+        root_cause: The failure that came first: by the moment at which its evidence was recorded in the worker, else
+            by its exit, in the order in which the kernel reported it; None when there is none.
+        outcomes: For every rank: succeeded, failed, stopped by us, or abandoned.
+        leftovers: The processes that workers left behind and that were ended when no worker was left, see `Leftover`.
+    """
+
+    __slots__ = (  # noqa: RUF023 - the order is that of the arguments
+        "return_values", "failures", "stdouts", "stderrs", "root_cause", "outcomes", "leftovers",
+    )  # fmt: skip
+
+    return_values: dict[int, Any]
+    failures: dict[int, ProcessFailure]
+    stdouts: dict[int, str]
+    stderrs: dict[int, str]
+    root_cause: ProcessFailure | None
+    outcomes: dict[int, Outcome]
+    leftovers: tuple[Leftover, ...]
+
+    def __init__(
+        self,
+        return_values: dict[int, Any] | None = None,
+        failures: dict[int, ProcessFailure] | None = None,
+        stdouts: dict[int, str] | None = None,
+        stderrs: dict[int, str] | None = None,
+        outcomes: dict[int, Outcome] | None = None,
+        leftovers: Iterable[Leftover] = (),
+    ) -> None:
+        failures = failures or {}
+        self._store(
+            return_values=return_values or {},
+            failures=failures,
+            stdouts=stdouts or {},
+            stderrs=stderrs or {},
+            root_cause=min(failures.values(), key=lambda failure: failure.first_key, default=None),
+            outcomes=outcomes or {},
+            leftovers=tuple(leftovers),
+        )
+
+    @property
+    def state(self) -> str:
+        """What became of the group, in a word.
+
+        ``"failed"``: a rank failed by itself. Else ``"abandoned"``: one outlived SIGKILL. Else ``"stopped"``: one was
+        stopped by us, because the group was closed. Else ``"succeeded"``: every rank ended well, by itself.
+
+        >>> RunProcsResult(outcomes={0: Outcome(0, 4242, "stopped", -15, 15)}).state
+        'stopped'
+        """
+        states = {outcome.state for outcome in self.outcomes.values()} | ({"failed"} if self.failures else set())
+        return next((state for state in ("failed", "abandoned", "stopped") if state in states), "succeeded")
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether every rank ended well, by itself: all return values are there."""
+        return self.state == "succeeded"
+
+    def is_failed(self) -> bool:
+        """Whether any rank did not succeed: it failed, was stopped because the group was closed, or was abandoned.
+
+        ``failures`` and ``root_cause`` tell of those that failed by themselves; `state` tells which of these it is.
+        """
+        return not self.succeeded
+
+
+def collect(
+    workers: Iterable[Worker],
+    logs: LogsDest,
+    envs: Mapping[int, Mapping[str, str]],
+    value_of: Callable[[Worker], Any],
+    leftovers: Iterable[Leftover] = (),
+    began_ns: int = 0,
+) -> RunProcsResult:
+    """Judge every worker. ``value_of`` gives what a worker that succeeded returned, and may raise anything.
+
+    ``began_ns`` is when all had been started, on CLOCK_MONOTONIC; 0: not known.
+    """
+    values: dict[int, Any] = {}
+    failures: dict[int, ProcessFailure] = {}
+    outcomes: dict[int, Outcome] = {}
+    workers = list(workers)
+    for worker in sorted(workers, key=lambda worker: (worker.order < 0, worker.order)):
+        state, failure = "abandoned", None
+        well = worker.exit is not None and worker.exit.ok and not worker.struck
+        if well and (worker.signalled is None or worker.result is not None):
+            state, failure = _judge_success(worker, logs, values, value_of)
+        elif worker.exit is not None:
+            failure = _failure(worker, logs, envs[worker.rank].get("RANK", ""))
+            state = "failed"
+            if _stopped(worker, failure):
+                state, failure = "stopped", None
+        code = None if worker.exit is None else worker.exit.returncode
+        ended = None if worker.exit is None else worker.exit_ns
+        outcomes[worker.rank] = Outcome(worker.rank, worker.pid, state, code, worker.signalled, ended)
+        if failure is not None:
+            failures[worker.rank] = failure
+    _date_back(failures, {worker.rank: worker for worker in workers})
+    for rank, seconds in _early(outcomes, began_ns):
+        outcomes[rank] = outcomes[rank].replace(early=seconds)
+    return RunProcsResult(
+        dict(sorted(values.items())), failures, logs.stdouts, logs.stderrs, dict(sorted(outcomes.items())), leftovers
+    )
+
+
+def verdict(result: RunProcsResult) -> tuple[int, str]:
+    """The exit code of a program that has run a group, and the cause of one that is not 0.
+
+    >>> verdict(RunProcsResult(outcomes={0: Outcome(0, 4242, "stopped", -15, 15)}))
+    (1, 'rank 0: stopped by us (SIGTERM)')
+    """
+    root = result.root_cause
+    if root is not None:
+        rank = root.local_rank if root.rank is None else root.rank
+        return 128 - root.exitcode if root.exitcode < 0 else root.exitcode or 1, f"rank {rank}: {root.message}"
+    for rank, outcome in result.outcomes.items():
+        if outcome.state != "succeeded":
+            return 1, f"rank {rank}: {outcome.describe()}"
+    return 0, ""
+
+
+def _early(outcomes: Mapping[int, Outcome], began_ns: int) -> Iterator[tuple[int, float]]:
+    """The ranks that succeeded long before the rest, and how many seconds: before half of the others had ended.
+
+    That is no failure, and yet what somebody wants to know whose data was not divided as it should have been.
+    """
+    ends = sorted(outcome.ended_ns for outcome in outcomes.values() if outcome.ended_ns is not None)
+    if not ends or not began_ns:
+        return
+    middle = ends[len(ends) // 2]  # that of the others for any that ended before it
+    for rank, outcome in outcomes.items():
+        if outcome.state == "succeeded" and outcome.ended_ns is not None:
+            gap = (middle - outcome.ended_ns) / clock.NS
+            if gap >= max(EARLY, EARLY_SHARE * (middle - began_ns) / clock.NS):
+                yield rank, gap
+
+
+def _stopped(worker: Worker, failure: ProcessFailure) -> bool:
+    """Whether a worker ended because we stopped it, and not by itself before that."""
+    if worker.signalled is None:
+        return False
+    # Evidence from before our signal is of a failure of its own, whatever the signal did then.
+    began = failure.first_key if failure.evidence_ns is not None or failure.dated_ns is not None else None
+    if began is not None and began <= worker.signalled_ns:
+        return False
+    # So is an exit that had begun, unless it turns out to be one by that signal, or a good one.
+    began_to_exit = 0 < worker.exiting_ns <= worker.signalled_ns
+    return not (began_to_exit and worker.exit is not None and worker.exit.signal != worker.signalled) or worker.exit.ok
+
+
+def _date_back(failures: dict[int, ProcessFailure], workers: Mapping[int, Worker]) -> None:
+    """Put a failure of another kind before those of its peers who say that they lost their connection to somebody.
+
+    A failing process closes its connections, by handlers of its own or in the kernel, before its evidence is recorded
+    or its exit is seen. The kernel may take long to release what else it has: memory, a GPU. A peer has seen them
+    close, has failed and has exited meanwhile.
+    """
+    import re
+
+    gone = re.compile(_PEER_GONE, re.IGNORECASE)
+    lost = {rank for rank, each in failures.items() if each.evidence_ns is not None and gone.search(each.message)}
+    for rank in failures.keys() - lost:
+        failure, worker = failures[rank], workers[rank]
+        began = [moment for moment in (failure.evidence_ns, failure.dated_ns) if moment is not None]
+        before = []
+        for peer in lost:
+            moment = failures[peer].first_key
+            if began:
+                is_first = min(began) <= moment + _UNWINDING
+            else:
+                is_first = worker.exiting_early or (
+                    worker.order < workers[peer].order and worker.exit_ns <= moment + _LEAVING
+                )
+            if is_first:
+                before.append(moment - 1)
+        if before:
+            failures[rank] = failure.replace(dated_ns=min([*before, *began]))
+
+
+def _judge_success(
+    worker: Worker, logs: LogsDest, values: dict[int, Any], value_of: Callable[[Worker], Any]
+) -> tuple[str, ProcessFailure | None]:
+    try:
+        values[worker.rank] = value_of(worker)
+    except SignalException:  # to this process, and of another group
+        raise
+    except Exception as error:  # noqa: BLE001 - unpickling runs code of the user's
+        if isinstance(worker.result, bytes):
+            error.add_note(f"The return value of rank {worker.rank} could not be unpickled in the launcher.")
+        _write_evidence(worker, logs, *evidence.describe(error))
+        return "failed", _failure(worker, logs, "")
+    return "succeeded", None
+
+
+def _failure(worker: Worker, logs: LogsDest, global_rank: str) -> ProcessFailure:
+    assert worker.exit is not None
+    rank, path, number = worker.rank, logs.error_files[worker.rank], worker.exit.signal
+    told = worker.told or evidence.set_aside(path, worker.pid)
+    if told is not None:
+        _write_told(path, worker.pid, *told)
+    if number in _STACK_SIGNALS and not os.path.exists(path) and (stack := evidence.read_fatal(path)):
+        _write_evidence(worker, logs, f"Signal {number} ({signal_name(number)}) received by PID {worker.pid}", stack)
+    code, detail = worker.exit.returncode, evidence.seen_by_timer(path) or worker.hang or _detail(worker)
+    left = evidence.read_exit(path, worker.pid) or _raised(path, worker.pid)
+    if left is not None and left[1] <= worker.signalled_ns and number == worker.signalled:
+        code, detail = left[0], f"{signal_name(number or 0)}, sent by us, {WHILE_LEAVING}"
+    if code == 0 and worker.struck:  # it got over the signal, whatever it made of that
+        code = 1
+        seen = evidence.seen_by_timer(path) or worker.hang.removeprefix(worker.hung).lstrip()
+        sent = f"it was sent {signal_name(worker.struck)} for that, and exited with code 0"
+        detail = f"{seen}\n{sent}".lstrip()
+        told = told or (worker.hung or "Hang: a timer of it had expired", "", worker.exit_ns)
+    elif code == 0:  # a handler of its own for our signal had the last word
+        code, detail = 1 if left is None else left[0], "it had failed when it was stopped, and then left with code 0"
+    return ProcessFailure(
+        rank,
+        worker.pid,
+        code,
+        path,
+        rank=int(global_rank) if global_rank.isascii() and global_rank.isdigit() else None,
+        observed_ns=worker.exit_ns,
+        dated_ns=_struck_at(worker, path),
+        signalled_ns=None if worker.signalled is None else worker.signalled_ns,
+        told=told,
+        detail=detail,
+        stderr_tail=_tail(logs.stderrs[rank], rotates=bool(logs.max_size)),
+        stdout_file=logs.stdouts[rank].removeprefix(os.devnull),
+        stderr_file=logs.stderrs[rank].removeprefix(os.devnull),
+    )
+
+
+def _raised(path: str, pid: int) -> tuple[int, int] | None:
+    """The exit code of a process that an exception has left, and when it was recorded; or None."""
+    data = evidence.read(path)[0]
+    moment = evidence.recorded_at(data)
+    if evidence.written_by(data) != pid or not evidence.has_left(data) or moment is None:
+        return None
+    # The interpreter ends by SIGINT then.
+    return None if (evidence.message_of(data) or "").startswith("KeyboardInterrupt") else (1, moment)
+
+
+def _struck_at(worker: Worker, path: str) -> int | None:
+    """When the fatal signal struck that a worker has died of, by the file of its stack."""
+    moment = evidence.fatal_at(path) if worker.exit is not None and worker.exit.signal in _STACK_SIGNALS else None
+    # A wall clock that was set meanwhile makes it one that cannot be.
+    return moment if moment is not None and worker.exit_ns - _LONGEST_RELEASE <= moment <= worker.exit_ns else None
+
+
+def _detail(worker: Worker) -> str:
+    killed = worker.exit is not None and worker.exit.signal == signal.SIGKILL
+    return (worker.oom or "SIGKILL, not sent by us") if killed else ""
+
+
+def _write_evidence(worker: Worker, logs: LogsDest, message: str, stack: str) -> None:
+    path = logs.error_files[worker.rank]
+    try:
+        evidence.write_error_file(
+            path, message, stack, monotonic_ns=worker.exit_ns, pid=worker.pid, observer="launcher"
+        )
+    except OSError:  # the log folder is gone, or its disk full: the failure still has its exit
+        return
+
+
+def _write_told(path: str, pid: int, message: str, stack: str, moment: int) -> None:
+    """Write the evidence that a worker could not write itself: it may have been under a limit that we are not."""
+    data = evidence.read(path)[0]
+    if evidence.written_by(data) == pid and (evidence.recorded_at(data) or 0) >= moment:
+        return
+    try:
+        evidence.put(path, message, stack, data, began=moment, recorded=moment, pid=pid, left=True)
+    except OSError:  # the disk is full for us as well
+        return
+
+
+def _tail(path: str, *, rotates: bool) -> str:
+    """Read the last lines of a file, as text; "" when there is none."""
+    from phalanx._logs.follower import TAIL_LINES, last_lines
+
+    data = last_lines(path, rotates=rotates) if path else b""
+    return "\n".join(data.decode("utf-8", "backslashreplace").rstrip().splitlines()[-TAIL_LINES:])

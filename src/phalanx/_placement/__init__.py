@@ -1,0 +1,1 @@
+"""Where workers run and within which bounds: CPUs, limits, devices."""

@@ -1,0 +1,114 @@
+"""How many workers a machine takes: counts CPUs and accelerators, without importing any framework."""
+
+from __future__ import annotations
+
+import os
+import re
+from glob import glob
+
+from phalanx._placement import devices
+
+_WSL = "usr/lib/wsl/lib"  # where WSL2 has the libraries of the host's driver
+_DIGITS = 6  # of a number of workers: Linux has no more than 4 million processes
+_ASKING = 10.0  # seconds that a program is given to list the devices
+
+
+def count(wanted: str) -> int:
+    """Read the value of ``--nproc-per-node``: a number of at least 1, "auto", "cpu" or "gpu".
+
+    "cpu" is the number of CPUs that this process may use; "gpu" the number of accelerators; "auto" is "gpu" where
+    there is any, else "cpu". Raises ValueError, which says what would be right.
+
+    >>> count("4")
+    4
+    """
+    if wanted == "cpu":
+        return len(os.sched_getaffinity(0))
+    if wanted == "gpu":
+        gpus = count_gpus()
+        if not gpus:
+            raise ValueError("gpu: this machine shows no NVIDIA or AMD device (or *_VISIBLE_DEVICES hides all)")
+        return gpus
+    if wanted == "auto":
+        return count_gpus() or count("cpu")
+    if not re.fullmatch(r"0*[1-9]\d*", wanted, re.ASCII):
+        msg = f"{wanted!r}: expected a number of at least 1, or auto, cpu or gpu"
+        raise ValueError(msg)
+    if len(wanted) > _DIGITS:  # a slip of the finger would fill the memory
+        msg = f"{wanted!r}: there cannot be so many workers"
+        raise ValueError(msg)
+    return int(wanted)
+
+
+def count_gpus(root: str = "/") -> int:
+    """The accelerators that a worker would see: the visible-devices variables first, then the kernel's devices.
+
+    NVIDIA: one folder each in /proc/driver/nvidia/gpus, or /dev/nvidiaN where a container has only these. Under WSL2
+    there is one /dev/dxg for all: nvidia-smi counts them there, and where it cannot, there is one at least. AMD: the
+    nodes of /sys/class/kfd/kfd/topology with SIMD units (the others are CPUs).
+    """
+    for variables, present in (
+        (("CUDA_VISIBLE_DEVICES",), _nvidia(root)),
+        (("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"), _amd(root)),
+    ):
+        if present:
+            chosen = next((os.environ[name] for name in variables if name in os.environ), None)
+            return present if chosen is None else min(present, _visible(chosen, present))
+    return 0
+
+
+def _visible(value: str, present: int) -> int:
+    """How many devices a visible-devices variable lets through: those before the first that is not there."""
+    named = devices.visible(value)
+    beyond = (place for place, device in enumerate(named) if device.isdigit() and int(device) >= present)
+    return next(beyond, len(named))
+
+
+def _nvidia(root: str) -> int:
+    nodes = [path for path in glob(os.path.join(root, "dev/nvidia*")) if re.search(r"nvidia\d+$", path)]
+    return len(nodes) or len(glob(os.path.join(root, "proc/driver/nvidia/gpus/*"))) or _wsl(root)
+
+
+def _wsl(root: str) -> int:
+    """The NVIDIA devices of WSL2. Without the driver's libraries, /dev/dxg stands for those of other makes."""
+    folder = os.path.join(root, _WSL)
+    libraries = (os.path.join(folder, name) for name in ("libcuda.so.1", "libnvidia-ml.so.1"))
+    if not os.path.exists(os.path.join(root, "dev/dxg")) or not any(map(os.path.exists, libraries)):
+        return 0
+    listed = _output(os.path.join(folder, "nvidia-smi"), "-L")
+    return len(re.findall(r"^GPU \d+:", listed, re.MULTILINE)) or 1
+
+
+def _output(*command: str) -> str:
+    """What a program writes to stdout, within bounded time; "" if it cannot be run, or fails."""
+    import subprocess
+
+    from phalanx._base import pidfds
+
+    null = subprocess.DEVNULL
+    try:
+        program = subprocess.Popen(
+            command, stdin=null, stdout=subprocess.PIPE, stderr=null, text=True, errors="replace"
+        )
+    except OSError:
+        return ""
+    try:
+        written = program.communicate(timeout=_ASKING)[0]
+    except subprocess.TimeoutExpired:
+        program.kill()
+        assert program.stdout is not None
+        program.stdout.close()
+        pidfds.reap_later(program.wait)  # it may sit in a driver that does not answer
+        return ""
+    return "" if program.returncode else written
+
+
+def _amd(root: str) -> int:
+    devices = 0
+    for path in glob(os.path.join(root, "sys/class/kfd/kfd/topology/nodes/*/properties")):
+        try:
+            with open(path) as file:
+                devices += bool(re.search(r"^simd_count [1-9]", file.read(), re.MULTILINE))
+        except OSError:
+            continue
+    return devices

@@ -1,0 +1,232 @@
+"""The CPUs that this process may use, and their division among the workers of a machine.
+
+Owns the reading of /sys/devices/system/cpu and node (the kernel's admin-guide/cputopology), of the cgroup's CPU quota,
+and the arithmetic. Touches no process: what comes out is sets of CPU numbers. All reading takes a root, so that any
+machine can be a folder.
+
+A CPU is what the kernel schedules on: one hardware thread. A core is the CPUs that share one physical core.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+from phalanx._base import linux
+from phalanx._base.frozen import Value
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+SYSTEM = "/sys/devices/system"
+WAYS = ("none", "core", "numa")
+"""The divisions that need no list."""
+
+
+class Topology(Value):
+    """The CPUs that may be used, by number; by core, in the order of nodes; and by NUMA node.
+
+    No core and no node is empty: what may not be used is not there.
+    """
+
+    __slots__ = ("cores", "cpus", "nodes")
+
+    cpus: tuple[int, ...]
+    cores: tuple[tuple[int, ...], ...]
+    nodes: tuple[tuple[int, ...], ...]
+
+    def __init__(
+        self, cpus: tuple[int, ...], cores: tuple[tuple[int, ...], ...], nodes: tuple[tuple[int, ...], ...]
+    ) -> None:
+        self._store(cpus=cpus, cores=cores, nodes=nodes)
+
+
+def read(allowed: Iterable[int], root: str = SYSTEM) -> Topology:
+    """Find the topology of the CPUs in ``allowed``, which `os.sched_getaffinity` returns. Never raises.
+
+    The affinity of a process is within its cpuset, so containers are heeded. Where /sys is missing or says nothing of a
+    CPU, that CPU is a core of its own, and all those without a node are together one node.
+    """
+    cpus = set(allowed)
+    cpus = cpus.intersection(_list_in(os.path.join(root, "cpu/online"))) or cpus
+    nodes = _nodes(cpus, root)
+    order = {cpu: number for number, node in enumerate(nodes) for cpu in node}
+    cores: set[tuple[int, ...]] = set()
+    seen: set[int] = set()
+    for cpu in sorted(cpus):
+        if cpu not in seen:
+            core = (_siblings(cpu, root) & cpus - seen) | {cpu}
+            cores.add(tuple(sorted(core)))
+            seen |= core
+    ordered = sorted(cores, key=lambda core: (order[core[0]], core[0]))
+    return Topology(tuple(sorted(cpus)), tuple(ordered), tuple(nodes))
+
+
+def divide(how: str, count: int, topology: Topology) -> list[tuple[int, ...]]:
+    """The CPUs of each of ``count`` ranks. Raises ValueError for a list that does not fit.
+
+    Args:
+        how: "none": all CPUs for each. "core": whole cores, evenly, neighbours together; with fewer cores than ranks,
+            ranks share cores in turn. "numa": the CPUs of one node each, neighbouring ranks on the same node. Else one
+            list of CPUs for each rank, as in ``0-3;4-7``.
+        count: How many ranks, at least 1.
+        topology: What there is to divide.
+
+    >>> machine = Topology((0, 1, 2, 3), ((0, 2), (1, 3)), ((0, 1, 2, 3),))
+    >>> divide("core", 2, machine)
+    [(0, 2), (1, 3)]
+    >>> divide("0;1-2,3", 2, machine)
+    [(0,), (1, 2, 3)]
+    """
+    cores, nodes = topology.cores, topology.nodes
+    if how == "none":
+        return [topology.cpus] * count
+    if how == "numa":
+        return [nodes[rank * len(nodes) // count] for rank in range(count)]
+    if how != "core":
+        return _listed(how, count, topology.cpus)
+    if len(cores) < count:
+        return [cores[rank % len(cores)] for rank in range(count)]
+    bounds = [rank * len(cores) // count for rank in range(count + 1)]
+    return [
+        tuple(sorted(cpu for core in cores[first:last] for cpu in core)) for first, last in itertools.pairwise(bounds)
+    ]
+
+
+def threads(shares: Sequence[Sequence[int]], quota: float | None = None) -> list[int]:
+    """How many CPUs each rank can keep busy, at least 1: those that are its own, and its part of those that it shares.
+
+    ``quota`` is the CPU time that all have together, in CPUs.
+
+    >>> threads([(0, 1, 2), (3,)]), threads([(0, 1, 2, 3)] * 2), threads([(0, 1, 2, 3)] * 2, quota=2.5)
+    ([3, 1], [2, 2], [1, 1])
+    """
+    users: dict[int, int] = {}
+    for cpus in shares:
+        for cpu in cpus:
+            users[cpu] = users.get(cpu, 0) + 1
+    most = quota / len(shares) if quota is not None else float("inf")
+    # Thirds of a CPU must add up to one again.
+    return [max(1, int(min(most, sum(1 / users[cpu] for cpu in cpus) + 1e-9))) for cpus in shares]
+
+
+def parse_list(text: str) -> list[int]:
+    """Read a list of CPUs as the kernel writes it (cpuset(7), "List format"). Raises ValueError, which names the part.
+
+    >>> parse_list("0-2,8")
+    [0, 1, 2, 8]
+    """
+    cpus: set[int] = set()
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        first, dash, last = part.partition("-")
+        if not (_is_number(first) and _is_number(last if dash else first) and int(first) <= int(last or first)):
+            msg = f"{part!r} is no CPU and no range of CPUs"
+            raise ValueError(msg)
+        cpus.update(range(int(first), int(last or first) + 1))
+    return sorted(cpus)
+
+
+def format_list(cpus: Iterable[int]) -> str:
+    """Write a list of CPUs as the kernel does.
+
+    >>> format_list([0, 1, 2, 8])
+    '0-2,8'
+    """
+    runs: list[list[int]] = []
+    for cpu in sorted(set(cpus)):
+        if runs and cpu == runs[-1][1] + 1:
+            runs[-1][1] = cpu
+        else:
+            runs.append([cpu, cpu])
+    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
+
+
+def quota() -> float | None:
+    """The CPU time that this process's cgroup may use, in CPUs; None without a limit."""
+    return quota_of(linux.cgroups("cpu"))
+
+
+def quota_of(folders: Iterable[tuple[str, str]]) -> float | None:
+    """The smallest quota among cgroups: each a mount point and a folder below it, whose parents count as well.
+
+    v2: cpu.max holds the quota and the period, in microseconds, or "max" (admin-guide/cgroup-v2). v1: cpu.cfs_quota_us,
+    -1 for none, and cpu.cfs_period_us (scheduler/sched-bwc).
+    """
+    found: list[float] = []
+    for point, lowest in folders:
+        folder = lowest
+        while folder.startswith(point) and folder != os.path.dirname(folder):
+            limit = _text(f"{folder}/cpu.max") or _text(f"{folder}/cpu.cfs_quota_us", f"{folder}/cpu.cfs_period_us")
+            time, _, period = limit.partition(" ")
+            if time.isdecimal() and period.isdecimal() and int(period):
+                found.append(int(time) / int(period))
+            folder = os.path.dirname(folder)
+    return min(found, default=None)
+
+
+def _listed(how: str, count: int, allowed: tuple[int, ...]) -> list[tuple[int, ...]]:
+    parts = how.removeprefix("list:").split(";")
+    shares = []
+    for rank, part in enumerate(parts):
+        try:
+            cpus = parse_list(part)
+        except ValueError as error:
+            msg = f"{how!r}: rank {rank}: {error}; expected {', '.join(WAYS)} or a list for each rank, as 0-3;4-7"
+            raise ValueError(msg) from None
+        wrong = [cpu for cpu in cpus if cpu not in allowed]
+        if not cpus or wrong:
+            what = f"CPU {format_list(wrong)} is not among those that may be used" if wrong else "no CPU; there are"
+            msg = f"{how!r}: rank {rank}: {what}: {format_list(allowed)}"
+            raise ValueError(msg)
+        shares.append(tuple(cpus))
+    if len(shares) != count:
+        msg = f"{how!r}: {len(shares)} list{'s' * (len(shares) > 1)} for {count} ranks; expected one each, as 0-3;4-7"
+        raise ValueError(msg)
+    return shares
+
+
+def _nodes(cpus: set[int], root: str) -> list[tuple[int, ...]]:
+    folder = os.path.join(root, "node")
+    try:
+        names = os.listdir(folder)
+    except OSError:  # a kernel without NUMA
+        names = []
+    numbers = sorted(int(name[4:]) for name in names if name.startswith("node") and _is_number(name[4:]))
+    left = set(cpus)
+    nodes = []
+    for number in numbers:
+        node = _list_in(os.path.join(folder, f"node{number}/cpulist")) & left
+        left -= node
+        if node:  # else memory alone, or CPUs of others
+            nodes.append(tuple(sorted(node)))
+    return [*nodes, tuple(sorted(left))] if left else nodes
+
+
+def _siblings(cpu: int, root: str) -> set[int]:
+    """The CPUs that share ``cpu``'s core. ``thread_siblings_list`` is the name before Linux 5.3."""
+    folder = os.path.join(root, f"cpu/cpu{cpu}/topology")
+    return _list_in(f"{folder}/core_cpus_list") or _list_in(f"{folder}/thread_siblings_list")
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= 6  # noqa: PLR2004 - no machine has a million CPUs
+
+
+def _list_in(path: str) -> set[int]:
+    try:
+        return set(parse_list(_text(path)))
+    except ValueError:
+        return set()
+
+
+def _text(*paths: str) -> str:
+    """What the files hold, with a blank between them; "" if one cannot be read."""
+    texts = []
+    for path in paths:
+        try:
+            with open(path) as file:
+                texts.append(file.read().strip())
+        except (OSError, UnicodeDecodeError):
+            return ""
+    return " ".join(texts)

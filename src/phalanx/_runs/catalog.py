@@ -1,0 +1,184 @@
+"""The runs in a folder: found, newest first, and found again by what a person types.
+
+Owns what counts as a run's folder, whose it is, and the reading of names. What a run's record says belongs to
+`_record`. Imported when it is needed and not before, because of what that one loads.
+
+A folder of runs can be shared, and a folder in it, or a record, be another user's. Such a run is listed, and can be
+read by its name; but it is never "the latest", and nobody is signalled for what it says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+
+from phalanx._base import files
+from phalanx._base.frozen import Value
+from phalanx._runs import record
+from phalanx._runs.prune import REMOVED
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+_LISTED = 5
+
+
+class RunDir(Value):
+    """A run's folder as it was found.
+
+    Attributes:
+        path: The folder, absolute.
+        run: Its record, or None when there is none that can be read,
+        problem: and then why; else "".
+        state: That of the record by now, see `_record.state_now`; "unknown" without a record, "unreadable" with a
+            damaged one.
+        started: The record's, or the folder's last change: Unix time in seconds.
+        owner: The uid of whoever has made it: that of its folder, or of its record if that one is neither ours nor
+            root's.
+    """
+
+    __slots__ = ("path", "run", "problem", "state", "started", "owner")  # noqa: RUF023 - the order is that of the arguments
+
+    path: str
+    run: record.Run | None
+    problem: str
+    state: str
+    started: float
+    owner: int
+
+    def __init__(
+        self, path: str, run: record.Run | None, problem: str, state: str, started: float, owner: int = files.ROOT
+    ) -> None:
+        self._store(path=path, run=run, problem=problem, state=state, started=started, owner=owner)
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return os.path.basename(self.path)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is the caller's, or root's."""
+        return self.owner in (os.geteuid(), files.ROOT)
+
+    def to_json(self) -> str:
+        """One line: ``folder``, ``path``, ``state`` by now, ``problem``, and the record as ``run``, or null."""
+        return record.to_json(folder=self.name, path=self.path, state=self.state, problem=self.problem, run=self.run)
+
+
+class UnknownRunError(LookupError):
+    """No run, or more than one, is called so. The message lists those that are close."""
+
+
+def look(path: str) -> RunDir:
+    """Read what a run's folder says of itself. Never raises: what cannot be read says why."""
+    path = os.path.abspath(path)
+    try:
+        folder = os.stat(path)
+        changed, owner = folder.st_mtime, folder.st_uid
+    except OSError:  # removed in this moment
+        changed, owner = 0.0, files.ROOT
+    try:
+        run, author = record.read_owned(path)
+    except record.UnreadableRecordError as error:
+        state = "unknown" if isinstance(error, record.NoRecordError) else "unreadable"
+        return RunDir(path, None, str(error), state, changed, owner)
+    if author not in (os.geteuid(), files.ROOT):
+        owner = author
+    return RunDir(path, run, "", record.state_now(run), run.started, owner)
+
+
+def find(roots: Iterable[str]) -> list[RunDir]:
+    """The runs in some folders, newest first, with their records in brief; none where there is no such folder.
+
+    A run is a folder with a ``run.json`` or with attempts in it. One without a record, or with a damaged one, is listed
+    as such, by the time of its last change. Other folders, and links, are not listed. Raises OSError when a folder is
+    there and cannot be listed.
+    """
+    folders: list[str] = []
+    for root in roots:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(root) as entries:
+            folders += [
+                entry.path
+                for entry in entries
+                if not entry.name.startswith(REMOVED) and entry.is_dir(follow_symlinks=False)
+            ]
+    runs = [_in_brief(look(path)) for path in folders if _is_run(path)]
+    return sorted(runs, key=lambda run: (run.started, run.name), reverse=True)
+
+
+def resolve(roots: Sequence[str], text: str | None = None) -> RunDir:
+    """Find the run that somebody means.
+
+    Args:
+        roots: The folders in which runs are.
+        text: The name of a run's folder in one of them; or a run id; or the beginning of a name, as long as there is
+            only one such; or the path of a run's folder, anywhere. None for the latest run that is the caller's, or
+            root's. What is another's is only meant where none of these is.
+
+    Raises:
+        UnknownRunError: There is no such run, or more than one.
+        OSError: One of ``roots`` cannot be listed.
+    """
+    if text is not None and os.sep in text:
+        if _is_run(text) or os.path.isdir(os.path.join(text, "0")):  # of start_processes(log_dir=...): ranks alone
+            return look(text)
+        msg = f"{text!r} is not a run's folder: it has no {record.FILE} and no attempts"
+        raise UnknownRunError(msg)
+    runs, where = find(roots), " or ".join(roots)
+    if text is not None:
+        return look(_called(where, runs, text).path)
+    latest = next((run for run in runs if run.is_ours), None)
+    if latest is None:
+        msg = f"there are no runs in {where}"
+        if runs:
+            msg = f"there are no runs of yours in {where}; of other users, which have to be named: {_listing(runs)}"
+        raise UnknownRunError(msg)
+    return look(latest.path)
+
+
+def _in_brief(found: RunDir) -> RunDir:
+    return found if found.run is None else found.replace(run=record.brief(found.run))
+
+
+def _called(where: str, runs: list[RunDir], text: str) -> RunDir:
+    """The one that is called so: by the first of the ways of calling it that gives any."""
+    ours, others = [run for run in runs if run.is_ours], [run for run in runs if not run.is_ours]
+    for matches in (
+        matches
+        for some in (ours, others)
+        for matches in (
+            [run for run in some if run.name == text],
+            [run for run in some if run.run is not None and run.run.run_id == text],
+            [run for run in some if run.name.startswith(text)],
+        )
+    ):
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            msg = f"{text!r} can be any of {len(matches)} runs, newest first: {_listing(matches)}"
+            raise UnknownRunError(msg)
+    if _is_run(text):  # a folder that is here
+        return look(text)
+    names = {run.name: run for run in runs}
+    close = [names[name] for name in difflib.get_close_matches(text, names, n=_LISTED, cutoff=0.5)]
+    hint = f"close to it: {_listing(close)}" if close else f"there are: {_listing(runs)}" if runs else "there are none"
+    msg = f"there is no run {text!r} in {where}; {hint}"
+    raise UnknownRunError(msg)
+
+
+def _is_run(path: str) -> bool:
+    try:
+        with os.scandir(path) as entries:
+            return any(entry.name == record.FILE or entry.name.startswith("attempt_") for entry in entries)
+    except PermissionError:  # another user's
+        return True
+    except OSError:
+        return False
+
+
+def _listing(runs: Iterable[RunDir]) -> str:
+    names = [run.name for run in runs]
+    return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")

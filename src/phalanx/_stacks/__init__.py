@@ -1,0 +1,1 @@
+"""The stacks of live processes: collected from many at once, parsed, compared."""

@@ -1,0 +1,1 @@
+"""Deadlines in shared memory, and what follows when one expires."""
