@@ -15,7 +15,7 @@ import pytest
 
 from phalanx._engine.supervisor import Supervisor
 from phalanx._evidence import evidence
-from phalanx._group import context
+from phalanx._group import start as group_start
 from phalanx._timers import escalation
 from phalanx.multiprocessing import DefaultLogsSpecs
 from tests import hang_workers
@@ -74,7 +74,7 @@ def test_the_others_are_stopped(events: Events, gate: Gate) -> None:
 def test_where_ranks_do_not_fall_together_it_has_failed_as_well(
     events: Events, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(context, "Supervisor", partial(Supervisor, together=False))
+    monkeypatch.setattr(group_start, "Supervisor", partial(Supervisor, together=False))
     args = (gate.address, "done")
     group = start(hang_workers.one_ends_well, args, events, 2, on_expiry="terminate", start_method="fork")
     events.wait("worker.reaped")

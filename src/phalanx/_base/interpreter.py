@@ -43,8 +43,8 @@ _PATH = (
 )
 
 
-def command(flags: Sequence[str], code: str, before: str = "") -> list[str]:
-    """The command line of an interpreter with ``flags`` that runs ``code``, which finds Phalanx on `sys.path`.
+def command(options: Sequence[str], code: str, before: str = "") -> list[str]:
+    """The command line of an interpreter with ``options`` that runs ``code``, which finds Phalanx on `sys.path`.
 
     On `sys.path` is the standard library beside that, and nothing else. The code has `sys`. ``before`` runs first, with
     the `sys.path` of the interpreter itself: ``-c`` puts the working directory there, unless the path is safe.
@@ -54,7 +54,7 @@ def command(flags: Sequence[str], code: str, before: str = "") -> list[str]:
     # To run a file takes 1 ms longer. And in a zip file, there is none that could be run.
     first = boot if sys.version_info >= (3, 13) and os.path.exists(boot) else "-c"
     root = os.path.dirname(os.path.dirname(here))
-    return [executable(), *flags, first, f"import sys;{before}{_PATH.format(root=root)}{code}"]
+    return [executable(), *options, first, f"import sys;{before}{_PATH.format(root=root)}{code}"]
 
 
 def folder_of(name: str) -> str:
@@ -62,3 +62,10 @@ def folder_of(name: str) -> str:
     module = sys.modules.get(name.partition(".")[0])
     file = getattr(module, "__file__", None) or ""
     return os.path.dirname(os.path.dirname(file) if hasattr(module, "__path__") else file)
+
+
+def flags() -> list[str]:
+    """The options (-O, -W, -X …) with which this interpreter runs, for another that should run alike."""
+    import subprocess
+
+    return subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined, no-any-return]  # noqa: SLF001 - the standard library's own multiprocessing relies on it

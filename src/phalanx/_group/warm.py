@@ -9,6 +9,7 @@ import os
 from _thread import allocate_lock
 from contextvars import ContextVar
 
+from phalanx._base import interpreter
 from phalanx._engine import main_module
 from phalanx._engine.pickling.payload import search_path
 
@@ -106,14 +107,13 @@ class Warm:
     def begin(self) -> None:
         """Start to import, if that has not been started; also when the process has been killed since."""
         from phalanx._engine.forkserver import Zygote
-        from phalanx._group.context import interpreter_flags
 
         main_module.check_guard()
         with self._one:  # of several threads that start groups, one replaces it
             if self._zygote is not None and not self._zygote.usable:
                 self._let_go()
             if self._zygote is None:
-                flags = interpreter_flags() if self._flags is None else self._flags
+                flags = interpreter.flags() if self._flags is None else self._flags
                 zygote = Zygote(self.preload, [*self._path, *search_path()], flags, self._env, self._main)
                 try:
                     zygote.start()

@@ -18,7 +18,10 @@ from phalanx._engine.leftovers import Leftover
 from phalanx._engine.main_module import UnguardedMainError
 from phalanx._engine.pickling.payload import UnpicklableError
 from phalanx._engine.start_errors import KeeperLostError
-from phalanx._group.context import MultiprocessContext, PContext, ScriptContext, SubprocessContext
+from phalanx._group.arguments import RanksError
+from phalanx._group.command_group import ScriptContext, SubprocessContext
+from phalanx._group.context import PContext
+from phalanx._group.function_group import MultiprocessContext
 from phalanx._group.warm import Warm as warm  # noqa: N813 - it is used as a verb
 from phalanx._logs.console import ConsoleSpecs
 from phalanx._logs.specs import DefaultLogsSpecs, LogsDest, LogsSpecs
@@ -26,7 +29,7 @@ from phalanx._logs.std import Std, to_map
 from phalanx._outcomes.result import RunProcsResult
 from phalanx._placement.placement import Placement
 from phalanx.errors import Outcome, ProcessFailure
-from phalanx.multiprocessing._start import RanksError, start_processes
+from phalanx.multiprocessing._start import start_processes
 
 __all__ = [
     "ConsoleSpecs",

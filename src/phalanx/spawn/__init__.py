@@ -1,7 +1,7 @@
 """Call one function in N processes that fall together: the names of ``torch.multiprocessing``.
 
 `spawn` calls ``fn(i, *args)`` in process i. When one fails, the others are stopped, and the failure that came first is
-raised, with its traceback. It is a face of `phalanx.multiprocessing`: the same keeper, the same guarantees. Owns the
+raised, with its traceback. It is a face of `phalanx.multiprocessing`: the same keeper, the same guarantees. It has the
 exceptions, the handle on each process, and what becomes of a group at the interpreter's exit.
 
 ``import phalanx.spawn as mp`` serves where ``import torch.multiprocessing as mp`` stood: what the standard
@@ -24,12 +24,11 @@ import os
 import signal
 from types import NoneType
 
-from phalanx._base.durations import seconds
-from phalanx._group.context import GRACE, IMPORT, SETTLE
-from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, LogsSpecs
-from phalanx.multiprocessing._start import check_options, is_sequence, per_rank, recorded
-from phalanx.spawn._failed import ProcessException, ProcessExitedException, ProcessRaisedException
-from phalanx.spawn._group import Group, Sentinel
+from phalanx._group.arguments import GRACE, IMPORT, SETTLE, check_options, is_sequence, per_rank, recorded
+from phalanx.multiprocessing import DefaultLogsSpecs, LogsSpecs
+from phalanx.spawn._context import ProcessContext, SpawnContext, SpawnedProcess
+from phalanx.spawn._exceptions import ProcessException, ProcessExitedException, ProcessRaisedException
+from phalanx.spawn._spawn_group import SpawnGroup
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -89,137 +88,6 @@ __all__ = [
     "spawn",
     "start_processes",
 ]
-
-
-class SpawnedProcess:
-    """One process of a group, as far as people use a `multiprocessing.Process`.
-
-    Attributes:
-        pid, ident: Its process id.
-        name: Like ``"SpawnProcess-1"``: what `multiprocessing.current_process` is called in it.
-        daemon: As given to `spawn`.
-    """
-
-    def __init__(self, group: Group, index: int) -> None:
-        self.name = group.process_name(index)
-        self.daemon = group.daemon
-        self._group = group
-        self._index = index
-        self._worker = group.worker(index)
-        self._sentinel: Sentinel | None = None
-        self.pid = self.ident = self._worker.pid
-
-    @property
-    def exitcode(self) -> int | None:
-        """The exit code, ``-n`` for signal n; None while it runs, or when it outlived even SIGKILL."""
-        if not self._worker.ended:
-            return None
-        if self._worker.exit is None:
-            return -signal.SIGKILL if self._group.is_lost else None
-        return self._worker.exit.returncode
-
-    @property
-    def sentinel(self) -> int:
-        """A descriptor that becomes readable when the process has ended, for `multiprocessing.connection.wait`.
-
-        `exitcode` is known by then. It is no pidfd: nothing about it depends on a process id. It stays open until this
-        object and its context are gone, and the process has ended.
-        """
-        if self._sentinel is None:
-            self._sentinel = Sentinel(self._worker.ended)
-        return self._sentinel.fd
-
-    def is_alive(self) -> bool:
-        """Whether it has not ended yet."""
-        return self.exitcode is None
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait until it has ended, for at most ``timeout`` seconds. What it failed of, `ProcessContext.join` raises."""
-        self._worker.ended.wait(-1 if timeout is None else max(0, timeout))
-
-    def terminate(self) -> None:
-        """Send SIGTERM to it, if it runs. That it ends so is a failure like any other, and the rest are stopped."""
-        self._group.send(self._index, signal.SIGTERM)
-
-    def kill(self) -> None:
-        """Send SIGKILL. See `terminate`."""
-        self._group.send(self._index, signal.SIGKILL)
-
-    def __repr__(self) -> str:
-        code = self.exitcode
-        return f"<{type(self).__name__} {self.name!r} pid={self.pid} {'running' if code is None else f'ended {code}'}>"
-
-
-class ProcessContext:
-    """The processes that `spawn` and `start_processes` have started; get it from there, with ``join=False``.
-
-    Attributes:
-        processes: A `SpawnedProcess` for each index.
-        error_files: Where each process leaves its traceback, as JSON. The files go when the group has been joined.
-    """
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._joined: set[int] = set()
-        self.processes = [SpawnedProcess(group, index) for index in range(group.nprocs)]
-        self.error_files = [group.logs.error_files[index] for index in range(group.nprocs)]
-
-    def pids(self) -> list[int]:
-        """The process ids, by index."""
-        return [process.pid for process in self.processes]
-
-    @property
-    def sentinels(self) -> dict[int, int]:
-        """The sentinel of each process whose end no `join` has seen, and its index. See `SpawnedProcess.sentinel`."""
-        return {p.sentinel: index for index, p in enumerate(self.processes) if index not in self._joined}
-
-    def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
-        """Wait until all have ended; raise if one has failed.
-
-        Once one fails, the others have 0.1 s to leave evidence of their own, then get SIGTERM, and SIGKILL after the
-        grace period: this returns within a bounded time. A Ctrl-C meanwhile stops the group before KeyboardInterrupt
-        goes on: SIGINT, the grace period, SIGKILL; once more, and it is killed at once.
-
-        Args:
-            timeout: Seconds for the whole; None: until all have ended.
-            grace_period: Seconds (>= 0) between SIGTERM and SIGKILL, from now on; None: as it was.
-
-        Returns:
-            True: all ended well. False: some still run.
-
-        Raises:
-            ProcessRaisedException: The first failure was an exception.
-            ProcessExitedException: The first failure was a signal, also a SIGINT that we did not send, or an exit code.
-            KeeperLostError: The group's helper process was killed, and with it the group.
-        """
-        group = self._group
-        if timeout is not None:
-            timeout = seconds("timeout", timeout, negative=True)
-        if grace_period is not None:
-            group.give(seconds("grace_period", grace_period))
-        try:
-            ended = group.wait(timeout) is not None
-        except KeyboardInterrupt:
-            group.interrupt()
-            raise
-        except KeeperLostError:
-            group.close()
-            raise
-        finally:
-            self._joined.update(index for index, process in enumerate(self.processes) if not process.is_alive())
-        if ended:
-            group.close()
-            if (error := group.error()) is not None:
-                raise error
-        return ended
-
-    def __repr__(self) -> str:
-        running = sum(process.is_alive() for process in self.processes)
-        return f"<{type(self).__name__}: {running} of {len(self.processes)} processes run>"
-
-
-class SpawnContext(ProcessContext):
-    """The `ProcessContext` of start method ``"spawn"``."""
 
 
 if TYPE_CHECKING:
@@ -362,7 +230,7 @@ def spawn(
         specs = DefaultLogsSpecs(os.devnull) if logs_specs is None else logs_specs
     options: dict[str, Any] = {"settle": settle, "grace": grace, "linger": linger, "preload": preload, "warm": warm}
     options |= {"writable": writable, "main": main, "placement": placement, "timers": timers, "console": console}
-    group = Group(name, fn, all_args, all_envs, start_method, specs, daemon=daemon, record=record, **options)
+    group = SpawnGroup(name, fn, all_args, all_envs, start_method, specs, daemon=daemon, record=record, **options)
     try:
         group.start()
         context = (SpawnContext if start_method == "spawn" else ProcessContext)(group)

@@ -12,9 +12,9 @@ import sys
 from contextlib import suppress
 
 from phalanx._engine.worker.mp_child import loaded
-from phalanx._group.context import GRACE
+from phalanx._group.arguments import GRACE
 from phalanx.multiprocessing import KeeperLostError, MultiprocessContext
-from phalanx.spawn._failed import ProcessException, exited, failed
+from phalanx.spawn._exceptions import ProcessException, exited, failed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from phalanx._base.latch import Latch
     from phalanx._engine.mirror import Worker
 
-_kept: set[Group] = set()
+_kept: set[SpawnGroup] = set()
 """The groups that were started without a join, and neither have been joined since nor have ended well."""
 
 _FIRST = 20
@@ -35,7 +35,7 @@ _at_end: Finalize[None] | None = None
 """What a child of `multiprocessing` has been told to do at its end."""
 
 
-class Group(MultiprocessContext):
+class SpawnGroup(MultiprocessContext):
     """The engine's group, which leaves signals to the host, and lives on without a reference."""
 
     def __init__(self, *args: Any, daemon: bool, **options: Any) -> None:
@@ -59,7 +59,7 @@ class Group(MultiprocessContext):
         """Send a signal to one process, if it runs."""
         self._started().send(rank, number)
 
-    def give(self, grace: float) -> None:
+    def set_grace(self, grace: float) -> None:
         """Set the grace period."""
         self._grace = grace
         self._started().give(grace)

@@ -1,0 +1,188 @@
+"""What a group is started with: defaults, and the refusal of bad input before anything starts."""
+
+from __future__ import annotations
+
+import operator
+import os
+import time
+from types import NoneType
+
+from phalanx._base.durations import seconds
+from phalanx._logs.console import ConsoleSpecs
+from phalanx._logs.specs import DefaultLogsSpecs
+from phalanx._logs.std import Std
+from phalanx._placement.placement import Placement
+from phalanx._timers.specs import TimerSpecs
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+START_METHODS = ("spawn", "forkserver", "fork")
+
+UNSET: Any = object()
+"""Stands for an argument that was left out, where None means something."""
+
+SETTLE = 0.1
+"""Seconds after the first failure in which peers may leave evidence of their own before they are stopped."""
+
+GRACE = 30.0
+"""Seconds between the death signal and SIGKILL."""
+
+
+IMPORT, VALUE = "import", "value"
+"""How what the main module defines comes to the workers: they run it again; or it is sent."""
+
+
+class RanksError(ValueError, RuntimeError):
+    """A mapping does not hold exactly the local ranks of the group. A RuntimeError as well, which torch raises."""
+
+
+def recorded(logs_specs: object) -> DefaultLogsSpecs:
+    """Logs that can have a record. Raises ValueError."""
+    if logs_specs is None:
+        from phalanx._runs.paths import place_of_new_runs
+
+        return DefaultLogsSpecs(place_of_new_runs()[0], tee=Std.ALL, run_id=time.strftime("%Y%m%d-%H%M%S"))
+    if not isinstance(logs_specs, DefaultLogsSpecs) or logs_specs.root_log_dir is None or not logs_specs.is_kept:
+        msg = "record: it is kept in a run's folder; give logs_specs=DefaultLogsSpecs(log_dir, ...), or no logs_specs"
+        raise ValueError(msg)
+    return logs_specs
+
+
+def check_options(
+    name: object,
+    entrypoint: object,
+    method: object,
+    settle: object,
+    grace: object,
+    linger: object = 0.0,
+    console: object = None,
+    placement: object = None,
+    timers: object = None,
+    main: object = IMPORT,
+    *,
+    starts_warm: bool = False,
+) -> None:
+    """Refuse what no group can be started with. Raises TypeError, ValueError."""
+    if not isinstance(name, str):
+        msg = f"name: expected a string, got {name!r}"
+        raise TypeError(msg)
+    if not isinstance(entrypoint, str) and not callable(entrypoint):
+        msg = f"entrypoint: expected a callable, or a binary's name, got {entrypoint!r}"
+        raise TypeError(msg)
+    if method not in START_METHODS:
+        msg = f"start_method: expected one of {', '.join(START_METHODS)}, got {method!r}"
+        raise ValueError(msg)
+    if main not in (IMPORT, VALUE):
+        msg = f"main: expected {IMPORT!r} or {VALUE!r}, got {main!r}"
+        raise ValueError(msg)
+    if starts_warm and (isinstance(entrypoint, str) or method != "forkserver"):
+        what = "a binary imports nothing" if isinstance(entrypoint, str) else f"start_method is {method!r}"
+        msg = f"preload, warm: only forks have it already, those of start_method='forkserver'; {what}"
+        raise ValueError(msg)
+    specs = (("console", console, ConsoleSpecs), ("placement", placement, Placement), ("timers", timers, TimerSpecs))
+    for option, given, kind in specs:
+        if not isinstance(given, (kind, NoneType)):
+            msg = f"{option}: expected a {kind.__name__}, got {given!r}"
+            raise TypeError(msg)
+    for option, value in (("settle", settle), ("grace", grace), ("linger", linger)):
+        seconds(option, value)
+
+
+def per_rank(args: Any, envs: Any, nprocs: int | None) -> tuple[dict[int, tuple[Any, ...]], dict[int, dict[str, str]]]:
+    """The arguments and environments of each rank, checked. What a mapping holds for a rank is looked up once."""
+    if nprocs is not None:
+        if isinstance(nprocs, bool) or not hasattr(nprocs, "__index__"):
+            msg = f"nprocs: expected a whole number, got {nprocs!r}"
+            raise TypeError(msg)
+        nprocs = operator.index(nprocs)  # NumPy has whole numbers of its own
+    if args is UNSET:
+        args = ()
+    shared = isinstance(args, (tuple, list))
+    if shared and nprocs is None and envs is None:
+        msg = "nprocs: how many processes? Give nprocs, or args or envs as a mapping from local rank"
+        raise TypeError(msg)
+    ranks = [] if shared else _ranks("args", args, "a tuple, or one tuple for all ranks")
+    env_ranks = [] if envs is None else _ranks("envs", envs, "environment variables")
+    count = nprocs if nprocs is not None else len(env_ranks if shared else ranks)
+    if count < 1:
+        msg = f"nprocs: expected at least 1 process, got {count}"
+        raise ValueError(msg)
+    if shared:
+        all_args = dict.fromkeys(range(count), args)
+    else:
+        _check_ranks("args", ranks, count)
+        all_args = {rank: args[rank] for rank in range(count)}
+    if envs is None:
+        return _tuples(all_args), {rank: {} for rank in range(count)}
+    _check_ranks("envs", env_ranks, count)
+    return _tuples(all_args), {rank: _environment(rank, envs[rank]) for rank in range(count)}
+
+
+def _ranks(which: str, mapping: Any, what: str) -> list[Any]:
+    if not hasattr(mapping, "keys"):
+        msg = f"{which}: expected a mapping from local rank to {what}, got {mapping!r}"
+        raise TypeError(msg)
+    return list(mapping.keys())
+
+
+def is_sequence(values: object) -> bool:
+    """Whether something can stand for a tuple of arguments: not what iterates over letters, keys, or in any order."""
+    is_other = isinstance(values, (str, bytes, set, frozenset)) or hasattr(values, "keys")
+    return hasattr(values, "__iter__") and not is_other
+
+
+def _tuples(args: dict[int, Any]) -> dict[int, tuple[Any, ...]]:
+    """The arguments as tuples. Ranks that have the same object have the same tuple: it is pickled once."""
+    for rank, values in args.items():
+        if not is_sequence(values):
+            msg = f"args: rank {rank}: expected a tuple of arguments, got {values!r}"
+            raise TypeError(msg)
+    tuples: dict[int, tuple[Any, ...]] = {}
+    for values in args.values():
+        if id(values) not in tuples:
+            tuples[id(values)] = tuple(values)
+    return {rank: tuples[id(values)] for rank, values in args.items()}
+
+
+def _check_ranks(which: str, given: list[Any], count: int) -> None:
+    there = {rank for rank in given if hasattr(rank, "__index__")}
+    missing = [str(rank) for rank in range(count) if rank not in there]
+    surplus = [repr(rank) for rank in given if not hasattr(rank, "__index__") or not 0 <= rank < count]
+    if missing or surplus:
+        trouble = [
+            f"{', '.join(ranks)} {what}" for ranks, what in ((missing, "missing"), (surplus, "too many")) if ranks
+        ]
+        msg = f"{which}: expected exactly the local ranks 0 to {count - 1}: {'; '.join(trouble)}"
+        raise RanksError(msg)
+
+
+def _can_be_encoded(text: str) -> bool:
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _environment(rank: int, env: Any) -> dict[str, str]:
+    if not hasattr(env, "items"):
+        msg = f"envs: rank {rank}: expected environment variables by name, got {env!r}"
+        raise TypeError(msg)
+    held = dict(env.items())
+    for name, value in held.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            msg = f"envs: rank {rank}: {name!r} is {value!r}; names and values must be strings"
+            raise TypeError(msg)
+        if not name or "=" in name or "\0" in name + value or not _can_be_encoded(name + value):
+            msg = f"envs: rank {rank}: {name!r}={value!r} cannot be an environment variable"
+            raise ValueError(msg)
+    return held
+
+
+def check_timeout(timeout: float | None) -> None:
+    """Refuse NaN, with which a wait would last for ever. Raises ValueError."""
+    if timeout != timeout:  # noqa: PLR0124 - true of NaN alone
+        msg = f"timeout: expected seconds, got {timeout!r}"
+        raise ValueError(msg)

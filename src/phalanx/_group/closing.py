@@ -1,0 +1,38 @@
+"""What is released when a group is closed or dropped: signal handlers, the warm process, temporary files."""
+
+from __future__ import annotations
+
+import os
+
+from phalanx._base import stderr
+from phalanx._engine import host_signals
+from phalanx._evidence import evidence
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from phalanx._engine.supervisor import Supervisor
+    from phalanx._group.warm import Warm
+    from phalanx._logs.specs import LogsDest, LogsSpecs
+
+TIDY = 5.0
+"""Seconds that a `close` waits for the removal of files: the disk may not answer."""
+
+
+def release(supervisor: Supervisor, logs: LogsDest, specs: LogsSpecs, warm: Warm | None = None) -> None:
+    """Release what a closed or dropped group holds in this process, and remove its temporary and empty files."""
+    if supervisor.owner != os.getpid():  # a fork of it, at its exit
+        return
+    try:
+        host_signals.release(supervisor)
+    finally:  # a signal may come in the midst of that
+        if warm is not None:
+            warm.close()
+    if supervisor.done:
+        supervisor.last_chore(lambda: _remove(logs, specs), TIDY)
+    stderr.finish()
+
+
+def _remove(logs: LogsDest, specs: LogsSpecs) -> None:
+    for path in logs.error_files.values():
+        evidence.remove_empty(path)
+    specs.tidy(logs)

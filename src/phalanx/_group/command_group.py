@@ -1,0 +1,102 @@
+"""Groups whose workers run a binary, a Python script or a module."""
+
+from __future__ import annotations
+
+import os
+
+from phalanx._base import interpreter
+from phalanx._engine.worker import script as script_module
+from phalanx._group.context import PContext
+from phalanx._group.plan import Plan, find_binary
+from phalanx._group.warm import Warm, path_of, shared
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from contextlib import ExitStack
+    from typing import Any
+
+    from phalanx._engine.mirror import Worker
+    from phalanx._logs.specs import LogsSpecs
+
+
+class SubprocessContext(PContext):
+    """A group whose workers are copies of a binary."""
+
+    _begins_slowly = False
+
+    def __init__(
+        self,
+        name: str,
+        entrypoint: str,
+        args: Mapping[int, tuple[Any, ...]],
+        envs: Mapping[int, Mapping[str, str]],
+        logs_specs: LogsSpecs,
+        log_line_prefixes: Mapping[int, str] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(name, entrypoint, args, envs, logs_specs, log_line_prefixes, **options)
+
+    def _plan(self, held: ExitStack) -> Plan:  # noqa: ARG002 - a binary needs nothing held
+        name = str(self.entrypoint)
+        commands: dict[int, tuple[str, list[bytes], list[int]]] = {}
+        found: dict[str | None, str] = {}  # by PATH
+        for rank, values in self.args.items():
+            argv = [os.fsencode(value if isinstance(value, (str, bytes)) else str(value)) for value in (name, *values)]
+            if any(b"\0" in value for value in argv):
+                msg = f"args: rank {rank}: an argument of a binary cannot hold a null character"
+                raise ValueError(msg)
+            path = self.envs[rank].get("PATH")
+            if path not in found:
+                found[path] = find_binary(name, rank, self.envs[rank])
+            commands[rank] = (found[path], argv, [])
+        return Plan(commands)
+
+    def _value(self, worker: Worker) -> Any:  # noqa: ARG002 - a binary returns nothing
+        return None
+
+
+class ScriptContext(SubprocessContext):
+    """A group whose workers run a Python script, or a module, as an interpreter of their own would.
+
+    Args:
+        script: The script's path, or the module's name.
+        module: Which of the two.
+        python: The interpreter; default: this one.
+        preload: Modules that are imported once, before: the workers are forks then, and ``python`` is this interpreter.
+    """
+
+    _begins_slowly = True
+
+    def __init__(
+        self,
+        name: str,
+        script: str,
+        args: Mapping[int, tuple[Any, ...]],
+        envs: Mapping[int, Mapping[str, str]],
+        logs_specs: LogsSpecs,
+        log_line_prefixes: Mapping[int, str] | None = None,
+        *,
+        module: bool = False,
+        python: str | None = None,
+        preload: Sequence[str] = (),
+        warm: Warm | None = None,
+        **options: Any,
+    ) -> None:
+        head: tuple[str, ...] = ("-m", script) if module else (script,)
+        if not preload and warm is None:
+            head = ("-u", script_module.__file__, *head)
+        argv = {rank: (*head, *values) for rank, values in args.items()}
+        super().__init__(name, python or interpreter.executable(), argv, envs, logs_specs, log_line_prefixes, **options)
+        self._warm = warm
+        if preload and warm is None:
+            path = path_of(script, module=module)
+            self._warm = self._own_warm = Warm(preload, path=path, flags=("-u",), env=shared(envs))
+
+    def _plan(self, held: ExitStack) -> Plan:
+        if self._warm is None:
+            return super()._plan(held)
+        forks: dict[int, tuple[str, list[bytes], list[int]]] = {
+            rank: ("", [os.fsencode(str(value)) for value in values], []) for rank, values in self.args.items()
+        }
+        return Plan(forks, fork=True, warm=self._warm)

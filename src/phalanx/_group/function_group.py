@@ -1,0 +1,124 @@
+"""A group whose workers run a function, in any of the three start methods of `multiprocessing`."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+from phalanx._base import interpreter
+from phalanx._engine import main_module
+from phalanx._engine.worker.mp_child import Family
+from phalanx._group.arguments import IMPORT
+from phalanx._group.context import PContext
+from phalanx._group.plan import Plan
+from phalanx._group.warm import choose
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import ExitStack
+    from typing import Any
+
+    from phalanx._engine.mirror import Worker
+    from phalanx._group.warm import Warm
+    from phalanx._logs.specs import LogsSpecs
+
+_OF_FORKS = [
+    "phalanx._engine.worker.function",
+    *(f"phalanx._engine.pickling.{name}" for name in ("payload", "picklers", "results")),
+]
+_BY_VALUE = [*_OF_FORKS, "phalanx._engine.pickling.by_value", "cloudpickle"]
+"""What every function worker of a fork server needs, and what those need whose function goes by value."""
+
+
+class MultiprocessContext(PContext):
+    """A group whose workers run a function. ``start_method``: "spawn", "forkserver" or "fork".
+
+    One that is ``numbered`` takes its local rank before its arguments, and what it returns is not kept. A ``daemon``
+    may have no children by `multiprocessing`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        entrypoint: Callable[..., Any],
+        args: Mapping[int, tuple[Any, ...]],
+        envs: Mapping[int, Mapping[str, str]],
+        start_method: str,
+        logs_specs: LogsSpecs,
+        log_line_prefixes: Mapping[int, str] | None = None,
+        *,
+        numbered: bool = False,
+        daemon: bool = False,
+        preload: Sequence[str] | None = None,
+        warm: Warm | None = None,
+        writable: bool = False,
+        main: str = IMPORT,
+        **options: Any,
+    ) -> None:
+        super().__init__(name, entrypoint, args, envs, logs_specs, log_line_prefixes, **options)
+        self.start_method = start_method
+        self.daemon = daemon
+        self._main = main
+        self._family: Family | None = None
+        self._sent: list[object] = []
+        self._preload = preload
+        self._warm = warm
+        self._writable = writable
+        self._numbered = numbered
+
+    def _plan(self, held: ExitStack) -> Plan:
+        function, args = self.entrypoint, self.args
+        assert callable(function)
+        family = self._family = Family(self.start_method, self.nprocs, daemon=self.daemon)
+        if self.start_method == "fork":
+            from phalanx._engine.worker import function as function_worker
+
+            collects = gc.isenabled()  # its guard and keeper have it off
+
+            def call(rank: int, fds: list[int]) -> None:
+                if collects:
+                    gc.enable()
+                function_worker.call(function, args[rank], rank, fds, family.member(rank), numbered=self._numbered)
+
+            return Plan({rank: ("", [], [0]) for rank in args}, call=call, fork=True)
+        from phalanx._engine.pickling import payload
+
+        main = main_module.source() if self._main == IMPORT else None
+        packed = payload.pack(
+            function, args, writable=self._writable, numbered=self._numbered, main=main, family=family,
+            envs={rank: {**env, **self._devices.get(rank, {})} for rank, env in self.envs.items()},
+        )  # fmt: skip
+        held.callback(packed.close)
+        self._sent = packed.sent
+        given = [packed.memfd, *packed.fds]
+        # The report socket is 0, the payload 1, what multiprocessing objects hold follows.
+        fds = {rank: [0, 1, *(2 + index for index in packed.wanted[rank])] for rank in args}
+        if self.start_method == "forkserver":
+            forks: dict[int, tuple[str, list[bytes], list[int]]] = {rank: ("", [], fds[rank]) for rank in args}
+            warm, own = choose(self._preload, self._warm, self.envs)
+            self._own_warm = warm if own else None
+            modules = _BY_VALUE if packed.by_value else _OF_FORKS
+            return Plan(forks, flags=interpreter.flags(), fork=True, modules=modules, fds=given, warm=warm)
+        commands = {rank: (interpreter.executable(), self._argv(rank), fds[rank]) for rank in args}
+        return Plan(commands, fds=given)
+
+    def process_name(self, rank: int) -> str:
+        """What a worker is called, like ``"SpawnProcess-1"``. The group has been started."""
+        assert self._family is not None
+        return self._family.name(rank)
+
+    def _argv(self, rank: int) -> list[bytes]:
+        command = interpreter.command(
+            interpreter.flags(), f"from phalanx._engine.worker.function import main;main({rank})"
+        )
+        return [os.fsencode(part) for part in command]
+
+    def _value(self, worker: Worker) -> Any:
+        if worker.result is None or self._numbered:  # it left by exit code 0 without returning; nobody wants a value
+            return None
+        if isinstance(worker.result, Exception):
+            raise worker.result
+        from phalanx._engine.pickling import results
+
+        return results.load(worker.result, worker.given, self._sent)

@@ -1,0 +1,274 @@
+"""The start of a group: its keeper, its folders and files, its workers; and all of it undone when a step fails.
+
+How processes are started is the engine's business; this says in which order, and holds signals back meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+import weakref
+from _thread import RLock, allocate_lock
+from abc import ABC, abstractmethod
+from contextlib import ExitStack
+
+from phalanx._base import interrupts, linux
+from phalanx._engine import host_signals, main_module
+from phalanx._engine.supervisor import Supervisor
+from phalanx._evidence import evidence
+from phalanx._group.arguments import GRACE, SETTLE
+from phalanx._group.closing import release
+from phalanx._logs import console
+from phalanx._logs.console import ConsoleSpecs
+from phalanx._logs.prefixes import template_of
+from phalanx._logs.specs import LogsDest, checked, missing_folders
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Any
+
+    from phalanx._engine.forkserver import Zygote
+    from phalanx._engine.keeper.start_process import Spec
+    from phalanx._group.plan import Plan
+    from phalanx._group.warm import Warm
+    from phalanx._logs.specs import LogsSpecs
+    from phalanx._outcomes.result import RunProcsResult
+    from phalanx._placement.placement import Placement, WorkerBounds
+    from phalanx._runs.recorder import Diary
+    from phalanx._timers.hang_report import HangReport
+    from phalanx._timers.specs import TimerSpecs
+
+_CLOSED_EARLY = "the group %r was closed while it was starting"
+
+
+class GroupStart(ABC):
+    """What a group is made of, and its start. `PContext` has the rest of its life, and the documentation of both.
+
+    Args: See `PContext`.
+    """
+
+    _begins_slowly = True
+    """Whether a worker is an interpreter first, and writes no error file before its folder can be there."""
+
+    def __init__(
+        self,
+        name: str,
+        entrypoint: Callable[..., Any] | str,
+        args: Mapping[int, tuple[Any, ...]],
+        envs: Mapping[int, Mapping[str, str]],
+        logs_specs: LogsSpecs,
+        log_line_prefixes: Mapping[int, str] | None = None,
+        duplicate_stdout_filters: list[str] | None = None,
+        duplicate_stderr_filters: list[str] | None = None,
+        *,
+        settle: float = SETTLE,
+        grace: float = GRACE,
+        linger: float = 0.0,
+        console: ConsoleSpecs | None = None,
+        placement: Placement | None = None,
+        timers: TimerSpecs | None = None,
+        record: bool = False,
+        signals: bool = True,
+        speak: Callable[[str], None] | None = None,
+    ) -> None:
+        self.name = name
+        self.entrypoint = entrypoint
+        self.args = dict(args)
+        self.envs = {rank: dict(env) for rank, env in envs.items()}
+        self.nprocs = len(self.args)
+        self.log_line_prefixes = log_line_prefixes
+        self.logs = LogsDest()
+        self.console = console or ConsoleSpecs()
+        self._filters = {"stdout": duplicate_stdout_filters, "stderr": duplicate_stderr_filters}
+        self._logs_specs = logs_specs
+        self._placement = placement
+        self._timers = timers
+        self._watched: dict[int, dict[str, str]] = {}
+        self._placed: dict[int, WorkerBounds | None] = {}
+        self._devices: dict[int, dict[str, str]] = {}
+        self._settle = settle
+        self._grace = grace
+        self._linger = linger
+        self._speak = speak
+        self._record = record
+        self._diary: Diary | None = None
+        self._signals = signals
+        self._own_warm: Warm | None = None
+        self._supervisor: Supervisor | None = None
+        self._result: RunProcsResult | None = None
+        self._values: dict[int, Any] = {}
+        self._starting = self._closed = False
+        self._one = allocate_lock()
+        self._judging = RLock()  # what is unpickled, or a signal's handler, may call `wait` once more
+
+    def start(self) -> None:
+        """Start every worker, or none.
+
+        Raises OSError when a worker or the keeper cannot be started (what had started is gone then), TypeError for what
+        cannot be pickled, ValueError for a placement that this machine does not allow, RuntimeError when another thread
+        closes the group meanwhile, and whatever the logs specs raise. On the main thread, a SIGTERM, SIGINT, SIGHUP or
+        SIGQUIT (see ``TORCHELASTIC_SIGNALS_TO_HANDLE``) from now on raises `SignalException`, until the group is
+        closed. One that arrives while the workers start leaves a group that is open: `is_open` tells, and `close` is as
+        ever.
+        """
+        main_module.check_guard()
+        if self._signals:
+            with host_signals.delivering():  # one that has been swallowed
+                pass
+        with self._one:
+            if self._supervisor is not None or self._starting:
+                msg = f"the group {self.name!r} has been started before"
+                raise RuntimeError(msg)
+            self._starting, self._closed = True, False
+        try:
+            self._start()
+        finally:
+            self._starting = False
+
+    def _start(self) -> None:
+        template_of(self.console)  # what is wrong with it is said before anything is made
+        if self._placement is not None:
+            self._placed, said = self._placement.resolve(self.nprocs)
+            self._devices = self._placement.environment(self.envs)
+            if said:
+                warnings.warn(said, RuntimeWarning, stacklevel=4)  # that of who called start_processes
+        with ExitStack() as held, ExitStack() as undo:
+            for fd in linux.occupy_standard_descriptors():
+                held.callback(os.close, fd)
+            hold = interrupts.whole if self._signals else host_signals.postpone
+            with hold():
+                plan = self._plan(held)
+                supervisor = Supervisor(
+                    settle=self._settle, grace=self._grace, linger=self._linger, speak=self._speak or warn
+                )
+                undo.callback(lambda: release(supervisor, self.logs, self._logs_specs))
+                undo.callback(supervisor.abort)
+                if self._signals:
+                    host_signals.acquire(supervisor)
+                if plan.warm is None:
+                    supervisor.boot(plan.flags, plan.call)  # it gets up while we go on
+                else:
+                    plan.warm.begin()  # it imports while we go on
+                    if self._own_warm is not None:
+                        undo.callback(self._own_warm.close)
+            self._logs_specs.folders_can_wait = self._begins_slowly
+            self.logs = checked(self._logs_specs.reify(self.envs), self.envs, self._logs_specs)
+            evidence.remove_old(self.logs.error_files.values())
+            self._diary = self._begin_diary(supervisor, undo)
+            report = self._watch(supervisor, undo)
+            specs = [self._spec(rank, *command) for rank, command in plan.commands.items()]
+            zygote = self._warmed(plan.warm)
+            with hold():  # not between the start of a process and the noting of it
+                if zygote is not None:
+                    supervisor.boot(zygote=zygote)
+                undo.callback(self._can_be_closed(supervisor))
+                pump = console.pump(self.logs, self.envs, self.log_line_prefixes, self.console, self._filters)
+                supervisor.start(
+                    specs,
+                    plan.fds,
+                    pump,
+                    missing_folders(self.logs),
+                    fork=plan.fork,
+                    modules=plan.modules,
+                    report=report,
+                )
+                # At `close`, or when the last reference goes: not in `wait`, whose caller waits for the result alone.
+                self._tidy = weakref.finalize(self, release, supervisor, self.logs, self._logs_specs, self._own_warm)
+                undo.pop_all()
+        self._wait_until_up(supervisor, self._diary)
+
+    def _wait_until_up(self, supervisor: Supervisor, diary: Diary | None) -> None:
+        try:
+            supervisor.wait_until_up()  # a signal ends this wait at once, and the group is open
+        except BaseException as error:
+            if error is supervisor.not_started:
+                if diary is not None:
+                    diary.not_started(type(error), error)
+                    diary = None
+                self._tidy()
+                self._supervisor = None
+            raise
+        finally:
+            if diary is not None:
+                diary.started()
+
+    def _begin_diary(self, supervisor: Supervisor, undo: ExitStack) -> Diary | None:
+        if not self._record:
+            return None
+        from phalanx._runs.recorder import Diary
+
+        run_id = getattr(self._logs_specs, "run_id", "")
+        diary = Diary(self.name, self.envs, self.logs, supervisor, run_id or self.name)
+        undo.push(diary.not_started)
+        return diary
+
+    def _warmed(self, warm: Warm | None) -> Zygote | None:
+        """Wait until all is imported. Raises PreloadError; RuntimeError if the group is closed meanwhile."""
+        try:
+            return None if warm is None else warm.wait()
+        finally:
+            if self._closed:
+                raise RuntimeError(_CLOSED_EARLY % self.name) from None
+
+    def _can_be_closed(self, supervisor: Supervisor) -> Callable[[], None]:
+        """From now on there is something to be closed. Returns what takes that back. Raises RuntimeError if it was."""
+
+        def take_back() -> None:
+            self._supervisor = None
+
+        with self._one:
+            if self._closed:
+                raise RuntimeError(_CLOSED_EARLY % self.name)
+            self._supervisor = supervisor
+        return take_back
+
+    @abstractmethod
+    def _plan(self, held: ExitStack) -> Plan:
+        """How to start the workers; refuses what cannot work. What is put into ``held`` is closed once they run."""
+
+    def _environment(self, rank: int) -> dict[bytes, bytes]:
+        envs = self.envs[rank] | self._devices.get(rank, {}) | self._watched.get(rank, {})
+        env = {os.fsencode(name): os.fsencode(value) for name, value in envs.items()}
+        env[evidence.ERROR_FILE_ENV.encode()] = os.fsencode(self.logs.error_files[rank])
+        return env
+
+    def _spec(self, rank: int, path: str, argv: list[bytes], fds: list[int]) -> Spec:
+        logs = self.logs
+        env = self._environment(rank)
+        if logs.stderrs[rank] and not isinstance(self.entrypoint, str):
+            env[b"PHALANX_STDERR_LOGGED"] = b"1"
+        streams = (logs.stdouts[rank] or None, logs.stderrs[rank] or None)
+        bounds = (logs.max_size, logs.keep, logs.compress)
+        return (rank, os.fsencode(path), argv, env, *streams, fds, bounds, self._placed.get(rank))
+
+    def _watch(self, supervisor: Supervisor, undo: ExitStack) -> HangReport | None:
+        """Make what reports on the workers' timers, if they are to be watched."""
+        if self._timers is None:
+            return None
+        from phalanx._timers import group_timers
+
+        # Events are kept where the log folder is the caller's, and not a temporary one.
+        keep = getattr(self._logs_specs, "root_log_dir", None) is not None
+        report, self._watched = group_timers.watch(
+            self._timers, self.logs, self.envs, supervisor.say,
+            keep=keep, stacks=getattr(self._logs_specs, "is_kept", True), speak=self._speak,
+        )  # fmt: skip
+        if report is not None:
+            undo.callback(report.close)
+        return report
+
+
+def warn(text: str) -> None:
+    """Warn. Where nobody has set up logging, say it so that a stderr that nobody reads holds up no end of a program."""
+    if "logging" in sys.modules:
+        from logging import WARNING, getLogger
+
+        logger = getLogger("phalanx")
+        if logger.hasHandlers() or not logger.isEnabledFor(WARNING):
+            logger.warning("%s", text)
+            return
+    from phalanx._base.stderr import tell
+
+    tell(f"phalanx: {text}")
