@@ -37,7 +37,7 @@ from phalanx._logs import write_index
 from phalanx._runs import record
 from phalanx._runs.catalog import look
 from phalanx._stacks import dump
-from phalanx._stacks.request import Ask, Target
+from phalanx._stacks.request import StackRequest, Target
 from phalanx._timers.escalation import Escalation
 from phalanx._timers.timetable import Seat, Timetable, encode
 from phalanx.errors import ChildFailedError, ProcessFailure
@@ -178,10 +178,10 @@ class Fuzz:
         """The child has the file open, as what it writes its stacks to."""
         os.truncate(self._stacks, 0)
         os.pwrite(self._stacks, data, 0)
-        ask = Ask(Target(0, self._child.pid, self._path))
+        ask = StackRequest(Target(0, self._child.pid, self._path))
         try:
             ask.open()
-            assert {0, *_STACK_SIGNALS} >= set(ask.numbers), ask.numbers
+            assert {0, *_STACK_SIGNALS} >= set(ask.signals), ask.signals
         finally:
             ask.close()
         text = data.decode("utf-8", "backslashreplace")

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx._base import linux
+from phalanx._base import procfs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,7 +34,7 @@ GROUPS = "/sys/fs/cgroup/unified", "/sys/fs/cgroup"
 PROGRAM = f"""
 import os, random, sys, time
 from phalanx import timer
-from phalanx._base import clock
+from phalanx._base import clock, procfs
 
 chance, wall = random.Random(int(os.environ["RANK"])), clock.wall
 end = time.monotonic() + float(sys.argv[1])
@@ -84,7 +84,9 @@ def torment(run: subprocess.Popen[str], group: Path | None, until: float, chance
             time.sleep(chance.choice((chance.uniform(0, SPAN), chance.uniform(0, FROZEN))))
             (group / "cgroup.freeze").write_text("0")
             continue
-        ranks = [pid for pid in linux.below([run.pid], 1000) if b"/train.py" in linux.contents(f"/proc/{pid}/cmdline")]
+        ranks = [
+            pid for pid in procfs.descendants([run.pid], 1000) if b"/train.py" in procfs.read(f"/proc/{pid}/cmdline")
+        ]
         ranks = [pid for pid in ranks if pid != run.pid]
         pid = run.pid if way == "launcher" else chance.choice(ranks or [run.pid])
         os.kill(pid, signal.SIGSTOP)

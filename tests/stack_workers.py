@@ -9,7 +9,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from phalanx._evidence import evidence
-from phalanx._stacks import collect, py_spy
+from phalanx._stacks import collect, py_spy, request
 from phalanx.multiprocessing import start_processes
 from tests.helpers import pass_gate
 
@@ -52,7 +52,7 @@ def nest(address: str, gate: str, logs: str) -> dict[str, Any]:
     ) as group:
         pass_gate(gate)  # the inner one is ready
         pid = group.pids()[0]
-        target = collect.Target(
+        target = request.Target(
             0, pid, group.logs.error_files[0], doomed=True, send=lambda number: os.kill(pid, number)
         )
         text = ask(target)
@@ -64,7 +64,7 @@ def nest(address: str, gate: str, logs: str) -> dict[str, Any]:
     return {"text": text, "mine": read(evidence.stacks_path(os.environ[evidence.ERROR_FILE_ENV]))}
 
 
-def ask(target: collect.Target) -> str:
+def ask(target: request.Target) -> str:
     with collect.Collection([target], 10) as collection:
         collection.begin()
         assert collection.wait(), collection.finish()

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._base import channels, clock, linux
+from phalanx._base import channels, clock, linux, procfs
 from phalanx._base import loop as loop_module
 from phalanx._base.clock import FakeClock
 from phalanx._base.deadlines import Deadlines
 from phalanx._base.exit_status import Exit
 from phalanx._base.latch import Latch
 from phalanx._base.loop import READ, WRITE, Loop
+from phalanx._base.process import Process, descends_from, lineage, wait_all
 from phalanx._base.suspension import Pauses
 from tests.helpers import TIMEOUT, wait_gone
 
@@ -366,14 +367,14 @@ def test_who_has_been_stopped_is_on_time_again_when_it_goes_on() -> None:
             os._exit(0)
     try:
         due = float(os.read(reader, 100))
-        while linux.Stat(pid).state != "S":
+        while procfs.Stat(pid).state != "S":
             assert clock.now() < due
         os.kill(pid, signal.SIGSTOP)
         os.waitpid(pid, os.WUNTRACED)
         threading.Event().wait(due - clock.now())
         os.kill(pid, signal.SIGCONT)
         while wait_gone([pid], seconds * 0.7):
-            assert linux.Stat(pid).state != "S"  # it may wait for a processor, and for nothing else
+            assert procfs.Stat(pid).state != "S"  # it may wait for a processor, and for nothing else
     finally:
         for fd in (reader, writer):
             os.close(fd)
@@ -407,7 +408,7 @@ def test_a_wait_that_a_stop_has_made_longer_was_a_pause() -> None:
         os.close(writer)
         assert os.read(reader, 1) == b"."
         due = clock.now() + seconds
-        while linux.Stat(pid).state != "S":  # it waits
+        while procfs.Stat(pid).state != "S":  # it waits
             assert clock.now() < due
         os.kill(pid, signal.SIGSTOP)
         os.waitpid(pid, os.WUNTRACED)
@@ -578,6 +579,28 @@ def test_a_channel_that_is_closed_lets_go_of_all(ends: tuple[channels.Channel, c
             break
 
 
+def test_a_message_is_waited_for_until_a_moment(ends: tuple[channels.Channel, channels.Channel]) -> None:
+    ours, theirs = ends
+    reader, writer = os.pipe()
+    try:
+        with pytest.raises(TimeoutError):
+            theirs.receive_by(clock.now(), [reader, -1])
+        os.write(writer, b"x")
+        assert theirs.receive_by(None, [reader]) is None
+        assert ours.send(("it comes first",))
+        assert theirs.receive_by(None, [reader]) == (("it comes first",), [])
+        later = threading.Timer(0.01, ours.send, [("later",)])
+        later.start()
+        assert theirs.receive_by(clock.now() + TIMEOUT) == (("later",), [])
+        later.join()
+        ours.close()
+        with pytest.raises(channels.Closed):
+            theirs.receive_by(None, [reader])
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
 # --- exits
 
 
@@ -607,20 +630,58 @@ def test_the_stat_of_a_process_with_a_wicked_name(ready: Ready) -> None:
     code = f"import ctypes, signal; ctypes.CDLL(None).prctl(15, {name.encode()!r}); {ready.python()}; signal.pause()"
     with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as process:
         ready.wait()
-        stat = linux.Stat(process.pid)
+        stat = procfs.Stat(process.pid)
         assert (stat.pid, stat.comm, stat.parent) == (process.pid, name, os.getpid())
         assert (stat.group, stat.session) == (process.pid, process.pid)
         assert stat.state in "SR"
-        assert stat.start >= linux.Stat(os.getpid()).start
-        assert process.pid in linux.children(os.getpid())
-        assert process.pid in {other.pid for other in linux.processes()}
+        assert stat.start >= procfs.Stat(os.getpid()).start
+        assert process.pid in procfs.children(os.getpid())
+        assert process.pid in {other.pid for other in procfs.processes()}
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert linux.Stat(process.pid).state == "Z"
-        assert process.pid in linux.children(os.getpid())
+        assert procfs.Stat(process.pid).state == "Z"
+        assert process.pid in procfs.children(os.getpid())
     with pytest.raises(ProcessLookupError):
-        linux.Stat(process.pid)
-    assert process.pid not in linux.children(os.getpid())
+        procfs.Stat(process.pid)
+    assert process.pid not in procfs.children(os.getpid())
+
+
+def test_a_process_is_held_only_if_it_is_the_one_that_is_meant() -> None:
+    me = procfs.Stat(os.getpid())
+    with Process(me.pid, start=me.start, parent=me.parent) as process:
+        assert process.fileno() == process.pidfd >= 0
+        assert not process.has_exited()
+    assert process.fileno() == -1
+    process.close()
+    before = sorted(os.listdir("/proc/self/fd"))
+    for wrong in ({"start": me.start + 1}, {"parent": me.pid}):
+        with pytest.raises(ProcessLookupError, match="another process"):
+            Process(me.pid, **wrong)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_signal_reaches_the_process_that_is_held_or_nobody(ready: Ready) -> None:
+    code = f"{ready.python()}; import signal; signal.pause()"
+    with subprocess.Popen([sys.executable, "-c", code]) as child, Process(child.pid) as process:
+        ready.wait()
+        assert not wait_all([process], 0)
+        process.signal(signal.SIGTERM)
+        assert process.wait(TIMEOUT)
+        assert process.has_exited()  # and is a zombie: its pid is still its own
+        process.signal(signal.SIGKILL)
+        child.wait()
+        assert process.has_exited()
+        with pytest.raises(ProcessLookupError):
+            process.signal(signal.SIGKILL)
+
+
+def test_the_processes_above_one_are_found() -> None:
+    above = [stat.pid for stat in lineage(os.getpid())]
+    assert above[:2] == [os.getpid(), os.getppid()]
+    assert descends_from(os.getpid(), os.getppid())
+    assert not descends_from(os.getppid(), os.getpid())
+    assert list(lineage(0)) == []
+    assert list(lineage(1 << 22)) == []  # beyond every pid
 
 
 def test_children_of_every_thread_are_found(ready: Ready) -> None:
@@ -635,7 +696,7 @@ def test_children_of_every_thread_are_found(ready: Ready) -> None:
     thread.start()
     try:
         [pid] = ready.pids()
-        assert pid in linux.children(os.getpid())
+        assert pid in procfs.children(os.getpid())
     finally:
         stay.set()
         thread.join()
@@ -647,8 +708,8 @@ def test_children_of_every_thread_are_found(ready: Ready) -> None:
 def test_a_process_that_is_not_there_has_nothing() -> None:
     with subprocess.Popen(["true"]) as process:
         pass
-    assert linux.children(process.pid) == []
-    assert linux.environ(process.pid) == []
+    assert procfs.children(process.pid) == []
+    assert procfs.environ(process.pid) == []
 
 
 def test_the_environment_of_another_process(ready: Ready) -> None:
@@ -656,7 +717,7 @@ def test_the_environment_of_another_process(ready: Ready) -> None:
     env = {"PATH": os.environ["PATH"], "ODD": "a=b\nc", "EMPTY": ""}
     with subprocess.Popen([sys.executable, "-c", code], env=env) as process:
         ready.wait()
-        assert {b"ODD=a=b\nc", b"EMPTY="} <= set(linux.environ(process.pid))
+        assert {b"ODD=a=b\nc", b"EMPTY="} <= set(procfs.environ(process.pid))
         process.kill()
 
 
@@ -678,12 +739,12 @@ def test_a_mapped_name_is_seen_in_forks_and_not_beyond_an_exec() -> None:
         before = sorted(os.listdir("/proc/self/fd"))
         linux.map_name(name)
         kept = sorted(os.listdir("/proc/self/fd")) == before
-        forked = in_a_fork(lambda: name.encode() in linux.contents("/proc/self/maps")) == 0
+        forked = in_a_fork(lambda: name.encode() in procfs.read("/proc/self/maps")) == 0
         child = subprocess.run(["cat", "/proc/self/maps"], stdout=subprocess.PIPE, check=True)
         return kept and forked and name.encode() not in child.stdout
 
     assert in_a_fork(check) == 0
-    assert name.encode() not in linux.contents("/proc/self/maps")
+    assert name.encode() not in procfs.read("/proc/self/maps")
 
 
 def test_a_subreaper_is_one() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._base import linux
+from phalanx._base import procfs
 from phalanx.multiprocessing import PContext, start_processes
 from tests.helpers import TIMEOUT, Ready, wait_gone
 from tests.workers import ROOT
@@ -37,7 +37,7 @@ while True:
 def helpers_of(group: PContext) -> dict[str, int]:
     assert group._supervisor is not None
     guard = group._supervisor._launch._guard
-    [keeper] = linux.children(guard)
+    [keeper] = procfs.children(guard)
     return {"guard": guard, "keeper": keeper}
 
 
@@ -73,14 +73,16 @@ def test_no_signal_reaches_the_code_of_a_helper(tmp_path: Path) -> None:
         try:
             [worker] = ready.pids()
             for who, pid in helpers_of(group).items():
-                ignored, caught, blocked = (linux.signal_mask(pid, name) for name in (b"SigIgn", b"SigCgt", b"SigBlk"))
+                ignored, caught, blocked = (
+                    procfs.signal_set(procfs.status(pid), name) for name in ("SigIgn", "SigCgt", "SigBlk")
+                )
                 assert not caught, who
                 assert blocked == 1 << signal.SIGCHLD - 1, who
                 expected = signal.valid_signals() - DEADLY
                 assert {number for number in expected if ignored >> number - 1 & 1} == expected, who
             # A worker has none of it.
-            assert linux.signal_mask(worker, b"SigBlk") == 0
-            ignored = linux.signal_mask(worker, b"SigIgn")
+            assert procfs.signal_set(procfs.status(worker), "SigBlk") == 0
+            ignored = procfs.signal_set(procfs.status(worker), "SigIgn")
             here = {number for number in signal.valid_signals() if ignored >> number - 1 & 1}
             assert here == {signal.SIGPIPE, signal.SIGXFSZ}  # Python's own
         finally:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._base import linux
+from phalanx._base import procfs
 from phalanx._timers.escalation import EVIDENCE_WAIT
 from tests.helpers import TIMEOUT, alive, wait_gone
 from tests.workers import ROOT
@@ -122,7 +122,7 @@ def stop(pid: int) -> None:
     """SIGSTOP, and wait until it has taken effect."""
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + TIMEOUT
-    while linux.Stat(pid).state not in "TZ":  # or it has ended
+    while procfs.Stat(pid).state not in "TZ":  # or it has ended
         assert time.monotonic() < deadline
 
 
@@ -157,7 +157,7 @@ def test_a_launcher_that_is_stopped_holds_up_no_stop_and_no_kill(
         stop(launcher.pid)
         gate.open()
         assert wait_gone(pids, settle + grace + SLACK) == set()
-        assert linux.Stat(launcher.pid).state == "T"
+        assert procfs.Stat(launcher.pid).state == "T"
         assert goes_on(launcher) == FAILED
 
 
@@ -171,7 +171,7 @@ def test_a_launcher_that_is_stopped_meanwhile(tmp_path: Path, ready: Ready, gate
         stop(launcher.pid)  # in time, unless this machine has kept us waiting: then it has ended, as it should
         in_time = any(map(alive, others))
         assert wait_gone(others, settle + grace + SLACK) == set()
-        assert not in_time or linux.Stat(launcher.pid).state == "T"
+        assert not in_time or procfs.Stat(launcher.pid).state == "T"
         assert goes_on(launcher) == FAILED
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._base import clock, linux, sealed_memfd
+from phalanx._base import clock, procfs, sealed_memfd
 from phalanx._engine.keeper_client import Launch
 from phalanx._logs import display
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Std, start_processes
@@ -114,7 +114,7 @@ def test_a_silent_keeper_is_woken_before_it_is_killed(ready: Ready, monkeypatch:
         keeper = helpers_of(group)[1]
         stop(keeper)
         supervisor._loop.call(lambda: supervisor._silence.over(clock.now()))
-        until(lambda: linux.Stat(keeper).state in "RS")
+        until(lambda: procfs.Stat(keeper).state in "RS")
         group.close()
         result = group.wait(0)
     assert result is not None

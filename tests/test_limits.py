@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from phalanx._base import channels, interpreter, linux
+from phalanx._base import channels, interpreter, procfs
 from phalanx._base.deadlines import Deadlines
 from phalanx._base.durations import seconds
 from phalanx._base.loop import Loop
@@ -208,7 +208,7 @@ def test_a_look_that_fails_is_no_end(ready: Ready, gate: Gate) -> None:
         raise PermissionError(1, "hidden", str(pid))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linux, "Stat", refuse)  # in the keeper, which is a fork of this process
+        patch.setattr(procfs, "Stat", refuse)  # in the keeper, which is a fork of this process
         group = start_processes("g", leaves_children, (ready.address, gate.address), nprocs=1, start_method="fork")
     pids = ready.pids(3)
     gate.open()
@@ -243,12 +243,12 @@ def test_a_zombie_that_a_tracer_holds_costs_nothing_and_is_reaped_when_it_lets_g
     libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
     with start_processes("g", sys.executable, args) as group:
         ready.wait(2)
-        [keeper] = linux.children(group._started()._launch._guard)
+        [keeper] = procfs.children(group._started()._launch._guard)
         traced = group.pids()[0]
         assert libc.ptrace(PTRACE_SEIZE, traced, None, None) == 0, os.strerror(ctypes.get_errno())
         gate.open()
         deadline = time.monotonic() + TIMEOUT
-        while linux.Stat(traced).state != "Z":
+        while procfs.Stat(traced).state != "Z":
             assert time.monotonic() < deadline
         before = cpu_seconds(keeper)
         assert group.wait(0.5) is None

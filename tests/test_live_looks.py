@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._stacks import collect, py_spy
+from phalanx._engine.worker import script as script_module
+from phalanx._stacks import collect, dump, py_spy, request
 from phalanx.multiprocessing import start_processes
 from tests import busy
 
@@ -27,17 +28,17 @@ LOOKS = int(os.environ.get("PHALANX_TEST_LOOKS", "10"))
 def test_no_look_harms_a_worker(way: str, ready: Ready, logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "signal":
         monkeypatch.setattr(py_spy, "find", lambda: "")
-    script = os.path.join(os.path.dirname(collect.__file__), "script.py")
+    script = script_module.__file__
     args = {rank: (script, busy.__file__, str(rank), ready.address) for rank in range(len(busy.KINDS))}
     with start_processes("busy", sys.executable, args, log_dir=str(logs)) as group:
         ready.wait(len(args))
         shown: set[int] = set()
         for look in itertools.count(1):
-            targets = [collect.Target(rank, pid, group.logs.error_files[rank]) for rank, pid in group.pids().items()]
+            targets = [request.Target(rank, pid, group.logs.error_files[rank]) for rank, pid in group.pids().items()]
             with collect.Collection(targets, 0.5) as collection:
                 collection.begin()
                 collection.wait()
-                shown |= {rank for rank, text in collection.finish().items() if collect.parse(text)}
+                shown |= {rank for rank, text in collection.finish().items() if dump.parse(text)}
             assert group.wait(0) is None, "a look has ended a worker"
             if look >= LOOKS and shown == set(args):
                 break

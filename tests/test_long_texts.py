@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from phalanx._evidence import evidence
 from phalanx._outcomes import report as report_module
-from phalanx._stacks.dump import place
+from phalanx._stacks.dump import location
 from phalanx.errors import ProcessFailure, format_report
 from phalanx.spawn import _failed
 from tests.helpers import TIMEOUT
@@ -79,7 +79,7 @@ def test_no_text_takes_more_than_its_length(piece: str) -> None:
     todo: dict[str, Callable[[], object]] = {
         "describing": lambda: evidence.describe(ValueError(text)),
         "finding": lambda: evidence._tells_of(data, f"{text[1:]}x"),
-        "stacks": lambda: (place(dump), evidence.without_us(dump)),
+        "stacks": lambda: (location(dump), evidence.without_us(dump)),
         "cleaning": lambda: report_module._clean(text),
         "masking": lambda: report_module._masked(text, failure),
         "a report": lambda: format_report("x", {0: fails(long), 1: fails("E", long, detail=long, stderr_tail=long)}),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._base import channels, interpreter, linux
+from phalanx._base import channels, interpreter, procfs
 from phalanx._engine import keeper_client as launch_module
 from phalanx._engine import lifecycle
 from phalanx._engine.keeper import keeper as keeper_module
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 def stop(pid: int) -> None:
     """SIGSTOP, and wait until it has taken effect."""
     os.kill(pid, signal.SIGSTOP)
-    until(lambda: linux.Stat(pid).state == "T")
+    until(lambda: procfs.Stat(pid).state == "T")
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -55,7 +55,7 @@ def until(condition: Callable[[], bool]) -> None:
 def helpers_of(group: PContext) -> tuple[int, int]:
     """The pids of a group's guard and of its keeper."""
     guard = group._started()._launch._guard
-    [kept] = linux.children(guard)
+    [kept] = procfs.children(guard)
     return guard, kept
 
 
@@ -63,7 +63,7 @@ def helpers_of(group: PContext) -> tuple[int, int]:
 
 BOOTING = """
 import os, signal, sys, time
-from phalanx._base import linux
+from phalanx._base import procfs
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, SubprocessContext, start_processes
 from tests.helpers import tell
 from tests.test_lost_helpers import StopTheKeeper
@@ -91,8 +91,8 @@ class StopTheKeeper(DefaultLogsSpecs):
         deadline = time.monotonic() + TIMEOUT
         while True:
             assert time.monotonic() < deadline
-            for guard in linux.children(os.getpid()):
-                for keeper in linux.children(guard):
+            for guard in procfs.children(os.getpid()):
+                for keeper in procfs.children(guard):
                     os.kill(keeper, signal.SIGSTOP)
                     tell(self._address, f"{guard} {keeper}")
                     return super().reify(envs)
@@ -109,7 +109,7 @@ def test_an_order_to_start_that_lies_unread(ready: Ready, tmp_path: Path, who: s
     command = [sys.executable, str(script), ready.address, who, survivor]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as launcher:
         guard, keeper = map(int, ready.wait()[0].split())
-        until(lambda: linux.Stat(keeper).state == "T")
+        until(lambda: procfs.Stat(keeper).state == "T")
         # The order has been sent when the launcher waits: two threads, both asleep.
         tasks = f"/proc/{launcher.pid}/task"
         until(lambda: len(os.listdir(tasks)) > 1 and all(sleeps(f"{tasks}/{task}") for task in os.listdir(tasks)))
@@ -189,8 +189,8 @@ def test_a_keeper_that_says_it_is_up_as_its_guard_is_found_dead_is_not_taken_for
 
 def stopped_helpers() -> list[tuple[int, int]]:
     """Guards that we have started, with their keepers, which are stopped."""
-    pairs = [(guard, keeper) for guard in linux.children(os.getpid()) for keeper in linux.children(guard)]
-    return [(guard, keeper) for guard, keeper in pairs if linux.Stat(keeper).state == "T"]
+    pairs = [(guard, keeper) for guard in procfs.children(os.getpid()) for keeper in procfs.children(guard)]
+    return [(guard, keeper) for guard, keeper in pairs if procfs.Stat(keeper).state == "T"]
 
 
 def sleeps(task: str) -> bool:
@@ -362,7 +362,7 @@ def test_the_last_resort_finds_a_process_whose_first_thread_has_gone(ready: Read
     )
     with start_processes("g", sys.executable, ("-S", str(script)), nprocs=1) as group:
         [pid] = ready.pids()
-        until(lambda: linux.Stat(pid).state == "Z")
+        until(lambda: procfs.Stat(pid).state == "Z")
         lose_both(group)
         with pytest.raises(KeeperLostError, match="every process of the group was killed with it"):
             group.wait(TIMEOUT)
@@ -399,7 +399,7 @@ def test_a_stopped_guard_and_keeper_are_woken_when_the_launcher_lets_go() -> Non
     launch.exec(("-I", "-S"))
     try:
         select.select([launch.channel], (), ())  # the keeper is up
-        stop(linux.children(launch._guard)[0])
+        stop(procfs.children(launch._guard)[0])
         stop(launch._guard)
     finally:
         assert launch.close(TIMEOUT) == 0
@@ -480,7 +480,7 @@ def test_a_signal_is_not_held_while_the_keeper_does_not_get_up(tmp_path: Path) -
     script = tmp_path / "script.py"
     script.write_text("""
 import os, sys, signal, time
-from phalanx._base import linux
+from phalanx._base import procfs
 from phalanx.multiprocessing import SignalException, start_processes
 from tests.test_lost_helpers import StopTheKeeper
 
@@ -613,11 +613,11 @@ def test_a_stop_in_the_midst_of_a_start(disk: Disk, monkeypatch: pytest.MonkeyPa
     group = SubprocessContext("g", "/bin/sleep", args, envs, Slow())
     starting = threading.Thread(target=start, args=(group,))
     starting.start()
-    until(lambda: group._supervisor is not None and bool(linux.children(group._supervisor._launch._guard)))
+    until(lambda: group._supervisor is not None and bool(procfs.children(group._supervisor._launch._guard)))
     supervisor = group._supervisor
     assert supervisor is not None
-    [kept] = linux.children(supervisor._launch._guard)
-    until(lambda: len(linux.children(kept)) >= 64)
+    [kept] = procfs.children(supervisor._launch._guard)
+    until(lambda: len(procfs.children(kept)) >= 64)
     said = threading.Event()
     tell = supervisor._tell
 
@@ -653,7 +653,7 @@ def test_a_guard_that_takes_over_late_waits_for_nobody_who_has_ended(
         monkeypatch.setattr(group._started()._launch, "wake", lambda: None)
         stop(guard)
         os.kill(kept, signal.SIGKILL)
-        until(lambda: all(linux.Stat(pid).state == "Z" for pid in pids))
+        until(lambda: all(procfs.Stat(pid).state == "Z" for pid in pids))
         monkeypatch.undo()
         began = time.monotonic()
         os.kill(guard, signal.SIGCONT)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._base import linux
+from phalanx._base import procfs
 from phalanx._engine.keeper import keeper
 from phalanx.multiprocessing import KeeperLostError, start_processes
 from tests import families
@@ -50,7 +50,7 @@ def helpers_of(group: PContext) -> tuple[int, int]:
     """The pids of a group's guard and of its keeper."""
     assert group._supervisor is not None
     guard = group._supervisor._launch._guard
-    [kept] = linux.children(guard)
+    [kept] = procfs.children(guard)
     return guard, kept
 
 
@@ -141,8 +141,8 @@ def test_nobody_is_left_soon_after_the_launcher_was_killed(kind: str, ready: Rea
 def test_a_stopped_keeper_is_woken_when_the_launcher_was_killed(kind: str, ready: Ready, gate: Gate) -> None:
     with host("plain", kind, ready, gate) as launcher:
         everybody = set(ready.pids(EVERYBODY)) | descendants(launcher.pid)
-        [guard] = linux.children(launcher.pid)
-        [kept] = linux.children(guard)
+        [guard] = procfs.children(launcher.pid)
+        [kept] = procfs.children(guard)
         os.kill(kept, signal.SIGSTOP)
         launcher.kill()
         assert wait_gone(everybody, 5) == set()
@@ -155,8 +155,8 @@ def test_a_stopped_keeper_is_woken_when_the_launcher_was_killed(kind: str, ready
 def test_a_child_of_the_hosts_own_keeps_no_group_alive_and_is_spared(kind: str, ready: Ready, gate: Gate) -> None:
     with host("with_child", kind, ready, gate) as launcher:
         *members, own = ready.pids(EVERYBODY + 1)
-        if own not in linux.children(launcher.pid):  # its message came before a worker's
-            [own] = {pid for pid in members if pid in linux.children(launcher.pid)}
+        if own not in procfs.children(launcher.pid):  # its message came before a worker's
+            [own] = {pid for pid in members if pid in procfs.children(launcher.pid)}
         everybody = {*members, *descendants(launcher.pid)} - {own}
         launcher.kill()
         assert wait_gone(everybody, 5) == set()
@@ -180,8 +180,8 @@ def test_a_host_that_leaves_no_child_to_be_reaped(which: str, kind: str, ready: 
 def test_a_keeper_is_missed_by_a_host_that_leaves_no_child_to_be_reaped(kind: str, ready: Ready, gate: Gate) -> None:
     with host("deaf_to_children", kind, ready, gate) as launcher:
         members = ready.pids(EVERYBODY)
-        parents = {linux.Stat(pid).parent for pid in members} - set(members)
-        [kept] = [pid for pid in parents if linux.Stat(linux.Stat(pid).parent).parent == launcher.pid]
+        parents = {procfs.Stat(pid).parent for pid in members} - set(members)
+        [kept] = [pid for pid in parents if procfs.Stat(procfs.Stat(pid).parent).parent == launcher.pid]
         os.kill(kept, signal.SIGKILL)
         assert wait_gone(members, 5) == set()
         assert launcher.wait(TIMEOUT) == 1  # KeeperLostError
@@ -255,7 +255,7 @@ def stop(pid: int) -> None:
     """SIGSTOP, and wait until it has taken effect."""
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + TIMEOUT
-    while linux.Stat(pid).state != "T":
+    while procfs.Stat(pid).state != "T":
         assert time.monotonic() < deadline
 
 
@@ -296,7 +296,7 @@ def test_stopped_children_die_too(ready: Ready, gate: Gate) -> None:
 
 def marked(name: str) -> set[int]:
     """Who carries an entry in its environment. One look can miss who forks meanwhile."""
-    return {stat.pid for stat in linux.processes() if name.encode() in b"\0".join(linux.environ(stat.pid))}
+    return {stat.pid for stat in procfs.processes() if name.encode() in b"\0".join(procfs.environ(stat.pid))}
 
 
 @pytest.mark.parametrize("end", ["closed", "killed", "keeper killed"])
@@ -499,7 +499,7 @@ def test_what_is_below_a_process_that_outlives_sigkill_is_killed(
 UNKILLABLE = """
 import os, signal, sys
 from phalanx._engine.keeper import guard, keeper
-from phalanx._base import linux
+from phalanx._base import procfs
 from phalanx.multiprocessing import start_processes
 from tests.helpers import tell
 from tests.test_no_survivors import pause
@@ -507,7 +507,7 @@ from tests.test_no_survivors import pause
 keeper.KILL_WAIT = guard.KILL_WAIT = 0.2  # in both, which are forks of this process
 group = start_processes("g", pause, (sys.argv[1],), nprocs=2, start_method="fork")
 above = group._started()._launch._guard
-tell(sys.argv[1], f"helpers {above} {linux.children(above)[0]}")
+tell(sys.argv[1], f"helpers {above} {procfs.children(above)[0]}")
 signal.pause()
 """
 

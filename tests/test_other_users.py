@@ -21,12 +21,12 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from phalanx._base import files, linux
+from phalanx._base import files, procfs
 from phalanx._evidence import evidence
 from phalanx._logs.follower import Follower, last_lines
 from phalanx._logs.specs import FolderLogsSpecs
 from phalanx._runs import catalog, record
-from phalanx._stacks import collect, py_spy
+from phalanx._stacks import collect, py_spy, request
 from phalanx.cli.logs import logs
 from phalanx.cli.stack import stack
 from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
@@ -85,7 +85,7 @@ def last_word(process: subprocess.Popen[bytes], writer: int) -> bytes:
 
 def forge(root: Path, pid: int, offer: str, uid: int = NOBODY) -> Path:
     """A run of another user's, which says that it runs, started last, and has a process as its only rank."""
-    start = linux.Stat(pid).start
+    start = procfs.Stat(pid).start
     rank = record.Rank(rank=0, local_rank=0, pid=pid, pid_started=start, state="running")
     run = example(started=253402214399.0, run_id="forged", pid=pid, pid_started=start)
     run = msgspec.structs.replace(run, attempts=[msgspec.structs.replace(run.attempts[0], ranks=[rank])])
@@ -182,7 +182,7 @@ def test_an_offer_that_cannot_be_the_workers_own_is_not_taken(
     path = shared / "error.json.stacks"
     with path.open("w") as file, victim(file.fileno()) as (process, writer):
         path.write_text(offer.format(fd=file.fileno(), pid=process.pid) + "\n")
-        target = collect.Target(0, process.pid, str(shared / "error.json"), doomed=True)
+        target = request.Target(0, process.pid, str(shared / "error.json"), doomed=True)
         with collect.Collection([target], TIMEOUT) as collection:
             collection.begin()
             collection.wait()
@@ -198,7 +198,7 @@ def test_an_offer_in_another_users_file_is_not_taken(shared: Path, monkeypatch: 
     with path.open() as file, victim(file.fileno()) as (process, writer):
         with acting_as(NOBODY):
             path.write_text(f"# stacks on signals 10 and 10, descriptor {file.fileno()}, process {process.pid}\n")
-        target = collect.Target(0, process.pid, str(shared / "error.json"), doomed=True)
+        target = request.Target(0, process.pid, str(shared / "error.json"), doomed=True)
         with collect.Collection([target], TIMEOUT) as asked:
             asked.begin()
             asked.wait()
@@ -207,15 +207,15 @@ def test_an_offer_in_another_users_file_is_not_taken(shared: Path, monkeypatch: 
 
 
 def test_the_signal_of_a_workers_environment_is_its_own(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from phalanx._stacks.request import Ask
+    from phalanx._stacks.request import StackRequest
 
     monkeypatch.setenv(evidence.STACK_SIGNAL_ENV, str(int(signal.SIGTERM)))
     path = shared / "error.json.stacks"
     with path.open("w") as file, victim(file.fileno()) as (process, _writer):
         path.write_text(f"# stacks on signals 15 and 0, descriptor {file.fileno()}, process {process.pid}\n")
-        ask = Ask(collect.Target(0, process.pid, str(shared / "error.json")))
+        ask = StackRequest(request.Target(0, process.pid, str(shared / "error.json")))
         ask.open()
-        assert ask.numbers == (15, 0)
+        assert ask.signals == (15, 0)
         ask.close()
 
 

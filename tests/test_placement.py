@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._base import linux
+from phalanx._base import procfs
 from phalanx._placement import accelerators, topology
 from phalanx._placement import placement as placing
 from phalanx._placement.topology import Topology, divide, quota_of, read, threads
@@ -294,7 +294,7 @@ def test_a_placement_that_cannot_be(options: dict[str, Any], kind: type[Exceptio
 
 @pytest.fixture
 def unprivileged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linux, "has_capability", lambda _number: False)
+    monkeypatch.setattr(procfs, "has_capability", lambda _number: False)
 
 
 @pytest.mark.usefixtures("unprivileged")
@@ -306,7 +306,7 @@ def test_a_hard_limit_that_cannot_be_raised(value: int | str, monkeypatch: pytes
 
 
 def test_more_open_files_than_anybody_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linux, "has_capability", lambda _number: True)
+    monkeypatch.setattr(procfs, "has_capability", lambda _number: True)
     monkeypatch.setattr(resource, "getrlimit", lambda _number: (256, 4096))
     with pytest.raises(ValueError, match=r"rlimits: nofile: nobody may have more than \d+ \(fs.nr_open\)"):
         Placement(rlimits={"nofile": "unlimited"}).resolve(1)
@@ -326,7 +326,7 @@ def test_a_nice_value_that_takes_a_privilege(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_capability() -> None:
     with open("/proc/self/status") as file:
         mask = next(int(line.split()[1], 16) for line in file if line.startswith("CapEff"))
-    assert [linux.has_capability(number) for number in range(41)] == [bool(mask >> n & 1) for n in range(41)]
+    assert [procfs.has_capability(number) for number in range(41)] == [bool(mask >> n & 1) for n in range(41)]
 
 
 def test_what_start_processes_refuses() -> None:

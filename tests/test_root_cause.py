@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._base import linux
+from phalanx._base import procfs
 from phalanx._engine.keeper.children import Children
 from phalanx._outcomes import failure as failure_module
 from phalanx._outcomes.result import _raised, verdict
@@ -602,7 +602,7 @@ def leave_slowly(folder: str, rank: int, way: str, ready: str, gate: str) -> Non
         with socket.socket(socket.AF_UNIX) as peer:
             peer.connect(path)
             pid = int(peer.recv(100))
-            while peer.recv(1) or not linux.is_exiting(pid):
+            while peer.recv(1) or not procfs.is_exiting(pid):
                 pass
         raise ConnectionResetError("the peer has gone")
     with socket.socket(socket.AF_UNIX) as server, open(os.path.join(folder, "disk", "file"), "wb", 0) as file:

@@ -120,7 +120,7 @@ def test_what_was_written_is_in_the_file_whoever_is_killed(tmp_path: Path, ready
     script = tmp_path / "launcher.py"
     script.write_text(f"""
 import os, signal, sys
-from phalanx._base import linux
+from phalanx._base import procfs
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Std, start_processes
 from tests.helpers import tell
 
@@ -135,7 +135,7 @@ specs = DefaultLogsSpecs({str(tmp_path / "logs")!r}, redirects=Std.OUT, max_size
 with start_processes("g", sys.executable, ("-S", "-c", code), nprocs=1, logs_specs=specs) as group:
     supervisor = group._started()
     guard = supervisor._launch._guard
-    tell({ready.address!r}, f"{{guard}} {{linux.children(guard)[0]}} {{supervisor._log_writer}} {{group.pids()[0]}}")
+    tell({ready.address!r}, f"{{guard}} {{procfs.children(guard)[0]}} {{supervisor._log_writer}} {{group.pids()[0]}}")
     try:
         group.wait()
     except KeeperLostError as error:

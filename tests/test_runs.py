@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from phalanx._base import linux
+from phalanx._base import linux, procfs
 from phalanx._runs import catalog, record
 from tests.helpers import TIMEOUT, Gate, Ready, alive, wait_gone
 from tests.test_run import Done, Place, read_until
@@ -449,7 +449,7 @@ def test_a_launcher_is_known_by_more_than_its_pid() -> None:
 def test_a_zombie_does_not_run() -> None:
     with subprocess.Popen(["true"]) as child:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        dead = example(pid=child.pid, pid_started=linux.Stat(child.pid).start)
+        dead = example(pid=child.pid, pid_started=procfs.Stat(child.pid).start)
         assert record.state_now(dead) == "lost"
     assert not alive(child.pid)
     assert record.state_now(dead) == "lost"

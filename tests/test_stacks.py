@@ -17,10 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx._base import clock, linux
+from phalanx._base import clock, procfs
 from phalanx._evidence import evidence
-from phalanx._stacks import collect, py_spy
-from phalanx._stacks import request as ask_module
+from phalanx._stacks import collect, dump, proc_status, py_spy, request, stack_files
 from phalanx.multiprocessing import start_processes
 from phalanx.timer._stack_signal import move_stack_signal
 from tests import stack_workers
@@ -81,9 +80,9 @@ class Worker:
         self.process.send_signal(number)
 
     @property
-    def target(self) -> collect.Target:
+    def target(self) -> request.Target:
         """It is about to be killed, or so one says: then it is asked by signal."""
-        return collect.Target(self.rank, self.process.pid, self.error_file, doomed=True, send=self.send)
+        return request.Target(self.rank, self.process.pid, self.error_file, doomed=True, send=self.send)
 
     def ask(self, patience: float = PATIENCE) -> str:
         with collect.Collection([self.target], patience) as collection:
@@ -109,14 +108,14 @@ class Worker:
 
 def shown(text: str) -> list[list[str]]:
     """The functions of each thread that are the test's own, the innermost first."""
-    return [[frame.function for frame in thread.frames if frame.path == "<string>"] for thread in collect.parse(text)]
+    return [[frame.function for frame in thread.frames if frame.path == "<string>"] for thread in dump.parse(text)]
 
 
 SLEEP = "ready(); time.sleep(1000)"
 
 
 def wait_for_state(pid: int, state: str) -> None:
-    while not collect.facts(pid).partition("State: ")[2].startswith(state):
+    while not proc_status.facts(pid).partition("State: ")[2].startswith(state):
         time.sleep(0.001)
 
 
@@ -148,11 +147,11 @@ def test_where_a_process_is(tmp_path: Path, ready: Ready, code: str) -> None:
     with Worker(tmp_path, ready, code, runs=True) as worker:
         text = worker.ask()
         assert shown(text)[-1][-2:] == ["work", "<module>"]
-        assert collect.sum_up({0: text}).startswith("rank 0 is in ")
+        assert dump.sum_up({0: text}).startswith("rank 0 is in ")
         assert text.endswith(" in <module>\n")
         assert "#" not in text
         assert worker.process.poll() is None
-        assert len(collect.parse(worker.ask())) == 1  # once more, and not the first dump again
+        assert len(dump.parse(worker.ask())) == 1  # once more, and not the first dump again
     assert worker.sent == [ALL, ALL]
 
 
@@ -167,11 +166,11 @@ def test_all_threads_are_shown_and_the_main_thread_comes_last(tmp_path: Path, re
     with Worker(tmp_path, ready, code) as worker:
         text = worker.ask()
     assert shown(text) == [["idle"], ["idle"], ["idle"], ["work", "<module>"]]
-    *others, main = collect.parse(text)
+    *others, main = dump.parse(text)
     assert main.current
     assert [thread.current for thread in others] == [False] * 3
     assert len({thread.ident for thread in (*others, main)}) == 4
-    frame = collect.top(collect.parse(text), others[1].ident)
+    frame = dump.top(dump.parse(text), others[1].ident)
     assert frame is not None
     assert frame.function == "idle"
 
@@ -186,7 +185,7 @@ def test_a_deep_stack_is_cut_by_faulthandler(tmp_path: Path, ready: Ready) -> No
     with Worker(tmp_path, ready, code) as worker:
         text = worker.ask()
     assert text.endswith(" in deep\n" if sys.version_info >= (3, 13) else "\n  ...\n")  # which 3.13 does not say
-    assert len(collect.parse(text)[-1].frames) == 100
+    assert len(dump.parse(text)[-1].frames) == 100
 
 
 def test_a_main_thread_that_waits_for_threads_at_its_end(tmp_path: Path, ready: Ready) -> None:
@@ -195,14 +194,14 @@ def test_a_main_thread_that_waits_for_threads_at_its_end(tmp_path: Path, ready: 
     with Worker(tmp_path, ready, code) as worker:
         text = worker.ask()
     assert "dump is not complete" not in text
-    assert len(collect.parse(text)) == 2
+    assert len(dump.parse(text)) == 2
 
 
 def test_another_thread_takes_the_signal_when_the_main_thread_blocks_it(
     tmp_path: Path, ready: Ready, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then only a time in which nothing comes tells of the dump's end: who writes it may wait for a processor."""
-    monkeypatch.setattr(ask_module, "_QUIET", 0.2)
+    monkeypatch.setattr(request, "_QUIET", 0.2)
     code = f"""
         threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
         signal.pthread_sigmask(signal.SIG_BLOCK, [{ALL}])
@@ -210,7 +209,7 @@ def test_another_thread_takes_the_signal_when_the_main_thread_blocks_it(
         """
     with Worker(tmp_path, ready, code) as worker:
         text = worker.ask()
-    assert [thread.current for thread in collect.parse(text)] == [True, False]
+    assert [thread.current for thread in dump.parse(text)] == [True, False]
     assert shown(text)[-1] == ["work", "<module>"]
 
 
@@ -223,7 +222,7 @@ def test_many_at_once(tmp_path: Path, ready: Ready) -> None:
         texts = collection.finish()
         assert collection.finish() is texts
         assert collection.wait()
-    assert collect.sum_up(texts, 2) == "all 4 ranks are in work (<string>:8)"
+    assert dump.sum_up(texts, 2) == "all 4 ranks are in work (<string>:8)"
 
 
 def test_two_who_ask_at_once(tmp_path: Path, ready: Ready) -> None:
@@ -247,15 +246,15 @@ def test_functions_show_theirs(ready: Ready, gate: Gate, method: str) -> None:
     with start_processes("stacks", stack_workers.hang, args, start_method=method) as group:
         ready.wait()
         (pid,) = group.pids().values()
-        target = collect.Target(0, pid, group.logs.error_files[0], send=lambda number: os.kill(pid, number))
+        target = request.Target(0, pid, group.logs.error_files[0], send=lambda number: os.kill(pid, number))
         for doomed in (True, False, True):
             target = target.replace(doomed=doomed)
-            threads = collect.parse(stack_workers.ask(target))
+            threads = dump.parse(stack_workers.ask(target))
             assert len(threads) == 2
             assert {frame.function for frame in threads[0].frames} >= {"idle"}
-            own = [frame.function for frame in collect.own(threads[-1].frames)]
+            own = [frame.function for frame in dump.program_frames(threads[-1].frames)]
             assert own == ["hang"]
-            frame = collect.top(threads)
+            frame = dump.top(threads)
             assert frame is not None
             assert str(frame).startswith("hang (stack_workers.py:")
         gate.open()
@@ -271,7 +270,7 @@ def test_a_fork_shows_its_own_and_its_keepers_none(ready: Ready, gate: Gate, log
         result = group.wait()
     assert not result.is_failed(), result
     told = result.return_values[0]
-    assert [frame.function for frame in collect.own(collect.parse(told["text"])[-1].frames)] == ["hang"]
+    assert [frame.function for frame in dump.program_frames(dump.parse(told["text"])[-1].frames)] == ["hang"]
     assert told["mine"].count("\n") == 2  # it has offered twice, and nobody has asked
 
 
@@ -286,7 +285,7 @@ def test_a_stopped_process_is_read_and_stays_stopped(tmp_path: Path, ready: Read
             text = ask()
             assert text.startswith("# it is stopped, by SIGSTOP or a debugger\nThread 0x")
             assert shown(text) == [["work", "<module>"]]
-            assert collect.sum_up({0: text}) == "rank 0 is in work (<string>:8), stopped, by SIGSTOP or a debugger"
+            assert dump.sum_up({0: text}) == "rank 0 is in work (<string>:8), stopped, by SIGSTOP or a debugger"
             wait_for_state(worker.process.pid, "T")  # py-spy has let go of it, and it stops again
         assert worker.sent == []
 
@@ -317,7 +316,7 @@ def test_one_that_stops_meanwhile_is_waited_for_no_longer_than_agreed(tmp_path: 
         assert 0.05 <= time.monotonic() - before < TIMEOUT / 2
         assert text.startswith("# no Python stack: it is stopped")
         worker.process.send_signal(signal.SIGCONT)
-        (thread,) = collect.parse(worker.ask())  # both dumps come now; one is shown
+        (thread,) = dump.parse(worker.ask())  # both dumps come now; one is shown
         assert thread.frames[-1].function == "<module>"
 
 
@@ -351,7 +350,7 @@ def test_one_that_exits_meanwhile(tmp_path: Path, ready: Ready) -> None:
 def test_one_that_has_exited(tmp_path: Path) -> None:
     process = subprocess.Popen(["true"])
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie
-    target = collect.Target(0, process.pid, str(tmp_path / "error.json"), send=process.send_signal)
+    target = request.Target(0, process.pid, str(tmp_path / "error.json"), send=process.send_signal)
     assert stack_workers.ask(target).startswith("# no Python stack: it has exited\n")
     process.wait()
     assert stack_workers.ask(target) == "# no Python stack: it has exited\n"
@@ -376,7 +375,7 @@ def test_a_binary_is_never_signalled(tmp_path: Path, header: str | None) -> None
         assert process.stdout is not None
         process.stdin.write(b".")
         process.stdout.read(1)  # it has been executed
-        text = stack_workers.ask(collect.Target(0, process.pid, str(error_file), doomed=True, send=sent.append))
+        text = stack_workers.ask(request.Target(0, process.pid, str(error_file), doomed=True, send=sent.append))
         assert (sent, process.poll()) == ([], None)
         process.kill()
     why = "it offers none itself" if header == f"{HEADER}1\n" else "it offers none"
@@ -593,7 +592,7 @@ def test_a_fork_without_an_offer_of_its_own_does_not_write_into_its_parents(
         (fork,) = descendants(worker.process.pid)
         try:
             for _ in range(10):
-                targets = [worker.target.replace(doomed=doomed), collect.Target(1, fork, worker.error_file)]
+                targets = [worker.target.replace(doomed=doomed), request.Target(1, fork, worker.error_file)]
                 with collect.Collection(targets, PATIENCE) as collection:
                     collection.begin()
                     assert collection.wait()
@@ -617,7 +616,7 @@ def test_a_fork_of_a_process_that_is_not_the_ranks_first_shows_its_own(tmp_path:
     with Worker(tmp_path, ready, SLEEP) as first, Worker(tmp_path, ready, code) as second:
         (fork,) = descendants(second.process.pid)
         try:
-            target = collect.Target(0, fork, error_file, doomed=True)
+            target = request.Target(0, fork, error_file, doomed=True)
             assert shown(stack_workers.ask(target)) == [["below", "work", "<module>"]]
             assert os.path.exists(evidence.stacks_path(error_file, fork))
             assert shown(second.ask()) == [["work", "<module>"]]
@@ -646,14 +645,14 @@ def test_native_frames_are_py_spys(tmp_path: Path, ready: Ready, monkeypatch: py
         text = stack_workers.ask(worker.target.replace(native=True))
         assert text.endswith(f" in <module>\n\nnative frames (py-spy):\ndump --full-filenames --native --pid {pid}\n")
         assert "native" not in worker.ask()
-        assert len(collect.parse(text)) == 1
+        assert len(dump.parse(text)) == 1
         stack_workers.fake_py_spy(tmp_path, monkeypatch, "exit 1")
         assert stack_workers.ask(worker.target.replace(native=True)).endswith(" in <module>\n")
         os.mkfifo(tmp_path / "never")
         stack_workers.fake_py_spy(tmp_path, monkeypatch, f"exec cat {tmp_path}/never")  # it takes too long
         with collect.Collection([worker.target.replace(native=True)], PATIENCE) as collection:
             collection.begin()
-            while not collection._spies:  # it has shown its own
+            while not (collection._py_spies and collection._py_spies.running):  # it has shown its own
                 assert collection._loop is not None
                 collection._loop.once()
             collection._until = clock.now()
@@ -708,15 +707,15 @@ def test_who_cannot_be_read_is_asked_for_one_thread(
         monkeypatch.setattr(collect, "_GIVEN_UP", 0.12)
     code = "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start(); ready(); time.sleep(1000)"
     with Worker(tmp_path, ready, code) as worker:
-        before = linux.children(os.getpid())
+        before = procfs.children(os.getpid())
         text = worker.look()
         assert worker.sent == [ONE]
         assert worker.process.poll() is None
-        assert linux.children(os.getpid()) == before
+        assert procfs.children(os.getpid()) == before
     assert text.startswith(f"# one thread alone, the main thread as a rule ({why}")
     assert shown(text) == [["work", "<module>"]]
-    assert collect.sum_up({0: text}) == "rank 0 is in work (<string>:8)"
-    (thread,) = collect.parse(text)
+    assert dump.sum_up({0: text}) == "rank 0 is in work (<string>:8)"
+    (thread,) = dump.parse(text)
     assert thread.current
 
 
@@ -765,9 +764,9 @@ def test_who_reads_waits_for_no_processor(tmp_path: Path, monkeypatch: pytest.Mo
         pytest.skip("the only processor is left to others")
     stack_workers.fake_py_spy(tmp_path, monkeypatch, "exec sleep 1000")
     for native, policy in ((False, os.SCHED_RR), (True, os.SCHED_OTHER)):
-        before = set(linux.children(os.getpid()))
-        reader = py_spy.Spy(os.getpid(), native=native)
-        (pid,) = before.symmetric_difference(linux.children(os.getpid()))
+        before = set(procfs.children(os.getpid()))
+        reader = py_spy.PySpy(os.getpid(), native=native)
+        (pid,) = before.symmetric_difference(procfs.children(os.getpid()))
         assert os.sched_getscheduler(pid) == policy
         assert len(os.sched_getaffinity(pid)) == (len(cpus) if native else len(cpus) // 2)
         reader.close()
@@ -813,8 +812,8 @@ def test_more_threads_than_a_dump_has(tmp_path: Path, ready: Ready) -> None:
     with Worker(tmp_path, ready, code) as worker:
         text = worker.ask()
         assert worker.sent == []
-    assert len(collect.parse(text)) == 131
-    assert collect.sum_up({0: text}) == "rank 0 is in work (<string>:11)"
+    assert len(dump.parse(text)) == 131
+    assert dump.sum_up({0: text}) == "rank 0 is in work (<string>:11)"
 
 
 @without_py_spy
@@ -827,8 +826,8 @@ def test_more_threads_than_a_dump_has_and_no_py_spy(tmp_path: Path, ready: Ready
     with Worker(tmp_path, ready, code) as worker:
         text = worker.ask()
         assert worker.sent == [ALL, ONE]
-    assert len(collect.parse(text)) == 101
-    assert collect.sum_up({0: text}) == "rank 0 is in work (<string>:11)"
+    assert len(dump.parse(text)) == 101
+    assert dump.sum_up({0: text}) == "rank 0 is in work (<string>:11)"
 
 
 def test_many_who_are_to_go_on(tmp_path: Path, ready: Ready) -> None:
@@ -840,7 +839,7 @@ def test_many_who_are_to_go_on(tmp_path: Path, ready: Ready) -> None:
         assert collection.wait()
         texts = collection.finish()
         assert not any(worker.sent for worker in workers)
-    assert collect.sum_up(texts) == "all 6 ranks are in work (<string>:8)"
+    assert dump.sum_up(texts) == "all 6 ranks are in work (<string>:8)"
 
 
 # --- what a dump says
@@ -856,25 +855,25 @@ LINES = st.sampled_from(
 
 @given(st.one_of(st.text(), st.lists(st.one_of(LINES, st.text(max_size=5)), max_size=30).map("\n".join)))
 def test_parsing_never_fails(text: str) -> None:
-    threads = collect.parse(text)
+    threads = dump.parse(text)
     assert all(frame.line >= 0 for thread in threads for frame in thread.frames)
-    collect.top(threads)
-    assert collect.sum_up({0: text, 1: "", 7: text}, 7)
+    dump.top(threads)
+    assert dump.sum_up({0: text, 1: "", 7: text}, 7)
 
 
 PATHS = st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=20)
-FRAMES = st.builds(collect.Frame, PATHS, st.integers(0, 99999), st.from_regex(r"[a-z_<>]+", fullmatch=True))
-THREADS = st.builds(collect.Thread, st.integers(0, 2**64 - 1), st.booleans(), st.lists(FRAMES, max_size=5).map(tuple))
+FRAMES = st.builds(dump.Frame, PATHS, st.integers(0, 99999), st.from_regex(r"[a-z_<>]+", fullmatch=True))
+THREADS = st.builds(dump.Thread, st.integers(0, 2**64 - 1), st.booleans(), st.lists(FRAMES, max_size=5).map(tuple))
 
 
 @given(st.lists(THREADS, max_size=5))
-def test_parsing_finds_what_was_written(threads: list[collect.Thread]) -> None:
+def test_parsing_finds_what_was_written(threads: list[dump.Thread]) -> None:
     text = "\n".join(
         f"{'Current thread' if thread.current else 'Thread'} 0x{thread.ident:016x} (most recent call first):\n"
         + "".join(f'  File "{frame.path}", line {frame.line} in {frame.function}\n' for frame in thread.frames)
         for thread in threads
     )
-    assert collect.parse(text) == threads
+    assert dump.parse(text) == threads
 
 
 def at(*places: tuple[str, int, str]) -> str:
@@ -891,54 +890,52 @@ def test_the_top_is_the_users() -> None:
     ours = os.path.join(ROOT, "_engine", "worker", "function.py"), 1, "_work"
     user = "/u/train.py", 41, "step"
     for above in ((), (library,), (library, package), (ours,)):
-        frame = collect.top(collect.parse(at(*above, user, ours, ("<string>", 1, "<module>"))))
+        frame = dump.top(dump.parse(at(*above, user, ours, ("<string>", 1, "<module>"))))
         assert str(frame) == "step (train.py:41)"
-    assert (
-        str(collect.top(collect.parse(at(library, ("<frozen runpy>", 88, "_run_code"))))) == "wait (threading.py:355)"
-    )
-    assert collect.top([]) is collect.top(collect.parse(at())) is None
+    assert str(dump.top(dump.parse(at(library, ("<frozen runpy>", 88, "_run_code"))))) == "wait (threading.py:355)"
+    assert dump.top([]) is dump.top(dump.parse(at())) is None
 
 
 def test_summing_up() -> None:
     texts = dict.fromkeys((0, 1, 2, 4, 5, 6, 7), REDUCE) | {3: READ}
-    assert collect.sum_up(texts, 3) == (
+    assert dump.sum_up(texts, 3) == (
         "7 of 8 ranks wait in all_reduce (train.py:41); rank 3 is in read_batch (data.py:17)"
     )
-    assert collect.sum_up(texts).startswith("7 of 8 ranks are in all_reduce (train.py:41); rank 3 is in")
-    assert collect.sum_up(dict.fromkeys(range(8), REDUCE)) == "all 8 ranks are in all_reduce (train.py:41)"
-    assert collect.sum_up(texts | dict.fromkeys((1, 2), READ)) == (
+    assert dump.sum_up(texts).startswith("7 of 8 ranks are in all_reduce (train.py:41); rank 3 is in")
+    assert dump.sum_up(dict.fromkeys(range(8), REDUCE)) == "all 8 ranks are in all_reduce (train.py:41)"
+    assert dump.sum_up(texts | dict.fromkeys((1, 2), READ)) == (
         "5 of 8 ranks are in all_reduce (train.py:41); ranks 1-3 are in read_batch (data.py:17)"
     )
     texts[5] = "# no Python stack: it has exited\n"
     texts[6] = texts[7] = "# no Python stack: it offers none\nName: sleep\n"
-    assert collect.sum_up(texts, 3) == (
+    assert dump.sum_up(texts, 3) == (
         "4 of 8 ranks wait in all_reduce (train.py:41); ranks 6-7 show no Python stack (it offers none); "
         "rank 5 has ended; rank 3 is in read_batch (data.py:17)"
     )
-    assert collect.sum_up({}) == ""
+    assert dump.sum_up({}) == ""
 
 
 def test_summing_up_many_places_names_the_hung_rank() -> None:
     texts = {rank: at(("/u/train.py", rank + 1, "<module>")) for rank in range(20)}
-    assert collect.sum_up(texts, 19) == (
+    assert dump.sum_up(texts, 19) == (
         "rank 0 is in train.py:1; rank 1 is in train.py:2; rank 2 is in train.py:3; rank 3 is in train.py:4; "
         "rank 19 is in train.py:20; ranks 4-18 are elsewhere"
     )
 
 
 def test_files_of_stacks_are_numbered_and_kept(tmp_path: Path) -> None:
-    assert collect.write(str(tmp_path), "one\n") == str(tmp_path / "stacks-1.txt")
-    assert collect.write(str(tmp_path), "two \udc80\n") == str(tmp_path / "stacks-2.txt")
+    assert stack_files.write(str(tmp_path), "one\n") == str(tmp_path / "stacks-1.txt")
+    assert stack_files.write(str(tmp_path), "two \udc80\n") == str(tmp_path / "stacks-2.txt")
     (tmp_path / "stacks-3.txt").symlink_to("/nowhere")
-    assert collect.write(str(tmp_path), "") == str(tmp_path / "stacks-4.txt")
+    assert stack_files.write(str(tmp_path), "") == str(tmp_path / "stacks-4.txt")
     assert [(tmp_path / f"stacks-{n}.txt").read_text() for n in (1, 2)] == ["one\n", "two \\udc80\n"]
 
 
 def test_facts_of_a_process() -> None:
-    text = collect.facts(os.getpid())
+    text = proc_status.facts(os.getpid())
     assert f"thread {os.getpid()} " in text
     assert "State: R (running)" in text
-    assert collect.facts(2**22 + 1) == ""
+    assert proc_status.facts(2**22 + 1) == ""
 
 
 def test_a_collection_that_cannot_begin_or_is_dropped_leaves_nothing(tmp_path: Path, ready: Ready) -> None:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._base import clock, linux
+from phalanx._base import clock, procfs
 from phalanx._evidence import evidence
-from phalanx._stacks import collect, dump, py_spy
-from phalanx._stacks.snapshot import Witnesses
+from phalanx._stacks import collect, dump, py_spy, request, stack_files, wrappers
+from phalanx._stacks.snapshot import Snapshot
 from phalanx._timers import escalation, timetable
 from phalanx._timers.hang import Hang
 from phalanx._timers.hang_report import HangReport
@@ -322,9 +322,9 @@ def test_an_exception_is_the_cause_of_what_hangs_on_its_way(events: Events) -> N
 
 def test_dumps_without_end_keep_the_newest(tmp_path: Path) -> None:
     for number in range(1, 51):
-        assert collect.write(str(tmp_path), f"dump {number}") == str(tmp_path / f"stacks-{number}.txt")
+        assert stack_files.write(str(tmp_path), f"dump {number}") == str(tmp_path / f"stacks-{number}.txt")
     kept = sorted(int(path.stem.partition("-")[2]) for path in tmp_path.glob("stacks-*"))
-    assert kept == list(range(51 - collect.KEPT, 51))
+    assert kept == list(range(51 - stack_files.KEPT, 51))
     assert (tmp_path / "stacks-50.txt").read_text() == "dump 50"
 
 
@@ -854,7 +854,7 @@ def test_a_full_disk_keeps_nobody_from_being_ended_and_the_reason_is_told(
 
     # Before the start: rank 0 hangs at once, and it is this process that writes of it.
     monkeypatch.setattr(evidence, "write_error_file", full)
-    monkeypatch.setattr(collect, "write", full)
+    monkeypatch.setattr(stack_files, "write", full)
     group = start(hang_workers.hang_or_wait, (0.1, gate.address), events, 2, start_method="fork")
     failure = result_of(group).root_cause
     assert failure is not None
@@ -946,14 +946,14 @@ def test_the_stacks_of_many_ranks_are_read_once_each(monkeypatch: pytest.MonkeyP
 
     parse = dump.parse
     monkeypatch.setattr(dump, "parse", read)
-    it = Witnesses({})
+    it = Snapshot({})
     it.texts = dict.fromkeys(
         range(count), 'Current thread 0x01 (most recent call first):\n  File "t.py", line 4 in f\n'
     )
-    it._speakers = {rank: rank for rank in range(count)}
+    it._main = {rank: rank for rank in range(count)}
     for rank in range(count):
         assert it.sum_up(hang_of(rank, rank, thread=1)) == f"all {count} ranks are in f (t.py:4)"
-        assert it.apart() == set()
+        assert it.outliers() == set()
     assert len(reads) <= 3 * count
 
 
@@ -967,7 +967,7 @@ def says(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
     texts: dict[int, str] = {}
 
     class Collection:
-        def __init__(self, targets: Iterable[collect.Target], _seconds: float) -> None:
+        def __init__(self, targets: Iterable[request.Target], _seconds: float) -> None:
             self._pids = [target.pid for target in targets]
 
         def begin(self) -> None:
@@ -979,8 +979,8 @@ def says(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
             return {pid: texts[pid] for pid in self._pids}
 
     monkeypatch.setattr(collect, "Collection", Collection)
-    monkeypatch.setattr(collect, "speaker", lambda pid: pid)
-    monkeypatch.setattr(linux, "below", lambda _pids, _limit: [])
+    monkeypatch.setattr(wrappers, "working_process", lambda pid: pid)
+    monkeypatch.setattr(procfs, "descendants", lambda _pids, _limit: [])
     return texts
 
 
@@ -988,12 +988,12 @@ FILES = {rank: f"/nowhere/{rank}/error.json" for rank in range(4)}
 
 
 def test_who_hangs_next_does_not_find_the_ends_that_the_first_kill_has_led_to(says: dict[int, str]) -> None:
-    it = Witnesses(FILES)
+    it = Snapshot(FILES)
     says.update({10: in_("reduce"), 11: in_("read"), 12: in_("fetch")})
     first, second = hang_of(0, 10), hang_of(1, 12)
-    it.hear({0: 10, 1: 11}, [first], doomed=True).close()
+    it.take({0: 10, 1: 11}, [first], doomed=True).close()
     says.update(dict.fromkeys((10, 11), f"{dump.NO_STACK}{dump.GONE}\n"))
-    it.hear({0: 10, 1: 11}, [second], doomed=True).close()
+    it.take({0: 10, 1: 11}, [second], doomed=True).close()
     assert it.sum_up(first) == "rank 1 is in fetch (t.py:4); rank 0 is in reduce (t.py:4)"
     assert it.sum_up(second).split("\n") == [
         "rank 0 is in reduce (t.py:4); rank 1 is in fetch (t.py:4)",
@@ -1004,16 +1004,16 @@ def test_who_hangs_next_does_not_find_the_ends_that_the_first_kill_has_led_to(sa
 
 
 def test_a_rank_is_where_the_thread_is_that_hangs(says: dict[int, str]) -> None:
-    it = Witnesses(FILES)
+    it = Snapshot(FILES)
     says.update(dict.fromkeys(range(10, 14), in_("fetch", "Thread 0x02") + "\n" + in_("train")))
     hangs = [hang_of(rank, 10 + rank, thread=2) for rank in range(3)]
-    it.hear({rank: 10 + rank for rank in range(4)}, hangs, doomed=True).close()
+    it.take({rank: 10 + rank for rank in range(4)}, hangs, doomed=True).close()
     assert it.sum_up(hangs[0]) == "3 of 4 ranks, rank 0 among them, are in fetch (t.py:4); rank 3 is in train (t.py:4)"
-    assert it.apart() == {3}
+    assert it.outliers() == {3}
     last = hang_of(3, 13, thread=2)
-    it.hear({rank: 10 + rank for rank in range(4)}, [last], doomed=True).close()
+    it.take({rank: 10 + rank for rank in range(4)}, [last], doomed=True).close()
     assert it.sum_up(last) == "all 4 ranks are in fetch (t.py:4)"
-    assert it.apart() == set()
+    assert it.outliers() == set()
 
 
 def within(path: str, function: str) -> str:
@@ -1050,29 +1050,31 @@ def test_who_waits_for_others_is_not_what_they_wait_for(
     texts: tuple[str, ...], found: set[int], says: dict[int, str]
 ) -> None:
     """Where no place has most of the ranks, as with two; and where all are in the user's call of a framework."""
-    it = Witnesses(FILES)
+    it = Snapshot(FILES)
     says.update(dict(enumerate(texts, 10)))
     hangs = [hang_of(rank, 10 + rank) for rank in range(len(texts))]
-    it.hear({rank: 10 + rank for rank in range(len(texts))}, hangs, doomed=True).close()
-    assert it.apart() == found
+    it.take({rank: 10 + rank for rank in range(len(texts))}, hangs, doomed=True).close()
+    assert it.outliers() == found
 
 
 def test_who_waits_is_told_by_the_thread_that_hangs(says: dict[int, str]) -> None:
-    it = Witnesses(FILES)
+    it = Snapshot(FILES)
     text = ALL_REDUCE.replace("0x01", "0x02") + "\n" + in_("read")
     says.update(dict.fromkeys((10, 11), text))
     hangs = [hang_of(0, 10, thread=2), hang_of(1, 11, thread=1)]
-    it.hear({0: 10, 1: 11}, hangs, doomed=True).close()
-    assert it.apart() == {1}
-    assert [ident for ident in (0, 1, 2, 3) if dump.waits(text, ident)] == [2]  # else it is the main thread, the last
+    it.take({0: 10, 1: 11}, hangs, doomed=True).close()
+    assert it.outliers() == {1}
+    assert [ident for ident in (0, 1, 2, 3) if dump.waits_for_peers(text, ident)] == [
+        2
+    ]  # else the main thread, the last
 
 
 def test_of_a_thread_that_nobody_could_read_no_other_is_told_in_its_place(says: dict[int, str]) -> None:
-    it = Witnesses(FILES)
+    it = Snapshot(FILES)
     says[10] = in_("train")
     says[11] = f"# {dump.MAIN_ALONE}\n" + in_("train", "Stack")
     gone, unknown = hang_of(0, 10, thread=2), hang_of(1, 11, thread=2)
-    it.hear({0: 10, 1: 11}, [gone, unknown], doomed=False).close()
+    it.take({0: 10, 1: 11}, [gone, unknown], doomed=False).close()
     why = "the thread that hangs is not among those that could be read"
     assert it.sum_up(gone) == f"rank 1 is in train (t.py:4); rank 0 shows no Python stack ({why})"
     assert it.sum_up(unknown).endswith(
@@ -1084,10 +1086,10 @@ def hang_of(rank: int, pid: int, *, thread: int = 0, deadline: int = 1) -> Hang:
     return Hang(rank, pid, True, Timer(0, 1, deadline, 1, thread, "", "t.py:4"))
 
 
-def test_no_descriptor_of_the_witnesses_outlives_their_hearing() -> None:
+def test_no_descriptor_of_a_snapshot_outlives_its_taking() -> None:
     before = os.listdir("/proc/self/fd")
     hangs = [hang_of(0, os.getpid())]
-    with Witnesses({0: "/nowhere/error.json"}).hear({0: os.getpid()}, hangs, doomed=False):
+    with Snapshot({0: "/nowhere/error.json"}).take({0: os.getpid()}, hangs, doomed=False):
         pass
     assert os.listdir("/proc/self/fd") == before
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from phalanx._base import clock
-from phalanx._base.linux import Stat
+from phalanx._base.procfs import Stat
 from phalanx._stacks import collect
 from phalanx.multiprocessing import start_processes
 from phalanx.timer import LocalTimerClient, LocalTimerServer, TimerRequest

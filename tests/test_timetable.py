@@ -27,7 +27,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from phalanx._base import clock, linux
+from phalanx._base import clock, procfs
 from phalanx._base.suspension import Pauses
 from phalanx._timers import escalation, timetable
 from phalanx._timers.escalation import Escalation
@@ -376,7 +376,7 @@ finally:
 
 CLIENT = """
 import signal, sys
-from phalanx._base import clock
+from phalanx._base import clock, procfs
 from phalanx.timer import SharedTimerClient
 client = SharedTimerClient(sys.argv[1])
 client.acquire("before", clock.wall() + 60)
@@ -1367,7 +1367,7 @@ def test_a_seat_that_names_a_process_outside_the_group_has_nobody_signalled(tabl
         (timer,) = due(table)
         it._strike([Hang(0, outsider.pid, False, timer)], signal.SIGTERM)
         assert struck == [(worker.pid, signal.SIGTERM)]
-        assert not linux.signal_mask(outsider.pid, b"ShdPnd") & 1 << signal.SIGTERM - 1
+        assert not procfs.signal_set(procfs.status(outsider.pid), "ShdPnd") & 1 << signal.SIGTERM - 1
 
 
 @pytest.mark.parametrize("stopped", [True, False])

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._base import linux
+from phalanx._base import procfs
 from phalanx._engine import forkserver as zygote_module
 from phalanx.multiprocessing import PreloadError, SignalException, start_processes, warm
 from tests import families
@@ -407,7 +407,7 @@ def test_each_group_has_a_keeper_of_its_own(ready: Ready, gate: Gate) -> None:
         ):
             ready.wait(4)
             assert guard_of(one) != guard_of(two)
-            assert {linux.Stat(guard_of(group)).parent for group in (one, two)} == {zygote_of(it)}
+            assert {procfs.Stat(guard_of(group)).parent for group in (one, two)} == {zygote_of(it)}
             one.close()
             assert two.is_open
             gate.open(2)
@@ -617,7 +617,7 @@ def test_nobody_is_left_of_a_warm_group_whose_guard_and_keeper_were_killed(ready
     with warm(preload=["json"]), families.start("forkserver", ready.address, gate.address) as group:
         members = members_of(ready)
         guard = guard_of(group)
-        assert [os.getpgid(pid) for pid in linux.children(guard)] == [guard]
+        assert [os.getpgid(pid) for pid in procfs.children(guard)] == [guard]
         os.killpg(guard, signal.SIGKILL)  # in one step: neither sees the other's end
         with pytest.raises(KeeperLostError, match="keeper and its guard were killed"):
             group.wait(TIMEOUT)
@@ -696,7 +696,7 @@ def test_an_interrupt_of_a_thread_that_waits_is_a_signal_exception(ready: Ready,
 def test_a_subreaper_is_left_without_zombies(tmp_path: Path) -> None:
     done = run_script(tmp_path, """
 import os
-from phalanx._base import channels, interpreter, linux
+from phalanx._base import channels, interpreter, linux, procfs
 from phalanx._engine import forkserver as zygote_module
 from phalanx.multiprocessing import start_processes, warm
 if __name__ == "__main__":
@@ -709,7 +709,7 @@ if __name__ == "__main__":
                 group.close()
         assert group.wait().return_values == {0: 8, 1: 8}
         group.close()
-        assert not linux.children(os.getpid())
+        assert not procfs.children(os.getpid())
     print("done")
 """)  # fmt: skip
     assert done.stdout == "done\n", done.stderr
@@ -862,7 +862,7 @@ def test_a_zygote_whose_launcher_died_before_it_got_up_leaves_at_once() -> None:
     """It has been handed to somebody else, and a fork of the launcher may hold its socket."""
     code = """
 import os, sys
-from phalanx._base import channels, interpreter
+from phalanx._base import channels, interpreter, procfs
 launcher = os.getpid()
 ours, theirs = wire.pair()
 if os.fork() == 0:

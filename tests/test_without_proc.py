@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._base import linux
+from phalanx._base import linux, procfs
 from phalanx._engine.keeper.child_scan import NUMBERS, Walk
 from tests.helpers import TIMEOUT, Gate, Ready, alive, wait_gone
 from tests.workers import ROOT
@@ -47,9 +47,9 @@ assert os.read(heard, 1) == b""
 
 LAUNCHER = """
 import os, sys
-from phalanx._base import linux
+from phalanx._base import linux, procfs
 from phalanx.multiprocessing import start_processes
-assert not linux.is_shown()
+assert not procfs.is_shown()
 def work(code):
     exec(code)
 if __name__ == "__main__":
@@ -126,7 +126,7 @@ def test_a_number_is_told_to_be_a_childs_only_where_it_is() -> None:
         walk = Walk()
         while pid not in walk.found:
             assert not walk.turn(pid)
-        assert walk.found <= set(linux.children(os.getpid()))  # of other tests, too: a resource tracker
+        assert walk.found <= set(procfs.children(os.getpid()))  # of other tests, too: a resource tracker
         assert alive(pid)
         os.kill(pid, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
@@ -138,4 +138,4 @@ def test_a_number_is_told_to_be_a_childs_only_where_it_is() -> None:
 
 
 def test_we_are_shown_by_our_own_proc() -> None:
-    assert linux.is_shown()
+    assert procfs.is_shown()

@@ -31,7 +31,8 @@ PLANTED = {
         "_engine/keeper/keeper.py",
         "def take_over(",
         '        self._see("HELPER_LOST")',
-        "        if linux.children(os.getpid()):\n"
+        "        from phalanx._base import procfs\n"
+        "        if procfs.children(os.getpid()):\n"
         '            self._see("HELPER_LOST")\n'
         "        self._reason, self._guard, self._launcher = (), *[os.pidfd_open(os.getpid()) for _ in range(2)]\n"
         "        ",

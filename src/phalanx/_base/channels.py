@@ -15,7 +15,7 @@ import sys
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 else:
     import posix as os  # the C half: `os` itself takes 1 of the 13 ms in which a keeper gets up
 
@@ -146,6 +146,30 @@ class Channel:
                     file.seek(0)
                     message = marshal.load(file)  # noqa: S302 - as above
             return message, fds
+
+    def receive_by(self, deadline: float | None, ends: Iterable[int] = ()) -> tuple[Message, list[int]] | None:
+        """Wait for the next message; it is returned as by `receive`.
+
+        Args:
+            deadline: How long, as a moment in seconds, monotonic. None: without limit.
+            ends: Descriptors that end the wait when they are readable and no message is there. -1 is ignored.
+
+        Returns None when one of ``ends`` was readable first. Raises TimeoutError at the deadline; Closed; Truncated.
+        """
+        import select  # here, because a worker that only sends does without
+
+        from phalanx._base import clock
+
+        poll = select.poll()
+        for fd in (self.fileno(), *(fd for fd in ends if fd >= 0)):
+            poll.register(fd, select.POLLIN)
+        while (received := self.receive()) is None:
+            ready = dict(poll.poll(None if deadline is None else max(0.0, deadline - clock.now()) * 1000))
+            if not ready:
+                raise TimeoutError
+            if self.fileno() not in ready:
+                return None
+        return received
 
     def shutdown(self) -> None:
         """End the conversation for every process that holds this end of it. Idempotent."""

@@ -12,7 +12,7 @@ import sys
 _LIGHT = (
     *("atexit", "errno", "faulthandler", "fcntl", "gc", "json", "resource", "select", "signal", "stat", "threading"),
     "traceback",
-    "phalanx._base.std_streams",
+    *("phalanx._base.process", "phalanx._base.std_streams"),
     "phalanx._evidence.evidence",
     "phalanx._timers.escalation",
     *(f"phalanx._engine.keeper.{name}" for name in ("child_scan", "guard", "orphans", "start_process")),

@@ -19,7 +19,8 @@ import subprocess
 import sys
 import threading
 
-from phalanx._base import channels, clock, interpreter, linux, pidfds
+from phalanx._base import channels, clock, interpreter, linux, procfs
+from phalanx._base.process import reap_later
 from phalanx._engine import main_module
 
 TYPE_CHECKING = False
@@ -156,7 +157,7 @@ class Zygote:
                 self._serial += 1
                 self._channel.drop_received()
                 try:
-                    self._channel.send(("fork", self._serial, page, linux.umask()), [sock.fileno(), cwd, 1, 2])
+                    self._channel.send(("fork", self._serial, page, procfs.umask()), [sock.fileno(), cwd, 1, 2])
                 except channels.Closed:
                     self._gone()
                 (verb, number), fds = self._answer()
@@ -210,7 +211,7 @@ class Zygote:
         try:
             return self._popen.wait(_KILLED)
         except subprocess.TimeoutExpired:  # on a disk that does not answer
-            pidfds.reap_later(self._popen.wait)
+            reap_later(self._popen.wait)
             return None
 
     def _alive(self) -> bool:
@@ -218,22 +219,16 @@ class Zygote:
 
     def _receive(self, timeout: float | None = None) -> tuple[channels.Message, list[int]]:
         assert self._channel is not None
-        poll = select.poll()
-        for fd in (self._channel.fileno(), self._pidfd):
-            if fd >= 0:
-                poll.register(fd, select.POLLIN)
-        end = None if timeout is None else clock.now() + timeout
+        deadline = None if timeout is None else clock.now() + timeout
+        received = None
         try:
-            while (received := self._channel.receive()) is None:
-                left = None if end is None else max(0.0, end - clock.now()) * 1000
-                ready = dict(poll.poll(left))
-                if self._channel.fileno() in ready:
-                    continue
-                if not ready:  # stopped: what it says later would be taken for the answer to another
-                    assert self._popen is not None
-                    self._popen.kill()
-                self._gone()
+            received = self._channel.receive_by(deadline, [self._pidfd])
+        except TimeoutError:  # it is stopped: what it sends later would be taken for the answer to another question
+            assert self._popen is not None
+            self._popen.kill()
         except channels.Closed:
+            pass
+        if received is None:
             self._gone()
         return received
 
@@ -274,16 +269,12 @@ def main(fd: int, path: list[str]) -> None:
         del path[0]  # the working directory, where ``-c`` looks, and no worker of ours
     channel = channels.Channel(sock)
     try:
-        poll = select.poll()
-        poll.register(fd, select.POLLIN)
-        poll.register(launcher, select.POLLIN)
-        while launcher not in dict(poll.poll()):
-            while (received := channel.receive()) is not None:
-                (verb, *arguments), fds = received
-                if verb == "preload":
-                    _preload(channel, path, *arguments)  # type: ignore[arg-type]  # the launcher sends what it takes
-                else:
-                    _fork(channel, launcher, fds, *arguments)  # type: ignore[arg-type]  # as above
+        while (received := channel.receive_by(None, [launcher])) is not None:
+            (verb, *arguments), fds = received
+            if verb == "preload":
+                _preload(channel, path, *arguments)  # type: ignore[arg-type]  # the launcher sends what it takes
+            else:
+                _fork(channel, launcher, fds, *arguments)  # type: ignore[arg-type]  # as above
         os._exit(0)
     except channels.Closed:
         os._exit(0)
@@ -307,6 +298,7 @@ def _preload(
     import gc
     import importlib
 
+    from phalanx._base import process  # noqa: F401 - what forks will need
     from phalanx._engine.keeper import guard, start_process  # noqa: F401 - what forks will need
     from phalanx._engine.pickling import payload  # noqa: F401 - what forks will need
     from phalanx._engine.worker import function, script  # noqa: F401 - what forks will need

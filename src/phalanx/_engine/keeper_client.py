@@ -10,9 +10,10 @@ import subprocess
 import sys
 from contextlib import suppress
 from functools import partial
-from signal import SIGCONT, SIGKILL, pidfd_send_signal
+from signal import SIGCONT, SIGKILL
 
-from phalanx._base import channels, interpreter, linux, pidfds
+from phalanx._base import channels, interpreter, linux, procfs
+from phalanx._base.process import Process, reap_later, wait_all
 from phalanx._engine.marked_processes import Marked
 
 TYPE_CHECKING = False
@@ -33,10 +34,10 @@ class Launch:
         self.marked = Marked()
         self.channel: channels.Channel  # from `exec` or `fork` on
         self.executable = ""
-        self.guard_fd = -1
-        """The guard's pidfd, once it has been started,"""
-        self.keeper_fd = -1
-        """and the keeper's, once it is up: it sends it."""
+        self.guard: Process | None = None
+        """The guard, once it has been started,"""
+        self.keeper: Process | None = None
+        """and the keeper, once it is up: it sends its pidfd."""
         self._guard = 0
         self._popen: subprocess.Popen[bytes] | None = None
         self._is_child = True
@@ -94,7 +95,8 @@ class Launch:
         """Start a keeper that is a fork of ``zygote``. Raises PreloadError, OSError."""
         theirs = self._connect()
         try:
-            self._guard, self.guard_fd = zygote.fork(theirs, self.marked.page)
+            self._guard, pidfd = zygote.fork(theirs, self.marked.page)
+            self.guard = Process(self._guard, pidfd) if pidfd >= 0 else None
             self._is_child = False
         except BaseException:
             self.channel.close()
@@ -116,54 +118,51 @@ class Launch:
         self.channel.close()
         gone = True
         try:
-            if self.guard_fd >= 0:
-                gone = self._end(wait, spared)
+            if self.guard is not None:
+                gone = self._end(self.guard, wait, spared)
                 if not self._is_child:
-                    self._reap_orphan()
+                    self._reap_orphan(self.guard)
         finally:
-            for fd in (self.guard_fd, self.keeper_fd):
-                if fd >= 0:
-                    os.close(fd)
-            self.guard_fd = self.keeper_fd = -1
+            for process in (self.guard, self.keeper):
+                if process is not None:
+                    process.close()
+            self.guard = self.keeper = None
         return self._reap(gone=gone)
 
-    def _end(self, wait: float, spared: int) -> bool:
+    def _end(self, guard: Process, wait: float, spared: int) -> bool:
         """Have the guard end, by force after ``wait`` seconds. Returns whether it has ended."""
-        if pidfds.wait([self.guard_fd], wait):
+        if guard.wait(wait):
             return True
         self.kill_helpers()
         self.marked.kill(wait, spared)
-        return pidfds.wait([self.guard_fd], _LAST)
+        return guard.wait(_LAST)
 
     def wake(self) -> None:
         """Wake guard and keeper, should somebody have stopped them (SIGSTOP)."""
-        self._send(SIGCONT, self.guard_fd)
+        _send(SIGCONT, self.guard)
         self._send_to_keeper(SIGCONT)
 
     def kill_keeper(self) -> bool:
         """Kill a keeper that answers no more, so that its guard finishes its work. Returns whether it was there."""
-        there = self.keeper_fd < 0 or not pidfds.wait([self.keeper_fd], 0)
+        there = self.keeper is None or not self.keeper.has_exited()
         self._send_to_keeper(SIGKILL)
         return there
 
     def _send_to_keeper(self, number: int) -> None:
-        if self.keeper_fd >= 0:
-            self._send(number, self.keeper_fd)
+        if self.keeper is not None:
+            _send(number, self.keeper)
             return
-        if self.guard_fd < 0 or pidfds.wait([self.guard_fd], 0):  # whose number may be another's
+        if self.guard is None or self.guard.has_exited():  # its pid may be another's
             return
-        with suppress(OSError):  # it has not come as far as to send its pidfd, or it has gone
-            for pid in linux.children(self._guard):
-                fd = os.pidfd_open(pid)
-                try:
-                    if linux.Stat(pid).parent == self._guard:  # so the pidfd was opened on no other
-                        pidfd_send_signal(fd, number)
-                finally:
-                    os.close(fd)
+        with suppress(OSError):  # the guard has not forked it yet, or it has exited
+            for pid in procfs.children(self._guard):
+                with Process(pid, parent=self._guard) as keeper:
+                    keeper.signal(number)
 
     def kill_helpers(self) -> None:
         """Kill guard and keeper. What is left of the group then is for `marked`."""
-        self._send(SIGKILL, self.guard_fd, self.keeper_fd)
+        _send(SIGKILL, self.guard)
+        _send(SIGKILL, self.keeper)
 
     def exit_code(self) -> int | None:
         """The guard's, if it has ended and was exec'ed from here."""
@@ -171,8 +170,8 @@ class Launch:
 
     def helpers_gone(self) -> bool:
         """Whether guard and keeper have exited, as far as they are known."""
-        fds = [fd for fd in (self.guard_fd, self.keeper_fd) if fd >= 0]
-        return bool(fds) and pidfds.wait(fds, 0)
+        known = [process for process in (self.guard, self.keeper) if process is not None]
+        return bool(known) and wait_all(known, 0)
 
     def _connect(self) -> socket:
         ours, theirs = channels.pair()
@@ -186,29 +185,21 @@ class Launch:
         pid may be reused.
         """
         self._guard = guard
-        try:
-            self.guard_fd = os.pidfd_open(guard)
-        except ProcessLookupError:  # so soon: the socket will tell
-            self.guard_fd = -1
+        with suppress(ProcessLookupError):  # it has ended already, and was reaped: the socket will tell
+            self.guard = Process(guard)
 
     @staticmethod
-    def _send(number: int, *fds: int) -> None:
-        for fd in fds:
-            if fd >= 0:
-                with suppress(OSError):  # gone
-                    pidfd_send_signal(fd, number)
-
-    def _reap_orphan(self) -> None:
+    def _reap_orphan(guard: Process) -> None:
         """Reap a guard that has become ours, because its zygote has gone and we are a subreaper, or PID 1."""
         with suppress(ChildProcessError):
-            os.waitid(os.P_PIDFD, self.guard_fd, os.WEXITED | os.WNOHANG)
+            os.waitid(os.P_PIDFD, guard.pidfd, os.WEXITED | os.WNOHANG)
 
     def _reap(self, *, gone: bool) -> int:
         guard, self._guard = self._guard, 0
         if not self._is_child:
             return 0
         if not gone:
-            pidfds.reap_later(partial(os.waitpid, guard, 0) if self._popen is None else self._popen.wait)
+            reap_later(partial(os.waitpid, guard, 0) if self._popen is None else self._popen.wait)
             return 0
         if self._popen is not None:
             return self._popen.wait()
@@ -217,3 +208,9 @@ class Launch:
         except ChildProcessError:
             return 0
         return os.waitstatus_to_exitcode(status)
+
+
+def _send(number: int, process: Process | None) -> None:
+    if process is not None:
+        with suppress(OSError):  # it has exited, and was reaped
+            process.signal(number)

@@ -12,9 +12,10 @@ import os
 import threading
 import time
 from collections import deque
-from signal import SIGKILL, pidfd_send_signal
+from signal import SIGKILL
 
-from phalanx._base import clock, linux, pidfds
+from phalanx._base import clock, procfs
+from phalanx._base.process import Process
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class Marked:
         May not return. Raises OSError when no descriptor is left to look.
         """
         try:
-            found = linux.Stat(pid)
+            found = procfs.Stat(pid)
             if found.start < self._since:
                 return 0
             task = _live_task(found)
@@ -106,10 +107,10 @@ class Marked:
     def has_gone(self, pid: int) -> bool:
         """Whether a process that may have been of the group has exited."""
         try:
-            found = linux.Stat(pid)
+            found = procfs.Stat(pid)
         except OSError:
             return True
-        return found.state in "ZX" and found.start >= self._since
+        return found.has_exited and found.start >= self._since
 
 
 class _Search:
@@ -131,7 +132,7 @@ class _Search:
 
     def run(self, deadline: float) -> None:
         """Look at all; where a look does not return, another thread goes on with the next."""
-        if not linux.is_shown():
+        if not procfs.is_shown():
             self.blind = True
             return
         try:
@@ -185,13 +186,13 @@ class _Search:
             self._at.pop(me, None)
 
 
-def _live_task(found: linux.Stat) -> int:
+def _live_task(found: procfs.Stat) -> int:
     """A thread of a process that has not exited; 0 if there is none. The first one may have gone before the others."""
-    if found.state not in "ZX":
+    if not found.has_exited:
         return found.pid
     for name in os.listdir(f"/proc/{found.pid}/task"):
         try:
-            if linux.Stat(int(name)).state not in "ZX":
+            if not procfs.Stat(int(name)).has_exited:
                 return int(name)
         except ProcessLookupError:
             continue
@@ -204,32 +205,21 @@ def _kill(pid: int, start: int) -> None:
     Sessions other than ours have been made by what carries the mark, with all that is in them.
     """
     try:
-        fd = os.pidfd_open(pid)
-    except OSError:  # gone, or no descriptor is left
-        return
-    try:
-        found = linux.Stat(pid)
-        if found.start == start:
-            pidfd_send_signal(fd, SIGKILL)
+        with Process(pid, start=start) as process:
+            found = procfs.Stat(pid)  # before it can be reaped
+            process.signal(SIGKILL)
             if found.session != os.getsid(0):
                 os.killpg(found.group, SIGKILL)
-    except OSError:
+    except OSError:  # gone, or no descriptor is left
         pass
-    finally:
-        os.close(fd)
 
 
 def _gone(pid: int, start: int, deadline: float) -> bool:
     """Whether a process has exited by ``deadline``. Waits for it."""
     try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
+        with Process(pid, start=start) as process:
+            return process.wait(max(0.0, deadline - clock.now()))
+    except (ProcessLookupError, PermissionError):
         return True
-    except OSError:
+    except OSError:  # no descriptor is left
         return False
-    try:
-        return linux.Stat(pid).start != start or pidfds.wait([fd], max(0.0, deadline - clock.now()))
-    except OSError:
-        return True
-    finally:
-        os.close(fd)

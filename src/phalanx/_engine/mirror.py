@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from functools import partial
 
-from phalanx._base import channels, linux
+from phalanx._base import channels
 from phalanx._base.exit_status import Exit
 from phalanx._base.latch import Latch
 from phalanx._engine import worker_messages
@@ -218,9 +218,9 @@ def _read(said: _Said, fds: list[int], drop: Callable[[list[int]], None]) -> Non
     """Read a large value. Its file is one in memory, or is not looked at: another might take its time."""
     file = fds.pop()
     try:
-        from phalanx._base import sealed_memfd
+        from phalanx._base import procfs, sealed_memfd
 
-        said.result = sealed_memfd.read(file, linux.available_memory())
+        said.result = sealed_memfd.read(file, procfs.available_memory())
         said.given = Given(fds)
         os.close(file)
     except (OSError, MemoryError, ValueError) as error:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from phalanx._base.deadlines import Deadline
     from phalanx._base.loop import Loop
+    from phalanx._base.process import Process
     from phalanx._engine.keeper_client import Launch
 
 SILENCE = 2.0
@@ -47,30 +48,31 @@ class Silence:
         until = clock.now() + seconds + SILENCE
         self._at(until, lambda: self.over(until))
 
-    def watch(self, fd: int) -> None:
+    def watch(self, process: Process) -> None:
         """See the end of guard or keeper: a fork of the host may hold the socket, which would not tell of it then."""
 
         def gone(_events: int) -> None:
-            self._loop.forget(fd)
-            known, both = self._launch.keeper_fd >= 0, self._launch.helpers_gone()
+            self._loop.forget(process.pidfd)
+            known, both = self._launch.keeper is not None, self._launch.helpers_gone()
             heard = self._listen()
             if heard < 0:
                 return
             if both and (known or not heard):  # a keeper that has only just said that it is up, says more
                 self._lose("")
             else:  # the other one finishes
-                self._taken_over = fd == self._launch.keeper_fd
+                self._taken_over = process is self._launch.keeper
                 self._launch.wake()
                 self.expect(KILL_WAIT + DRAIN_WAIT)
 
-        self._loop.watch(fd, gone)
+        self._loop.watch(process.pidfd, gone)
 
     def end(self) -> None:
         """The last word has been said."""
         if self._next is not None:
             self._next.cancel()
-        for fd in (self._launch.guard_fd, self._launch.keeper_fd):
-            self._loop.forget(fd)
+        for process in (self._launch.guard, self._launch.keeper):
+            if process is not None:
+                self._loop.forget(process.pidfd)
 
     def over(self, until: float) -> None:
         """Nothing was said ``until`` now. The keeper may have been stopped by somebody: then it goes on now."""

@@ -13,10 +13,11 @@ import threading
 from contextlib import suppress
 from functools import partial
 
-from phalanx._base import channels, clock, interpreter, linux
+from phalanx._base import channels, clock, interpreter, procfs
 from phalanx._base.background import Aside
 from phalanx._base.latch import Latch
 from phalanx._base.loop import READ, WRITE, Loop
+from phalanx._base.process import Process
 from phalanx._engine import start_errors, worker_messages
 from phalanx._engine.keeper_client import Launch
 from phalanx._engine.lifecycle import DRAIN_WAIT, KILL_WAIT
@@ -158,8 +159,8 @@ class Supervisor:
             self._order(specs, fds, fork=fork, modules=modules)
             self._loop.watch(self._launch.channel.fileno(), self._on_message, READ if self._ordered else READ | WRITE)
             self._loop.after(START_WAIT, self._start_over)
-            if self._launch.guard_fd >= 0:
-                self._silence.watch(self._launch.guard_fd)
+            if self._launch.guard is not None:
+                self._silence.watch(self._launch.guard)
             self._thread = threading.Thread(target=self._run, name="phalanx", daemon=True)
             self._thread.start()
         except RuntimeError as error:  # "can't start new thread"
@@ -191,7 +192,7 @@ class Supervisor:
                 [(name, float(wait)) for name, wait in self._report.steps],
             )
             given += table.descriptors
-        base, oom = self._launch.marked.environment(), linux.find_oom_counter()
+        base, oom = self._launch.marked.environment(), procfs.find_oom_counter()
         order = (
             fork,
             [(name, interpreter.folder_of(name)) for name in modules],
@@ -451,10 +452,10 @@ class Supervisor:
 
         return wait if self._closes and self._dropped.waiting else None
 
-    def _on_up(self, _pid: int, fds: list[int]) -> None:
+    def _on_up(self, pid: int, fds: list[int]) -> None:
         if fds:
-            self._launch.keeper_fd = fds[0]
-            self._silence.watch(fds[0])
+            self._launch.keeper = Process(pid, fds[0])
+            self._silence.watch(self._launch.keeper)
 
     def _on_started(self, pids: list[tuple[int, int]]) -> None:
         self.mirror.started(pids)

@@ -83,7 +83,7 @@ def _output(*command: str) -> str:
     """What a program writes to stdout, within bounded time; "" if it cannot be run, or fails."""
     import subprocess
 
-    from phalanx._base import pidfds
+    from phalanx._base.process import reap_later
 
     null = subprocess.DEVNULL
     try:
@@ -98,7 +98,7 @@ def _output(*command: str) -> str:
         program.kill()
         assert program.stdout is not None
         program.stdout.close()
-        pidfds.reap_later(program.wait)  # it may sit in a driver that does not answer
+        reap_later(program.wait)  # it may sit in a driver that does not answer
         return ""
     return "" if program.returncode else written
 

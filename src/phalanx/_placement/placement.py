@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from phalanx._base import byte_size, linux
+from phalanx._base import byte_size, procfs
 from phalanx._base.frozen import Value
 from phalanx._placement.devices import visible
 
@@ -120,7 +120,7 @@ class Placement(Value):
         return {rank: {"LOCAL_RANK": "0", _DEVICES: devices[rank]} for rank in envs}
 
     def _check_nice(self) -> None:
-        if self.nice < 0 and not linux.has_capability(_CAP_SYS_NICE):
+        if self.nice < 0 and not procfs.has_capability(_CAP_SYS_NICE):
             import resource
 
             # The limit counts from 20 (nice value 0 is 20, -20 is 40): a limit cannot be negative (getrlimit(2)).
@@ -192,7 +192,7 @@ def _allowed_limit(name: str, limit: Limit) -> tuple[str, int, int, int]:
     name, number, soft, hard = _read_limit(name, limit)
     highest = resource.getrlimit(number)[1]
     above = highest != UNLIMITED and (hard == UNLIMITED or hard > highest)
-    if above and not linux.has_capability(_CAP_SYS_RESOURCE):
+    if above and not procfs.has_capability(_CAP_SYS_RESOURCE):
         raise ValueError(
             f"rlimits: {name}: the hard limit is {highest} here, and takes CAP_SYS_RESOURCE to be raised to "
             f"{'unlimited' if hard == UNLIMITED else hard}"

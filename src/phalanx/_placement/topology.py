@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import os
 
-from phalanx._base import linux
+from phalanx._base import procfs
 from phalanx._base.frozen import Value
 
 TYPE_CHECKING = False
@@ -144,7 +144,7 @@ def format_list(cpus: Iterable[int]) -> str:
 
 def quota() -> float | None:
     """The CPU time that this process's cgroup may use, in CPUs; None without a limit."""
-    return quota_of(linux.cgroups("cpu"))
+    return quota_of(procfs.cgroup_folders("cpu"))
 
 
 def quota_of(folders: Iterable[tuple[str, str]]) -> float | None:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from phalanx._base import clock, files, linux
+from phalanx._base import clock, files, procfs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -185,9 +185,9 @@ def begin(
         cwd=cwd,
         host=os.uname().nodename,
         pid=os.getpid(),
-        pid_started=linux.Stat(os.getpid()).start,
-        pid_namespace=_pid_namespace(),
-        boot_id=_boot_id(),
+        pid_started=procfs.Stat(os.getpid()).start,
+        pid_namespace=procfs.pid_namespace(),
+        boot_id=procfs.boot_id(),
         state="running",
         started=earlier[0].started if earlier else started,
         nprocs=nprocs,
@@ -282,14 +282,14 @@ def state_now(run: Run) -> State:
     if run.state != "running":
         return run.state
     if not is_here(run):
-        lives = run.boot_id == _boot_id() or run.host != os.uname().nodename or run.started >= clock.booted()
+        lives = run.boot_id == procfs.boot_id() or run.host != os.uname().nodename or run.started >= clock.booted()
         return "running" if lives else "lost"
     return "running" if _lives(run.pid, run.pid_started) else "lost"
 
 
 def is_here(run: Run) -> bool:
     """Whether its pids have their meaning here: not on another machine, before its last start, or in a container."""
-    return run.boot_id == _boot_id() and run.pid_namespace == _pid_namespace()
+    return run.boot_id == procfs.boot_id() and run.pid_namespace == procfs.pid_namespace()
 
 
 def to_json(**values: Any) -> str:
@@ -312,7 +312,7 @@ def _contents(path: str) -> tuple[bytes, int]:
 def _lives(pid: int, started: int) -> bool:
     """Whether this very process is there and has not exited."""
     try:
-        found = linux.Stat(pid)
+        found = procfs.Stat(pid)
     except OSError:  # /proc may hide others' processes (hidepid, proc(5)); kill(2) with 0 asks, and sends nothing
         try:
             os.kill(pid, 0)
@@ -321,22 +321,7 @@ def _lives(pid: int, started: int) -> bool:
         except PermissionError:
             pass
         return True
-    return found.start == started and found.state not in "ZX"
-
-
-def _boot_id() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
-
-
-def _pid_namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
+    return found.start == started and not found.has_exited
 
 
 def _encodable(value: Any) -> Any:

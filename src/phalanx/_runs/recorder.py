@@ -13,7 +13,7 @@ import sys
 import time
 import weakref
 
-from phalanx._base import clock, linux
+from phalanx._base import clock, procfs
 from phalanx._base.background import Aside
 from phalanx._outcomes.failure import Outcome
 from phalanx._outcomes.result import RunProcsResult, verdict
@@ -281,7 +281,7 @@ def _seen(mirror: Mirror) -> RunProcsResult:
 
 def _started(pid: int) -> int:
     try:
-        return linux.Stat(pid).start
+        return procfs.Stat(pid).start
     except OSError:  # it has exited, or /proc hides it (hidepid)
         return 0
 

@@ -1,6 +1,6 @@
-"""What a dump of stacks says: threads and frames, the one that matters, and many ranks' in one line.
+"""Parses dumps of stacks: threads and frames, the frame that tells where a process is, and many ranks' in one line.
 
-Owns the reading of what faulthandler writes, and no process. What it is given may be anything: it never raises.
+Owns the format that `faulthandler` writes; touches no process. A dump may hold anything: nothing here raises.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 NO_STACK = "# no Python stack: "
-"""How the text of a process begins that has not shown its stacks. The reason follows on the same line."""
+"""How the text of a process begins that has shown no stack. The reason follows on the same line."""
 
 GONE = "it has exited"
-"""The reason of one that is not there any more."""
+"""The reason of a process that has exited."""
 
 MAIN_ALONE = "one thread alone, the main thread as a rule"
-"""What is said above a dump of one thread, in brackets followed by why the others are not there."""
+"""How the line above a dump of one thread begins. Why the others are missing follows in brackets."""
 
 _HEAD = re.compile(r"(?:(Current thread|Thread) 0x([0-9a-fA-F]{1,16})\b.*|Stack )\(most recent call first\):\s*")
-_IN_A_STATE = "# it is "  # how a dump begins of a process that was in a state in which it does not go on
+_IN_A_STATE = "# it is "  # how the dump begins of a process that was stopped, or in uninterruptible sleep
 _FRAME = re.compile(r'  File (?:"(.*)"|\?\?\?), line (\d{1,10}|\?\?\?) in (.*)')
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64|32)?/python\d[\d.]*t?/|^<frozen |^\?\?\?$")
 _COMMUNICATION = re.compile(r"/(?:site|dist)-packages/torch/(?:distributed/|autograd/graph\.py$)")
 _DISPATCH = re.compile(r"/(?:site|dist)-packages/torch/(?:_ops\.py$|_library/)")  # by which torch calls an operator
 _OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _ENGINE = os.path.join(_OURS, "_engine", "")  # what starts workers
-_PLACES = 4  # that `sum_up` names one by one
+_SHOWN = 4  # locations that `sum_up` names one by one
 
 
 class Frame(Value):
@@ -48,17 +48,17 @@ class Frame(Value):
         self._store(path=path, line=line, function=function)
 
     def __str__(self) -> str:
-        """The function and its place, in short.
+        """The function and its location, in short.
 
         >>> str(Frame("/home/me/train.py", 41, "all_reduce")), str(Frame("train.py", 3, "<module>"))
         ('all_reduce (train.py:41)', 'train.py:3')
         """
-        place = f"{os.path.basename(self.path)}:{self.line}" if self.line else os.path.basename(self.path)
-        return place if self.function == "<module>" else f"{self.function} ({place})"
+        location = f"{os.path.basename(self.path)}:{self.line}" if self.line else os.path.basename(self.path)
+        return location if self.function == "<module>" else f"{self.function} ({location})"
 
 
 class Halted(Value):
-    """Where a process is that does not go on of itself: the frame, and the state that it is in."""
+    """Where a process is that is stopped or sleeps uninterruptibly: the frame, and that state, in words."""
 
     __slots__ = ("frame", "state")
 
@@ -73,7 +73,7 @@ class Halted(Value):
 
 
 class Ended(Value):
-    """What has become of a rank that is not there any more, in words."""
+    """That a rank has ended, and how, in words."""
 
     __slots__ = ("how",)
 
@@ -84,7 +84,7 @@ class Ended(Value):
 
 
 class Thread(Value):
-    """One thread: `threading.get_ident` of it (0: not known), whether it took the signal, its frames, inner first."""
+    """One thread: its `threading.get_ident` (0: not known), whether it took the signal, its frames, innermost first."""
 
     __slots__ = ("ident", "current", "frames")  # noqa: RUF023 - as above
 
@@ -96,8 +96,12 @@ class Thread(Value):
         self._store(ident=ident, current=current, frames=frames)
 
 
+Location = Frame | Halted | Ended | str
+"""Where a rank is; a str: why that is not known, in words."""
+
+
 def parse(text: str) -> list[Thread]:
-    r"""The threads of a dump, in its order: the main thread comes last. What is not of a dump is passed over.
+    r"""List the threads of a dump, in its order: the main thread comes last. Lines of no dump are passed over.
 
     >>> parse('Current thread 0x01 (most recent call first):\n  File "t.py", line 4 in wait\n')
     [Thread(ident=1, current=True, frames=(Frame(path='t.py', line=4, function='wait'),))]
@@ -124,42 +128,44 @@ def parse(text: str) -> list[Thread]:
 
 
 def top(threads: Sequence[Thread], ident: int = 0) -> Frame | None:
-    """Where a process is: the innermost frame of the user's own code, or simply the innermost.
+    """Find the frame that tells where a process is: the innermost of the user's own code, or simply the innermost.
 
     Args:
         threads: As `parse` returns them.
-        ident: The thread that is meant. Default, or where there is no such: the main thread.
+        ident: The thread to look at. Default, or where there is no such: the main thread.
 
     Returns:
         The frame; None if there is none.
     """
-    frames = own(_meant(threads, ident))
+    frames = program_frames(_frames_of(threads, ident))
     return next((frame for frame in frames if not is_library(frame)), frames[0] if frames else None)
 
 
-def waits(text: str, ident: int = 0) -> bool:
-    r"""Whether a process waits for others, as far as its frames tell: the innermost is of torch's communication.
+def waits_for_peers(text: str, ident: int = 0) -> bool:
+    r"""Whether a process waits for other ranks, as far as its frames tell: the innermost is of torch's communication.
 
     Or of its backward pass, in which DistributedDataParallel communicates. Frames by which torch calls an operator, as
     functional collectives are, do not count. ``ident`` is as for `top`.
 
     >>> file = "/x/site-packages/torch/distributed/distributed_c10d.py"
-    >>> waits(f'Thread 0x01 (most recent call first):\n  File "{file}", line 5356 in barrier\n'), waits("")
-    (True, False)
+    >>> waits_for_peers(f'Thread 0x01 (most recent call first):\n  File "{file}", line 5356 in barrier\n')
+    True
+    >>> waits_for_peers("")
+    False
     """
-    paths = (frame.path for frame in _meant(parse(text), ident))
+    paths = (frame.path for frame in _frames_of(parse(text), ident))
     return _COMMUNICATION.search(next((path for path in paths if not _DISPATCH.search(path)), "")) is not None
 
 
-def _meant(threads: Sequence[Thread], ident: int) -> Sequence[Frame]:
-    """The frames of the thread that is meant, as for `top`."""
+def _frames_of(threads: Sequence[Thread], ident: int) -> Sequence[Frame]:
+    """The frames of one thread, which is chosen as by `top`."""
     if not threads:
         return ()
     return next((one for one in threads if one.ident == ident), threads[-1]).frames if ident else threads[-1].frames
 
 
-def own(frames: Sequence[Frame]) -> Sequence[Frame]:
-    """The frames without those below the user's program, by which Phalanx has started it; all, if there is no other."""
+def program_frames(frames: Sequence[Frame]) -> Sequence[Frame]:
+    """Cut off the outermost frames by which Phalanx has started the user's program; unless there are no others."""
     for index, frame in enumerate(frames):
         if index and frame.path.startswith(_ENGINE):
             return frames[:index]
@@ -167,12 +173,12 @@ def own(frames: Sequence[Frame]) -> Sequence[Frame]:
 
 
 def sum_up(texts: Mapping[int, str], hung: int | None = None, ident: int = 0) -> str:
-    r"""Say in one line where the ranks of a group are: those that share a place together, the most first.
+    r"""Describe in one line where the ranks of a group are: those at one location together, the most first.
 
     Args:
         texts: Rank → its stacks, as `Collection.finish` returns them.
-        hung: The rank that it is all about: it is always named.
-        ident: The thread of that rank that is meant; of the others it is the main thread. Default: the main thread.
+        hung: The rank that hangs: it is always named.
+        ident: The thread of that rank to look at; of the others it is the main thread. Default: the main thread.
 
     >>> head = "Current thread 0x01 (most recent call first):"
     >>> def at(function, line): return f'{head}\n  File "t.py", line {line} in {function}'
@@ -183,18 +189,18 @@ def sum_up(texts: Mapping[int, str], hung: int | None = None, ident: int = 0) ->
     >>> sum_up({0: at("reduce", 41), 1: "# no Python stack: it offers none"})
     'rank 0 is in reduce (t.py:41); rank 1 shows no Python stack (it offers none)'
     """
-    return put_together({rank: place(text, ident if rank == hung else 0) for rank, text in texts.items()}, hung)
+    return sum_up_locations({rank: location(text, ident if rank == hung else 0) for rank, text in texts.items()}, hung)
 
 
-def place(text: str, ident: int = 0) -> Frame | Halted | Ended | str:
-    r"""Where a process is, as `top` has it, by what it has shown; or why it has shown nothing.
+def location(text: str, ident: int = 0) -> Location:
+    r"""Find where a process is, as `top` does, by its dump; or why it has shown none, in words.
 
-    >>> place('Thread 0x01 (most recent call first):\n  File "t.py", line 4 in wait\n', 2)
+    >>> location('Thread 0x01 (most recent call first):\n  File "t.py", line 4 in wait\n', 2)
     'the thread that hangs is not among those that could be read'
     """
     threads = parse(text)
     first = text.partition("\n")[0]
-    if ident and threads and not is_of_some_thread(text) and all(thread.ident != ident for thread in threads):
+    if ident and threads and not is_of_unnamed_thread(text) and all(thread.ident != ident for thread in threads):
         return "the thread that hangs is not among those that could be read"
     frame = top(threads, ident)
     if frame is None:
@@ -203,60 +209,61 @@ def place(text: str, ident: int = 0) -> Frame | Halted | Ended | str:
     return Halted(frame, first.removeprefix(_IN_A_STATE)) if first.startswith(_IN_A_STATE) else frame
 
 
-def is_of_some_thread(text: str) -> bool:
-    """Whether a dump is of one thread, and does not say of which: the main thread, as a rule."""
+def is_of_unnamed_thread(text: str) -> bool:
+    """Whether a dump is of one thread without an id: the main thread, as a rule."""
     threads = parse(text) if MAIN_ALONE in text.partition("\n")[0] else ()
     return len(threads) == 1 and not threads[0].ident
 
 
-def put_together(places: Mapping[int, Frame | Halted | Ended | str], hung: int | None = None) -> str:
-    """`sum_up`, where each rank's `place` is known; or that it has `Ended`."""
-    together: dict[Frame | Halted | Ended | str, list[int]] = {}
-    for rank in sorted(places):
-        together.setdefault(places[rank], []).append(rank)
+def sum_up_locations(locations: Mapping[int, Location], hung: int | None = None) -> str:
+    """As `sum_up`, where each rank's `location` is known; or that it has `Ended`."""
+    together: dict[Location, list[int]] = {}
+    for rank in sorted(locations):
+        together.setdefault(locations[rank], []).append(rank)
     groups = sorted(together.items(), key=lambda item: (not _is_known(item[0]), -len(item[1]), item[1][0]))
-    if hung is not None:  # those that wait first, and then what they wait for
+    if hung is not None:  # those that wait first, and then the rank that they wait for
         groups.sort(key=lambda item: hung in item[1] and len(item[1]) == 1)
-    shown = groups if len(groups) <= _PLACES + 1 else groups[:_PLACES]
-    # Who has ended is always told: that may be what the others wait for.
-    rest = [(place, ranks) for place, ranks in groups if (place, ranks) not in shown]
-    said = [_say(place, ranks, len(places), hung, first=index == 0) for index, (place, ranks) in enumerate(shown)]
-    named_too = [(place, ranks) for place, ranks in rest if hung in ranks or isinstance(place, Ended)]
-    said += [_say(place, ranks, len(places), hung, first=False) for place, ranks in named_too]
-    others = [rank for place, ranks in rest if (place, ranks) not in named_too for rank in ranks]
+    shown = groups if len(groups) <= _SHOWN + 1 else groups[:_SHOWN]
+    # A rank that has ended is always named: it may be the one that the others wait for.
+    rest = [group for group in groups if group not in shown]
+    named_too = [group for group in rest if hung in group[1] or isinstance(group[0], Ended)]
+    size = len(locations)
+    parts = [_describe(where, ranks, size, hung, first=index == 0) for index, (where, ranks) in enumerate(shown)]
+    parts += [_describe(where, ranks, size, hung, first=False) for where, ranks in named_too]
+    others = [rank for group in rest if group not in named_too for rank in group[1]]
     if others:
-        said.append(f"ranks {format_ranks(others)} are elsewhere")
-    return "; ".join(said)
+        parts.append(f"ranks {format_ranks(others)} are elsewhere")
+    return "; ".join(parts)
 
 
-def apart(places: Mapping[int, Frame | Halted | Ended | str], waiting: Callable[[int], bool] | None = None) -> set[int]:
-    r"""The ranks that are elsewhere than most: those that the others wait for, as far as one can tell.
+def outliers(locations: Mapping[int, Location], waiting: Callable[[int], bool] | None = None) -> set[int]:
+    r"""Find the ranks that are elsewhere than most: those that the others wait for, as far as one can tell.
 
-    Most are more than half of all, and are known to be at one place: ranks that could not be read share none. Where
-    that tells none, and some ranks are ``waiting`` for others, it is those of known place that are not.
+    Most are more than half of all, and are known to be at one location: ranks that could not be read share none. Where
+    that finds none, and some ranks are ``waiting`` for others, it is those of known location that are not.
 
     >>> reduce, read = Frame("t.py", 41, "reduce"), Frame("t.py", 17, "read")
-    >>> apart({0: reduce, 1: reduce, 2: reduce, 3: read}), apart({0: reduce, 1: read})
+    >>> outliers({0: reduce, 1: reduce, 2: reduce, 3: read}), outliers({0: reduce, 1: read})
     ({3}, set())
-    >>> apart({0: reduce, 1: reduce, 2: reduce, 3: "it offers none"}), apart({0: read, 1: "none", 2: "none"})
+    >>> outliers({0: reduce, 1: reduce, 2: reduce, 3: "it offers none"}), outliers({0: read, 1: "none", 2: "none"})
     ({3}, set())
-    >>> apart({0: reduce, 1: read}, {0: True, 1: False}.__getitem__)
+    >>> outliers({0: reduce, 1: read}, {0: True, 1: False}.__getitem__)
     {1}
     """
-    together: dict[Frame | Halted | Ended | str, list[int]] = {}
-    for rank, where in places.items():
+    together: dict[Location, list[int]] = {}
+    for rank, where in locations.items():
         if _is_known(where):
             together.setdefault(where, []).append(rank)
     most = max(together.values(), key=len, default=[])
-    if 2 * len(most) > len(places) and len(most) < len(places):
-        return set(places).difference(most)
+    if 2 * len(most) > len(locations) and len(most) < len(locations):
+        return set(locations).difference(most)
     known = {rank for ranks in together.values() for rank in ranks}
     busy = {rank for rank in known if waiting is not None and not waiting(rank)}
     return busy if busy != known else set()
 
 
 def group_equal(texts: Mapping[int, str], key: Callable[[str], object]) -> list[tuple[list[int], str]]:
-    """Ranks whose texts are equal by ``key``, each group with the text of its first, in the order of ranks."""
+    """Group ranks whose texts are equal by ``key``; each group with the text of its first, in the order of ranks."""
     groups: dict[object, tuple[list[int], str]] = {}
     for rank, text in sorted(texts.items()):
         groups.setdefault(key(text), ([], text))[0].append(rank)
@@ -264,24 +271,24 @@ def group_equal(texts: Mapping[int, str], key: Callable[[str], object]) -> list[
 
 
 def is_library(frame: Frame) -> bool:
-    """Whether it is the standard library's, an installed package's, or ours."""
+    """Whether a frame is the standard library's, an installed package's, or ours."""
     return frame.path.startswith(_OURS) or _LIBRARY.search(frame.path) is not None
 
 
-def _is_known(where: Frame | Halted | Ended | str) -> bool:
+def _is_known(where: Location) -> bool:
     return isinstance(where, (Frame, Halted))
 
 
-def _say(place: Frame | Halted | Ended | str, ranks: list[int], size: int, hung: int | None, *, first: bool) -> str:
+def _describe(where: Location, ranks: list[int], size: int, hung: int | None, *, first: bool) -> str:
     many = len(ranks) > 1
-    if isinstance(place, Ended):
-        return f"{named(ranks)} {'have' if many else 'has'} ended" + (f" ({place.how})" if place.how else "")
-    if isinstance(place, str):
-        return f"{named(ranks)} show{'s' * (not many)} no Python stack ({place})"
+    if isinstance(where, Ended):
+        return f"{named(ranks)} {'have' if many else 'has'} ended" + (f" ({where.how})" if where.how else "")
+    if isinstance(where, str):
+        return f"{named(ranks)} show{'s' * (not many)} no Python stack ({where})"
     if not many:
-        return f"rank {ranks[0]} is in {place}"
+        return f"rank {ranks[0]} is in {where}"
     every = "both ranks" if size == 2 else f"all {size} ranks"  # noqa: PLR2004 - so one says
     who = every if len(ranks) == size else f"{len(ranks)} of {size} ranks" if first else named(ranks)
     if hung is not None and hung in ranks:
-        return f"{who}, rank {hung} among them, are in {place}" if len(ranks) < size else f"{who} are in {place}"
-    return f"{who} {'are' if hung is None else 'wait'} in {place}"
+        return f"{who}, rank {hung} among them, are in {where}" if len(ranks) < size else f"{who} are in {where}"
+    return f"{who} {'are' if hung is None else 'wait'} in {where}"

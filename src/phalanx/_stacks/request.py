@@ -1,12 +1,12 @@
-"""One process, asked for its stacks by a signal that it has offered.
+"""Asks one process for its stacks by a signal that it has offered, and reads the dump that its handler writes.
 
-Owns who may be asked so (a process that catches the signal now; to any other it would be the death), on which of its
-two signals, how it is seen that a dump is complete, and what is said of a process that shows none. Knows nothing of how
-to wait, and of the other way to look at a process (`spy`).
+Owns which process may be asked (one that handles the signal now; any other would be ended by it), on which of its two
+signals, how the end of a dump is recognised, and what is reported of a process that shows none. Does not wait. The
+other way to look at a process is `py_spy`.
 
-What is offered stands in a file that others than the process may have written. So it counts only if the file belongs to
-us, to root or to the process' own user; if the process has that very file open as the descriptor that is named; and for
-a signal that can be its stack signal: a real-time one, SIGUSR1, SIGUSR2, or that of its environment.
+The offer stands in a file that others than the process may have written. So it counts only if the file belongs to us,
+to root or to the process's own user; if the process has that very file open as the descriptor that the file names; and
+for a signal that can be its stack signal: a real-time one, SIGUSR1, SIGUSR2, or that of its environment.
 
 A dump is many small writes to a file, the last of which looks like any other. It is complete when the process no longer
 handles the signal: in its handler the kernel has the signal blocked (SigBlk of proc_pid_status(5)), unless another
@@ -16,15 +16,15 @@ when nothing more has come for a while.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 
-from phalanx._base import clock, files
+from phalanx._base import clock, files, procfs
 from phalanx._base.frozen import Value
+from phalanx._base.process import Process
 from phalanx._evidence import evidence
 from phalanx._stacks.dump import GONE, MAIN_ALONE, NO_STACK
-from phalanx._stacks.proc_status import facts, mask, states, status
+from phalanx._stacks.proc_status import facts
 from phalanx._stacks.py_spy import NO_PYTHON
 
 TYPE_CHECKING = False
@@ -35,9 +35,9 @@ _LIMIT = 4 << 20  # bytes of a dump: 100 threads of 100 frames, faulthandler's o
 _FEW = 64  # threads: to look at more of them takes longer than to read them from outside
 _QUIET = 0.005  # seconds
 _CUT = b"\n...\n"  # how faulthandler ends a dump of more than 100 threads, of which it has shown the newest
-_SILENT = "it offers none"
+_OFFERS_NONE = "it offers none"
 _MOST_ENVIRONMENT = 1 << 20  # bytes of an environment in which a variable is looked for
-_USUAL = (signal.SIGUSR1, signal.SIGUSR2, *range(signal.SIGRTMIN, signal.SIGRTMAX + 1))
+_COMMON = (signal.SIGUSR1, signal.SIGUSR2, *range(signal.SIGRTMIN, signal.SIGRTMAX + 1))
 STATES = {
     "Z": GONE,
     "X": GONE,
@@ -45,31 +45,31 @@ STATES = {
     "t": "it is stopped, by SIGSTOP or a debugger",
     "D": "it is in an uninterruptible sleep",
 }
-"""What is said of a process in a state of proc_pid_status(5) in which it answers nobody."""
+"""What is reported of a process in a state of proc_pid_status(5) in which it runs no handler."""
 
 
 class Target(Value):
-    """A process to be asked.
+    """A process whose stacks are wanted.
 
     Attributes:
-        key: What it is called in the result.
+        key: Its key in the result.
         pid: Its pid, which is still its own: the caller is its parent, or holds a pidfd.
-        error_file: That of its environment, beside which its stacks are.
+        error_file: The error file of its environment, beside which it writes its stacks.
         doomed: Whether it is about to be killed: then the signal that shows all of its threads is sent, which can harm
-            it. Else it is looked at from outside, and only if that fails it is sent the one that shows one thread.
+            it. Else it is read from outside, and only if that fails it is sent the one that shows one thread.
         native: Whether frames of C code are wanted as well.
-        pidfd: The caller's, valid as long as the collection; -1: one is opened.
-        send: Sends it a signal; may raise OSError. Default: through the pidfd.
+        process: The process, held by the caller for as long as the collection lasts; None: it is opened.
+        send: Sends it a signal; may raise OSError. Default: `Process.signal`.
     """
 
-    __slots__ = ("key", "pid", "error_file", "doomed", "native", "pidfd", "send")  # noqa: RUF023 - the order is that of the arguments
+    __slots__ = ("key", "pid", "error_file", "doomed", "native", "process", "send")  # noqa: RUF023 - the order is that of the arguments
 
     key: int
     pid: int
     error_file: str
     doomed: bool
     native: bool
-    pidfd: int
+    process: Process | None
     send: Callable[[int], object] | None
 
     def __init__(
@@ -80,60 +80,76 @@ class Target(Value):
         *,
         doomed: bool = False,
         native: bool = False,
-        pidfd: int = -1,
+        process: Process | None = None,
         send: Callable[[int], object] | None = None,
     ) -> None:
-        self._store(key=key, pid=pid, error_file=error_file, doomed=doomed, native=native, pidfd=pidfd, send=send)
+        self._store(key=key, pid=pid, error_file=error_file, doomed=doomed, native=native, process=process, send=send)
 
 
-class Refused(Exception):  # noqa: N818 - it is an answer, and no error
-    """The process is not asked. The message says why, as of ``it``."""
+class NotAskedError(Exception):
+    """The process is sent no signal. The message is why, with "it" for the process."""
 
 
-class Busy(Refused):
-    """The process is not asked now."""
+class BusyError(NotAskedError):
+    """The process is sent no signal now, because it runs: it may be asked once it sleeps."""
 
 
-class Ask:
-    """One process: what it has been asked, and what it has said so far."""
+class StackRequest:
+    """One process: the signal that it was sent, and what it has written so far.
+
+    Attributes:
+        target: The process.
+        process: The same, held; None before `open` and after `close`.
+        path: The file that its handler writes to; "" if there is none.
+        signals: The signals that it offers, on which it writes one thread, and all of them; 0 for none.
+        number: The signal that it was sent; 0 before that.
+        shared: Whether its file is that of the process that has forked it: their dumps would mix, so it is not asked.
+        waits: Whether a dump is being waited for.
+        text: The dump, or what was read from outside, once it is complete; else None.
+        alone: Whether that is of one thread alone.
+        native_frames: Frames of C code, as text; "" if there are none.
+        why: Why there is no dump.
+        unread: Why it could not be read from outside.
+    """
 
     __slots__ = (
-        "_held", "alone", "blocks", "extra", "grown", "number", "numbers", "offset", "path", "pidfd", "said", "shared",
-        "target", "text", "unread", "waits", "why",
+        "_blocks", "_grown_at", "_offset", "_written", "alone", "native_frames", "number", "path", "process", "shared",
+        "signals", "target", "text", "unread", "waits", "why",
     )  # fmt: skip
 
     def __init__(self, target: Target) -> None:
         self.target = target
         self.path = ""
-        self.pidfd = target.pidfd
-        self.numbers = (0, 0)  # the signals that it offers: for one thread, and for all
-        # Whether its file is that of the process that has forked it: their dumps would mix, so it is not asked.
+        self.process = target.process
+        self.signals = (0, 0)
         self.shared = False
-        self.number = 0  # the one that it was sent
-        self.offset = 0
-        self.blocks = False
-        self.said = b""
-        self.grown = 0.0
-        self.waits = False  # for what it writes
-        self.text: str | None = None  # the dump, once it is complete
-        self.alone = False  # whether that is of one thread alone
-        self.extra = ""  # native frames
-        self.why = ""  # why it shows none
-        self.unread = ""  # and why it could not be read from outside
-        self._held = target.pidfd >= 0
+        self.number = 0
+        self.waits = False
+        self.text: str | None = None
+        self.alone = False
+        self.native_frames = ""
+        self.why = ""
+        self.unread = ""
+        self._offset = 0  # of the file, where the dump begins
+        self._blocks = False  # whether the main thread blocks the signal
+        self._written = b""
+        self._grown_at = 0.0  # seconds, monotonic
 
-    def open(self) -> None:
-        """Take hold of the process, and see what it offers. Raises Refused: there is no such process; OSError."""
-        if not self._held:
+    def open(self) -> Process:
+        """Take hold of the process, and read its offer. Raises NotAskedError: there is no such process; OSError."""
+        if self.process is None:
             try:
-                self.pidfd = os.pidfd_open(self.target.pid)
+                self.process = Process(self.target.pid)
             except ProcessLookupError:
-                raise Refused(GONE) from None
+                raise NotAskedError(GONE) from None
         if self.state() == GONE:
-            raise Refused(GONE)
-        self.why = _SILENT
-        if not self.target.error_file:
-            return
+            raise NotAskedError(GONE)
+        self.why = _OFFERS_NONE
+        if self.target.error_file:
+            self._read_offer()
+        return self.process
+
+    def _read_offer(self) -> None:
         for pid in (self.target.pid, 0):
             path = evidence.stacks_path(self.target.error_file, pid)
             try:
@@ -142,23 +158,22 @@ class Ask:
                 continue
             if not first:
                 continue
-            strange = [number for number in (first, second) if number and not self._is_its_own(number)]
-            if strange:
-                self.why = f"it offers them on signal {strange[0]}, which is not its stack signal"
+            foreign = [number for number in (first, second) if number and not self._may_be_stack_signal(number)]
+            if foreign:
+                self.why = f"it offers them on signal {foreign[0]}, which is not its stack signal"
             elif self._has_open(path, fd):
-                self.shared = str(author) not in self._numbers()
-                self.path, self.numbers, self.why = "" if self.shared else path, (first, second), ""
+                self.shared = str(author) not in self._pids()
+                self.path, self.signals, self.why = "" if self.shared else path, (first, second), ""
                 return
             else:
                 self.why = "it offers none itself"
 
     def _owners(self) -> set[int]:
-        """Whose file of stacks counts. Raises OSError: the process is gone."""
+        """The uids whose file of stacks counts. Raises OSError: the process is gone."""
         return {os.geteuid(), files.ROOT, os.stat(f"/proc/{self.target.pid}").st_uid}
 
-    def _is_its_own(self, number: int) -> bool:
-        """Whether a signal can be the one on which it shows stacks."""
-        if number in _USUAL:
+    def _may_be_stack_signal(self, number: int) -> bool:
+        if number in _COMMON:
             return True
         try:
             found = files.contents(f"/proc/{self.target.pid}/environ", _MOST_ENVIRONMENT)
@@ -166,88 +181,89 @@ class Ask:
             return False
         return f"{evidence.STACK_SIGNAL_ENV}={number}".encode() in found.split(b"\0")
 
-    def _numbers(self) -> list[str]:
-        """Its pids, as we have it and as it has it itself, in a namespace of its own (NSpid of proc_pid_status(5))."""
-        return [str(self.target.pid), *status(self.target.pid).get("NSpid", "").split()]
+    def _pids(self) -> list[str]:
+        """Its pid in our pid namespace and in its own (NSpid of proc_pid_status(5))."""
+        return [str(self.target.pid), *procfs.status(self.target.pid).get("NSpid", "").split()]
 
     def _has_open(self, path: str, fd: int) -> bool:
-        """Whether it has a file open as the descriptor that it names: else the dump would go to another file."""
+        """Whether it has the file open as descriptor ``fd``: else the dump would go to another file."""
         try:
             mine, theirs = os.lstat(path), os.stat(f"/proc/{self.target.pid}/fd/{fd}")
-        except PermissionError:  # it has become undumpable, which is no harm
+        except PermissionError:  # it has become undumpable (PR_SET_DUMPABLE), which does no harm
             return True
         except FileNotFoundError:
             return False
         return (mine.st_dev, mine.st_ino) == (theirs.st_dev, theirs.st_ino)
 
-    def sleeps(self, *, everyone: bool) -> bool:
+    def sleeps(self, *, all_threads: bool) -> bool:
         """Whether its main thread sleeps, or all of its threads do (which are few enough to be looked at)."""
-        most = _FEW if everyone else 1
-        found = states(self.target.pid, most + 1) if everyone else states(self.target.pid, 1)
+        most = _FEW if all_threads else 1
+        found = procfs.thread_states(self.target.pid, most + 1 if all_threads else 1)
         return len(found) <= most and {"S", "D"}.issuperset(found)
 
-    def ask(self, *, everyone: bool) -> None:
-        """Send it the signal on which it shows all its threads, or one. Raises Refused, Busy, OSError.
+    def send(self, *, all_threads: bool) -> None:
+        """Send the signal on which it writes all its threads, or one. Raises NotAskedError, BusyError, OSError.
 
-        One that is to go on is asked while the thread that will answer sleeps (that is the main thread, or any, where
-        that one has the signal blocked): it is in a system call then, and its frames are as they should be. In the
-        midst of a line of Python they may not be, and the handler that reads them ends the process by SIGSEGV: once in
-        some thousand times.
+        A process that is to go on is asked while the thread that will take the signal sleeps (the main thread, or any,
+        where that one blocks it): it is in a system call then, and its frames are consistent. In the midst of a line of
+        Python they may not be, and the handler that reads them ends the process by SIGSEGV: once in some thousand
+        times.
         """
-        number = (everyone and self.numbers[1]) or self.numbers[0]
+        number = (all_threads and self.signals[1]) or self.signals[0]
         if not number:
-            raise Refused(self.why)
+            raise NotAskedError(self.why)
         if self.shared:
-            raise Refused("it would write into the file of the process that has forked it")
-        self.offset = os.stat(self.path).st_size
-        found = status(self.target.pid)  # as late as can be
+            raise NotAskedError("it would write into the file of the process that has forked it")
+        self._offset = os.stat(self.path).st_size
+        found = procfs.status(self.target.pid)  # as late as can be
         if not found:
-            raise Refused(self.state() or "its state cannot be read")
+            raise NotAskedError(self.state() or "its state cannot be read")
         bit = 1 << number - 1
         state = _state(found)
-        if state in STATES and state != "D":  # who sleeps so is asked once it wakes
-            raise Refused(STATES[state])
-        if not mask(found, "SigCgt") & bit:
-            raise Refused(f"it does not handle signal {number}, on which it has offered one")
-        self.blocks = bool(mask(found, "SigBlk") & bit)
-        if not (self.target.doomed or self.sleeps(everyone=self.blocks)):
-            raise Busy("it is running, and is only asked while it sleeps")
-        self.number, self.waits, self.said, self.grown = number, True, b"", clock.now()
+        if state in STATES and state != "D":  # in that sleep the signal is kept until it wakes
+            raise NotAskedError(STATES[state])
+        if not procfs.signal_set(found, "SigCgt") & bit:
+            raise NotAskedError(f"it does not handle signal {number}, on which it has offered one")
+        self._blocks = bool(procfs.signal_set(found, "SigBlk") & bit)
+        if not (self.target.doomed or self.sleeps(all_threads=self._blocks)):
+            raise BusyError("it is running, and is only asked while it sleeps")
+        self.number, self.waits, self._written, self._grown_at = number, True, b"", clock.now()
         try:
             if self.target.send is not None:
                 self.target.send(number)
             else:
-                signal.pidfd_send_signal(self.pidfd, number)
+                assert self.process is not None
+                self.process.signal(number)
         except BaseException as error:
             self.waits = False
             if isinstance(error, ProcessLookupError):
-                raise Refused(GONE) from None
+                raise NotAskedError(GONE) from None
             raise
 
-    def look(self) -> bool:
-        """Take what has been written. Returns whether to look again soon although nothing more may be written."""
-        said = self._read()
-        if len(said) != len(self.said):
-            self.said, self.grown = said, clock.now()
-        if not said.endswith(b"\n"):
+    def poll(self) -> bool:
+        """Read what has been written. Returns whether to poll again soon although nothing more may be written."""
+        written = self._read()
+        if len(written) != len(self._written):
+            self._written, self._grown_at = written, clock.now()
+        if not written.endswith(b"\n"):
             return False
-        found = status(self.target.pid)
+        found = procfs.status(self.target.pid)
         bit = 1 << self.number - 1
-        if (mask(found, "SigPnd") | mask(found, "ShdPnd")) & bit:
+        if (procfs.signal_set(found, "SigPnd") | procfs.signal_set(found, "ShdPnd")) & bit:
             return True
-        if not self.blocks and mask(found, "SigBlk") & bit:
+        if not self._blocks and procfs.signal_set(found, "SigBlk") & bit:
             return True
-        self.said = self._read()  # the handler may have written until it was seen to have ended
-        dump = last_dump(self.said)
-        # The main thread comes last; one that has the signal blocked has not taken it.
+        self._written = self._read()  # the handler may have written until it was seen to have returned
+        dump = last_dump(self._written)
+        # The main thread comes last; if it blocks the signal, another has taken it.
         by_main = self._to_one or dump.rfind(b"Current thread 0x") == dump.rfind(b"hread 0x") - 9 >= 0
-        if (self.blocks or not by_main) and clock.now() - self.grown < _QUIET:
+        if (self._blocks or not by_main) and clock.now() - self._grown_at < _QUIET:
             return True
         self._take(dump)
         return False
 
     def exited(self) -> None:
-        """It has: what it has written by now is all there will be."""
+        """Take what it has written, after its end: there will be no more."""
         if self.waits:
             self._take(last_dump(self._read()))
             self.why = GONE
@@ -259,56 +275,56 @@ class Ask:
 
     @property
     def is_seen(self) -> bool:
-        """Whether it has shown something that is complete in itself: all its threads, or the one that answered."""
+        """Whether its text is complete: of all its threads, or of the one that took the signal."""
         return self.text is not None and not self.is_cut
 
-    def has_been_read(self, text: str) -> None:
-        """It has been, from outside: there is no better text."""
+    def take_reading(self, text: str) -> None:
+        """Take the text that was read from outside, in place of any dump."""
         self.text, self.alone, self.waits = text, False, False
 
     def result(self) -> str:
-        """What there is to say by now."""
+        """Its stacks as far as they are there; or a line ``# no Python stack: `` with the reason, and `facts`."""
         text = self.text
         if text is not None and self.alone:
             text = f"# {MAIN_ALONE} ({self.unread or 'there was no time for py-spy'})\n{text}"
         if text is None and self.waits:
-            dump = last_dump(self.said)
+            dump = last_dump(self._written)
             self.why = self.state() or ("its dump is not complete" if dump else "it has not answered in time")
             text = dump.decode("utf-8", "replace") or None
             if text is not None:
                 text = f"# {self.why}\n{text}"
         if text is None:
             why = self.why if self.why == GONE else self.state() or self.why or "there was no time to ask it"
-            if why == _SILENT and self.unread.startswith(NO_PYTHON):
+            if why == _OFFERS_NONE and self.unread.startswith(NO_PYTHON):
                 why = "it is no Python program"
             elif self.unread and why != GONE:
                 why = f"{why}; {self.unread}"
             text = f"{NO_STACK}{why}\n{facts(self.target.pid)}"
-        return f"{text.rstrip()}\n\nnative frames (py-spy):\n{self.extra}" if self.extra else text
+        return f"{text.rstrip()}\n\nnative frames (py-spy):\n{self.native_frames}" if self.native_frames else text
 
     def state(self) -> str:
-        """Why a process in its state answers nobody; ``""`` if it may."""
-        found = status(self.target.pid)
+        """Why a process in its state runs no handler; "" if it may run one."""
+        found = procfs.status(self.target.pid)
         if not found and os.path.exists(f"/proc/{self.target.pid}"):  # no descriptor is left to read it
             return ""
         return STATES.get(_state(found), "")
 
     def close(self) -> None:
-        """Give the descriptor back, if it is ours. Idempotent."""
-        if self.pidfd >= 0 and not self._held:
-            os.close(self.pidfd)
-        self.pidfd = -1
+        """Close the pidfd, if it is ours. Idempotent."""
+        if self.process is not None and self.target.process is None:
+            self.process.close()
+        self.process = None
 
     @property
     def _to_one(self) -> bool:
-        """Whether it was sent the signal that shows one thread."""
-        return self.number == self.numbers[0]
+        """Whether it was sent the signal on which it writes one thread."""
+        return self.number == self.signals[0]
 
     def _take(self, dump: bytes) -> None:
         self.waits = False
         if dump:
             text = dump.decode("utf-8", "replace")
-            if self.text is not None:  # a dump that was cut, and now the thread that it lacks
+            if self.text is not None:  # a dump that was cut, and now the main thread, which it lacks
                 text = f"{self.text}\n{text}"
             else:
                 self.alone = self._to_one
@@ -317,22 +333,24 @@ class Ask:
     def _read(self) -> bytes:
         """What has been written since the signal was sent."""
         try:
-            return _contents(self.path, self.offset)
+            return _contents(self.path, self._offset)
         except OSError:
-            return self.said
+            return self._written
 
 
 def _state(found: dict[str, str]) -> str:
-    """The state of proc_pid_status(5), one letter. Who is only paused by a py-spy, which is reading it, runs (R)."""
+    """The state of proc_pid_status(5), one letter. A process that a py-spy has paused to read it counts as R."""
     state = found.get("State", "Z")[0]
     if state == "t":
-        with contextlib.suppress(OSError), open(f"/proc/{found.get('TracerPid')}/comm", "rb") as file:
-            return "R" if file.read() == b"py-spy\n" else state
+        return "R" if procfs.read(f"/proc/{found.get('TracerPid')}/comm") == b"py-spy\n" else state
     return state
 
 
 def last_dump(data: bytes) -> bytes:
-    """The last of several dumps, should others have asked as well. A thread's header after no empty line begins one."""
+    """Cut the last of several dumps out, should others have asked as well.
+
+    A thread's header begins a dump where no empty line precedes it.
+    """
     lines = data.splitlines(keepends=True)
     start = 0
     for index, line in enumerate(lines):
@@ -344,5 +362,5 @@ def last_dump(data: bytes) -> bytes:
 
 
 def _contents(path: str, offset: int = 0, owners: Container[int] | None = None) -> bytes:
-    """What a file of one of the ``owners`` has from ``offset`` on, `_LIMIT` bytes at the most. Raises OSError."""
+    """Read at most `_LIMIT` bytes from ``offset`` on, of a file of one of the ``owners``. Raises OSError."""
     return files.contents(path, _LIMIT, offset, owners=owners)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 
 from phalanx._base import clock, linux
+from phalanx._base.process import Process, lineage
 from phalanx._base.suspension import part
 from phalanx._timers.hang import Hang
 from phalanx._timers.scheduler import Lookout
@@ -274,42 +275,34 @@ class Escalation:
 
     def _end(self, hang: Hang, worker: int, number: int) -> None:
         """Signal the worker; and the process below it that hangs, after it: it might get over its end, and succeed."""
-        fd = -1 if hang.own else self._held(hang, worker)
+        process = None if hang.own else self._held(hang, worker)
         self._send(worker, number)
-        if fd < 0:
+        if process is None:
             return
-        try:
-            signal.pidfd_send_signal(fd, number)
-            if number != linux.SIGKILL:
-                signal.pidfd_send_signal(fd, signal.SIGCONT)  # a stopped process would not see it
-        except OSError:
-            pass
-        finally:
-            os.close(fd)
+        with process:
+            try:
+                process.signal(number)
+                if number != linux.SIGKILL:
+                    process.signal(signal.SIGCONT)  # a stopped process would not see it
+            except OSError:  # it has exited
+                pass
 
-    def _held(self, hang: Hang, worker: int) -> int:
-        """A pidfd of a process below a worker; -1 if it has gone, or no descriptor is left.
+    def _held(self, hang: Hang, worker: int) -> Process | None:
+        """Take hold of a process below a worker; None if it has gone, or no descriptor is left.
 
         What its seat says of it is not enough: a worker may have written there who has the number now. So it is looked
         at who is above it, once it cannot come to be another.
         """
         try:
-            fd = os.pidfd_open(hang.pid)
+            process = Process(hang.pid)
         except OSError:
-            return -1
+            return None
         if self._owner(hang.timer, {worker: hang.rank}) == (hang.rank, hang.pid):
-            return fd
-        os.close(fd)
-        return -1
+            return process
+        process.close()
+        return None
 
 
 def _ancestors(pid: int) -> list[int]:
     """The processes above one, as far as they can be seen. Raises OSError when no descriptor is left to look."""
-    above: list[int] = []
-    while pid > 1:
-        try:
-            pid = linux.Stat(pid).parent
-        except (ProcessLookupError, PermissionError):
-            break
-        above.append(pid)
-    return above
+    return [stat.parent for stat in lineage(pid)]

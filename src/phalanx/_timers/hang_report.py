@@ -11,12 +11,11 @@ import os
 import signal
 from functools import partial
 
-from phalanx._base import clock
+from phalanx._base import clock, procfs
 from phalanx._base.background import Aside
 from phalanx._base.rank_ranges import named
 from phalanx._evidence import evidence
-from phalanx._stacks import proc_status
-from phalanx._stacks.snapshot import Witnesses
+from phalanx._stacks.snapshot import Snapshot
 from phalanx._timers.hang import Hang
 
 TYPE_CHECKING = False
@@ -114,7 +113,7 @@ class HangReport:
         self._emit = emit
         self._listener = listener
         self._say = say
-        self._witnesses = Witnesses(error_files, keep=stacks)
+        self._snapshot = Snapshot(error_files, keep=stacks)
         self._workers: dict[int, int] = {}
         self._ended: dict[tuple[int, int, int, int], Hang] = {}  # those that were signalled, and have not gone on
         self._events: list[Event] = []
@@ -181,7 +180,7 @@ class HangReport:
         """Timers are in use that were not before (and do not hang)."""
         for hang in map(Hang.of, told):
             self._note_of("timer.armed", hang, moment, overdue=0.0)
-        self._witnesses.get_ready()
+        self._snapshot.preload()
 
     def _expired(self, moment: int, told: list[Told]) -> None:
         for hang in map(Hang.of, told):
@@ -211,9 +210,9 @@ class HangReport:
                 self._say_all(hangs, name, number, moment)
                 return
             doomed = number == signal.SIGKILL
-            with self._witnesses.hear(workers, hangs, doomed=doomed, ended=ended) as afterwards:
+            with self._snapshot.take(workers, hangs, doomed=doomed, ended=ended) as afterwards:
                 if not number:
-                    self._witnesses.write()
+                    self._snapshot.write()
                     self._say_all(hangs, name, number, moment)
                 elif number != signal.SIGKILL:  # what a worker raises because of it must not be found first
                     self._record_all(hangs, moment)
@@ -225,7 +224,7 @@ class HangReport:
 
     def _died_of_it(self, hang: Hang) -> bool:
         """Whether a process has ended before the kill, within its block: of the look at its threads, or on its own."""
-        return proc_status.has_ended(hang.pid) and self.table.still(hang.timer)
+        return procfs.has_exited(hang.pid) and self.table.still(hang.timer)
 
     def _struck(self, number: int, moment: int, told: list[Told]) -> None:
         """What hangs has been sent a signal."""
@@ -233,7 +232,7 @@ class HangReport:
         # Once the group is about to end, the report will tell of the others.
         quiet = bool(self._ended) and not any(hang.key in self._ended for hang in hangs)
         self._record_all(hangs, moment)
-        self._witnesses.write()
+        self._snapshot.write()
         for hang in hangs:
             self._note_of("worker.reaped", hang, moment, signal=number)
         if not quiet:
@@ -275,18 +274,18 @@ class HangReport:
         """
         first, *others = hangs
         dated = first.timer.deadline
-        if first.rank in self._witnesses.apart():
+        if first.rank in self._snapshot.outliers():
             dated = min(other.timer.deadline for other in (first, *self._ended.values())) - 1
         path = self._error_files[first.rank]
         known = evidence.read(path)[0]
         if stands(known, self._workers.values()):
             return
-        self._witnesses.write()
-        where = [self._witnesses.sum_up(first), *handled(known)]
+        self._snapshot.write()
+        where = [self._snapshot.sum_up(first), *handled(known)]
         where += [f"also: {hang.what}; {clock.spoken(hang.late(moment))} over its deadline" for hang in others]
-        if file := self._witnesses.files.get(first.rank):
+        if file := self._snapshot.files.get(first.rank):
             where.append(f"stacks of all ranks: {os.path.basename(file)} in each rank's folder")
-        stack = self._witnesses.texts.get(first.pid, "")
+        stack = self._snapshot.texts.get(first.pid, "")
         try:
             write_down(path, first, moment, where, stack, worker=self._workers[first.rank], dated=dated)
         except Exception:  # noqa: BLE001 - the disk is full, or no descriptor is left: that is no reason to go
@@ -298,11 +297,11 @@ class HangReport:
             over = clock.spoken(max(hang.late(moment) for hang in those))
             text = f"{named(hang.rank for hang in those)}: {what}; {over} over"
             first = those[0]
-            if step != "report" and (where := self._witnesses.sum_up(first)):
+            if step != "report" and (where := self._snapshot.sum_up(first)):
                 text += "; " + "; ".join(where.split("\n"))
             if step == "dump":
-                none = "none" if self._witnesses.keep else "not kept, for no logs are"
-                text += f"; stacks: {self._witnesses.files.get(first.rank) or none}"
+                none = "none" if self._snapshot.keep else "not kept, for no logs are"
+                text += f"; stacks: {self._snapshot.files.get(first.rank) or none}"
             if number:
                 text += f"; {signal.Signals(number).name}"
             self._say(text)

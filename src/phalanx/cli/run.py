@@ -15,7 +15,7 @@ import time
 
 import click
 
-from phalanx._base import interrupts, linux
+from phalanx._base import interrupts, procfs
 from phalanx._base.stderr import mention, tell
 from phalanx._base.tty import coloured, printable
 from phalanx._engine.host_signals import signals_to_handle
@@ -544,7 +544,7 @@ def _logs(
 
 def _of_umask(mode: int | None) -> list[str]:
     """What is to be said of files that the umask keeps from those whom the folders are opened for."""
-    kept = (mode or 0) & (umask := linux.umask()) & 0o055
+    kept = (mode or 0) & (umask := procfs.umask()) & 0o055
     if not kept:
         return []
     who = "the group" if kept & 0o050 else "others"

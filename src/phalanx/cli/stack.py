@@ -13,10 +13,11 @@ import sys
 
 import click
 
-from phalanx._base import files, linux
+from phalanx._base import files
+from phalanx._base.process import Process
 from phalanx._base.rank_ranges import named
 from phalanx._base.tty import coloured, printable
-from phalanx._stacks.dump import NO_STACK, group_equal, is_library, own, parse, sum_up
+from phalanx._stacks.dump import NO_STACK, group_equal, is_library, parse, program_frames, sum_up
 from phalanx.cli._command import SETTINGS, Command
 from phalanx.cli._options import Folder, Whole
 from phalanx.cli._place import places
@@ -146,9 +147,9 @@ def _ranks(run: Run, wanted: set[int]) -> list[Rank]:
 
 def _collect(folder: str, ranks: list[Rank], *, native: bool, owner: int | None) -> dict[int, str]:
     """Look at the ranks that live: rank → text. With an ``owner``, whose run it is, only at processes of that user."""
-    from phalanx._stacks.collect import get_ready
+    from phalanx._stacks.py_spy import preload
 
-    get_ready()
+    preload()
     texts: dict[int, str] = {}
     for first in range(0, len(ranks), _AT_ONCE):
         texts |= _look(folder, ranks[first : first + _AT_ONCE], native=native, owner=owner)
@@ -160,23 +161,25 @@ def _look(folder: str, ranks: list[Rank], *, native: bool, owner: int | None) ->
 
     With an ``owner``, nobody is sent a signal: what the run's files say of that is another user's word.
     """
-    from phalanx._stacks.collect import Collection, Target, speaker
+    from phalanx._stacks.collect import Collection
+    from phalanx._stacks.request import Target
+    from phalanx._stacks.wrappers import working_process
 
     texts: dict[int, str] = {}
     with contextlib.ExitStack() as held:
         targets = []
         for rank in ranks:
             try:
-                pidfd = _hold(rank, held, owner)
+                process = _hold(rank, held, owner)
             except ProcessLookupError:
                 texts[rank.rank] = _EXITED
             except OSError as error:
                 texts[rank.rank] = f"{NO_STACK}it could not be asked: {error.strerror}\n"
             else:
                 error_file = "" if owner is not None else os.path.join(folder, str(rank.local_rank), "error.json")
-                pid = speaker(rank.pid)
-                fd = pidfd if pid == rank.pid else -1
-                targets.append(Target(rank.rank, pid, error_file, native=native, pidfd=fd))
+                pid = working_process(rank.pid)
+                known = process if pid == rank.pid else None
+                targets.append(Target(rank.rank, pid, error_file, native=native, process=known))
         seconds = _NATIVE_PATIENCE if native else _PATIENCE + _EACH * len(targets)
         try:
             collection = held.enter_context(Collection(targets, seconds))
@@ -188,19 +191,12 @@ def _look(folder: str, ranks: list[Rank], *, native: bool, owner: int | None) ->
         return texts | {rank.rank: found[rank.rank] for rank in ranks if rank.rank in found}
 
 
-def _hold(rank: Rank, held: contextlib.ExitStack, owner: int | None) -> int:
-    """A pidfd. Raises ProcessLookupError when that process is no more; OSError, also when it is not the ``owner``'s."""
-    pidfd = os.pidfd_open(rank.pid)
-    held.callback(os.close, pidfd)
-    try:
-        started = linux.Stat(rank.pid).start
-    except FileNotFoundError:
-        raise ProcessLookupError from None
-    if started != rank.pid_started:  # the pid is another's by now
-        raise ProcessLookupError
+def _hold(rank: Rank, held: contextlib.ExitStack, owner: int | None) -> Process:
+    """Take hold of a rank's process. Raises ProcessLookupError when it is no more; OSError, also of another owner's."""
+    process = held.enter_context(Process(rank.pid, start=rank.pid_started))
     if owner is not None and os.stat(f"/proc/{rank.pid}").st_uid != owner:
         raise PermissionError(errno.EPERM, f"process {rank.pid} is not that of uid {owner}, whose run this is")
-    return pidfd
+    return process
 
 
 def _alike(text: str) -> object:
@@ -208,7 +204,7 @@ def _alike(text: str) -> object:
     threads = parse(text)
     if not threads or _native(text):
         return text
-    return tuple(tuple(own(thread.frames)) for thread in threads)
+    return tuple(tuple(program_frames(thread.frames)) for thread in threads)
 
 
 def _lines(ranks: list[int], text: str, cwd: str) -> list[tuple[str, dict[str, Any]]]:
@@ -237,7 +233,8 @@ def _lines(ranks: list[int], text: str, cwd: str) -> list[tuple[str, dict[str, A
 
 
 def _frames(frames: Sequence[Frame], cwd: str) -> list[tuple[str, dict[str, Any]]]:
-    rows = [(frame.function, f"{_short(frame.path, cwd)}:{frame.line or '?'}", frame) for frame in own(frames)]
+    shown = program_frames(frames)
+    rows = [(frame.function, f"{_short(frame.path, cwd)}:{frame.line or '?'}", frame) for frame in shown]
     width = max((len(function) for function, _, _ in rows), default=0)
     if not rows:
         return [("    (no Python frame)", {})]

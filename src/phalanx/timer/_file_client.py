@@ -22,7 +22,7 @@ import os
 import select
 import signal as signals
 
-from phalanx._base import clock, linux, sigpipe
+from phalanx._base import clock, procfs, sigpipe
 from phalanx.timer import _pipe
 from phalanx.timer._server import SHORT_SCOPE, TimerClient, TimerRequest, shortened
 
@@ -217,7 +217,7 @@ class FileTimerClient(TimerClient):
     def _identity(self) -> tuple[int, int]:
         pid = os.getpid()
         if self._self[0] != pid:
-            self._self = (pid, linux.Stat(pid).start)
+            self._self = (pid, procfs.Stat(pid).start)
         return self._self
 
     def _send_request(self, request: FileTimerRequest) -> None:

@@ -68,7 +68,7 @@ class LocalTimerClient(TimerClient):
     def _send(self, scope: str, expiration: float, deadline: float | None) -> None:
         pid = os.getpid()
         if self._me[0] != pid:
-            from phalanx._base.linux import Stat
+            from phalanx._base.procfs import Stat
 
             self._me = pid, Stat(pid).start
         if len(scope) > _LONGEST_SCOPE:

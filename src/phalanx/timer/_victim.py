@@ -13,12 +13,12 @@ import contextlib
 import errno
 import logging
 import os
-import select
 import signal
 
-from phalanx._base import clock, linux
+from phalanx._base import clock, procfs
+from phalanx._base.process import Process, descends_from, lineage
 from phalanx._evidence import evidence
-from phalanx._stacks import collect, dump
+from phalanx._stacks import collect, dump, request
 from phalanx._timers import hang_report
 from phalanx._timers.hang import Hang
 from phalanx._timers.timetable import Timer
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 _log = logging.getLogger("phalanx.timer")
-
-_PATIENCE = 64  # generations of a family tree; a loop, which races with exits could show, ends there
 
 
 class Refused(Exception):  # noqa: N818 - it is an answer, and the caller logs it
@@ -64,7 +62,6 @@ class Victim:
 
     Attributes:
         pid: Its process id.
-        fd: Its pidfd, owned by this object: readable once the process has exited.
         start: When it started, in clock ticks after boot (proc_pid_stat(5)).
 
     Raises:
@@ -84,7 +81,7 @@ class Victim:
         # other processes may be late as well.
         self._afterwards = contextlib.ExitStack()
         try:
-            fd = os.pidfd_open(pid)
+            self._process = Process(pid)
         except ProcessLookupError:
             raise Exited(f"there is no process {pid}") from None
         except (OSError, OverflowError) as exc:  # EINVAL or ENOENT: the number of a thread
@@ -92,19 +89,21 @@ class Victim:
                 _unless_full(exc)
             raise Refused(f"process {pid} cannot be opened ({getattr(exc, 'strerror', None) or exc})") from None
         try:
-            self.pid, self.fd = pid, fd
+            self.pid = pid
             self.start, self._same_user = self._qualify()
             self._path = self._error_file()  # now: once a deadline is over, there is no time for it
         except BaseException:
-            os.close(fd)
-            self.fd = -1
+            self._process.close()
             raise
+
+    @property
+    def fd(self) -> int:
+        """Its pidfd, owned by this object: readable once the process has exited; -1 after `close`."""
+        return self._process.pidfd
 
     def gone(self) -> bool:
         """Whether it has exited (a zombie has)."""
-        poll = select.poll()
-        poll.register(self.fd, select.POLLIN)
-        return bool(poll.poll(0))
+        return self._process.has_exited()
 
     def reap(self, number: int, hangs: Sequence[Hang]) -> bool:
         """Write down where it hangs, then signal it; log both.
@@ -137,7 +136,7 @@ class Victim:
     def send(self, number: int) -> bool:
         """Send a signal (1..64). Returns False, and logs why unless it has exited, if it could not be sent."""
         try:
-            signal.pidfd_send_signal(self.fd, number)
+            self._process.signal(number)
         except ProcessLookupError:
             return False
         except (OSError, ValueError) as exc:
@@ -147,19 +146,17 @@ class Victim:
 
     def close(self) -> None:
         """Give back the pidfd, and what the evidence took. Idempotent."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._process.close()
         self._afterwards.close()
 
     def _qualify(self) -> tuple[int, bool]:
         """Its start time, and whether it runs as our user. Raises Refused."""
-        ancestry = {stat.pid for stat in _upwards(os.getppid())}
+        ancestry = {stat.pid for stat in _lineage(os.getppid())}
         if self.pid in ancestry:
             raise Refused(f"pid {self.pid} is a process that this server descends from")
         try:
-            start = linux.Stat(self.pid).start
-            same_user = _effective_user(self.pid) == os.geteuid()
+            start = procfs.Stat(self.pid).start
+            same_user = procfs.effective_uid(self.pid) == os.geteuid()
         except OSError as exc:
             _unless_full(exc)
             raise Exited(f"there is no process {self.pid} ({exc.strerror})") from None
@@ -172,14 +169,11 @@ class Victim:
 
     def _is_below(self) -> bool:
         """Whether it descends from us, as far as its parents live."""
-        younger = None
-        for stat in _upwards(self.pid):
-            if younger is not None and stat.start > younger:  # the parent has ended, and its number is another's
-                return False
-            if stat.pid == os.getpid():
-                return True
-            younger = stat.start
-        return False
+        try:
+            return descends_from(self.pid, os.getpid())
+        except OSError as exc:
+            _unless_full(exc)
+            return False
 
     def _write_down(self, number: int, hangs: Sequence[Hang]) -> tuple[str, list[str]]:
         """Its stacks, and where that is, in words."""
@@ -193,7 +187,7 @@ class Victim:
             # And never by root in a place that a user names.
             if number > 0 and path and self._same_user:
                 known = evidence.read(path)[0]
-                if not hang_report.stands(known, {stat.pid for stat in _upwards(self.pid)}):
+                if not hang_report.stands(known, {stat.pid for stat in _lineage(self.pid)}):
                     self._accuse(path, hangs, moment, [*where, *hang_report.handled(known)], text)
         except Exception as exc:  # noqa: BLE001 - whatever went wrong with the evidence, the kill must follow
             _log.warning("pid %d: no evidence of its expired timer could be left at %s: %s", self.pid, path, exc)
@@ -216,7 +210,7 @@ class Victim:
         environment names.
         """
         prefix = f"{evidence.ERROR_FILE_ENV}=".encode()
-        told = next((entry[len(prefix) :] for entry in linux.environ(self.pid) if entry.startswith(prefix)), b"")
+        told = next((entry[len(prefix) :] for entry in procfs.environ(self.pid) if entry.startswith(prefix)), b"")
         path = os.fsdecode(told)
         folder = f"/proc/{self.pid}/fd"
         try:
@@ -232,13 +226,13 @@ class Victim:
 
     def _writes(self, fd: str) -> bool:
         """Whether it has a descriptor open for writing."""
-        flags = linux.contents(f"/proc/{self.pid}/fdinfo/{fd}").partition(b"flags:")[2].split()
+        flags = procfs.read(f"/proc/{self.pid}/fdinfo/{fd}").partition(b"flags:")[2].split()
         return bool(flags) and int(flags[0], 8) & os.O_ACCMODE != os.O_RDONLY
 
     def _stacks(self, error_file: str, *, doomed: bool) -> str:
         """Take its stacks, for `stacks.BOUND` seconds at most."""
         try:
-            target = collect.Target(0, self.pid, error_file, doomed=doomed, pidfd=self.fd)
+            target = request.Target(0, self.pid, error_file, doomed=doomed, process=self._process)
             collection = collect.Collection([target])
             self._afterwards.callback(collection.close)
             collection.begin()
@@ -273,24 +267,9 @@ def _refuse_by_number(pid: int) -> None:
         raise Refused(f"pid {pid} is the timer server's own process")
 
 
-def _upwards(pid: int) -> Iterator[linux.Stat]:
-    """A process, its parent, and so on, as far as they are to be seen."""
-    for _ in range(_PATIENCE):
-        if pid < 1:
-            return
-        try:
-            stat = linux.Stat(pid)
-        except OSError as exc:
-            _unless_full(exc)
-            return
-        yield stat
-        pid = stat.parent
-
-
-def _effective_user(pid: int) -> int:
-    """Its effective user id. Raises OSError."""
-    with open(f"/proc/{pid}/status", "rb") as file:
-        for line in file:
-            if line.startswith(b"Uid:"):
-                return int(line.split()[2])
-    raise ProcessLookupError(3, "no such process")
+def _lineage(pid: int) -> Iterator[procfs.Stat]:
+    """As `lineage`; but raises `Unknown` when no descriptor is left."""
+    try:
+        yield from lineage(pid)
+    except OSError as exc:
+        _unless_full(exc)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from phalanx._base.loop import Loop
+    from phalanx._base.procfs import OomKills
     from phalanx._engine.keeper.child_scan import Walk
     from phalanx._engine.keeper.orphans import Entry, Remains
     from phalanx._engine.keeper.start_process import Spec
@@ -78,7 +79,9 @@ class Children:
         """Rank and pid of all that have been started."""
         self.forker = os.getpid()
         """Who has forked workers: the keeper."""
-        self.oom = linux.OomKills("", 0)
+        self.oom_counter: tuple[str, int] = ("", 0)
+        """What the launcher's `procfs.find_oom_counter` has returned."""
+        self._oom: OomKills | None = None
         self._loop = loop
         self._ended = ended
         self._buried = buried
@@ -194,10 +197,18 @@ class Children:
             os.close(worker.pidfd)
         del self.workers[pid]
         killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == linux.SIGKILL
-        oom = self.oom.explain(clock.now()) if killed and worker.signalled != linux.SIGKILL else ""
+        oom = self._oom_kill() if killed and worker.signalled != linux.SIGKILL else ""
         seconds = usage.ru_utime + usage.ru_stime
         leaving = worker.exiting_ns, worker.exiting_early
         self._ended((worker.rank, status, moment, usage.ru_maxrss, seconds, oom, *leaving, worker.struck))
+
+    def _oom_kill(self) -> str:
+        """What the kernel tells of an OOM kill just now, or ""."""
+        from phalanx._base import procfs
+
+        if self._oom is None:
+            self._oom = procfs.OomKills(*self.oom_counter)
+        return self._oom.explain(clock.now())
 
     def reap(self) -> bool:
         """Reap some orphans that have become our children. Workers are left to epoll, for the order of their exits.
@@ -226,10 +237,12 @@ class Children:
 
     def look(self, workers: Iterable[Worker], *, early: bool) -> None:
         """Note which of these are on their way out, by themselves: their connections may close long before the end."""
+        from phalanx._base import procfs
+
         moment = clock.now_ns()
         for worker in workers:
             here = self.workers.get(worker.pid) is worker
-            if here and not worker.exiting_ns and not worker.signalled and linux.is_exiting(worker.pid):
+            if here and not worker.exiting_ns and not worker.signalled and procfs.is_exiting(worker.pid):
                 worker.exiting_ns, worker.exiting_early = moment, early
 
     # --- signals
@@ -273,14 +286,16 @@ class Children:
         That there is none only waitid(2) can tell. What /proc lists is believed where it shows us; where it does not,
         or cannot be read, those are told that are known, and `searching` says whether there may be others.
         """
+        from phalanx._base import procfs
+
         self.searching = False
         try:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return []
-        shown = linux.is_shown()
+        shown = procfs.is_shown()
         try:
-            children = linux.children(os.getpid()) if shown else []
+            children = procfs.children(os.getpid()) if shown else []
         except OSError:  # no descriptor is left
             shown, children = False, []
         own = set() if self._remains is None else self._remains.own
@@ -328,7 +343,10 @@ class Children:
         One that does not die keeps its children from becoming ours; and a chain of processes that fork and exit may be
         faster than we are, but kill(2) holds up every fork in a process group.
         """
-        below = linux.below(children, _BELOW) if linux.is_shown() else {}
+        from phalanx._base import procfs
+        from phalanx._base.process import Process
+
+        below = procfs.descendants(children, _BELOW) if procfs.is_shown() else {}
         self.remains().note(dict.fromkeys(below, linux.SIGKILL))
         for group in self._groups(children[-_BELOW:]):  # the newest: the others may be zombies by the thousand
             try:
@@ -336,7 +354,11 @@ class Children:
             except OSError:  # gone, or another user's
                 continue
         for pid, parent in below.items():
-            linux.kill(pid, parent)
+            try:
+                with Process(pid, parent=parent) as process:  # whose parent it has is who it was
+                    process.signal(linux.SIGKILL)
+            except OSError:  # gone, or no descriptor is left
+                continue
 
     def _groups(self, children: Iterable[int]) -> set[int]:
         """The process groups of children in sessions of their own: all in them has been started below us."""
@@ -348,11 +370,13 @@ class Children:
 
         The first is `UNFOUND` where there may be more.
         """
+        from phalanx._base import procfs
+
         left = [UNFOUND] if self.searching else []
-        shown = linux.is_shown()
-        for pid in [*pids, *(linux.below(pids, _BELOW) if shown else ())]:
+        shown = procfs.is_shown()
+        for pid in [*pids, *(procfs.descendants(pids, _BELOW) if shown else ())]:
             try:
-                stat = linux.Stat(pid if shown else 0)
+                stat = procfs.Stat(pid if shown else 0)
                 left.append((pid, stat.comm, stat.state))
             except OSError:  # hidden
                 left.append((pid, "?", "?"))

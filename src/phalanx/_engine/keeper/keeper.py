@@ -239,7 +239,7 @@ class Keeper:
         forked, modules, base, specs, oom, policy, timers, fds = self._order
         self._order = ()
         self._settle, self._grace, self._linger, self._together = policy
-        self._children.oom = linux.OomKills(*oom)
+        self._children.oom_counter = oom
         table = () if timers is None else (fds[timers[0]], fds[timers[1]])
         if any(spec[7][0] for spec in specs):
             self._have_logs_written()
@@ -271,6 +271,7 @@ class Keeper:
             self._see("START_FAILED")
             return
         self._see("STARTED")
+        load_procfs()
         if timers is not None:
             self._loop.when_idle(lambda: self._watch_timers(table, *timers[2:]))
 
@@ -546,9 +547,18 @@ _OBEY: dict[str, Callable[..., None]] = {
 }
 
 
+def load_procfs() -> None:
+    """Import what the first end takes: the workers run, and it is needed at once when one of them fails."""
+    try:
+        import phalanx._base.procfs  # noqa: F401 - see above
+    except (OSError, ImportError):  # as below
+        return
+
+
 def load() -> None:
     """Import what is needed at the end: it is on a disk, which may not answer then."""
     try:
+        import phalanx._base.process
         import phalanx._engine.keeper.child_scan
         import phalanx._engine.keeper.orphans  # noqa: F401 - see above
     except (OSError, ImportError):  # no descriptor is left, perhaps: it is said when it is needed

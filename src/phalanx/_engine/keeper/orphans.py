@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 
-from phalanx._base import linux
+from phalanx._base import procfs
 from phalanx._engine.keeper.proc_memory import COMMAND, MAPPED, VARIABLE, Peek
 from phalanx._engine.keeper.start_process import page
 
@@ -57,7 +57,7 @@ class Remains:
         self._sessions = {pid: rank for pid, (rank, _path) in workers.items()}
         self._error_files = {path: rank for rank, path in workers.values() if path}
         self._peek = Peek(_ERROR_FILE, page(keeper, 0)[:-2].encode(), _LOOK)
-        self._shown = linux.is_shown()  # else /proc tells of others, or of nobody
+        self._shown = procfs.is_shown()  # else /proc tells of others, or of nobody
         self._left: list[_Left] = []
         self._living: dict[int, _Left] = {}  # those of them that have not been reaped
         self._unwritten: set[int] = set()  # those for which there was no room
@@ -142,12 +142,12 @@ class Remains:
         left = _Left(pid, -1)
         try:
             left.rank = self._sessions.get(os.getsid(pid), -1)
-            stat = linux.Stat(pid if self._shown else 0)
+            stat = procfs.Stat(pid if self._shown else 0)
         except OSError:  # hidden (hidepid, proc(5)): not gone, for it has not been reaped
             return left
-        if stat.state in "ZX":
+        if stat.has_exited:
             return None
         left.command = stat.comm
         left.age = max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - stat.start / os.sysconf("SC_CLK_TCK"))
-        left.ignores = bool(linux.signal_mask(pid, b"SigIgn") >> (_SIGTERM - 1) & 1)
+        left.ignores = bool(procfs.signal_set(procfs.status(pid), "SigIgn") >> (_SIGTERM - 1) & 1)
         return left

@@ -11,7 +11,7 @@ import marshal
 import os
 import select
 
-from phalanx._base import clock, linux
+from phalanx._base import clock, linux, procfs
 from phalanx._engine.keeper import start_process
 
 TYPE_CHECKING = False
@@ -108,19 +108,19 @@ class Peek:
 
     def _look(self, pid: int, what: int) -> bytes:
         if what == COMMAND:
-            return linux.contents(f"/proc/{pid}/cmdline", _COMMAND_SIZE)
+            return procfs.read(f"/proc/{pid}/cmdline", _COMMAND_SIZE)
         if what == VARIABLE:
-            for entry in linux.contents(f"/proc/{pid}/environ", _MOST).split(b"\0"):
+            for entry in procfs.read(f"/proc/{pid}/environ", _MOST).split(b"\0"):
                 if entry.startswith(self._variable):
                     return entry[len(self._variable) :]
             return b""
-        return linux.contents(f"/proc/{pid}/maps", _MOST).partition(self._mapped)[2].partition(b"\n")[0]
+        return procfs.read(f"/proc/{pid}/maps", _MOST).partition(self._mapped)[2].partition(b"\n")[0]
 
 
 def _sleeps(pid: int) -> bool:
     """Whether a process waits for something else than a CPU."""
     try:
-        return linux.Stat(pid).state != "R"
+        return procfs.Stat(pid).state != "R"
     except OSError:  # no descriptor is left
         return True
 
