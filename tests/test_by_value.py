@@ -129,15 +129,15 @@ def test_the_parts_of_a_payload_share_what_was_sent() -> None:
         assert len(set(map(id, sent))) == len(sent)
         unpickler = pickle.Unpickler(io.BytesIO(parts[0] + parts[2]))
         there, (one, shared, again) = unpickler.load(), unpickler.load()
-        assert again is there and sent[pickling.received.index(type(one))] is One
-        assert sent[pickling.received.index(there)] is function and pickling.received.index(Zero) is None
+        assert again is there and sent[picklers.received.index(type(one))] is One
+        assert sent[picklers.received.index(there)] is function and picklers.received.index(Zero) is None
         back = io.BytesIO()
-        pickling.plain(back, {}, importable=never).dump([one, there])
+        picklers.plain(back, {}, importable=never).dump([one, there])
         back.seek(0)
-        mine, itself = pickling.Unpickler(back, sent).load()
+        mine, itself = picklers.Unpickler(back, sent).load()
         assert type(mine) is One and itself is function
-        pickling.received.clear()
-        assert not pickling.received and pickling.received.index(there) is None
+        picklers.received.clear()
+        assert not picklers.received and picklers.received.index(there) is None
     """)
 
 
@@ -146,9 +146,9 @@ def test_a_reference_means_nothing_to_another_unpickler() -> None:
         import io, pickle
         from phalanx._engine.pickling import by_value, picklers
         from tests.by_value_there import never
-        pickling.received.note(there, 3)
+        picklers.received.note(there, 3)
         file = io.BytesIO()
-        pickling.plain(file, {}, importable=never).dump([there])
+        picklers.plain(file, {}, importable=never).dump([there])
         try: pickle.loads(file.getvalue())
         except pickle.UnpicklingError as error: assert "object 3 is the launcher's" in str(error)
         else: raise AssertionError
@@ -167,10 +167,10 @@ def test_by_reference_stops_at_what_the_other_side_cannot_import() -> None:
         def cached(): pass
         def plainly(): pass
         for value in (Mark, MARK, cached, plainly):
-            try: pickling.plain(io.BytesIO(), {}, importable=never).dump([1, value])
-            except pickling.NotByName: pass
+            try: picklers.plain(io.BytesIO(), {}, importable=never).dump([1, value])
+            except picklers.NotByName: pass
             else: raise AssertionError(value)
-            pickling.plain(io.BytesIO(), {}, importable=lambda _: True).dump(value)
+            picklers.plain(io.BytesIO(), {}, importable=lambda _: True).dump(value)
     """)
 
 
@@ -225,12 +225,12 @@ def test_a_module_that_is_registered_goes_by_value(tmp_path: Path) -> None:
     passes(f"""
         import sys
         from phalanx._engine.pickling import by_value, picklers
-        assert not pickling.wants_by_value() and "cloudpickle" not in sys.modules
+        assert not picklers.wants_by_value() and "cloudpickle" not in sys.modules
         sys.path.insert(0, {str(tmp_path)!r})
         import mine, cloudpickle
-        assert not pickling.wants_by_value()
+        assert not picklers.wants_by_value()
         cloudpickle.register_pickle_by_value(mine)
-        assert pickling.wants_by_value()
+        assert picklers.wants_by_value()
         assert there(mine.f, 3) == 6
         f = mine.f
         def check(a, mark): return a.m(), a, f(2), mark
@@ -429,10 +429,10 @@ def test_private_methods_by_reference() -> None:
             def __work(self): return 4
         for method in (A().bound(), B().bound(), A().make(), B().make(), A.plain, B.plain, A().plain):
             file = io.BytesIO()
-            pickling.plain(file, table, importable=importable_by_name).dump(method)
+            picklers.plain(file, table, importable=importable_by_name).dump(method)
             assert pickle.loads(file.getvalue())() == method(), method
-            assert pickling.reduce_method(method)[0] is getattr
-        assert pickling.reduce_method(A().bound())[1][1] == "_A__work"
+            assert picklers.reduce_method(method)[0] is getattr
+        assert picklers.reduce_method(A().bound())[1][1] == "_A__work"
     """)
 
 
@@ -448,9 +448,9 @@ def test_a_method_that_its_object_has_no_more_goes_as_function_and_object() -> N
             def f(self): return "B"
             def over(self): return super().f
         b = B()
-        assert pickling.reduce_method(b.over()) == (types.MethodType, (A.f, b))
+        assert picklers.reduce_method(b.over()) == (types.MethodType, (A.f, b))
         def broken(self): return 5
-        assert pickling.reduce_method(types.MethodType(broken, b)) == (types.MethodType, (broken, b))
+        assert picklers.reduce_method(types.MethodType(broken, b)) == (types.MethodType, (broken, b))
         assert there(b.over()) == "A" and there(types.MethodType(broken, b)) == 5
     """)
 

@@ -170,11 +170,11 @@ def start_and_interrupt(*arguments, **options):
 acquire(object())
 setattr(threading, name, start_and_interrupt)
 try:
-    tell.mention("said all the same")
+    stderr.mention("said all the same")
 except SignalException as error:
     print(error.sigval.name)
 setattr(threading, name, start)
-tell.tell("and so is this")
+stderr.tell("and so is this")
 """
 
 

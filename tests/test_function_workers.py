@@ -1237,9 +1237,9 @@ def test_a_worker_that_asks_for_the_resource_tracker_and_is_gone(method: str, tm
         if index == 0:
             from phalanx._engine import worker_messages
             from phalanx._engine.worker import mp_child
-            reports.send = lambda *arguments, send=reports.send: (send(*arguments), os._exit(0))
+            worker_messages.send = lambda *arguments, send=worker_messages.send: (send(*arguments), os._exit(0))
             open(gone, "w").close()
-            child._me.ask()
+            mp_child._me.ask()
         while not os.path.exists(gone):
             time.sleep(0.01)
         time.sleep(0.5)  # in which the launcher answers

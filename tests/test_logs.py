@@ -443,7 +443,7 @@ HEAD = """
 import sys
 from phalanx._logs import render
 from phalanx.multiprocessing import Std, start_processes
-view.QUIET = 60.0  # a block of Python's ends within a line, and the next one may come late
+render.QUIET = 60.0  # a block of Python's ends within a line, and the next one may come late
 code = "for n in range(20000): print('line', n)"
 args = {0: ("-c", code), 1: ("-c", code)}
 with start_processes("h", sys.executable, args, log_dir=sys.argv[1], tee=Std.OUT) as group:

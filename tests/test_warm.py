@@ -295,7 +295,7 @@ def test_a_thread_that_is_about_to_leave_is_waited_for(modules: Modules) -> None
         """
         import _thread, time
         from phalanx._engine import forkserver
-        zygote._LEAVING = 60
+        forkserver._LEAVING = 60
         _thread.start_new_thread(time.sleep, (0.1,))
         """,
     )
@@ -673,7 +673,8 @@ def test_an_import_that_takes_too_long_can_be_interrupted(
         assert launcher.returncode == (-9 if number == signal.SIGKILL else 128 + number), err
         assert "Traceback" not in err
     elif number != signal.SIGKILL:
-        assert err.splitlines()[-1].startswith("KeyboardInterrupt" if way == "warm" else "phalanx.multiprocessing._sig")
+        name = "KeyboardInterrupt" if way == "warm" else "phalanx.multiprocessing.SignalException"
+        assert err.splitlines()[-1].startswith(name)
 
 
 def test_an_interrupt_of_a_thread_that_waits_is_a_signal_exception(ready: Ready, modules: Modules) -> None:

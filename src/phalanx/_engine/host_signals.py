@@ -38,6 +38,8 @@ class SignalException(Exception):  # noqa: N818 - torch's name
     Of more than two within 50 ms, the others raise nothing.
     """
 
+    __module__ = "phalanx.multiprocessing"  # as people know it, in tracebacks and pickles
+
     def __init__(self, msg: str, sigval: signal.Signals) -> None:
         super().__init__(msg, sigval)
         self.sigval = sigval

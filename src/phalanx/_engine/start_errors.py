@@ -17,6 +17,8 @@ class KeeperLostError(RuntimeError):
     ``failures`` are those of the ranks that had failed by themselves before, by local rank, as far as that is known.
     """
 
+    __module__ = "phalanx.multiprocessing"  # as people know it, in tracebacks and pickles
+
     failures: Mapping[int, Any] = {}
 
     def __str__(self) -> str:

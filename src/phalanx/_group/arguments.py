@@ -37,6 +37,8 @@ IMPORT, VALUE = "import", "value"
 class RanksError(ValueError, RuntimeError):
     """A mapping does not hold exactly the local ranks of the group. A RuntimeError as well, which torch raises."""
 
+    __module__ = "phalanx.multiprocessing"  # as people know it, in tracebacks and pickles
+
 
 def recorded(logs_specs: object) -> DefaultLogsSpecs:
     """Logs that can have a record. Raises ValueError."""

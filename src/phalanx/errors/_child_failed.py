@@ -35,6 +35,8 @@ class ChildFailedError(Exception):
     (3, 'exited with code 1; no error was recorded')
     """
 
+    __module__ = "phalanx.errors"  # as people know it, in tracebacks and pickles
+
     def __init__(
         self,
         name: str,

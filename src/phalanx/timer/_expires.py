@@ -104,6 +104,8 @@ def _move_beats() -> None:
 class NobodyWatchesError(RuntimeError):
     """A timer was taken, and there is nobody to take it from."""
 
+    __module__ = "phalanx.timer"  # as people know it, in tracebacks and pickles
+
 
 class expires:  # noqa: N801 - used as a verb, as it is in torch
     """A block that must be left within ``after`` seconds, or the worker is reaped: stacks first, then SIGKILL.

@@ -46,6 +46,8 @@ LARGE = 1 << 20
 class UnpicklableError(TypeError):
     """Something on its way to or from a worker cannot be pickled. The message names it."""
 
+    __module__ = "phalanx.multiprocessing"  # as people know it, in tracebacks and pickles
+
 
 class Packed:
     """What `pack` has written.
