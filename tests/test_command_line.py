@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from phalanx.cli import run as run_module
+from phalanx.cli import _run_options
 from phalanx.cli._command import meant
 from phalanx.cli._commands import cli
 from phalanx.cli.run import run
@@ -119,7 +119,7 @@ def test_help_is_in_sections() -> None:
     assert headings[:2] == ["First", "What the console shows"]
     assert headings[-1] == "Other"
     assert "SCRIPT\n" not in shown.partition("\nOther:")[2]  # the text says what it is
-    in_sections = [name for _, names in run_module._SECTIONS for name in names]
+    in_sections = [name for _, names in _run_options.SECTIONS for name in names]
     assert len(set(in_sections)) == len(in_sections)
     visible = {
         next(opt for opt in param.opts if opt.startswith("--"))
@@ -129,7 +129,7 @@ def test_help_is_in_sections() -> None:
     assert set(in_sections) == visible
     for name in in_sections:
         assert len(re.findall(rf"^  (?:-\w, )?{name}\b(?!-)", shown, re.MULTILINE)) == 1, name
-    assert len(dict(run_module._SECTIONS)["First"]) == 6
+    assert len(dict(_run_options.SECTIONS)["First"]) == 6
     assert "\nOptions:\n" in CliRunner().invoke(cli, ["logs", "--help"]).output
 
 

@@ -22,7 +22,7 @@ from phalanx._logs.rotated import aside
 from phalanx._logs.write_index import CUT, Timeline
 from phalanx._logs.write_index import read as read_timeline
 from phalanx._runs.catalog import resolve
-from phalanx.cli.logs import _Reader
+from phalanx.cli._reader import Reader
 from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, Std, start_processes
 from tests.helpers import Gate
 from tests.screen import Emulator
@@ -502,9 +502,9 @@ def test_a_file_that_is_not_ours_to_read(place: Place, name: str, monkeypatch: p
     monkeypatch.setattr(os, "access", lambda which, mode: which != str(path) and access(which, mode))
     attempt = str(folder / "attempt_0")
     with pytest.raises(PermissionError, match=f"/1/{name}'"):
-        _Reader(found, 0, attempt, ConsoleSpecs())
-    _Reader(found, 0, attempt, ConsoleSpecs(ranks={0})).close()
-    _Reader(found, 0, attempt, ConsoleSpecs(), ("stderr",)).close()
+        Reader(found, 0, attempt, ConsoleSpecs())
+    Reader(found, 0, attempt, ConsoleSpecs(ranks={0})).close()
+    Reader(found, 0, attempt, ConsoleSpecs(), ("stderr",)).close()
 
 
 @pytest.mark.parametrize("number", [2**63 - 1, 2**63, 10**30])

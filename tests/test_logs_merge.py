@@ -30,7 +30,7 @@ from phalanx._logs import write_index
 from phalanx._logs.growth import Growth
 from phalanx._logs.write_index import APART, Timeline
 from phalanx._runs.catalog import RunDir
-from phalanx.cli.logs import _Reader
+from phalanx.cli._reader import Reader
 from phalanx.multiprocessing import ConsoleSpecs
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ def shown(folder: Path, **options: Any) -> list[dict[str, Any]]:
     out = io.StringIO()
     run = RunDir(str(folder), None, "", "succeeded", 0.0)
     with mock.patch.object(sys, "stdout", out):
-        reader = _Reader(run, 0, str(folder), ConsoleSpecs(format="json"))
+        reader = Reader(run, 0, str(folder), ConsoleSpecs(format="json"))
         try:
             reader.read(**options)
         finally:

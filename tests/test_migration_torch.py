@@ -22,6 +22,8 @@ import pytest
 from click.testing import CliRunner
 
 from phalanx.cli import run as cli
+from phalanx.cli._run_options import ABSENT
+from phalanx.cli._worker_env import worker_env
 from phalanx.multiprocessing import DefaultLogsSpecs, MultiprocessContext, start_processes
 from tests import torch_names
 from tests.torch_names import ELASTIC, Fact, all_members, parameters
@@ -314,24 +316,24 @@ def test_options_are_taken_as_torchrun_spells_them() -> None:
 
 def test_options_that_are_not_there_are_answered() -> None:
     absent = {name: fact.value for _, name, fact in each(NOT_THERE) if fact.kind == "option"}
-    assert set(absent) == set(cli._ABSENT)
+    assert set(absent) == set(ABSENT)
     for name, action in absent.items():
         for spelled in action.option_strings:
             outcome = CliRunner().invoke(cli.run, [spelled, "1", __file__])
             assert outcome.exit_code == 2
-            assert f"{name}: {cli._ABSENT[name]}" in outcome.output.replace("\n", " "), outcome.output
+            assert f"{name}: {ABSENT[name]}" in outcome.output.replace("\n", " "), outcome.output
 
 
 def test_a_shortened_option_is_answered_with_the_whole_one() -> None:
     every = {name for _, name, fact in each(SAME, DIFFERS, NOT_THERE) if fact.kind == "option"}
     for name in every - {"--help"}:
         shortened = name[:-2]
-        if name.startswith("--") and len(shortened) > len("--x") and shortened not in cli._ABSENT:
+        if name.startswith("--") and len(shortened) > len("--x") and shortened not in ABSENT:
             outcome = CliRunner().invoke(cli.run, [shortened, "1", __file__])
             assert outcome.exit_code == 2
             text = outcome.output.replace("\n", " ")
             begun = [one for one in sorted(every) if one.startswith(shortened)]
-            answers = [f"{one}: {cli._ABSENT[one]}" if one in cli._ABSENT else f"'{one}'" for one in begun]
+            answers = [f"{one}: {ABSENT[one]}" if one in ABSENT else f"'{one}'" for one in begun]
             assert any(answer in text for answer in answers), text
 
 
@@ -349,7 +351,7 @@ def test_variables() -> None:
 
 
 def test_variables_of_workers() -> None:
-    here = cli.worker_env(0, 1, role="default", run_id="x", master_addr="127.0.0.1", master_port=1)
+    here = worker_env(0, 1, role="default", run_id="x", master_addr="127.0.0.1", master_port=1)
     assert torch_names.of_workers() <= set(here)
     absent = {name for name in here if verdict("variables", name) not in (SAME, DIFFERS)}
     assert absent == set()

@@ -20,7 +20,7 @@ from phalanx._runs import record as run_record
 from phalanx._runs.catalog import RunDir
 from phalanx._runs.prune import Stored, choose
 from phalanx._runs.recorder import Recorder
-from phalanx.cli import _place
+from phalanx.cli import _runs_folders
 from phalanx.cli import runs as runs_module
 from phalanx.multiprocessing import LogsDest
 from tests.test_log_options import sh
@@ -395,7 +395,7 @@ def test_much_is_hinted_at(place: Place, monkeypatch: pytest.MonkeyPatch, capsys
 def test_much_is_hinted_at_on_a_terminal_alone(place: Place) -> None:
     few = place.folder / "few"
     few.mkdir()
-    (few / "sitecustomize.py").write_text("from phalanx.cli import _place; _place.MANY = 0\n")
+    (few / "sitecustomize.py").write_text("from phalanx.cli import _runs_folders; _runs_folders.MANY = 0\n")
     place.env["PYTHONPATH"] = os.pathsep.join([str(few), *filter(None, [place.env.get("PYTHONPATH")])])
     put(place, "a")
     hint = "; phalanx runs prune removes old ones\n"
@@ -440,10 +440,10 @@ def test_what_is_one_too_many_and_cannot_be_removed_is_told(monkeypatch: pytest.
 
 
 def test_many_are_hinted_at(place: Place) -> None:
-    assert (_place.MANY, runs_module._LARGE) == (1000, 10 << 30)
+    assert (_runs_folders.MANY, runs_module._LARGE) == (1000, 10 << 30)
     few = place.folder / "few"
     few.mkdir()
-    (few / "sitecustomize.py").write_text("from phalanx.cli import _place; _place.MANY = 3\n")
+    (few / "sitecustomize.py").write_text("from phalanx.cli import _runs_folders; _runs_folders.MANY = 3\n")
     place.env["PYTHONPATH"] = os.pathsep.join([str(few), *filter(None, [place.env.get("PYTHONPATH")])])
     for name in "ab":
         (place.logs / name).mkdir(parents=True)
@@ -457,6 +457,6 @@ def test_many_are_hinted_at(place: Place) -> None:
 
 def test_files_are_no_runs(place: Place) -> None:
     place.logs.mkdir()
-    for number in range(_place.MANY + 1):
+    for number in range(_runs_folders.MANY + 1):
         (place.logs / f"run_{number}").touch()
     assert "phalanx runs prune" not in sh(place, "echo x").err

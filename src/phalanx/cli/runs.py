@@ -20,7 +20,7 @@ from phalanx._base.control_chars import escape_json
 from phalanx._base.tty import coloured, printable
 from phalanx.cli._command import SETTINGS, Command, Group, meant
 from phalanx.cli._options import Folder, Whole, read_age, reading
-from phalanx.cli._place import MANY, places
+from phalanx.cli._runs_folders import MANY, places
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from phalanx._base.tty import coloured, printable
 from phalanx._stacks.dump import NO_STACK, group_equal, is_library, parse, program_frames, sum_up
 from phalanx.cli._command import SETTINGS, Command
 from phalanx.cli._options import Folder, Whole
-from phalanx.cli._place import places
+from phalanx.cli._runs_folders import places
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

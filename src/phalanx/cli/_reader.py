@@ -1,0 +1,290 @@
+"""The files of a run's attempt, and their way to the console: merged in the order of time, then followed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+import sys
+
+import click
+
+from phalanx._base import clock, files
+from phalanx._base.loop import Loop
+from phalanx._base.stderr import tell
+from phalanx._base.tty import printable
+from phalanx._logs import write_index
+from phalanx._logs.console import make_view, target
+from phalanx._logs.follower import Follower
+from phalanx._logs.last_lines import LastLines
+from phalanx._logs.merge import merge
+from phalanx._logs.prefixes import Prefixes
+from phalanx._logs.pump import Pump, Stream
+from phalanx._logs.render import Lane
+from phalanx._logs.rotated import aside
+from phalanx.cli._following import Following
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from phalanx._runs.catalog import RunDir
+    from phalanx.multiprocessing import ConsoleSpecs
+
+STREAMS = ("stdout", "stderr")
+_MOST_NAMED = 16  # files
+
+
+def attempt_folders(run_dir: str) -> dict[int, str]:
+    """The folders of a run's attempts. A folder of ranks alone (the older layout) is attempt 0."""
+    attempts = {number: f"{run_dir}/attempt_{number}" for number in _numbered(run_dir, "attempt_")}
+    return attempts or ({0: run_dir} if _numbered(run_dir) else {})
+
+
+def _numbered(folder: str, prefix: str = "") -> list[int]:
+    """The numbers of the folders that are called as ours are: not ``03``, and no files. Raises OSError."""
+    digits = [name.removeprefix(prefix) for name in os.listdir(folder) if name.startswith(prefix)]
+    numbers = [int(text) for text in digits if text.isdecimal() and text == str(int(text))]
+    return [number for number in numbers if os.path.isdir(f"{folder}/{prefix}{number}")]
+
+
+class Reader:
+    """The files of a run's attempt, and their way to the console.
+
+    Args:
+        found: The run.
+        attempt: Which, and whether it has been ``chosen``: else those that come after it are followed, too.
+        folder: Its folder; it need not be there yet.
+        console, streams: What is shown.
+        follow: Whether to go on as the run does, until it ends.
+
+    Raises OSError: what cannot be read is said, not left out. Raises UsageError.
+    """
+
+    def __init__(
+        self,
+        found: RunDir,
+        attempt: int,
+        folder: str,
+        console: ConsoleSpecs,
+        streams: tuple[str, ...] = STREAMS,
+        *,
+        chosen: bool = True,
+        follow: bool = False,
+    ) -> None:
+        self._found = found
+        self._follows = follow and found.state in ("running", "unknown")
+        self._attempt, self._chosen = attempt, chosen
+        self._timeline = os.path.join(folder, write_index.NAME)
+        self._console = console
+        self._streams = streams
+        self._envs = _envs(found, attempt, folder)
+        self._unfit: dict[str, str] = {}
+        for rank, env in self._envs.items():
+            wanted = console.ranks is None or int(env["RANK"]) in console.ranks
+            self._unfit |= _check(os.path.join(folder, str(rank)), streams if wanted else ())
+        for path, why in list(self._unfit.items())[:_MOST_NAMED]:
+            tell(f"phalanx: {printable(path)} is not shown: {why}")
+        if len(self._unfit) > _MOST_NAMED:
+            tell(f"phalanx: and {len(self._unfit) - _MOST_NAMED} other files are not shown")
+        unknown = sorted((console.ranks or frozenset()) - {int(env["RANK"]) for env in self._envs.values()})
+        if unknown and not self._follows:  # else they may come
+            raise click.UsageError(f"--ranks: this run has no rank {', '.join(map(str, unknown))}")
+        self._prefixes = Prefixes(self._envs, None, console, start=self._start())
+        self._counts = dict.fromkeys(STREAMS, 0)
+        self._view, self._colour = make_view(target(sys.stdout), console, self._prefixes, self._counts)
+        self._sink = self._view.surface.sink
+        self._known: set[tuple[int, int]] = set()
+        self._lanes: dict[int, Lane] = {}
+        self._followers: dict[int, Follower] = {}
+        for rank in self._envs:
+            for number, follower, lane in self._add(attempt, folder, rank, self._envs):
+                self._followers[number], self._lanes[number] = follower, lane
+        self._loop = Loop()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._loop.watch(self._bell, lambda _events: self._loop.forget(self._bell))
+        self.interrupted = False
+        self.gone = False
+        """Whether the run's folder went while it was followed;"""
+        self.broken = False
+        """Whether nobody has read to the end,"""
+        self.refusal: BaseException | None = None
+        """or why there was no place for it."""
+
+    @property
+    def path(self) -> str:
+        """The run's folder."""
+        return self._found.path
+
+    def interrupt(self) -> None:
+        """Have `read` return soon. From any thread: an exception could come between a write and the note of it."""
+        self.interrupted = True
+        os.eventfd_write(self._bell, 1)
+
+    def read(self, since: float | None = None, until: float | None = None, *, last: int | None = None) -> None:
+        """Show what is there, and what comes if the run is followed. Raises OSError.
+
+        Args:
+            since: Only what was written from then on (seconds since the epoch),
+            until: and before then.
+            last: Only so many lines of what is there.
+        """
+        with contextlib.ExitStack() as held:
+            self._read(since or -math.inf, math.inf if until is None else until, last, held)
+            self.broken, self.refusal = self._sink.broken, self._sink.refusal
+            if self.interrupted:
+                self._sink.give_up()
+
+    def close(self) -> None:
+        """Give every descriptor back."""
+        self._sink.close()
+        for follower in self._followers.values():
+            follower.close()
+        self._loop.close()
+        os.close(self._bell)
+
+    @property
+    def _over(self) -> bool:
+        return self.interrupted or self._sink.broken
+
+    def _read(self, since: float, until: float, lines: int | None, held: contextlib.ExitStack) -> None:
+        view, sink = self._view, self._sink
+        sink.open(self._loop, lambda: None)
+        if lines is not None:
+            view.surface.sink = LastLines(min(lines, sys.maxsize))
+        last: dict[Lane, float] = {}
+        for moment, number, data in merge(self._followers, self._timeline):
+            lane = self._lanes[number]
+            last[lane] = moment
+            if not since <= moment < until:
+                view.skip(lane, data)
+                continue
+            view.replay(moment)
+            view.take(lane, data)
+            self._make_room()
+            if self._over:
+                return
+        if self._follows:
+            self._show_last()
+            view.time = clock.wall
+            self._follow(held)
+            return
+        for lane, moment in sorted(last.items(), key=lambda item: item[1]):
+            if since <= moment < until:
+                view.replay(moment)
+                view.finish(lane)
+        view.close()
+        self._show_last()
+        sink.flush()
+        while not sink.idle and not self._over:
+            self._loop.once()
+
+    def _make_room(self) -> None:
+        while not self._sink.make_room() and not self._over:
+            self._loop.once()
+
+    def _show_last(self) -> None:
+        """Write the last lines, if they have been kept."""
+        kept, self._view.surface.sink = self._view.surface.sink, self._sink
+        if isinstance(kept, LastLines):
+            for line, owner in kept.taken():
+                self._sink.write((line,), owner)
+                self._make_room()
+
+    def _start(self) -> float:
+        """When the run started, or wrote something first (seconds since the epoch)."""
+        if self._found.run is not None:
+            return self._found.run.started
+        return next((record[0] for record in write_index.read(self._timeline)), self._found.started)
+
+    def _follow(self, held: contextlib.ExitStack) -> None:
+        streams = [
+            Stream(follower, [(self._view, self._lanes[number])]) for number, follower in self._followers.items()
+        ]
+        pump = Pump(streams, [self._view], drain=math.inf)
+        pump.unfit |= self._unfit.keys()
+        held.callback(pump.close)
+        pump.open(self._loop)
+        ended = False
+
+        def end() -> None:
+            nonlocal ended
+            ended = True
+
+        def appeared(found: RunDir) -> list[str]:
+            attempts: dict[int, str] = {}
+            with contextlib.suppress(OSError):  # the folder is gone
+                attempts = self._attempts(found)
+            for stream in self._new(found, attempts):
+                pump.add(stream)
+            return list(attempts.values())
+
+        following = Following(self._loop, self._found, appeared, pump.look, lambda: pump.finish(end))
+        held.callback(following.close)
+        following.open()
+        while not ended and not self._over:
+            self._loop.once()
+        self.gone = following.gone
+
+    def _add(
+        self, attempt: int, folder: str, rank: int, envs: dict[int, dict[str, str]]
+    ) -> Iterator[tuple[int, Follower, Lane]]:
+        """The files of a local rank, if they are to be shown, with the timeline's numbers."""
+        self._known.add((attempt, rank))
+        number = int(envs[rank]["RANK"])
+        if self._console.ranks is not None and number not in self._console.ranks:
+            return
+        self._envs[rank] = envs[rank]
+        for name in self._streams:
+            self._counts[name] += 1
+            path = os.path.join(folder, str(rank), f"{name}.log")
+            lane = Lane(number, name, self._prefixes.of(rank, colour=self._colour))
+            yield 2 * rank + STREAMS.index(name), Follower(path, rotates=True), lane
+
+    def _attempts(self, found: RunDir) -> dict[int, str]:
+        """The folders of those attempts that are followed: the one that was chosen, or all from the latest on."""
+        return {
+            number: folder
+            for number, folder in attempt_folders(found.path).items()
+            if (number == self._attempt if self._chosen else number >= self._attempt)
+        }
+
+    def _new(self, found: RunDir, attempts: dict[int, str]) -> Iterator[Stream]:
+        """The files of ranks that have appeared."""
+        for number, folder in sorted(attempts.items()):
+            with contextlib.suppress(OSError):  # removed, or not for us to read
+                envs = _envs(found, number, folder)
+                for rank in envs:
+                    if (number, rank) not in self._known:
+                        for _number, follower, lane in self._add(number, folder, rank, envs):
+                            yield Stream(follower, [(self._view, lane)])
+
+
+def _check(folder: str, streams: tuple[str, ...]) -> dict[str, str]:
+    """Which files of a rank's folder cannot be shown, and why. Raises OSError: what is there is not for us to read."""
+    os.listdir(folder)
+    unfit = {}
+    for path in [os.path.join(folder, f"{name}.log") for name in streams]:
+        for name in (*aside(path), path):
+            if os.path.exists(name) and not os.access(name, os.R_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
+            try:
+                os.close(files.opened(name, links=files.OWN_LINKS))
+            except files.UnfitError as error:
+                unfit[name] = error.strerror or ""
+            except OSError:  # not there, mostly
+                continue
+    return unfit
+
+
+def _envs(found: RunDir, attempt: int, folder: str) -> dict[int, dict[str, str]]:
+    """What is known of each rank, by local rank: those that have a folder. Raises OSError."""
+    try:
+        ranks = {rank: rank for rank in _numbered(folder)}
+    except FileNotFoundError:  # it will appear
+        return {}
+    for known in found.run.attempts if found.run is not None else ():
+        if known.number == attempt:
+            ranks |= {rank.local_rank: rank.rank for rank in known.ranks if rank.local_rank in ranks}
+    return {local: {"RANK": str(rank)} for local, rank in sorted(ranks.items())}

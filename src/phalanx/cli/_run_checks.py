@@ -1,0 +1,100 @@
+"""What `phalanx run` refuses before anything starts. Everything here raises click's UsageError or BadParameter."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import sys
+
+import click
+
+from phalanx._group.warm import check_preload as check_names
+from phalanx._timers.specs import TimerSpecs
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from typing import Any
+
+
+def check_preload(preload: list[str] | None, *, no_python: bool, python: str) -> None:
+    """Refuse modules that cannot be imported for workers to have them."""
+    if not preload:
+        return
+    if no_python:
+        raise click.UsageError("--preload and --no-python exclude each other: a binary imports nothing")
+    if python != sys.executable:
+        msg = f"--preload: workers are forks of this interpreter, {sys.executable}; PYTHON_EXEC is {python}"
+        raise click.UsageError(msg)
+    if "__main__" in preload:
+        raise click.UsageError("--preload: __main__ is the script, which every worker runs; name what it imports")
+    try:
+        check_names(preload)
+    except ValueError as error:
+        msg = f"--{error}"
+        raise click.UsageError(msg) from None
+
+
+def check_command(script: str, *, module: bool, no_python: bool) -> None:
+    """Refuse a script, a module or a binary that is not there."""
+    if no_python:
+        if module:
+            raise click.UsageError("--module and --no-python exclude each other")
+        return
+    if module:
+        if not script or os.sep in script or (script.endswith(".py") and os.path.isfile(script)):
+            msg = f"--module: {script!r} is no module's name, like package.train; for a file, leave -m out"
+            raise click.UsageError(msg)
+        return
+    try:
+        is_folder = stat.S_ISDIR(os.stat(script).st_mode)
+    except OSError as error:
+        if not isinstance(error, FileNotFoundError):
+            msg = f"script {script!r}: {error.strerror}"
+            raise click.UsageError(msg) from None
+        msg = f"script {script!r} does not exist{_meant(script)}"
+        raise click.UsageError(msg) from None
+    if is_folder and not os.path.exists(os.path.join(script, "__main__.py")):
+        msg = f"script {script!r} is a folder without a __main__.py"
+        raise click.UsageError(msg)
+
+
+def _meant(script: str) -> str:
+    """A hint for somebody who has named a script that is not there."""
+    import difflib  # these two are not on the way to a start
+    import shutil
+
+    if shutil.which(script):
+        return f"; to run the program {script!r}, give --no-python; a Python script needs neither"
+    folder, name = os.path.split(script)
+    close: list[str] = []
+    with contextlib.suppress(OSError):  # it is not there either, or not for us to read
+        close = difflib.get_close_matches(name, os.listdir(folder or "."), n=1)
+    return f"; did you mean {os.path.join(folder, close[0])!r}?" if close else ""
+
+
+def check_ranks(nproc: int, *choices: Any) -> None:
+    """Refuse local ranks that there are not, in ``--redirects``, ``--tee`` and ``--local-ranks-filter``."""
+    for name, choice in zip(("--redirects", "--tee", "--local-ranks-filter"), choices, strict=True):
+        if isinstance(choice, (dict, set)):
+            wrong = sorted(rank for rank in choice if not 0 <= rank < nproc)
+            if wrong:
+                msg = f"{name}: there is no local rank {', '.join(map(str, wrong))}; ranks are 0 to {nproc - 1}"
+                raise click.UsageError(msg)
+
+
+def check_shown(world_size: int, ranks: Iterable[int] | None) -> None:
+    """Refuse ranks that there are not, in ``--ranks``."""
+    wrong = sorted(rank for rank in ranks or () if rank >= world_size)
+    if wrong:
+        msg = f"--ranks: there is no rank {', '.join(map(str, wrong))}; ranks are 0 to {world_size - 1}"
+        raise click.UsageError(msg)
+
+
+def timer_specs(on_expiry: tuple[tuple[str, float], ...], hang_timeout: float | None) -> TimerSpecs:
+    """How the group watches timers and heartbeats."""
+    try:
+        return TimerSpecs(on_expiry, hang_timeout)
+    except ValueError as error:
+        raise click.BadParameter(str(error).removeprefix("hang_timeout: "), param_hint="--hang-timeout") from None

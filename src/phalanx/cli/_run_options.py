@@ -1,0 +1,88 @@
+"""What is particular in the options of `phalanx run`: their order in the help, and those of other launchers."""
+
+from __future__ import annotations
+
+import os
+
+from phalanx._timers.specs import read_steps
+from phalanx.cli._options import Folder, reading
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    import click
+
+
+def only(*accepted: str, why: str) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    """An option of torchrun's that people have in their scripts, as far as its value says what holds here anyway."""
+
+    def read(text: str) -> str:
+        if text not in accepted:
+            msg = f"{text!r}: this version of phalanx run takes {' or '.join(accepted)} only; {why}"
+            raise ValueError(msg)
+        return text
+
+    return reading(read)
+
+
+class LogDir(Folder):
+    """A folder, or /dev/null, which torchrun's users give to have no logs."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See `click.ParamType`."""
+        return value if value == os.devnull else super().convert(value, param, ctx)
+
+
+def steps(text: str) -> tuple[tuple[str, float], ...]:
+    """Read ``--on-expiry``. Raises ValueError."""
+    try:
+        return read_steps(text)
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix("on_expiry: ")) from None
+
+
+SECTIONS = (
+    ("First", ("--nproc-per-node", "--module", "--no-python", "--log-dir", "--run-id", "--hang-timeout")),
+    (
+        "What the console shows",
+        ("--redirects", "--tee", "--local-ranks-filter", "--ranks", "--grep", "--exclude", "--ignore-case",
+         "--after-context", "--before-context", "--context", "--fold", "--timestamps", "--elapsed", "--log-format",
+         "--log-line-prefix-template", "--color", "--raw"),
+    ),
+    (
+        "Log files",
+        ("--log-max-size", "--log-keep", "--log-compress", "--log-mode", "--keep-runs", "--duplicate-stdout-filters",
+         "--duplicate-stderr-filters"),
+    ),
+    ("The end", ("--grace", "--settle", "--linger", "--drain", "--on-expiry")),
+    ("Where and how workers run", ("--cpu-bind", "--nice", "--rlimit", "--virtual-local-rank", "--preload",
+                                   "--start-method")),
+    ("What workers find in the environment", ("--role", "--master-addr", "--master-port")),
+)  # fmt: skip
+
+_ONE_MACHINE = "not there yet: it is about many machines, and this runs on one; leave it out"
+ABSENT = {
+    "--rdzv-backend": _ONE_MACHINE,
+    "--rdzv-endpoint": _ONE_MACHINE,
+    "--rdzv-id": f"{_ONE_MACHINE}, or name the run with --run-id",
+    "--rdzv-conf": _ONE_MACHINE,
+    "--local-addr": _ONE_MACHINE,
+    "--monitor-interval": "torchrun looks at its workers so often; nothing polls here, leave it out",
+    "--run-path": "leave it out: here, every script runs in an interpreter of its own, as python -u runs it",
+    "--numa-binding": "torchrun binds so to NUMA nodes; here it is --cpu-bind numa",
+    "--signals-to-handle": "set TORCHELASTIC_SIGNALS_TO_HANDLE",
+    "--event-log-handler": "torchrun records events of its agent; here, run.json and events.jsonl of a run have them",
+    "--logs-specs": "torchrun finds a class by entry point; from Python, start_processes takes logs_specs",
+}
+"""Options of torchrun's that are not there, and why."""
+
+ELSEWHERE = {
+    "--use-env": "the rank is in LOCAL_RANK, as with torchrun; leave it out",
+    **dict.fromkeys(
+        ("-n", "--nprocs", "--num-processes", "--num-procs", "--num-workers", "--workers", "--num-gpus", "--gpus"),
+        "it is --nproc-per-node here",
+    ),
+}
+"""Options of other launchers, and what they are here."""
