@@ -38,12 +38,13 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src"
 GUIDE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+REFERENCE = (ROOT / "docs" / "reference" / "index.md").read_text(encoding="utf-8")
 NAME = re.compile(r"`([A-Za-z_]\w*)`")
 
 
 def table(heading: str) -> list[list[str]]:
-    """The cells of the first table below a heading of the guide, without its head."""
-    below = GUIDE.partition(f"\n{heading}\n")[2]
+    """The cells of the first table below a heading of the guide, or of the reference, without its head."""
+    below = (GUIDE + REFERENCE).partition(f"\n{heading}\n")[2]
     found = re.search(r"(?:^\|.*\|\n)+", below, re.MULTILINE)
     assert found, heading
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in found[0].splitlines()[2:]]

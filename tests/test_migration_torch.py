@@ -1,4 +1,4 @@
-"""The tables of docs/migration.md, compared with the torch that is installed, and with Phalanx.
+"""The tables of docs/torchrun.md and docs/migration.md, compared with the torch that is installed, and with Phalanx.
 
 Every name, parameter, option and variable that torch has is in a table, with one verdict, and nothing else is. What is
 "same" is here, of the same kind and with the same default; what "differs" is here, too; what is "not there" is not.
@@ -31,7 +31,7 @@ from tests.torch_names import ELASTIC, Fact, all_members, parameters
 pytestmark = pytest.mark.torch
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "migration.md"
+PAGES = [ROOT / "docs" / name for name in ("torchrun.md", "migration.md")]
 
 SAME, DIFFERS, NOT_THERE = "same", "differs", "not there"
 
@@ -44,8 +44,8 @@ HERE = {
 }
 """What stands in for each package."""
 
-HEADINGS = {"torchrun": "torchrun", "Environment variables": "variables"}
-"""Headings of the page that are no packages' names, and their sections."""
+HEADINGS = {"Options": "torchrun", "Environment variables": "variables"}
+"""Headings of the pages that are no packages' names, and their sections."""
 
 OF_TORCH = "Read by the worker's torch"
 """How rows begin that tell of variables with which launchers have nothing to do."""
@@ -73,10 +73,10 @@ class Row(NamedTuple):
 
 @functools.cache
 def tables() -> dict[str, dict[str, Row]]:
-    """The page's rows, by section and key: ``f(x, y)`` in a first cell is two keys, ``f(x)`` and ``f(y)``."""
+    """The pages' rows, by section and key: ``f(x, y)`` in a first cell is two keys, ``f(x)`` and ``f(y)``."""
     found: dict[str, dict[str, Row]] = {}
     rows: dict[str, Row] = {}
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
+    for line in (line for page in PAGES for line in page.read_text(encoding="utf-8").splitlines()):
         if line.startswith("## "):
             heading = line.removeprefix("## ").replace("`", "")
             rows = found.setdefault(HEADINGS.get(heading, heading), {})

@@ -8,7 +8,11 @@ if TYPE_CHECKING:
 
 
 def format_ranks(ranks: Iterable[int], between: str = ", ") -> str:
-    """A set of ranks, compactly.
+    """Return ranks as a short text: ranges for neighbours, in ascending order.
+
+    Args:
+        ranks: The ranks, in any order; repeated ones count once.
+        between: What stands between two ranges.
 
     >>> format_ranks([0, 1, 2, 3, 7]), format_ranks([5]), format_ranks([])
     ('0-3, 7', '5', '')

@@ -38,8 +38,9 @@ _FORKING = 60.0  # seconds in which it has to have forked: the launcher holds si
 class PreloadError(RuntimeError):
     """A module that was to be preloaded could not be, or must not be.
 
-    ``module`` is its name, ``traceback`` the text of what its import raised; "" where it was imported, but has started
-    what a fork would break.
+    Attributes:
+        module: The module's name.
+        traceback: The text of what its import raised; "" if it was imported, but has started what a fork would break.
     """
 
     __module__ = "phalanx.multiprocessing"

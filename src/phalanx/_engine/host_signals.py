@@ -33,9 +33,12 @@ _hooked = False
 
 
 class SignalException(Exception):  # noqa: N818 - torch's name
-    """Raised in the main thread when a signal arrives while a group is open. ``sigval`` is the signal.
+    """Raised in the main thread when a signal arrives while a group is open.
 
-    Of more than two within 50 ms, the others raise nothing.
+    Of more than two signals within 50 ms, only the first two raise it.
+
+    Attributes:
+        sigval: The signal, a `signal.Signals`.
     """
 
     __module__ = "phalanx.multiprocessing"  # as people know it, in tracebacks and pickles

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 class KeeperLostError(RuntimeError):
     """A helper process of a group was killed. Every process of the group has been killed with it.
 
-    ``failures`` are those of the ranks that had failed by themselves before, by local rank, as far as that is known.
+    Attributes:
+        failures: The `ProcessFailure` of each rank that had failed by itself before, as far as that is known, by local
+            rank.
     """
 
     __module__ = "phalanx.multiprocessing"  # as people know it, in tracebacks and pickles

@@ -35,7 +35,10 @@ IMPORT, VALUE = "import", "value"
 
 
 class RanksError(ValueError, RuntimeError):
-    """A mapping does not hold exactly the local ranks of the group. A RuntimeError as well, which torch raises."""
+    """``args`` or ``envs`` does not hold exactly the local ranks 0 to N - 1.
+
+    A ValueError, and a RuntimeError as well: torch raises that.
+    """
 
     __module__ = "phalanx.multiprocessing"  # as people know it, in tracebacks and pickles
 

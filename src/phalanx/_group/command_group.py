@@ -21,7 +21,17 @@ if TYPE_CHECKING:
 
 
 class SubprocessContext(PContext):
-    """A group whose workers are copies of a binary."""
+    """A group whose workers run a program.
+
+    Args:
+        name: See `PContext`.
+        entrypoint: The program, by its name (found on PATH) or its path.
+        args: See `PContext`.
+        envs: See `PContext`.
+        logs_specs: See `PContext`.
+        log_line_prefixes: See `PContext`.
+        **options: The options of `PContext`.
+    """
 
     _begins_slowly = False
 
@@ -60,10 +70,18 @@ class ScriptContext(SubprocessContext):
     """A group whose workers run a Python script, or a module, as an interpreter of their own would.
 
     Args:
+        name: See `PContext`.
         script: The script's path, or the module's name.
-        module: Which of the two.
+        args: The command line of each local rank.
+        envs: See `PContext`.
+        logs_specs: See `PContext`.
+        log_line_prefixes: See `PContext`.
+        module: Whether ``script`` is a module's name.
         python: The interpreter; default: this one.
-        preload: Modules that are imported once, before: the workers are forks then, and ``python`` is this interpreter.
+        preload: Modules to import once: the workers are forks that have them already, and ``python`` is this
+            interpreter.
+        warm: An entered `warm` to fork the workers from.
+        **options: The options of `PContext`.
     """
 
     _begins_slowly = True

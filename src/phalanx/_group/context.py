@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class PContext(GroupStart):
-    """A group of processes that is started, waited for and closed as one. Use `start_processes` to get a started one.
+    """A group of processes that is started, waited for and closed as one. `start_processes` returns a started one.
 
-    A context manager: leaving it closes the group. Each method may be called from any thread. A group whose last
-    reference goes while it runs is killed, with a ResourceWarning.
+    It is a context manager: leaving it closes the group. Each method may be called from any thread. If the last
+    reference to a running group goes, the group is killed, with a ResourceWarning.
 
     Args:
         name: What the group is called, in reports.
@@ -52,6 +52,12 @@ class PContext(GroupStart):
             and ``stack``. The logs specs are `DefaultLogsSpecs` with a folder then.
         signals: Whether signals to this process raise `SignalException` while the group is open. Else they do what
             they did before; only a SIGINT that arrives during the start has to wait until the group can be closed.
+        speak: Called with each line that the group has to say, for which it has no other place; default: the logger
+            ``phalanx``.
+
+    Attributes:
+        nprocs: How many workers the group has.
+        logs: Where output goes, as of `start`.
     """
 
     if TYPE_CHECKING:
@@ -110,7 +116,7 @@ class PContext(GroupStart):
         return self.logs.error_files
 
     def say(self, text: str) -> bool:
-        """Show a line on the console, among those of the workers and not into one. Returns whether that is possible."""
+        """Show the line ``text`` on the console, between lines of the workers. Return whether that is possible."""
         return self._supervisor is not None and self._supervisor.say(text)
 
     @property
@@ -123,14 +129,21 @@ class PContext(GroupStart):
         return {rank: worker.pid for rank, worker in sorted(self._started().mirror.workers.items())}
 
     def close(self, death_sig: signal.Signals | int | None = None, timeout: float = GRACE) -> None:
-        """End the group: ``death_sig`` (default SIGTERM), ``timeout`` seconds of grace, SIGKILL. Bounded, idempotent.
+        """End the group: send ``death_sig``, wait for the grace period, send SIGKILL to what is left.
 
-        Returns when no process of the group is left, grandchildren and daemons included; a process that
-        outlives SIGKILL (uninterruptible sleep) is abandoned after 10 s and its rank's outcome says so. Called while
-        another close is under way, it sends its signal too and can only shorten the grace. Called while another thread
-        is in `start`, that raises RuntimeError, or the group ends as soon as it has started. In a fork of the process
-        that has started the group, it does nothing: the group is not the fork's. Raises ValueError for what is no
-        signal, and for a ``timeout`` that is not a number.
+        Returns when no process of the group is left, grandchildren and daemons included. A process that outlives
+        SIGKILL (uninterruptible sleep) is abandoned after 10 s, and its rank's outcome says so.
+
+        It may be called again. While another call is under way, it sends its signal too, and can only shorten the
+        grace. While another thread is in `start`, that raises RuntimeError, or the group ends as soon as it has
+        started. In a fork of the process that started the group, it does nothing.
+
+        Args:
+            death_sig: The first signal; default: SIGTERM.
+            timeout: The grace period in seconds; 0 or less: SIGKILL at once.
+
+        Raises:
+            ValueError: ``death_sig`` is no signal, or ``timeout`` is not a number.
         """
         check_timeout(timeout)
         with self._one:

@@ -32,10 +32,23 @@ _BY_VALUE = [*_OF_FORKS, "phalanx._engine.pickling.by_value", "cloudpickle"]
 
 
 class MultiprocessContext(PContext):
-    """A group whose workers run a function. ``start_method``: "spawn", "forkserver" or "fork".
+    """A group whose workers run a function.
 
-    One that is ``numbered`` takes its local rank before its arguments, and what it returns is not kept. A ``daemon``
-    may have no children by `multiprocessing`.
+    Args:
+        name: See `PContext`.
+        entrypoint: The function.
+        args: See `PContext`.
+        envs: See `PContext`.
+        start_method: "spawn", "forkserver" or "fork": see `start_processes`.
+        logs_specs: See `PContext`.
+        log_line_prefixes: See `PContext`.
+        numbered: Whether the function takes its local rank before its arguments. What it returns is not kept then.
+        daemon: Whether the workers are daemons of `multiprocessing`, which may have no children by it.
+        preload: See `start_processes`.
+        warm: See `start_processes`.
+        writable: See `start_processes`.
+        main: See `start_processes`.
+        **options: The options of `PContext`.
     """
 
     def __init__(
@@ -104,7 +117,7 @@ class MultiprocessContext(PContext):
         return Plan(commands, fds=given)
 
     def process_name(self, rank: int) -> str:
-        """What a worker is called, like ``"SpawnProcess-1"``. The group has been started."""
+        """Return the name of a rank's process, like ``"SpawnProcess-1"``. The group must have been started."""
         assert self._family is not None
         return self._family.name(rank)
 

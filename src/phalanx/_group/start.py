@@ -106,12 +106,16 @@ class GroupStart(ABC):
     def start(self) -> None:
         """Start every worker, or none.
 
-        Raises OSError when a worker or the keeper cannot be started (what had started is gone then), TypeError for what
-        cannot be pickled, ValueError for a placement that this machine does not allow, RuntimeError when another thread
-        closes the group meanwhile, and whatever the logs specs raise. On the main thread, a SIGTERM, SIGINT, SIGHUP or
-        SIGQUIT (see ``TORCHELASTIC_SIGNALS_TO_HANDLE``) from now on raises `SignalException`, until the group is
-        closed. One that arrives while the workers start leaves a group that is open: `is_open` tells, and `close` is as
-        ever.
+        If it is called in the main thread, a SIGTERM, SIGINT, SIGHUP or SIGQUIT (see
+        ``TORCHELASTIC_SIGNALS_TO_HANDLE``) raises `SignalException` from now on, until the group is closed. If one
+        arrives while the workers start, the group is open afterwards (see `is_open`) and has to be closed.
+
+        Raises:
+            OSError: A worker or the keeper cannot be started; those that had been are gone.
+            TypeError: Something cannot be pickled.
+            ValueError: A placement that this machine does not allow.
+            RuntimeError: The group has been started before, or another thread closes it meanwhile.
+            Exception: What the logs specs raise.
         """
         main_module.check_guard()
         if self._signals:

@@ -25,15 +25,15 @@ _current: ContextVar[Warm | None] = ContextVar("phalanx_warm", default=None)
 
 
 class Warm:
-    """Keeps a process ready that has imported ``preload``: groups are started from it by forks alone.
+    """Keeps a process that has imported ``preload``. Workers are forks of it, and need no imports of their own.
 
-    A context manager. Within it, the groups that this thread (or task: it is a context variable) starts with
-    ``start_method="forkserver"`` are its forks; others may be given it as ``warm=``. Each group has a keeper of its
-    own all the same, and outlives this, should it be closed before.
+    It is a context manager. Inside, the workers of groups that this thread (or task: it is a context variable) starts
+    with ``start_method="forkserver"`` are forks of that process. A group that is started elsewhere can be given it as
+    ``warm=``. Each group has a keeper of its own, and goes on if this is closed first.
 
-    A fork has what the imports have made: it is for modules that only define things. One that has started threads or
-    CUDA is refused. Workers find the launcher's environment, working directory and umask as they are at their start;
-    their resource limits and CPU affinity are those of when this was entered.
+    A fork has whatever the imports have made, so preload only modules that define things. A module that has started
+    threads or CUDA is refused. Workers have the launcher's environment, working directory and umask of the moment of
+    their start; their resource limits and CPU affinity are those of the moment when this was entered.
 
     Args:
         preload: The names of modules to import, in order. ``"__main__"`` has the main module run again there, as
@@ -131,7 +131,7 @@ class Warm:
         return zygote
 
     def close(self) -> None:
-        """Let the process go. Idempotent."""
+        """End the process. It may be called again."""
         self._is_open = False
         self._let_go()
 

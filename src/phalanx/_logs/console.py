@@ -48,7 +48,8 @@ class ConsoleSpecs(Value):
         grep: A regular expression (RE2's), or several; only lines in which one of them is found are shown.
         exclude: The same; lines in which one of them is found are not shown, and are no context either.
         ignore_case: Whether ``grep`` and ``exclude`` take large letters for small ones.
-        before, after: How many lines of the same stream are shown before and after each that ``grep`` finds.
+        before: How many lines (>= 0) of the same stream are shown before each line that ``grep`` finds.
+        after: How many lines (>= 0) of the same stream are shown after it.
         fold: Whether lines that are equal across ranks within 0.2 s are shown once, as ``[0-7] …``.
         format: "text", or "json": JSON Lines with ``time``, ``rank``, ``stream`` and ``text``, all on stdout.
         drain: Seconds (>= 0) that the end waits, at most, for a console that reads slowly.

@@ -26,15 +26,23 @@ SYS_STREAM = ""
 
 
 class LogsDest(Value):
-    """The files of one group, by local rank.
+    """The files of one group. A mapping holds paths by local rank; the path ``""`` is the launcher's own stream.
 
-    ``stdouts`` and ``stderrs``: where each stream goes (``""``: to the launcher's own). ``tee_stdouts`` and
-    ``tee_stderrs``: those of them that are also shown on the console. ``error_files``: where each worker leaves its
-    evidence; what is there of an earlier run is removed before any worker starts. ``filtered_stdout`` and
-    ``filtered_stderr``: one file each for the lines of all ranks that a filter selects. ``hidden_stdouts`` and
-    ``hidden_stderrs``: those that the console shows only when their rank fails. ``timeline``: where the times of
-    writing are noted. ``max_size``: bytes at which a file is rotated (0: never). ``keep``: how many
-    files of a log that were set aside are kept (0: all). ``compress``: whether they are compressed.
+    Args:
+        stdouts: Where each rank's stdout goes.
+        stderrs: Where each rank's stderr goes.
+        tee_stdouts: Those of ``stdouts`` that the console shows, too.
+        tee_stderrs: Those of ``stderrs`` that the console shows, too.
+        error_files: Where each rank leaves its evidence when it fails. A file of an earlier run is removed before any
+            worker starts.
+        filtered_stdout: One file for the lines of all ranks' stdout that a filter selects.
+        filtered_stderr: The same for stderr.
+        hidden_stdouts: Those of ``stdouts`` that the console shows only when their rank fails.
+        hidden_stderrs: Those of ``stderrs`` that the console shows only when their rank fails.
+        timeline: The file that says when each stream was written to; ``""``: none.
+        max_size: Bytes at which a log file is rotated; 0: never.
+        keep: How many rotated files of each log are kept; 0: all.
+        compress: Whether rotated files are compressed.
     """
 
     __slots__ = (  # noqa: RUF023 - the order is that of the arguments
@@ -213,11 +221,13 @@ class LogsSpecs(ABC):
         """Create the folders for the ranks in ``envs`` and name the files. Raises OSError."""
 
     def tidy(self, logs: LogsDest) -> None:  # noqa: B027 - most layouts have nothing to tidy
-        """Called when a group has ended, with its files: remove what nobody will look for. Must not raise."""
+        """Remove what nobody will look for. Called when the group of ``logs`` has ended; must not raise."""
 
 
 class DefaultLogsSpecs(LogsSpecs):
-    """The layout ``<log_dir>/<run id>_<unique>/attempt_<n>/<local rank>/{stdout.log,stderr.log,error.json}``.
+    """Log files in one folder for each run, attempt and rank.
+
+    The layout is ``<log_dir>/<run id>_<unique>/attempt_<n>/<local rank>/{stdout.log,stderr.log,error.json}``.
 
     Run id and attempt are ``TORCHELASTIC_RUN_ID`` and ``TORCHELASTIC_RESTART_COUNT`` of the workers' environments.
     Missing folders are created. Reified for another attempt (a restart), the same instance stays in its run's folder;
@@ -228,6 +238,13 @@ class DefaultLogsSpecs(LogsSpecs):
     also those that are teed, and the evidence of a failure goes with the group, once it is in the result.
 
     Args:
+        log_dir: The folder for all runs; None or "" for a new temporary one.
+        redirects: See `LogsSpecs`.
+        tee: See `LogsSpecs`.
+        local_ranks_filter: See `LogsSpecs`.
+        max_size: See `LogsSpecs`.
+        keep: See `LogsSpecs`.
+        compress: See `LogsSpecs`.
         run_id: What the run is called where ``TORCHELASTIC_RUN_ID`` does not say it; default "run".
         mode: Permissions of the run's folder and of those in it, like 0o750; a set-group-ID bit that they inherit
             stays. None: nobody else can enter the run's folder (0o700). Files have what the umask leaves of 0o666.

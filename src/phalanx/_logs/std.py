@@ -12,6 +12,12 @@ if TYPE_CHECKING:
 class Std(IntFlag):
     """A set of standard streams: none, stdout, stderr, or both.
 
+    Attributes:
+        NONE: Neither stream: 0.
+        OUT: stdout: 1.
+        ERR: stderr: 2.
+        ALL: Both: 3.
+
     >>> Std.ALL == Std.OUT | Std.ERR
     True
     """
@@ -25,7 +31,14 @@ class Std(IntFlag):
     def from_str(cls, vm: str) -> Std | dict[int, Std]:
         """Read the command line's notation: one value for all ranks, or ``rank:value`` pairs, separated by commas.
 
-        Ranks have any number of digits (torch's notation stops at one). Raises ValueError for anything else.
+        Args:
+            vm: The text. Ranks may have several digits.
+
+        Returns:
+            One value, or a value for each rank that is named.
+
+        Raises:
+            ValueError: It is neither; the message names the part that is wrong.
 
         >>> Std.from_str("3")
         <Std.ALL: 3>
@@ -53,7 +66,11 @@ class Std(IntFlag):
 
 
 def to_map(val_or_map: Std | Mapping[int, Std], local_world_size: int) -> dict[int, Std]:
-    """One `Std` for each of ``local_world_size`` ranks; a rank that a mapping leaves out gets ``Std.NONE``.
+    """Return one `Std` for each rank.
+
+    Args:
+        val_or_map: One value for all ranks, or a mapping; a rank that it leaves out gets ``Std.NONE``.
+        local_world_size: How many ranks there are.
 
     >>> to_map({1: Std.OUT}, 2)
     {0: <Std.NONE: 0>, 1: <Std.OUT: 1>}

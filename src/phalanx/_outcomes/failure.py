@@ -172,8 +172,8 @@ class Outcome(Value):
 class ProcessFailure(Value):
     """A worker that failed by itself: a frozen value, derived from its exit and from the error file it left.
 
-    Reading the error file never raises and never blocks. One that is missing or damaged only means that less is known.
-    Of each text, 32 Ki characters are kept: its two ends, and how much was cut between them. The file has all of it.
+    Reading the error file never raises and never blocks: if it is missing or damaged, less is known. Of each text, the
+    beginning and the end are kept, 32 Ki characters together, with a note how much was cut. The file has all of it.
 
     Args:
         local_rank: The worker's rank in its group, 0 and up.
@@ -190,16 +190,16 @@ class ProcessFailure(Value):
         stderr_file: Where its stderr is, or ``""``.
         dated_ns: When it began to end, as far as that is known other than by evidence of its own, on CLOCK_MONOTONIC,
             in nanoseconds.
-        told: What the process itself has told of its failure, for want of an error file: the message, the traceback,
-            and when it was, on CLOCK_MONOTONIC, in nanoseconds. A later error file of its own goes before it.
+        told: What the process has reported of its failure without an error file: the message, the traceback, and the
+            moment on CLOCK_MONOTONIC, in nanoseconds. A later error file of its own is used instead.
         signalled_ns: When we had first sent it a signal, on CLOCK_MONOTONIC, in nanoseconds; None: not at all.
 
     Attributes:
         error_file_data: The error file as parsed, ``{"message": "<NONE>"}`` without one; long texts cut, as above.
         message: The error file's message, or the one ``told``; without both, ``"Signal N (NAME) received by PID n"``
-            or a line on the exit code. So too where the process has recorded an exception and gone on: of that one
-            ``detail`` tells.
-        timestamp: The time of what the message is of, else the time of construction: Unix time, whole seconds.
+            or a line about the exit code. The latter also if the process has recorded an exception and gone on;
+            ``detail`` has that exception.
+        timestamp: When it happened, else the time of construction: Unix time, whole seconds.
         traceback: The error file's traceback, or the one ``told``, or the stacks that a fatal signal left; ``""`` when
             there is none.
         unreadable: Why the error file could not be used, ``""`` otherwise.
@@ -315,7 +315,9 @@ class ProcessFailure(Value):
 
     @property
     def first_key(self) -> int:
-        """What orders failures: the moment of the evidence, else of the exit; else, `LATEST`. CLOCK_MONOTONIC, ns.
+        """The moment by which failures are ordered, in nanoseconds on CLOCK_MONOTONIC.
+
+        It is the moment of the evidence; without evidence, that of the exit; without either, `LATEST`.
 
         The kernel closes a dying process's connections before it reports the exit, so that a peer may have recorded
         its broken pipe by then. An exit without evidence is therefore dated back: by 5 ms, in which nobody has failed,
@@ -389,11 +391,18 @@ def _timestamp(value: object) -> int | None:
 
 
 def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The rank and failure with the least `ProcessFailure.first_key`; of equals, the one with the least ``timestamp``.
+    """Return the failure that came first, with its rank: the one with the least `ProcessFailure.first_key`.
 
-    Of equals in that, too, it is the earlier in the mapping.
+    Of failures with equal keys, it is the one with the least ``timestamp``; if these are equal too, the one that stands
+    first in the mapping.
+
+    Args:
+        failures: The failures, by rank.
+
+    Returns:
+        The rank, and its failure.
 
     Raises:
-        ValueError: There is no failure.
+        ValueError: ``failures`` is empty.
     """
     return min(failures.items(), key=lambda item: (item[1].first_key, item[1].timestamp))

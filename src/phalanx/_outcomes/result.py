@@ -50,7 +50,8 @@ class RunProcsResult(Value):
     Attributes:
         return_values: What each rank returned that succeeded (None for a binary).
         failures: Each rank that failed by itself, never one that we stopped.
-        stdouts, stderrs: The files of each rank's streams (``""``: the launcher's own stream).
+        stdouts: The file of each rank's stdout (``""``: the launcher's own stream).
+        stderrs: The same for stderr.
         root_cause: The failure that came first: by the moment at which its evidence was recorded in the worker, else
             by its exit, in the order in which the kernel reported it; None when there is none.
         outcomes: For every rank: succeeded, failed, stopped by us, or abandoned.

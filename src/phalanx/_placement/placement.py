@@ -32,7 +32,7 @@ _NICEST, _LEAST_NICE = 19, -20
 
 
 class Placement(Value):
-    """Where the workers of a group run, and within which bounds. All of it holds from a worker's first instruction on.
+    """Where the workers of a group run, and within which limits. It is in effect from a worker's first instruction on.
 
     Args:
         cpu_bind: The CPUs of each worker, among those that the caller may use. "none": all. "core": the physical cores
@@ -81,13 +81,13 @@ class Placement(Value):
         )
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some fields changed, and checked."""
+        """Return a copy with the fields in ``changes`` replaced. They are checked as those of a new one are."""
         return type(self)(**super().replace(**changes).__getstate__())
 
     __replace__ = replace
 
     def resolve(self, nprocs: int) -> tuple[dict[int, WorkerBounds | None], str]:
-        """What the keeper is told of each of ``nprocs`` workers; and what the user should know, or "".
+        """Return what the keeper has to do for each of ``nprocs`` workers, and a warning for the user, or "".
 
         Raises ValueError for what this machine does not allow.
         """

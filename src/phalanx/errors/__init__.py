@@ -1,7 +1,7 @@
 """Failures: how a worker records its own, what a launcher knows of it, and the report that a person reads.
 
-Owns the error file's meaning, `ProcessFailure`, `Outcome`, `ChildFailedError` and the report. Refuses to know how
-workers are started, watched or stopped: it is given exit codes, paths and moments.
+`record` and `ErrorHandler` are for workers, the other names for launchers. The module owns the meaning of the error
+file, and the report. It does not start, watch or stop workers: it is given exit codes, paths and moments.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ChildFailedError(Exception):
-    """Workers of a group failed. As text, it is the report: see `format_msg`.
+    """Workers of a group have failed. Its text is the report of `format_msg`.
 
     Args:
         name: What was run.

@@ -41,17 +41,17 @@ _COROUTINE = 0x80  # CO_COROUTINE of a code object's flags: set by "async def"
 
 
 class ErrorHandler:
-    """Writes a process's error file. Override what should be done otherwise, and give it to `record`."""
+    """Writes the error file of a process. Override methods to change what it does, and give it to `record`."""
 
     def _get_error_file_path(self) -> str | None:
         """Where to write: the value of ``TORCHELASTIC_ERROR_FILE``. May be overridden; None for nowhere."""
         return os.environ.get(evidence.ERROR_FILE_ENV)
 
     def initialize(self) -> None:
-        """Called before the recorded function: has the interpreter print its stacks on a fatal signal.
+        """Make the interpreter print its stacks on a fatal signal. Called before the recorded function.
 
-        They go to stderr. Where that is already arranged nothing changes: a worker's go to a file beside its error
-        file.
+        The stacks go to stderr. If they go somewhere already, nothing is changed: those of a worker go to a file beside
+        its error file.
         Where there is no stderr that could take them, it warns (UserWarning).
         """
         import faulthandler
@@ -68,7 +68,8 @@ class ErrorHandler:
     def record_exception(self, e: BaseException) -> None:
         """Write `e` to the file that `_get_error_file_path` names; without one, do nothing.
 
-        Best effort. What is recorded last counts; of one exception that is recorded twice, the first time.
+        If it cannot be written, nothing is raised. A later exception replaces an earlier one; the same exception is
+        written only once.
 
         Args:
             e: The exception. Its traceback is recorded whole.
@@ -102,10 +103,10 @@ class ErrorHandler:
             logger.warning("%s has no place for the error code %d", rootcause_error_file, error_code)
 
     def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None:
-        """Make another process's error file our own, as when a worker is itself the launcher of what failed.
+        """Copy another process's error file to our own. It is for a worker that has itself launched what failed.
 
-        What it holds is written to the file that `_get_error_file_path` names, unchanged but for the code, and replaces
-        what is there; without such a file, nothing is done.
+        Its content is written to the file that `_get_error_file_path` names, and replaces what is there; only the code
+        is changed. Without such a file, nothing is done.
 
         Args:
             rootcause_error_file: The file to pass on.

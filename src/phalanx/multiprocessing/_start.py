@@ -50,74 +50,95 @@ def start_processes(
     timers: TimerSpecs | None = None,
     record: bool = False,
 ) -> PContext:
-    r"""Start N copies of a function or of a binary, as one group.
+    r"""Start N copies of a function or of a program as one group, and return the group.
 
-    Both historical forms work, positionally too::
+    The workers are numbered from 0 to N - 1; a worker's number is its local rank. When one of them fails by itself, the
+    others are stopped. Use the group as a context manager, which closes it, and call `PContext.wait` for the result:
 
-        start_processes(name, entrypoint, args, envs, logs_specs, log_line_prefixes=None, start_method="spawn")
-        start_processes(name, entrypoint, args, envs, log_dir, start_method="spawn", redirects=Std.NONE, tee=Std.NONE)
+    >>> with start_processes("powers", pow, args={0: (2, 3), 1: (3, 2)}) as group:
+    ...     result = group.wait()
+    >>> result.return_values
+    {0: 8, 1: 9}
 
-    Args:
-        name: What the group is called, in reports.
-        entrypoint: A callable, or the name (found on PATH) or path of a binary. A callable may also be a lambda, a
-            closure, or a function of a notebook: what a worker cannot import is sent by value, with cloudpickle.
-        args: Local rank → tuple of positional arguments, for exactly the ranks 0 to N - 1; or one tuple for all ranks,
-            with ``nprocs``. A binary's arguments that are no strings are cast with ``str()``.
-        envs: Local rank → environment variables on top of the caller's, for the same ranks; may be left out.
-        logs_specs: A `LogsSpecs` (default: a `DefaultLogsSpecs` with nothing redirected), or, in the second form, the
-            path of an existing, empty folder.
-        *rest: What follows by position: see the two forms above.
-        nprocs: N, at least 1. Needed only where ``args`` is one tuple, or left out.
-        log_line_prefixes: Local rank → what stands before each teed line; default ``[rank] ``.
-        start_method: "spawn" (a fresh interpreter each), "forkserver" (forks of one fresh interpreter) or "fork" (forks
-            of this process: nothing is pickled). Without effect on binaries.
-        redirects: Second form only: the streams that go to files only.
-        tee: Second form only: the streams that go to files and to the console.
-        log_dir: The folder of the second form, by its name.
-        settle: Seconds (>= 0) after the first failure in which the others may leave evidence, before they are stopped.
-        grace: Seconds (>= 0) between SIGTERM and SIGKILL when a failure stops the others.
-        linger: Seconds (>= 0) for which processes that workers left behind (an upload, say) may go on when every worker
-            has succeeded. Then they get SIGTERM and, 50 ms later, SIGKILL; `RunProcsResult.leftovers` says which.
-        duplicate_stdout_filters: Strings; the lines of all ranks' redirected stdout that hold one of them are also
-            written to one file, ``LogsDest.filtered_stdout``.
-        duplicate_stderr_filters: The same for stderr.
-        console: How the console shows the teed streams.
-        preload: Modules that are imported once, for workers that are forks of where they are: for a callable, with
-            ``start_method="forkserver"``.
-        warm: An entered `warm`, to start from; default: the one around, if it has all of ``preload``.
-        writable: Whether workers may write to large arrays among their arguments (1 MiB or more), which they share
-            otherwise, and may read only. What a worker writes to, it has a copy of.
-        main: How functions, classes and globals of the main module come to the workers of start methods "spawn" and
-            "forkserver": "import", they run the module again as ``__mp_main__``, as those of `multiprocessing` do, so
-            it needs ``if __name__ == "__main__":`` around what starts processes; or "value", they are sent by value.
-            What cannot be run again (a notebook, the REPL, ``-c``) is sent by value in any case.
-        placement: Where the workers run (CPUs, nice value), and within which limits; default: as the caller.
-        timers: A `phalanx.timer.TimerSpecs`: the group watches the timers that its workers take with
-            `phalanx.timer.expires`, and their heartbeats. Default: it does not.
-        record: Whether a ``run.json`` in the run's folder says what becomes of the group, so that ``phalanx runs``,
-            ``phalanx logs`` and ``phalanx stack`` serve it. Without ``logs_specs``, its logs are where those of
-            ``phalanx run`` are, and all streams are teed; else these are a `DefaultLogsSpecs` with a ``log_dir``.
-
-    Returns:
-        The started group.
-
-    Raises:
-        RanksError: ``args`` or ``envs`` does not hold exactly the ranks 0 to N - 1 (a ValueError and a RuntimeError).
-        TypeError: A wrong type, or something that cannot be pickled (the message names it).
-        ValueError: An unknown start method, a negative time, ``nprocs`` below 1, a placement that this machine does not
-            allow, logs that cannot have a record.
-        FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, RuntimeError: The binary or the log
-            folder is not what it should be.
-        OSError: A worker could not be started; those that had been are gone, and the message says what ran out.
+    One tuple of arguments serves all ranks when ``nprocs`` says how many there are. A program is started by its name:
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     args = {0: ("hello", 0), 1: ("hello", 1)}
-    ...     with start_processes("greet", "/bin/echo", args, log_dir=folder, redirects=Std.ALL) as group:
+    ...     logs = DefaultLogsSpecs(folder, redirects=Std.ALL)
+    ...     with start_processes("greet", "echo", ("hello",), nprocs=2, logs_specs=logs) as group:
     ...         result = group.wait()
     ...     with open(result.stdouts[1]) as stream:
     ...         stream.read()
-    'hello 1\n'
+    'hello\n'
+
+    By position, the arguments of torch's function of this name are understood, in its newer and in its older form::
+
+        start_processes(name, entrypoint, args=(), envs=None, logs_specs=None,
+                        log_line_prefixes=None, start_method="spawn")
+        start_processes(name, entrypoint, args=(), envs=None, log_dir=None,
+                        start_method="spawn", redirects=Std.NONE, tee=Std.NONE)
+
+    Args:
+        name: The name of the group, for reports.
+        entrypoint: A callable; or a program, by its name (found on PATH) or its path. What a worker cannot import (a
+            lambda, a closure, a function of a notebook) is sent by value, with cloudpickle.
+        args: The positional arguments: a mapping from each local rank to a tuple, or one tuple for all ranks, with
+            ``nprocs``. Arguments of a program that are no strings are converted with ``str()``.
+        envs: A mapping from each local rank to environment variables, which are added to the caller's.
+        logs_specs: Where output goes; default: a `DefaultLogsSpecs` that redirects nothing. In the older form, the
+            path of an existing, empty folder.
+        *rest: What follows by position: see the two forms above.
+        nprocs: N, at least 1. Needed if neither ``args`` nor ``envs`` is a mapping.
+        log_line_prefixes: A mapping from local rank to what stands before each line on the console; a rank that it
+            leaves out has ``[rank] ``.
+        start_method: How workers of a callable are started: "spawn" (a fresh interpreter each), "forkserver" (forks of
+            one fresh interpreter) or "fork" (forks of this process; nothing is pickled). No effect on programs.
+        redirects: Older form only: the streams that go to files and not to the console.
+        tee: Older form only: the streams that go to files and to the console.
+        log_dir: Older form only: the folder, given by name.
+        settle: Seconds (>= 0) between the first failure and the stop of the others. In this time, they may fail too and
+            leave tracebacks of their own.
+        grace: Seconds (>= 0) between SIGTERM and SIGKILL when the others are stopped.
+        linger: Seconds (>= 0) for which processes that workers left behind (an upload, say) may go on after every
+            worker has succeeded. Then they get SIGTERM and, 50 ms later, SIGKILL; `RunProcsResult.leftovers` has them.
+        duplicate_stdout_filters: A list of strings. Lines of any rank's redirected stdout that contain one of them are
+            also written to one file, `LogsDest.filtered_stdout`.
+        duplicate_stderr_filters: The same for stderr.
+        console: How the console shows streams that are teed.
+        preload: Modules to import once: the workers are forks that have them already. For a callable, with
+            ``start_method="forkserver"``.
+        warm: An entered `warm` to fork the workers from; default: the innermost one that is open, if it has imported
+            all of ``preload``.
+        writable: Whether workers may write to large arrays (1 MiB or more) among their arguments. If so, each worker
+            has its own copy of what it writes to. If not, all share one read-only copy.
+        main: How workers ("spawn", "forkserver") get what the main module defines. "import": they run the module again
+            as ``__mp_main__``, as those of `multiprocessing` do, so the module must start processes under
+            ``if __name__ == "__main__":`` only. "value": it is sent by value. A main module that cannot be run again
+            (a notebook, the REPL, ``-c``) is sent by value in either case.
+        placement: On which CPUs, with which nice value and within which limits the workers run; default: those of the
+            caller.
+        timers: How timers (`phalanx.timer.expires`) and heartbeats (`phalanx.timer.beat`) of the workers are watched;
+            default: not at all.
+        record: Whether to keep a ``run.json`` in the run's folder, so that ``phalanx runs``, ``phalanx logs`` and
+            ``phalanx stack`` find the group. Needs a `DefaultLogsSpecs` with a ``log_dir``, or no ``logs_specs``: then
+            all streams are teed, and the logs are where those of ``phalanx run`` are.
+
+    Returns:
+        The started group: a `MultiprocessContext` for a callable, a `SubprocessContext` for a program.
+
+    Raises:
+        RanksError: ``args`` or ``envs`` does not hold exactly the ranks 0 to N - 1 (a ValueError and a RuntimeError).
+        TypeError: An argument has a wrong type.
+        UnpicklableError: Something cannot be pickled; the message names it (a TypeError).
+        ValueError: An unknown start method, a negative time, ``nprocs`` below 1, a placement that this machine does not
+            allow, or logs that cannot have a record.
+        PreloadError: A module of ``preload`` cannot be imported.
+        FileNotFoundError: The program, or the folder of the older form, does not exist.
+        PermissionError: The program must not be executed, or the logs must not be written.
+        NotADirectoryError: The log folder is a file.
+        IsADirectoryError: The program is a folder.
+        RuntimeError: The folder of the older form is not empty.
+        OSError: A worker could not be started. Those that had been are gone, and the message says what ran out.
     """
     given: dict[str, Any] = {
         "start_method": start_method,

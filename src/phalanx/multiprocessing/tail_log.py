@@ -1,6 +1,6 @@
 """Follow log files into a stream, from Python: the names of ``torch.distributed.elastic.multiprocessing.tail_log``.
 
-Thin faces of the pump that every group has. A group with teed streams needs neither of them.
+A group with teed streams needs neither of them: it shows its lines by itself.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ __all__ = ["TailLog", "tail_logfile"]
 class TailLog:
     r"""Shows what is appended to files, whole lines at a time, until it is stopped. Files may be created later.
 
-    One thread for all files, and none of its wake-ups is for nothing: ``interval_sec`` is accepted and without effect.
-    What reaches ``dst`` is bytes as they are in the files where ``dst`` has a descriptor, else text with replacement
-    characters; a terminal is shown escapes for what it would obey, but for colours. A last line without an end gets
-    one.
+    One thread follows all files, and sleeps until one of them grows. If ``dst`` has a descriptor, it gets the bytes of
+    the files, else text with replacement characters. A terminal gets control sequences as escapes, except colours. A
+    last line without an end gets one.
 
     Args:
         name: Names the thread, and each file's prefix: ``[{name}{rank}]:``.

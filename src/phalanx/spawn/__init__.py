@@ -1,12 +1,12 @@
 """Call one function in N processes that fall together: the names of ``torch.multiprocessing``.
 
 `spawn` calls ``fn(i, *args)`` in process i. When one fails, the others are stopped, and the failure that came first is
-raised, with its traceback. It is a face of `phalanx.multiprocessing`: the same keeper, the same guarantees. It has the
+raised, with its traceback. The engine and the guarantees are those of `phalanx.multiprocessing`. This module owns the
 exceptions, the handle on each process, and what becomes of a group at the interpreter's exit.
 
-``import phalanx.spawn as mp`` serves where ``import torch.multiprocessing as mp`` stood: what the standard
-`multiprocessing` exports is here as well. The sharing strategies of tensors (``set_sharing_strategy`` and its like)
-are not: they are torch's, and ``import torch.multiprocessing`` has them, also beside this module.
+``import phalanx.spawn as mp`` replaces ``import torch.multiprocessing as mp``: everything that the standard
+`multiprocessing` exports is here as well. The sharing strategies of tensors (``set_sharing_strategy``, …)
+are not: import ``torch.multiprocessing`` beside this module for them.
 
 >>> import phalanx.spawn as mp
 >>> queue = mp.get_context("spawn").SimpleQueue()
@@ -175,18 +175,19 @@ def spawn(
         fn: Any callable: also a lambda, a closure, or a function of a notebook, which are sent by value (cloudpickle).
         args: The arguments after the index, the same for all; pickled once.
         nprocs: How many processes, at least 1.
-        join: Wait until all have ended, and raise when one fails. A Ctrl-C stops the group before it goes on.
-        daemon: With ``join=False``, whether the interpreter's exit stops the processes (SIGTERM, grace, SIGKILL) or
-            waits for them; so does the end of a `multiprocessing.Process`. When it is killed, they are killed in any
-            case.
+        join: Whether to wait until all have ended, and to raise when one fails. A Ctrl-C stops the group before
+            KeyboardInterrupt is raised.
+        daemon: With ``join=False``: whether the exit of the interpreter (or of the `multiprocessing.Process` that calls
+            this) stops the processes (SIGTERM, grace, SIGKILL) or waits for them. If it is killed, they are killed in
+            either case.
         start_method: "spawn" (a fresh interpreter each), "forkserver" (forks of one fresh interpreter) or "fork" (forks
             of this process: nothing is pickled).
-        envs: Index → environment variables on top of the caller's, for every index.
+        envs: A mapping from each index to environment variables, which are added to the caller's.
         logs_specs: Where output goes. By default the processes have the caller's own streams.
         settle: Seconds (>= 0) after the first failure before the others are stopped.
         grace: Seconds (>= 0) between SIGTERM and SIGKILL.
-        linger: Seconds (>= 0) for which what the processes left behind may go on when all have ended well.
-        preload: Modules that are imported once, before, with "forkserver": the processes have them already.
+        linger: Seconds (>= 0) for which processes that these have left behind may go on after all have ended well.
+        preload: Modules to import once, with "forkserver": the processes are forks that have them already.
         warm: An entered `phalanx.multiprocessing.warm` to start from, with "forkserver".
         writable: Whether ``fn`` may write to large arrays (1 MiB or more) in ``args``, which are shared otherwise.
         main: "import" or "value": see `phalanx.multiprocessing.start_processes`.
@@ -197,12 +198,15 @@ def spawn(
             `phalanx.multiprocessing.start_processes`.
 
     Returns:
-        None after a join, else the context. It may be dropped: the processes go on. A failure that nobody joins is told
-        on stderr at the interpreter's exit.
+        None after a join, else the context. It may be dropped: the processes go on. A failure that no `join` has raised
+        is written to stderr at the interpreter's exit.
 
     Raises:
-        ProcessRaisedException, ProcessExitedException, KeeperLostError: See `ProcessContext.join`.
-        TypeError, ValueError: An argument is wrong, or cannot be pickled (the message names it). Nothing was started.
+        ProcessRaisedException: The first failure was an exception: see `ProcessContext.join`.
+        ProcessExitedException: The first failure was a signal or an exit code.
+        KeeperLostError: The group's helper process was killed, and with it the group.
+        TypeError: An argument has a wrong type, or cannot be pickled (the message names it). Nothing was started.
+        ValueError: An argument has a wrong value. Nothing was started.
         OSError: A process could not be started; those that had been are gone.
 
     >>> try:

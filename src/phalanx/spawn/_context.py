@@ -10,10 +10,13 @@ from phalanx.spawn._spawn_group import Sentinel, SpawnGroup
 
 
 class SpawnedProcess:
-    """One process of a group, as far as people use a `multiprocessing.Process`.
+    """One process of a group, with the methods of a `multiprocessing.Process` that make sense after its start.
+
+    `spawn` makes one for each ``index`` of its ``group``.
 
     Attributes:
-        pid, ident: Its process id.
+        pid: Its process id.
+        ident: The same.
         name: Like ``"SpawnProcess-1"``: what `multiprocessing.current_process` is called in it.
         daemon: As given to `spawn`.
     """
@@ -40,8 +43,8 @@ class SpawnedProcess:
     def sentinel(self) -> int:
         """A descriptor that becomes readable when the process has ended, for `multiprocessing.connection.wait`.
 
-        `exitcode` is known by then. It is no pidfd: nothing about it depends on a process id. It stays open until this
-        object and its context are gone, and the process has ended.
+        `exitcode` is known by then. The descriptor is not a pidfd. It stays open until the process has ended and this
+        object and its context are gone.
         """
         if self._sentinel is None:
             self._sentinel = Sentinel(self._worker.ended)
@@ -52,11 +55,11 @@ class SpawnedProcess:
         return self.exitcode is None
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until it has ended, for at most ``timeout`` seconds. What it failed of, `ProcessContext.join` raises."""
+        """Wait until it has ended, for at most ``timeout`` seconds. Its failure is raised by `ProcessContext.join`."""
         self._worker.ended.wait(-1 if timeout is None else max(0, timeout))
 
     def terminate(self) -> None:
-        """Send SIGTERM to it, if it runs. That it ends so is a failure like any other, and the rest are stopped."""
+        """Send SIGTERM to it, if it runs. If it ends by that, it has failed, and the others are stopped."""
         self._group.send(self._index, signal.SIGTERM)
 
     def kill(self) -> None:
@@ -69,7 +72,7 @@ class SpawnedProcess:
 
 
 class ProcessContext:
-    """The processes that `spawn` and `start_processes` have started; get it from there, with ``join=False``.
+    """The processes that `spawn` has started. With ``join=False``, `spawn` returns it for its ``group``.
 
     Attributes:
         processes: A `SpawnedProcess` for each index.
@@ -94,9 +97,9 @@ class ProcessContext:
     def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
         """Wait until all have ended; raise if one has failed.
 
-        Once one fails, the others have 0.1 s to leave evidence of their own, then get SIGTERM, and SIGKILL after the
-        grace period: this returns within a bounded time. A Ctrl-C meanwhile stops the group before KeyboardInterrupt
-        goes on: SIGINT, the grace period, SIGKILL; once more, and it is killed at once.
+        When one fails, the others have 0.1 s to leave evidence of their own. Then they get SIGTERM, and SIGKILL after
+        the grace period, so this returns within a bounded time. A Ctrl-C stops the group before KeyboardInterrupt is
+        raised: SIGINT, the grace period, SIGKILL. A second Ctrl-C kills it at once.
 
         Args:
             timeout: Seconds for the whole; None: until all have ended.

@@ -1,4 +1,4 @@
-"""Expiration timers: a worker that does not leave a block by its deadline is found, explained and reaped.
+"""Expiration timers: a worker that does not leave a block by its deadline is reported, with stacks, and killed.
 
 The names of ``torch.distributed.elastic.timer``, and more: timers in shared memory, which need no set-up under
 ``phalanx run``, and heartbeats.

@@ -59,14 +59,13 @@ _running: dict[tuple[int, str], set[int]] = {}  # which numbers of a scope are t
 
 
 def configure(timer_client: TimerClient | None) -> None:
-    """Say who is told of timers in this process, from now on. Timers that run already stay where they are.
+    """Set the client that `expires` uses in this process from now on. Timers that run already stay where they are.
 
-    Without effect on groups that have a table of their own, unless it is called: under ``phalanx run``, and in
-    a group that was started with `TimerSpecs`, `expires` works without it.
+    Under ``phalanx run``, and in a group that was started with `TimerSpecs`, it is not needed: the group watches.
 
     Args:
-        timer_client: A `LocalTimerClient`, a `FileTimerClient`, a `SharedTimerClient`, or one of your own. None: nobody
-            that was configured; if the process is in a group that has timers, that group again.
+        timer_client: A `LocalTimerClient`, a `FileTimerClient`, a `SharedTimerClient`, or one of your own. None: no
+            client; if the process is in a group that has timers, the group watches again.
 
     Raises:
         TypeError: It has no ``acquire`` and ``release``.
@@ -108,20 +107,21 @@ class NobodyWatchesError(RuntimeError):
 
 
 class expires:  # noqa: N801 - used as a verb, as it is in torch
-    """A block that must be left within ``after`` seconds, or the worker is reaped: stacks first, then SIGKILL.
+    """A block that must be left within ``after`` seconds. Otherwise the stacks are written, and the worker is killed.
 
-    A context manager, and a decorator (of coroutine functions, too). Blocks nest, and the same block may be entered by
-    several threads at once: each has a timer of its own. A block that ends by an exception releases its timer, and the
-    exception goes on. Time is CLOCK_MONOTONIC: a step of the wall clock changes nothing. A process that
-    forks within a block keeps the timer; the child does not have it.
+    It is a context manager, and a decorator (also of coroutine functions). Blocks can be nested, and several threads
+    may enter the same block: each entry has a timer of its own. A block that ends with an exception releases its timer.
+    Time is CLOCK_MONOTONIC: a step of the wall clock changes nothing. If a process forks within a block, the parent
+    keeps the timer, and the child has none.
 
-    Unlike torch's, the default scope names the caller's file and line, not contextlib's; and nested blocks do not
-    cancel each other.
+    In contrast to torch's, the default scope names the caller's file and line, and nested blocks do not cancel each
+    other.
 
     Args:
         after: Seconds, more than 0.
-        scope: What the block is called in reports. Default: the caller's file and line; of a function, its own.
-        client: Who is told, instead of the one that was configured.
+        scope: What the block is called in reports. Default: the caller's file and line; as a decorator, those of the
+            function.
+        client: The client to use, instead of the one that was configured.
 
     Raises:
         ValueError: ``after`` is 0, negative, infinite or not a number.
@@ -316,9 +316,9 @@ def beat() -> None:
     """Say that this rank is alive: call it once per step of the training loop. It costs a quarter of a microsecond.
 
     With ``--hang-timeout SECONDS`` (`TimerSpecs.hang_timeout`), a rank whose last beat is older is hung. The first
-    beat arms it, so a start may take its time; an `expires` block that may take longer extends it, in whichever process
-    of the rank, and its end counts as a beat. What follows the last step is to `rest`. In a process that is in no such
-    group, it does nothing; nor where the group's table cannot be had, which is said once, on stderr.
+    beat arms it, so a start may take its time. An `expires` block in any process of the rank extends it, and the end of
+    the block counts as a beat. After the last step, call `rest`. In a process that is in no such group, it does
+    nothing. If the group's table cannot be opened, it says so once on stderr, and does nothing.
     """
     progress()
 
@@ -351,15 +351,17 @@ def progress(step: int = 0) -> None:
 
 
 class rest:  # noqa: N801 - used as a verb, as `expires` is
-    """End this process's heartbeats until its next `beat`: what comes now may take any time.
+    """Suspend this process's heartbeat until its next `beat`: what comes now may take any time.
 
-    An evaluation, an upload, what runs after the last step. It covers the processes below this one as well (loaders
-    that are idle meanwhile), whatever they do, but neither its parents nor its siblings: a loader that rests shields
-    no training loop. An `expires` block is watched all the same. Also a context manager, time and again: when the
-    block is left, and heartbeats ran before, it beats once, with the last step; of several at once, the last one does.
+    It is for an evaluation, an upload, or what runs after the last step. It covers the processes below this one as well
+    (loaders that are idle meanwhile), but neither its parents nor its siblings. `expires` blocks are still watched.
 
-    The end of a worker's program rests by itself (its function has returned, its script is at its end, or either has
-    called ``sys.exit(0)``), so that exit handlers and threads may take their time. One that fails does not.
+    It is also a context manager, which can be used again. When the block is left, and heartbeats ran before, it beats
+    once, with the last step; of several blocks at once, the last one does.
+
+    At the end of a worker's program (its function has returned, its script is at its end, or either has called
+    ``sys.exit(0)``) the heartbeat is suspended by itself, so exit handlers and threads may take their time. After a
+    failure it is not.
 
     In a process that is in no group, it does nothing. It never raises.
 

@@ -40,13 +40,13 @@ _AGAIN = 1.0  # seconds after which somebody is looked at again who could not be
 
 
 class FileTimerServer:
-    """Watches the timers that processes of this host take through a named pipe, and strikes those that are late.
+    """Watches the timers that processes of this host take through a named pipe, and signals those that are late.
 
     When a timer expires, the stacks of its process are logged (logger ``phalanx.timer``) and written where its
-    supervisor finds them, and it is sent the signal of its request. Several scopes of one process expire as one.
-    Struck is only who runs as our user or descends from us, for root only the latter, and never this process or an
-    ancestor of it: requests for others are refused, and logged. Deadlines are on CLOCK_MONOTONIC. Damaged lines are
-    logged and skipped.
+    supervisor finds them. Then the process is sent the signal of its request. Several scopes of one process expire
+    together. Only processes of the same user or descendants are signalled; as root, only descendants; never this
+    process or an ancestor. Requests for other processes are refused, and logged. Deadlines are on CLOCK_MONOTONIC.
+    Damaged lines are logged and skipped.
 
     The pipe is a FIFO of mode 0600. One that a killed server left is taken over, with what is in it; the timers
     that the killed server knew are lost.
@@ -150,7 +150,7 @@ class FileTimerServer:
         return int(clock.wall() - (0.0 if waits else clock.now() - self._progress))
 
     def register_timers(self, timer_requests: Iterable[FileTimerRequest]) -> None:
-        """Note the timers that were taken, and forget those that were released, in order."""
+        """Take over ``timer_requests`` in their order: note timers that were taken, forget those that were released."""
         known: set[int] = set()
         for request in timer_requests:
             self._request_count += 1
@@ -173,7 +173,7 @@ class FileTimerServer:
                 self._arm(request._deadline)
 
     def clear_timers(self, worker_pids: set[int]) -> None:
-        """Forget all timers of these processes."""
+        """Forget all timers of the processes in ``worker_pids``."""
         for key in [key for key in self._timers if key[0] in worker_pids]:
             del self._timers[key]
 

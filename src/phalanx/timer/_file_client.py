@@ -47,6 +47,9 @@ class FileTimerRequest(TimerRequest):
         expiration_time: When it expires: Unix time, in seconds. Negative: the timer is released.
         signal: What to send the process then. 0 or less: nothing, it is only reported.
 
+    Attributes:
+        version: The version of the form, 1.
+
     >>> request = FileTimerRequest(4242, "all_reduce", 1795184205.5, 9)
     >>> request
     FileTimerRequest(worker_pid=4242, scope_id='all_reduce', expiration_time=1795184205.5, signal=9)
@@ -106,7 +109,7 @@ class FileTimerRequest(TimerRequest):
 
     @classmethod
     def from_json(cls, line: str | bytes) -> FileTimerRequest:
-        """Read what `to_json` or anyone else wrote.
+        """Read the ``line`` that `to_json`, or a client in another language, wrote.
 
         Raises:
             ValueError: It is no request. The message says why.

@@ -21,9 +21,9 @@ SHORT_SCOPE = 320
 
 
 class TimerRequest:
-    """A worker's wish: a timer on a scope, or no longer one.
+    """A request of a worker: to take a timer on a scope, or to release it.
 
-    Requests are equal when their three public fields are. They can be pickled. Change none once it is made.
+    Requests are equal if their three public fields are. They can be pickled, and must not be changed.
 
     Args:
         worker_id: Who asks: whatever client and server know the worker by; hashable.
@@ -155,11 +155,11 @@ class TimerServer(ABC):
     that could not be reaped keeps its timers, and is tried again after a second, then two, four and so on, at least
     every ``max_interval``. An exception in one of the methods is logged; the server goes on.
 
-    A ``get`` that takes longer than its timeout is a sign that this process was stopped, and its workers with it,
-    perhaps: deadlines are put off by what it took too long, if that is 0.05 to 0.5 s, and else by the whole wait.
-    With a queue of `multiprocessing` that is so whenever it happens, and it is asked in parts of the time to the next
-    deadline, as a pause within a wait is not seen. Another queue is asked once, and may be slow each time: that counts
-    once for each timer, and for no longer than the timer had when it was received.
+    If a ``get`` takes longer than its timeout, this process was stopped, and perhaps its workers with it. So deadlines
+    are put off: by the excess if that is 0.05 to 0.5 s, else by the whole wait. A queue of `multiprocessing` is asked
+    in parts of the time to the next deadline, because a pause in the middle of a wait is not seen. Another queue is
+    asked once, and may be slow each time; so that counts once for each timer, and for at most the time that the timer
+    had when it was received.
 
     Deadlines are on CLOCK_MONOTONIC: a request is converted as it comes out of the queue, so that `register_timers`
     gets requests whose ``expiration_time`` is comparable to the ``deadline`` of `get_expired_timers`, and
@@ -193,14 +193,15 @@ class TimerServer(ABC):
 
     @abstractmethod
     def register_timers(self, timer_requests: list[TimerRequest]) -> None:
-        """Note the timers that were taken, and forget those that were released: in order, later ones replace earlier.
+        """Take over ``timer_requests``: note timers that were taken, forget those that were released.
 
-        Also called with an empty list, when the server has woken for another reason.
+        They are in order: a later one replaces an earlier one on the same scope. The list is empty when the server has
+        woken for another reason.
         """
 
     @abstractmethod
     def clear_timers(self, worker_ids: set[Any]) -> None:
-        """Forget all timers of these workers."""
+        """Forget all timers of the workers in ``worker_ids``."""
 
     @abstractmethod
     def get_expired_timers(self, deadline: float) -> dict[Any, list[TimerRequest]]:
@@ -208,7 +209,7 @@ class TimerServer(ABC):
 
     @abstractmethod
     def _reap_worker(self, worker_id: Any) -> bool:
-        """End a worker. Returns whether that is done, or was already.
+        """End the worker ``worker_id``. Return whether it has ended, now or before.
 
         If it raises, that is logged and the worker counts as reaped.
         """

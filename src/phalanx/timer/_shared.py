@@ -42,7 +42,9 @@ _hooked = False
 
 
 class SharedTimerClient(TimerClient):
-    """The worker's end. To set or clear a timer is a few stores; no system call, unless its deadline is the earliest.
+    """Takes timers in memory that is shared with a `SharedTimerServer`.
+
+    To set or clear a timer is a few stores, and no system call unless its deadline is the earliest.
 
     It can be pickled, and handed to a worker as an argument. A fork takes a seat of its own.
 
@@ -178,11 +180,11 @@ def _unlock() -> None:
 
 
 class SharedTimerServer:
-    """Watches timers that are set in shared memory, in a thread of its own, and reaps processes that are late.
+    """Watches timers that are set in shared memory, in a thread of its own, and kills processes that are late.
 
-    It sleeps until the earliest deadline, or until somebody sets an earlier one. A process is who the kernel says holds
-    the seat, by a lock that goes with it: no recycled pid is ever signalled. Those of other users, itself and its
-    own ancestors are refused, and logged.
+    It sleeps until the earliest deadline, or until somebody sets an earlier one. The kernel says which process holds a
+    seat, by a lock that ends with the process, so a recycled pid is never signalled. Processes of other users, this
+    process and its ancestors are refused, and logged.
 
     Args:
         max_interval: Accepted and without effect: nothing polls.
