@@ -458,7 +458,7 @@ def test_who_attends_to_a_moment_waits_in_parts(monkeypatch: pytest.MonkeyPatch)
     it = Loop()
     try:
         it.after(0.5, it.stop)
-        it.attend(100.4375)
+        it.watch_for_pauses(100.4375)
         it.run()
     finally:
         it.close()

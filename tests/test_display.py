@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._base.background import Aside
+from phalanx._base.background import SerialExecutor
 from phalanx._base.loop import Loop
 from phalanx._engine import supervisor
 from phalanx._logs import display, pump
@@ -309,15 +309,15 @@ def test_a_listener_that_does_not_return(ready: Ready, monkeypatch: pytest.Monke
 
 
 def test_calls_on_a_thread_of_their_own() -> None:
-    aside, done = Aside("aside", most=3), []
+    aside, done = SerialExecutor("aside", most=3), []
     go_on = threading.Event()
-    assert aside.finish(0)
-    assert aside.call(go_on.wait)  # type: ignore[arg-type]  # what it returns is dropped
-    assert [aside.call(lambda number=number: done.append(number)) for number in range(5)].count(True) in (3, 4)  # type: ignore[misc]  # as above
+    assert aside.drain(0)
+    assert aside.submit(go_on.wait)  # type: ignore[arg-type]  # what it returns is dropped
+    assert [aside.submit(lambda number=number: done.append(number)) for number in range(5)].count(True) in (3, 4)  # type: ignore[misc]  # as above
     assert aside.dropped in (1, 2)
-    assert not aside.finish(0.01)
+    assert not aside.drain(0.01)
     go_on.set()
-    assert aside.finish(TIMEOUT)
+    assert aside.drain(TIMEOUT)
     assert done == list(range(len(done)))
 
 
@@ -325,10 +325,10 @@ def test_what_a_call_raises_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> None:
         raise ValueError("no")
 
-    aside, done = Aside("aside"), []
-    aside.call(fail)
-    aside.call(lambda: done.append(1))
-    assert aside.finish(TIMEOUT)
+    aside, done = SerialExecutor("aside"), []
+    aside.submit(fail)
+    aside.submit(lambda: done.append(1))
+    assert aside.drain(TIMEOUT)
     assert done == [1]
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR] == ["aside"]
 

@@ -48,10 +48,10 @@ def test_what_is_no_regular_file_is_not_read(tmp_path: Path, kind: str) -> None:
     path = str(tmp_path / "log")
     KINDS[kind](path)
     with pytest.raises(OSError, match="(?i)" + kind) as caught:
-        files.contents(path, 100, links=files.OWN_LINKS)
+        files.read(path, 100, links=files.OWN_LINKS)
     assert caught.value.filename == path
     with pytest.raises(OSError, match=r"regular file|link|socket") as unfollowed:
-        files.contents(path, 100)
+        files.read(path, 100)
     assert unfollowed.value.filename == path
 
 
@@ -60,17 +60,17 @@ def test_a_link_is_followed_where_that_is_said(tmp_path: Path) -> None:
     (tmp_path / "far").symlink_to("log")
     (tmp_path / "link").symlink_to(tmp_path / "far")
     path = str(tmp_path / "link")
-    assert files.contents(path, 100, links=files.OWN_LINKS) == files.contents(path, 100, links=files.ANY_LINK)
+    assert files.read(path, 100, links=files.OWN_LINKS) == files.read(path, 100, links=files.ANY_LINK)
     with pytest.raises(files.UnfitError, match="it is a link, which is not followed here"):
-        files.contents(path, 100)
+        files.read(path, 100)
     assert files.target(path) == str(tmp_path / "log")
 
 
 def test_no_more_is_read_than_was_said(tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(b"0123456789")
-    assert files.contents(str(tmp_path / "log"), 4, 3) == b"3456"
+    assert files.read(str(tmp_path / "log"), 4, 3) == b"3456"
     with pytest.raises(files.UnfitError, match=f"it belongs to uid {os.geteuid()}"):
-        files.contents(str(tmp_path / "log"), 4, owners={-1})
+        files.read(str(tmp_path / "log"), 4, owners={-1})
 
 
 def test_a_terminal_or_stderr_can_be_a_log() -> None:

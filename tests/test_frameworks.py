@@ -122,7 +122,7 @@ dist.destroy_process_group()
 PATIENT = """
 from phalanx._stacks import snapshot
 from phalanx.cli import main
-witnesses.WAIT, witnesses._FRESH = 8.0, 60.0
+snapshot.WAIT, snapshot._FRESH = 8.0, 60.0
 main()
 """
 

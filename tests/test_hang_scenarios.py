@@ -57,7 +57,7 @@ from phalanx._stacks import snapshot
 from phalanx.cli import main
 from tests.waits import wait_long_for_stacks
 wait_long_for_stacks()
-witnesses.WAIT = float(os.environ.pop("WAIT"))
+snapshot.WAIT = float(os.environ.pop("WAIT"))
 main()
 """
 

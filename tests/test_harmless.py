@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from phalanx._base import clock
 from phalanx._base.clock import FakeClock
-from phalanx._base.control_chars import Colours, escape_json, harmless
+from phalanx._base.control_chars import Colours, escape_json, sanitise
 from phalanx._base.stderr import tell
 from phalanx._logs.prefixes import Prefixes
 from phalanx._logs.render import Json, Lane, Text, View
@@ -84,7 +84,7 @@ def check_rest(chunks: list[bytes]) -> None:
     """Lines of ours, live lines, and JSON."""
     data = b"".join(chunks)
     text = data.decode("utf-8", "surrogateescape")
-    ours = harmless(text)
+    ours = sanitise(text)
     assert not obeyed(ours.encode("utf-8", "surrogateescape"))
     assert not re.search(r"\r(?!\n)", ours)
     live = visible(data, 20)

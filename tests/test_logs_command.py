@@ -817,9 +817,9 @@ def test_a_file_system_of_a_network_is_known_by_its_number(tmp_path: Path, monke
         ["stat", "-f", "-c", "%t", str(tmp_path)], check=True, capture_output=True, text=True
     ).stdout
     monkeypatch.setattr(linux, "_OF_NETWORKS", {int(number, 16): "this one"})
-    assert linux.is_of_network(str(tmp_path))
-    assert not linux.is_of_network("/proc")
-    assert not linux.is_of_network(str(tmp_path / "missing"))
+    assert linux.is_network_filesystem(str(tmp_path))
+    assert not linux.is_network_filesystem("/proc")
+    assert not linux.is_network_filesystem(str(tmp_path / "missing"))
 
 
 BLIND = """
@@ -827,7 +827,7 @@ import sys
 from phalanx._base import linux
 add = linux.inotify_add
 linux.inotify_add = lambda fd, path, mask=0: add(fd, sys.argv[1])
-linux.is_of_network = lambda path: True
+linux.is_network_filesystem = lambda path: True
 sys.argv[:] = ["phalanx", *sys.argv[2:]]
 from phalanx.__main__ import main
 main()

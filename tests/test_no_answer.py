@@ -91,7 +91,7 @@ def test_folders_are_made_for_no_group_that_has_ended(gate: Gate, monkeypatch: p
         group.wait(TIMEOUT)
         ended.set()
         assert group._supervisor is not None
-        assert group._supervisor._chored.finish(TIMEOUT)
+        assert group._supervisor._chored.drain(TIMEOUT)
     assert not made
 
 
@@ -116,7 +116,7 @@ def test_folders_are_removed_after_the_last_that_is_made(gate: Gate, monkeypatch
     assert steps == []
     answer.set()
     assert group._supervisor is not None
-    assert group._supervisor._chored.finish(TIMEOUT)
+    assert group._supervisor._chored.drain(TIMEOUT)
     assert steps == ["made", "removed"]
 
 

@@ -309,7 +309,7 @@ def test_a_chain_of_links_is_followed_as_far_as_it_is_ours(own: Path, secret: Pa
     with acting_as(NOBODY):
         (own / "theirs").symlink_to(secret)
     with pytest.raises(files.UnfitError, match=f"a link of uid {NOBODY}"):
-        files.contents(str(own / "ours"), 100, links=files.OWN_LINKS)
+        files.read(str(own / "ours"), 100, links=files.OWN_LINKS)
     assert files.target(str(own / "ours")) == str(own / "theirs")
 
 

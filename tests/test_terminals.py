@@ -69,8 +69,8 @@ def test_colours_by_one_rule(
     for name, value in {"TERM": "xterm", **env}.items():
         monkeypatch.setenv(name, value)
     with terminal() as (_ours, theirs), open(os.devnull) as file:
-        assert terminals.coloured(theirs if tty else file, choice) is coloured
-    assert terminals.coloured(None) is (bool(env.get("FORCE_COLOR")) and not env.get("NO_COLOR"))
+        assert terminals.use_colour(theirs if tty else file, choice) is coloured
+    assert terminals.use_colour(None) is (bool(env.get("FORCE_COLOR")) and not env.get("NO_COLOR"))
 
 
 FAILING = "echo line; exit 3"

@@ -376,7 +376,7 @@ finally:
 
 CLIENT = """
 import signal, sys
-from phalanx._base import clock, procfs
+from phalanx._base import clock
 from phalanx.timer import SharedTimerClient
 client = SharedTimerClient(sys.argv[1])
 client.acquire("before", clock.wall() + 60)
@@ -894,7 +894,7 @@ class FakeLoop:
         self.waited_from, self.waited_until = began / clock.NS, now / clock.NS
         self.pauses.note(self.waited_from, until / clock.NS, self.waited_until)
 
-    def attend(self, moment: float) -> None:
+    def watch_for_pauses(self, moment: float) -> None:
         """Tests say when a wait ends."""
 
     def watch(self, fd: int, callback: Callable[[int], None]) -> None:

@@ -863,9 +863,9 @@ def test_a_zygote_whose_launcher_died_before_it_got_up_leaves_at_once() -> None:
     """It has been handed to somebody else, and a fork of the launcher may hold its socket."""
     code = """
 import os, sys
-from phalanx._base import channels, interpreter, procfs
+from phalanx._base import channels, interpreter
 launcher = os.getpid()
-ours, theirs = wire.pair()
+ours, theirs = channels.pair()
 if os.fork() == 0:
     while os.getppid() == launcher:
         pass

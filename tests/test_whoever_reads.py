@@ -147,7 +147,7 @@ def test_files_are_the_same(kind: str, rotated: bool, place: Place, ready: Ready
 def test_such_a_terminal_cannot_be_opened_anew() -> None:
     """Else the test above would show nothing."""
     code = (
-        "import os; from phalanx._base import linux; print(linux.open_unblocking(1)[1], file=__import__('sys').stderr)"
+        "import os; from phalanx._base import linux; print(linux.open_nonblocking(1)[1], file=__import__('sys').stderr)"
     )
     with a_terminal(read=True) as settings:
         argv = [*settings["head"], sys.executable, "-c", code]

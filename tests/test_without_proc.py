@@ -47,7 +47,7 @@ assert os.read(heard, 1) == b""
 
 LAUNCHER = """
 import os, sys
-from phalanx._base import linux, procfs
+from phalanx._base import procfs
 from phalanx.multiprocessing import start_processes
 assert not procfs.is_shown()
 def work(code):

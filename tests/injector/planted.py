@@ -71,7 +71,7 @@ PLANTED = {
     "a result for which there is no descriptor is dropped": Planted(
         "_engine/mirror.py",
         "elif packet.cut",
-        "said.result = wire.Truncated(packet.letter)",
+        "said.result = channels.Truncated(packet.letter)",
         "pass",
         (3722, 4035, 14228),
         "returned None",

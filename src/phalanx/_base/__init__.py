@@ -1,5 +1,5 @@
-"""Linux, time and plumbing: kernel calls, clocks, the loop, channels. Knows nothing of groups or ranks' work.
+"""Linux, time and plumbing: kernel calls, processes, clocks, the loop, channels, files. Knows nothing of groups.
 
-Standard library only. Nothing is imported here: keeper and workers import single modules of this package, and each
-import is on somebody's start-up path.
+Standard library only. This file imports nothing: keeper and workers import single modules of the package as they start,
+and each import takes time there.
 """

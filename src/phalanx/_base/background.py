@@ -1,6 +1,6 @@
-"""Calls functions one after another on a thread of their own, so that nobody waits for them.
+"""Calls functions one after another on a background thread, so that no caller waits for them.
 
-Owns that thread, which starts with the first call. Knows nothing of what is called.
+Owns that thread, which starts with the first call and ends after the last.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Aside:
+class SerialExecutor:
     """A queue of calls, and the thread that makes them.
 
     Args:
-        name: The thread's.
-        most: How many may wait; what comes then is dropped, and counted.
+        name: The thread's name.
+        most: How many calls may wait. Those beyond are dropped, and counted.
 
-    >>> aside = Aside("phalanx-example")
-    >>> aside.call(lambda: print("done")), aside.finish(5)
+    >>> executor = SerialExecutor("phalanx-example")
+    >>> executor.submit(lambda: print("done")), executor.drain(5)
     done
     (True, True)
     """
@@ -36,17 +36,20 @@ class Aside:
         self._most = most
         self._calls: deque[Callable[[], None]] = deque()
         self._lock = allocate_lock()
-        self._over: Latch | None = None  # of the thread that runs
+        self._over: Latch | None = None  # opened at the end of the thread that runs
         self._thread: threading.Thread | None = None
         self.dropped = 0
-        """How many calls there was no room for."""
+        """How many calls were dropped."""
 
-    def call(self, action: Callable[[], None]) -> bool:
-        """Have ``action`` called after those before it. Returns whether it will be. What it raises is logged."""
-        with interrupts.whole():
-            return self._call(action)
+    def submit(self, action: Callable[[], None]) -> bool:
+        """Have ``action`` called after those before it. What it raises is logged.
 
-    def _call(self, action: Callable[[], None]) -> bool:
+        Returns False when it will not be called: too many wait, or no thread can be started.
+        """
+        with interrupts.deferred():
+            return self._submit(action)
+
+    def _submit(self, action: Callable[[], None]) -> bool:
         with self._lock:
             if len(self._calls) >= self._most:
                 self.dropped += 1
@@ -58,7 +61,7 @@ class Aside:
         thread = threading.Thread(target=self._run, args=(over,), name=self._name, daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # no thread to be had: at the interpreter's end, or at a limit
+        except RuntimeError:  # no thread can be started: at the interpreter's end, or at a limit
             with self._lock:
                 self._calls.clear()
                 self._over = None
@@ -67,12 +70,12 @@ class Aside:
         return True
 
     @property
-    def waiting(self) -> int:
-        """How many calls wait for their turn."""
+    def pending(self) -> int:
+        """How many calls have not begun."""
         return len(self._calls)
 
-    def finish(self, seconds: float) -> bool:
-        """Wait until all has been called, for at most ``seconds``. Returns whether it has."""
+    def drain(self, seconds: float) -> bool:
+        """Wait until all calls have returned, for at most ``seconds``. Returns whether they have."""
         over, thread = self._over, self._thread
         if over is not None and not over.wait(seconds):
             return False
@@ -81,7 +84,7 @@ class Aside:
         return True
 
     def _run(self, over: Latch) -> None:
-        """Make the calls; with the last one the thread ends, and the next call starts another."""
+        """Make the calls. After the last the thread ends; the next `submit` starts another."""
         try:
             while True:
                 with self._lock:
@@ -92,7 +95,7 @@ class Aside:
                 try:
                     action()
                 except BaseException:
-                    with suppress(Exception):  # no descriptor to import it, or a handler that fails
+                    with suppress(Exception):  # no descriptor is left to import it, or a handler of the host's raises
                         from logging import getLogger
 
                         getLogger("phalanx").exception("%s", self._name)

@@ -1,14 +1,14 @@
-"""Numbers of bytes as people write them. Owns the units; knows nothing of what is measured."""
+"""Reads and writes numbers of bytes with units, as people do: 1.5 GiB."""
 
 from __future__ import annotations
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
-def spoken(size: int) -> str:
-    """A number of bytes, for people.
+def format_size(size: int) -> str:
+    """Format a number of bytes.
 
-    >>> spoken(0), spoken(1023), spoken(1536), spoken((1 << 20) - 1), spoken(1 << 40)
+    >>> format_size(0), format_size(1023), format_size(1536), format_size((1 << 20) - 1), format_size(1 << 40)
     ('0 B', '1023 B', '1.5 KiB', '1.0 MiB', '1.0 TiB')
     """
     if size < 1024:  # noqa: PLR2004 - bytes of a KiB

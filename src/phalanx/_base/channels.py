@@ -1,8 +1,8 @@
-"""Messages and descriptors over a socket. Owns framing; knows nothing of what a message means.
+"""Sends messages and descriptors over a socket. Owns the framing; knows nothing of what a message means.
 
 One SOCK_SEQPACKET packet is one message: the kernel keeps the boundaries, and several writers may share one end.
-What does not fit a packet travels in a memfd beside it. `marshal` encodes: it is built in, needs no import, and
-both ends are the same interpreter of the same version on the same machine.
+A message that does not fit a packet travels in a memfd that is sent along. `marshal` encodes: it is built in, needs no
+import, and both ends are the same interpreter of the same version on the same machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _INT = 4
 
 
 class Closed(Exception):  # noqa: N818 - a state of the channel, not an error
-    """The other end is gone."""
+    """The other end is closed."""
 
 
 class Truncated(OSError):  # noqa: N818 - what the kernel calls it: MSG_CTRUNC
@@ -39,26 +39,27 @@ class Truncated(OSError):  # noqa: N818 - what the kernel calls it: MSG_CTRUNC
 
 
 def pair() -> tuple[_socket.socket, _socket.socket]:
-    """Two connected ends, close-on-exec."""
+    """Make two connected ends, close-on-exec. Raises OSError."""
     return _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET | _socket.SOCK_CLOEXEC)
 
 
 def peer(sock: _socket.socket) -> int:
-    """The pid of the process that made the socket's pair (SO_PEERCRED, unix(7)); 0 if it cannot be seen from here."""
+    """Read the pid of the process that made the socket's pair (SO_PEERCRED, unix(7)); 0 in another pid namespace."""
     credentials = sock.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, 3 * _INT)
     return int.from_bytes(credentials[:_INT], sys.byteorder)
 
 
 class Channel:
-    """One end of a conversation. Non-blocking both ways; what cannot be sent at once is kept, in order.
+    """One end of a connection. Sending never blocks: a message that cannot be sent at once is kept, in order.
 
     Used by one thread. The descriptors passed to `send` are duplicated by the kernel and stay the caller's; those that
-    `receive` returns belong to the receiver, close-on-exec.
+    `receive` returns are the receiver's, close-on-exec.
     """
 
     def __init__(self, sock: _socket.socket) -> None:
         self._sock = sock
-        self._outbox: list[tuple[bytes, tuple[int, ...], tuple[int, ...]]] = []  # the last are ours, to be closed
+        # Each: body, descriptors, and those of them that are ours, to be closed.
+        self._outbox: list[tuple[bytes, tuple[int, ...], tuple[int, ...]]] = []
         self._fds: list[int] = []
         sock.setblocking(False)
 
@@ -67,13 +68,13 @@ class Channel:
         return self._sock.fileno()
 
     def descriptors(self) -> list[int]:
-        """All that is open here."""
+        """All descriptors that are open here."""
         return [self.fileno(), *(fd for _body, _fds, own in self._outbox for fd in own), *self._fds]
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> bool:
-        """Send, or keep for `flush`. Returns whether all is sent. Raises Closed when nobody can read it any more.
+        """Send, or keep for `flush`. Returns whether nothing is kept. Raises Closed when the other end is closed.
 
-        The descriptors may be closed after this: those that have to wait are duplicated.
+        The caller may close the descriptors afterwards: those of a message that is kept are duplicated.
         """
         first = len(self._outbox)
         while len(fds) > _DESCRIPTORS:
@@ -99,7 +100,7 @@ class Channel:
         return False
 
     def flush(self) -> bool:
-        """Send what is kept, as far as it goes. Returns whether all is sent. Raises Closed."""
+        """Send what is kept, until the socket is full. Returns whether nothing is kept. Raises Closed."""
         while self._outbox:
             body, fds, own = self._outbox[0]
             rights = b"".join(fd.to_bytes(_INT, sys.byteorder) for fd in fds)
@@ -118,7 +119,7 @@ class Channel:
         return True
 
     def receive(self) -> tuple[Message, list[int]] | None:
-        """The next message and its descriptors; None when there is none now. Raises Closed at the end; Truncated."""
+        """Take the next message and its descriptors; None if there is none now. Raises Closed at the end; Truncated."""
         while True:
             try:
                 body, ancillary, flags, _addr = self._sock.recvmsg(
@@ -127,7 +128,8 @@ class Channel:
             except BlockingIOError:
                 return None
             except ConnectionResetError:
-                # The other end left without reading all of ours. The kernel says so once, ahead of what it had sent.
+                # The other end was closed before it had read all of ours. The kernel reports that once, before the
+                # messages that the other end had sent.
                 continue
             for level, kind, data in ancillary:
                 if level == _socket.SOL_SOCKET and kind == _socket.SCM_RIGHTS:
@@ -172,25 +174,25 @@ class Channel:
         return received
 
     def shutdown(self) -> None:
-        """End the conversation for every process that holds this end of it. Idempotent."""
+        """Shut the connection down, for every process that holds this end. Idempotent."""
         try:
             self._sock.shutdown(_socket.SHUT_RDWR)
         except OSError:  # ENOTCONN: it has ended; EBADF: it is closed
             pass
 
     def close(self) -> None:
-        """Close the socket, and drop what was not sent or not taken. Idempotent."""
+        """Close the socket, and drop messages that were not sent or not taken. Idempotent."""
         self._sock.close()
         self._drop()
         self.drop_received()
 
     def drop_received(self) -> None:
-        """Close the descriptors of a message that has not been taken: an exception ended the taking."""
+        """Close the descriptors of a message that an exception has kept `receive` from returning."""
         while self._fds:
             os.close(self._fds.pop())
 
     def _drop(self) -> None:
-        """Forget what was not sent."""
+        """Drop the messages that were not sent."""
         outbox, self._outbox = self._outbox, []
         for _body, _fds, own in outbox:
             for fd in own:

@@ -1,8 +1,8 @@
-"""Monotonic time. Owns the choice of clock: CLOCK_MONOTONIC, seconds as float.
+"""Reads the clock: CLOCK_MONOTONIC, in seconds as a float.
 
 Every process of one machine reads the same CLOCK_MONOTONIC (clock_gettime(2)), so moments noted in a worker, the
-keeper and the launcher can be compared. The wall clock serves people, and is never subtracted, but for the moments
-that others give us in Unix time, or want so: they are converted at once, by `from_wall` and `to_wall`.
+keeper and the launcher can be compared. The wall clock is for people, and is never subtracted. Moments that callers
+give or want in Unix time are converted at once, by `from_wall` and `to_wall`.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ wall = time.time
 
 
 def from_wall(moment: float) -> float:
-    """A moment in Unix time as one on CLOCK_MONOTONIC: what steps the wall clock takes from now on does not move it.
+    """Convert a moment in Unix time to CLOCK_MONOTONIC. Later steps of the wall clock do not move it.
 
-    Should this process have to wait for a processor between the two clocks, that makes the moment later, never sooner.
+    If this process loses its CPU between the two readings, the result is later by that time, never earlier.
     """
     return moment - wall() + now()
 
 
 def to_wall(moment: float) -> float:
-    """A moment on CLOCK_MONOTONIC in Unix time, as the wall clock goes now: later, perhaps, and no sooner; as above."""
+    """Convert a moment on CLOCK_MONOTONIC to Unix time, by the wall clock of now; may be later, as above."""
     return moment - now() + wall()
 
 
 def booted() -> float:
-    """When this machine was started, in Unix time, as the wall clock goes now."""
+    """When this machine was booted, in Unix time, by the wall clock of now."""
     return wall() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def spoken(seconds: float) -> str:
-    """A short time, for people.
+def format_seconds(seconds: float) -> str:
+    """Format a short time.
 
-    >>> spoken(0.0012), spoken(2)
+    >>> format_seconds(0.0012), format_seconds(2)
     ('1.2 ms', '2.0 s')
     """
     return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
-def in_a_word(seconds: float) -> str:
-    """A duration in one word.
+def format_duration(seconds: float) -> str:
+    """Format a duration as one word.
 
-    >>> in_a_word(2.14), in_a_word(725), in_a_word(3725), in_a_word(273600)
+    >>> format_duration(2.14), format_duration(725), format_duration(3725), format_duration(273600)
     ('2.1s', '12m05s', '1h02m', '3d04h')
-    >>> in_a_word(59.99), in_a_word(-1)
+    >>> format_duration(59.99), format_duration(-1)
     ('1m00s', '0.0s')
     """
     seconds = max(0.0, seconds)
@@ -62,7 +62,7 @@ def in_a_word(seconds: float) -> str:
 
 
 class FakeClock:
-    """A clock that moves only when told, for tests.
+    """A clock that moves only by `advance`, for tests.
 
     >>> clock = FakeClock()
     >>> clock.advance(1.5)

@@ -1,13 +1,13 @@
-r"""What a terminal would obey, shown in place of sent. Owns which control characters and sequences pass, and how long.
+r"""Replaces the control characters that a terminal would obey by visible escapes. Owns which ones pass.
 
-What a worker writes is text and colours: SGR (ECMA-48, ``CSI … m``), which end with the line. All else that moves the
-cursor, changes a mode, sets the title or the clipboard, makes the terminal answer, or has text stand in another order
-than it is in, is shown as an escape like ``\x1b`` or ``\u202e``. Only the character that makes a terminal listen is
-replaced: so nothing is swallowed, however long a sequence is, whether it ends or not, and wherever it is cut.
+Text and colours of a worker pass: SGR (ECMA-48, ``CSI … m``), which end with the line. All else that moves the cursor,
+changes a mode, sets the title or the clipboard, makes the terminal answer, or reorders text, is shown as an escape like
+``\x1b`` or ``\u202e``. Only the character that begins a sequence is replaced: so no text is lost, however long a
+sequence is, whether it ends or not, and wherever it is cut.
 
-Progress bars move in their own place, whether they write to a terminal or not: their moves are left out.
+Progress bars move the cursor whether they write to a terminal or not: these moves are left out.
 
-A terminal is taken to be one of UTF-8. Knows nothing of descriptors, and of what is one.
+A terminal is assumed to be one of UTF-8.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST_OPEN = 256  # characters of the colours that go on in the next line
 
 
 class Colours:
-    r"""One stream's text, made harmless piece by piece. Colours go on in its next line, and only there.
+    r"""Sanitises one stream's text piece by piece. Colours continue in the stream's next line, and only there.
 
     >>> colours = Colours()
     >>> colours.render(b"\033[31mred\nand\033[0m so on\n\033]0;title\007")
@@ -40,23 +40,23 @@ class Colours:
     __slots__ = ("_open",)
 
     def __init__(self) -> None:
-        self._open = ""  # what the next line begins with
+        self._open = ""  # the colours that the next line begins with
 
     def render(self, data: bytes) -> bytes:
-        """The next piece: whole lines, or a part of one. What is no UTF-8, and no control character, passes."""
+        """Sanitise the next piece: whole lines, or a part of one. Bytes that are no UTF-8, and no controls, pass."""
         if not self._open and not (_is_suspect(data) and (b"\033" not in data or _is_more_than_coloured(data))):
             return data
         return self.render_text(data.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
 
     def render_text(self, text: str) -> str:
-        """The same of what has been decoded; what is no UTF-8 stands in it as "surrogateescape" has it."""
-        text = escaped(text)
+        """As `render`, for text that was decoded with "surrogateescape"."""
+        text = escape(text)
         if self._open or "\033" in text:
             text = "\n".join([self._closed(line) for line in text.split("\n")])
         return text
 
     def _closed(self, line: str) -> str:
-        """A line with the colours that it begins with, and without those that it would leave to others."""
+        """Begin a line with the colours that are on, and end it with a reset."""
         start = self._open
         last = ""
         for last in _sgr().findall(line):
@@ -71,10 +71,10 @@ class Colours:
         return start + line + ("" if last in (RESET, "\033[m") else RESET)
 
 
-def harmless(text: str) -> str:
-    r"""Lines of ours, with what others have written in them.
+def sanitise(text: str) -> str:
+    r"""Sanitise lines of ours that hold text of others.
 
-    >>> harmless("rank 0: \033[1mbold\033[0m\b, 10%\r20%\r\n")
+    >>> sanitise("rank 0: \033[1mbold\033[0m\b, 10%\r20%\r\n")
     'rank 0: \x1b[1mbold\x1b[0m\\x08, 10%\\r20%\n'
     """
     if "\r" in text:
@@ -82,8 +82,8 @@ def harmless(text: str) -> str:
     return Colours().render_text(text)
 
 
-def escaped(text: str) -> str:
-    """The text with escapes for what a terminal would obey, but for colours, tabs, and the ends of lines."""
+def escape(text: str) -> str:
+    """Replace what a terminal would obey by escapes; colours, tabs and ends of lines pass."""
     parts = _passing().split(text)
     table = _table()
     parts[::2] = [part.translate(table) for part in parts[::2]]
@@ -91,7 +91,7 @@ def escaped(text: str) -> str:
 
 
 def escape_json(text: str) -> str:
-    r"""JSON in which the same characters stand as JSON's escapes. The values are as they were.
+    r"""Replace the same characters in JSON by JSON's own escapes. The values stay the same.
 
     >>> escape_json('"a\u202eb"')
     '"a\\u202eb"'
@@ -102,13 +102,13 @@ def escape_json(text: str) -> str:
 
 
 def _is_more_than_coloured(data: bytes) -> bool:
-    """Whether there may be more to replace than colours, or one of them does not end in its line."""
+    """Whether other characters than colours may have to be replaced, or a colour does not end in its line."""
     colour, left_open = _colours()
     return left_open.search(data) is not None or _is_suspect(colour.sub(b" ", data))  # b"" would join bytes to letters
 
 
 def _is_suspect(data: bytes) -> bool:
-    """Whether there may be something to be replaced. Lines arrive by the gigabyte: this is memchr(3), many times."""
+    """Whether a character may have to be replaced. Lines arrive by the gigabyte: this is memchr(3), many times."""
     for code in _CONTROLS:
         if code in data:
             return True
@@ -130,7 +130,7 @@ def _table() -> dict[int, str]:
 
 @functools.cache
 def _passing() -> re.Pattern[str]:
-    """What is not replaced: colours, which are group 1; and what is left out.
+    """Matches colours, which pass and are group 1, and what is left out.
 
     Left out are the moves and erasures of progress bars (CUU to CHA, EL, ED to the end), hiding the cursor, and what
     tput(1) switches to ASCII with, besides the colours.
@@ -150,7 +150,7 @@ def _sgr() -> re.Pattern[str]:
 
 @functools.cache
 def _colours() -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
-    """A colour, and a line from the last of its colours on, if that is no reset."""
+    """Match a colour; and a line from the last of its colours on, if that is no reset."""
     import re
 
     return re.compile(rb"\033\[[0-9:;]{0,64}m"), re.compile(rb"\033\[(?!0?m)[0-9:;]{0,64}m[^\033\n]*(?:\n|\Z)")
@@ -158,7 +158,7 @@ def _colours() -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
 
 @functools.cache
 def _off() -> re.Pattern[str]:
-    """A sequence that only switches off."""
+    """Matches a sequence that only switches colours off."""
     import re
 
     off = "(?:0*|2[2-9]|39|49|5[459])"
@@ -167,7 +167,7 @@ def _off() -> re.Pattern[str]:
 
 @functools.cache
 def _outside_json() -> re.Pattern[str]:
-    """What JSON may hold as it is, and a terminal should not have."""
+    """Matches what JSON may hold unescaped, and a terminal would obey."""
     import re
 
     return re.compile(f"[\x7f-\x9f{''.join(map(chr, (*_REORDERING, *_BREAKS)))}]")

@@ -1,4 +1,4 @@
-"""The deadline heap: what is due, and when the next thing is. Owns order in time; never waits itself."""
+"""A heap of deadlines: which actions are due, and when the next one will be. It does not wait."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FEW = 64  # cancelled entries that are not worth a rebuilding of the heap
 
 
 class Deadline:
-    """One moment with something to do at it. ``cancel`` is idempotent and costs next to nothing."""
+    """A moment and the action that is due then."""
 
     __slots__ = ("_heap", "action", "at")
 
@@ -27,11 +27,14 @@ class Deadline:
 
     @property
     def pending(self) -> bool:
-        """Whether its time is to come."""
+        """Whether the action has neither been called nor cancelled."""
         return self.action is not None
 
     def cancel(self) -> None:
-        """Forget the action; the entry leaves the heap when its time comes, or sooner, when too many are cancelled."""
+        """Drop the action. Idempotent, in constant time.
+
+        The entry leaves the heap at its moment, or earlier when too many are cancelled.
+        """
         if self.action is not None:
             self.action = None
             self._heap.note_cancelled()
@@ -80,7 +83,7 @@ class Deadlines:
                 action()
 
     def note_cancelled(self) -> None:
-        """One more is cancelled. When they are most of the heap, they go: a heartbeat of a day keeps no million."""
+        """Count a cancelled entry. Once they are most of the heap, remove them: heartbeats would fill it otherwise."""
         self._cancelled += 1
         if self._cancelled > _FEW and 2 * self._cancelled > len(self._heap):
             self._heap = [entry for entry in self._heap if entry[2].action is not None]

@@ -1,4 +1,4 @@
-"""Times that callers give. Owns what counts as one: a number, of whatever library, as a plain float from here on."""
+"""Checks durations that callers give, and converts them to plain floats."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import math
 
 
 def seconds(name: str, value: object, *, zero: bool = True, endless: bool = True, negative: bool = False) -> float:
-    """A time in seconds, as a float: what goes over a wire must be no subclass of one.
+    """Convert a time in seconds to a plain float: `marshal` takes no subclass of one.
 
     Args:
         name: What the argument is called, for the error.
         value: An int, a float, or another number that can be converted (NumPy's); no bool.
-        zero: Whether 0 will do.
-        endless: Whether infinity will.
-        negative: Whether a negative number will, and counts as 0.
+        zero: Whether 0 is allowed.
+        endless: Whether infinity is allowed.
+        negative: Whether a negative number is allowed, and counts as 0.
 
     Raises:
-        TypeError: It is no number.
-        ValueError: It is negative, not a number, or one that will not do.
+        TypeError: ``value`` is no number.
+        ValueError: It is negative, not a number (NaN), or not allowed.
 
     >>> seconds("grace", 2)
     2.0

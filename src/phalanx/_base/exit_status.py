@@ -1,4 +1,4 @@
-"""How a process ended. Owns the reading of a wait status; knows nothing of why it ended."""
+"""Reads the wait status of a process: how it ended."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Exit:
         return -self.returncode if self.returncode < 0 else None
 
     @property
-    def spoken(self) -> str:
-        """In words.
+    def description(self) -> str:
+        """The end in words.
 
-        >>> Exit(0).spoken, Exit(-9).spoken
+        >>> Exit(0).description, Exit(-9).description
         ('exit code 0', 'signal 9')
         """
         return f"signal {-self.returncode}" if self.returncode < 0 else f"exit code {self.returncode}"

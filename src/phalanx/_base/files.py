@@ -1,26 +1,27 @@
-"""Files that somebody else may have put where they are. Owns how such a file is opened, read and replaced.
+"""Opens, reads and replaces files that another user or process may have put in their place.
 
 A worker may replace its log, its error file and whatever lies beside them by anything, at any moment: a FIFO, a device,
 a socket, a folder, a link. It may have another uid than its launcher. And log folders may be shared with other users.
-So nothing is opened here that could block (O_NONBLOCK), become a controlling terminal (O_NOCTTY), or have no end: what
-is read is a regular file, by fstat(2) of the very descriptor, and no more of it than the caller has said.
+So no open here blocks (O_NONBLOCK), or makes a terminal the controlling one (O_NOCTTY); and only regular files are
+read, by fstat(2) of the very descriptor, and no more of them than the caller allows.
 
-**Links.** `NO_LINKS`: none is followed; so it is for names that only Phalanx gives out. `OWN_LINKS`: a link is followed
-only if it belongs to this process's effective uid or to root, and so is each that it leads to: it cannot lead where
-who has made it could not go himself. So are those of /dev, whose owner may have no uid in a user namespace. That is for
-logs and error files, whose paths can be a user's own (in a layout of his, or an error file at /dev/stderr). `ANY_LINK`
-is for what the caller of a public function has named.
+**Links.** `NO_LINKS`: none is followed; for names that only Phalanx chooses. `OWN_LINKS`: a link is followed only if it
+belongs to this process's effective uid or to root, and so does each that it leads to: then it leads only where its
+maker could go. Links of /dev count too, whose owner may have no uid in a user namespace. That is for logs and error
+files, whose paths can be the user's (a layout of their own, or an error file at /dev/stderr). `ANY_LINK` is for paths
+that the caller of a public function has given.
 
-**Folders.** Only the last name of a path is looked at, because what stands above it cannot be swapped: a name can be
+**Folders.** Only the last name of a path is checked, because what stands above it cannot be swapped: a name can be
 taken from a folder only by the owner of the folder and, unless the folder is sticky, by those who may write to it
-(rename(2), unlink(2)). What the caller names as the place of the logs may be anything, and its owner is trusted with
-it. Folders below are made by us with mkdir(2), which follows no link; one that is there already counts only if it is no
-link and is ours (`is_ours`). Where others may write, they are made before anything starts (`is_shared`). Who may write
-to a folder that is not sticky is trusted by who has given it that mode.
+(rename(2), unlink(2)). The folder that the caller gives for the logs may be anybody's, and its owner is trusted.
+Folders below are made by us with mkdir(2), which follows no link; one that exists already counts only if it is no link
+and is ours (`is_ours`). Where others may write, they are made before anything starts (`is_shared`). A user who may
+write to a folder that is not sticky is trusted by whoever has set that mode.
 
 Hard links to files of others are the kernel's to refuse (fs.protected_hardlinks, which is on wherever systemd is).
 
-Like `evidence` it is loaded by its path, in Python 3.8 and later; and by keepers. So it imports next to nothing.
+Workers load this file by its path, in Python 3.8 and later; keepers import it as they start. So it imports next to
+nothing.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _KINDS = {
 
 
 class UnfitError(OSError):
-    """What stands at a path may not be opened there. ``strerror`` says what it is, and ``filename`` where."""
+    """The file at a path may not be opened. ``strerror`` is why, and ``filename`` the path."""
 
 
 def is_ours(found: os.stat_result) -> bool:
@@ -65,12 +66,12 @@ def is_ours(found: os.stat_result) -> bool:
 
 
 def is_shared(found: os.stat_result) -> bool:
-    """Whether others than us and root may give a name in a folder to something of theirs."""
+    """Whether other users than us and root may create or rename files in a folder."""
     return not is_ours(found) or bool(found.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
 def kind(mode: int) -> str:
-    """What a file is that is no regular one: "a FIFO"; ``""`` for a regular one."""
+    """Name the type of a file by its mode: "a FIFO"; "" for a regular one."""
     return "" if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a file of no known kind")
 
 
@@ -82,18 +83,18 @@ def is_regular(fd: int) -> bool:
 def opened(
     path: str, flags: int = os.O_RDONLY, mode: int = 0o666, *, links: int = NO_LINKS, regular: bool = True
 ) -> int:
-    """Open a file without ever waiting for anybody. Returns the descriptor, which is close-on-exec and non-blocking.
+    """Open a file without ever blocking. Returns the descriptor, which is close-on-exec and non-blocking.
 
     Args:
         path: The file.
         flags: As of open(2); O_NONBLOCK, O_CLOEXEC, O_NOCTTY are added, and O_NOFOLLOW unless ``links`` are followed.
-        mode: Of a file that is made.
+        mode: The mode of a file that is created, before the umask.
         links: Which links are followed at the end of the path.
         regular: Whether it has to be a regular file.
 
     Raises:
         UnfitError: It is no regular file, a link that is not followed, a socket, or a FIFO that nobody reads.
-        OSError: As open(2).
+        OSError: open(2) has failed.
     """
     fd = _open(path, flags | _ALWAYS, mode, links)
     if regular:
@@ -109,9 +110,9 @@ def opened(
 
 
 def opened_log(path: str) -> int:
-    """Open a file for what a worker writes, at its end; it is made if need be. Returns the descriptor, which blocks.
+    """Open a file to append what a worker writes; it is created if need be. Returns the descriptor, which blocks.
 
-    A layout of the user's own may name a terminal, or a FIFO that is read. Raises UnfitError, OSError.
+    In a layout of the user's own it may be a terminal, or a FIFO that is read. Raises UnfitError, OSError.
     """
     fd = opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, links=OWN_LINKS, regular=False)
     try:
@@ -122,12 +123,12 @@ def opened_log(path: str) -> int:
     return fd
 
 
-def contents(
+def read(
     path: str, limit: int, offset: int = 0, *, links: int = NO_LINKS, owners: Container[int] | None = None
 ) -> bytes:
-    """At most ``limit`` bytes of a regular file, from ``offset`` on. Raises OSError, UnfitError.
+    """Read at most ``limit`` bytes of a regular file, from ``offset`` on. Raises OSError, UnfitError.
 
-    ``owners``: the uids whose file counts; any other's raises UnfitError. None: anybody's does.
+    ``owners``: the uids that may own the file; for any other UnfitError is raised. None: any may.
     """
     fd = opened(path, links=links)
     try:
@@ -139,7 +140,7 @@ def contents(
 
 
 def pread(fd: int, limit: int, offset: int = 0) -> bytes:
-    """At most ``limit`` bytes of an open file, from ``offset`` on. Raises OSError."""
+    """Read at most ``limit`` bytes of an open file, from ``offset`` on. Raises OSError."""
     chunks = []
     while limit > 0:
         chunk = os.pread(fd, min(limit, _CHUNK), offset)
@@ -152,19 +153,19 @@ def pread(fd: int, limit: int, offset: int = 0) -> bytes:
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """Write all of it. Raises OSError."""
+    """Write all of ``data``, in as many calls as it takes. Raises OSError."""
     left = memoryview(data)
     while left:
         left = left[os.write(fd, left) :]
 
 
 def replace(path: str, temporary: str, data: bytes) -> None:
-    """Put a file in the place of ``path`` in one step, by way of ``temporary``, a name beside it.
+    """Write ``data`` to ``path`` atomically (rename(2)), by way of ``temporary``, a path in the same folder.
 
-    A link there is replaced, not followed. Raises OSError, with nothing left over: FileExistsError if ``temporary`` is
-    there.
+    A link at ``path`` is replaced, not followed. Raises OSError, with nothing left over: FileExistsError if
+    ``temporary`` exists.
     """
-    from os import replace as put  # whoever replaces files has the whole module
+    from os import replace as put  # no caller does without the whole module
 
     fd = opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
@@ -179,7 +180,7 @@ def replace(path: str, temporary: str, data: bytes) -> None:
 
 
 def target(path: str) -> str:
-    """The path that links of ours lead to; ``path`` itself if it is none, or not ours. Raises OSError."""
+    """Find the path that links of ours lead to; ``path`` itself if it is no link, or not ours. Raises OSError."""
     for _ in range(_HOPS):
         try:
             found, onward = _link(path)
@@ -192,9 +193,9 @@ def target(path: str) -> str:
 
 
 def make_folder(path: str, mode: int = 0o777) -> bool:
-    """Make a folder, with what the umask leaves of ``mode``. Returns False if it was there, and is ours.
+    """Make a folder, with what the umask leaves of ``mode``. Returns False if it existed, and is ours.
 
-    Raises UnfitError: something else is there, or a folder of somebody else's; OSError.
+    Raises UnfitError: another kind of file is there, or a folder of another user; OSError.
     """
     try:
         os.mkdir(path, mode)
@@ -220,7 +221,7 @@ def _open(path: str, flags: int, mode: int, links: int) -> int:
 
 
 def _follow(path: str, flags: int, mode: int, links: int) -> int:
-    """Open what a link leads to, link by link: each is held while it is looked at, so that none can be swapped."""
+    """Open the target of a link, link by link: each is held open while it is checked, so that none can be swapped."""
     name = path
     for _ in range(_HOPS):
         found, onward = _link(path)
@@ -244,7 +245,7 @@ def _follow(path: str, flags: int, mode: int, links: int) -> int:
 
 
 def _link(path: str) -> tuple[os.stat_result, str]:
-    """Whose a link is, and the path to which it leads; ``""`` for what is no link. Raises OSError."""
+    """Read the status of a link, and the path to which it leads; "" for a file that is no link. Raises OSError."""
     fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         found = os.fstat(fd)
@@ -259,7 +260,7 @@ def _link(path: str) -> tuple[os.stat_result, str]:
 
 
 def _is_followed(path: str, found: os.stat_result) -> bool:
-    """Whether a link counts as ours: it is, or it is one of /dev (/dev/stdout), made by who has made /dev.
+    """Whether a link counts as ours: it is, or it is one of /dev (/dev/stdout), of the same owner as /dev.
 
     In a user namespace that has no uid for root, that is the overflow uid (user_namespaces(7)).
     """
@@ -274,7 +275,7 @@ def _is_followed(path: str, found: os.stat_result) -> bool:
 
 
 def is_of_kernel(found: os.stat_result) -> bool:
-    """Whether a file is one of /proc, where nobody but the kernel makes any."""
+    """Whether a file is one of /proc, where only the kernel creates files."""
     try:
         return found.st_dev == os.stat("/proc/self/").st_dev
     except OSError:

@@ -1,8 +1,8 @@
 """Frozen values: equality, hash, repr, pickle and replace over named fields.
 
-Why not ``dataclasses``: it imports ``inspect`` (7 ms on Python 3.12, about as long as ``subprocess``), and whoever
-imports Phalanx would pay that before the first worker starts. A subclass lists its fields in ``__slots__``,
-annotates them, and stores them in ``__init__`` with `_store`. Refuses to know what the fields mean.
+Rejected: ``dataclasses``. It imports ``inspect`` (7 ms on Python 3.12, about as long as ``subprocess``), which would
+delay the first worker of every program that imports Phalanx. A subclass lists its fields in ``__slots__``, annotates
+them, and stores them in ``__init__`` with `_store`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Value:
             object.__setattr__(self, name, value)
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some fields changed. What was derived from other fields is copied, not derived again.
+        """Copy with some fields changed. A field that was derived from others is copied, not derived again.
 
         Raises:
             TypeError: There is no such field.

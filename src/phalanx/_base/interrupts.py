@@ -1,7 +1,4 @@
-"""When what a signal handler of ours raises may come: not in the midst of a step that has to be whole.
-
-Owns the putting off. Knows nothing of signals.
-"""
+"""Defers what a signal handler of ours raises until a step that must not be cut short has ended."""
 
 from __future__ import annotations
 
@@ -17,18 +14,19 @@ _late: list[Callable[[], None]] = []
 
 
 @contextmanager
-def whole() -> Iterator[None]:
-    """Around a step that is done whole: not between a fork and the noting of its pid, say. May be nested.
+def deferred() -> Iterator[None]:
+    """Run a step without interruption by our signal handlers, as from a fork to the storing of its pid. May be nested.
 
-    Python's own ``Thread.start`` is one: an exception in its midst can leave a thread that dies before its first line.
+    Python's own ``Thread.start`` is such a step: an exception in the midst of it can leave a thread that ends before
+    its first line.
     """
     global _depth  # noqa: PLW0603 - handlers run on one thread of the process
-    if threading.current_thread() is not threading.main_thread():  # where no handler runs
+    if threading.current_thread() is not threading.main_thread():  # no handler runs on this thread
         yield
         return
     before = _depth
     if not before:
-        _late.clear()  # of a step whose end another signal's exception has cut short
+        _late.clear()  # left by a step whose end another signal's exception has cut short
     _depth = before + 1
     try:
         yield
@@ -40,15 +38,17 @@ def whole() -> Iterator[None]:
             first()
 
 
-def put_off(action: Callable[[], None]) -> bool:
-    """For a handler: whether a step is under way. Then ``action``, if it is the first, is called at the step's end.
+def defer(action: Callable[[], None]) -> bool:
+    """Have ``action`` called at the end of the step that is under way, if it is the first. For signal handlers.
 
-    >>> with whole():
-    ...     put_off(lambda: print("at the end")), print("now")
+    Returns False, and does nothing, when no step is under way.
+
+    >>> with deferred():
+    ...     defer(lambda: print("at the end")), print("now")
     now
     (True, None)
     at the end
-    >>> put_off(lambda: None)
+    >>> defer(lambda: None)
     False
     """
     if _depth:
@@ -56,8 +56,8 @@ def put_off(action: Callable[[], None]) -> bool:
     return _depth > 0
 
 
-def forget() -> None:
-    """In a fork of the host: no step is under way."""
+def reset() -> None:
+    """Forget the step that was under way at a fork, in the child."""
     global _depth  # noqa: PLW0603 - as above
     _depth = 0
     _late.clear()

@@ -1,4 +1,4 @@
-"""How threads wait for each other, and the main thread for signals as well. Knows nothing of what is waited for."""
+"""Lets threads wait for each other; the main thread's wait runs signal handlers at once."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class Latch:
-    """A one-way gate between threads: closed, then open for ever.
+    """A one-way gate between threads: closed at first, then open for ever.
 
     Unlike `threading.Event` it holds no lock while it waits, so an exception that a signal handler raises in the
-    waiting thread (SignalException, KeyboardInterrupt) can never leave it locked; and no signal can come too late to
-    end the wait.
+    waiting thread (SignalException, KeyboardInterrupt) can never leave it locked; and a signal at any moment
+    of the wait runs its handler at once.
 
     >>> gate = Latch()
     >>> gate.wait(0)
@@ -38,17 +38,17 @@ class Latch:
         return self._open
 
     def open(self) -> None:
-        """Let everybody through, now and later. Idempotent."""
+        """Wake all threads that wait, and let later ones through. Idempotent."""
         self._open = True
         while True:
             try:
                 wake = self._waiters.popleft()
-            except IndexError:  # not asked before: who gives up waiting takes its own away meanwhile
+            except IndexError:  # not checked before: a thread that gives up waiting removes its entry meanwhile
                 return
             wake()
 
     def then(self, action: Callable[[], None]) -> None:
-        """Call ``action``, which must not raise, once when open: in the thread that opens, or here if it is already.
+        """Call ``action``, which must not raise, once the latch opens, in that thread; at once if it is open.
 
         >>> gate = Latch()
         >>> gate.then(lambda: print("opened")); gate.open()
@@ -57,7 +57,7 @@ class Latch:
         at once
         """
         self._waiters.append(action)
-        if self._open:  # perhaps between two looks, and nobody comes any more; or somebody does, and is faster
+        if self._open:  # since the append: `open` may have missed the action, or may be calling it
             with suppress(ValueError):
                 self._waiters.remove(action)
                 action()
@@ -69,24 +69,24 @@ class Latch:
         pipe = _Pipe()
         bell: _Pipe | _Lock = pipe
         try:
-            if not pipe.answer_signals():  # not the main thread, where no handler runs; or no descriptor is left
+            if not pipe.take_wakeup_fd():  # another thread, where no handler runs; or no descriptor is left
                 bell = _Lock()
             self._waiters.append(bell.ring)
-            if not bool(self):  # else opened between the first look and the append: nobody may come to wake us
+            if not bool(self):  # else it was opened between the first look and the append, and no wake-up may come
                 bell.wait(timeout, self)
         finally:
             try:
                 pipe.leave()
             finally:  # a handler may have raised in the midst of it
                 pipe.leave()
-            if not self._open:  # who asks again and again for a week must not be remembered each time
+            if not self._open:  # else repeated waits with a timeout would leave an entry each
                 with suppress(ValueError):  # `open` was faster
                     self._waiters.remove(bell.ring)
         return self._open
 
 
 class _Lock:
-    """How other threads wait."""
+    """Waits on a thread other than the main one."""
 
     def __init__(self) -> None:
         self._lock = allocate_lock()
@@ -99,27 +99,28 @@ class _Lock:
 
 
 class _Pipe:
-    """How the main thread waits.
+    """Waits on the main thread.
 
     A signal that arrives just before a thread blocks on a lock does not end the wait: the interpreter has noted it, and
-    runs the handler once the lock is there, hours later perhaps. It also writes a byte to the wakeup descriptor, which
-    poll(2) cannot miss.
+    runs the handler once the lock is acquired, which may be hours later. It also writes a byte to the wakeup descriptor
+    (signal.set_wakeup_fd), which poll(2) reports.
 
-    Handlers run between any two instructions of ours, and what they raise ends us there (in a `__del__` it would even
-    be lost). So whatever is taken is noted by the same call into C that takes it, and given back by another.
+    Handlers run between any two instructions of ours, and an exception of theirs ends the method there (in a `__del__`
+    it would even be swallowed). So whatever is opened is stored by the same call into C that opens it, and released by
+    another such call.
     """
 
     def __init__(self) -> None:
         self._fds: list[int] = []  # to read, to write
         self._before: list[int] = []  # the wakeup descriptor that ours replaces
-        self._closing = map(os.close, self._fds)  # done by whoever runs it to its end; after that, nothing
+        self._closing = map(os.close, self._fds)  # closes both when it is run to its end; a second run does nothing
         # Between a look at the descriptor and the write its number could become another file's. Reentrant, for a signal
         # handler that opens the latch while its own thread leaves.
         self._gate = RLock()
         self._left = False
 
-    def answer_signals(self) -> bool:
-        """Get ready, and have signals ring as well. Returns whether that is possible: on the main thread."""
+    def take_wakeup_fd(self) -> bool:
+        """Open the pipe, and make it the wakeup descriptor. Returns False where that is not possible."""
         import signal
 
         replace = partial(signal.set_wakeup_fd, warn_on_full_buffer=False)
@@ -131,7 +132,7 @@ class _Pipe:
         return not self._left
 
     def ring(self) -> None:
-        with self._gate, suppress(BlockingIOError):  # full of signals: it rings already
+        with self._gate, suppress(BlockingIOError):  # full of signals: it is readable already
             if not self._left:
                 os.write(self._fds[1], b"\0")
 
@@ -147,20 +148,21 @@ class _Pipe:
                 return
             # poll(2) counts milliseconds in an int: beyond 24 days it waits in several turns.
             if poll.poll(None if left is None else min(left, 2e6) * 1000):
-                self._hear()
+                self._drain()
 
     def leave(self) -> None:
-        """Give the wakeup descriptor back to whom it belonged, with the signals that came meanwhile. Idempotent."""
+        """Restore the former wakeup descriptor, and write to it the signals that came meanwhile. Idempotent."""
         import signal
 
         if self._before and not self._left:
             signal.set_wakeup_fd(self._before[0])
-            self._hear()
+            self._drain()
         with self._gate:
             self._left = True
             any(self._closing)
 
-    def _hear(self) -> None:
+    def _drain(self) -> None:
+        """Read what is in the pipe, and pass signal numbers on to the former wakeup descriptor."""
         try:
             signals = os.read(self._fds[0], 4096).replace(b"\0", b"")
         except BlockingIOError:

@@ -30,24 +30,24 @@ _FILE_NAMES = sys.getfilesystemencoding(), sys.getfilesystemencodeerrors()
 
 
 def text_of(name: bytes) -> str:
-    """Decode a name as the file system has it (os.fsdecode)."""
+    """Decode a file name (os.fsdecode)."""
     return name.decode(*_FILE_NAMES)
 
 
-def file_of(error: OSError) -> str:
-    """The name of the file that an error is of; empty if it is of none."""
+def path_of(error: OSError) -> str:
+    """Return the path in an OSError; "" if it has none."""
     name = error.filename or ""
     return text_of(name) if isinstance(name, bytes) else str(name)
 
 
 def _libc(name: str, *args: object) -> int:
     """Call a function of the C library that takes ints and bytes and returns an int, -1 for an error."""
-    try:  # the C half of ctypes is all that this needs, and 3 ms sooner there than the whole: the keeper starts in 10
+    try:  # the C half of ctypes imports 3 ms faster than the whole, of the 10 ms in which a keeper starts
         from _ctypes import call_function, dlopen, dlsym
 
         library: str = None  # type: ignore[assignment]  # dlopen(3) takes NULL for the program itself; typeshed does not
         return int(call_function(dlsym(dlopen(library, os.RTLD_NOW), name), args))
-    except ImportError:  # an interpreter that names them otherwise
+    except ImportError:  # an interpreter with other names
         import ctypes
 
         return int(getattr(ctypes.CDLL(None), name)(*args))
@@ -63,18 +63,18 @@ _SIGACTION = 256  # bytes: more than struct sigaction has in any C library
 
 
 def sigaction(number: int) -> bytes:
-    """What the kernel does on a signal, as a struct sigaction (sigaction(2)): also a handler that C code has set."""
+    """Read the action on a signal, as a struct sigaction (sigaction(2)): also a handler that C code has set."""
     buffer = _buffer(_SIGACTION)
     if _libc("sigaction", number, None, buffer) != 0:
         raise OSError(errno.EINVAL, f"sigaction({number})")
     return bytes(buffer)
 
 
-_chars: list[Any] = []  # c_char without `ctypes` (see `_libc`), made once: a class is more than a call leaves behind
+_chars: list[Any] = []  # c_char without `ctypes` (see `_libc`), made once: each class would stay in memory
 
 
 def _buffer(size: int) -> Any:
-    """Bytes for the C library to write to."""
+    """Make a buffer for the C library to write to."""
     if not _chars:
         try:
             from _ctypes import _SimpleCData
@@ -85,7 +85,7 @@ def _buffer(size: int) -> Any:
 
 
 def set_sigaction(number: int, action: bytes) -> None:
-    """Restore what `sigaction` has returned."""
+    """Set the action that `sigaction` has returned. Raises OSError."""
     if _libc("sigaction", number, action, None) != 0:
         raise OSError(errno.EINVAL, f"sigaction({number})")
 
@@ -106,26 +106,26 @@ def signalfd(number: int) -> int:
 
 
 def handler_of(action: bytes) -> int:
-    """The address of a handler; or 0 (SIG_DFL), 1 (SIG_IGN). It is the first field everywhere."""
+    """Return the address of a handler; or 0 (SIG_DFL), 1 (SIG_IGN). It is the first field on every machine."""
     return int.from_bytes(action[:8], sys.byteorder)
 
 
 def become_subreaper() -> None:
-    """Let the orphans among all descendants become our children, not init's (PR_SET_CHILD_SUBREAPER(2const))."""
+    """Make orphaned descendants our children rather than init's (PR_SET_CHILD_SUBREAPER(2const)). Raises OSError."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill us when the thread of ``parent`` that forked us ends; at once if it has already."""
+    """Have the kernel SIGKILL us when the thread of ``parent`` that forked us ends; at once if it has already."""
     prctl(PR_SET_PDEATHSIG, SIGKILL)
-    if os.getppid() != parent:  # it died between our fork and the arming: nobody will tell us any more
+    if os.getppid() != parent:  # it ended between our fork and the prctl, and no signal would come
         os.kill(os.getpid(), SIGKILL)
 
 
-def allow_reading() -> None:
-    """Let every process of our user read our memory, also where Yama restricts that to who has started us.
+def allow_ptrace() -> None:
+    """Let every process of our user trace this one (PR_SET_PTRACER), also where Yama allows it to ancestors only.
 
-    That is what ptrace(2) asks for, kernel.yama.ptrace_scope = 1 refuses to siblings, and py-spy needs.
+    kernel.yama.ptrace_scope = 1 refuses ptrace(2) to siblings, and py-spy needs it.
     """
     try:
         prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY)
@@ -134,7 +134,7 @@ def allow_reading() -> None:
 
 
 def occupy_standard_descriptors() -> list[int]:
-    """Open /dev/null on each of 0, 1, 2 that is closed, lest a socket lands there. The caller closes them."""
+    """Open /dev/null on each of 0, 1, 2 that is closed, so that no socket gets that number. The caller closes them."""
     opened = []
     while (fd := os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)) <= 2:  # noqa: PLR2004 - the number of stderr
         opened.append(fd)
@@ -143,7 +143,7 @@ def occupy_standard_descriptors() -> list[int]:
 
 
 def inotify() -> int:
-    """Make a descriptor for inotify events, non-blocking, close-on-exec. Raises OSError."""
+    """Make an inotify descriptor, non-blocking, close-on-exec. Raises OSError."""
     fd = _libc("inotify_init1", os.O_NONBLOCK | os.O_CLOEXEC)
     if fd < 0:
         raise OSError(
@@ -154,11 +154,11 @@ def inotify() -> int:
 
 def inotify_add(fd: int, path: str, mask: int = IN_MODIFY) -> int:
     """Watch ``path``; returns the watch descriptor that events carry. Raises OSError."""
-    for _ in range(2):  # what was not there at first may be there when it is looked at: then once more
+    for _ in range(2):  # a file that is missing at first may exist when stat(2) looks: then once more
         watch = _libc("inotify_add_watch", fd, path.encode(*_FILE_NAMES), mask)
         if watch >= 0:
             return watch
-        os.stat(path)  # the likeliest cause speaks for itself
+        os.stat(path)  # raises the likeliest cause: there is no such file
     raise OSError(errno.ENOSPC, "no inotify watch to be had (fs.inotify.max_user_watches)", path)
 
 
@@ -171,8 +171,8 @@ _OF_NETWORKS = {  # the magic numbers of statfs(2) and linux/magic.h, and of tho
 }  # fmt: skip
 
 
-def is_of_network(path: str) -> bool:
-    """Whether a file may be on another machine's disk: then inotify tells only what this one does. False if unknown."""
+def is_network_filesystem(path: str) -> bool:
+    """Whether a file may be on another machine's disk: inotify reports only this machine's writes. False if unknown."""
     buffer = _buffer(_STATFS)
     if _libc("statfs", path.encode(*_FILE_NAMES), buffer) != 0:
         return False
@@ -181,12 +181,12 @@ def is_of_network(path: str) -> bool:
 
 
 def inotify_remove(fd: int, watch: int) -> None:
-    """Watch no longer. One that the kernel has removed already is ignored."""
+    """Remove a watch. One that the kernel has removed already is ignored."""
     _libc("inotify_rm_watch", fd, watch)
 
 
 def flush_stdio() -> None:
-    """Write what the C library holds in the buffers of its streams (fflush(3))."""
+    """Flush the streams of the C library (fflush(3))."""
     _libc("fflush", None)
 
 
@@ -194,7 +194,7 @@ _WALL = 0x40000000  # __WALL of waitid(2): also children whose end sends no SIGC
 
 
 def children_among(pids: Iterable[int]) -> list[int]:
-    """Those of these that are children of ours, reapable or not. It needs no /proc, and names nobody else's."""
+    """Select the pids that are children of ours, exited or not, by waitid(2): /proc is not needed."""
     found, options = [], os.WEXITED | os.WNOHANG | os.WNOWAIT | _WALL
     wait, kind = os.waitid, os.P_PID
     for pid in pids:
@@ -206,13 +206,13 @@ def children_among(pids: Iterable[int]) -> list[int]:
     return found
 
 
-def open_unblocking(fd: int) -> tuple[int, int]:
-    """Open for writing, without ever blocking, what ``fd`` writes to: a new descriptor, and the most bytes per write.
+def open_nonblocking(fd: int) -> tuple[int, int]:
+    """Open the file of ``fd`` for writing without blocking. Returns a new descriptor, and the most bytes per write.
 
-    A console is not ours alone: to set O_NONBLOCK on it would break its other users, and so it is opened anew through
-    /proc, where the flag is our own. A regular file never blocks, and keeps the offset that it shares. What cannot be
-    opened (a socket, a terminal of another user) takes `select.PIPE_BUF` bytes whenever poll(2) calls it writable.
-    Raises OSError.
+    Other processes use a console too: O_NONBLOCK on its open file would break them. So it is opened again through
+    /proc, which makes an open file of our own. A regular file never blocks, and is duplicated, with the offset that it
+    shares. A file that cannot be opened again (a socket, a terminal of another user) is duplicated as well: it takes
+    `select.PIPE_BUF` bytes without blocking whenever poll(2) reports it writable. Raises OSError.
     """
     most = 1 << 30
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -225,10 +225,10 @@ def open_unblocking(fd: int) -> tuple[int, int]:
 
 
 def map_name(name: str) -> None:
-    """Map a page under ``name`` that /proc/PID/maps shows of us and our forks, until an exec. Raises OSError."""
+    """Map a page that /proc/PID/maps shows as ``name``, for us and our forks, until an exec. Raises OSError."""
     fd = os.memfd_create(name)
     try:
-        # By hand, because `mmap` keeps a descriptor: PROT_NONE, MAP_PRIVATE. The page is never touched.
+        # Not by `mmap`, which keeps a descriptor: PROT_NONE, MAP_PRIVATE. The page is never touched.
         if _libc("mmap", None, 1, 0, 2, fd, 0) == -1:
             raise OSError(errno.ENOMEM, "mmap", name)
     finally:

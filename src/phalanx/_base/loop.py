@@ -1,7 +1,4 @@
-"""One blocking call per thread: epoll over descriptors, a wake-up, and the deadline heap. No tick.
-
-Owns waiting. Knows nothing of what is waited for.
-"""
+"""Waits for descriptors, deadlines and calls of other threads in one blocking call, epoll_wait(2). No polling."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from _thread import RLock
 
 from phalanx._base import clock
 from phalanx._base.deadlines import Deadline, Deadlines
-from phalanx._base.suspension import Pauses, part
+from phalanx._base.suspension import Pauses, wait_slice
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,12 +28,12 @@ _FD_SETSIZE = 1024  # the descriptors that select(2) can take
 
 
 def wait_promptly(epoll: select.epoll, seconds: float) -> float:
-    """Wait until there is something to take, or ``seconds`` are over. Returns how much of them epoll is still to wait.
+    """Wait until an event is ready, or ``seconds`` have passed. Returns for how many of them epoll has still to wait.
 
-    epoll_wait(2) rounds up to whole milliseconds. And like poll(2), it may end late by a thousandth of the time that
-    it was to wait (by five of a niced process), so that the kernel can join wake-ups: a minute's wait, by 60 ms. Each
-    turn here leaves a fiftieth to the next one, and the last is select's, which counts in microseconds. Only that one:
-    in a process that has been stopped, select(2) waits on for what was left of its time, and poll(2) until its moment.
+    epoll_wait(2) rounds up to whole milliseconds. And like poll(2), it may end late by a thousandth of its timeout
+    (five thousandths in a niced process), so that the kernel can join wake-ups: a minute's wait, by 60 ms. Each turn
+    here leaves a fiftieth to the next one, and the last is select(2)'s, which counts in microseconds. Only the last:
+    after a stop of the process (SIGSTOP), select(2) waits for what was left of its time, and poll(2) until its moment.
     """
     if epoll.fileno() >= _FD_SETSIZE:
         return seconds
@@ -60,9 +57,9 @@ class Loop:
     """
 
     def __init__(self) -> None:
-        self.waited_from, self.waited_until = _FOREVER, -_FOREVER  # it has not waited yet
+        self.waited_from, self.waited_until = _FOREVER, -_FOREVER  # there was no wait yet
         self.pauses = Pauses()
-        self._attends, self._part = -_FOREVER, 0.0  # until when it waits in parts, and of how many seconds
+        self._attends, self._part = -_FOREVER, 0.0  # until when it waits in slices, and of how many seconds
         self._epoll = select.epoll()
         self._callbacks: dict[int, Callable[[int], None]] = {}
         self._deadlines = Deadlines()
@@ -102,18 +99,18 @@ class Loop:
         return self._deadlines.add(clock.now() + seconds, action)
 
     def call(self, action: Callable[[], None]) -> None:
-        """Have the loop's thread call ``action`` soon. The one method that any thread may use."""
+        """Have the loop's thread call ``action`` soon. Any thread may call this, and no other method."""
         with self._gate:
-            if self._wakeup >= 0:  # else the loop has ended, and with it everything that could be asked of it
+            if self._wakeup >= 0:  # else the loop is closed
                 self._calls.append(action)
                 os.eventfd_write(self._wakeup, 1)
 
-    def attend(self, moment: float) -> None:
-        """Wait in parts until ``moment``, so that a pause of this process before it is noticed, see `away`."""
-        self._attends, self._part = moment, part(moment - clock.now())
+    def watch_for_pauses(self, moment: float) -> None:
+        """Wait in slices until ``moment``, so that a suspension of this process before that is noticed."""
+        self._attends, self._part = moment, wait_slice(moment - clock.now())
 
     def when_idle(self, chore: Callable[[], None]) -> None:
-        """Call ``chore`` once when nothing else is to be done. Those left at the end of the loop are not done."""
+        """Call ``chore`` once, in a round without events. Chores left when the loop ends are not called."""
         self._chores.append(chore)
 
     def stop(self) -> None:
@@ -126,7 +123,7 @@ class Loop:
             self.once()
 
     def once(self) -> None:
-        """Wait for something, and serve what is there, in the order in which the kernel reports it."""
+        """Wait once, and call back for all that is ready, in the order in which the kernel reports it."""
         due = self._deadlines.next()
         # epoll_wait(2) counts milliseconds in an int: beyond 24 days it waits in several turns.
         began = clock.now()
@@ -135,7 +132,7 @@ class Loop:
             timeout = min(timeout, self._part)
         if self._chores:
             timeout = 0
-        until = began + timeout if timeout else _FOREVER  # a look at what is there is no wait
+        until = began + timeout if timeout else _FOREVER  # a timeout of 0 is no wait
         if timeout:
             timeout = wait_promptly(self._epoll, timeout)
         # epoll's ready list is first come, first served; all of it is taken so that the order holds across calls.
@@ -152,12 +149,12 @@ class Loop:
             self._chores.popleft()()
 
     def close(self) -> None:
-        """Give the descriptors back. Not while `run` is under way. Idempotent."""
+        """Close the descriptors. Not while `run` is under way. Idempotent."""
         with self._gate:
-            self.let_go()
+            self.close_in_fork()
 
-    def let_go(self) -> None:
-        """`close`, in a fork of the process that made it: another thread may have held the gate, and is not here."""
+    def close_in_fork(self) -> None:
+        """`close`, in a fork: a thread that does not exist here may have held the lock at the fork."""
         wakeup, self._wakeup = self._wakeup, -1
         if wakeup >= 0:
             self._epoll.close()
@@ -166,5 +163,5 @@ class Loop:
 
     def _woken(self, _events: int) -> None:
         os.eventfd_read(self._wakeup)
-        for _ in range(len(self._calls)):  # what these ask for has its turn after what else is ready
+        for _ in range(len(self._calls)):  # calls that these add wait until all else that is ready was served
             self._calls.popleft()()

@@ -140,7 +140,7 @@ def reap_later(reap: Callable[[], object]) -> None:
     from phalanx._base import interrupts
 
     try:
-        with interrupts.whole():
+        with interrupts.deferred():
             threading.Thread(target=reap, name="phalanx-reaper", daemon=True).start()
     except RuntimeError:  # no thread is to be had: it stays a zombie until this process ends
         return

@@ -1,4 +1,4 @@
-"""Sets of ranks in words: compactly, and the same everywhere. Refuses to know what the ranks have in common."""
+"""Formats sets of ranks compactly, the same way everywhere."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def format_ranks(ranks: Iterable[int], between: str = ", ") -> str:
     return between.join("-".join(map(str, run)) for run in runs)
 
 
-def named(ranks: Iterable[int]) -> str:
-    """``rank 3``, or ``ranks 0-2, 7``.
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Format a set of ranks with the word: ``rank 3``, or ``ranks 0-2, 7``.
 
-    >>> named([3]), named([7, 0, 1, 2])
+    >>> name_ranks([3]), name_ranks([7, 0, 1, 2])
     ('rank 3', 'ranks 0-2, 7')
     """
     known = set(ranks)

@@ -1,7 +1,7 @@
-"""Files in memory that several processes read: once sealed, nobody can change what is in them, or their size.
+"""Makes files in memory that several processes read, and seals them: then no process can change content or size.
 
-Owns the seals (fcntl(2), "File Sealing"), which belong to the file and not to a descriptor: whoever has the file, under
-any of its names, is bound by them. Knows nothing of what is in a file.
+Owns the seals (fcntl(2), "File Sealing"). They belong to the file, not to a descriptor: every process that has the file
+open is bound by them.
 """
 
 from __future__ import annotations
@@ -15,33 +15,31 @@ _BLOCK = 512  # bytes: the unit of st_blocks, on every file system
 
 
 def new(name: str) -> int:
-    """A file in memory that can be sealed, close-on-exec. ``name`` is shown in /proc. Raises OSError."""
+    """Make a file in memory that can be sealed, close-on-exec. ``name`` is shown in /proc. Raises OSError."""
     return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
 def seal(fd: int) -> None:
-    """Keep the content and the size of a file from `new` as they are, for ever. Raises OSError: EBUSY, it is mapped.
+    """Make content and size of a file from `new` unchangeable. Raises OSError (EBUSY: it is mapped for writing).
 
-    That the file cannot be written to keeps it from being mapped to be read (MAP_SHARED) before Linux 6.7: see
-    `seal_for_maps`.
+    Before Linux 6.7 this seal also refuses MAP_SHARED for reading: see `seal_for_maps`.
     """
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SHRINK | _GROW | _WRITE | _SEAL)
 
 
 def seal_for_maps(fd: int) -> None:
-    """As `seal`, of a file that others are going to map with MAP_SHARED, to read it (F_SEAL_FUTURE_WRITE, Linux 5.1).
+    """As `seal`, for a file that other processes will map for reading with MAP_SHARED (F_SEAL_FUTURE_WRITE, Linux 5.1).
 
-    Nobody may have it mapped to write to it by now.
+    A mapping for writing that exists by now stays writable: there must be none.
     """
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SHRINK | _GROW | _FUTURE_WRITE | _SEAL)
 
 
 def read(fd: int, limit: int) -> bytes:
-    """All that is in a file that another process has sealed by `seal`, if that is at most ``limit`` bytes.
+    """Read all of a file that another process has sealed by `seal`, if it has at most ``limit`` bytes.
 
-    Never waits for anybody. Raises ValueError, which says what it is, for any other kind of file, for one that is not
-    sealed, is longer, or has holes: those cost who sent it nothing, and would cost us their size. Raises OSError,
-    MemoryError.
+    Never blocks. Raises ValueError, with the reason, for any other kind of file, for one that is not sealed, is longer,
+    or has holes: holes cost the sender nothing, and would cost us memory. Raises OSError, MemoryError.
     """
     try:  # first: this asks no file system, whose answer may take as long as it likes
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)

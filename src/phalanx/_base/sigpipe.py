@@ -1,8 +1,7 @@
-"""Writing to a pipe whose reader may have gone, from a process that such a write could end.
+"""Writes to a pipe whose reader may be gone, without SIGPIPE.
 
-Owns what becomes of SIGPIPE meanwhile. The interpreter ignores the signal; a program may have put that back to the
-default (its output shall end quietly in `head`), or have a handler of its own, and neither is meant for a pipe of ours.
-MSG_NOSIGNAL is for sockets alone.
+The interpreter ignores the signal; a program may have restored the default (so that its output ends quietly in `head`),
+or have a handler of its own, and neither is meant for a pipe of ours. MSG_NOSIGNAL works on sockets alone.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ else:
 
 
 def write(fd: int, data: bytes) -> int:
-    """os.write(), but a pipe without a reader raises BrokenPipeError and does nothing else, in any process."""
+    """As os.write(), but a pipe without a reader raises BrokenPipeError, and the process receives no SIGPIPE."""
     if signal.getsignal(signal.SIGPIPE) == signal.SIG_IGN:
         return os.write(fd, data)
-    # It comes to the thread that wrote (write(2) raises it there): it is held up for that long, and taken out if it
-    # came by us. The mask is asked for first: a handler of another signal may raise from the call that changes it.
+    # The kernel sends it to the thread that wrote: it is blocked there during the write, and taken by sigtimedwait(2)
+    # if it is pending then. The mask is read first: a handler of another signal may raise from the call that sets it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGPIPE,))

@@ -1,7 +1,7 @@
-"""The standard streams of a worker: made anew in a fork, flushed at the end, and written to whatever stands there.
+"""Reopens the standard streams of a worker after a fork, writes to them, and flushes them at the end.
 
-Owns what becomes of the streams from before a fork, which somebody may use still. Never raises: a disk is full, a
-stream is closed, or it is an object of the user's.
+Owns the streams from before a fork, which user code may still hold. Never raises, whatever is wrong with a stream: the
+disk is full, it is closed, or it is an object of the user's.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
     import io
     from typing import Any
 
-_kept: list[Any] = []  # streams from before a fork; their end as objects would write what is in their buffers
-_renewed: list[Any] = []  # those of them that can be used again
+_kept: list[Any] = []  # streams from before a fork; their finalizers would write what is in their buffers
+_renewed: list[Any] = []  # those of them that were made usable again
 
 
-def say(text: str) -> None:
-    """Print to stderr what must not be lost. Never raises, whatever stands there."""
+def write_stderr(text: str) -> None:
+    """Write to sys.stderr, or where that fails to sys.__stderr__. Never raises."""
     for stream in (sys.stderr,) if sys.stderr is sys.__stderr__ else (sys.stderr, sys.__stderr__):
-        if attempt(stream, "write", text) and attempt(stream, "flush"):
+        if try_call(stream, "write", text) and try_call(stream, "flush"):
             return
 
 
-def attempt(stream: object, method: str, *arguments: Any, **options: Any) -> bool:
-    """Call a method of a standard stream. Returns whether that went well: a disk is full, or it is closed, or None.
+def try_call(stream: object, method: str, *arguments: Any, **options: Any) -> bool:
+    """Call a method of a standard stream. Returns False if it raises.
 
-    Or it is an object of the user's, which may do anything.
+    The disk may be full, the stream closed or None, or an object of the user's, which may raise anything.
     """
     try:
         getattr(stream, method)(*arguments, **options)
@@ -37,16 +37,16 @@ def attempt(stream: object, method: str, *arguments: Any, **options: Any) -> boo
 
 
 def flush() -> None:
-    """Write what is in the buffers, those of streams from before the fork included."""
+    """Flush the standard streams, and those from before the fork."""
     for stream in (sys.stdout, sys.stderr, *_renewed):
-        attempt(stream, "flush")
+        try_call(stream, "flush")
 
 
-def open_anew(*, unbuffered: bool) -> None:
-    """Make the standard streams anew on 0, 1 and 2, with the attributes that the interpreter gives them.
+def reopen(*, unbuffered: bool) -> None:
+    """Make new standard streams on descriptors 0, 1 and 2, with the attributes that the interpreter gives them.
 
-    Those that are there were made for what the descriptors were before, and may hold what others wrote. Somebody may
-    use them still: they are renewed as well.
+    The old ones were made for other files, and their buffers may hold text of the parent. User code may still hold
+    them: they are emptied and made usable on the new files.
     """
     before = [sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__]
     _kept.extend(stream for stream in before if not any(stream is each for each in _kept))
@@ -54,25 +54,25 @@ def open_anew(*, unbuffered: bool) -> None:
     sys.stdin = sys.__stdin__ = _stream(0, "r", unbuffered=unbuffered)  # type: ignore[misc]  # final, but for us
     sys.__stdout__ = _stream(1, "w", unbuffered=unbuffered)  # type: ignore[misc]  # as above
     sys.__stderr__ = _stream(2, "w", unbuffered=unbuffered)  # type: ignore[misc]  # as above
-    # An object of the user's own class, which passes on what it is told, goes on doing so.
-    if not _passes_on(sys.stdout):
+    # An object of the user's own class, which writes to another stream, stays.
+    if not _is_of_user(sys.stdout):
         sys.stdout = sys.__stdout__
-    if not _passes_on(sys.stderr):
+    if not _is_of_user(sys.stderr):
         sys.stderr = sys.__stderr__
 
 
-def _passes_on(stream: object) -> bool:
-    """Whether it is of somebody's own class, and writes. Those of the library write to a file, or keep it in memory."""
+def _is_of_user(stream: object) -> bool:
+    """Whether a stream is of the user's own class. Those of `io` write to a file, or keep the text in memory."""
     import io
 
     return hasattr(type(stream), "write") and not issubclass(type(stream), io.IOBase)
 
 
 def _renew(stream: Any) -> bool:
-    """Empty a stream that was made for 1 or 2 before the fork, and free its lock, without a write. Returns if it could.
+    """Empty a stream that was made for 1 or 2 before the fork, and replace its lock, without a write.
 
-    A thread that is not here may have held the lock at the fork: a flush, even to /dev/null, would wait for ever.
-    Python makes no lock anew for a fork. ``__init__`` does.
+    A thread that does not exist here may have held the lock at the fork: a flush, even to /dev/null, would wait for
+    ever. Python renews no lock at a fork. ``__init__`` does. Returns False for a stream of another kind.
     """
     import io
 
@@ -103,7 +103,7 @@ def _stream(fd: int, mode: str, *, unbuffered: bool) -> io.TextIOWrapper:
 
 
 def _coding(stream: Any) -> tuple[str | None, str | None]:
-    """A stream's encoding, and how it takes what that cannot say; None where it does not tell."""
+    """Read a stream's encoding and error handler; None where it has none."""
     try:
         return stream.encoding, stream.errors
     except (AttributeError, ValueError):  # None, or detached

@@ -1,8 +1,8 @@
-"""What is told a person, on stderr.
+"""Writes to stderr without blocking.
 
-Owns not waiting for the reader: a console that nobody reads (Ctrl-S, a pager, a reader that hangs), a file on a disk
-that does not answer, or a stand-in of the host's must not hold up the stopping of workers, or the end of a run. What
-it says is somebody else's business.
+A console that nobody reads (Ctrl-S, a pager, a reader that hangs), a file on a disk that does not answer, or a stand-in
+of the host's must not delay the stopping of workers, or the end of a run. So a thread writes, and what is not taken for
+`PATIENCE` is dropped.
 """
 
 from __future__ import annotations
@@ -13,68 +13,68 @@ import select
 import sys
 
 from phalanx._base import linux
-from phalanx._base.background import Aside
-from phalanx._base.control_chars import harmless
+from phalanx._base.background import SerialExecutor
+from phalanx._base.control_chars import sanitise
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import TextIO
 
 PATIENCE = 0.5
-"""Seconds in which nothing of a text is taken, after which the rest of it is given up."""
+"""Seconds without progress after which the rest of a text is dropped."""
 
 
-class _Voice:
-    """The thread that writes, for as long as there is anything; of one process, and of none of its forks."""
+class _Writer:
+    """The background thread that writes. A fork makes its own."""
 
     def __init__(self) -> None:
-        self.aside = Aside("phalanx-tell")
+        self.executor = SerialExecutor("phalanx-tell")
         self.owner = os.getpid()
         self.written = 0
 
 
-_voice = _Voice()
+_writer = _Writer()
 
 
 def tell(text: str) -> None:
-    """Write ``text`` and a newline to stderr, or as much of it as somebody takes: see `harmless`. Never raises OSError.
+    """Write ``text`` and a newline to stderr, sanitised (see `sanitise`). Never raises OSError.
 
-    Returns when that is done, or when nothing has been taken for a while.
+    Returns when that is done, or after `PATIENCE` without progress.
     """
     mention(text)
     finish()
 
 
 def mention(text: str) -> None:
-    """Have ``text`` told soon, after what was told before. Returns at once."""
-    global _voice  # noqa: PLW0603 - one for the process
-    if _voice.owner != os.getpid():
-        _voice = _Voice()
+    """Write ``text`` as `tell` does, on a background thread, after earlier texts. Returns at once."""
+    global _writer  # noqa: PLW0603 - one for the process
+    if _writer.owner != os.getpid():
+        _writer = _Writer()
     stream = sys.stderr
-    if not _voice.aside.call(lambda: _say(stream, text)):  # no thread is to be had
-        _say(stream, text)
+    if not _writer.executor.submit(lambda: _write_text(stream, text)):  # no thread can be started
+        _write_text(stream, text)
 
 
 def finish() -> None:
-    """Return when all is told, or when nothing has been taken for a while."""
-    voice, before = _voice, -1
-    while before != voice.written:
-        before = voice.written
-        if voice.aside.finish(2 * PATIENCE):
+    """Return when all texts are written, or after `PATIENCE` without progress."""
+    writer, before = _writer, -1
+    while before != writer.written:
+        before = writer.written
+        if writer.executor.drain(2 * PATIENCE):
             return
 
 
-def _say(stream: TextIO, text: str) -> None:
+def _write_text(stream: TextIO, text: str) -> None:
     try:
         fd = stream.fileno()
         stream.flush()
-        data = memoryview(f"{harmless(text)}\n".encode(stream.encoding, "backslashreplace"))
+        data = memoryview(f"{sanitise(text)}\n".encode(stream.encoding, "backslashreplace"))
         try:
-            own, most = linux.open_unblocking(fd)
+            own, most = linux.open_nonblocking(fd)
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
-            _write(fd, data, select.PIPE_BUF)  # no descriptor is left; it may block, and nobody waits for that
+            _write(fd, data, select.PIPE_BUF)  # no descriptor is left; it may block, and nobody waits
             return
         try:
             _write(own, data, most)
@@ -96,4 +96,4 @@ def _write(fd: int, data: memoryview, most: int) -> None:
                 return
         else:
             data = data[count:]
-            _voice.written += count
+            _writer.written += count

@@ -114,7 +114,7 @@ def _hook() -> None:
 
 def _forget() -> None:
     """In a fork of the host: its signals are its own, and no group is."""
-    interrupts.forget()
+    interrupts.reset()
     _open.clear()
     _pending.clear()
     restore()
@@ -199,7 +199,7 @@ def _raise_late(number: int) -> None:
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
-    if interrupts.put_off(partial(_raise_late, number)):
+    if interrupts.defer(partial(_raise_late, number)):
         return
     if _open:
         now = clock.now()

@@ -6,7 +6,7 @@ import os
 import signal
 
 from phalanx._base.frozen import Value
-from phalanx._base.rank_ranges import named
+from phalanx._base.rank_ranges import name_ranks
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _who(one: Leftover) -> str:
 
 def _whose(those: Iterable[Leftover]) -> str:
     ranks = {one.local_rank for one in those if one.local_rank is not None}
-    return f" of {named(ranks)}" if ranks else ""
+    return f" of {name_ranks(ranks)}" if ranks else ""
 
 
 def _spoken(seconds: float) -> str:

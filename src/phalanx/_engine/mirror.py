@@ -104,7 +104,7 @@ class Mirror:
     @property
     def ended(self) -> dict[int, str]:
         """How those have exited that have, by rank, in words."""
-        return {rank: worker.exit.spoken for rank, worker in self.workers.items() if worker.exit is not None}
+        return {rank: worker.exit.description for rank, worker in self.workers.items() if worker.exit is not None}
 
     def started(self, pids: list[tuple[int, int]]) -> None:
         """These workers, by rank and pid, have been started."""
@@ -121,7 +121,7 @@ class Mirror:
     def take(
         self, inbox: worker_messages.Inbox, answer: Callable[[int], Callable[[], None] | None], most: int = TURN
     ) -> Callable[[], None] | None:
-        """Take what workers have returned, and what they tell of their failures; ``most`` packets. Raises wire.Closed.
+        """Take what workers have returned, and what they tell of their failures; ``most`` packets. Raises Closed.
 
         ``answer`` is given the socket of each one that asks for the resource tracker, and closes it. Returns what is to
         be called, and takes its time, before more is taken: it reads a large value, is what ``answer`` returns, or

@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 
 from phalanx._base import channels, clock, interpreter, procfs
-from phalanx._base.background import Aside
+from phalanx._base.background import SerialExecutor
 from phalanx._base.latch import Latch
 from phalanx._base.loop import READ, WRITE, Loop
 from phalanx._base.process import Process
@@ -76,7 +76,7 @@ class Supervisor:
         # Plain numbers: the wire takes no subclass, and a NumPy float would arrive as bytes.
         self._settle, self._grace, self._linger, self._together = float(settle), float(grace), float(linger), together
         self._speak = speak
-        self._spoken = Aside("phalanx-lines")
+        self._spoken = SerialExecutor("phalanx-lines")
         self._pump: Pump | None = None
         self._shown: Shown | None = None
         self._report: HangReport | None = None
@@ -93,10 +93,10 @@ class Supervisor:
         self._logs_left = ""
         self._reports: worker_messages.Inbox | None = None
         self._chores: Iterable[Callable[[], None]] = ()
-        self._chored = Aside("phalanx-chores")
-        self._returned = Aside("phalanx-results")
-        self._asked = Aside("phalanx-tracker")
-        self._dropped = Aside("phalanx-dropped")
+        self._chored = SerialExecutor("phalanx-chores")
+        self._returned = SerialExecutor("phalanx-results")
+        self._asked = SerialExecutor("phalanx-tracker")
+        self._dropped = SerialExecutor("phalanx-dropped")
         self._closes = True  # what is dropped, sooner or later
         self._thread: threading.Thread | None = None
         self._charge = [True]
@@ -297,9 +297,9 @@ class Supervisor:
 
     def last_chore(self, chore: Callable[[], None], seconds: float) -> None:
         """Have ``chore`` done after those of `start`, one of which a disk may have held up. Waits that long at most."""
-        if not self._chored.call(chore):  # no thread is to be had, at the interpreter's end
+        if not self._chored.submit(chore):  # no thread is to be had, at the interpreter's end
             chore()
-        self._chored.finish(seconds)
+        self._chored.drain(seconds)
 
     # --- the group's thread
 
@@ -416,7 +416,7 @@ class Supervisor:
             finally:
                 self._loop.call(lambda: self._loop.watch(inbox.fileno(), self._on_report))
 
-        if not self._returned.call(go_on):  # no thread is to be had
+        if not self._returned.submit(go_on):  # no thread is to be had
             go_on()
 
     def _give_tracker(self, asks: int) -> Callable[[], None] | None:
@@ -424,13 +424,13 @@ class Supervisor:
 
         Unless so many have asked that it is better not to hear of more: each has sent a descriptor.
         """
-        if not self._asked.call(
+        if not self._asked.submit(
             lambda: mp_child.give_tracker(asks)
         ):  # no thread is to be had, at the interpreter's end
             mp_child.give_tracker(asks)
-        if self._asked.waiting < _ASKING:
+        if self._asked.pending < _ASKING:
             return None
-        return lambda: bool(self._asked.finish(SILENCE))  # type: ignore[return-value]  # nobody looks at it
+        return lambda: bool(self._asked.drain(SILENCE))  # type: ignore[return-value]  # nobody looks at it
 
     def _drop(self, fds: list[int]) -> Callable[[], None] | None:
         """Close what nobody wants: of whatever kind it is, the group does not wait for it.
@@ -444,13 +444,13 @@ class Supervisor:
                 with suppress(OSError):
                     os.close(fd)
 
-        if not self._dropped.call(close):
+        if not self._dropped.submit(close):
             close()
 
         def wait() -> None:
-            self._closes = self._dropped.finish(SILENCE)
+            self._closes = self._dropped.drain(SILENCE)
 
-        return wait if self._closes and self._dropped.waiting else None
+        return wait if self._closes and self._dropped.pending else None
 
     def _on_up(self, pid: int, fds: list[int]) -> None:
         if fds:
@@ -467,11 +467,11 @@ class Supervisor:
         if self._shown is not None:
             self._shown.open()
         self._up.open()
-        self._chored.call(self._do_chores)  # on a thread of its own: they may take a disk
+        self._chored.submit(self._do_chores)  # on a thread of its own: they may take a disk
         self._loop.after(_SOON, self._load)
 
     def _load(self) -> None:
-        self._chored.call(_load)
+        self._chored.submit(_load)
 
     def _do_chores(self) -> None:
         for chore in self._chores:
@@ -523,7 +523,7 @@ class Supervisor:
         """Say a line, among the workers' if that is possible."""
         speak = self._speak
         if not self.say(f"phalanx: {text}") and speak is not None:
-            self._spoken.call(lambda: speak(text))
+            self._spoken.submit(lambda: speak(text))
 
     def _on_ended(self, left: list[tuple[int, str, str]], logs: str) -> None:
         self._logs_left = logs
@@ -659,25 +659,25 @@ class Supervisor:
 
     def _finish_aside(self) -> None:
         """What workers have returned is read; what was to be written down of hangs is, or takes too long."""
-        self._returned.finish(-1)
+        self._returned.drain(-1)
         with suppress(channels.Closed):
             inbox, left = self._reports, _LAST
             while inbox is not None and left and (read := self.mirror.take(inbox, self._give_tracker, _LAST)):
                 left -= 1
                 read()
         self.mirror.settle_results()
-        self._spoken.finish(SILENCE)
-        self._chored.finish(SILENCE)
-        self._asked.finish(SILENCE)
-        self._dropped.finish(SILENCE)
+        self._spoken.drain(SILENCE)
+        self._chored.drain(SILENCE)
+        self._asked.drain(SILENCE)
+        self._dropped.drain(SILENCE)
         if self._report is not None:
             from phalanx._timers import hang_report
 
             # What it has to say goes through the host's logging, which may not take it.
-            aside = Aside("phalanx-report")
-            if not aside.call(self._report.finish):
+            aside = SerialExecutor("phalanx-report")
+            if not aside.submit(self._report.finish):
                 self._report.finish()
-            aside.finish(2 * hang_report.FINISH + SILENCE)
+            aside.drain(2 * hang_report.FINISH + SILENCE)
             for rank, why in self._report.unwritten.items():
                 self.mirror.workers[rank].hang = why
             for rank, what in self._report.hung.items():

@@ -66,7 +66,7 @@ def evidence(message: bytes, stack: bytes, moment: int) -> bytes:
 def send(fd: int, body: bytes, fds: Sequence[int] = (), patience: int = -1) -> bool:
     """Send a packet over the socket ``fd``. Waits ``patience`` milliseconds for room, or for ever.
 
-    The socket's flags stay as they are: others have it, too. Returns whether it has been sent. Raises wire.Closed when
+    The socket's flags stay as they are: others have it, too. Returns whether it has been sent. Raises Closed when
     nobody can read it: the launcher has gone, or somebody has shut the socket down; OSError.
     """
     rights = b"".join(each.to_bytes(_INT, sys.byteorder) for each in fds)

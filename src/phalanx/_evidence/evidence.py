@@ -1101,7 +1101,7 @@ def _open_to_append(path: str, more: int = 0) -> int:
 
 def _contents(path: str, limit: int) -> bytes:
     """At most `limit` bytes of a regular file. Raises OSError."""
-    return files.contents(path, limit, links=files.OWN_LINKS)
+    return files.read(path, limit, links=files.OWN_LINKS)
 
 
 def _extra_info(data: dict[str, Any] | None) -> dict[str, Any]:

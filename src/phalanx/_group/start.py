@@ -141,7 +141,7 @@ class GroupStart(ABC):
         with ExitStack() as held, ExitStack() as undo:
             for fd in linux.occupy_standard_descriptors():
                 held.callback(os.close, fd)
-            hold = interrupts.whole if self._signals else host_signals.postpone
+            hold = interrupts.deferred if self._signals else host_signals.postpone
             with hold():
                 plan = self._plan(held)
                 supervisor = Supervisor(

@@ -289,12 +289,12 @@ def make_view(
 
     text = console.format == "text"
     fd = target if isinstance(target, int) else None
-    kind = Screen if tty.obeys(fd) else Paper
+    kind = Screen if tty.obeys_controls(fd) else Paper
     # One for all groups: of two that write to one terminal, each would cut the other's lines, and erase its bars.
     # Its descriptor is of its own: by the time that it is written to, the host may have closed this one.
     surface = display.shared(_place(target), lambda: kind(_sink(target)))
-    colour = text and tty.coloured(fd, console.color)
-    tame = not console.raw and tty.is_one(target)
+    colour = text and tty.use_colour(fd, console.color)
+    tame = not console.raw and tty.is_terminal(target)
     view = View(surface, Text() if text else Json(prefixes.host), _search(console), harmless=tame)
     if console.fold or (live and text):
         shared = lru_cache(_KNOWN)(partial(prefixes.shared, colour=colour))

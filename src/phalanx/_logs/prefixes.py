@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from phalanx._base.control_chars import harmless
+from phalanx._base.control_chars import sanitise
 from phalanx._base.rank_ranges import format_ranks
 
 TYPE_CHECKING = False
@@ -135,7 +135,7 @@ def _painted(text: str, ranks: str) -> str:
 
 
 def _encoded(text: str) -> bytes:
-    return harmless(text).encode("utf-8", "surrogateescape")
+    return sanitise(text).encode("utf-8", "surrogateescape")
 
 
 def template_of(console: ConsoleSpecs) -> str | None:

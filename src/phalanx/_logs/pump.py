@@ -13,7 +13,7 @@ import struct
 from collections import deque
 
 from phalanx._base import clock, linux
-from phalanx._base.control_chars import harmless
+from phalanx._base.control_chars import sanitise
 from phalanx._base.files import UnfitError
 from phalanx._base.stderr import tell
 from phalanx._base.tty import printable
@@ -228,7 +228,7 @@ class Pump:
         if self._loop is None or self._all_seen or self._voice is None:  # not among the others, then
             tell(text)
             return
-        self._voice.surface.write(None, harmless(text).encode(errors="backslashreplace") + b"\n")
+        self._voice.surface.write(None, sanitise(text).encode(errors="backslashreplace") + b"\n")
         self._again()
 
     def reveal(self, rank: int) -> None:

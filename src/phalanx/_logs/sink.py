@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 
 from phalanx._base import clock, linux
-from phalanx._base.background import Aside
+from phalanx._base.background import SerialExecutor
 from phalanx._base.files import opened_log
 from phalanx._base.loop import WRITE
 
@@ -42,7 +42,7 @@ _NO_READER = (errno.EPIPE, errno.EIO)  # the second of a terminal that has been 
 class Sink:
     """A descriptor, the path of a file (created, or appended to), or an object with ``write`` (a notebook's stdout).
 
-    A descriptor is written to without blocking, and without its other users noticing (`linux.open_unblocking`). Where
+    A descriptor is written to without blocking, and without its other users noticing (`linux.open_nonblocking`). Where
     that cannot be had, and to an object, a thread writes, which may take any time, also beyond `close`. With ``own``
     the descriptor is the sink's, to be closed with it. Several may share a sink, each of which is to `hold` it, but for
     who has made it, and to `close` it.
@@ -55,7 +55,7 @@ class Sink:
         self._lock = allocate_lock()
         self._fd = -1
         self._pollable = self._watched = False
-        self._writer: Aside | None = None  # what writes, if a write may block
+        self._writer: SerialExecutor | None = None  # what writes, if a write may block
         self._most = TURN  # bytes that it is given at a time
         self._piece: object = None  # what it is writing
         self._waiting: deque[memoryview] = deque()
@@ -90,12 +90,12 @@ class Sink:
             self._fd = opened_log(self._target)
             return
         if not isinstance(self._target, int):
-            self._writer = self._writer or Aside("phalanx-write")
+            self._writer = self._writer or SerialExecutor("phalanx-write")
             return
-        self._fd, most = linux.open_unblocking(self._target)
+        self._fd, most = linux.open_nonblocking(self._target)
         if most < TURN:
             self._most = most
-            self._writer = self._writer or Aside("phalanx-write")
+            self._writer = self._writer or SerialExecutor("phalanx-write")
         try:
             loop.watch(self._fd, self._writable, 0)
             self._pollable = True
@@ -185,8 +185,8 @@ class Sink:
         self._break()
         fd, self._fd = self._fd, -1
         writer = self._writer
-        writing = writer is not None and not writer.finish(_PATIENCE)
-        if fd >= 0 and not (writing and writer is not None and writer.call(partial(os.close, fd))):
+        writing = writer is not None and not writer.drain(_PATIENCE)
+        if fd >= 0 and not (writing and writer is not None and writer.submit(partial(os.close, fd))):
             os.close(fd)
 
     def _call_users(self) -> None:
@@ -227,7 +227,7 @@ class Sink:
                 return
             self._drop(count)
 
-    def _write_aside(self, writer: Aside) -> None:
+    def _write_aside(self, writer: SerialExecutor) -> None:
         """Have the thread write a piece, which waits here until that is done."""
         piece = bytearray()
         for data in self._waiting:
@@ -241,7 +241,7 @@ class Sink:
         def write() -> None:
             call(partial(answer, *_written(target, piece, decoder)))
 
-        if not writer.call(write):  # no thread is to be had
+        if not writer.submit(write):  # no thread is to be had
             write()
 
     def _on_written(self, piece: object, count: int, error: BaseException | None) -> None:

@@ -10,7 +10,7 @@ import os
 import signal
 import time
 
-from phalanx._base.clock import in_a_word
+from phalanx._base.clock import format_duration
 from phalanx._base.frozen import Value
 from phalanx._evidence import evidence
 from phalanx._evidence.standing import standing
@@ -159,7 +159,7 @@ class Outcome(Value):
         sent = "" if self.signal_sent is None else signal_name(self.signal_sent)
         ending = "" if self.exitcode is None else describe_exit(self.exitcode)
         if self.state == "succeeded":
-            return f"succeeded, {in_a_word(self.early)} before the rest" if self.early else "succeeded"
+            return f"succeeded, {format_duration(self.early)} before the rest" if self.early else "succeeded"
         if self.state == "abandoned":
             return f"abandoned: pid {self.pid} still there" + (f" after {sent}" if sent else "")
         if self.state == "failed":

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 
-from phalanx._base.control_chars import escaped
-from phalanx._base.rank_ranges import named
+from phalanx._base.control_chars import escape
+from phalanx._base.rank_ranges import name_ranks
 from phalanx._outcomes.failure import NOT_AVAILABLE, WHILE_LEAVING, first_failure
 
 TYPE_CHECKING = False
@@ -129,14 +129,14 @@ def _others(root: ProcessFailure, others: Mapping[int, ProcessFailure]) -> Lines
     same, *different = kinds.values()
     lines: Lines = []
     if same:
-        lines.append(("heading", f"{named(same)}: the same"))
+        lines.append(("heading", f"{name_ranks(same)}: the same"))
     for number, ranks in enumerate(different):
         first = others[ranks[0]]
         if number < DIFFERENT:
-            lines.append(("heading", f"{named(ranks)}:"))
+            lines.append(("heading", f"{name_ranks(ranks)}:"))
             lines += _full(ranks[0], first, OTHER_LINES)
         else:
-            lines.append(("heading", f"{named(ranks)}: {_shorten(_clean(first_line(first)).split(chr(10))[0])}"))
+            lines.append(("heading", f"{name_ranks(ranks)}: {_shorten(_clean(first_line(first)).split(chr(10))[0])}"))
     return lines
 
 
@@ -144,7 +144,7 @@ def _rest(outcomes: Mapping[int, Outcome]) -> Lines:
     endings: dict[str, list[int]] = {}
     for rank, outcome in sorted(outcomes.items()):
         endings.setdefault(outcome.describe(), []).append(rank)
-    return [("text", f"{named(ranks)}: {ending}") for ending, ranks in endings.items()]
+    return [("text", f"{name_ranks(ranks)}: {ending}") for ending, ranks in endings.items()]
 
 
 def signature(failure: ProcessFailure) -> object:
@@ -236,5 +236,5 @@ def _clean(text: str) -> str:
     text = _ANSI.sub("", text).replace("\r\n", "\n")
     if "\r" in text:
         text = "\n".join(line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.split("\n"))
-    text = escaped(text.replace("\x1b", "\\x1b"))
+    text = escape(text.replace("\x1b", "\\x1b"))
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

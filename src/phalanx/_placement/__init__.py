@@ -1,1 +1,1 @@
-"""Where workers run and within which bounds: CPUs, limits, devices."""
+"""Placement of workers: CPUs, resource limits, devices."""

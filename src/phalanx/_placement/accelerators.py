@@ -1,4 +1,4 @@
-"""How many workers a machine takes: counts CPUs and accelerators, without importing any framework."""
+"""Counts the CPUs and accelerators of this machine, for ``--nproc-per-node``, without importing a framework."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from phalanx._placement import devices
 
 _WSL = "usr/lib/wsl/lib"  # where WSL2 has the libraries of the host's driver
 _DIGITS = 6  # of a number of workers: Linux has no more than 4 million processes
-_ASKING = 10.0  # seconds that a program is given to list the devices
+_ASKING = 10.0  # seconds that nvidia-smi may take to list the devices
 
 
 def count(wanted: str) -> int:
     """Read the value of ``--nproc-per-node``: a number of at least 1, "auto", "cpu" or "gpu".
 
     "cpu" is the number of CPUs that this process may use; "gpu" the number of accelerators; "auto" is "gpu" where
-    there is any, else "cpu". Raises ValueError, which says what would be right.
+    there is any, else "cpu". Raises ValueError, whose message gives the values that are allowed.
 
     >>> count("4")
     4
@@ -34,17 +34,17 @@ def count(wanted: str) -> int:
     if not re.fullmatch(r"0*[1-9]\d*", wanted, re.ASCII):
         msg = f"{wanted!r}: expected a number of at least 1, or auto, cpu or gpu"
         raise ValueError(msg)
-    if len(wanted) > _DIGITS:  # a slip of the finger would fill the memory
+    if len(wanted) > _DIGITS:  # a typing error would fill the memory
         msg = f"{wanted!r}: there cannot be so many workers"
         raise ValueError(msg)
     return int(wanted)
 
 
 def count_gpus(root: str = "/") -> int:
-    """The accelerators that a worker would see: the visible-devices variables first, then the kernel's devices.
+    """Count the accelerators that a worker would see: the kernel's devices, limited by the visible-devices variables.
 
     NVIDIA: one folder each in /proc/driver/nvidia/gpus, or /dev/nvidiaN where a container has only these. Under WSL2
-    there is one /dev/dxg for all: nvidia-smi counts them there, and where it cannot, there is one at least. AMD: the
+    there is one /dev/dxg for all: nvidia-smi counts them there, and where it fails, one is assumed. AMD: the
     nodes of /sys/class/kfd/kfd/topology with SIMD units (the others are CPUs).
     """
     for variables, present in (
@@ -58,9 +58,9 @@ def count_gpus(root: str = "/") -> int:
 
 
 def _visible(value: str, present: int) -> int:
-    """How many devices a visible-devices variable lets through: those before the first that is not there."""
+    """Count the devices that a visible-devices variable selects: those before the first that does not exist."""
     named = devices.visible(value)
-    beyond = (place for place, device in enumerate(named) if device.isdigit() and int(device) >= present)
+    beyond = (index for index, device in enumerate(named) if device.isdigit() and int(device) >= present)
     return next(beyond, len(named))
 
 
@@ -70,7 +70,7 @@ def _nvidia(root: str) -> int:
 
 
 def _wsl(root: str) -> int:
-    """The NVIDIA devices of WSL2. Without the driver's libraries, /dev/dxg stands for those of other makes."""
+    """Count the NVIDIA devices of WSL2. Without the driver's libraries, /dev/dxg is for devices of other makers."""
     folder = os.path.join(root, _WSL)
     libraries = (os.path.join(folder, name) for name in ("libcuda.so.1", "libnvidia-ml.so.1"))
     if not os.path.exists(os.path.join(root, "dev/dxg")) or not any(map(os.path.exists, libraries)):
@@ -80,7 +80,7 @@ def _wsl(root: str) -> int:
 
 
 def _output(*command: str) -> str:
-    """What a program writes to stdout, within bounded time; "" if it cannot be run, or fails."""
+    """Run a program for at most `_ASKING` seconds. Returns its stdout; "" if it cannot be run, or fails."""
     import subprocess
 
     from phalanx._base.process import reap_later
@@ -98,7 +98,7 @@ def _output(*command: str) -> str:
         program.kill()
         assert program.stdout is not None
         program.stdout.close()
-        reap_later(program.wait)  # it may sit in a driver that does not answer
+        reap_later(program.wait)  # it may be in uninterruptible sleep in a driver
         return ""
     return "" if program.returncode else written
 

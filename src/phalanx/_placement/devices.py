@@ -1,4 +1,4 @@
-"""What a visible-devices variable names, by the rules of CUDA and of the frameworks. Knows of no device."""
+"""Parses visible-devices variables, by the rules of CUDA and of the frameworks. Looks at no device."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ _NAMED = ("GPU-", "MIG-")
 
 
 def visible(value: str) -> list[str]:
-    """Read the value of CUDA_VISIBLE_DEVICES: the devices that it lets through, in its order.
+    """Parse the value of CUDA_VISIBLE_DEVICES: the devices that it selects, in its order.
 
-    It is a list of indices, or of UUIDs that all begin with ``GPU-``, or with ``MIG-``, as its first characters say.
-    The list ends before the first entry that is not of the kind; a device that is named twice hides all. An index is
-    read as strtoul(3) reads it: what follows the digits is of no meaning.
+    It is a list of indices, or of UUIDs that all begin with ``GPU-``, or with ``MIG-``; its first characters tell
+    which. The list ends before the first entry of another kind; a device that is named twice hides all. An index is
+    parsed as by strtoul(3): what follows the digits is ignored.
 
     >>> visible("2, 0,-1,3"), visible("0 1"), visible("GPU-5a,GPU-7c,1"), visible("1,1")
     (['2', '0'], ['0'], ['GPU-5a', 'GPU-7c'], [])

@@ -1,7 +1,6 @@
-"""Where workers run and within which bounds: the public `Placement`, and what it comes to on this machine.
+"""Checks the user's `Placement` (CPUs, nice value, resource limits, devices), and resolves it on this machine.
 
-Owns the reading and checking of what the user wants. How CPUs are divided is the business of `topology`; that a
-worker is placed before its first instruction, that of the keeper.
+CPUs are divided by `topology`. The keeper places each worker before its first instruction.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     Limit = int | str | tuple[int | str, int | str]
 
 WorkerBounds = tuple[list[int], int, list[tuple[str, int, int, int]]]
-"""Where one worker runs, and within which bounds, as the keeper is told: its CPUs (none: those of the keeper), what is
+"""Where one worker runs and within which bounds, as sent to the keeper: its CPUs ([]: those of the keeper), what is
 added to its nice value, and resource limits: name, number, soft, hard."""
 
 UNLIMITED = -1  # RLIM_INFINITY, as Python has it
@@ -89,22 +88,22 @@ class Placement(Value):
     def resolve(self, nprocs: int) -> tuple[dict[int, WorkerBounds | None], str]:
         """Return what the keeper has to do for each of ``nprocs`` workers, and a warning for the user, or "".
 
-        Raises ValueError for what this machine does not allow.
+        Raises ValueError for a value that this machine does not allow.
         """
         shares: list[tuple[int, ...]] = [()] * nprocs
-        said = ""
+        warning = ""
         if self.cpu_bind != "none":
-            shares, said = divide(self.cpu_bind, nprocs)
+            shares, warning = divide(self.cpu_bind, nprocs)
         limits = [_allowed_limit(name, limit) for name, limit in self.rlimits]
         self._check_nice()
         if not (limits or self.nice or any(shares)):
-            return dict.fromkeys(range(nprocs)), said
-        # Plain numbers: the wire takes no subclass of int.
+            return dict.fromkeys(range(nprocs)), warning
+        # Plain numbers: `marshal` takes no subclass of int.
         plain = [(str(name), int(number), int(soft), int(hard)) for name, number, soft, hard in limits]
-        return {rank: (list(map(int, cpus)), int(self.nice), plain) for rank, cpus in enumerate(shares)}, said
+        return {rank: (list(map(int, cpus)), int(self.nice), plain) for rank, cpus in enumerate(shares)}, warning
 
     def environment(self, envs: Mapping[int, Mapping[str, str]]) -> dict[int, dict[str, str]]:
-        """The variables of each rank that follow from this, on top of ``envs``. Raises ValueError."""
+        """Compute the environment variables that this adds to each rank's ``envs``. Raises ValueError."""
         if not self.virtual_local_rank:
             return {rank: {} for rank in envs}
         for rank, env in envs.items():
@@ -132,7 +131,7 @@ class Placement(Value):
 
 
 def divide(cpu_bind: str, nprocs: int) -> tuple[list[tuple[int, ...]], str]:
-    """The CPUs of each rank on this machine; and what the user should know, or "". Raises ValueError."""
+    """Divide this machine's CPUs: those of each rank; and a warning for the user, or "". Raises ValueError."""
     from phalanx._placement import topology
 
     allowed = os.sched_getaffinity(0)
@@ -148,7 +147,7 @@ def divide(cpu_bind: str, nprocs: int) -> tuple[list[tuple[int, ...]], str]:
 
 
 def limit_names() -> dict[str, int]:
-    """The limits that this system knows: name → number."""
+    """List the resource limits of this system: name → number."""
     import resource
 
     names = {name[7:].lower(): getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
@@ -157,7 +156,7 @@ def limit_names() -> dict[str, int]:
 
 
 def _read_limit(name: Any, limit: Any) -> tuple[str, int, int, int]:
-    """A limit as the keeper takes it. Raises TypeError, ValueError."""
+    """Check a limit: name, number, soft, hard. Raises TypeError, ValueError."""
     known = limit_names()
     if name not in known:
         raise ValueError(f"rlimits: {name!r} is no resource limit; there are {', '.join(sorted(known))}")

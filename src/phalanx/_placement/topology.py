@@ -1,8 +1,8 @@
-"""The CPUs that this process may use, and their division among the workers of a machine.
+"""Reads which CPUs this process may use, by core and NUMA node, and divides them among workers.
 
 Owns the reading of /sys/devices/system/cpu and node (the kernel's admin-guide/cputopology), of the cgroup's CPU quota,
-and the arithmetic. Touches no process: what comes out is sets of CPU numbers. All reading takes a root, so that any
-machine can be a folder.
+and the arithmetic. Results are sets of CPU numbers. The readers take a root, so that a test can give a folder as the
+machine.
 
 A CPU is what the kernel schedules on: one hardware thread. A core is the CPUs that share one physical core.
 """
@@ -27,7 +27,7 @@ WAYS = ("none", "core", "numa")
 class Topology(Value):
     """The CPUs that may be used, by number; by core, in the order of nodes; and by NUMA node.
 
-    No core and no node is empty: what may not be used is not there.
+    No core and no node is empty: CPUs that may not be used are left out.
     """
 
     __slots__ = ("cores", "cpus", "nodes")
@@ -43,10 +43,10 @@ class Topology(Value):
 
 
 def read(allowed: Iterable[int], root: str = SYSTEM) -> Topology:
-    """Find the topology of the CPUs in ``allowed``, which `os.sched_getaffinity` returns. Never raises.
+    """Read the topology of the CPUs in ``allowed``, which `os.sched_getaffinity` returns. Never raises.
 
-    The affinity of a process is within its cpuset, so containers are heeded. Where /sys is missing or says nothing of a
-    CPU, that CPU is a core of its own, and all those without a node are together one node.
+    The affinity of a process is within its cpuset, so a container's CPUs are respected. A CPU of which /sys has no
+    entry is a core of its own, and all CPUs without a node are together one node.
     """
     cpus = set(allowed)
     cpus = cpus.intersection(_list_in(os.path.join(root, "cpu/online"))) or cpus
@@ -64,14 +64,14 @@ def read(allowed: Iterable[int], root: str = SYSTEM) -> Topology:
 
 
 def divide(how: str, count: int, topology: Topology) -> list[tuple[int, ...]]:
-    """The CPUs of each of ``count`` ranks. Raises ValueError for a list that does not fit.
+    """Divide CPUs among ``count`` ranks. Raises ValueError for a list that does not fit.
 
     Args:
         how: "none": all CPUs for each. "core": whole cores, evenly, neighbours together; with fewer cores than ranks,
             ranks share cores in turn. "numa": the CPUs of one node each, neighbouring ranks on the same node. Else one
             list of CPUs for each rank, as in ``0-3;4-7``.
         count: How many ranks, at least 1.
-        topology: What there is to divide.
+        topology: The CPUs to divide.
 
     >>> machine = Topology((0, 1, 2, 3), ((0, 2), (1, 3)), ((0, 1, 2, 3),))
     >>> divide("core", 2, machine)
@@ -95,9 +95,9 @@ def divide(how: str, count: int, topology: Topology) -> list[tuple[int, ...]]:
 
 
 def threads(shares: Sequence[Sequence[int]], quota: float | None = None) -> list[int]:
-    """How many CPUs each rank can keep busy, at least 1: those that are its own, and its part of those that it shares.
+    """Compute how many CPUs each rank can keep busy, at least 1: its own, and its part of those that it shares.
 
-    ``quota`` is the CPU time that all have together, in CPUs.
+    ``quota`` is the CPU time of all ranks together, in CPUs.
 
     >>> threads([(0, 1, 2), (3,)]), threads([(0, 1, 2, 3)] * 2), threads([(0, 1, 2, 3)] * 2, quota=2.5)
     ([3, 1], [2, 2], [1, 1])
@@ -143,12 +143,12 @@ def format_list(cpus: Iterable[int]) -> str:
 
 
 def quota() -> float | None:
-    """The CPU time that this process's cgroup may use, in CPUs; None without a limit."""
+    """Read the CPU time that this process's cgroup may use, in CPUs; None without a limit."""
     return quota_of(procfs.cgroup_folders("cpu"))
 
 
 def quota_of(folders: Iterable[tuple[str, str]]) -> float | None:
-    """The smallest quota among cgroups: each a mount point and a folder below it, whose parents count as well.
+    """Find the smallest quota among cgroups: each a mount point and a folder below it, whose parents count as well.
 
     v2: cpu.max holds the quota and the period, in microseconds, or "max" (admin-guide/cgroup-v2). v1: cpu.cfs_quota_us,
     -1 for none, and cpu.cfs_period_us (scheduler/sched-bwc).
@@ -198,13 +198,13 @@ def _nodes(cpus: set[int], root: str) -> list[tuple[int, ...]]:
     for number in numbers:
         node = _list_in(os.path.join(folder, f"node{number}/cpulist")) & left
         left -= node
-        if node:  # else memory alone, or CPUs of others
+        if node:  # else it has memory alone, or CPUs that may not be used
             nodes.append(tuple(sorted(node)))
     return [*nodes, tuple(sorted(left))] if left else nodes
 
 
 def _siblings(cpu: int, root: str) -> set[int]:
-    """The CPUs that share ``cpu``'s core. ``thread_siblings_list`` is the name before Linux 5.3."""
+    """Read the CPUs that share ``cpu``'s core. ``thread_siblings_list`` is the name before Linux 5.3."""
     folder = os.path.join(root, f"cpu/cpu{cpu}/topology")
     return _list_in(f"{folder}/core_cpus_list") or _list_in(f"{folder}/thread_siblings_list")
 
@@ -221,7 +221,7 @@ def _list_in(path: str) -> set[int]:
 
 
 def _text(*paths: str) -> str:
-    """What the files hold, with a blank between them; "" if one cannot be read."""
+    """Read files, and join them by blanks; "" if one cannot be read."""
     texts = []
     for path in paths:
         try:

@@ -14,7 +14,7 @@ import time
 import weakref
 
 from phalanx._base import clock, procfs
-from phalanx._base.background import Aside
+from phalanx._base.background import SerialExecutor
 from phalanx._outcomes.failure import Outcome
 from phalanx._outcomes.result import RunProcsResult, verdict
 
@@ -75,14 +75,14 @@ class Recorder:
         self._run: Run | None = None
         self._earlier: list[Attempt] = []
         self._failed = False
-        self._aside = Aside("phalanx-record")
-        self._pruning = Aside("phalanx-prune")
+        self._aside = SerialExecutor("phalanx-record")
+        self._pruning = SerialExecutor("phalanx-prune")
 
     def running(self) -> None:
         """The workers run. Returns at once."""
         self._write(self._begun)
         if self._keep_runs is not None:
-            self._pruning.call(self._prune)
+            self._pruning.submit(self._prune)
 
     def ended(self, state: State, exit_code: int, cause: str = "") -> None:
         """The run is over, and all of its processes are gone. Returns when that is written, or takes too long."""
@@ -95,9 +95,9 @@ class Recorder:
 
     def finish(self) -> None:
         """Return when all is written, or that takes too long."""
-        if not self._aside.finish(PATIENCE):
+        if not self._aside.drain(PATIENCE):
             self._refuse(f"the disk has not answered for {PATIENCE:g} s")
-        self._pruning.finish(PATIENCE)  # what is left goes with the next one
+        self._pruning.drain(PATIENCE)  # what is left goes with the next one
 
     def _folder(self) -> str:
         """The run's folder; "": it has none, or none yet."""
@@ -121,7 +121,7 @@ class Recorder:
                 self._refuse(error)
 
         # A disk that does not answer must hold back neither a signal nor the end.
-        if not self._aside.call(write):
+        if not self._aside.submit(write):
             write()
 
     def _prune(self) -> None:
@@ -136,7 +136,7 @@ class Recorder:
             self._say(f"--keep-runs: {error}")
             return
         if removed:
-            what = f"{removed} run{'s' * (removed > 1)}, {byte_size.spoken(freed)}"
+            what = f"{removed} run{'s' * (removed > 1)}, {byte_size.format_size(freed)}"
             self._say(f"--keep-runs {self._keep_runs}: removed {what}")
         if failed:
             more = f", and {len(failed) - 1} more" * (len(failed) > 1)

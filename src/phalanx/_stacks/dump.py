@@ -9,7 +9,7 @@ import os
 import re
 
 from phalanx._base.frozen import Value
-from phalanx._base.rank_ranges import format_ranks, named
+from phalanx._base.rank_ranges import format_ranks, name_ranks
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -282,13 +282,13 @@ def _is_known(where: Location) -> bool:
 def _describe(where: Location, ranks: list[int], size: int, hung: int | None, *, first: bool) -> str:
     many = len(ranks) > 1
     if isinstance(where, Ended):
-        return f"{named(ranks)} {'have' if many else 'has'} ended" + (f" ({where.how})" if where.how else "")
+        return f"{name_ranks(ranks)} {'have' if many else 'has'} ended" + (f" ({where.how})" if where.how else "")
     if isinstance(where, str):
-        return f"{named(ranks)} show{'s' * (not many)} no Python stack ({where})"
+        return f"{name_ranks(ranks)} show{'s' * (not many)} no Python stack ({where})"
     if not many:
         return f"rank {ranks[0]} is in {where}"
     every = "both ranks" if size == 2 else f"all {size} ranks"  # noqa: PLR2004 - so one says
-    who = every if len(ranks) == size else f"{len(ranks)} of {size} ranks" if first else named(ranks)
+    who = every if len(ranks) == size else f"{len(ranks)} of {size} ranks" if first else name_ranks(ranks)
     if hung is not None and hung in ranks:
         return f"{who}, rank {hung} among them, are in {where}" if len(ranks) < size else f"{who} are in {where}"
     return f"{who} {'are' if hung is None else 'wait'} in {where}"

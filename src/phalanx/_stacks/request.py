@@ -176,7 +176,7 @@ class StackRequest:
         if number in _COMMON:
             return True
         try:
-            found = files.contents(f"/proc/{self.target.pid}/environ", _MOST_ENVIRONMENT)
+            found = files.read(f"/proc/{self.target.pid}/environ", _MOST_ENVIRONMENT)
         except OSError:
             return False
         return f"{evidence.STACK_SIGNAL_ENV}={number}".encode() in found.split(b"\0")
@@ -363,4 +363,4 @@ def last_dump(data: bytes) -> bytes:
 
 def _contents(path: str, offset: int = 0, owners: Container[int] | None = None) -> bytes:
     """Read at most `_LIMIT` bytes from ``offset`` on, of a file of one of the ``owners``. Raises OSError."""
-    return files.contents(path, _LIMIT, offset, owners=owners)
+    return files.read(path, _LIMIT, offset, owners=owners)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 
+from phalanx._base import files
+
 KEPT = 20
 """How many files of stacks are kept in a folder, the newest ones."""
 
@@ -17,9 +19,11 @@ def write(folder: str, text: str) -> str:
     numbers = sorted(int(name[7:-4]) for name in os.listdir(folder) if _is_ours(name))
     number = numbers[-1] + 1 if numbers else 1
     path = os.path.join(folder, f"stacks-{number}.txt")
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    with open(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(text)
+    fd = files.opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        files.write_all(fd, text.encode("utf-8", "backslashreplace"))
+    finally:
+        os.close(fd)
     for old in numbers[: len(numbers) + 1 - KEPT] if len(numbers) >= KEPT else ():
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(folder, f"stacks-{old}.txt"))

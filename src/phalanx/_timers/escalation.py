@@ -11,7 +11,7 @@ import os
 
 from phalanx._base import clock, linux
 from phalanx._base.process import Process, lineage
-from phalanx._base.suspension import part
+from phalanx._base.suspension import wait_slice
 from phalanx._timers.hang import Hang
 from phalanx._timers.scheduler import Lookout
 
@@ -180,7 +180,7 @@ class Escalation:
             now = clock.now()
             left = began + delay + self._loop.pauses.lost(began) - now
             if left > 0:  # in parts, so that a pause is seen
-                self._loop.at(now + min(left, part(delay)), look)
+                self._loop.at(now + min(left, wait_slice(delay)), look)
             else:
                 self._take(step, hangs)
 

@@ -10,7 +10,7 @@ import json
 import os
 
 from phalanx._base import files
-from phalanx._base.control_chars import harmless
+from phalanx._base.control_chars import sanitise
 from phalanx._timers import timetable
 from phalanx._timers.hang_report import HangReport
 
@@ -64,7 +64,7 @@ def watch(
 
     def show(text: str) -> None:
         if not say(f"phalanx: {text}"):
-            (speak or _log)(harmless(text))
+            (speak or _log)(sanitise(text))
 
     report = HangReport(table, specs.on_expiry, logs.error_files, write, specs.on_event, show, stacks=stacks)
     return report, {rank: {timetable.ENV: f"{table.address}:{rank}"} for rank in ranks}

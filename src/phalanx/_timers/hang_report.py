@@ -12,8 +12,8 @@ import signal
 from functools import partial
 
 from phalanx._base import clock, procfs
-from phalanx._base.background import Aside
-from phalanx._base.rank_ranges import named
+from phalanx._base.background import SerialExecutor
+from phalanx._base.rank_ranges import name_ranks
 from phalanx._evidence import evidence
 from phalanx._stacks.snapshot import Snapshot
 from phalanx._timers.hang import Hang
@@ -34,7 +34,7 @@ FINISH = 5.0
 
 def words(hang: Hang, moment: int, where: Sequence[str]) -> tuple[str, str]:
     """What is said of a hang wherever it is told: the message of the failure, and what else is known, in lines."""
-    late = f"{clock.spoken(hang.late(moment))} over its deadline"
+    late = f"{clock.format_seconds(hang.late(moment))} over its deadline"
     return f"Hang: {hang.what}", "\n".join([late, *filter(None, where)])
 
 
@@ -118,8 +118,8 @@ class HangReport:
         self._ended: dict[tuple[int, int, int, int], Hang] = {}  # those that were signalled, and have not gone on
         self._events: list[Event] = []
         self._raised = False  # whether the listener has
-        self._aside = Aside("phalanx-hangs")
-        self._observer = Aside("phalanx-observer")
+        self._aside = SerialExecutor("phalanx-hangs")
+        self._observer = SerialExecutor("phalanx-observer")
 
     def hear(
         self,
@@ -153,9 +153,7 @@ class HangReport:
     def finish(self) -> None:
         """Return when all is written down and told, or takes too long."""
         late = [
-            what
-            for what, aside in (("evidence", self._aside), ("on_event", self._observer))
-            if not aside.finish(FINISH)
+            what for what, aside in (("evidence", self._aside), ("on_event", self._observer)) if not aside.drain(FINISH)
         ]
         for what in late:
             self._say(f"{what} of timers is not complete: that takes too long")
@@ -171,10 +169,10 @@ class HangReport:
             try:
                 action()
             finally:
-                if not self._aside.waiting:  # else what waits comes first: it may be what a kill waits for
+                if not self._aside.pending:  # else what waits comes first: it may be what a kill waits for
                     self._flush()
 
-        return self._aside.call(do)
+        return self._aside.submit(do)
 
     def _armed(self, moment: int, told: list[Told]) -> None:
         """Timers are in use that were not before (and do not hang)."""
@@ -249,7 +247,7 @@ class HangReport:
             self._note_of("timer.left", hang, moment)
         for what, those in _by_what(hangs).items():
             has = "they have" if len({hang.rank for hang in those}) > 1 else "it has"
-            self._say(f"{named(hang.rank for hang in those)}: {what}; {has} gone on since")
+            self._say(f"{name_ranks(hang.rank for hang in those)}: {what}; {has} gone on since")
 
     def _refused(self, pid: int, scope: str, place: str) -> None:
         self._say(f"process {pid} is not in the group: its timers are not watched")
@@ -282,7 +280,7 @@ class HangReport:
             return
         self._snapshot.write()
         where = [self._snapshot.sum_up(first), *handled(known)]
-        where += [f"also: {hang.what}; {clock.spoken(hang.late(moment))} over its deadline" for hang in others]
+        where += [f"also: {hang.what}; {clock.format_seconds(hang.late(moment))} over its deadline" for hang in others]
         if file := self._snapshot.files.get(first.rank):
             where.append(f"stacks of all ranks: {os.path.basename(file)} in each rank's folder")
         stack = self._snapshot.texts.get(first.pid, "")
@@ -294,8 +292,8 @@ class HangReport:
     def _say_all(self, hangs: list[Hang], step: str, number: int, moment: int) -> None:
         """One line for all ranks of which the same is to be said."""
         for what, those in _by_what(hangs).items():
-            over = clock.spoken(max(hang.late(moment) for hang in those))
-            text = f"{named(hang.rank for hang in those)}: {what}; {over} over"
+            over = clock.format_seconds(max(hang.late(moment) for hang in those))
+            text = f"{name_ranks(hang.rank for hang in those)}: {what}; {over} over"
             first = those[0]
             if step != "report" and (where := self._snapshot.sum_up(first)):
                 text += "; " + "; ".join(where.split("\n"))
@@ -321,7 +319,7 @@ class HangReport:
             self._emit(events)
         if self._listener is not None:
             for event in events:
-                self._observer.call(partial(self._call, self._listener, event))
+                self._observer.submit(partial(self._call, self._listener, event))
 
     def _call(self, listener: Callable[[Event], None], event: Event) -> None:
         """Tell the listener. It is the caller's: what it raises is logged once, and it hears of the next event, too."""

@@ -6,7 +6,7 @@ Owns when to look, and which expired timers are new. What is to be done about th
 from __future__ import annotations
 
 from phalanx._base import clock
-from phalanx._base.suspension import BRIEFLY
+from phalanx._base.suspension import SLACK
 from phalanx._timers.timetable import NEVER
 
 TYPE_CHECKING = False
@@ -90,7 +90,7 @@ class Lookout:
         if self._next is not None:
             self._next.cancel()
         self._next = None if moment == NEVER else self._loop.at(moment / clock.NS, self._look)
-        self._loop.attend(moment / clock.NS if moment != NEVER else 0.0)
+        self._loop.watch_for_pauses(moment / clock.NS if moment != NEVER else 0.0)
         self._planned = moment
 
     def _look(self) -> None:
@@ -121,7 +121,7 @@ class Lookout:
     def _spared(self, key: Key, planned: int, now: int) -> bool:
         """Whether a timer that has expired gets more time, because we were not there. ``planned`` is this look."""
         loop, deadline = self._loop, self._again.get(key, key[2])
-        in_vain = key[2] < planned and loop.waited_until - loop.waited_from > BRIEFLY
+        in_vain = key[2] < planned and loop.waited_until - loop.waited_from > SLACK
         timer = self._table.read(key) if loop.pauses or in_vain else None
         if timer is None:
             return False

@@ -73,7 +73,7 @@ class Following:
         self._watch(self._path, _APPEARS)
         found = self._look()
         elsewhere = found.run is None or found.run.host != os.uname().nodename
-        if elsewhere and not self._ended and linux.is_of_network(self._path):
+        if elsewhere and not self._ended and linux.is_network_filesystem(self._path):
             tell(
                 "phalanx: the logs are on a network file system, which does not tell what other machines write: "
                 f"they are looked at every {AGAIN:g} s"

@@ -39,7 +39,7 @@ def see_through(group: PContext, recorder: Recorder, specs: RunLogs, grace: floa
         recorder.running()
         # Now: at the end there may be no descriptor, or no disk. And whole: a handler's exception in the midst of an
         # import can leave the lock of the import system taken, for which the thread that writes run.json would wait.
-        with interrupts.whole():
+        with interrupts.deferred():
             from phalanx.errors import format_report  # noqa: F401 - see above
 
         result = group.wait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from phalanx._base.rank_ranges import named
+from phalanx._base.rank_ranges import name_ranks
 from phalanx.multiprocessing import Std, to_map
 
 TYPE_CHECKING = False
@@ -40,18 +40,18 @@ def check_streams(
         bare = [rank for rank in range(nproc) if not stream & (redirected[rank] | teed[rank])]
         on_console = [rank for rank in bare if shown is None or rank in shown]
         if console.format == "json" and stream is Std.OUT and on_console:
-            msg = f"--log-format json: {name} of {named(on_console)} would be among it as it is; add -t 1, or -r 1"
+            msg = f"--log-format json: {name} of {name_ranks(on_console)} would be among it as it is; add -t 1, or -r 1"
             raise click.UsageError(msg)
         unheeded = list(_chosen(console)) if on_console else []
         if unheeded:
             notes.append(
-                f"{name} of {named(on_console)} is the console's own and does not heed {', '.join(unheeded)}; "
+                f"{name} of {name_ranks(on_console)} is the console's own and does not heed {', '.join(unheeded)}; "
                 f"with -t {stream.value} it would"
             )
         if not filters.get(name) or not bare:
             continue
         option = f"--duplicate-{name}-filters"
-        text = f"{name} of {named(bare)} goes to no file; add -t {stream.value}, or -r {stream.value}"
+        text = f"{name} of {name_ranks(bare)} goes to no file; add -t {stream.value}, or -r {stream.value}"
         if len(bare) == nproc:
             msg = f"{option}: {text}"
             raise click.UsageError(msg)

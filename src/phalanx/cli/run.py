@@ -12,7 +12,7 @@ import time
 
 import click
 
-from phalanx._base.tty import coloured
+from phalanx._base.tty import use_colour
 from phalanx._placement import accelerators
 from phalanx._runs.recorder import Recorder
 from phalanx.cli import _python
@@ -240,7 +240,7 @@ def _run(
     specs.keeps_few = keep_runs is not None
     doubts = [] if no_python else _python.doubts(script)
     specs.notes = [*specs.notes, *doubts, *said, *notes, *umask_notes(log_mode)]
-    return see_through(group, recorder, specs, grace, colour=coloured(sys.stderr, console.color))
+    return see_through(group, recorder, specs, grace, colour=use_colour(sys.stderr, console.color))
 
 
 def main(args: Sequence[str] | None = None) -> None:

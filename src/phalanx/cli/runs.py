@@ -15,9 +15,9 @@ import click
 from click.core import ParameterSource
 
 from phalanx._base import byte_size
-from phalanx._base.clock import in_a_word
+from phalanx._base.clock import format_duration
 from phalanx._base.control_chars import escape_json
-from phalanx._base.tty import coloured, printable
+from phalanx._base.tty import printable, use_colour
 from phalanx.cli._command import SETTINGS, Command, Group, meant
 from phalanx.cli._options import Folder, Whole, read_age, reading
 from phalanx.cli._runs_folders import MANY, places
@@ -168,18 +168,19 @@ def prune(
     total, freed = sum(it.size for it in stored), sum(it.size for it in chosen)
     if not chosen and not begun:
         there = printable(" or ".join(where))
-        click.echo(f"nothing to remove: {_count(len(stored))}, {byte_size.spoken(total)}, in {there}")
+        click.echo(f"nothing to remove: {_count(len(stored))}, {byte_size.format_size(total)}, in {there}")
         return
     now = time.time()
     rows = [("RUN", "STATE", "AGE", "SIZE")]
     rows += [
-        (printable(it.run.name), it.run.state, in_a_word(now - it.changed), byte_size.spoken(it.size)) for it in chosen
+        (printable(it.run.name), it.run.state, format_duration(now - it.changed), byte_size.format_size(it.size))
+        for it in chosen
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows if chosen else ():
         click.echo("  ".join(_pad(*cell) for cell in zip(rows[0], row, widths, strict=True)).rstrip())
-    rest = f"{_count(len(stored) - len(chosen))}, {byte_size.spoken(total - freed)}, are kept"
-    click.echo(f"to be removed: {_count(len(chosen))}, {byte_size.spoken(freed)}; {rest}")
+    rest = f"{_count(len(stored) - len(chosen))}, {byte_size.format_size(total - freed)}, are kept"
+    click.echo(f"to be removed: {_count(len(chosen))}, {byte_size.format_size(freed)}; {rest}")
     if begun:
         click.echo(f"and what is left of {_count(len(begun))} whose removal was interrupted")
     if dry_run:
@@ -189,7 +190,7 @@ def prune(
             raise click.ClickException("nothing was removed: there is no terminal to ask at; give --yes")
         click.confirm("Remove them?", abort=True)
     number, freed, failed = remove(begun, chosen)
-    click.echo(f"removed {_count(number)}, {byte_size.spoken(freed)}")
+    click.echo(f"removed {_count(number)}, {byte_size.format_size(freed)}")
     if failed:
         raise click.ClickException("\n".join(["could not be removed:", *map(printable, failed)]))
 
@@ -216,7 +217,7 @@ def _hint(found: list[RunDir]) -> None:
     if taken >= _LARGE or len(found) > MANY:
         more = "" if is_all else " or more"
         click.echo(
-            f"{_count(len(found))}, {byte_size.spoken(taken)}{more}; phalanx runs prune removes old ones", err=True
+            f"{_count(len(found))}, {byte_size.format_size(taken)}{more}; phalanx runs prune removes old ones", err=True
         )
 
 
@@ -234,7 +235,7 @@ def _show(found: list[RunDir], nothing: str, *, as_json: bool) -> None:
         now = time.time()
         rows = [_HEADS, *(_row(run, now, "%Y-%m-%dT%H:%M:%S") for run in found)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        colour = coloured(sys.stdout)
+        colour = use_colour(sys.stdout)
         for row in rows:
             cells = [_pad(*cell) for cell in zip(_HEADS, row, widths, strict=True)]
             if colour:
@@ -252,7 +253,7 @@ def _row(run: RunDir, now: float, moment: str) -> tuple[str, ...]:
         printable(run.name),
         run.state,
         _moment(record.started, moment),
-        "-" if ended is None else in_a_word(ended - record.started),
+        "-" if ended is None else format_duration(ended - record.started),
         str(record.nprocs),
         "-" if record.exit_code is None else str(record.exit_code),
         printable(shlex.join(record.command)),
@@ -266,7 +267,7 @@ def _draw(found: list[RunDir]) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    colour = coloured(sys.stdout)
+    colour = use_colour(sys.stdout)
     console = Console(highlight=False, no_color=not colour, color_system="standard" if colour else None)
     overflow = "ellipsis" if console.encoding.startswith("utf") else "crop"
 

@@ -15,8 +15,8 @@ import click
 
 from phalanx._base import files
 from phalanx._base.process import Process
-from phalanx._base.rank_ranges import named
-from phalanx._base.tty import coloured, printable
+from phalanx._base.rank_ranges import name_ranks
+from phalanx._base.tty import printable, use_colour
 from phalanx._stacks.dump import NO_STACK, group_equal, is_library, parse, program_frames, sum_up
 from phalanx.cli._command import SETTINGS, Command
 from phalanx.cli._options import Folder, Whole
@@ -80,7 +80,7 @@ def stack(run: str | None, *, ranks: tuple[int, ...], native: bool, log_dir: str
     asked = _ranks(found.run, set(ranks))
     folder = os.path.join(found.path, f"attempt_{found.run.attempts[-1].number}")
     texts = _collect(folder, asked, native=native, owner=None if found.is_ours else found.owner)
-    colour = coloured(sys.stdout)
+    colour = use_colour(sys.stdout)
     click.echo(_style(printable(sum_up(texts)), colour, bold=True), color=colour)
     for group, text in group_equal(texts, _alike):
         click.echo()
@@ -214,8 +214,8 @@ def _lines(ranks: list[int], text: str, cwd: str) -> list[tuple[str, dict[str, A
     first, _, rest = text.partition("\n")
     if not threads:
         said = first.removeprefix("# ")
-        return [(f"{named(ranks)}: {said}", heading), *((f"  {line}", {}) for line in rest.splitlines())]
-    lines: list[tuple[str, dict[str, Any]]] = [(f"{named(ranks)}:", heading)]
+        return [(f"{name_ranks(ranks)}: {said}", heading), *((f"  {line}", {}) for line in rest.splitlines())]
+    lines: list[tuple[str, dict[str, Any]]] = [(f"{name_ranks(ranks)}:", heading)]
     if first.startswith("# "):
         lines.append((f"  {first.removeprefix('# ')}", {"fg": "yellow"}))
     *others, main = threads

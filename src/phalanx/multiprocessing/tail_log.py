@@ -129,7 +129,7 @@ class TailLog:
     def _make(self, dst: Any) -> Pump:
         select = None if self._filter is None else Only(_select(self._filter))
         found = target(dst)
-        view = View(Paper(Sink(found)), Text(), select, harmless=tty.is_one(found))
+        view = View(Paper(Sink(found)), Text(), select, harmless=tty.is_terminal(found))
         streams = []
         for rank, path in self._files.items():
             prefix = self._prefixes.get(rank, f"[{self._name}{rank}]:")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copyreg
 
-from phalanx._base.control_chars import harmless
+from phalanx._base.control_chars import sanitise
 from phalanx.errors import ProcessFailure, signal_name
 
 TYPE_CHECKING = False
@@ -98,7 +98,7 @@ def _exception(failure: ProcessFailure, stopped: Collection[int]) -> ProcessExce
     error = exited(index, pid, failure.exitcode)
     for more in (failure.detail, failure.traceback, failure.stderr_tail):
         if more:
-            error.add_note(harmless(more))
+            error.add_note(sanitise(more))
     return error
 
 
@@ -114,8 +114,8 @@ def _has_raised(failure: ProcessFailure, stopped: Collection[int]) -> bool:
 
 def _what(failure: ProcessFailure, stopped: Collection[int]) -> str:
     if _has_raised(failure, stopped):
-        return f"terminated with the following error:\n{harmless(failure.traceback)}"
-    more = harmless(failure.detail or failure.traceback)
+        return f"terminated with the following error:\n{sanitise(failure.traceback)}"
+    more = sanitise(failure.detail or failure.traceback)
     return _how(failure.exitcode) + (f":\n{more}" if more else "")
 
 

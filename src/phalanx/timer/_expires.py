@@ -343,7 +343,7 @@ def progress(step: int = 0) -> None:
             _alone = True
             from phalanx._base import std_streams
 
-            std_streams.say(f"phalanx: heartbeats of process {os.getpid()} are not watched: {error}\n")
+            std_streams.write_stderr(f"phalanx: heartbeats of process {os.getpid()} are not watched: {error}\n")
             return
     seat.beat(step)
     if seat is not _beating:  # another thread has configured another client meanwhile
@@ -498,7 +498,7 @@ def _show_stacks() -> None:
     path = os.environ.get(evidence.ERROR_FILE_ENV)
     if path and not evidence.offers_stacks(path):
         evidence.offer_stacks(path)
-        linux.allow_reading()
+        linux.allow_ptrace()
 
 
 def _hook() -> None:

@@ -282,7 +282,7 @@ class FileTimerServer:
         """Be woken at ``moment``. A release does not take that back: to wake for nothing is cheaper."""
         if moment < self._armed and self._loop is not None:
             self._armed = moment
-            self._loop.attend(moment)
+            self._loop.watch_for_pauses(moment)
             self._loop.at(moment, lambda: self._on_deadline(moment))
 
     def _on_deadline(self, moment: float) -> None:
@@ -401,7 +401,7 @@ class FileTimerServer:
             if fd >= 0:
                 os.close(fd)
         if self._loop is not None:
-            self._loop.let_go()
+            self._loop.close_in_fork()
         self._loop = self._thread = None
         self._pipe = -1
         self._victims = {}

@@ -259,7 +259,7 @@ class SharedTimerServer:
     def _abandon(self) -> None:
         # In a fork. The table goes by itself, and the address stays: the child may be a client.
         self._table = None
-        self._loop.let_go()
+        self._loop.close_in_fork()
 
     def __enter__(self) -> Self:
         self.start()

@@ -125,7 +125,7 @@ class Victim:
         text, where = self._write_down(number, hangs)
         sent = number <= 0 or self.send(number)
         now = clock.now_ns()
-        late = [f"{hang.what}; {clock.spoken(hang.late(now))} over" for hang in hangs]
+        late = [f"{hang.what}; {clock.format_seconds(hang.late(now))} over" for hang in hangs]
         told = "; ".join([*late, *where, _outcome(number, sent=sent)])
         _log.error("pid %d: %s%s", self.pid, told, f"\n{text}" if text else "")
         before.close()
@@ -198,7 +198,7 @@ class Victim:
             _log.warning("pid %d: %s is no error file, and is left as it is", self.pid, path)
             return
         first, *others = hangs
-        also = [f"also: {hang.what}; {clock.spoken(hang.late(moment))} over its deadline" for hang in others]
+        also = [f"also: {hang.what}; {clock.format_seconds(hang.late(moment))} over its deadline" for hang in others]
         hang_report.write_down(path, first, moment, [*where, *also], text, worker=self.pid)
 
     def _error_file(self) -> str:

@@ -188,7 +188,7 @@ class Watchdog:
         seconds = max(0.0, min(min(moments) - now, self._interval))
         if self._punctual:  # then in parts: a pause within a wait is not seen
             if min(moments) != self._goal:
-                self._goal, self._part = min(moments), suspension.part(min(moments) - now)
+                self._goal, self._part = min(moments), suspension.wait_slice(min(moments) - now)
             seconds = min(seconds, self._part)
         self._take(seconds)
         if self._stopping.is_set():
@@ -213,7 +213,7 @@ class Watchdog:
         now = clock.now()
         if timeout:
             self._pauses.note(began, began + timeout, now)
-        if now - began > suspension.BRIEFLY:
+        if now - began > suspension.SLACK:
             self._waited = began, now
         requests = [request for request in map(received, came) if request is not None]
         for request in requests:

@@ -162,7 +162,7 @@ class Children:
             doing = getattr(error, "doing", doing)  # what a child that was to place itself could not
             if isinstance(error, files.UnfitError):
                 doing = f"{doing} ({error.strerror})"
-            return rank, doing, error.errno or 0, linux.file_of(error)
+            return rank, doing, error.errno or 0, linux.path_of(error)
         finally:
             for outputs in opened:
                 outputs.close()

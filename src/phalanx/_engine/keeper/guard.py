@@ -129,7 +129,7 @@ def _outlive(keeper: int, ended: int, launcher: int) -> int:
 def _give_up(sock: _socket.socket, error: OSError) -> NoReturn:
     """Tell the launcher that there will be no keeper. Does not return."""
     try:
-        channels.Channel(sock).send(("start_failed", -1, "", error.errno or 0, linux.file_of(error)))
+        channels.Channel(sock).send(("start_failed", -1, "", error.errno or 0, linux.path_of(error)))
     finally:
         os._exit(0)
 

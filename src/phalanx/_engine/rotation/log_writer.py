@@ -104,9 +104,7 @@ class Rotator:
     def _append(self, data: bytes) -> None:
         self._mid_line = not data.endswith(b"\n")
         self._size += len(data)
-        left = memoryview(data)
-        while left:
-            left = left[os.write(self._file, left) :]
+        files.write_all(self._file, data)
 
     def _rotate(self) -> None:
         """Set the file aside. Under its name there is always one: a follower finds the old or the new.
@@ -321,4 +319,4 @@ class _Writer:
 
 
 def _last_byte(path: str, size: int) -> bytes:
-    return files.contents(path, 1, size - 1, links=files.OWN_LINKS)
+    return files.read(path, 1, size - 1, links=files.OWN_LINKS)

@@ -66,10 +66,10 @@ def serve_script(argv: list[bytes]) -> None:
     from phalanx._engine.worker import script
 
     _part_ways()
-    linux.allow_reading()
+    linux.allow_ptrace()
     sys.path[:] = own_path
     sys.argv[:] = [os.fsdecode(argument) for argument in argv]
-    std_streams.open_anew(unbuffered=True)
+    std_streams.reopen(unbuffered=True)
     handler = sys.modules.get("faulthandler")
     if handler is not None and handler.is_enabled():  # by PYTHONFAULTHANDLER; our keeper's handlers are gone since
         handler.disable()
@@ -257,10 +257,10 @@ def _begin(me: Child) -> None:
     _Mine.stderr_logged = bool(os.environ.pop("PHALANX_STDERR_LOGGED", ""))  # not for groups of its own
     evidence.catch_fatal_signals()
     evidence.offer_stacks()
-    linux.allow_reading()
+    linux.allow_ptrace()
     # A killed worker loses what is in its buffers, and a log that lags is no log.
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
-        std_streams.attempt(stream, "reconfigure", line_buffering=True)
+        std_streams.try_call(stream, "reconfigure", line_buffering=True)
 
 
 def _send(me: Child, value: object, known: dict[str, Any]) -> None:
@@ -302,7 +302,7 @@ def _record(error: BaseException) -> None:
     message, stack = evidence.describe(error)
     if me is not None and not recorded:
         _tell_evidence(me, message, stack, moment)
-    std_streams.say(stack)
+    std_streams.write_stderr(stack)
 
 
 def _tell_evidence(me: Child, message: str, stack: str, moment: int) -> None:
@@ -336,7 +336,7 @@ def _exit_code(leave: SystemExit) -> int:
             text = str(leave.code)
         except Exception:  # noqa: BLE001 - of the user's
             text = ""
-        std_streams.say(text + "\n")
+        std_streams.write_stderr(text + "\n")
     return evidence.exit_code(leave)
 
 
@@ -369,7 +369,7 @@ def _as_own(run: Callable[[], int]) -> int:
         atexit.register(sys.modules["multiprocessing.util"]._exit_function)
     # As the interpreter has it by -u, which has made the streams of the launcher, or by its environment.
     unbuffered = getattr(sys.__stdout__, "write_through", False) or bool(os.environ.get("PYTHONUNBUFFERED"))
-    std_streams.open_anew(unbuffered=unbuffered)
+    std_streams.reopen(unbuffered=unbuffered)
     return run()
 
 
@@ -380,7 +380,7 @@ def _end_fork(code: int) -> NoReturn:
             try:
                 step()
             except BaseException as error:  # noqa: BLE001 - an interrupt: the interpreter shows it, and goes on
-                std_streams.say(evidence.describe(error)[1])
+                std_streams.write_stderr(evidence.describe(error)[1])
         std_streams.flush()
         linux.flush_stdio()
         if code < 0:

@@ -76,7 +76,7 @@ def _load_ours(root: str) -> ModuleType:
         import linux  # type: ignore[import-not-found]  # as above
 
         linux.die_with_parent(os.getppid())
-        linux.allow_reading()
+        linux.allow_ptrace()
     finally:
         for folder in folders:
             sys.path.remove(folder)
