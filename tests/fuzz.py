@@ -32,7 +32,9 @@ from phalanx._base.exit_status import Exit
 from phalanx._base.loop import Loop
 from phalanx._engine import worker_messages
 from phalanx._engine.mirror import Mirror
-from phalanx._evidence import evidence
+from phalanx._evidence.describe import TEXT_LIMIT
+from phalanx._evidence.error_file import handled_at, read_error_file, recorded_at, written_at
+from phalanx._evidence.recording import read_exit
 from phalanx._logs import write_index
 from phalanx._runs import record
 from phalanx._runs.catalog import look
@@ -159,19 +161,19 @@ class Fuzz:
 
     def _error_file(self, data: bytes) -> None:
         self._write(data)
-        found, problem = evidence.read(self._path)
+        found, problem = read_error_file(self._path)
         assert found is None or isinstance(found, dict)
         assert len(problem) < _LINE, problem
-        for moment in (evidence.written_at(found), evidence.recorded_at(found), evidence.handled_at(found)):
+        for moment in (written_at(found), recorded_at(found), handled_at(found)):
             assert moment is None or 0 <= moment < 1 << 63
         failure = ProcessFailure(0, 4242, 1, self._path)
-        assert len(failure.message) <= 2 * evidence.TEXT_LIMIT
+        assert len(failure.message) <= 2 * TEXT_LIMIT
         str(ChildFailedError("fuzz", {0: failure})).encode()
 
     def _exit_file(self, data: bytes) -> None:
         with open(self._path + ".exit", "wb") as file:
             file.write(data)
-        found = evidence.read_exit(self._path, 4242)
+        found = read_exit(self._path, 4242)
         assert found is None or (0 < found[0] < 256 and 0 <= found[1] < 1 << 63)
 
     def _stacks_file(self, data: bytes) -> None:

@@ -8,7 +8,8 @@ import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
-from phalanx._evidence import evidence
+from phalanx._evidence.error_file import ERROR_FILE_ENV
+from phalanx._evidence.stack_signals import offer_stacks, stacks_path
 from phalanx._stacks import collect, py_spy, request
 from phalanx.multiprocessing import start_processes
 from tests.helpers import pass_gate
@@ -43,7 +44,7 @@ def idle(here: threading.Event) -> None:
 
 def nest(address: str, gate: str, logs: str) -> dict[str, Any]:
     """A worker that shows its stacks starts one that is its fork, and asks it."""
-    evidence.offer_stacks()
+    offer_stacks()
     os.makedirs(logs)
     os.mkfifo(f"{logs}/never")  # not the same gate: each pass lets one through, whoever that is
     os.mkdir(f"{logs}/inner")
@@ -61,7 +62,7 @@ def nest(address: str, gate: str, logs: str) -> dict[str, Any]:
             os.kill(keeper, signal.SIGRTMIN + 19)
         text = ask(target)
         group.close(signal.SIGKILL)
-    return {"text": text, "mine": read(evidence.stacks_path(os.environ[evidence.ERROR_FILE_ENV]))}
+    return {"text": text, "mine": read(stacks_path(os.environ[ERROR_FILE_ENV]))}
 
 
 def ask(target: request.Target) -> str:

@@ -94,10 +94,10 @@ def test_the_table_has_what_a_function_finds(method: str, monkeypatch: pytest.Mo
 # --- variables that are read
 
 UNNAMED = {
-    "terminal.py: name": {"LINES", "COLUMNS"},
-    "_nproc.py: name": {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"},
+    "tty.py: name": {"LINES", "COLUMNS"},
+    "accelerators.py: name": {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"},
     "_command.py: name": set[str](),  # those of options
-    "starting.py: name": set[str](),  # all: a fork takes over the environment of its group
+    "start_process.py: name": set[str](),  # all: a fork takes over the environment of its group
 }
 """Where the source reads variables without naming them there, and which these are."""
 
@@ -139,12 +139,13 @@ def constants(path: Path) -> dict[str, str]:
 def test_the_table_has_what_phalanx_reads() -> None:
     paths = sorted(SOURCE.rglob("*.py"))
     modules = {path.stem: constants(path) for path in paths}
+    everywhere = {name: text for names in modules.values() for name, text in names.items() if name.endswith("_ENV")}
     found, unnamed = set(), set()
     for path in paths:
         for key in environ_keys(ast.parse(path.read_text(encoding="utf-8"))):
             text = ast.unparse(key)
             module, _, name = text.rpartition(".")
-            known = (modules[module] if module else constants(path)).get(name)
+            known = (modules[module] if module else everywhere | constants(path)).get(name)
             if isinstance(key, ast.Constant):
                 found.add(str(key.value))
             elif known is not None:

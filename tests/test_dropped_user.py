@@ -12,7 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx._evidence import evidence
+from phalanx._evidence.cleanup import remove_empty
+from phalanx._evidence.error_file import has_left, message_of, read_error_file, write_error_file
+from phalanx._evidence.fatal_signals import fatal_path, read_fallback, read_fatal_stacks
 from phalanx.multiprocessing import start_processes
 from tests.helpers import TIMEOUT
 
@@ -56,7 +58,7 @@ def test_a_functions_exception_is_known(method: str) -> None:
             assert "in drops_and_raises" in failure.traceback
             assert failure.error_file == group.error_files[rank]
     for path in group.error_files.values():
-        assert not os.path.exists(evidence.fatal_path(path))
+        assert not os.path.exists(fatal_path(path))
 
 
 def run(tmp_path: Path, text: str) -> Path:
@@ -74,31 +76,32 @@ def run(tmp_path: Path, text: str) -> Path:
 @as_root
 def test_a_scripts_exception_is_known(tmp_path: Path) -> None:
     folder = run(tmp_path, DROP + "def fail():\n    raise ValueError('after the drop')\nfail()\n")
-    data, problem = evidence.read(str(folder / "error.json"))
-    assert (evidence.message_of(data), problem) == ("ValueError: after the drop", "")
+    data, problem = read_error_file(str(folder / "error.json"))
+    assert (message_of(data), problem) == ("ValueError: after the drop", "")
     assert "in fail" in str(data)
-    assert evidence.has_left(data)
+    assert has_left(data)
     assert not (folder / "error.json.fatal").exists()
 
 
 @as_root
 def test_a_scripts_fatal_signal_is_known(tmp_path: Path) -> None:
     folder = run(tmp_path, DROP + "def crash():\n    os.kill(os.getpid(), 11)\ncrash()\n")
-    assert "in crash" in evidence.read_fatal(str(folder / "error.json"))
+    assert "in crash" in read_fatal_stacks(str(folder / "error.json"))
 
 
 LOSES_ITS_FOLDER = """
 import os, sys
-from phalanx._evidence import evidence
+from phalanx._evidence import recording
+from phalanx._evidence.fatal_signals import catch_fatal_signals
 path = sys.argv[1]
-evidence.catch_fatal_signals(path)
+catch_fatal_signals(path)
 folder = os.path.dirname(path)
 os.rename(folder, folder + ".moved")
 open(folder, "w").close()
 try:
     raise ValueError("früh")
 except ValueError as error:
-    recorded = evidence.record(error, path), evidence.record(error, path, left=True)
+    recorded = recording.record(error, path), recording.record(error, path, left=True)
 print(os.getpid(), *recorded, flush=True)
 """
 
@@ -116,25 +119,25 @@ def leave_aside(tmp_path: Path, more: str = "") -> tuple[str, int, str]:
 def test_what_cannot_be_written_is_left_in_the_file_that_is_open(tmp_path: Path) -> None:
     path, pid, said = leave_aside(tmp_path)
     assert said == "False True\n"  # what has not left the main function may yet be handled
-    found = evidence.set_aside(path, pid)
+    found = read_fallback(path, pid)
     assert found is not None
     assert found[0] == "ValueError: früh"
     assert found[1].endswith("ValueError: früh\n")
-    assert evidence.set_aside(path, pid + 1) is None
-    assert evidence.read_fatal(path) == ""
-    evidence.remove_empty(path)
+    assert read_fallback(path, pid + 1) is None
+    assert read_fatal_stacks(path) == ""
+    remove_empty(path)
     assert os.listdir(tmp_path / "rank.moved") == ["error.json.fatal"]  # it is told nowhere else
-    evidence.write_error_file(path, *found[:2], monotonic_ns=found[2], pid=pid)
-    evidence.remove_empty(path)
+    write_error_file(path, *found[:2], monotonic_ns=found[2], pid=pid)
+    remove_empty(path)
     assert os.listdir(tmp_path / "rank.moved") == ["error.json"]
 
 
 def test_a_fatal_signal_after_that_leaves_its_stack_behind_it(tmp_path: Path) -> None:
     path, pid, _said = leave_aside(tmp_path, "def crash(): os.kill(os.getpid(), 11)\ncrash()\n")
-    found = evidence.set_aside(path, pid)
+    found = read_fallback(path, pid)
     assert found is not None
     assert found[0] == "ValueError: früh"
-    stack = evidence.read_fatal(path)
+    stack = read_fatal_stacks(path)
     assert stack.startswith("Fatal Python error: Segmentation fault")
     assert "in crash" in stack
 
@@ -166,8 +169,8 @@ def test_a_descriptor_that_is_another_files_by_now_is_left_alone(tmp_path: Path)
 def test_what_somebody_else_has_written_there_is_no_exception(tmp_path: Path, head: str) -> None:
     path = str(tmp_path / "error.json")
     (tmp_path / "error.json.fatal").write_text(f"{head}\na\nb\n")
-    assert evidence.set_aside(path, 7) is None
-    evidence.remove_empty(path)
+    assert read_fallback(path, 7) is None
+    remove_empty(path)
 
 
 NUMBERS = st.integers(0, 40).map(str) | st.sampled_from(["", "-1", "x", "9" * 19, "9" * 30, "٣"])
@@ -179,8 +182,8 @@ def test_whatever_stands_there_is_read(tmp_path: Path, numbers: list[str], rest:
     path = str(tmp_path / "error.json")
     head = "# exception of process {}, began {}, message {} bytes, traceback {} bytes\n{}".format(*numbers, "", "")
     (tmp_path / "error.json.fatal").write_bytes(head.encode() + rest)
-    found = evidence.set_aside(path, 7)
+    found = read_fallback(path, 7)
     if found is not None:
         assert numbers[0] == "7"
         assert len(found[0]) + len(found[1]) <= len(rest) + 9
-    assert len(evidence.read_fatal(path)) <= len(head) + len(rest)
+    assert len(read_fatal_stacks(path)) <= len(head) + len(rest)

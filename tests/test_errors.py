@@ -8,13 +8,13 @@ import contextlib
 import dataclasses
 import errno
 import faulthandler
-import importlib.util
 import inspect
 import io
 import json
 import os
 import pickle
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -30,13 +30,27 @@ from hypothesis import strategies as st
 
 import phalanx
 from phalanx import errors
-from phalanx._evidence import evidence
+from phalanx._engine.worker import script
+from phalanx._evidence import recording
+from phalanx._evidence.cleanup import remove_empty
+from phalanx._evidence.describe import OWN_FOLDERS, TEXT_LIMIT, describe, without_own_frames
+from phalanx._evidence.error_file import (
+    ERROR_FILE_ENV,
+    READ_LIMIT,
+    handled_at,
+    has_left,
+    read_error_file,
+    remove_timer_evidence,
+    timer_detail,
+    write_error_file,
+    written_by,
+)
+from phalanx._evidence.fatal_signals import read_fatal_stacks
 from phalanx._outcomes.failure import WHILE_LEAVING
 from phalanx.errors import ChildFailedError, ErrorHandler, Outcome, ProcessFailure, format_ranks, format_report, record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import ModuleType
 
     from tests.helpers import Gate, Ready
 
@@ -49,7 +63,7 @@ MS = 1_000_000
 def error_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where this process is to leave its evidence, as a worker would."""
     path = tmp_path / "error.json"
-    monkeypatch.setenv(evidence.ERROR_FILE_ENV, str(path))
+    monkeypatch.setenv(ERROR_FILE_ENV, str(path))
     return path
 
 
@@ -57,7 +71,7 @@ def start(code: str, error_file: Path, *argv: str) -> subprocess.Popen[str]:
     """Start `code` in a Python process of its own."""
     return subprocess.Popen(
         [sys.executable, "-c", code, *argv],
-        env=os.environ | {evidence.ERROR_FILE_ENV: str(error_file), "PYTHONPATH": str(SOURCES)},
+        env=os.environ | {ERROR_FILE_ENV: str(error_file), "PYTHONPATH": str(SOURCES)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -93,7 +107,7 @@ def test_describe_gives_what_the_interpreter_prints() -> None:
     exc = raised(ValueError("bad shape"))
     exc.add_note("in layer 3")
     exc.__cause__ = KeyError("w")
-    message, stack = evidence.describe(exc)
+    message, stack = describe(exc)
     assert message == "ValueError: bad shape"
     assert stack == "".join(traceback.format_exception(exc))
     assert "in layer 3" in stack
@@ -101,7 +115,7 @@ def test_describe_gives_what_the_interpreter_prints() -> None:
 
 
 def test_describe_shows_the_members_of_a_group() -> None:
-    message, stack = evidence.describe(raised(ExceptionGroup("two", [ValueError("a"), TypeError("b")])))
+    message, stack = describe(raised(ExceptionGroup("two", [ValueError("a"), TypeError("b")])))
     assert message == "ExceptionGroup: two (2 sub-exceptions)"
     assert "ValueError: a" in stack
     assert "TypeError: b" in stack
@@ -124,7 +138,7 @@ class BadText(Exception):  # noqa: N818 - as above
 
 @pytest.mark.parametrize("kind", [Hostile, BadText])
 def test_describe_survives_a_hostile_exception(kind: type[Exception]) -> None:
-    message, stack = evidence.describe(raised(kind("x")))
+    message, stack = describe(raised(kind("x")))
     assert message.startswith(f"{kind.__name__}: <__str__ raised ")
     assert "in raised" in stack
     assert kind.__name__ in stack
@@ -133,24 +147,24 @@ def test_describe_survives_a_hostile_exception(kind: type[Exception]) -> None:
 def test_describe_survives_a_hostile_cause() -> None:
     exc = raised(ValueError("x"))
     exc.__cause__ = raised(Hostile("y"))
-    message, stack = evidence.describe(exc)
+    message, stack = describe(exc)
     assert message == "ValueError: x"
     assert "in raised" in stack
 
 
 def test_describe_says_how_much_it_cut() -> None:
-    text = "x" * (evidence.TEXT_LIMIT + 1000) + "THE END"
-    message, stack = evidence.describe(raised(ValueError(text)))
+    text = "x" * (TEXT_LIMIT + 1000) + "THE END"
+    message, stack = describe(raised(ValueError(text)))
     assert message.endswith(" characters cut ...")
     assert f"... {len('ValueError: ') + 1007} characters cut ..." in message
     assert stack.startswith("Traceback")
     assert " characters cut ...\n" in stack
     assert stack.endswith("THE END\n")
-    assert len(stack) < evidence.TEXT_LIMIT + 100
+    assert len(stack) < TEXT_LIMIT + 100
 
 
 def test_describe_makes_lone_surrogates_encodable() -> None:
-    message, stack = evidence.describe(raised(ValueError("a\udc80b")))
+    message, stack = describe(raised(ValueError("a\udc80b")))
     assert message == "ValueError: a\\udc80b"
     stack.encode()
 
@@ -163,12 +177,12 @@ def test_describe_of_endless_recursion_and_in_it() -> None:
             deeper()
         except RecursionError as exc:
             if not seen:
-                seen.append(evidence.describe(exc))  # here the stack is still full
+                seen.append(describe(exc))  # here the stack is still full
             raise
 
     with pytest.raises(RecursionError) as caught:
         deeper()
-    for message, stack in (seen[0], evidence.describe(caught.value)):
+    for message, stack in (seen[0], describe(caught.value)):
         assert message.startswith("RecursionError: ")
         assert "in deeper" in stack
 
@@ -179,7 +193,7 @@ def test_describe_of_a_long_chain() -> None:
         outer = ValueError(number)
         outer.__cause__ = exc
         exc = outer
-    message, stack = evidence.describe(exc)
+    message, stack = describe(exc)
     assert message == "ValueError: 2999"
     assert "ValueError: 2999" in stack
 
@@ -190,7 +204,7 @@ def test_describe_of_a_long_chain() -> None:
 def test_the_file_has_the_well_known_format_and_our_keys(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     before = time.monotonic_ns()
-    evidence.write_error_file(str(path), "ValueError: x", "Traceback ...", step=7, odd={1, 2}.__class__)
+    write_error_file(str(path), "ValueError: x", "Traceback ...", step=7, odd={1, 2}.__class__)
     data = json.loads(path.read_text())
     extra = data["message"].pop("extraInfo")
     assert data == {"message": {"message": "ValueError: x"}}
@@ -202,8 +216,8 @@ def test_the_file_has_the_well_known_format_and_our_keys(tmp_path: Path) -> None
 
 def test_the_file_holds_any_text(tmp_path: Path) -> None:
     path = str(tmp_path / "error.json")
-    evidence.write_error_file(path, "a\udc80 \x00 é 𝄞", "")
-    data, why = evidence.read(path)
+    write_error_file(path, "a\udc80 \x00 é 𝄞", "")
+    data, why = read_error_file(path)
     assert why == ""
     assert data is not None
     assert data["message"]["message"] == "a\udc80 \x00 é 𝄞"
@@ -212,13 +226,13 @@ def test_the_file_holds_any_text(tmp_path: Path) -> None:
 
 def test_the_longest_evidence_can_be_read_back(tmp_path: Path) -> None:
     path = str(tmp_path / "error.json")
-    assert evidence.record(ValueError("\udc80" * (2 * evidence.TEXT_LIMIT)), path)
-    assert evidence.read(path)[1] == ""
+    assert recording.record(ValueError("\udc80" * (2 * TEXT_LIMIT)), path)
+    assert read_error_file(path)[1] == ""
 
 
 def test_a_name_as_long_as_the_file_system_allows(tmp_path: Path) -> None:
     path = tmp_path / ("x" * 255)
-    evidence.write_error_file(str(path), "m", "")
+    write_error_file(str(path), "m", "")
     assert os.listdir(tmp_path) == [path.name]
 
 
@@ -226,27 +240,27 @@ def test_a_write_that_fails_leaves_nothing_over(tmp_path: Path) -> None:
     target = tmp_path / "error.json"
     target.mkdir()
     with pytest.raises(IsADirectoryError):
-        evidence.write_error_file(str(target), "m", "")
+        write_error_file(str(target), "m", "")
     (tmp_path / "plain").touch()
     with pytest.raises(NotADirectoryError):
-        evidence.write_error_file(str(tmp_path / "plain" / "0" / "error.json"), "m", "")
+        write_error_file(str(tmp_path / "plain" / "0" / "error.json"), "m", "")
     assert sorted(os.listdir(tmp_path)) == ["error.json", "plain"]
 
 
 def test_a_missing_folder_is_made_for_the_evidence(tmp_path: Path) -> None:
     path = tmp_path / "gone" / "0" / "error.json"
-    evidence.write_error_file(str(path), "m", "")
-    assert evidence.read(str(path))[1] == ""
+    write_error_file(str(path), "m", "")
+    assert read_error_file(str(path))[1] == ""
 
 
 def test_a_write_without_room_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
-    evidence.write_error_file(str(path), "old", "")
+    write_error_file(str(path), "old", "")
     code = (
-        "import resource, signal, sys; from phalanx._evidence import evidence\n"
+        "import resource, signal, sys; from phalanx._evidence import recording\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
-        "print(evidence.record(ValueError('x' * 100000)))\n"
+        "print(recording.record(ValueError('x' * 100000)))\n"
     )
     with start(code, path) as process:
         assert process.communicate(timeout=30) == ("False\n", "")
@@ -259,16 +273,16 @@ def test_what_is_no_regular_file_stays_what_it_is(tmp_path: Path) -> None:
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        assert evidence.record(ValueError("x"), str(path))
+        assert recording.record(ValueError("x"), str(path))
         assert json.loads(os.read(reader, 4096))["message"]["message"] == "ValueError: x"
     finally:
         os.close(reader)
     assert path.is_fifo()
-    assert not evidence.record(ValueError("y"), str(path)), "nobody reads, and nobody waits for that"
+    assert not recording.record(ValueError("y"), str(path)), "nobody reads, and nobody waits for that"
     path.unlink()
     path.symlink_to(tmp_path / "far" / "real.json")
-    assert evidence.record(ValueError("y"), str(path))
-    assert evidence.record(ValueError("z"), str(path))
+    assert recording.record(ValueError("y"), str(path))
+    assert recording.record(ValueError("z"), str(path))
     assert path.is_symlink()
     assert told(tmp_path / "far" / "real.json") == "ValueError: z"
 
@@ -284,20 +298,20 @@ def test_a_file_that_cannot_be_replaced_is_written_in_place(
     path.write_text("x" * 100_000)
     inode = path.stat().st_ino
     monkeypatch.setattr("os.replace", refuse)
-    assert evidence.record(ValueError("x"), str(path))
+    assert recording.record(ValueError("x"), str(path))
     assert (told(path), path.stat().st_ino) == ("ValueError: x", inode)
     assert os.listdir(tmp_path) == [path.name]
-    assert not evidence.record(ValueError("x"), str(tmp_path / "new.json"))
+    assert not recording.record(ValueError("x"), str(tmp_path / "new.json"))
 
 
 def test_readers_never_see_half_a_file_that_many_processes_write(tmp_path: Path, ready: Ready, gate: Gate) -> None:
     path, seen_enough = tmp_path / "error.json", tmp_path / "seen"
     code = (
-        "import os; from phalanx._evidence import evidence\n"
+        "import os; from phalanx._evidence.error_file import write_error_file\n"
         f"{ready.python()}\n"
         f"{gate.python()}\n"
         f"while not os.path.exists({str(seen_enough)!r}):\n"
-        f"    evidence.write_error_file({str(path)!r}, str(os.getpid()), 'x' * 50000 + str(os.getpid()))\n"
+        f"    write_error_file({str(path)!r}, str(os.getpid()), 'x' * 50000 + str(os.getpid()))\n"
     )
     writers = [start(code, path) for _ in range(4)]
     try:
@@ -307,7 +321,7 @@ def test_readers_never_see_half_a_file_that_many_processes_write(tmp_path: Path,
         while any(writer.poll() is None for writer in writers):
             if seen == 300:
                 seen_enough.touch()
-            data, why = evidence.read(str(path))
+            data, why = read_error_file(str(path))
             if data is None:
                 assert why == "missing"
                 continue
@@ -325,14 +339,12 @@ def test_readers_never_see_half_a_file_that_many_processes_write(tmp_path: Path,
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
 
 
-def by_path() -> ModuleType:
-    """The module once more, loaded by its path, as the runner of a script has it."""
-    spec = importlib.util.spec_from_file_location("evidence_by_path", evidence.__file__)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def by_path() -> dict[str, Any]:
+    """What the runner of a script has loaded by path: the functions of `recording` once more."""
+    sys.path.insert(0, "the folder of the runner, which it removes")
+    found = runpy.run_path(script.__file__)
+    assert found["record"] is not recording.record
+    return found
 
 
 def told(path: Path) -> str:
@@ -343,7 +355,7 @@ def told(path: Path) -> str:
 def test_what_is_recorded_last_counts_and_says_what_was_before(error_file: Path) -> None:
     for number in range(5):
         before = time.monotonic_ns()
-        assert evidence.record(ValueError(str(number)))
+        assert recording.record(ValueError(str(number)))
         assert told(error_file) == f"ValueError: {number}"
         assert info(error_file)["monotonic_ns"] >= before
     assert info(error_file)["before"]["message"] == "ValueError: 3"
@@ -352,21 +364,21 @@ def test_what_is_recorded_last_counts_and_says_what_was_before(error_file: Path)
 
 def test_the_same_exception_again_keeps_its_date_and_text(error_file: Path) -> None:
     exc = raised(ValueError("one"))
-    assert evidence.record(exc)
+    assert recording.record(exc)
     first = error_file.read_text()
     exc.args = ("another text",)
     exc.add_note("and a note")
-    assert evidence.record(exc)
-    assert by_path().record(exc), "the other copy of the module knows"
+    assert recording.record(exc)
+    assert by_path()["record"](exc), "the other copy of the module knows"
     assert error_file.read_text() == first
-    assert by_path().record(exc, left=True)
+    assert by_path()["record"](exc, left=True)
     data = json.loads(first)
     data["message"]["extraInfo"]["left"] = True
     del data["message"]["extraInfo"]["handled_ns"]
     assert json.loads(error_file.read_text()) == data
     # Another has taken its place: it is written once more, and still began when it began.
-    assert evidence.record(raised(KeyError("between")), left=True)
-    assert evidence.record(exc, left=True)
+    assert recording.record(raised(KeyError("between")), left=True)
+    assert recording.record(exc, left=True)
     assert told(error_file) == "ValueError: another text"
     assert info(error_file)["monotonic_ns"] == data["message"]["extraInfo"]["monotonic_ns"]
 
@@ -374,7 +386,7 @@ def test_the_same_exception_again_keeps_its_date_and_text(error_file: Path) -> N
 @pytest.mark.parametrize("how", ["cause", "context", "group", "far"])
 def test_what_has_come_of_another_has_its_date_and_its_own_text(error_file: Path, how: str) -> None:
     first = raised(ValueError("first"))
-    assert by_path().record(first)
+    assert by_path()["record"](first)
     began = info(error_file)["monotonic_ns"]
     later: BaseException = KeyError("later")
     if how == "cause":
@@ -386,7 +398,7 @@ def test_what_has_come_of_another_has_its_date_and_its_own_text(error_file: Path
     else:
         between = RuntimeError()
         later.__cause__, between.__context__, first.__context__ = between, first, later  # a cycle, besides
-    assert evidence.record(later)
+    assert recording.record(later)
     assert told(error_file).startswith(type(later).__name__)
     assert info(error_file)["monotonic_ns"] == began
     assert info(error_file)["recorded_ns"] > began
@@ -403,14 +415,14 @@ def test_a_recorded_exception_is_held_by_nobody_and_says_when_it_went(error_file
     except Seen as caught:
         exc = caught
     gone = weakref.ref(exc)
-    assert evidence.record(exc)
+    assert recording.record(exc)
     assert pickle.loads(pickle.dumps(raised_and_recorded("y"))).args == ("y",)
-    assert evidence.record(exc)
-    assert evidence.handled_at(evidence.read(str(error_file))[0]) is None
+    assert recording.record(exc)
+    assert handled_at(read_error_file(str(error_file))[0]) is None
     before = time.monotonic_ns()
     exc = None
     assert gone() is None
-    assert before <= (evidence.handled_at(evidence.read(str(error_file))[0]) or 0) <= time.monotonic_ns()
+    assert before <= (handled_at(read_error_file(str(error_file))[0]) or 0) <= time.monotonic_ns()
 
 
 def handle(text: str) -> None:
@@ -418,23 +430,23 @@ def handle(text: str) -> None:
     try:
         raise ValueError(text)  # noqa: TRY301 - as above
     except ValueError as exc:
-        evidence.record(exc)
+        recording.record(exc)
 
 
 def raised_and_recorded(text: str) -> BaseException:
     exc = raised(ValueError(text))
-    assert evidence.record(exc)
+    assert recording.record(exc)
     return exc
 
 
 def test_what_another_thread_records_while_one_is_handled_is_not_lost(
     error_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look = evidence.written_by
+    look = written_by
 
     def late(data: dict[str, Any] | None) -> int | None:
-        monkeypatch.setattr(evidence, "written_by", look)
-        assert evidence.record(KeyError("the end"), left=True)
+        monkeypatch.setattr("phalanx._evidence.error_file.written_by", look)
+        assert recording.record(KeyError("the end"), left=True)
         return look(data)
 
     exc: Exception | None = None
@@ -442,11 +454,11 @@ def test_what_another_thread_records_while_one_is_handled_is_not_lost(
         raise ValueError("handled")  # noqa: TRY301 - as above
     except ValueError as caught:
         exc = caught
-    assert evidence.record(exc)
-    monkeypatch.setattr(evidence, "written_by", late)
+    assert recording.record(exc)
+    monkeypatch.setattr("phalanx._evidence.error_file.written_by", late)
     exc = None
     assert told(error_file) == "KeyError: 'the end'"
-    assert evidence.has_left(evidence.read(str(error_file))[0])
+    assert has_left(read_error_file(str(error_file))[0])
 
 
 def test_a_loop_that_handles_many_exceptions_writes_a_file_for_each_and_no_more(
@@ -463,8 +475,8 @@ def test_a_loop_that_handles_many_exceptions_writes_a_file_for_each_and_no_more(
     for number in range(10):
         handle(f'"handled_ns": null {number}')
     assert len(written) == 10
-    data = evidence.read(str(error_file))[0]
-    assert evidence.handled_at(data) is not None
+    data = read_error_file(str(error_file))[0]
+    assert handled_at(data) is not None
     assert told(error_file) == 'ValueError: "handled_ns": null 9'
 
 
@@ -500,9 +512,9 @@ class Slotted(Exception):  # noqa: N818 - not an error, a trial
 @pytest.mark.parametrize("kind", [Frozen, Slotted])
 def test_exceptions_that_take_no_attributes_are_marked_all_the_same(error_file: Path, kind: type[Exception]) -> None:
     exc = raised(kind("x"))
-    assert evidence.record(exc)
+    assert recording.record(exc)
     first = error_file.read_text()
-    assert evidence.record(exc)
+    assert recording.record(exc)
     assert error_file.read_text() == first
 
 
@@ -533,7 +545,7 @@ def test_a_file_that_the_users_code_wrote_is_not_lost(error_file: Path, kind: st
     error_file.write_text(json.dumps(FOREIGN[kind]))
     if old:
         os.utime(error_file, (time.time() - 3600,) * 2)
-    assert evidence.record(raised(ValueError("bad")), left=True)
+    assert recording.record(raised(ValueError("bad")), left=True)
     data = json.loads(error_file.read_text())
     failure = ProcessFailure(0, os.getpid(), 1, error_file, observed_ns=time.monotonic_ns())
     assert failure.error_file_data == data
@@ -557,8 +569,8 @@ def test_a_large_file_that_the_users_code_wrote_leaves_one_that_can_be_read(erro
     for message in ("ValueError: x", "another"):
         error_file.write_text(json.dumps({"message": message, "much": "m" * size}))
         os.utime(error_file, (time.time() - 3600,) * 2)
-        assert evidence.record(ValueError("\udc80" * evidence.TEXT_LIMIT))
-        data, why = evidence.read(str(error_file))
+        assert recording.record(ValueError("\udc80" * TEXT_LIMIT))
+        data, why = read_error_file(str(error_file))
         assert (why, data is None) == ("", False)
 
 
@@ -572,7 +584,7 @@ def test_a_launcher_that_torch_has_recorded_keeps_the_cause_below(error_file: Pa
         os.utime(error_file, (time.time() - 3600,) * 2)
         if isinstance(exc, RuntimeError):
             exc.__cause__ = ChildFailedError("report")
-        assert evidence.record(raised(exc), left=True)
+        assert recording.record(raised(exc), left=True)
         assert told(error_file) == "below"
         assert info(error_file)["afterwards"] == f"{type(exc).__name__}: {exc}"
         assert (info(error_file)["origin_pid"], info(error_file)["pid"]) == (5, os.getpid())
@@ -589,7 +601,7 @@ def ended(
     path: Path, exitcode: int, after: float, *, by: int = 7, stopped: float | None = None, **extra: Any
 ) -> ProcessFailure:
     """What is made of evidence that process 7 has left, which ends ``after`` seconds later."""
-    evidence.write_error_file(str(path), "ValueError: bad shape", "tb", monotonic_ns=RECORDED, pid=by, **extra)
+    write_error_file(str(path), "ValueError: bad shape", "tb", monotonic_ns=RECORDED, pid=by, **extra)
     mtime = time.time() - (time.monotonic() - RECORDED / SECOND)
     os.utime(path, (mtime, mtime))
     return ProcessFailure(
@@ -661,7 +673,7 @@ def test_sys_exit_in_a_handler_has_come_of_what_it_handles(error_file: Path, han
     if not handled:
         leave.__context__ = RuntimeError()
         leave.__context__.__context__ = exc
-    by_path().note_exit(leave)
+    by_path()["note_exit"](leave)
     failure = ProcessFailure(0, os.getpid(), 3, error_file, observed_ns=time.monotonic_ns())
     assert failure.message == ("exited with code 3" if handled else "ValueError: x")
     said = re.search(r"it had recorded ValueError: x \d\.\d s before, and gone on", failure.detail)
@@ -712,52 +724,82 @@ def test_ranks_that_differ_in_such_times_alone_have_the_same_failure(tmp_path: P
 
 
 def test_what_follows_an_expired_timer_is_added_to_it(error_file: Path) -> None:
-    evidence.write_error_file(str(error_file), "Hang: x", "in f\n", monotonic_ns=5, observer="timer", detail="why")
-    assert evidence.record(ValueError("second"))
-    assert evidence.record(ValueError("third"))
+    write_error_file(str(error_file), "Hang: x", "in f\n", monotonic_ns=5, observer="timer", detail="why")
+    assert recording.record(ValueError("second"))
+    assert recording.record(ValueError("third"))
     assert json.loads(error_file.read_text())["message"]["message"] == "Hang: x"
     assert info(error_file)["monotonic_ns"] == 5
     assert info(error_file)["py_callstack"] == "in f\n\nAfterwards:\nValueError: second\n"
-    evidence.withdraw(str(error_file))
+    remove_timer_evidence(str(error_file))
     assert error_file.exists(), "the exception is not the timer's"
-    assert evidence.seen_by_timer(str(error_file)) == "why"
+    assert timer_detail(str(error_file)) == "why"
 
 
 def test_what_follows_an_exception_that_has_left_is_added_to_it(error_file: Path) -> None:
-    assert evidence.record(raised(ValueError("the end")), left=True)
+    assert recording.record(raised(ValueError("the end")), left=True)
     for text in ("in an exit handler", "in a thread"):
         handle(text)
     failure = ProcessFailure(0, os.getpid(), 1, error_file, observed_ns=time.monotonic_ns())
     assert failure.message == "ValueError: the end"
     assert info(error_file)["afterwards"] == "ValueError: in an exit handler"
-    assert evidence.record(OSError("another end"), left=True)
+    assert recording.record(OSError("another end"), left=True)
     assert told(error_file) == "OSError: another end"
 
 
 def test_evidence_of_a_stranger_gives_way_and_that_of_the_parent_stays(error_file: Path) -> None:
-    evidence.write_error_file(str(error_file), "a child's", "", pid=os.getpid() + 1)
-    assert evidence.record(ValueError("ours"), tb_text="given")
+    write_error_file(str(error_file), "a child's", "", pid=os.getpid() + 1)
+    assert recording.record(ValueError("ours"), tb_text="given")
     assert info(error_file)["py_callstack"] == "given"
-    evidence.write_error_file(str(error_file), "the parent's", "", pid=os.getppid())
-    assert not evidence.record(ValueError("ours"))
+    write_error_file(str(error_file), "the parent's", "", pid=os.getppid())
+    assert not recording.record(ValueError("ours"))
     assert json.loads(error_file.read_text())["message"]["message"] == "the parent's"
 
 
 def test_record_never_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv(evidence.ERROR_FILE_ENV, raising=False)
-    assert not evidence.record(ValueError("nowhere to go"))
+    monkeypatch.delenv(ERROR_FILE_ENV, raising=False)
+    assert not recording.record(ValueError("nowhere to go"))
     (tmp_path / "plain").touch()
     for path in (str(tmp_path), str(tmp_path / "plain" / "x"), "a\0b"):
-        assert not evidence.record(raised(Hostile("x")), path)
+        assert not recording.record(raised(Hostile("x")), path)
 
 
-def test_evidence_runs_on_old_pythons_and_imports_next_to_nothing() -> None:
-    source = Path(evidence.__file__).read_text()
-    tree = ast.parse(source, feature_version=(3, 8))
-    imported = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
-    assert imported == ["os", "time"]
-    future = [node.module for node in tree.body if isinstance(node, ast.ImportFrom)]
-    assert future == ["__future__"]
+def test_stacks_show_none_of_our_frames_and_all_of_the_users() -> None:
+    ours, theirs = os.path.join(OWN_FOLDERS[0], "_engine", "worker", "function.py"), "/home/me/phalanx/train.py"
+    timer = os.path.join(OWN_FOLDERS[0], "timer", "_expires.py")
+
+    def stack(*frames: str) -> str:
+        return "".join(
+            f'  File "{path}", line {number} in f\n' for path, number in [each.split(":") for each in frames]
+        )
+
+    boot = '  File "<string>", line 1 in <module>\n'
+    head = "Current thread 0x01 (most recent call first):\n"
+    for found, left in (
+        (stack(f"{theirs}:4", f"{ours}:1", f"{ours}:2") + boot, stack(f"{theirs}:4")),
+        (stack(f"{theirs}:4", f"{timer}:2", f"{theirs}:9"), stack(f"{theirs}:4", f"{theirs}:9")),
+        (stack(f"{theirs}:4", f"{timer}:2") + boot, stack(f"{theirs}:4") + boot),  # of a program that -c gives
+        (stack(f"{ours}:2") + "\n" + boot, "\n" + boot),
+    ):
+        assert without_own_frames(head + found) == head + left
+
+
+def test_what_a_script_loads_by_path_runs_on_old_pythons_and_imports_next_to_nothing() -> None:
+    loaded = [script.__file__]
+    for path in loaded:
+        tree = ast.parse(Path(path).read_text(), feature_version=(3, 8))
+        at_once = [each for node in tree.body for each in (node.body if isinstance(node, ast.Try) else [node])]
+        imported = {alias.name for node in at_once if isinstance(node, ast.Import) for alias in node.names}
+        assert imported <= {"os", "sys", "time", "errno", "stat", "_frozen_importlib_external"}
+        for node in at_once:
+            if isinstance(node, ast.ImportFrom) and node.module != "__future__":
+                assert node.module is not None
+                for name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names)):
+                    file = str(SOURCES / name.replace(".", "/")) + ".py"
+                    if os.path.isfile(file) and file not in loaded:
+                        loaded.append(file)
+    names = {os.path.relpath(path, phalanx.__path__[0]).removesuffix(".py") for path in loaded}
+    assert {"_engine/worker/script", "_base/linux", "_base/files", "_evidence/recording"} < names
+    assert {os.path.dirname(name) for name in names} == {"_engine/worker", "_base", "_evidence"}
 
 
 # --- reading without trust --------------------------------------------------------------------------------------------
@@ -777,7 +819,7 @@ def damaged(path: Path, kind: str) -> None:
     }
     if kind == "huge":
         with path.open("wb") as file:
-            file.truncate(evidence.READ_LIMIT + 1)
+            file.truncate(READ_LIMIT + 1)
     elif kind == "a folder":
         path.mkdir()
     elif kind == "a FIFO":
@@ -925,7 +967,7 @@ def test_the_first_failure_is_the_one_with_the_first_evidence(tmp_path: Path) ->
     ) -> ProcessFailure:
         path = tmp_path / f"{rank}.json"
         if evidence_ms is not None:
-            evidence.write_error_file(str(path), "m", "", monotonic_ns=evidence_ms * MS, pid=pid or 100 + rank)
+            write_error_file(str(path), "m", "", monotonic_ns=evidence_ms * MS, pid=pid or 100 + rank)
         observed = None if observed_ms is None else observed_ms * MS
         return ProcessFailure(rank, 100 + rank, exitcode, str(path), observed_ns=observed)
 
@@ -959,9 +1001,9 @@ def test_of_failures_without_a_moment_the_timestamp_tells_the_first(tmp_path: Pa
 def test_the_stack_of_a_fatal_signal_is_the_traceback(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     code = (
-        "import faulthandler, resource; from phalanx._evidence import evidence\n"
+        "import faulthandler, resource; from phalanx._evidence.fatal_signals import catch_fatal_signals\n"
         "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
-        "assert evidence.catch_fatal_signals()\n"
+        "assert catch_fatal_signals()\n"
         "def crash(): faulthandler._sigsegv()\n"
         "crash()\n"
     )
@@ -971,19 +1013,17 @@ def test_the_stack_of_a_fatal_signal_is_the_traceback(tmp_path: Path) -> None:
     assert failure.message == f"Signal 11 (SIGSEGV) received by PID {process.pid}"
     assert "in crash" in failure.traceback
     assert ProcessFailure(0, process.pid, -9, str(path)).traceback == ""
-    evidence.remove_empty(str(path))
+    remove_empty(str(path))
     assert os.listdir(tmp_path) == ["error.json.fatal"]
 
 
 def test_the_file_for_fatal_signals_is_removed_when_nothing_happened(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
-    code = (
-        "from phalanx._evidence import evidence; assert evidence.catch_fatal_signals(); evidence.catch_fatal_signals()"
-    )
+    code = "from phalanx._evidence.fatal_signals import catch_fatal_signals as catch; assert catch(); catch()"
     assert run(code, path)[0].returncode == 0
     assert os.listdir(tmp_path) == ["error.json.fatal"]
-    evidence.remove_empty(str(path))
-    evidence.remove_empty(str(path))
+    remove_empty(str(path))
+    remove_empty(str(path))
     assert os.listdir(tmp_path) == []
 
 
@@ -1029,7 +1069,7 @@ def test_record_in_a_process(tmp_path: Path, body: str, exitcode: int, recorded:
     assert "in main" in failure.traceback
     assert "phalanx" not in stderr
     # It was handled by nobody, however long the interpreter has taken to end of it.
-    assert evidence.handled_at(failure.error_file_data) is None
+    assert handled_at(failure.error_file_data) is None
     late = ProcessFailure(0, process.pid, 1, str(path), observed_ns=time.monotonic_ns() + 3600 * SECOND)
     assert late.message == recorded
 
@@ -1105,7 +1145,7 @@ def test_record_of_a_coroutine_function(error_file: Path) -> None:
 
 def test_a_failed_launcher_passes_the_root_cause_on(error_file: Path, tmp_path: Path) -> None:
     root = tmp_path / "root.json"
-    evidence.write_error_file(str(root), "ROOT", "its traceback", pid=5, monotonic_ns=1)
+    write_error_file(str(root), "ROOT", "its traceback", pid=5, monotonic_ns=1)
 
     @record
     def launcher() -> None:
@@ -1123,8 +1163,8 @@ def test_a_failed_launcher_passes_the_root_cause_on(error_file: Path, tmp_path: 
     assert ours.detail.startswith("recorded by process 5, below the worker")
     assert ours.evidence_ns is None
     # Who runs the script leaves the copy as it is, and notes when the exception left it.
-    for module in (evidence, by_path()):
-        assert module.record(caught.value, left=True)
+    for recorder in (recording.record, by_path()["record"]):
+        assert recorder(caught.value, left=True)
         assert json.loads(error_file.read_text()) == data
     dated = ProcessFailure(0, os.getpid(), 1, str(error_file))
     assert dated.message == "ROOT"
@@ -1132,10 +1172,10 @@ def test_a_failed_launcher_passes_the_root_cause_on(error_file: Path, tmp_path: 
     # What comes of it is added. What does not replaces it.
     later = ValueError("later")
     later.__cause__ = caught.value
-    assert evidence.record(later)
+    assert recording.record(later)
     assert (told(error_file), info(error_file)["afterwards"]) == ("ROOT", "ValueError: later")
     error_file.write_text(json.dumps(data))
-    assert evidence.record(ValueError("unrelated"))
+    assert recording.record(ValueError("unrelated"))
     assert told(error_file) == "ValueError: unrelated"
     assert info(error_file)["before"] == data
 
@@ -1177,7 +1217,7 @@ def test_dump_error_file(
     handler.dump_error_file(str(root), 3)
     assert json.loads(error_file.read_text()) == {"message": None}
     error_file.unlink()
-    monkeypatch.delenv(evidence.ERROR_FILE_ENV)
+    monkeypatch.delenv(ERROR_FILE_ENV)
     handler.dump_error_file(str(root))
     assert not error_file.exists()
 
@@ -1211,7 +1251,7 @@ def test_an_overridden_path_is_heeded(error_file: Path, tmp_path: Path, answer: 
         assert caught.value is exc
     assert not error_file.exists()
     # It was recorded there, and not yet where the runner of a script looks.
-    assert by_path().record(exc, left=True)
+    assert by_path()["record"](exc, left=True)
     assert "x FAILED" in told(error_file)
 
 
@@ -1236,11 +1276,13 @@ def test_initialize_warns_where_no_stack_can_be_shown(monkeypatch: pytest.Monkey
 
 def test_initialize_leaves_a_worker_its_file_for_fatal_signals(tmp_path: Path) -> None:
     body = "import faulthandler as f, resource as r; r.setrlimit(r.RLIMIT_CORE, (0, 0)); f._sigsegv()"
-    code = f"from phalanx._evidence import evidence; evidence.catch_fatal_signals()\n{SCRIPT.format(body)}"
+    code = (
+        f"from phalanx._evidence.fatal_signals import catch_fatal_signals; catch_fatal_signals()\n{SCRIPT.format(body)}"
+    )
     process, stderr = run(code, tmp_path / "error.json")
     assert process.returncode == -signal.SIGSEGV
     assert stderr == ""
-    assert "in main" in evidence.read_fatal(str(tmp_path / "error.json"))
+    assert "in main" in read_fatal_stacks(str(tmp_path / "error.json"))
 
 
 # --- ChildFailedError, Outcome ----------------------------------------------------------------------------------------

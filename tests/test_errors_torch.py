@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from phalanx import errors
-from phalanx._evidence import evidence
+from phalanx._evidence import recording
+from phalanx._evidence.error_file import ERROR_FILE_ENV
 from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from tests.helpers import TIMEOUT
 
@@ -59,7 +60,7 @@ def test_an_error_file_is_passed_on_as_the_original_does(
     texts = []
     for number, handler in enumerate((errors.ErrorHandler(), original.ErrorHandler())):
         own = tmp_path / f"{number}.json"
-        monkeypatch.setenv(evidence.ERROR_FILE_ENV, str(own))
+        monkeypatch.setenv(ERROR_FILE_ENV, str(own))
         handler.dump_error_file(str(source), code)
         texts.append(json.loads(own.read_text()))
     assert texts[0] == texts[1]
@@ -71,7 +72,7 @@ def test_what_the_originals_decorator_recorded_and_was_handled_is_not_the_cause(
     from torch.distributed.elastic.multiprocessing import errors as original
 
     path = tmp_path / "error.json"
-    monkeypatch.setenv(evidence.ERROR_FILE_ENV, str(path))
+    monkeypatch.setenv(ERROR_FILE_ENV, str(path))
 
     def fail() -> None:
         raise ValueError("x")
@@ -79,7 +80,7 @@ def test_what_the_originals_decorator_recorded_and_was_handled_is_not_the_cause(
     with pytest.raises(ValueError, match="x") as caught:
         original.record(fail)()
     first = json.loads(path.read_text())
-    assert evidence.record(caught.value, left=True)
+    assert recording.record(caught.value, left=True)
     found = json.loads(path.read_text())
     assert found["message"].pop("extraInfo").items() >= first["message"].pop("extraInfo").items()
     assert found == first
@@ -87,7 +88,7 @@ def test_what_the_originals_decorator_recorded_and_was_handled_is_not_the_cause(
         original.record(fail)()
     first = json.loads(path.read_text())
     os.utime(path, (1700000000, 1700000000))
-    assert evidence.record(KeyError("y"), left=True)
+    assert recording.record(KeyError("y"), left=True)
     found = json.loads(path.read_text())
     assert found["message"]["message"] == "KeyError: 'y'"
     assert found["message"]["extraInfo"]["before"] == first

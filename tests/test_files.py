@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from phalanx._base import files
-from phalanx._evidence import evidence
+from phalanx._evidence.cleanup import remove_old
+from phalanx._evidence.error_file import read_error_file
 from phalanx._logs import rotated, write_index
 from phalanx._logs.follower import Follower, last_lines
 from phalanx.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, start_processes
@@ -279,7 +280,7 @@ def test_evidence_is_not_read_beyond_its_bound(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     with path.open("wb") as file:
         os.truncate(file.fileno(), 1 << 40)
-    assert evidence.read(str(path), 1000) == (None, "unreadable: it is longer than 1000 bytes")
+    assert read_error_file(str(path), 1000) == (None, "unreadable: it is longer than 1000 bytes")
 
 
 def test_what_is_no_file_of_an_earlier_run_is_not_removed(tmp_path: Path) -> None:
@@ -295,7 +296,7 @@ def test_what_is_no_file_of_an_earlier_run_is_not_removed(tmp_path: Path) -> Non
     for name, where in leads.items():
         (tmp_path / name).symlink_to(where)
     (tmp_path / "file").touch()
-    evidence.remove_old([str(tmp_path / name) for name in leads])
+    remove_old([str(tmp_path / name) for name in leads])
     assert sorted(os.listdir(tmp_path)) == ["file", "null", "over", "stderr"]
-    evidence.remove_old([str(tmp_path / "file"), "/proc/self/fd/2"])
+    remove_old([str(tmp_path / "file"), "/proc/self/fd/2"])
     assert sorted(os.listdir(tmp_path)) == ["null", "over", "stderr"]

@@ -12,11 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx._evidence import evidence
+from phalanx._evidence import recording
+from phalanx._evidence.describe import describe, without_own_frames
+from phalanx._evidence.error_file import READ_LIMIT, message_of, read_error_file, write_error_file
+from phalanx._evidence.truncate import KEPT_LIMIT, truncate_data
 from phalanx._outcomes import report as report_module
 from phalanx._stacks.dump import location
 from phalanx.errors import ProcessFailure, format_report
-from phalanx.spawn import _failed
+from phalanx.spawn import _exceptions
 from tests.helpers import TIMEOUT
 
 if TYPE_CHECKING:
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MIB = 1 << 20
-KEPT = evidence.KEPT_LIMIT
+KEPT = KEPT_LIMIT
 
 PIECES = [
     "\n", " ", "0", "a\n", "  File", "(", '"', "\x1b", "\x1b[", "\x1b]", "\r", "\t", "é", "\ud800", "\x00", " \n",
@@ -77,9 +80,9 @@ def test_no_text_takes_more_than_its_length(piece: str) -> None:
     data = {"message": {"message": text, "extraInfo": {"py_callstack": text}}}
     failure = fails(text)
     todo: dict[str, Callable[[], object]] = {
-        "describing": lambda: evidence.describe(ValueError(text)),
-        "finding": lambda: evidence._tells_of(data, f"{text[1:]}x"),
-        "stacks": lambda: (location(dump), evidence.without_us(dump)),
+        "describing": lambda: describe(ValueError(text)),
+        "finding": lambda: recording._tells_of(data, f"{text[1:]}x"),
+        "stacks": lambda: (location(dump), without_own_frames(dump)),
         "cleaning": lambda: report_module._clean(text),
         "masking": lambda: report_module._masked(text, failure),
         "a report": lambda: format_report("x", {0: fails(long), 1: fails("E", long, detail=long, stderr_tail=long)}),
@@ -95,7 +98,7 @@ def test_no_text_takes_more_than_its_length(piece: str) -> None:
 def test_of_a_long_text_both_ends_are_kept_and_the_rest_is_said(tmp_path: Path) -> None:
     path = str(tmp_path / "error.json")
     text = f"begins {'x' * MIB} ends"
-    evidence.write_error_file(path, text, text, monotonic_ns=5, pid=77, left=True)
+    write_error_file(path, text, text, monotonic_ns=5, pid=77, left=True)
     failure = ProcessFailure(0, 77, 1, path, observed_ns=6)
     for kept in (failure.message, failure.traceback, failure.error_file_data["message"]["message"]):
         assert kept.startswith("begins xx")
@@ -128,7 +131,7 @@ HOSTILE = {
 def test_data_of_any_form_are_bounded(name: str, tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     path.write_text(json.dumps(HOSTILE[name]))
-    assert path.stat().st_size <= evidence.READ_LIMIT
+    assert path.stat().st_size <= READ_LIMIT
     failure = ProcessFailure(0, 77, 1, path)
     assert failure.message == "m"
     assert size_of(failure.__getstate__()) < 5 * KEPT
@@ -139,7 +142,7 @@ def test_data_of_great_depth_are_bounded() -> None:
     data: Any = "deep"
     for _ in range(500):
         data = {"d": data}
-    assert json.dumps(evidence.bounded(data)).count("d") < 30
+    assert json.dumps(truncate_data(data)).count("d") < 30
 
 
 @settings(deadline=None, max_examples=300)
@@ -152,26 +155,26 @@ def test_data_of_great_depth_are_bounded() -> None:
 )
 def test_data_that_are_small_are_not_touched(value: Any) -> None:
     data = {"message": "m", "value": value}
-    assert evidence.bounded(data) == data
+    assert truncate_data(data) == data
 
 
 def test_a_file_that_is_too_long_is_not_read_and_the_limit_is_said(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     path.write_text(json.dumps({"message": "m" * (16 * MIB)}))
     failure = ProcessFailure(0, 77, 1, path)
-    assert failure.unreadable == f"unreadable: it is longer than {evidence.READ_LIMIT} bytes"
+    assert failure.unreadable == f"unreadable: it is longer than {READ_LIMIT} bytes"
     assert failure.unreadable in format_report("x", {0: failure})
 
 
 @pytest.mark.parametrize("piece", ["x", "\x00", "\ud800", "𝄞", "é", '"'])
 def test_what_is_recorded_can_be_read_whatever_it_takes_as_json(piece: str, tmp_path: Path) -> None:
     path = tmp_path / "error.json"
-    assert evidence.record(ValueError(piece * (2 * MIB)), str(path))
-    assert path.stat().st_size <= evidence.READ_LIMIT
-    data, why = evidence.read(str(path))
+    assert recording.record(ValueError(piece * (2 * MIB)), str(path))
+    assert path.stat().st_size <= READ_LIMIT
+    data, why = read_error_file(str(path))
     assert why == ""
-    assert (evidence.message_of(data) or "").startswith("ValueError: ")
-    assert "characters cut" in (evidence.message_of(data) or "")
+    assert (message_of(data) or "").startswith("ValueError: ")
+    assert "characters cut" in (message_of(data) or "")
 
 
 # --- many ranks
@@ -191,7 +194,7 @@ def test_many_different_tracebacks_make_a_report_that_can_be_read() -> None:
         report = format_report("x", failures)
     assert len(report) < 400 * 200 + 9 * report_module.ROOT_LINES * report_module.LINE
     assert len(report.split("\n")) < 1400
-    error = _failed.failed(SimpleNamespace(failures=failures, outcomes={}))  # type: ignore[arg-type]  # it has what is read
+    error = _exceptions.failed(SimpleNamespace(failures=failures, outcomes={}))  # type: ignore[arg-type]  # it has what is read
     notes: list[str] = error.__notes__
     assert sum(map(len, notes)) < 400 * 200 + 9 * 2 * KEPT
 

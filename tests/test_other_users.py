@@ -22,7 +22,8 @@ import pytest
 from click.testing import CliRunner
 
 from phalanx._base import files, procfs
-from phalanx._evidence import evidence
+from phalanx._evidence.error_file import read_error_file, write_error_file
+from phalanx._evidence.stack_signals import STACK_SIGNAL_ENV
 from phalanx._logs.follower import Follower, last_lines
 from phalanx._logs.specs import FolderLogsSpecs
 from phalanx._runs import catalog, record
@@ -209,7 +210,7 @@ def test_an_offer_in_another_users_file_is_not_taken(shared: Path, monkeypatch: 
 def test_the_signal_of_a_workers_environment_is_its_own(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from phalanx._stacks.request import StackRequest
 
-    monkeypatch.setenv(evidence.STACK_SIGNAL_ENV, str(int(signal.SIGTERM)))
+    monkeypatch.setenv(STACK_SIGNAL_ENV, str(int(signal.SIGTERM)))
     path = shared / "error.json.stacks"
     with path.open("w") as file, victim(file.fileno()) as (process, _writer):
         path.write_text(f"# stacks on signals 15 and 0, descriptor {file.fileno()}, process {process.pid}\n")
@@ -295,13 +296,13 @@ def test_evidence_does_not_go_along_a_workers_link(own: Path, secret: Path) -> N
     path = own / "error.json"
     with acting_as(NOBODY):
         path.symlink_to(secret)
-    assert evidence.read(str(path)) == (
+    assert read_error_file(str(path)) == (
         None,
         f"unreadable: it leads over a link of uid {NOBODY}, which is not followed",
     )
-    evidence.write_error_file(str(path), "hung", "")
+    write_error_file(str(path), "hung", "")
     assert (secret.read_text(), path.is_symlink()) == (before, False)
-    assert evidence.read(str(path))[1] == ""
+    assert read_error_file(str(path))[1] == ""
 
 
 def test_a_chain_of_links_is_followed_as_far_as_it_is_ours(own: Path, secret: Path) -> None:

@@ -240,8 +240,8 @@ def test_without_the_scripts_folder_on_the_path_where_the_user_does_not_want_it(
 
 PLAIN = {
     "modules of its own that are called like ours": """
-        import evidence, linux, errors, worker, wire, sys
-        print(evidence.mine, linux.mine, errors.mine, worker.mine, wire.mine)
+        import describe, recording, linux, errors, worker, files, sys
+        print(describe.mine, recording.mine, linux.mine, errors.mine, worker.mine, files.mine)
         assert not [name for name in sys.modules if name.startswith("phalanx")]
         """,
     "annotations from the future": """
@@ -342,7 +342,7 @@ PLAIN = {
         """,
 }
 NEIGHBOURS = {
-    **{f"{name}.py": "mine = __name__" for name in ("evidence", "linux", "errors", "worker", "wire")},
+    **{f"{name}.py": "mine = __name__" for name in ("describe", "recording", "linux", "errors", "worker", "files")},
     "other.py": "import __main__\ndef main_is(names): return __main__.__dict__ is names, bool(__main__.__file__)\n",
     "broken.py": "def f():\n    raise LookupError('in the module')\nf()\n",
     "misspelt.py": "def f(:\n",
@@ -520,7 +520,7 @@ def test_nothing_is_written_beside_the_script_that_python_does_not_write(house: 
     house.env.pop("PYTHONDONTWRITEBYTECODE", None)
     house.env.pop("PYTHONPYCACHEPREFIX", None)
     with_neighbours(house)
-    house.write("script.py", "import other, evidence")
+    house.write("script.py", "import other, describe")
 
     def files() -> list[Path]:
         return sorted(path for path in house.folder.rglob("*") if path.is_file())
@@ -529,7 +529,7 @@ def test_nothing_is_written_beside_the_script_that_python_does_not_write(house: 
     house.as_worker("script.py")
     new = set(files()) - set(before)
     tag = sys.implementation.cache_tag
-    assert {path.name for path in new} == {f"other.{tag}.pyc", f"evidence.{tag}.pyc"}
+    assert {path.name for path in new} == {f"other.{tag}.pyc", f"describe.{tag}.pyc"}
 
 
 # --- the interpreter's options, and other interpreters

@@ -18,7 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx._base import clock, procfs
-from phalanx._evidence import evidence
+from phalanx._evidence.cleanup import remove_empty, remove_old
+from phalanx._evidence.error_file import ERROR_FILE_ENV
+from phalanx._evidence.stack_signals import last_offer, stacks_path
 from phalanx._stacks import collect, dump, proc_status, py_spy, request, stack_files
 from phalanx.multiprocessing import start_processes
 from phalanx.timer._stack_signal import move_stack_signal
@@ -49,7 +51,7 @@ class Worker:
         program = (
             "import os, signal, sys, threading, time\n"
             f"sys.path.insert(0, {os.path.dirname(ROOT)!r})\n"
-            "from phalanx._evidence.evidence import offer_stacks as offer\n"
+            "from phalanx._evidence.stack_signals import offer_stacks as offer\n"
             "import functools, socket\n"
             "say = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto\n"
             f"ready = functools.partial(say, b'here', {ready.address!r})\n"  # which leaves no frame of Python
@@ -57,7 +59,7 @@ class Worker:
             f"{offer}\nwork()\n"
         )
         env = {name: value for name, value in os.environ.items() if not name.startswith("PHALANX_")}
-        env[evidence.ERROR_FILE_ENV] = self.error_file
+        env[ERROR_FILE_ENV] = self.error_file
         self.process = subprocess.Popen([sys.executable, "-c", program], env=env)
         self.rank = rank
         try:
@@ -421,7 +423,7 @@ def test_a_signal_that_somebody_uses_is_not_taken(tmp_path: Path, ready: Ready, 
     offer = f"signal.signal({ONE}, {theirs}); assert not offer()"
     with Worker(tmp_path, ready, SLEEP, offer=offer) as worker:
         worker.refuses("it offers none")
-    assert not os.path.exists(evidence.stacks_path(worker.error_file))
+    assert not os.path.exists(stacks_path(worker.error_file))
     with Worker(tmp_path, ready, SLEEP, offer=f"{offer}; assert offer(number={ONE})") as worker:
         assert shown(worker.look()) == [["work", "<module>"]]  # asked for by number
         assert worker.sent == [ONE]
@@ -468,8 +470,8 @@ def test_user_code_moves_the_signal(tmp_path: Path, ready: Ready, gate: Gate) ->
         ready.wait()
         assert shown(worker.look()) == [["work", "<module>"]]
         assert worker.sent == [signal.SIGUSR2, ALL, ALL]
-        path = evidence.stacks_path(worker.error_file)
-        first, second, fd, pid = evidence.offered(_read(path))
+        path = stacks_path(worker.error_file)
+        first, second, fd, pid = last_offer(_read(path))
         assert (first, second, pid) == (ALL, 0, worker.process.pid)  # the other one is the user's
         assert os.readlink(f"/proc/{pid}/fd/{fd}") == path
         assert _read(path).count(b"# stacks on signal") == 3
@@ -486,33 +488,33 @@ def test_user_code_shows_none(tmp_path: Path, ready: Ready) -> None:
     with Worker(tmp_path, ready, code) as worker:
         worker.refuses("it offers none")
         assert not stack_workers.catches(worker.process.pid)
-    evidence.remove_empty(worker.error_file)
-    assert not os.path.exists(evidence.stacks_path(worker.error_file))
+    remove_empty(worker.error_file)
+    assert not os.path.exists(stacks_path(worker.error_file))
 
 
 def test_a_number_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(evidence.ERROR_FILE_ENV, "/nowhere/error.json")
+    monkeypatch.setenv(ERROR_FILE_ENV, "/nowhere/error.json")
     for number in (-1, 9, 19, 11, 32, 65, 1 << 70):
         with pytest.raises(ValueError, match="cannot be caught"):
             move_stack_signal(number)
-    monkeypatch.setenv(evidence.ERROR_FILE_ENV, "/proc/nowhere/error.json")
+    monkeypatch.setenv(ERROR_FILE_ENV, "/proc/nowhere/error.json")
     with pytest.raises(RuntimeError, match="cannot be written"):
         move_stack_signal(ONE)
-    monkeypatch.delenv(evidence.ERROR_FILE_ENV)
+    monkeypatch.delenv(ERROR_FILE_ENV)
     with pytest.raises(RuntimeError, match="is no worker"):
         move_stack_signal(ONE)
 
 
 def test_the_file_goes_unless_somebody_has_asked(tmp_path: Path, ready: Ready) -> None:
-    path = evidence.stacks_path(str(tmp_path / "0" / "error.json"))
+    path = stacks_path(str(tmp_path / "0" / "error.json"))
     with Worker(tmp_path, ready, SLEEP, offer="offer(); offer()") as worker:
         pass
     assert _read(path).count(b"\n") == 2
-    evidence.remove_empty(worker.error_file)
+    remove_empty(worker.error_file)
     assert not os.path.exists(path)
     with Worker(tmp_path, ready, SLEEP) as worker:
         worker.ask()
-    evidence.remove_empty(worker.error_file)
+    remove_empty(worker.error_file)
     assert os.path.exists(path)
 
 
@@ -521,12 +523,13 @@ def test_a_pipe_in_the_place_of_a_file_holds_up_nobody(tmp_path: Path, suffix: s
     path = str(tmp_path / "error.json")
     os.mkfifo(path + suffix)
     code = (
-        f"import sys; sys.path.insert(0, {ROOT + '/_evidence'!r}); import evidence\n"
-        "evidence.catch_fatal_signals(), evidence.offer_stacks(), evidence.note_exit(SystemExit(3))\n"
-        "evidence.record(ValueError())"
+        f"import sys; sys.path.insert(0, {os.path.dirname(ROOT)!r})\n"
+        "from phalanx._evidence import fatal_signals, recording, stack_signals\n"
+        "fatal_signals.catch_fatal_signals(), stack_signals.offer_stacks(), recording.note_exit(SystemExit(3))\n"
+        "recording.record(ValueError())"
     )
     argv = [sys.executable, "-S", "-c", code]
-    subprocess.run(argv, env={evidence.ERROR_FILE_ENV: path}, check=True, timeout=TIMEOUT)
+    subprocess.run(argv, env={ERROR_FILE_ENV: path}, check=True, timeout=TIMEOUT)
 
 
 @without_py_spy
@@ -541,7 +544,7 @@ def test_what_is_not_ours_is_not_written_to(tmp_path: Path, ready: Ready, make: 
         plain.symlink_to(theirs) if make == "link" else theirs.rename(plain)
     with Worker(tmp_path, ready, SLEEP) as worker:
         assert shown(worker.ask()) == [["work", "<module>"]]
-        assert os.path.exists(evidence.stacks_path(worker.error_file, worker.process.pid))
+        assert os.path.exists(stacks_path(worker.error_file, worker.process.pid))
     if make != "folder":
         assert plain.read_text() == ("" if make == "nothing" else "# stacks of layers\n")
 
@@ -549,7 +552,7 @@ def test_what_is_not_ours_is_not_written_to(tmp_path: Path, ready: Ready, make: 
 def test_files_that_are_called_nearly_as_ours_stay(tmp_path: Path) -> None:
     path = str(tmp_path / "error.json")
     ours, theirs = {".stacks", ".stacks.4242"}, {".stacks.md", ".stacks-notes", ".stackspace"}
-    for remove in (evidence.remove_empty, lambda path: evidence.remove_old([path])):
+    for remove in (remove_empty, lambda path: remove_old([path])):
         for suffix in ours | theirs:
             (tmp_path / f"error.json{suffix}").write_bytes(b"# stacks on signals 52 and 53\n")
         remove(path)
@@ -559,18 +562,19 @@ def test_files_that_are_called_nearly_as_ours_stay(tmp_path: Path) -> None:
 def test_a_stack_below_many_offers_stays(tmp_path: Path) -> None:
     path = tmp_path / "error.json.stacks"
     path.write_text(f"{HEADER}1\n" * 1000 + "Thread 0x01 (most recent call first):\n")
-    evidence.remove_empty(str(tmp_path / "error.json"))
+    remove_empty(str(tmp_path / "error.json"))
     assert path.exists()
 
 
 def test_an_offer_that_cannot_be_written_leaves_no_descriptor(tmp_path: Path) -> None:
     code = (
-        f"import os, resource, sys; sys.path.insert(0, {ROOT + '/_evidence'!r}); import evidence\n"
+        f"import os, resource, sys; sys.path.insert(0, {os.path.dirname(ROOT)!r})\n"
+        "from phalanx._evidence.stack_signals import offer_stacks\n"
         "before = os.listdir('/proc/self/fd')\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"  # as when the disk is full
-        "sys.exit(evidence.offer_stacks() or os.listdir('/proc/self/fd') != before)"
+        "sys.exit(offer_stacks() or os.listdir('/proc/self/fd') != before)"
     )
-    env = {evidence.ERROR_FILE_ENV: str(tmp_path / "error.json")}
+    env = {ERROR_FILE_ENV: str(tmp_path / "error.json")}
     subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=TIMEOUT)
 
 
@@ -618,7 +622,7 @@ def test_a_fork_of_a_process_that_is_not_the_ranks_first_shows_its_own(tmp_path:
         try:
             target = request.Target(0, fork, error_file, doomed=True)
             assert shown(stack_workers.ask(target)) == [["below", "work", "<module>"]]
-            assert os.path.exists(evidence.stacks_path(error_file, fork))
+            assert os.path.exists(stacks_path(error_file, fork))
             assert shown(second.ask()) == [["work", "<module>"]]
             assert shown(first.ask()) == [["work", "<module>"]]
         finally:
@@ -627,10 +631,12 @@ def test_a_fork_of_a_process_that_is_not_the_ranks_first_shows_its_own(tmp_path:
 
 def test_an_offer_adds_no_module(tmp_path: Path) -> None:
     code = (
-        f"import os, sys; sys.path.insert(0, {ROOT + '/_evidence'!r}); import evidence; before = set(sys.modules)\n"
-        "assert evidence.offer_stacks(); print(sorted(set(sys.modules) - before))"
+        f"import os, sys; sys.path.insert(0, {os.path.dirname(ROOT)!r})\n"
+        "from phalanx._evidence.stack_signals import offer_stacks\n"
+        "before = set(sys.modules)\n"
+        "assert offer_stacks(); print(sorted(set(sys.modules) - before))"
     )
-    env = {evidence.ERROR_FILE_ENV: str(tmp_path / "error.json")}
+    env = {ERROR_FILE_ENV: str(tmp_path / "error.json")}
     done = subprocess.run([sys.executable, "-I", "-S", "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "['faulthandler']\n"
 
@@ -684,7 +690,7 @@ def test_who_is_to_go_on_is_read_from_outside(tmp_path: Path, ready: Ready) -> N
         assert shown(text) == [["idle"], ["idle"], ["idle"], ["work", "<module>"]]
         assert " [MainThread] (most recent call first):\n" in text
         assert worker.sent == []
-        path = evidence.stacks_path(worker.error_file)
+        path = stacks_path(worker.error_file)
         assert _read(path).count(b"\n") == 1  # what it has offered
 
 

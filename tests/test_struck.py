@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from phalanx._engine.supervisor import Supervisor
-from phalanx._evidence import evidence
+from phalanx._evidence.error_file import write_error_file
 from phalanx._group import start as group_start
 from phalanx._timers import escalation
 from phalanx.multiprocessing import DefaultLogsSpecs
@@ -112,7 +112,7 @@ def test_who_goes_on_for_long_and_then_ends_well_has_failed(
 
 
 def test_where_no_evidence_can_be_written_the_hang_is_named(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, launcher = evidence.write_error_file, os.getpid()
+    write, launcher = write_error_file, os.getpid()
 
     def full(*args: Any, **options: Any) -> None:
         if os.getpid() != launcher:
@@ -120,7 +120,7 @@ def test_where_no_evidence_can_be_written_the_hang_is_named(events: Events, monk
             return
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(evidence, "write_error_file", full)
+    monkeypatch.setattr("phalanx._timers.hang_report.write_error_file", full)
     group = start(hang_workers.end_well, (), events, on_expiry="terminate", start_method="fork")
     failure = result_of(group).failures[0]
     assert re.fullmatch(HANG, failure.message)

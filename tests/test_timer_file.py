@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from phalanx._base import clock
-from phalanx._evidence import evidence
+from phalanx._evidence.error_file import message_of, read_error_file, write_error_file, written_by
 from phalanx.timer import _file_client, _pipe, debug_info_logging
 from phalanx.timer._file import FileTimerClient, FileTimerRequest, FileTimerServer
 from phalanx.timer._victim import Exited, Refused, Victim, hang_of
@@ -345,9 +345,9 @@ def test_the_failure_names_the_scope(server: FileTimerServer, path: str, tmp_pat
     with Child(path, TORCHELASTIC_ERROR_FILE=error_file) as child:
         child.begin("client.acquire('all_reduce', time.time() + 0.02)")
         assert child.exitcode() == -signal.SIGKILL
-        data, why = evidence.read(error_file)
+        data, why = read_error_file(error_file)
         assert data is not None, why
-        assert evidence.written_by(data) == child.pid
+        assert written_by(data) == child.pid
         assert data["message"]["extraInfo"]["observer"] == "timer"
         assert "'all_reduce'" in data["message"]["message"]
         info = data["message"]["extraInfo"]
@@ -366,7 +366,7 @@ def test_a_file_of_the_users_is_no_error_file(server: FileTimerServer, path: str
         child.begin("client.acquire('s', time.time())")
         assert child.exitcode() == -signal.SIGKILL
     assert model.read_bytes() == b"weights"
-    assert evidence.written_by(evidence.read(str(error_file))[0]) == child.pid
+    assert written_by(read_error_file(str(error_file))[0]) == child.pid
 
 
 def test_what_is_no_error_file_is_left_where_one_was_asked_for(
@@ -386,10 +386,10 @@ def test_what_a_worker_has_recorded_itself_is_kept(server: FileTimerServer, path
     assert server._thread is not None
     error_file = str(tmp_path / "error.json")
     with Child(path, TORCHELASTIC_ERROR_FILE=error_file) as child:
-        evidence.write_error_file(error_file, "ValueError: first", "", pid=child.pid)
+        write_error_file(error_file, "ValueError: first", "", pid=child.pid)
         child.begin("client.acquire('s', time.time())")
         child.exitcode()
-        data, _ = evidence.read(error_file)
+        data, _ = read_error_file(error_file)
         assert data is not None
         assert data["message"]["message"] == "ValueError: first"
 
@@ -408,7 +408,7 @@ def test_who_reads_another_ranks_stacks_is_not_accused_in_its_place(
         child.begin("client.acquire('s', time.time())")
         assert child.exitcode() == -signal.SIGKILL
     assert not theirs.exists()
-    assert evidence.written_by(evidence.read(str(own))[0]) == child.pid
+    assert written_by(read_error_file(str(own))[0]) == child.pid
 
 
 def test_what_a_process_above_the_worker_has_recorded_is_kept(
@@ -417,7 +417,7 @@ def test_what_a_process_above_the_worker_has_recorded_is_kept(
     assert server._thread is not None
     error_file = str(tmp_path / "error.json")
     with Child(path, TORCHELASTIC_ERROR_FILE=error_file) as child:
-        evidence.write_error_file(error_file, "ValueError: first", "", pid=child.pid)
+        write_error_file(error_file, "ValueError: first", "", pid=child.pid)
         child.do(
             "middle = os.fork()\n"
             "if not middle:\n"
@@ -426,7 +426,7 @@ def test_what_a_process_above_the_worker_has_recorded_is_kept(
             "    os._exit(os.waitpid(worker, 0)[1])\n"
             "assert os.waitpid(middle, 0)[1] == signal.SIGKILL << 8"
         )
-    assert evidence.message_of(evidence.read(error_file)[0]) == "ValueError: first"
+    assert message_of(read_error_file(error_file)[0]) == "ValueError: first"
 
 
 def test_several_scopes_of_one_worker_are_one_kill(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from phalanx._base import clock, procfs
-from phalanx._evidence import evidence
+from phalanx._evidence.error_file import read_error_file, timer_detail
 from phalanx._stacks import collect, dump, py_spy, request, stack_files, wrappers
 from phalanx._stacks.snapshot import Snapshot
 from phalanx._timers import escalation, timetable
@@ -294,8 +294,8 @@ def test_of_two_hangs_of_a_rank_none_is_lost(tmp_path: Path) -> None:
     report.hear("struck", int(signal.SIGKILL), 6_000_000_000, told, workers={0: os.getpid()}, ended={})
     report.finish()
     report.close()
-    detail = evidence.seen_by_timer(error_file)
-    message = evidence.read(error_file)[0]["message"]["message"]  # type: ignore[index]  # it is there
+    detail = timer_detail(error_file)
+    message = read_error_file(error_file)[0]["message"]["message"]  # type: ignore[index]  # it is there
     assert message == "Hang: 'first' (t.py:4) was not left within 1 s, in process 1000 below the worker"
     also = (
         "\nalso: 'second' (t.py:4) was not left within 1 s, in process 1001 below the worker; 1.0 s over its deadline"
@@ -853,7 +853,7 @@ def test_a_full_disk_keeps_nobody_from_being_ended_and_the_reason_is_told(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     # Before the start: rank 0 hangs at once, and it is this process that writes of it.
-    monkeypatch.setattr(evidence, "write_error_file", full)
+    monkeypatch.setattr("phalanx._timers.hang_report.write_error_file", full)
     monkeypatch.setattr(stack_files, "write", full)
     group = start(hang_workers.hang_or_wait, (0.1, gate.address), events, 2, start_method="fork")
     failure = result_of(group).root_cause

@@ -13,7 +13,7 @@ _LIGHT = (
     *("atexit", "errno", "faulthandler", "fcntl", "gc", "json", "resource", "select", "signal", "stat", "threading"),
     "traceback",
     *("phalanx._base.process", "phalanx._base.std_streams"),
-    "phalanx._evidence.evidence",
+    "phalanx._evidence.recording",
     "phalanx._timers.escalation",
     *(f"phalanx._engine.keeper.{name}" for name in ("child_scan", "guard", "orphans", "start_process")),
     *(f"phalanx._engine.pickling.{name}" for name in ("by_value", "payload", "picklers", "results", "unpicklable")),

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any, NoReturn
 
-_OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")  # the package
 _CLOSING = 10.0  # seconds in which a zygote that nobody needs has to be gone before it is killed
 _KILLED = 2.0  # seconds after SIGKILL in which it is waited for
 _LEAVING = 1.0  # seconds that a thread which has been joined, and is none of Python's any more, may take to its end
@@ -303,7 +302,6 @@ def _preload(
     from phalanx._engine.keeper import guard, start_process  # noqa: F401 - what forks will need
     from phalanx._engine.pickling import payload  # noqa: F401 - what forks will need
     from phalanx._engine.worker import function, script  # noqa: F401 - what forks will need
-    from phalanx._evidence import evidence  # noqa: F401 - what forks will need
 
     function.own_path[:] = own
     ours = list(sys.path)
@@ -359,10 +357,12 @@ def _say(channel: channels.Channel, *message: object) -> None:
 def _described(error: BaseException) -> str:
     import traceback
 
+    from phalanx._evidence.describe import is_own_file
+
     trace = None if isinstance(error, main_module.UnguardedMainError) else error.__traceback__
     # Ours, and the import system's, say nothing about the module.
     while trace is not None and (
-        trace.tb_frame.f_code.co_filename.startswith(_OURS)
+        is_own_file(trace.tb_frame.f_code.co_filename)
         or trace.tb_frame.f_code.co_filename.startswith("<frozen importlib")
         or trace.tb_frame.f_code.co_filename.endswith("importlib/__init__.py")
     ):

@@ -1,4 +1,5 @@
 """What a failing process leaves about itself: error files, stacks of fatal signals, and how they are read back.
 
-Its modules are loaded by their path too, in whatever Python a user's script runs (3.8 or later).
+The worker's part of it (`error_file`, `describe`, `recording`, `fatal_signals`, `stack_signals`) also runs in whatever
+Python a user's script has (3.8 or later), where `phalanx._engine.worker.script` imports it without this ``__init__``.
 """

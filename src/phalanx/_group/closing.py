@@ -6,7 +6,7 @@ import os
 
 from phalanx._base import stderr
 from phalanx._engine import host_signals
-from phalanx._evidence import evidence
+from phalanx._evidence.cleanup import remove_empty
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -34,5 +34,5 @@ def release(supervisor: Supervisor, logs: LogsDest, specs: LogsSpecs, warm: Warm
 
 def _remove(logs: LogsDest, specs: LogsSpecs) -> None:
     for path in logs.error_files.values():
-        evidence.remove_empty(path)
+        remove_empty(path)
     specs.tidy(logs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from phalanx._base import interpreter
-from phalanx._engine.worker import script as script_module
+from phalanx._engine import worker as worker_package
 from phalanx._group.context import PContext
 from phalanx._group.plan import Plan, find_binary
 from phalanx._group.warm import Warm, path_of, shared
@@ -103,7 +103,7 @@ class ScriptContext(SubprocessContext):
     ) -> None:
         head: tuple[str, ...] = ("-m", script) if module else (script,)
         if not preload and warm is None:
-            head = ("-u", script_module.__file__, *head)
+            head = ("-u", os.path.join(worker_package.__path__[0], "script.py"), *head)
         argv = {rank: (*head, *values) for rank, values in args.items()}
         super().__init__(name, python or interpreter.executable(), argv, envs, logs_specs, log_line_prefixes, **options)
         self._warm = warm

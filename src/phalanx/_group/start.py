@@ -16,7 +16,8 @@ from contextlib import ExitStack
 from phalanx._base import interrupts, linux
 from phalanx._engine import host_signals, main_module
 from phalanx._engine.supervisor import Supervisor
-from phalanx._evidence import evidence
+from phalanx._evidence.cleanup import remove_old
+from phalanx._evidence.error_file import ERROR_FILE_ENV
 from phalanx._group.arguments import GRACE, SETTLE
 from phalanx._group.closing import release
 from phalanx._logs import console
@@ -159,7 +160,7 @@ class GroupStart(ABC):
                         undo.callback(self._own_warm.close)
             self._logs_specs.folders_can_wait = self._begins_slowly
             self.logs = checked(self._logs_specs.reify(self.envs), self.envs, self._logs_specs)
-            evidence.remove_old(self.logs.error_files.values())
+            remove_old(self.logs.error_files.values())
             self._diary = self._begin_diary(supervisor, undo)
             report = self._watch(supervisor, undo)
             specs = [self._spec(rank, *command) for rank, command in plan.commands.items()]
@@ -235,7 +236,7 @@ class GroupStart(ABC):
     def _environment(self, rank: int) -> dict[bytes, bytes]:
         envs = self.envs[rank] | self._devices.get(rank, {}) | self._watched.get(rank, {})
         env = {os.fsencode(name): os.fsencode(value) for name, value in envs.items()}
-        env[evidence.ERROR_FILE_ENV.encode()] = os.fsencode(self.logs.error_files[rank])
+        env[ERROR_FILE_ENV.encode()] = os.fsencode(self.logs.error_files[rank])
         return env
 
     def _spec(self, rank: int, path: str, argv: list[bytes], fds: list[int]) -> Spec:

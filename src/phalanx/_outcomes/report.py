@@ -1,7 +1,7 @@
-"""The report on a failed group: plain text for a person at night, headings that log scrapers know.
+"""Formats the report on a failed group: plain text with headings that log scrapers know.
 
-Owns the order (root cause, other failures with equal ones grouped, the stopped), the words, and what is cut. It
-refuses to know terminals: no colours, no width; `style` is where a terminal comes in.
+It has the root cause first, then the other failures, equal ones grouped, then the workers that were stopped. It knows
+no terminal, neither its width nor its colours: the argument ``style`` adds colours.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ import re
 
 from phalanx._base.control_chars import escape
 from phalanx._base.rank_ranges import name_ranks
-from phalanx._outcomes.failure import NOT_AVAILABLE, WHILE_LEAVING, first_failure
+from phalanx._outcomes.failure import WHILE_LEAVING, first_failure
+from phalanx._outcomes.outcome import NOT_AVAILABLE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from phalanx._outcomes.failure import Outcome, ProcessFailure
+    from phalanx._outcomes.failure import ProcessFailure
+    from phalanx._outcomes.outcome import Outcome
 
     Style = Callable[[str, str], str]
 
@@ -25,13 +27,13 @@ ROOT_LINES = 120  # lines of the root cause's traceback; the rest is in its erro
 OTHER_LINES = 30  # lines of another failure's traceback
 TAIL_LINES = 20  # lines of stderr
 LINE = 500  # columns of one line
-DIFFERENT = 8  # failures unlike all before them that are told in full; those beyond get a line each
+DIFFERENT = 8  # failures unlike all before them that are shown in full; each further one gets a line
 COMPARED = 8 << 10  # characters of a text by which failures are compared: its two ends
 
 # What makes equal failures look different: native frames, which only some have; addresses, process ids, the rank and
-# device of the one who tells, and the port of the peer who has gone.
+# device of the process itself, and the port of the peer that closed the connection.
 _NATIVE = "native frames (py-spy):\n"
-_MASKS = tuple(  # of small letters; each begins with what seldom comes, which makes the search as fast as one for it
+_MASKS = tuple(  # for text in lower case; each starts with literal text, by which `re` skips what cannot match
     map(
         re.compile,
         (
@@ -54,18 +56,19 @@ def format_report(
     log_dir: str = "",
     style: Style | None = None,
 ) -> str:
-    """The report on a failed group.
+    """Format the report on a failed group.
 
     Args:
         name: What was run.
         failures: The failures by global rank, at least one, in the order of their exits.
         outcomes: What became of every worker, by global rank, as far as known.
         log_dir: Where the logs of the run are, or ``""``.
-        style: Called with a kind (``"rule"``, ``"title"``, ``"heading"``, ``"field"``, ``"error"``, ``"text"``) and a
-            line of that kind, gives the line as it should appear. Default: as it is.
+        style: Called with the kind of a line (``"rule"``, ``"title"``, ``"heading"``, ``"field"``, ``"error"``,
+            ``"text"``) and the line, returns the line to show. Default: the line as it is.
 
     Returns:
-        Lines without a final newline. Control characters in what workers wrote are shown as escapes, colours left out.
+        Lines without a final newline. In what workers wrote, control characters become escapes, and colours are left
+        out.
 
     Raises:
         ValueError: There is no failure.
@@ -122,7 +125,7 @@ def _full(rank: int, failure: ProcessFailure, limit: int) -> Lines:
 
 
 def _others(root: ProcessFailure, others: Mapping[int, ProcessFailure]) -> Lines:
-    """The other failures: those equal to the root cause first, then each kind with the ranks that share it."""
+    """Format the other failures: the ranks whose failure equals the root cause, then each other kind with its ranks."""
     kinds: dict[object, list[int]] = {signature(root): []}
     for rank, failure in others.items():
         kinds.setdefault(signature(failure), []).append(rank)
@@ -148,8 +151,8 @@ def _rest(outcomes: Mapping[int, Outcome]) -> Lines:
 
 
 def signature(failure: ProcessFailure) -> object:
-    """What two failures must share to be called the same: of long texts, the two ends."""
-    # Whoever has raised has the same failure whether it came to its end or was stopped in its teardown.
+    """Return what two failures must have in common to count as the same; of long texts, the two ends."""
+    # With a traceback the exit code does not count: a rank that raised may have been stopped in its teardown.
     code = None if failure.traceback else failure.exitcode
     detail = "\n".join(line for line in failure.detail.split("\n") if not line.endswith(WHILE_LEAVING))
     texts = [failure.message, detail, failure.traceback]
@@ -159,7 +162,7 @@ def signature(failure: ProcessFailure) -> object:
 
 
 def first_line(failure: ProcessFailure) -> str:
-    """The beginning of a message, which may be all that is told of it: more of it than is shown."""
+    """Return the start of a message's first line, more of it than is shown."""
     return failure.message.partition("\n")[0][: 4 * LINE]
 
 
@@ -178,13 +181,13 @@ def _masked(text: str, failure: ProcessFailure) -> str:
 
 
 def _small(text: str) -> str:
-    """A text in small letters, each in its place; as it is where one letter would become two."""
+    """Return a text in lower case, or the text itself if that changes its length: positions must stay the same."""
     small = text.lower()
     return small if len(small) == len(text) else text
 
 
 def _without_numbers(text: str, small: str, pattern: re.Pattern[str]) -> str:
-    """A text without what a pattern's group finds in it, in small letters; the very same where that is nothing."""
+    """Mask what a pattern's group finds in the lower-case text; return the text itself if that is nothing."""
     parts: list[str] = []
     end = 0
     for found in pattern.finditer(small):
@@ -194,7 +197,7 @@ def _without_numbers(text: str, small: str, pattern: re.Pattern[str]) -> str:
 
 
 def _without_native(text: str) -> str:
-    """A text up to the line that begins native frames. A regular expression takes quadratic time for blank lines."""
+    """Cut a text off where native frames begin. A regular expression would take quadratic time for blank lines."""
     found = text.find(_NATIVE)
     while found >= 0:
         start = text.rfind("\n", 0, found)
@@ -214,7 +217,7 @@ def _text_lines(text: str) -> list[str]:
 
 
 def _cut(lines: list[str], limit: int, where: str) -> list[str]:
-    """The two ends of a long text, a little more of the later one: there is the error."""
+    """Cut lines out of a long text: a third of the rest is its start, two thirds its end, where the error is."""
     over = len(lines) - limit
     if over <= 0:
         return lines
@@ -229,9 +232,10 @@ def _shorten(line: str) -> str:
 
 
 def _clean(text: str) -> str:
-    """Text that cannot do anything to a terminal.
+    """Make text harmless for a terminal.
 
-    Colours are left out; of a line that was overwritten by carriage returns the last state stays; the rest is escaped.
+    Colours are left out; of a line that carriage returns overwrote, the last state is kept; other control characters
+    are escape.
     """
     text = _ANSI.sub("", text).replace("\r\n", "\n")
     if "\r" in text:

@@ -1,6 +1,6 @@
-"""What became of a group that has ended: which rank failed by itself, which was stopped by us, what each left behind.
+"""The result of a group that has ended: which ranks succeeded, which failed by themselves, which we stopped.
 
-Owns the meaning of exits, evidence and return values taken together. Starts, stops and waits for nothing.
+It is judged from exits, error files and return values. Nothing here starts, stops or waits for a process.
 """
 
 from __future__ import annotations
@@ -11,8 +11,20 @@ import signal
 from phalanx._base import clock
 from phalanx._base.frozen import Value
 from phalanx._engine.host_signals import SignalException
-from phalanx._evidence import evidence
-from phalanx._outcomes.failure import WHILE_LEAVING, Outcome, ProcessFailure, signal_name
+from phalanx._evidence.describe import describe
+from phalanx._evidence.error_file import (
+    has_left,
+    message_of,
+    read_error_file,
+    recorded_at,
+    timer_detail,
+    write_error_file,
+    written_by,
+)
+from phalanx._evidence.fatal_signals import FATAL_SIGNALS, fatal_at, read_fallback, read_fatal_stacks
+from phalanx._evidence.recording import read_exit, write_record
+from phalanx._outcomes.failure import WHILE_LEAVING, ProcessFailure
+from phalanx._outcomes.outcome import Outcome, signal_name
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,12 +36,12 @@ if TYPE_CHECKING:
     from phalanx._logs.specs import LogsDest
 
 EARLY = 10.0
-"""Seconds before the rest at which a rank's end is early, at the least,"""
+"""A rank ended early if it ended at least so many seconds before the rest, and"""
 
 EARLY_SHARE = 0.1
-"""and what share they are of the time for which the rest has run."""
+"""if these are at least this share of the time for which the rest ran."""
 
-_LONGEST_RELEASE = 600_000_000_000  # nanoseconds from a fatal signal to the exit that are believed: cores are large
+_LONGEST_RELEASE = 600_000_000_000  # nanoseconds at the most from a fatal signal to the exit: core dumps are large
 _UNWINDING = 100_000_000  # nanoseconds that exception handlers may take between a closed connection and the evidence
 _LEAVING = 1_000_000_000  # and an exit between its closed connections and its end
 _PEER_GONE = (
@@ -38,24 +50,22 @@ _PEER_GONE = (
     r"peer (has |is )?(closed|gone|exited)|remote (side|process|peer) (has )?(closed|exited)|socket (is )?closed|"
     r"ncclRemoteError"
 )
-"""The messages of exceptions that say that somebody else has gone: Python's, gloo's, NCCL's. Not one that was refused:
-who is there no more has refused nothing."""
-
-_STACK_SIGNALS = (signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
+"""Messages of exceptions that a peer's end causes: Python's, gloo's, NCCL's. A refused connection is none of them: the
+peer was not there before."""
 
 
 class RunProcsResult(Value):
-    """What became of a group that has ended.
+    """The result of a group that has ended.
 
     Attributes:
-        return_values: What each rank returned that succeeded (None for a binary).
-        failures: Each rank that failed by itself, never one that we stopped.
+        return_values: What each rank that succeeded returned (None for a binary), by rank.
+        failures: The ranks that failed by themselves; never one that we stopped.
         stdouts: The file of each rank's stdout (``""``: the launcher's own stream).
         stderrs: The same for stderr.
-        root_cause: The failure that came first: by the moment at which its evidence was recorded in the worker, else
-            by its exit, in the order in which the kernel reported it; None when there is none.
-        outcomes: For every rank: succeeded, failed, stopped by us, or abandoned.
-        leftovers: The processes that workers left behind and that were ended when no worker was left, see `Leftover`.
+        root_cause: The failure that came first: by the moment at which the worker recorded its exception, else by its
+            exit, in the order in which the kernel reported exits. None if no rank failed.
+        outcomes: The outcome of every rank: succeeded, failed, stopped by us, or abandoned.
+        leftovers: The processes that workers left behind, and that were killed when no worker was left, see `Leftover`.
     """
 
     __slots__ = (  # noqa: RUF023 - the order is that of the arguments
@@ -92,10 +102,10 @@ class RunProcsResult(Value):
 
     @property
     def state(self) -> str:
-        """What became of the group, in a word.
+        """The outcome of the group in one word.
 
-        ``"failed"``: a rank failed by itself. Else ``"abandoned"``: one outlived SIGKILL. Else ``"stopped"``: one was
-        stopped by us, because the group was closed. Else ``"succeeded"``: every rank ended well, by itself.
+        ``"failed"``: a rank failed by itself. Else ``"abandoned"``: a rank outlived SIGKILL. Else ``"stopped"``: we
+        stopped a rank, because the group was closed. Else ``"succeeded"``: every rank succeeded.
 
         >>> RunProcsResult(outcomes={0: Outcome(0, 4242, "stopped", -15, 15)}).state
         'stopped'
@@ -105,13 +115,13 @@ class RunProcsResult(Value):
 
     @property
     def succeeded(self) -> bool:
-        """Whether every rank ended well, by itself: all return values are there."""
+        """Whether every rank succeeded, so that all return values are there."""
         return self.state == "succeeded"
 
     def is_failed(self) -> bool:
         """Whether any rank did not succeed: it failed, was stopped because the group was closed, or was abandoned.
 
-        ``failures`` and ``root_cause`` tell of those that failed by themselves; `state` tells which of these it is.
+        ``failures`` and ``root_cause`` have those that failed by themselves; `state` tells these cases apart.
         """
         return not self.succeeded
 
@@ -124,9 +134,15 @@ def collect(
     leftovers: Iterable[Leftover] = (),
     began_ns: int = 0,
 ) -> RunProcsResult:
-    """Judge every worker. ``value_of`` gives what a worker that succeeded returned, and may raise anything.
+    """Judge every worker of a group that has ended.
 
-    ``began_ns`` is when all had been started, on CLOCK_MONOTONIC; 0: not known.
+    Args:
+        workers: What is known of each.
+        logs: The paths of their files.
+        envs: Their environments, by rank.
+        value_of: Returns what a worker that succeeded returned; may raise anything.
+        leftovers: The processes that workers left behind.
+        began_ns: When all workers had been started, on CLOCK_MONOTONIC, in nanoseconds; 0 if that is not known.
     """
     values: dict[int, Any] = {}
     failures: dict[int, ProcessFailure] = {}
@@ -156,7 +172,7 @@ def collect(
 
 
 def verdict(result: RunProcsResult) -> tuple[int, str]:
-    """The exit code of a program that has run a group, and the cause of one that is not 0.
+    """Return the exit code of a program that has run a group, and, if that is not 0, the cause.
 
     >>> verdict(RunProcsResult(outcomes={0: Outcome(0, 4242, "stopped", -15, 15)}))
     (1, 'rank 0: stopped by us (SIGTERM)')
@@ -172,14 +188,14 @@ def verdict(result: RunProcsResult) -> tuple[int, str]:
 
 
 def _early(outcomes: Mapping[int, Outcome], began_ns: int) -> Iterator[tuple[int, float]]:
-    """The ranks that succeeded long before the rest, and how many seconds: before half of the others had ended.
+    """Return the ranks that succeeded long before half of the others had ended, each with the seconds in between.
 
-    That is no failure, and yet what somebody wants to know whose data was not divided as it should have been.
+    This is no failure, but a sign of data that was not divided evenly.
     """
     ends = sorted(outcome.ended_ns for outcome in outcomes.values() if outcome.ended_ns is not None)
     if not ends or not began_ns:
         return
-    middle = ends[len(ends) // 2]  # that of the others for any that ended before it
+    middle = ends[len(ends) // 2]  # for a rank that ended before it, the median of the others
     for rank, outcome in outcomes.items():
         if outcome.state == "succeeded" and outcome.ended_ns is not None:
             gap = (middle - outcome.ended_ns) / clock.NS
@@ -188,34 +204,34 @@ def _early(outcomes: Mapping[int, Outcome], began_ns: int) -> Iterator[tuple[int
 
 
 def _stopped(worker: Worker, failure: ProcessFailure) -> bool:
-    """Whether a worker ended because we stopped it, and not by itself before that."""
+    """Whether a worker ended because we stopped it, and had not failed by itself before that."""
     if worker.signalled is None:
         return False
-    # Evidence from before our signal is of a failure of its own, whatever the signal did then.
+    # Evidence from before our signal is of a failure of its own, whatever the signal did after that.
     began = failure.first_key if failure.evidence_ns is not None or failure.dated_ns is not None else None
     if began is not None and began <= worker.signalled_ns:
         return False
-    # So is an exit that had begun, unless it turns out to be one by that signal, or a good one.
+    # So is an exit that had begun before it, unless it was by that signal, or with code 0.
     began_to_exit = 0 < worker.exiting_ns <= worker.signalled_ns
     return not (began_to_exit and worker.exit is not None and worker.exit.signal != worker.signalled) or worker.exit.ok
 
 
 def _date_back(failures: dict[int, ProcessFailure], workers: Mapping[int, Worker]) -> None:
-    """Put a failure of another kind before those of its peers who say that they lost their connection to somebody.
+    """Date a failure of another kind before the failures of peers that lost a connection.
 
-    A failing process closes its connections, by handlers of its own or in the kernel, before its evidence is recorded
-    or its exit is seen. The kernel may take long to release what else it has: memory, a GPU. A peer has seen them
-    close, has failed and has exited meanwhile.
+    A failing process closes its connections, by its own handlers or in the kernel, before its evidence is recorded or
+    its exit is seen, and the kernel may take long to release its memory or GPU. In that time a peer sees the
+    connection close, fails and exits.
     """
     import re
 
     gone = re.compile(_PEER_GONE, re.IGNORECASE)
-    lost = {rank for rank, each in failures.items() if each.evidence_ns is not None and gone.search(each.message)}
-    for rank in failures.keys() - lost:
+    cut_off = {rank for rank, each in failures.items() if each.evidence_ns is not None and gone.search(each.message)}
+    for rank in failures.keys() - cut_off:
         failure, worker = failures[rank], workers[rank]
         began = [moment for moment in (failure.evidence_ns, failure.dated_ns) if moment is not None]
         before = []
-        for peer in lost:
+        for peer in cut_off:
             moment = failures[peer].first_key
             if began:
                 is_first = min(began) <= moment + _UNWINDING
@@ -234,12 +250,12 @@ def _judge_success(
 ) -> tuple[str, ProcessFailure | None]:
     try:
         values[worker.rank] = value_of(worker)
-    except SignalException:  # to this process, and of another group
+    except SignalException:  # a signal to this process, which has to do with another group
         raise
     except Exception as error:  # noqa: BLE001 - unpickling runs code of the user's
         if isinstance(worker.result, bytes):
             error.add_note(f"The return value of rank {worker.rank} could not be unpickled in the launcher.")
-        _write_evidence(worker, logs, *evidence.describe(error))
+        _write_evidence(worker, logs, *describe(error))
         return "failed", _failure(worker, logs, "")
     return "succeeded", None
 
@@ -247,22 +263,22 @@ def _judge_success(
 def _failure(worker: Worker, logs: LogsDest, global_rank: str) -> ProcessFailure:
     assert worker.exit is not None
     rank, path, number = worker.rank, logs.error_files[worker.rank], worker.exit.signal
-    told = worker.told or evidence.set_aside(path, worker.pid)
+    told = worker.told or read_fallback(path, worker.pid)
     if told is not None:
-        _write_told(path, worker.pid, *told)
-    if number in _STACK_SIGNALS and not os.path.exists(path) and (stack := evidence.read_fatal(path)):
+        _write_evidence_sent(path, worker.pid, *told)
+    if number in FATAL_SIGNALS and not os.path.exists(path) and (stack := read_fatal_stacks(path)):
         _write_evidence(worker, logs, f"Signal {number} ({signal_name(number)}) received by PID {worker.pid}", stack)
-    code, detail = worker.exit.returncode, evidence.seen_by_timer(path) or worker.hang or _detail(worker)
-    left = evidence.read_exit(path, worker.pid) or _raised(path, worker.pid)
+    code, detail = worker.exit.returncode, timer_detail(path) or worker.hang or _detail(worker)
+    left = read_exit(path, worker.pid) or _raised(path, worker.pid)
     if left is not None and left[1] <= worker.signalled_ns and number == worker.signalled:
         code, detail = left[0], f"{signal_name(number or 0)}, sent by us, {WHILE_LEAVING}"
-    if code == 0 and worker.struck:  # it got over the signal, whatever it made of that
+    if code == 0 and worker.struck:  # it survived the signal of an expired timer
         code = 1
-        seen = evidence.seen_by_timer(path) or worker.hang.removeprefix(worker.hung).lstrip()
+        seen = timer_detail(path) or worker.hang.removeprefix(worker.hung).lstrip()
         sent = f"it was sent {signal_name(worker.struck)} for that, and exited with code 0"
         detail = f"{seen}\n{sent}".lstrip()
         told = told or (worker.hung or "Hang: a timer of it had expired", "", worker.exit_ns)
-    elif code == 0:  # a handler of its own for our signal had the last word
+    elif code == 0:  # its own handler for our signal ended it with code 0
         code, detail = 1 if left is None else left[0], "it had failed when it was stopped, and then left with code 0"
     return ProcessFailure(
         rank,
@@ -271,7 +287,7 @@ def _failure(worker: Worker, logs: LogsDest, global_rank: str) -> ProcessFailure
         path,
         rank=int(global_rank) if global_rank.isascii() and global_rank.isdigit() else None,
         observed_ns=worker.exit_ns,
-        dated_ns=_struck_at(worker, path),
+        dated_ns=_fatal_at(worker, path),
         signalled_ns=None if worker.signalled is None else worker.signalled_ns,
         told=told,
         detail=detail,
@@ -282,19 +298,19 @@ def _failure(worker: Worker, logs: LogsDest, global_rank: str) -> ProcessFailure
 
 
 def _raised(path: str, pid: int) -> tuple[int, int] | None:
-    """The exit code of a process that an exception has left, and when it was recorded; or None."""
-    data = evidence.read(path)[0]
-    moment = evidence.recorded_at(data)
-    if evidence.written_by(data) != pid or not evidence.has_left(data) or moment is None:
+    """Return exit code 1 and the moment of the record, if an exception has left the process's main function."""
+    data = read_error_file(path)[0]
+    moment = recorded_at(data)
+    if written_by(data) != pid or not has_left(data) or moment is None:
         return None
-    # The interpreter ends by SIGINT then.
-    return None if (evidence.message_of(data) or "").startswith("KeyboardInterrupt") else (1, moment)
+    # At a KeyboardInterrupt the interpreter ends itself by SIGINT.
+    return None if (message_of(data) or "").startswith("KeyboardInterrupt") else (1, moment)
 
 
-def _struck_at(worker: Worker, path: str) -> int | None:
-    """When the fatal signal struck that a worker has died of, by the file of its stack."""
-    moment = evidence.fatal_at(path) if worker.exit is not None and worker.exit.signal in _STACK_SIGNALS else None
-    # A wall clock that was set meanwhile makes it one that cannot be.
+def _fatal_at(worker: Worker, path: str) -> int | None:
+    """Return when a worker got the fatal signal that it died of, by the time of the file with its stacks; or None."""
+    moment = fatal_at(path) if worker.exit is not None and worker.exit.signal in FATAL_SIGNALS else None
+    # If the wall clock was set meanwhile, the moment may be impossible.
     return moment if moment is not None and worker.exit_ns - _LONGEST_RELEASE <= moment <= worker.exit_ns else None
 
 
@@ -306,26 +322,24 @@ def _detail(worker: Worker) -> str:
 def _write_evidence(worker: Worker, logs: LogsDest, message: str, stack: str) -> None:
     path = logs.error_files[worker.rank]
     try:
-        evidence.write_error_file(
-            path, message, stack, monotonic_ns=worker.exit_ns, pid=worker.pid, observer="launcher"
-        )
+        write_error_file(path, message, stack, monotonic_ns=worker.exit_ns, pid=worker.pid, observer="launcher")
     except OSError:  # the log folder is gone, or its disk full: the failure still has its exit
         return
 
 
-def _write_told(path: str, pid: int, message: str, stack: str, moment: int) -> None:
-    """Write the evidence that a worker could not write itself: it may have been under a limit that we are not."""
-    data = evidence.read(path)[0]
-    if evidence.written_by(data) == pid and (evidence.recorded_at(data) or 0) >= moment:
+def _write_evidence_sent(path: str, pid: int, message: str, stack: str, moment: int) -> None:
+    """Write the evidence that a worker could not write, because of a limit, perhaps, that we do not have."""
+    data = read_error_file(path)[0]
+    if written_by(data) == pid and (recorded_at(data) or 0) >= moment:
         return
     try:
-        evidence.put(path, message, stack, data, began=moment, recorded=moment, pid=pid, left=True)
+        write_record(path, message, stack, data, began=moment, recorded=moment, pid=pid, left=True)
     except OSError:  # the disk is full for us as well
         return
 
 
 def _tail(path: str, *, rotates: bool) -> str:
-    """Read the last lines of a file, as text; "" when there is none."""
+    """Return the last lines of a file as text; "" if there is none."""
     from phalanx._logs.follower import TAIL_LINES, last_lines
 
     data = last_lines(path, rotates=rotates) if path else b""

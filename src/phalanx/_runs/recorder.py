@@ -15,7 +15,7 @@ import weakref
 
 from phalanx._base import clock, procfs
 from phalanx._base.background import SerialExecutor
-from phalanx._outcomes.failure import Outcome
+from phalanx._outcomes.outcome import Outcome
 from phalanx._outcomes.result import RunProcsResult, verdict
 
 TYPE_CHECKING = False

@@ -10,6 +10,7 @@ import re
 
 from phalanx._base.frozen import Value
 from phalanx._base.rank_ranges import format_ranks, name_ranks
+from phalanx._evidence.describe import OWN_FOLDERS, is_own_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,8 +31,7 @@ _FRAME = re.compile(r'  File (?:"(.*)"|\?\?\?), line (\d{1,10}|\?\?\?) in (.*)')
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64|32)?/python\d[\d.]*t?/|^<frozen |^\?\?\?$")
 _COMMUNICATION = re.compile(r"/(?:site|dist)-packages/torch/(?:distributed/|autograd/graph\.py$)")
 _DISPATCH = re.compile(r"/(?:site|dist)-packages/torch/(?:_ops\.py$|_library/)")  # by which torch calls an operator
-_OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-_ENGINE = os.path.join(_OURS, "_engine", "")  # what starts workers
+_ENGINE = tuple(os.path.join(folder, "_engine", "") for folder in OWN_FOLDERS)  # what starts workers
 _SHOWN = 4  # locations that `sum_up` names one by one
 
 
@@ -177,7 +177,7 @@ def sum_up(texts: Mapping[int, str], hung: int | None = None, ident: int = 0) ->
 
     Args:
         texts: Rank → its stacks, as `Collection.finish` returns them.
-        hung: The rank that hangs: it is always named.
+        hung: The rank that hangs: it is always name_ranks.
         ident: The thread of that rank to look at; of the others it is the main thread. Default: the main thread.
 
     >>> head = "Current thread 0x01 (most recent call first):"
@@ -224,7 +224,7 @@ def sum_up_locations(locations: Mapping[int, Location], hung: int | None = None)
     if hung is not None:  # those that wait first, and then the rank that they wait for
         groups.sort(key=lambda item: hung in item[1] and len(item[1]) == 1)
     shown = groups if len(groups) <= _SHOWN + 1 else groups[:_SHOWN]
-    # A rank that has ended is always named: it may be the one that the others wait for.
+    # A rank that has ended is always name_ranks: it may be the one that the others wait for.
     rest = [group for group in groups if group not in shown]
     named_too = [group for group in rest if hung in group[1] or isinstance(group[0], Ended)]
     size = len(locations)
@@ -272,7 +272,7 @@ def group_equal(texts: Mapping[int, str], key: Callable[[str], object]) -> list[
 
 def is_library(frame: Frame) -> bool:
     """Whether a frame is the standard library's, an installed package's, or ours."""
-    return frame.path.startswith(_OURS) or _LIBRARY.search(frame.path) is not None
+    return is_own_file(frame.path) or _LIBRARY.search(frame.path) is not None
 
 
 def _is_known(where: Location) -> bool:

@@ -22,7 +22,7 @@ import signal
 from phalanx._base import clock, files, procfs
 from phalanx._base.frozen import Value
 from phalanx._base.process import Process
-from phalanx._evidence import evidence
+from phalanx._evidence.stack_signals import STACK_SIGNAL_ENV, last_offer, stacks_path
 from phalanx._stacks.dump import GONE, MAIN_ALONE, NO_STACK
 from phalanx._stacks.proc_status import facts
 from phalanx._stacks.py_spy import NO_PYTHON
@@ -151,9 +151,9 @@ class StackRequest:
 
     def _read_offer(self) -> None:
         for pid in (self.target.pid, 0):
-            path = evidence.stacks_path(self.target.error_file, pid)
+            path = stacks_path(self.target.error_file, pid)
             try:
-                first, second, fd, author = evidence.offered(_contents(path, owners=self._owners()))
+                first, second, fd, author = last_offer(_contents(path, owners=self._owners()))
             except OSError:
                 continue
             if not first:
@@ -179,7 +179,7 @@ class StackRequest:
             found = files.read(f"/proc/{self.target.pid}/environ", _MOST_ENVIRONMENT)
         except OSError:
             return False
-        return f"{evidence.STACK_SIGNAL_ENV}={number}".encode() in found.split(b"\0")
+        return f"{STACK_SIGNAL_ENV}={number}".encode() in found.split(b"\0")
 
     def _pids(self) -> list[str]:
         """Its pid in our pid namespace and in its own (NSpid of proc_pid_status(5))."""

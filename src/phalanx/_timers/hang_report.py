@@ -14,7 +14,15 @@ from functools import partial
 from phalanx._base import clock, procfs
 from phalanx._base.background import SerialExecutor
 from phalanx._base.rank_ranges import name_ranks
-from phalanx._evidence import evidence
+from phalanx._evidence.describe import without_own_frames
+from phalanx._evidence.error_file import (
+    handled_at,
+    message_of,
+    read_error_file,
+    remove_timer_evidence,
+    write_error_file,
+    written_by,
+)
 from phalanx._stacks.snapshot import Snapshot
 from phalanx._timers.hang import Hang
 
@@ -40,14 +48,14 @@ def words(hang: Hang, moment: int, where: Sequence[str]) -> tuple[str, str]:
 
 def stands(data: dict[str, Any] | None, pids: Collection[int]) -> bool:
     """Whether error file data are of one of these processes, and no exception that it has handled, and gone on."""
-    return evidence.written_by(data) in pids and evidence.handled_at(data) is None
+    return written_by(data) in pids and handled_at(data) is None
 
 
 def handled(data: dict[str, Any] | None) -> list[str]:
     """What is said of evidence that a hang replaces, in lines."""
-    if evidence.handled_at(data) is None:
+    if handled_at(data) is None:
         return []
-    return [f"it had recorded {(evidence.message_of(data) or '').partition(chr(10))[0]} before, and gone on"]
+    return [f"it had recorded {(message_of(data) or '').partition(chr(10))[0]} before, and gone on"]
 
 
 def write_down(
@@ -65,10 +73,10 @@ def write_down(
         dated: When it began to fail; 0: at its deadline.
     """
     message, detail = words(hang, moment, where)
-    evidence.write_error_file(
+    write_error_file(
         path,
         message,
-        evidence.without_us(stack),
+        without_own_frames(stack),
         monotonic_ns=dated or hang.timer.deadline,
         pid=worker,
         observer="timer",
@@ -242,7 +250,7 @@ class HangReport:
         for hang in hangs:
             if self._ended.pop(hang.key, None) is not None:
                 # By a signal that it has survived: what it fails of one day, it is to tell itself. It may not.
-                evidence.withdraw(self._error_files[hang.rank])
+                remove_timer_evidence(self._error_files[hang.rank])
                 self.unwritten[hang.rank] = f"it had hung before: {hang.what}; and had gone on since"
             self._note_of("timer.left", hang, moment)
         for what, those in _by_what(hangs).items():
@@ -275,7 +283,7 @@ class HangReport:
         if first.rank in self._snapshot.outliers():
             dated = min(other.timer.deadline for other in (first, *self._ended.values())) - 1
         path = self._error_files[first.rank]
-        known = evidence.read(path)[0]
+        known = read_error_file(path)[0]
         if stands(known, self._workers.values()):
             return
         self._snapshot.write()

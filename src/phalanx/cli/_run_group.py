@@ -10,7 +10,7 @@ import click
 from phalanx._base import interrupts
 from phalanx._base.stderr import mention, tell
 from phalanx._engine.host_signals import signals_to_handle
-from phalanx._outcomes.failure import NOT_AVAILABLE
+from phalanx._outcomes.outcome import NOT_AVAILABLE
 from phalanx._outcomes.result import verdict
 from phalanx.cli import _python
 from phalanx.cli._say import say

@@ -1,12 +1,12 @@
-"""Failures: how a worker records its own, what a launcher knows of it, and the report that a person reads.
+"""Failures: how a worker records its own, what its launcher knows of them, and the report for people.
 
-`record` and `ErrorHandler` are for workers, the other names for launchers. The module owns the meaning of the error
-file, and the report. It does not start, watch or stop workers: it is given exit codes, paths and moments.
+`record` and `ErrorHandler` run in workers; `ProcessFailure`, `Outcome` and `ChildFailedError` are what a launcher gets.
 """
 
 from __future__ import annotations
 
-from phalanx._outcomes.failure import Outcome, ProcessFailure, describe_exit, first_failure, signal_name
+from phalanx._outcomes.failure import ProcessFailure, first_failure
+from phalanx._outcomes.outcome import Outcome, describe_exit, signal_name
 from phalanx.errors._child_failed import ChildFailedError
 from phalanx.errors._handler import ErrorHandler, get_error_handler, record
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
-    """The report's functions, loaded when first used: nobody needs them unless something has failed."""
+    """Import the report's functions when they are first used: they are needed only after a failure."""
     if name == "format_ranks":
         from phalanx._base.rank_ranges import format_ranks
 

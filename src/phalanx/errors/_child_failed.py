@@ -1,8 +1,4 @@
-"""`ChildFailedError`: what a launcher raises when its workers failed.
-
-How the report reads belongs to `phalanx._outcomes.report`, which is loaded when it
-is asked for.
-"""
+"""`ChildFailedError`, which a launcher raises when its workers failed. `phalanx._outcomes.report` makes its text."""
 
 from __future__ import annotations
 
@@ -13,7 +9,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
-    from phalanx._outcomes.failure import Outcome, ProcessFailure
+    from phalanx._outcomes.failure import ProcessFailure
+    from phalanx._outcomes.outcome import Outcome
 
 
 class ChildFailedError(Exception):
@@ -22,7 +19,7 @@ class ChildFailedError(Exception):
     Args:
         name: What was run.
         failures: The failures by global rank, at least one, in the order of their exits.
-        outcomes: What became of every worker, by global rank, as far as known.
+        outcomes: The outcomes of all workers, by global rank, as far as they are known.
         log_dir: Where the logs of the run are, or ``""``.
 
     Raises:
@@ -54,11 +51,11 @@ class ChildFailedError(Exception):
         self.log_dir = log_dir
 
     def get_first_failure(self) -> tuple[int, ProcessFailure]:
-        """The global rank and the failure that came first: by its evidence, else its exit, else its timestamp."""
+        """Return the global rank and the failure of what failed first: by evidence, else by exit, else by timestamp."""
         return first_failure(self.failures)
 
     def format_msg(self) -> str:
-        """The report: the root cause, the other failures, the workers that were stopped because of it."""
+        """Return the report: the root cause, the other failures, the workers that were stopped because of it."""
         from phalanx._outcomes.report import format_report
 
         return format_report(self.name, self.failures, outcomes=self.outcomes, log_dir=self.log_dir)

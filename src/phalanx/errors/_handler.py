@@ -1,7 +1,7 @@
-"""Recording one's own end: `record`, `ErrorHandler`.
+"""`record` and `ErrorHandler`: how a worker's own code records its failures in its error file.
 
-Owns what a worker's code can do to leave evidence of a failure, and how a launcher that is itself a worker passes on
-the evidence of what it launched. The format and the writing belong to `phalanx._evidence.evidence`.
+A launcher that is itself a worker passes on the error file of the worker that failed first. The format and the writing
+belong to `phalanx._evidence`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import functools
 import os
 import sys
 
-from phalanx._evidence import evidence
-from phalanx._outcomes.failure import NOT_AVAILABLE
+from phalanx._evidence import recording
+from phalanx._evidence.error_file import ERROR_FILE_ENV, file_identity, read_error_file, timer_detail, write_json
+from phalanx._outcomes.outcome import NOT_AVAILABLE
 
 TYPE_CHECKING = False
 if not TYPE_CHECKING:
@@ -41,18 +42,17 @@ _COROUTINE = 0x80  # CO_COROUTINE of a code object's flags: set by "async def"
 
 
 class ErrorHandler:
-    """Writes the error file of a process. Override methods to change what it does, and give it to `record`."""
+    """Writes the error file of this process. Override its methods, and pass it to `record`, to do that differently."""
 
     def _get_error_file_path(self) -> str | None:
-        """Where to write: the value of ``TORCHELASTIC_ERROR_FILE``. May be overridden; None for nowhere."""
-        return os.environ.get(evidence.ERROR_FILE_ENV)
+        """Return the path to write to: the value of ``TORCHELASTIC_ERROR_FILE``; None for nowhere."""
+        return os.environ.get(ERROR_FILE_ENV)
 
     def initialize(self) -> None:
-        """Make the interpreter print its stacks on a fatal signal. Called before the recorded function.
+        """Have the interpreter print its stacks to stderr at a fatal signal. Called before the recorded function.
 
-        The stacks go to stderr. If they go somewhere already, nothing is changed: those of a worker go to a file beside
-        its error file.
-        Where there is no stderr that could take them, it warns (UserWarning).
+        If `faulthandler` is enabled already, nothing changes: in a worker it writes to a file beside the error file.
+        If there is no stderr to print to, a UserWarning is issued.
         """
         import faulthandler
 
@@ -68,8 +68,8 @@ class ErrorHandler:
     def record_exception(self, e: BaseException) -> None:
         """Write `e` to the file that `_get_error_file_path` names; without one, do nothing.
 
-        If it cannot be written, nothing is raised. A later exception replaces an earlier one; the same exception is
-        written only once.
+        A failure to write is ignored. A later exception replaces an earlier one; an exception that is recorded twice
+        keeps its first moment.
 
         Args:
             e: The exception. Its traceback is recorded whole.
@@ -78,7 +78,7 @@ class ErrorHandler:
             Exception: Only what an overridden `_get_error_file_path` raises.
         """
         if path := self._get_error_file_path():
-            evidence.record(e, path)
+            recording.record(e, path)
 
     def override_error_code_in_rootcause_data(
         self,
@@ -89,9 +89,9 @@ class ErrorHandler:
         """Put `error_code` as ``errorCode`` into error file data, in place.
 
         Args:
-            rootcause_error_file: Where the data came from, for the warning when it has no room for a code.
+            rootcause_error_file: Where the data came from, for the warning if they have no place for a code.
             rootcause_error: Error file data.
-            error_code: The exit code to tell.
+            error_code: The exit code to put in.
         """
         message = rootcause_error.get("message")
         if isinstance(message, dict):
@@ -103,10 +103,10 @@ class ErrorHandler:
             logger.warning("%s has no place for the error code %d", rootcause_error_file, error_code)
 
     def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None:
-        """Copy another process's error file to our own. It is for a worker that has itself launched what failed.
+        """Copy another process's error file to ours, as a worker does that is the launcher of the failed process.
 
-        Its content is written to the file that `_get_error_file_path` names, and replaces what is there; only the code
-        is changed. Without such a file, nothing is done.
+        The copy goes to the path that `_get_error_file_path` returns, has ``error_code`` in it, and replaces what is
+        there. Without such a path nothing is done.
 
         Args:
             rootcause_error_file: The file to pass on.
@@ -114,10 +114,10 @@ class ErrorHandler:
 
         Raises:
             FileNotFoundError: `rootcause_error_file` does not exist.
-            ValueError: It is no error file; the message says why.
-            OSError: Ours could not be written.
+            ValueError: `rootcause_error_file` is no error file; the message says why.
+            OSError: Our error file could not be written.
         """
-        data, problem = evidence.read(rootcause_error_file)
+        data, problem = read_error_file(rootcause_error_file)
         if problem == "missing":
             import errno
 
@@ -127,11 +127,11 @@ class ErrorHandler:
         if error_code:
             self.override_error_code_in_rootcause_data(rootcause_error_file, data, error_code)
         if own := self._get_error_file_path():
-            evidence.write_json(own, data)
+            write_json(own, data)
 
 
 def get_error_handler() -> ErrorHandler:
-    """A new handler of the kind that `record` uses by default."""
+    """Return a new handler of the kind that `record` uses by default."""
     return ErrorHandler()
 
 
@@ -154,16 +154,16 @@ def record(fn: Callable[P, R] | None = None, error_handler: ErrorHandler | None 
     """Decorate the main function of a worker so that its failure leaves an error file.
 
     - An exception is recorded, and raised again. Its traceback shows the function, not this decorator.
-    - `SystemExit` with code 0 or None is a return, of None. Any other is raised again, with no error file.
-    - `KeyboardInterrupt` and `asyncio.CancelledError` are raised again, with no error file: someone wanted the end.
-    - Of a `ChildFailedError`, ours or that of torch, the root cause's error file becomes this process's; if it left
+    - `SystemExit` with code 0 or None becomes a return of None. Any other is raised again, with no error file.
+    - `KeyboardInterrupt` and `asyncio.CancelledError` are raised again, with no error file: the end was intended.
+    - For a `ChildFailedError`, ours or torch's, the root cause's error file is copied to this process's; if there is
       none, the `ChildFailedError` itself is recorded. It is raised again.
 
-    Scripts that ``phalanx run`` starts need no decorator. Coroutine functions (``async def``) are recorded as they are
-    awaited. Generator functions are not: calling one runs none of its code.
+    Scripts that ``phalanx run`` starts need no decorator. A coroutine function (``async def``) is recorded while it is
+    awaited. A generator function is not: calling it runs none of its code.
 
     Args:
-        fn: The function. Left out, as in ``@record()``, a decorator is returned.
+        fn: The function. Without it, as in ``@record()``, a decorator is returned.
         error_handler: Writes the error file. Default: `get_error_handler()`.
 
     Returns:
@@ -197,7 +197,7 @@ def record(fn: Callable[P, R] | None = None, error_handler: ErrorHandler | None 
 
 
 class _Recording:
-    """What `record` does around a call."""
+    """The context in which `record` runs a function."""
 
     def __init__(self, handler: ErrorHandler) -> None:
         self._handler = handler
@@ -214,35 +214,35 @@ class _Recording:
         if isinstance(exc, (KeyboardInterrupt, GeneratorExit, cancelled)):
             return False
         if trace is not None:
-            # The first entry is the wrapper's frame. What the interpreter raises again is the exception as it stands.
+            # The first entry is the wrapper's frame.
             exc.__traceback__ = trace.tb_next
         try:
             if not self._passed_on(exc):
                 self._handler.record_exception(exc)
-        except Exception:  # an overridden handler: it must not put itself in the place of the failure
+        except Exception:  # of an overridden handler: it must not replace the failure
             import logging
 
             logging.getLogger(__name__).warning("the error handler failed", exc_info=True)
         return False
 
     def _passed_on(self, exc: BaseException) -> bool:
-        """Whether an exception is a launcher's, and our error file is now that of what has failed below it."""
+        """Copy the root cause's error file to ours, if an exception is a `ChildFailedError`. Returns whether it did."""
         try:
             _, failure = type(exc).get_first_failure(exc)  # type: ignore[attr-defined]  # it may have none
             error_file, exitcode = os.fspath(failure.error_file), int(failure.exitcode)
         except Exception:  # noqa: BLE001 - it has no such method, or one of another kind
             return False
-        # An error file that is not as it should be is of more use to whoever reads ours than a copy of it.
+        # For the reader, the path of a damaged error file, in our own, is of more use than a copy of it.
         if error_file == NOT_AVAILABLE or getattr(failure, "unreadable", ""):
             return False
         own = getattr(self._handler, "_get_error_file_path", ErrorHandler()._get_error_file_path)()  # noqa: SLF001 - as `ErrorHandler` has it
-        if own and evidence.seen_by_timer(own):
-            return False  # this came of that
-        before = evidence.state(own) if own else None
+        if own and timer_detail(own):
+            return False  # the expired timer is the cause, and stays in our error file
+        before = file_identity(own) if own else None
         try:
             self._handler.dump_error_file(error_file, exitcode)
         except (OSError, ValueError):  # gone or damaged in the meantime
             return False
-        if own and evidence.state(own) != before:
-            evidence.passed_on(exc, own)
+        if own and file_identity(own) != before:
+            recording.mark_as_recorded(exc, own)
         return True

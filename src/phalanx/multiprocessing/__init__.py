@@ -26,9 +26,10 @@ from phalanx._group.warm import Warm as warm  # noqa: N813 - it is used as a ver
 from phalanx._logs.console import ConsoleSpecs
 from phalanx._logs.specs import DefaultLogsSpecs, LogsDest, LogsSpecs
 from phalanx._logs.std import Std, to_map
+from phalanx._outcomes.failure import ProcessFailure
+from phalanx._outcomes.outcome import Outcome
 from phalanx._outcomes.result import RunProcsResult
 from phalanx._placement.placement import Placement
-from phalanx.errors import Outcome, ProcessFailure
 from phalanx.multiprocessing._start import start_processes
 
 __all__ = [

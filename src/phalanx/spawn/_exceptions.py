@@ -8,13 +8,14 @@ from __future__ import annotations
 import copyreg
 
 from phalanx._base.control_chars import sanitise
-from phalanx.errors import ProcessFailure, signal_name
+from phalanx._outcomes.outcome import signal_name
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Collection
     from typing import Any
 
+    from phalanx._outcomes.failure import ProcessFailure
     from phalanx.multiprocessing import RunProcsResult
 
 

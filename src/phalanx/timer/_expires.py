@@ -493,11 +493,12 @@ def _group_seat() -> Seat:
 def _show_stacks() -> None:
     """Have this process show its stacks, unless it does: it may be one below the worker (`sh run.sh`, a loader)."""
     from phalanx._base import linux
-    from phalanx._evidence import evidence
+    from phalanx._evidence.error_file import ERROR_FILE_ENV
+    from phalanx._evidence.stack_signals import offer_stacks, offers_stacks
 
-    path = os.environ.get(evidence.ERROR_FILE_ENV)
-    if path and not evidence.offers_stacks(path):
-        evidence.offer_stacks(path)
+    path = os.environ.get(ERROR_FILE_ENV)
+    if path and not offers_stacks(path):
+        offer_stacks(path)
         linux.allow_ptrace()
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 import os
 
-from phalanx._evidence import evidence
+from phalanx._evidence.error_file import ERROR_FILE_ENV
+from phalanx._evidence.stack_signals import can_show_stacks, offer_stacks, stacks_path
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -38,13 +39,13 @@ def move_stack_signal(number: SupportsIndex) -> None:
     ValueError: signal 9 cannot be caught, or is taken: expected 0, or the number of another signal
     """
     number = operator.index(number)
-    if not evidence.can_show_stacks(number):
+    if not can_show_stacks(number):
         msg = f"signal {number} cannot be caught, or is taken: expected 0, or the number of another signal"
         raise ValueError(msg)
-    path = os.environ.get(evidence.ERROR_FILE_ENV)
+    path = os.environ.get(ERROR_FILE_ENV)
     if not path:
-        msg = f"there is no place for stacks: this process has no {evidence.ERROR_FILE_ENV}, so it is no worker"
+        msg = f"there is no place for stacks: this process has no {ERROR_FILE_ENV}, so it is no worker"
         raise RuntimeError(msg)
-    if not evidence.offer_stacks(path, number) and number:
-        msg = f"stacks cannot be shown on signal {number}: {evidence.stacks_path(path)} cannot be written"
+    if not offer_stacks(path, number) and number:
+        msg = f"stacks cannot be shown on signal {number}: {stacks_path(path)} cannot be written"
         raise RuntimeError(msg)

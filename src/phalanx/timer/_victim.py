@@ -17,7 +17,8 @@ import signal
 
 from phalanx._base import clock, procfs
 from phalanx._base.process import Process, descends_from, lineage
-from phalanx._evidence import evidence
+from phalanx._evidence.error_file import ERROR_FILE_ENV, may_write, read_error_file
+from phalanx._evidence.stack_signals import error_file_of
 from phalanx._stacks import collect, dump, request
 from phalanx._timers import hang_report
 from phalanx._timers.hang import Hang
@@ -186,7 +187,7 @@ class Victim:
             # Accused in a file is only who is about to be killed: one that lives on must be able to record its own end.
             # And never by root in a place that a user names.
             if number > 0 and path and self._same_user:
-                known = evidence.read(path)[0]
+                known = read_error_file(path)[0]
                 if not hang_report.stands(known, {stat.pid for stat in _lineage(self.pid)}):
                     self._accuse(path, hangs, moment, [*where, *hang_report.handled(known)], text)
         except Exception as exc:  # noqa: BLE001 - whatever went wrong with the evidence, the kill must follow
@@ -194,7 +195,7 @@ class Victim:
         return text, where
 
     def _accuse(self, path: str, hangs: Sequence[Hang], moment: int, where: list[str], text: str) -> None:
-        if not evidence.may_write(path):
+        if not may_write(path):
             _log.warning("pid %d: %s is no error file, and is left as it is", self.pid, path)
             return
         first, *others = hangs
@@ -209,7 +210,7 @@ class Victim:
         has our header, is open for writing as that says, and lies beside an ``error.json``, or beside what the
         environment names.
         """
-        prefix = f"{evidence.ERROR_FILE_ENV}=".encode()
+        prefix = f"{ERROR_FILE_ENV}=".encode()
         told = next((entry[len(prefix) :] for entry in procfs.environ(self.pid) if entry.startswith(prefix)), b"")
         path = os.fsdecode(told)
         folder = f"/proc/{self.pid}/fd"
@@ -219,7 +220,7 @@ class Victim:
             fds = []
         for fd in fds:
             with contextlib.suppress(OSError):  # closed meanwhile
-                found = evidence.error_file_of(os.readlink(f"{folder}/{fd}"), int(fd))
+                found = error_file_of(os.readlink(f"{folder}/{fd}"), int(fd))
                 if found and (found == path or os.path.basename(found) == "error.json") and self._writes(fd):
                     return found
         return path if os.path.isabs(path) else ""

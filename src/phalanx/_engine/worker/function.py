@@ -14,7 +14,12 @@ import time
 from phalanx._base import channels, linux, std_streams
 from phalanx._engine import main_module, worker_messages
 from phalanx._engine.worker.mp_child import Child
-from phalanx._evidence import evidence
+from phalanx._evidence import recording
+from phalanx._evidence.describe import describe, skip_own_frames
+from phalanx._evidence.error_file import ERROR_FILE_ENV
+from phalanx._evidence.fatal_signals import catch_fatal_signals
+from phalanx._evidence.recording import exit_code
+from phalanx._evidence.stack_signals import offer_stacks
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,7 +31,6 @@ if TYPE_CHECKING:
 
 _SMALL = 16 * 1024  # bytes of a pickled value that go into the message itself
 _SIGINT = 2
-_OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "")  # the package
 _REPORT, _PAYLOAD = 0, 1  # places among the descriptors that every function worker is given
 _MESSAGE_LIMIT, _STACK_LIMIT = 4 * 1024, 24 * 1024  # bytes; one packet holds both (see `reports`)
 _CLOSED = "the value cannot be returned: this process has closed the descriptor on which its launcher hears it"
@@ -74,7 +78,7 @@ def serve_script(argv: list[bytes]) -> None:
     if handler is not None and handler.is_enabled():  # by PYTHONFAULTHANDLER; our keeper's handlers are gone since
         handler.disable()
         handler.enable(2)
-    _end_interpreter(_exit_of(lambda: script.run(evidence)))
+    _end_interpreter(_exit_of(script.run))
 
 
 def _part_ways() -> None:
@@ -213,7 +217,7 @@ def _work(load: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]], me: Ch
 def _failed(error: BaseException) -> int:
     """Leave evidence of what has ended the work. Returns the exit code; -SIGINT if it was interrupted."""
     if isinstance(error, SystemExit):
-        evidence.note_exit(error, _Mine.error_file)
+        recording.note_exit(error, _Mine.error_file)
         return _exit_code(error)
     _record(error)
     if not isinstance(error, KeyboardInterrupt):
@@ -253,10 +257,10 @@ def _unpickled(payload: Payload, rank: int) -> tuple[Callable[..., Any], tuple[A
 def _begin(me: Child) -> None:
     """Note what the end will need, and get ready for what may happen until then."""
     _Mine.child = me
-    _Mine.error_file = os.environ.get(evidence.ERROR_FILE_ENV, "")
+    _Mine.error_file = os.environ.get(ERROR_FILE_ENV, "")
     _Mine.stderr_logged = bool(os.environ.pop("PHALANX_STDERR_LOGGED", ""))  # not for groups of its own
-    evidence.catch_fatal_signals()
-    evidence.offer_stacks()
+    catch_fatal_signals()
+    offer_stacks()
     linux.allow_ptrace()
     # A killed worker loses what is in its buffers, and a log that lags is no log.
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
@@ -290,16 +294,14 @@ def _record(error: BaseException) -> None:
     """
     moment = time.monotonic_ns()  # first of all: the rest takes its time
     # Our own frames, above the user's, are nobody's concern.
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
-        trace = trace.tb_next
+    trace = skip_own_frames(error.__traceback__)
     if trace is not None or main_module.says_it_all(error):
         error.__traceback__ = trace
-    recorded = evidence.record(error, _Mine.error_file, left=True)
+    recorded = recording.record(error, _Mine.error_file, left=True)
     me = _Mine.child  # what fails before there is one is printed, as by any interpreter
     if recorded and me is not None and not _Mine.stderr_logged:
         return
-    message, stack = evidence.describe(error)
+    message, stack = describe(error)
     if me is not None and not recorded:
         _tell_evidence(me, message, stack, moment)
     std_streams.write_stderr(stack)
@@ -337,7 +339,7 @@ def _exit_code(leave: SystemExit) -> int:
         except Exception:  # noqa: BLE001 - of the user's
             text = ""
         std_streams.write_stderr(text + "\n")
-    return evidence.exit_code(leave)
+    return exit_code(leave)
 
 
 def _code_of(work: Callable[[], int]) -> int:
@@ -380,7 +382,7 @@ def _end_fork(code: int) -> NoReturn:
             try:
                 step()
             except BaseException as error:  # noqa: BLE001 - an interrupt: the interpreter shows it, and goes on
-                std_streams.write_stderr(evidence.describe(error)[1])
+                std_streams.write_stderr(describe(error)[1])
         std_streams.flush()
         linux.flush_stdio()
         if code < 0:

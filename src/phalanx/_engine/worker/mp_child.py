@@ -9,7 +9,6 @@ from __future__ import annotations
 import _socket
 import itertools
 import os
-import select
 import sys
 
 from phalanx._base import channels, linux
@@ -263,11 +262,11 @@ class Child:
         try:
             worker_messages.send(report, worker_messages.TRACKER, [theirs.fileno()])
             theirs.close()
-            _wait(ours.fileno(), select.POLLIN)
+            _wait_for_input(ours.fileno())
             _text, ancillary, _flags, _address = ours.recvmsg(1, _socket.CMSG_SPACE(_INT), _socket.MSG_CMSG_CLOEXEC)
             for _level, _kind, data in ancillary:
                 return int.from_bytes(data[:_INT], sys.byteorder)
-        except (OSError, channels.Closed):
+        except (OSError, ImportError, channels.Closed):
             pass
         finally:
             theirs.close()
@@ -284,10 +283,12 @@ def _file(fd: int) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _wait(fd: int, events: int) -> None:
-    """Wait until a descriptor is ready, or has nobody at its other end."""
+def _wait_for_input(fd: int) -> None:
+    """Wait until a descriptor can be read, or has nobody at its other end. Raises OSError, ImportError."""
+    import select  # a shared library: 0.25 ms, for what few workers do
+
     poll = select.poll()
-    poll.register(fd, events)
+    poll.register(fd, select.POLLIN)
     poll.poll()
 
 

@@ -1,40 +1,63 @@
-"""Runs a Python script or module just as its interpreter would, and leaves evidence when it fails.
+"""Runs a Python script or module just as its interpreter would, and records its failure in the error file.
 
-A worker's command line is ``python -u .../script.py [-m] TARGET ARGS...``. Owns the likeness: ``__main__``,
-``sys.argv``, ``sys.path[0]``, tracebacks and exit status are those of ``python TARGET ARGS``. What a script could tell:
-``sys.orig_argv`` names this file, and two frames of this file lie below the script's own. Like `evidence`, it
-is loaded by its path, in whatever Python the user runs (3.8 or later), and imports nothing of Phalanx but three modules
-of `_base` and `_evidence`, by their paths.
+A worker's command line is ``python -u .../script.py [-m] TARGET ARGS...``. ``__main__``, ``sys.argv``,
+``sys.path[0]``, tracebacks and exit status are those of ``python TARGET ARGS``. A script can see two differences:
+``sys.orig_argv`` names this file, and two frames of this file lie below the script's own.
+
+This file runs by its path in whatever Python the script needs (3.8 or later), which may have no Phalanx, or another. So
+it imports what it needs from the package around it, without any ``__init__``, and takes that out of ``sys.modules``.
+All of it is loaded before the script starts: at its failure, the process may have changed its user and may not read our
+files.
 """
 
 from __future__ import annotations
 
+import _frozen_importlib_external  # what `importlib.machinery` shows of it, without 0.5 ms for that
 import os
 import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from types import CodeType, ModuleType
+    from types import CodeType
     from typing import Any
+
+_theirs = {}  # what this interpreter knows already by the name of our package
+if not __package__:  # run by its path: empty modules stand for our package and its wings, so that no `__init__` runs
+    if not getattr(sys.flags, "safe_path", False):
+        del sys.path[0]  # our own folder, put there by the interpreter
+    _root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    _theirs = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "phalanx"}
+    for _wing in ("", "._base", "._evidence"):
+        _package = type(sys)("phalanx" + _wing)
+        _package.__path__ = [_root + _wing.replace(".", "/")]
+        sys.modules["phalanx" + _wing] = _package
+try:
+    from phalanx._base import linux
+    from phalanx._evidence.error_file import ERROR_FILE_ENV
+    from phalanx._evidence.fatal_signals import catch_fatal_signals
+    from phalanx._evidence.recording import exit_code, note_exit, record
+    from phalanx._evidence.stack_signals import offer_stacks
+finally:
+    if not __package__:  # the script may import another Phalanx, or none
+        for _name in [name for name in sys.modules if name.partition(".")[0] == "phalanx"]:
+            del sys.modules[_name]
+        sys.modules.update(_theirs)
 
 
 def main() -> None:
-    """Become the program that ``sys.argv`` names."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    safe_path = getattr(sys.flags, "safe_path", False)
-    if not safe_path:
-        del sys.path[0]  # our own folder, put there by the interpreter
-    evidence = _load_ours(os.path.dirname(os.path.dirname(here)))
+    """Run the program that ``sys.argv`` names, in a process that the keeper has just started."""
+    linux.die_with_parent(os.getppid())
+    linux.allow_ptrace()
     del sys.argv[0]
-    run(evidence)
+    run()
 
 
-def run(evidence: ModuleType) -> None:
-    """Become the program that ``sys.argv`` names, in a process that has nothing else to do."""
+def run() -> None:
+    """Run the program that ``sys.argv`` names as ``__main__``. The process ends when this returns or raises."""
     safe_path = getattr(sys.flags, "safe_path", False)
-    error_file = os.environ.get(evidence.ERROR_FILE_ENV)  # now: the program may change its environment
-    evidence.catch_fatal_signals()
-    evidence.offer_stacks()
+    path = os.environ.get(ERROR_FILE_ENV)  # now: the program may change its environment
+    catch_fatal_signals()
+    offer_stacks()
     as_module = sys.argv[0] == "-m"
     if as_module:
         del sys.argv[0]
@@ -43,51 +66,30 @@ def run(evidence: ModuleType) -> None:
         code = _module(namespace, safe_path=safe_path) if as_module else _script(namespace, safe_path=safe_path)
         exec(code, namespace)  # noqa: S102 - the user's program
     except SystemExit as leave:
-        evidence.note_exit(leave, error_file)
-        if evidence.exit_code(leave) == 0:
-            _rest()
+        note_exit(leave, path)
+        if exit_code(leave) == 0:
+            _end_heartbeats()
         raise
     except BaseException as error:  # noqa: BLE001 - raised again below
         failure = error
     else:
-        _rest()
+        _end_heartbeats()
         return
-    # Out of the handler: a hook of the user's must find no exception being handled.
+    # Outside the handler, because the user's excepthook must find no exception being handled.
     _strip(failure)
-    evidence.record(failure, error_file, left=True)
+    record(failure, path, left=True)
     _show(failure)
     sys.excepthook = lambda *_ignored: None
     raise failure  # the interpreter does the rest: threads, exit handlers, exit status, SIGINT for a KeyboardInterrupt
 
 
-def _rest() -> None:
-    """Say that no heartbeat is to be expected any more: exit handlers may take long. Who uses none has none to end."""
+def _end_heartbeats() -> None:
+    """End the heartbeat timers, if the script uses any: exit handlers may take longer than they allow."""
     getattr(sys.modules.get("phalanx.timer._expires"), "rest", int)()
 
 
-def _load_ours(root: str) -> ModuleType:
-    """Load `evidence` from below ``root``, our package, and have the kernel kill us when our keeper dies."""
-    names = ("linux", "files", "evidence")
-    folders = [os.path.join(root, wing) for wing in ("_base", "_evidence")]
-    sys.path[:0] = folders
-    kept = {name: sys.modules.pop(name) for name in names if name in sys.modules}
-    try:
-        import evidence  # type: ignore[import-not-found]  # in its wing, while that is on the path
-        import linux  # type: ignore[import-not-found]  # as above
-
-        linux.die_with_parent(os.getppid())
-        linux.allow_ptrace()
-    finally:
-        for folder in folders:
-            sys.path.remove(folder)
-        for name in names:  # the user's modules may be called so, too
-            sys.modules.pop(name, None)
-        sys.modules.update(kept)
-    return evidence  # type: ignore[no-any-return]  # as above
-
-
 def _new_main() -> dict[str, Any]:
-    """A fresh ``__main__``. Ours lives on in the functions that are running."""
+    """Make a new module ``__main__`` and return its namespace. Our functions, which are running, keep ours alive."""
     module = type(sys)("__main__")
     sys.modules["__main__"] = module
     namespace = vars(module)
@@ -107,23 +109,19 @@ def _script(namespace: dict[str, Any], *, safe_path: bool) -> CodeType:
     if not safe_path:
         sys.path.insert(0, os.path.dirname(os.path.realpath(target)))
     if target.endswith(".pyc"):
-        from importlib.machinery import SourcelessFileLoader
-
-        binary = SourcelessFileLoader("__main__", path)
+        binary = _frozen_importlib_external.SourcelessFileLoader("__main__", path)
         namespace.update(__file__=path, __loader__=binary)
         compiled = binary.get_code("__main__")
         assert compiled is not None
         return compiled
-    from importlib.machinery import SourceFileLoader
-
-    source = SourceFileLoader("__main__", path)
+    source = _frozen_importlib_external.SourceFileLoader("__main__", path)
     namespace.update(__file__=path, __loader__=source)
     # Not get_code: that would read and write a cache, which no interpreter does for its script.
     data = source.get_data(path)
     try:
         return source.source_to_code(data, path)
     except SyntaxError as error:
-        error.__traceback__ = None  # the import system's frames, which the interpreter has not either
+        error.__traceback__ = None  # frames of the import system, which a plain interpreter does not show
         raise
 
 
@@ -132,14 +130,14 @@ def _module(namespace: dict[str, Any], *, safe_path: bool) -> CodeType:
 
     if not safe_path:
         sys.path.insert(0, os.getcwd())
-    name, sys.argv[0] = sys.argv[0], "-m"  # as the interpreter has it while it looks
+    name, sys.argv[0] = sys.argv[0], "-m"  # as the interpreter has it while it finds the module
     _name, spec, code = _details(runpy._get_module_details, name)  # type: ignore[attr-defined]  # what ``python -m`` itself calls
     sys.argv[0] = spec.origin
     return _under(namespace, spec, code)
 
 
 def _absolute(path: str) -> str:
-    """Find what the interpreter makes of its script's path: absolute since 3.9, but never normalised."""
+    """Return the path as the interpreter has it for its script: absolute since 3.9, and never normalised."""
     return os.path.join(os.getcwd(), path) if sys.version_info >= (3, 9) else path
 
 
@@ -160,7 +158,7 @@ def _under(namespace: dict[str, Any], spec: Any, code: CodeType) -> CodeType:
 
 
 def _is_zip(path: str) -> bool:
-    """Ask whom the interpreter asks: a zip file's directory is at its end, and anything may stand in front."""
+    """Whether `zipimport` can read a file. A zip file's directory is at its end, after anything else."""
     import zipimport
 
     try:
@@ -171,7 +169,7 @@ def _is_zip(path: str) -> bool:
 
 
 def _strip(error: BaseException) -> None:
-    """Take our own frames off the top of the traceback."""
+    """Remove this file's frames from the start of the traceback."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
@@ -179,7 +177,7 @@ def _strip(error: BaseException) -> None:
 
 
 def _show(error: BaseException) -> None:
-    """Print the traceback the way the user wants it printed. A hook may raise SystemExit, to choose the exit status."""
+    """Print the traceback by `sys.excepthook`, which may raise SystemExit to choose the exit status."""
     details = type(error), error, error.__traceback__
     sys.last_type, sys.last_value, sys.last_traceback = details
     if sys.version_info >= (3, 12):
@@ -192,7 +190,7 @@ def _show(error: BaseException) -> None:
         hook(*details)
     except SystemExit:
         raise
-    except BaseException as failure:  # noqa: BLE001 - the hook is the user's, and what it raises is shown as well
+    except BaseException as failure:  # noqa: BLE001 - what the user's hook raises is shown as well
         _strip(failure)
         _write("Error in sys.excepthook:\n")
         sys.__excepthook__(type(failure), failure, failure.__traceback__)

@@ -1,0 +1,119 @@
+"""Describes an exception as text of bounded length, whatever its own methods do; tells our own frames from the user's.
+
+A worker loads this module before its script starts, in whatever Python the script runs (3.8 or later).
+"""
+
+# ruff: noqa: BLE001 - an exception's own methods can raise anything, and what they raise must not replace what happened.
+
+from __future__ import annotations
+
+import os
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import TracebackType
+
+TEXT_LIMIT = 1 << 20
+"""The most characters of a message, and of a traceback, that `describe` keeps."""
+
+OWN_FOLDERS = tuple(
+    os.path.join(os.path.dirname(os.path.dirname(path)), "") for path in (__file__, os.path.abspath(__file__))
+)
+"""The folder of our package, with a slash: a frame is ours if its file's name starts with one of these.
+
+There are two, because an interpreter that runs without `site` keeps ``..`` in the names of its files.
+"""
+
+_BOOTSTRAP = '  File "<string>", line 1 in <module>\n'  # the code of our ``-c``, below what starts a worker
+_PLAIN_LINES = 2000
+
+
+def describe(exc: BaseException) -> tuple[str, str]:
+    r"""Describe an exception by its message and its traceback. Never raises.
+
+    A message of more than `TEXT_LIMIT` characters loses its end, a traceback its middle, because its two ends are what
+    people read; a line says how many characters were cut. Lone surrogates become backslash escapes, so that the result
+    can always be encoded.
+
+    Args:
+        exc: Any exception, with or without a traceback. Causes, contexts, notes and groups are followed.
+
+    Returns:
+        The message (``"TypeName: text"``) and the traceback as the interpreter would print it.
+
+    >>> describe(ValueError("bad shape"))
+    ('ValueError: bad shape', 'ValueError: bad shape\n')
+    """
+    try:
+        name = str(type(exc).__name__)
+    except BaseException:
+        name = "Exception"
+    try:
+        text = str(exc)
+    except BaseException as failure:
+        text = f"<__str__ raised {type(failure).__name__}>"
+    message = _cut_end(name + ": " + text)
+    try:
+        import traceback
+
+        stack = "".join(traceback.format_exception(type(exc), exc, exc.__traceback__))
+    except BaseException:  # RecursionError or MemoryError while formatting, or a hostile __cause__
+        stack = _plain_stack(exc, message)
+    return _encodable(message), _encodable(cut_middle(stack))
+
+
+def is_own_file(path: str) -> bool:
+    """Whether a file is one of our package."""
+    return path.startswith(OWN_FOLDERS)
+
+
+def skip_own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the first frame on that is not ours; None if all are ours."""
+    while trace is not None and is_own_file(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return trace
+
+
+def without_own_frames(text: str) -> str:
+    """Remove our own frames from what a fault handler wrote: stacks, the innermost frame first."""
+    ours = tuple('  File "' + folder for folder in OWN_FOLDERS)
+    lines, above = [], ""
+    for line in text.splitlines(keepends=True):
+        is_ours = line.startswith(ours) or (line == _BOOTSTRAP and above.startswith(ours) and "/_engine/" in above)
+        if not is_ours:
+            lines.append(line)
+        above = line
+    return "".join(lines)
+
+
+def cut_middle(text: str, limit: int = TEXT_LIMIT, where: str = "") -> str:
+    """Cut the middle out of a text of more than ``limit`` characters; a line there says how many, and ``where``."""
+    over = len(text) - limit
+    if over <= 0:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n... {over} characters cut{where} ...\n{text[len(text) - half :]}"
+
+
+def _cut_end(text: str) -> str:
+    over = len(text) - TEXT_LIMIT
+    return text if over <= 0 else f"{text[:TEXT_LIMIT]}\n... {over} characters cut ..."
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _plain_stack(exc: BaseException, message: str) -> str:
+    """Format a traceback by attribute look-ups alone: no source lines, no causes, no recursion."""
+    lines = ["Traceback (most recent call last):\n"]
+    try:
+        step: TracebackType | None = exc.__traceback__
+        while step is not None and len(lines) < _PLAIN_LINES:
+            code = step.tb_frame.f_code
+            lines.append(f'  File "{code.co_filename}", line {step.tb_lineno}, in {code.co_name}\n')
+            step = step.tb_next
+    except BaseException:
+        lines.append("  (the rest of the traceback could not be formatted)\n")
+    lines.append(message + "\n")
+    return "".join(lines)
