@@ -199,9 +199,9 @@ def nest(
 
 def _armed(client: Any) -> int:
     """Count the slots of this process's seat that have a deadline."""
-    from phalanx._timers.timetable import FIRST, NEVER, SLOTS
-    from phalanx.timer import _expires
+    from phalanx._timers.layout import FIRST, NEVER, SLOTS
+    from phalanx.timer import _routing
 
-    seat = _expires._seat if client is None else client.seat  # noqa: SLF001 - a group's seat is nobody's business else
+    seat = _routing.seat if client is None else client.seat
     assert seat is not None
     return SLOTS - seat.words[FIRST : FIRST + SLOTS].tolist().count(NEVER)

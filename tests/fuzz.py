@@ -40,11 +40,14 @@ from phalanx._runs import record
 from phalanx._runs.catalog import look
 from phalanx._stacks import dump
 from phalanx._stacks.request import StackRequest, Target
+from phalanx._timers.client import Seat
 from phalanx._timers.escalation import Escalation
-from phalanx._timers.timetable import Seat, Timetable, encode
+from phalanx._timers.layout import encode
+from phalanx._timers.table import TimerTable
 from phalanx.errors import ChildFailedError, ProcessFailure
 from phalanx.timer import FileTimerRequest, _pipe
 from phalanx.timer._file import FileTimerServer
+from phalanx.timer._request_parser import RequestParser
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -125,9 +128,9 @@ class Fuzz:
         self._stranger = _stranger()
         self._stacks = os.open(self._path + ".stacks", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         self._child = subprocess.Popen(["sleep", "1000"], pass_fds=[self._stacks])
-        self._table = Timetable(4, 30.0)
+        self._table = TimerTable(4, 30.0)
         self._seat = Seat(f"{self._table.address}:0")
-        self._seat.take(deadline=5, span=3, text=encode("load", "train.py:7"))
+        self._seat.arm(deadline=5, span=3, text=encode("load", "train.py:7"))
         self._seat.beat(7)
         self._loop = Loop()
         self._files = list(self._descriptors())
@@ -262,14 +265,14 @@ class Fuzz:
             self._table, [("report", 0.0), ("terminate", 0.0), ("kill", 0.0)], self._loop,
             lambda: workers, lambda pid, _number: self._struck.append(pid), lambda *what: self._told.append(what),
         )  # fmt: skip
-        lookout = escalation._lookout
+        scheduler = escalation._scheduler
         try:
-            lookout.open()
+            scheduler.open()
             for _ in range(3):
                 self._loop.call(lambda: None)
                 self._loop.once()
         finally:
-            lookout.close()
+            scheduler.close()
             self._loop._deadlines = type(self._loop._deadlines)()
             os.pwrite(memory, before, 0)
         assert set(self._struck) <= set(workers.values())
@@ -282,7 +285,7 @@ class Fuzz:
     def _timer_pipe(self, data: bytes) -> None:
         server = FileTimerServer(self._path + ".fifo", max_interval=1)
         try:
-            server._lines, server._complaints = _pipe.Lines(), _pipe.Complaints()
+            server._parser = RequestParser(_pipe.Complaints())
             server._take(data)
             allowed = {self._child.pid}
             if os.geteuid() == 0:  # else who runs as the same user may be named

@@ -128,7 +128,8 @@ def work(address: str, left: int, seed: int, done: dict[str, int], one_in: int) 
         elif what == "stopped":
             child_that_is_stopped(client, chance)
         elif what == "reloaded":
-            importlib.reload(sys.modules["phalanx.timer._expires"])
+            for name in ("_routing", "_beats", "_expires"):
+                importlib.reload(sys.modules[f"phalanx.timer.{name}"])
             vars(timer).pop("expires", None)  # what the package has kept of it
         else:
             words = [f"{name}={count}" for name, count in done.items()]

@@ -244,9 +244,9 @@ def fork_a_child_that_dies(address: str) -> None:
 
 
 def say_where_the_table_is(address: str, gate: str) -> None:
-    from phalanx._timers import timetable
+    from phalanx._timers import layout
 
-    tell(address, os.environ[timetable.ENV])
+    tell(address, os.environ[layout.ENV])
     pass_gate(gate)
 
 

@@ -26,7 +26,7 @@ from phalanx._logs import display, pump
 from phalanx._logs.pump import Pump
 from phalanx._logs.sink import Sink
 from phalanx._logs.terminal import Paper
-from phalanx._timers import hang_report
+from phalanx._timers import hang_reporter
 from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, KeeperLostError, Std, start_processes
 from phalanx.timer import TimerSpecs
 from tests import workers
@@ -291,7 +291,7 @@ def hangs(address: str) -> None:
 
 def test_a_listener_that_does_not_return(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hung rank is killed, and the end of the group waits for the listener no longer than it says."""
-    monkeypatch.setattr(hang_report, "FINISH", 0.3)
+    monkeypatch.setattr(hang_reporter, "FINISH", 0.3)
     go_on = threading.Event()
 
     def wait(_event: object) -> None:

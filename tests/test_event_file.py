@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from phalanx._timers import group_timers
-from phalanx._timers.group_timers import EventFile
+from phalanx._timers import event_file
+from phalanx._timers.event_file import EventFile
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +23,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def test_events_without_end_take_three_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_timers, "EVENTS_SIZE", 2000)
+    monkeypatch.setattr(event_file, "EVENTS_SIZE", 2000)
     path = tmp_path / "events.jsonl"
     file = EventFile(str(path))
     for number in range(1000):

@@ -21,15 +21,19 @@ import pytest
 
 from phalanx import timer
 from phalanx._base import clock
-from phalanx._timers import timetable
-from phalanx._timers.timetable import NEVER, SLOTS, Seat, Timer, Timetable
+from phalanx._timers import layout
+from phalanx._timers.client import Seat
+from phalanx._timers.layout import NEVER, SLOTS
+from phalanx._timers.table import TimerTable
 from phalanx.timer import (
     FileTimerClient,
     LocalTimerClient,
     NobodyWatchesError,
     SharedTimerClient,
     TimerClient,
+    _beats,
     _expires,
+    _routing,
     configure,
     expires,
 )
@@ -39,40 +43,43 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
+    from phalanx._timers.timer import Timer
+
 ALL = NEVER - 1
 
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that has taken no timer yet, and is in no group."""
-    monkeypatch.delenv(timetable.ENV, raising=False)
-    for name, value in (("_client", None), ("_own", None), ("_seat", None), ("_beating", None), ("_alone", False)):
-        monkeypatch.setattr(_expires, name, value)
+    monkeypatch.delenv(layout.ENV, raising=False)
+    for name, value in (("client", None), ("group_seat", None), ("seat", None), ("nobody_watches", False)):
+        monkeypatch.setattr(_routing, name, value)
+    monkeypatch.setattr(_beats, "_seat", None)
     yield
     assert not _expires._running
-    assert not _expires._rests
-    if _expires._own is not None:
-        _expires._own.close()
+    assert not _beats._rests
+    if _routing.group_seat is not None:
+        _routing.group_seat.close()
 
 
 @pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[Timetable]:
+def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[TimerTable]:
     """The table of the group that this process is in."""
-    it = Timetable(4, hang=1000)
-    monkeypatch.setenv(timetable.ENV, f"{it.address}:0")
+    it = TimerTable(4, hang=1000)
+    monkeypatch.setenv(layout.ENV, f"{it.address}:0")
     yield it
     it.close()
 
 
-def due(table: Timetable) -> list[Timer]:
+def due(table: TimerTable) -> list[Timer]:
     return [timer for timer in map(table.read, table.look(ALL)[0]) if timer is not None]
 
 
-def armed(table: Timetable) -> list[Timer]:
+def armed(table: TimerTable) -> list[Timer]:
     return [timer for timer in due(table) if timer.slot]
 
 
-def scopes(table: Timetable) -> list[str]:
+def scopes(table: TimerTable) -> list[str]:
     return sorted(timer.scope for timer in armed(table))
 
 
@@ -103,13 +110,13 @@ class TorchlikeClient:
 # --- blocks
 
 
-def test_a_block_is_armed_and_given_back(table: Timetable) -> None:
+def test_a_block_is_armed_and_given_back(table: TimerTable) -> None:
     before = clock.now_ns()
     with expires(after=60, scope="load"):
         line = sys._getframe().f_lineno - 1
         (it,) = armed(table)
         assert it.scope == "load"
-        assert it.place == f"{__file__}:{line}"
+        assert it.location == f"{__file__}:{line}"
         assert it.span == 60 * clock.NS
         assert before <= it.deadline - it.span <= clock.now_ns()
         assert it.thread == threading.get_ident()
@@ -117,7 +124,7 @@ def test_a_block_is_armed_and_given_back(table: Timetable) -> None:
     assert armed(table) == []
 
 
-def test_blocks_nest_also_with_one_scope(table: Timetable) -> None:
+def test_blocks_nest_also_with_one_scope(table: TimerTable) -> None:
     with expires(60, "same"):
         (outer,) = armed(table)
         with expires(5, "same"), expires(70):
@@ -126,7 +133,7 @@ def test_blocks_nest_also_with_one_scope(table: Timetable) -> None:
     assert armed(table) == []
 
 
-def test_one_scope_in_several_threads(table: Timetable) -> None:
+def test_one_scope_in_several_threads(table: TimerTable) -> None:
     barrier = threading.Barrier(9)
 
     def work() -> None:
@@ -147,13 +154,13 @@ def test_one_scope_in_several_threads(table: Timetable) -> None:
     assert armed(table) == []
 
 
-def test_an_exception_ends_the_block_and_goes_on(table: Timetable) -> None:
+def test_an_exception_ends_the_block_and_goes_on(table: TimerTable) -> None:
     with pytest.raises(KeyError, match="in the block"), expires(60):
         raise KeyError("in the block")
     assert armed(table) == []
 
 
-def test_one_object_may_be_entered_again_but_not_twice_at_a_time(table: Timetable) -> None:
+def test_one_object_may_be_entered_again_but_not_twice_at_a_time(table: TimerTable) -> None:
     block = expires(60, "again")
     for _ in range(2):
         with block:
@@ -163,7 +170,7 @@ def test_one_object_may_be_entered_again_but_not_twice_at_a_time(table: Timetabl
         assert armed(table) == []
 
 
-def test_a_block_that_is_never_left_goes_with_its_object(table: Timetable) -> None:
+def test_a_block_that_is_never_left_goes_with_its_object(table: TimerTable) -> None:
     block = expires(60)
     block.__enter__()
     assert len(armed(table)) == 1
@@ -171,11 +178,11 @@ def test_a_block_that_is_never_left_goes_with_its_object(table: Timetable) -> No
     assert armed(table) == []
 
 
-def test_the_default_scope_is_the_callers_line_through_an_exit_stack_too(table: Timetable) -> None:
+def test_the_default_scope_is_the_callers_line_through_an_exit_stack_too(table: TimerTable) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(expires(60))
         line = sys._getframe().f_lineno - 1
-        assert [timer.place for timer in armed(table)] == [f"{__file__}:{line}"]
+        assert [timer.location for timer in armed(table)] == [f"{__file__}:{line}"]
         client = Client()
         stack.enter_context(expires(60, client=client))
         assert list(client.held) == [f"{__file__}:{line + 4}"]
@@ -184,7 +191,7 @@ def test_the_default_scope_is_the_callers_line_through_an_exit_stack_too(table: 
 
 
 @pytest.mark.parametrize("after", [0, 0.0, -1, -0.5, math.nan, math.inf, -math.inf])
-def test_a_time_that_is_none(after: float, table: Timetable) -> None:
+def test_a_time_that_is_none(after: float, table: TimerTable) -> None:
     with pytest.raises(ValueError, match=r"after: expected more than 0 seconds, got "):
         expires(after)
     assert armed(table) == []
@@ -202,15 +209,15 @@ def test_a_scope_of_the_wrong_type() -> None:
 
 
 @pytest.mark.parametrize("after", [1e-12, Fraction(1, 3), 1e10, 1e300, sys.maxsize])
-def test_any_time_above_0_will_do(after: Any, table: Timetable) -> None:
+def test_any_time_above_0_will_do(after: Any, table: TimerTable) -> None:
     for client in (None, Client()):
         with expires(after, client=client):
             assert len(armed(table)) == (client is None)
-    assert _expires._own is not None
-    assert len(_expires._own.free) == SLOTS
+    assert _routing.group_seat is not None
+    assert len(_routing.group_seat.free) == SLOTS
 
 
-def test_more_timers_than_there_are_slots(table: Timetable) -> None:
+def test_more_timers_than_there_are_slots(table: TimerTable) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(SLOTS):
             stack.enter_context(expires(60))
@@ -220,21 +227,21 @@ def test_more_timers_than_there_are_slots(table: Timetable) -> None:
     assert armed(table) == []
 
 
-def test_a_thousand_scopes_leave_no_residue(table: Timetable) -> None:
+def test_a_thousand_scopes_leave_no_residue(table: TimerTable) -> None:
     client = Client()
     for number in range(1000):
         with expires(60, f"scope {number}"), expires(60, f"scope {number}", client):
             pass
     assert armed(table) == []
     assert client.held == {}
-    assert _expires._own is not None
-    assert sorted(_expires._own.free) == list(range(timetable.FIRST, timetable.FIRST + SLOTS))
+    assert _routing.group_seat is not None
+    assert sorted(_routing.group_seat.free) == list(range(layout.FIRST, layout.FIRST + SLOTS))
 
 
 # --- decorated functions
 
 
-def test_a_decorated_function(table: Timetable) -> None:
+def test_a_decorated_function(table: TimerTable) -> None:
     @expires(after=60)
     def factorial(number: int) -> int:
         """Of a number."""
@@ -245,13 +252,13 @@ def test_a_decorated_function(table: Timetable) -> None:
     line = factorial.__wrapped__.__code__.co_firstlineno  # type: ignore[attr-defined]  # functools sets it
     assert factorial(3) == 6
     assert [len(found) for found in seen] == [1, 2, 3, 4]
-    assert {timer.place for timer in seen[-1]} == {f"{__file__}:{line}"}
+    assert {timer.location for timer in seen[-1]} == {f"{__file__}:{line}"}
     assert factorial.__name__ == "factorial"
     assert factorial.__doc__ == "Of a number."
     assert armed(table) == []
 
 
-def test_a_decorated_coroutine_function(table: Timetable) -> None:
+def test_a_decorated_coroutine_function(table: TimerTable) -> None:
     @expires(after=60, scope="fetch")
     async def fetch(number: int) -> int:
         await asyncio.sleep(0)
@@ -279,10 +286,10 @@ def test_a_decorated_function_and_a_client_of_names() -> None:
     assert client.held == {}
 
 
-def test_what_has_no_code_can_be_decorated(table: Timetable) -> None:
+def test_what_has_no_code_can_be_decorated(table: TimerTable) -> None:
     decorated = expires(60)(functools.partial(armed, table))
     (it,) = decorated()
-    assert it.place.startswith("functools.partial(")
+    assert it.location.startswith("functools.partial(")
 
 
 def test_generators_are_refused() -> None:
@@ -315,8 +322,8 @@ def test_to_configure_none_takes_the_client_back(monkeypatch: pytest.MonkeyPatch
     assert client.held == {}
     with pytest.raises(NobodyWatchesError), expires(60):
         pytest.fail("entered")
-    with contextlib.closing(Timetable(1)) as table:  # and the group that this process is in watches again
-        monkeypatch.setenv(timetable.ENV, f"{table.address}:0")
+    with contextlib.closing(TimerTable(1)) as table:  # and the group that this process is in watches again
+        monkeypatch.setenv(layout.ENV, f"{table.address}:0")
         with expires(60, "the group's"):
             assert scopes(table) == ["the group's"]
     assert len(client.calls) == 2
@@ -328,21 +335,21 @@ def test_configure_with_what_is_no_client(client: Any) -> None:
         configure(client)
 
 
-def test_a_group_whose_launcher_has_gone(table: Timetable) -> None:
+def test_a_group_whose_launcher_has_gone(table: TimerTable) -> None:
     table.close()
     for _ in range(2):
         with pytest.raises(RuntimeError, match="is the launcher there"), expires(60):
             pass
 
 
-def test_a_group_whose_launcher_goes_meanwhile(table: Timetable) -> None:
+def test_a_group_whose_launcher_goes_meanwhile(table: TimerTable) -> None:
     with expires(60, "before"):
         table.close()
         with pytest.raises(RuntimeError, match="nobody watches timers any more"), expires(60, "after"):
             pytest.fail("entered")
         timer.beat()
-    assert _expires._own is not None
-    assert len(_expires._own.free) == SLOTS
+    assert _routing.group_seat is not None
+    assert len(_routing.group_seat.free) == SLOTS
 
 
 @pytest.mark.parametrize("make", [Client, TorchlikeClient])
@@ -360,7 +367,7 @@ def test_a_client_of_names_has_a_name_for_each_timer(make: Any) -> None:
     assert len(client.calls) == 10
 
 
-def test_the_configured_client_is_told_and_not_the_group(table: Timetable) -> None:
+def test_the_configured_client_is_told_and_not_the_group(table: TimerTable) -> None:
     client, other = Client(), Client()
     with expires(60, "before"):
         configure(client)
@@ -531,7 +538,7 @@ def test_a_subclass_that_overrides_neither_is_no_other_client(pair: tuple[Any, A
     with expires(60, "load", client):
         assert [55 < moment - clock.now() <= 60 for moment in said] == [True]
     del client._acquire
-    assert (_expires._seat_of(client) is None) == (kind is not timer.SharedTimerClient)
+    assert (_routing.seat_of(client) is None) == (kind is not timer.SharedTimerClient)
 
 
 def test_what_others_call_by_our_names_is_their_own() -> None:
@@ -554,7 +561,7 @@ def test_what_others_call_by_our_names_is_their_own() -> None:
 def test_a_fork_while_another_thread_takes_a_timer_by_name() -> None:
     """The lock that it holds is held for ever in the fork, unless that makes a new one."""
     client = Client()
-    with expires(60, "load", client), _expires._lock:
+    with expires(60, "load", client), _routing.lock:
         pid = os.fork()
         if pid == 0:
             code = 1
@@ -580,15 +587,15 @@ def _take(client: Client) -> None:
 def test_a_heartbeat_without_a_group_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     timer.beat()
     timer.progress(step=5)
-    assert _expires._own is None
-    with contextlib.closing(Timetable(1, hang=1000)) as table:  # a client that is configured later is found
-        monkeypatch.setenv(timetable.ENV, f"{table.address}:0")
+    assert _routing.group_seat is None
+    with contextlib.closing(TimerTable(1, hang=1000)) as table:  # a client that is configured later is found
+        monkeypatch.setenv(layout.ENV, f"{table.address}:0")
         configure(Client())
         timer.progress(step=6)
         assert [timer.step for timer in due(table)] == [6]
 
 
-def test_a_heartbeat_names_the_step(table: Timetable) -> None:
+def test_a_heartbeat_names_the_step(table: TimerTable) -> None:
     timer.progress(step=41)
     (it,) = due(table)
     assert (it.scope, it.step, it.slot) == ("heartbeat", 41, 0)
@@ -598,7 +605,7 @@ def test_a_heartbeat_names_the_step(table: Timetable) -> None:
         timer.progress(step=1 << 64)
 
 
-def test_the_end_of_a_block_is_a_heartbeat_only_to_those_that_send_any(table: Timetable) -> None:
+def test_the_end_of_a_block_is_a_heartbeat_only_to_those_that_send_any(table: TimerTable) -> None:
     with expires(60):
         pass
     assert due(table) == []
@@ -614,8 +621,8 @@ def test_the_end_of_a_block_is_a_heartbeat_only_to_those_that_send_any(table: Ti
 def test_a_heartbeat_that_finds_no_seat_does_nothing_and_that_is_said_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with contextlib.closing(Timetable(1, hang=1000)) as table, Seat(f"{table.address}:0"):
-        monkeypatch.setenv(timetable.ENV, f"{table.address}:0")
+    with contextlib.closing(TimerTable(1, hang=1000)) as table, Seat(f"{table.address}:0"):
+        monkeypatch.setenv(layout.ENV, f"{table.address}:0")
         timer.rest()
         for step in range(3):
             timer.beat()
@@ -626,7 +633,7 @@ def test_a_heartbeat_that_finds_no_seat_does_nothing_and_that_is_said_once(
         assert capsys.readouterr().err == f"phalanx: {said}: that is the most\n"
         with pytest.raises(RuntimeError, match="that is the most"), expires(60):
             pytest.fail("entered, and nobody watches")
-    with contextlib.closing(Timetable(1, hang=1000)) as other:
+    with contextlib.closing(TimerTable(1, hang=1000)) as other:
         client = Seated(other)
         configure(client)
         timer.beat()
@@ -638,7 +645,7 @@ def test_a_heartbeat_that_finds_no_seat_does_nothing_and_that_is_said_once(
 def test_a_heartbeat_whose_table_cannot_be_opened(
     address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(timetable.ENV, address)
+    monkeypatch.setenv(layout.ENV, address)
     for _ in range(2):
         timer.beat()
     assert capsys.readouterr().err.count("are not watched") == 1
@@ -647,7 +654,7 @@ def test_a_heartbeat_whose_table_cannot_be_opened(
 class Seated(SharedTimerClient):
     """One whose timers go to a table."""
 
-    def __init__(self, table: Timetable) -> None:
+    def __init__(self, table: TimerTable) -> None:
         super().__init__(table.address)
         self._there = Seat(f"{table.address}:0")
 
@@ -656,9 +663,9 @@ class Seated(SharedTimerClient):
         return self._there
 
 
-def test_heartbeats_that_have_begun_move_to_the_client_that_is_configured(table: Timetable) -> None:
+def test_heartbeats_that_have_begun_move_to_the_client_that_is_configured(table: TimerTable) -> None:
     timer.progress(step=4)
-    with contextlib.closing(Timetable(1, hang=1000)) as other:
+    with contextlib.closing(TimerTable(1, hang=1000)) as other:
         client = Seated(other)
         configure(client)
         assert due(table) == [], "its old seat expects none"
@@ -672,9 +679,9 @@ def test_heartbeats_that_have_begun_move_to_the_client_that_is_configured(table:
         client.seat.close()
 
 
-def test_heartbeats_that_rest_move_as_such(table: Timetable) -> None:
+def test_heartbeats_that_rest_move_as_such(table: TimerTable) -> None:
     timer.beat()
-    with contextlib.closing(Timetable(1, hang=1000)) as other:
+    with contextlib.closing(TimerTable(1, hang=1000)) as other:
         client = Seated(other)
         with timer.rest():
             configure(client)
@@ -687,7 +694,7 @@ def test_heartbeats_that_rest_move_as_such(table: Timetable) -> None:
 # --- rest
 
 
-def test_a_rest_ends_with_the_next_heartbeat(table: Timetable) -> None:
+def test_a_rest_ends_with_the_next_heartbeat(table: TimerTable) -> None:
     timer.progress(3)
     timer.rest()
     assert due(table) == []
@@ -698,7 +705,7 @@ def test_a_rest_ends_with_the_next_heartbeat(table: Timetable) -> None:
     assert [timer.step for timer in due(table)] == [4]
 
 
-def test_a_block_of_rest_beats_when_it_is_left_if_there_were_beats(table: Timetable) -> None:
+def test_a_block_of_rest_beats_when_it_is_left_if_there_were_beats(table: TimerTable) -> None:
     with timer.rest():
         pass
     assert due(table) == []
@@ -714,7 +721,7 @@ def test_a_block_of_rest_beats_when_it_is_left_if_there_were_beats(table: Timeta
     assert len(due(table)) == 1
 
 
-def test_a_rest_that_is_entered_again_rests_again(table: Timetable) -> None:
+def test_a_rest_that_is_entered_again_rests_again(table: TimerTable) -> None:
     timer.progress(3)
     again = timer.rest()
     timer.beat()
@@ -724,7 +731,7 @@ def test_a_rest_that_is_entered_again_rests_again(table: Timetable) -> None:
         assert table.resting() == set()
 
 
-def test_of_several_blocks_of_rest_the_last_that_is_left_beats(table: Timetable) -> None:
+def test_of_several_blocks_of_rest_the_last_that_is_left_beats(table: TimerTable) -> None:
     """Whichever it is: two threads leave theirs when they like."""
     timer.beat()
     first = timer.rest().__enter__()
@@ -735,7 +742,7 @@ def test_of_several_blocks_of_rest_the_last_that_is_left_beats(table: Timetable)
     assert len(due(table)) == 1
 
 
-def test_a_fork_that_leaves_its_parents_block_of_rest(table: Timetable) -> None:
+def test_a_fork_that_leaves_its_parents_block_of_rest(table: TimerTable) -> None:
     timer.beat()
     with contextlib.ExitStack() as stack:
         stack.enter_context(timer.rest())
@@ -753,13 +760,13 @@ def test_a_fork_that_leaves_its_parents_block_of_rest(table: Timetable) -> None:
 def test_a_rest_in_no_group_does_nothing() -> None:
     with timer.rest():
         timer.rest()
-    assert _expires._own is None
+    assert _routing.group_seat is None
 
 
 # --- forks
 
 
-def test_a_fork_within_a_block(table: Timetable) -> None:
+def test_a_fork_within_a_block(table: TimerTable) -> None:
     timer.beat()
     client = Client()
     out, into = os.pipe()
@@ -788,7 +795,7 @@ def test_a_fork_within_a_block(table: Timetable) -> None:
         os.close(fd)
 
 
-def test_a_fork_that_leaves_its_parents_block(table: Timetable) -> None:
+def test_a_fork_that_leaves_its_parents_block(table: TimerTable) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(expires(60, "ours"))
         pid = os.fork()
@@ -804,8 +811,8 @@ def test_a_fork_that_leaves_its_parents_block(table: Timetable) -> None:
 
 def test_a_fork_of_a_process_that_was_in_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     timer.beat()
-    with contextlib.closing(Timetable(1, hang=1000)) as table:
-        monkeypatch.setenv(timetable.ENV, f"{table.address}:0")
+    with contextlib.closing(TimerTable(1, hang=1000)) as table:
+        monkeypatch.setenv(layout.ENV, f"{table.address}:0")
         pid = os.fork()
         if pid == 0:
             try:
@@ -821,7 +828,8 @@ def test_a_fork_of_a_process_that_was_in_no_group(monkeypatch: pytest.MonkeyPatc
 
 SIGNALS = """
 import os, random, signal, sys
-from phalanx._timers import timetable
+from phalanx._timers import layout
+from phalanx._timers.table import TimerTable
 from phalanx._base import clock
 from phalanx.timer import TimerClient, configure, expires
 
@@ -840,8 +848,8 @@ def handler(*_):
 
 signal.signal(signal.SIGALRM, handler)
 chance = random.Random(7)
-table = timetable.Timetable(1)
-os.environ[timetable.ENV] = f"{table.address}:0"
+table = TimerTable(1)
+os.environ[layout.ENV] = f"{table.address}:0"
 client = Client() if sys.argv[1] == "named" else None
 until = clock.now() + float(sys.argv[2])
 struck = 0
@@ -857,7 +865,7 @@ def once():
         pass
 
 while clock.now() < until or struck <= 20:  # a busy machine may give us little of that time
-    table.publish(chance.choice([0, timetable.NEVER]))  # with a ring, and without
+    table.publish(chance.choice([0, layout.NEVER]))  # with a ring, and without
     try:
         try:
             once()
@@ -866,7 +874,7 @@ while clock.now() < until or struck <= 20:  # a busy machine may give us little 
             os.sched_yield()  # one that is on its way already may come at the next system call only: not at the look's
     except (Late, KeyboardInterrupt):
         struck += 1
-    left = table.look(timetable.NEVER - 1)[0]
+    left = table.look(layout.NEVER - 1)[0]
     assert not left and (client is None or not client.held), (left, client and client.held)
 print(struck)
 """
@@ -879,7 +887,7 @@ def test_a_signal_handler_that_raises_at_any_moment_leaves_no_timer(kind: str, t
     assert int(done.stdout) > 20, "it hardly ever struck"
 
 
-def test_a_forgotten_seat_is_none_of_the_signals_business(table: Timetable) -> None:
+def test_a_forgotten_seat_is_none_of_the_signals_business(table: TimerTable) -> None:
     """What is lost to a signal is a slot at the most, and that is not armed."""
     seat = Seat(f"{table.address}:1")
     seat.free.pop()
@@ -893,7 +901,8 @@ def test_to_import_it_costs_little() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [
-        "phalanx", "phalanx._base", "phalanx._base.clock", "phalanx._base.frozen", "phalanx._base.sigpipe",
-        "phalanx._timers", "phalanx._timers.timetable", "phalanx.timer", "phalanx.timer._expires",
+        "phalanx", "phalanx._base", "phalanx._base.clock", "phalanx._base.sigpipe",
+        "phalanx._timers", "phalanx._timers.client", "phalanx._timers.layout",
+        "phalanx.timer", "phalanx.timer._beats", "phalanx.timer._expires", "phalanx.timer._routing",
     ]  # fmt: skip
     assert signal.getsignal(signal.SIGALRM) is not None

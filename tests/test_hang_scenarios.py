@@ -38,7 +38,7 @@ def wait():
 def all_reduce():
     return wait()
 
-{culprit}
+{stuck}
 
 {ready}
 if RANK in {late}:
@@ -217,12 +217,12 @@ def hang():
 
 
 @contextlib.contextmanager
-def started(place: Place, ready: Ready, gate: Gate, culprit: str) -> Iterator[Launcher]:
+def started(place: Place, ready: Ready, gate: Gate, stuck: str) -> Iterator[Launcher]:
     """A run of four ranks, of which rank 3 goes to hang when the others wait for it, or where it returns, before."""
-    returns = culprit == FINISHED
+    returns = stuck == FINISHED
     with Gate(place.folder / "go") as go:
         program = PROGRAM.format(
-            culprit=culprit,
+            stuck=stuck,
             ready=ready.python("f'{RANK} {os.getpid()}'"),
             gate=gate.address,
             go=go.python(),
@@ -233,7 +233,7 @@ def started(place: Place, ready: Ready, gate: Gate, culprit: str) -> Iterator[La
         command.append(place.write(program, "train.py"))
         path = os.pathsep.join([ROOT, *filter(None, [place.env.get("PYTHONPATH")])])
         # Who waits for a disk gives no stack of its own: there, all of the time is spent.
-        env = place.env | {"PYTHONPATH": path, "WAIT": "4" if culprit == SLEEPER else "8"}
+        env = place.env | {"PYTHONPATH": path, "WAIT": "4" if stuck == SLEEPER else "8"}
         with Launcher(command, cwd=place.folder, env=env) as launcher:
             pids = {int(rank): int(pid) for rank, pid in map(str.split, ready.wait(4))}
             if returns:
@@ -246,9 +246,9 @@ def started(place: Place, ready: Ready, gate: Gate, culprit: str) -> Iterator[La
             yield launcher
 
 
-def told(place: Place, ready: Ready, gate: Gate, culprit: str) -> tuple[str, str]:
+def told(place: Place, ready: Ready, gate: Gate, stuck: str) -> tuple[str, str]:
     """Of a run that ends by a hang: the rank that its report names first, and the lines on what is known of it."""
-    with started(place, ready, gate, culprit) as launcher:
+    with started(place, ready, gate, stuck) as launcher:
         done = launcher.end()
     assert done.status != 0
     return first_of(done.err)
@@ -263,7 +263,7 @@ def first_of(report: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    "culprit, where",
+    "stuck, where",
     [
         (LOCK, r"rank 3 is in take \(train\.py:\d+\)"),
         (SOCKET, r"rank 3 is in receive \(train\.py:\d+\)"),
@@ -278,13 +278,13 @@ def first_of(report: str) -> tuple[str, str]:
     ],
     ids=["lock", "socket", "gil", "no-gil", "import", "child", "loader", "thread", "paused", "130-threads"],
 )
-def test_a_rank_that_hangs_is_named_and_where(place: Place, ready: Ready, gate: Gate, culprit: str, where: str) -> None:
-    rank, text = told(place, ready, gate, culprit)
+def test_a_rank_that_hangs_is_named_and_where(place: Place, ready: Ready, gate: Gate, stuck: str, where: str) -> None:
+    rank, text = told(place, ready, gate, stuck)
     assert rank == "3"
     assert text.startswith("Hang: 'step' (")
     assert re.search(rf"3 of 4 ranks wait in wait \(train\.py:\d+\); {where}$", text, re.MULTILINE), text
-    if culprit in (CHILD, LOADER):
-        other = "hang" if culprit is CHILD else r"wait"
+    if stuck in (CHILD, LOADER):
+        other = "hang" if stuck is CHILD else r"wait"
         assert re.search(rf"^process \d+ of the same rank is in {other} \(train\.py:\d+\)$", text, re.MULTILINE), text
 
 

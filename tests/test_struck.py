@@ -120,7 +120,7 @@ def test_where_no_evidence_can_be_written_the_hang_is_named(events: Events, monk
             return
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("phalanx._timers.hang_report.write_error_file", full)
+    monkeypatch.setattr("phalanx._evidence.error_file.write_error_file", full)
     group = start(hang_workers.end_well, (), events, on_expiry="terminate", start_method="fork")
     failure = result_of(group).failures[0]
     assert re.fullmatch(HANG, failure.message)

@@ -25,7 +25,7 @@ from phalanx._base import clock
 from phalanx._evidence.error_file import message_of, read_error_file, write_error_file, written_by
 from phalanx.timer import _file_client, _pipe, debug_info_logging
 from phalanx.timer._file import FileTimerClient, FileTimerRequest, FileTimerServer
-from phalanx.timer._victim import Exited, Refused, Victim, hang_of
+from phalanx.timer._victim import ExitedError, RefusedError, Victim, hang_of
 from tests.helpers import TIMEOUT, alive, wait_gone
 from tests.timer_workers import let_pass, stop, wait_asleep
 
@@ -523,7 +523,7 @@ def test_timers_of_a_worker_that_has_exited_are_dropped(server: FileTimerServer,
     child.do("client.acquire('s', time.time() + 3600)")
     settle(server)
     victim = server._victims[child.pid]
-    assert not victim.gone()
+    assert not victim.has_exited()
     child.leave()
     settle(server)
     server.run_once()
@@ -612,22 +612,22 @@ def test_the_reasons_of_a_refusal() -> None:
     thread = threading.Event()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         victim = Victim(process.pid)
-        assert (victim.pid, victim.gone()) == (process.pid, False)
+        assert (victim.pid, victim.has_exited()) == (process.pid, False)
         process.communicate(b"\n")
-        assert victim.gone()
+        assert victim.has_exited()
         assert victim.reap(signal.SIGKILL, [hang_of(victim.pid, "s", 0.0)]) is False
         assert victim.send(signal.SIGTERM) is False
         victim.close()
         victim.close()
-    with pytest.raises(Exited):
+    with pytest.raises(ExitedError):
         Victim(process.pid)
     other = threading.Thread(target=thread.wait)
     other.start()
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         Victim(other.native_id or 0)
     thread.set()
     other.join()
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         Victim(1 << 80)
 
 
@@ -638,7 +638,7 @@ def test_another_users_process_is_refused_unless_we_started_it(child: Child, mon
     victim.close()
     code = f"import os; os.geteuid = lambda: {stranger}; from phalanx.timer._victim import Victim; Victim({child.pid})"
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-    assert "Refused" in done.stderr
+    assert "RefusedError" in done.stderr
     assert "another user's" in done.stderr
 
 
@@ -664,7 +664,7 @@ def test_a_child_that_has_become_another_user_cannot_have_a_process_of_roots_str
             assert refused.worker_pid == orphan
             settle(server)
             assert alive(orphan)
-        with pytest.raises(Refused, match="root's, as this server is, and none that this server started"):
+        with pytest.raises(RefusedError, match="root's, as this server is, and none that this server started"):
             Victim(orphan)
         Victim(orphan, senders=True).close()
     finally:
@@ -1216,7 +1216,7 @@ def test_no_bytes_make_the_server_raise_or_strike_an_outsider(
             return True
 
         patch.setattr(Victim, "send", send)
-        patch.setattr(Victim, "_write_down", lambda *_: "")
+        patch.setattr(Victim, "_report", lambda *_: ("", []))
         size = data.draw(st.integers(1, 400))
         for at in range(0, len(stream), size):
             server._take(stream[at : at + size])

@@ -20,10 +20,12 @@ from phalanx._base import clock, procfs
 from phalanx._evidence.error_file import read_error_file, timer_detail
 from phalanx._stacks import collect, dump, py_spy, request, stack_files, wrappers
 from phalanx._stacks.snapshot import Snapshot
-from phalanx._timers import escalation, timetable
+from phalanx._timers import escalation, layout
+from phalanx._timers.client import Seat
 from phalanx._timers.hang import Hang
-from phalanx._timers.hang_report import HangReport
-from phalanx._timers.timetable import Seat, Timer
+from phalanx._timers.hang_reporter import HangReporter
+from phalanx._timers.table import TimerTable
+from phalanx._timers.timer import Timer
 from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from phalanx.timer import SharedTimerClient, SharedTimerServer, TimerSpecs, _shared
 from tests import hang_workers
@@ -86,7 +88,7 @@ def patience() -> Iterator[pytest.MonkeyPatch]:
 
 def wait_before_the_second_step(monkeypatch: pytest.MonkeyPatch, condition: Callable[[Hang], bool]) -> None:
     """Have a keeper that is a fork of this process take the second step of a hang when something is so, not sooner."""
-    take = escalation.Escalation._take
+    take = escalation.Escalation._take_step
 
     def wait_and_take(self: escalation.Escalation, step: int, hangs: list[Hang]) -> None:
         until = clock.now() + TIMEOUT
@@ -94,7 +96,7 @@ def wait_before_the_second_step(monkeypatch: pytest.MonkeyPatch, condition: Call
             os.sched_yield()
         take(self, step, hangs)
 
-    monkeypatch.setattr(escalation.Escalation, "_take", wait_and_take)
+    monkeypatch.setattr(escalation.Escalation, "_take_step", wait_and_take)
 
 
 def start(
@@ -284,14 +286,14 @@ def test_the_second_python_of_a_shell_shows_stacks_of_its_own(
 def test_of_two_hangs_of_a_rank_none_is_lost(tmp_path: Path) -> None:
     error_file = str(tmp_path / "error.json")
     said: list[str] = []
-    table = timetable.Timetable(1)
-    report = HangReport(table, [("kill", 0.0)], {0: error_file}, lambda _events: None, None, said.append)
+    table = TimerTable(1)
+    report = HangReporter(table, [("kill", 0.0)], {0: error_file}, lambda _events: None, None, said.append)
     hangs = [
         Hang(0, 1000 + number, False, Timer(number, 1, 5_000_000_000, 10**9, 0, scope, "t.py:4"))
         for number, scope in enumerate(["first", "second"])
     ]
-    told = [hang.told for hang in hangs]
-    report.hear("struck", int(signal.SIGKILL), 6_000_000_000, told, workers={0: os.getpid()}, ended={})
+    told = [hang.to_tuple() for hang in hangs]
+    report.on_message("struck", int(signal.SIGKILL), 6_000_000_000, told, workers={0: os.getpid()}, ended={})
     report.finish()
     report.close()
     detail = timer_detail(error_file)
@@ -427,7 +429,7 @@ def test_who_has_left_before_the_evidence_is_there_is_told_of_once(
     """By the next step: a launcher that is late with the evidence of a report has nothing to say of it."""
     second, out, steps = tmp_path / "second", tmp_path / "out", [tmp_path / "step 0", tmp_path / "step 1"]
     os.mkfifo(second)
-    take, testified = escalation.Escalation._take, escalation.Escalation.testified
+    take, testified = escalation.Escalation._take_step, escalation.Escalation.evidence_taken
 
     def take_and_say(self: escalation.Escalation, step: int, hangs: list[Hang]) -> None:
         take(self, step, hangs)
@@ -437,8 +439,8 @@ def test_who_has_left_before_the_evidence_is_there_is_told_of_once(
         until(out.exists)
         testified(self, serial)
 
-    monkeypatch.setattr(escalation.Escalation, "_take", take_and_say)
-    monkeypatch.setattr(escalation.Escalation, "testified", testify_late)
+    monkeypatch.setattr(escalation.Escalation, "_take_step", take_and_say)
+    monkeypatch.setattr(escalation.Escalation, "evidence_taken", testify_late)
     args = (0.05, gate.address, str(second), ready.address)
     group = start(hang_workers.pass_late, args, events, on_expiry="report,kill:0.1", start_method="fork")
     until(steps[0].exists)
@@ -504,7 +506,7 @@ def test_as_many_timers_as_there_can_be_expire_and_hold_up_nothing(
     events: Events, gate: Gate, patience: pytest.MonkeyPatch
 ) -> None:
     patience.undo()  # the stacks are taken four times in a row
-    count = timetable.SLOTS
+    count = layout.SLOTS
     group = start(hang_workers.hold_many_or_fail, (count, gate.address), events, 2, on_expiry="report")
     events.wait("timer.expired", count)
     gate.open()
@@ -595,14 +597,14 @@ def test_a_stranger_at_the_table_is_refused(
         if pid == 0:
             try:
                 seat = Seat(address)
-                seat.take(1, 1, timetable.encode("a stranger's", ""))
+                seat.arm(1, 1, layout.encode("a stranger's", ""))
                 signal.pause()
             finally:
                 os._exit(1)
         try:
             assert events.wait_for_refusal()["pid"] == pid
             with Seat(address) as own:
-                own.take(1, 1, timetable.encode("the launcher's", ""))
+                own.arm(1, 1, layout.encode("the launcher's", ""))
                 assert events.wait_for_refusal(2)["pid"] == os.getpid()
             assert alive(pid)
             gate.open()
@@ -734,7 +736,7 @@ def test_a_server_never_kills_whom_it_descends_from() -> None:
         assert host.stderr is not None
         address = host.stdout.readline().strip()
         with Seat(f"{address}:0") as seat:
-            seat.take(1, 1, timetable.encode("ours", ""))
+            seat.arm(1, 1, layout.encode("ours", ""))
             assert f"pid {os.getpid()} is a process that this server descends from" in host.stderr.readline()
         host.stdin.close()
         assert host.wait(TIMEOUT) == 0
@@ -781,7 +783,7 @@ def scopes(server: SharedTimerServer) -> list[str]:
     """Those of all timers that are set."""
     table = server._table
     assert table is not None
-    timers = map(table.read, table.look(timetable.NEVER - 1)[0])
+    timers = map(table.read, table.look(layout.NEVER - 1)[0])
     return [timer.scope for timer in timers if timer is not None]
 
 
@@ -853,7 +855,7 @@ def test_a_full_disk_keeps_nobody_from_being_ended_and_the_reason_is_told(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     # Before the start: rank 0 hangs at once, and it is this process that writes of it.
-    monkeypatch.setattr("phalanx._timers.hang_report.write_error_file", full)
+    monkeypatch.setattr("phalanx._evidence.error_file.write_error_file", full)
     monkeypatch.setattr(stack_files, "write", full)
     group = start(hang_workers.hang_or_wait, (0.1, gate.address), events, 2, start_method="fork")
     failure = result_of(group).root_cause
@@ -868,7 +870,7 @@ def test_without_descriptors_the_keeper_ends_who_hangs(events: Events, monkeypat
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     group = start(hang_workers.hang, (), events, start_method="fork")
-    monkeypatch.setattr(os, "pidfd_open", none_left)
+    monkeypatch.setattr("posix.pidfd_open", none_left)  # which `Process` calls
     failure = result_of(group).failures[0]
     assert failure.exitcode == -signal.SIGKILL
     assert re.fullmatch(HANG, failure.message)
@@ -887,7 +889,7 @@ def test_who_cannot_be_looked_up_is_looked_up_again(
 
     ancestors = escalation._ancestors
     monkeypatch.setattr(escalation, "_ancestors", once)  # in the keeper, which is a fork of this process
-    monkeypatch.setattr(escalation, "_AGAIN", 50_000_000)
+    monkeypatch.setattr(escalation, "_RETRY", 50_000_000)
     group = start(hang_workers.fork_a_child_that_hangs, (ready.address, "child"), events, start_method="fork")
     (child,) = ready.pids()
     assert result_of(group).is_failed()
@@ -922,8 +924,8 @@ def test_the_hang_is_on_record_before_sigterm_can_have_consequences(
         found.write_text("".join(path.read_text() for path in logs.glob("*/attempt_0/0/error.json")))
         ended(self, hang, worker, number)
 
-    ended = escalation.Escalation._end
-    monkeypatch.setattr(escalation.Escalation, "_end", end)  # in the keeper, which is a fork of this process
+    ended = escalation.Escalation._signal_rank
+    monkeypatch.setattr(escalation.Escalation, "_signal_rank", end)  # in the keeper, which is a fork of this process
     group = start(
         hang_workers.hang,
         (),

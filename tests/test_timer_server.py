@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from phalanx._base import clock
-from phalanx._timers import timetable
+from phalanx._timers import layout
 from phalanx.timer import (
     FileTimerClient,
     FileTimerServer,
@@ -47,7 +47,7 @@ from tests.helpers import TIMEOUT, wait_gone
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from phalanx._timers.timetable import Seat
+    from phalanx._timers.client import Seat
     from tests.helpers import Ready
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -500,7 +500,7 @@ def test_a_server_without_a_descriptor_is_not_rid_of_who_hangs(client: Any, monk
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return open_it(pid)
 
-    monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+    monkeypatch.setattr("posix.pidfd_open", pidfd_open)  # which `Process` calls
     worker = SPAWN.Process(target=timer_workers.hang, args=(client,))
     worker.start()
     worker.join(TIMEOUT)
@@ -519,7 +519,7 @@ def scopes(server: SharedTimerServer) -> list[str]:
     """Those of all timers that are set."""
     table = server._table
     assert table is not None
-    return sorted(timer.scope for timer in map(table.read, table.look(timetable.NEVER - 1)[0]) if timer is not None)
+    return sorted(timer.scope for timer in map(table.read, table.look(layout.NEVER - 1)[0]) if timer is not None)
 
 
 def test_a_negative_time_releases() -> None:
@@ -540,7 +540,7 @@ def test_a_moment_that_is_none(moment: float) -> None:
             client.acquire("load", moment)
         client.acquire("load", 1e300)  # later than can be told apart from later ones
         assert scopes(server) == ["load"]
-        assert len(client.seat.free) == timetable.SLOTS - 1
+        assert len(client.seat.free) == layout.SLOTS - 1
 
 
 def test_threads_that_use_a_client_for_the_first_time_lose_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:

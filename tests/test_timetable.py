@@ -29,11 +29,15 @@ from hypothesis.stateful import (
 
 from phalanx._base import clock, procfs
 from phalanx._base.suspension import Pauses
-from phalanx._timers import escalation, timetable
+from phalanx._timers import client, escalation, layout
+from phalanx._timers import table as table_module
+from phalanx._timers.client import Seat
 from phalanx._timers.escalation import Escalation
 from phalanx._timers.hang import Hang
-from phalanx._timers.scheduler import MOST, Lookout
-from phalanx._timers.timetable import FIRST, NEVER, SLOTS, TEXT_LIMIT, Seat, Timer, Timetable, decode, encode
+from phalanx._timers.layout import FIRST, NEVER, SLOTS, TEXT_LIMIT, decode, encode
+from phalanx._timers.scheduler import MOST, TimerScheduler
+from phalanx._timers.table import TimerTable
+from phalanx._timers.timer import Timer
 from phalanx.timer import SharedTimerClient, SharedTimerServer, expires
 from tests.helpers import TIMEOUT, alive, wait_gone
 from tests.workers import run_script
@@ -48,35 +52,35 @@ TEXT = encode("load", "train.py:7")
 
 
 @pytest.fixture
-def table() -> Iterator[Timetable]:
-    it = Timetable(8)
+def table() -> Iterator[TimerTable]:
+    it = TimerTable(8)
     yield it
     it.close()
 
 
-def seat_at(table: Timetable, rank: int = 0) -> Seat:
+def seat_at(table: TimerTable, rank: int = 0) -> Seat:
     return Seat(f"{table.address}:{rank}")
 
 
-def due(table: Timetable, now: int = ALL) -> list[Timer]:
+def due(table: TimerTable, now: int = ALL) -> list[Timer]:
     return [timer for timer in map(table.read, table.look(now)[0]) if timer is not None]
 
 
-def news(table: Timetable) -> list[tuple[int, int, int]]:
+def news(table: TimerTable) -> list[tuple[int, int, int]]:
     table.look(0)
-    return table.news()
+    return table.newly_armed()
 
 
-def armed(table: Timetable) -> list[tuple[str, int]]:
+def armed(table: TimerTable) -> list[tuple[str, int]]:
     return [(timer.scope, timer.deadline) for timer in due(table)]
 
 
-def rung(table: Timetable) -> bool:
+def rung(table: TimerTable) -> bool:
     """Whether somebody has rung; it is quiet afterwards."""
     poll = select.poll()
     poll.register(table.fileno(), select.POLLIN)
     found = bool(poll.poll(0))
-    table.hear()
+    table.clear_bell()
     return found
 
 
@@ -136,11 +140,11 @@ class Child:
         self.end()
 
 
-def holder_of(table: Timetable, scope: str, deadline: int = 5, rank: int = 0) -> Child:
+def holder_of(table: TimerTable, scope: str, deadline: int = 5, rank: int = 0) -> Child:
     """A process that has one timer."""
 
     def work(child: Child) -> None:
-        seat_at(table, rank).take(deadline, 3, encode(scope, "x.py:1"))
+        seat_at(table, rank).arm(deadline, 3, encode(scope, "x.py:1"))
         child.say()
         child.wait()
 
@@ -150,34 +154,34 @@ def holder_of(table: Timetable, scope: str, deadline: int = 5, rank: int = 0) ->
 # --- seats
 
 
-def test_what_is_stored_is_seen(table: Timetable) -> None:
+def test_what_is_stored_is_seen(table: TimerTable) -> None:
     with seat_at(table, 3) as seat:
-        slot = seat.take(50, 20, TEXT, thread=77)
+        slot = seat.arm(50, 20, TEXT, thread=77)
         assert table.look(49) == ([], 50)
         assert table.look(50) == table.look(60) == ([(3, slot, 50)], NEVER)
         (timer,) = due(table)
         assert timer == Timer(3, slot, 50, 20, 77, "load", "train.py:7")
-        assert table.still(timer)
+        assert table.is_still_set(timer)
         assert table.holder(3) == os.getpid()
         assert table.rank(3) == 3
-        seat.give(slot)
-        assert not table.still(timer)
+        seat.disarm(slot)
+        assert not table.is_still_set(timer)
         assert table.read((3, slot, 50)) is None
         assert table.look(ALL) == ([], NEVER)
     assert table.holder(2) == 0
 
 
-def test_a_slot_is_used_again_with_another_text(table: Timetable) -> None:
+def test_a_slot_is_used_again_with_another_text(table: TimerTable) -> None:
     with seat_at(table) as seat:
         slot = 0
         for number in range(50):
-            slot = seat.take(number, 1, encode("s" * number, f"f.py:{number}"))
+            slot = seat.arm(number, 1, encode("s" * number, f"f.py:{number}"))
             assert armed(table) == [("s" * number, number)]
-            seat.give(slot)
+            seat.disarm(slot)
         assert slot == FIRST
 
 
-def test_processes_of_one_rank_have_seats_of_their_own(table: Timetable) -> None:
+def test_processes_of_one_rank_have_seats_of_their_own(table: TimerTable) -> None:
     with contextlib.ExitStack() as stack:
         children = [stack.enter_context(holder_of(table, f"{number}", rank=1)) for number in range(3)]
         timers = due(table)
@@ -188,31 +192,31 @@ def test_processes_of_one_rank_have_seats_of_their_own(table: Timetable) -> None
 
 
 def test_when_all_seats_are_taken_the_next_one_is_told_so() -> None:
-    table = Timetable(2)
+    table = TimerTable(2)
     with contextlib.closing(table), holder_of(table, "a"), holder_of(table, "b") as second:
         with pytest.raises(OSError, match="2 processes of the group have timers already: that is the most") as caught:
             seat_at(table)
         assert caught.value.errno == errno.ENOSPC
         second.end()
         with seat_at(table) as seat:
-            seat.take(9, 1, TEXT)
+            seat.arm(9, 1, TEXT)
             assert ("load", 9) in armed(table)
 
 
-def test_who_has_ended_holds_nothing(table: Timetable) -> None:
+def test_who_has_ended_holds_nothing(table: TimerTable) -> None:
     with holder_of(table, "a") as child:
         assert table.holder(0) == child.pid
         child.end()
         assert table.holder(0) == 0
 
 
-def test_a_fork_has_neither_the_seat_nor_the_timers(table: Timetable) -> None:
+def test_a_fork_has_neither_the_seat_nor_the_timers(table: TimerTable) -> None:
     with seat_at(table) as seat:
-        slot = seat.take(5, 3, TEXT)
+        slot = seat.arm(5, 3, TEXT)
 
         def work(child: Child) -> None:
-            seat.give(slot)
-            seat.take(1, 1, encode("the child's", ""))
+            seat.disarm(slot)
+            seat.arm(1, 1, encode("the child's", ""))
             seat.beat(7)
             child.say()
             child.wait()
@@ -225,32 +229,32 @@ def test_a_fork_has_neither_the_seat_nor_the_timers(table: Timetable) -> None:
         assert table.holder(0) == os.getpid()
 
 
-def test_the_most_timers(table: Timetable) -> None:
+def test_the_most_timers(table: TimerTable) -> None:
     with seat_at(table) as seat:
-        slots = [seat.take(number, 1, TEXT) for number in range(1, SLOTS + 1)]
+        slots = [seat.arm(number, 1, TEXT) for number in range(1, SLOTS + 1)]
         assert len(set(slots)) == SLOTS
         with pytest.raises(RuntimeError, match="1024 timers run in this process: that is the most"):
-            seat.take(5, 1, TEXT)
+            seat.arm(5, 1, TEXT)
         over, then = table.look(500)
         assert len(over) == 500
         assert then == 501
-        seat.give(slots[0])
-        assert seat.take(5, 1, TEXT) == slots[0]
+        seat.disarm(slots[0])
+        assert seat.arm(5, 1, TEXT) == slots[0]
         for slot in slots:
-            seat.give(slot)
+            seat.disarm(slot)
         assert table.look(ALL) == ([], NEVER)
 
 
-def test_what_is_given_after_the_end_goes_nowhere(table: Timetable) -> None:
+def test_what_is_given_after_the_end_goes_nowhere(table: TimerTable) -> None:
     seat = seat_at(table)
-    slot = seat.take(5, 1, TEXT)
+    slot = seat.arm(5, 1, TEXT)
     seat.close()
     seat.close()
-    seat.give(slot)
-    seat.give(seat.take(1, 1, encode("other", "")))
+    seat.disarm(slot)
+    seat.disarm(seat.arm(1, 1, encode("other", "")))
     seat.beat(1)
     with pytest.raises(RuntimeError, match=GONE):
-        seat.take(clock.now_ns() + clock.NS, clock.NS, TEXT)
+        seat.arm(clock.now_ns() + clock.NS, clock.NS, TEXT)
     with seat_at(table):
         assert armed(table) == []
 
@@ -261,7 +265,7 @@ def test_an_address_that_is_none(address: str) -> None:
         Seat(address)
 
 
-def test_a_table_that_is_not_there(table: Timetable, tmp_path: Path) -> None:
+def test_a_table_that_is_not_there(table: TimerTable, tmp_path: Path) -> None:
     address = f"{table.address}:0"
     pid, memory, bell = table.address.split(":")
     (tmp_path / "file").write_bytes(bytes(100))
@@ -274,25 +278,25 @@ def test_a_table_that_is_not_there(table: Timetable, tmp_path: Path) -> None:
         Seat(address)
 
 
-def test_nobody_can_cut_the_memory_short(table: Timetable) -> None:
+def test_nobody_can_cut_the_memory_short(table: TimerTable) -> None:
     with seat_at(table) as seat, pytest.raises(PermissionError):
         os.ftruncate(seat._fds[0], 8)
 
 
-def test_a_program_that_closes_all_gets_no_byte_of_ours_into_its_files(table: Timetable, tmp_path: Path) -> None:
+def test_a_program_that_closes_all_gets_no_byte_of_ours_into_its_files(table: TimerTable, tmp_path: Path) -> None:
     seat = seat_at(table)
     fds = list(seat._fds)
     path = tmp_path / "precious"
     path.touch()
     for fd in fds:
         os.close(fd)
-    slot = seat.take(1, 1, TEXT)
+    slot = seat.arm(1, 1, TEXT)
     assert rung(table)
-    seat.give(slot)
+    seat.disarm(slot)
     with open(path, "wb") as file:
         for fd in set(fds) - {file.fileno()}:
             os.dup2(file.fileno(), fd)
-        seat.take(1, 1, TEXT)
+        seat.arm(1, 1, TEXT)
         assert rung(table)
         assert path.read_bytes() == b""
         seat.close()
@@ -300,14 +304,14 @@ def test_a_program_that_closes_all_gets_no_byte_of_ours_into_its_files(table: Ti
             os.close(fd)  # it was left alone
 
 
-def test_a_program_that_closes_all_keeps_its_seat(table: Timetable) -> None:
+def test_a_program_that_closes_all_keeps_its_seat(table: TimerTable) -> None:
     """Its lock is gone; nobody else may take the seat, for its timers would be theirs."""
 
     def close_all(child: Child) -> None:
         seat = seat_at(table)
         for fd in seat._fds:
             os.close(fd)
-        seat.take(5, 3, encode("without a lock", ""))
+        seat.arm(5, 3, encode("without a lock", ""))
         child.say()
         child.wait()
         os.execv("/bin/sleep", ["sleep", "1000"])
@@ -328,7 +332,7 @@ def test_a_program_that_closes_all_keeps_its_seat(table: Timetable) -> None:
 
 
 def test_what_a_seat_has_from_before_is_not_of_who_is_about_to_take_it(
-    table: Timetable, monkeypatch: pytest.MonkeyPatch
+    table: TimerTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with holder_of(table, "a") as child:
         child.end()
@@ -340,12 +344,12 @@ def test_what_a_seat_has_from_before_is_not_of_who_is_about_to_take_it(
             child.wait()
             os._exit(0)
 
-        monkeypatch.setattr(Seat, "_lost", told)  # it has the lock, and has not come to clear the seat
+        monkeypatch.setattr(Seat, "_is_used_without_lock", told)  # it has the lock, and has not come to clear the seat
         seat_at(table)
 
     with Child(work):
         assert left.seat == 0
-        assert table.still(left)
+        assert table.is_still_set(left)
         assert table.holder(0) == 0
 
 
@@ -442,14 +446,14 @@ def test_who_rings_at_a_server_that_is_gone_is_told_and_lives(end: str, disposit
             assert not wait_gone([int(fork)])
 
 
-def test_a_fork_of_the_process_that_made_a_table_holds_none_of_it(table: Timetable) -> None:
+def test_a_fork_of_the_process_that_made_a_table_holds_none_of_it(table: TimerTable) -> None:
     fds = [*table._fds]
     address = table.address
 
     def work(child: Child) -> None:
-        assert not [fd for fd in fds if timetable._file(fd) != (0, 0)]
+        assert not [fd for fd in fds if client.file_identity(fd) != (0, 0)]
         assert table.address == address
-        seat_at(table).take(5, 3, encode("the child's", ""))
+        seat_at(table).arm(5, 3, encode("the child's", ""))
         table.close()  # the parent's is open
         child.say()
         child.wait()
@@ -457,19 +461,19 @@ def test_a_fork_of_the_process_that_made_a_table_holds_none_of_it(table: Timetab
     with Child(work):
         assert armed(table) == [("the child's", 5)]
         with seat_at(table) as seat:
-            seat.ring()
+            seat.wake_watcher()
         assert rung(table)
 
 
-def test_a_table_of_another_processs_making_is_closed_for_oneself_alone(table: Timetable) -> None:
+def test_a_table_of_another_processs_making_is_closed_for_oneself_alone(table: TimerTable) -> None:
     """A keeper that ends leaves the workers their time of grace."""
-    other = Timetable.of((os.dup(table._fds[0]), os.dup(table._fds[1])), *table.size, by_rank=True)
+    other = TimerTable.from_descriptors((os.dup(table._fds[0]), os.dup(table._fds[1])), *table.size, by_rank=True)
     with seat_at(table) as seat:
         other.close()
-        seat.ring()
+        seat.wake_watcher()
         table.close()
         with pytest.raises(RuntimeError, match=GONE):
-            seat.ring()
+            seat.wake_watcher()
 
 
 # --- a client dies
@@ -477,7 +481,7 @@ def test_a_table_of_another_processs_making_is_closed_for_oneself_alone(table: T
 
 def test_a_client_killed_at_any_instruction_harms_nobody() -> None:
     """Each leaves its seat as it was at that moment; none of it is anybody's, and the next one finds it clean."""
-    table = Timetable(1)
+    table = TimerTable(1)
     chance = Random(5)  # noqa: S311 - for moments, and the same ones in each run
 
     def work(child: Child) -> None:
@@ -485,10 +489,10 @@ def test_a_client_killed_at_any_instruction_harms_nobody() -> None:
         texts = [encode(f"scope {number}", f"x.py:{number}") for number in range(40)]
         child.say()
         while True:
-            slots = [seat.take(number + 1, 1, text) for number, text in enumerate(texts)]
+            slots = [seat.arm(number + 1, 1, text) for number, text in enumerate(texts)]
             seat.beat(4)
             for slot in slots:
-                seat.give(slot)
+                seat.disarm(slot)
 
     with contextlib.closing(table):
         for _ in range(25):
@@ -501,47 +505,47 @@ def test_a_client_killed_at_any_instruction_harms_nobody() -> None:
             news(table)
         with seat_at(table) as seat:
             assert table.look(ALL) == ([], NEVER)
-            slot = seat.take(7, 1, TEXT)
+            slot = seat.arm(7, 1, TEXT)
             assert armed(table) == [("load", 7)]
-            seat.give(slot)
+            seat.disarm(slot)
             assert table.look(ALL) == ([], NEVER)
 
 
 # --- the bell
 
 
-def test_only_an_earlier_deadline_rings(table: Timetable) -> None:
+def test_only_an_earlier_deadline_rings(table: TimerTable) -> None:
     with seat_at(table) as seat:
         table.publish(100)
         for deadline in (101, 100):
-            seat.take(deadline, 1, TEXT)
+            seat.arm(deadline, 1, TEXT)
             assert not rung(table)
-        seat.take(99, 1, TEXT)
+        seat.arm(99, 1, TEXT)
         assert rung(table)
         table.publish(NEVER)
-        seat.take(ALL, 1, TEXT)
+        seat.arm(ALL, 1, TEXT)
         assert rung(table)
         table.publish(-5)
-        seat.take(1, 1, TEXT)
+        seat.arm(1, 1, TEXT)
         assert not rung(table)
 
 
-def test_a_bell_that_is_full_keeps_nobody_waiting(table: Timetable) -> None:
+def test_a_bell_that_is_full_keeps_nobody_waiting(table: TimerTable) -> None:
     with seat_at(table) as seat:
         for _ in range(70_000):
-            seat.ring()
+            seat.wake_watcher()
         assert rung(table)
         assert not rung(table)
 
 
 def test_to_ring_after_the_watcher_has_gone() -> None:
-    table = Timetable(1)
+    table = TimerTable(1)
     with seat_at(table) as seat:
-        slot = seat.take(5, 1, TEXT)
+        slot = seat.arm(5, 1, TEXT)
         table.close()
         with pytest.raises(RuntimeError, match="nobody watches timers any more: their server has stopped"):
-            seat.take(5, 1, TEXT)
-        seat.give(slot)
+            seat.arm(5, 1, TEXT)
+        seat.disarm(slot)
         seat.beat(1)
         assert len(seat.free) == SLOTS
 
@@ -557,19 +561,19 @@ def test_a_client_in_the_servers_own_process_is_told_that_it_has_stopped() -> No
         pass
 
 
-def test_a_watcher_that_is_late_is_rung(table: Timetable) -> None:
+def test_a_watcher_that_is_late_is_rung(table: TimerTable) -> None:
     with seat_at(table) as seat:
-        now = 5 * timetable.LATE
-        for published, late in ((now - timetable.LATE, False), (now - timetable.LATE - 1, True)):
+        now = 5 * layout.LATE
+        for published, late in ((now - layout.LATE, False), (now - layout.LATE - 1, True)):
             table.publish(published)
-            seat.give(seat.take(now + 10, 10, TEXT))
+            seat.disarm(seat.arm(now + 10, 10, TEXT))
             assert rung(table) == late
 
 
 def test_a_heartbeat_rings_if_it_is_the_earliest_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     moment = 1000
     monkeypatch.setattr(clock, "now_ns", lambda: moment)
-    table = Timetable(1, hang=1e-6)
+    table = TimerTable(1, hang=1e-6)
     with contextlib.closing(table), seat_at(table) as seat:
         table.publish(3000)
         seat.beat(41)
@@ -582,34 +586,34 @@ def test_a_heartbeat_rings_if_it_is_the_earliest_deadline(monkeypatch: pytest.Mo
         moment = 1500
         seat.beat(42)
         assert not rung(table)
-        assert not table.still(timer)
+        assert not table.is_still_set(timer)
         assert table.look(2499) == ([], 2500)
 
 
 def test_a_scope_extends_the_heartbeat_and_its_end_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     moment = 1000
     monkeypatch.setattr(clock, "now_ns", lambda: moment)
-    table = Timetable(1, hang=1e-6)
+    table = TimerTable(1, hang=1e-6)
     with contextlib.closing(table), seat_at(table) as seat:
         seat.beat(1)
-        slot = seat.take(50_000, 49_000, TEXT)
+        slot = seat.arm(50_000, 49_000, TEXT)
         assert table.look(2000) == ([], 50_000)
         table.publish(50_000)
-        table.hear()
+        table.clear_bell()
         moment = 5000
-        seat.give(slot)
+        seat.disarm(slot)
         assert rung(table), "it hangs from 6000 on, and nobody would look before 50000"
         assert table.look(5999) == ([], 6000)
         (late,) = due(table, 6000)
         assert late.slot == 0
         moment = 7000  # it enters a scope without a beat: that may take longer, too
-        seat.take(90_000, 83_000, TEXT)
-        assert not table.still(late)
+        seat.arm(90_000, 83_000, TEXT)
+        assert not table.is_still_set(late)
 
 
 @pytest.mark.parametrize("hang", [1e30, 1e10, float(sys.maxsize)])
 def test_a_heartbeat_that_nobody_will_live_to_miss(hang: float) -> None:
-    table = Timetable(1, hang)
+    table = TimerTable(1, hang)
     with contextlib.closing(table), seat_at(table) as seat:
         seat.beat(1)
         over, then = table.look(clock.now_ns())
@@ -617,12 +621,12 @@ def test_a_heartbeat_that_nobody_will_live_to_miss(hang: float) -> None:
         assert then <= NEVER
 
 
-def of_ranks(hang: float = 1e-6) -> Timetable:
+def of_ranks(hang: float = 1e-6) -> TimerTable:
     """One whose heartbeats are those of ranks."""
-    return Timetable(8, hang, by_rank=True)
+    return TimerTable(8, hang, by_rank=True)
 
 
-def at_the_table(table: Timetable, rank: int, work: Callable[[Seat], object]) -> Child:
+def at_the_table(table: TimerTable, rank: int, work: Callable[[Seat], object]) -> Child:
     """A process that has a seat, and does something with it."""
 
     def sit(child: Child) -> None:
@@ -642,19 +646,19 @@ def test_a_heartbeat_is_its_ranks_and_so_is_every_scope(monkeypatch: pytest.Monk
         seat.beat(1)
         timer = Timer(0, 0, 2000, 1000, 0, "heartbeat", "")
         assert table.look(2000)[0] == [(0, 0, 2000)]
-        assert table.still(timer)
+        assert table.is_still_set(timer)
         moment = 1500
         with at_the_table(table, 0, lambda other: other.beat(1)), at_the_table(table, 1, lambda other: other.beat(9)):
             assert table.look(2000)[0] == []
-            assert not table.still(timer), "its rank has beaten, by another process"
+            assert not table.is_still_set(timer), "its rank has beaten, by another process"
             assert table.look(2500)[0] == [(0, 0, 2500), (1, 0, 2500), (2, 0, 2500)]
-        with at_the_table(table, 0, lambda other: other.take(90_000, 80_000, TEXT)) as parent:
+        with at_the_table(table, 0, lambda other: other.arm(90_000, 80_000, TEXT)) as parent:
             assert [key for key in table.look(60_000)[0] if key[0] == 0] == []
-            assert not table.still(Timer(0, 0, 2500, 1000, 0, "heartbeat", ""))
+            assert not table.is_still_set(Timer(0, 0, 2500, 1000, 0, "heartbeat", ""))
             parent.end()
             (key,) = [key for key in table.look(60_000)[0] if key[0] == 0]
             assert key == (0, 0, 2500), "a scope of the dead puts nothing off"
-            assert table.still(Timer(0, 0, 2500, 1000, 0, "heartbeat", ""))
+            assert table.is_still_set(Timer(0, 0, 2500, 1000, 0, "heartbeat", ""))
 
 
 def test_a_scope_of_another_process_is_looked_at_again_for_it_may_die(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -663,7 +667,7 @@ def test_a_scope_of_another_process_is_looked_at_again_for_it_may_die(monkeypatc
     table = of_ranks()
     with contextlib.closing(table), seat_at(table, 0) as seat:
         seat.beat(1)
-        with at_the_table(table, 0, lambda other: other.take(90_000, 80_000, TEXT)):
+        with at_the_table(table, 0, lambda other: other.arm(90_000, 80_000, TEXT)):
             assert table.look(5000) == ([], 6000)
 
 
@@ -676,24 +680,24 @@ def test_who_rests_is_not_expected_until_its_next_beat(monkeypatch: pytest.Monke
         assert table.look(ALL) == ([], NEVER)
         seat.beat(7)
         timer = Timer(0, 0, 2000, 1000, 0, "heartbeat", "", 7)
-        assert table.still(timer)
+        assert table.is_still_set(timer)
         assert seat.rest()
         assert not seat.rest()
         assert table.look(ALL) == ([], NEVER)
-        assert not table.still(timer)
+        assert not table.is_still_set(timer)
         assert table.resting() == {os.getpid()}
         table.publish(NEVER)
-        table.hear()
-        slot = seat.take(50_000, 49_000, TEXT)
-        seat.give(slot)  # whose end is a beat to those who send any, and ends no rest
+        table.clear_bell()
+        slot = seat.arm(50_000, 49_000, TEXT)
+        seat.disarm(slot)  # whose end is a beat to those who send any, and ends no rest
         assert table.look(ALL) == ([], NEVER)
         table.publish(NEVER)
-        table.hear()
+        table.clear_bell()
         seat.beat(8)
         assert rung(table), "nobody would look"
         assert table.look(2000)[0] == [(0, 0, 2000)]
         assert table.resting() == set()
-        seat.give_up()
+        seat.give_up_beats()
         assert table.look(ALL) == ([], NEVER)
         assert table.resting() == set()
 
@@ -733,13 +737,13 @@ class Opcodes:
 def test_another_timer_that_is_set_at_any_moment_of_a_write_hides_none() -> None:
     """Nested as by a signal handler in the same thread; another thread may go on at the same places."""
     for at in range(1, 1000):
-        table = Timetable(1)
+        table = TimerTable(1)
         with contextlib.closing(table), seat_at(table) as seat:
             for _ in range(3):
-                seat.take(1000, 1, TEXT)
+                seat.arm(1000, 1, TEXT)
             inner: list[int] = []
-            with Opcodes(Seat.write, at, lambda: inner.extend(seat.take(2, 1, TEXT) for _ in range(70))) as opcodes:  # noqa: B023 - called at once
-                outer = seat.take(1, 1, TEXT)
+            with Opcodes(Seat.write_text, at, lambda: inner.extend(seat.arm(2, 1, TEXT) for _ in range(70))) as opcodes:  # noqa: B023 - called at once
+                outer = seat.arm(1, 1, TEXT)
             assert {slot for _, slot, _ in table.look(10)[0]} == {outer, *inner}, at
         if opcodes.left > 0:
             assert at > 10, "no instruction was ever seen"
@@ -747,7 +751,7 @@ def test_another_timer_that_is_set_at_any_moment_of_a_write_hides_none() -> None
     pytest.fail("it has no end")
 
 
-def test_many_threads_set_timers_and_each_is_seen(table: Timetable) -> None:
+def test_many_threads_set_timers_and_each_is_seen(table: TimerTable) -> None:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -758,7 +762,7 @@ def test_many_threads_set_timers_and_each_is_seen(table: Timetable) -> None:
                 def work() -> None:
                     barrier.wait()  # noqa: B023 - joined below
                     for number in range(100):
-                        seat.take(1, 1, encode(f"{number}", ""))
+                        seat.arm(1, 1, encode(f"{number}", ""))
 
                 threads = [threading.Thread(target=work) for _ in range(8)]
                 for thread in threads:
@@ -772,11 +776,11 @@ def test_many_threads_set_timers_and_each_is_seen(table: Timetable) -> None:
 
 @pytest.mark.parametrize("seats", [1, 16, 17, 16384, 20000])
 def test_every_seat_is_looked_at(seats: int) -> None:
-    table = Timetable(seats)
+    table = TimerTable(seats)
     with contextlib.closing(table):
         for rank in sorted({0, seats // 2, seats - 1}):
             with seat_at(table, rank) as seat:
-                slots = [seat.take(5, 1, TEXT) for _ in range(SLOTS)]
+                slots = [seat.arm(5, 1, TEXT) for _ in range(SLOTS)]
                 assert table.look(5)[0] == [(rank, slot, 5) for slot in slots]
         assert os.fstat(table.descriptors[0]).st_blocks * 512 < 4 << 20, "what nobody sits in takes no memory"
 
@@ -786,7 +790,7 @@ def test_a_large_table_takes_no_address_space() -> None:
         return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
     before = size()
-    with contextlib.closing(Timetable(16384)):
+    with contextlib.closing(TimerTable(16384)):
         assert size() - before < 8 << 20
 
 
@@ -794,14 +798,15 @@ LIMITED = """
 import resource, signal, sys
 signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
-from phalanx._timers.timetable import Seat, Timetable
+from phalanx._timers.client import Seat
+from phalanx._timers.table import TimerTable
 try:
-    table = Timetable(16384)
+    table = TimerTable(16384)
 except OSError as error:
     print(error)
 else:
     with Seat(f"{table.address}:5000") as seat:
-        seat.take(5, 1, b"load")
+        seat.arm(5, 1, b"load")
         print(table.seats, len(table.look(5)[0]))
 """
 
@@ -848,35 +853,35 @@ def test_any_bytes_can_be_read(data: bytes) -> None:
 @given(data=st.data())
 @settings(deadline=None, max_examples=60)
 def test_garbage_in_the_memory_is_no_danger(data: Any) -> None:
-    table = Timetable(3, hang=1.0, by_rank=data.draw(st.booleans()))
+    table = TimerTable(3, hang=1.0, by_rank=data.draw(st.booleans()))
     with contextlib.closing(table):
         head, memory = (8 + 3) * 8, table.descriptors[0]
         with seat_at(table, 0) as one, seat_at(table, 1):
             for number in range(3):
-                one.take(number, 1, TEXT)
+                one.arm(number, 1, TEXT)
             marks = st.one_of(st.integers(0, 7).map(lambda flag: 1 << 8 * flag), st.integers(-(1 << 63), NEVER))
             for seat in range(3):
                 table._words[8 + seat] = data.draw(marks)
             for _ in range(data.draw(st.integers(1, 6))):
                 what = data.draw(st.binary(min_size=1, max_size=64))
                 end = os.fstat(memory).st_size - len(what)
-                at = data.draw(st.integers(16, head) | st.integers(table._head, end))
+                at = data.draw(st.integers(16, head) | st.integers(table._head_size, end))
                 os.pwrite(memory, what, at)
             then = 0
             for now in (0, 1 << 40, ALL):
                 over, then = table.look(now)
                 assert then > now
                 for timer in filter(None, map(table.read, over)):
-                    table.still(timer)
+                    table.is_still_set(timer)
                     table.holder(timer.seat)
                     table.rank(timer.seat)
                     repr(timer)
             table.publish(then)
             news(table)
-            table.hear()
+            table.clear_bell()
 
 
-# --- the lookout, against a model
+# --- the scheduler, against a model
 
 
 class FakeLoop:
@@ -949,7 +954,7 @@ HANG = 40
 
 
 class Watching(RuleBasedStateMachine):
-    """Two clients, a lookout, and what should be seen: each expiry once, and at its very moment."""
+    """Two clients, a scheduler, and what should be seen: each expiry once, and at its very moment."""
 
     by_rank = False
 
@@ -958,7 +963,7 @@ class Watching(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.now = 1000 * MS
         self.patch.setattr(clock, "now_ns", lambda: self.now)
-        self.table = Timetable(2, HANG / 1000, by_rank=self.by_rank)
+        self.table = TimerTable(2, HANG / 1000, by_rank=self.by_rank)
         self.seats = [seat_at(self.table, 0)]
         # The kernel knows locks by process, and this is one: so the second client has its seat by hand.
         with pytest.MonkeyPatch.context() as patch:
@@ -973,11 +978,11 @@ class Watching(RuleBasedStateMachine):
         self.left: dict[int, int] = {}
         self.told: dict[tuple[int, int, int], int] = {}
         self.rearming: dict[tuple[int, int], int] = {}
-        self.lookout = Lookout(self.table, self.loop, self.on_expired)  # type: ignore[arg-type]  # a loop for this test
+        self.scheduler = TimerScheduler(self.table, self.loop, self.on_expired)  # type: ignore[arg-type]  # a loop for this test
 
     @initialize()
     def open(self) -> None:
-        self.lookout.open()
+        self.scheduler.open()
         self.settle()
 
     def on_expired(self, timers: list[Timer]) -> None:
@@ -1027,7 +1032,7 @@ class Watching(RuleBasedStateMachine):
     @rule(seat=st.integers(0, 1), span=st.integers(0, 200))
     def take(self, seat: int, span: int) -> None:
         self.store()
-        slot = self.seats[seat].take(self.now + span * MS, span * MS, TEXT)
+        slot = self.seats[seat].arm(self.now + span * MS, span * MS, TEXT)
         self.running[seat, slot] = self.now + span * MS
         self.settle()
 
@@ -1037,7 +1042,7 @@ class Watching(RuleBasedStateMachine):
         self.store()
         seat, slot = data.draw(st.sampled_from(sorted(self.running)))
         del self.running[seat, slot]
-        self.seats[seat].give(slot)
+        self.seats[seat].disarm(slot)
         self.left[seat] = self.now
         if seat in self.beats:
             self.beats[seat] = self.now
@@ -1060,7 +1065,7 @@ class Watching(RuleBasedStateMachine):
     @rule(data=st.data(), span=st.integers(0, 60))
     def rearm(self, data: Any, span: int) -> None:
         seat, slot, deadline = key = data.draw(st.sampled_from(sorted(self.told)))
-        self.lookout.rearm(Timer(seat, slot, deadline, 0, 0, "", ""), self.now + span * MS)
+        self.scheduler.rearm(Timer(seat, slot, deadline, 0, 0, "", ""), self.now + span * MS)
         self.told[key] = self.now + span * MS
         self.settle()
 
@@ -1075,10 +1080,10 @@ class Watching(RuleBasedStateMachine):
     @invariant()
     def the_next_look_is_not_too_late(self) -> None:
         future = [deadline for deadline in self.running.values() if deadline > self.now]
-        assert self.table._words[timetable.HEAD_WAKE] <= min(future, default=NEVER)
+        assert self.table._words[layout.HEAD_WAKE] <= min(future, default=NEVER)
 
     def teardown(self) -> None:
-        self.lookout.close()
+        self.scheduler.close()
         for seat in self.seats:
             seat.close()
         self.table.close()
@@ -1096,39 +1101,39 @@ def test_the_lookout_sees_each_expiry_once_and_at_once(kind: type[Watching]) -> 
     run_state_machine_as_test(kind, settings=settings(max_examples=40, stateful_step_count=30, deadline=None))
 
 
-def test_what_is_set_while_the_lookout_says_when_it_looks_next_is_seen(table: Timetable) -> None:
+def test_what_is_set_while_the_lookout_says_when_it_looks_next_is_seen(table: TimerTable) -> None:
     """The client still reads the old moment, which is earlier, and so does not ring."""
     loop = FakeLoop()
     now = clock.now_ns()
     due = now + 3600 * clock.NS
-    lookout = Lookout(table, loop, pytest.fail)  # type: ignore[arg-type]  # as above
+    scheduler = TimerScheduler(table, loop, pytest.fail)  # type: ignore[arg-type]  # as above
     publish = table.publish
     with seat_at(table) as seat, pytest.MonkeyPatch.context() as patch:
 
         def publish_late(moment: int) -> None:
             if not armed(table):
-                seat.take(due, due - now, TEXT)
+                seat.arm(due, due - now, TEXT)
             publish(moment)
 
         publish(now)
         patch.setattr(table, "publish", publish_late)
-        lookout.open()
+        scheduler.open()
         assert not rung(table)
         assert loop.next() == pytest.approx(due, abs=MS)
-        assert table._words[timetable.HEAD_WAKE] == due
-        lookout.close()
+        assert table._words[layout.HEAD_WAKE] == due
+        scheduler.close()
 
 
 class Watched:
-    """A lookout on a clock of its own, and what it has seen."""
+    """A scheduler on a clock of its own, and what it has seen."""
 
-    def __init__(self, table: Timetable, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, table: TimerTable, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000 * clock.NS
         monkeypatch.setattr(clock, "now_ns", lambda: self.now)
         self.loop = FakeLoop()
         self.seen: list[int] = []
-        self.lookout = Lookout(table, self.loop, self.on_expired)  # type: ignore[arg-type]  # as above
-        self.lookout.open()
+        self.scheduler = TimerScheduler(table, self.loop, self.on_expired)  # type: ignore[arg-type]  # as above
+        self.scheduler.open()
         self.loop.serve(self.now)
 
     def on_expired(self, timers: list[Timer]) -> None:
@@ -1136,7 +1141,7 @@ class Watched:
 
     def take(self, seat: Seat, seconds: float) -> int:
         span = int(seconds * clock.NS)
-        return seat.take(self.now + span, span, TEXT)
+        return seat.arm(self.now + span, span, TEXT)
 
     def pass_by(self, seconds: float, *, waiting: bool) -> None:
         """Time passes, in a wait until the next deadline, or in a callback of ours."""
@@ -1149,16 +1154,16 @@ class Watched:
 
 
 @pytest.fixture
-def watched(table: Timetable, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+def watched(table: TimerTable, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     it = Watched(table, monkeypatch)
     yield it
-    it.lookout.close()
+    it.scheduler.close()
 
 
-def test_who_was_stopped_with_the_lookout_has_its_time_once_more(table: Timetable, watched: Watched) -> None:
+def test_who_was_stopped_with_the_lookout_has_its_time_once_more(table: TimerTable, watched: Watched) -> None:
     with seat_at(table) as seat:
         slot = watched.take(seat, 50)
-        seat.give(watched.take(seat, 60))
+        seat.disarm(watched.take(seat, 60))
         watched.pass_by(0, waiting=True)
         for _ in range(3):  # however often that happens
             watched.pass_by(3600, waiting=True)
@@ -1168,7 +1173,7 @@ def test_who_was_stopped_with_the_lookout_has_its_time_once_more(table: Timetabl
         assert watched.seen == [slot]
 
 
-def test_a_deadline_is_put_off_by_what_a_short_pause_took(table: Timetable, watched: Watched) -> None:
+def test_a_deadline_is_put_off_by_what_a_short_pause_took(table: TimerTable, watched: Watched) -> None:
     with seat_at(table) as seat:
         slot = watched.take(seat, 50)
         watched.pass_by(0, waiting=True)
@@ -1182,7 +1187,7 @@ def test_a_deadline_is_put_off_by_what_a_short_pause_took(table: Timetable, watc
         assert watched.seen == [slot]
 
 
-def test_a_pause_that_ends_just_before_a_deadline_is_no_hang(table: Timetable, watched: Watched) -> None:
+def test_a_pause_that_ends_just_before_a_deadline_is_no_hang(table: TimerTable, watched: Watched) -> None:
     with seat_at(table) as seat:
         slot = watched.take(seat, 4)
         watched.pass_by(0, waiting=True)
@@ -1196,7 +1201,7 @@ def test_a_pause_that_ends_just_before_a_deadline_is_no_hang(table: Timetable, w
 
 
 @pytest.mark.parametrize("delay", [2.5, 0.5])
-def test_what_callbacks_of_ours_have_taken_is_nobodys_pause(delay: float, table: Timetable, watched: Watched) -> None:
+def test_what_callbacks_of_ours_have_taken_is_nobodys_pause(delay: float, table: TimerTable, watched: Watched) -> None:
     with seat_at(table) as seat:
         slot = watched.take(seat, 50)
         watched.pass_by(0, waiting=True)
@@ -1206,7 +1211,7 @@ def test_what_callbacks_of_ours_have_taken_is_nobodys_pause(delay: float, table:
 
 @pytest.mark.parametrize("delay, spared", [(0.04, False), (0.5, True), (30, True)])
 def test_what_was_set_just_before_we_were_stopped_has_rung_in_vain(
-    delay: float, spared: bool, table: Timetable, watched: Watched
+    delay: float, spared: bool, table: TimerTable, watched: Watched
 ) -> None:
     """No deadline was known then, so the wait was to last, and ends by the bell: it has not overrun."""
     began = watched.now
@@ -1225,7 +1230,7 @@ def test_what_was_set_just_before_we_were_stopped_has_rung_in_vain(
 def test_a_heartbeat_that_a_block_extends_is_put_off_by_what_that_block_has_lost(
     paused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = Timetable(2, hang=10, by_rank=True)
+    table = TimerTable(2, hang=10, by_rank=True)
     watched = Watched(table, monkeypatch)
     with seat_at(table) as seat:
         seat.beat(1)
@@ -1240,35 +1245,35 @@ def test_a_heartbeat_that_a_block_extends_is_put_off_by_what_that_block_has_lost
         if paused:
             watched.pass_by(590, waiting=True)
             assert sorted(watched.seen) == [0, FIRST]
-    watched.lookout.close()
+    watched.scheduler.close()
     table.close()
 
 
-def test_a_lookout_that_is_closed_is_quiet(table: Timetable) -> None:
+def test_a_lookout_that_is_closed_is_quiet(table: TimerTable) -> None:
     loop = FakeLoop()
     seen: list[Timer] = []
-    lookout = Lookout(table, loop, seen.extend)  # type: ignore[arg-type]  # as above
-    lookout.open()
-    lookout.close()
-    lookout.close()
+    scheduler = TimerScheduler(table, loop, seen.extend)  # type: ignore[arg-type]  # as above
+    scheduler.open()
+    scheduler.close()
+    scheduler.close()
     assert loop.watched == {}
     assert loop.next() is None
 
 
-def test_new_slots_are_told_once(table: Timetable) -> None:
+def test_new_slots_are_told_once(table: TimerTable) -> None:
     with seat_at(table) as seat:
         assert news(table) == []
-        slot = seat.take(5, 1, TEXT)
+        slot = seat.arm(5, 1, TEXT)
         assert news(table) == [(0, slot, 5)]
-        seat.give(slot)
-        seat.give(seat.take(6, 1, TEXT))
+        seat.disarm(slot)
+        seat.disarm(seat.arm(6, 1, TEXT))
         assert news(table) == []
-        seat.take(5, 1, TEXT)
-        seat.give(seat.take(5, 1, TEXT))
+        seat.arm(5, 1, TEXT)
+        seat.disarm(seat.arm(5, 1, TEXT))
         assert news(table) == []  # it has gone already
 
 
-def test_what_a_later_holder_of_a_seat_sets_is_new_again(table: Timetable) -> None:
+def test_what_a_later_holder_of_a_seat_sets_is_new_again(table: TimerTable) -> None:
     for _ in range(2):
         with holder_of(table, "a") as child:
             assert [table.holder(seat) for seat, _slot, _deadline in news(table)] == [child.pid]
@@ -1286,19 +1291,19 @@ def noted(function: Callable[..., Any], name: str, calls: list[str]) -> Callable
 
 
 def test_many_that_expire_are_handed_over_a_few_in_a_turn_and_read_once(
-    table: Timetable, monkeypatch: pytest.MonkeyPatch
+    table: TimerTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = FakeLoop()
     lots: list[list[Timer]] = []
     asked: list[str] = []
     for name in ("look", "read"):
         monkeypatch.setattr(table, name, noted(getattr(table, name), name, asked))
-    lookout = Lookout(table, loop, lots.append)  # type: ignore[arg-type]  # as above
+    scheduler = TimerScheduler(table, loop, lots.append)  # type: ignore[arg-type]  # as above
     now = clock.now_ns()
     with seat_at(table) as seat:
         for number in range(SLOTS):
-            seat.take(now - number, 1, TEXT)
-        lookout.open()
+            seat.arm(now - number, 1, TEXT)
+        scheduler.open()
         assert len(lots) == 1, "others have their turn"
         loop.serve(clock.now_ns())
         assert {len(lot) for lot in lots} == {MOST}
@@ -1307,14 +1312,14 @@ def test_many_that_expire_are_handed_over_a_few_in_a_turn_and_read_once(
         assert asked.count("read") == 2 * SLOTS, "as new, and as expired"
         looks = asked.count("look")
         for timer in timers:
-            lookout.rearm(timer, clock.now_ns() + 3600 * clock.NS)
+            scheduler.rearm(timer, clock.now_ns() + 3600 * clock.NS)
         loop.serve(clock.now_ns())
         assert asked.count("look") == looks
         assert loop.next() == pytest.approx(clock.now_ns() + 3600 * clock.NS, abs=TIMEOUT * clock.NS)
-    lookout.close()
+    scheduler.close()
 
 
-def test_whose_timers_are_is_found_out_once_for_many(table: Timetable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whose_timers_are_is_found_out_once_for_many(table: TimerTable, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process below the worker, which is this one here, hangs in many blocks."""
     asked: list[str] = []
     told: list[tuple[object, ...]] = []
@@ -1326,7 +1331,7 @@ def test_whose_timers_are_is_found_out_once_for_many(table: Timetable, monkeypat
     def work(child: Child) -> None:
         with seat_at(table) as seat:
             for number in range(MOST):
-                seat.take(number + 1, 1, TEXT)
+                seat.arm(number + 1, 1, TEXT)
             child.say()
             child.wait()
 
@@ -1345,19 +1350,19 @@ def test_whose_timers_are_is_found_out_once_for_many(table: Timetable, monkeypat
         assert [len(message[-1]) for message in told] == [MOST] * 3  # type: ignore[arg-type]  # these are timers
         assert asked.count("ancestors") == 2
         assert asked.count("holder") == asked.count("pids") == 3
-        it.testified(1)
+        it.evidence_taken(1)
         assert struck == [(os.getpid(), signal.SIGTERM)] * MOST
         assert wait_gone([child.pid]) == set()
 
 
-def test_a_seat_that_names_a_process_outside_the_group_has_nobody_signalled(table: Timetable) -> None:
+def test_a_seat_that_names_a_process_outside_the_group_has_nobody_signalled(table: TimerTable) -> None:
     """A process that hung below the worker has ended, its number is another's, and the worker has written that down."""
     struck: list[tuple[int, int]] = []
 
     def work(child: Child) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         with seat_at(table, 5) as seat:
-            seat.take(1, 1, TEXT)
+            seat.arm(1, 1, TEXT)
             child.say()
             child.wait()
 
@@ -1365,7 +1370,7 @@ def test_a_seat_that_names_a_process_outside_the_group_has_nobody_signalled(tabl
         pids = {0: worker.pid}
         it = Escalation(table, [], FakeLoop(), lambda: pids, lambda *what: struck.append(what), lambda *_: None)  # type: ignore[arg-type]  # as above
         (timer,) = due(table)
-        it._strike([Hang(0, outsider.pid, False, timer)], signal.SIGTERM)
+        it._signal([Hang(0, outsider.pid, False, timer)], signal.SIGTERM)
         assert struck == [(worker.pid, signal.SIGTERM)]
         assert not procfs.signal_set(procfs.status(outsider.pid), "ShdPnd") & 1 << signal.SIGTERM - 1
 
@@ -1373,7 +1378,7 @@ def test_a_seat_that_names_a_process_outside_the_group_has_nobody_signalled(tabl
 @pytest.mark.parametrize("stopped", [True, False])
 @pytest.mark.parametrize("first", ["report", "terminate"])
 def test_a_step_is_put_off_for_who_was_stopped_with_us(
-    first: str, stopped: bool, table: Timetable, monkeypatch: pytest.MonkeyPatch
+    first: str, stopped: bool, table: TimerTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a report, and after a signal that it has survived, too."""
     now = 1000 * clock.NS
@@ -1382,12 +1387,12 @@ def test_a_step_is_put_off_for_who_was_stopped_with_us(
     told: list[str] = []
     loop = FakeLoop()
     with seat_at(table) as seat:
-        seat.take(now, 1, TEXT)
+        seat.arm(now, 1, TEXT)
         steps = [(first, 0.0), ("kill", 60.0)]
         pids = {0: os.getpid()}
         it = Escalation(table, steps, loop, lambda: pids, lambda *_: None, lambda what, *_: told.append(what))  # type: ignore[arg-type]  # as above
         it.open()
-        it.testified(1)
+        it.evidence_taken(1)
         assert told == ["armed", "expired", "hang", *(["struck"] if first == "terminate" else [])]
         began, now = now, now + 3600 * clock.NS
         loop.wait(began, (began + clock.NS) if stopped else NEVER, now)
@@ -1400,13 +1405,13 @@ def test_a_step_is_put_off_for_who_was_stopped_with_us(
     it.close()
 
 
-def test_a_step_waits_in_parts_so_that_a_pause_is_seen(table: Timetable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_waits_in_parts_so_that_a_pause_is_seen(table: TimerTable, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000 * clock.NS
     monkeypatch.setattr(clock, "now_ns", lambda: now)
     monkeypatch.setattr(clock, "now", lambda: now / clock.NS)
     loop = FakeLoop()
     with seat_at(table) as seat:
-        seat.take(now, 1, TEXT)
+        seat.arm(now, 1, TEXT)
         steps = [("report", 0.0), ("report", 80.0)]
         it = Escalation(table, steps, loop, lambda: {0: os.getpid()}, pytest.fail, lambda *_: None)  # type: ignore[arg-type]  # as above
         it.open()
@@ -1425,13 +1430,15 @@ def test_a_table_for_a_thousand_ranks_takes_next_to_no_address_space() -> None:
     """The file has 4.6 GB of holes, of which the watcher maps the head, and a worker its own seat."""
     code = (
         "import resource\n"
-        "from phalanx._timers import timetable; from phalanx._base import clock\n"
+        "from phalanx._base import clock; from phalanx._timers.client import Seat\n"
+        "from phalanx._timers.layout import encode\n"
+        "from phalanx._timers.table import TimerTable\n"
         "pages = int(open('/proc/self/statm').read().split()[0])\n"
         "limit = pages * resource.getpagesize() + (16 << 20)\n"
         "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
-        "table = timetable.Timetable(16384, 60.0, by_rank=True)\n"
-        "with timetable.Seat(table.address + ':1023') as seat:\n"
-        "    slot = seat.take(clock.now_ns() + 1, 1, timetable.encode('s', 'p'))\n"
+        "table = TimerTable(16384, 60.0, by_rank=True)\n"
+        "with Seat(table.address + ':1023') as seat:\n"
+        "    slot = seat.arm(clock.now_ns() + 1, 1, encode('s', 'p'))\n"
         "    assert len(table.look(clock.now_ns())[0]) == 1\n"
         "table.close()\n"
     )
@@ -1440,19 +1447,19 @@ def test_a_table_for_a_thousand_ranks_takes_next_to_no_address_space() -> None:
 
 
 def test_a_worker_that_fills_the_whole_table_is_told_of_in_bounded_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timetable, "_AT_A_TIME", 256)
-    with contextlib.closing(Timetable(64)) as table, Seat(f"{table.address}:63") as honest:
-        honest.take(5, 1, encode("honest", "p"))
+    monkeypatch.setattr(table_module, "_AT_A_TIME", 256)
+    with contextlib.closing(TimerTable(64)) as table, Seat(f"{table.address}:63") as honest:
+        honest.arm(5, 1, encode("honest", "p"))
         fd = table.descriptors[0]
-        os.pwrite(fd, b"\1" * 8, timetable._HEAD_USED * 8)
+        os.pwrite(fd, b"\1" * 8, layout.HEAD_USED * 8)
         for seat in range(63):
-            os.pwrite(fd, b"\1" * 8, (timetable._HEAD_MARKS + seat) * 8)
-            os.pwrite(fd, (1).to_bytes(8, sys.byteorder) * (FIRST + SLOTS), table._head + seat * timetable._SEAT_SIZE)
+            os.pwrite(fd, b"\1" * 8, (layout.HEAD_MARKS + seat) * 8)
+            os.pwrite(fd, (1).to_bytes(8, sys.byteorder) * (FIRST + SLOTS), table._head_size + seat * layout.SEAT_SIZE)
         due, then = table.look(10)
         assert len(due) == 63 * 4 + 1
         assert [key[2] for key in due if key[0] == 63] == [5]
         assert then <= 10 + clock.NS
-        assert len(table.news()) == 63 * 4 + 1
+        assert len(table.newly_armed()) == 63 * 4 + 1
         for seat in range(63):  # those that were told of are cleared: then there are the others
-            os.pwrite(fd, NEVER.to_bytes(8, sys.byteorder) * (FIRST + 4), table._head + seat * timetable._SEAT_SIZE)
+            os.pwrite(fd, NEVER.to_bytes(8, sys.byteorder) * (FIRST + 4), table._head_size + seat * layout.SEAT_SIZE)
         assert not set(due) - {due[-1]} & set(table.look(10)[0])

@@ -11,7 +11,7 @@ from phalanx._base import interpreter
 from phalanx._base.latch import Latch
 from phalanx._engine import silent_keeper, supervisor
 from phalanx._stacks import collect, snapshot
-from phalanx._timers import escalation, hang_report
+from phalanx._timers import escalation, hang_reporter
 from tests.helpers import TIMEOUT
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def wait_long_for_stacks(put: Callable[[object, str, object], object] = setattr)
     """
     put(snapshot, "WAIT", 10.0)
     put(collect.Collection.__init__, "__defaults__", (10.0,))
-    put(hang_report, "FINISH", 20.0)
+    put(hang_reporter, "FINISH", 20.0)
     tell_keepers(escalation, "EVIDENCE_WAIT", 15.0, put)
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from phalanx._engine.keeper.start_process import Spec
     from phalanx._logs.display import Shown
     from phalanx._logs.pump import Pump
-    from phalanx._timers.hang_report import HangReport
+    from phalanx._timers.hang_reporter import HangReporter
 
 START_WAIT = 300.0
 """Seconds in which the keeper has to get up and start all workers, on however slow a machine or file system."""
@@ -79,7 +79,7 @@ class Supervisor:
         self._spoken = SerialExecutor("phalanx-lines")
         self._pump: Pump | None = None
         self._shown: Shown | None = None
-        self._report: HangReport | None = None
+        self._report: HangReporter | None = None
         self._launch = Launch()
         self._loop = Loop()
         self._up = Latch()
@@ -139,7 +139,7 @@ class Supervisor:
         *,
         fork: bool = False,
         modules: Sequence[str] = (),
-        report: HangReport | None = None,
+        report: HangReporter | None = None,
     ) -> None:
         """Have all workers started: `wait_until_up` tells what came of it. Raises OSError, with none left.
 
@@ -565,7 +565,9 @@ class Supervisor:
             def testified() -> None:
                 self._loop.call(partial(self._tell, "testified", serial))
 
-        self._report.hear(verb, *arguments, workers=self.mirror.alive, ended=self.mirror.ended, testified=testified)
+        self._report.on_message(
+            verb, *arguments, workers=self.mirror.alive, ended=self.mirror.ended, evidence_taken=testified
+        )
 
     # --- wishes, and what is expected then
 
@@ -671,13 +673,13 @@ class Supervisor:
         self._asked.drain(SILENCE)
         self._dropped.drain(SILENCE)
         if self._report is not None:
-            from phalanx._timers import hang_report
+            from phalanx._timers import hang_reporter
 
             # What it has to say goes through the host's logging, which may not take it.
             aside = SerialExecutor("phalanx-report")
             if not aside.submit(self._report.finish):
                 self._report.finish()
-            aside.drain(2 * hang_report.FINISH + SILENCE)
+            aside.drain(2 * hang_reporter.FINISH + SILENCE)
             for rank, why in self._report.unwritten.items():
                 self.mirror.workers[rank].hang = why
             for rank, what in self._report.hung.items():

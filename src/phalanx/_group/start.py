@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from phalanx._outcomes.result import RunProcsResult
     from phalanx._placement.placement import Placement, WorkerBounds
     from phalanx._runs.recorder import Diary
-    from phalanx._timers.hang_report import HangReport
+    from phalanx._timers.hang_reporter import HangReporter
     from phalanx._timers.specs import TimerSpecs
 
 _CLOSED_EARLY = "the group %r was closed while it was starting"
@@ -248,7 +248,7 @@ class GroupStart(ABC):
         bounds = (logs.max_size, logs.keep, logs.compress)
         return (rank, os.fsencode(path), argv, env, *streams, fds, bounds, self._placed.get(rank))
 
-    def _watch(self, supervisor: Supervisor, undo: ExitStack) -> HangReport | None:
+    def _watch(self, supervisor: Supervisor, undo: ExitStack) -> HangReporter | None:
         """Make what reports on the workers' timers, if they are to be watched."""
         if self._timers is None:
             return None

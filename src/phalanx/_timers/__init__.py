@@ -1,1 +1,1 @@
-"""Deadlines in shared memory, and what follows when one expires."""
+"""Timers in shared memory: `scheduler` decides when one expires, `escalation` what happens then."""

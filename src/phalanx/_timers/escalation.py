@@ -1,8 +1,9 @@
-"""What a group does about a worker that hangs, step by step, as its owner wants it. Runs in the keeper.
+"""What follows when a worker's timer has expired: report, dump, SIGTERM, SIGKILL, in the steps that the owner chose.
 
-Owns the order of things once a timer has expired: whose it is, the steps and their delays, the signals to what hangs.
-Before a step that signals, the launcher is asked to take the stacks of all ranks, and is given `EVIDENCE_WAIT` for it:
-a launcher that is busy or stopped holds up no kill. Does not know how timers are set (`timetable`), and writes nothing.
+Runs in a group's keeper. `scheduler` decides when a timer has expired; this decides which rank it belongs to, when each
+step is due, and which processes are signalled. Before a step that signals, the launcher takes the stacks of all ranks;
+the keeper waits `EVIDENCE_WAIT` for that, so a launcher that is busy or stopped delays no kill. What the launcher
+reports and writes down is in `hang_reporter`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from phalanx._base import clock, linux
 from phalanx._base.process import Process, lineage
 from phalanx._base.suspension import wait_slice
 from phalanx._timers.hang import Hang
-from phalanx._timers.scheduler import Lookout
+from phalanx._timers.scheduler import TimerScheduler
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
     from phalanx._base.deadlines import Deadline
     from phalanx._base.loop import Loop
-    from phalanx._timers.timetable import Timer, Timetable
+    from phalanx._timers.table import TimerTable
+    from phalanx._timers.timer import Timer
 else:
     import _signal as signal  # the C half: `signal` builds enums for 3 ms
 
@@ -31,9 +33,9 @@ EVIDENCE_WAIT = 1.0
 
 _FOREVER = float("inf")
 
-_AGAIN = clock.NS  # nanoseconds after which somebody is looked up again who could not be
-_SHORTEST = clock.NS // 10  # nanoseconds until a timer that was reported is so again
-_SURVIVED = 1.0  # seconds from one look at what was sent a signal to the next
+_RETRY = clock.NS  # nanoseconds until a process is examined again that could not be
+_SHORTEST = clock.NS // 10  # nanoseconds until a timer that was reported can be reported again
+_SURVIVED = 1.0  # seconds between two checks whether a signalled process has left its block
 _SIGNALS = {"terminate": int(signal.SIGTERM), "kill": linux.SIGKILL}
 
 
@@ -41,93 +43,94 @@ class Escalation:
     """Watches one group's timers, in the keeper's loop.
 
     Args:
-        table: The group's; closed with this.
+        table: The group's table; closed with this.
         steps: What follows an expiry, in order: name and delay in seconds.
-        loop: What waits.
-        pids: Gives the live workers by rank; none once the group is being stopped.
-        send: Sends one worker, by its pid, a signal.
-        tell: Sends the launcher a message.
+        loop: The loop that waits.
+        pids: Returns the live workers' pids by rank; empty once the group is being stopped.
+        signal_worker: Sends one worker, by its pid, a signal.
+        send: Sends the launcher a message.
     """
 
     def __init__(
         self,
-        table: Timetable,
+        table: TimerTable,
         steps: Sequence[tuple[str, float]],
         loop: Loop,
         pids: Callable[[], dict[int, int]],
-        send: Callable[[int, int], None],
-        tell: Callable[..., object],
+        signal_worker: Callable[[int, int], None],
+        send: Callable[..., object],
     ) -> None:
         self._table = table
         self._steps = steps
         self._loop = loop
         self._pids = pids
+        self._signal_worker = signal_worker
         self._send = send
-        self._tell = tell
         self._refused: set[int] = set()
         self._serial = 0
-        self._asked: dict[int, tuple[int, list[Hang], Deadline | None]] = {}  # steps, until the launcher has testified
-        self._lookout = Lookout(table, loop, self._on_expired, self._on_seen)
+        # Steps for which the launcher takes evidence, by serial number.
+        self._requested: dict[int, tuple[int, list[Hang], Deadline | None]] = {}
+        self._scheduler = TimerScheduler(table, loop, self._on_expired, self._on_seen)
 
     def open(self) -> None:
-        """Begin."""
-        self._lookout.open()
+        """Start to watch."""
+        self._scheduler.open()
 
     def close(self) -> None:
-        """End, and let go of the table."""
-        self._lookout.close()
+        """Stop watching, and close the table."""
+        self._scheduler.close()
         self._table.close()
 
-    # --- who
+    # --- whose timers they are
 
     def _on_seen(self, timers: list[Timer]) -> None:
-        self._tell_of(self._whose(timers), "armed")
+        self._send_hangs(self._find_ranks(timers), "armed")
 
     def _on_expired(self, timers: list[Timer]) -> None:
-        hangs = self._silent(self._whose(timers))
-        self._tell_of(hangs, "expired")
+        hangs = self._without_excused(self._find_ranks(timers))
+        self._send_hangs(hangs, "expired")
         if hangs:
-            self._after(0, hangs)
+            self._schedule(0, hangs)
 
-    def _tell_of(self, hangs: list[Hang], *what: object) -> None:
-        """Say something of these, unless there are none. It fits a packet: of more than a few nobody ever speaks."""
+    def _send_hangs(self, hangs: list[Hang], *what: object) -> None:
+        """Send the launcher a message about these, if there are any. `MOST` of them fit into a packet."""
         if hangs:
-            self._tell(*what, clock.now_ns(), [hang.told for hang in hangs])
+            self._send(*what, clock.now_ns(), [hang.to_tuple() for hang in hangs])
 
-    def _silent(self, hangs: list[Hang]) -> list[Hang]:
-        """These, but for heartbeats that nobody expects: of who is below a process that rests, or a silent worker."""
-        workers = {hang.rank for hang in hangs if hang.own and not hang.timer.slot}
+    def _without_excused(self, hangs: list[Hang]) -> list[Hang]:
+        """Leave out heartbeats whose absence is excused: below a process that rests, or below a silent worker."""
+        workers = {hang.rank for hang in hangs if hang.is_worker and not hang.timer.slot}
         resting = self._resting(hangs)
-        silent = []
+        missing = []
         for hang in hangs:
             if not hang.timer.slot:
                 try:
-                    if (hang.rank in workers and not hang.own) or self._rests(hang, resting):
+                    if (hang.rank in workers and not hang.is_worker) or self._rests(hang, resting):
                         continue
-                except OSError:  # there is no descriptor left to find out
-                    self._lookout.rearm(hang.timer, clock.now_ns() + _AGAIN)
+                except OSError:  # no descriptor is left to find out
+                    self._scheduler.rearm(hang.timer, clock.now_ns() + _RETRY)
                     continue
-            silent.append(hang)
-        return silent
+            missing.append(hang)
+        return missing
 
     def _resting(self, hangs: list[Hang]) -> set[int]:
-        """The processes that rest, if any of these is a heartbeat: only then it is of interest."""
+        """Return the processes that rest; empty if none of these is a heartbeat: only then it matters."""
         return self._table.resting() if any(not hang.timer.slot for hang in hangs) else set()
 
     def _rests(self, hang: Hang, resting: set[int]) -> bool:
-        """Whether a heartbeat has been ended, by its process or by one above it. Raises OSError.
+        """Whether a heartbeat was suspended, by its process or by one above it. Raises OSError.
 
-        A process that has left its worker's tree (a double fork) is taken for one of the worker's.
+        A process that has left its worker's tree (a double fork) is covered by its worker.
         """
         if not resting:
             return False
         above = _ancestors(hang.pid)
-        if os.getpid() in above:  # from here on, nobody is of the group
+        if os.getpid() in above:  # from the keeper upwards, no process is of the group
             above = above[: above.index(os.getpid())]
         return not resting.isdisjoint((hang.pid, self._pids().get(hang.rank, 0), *above))
 
-    def _whose(self, timers: list[Timer]) -> list[Hang]:
-        """Those that belong to ranks of this group; none once they are about to be ended anyway."""
+    def _find_ranks(self, timers: list[Timer]) -> list[Hang]:
+        """Return the timers that belong to ranks of this group; none once the group is being stopped."""
         ranks = {pid: rank for rank, pid in self._pids().items()}
         if not ranks:
             return []
@@ -135,44 +138,44 @@ class Escalation:
         hangs = []
         for timer in timers:
             if timer.seat not in owners:
-                owners[timer.seat] = self._owner(timer, ranks)
+                owners[timer.seat] = self._find_owner(timer, ranks)
             owner = owners[timer.seat]
             if owner is None:
-                self._lookout.rearm(timer, clock.now_ns() + _AGAIN)
+                self._scheduler.rearm(timer, clock.now_ns() + _RETRY)
             elif owner[1]:
                 rank, holder = owner
                 hangs.append(Hang(rank, holder, holder in ranks, timer))
         return hangs
 
-    def _owner(self, timer: Timer, ranks: dict[int, int]) -> tuple[int, int] | None:
-        """The rank and the process that a timer belongs to; no process, if that is nobody of this group.
+    def _find_owner(self, timer: Timer, ranks: dict[int, int]) -> tuple[int, int] | None:
+        """Return the rank and the process that a timer belongs to; (-1, 0) if the process is not in this group.
 
-        None: there is no descriptor left to find out.
+        None: no descriptor is left to find out.
         """
         holder = self._table.holder(timer.seat)
         if holder in ranks:
             return ranks[holder], holder
-        if not holder:  # it has ended, and its timers with it
+        if not holder:  # the process has ended, and its timers with it
             return -1, 0
         try:
             above = _ancestors(holder)
         except OSError:
             return None
         rank = next((ranks[pid] for pid in above if pid in ranks), -1)
-        if rank < 0 and os.getpid() in above:  # an orphan, which we have adopted
+        if rank < 0 and os.getpid() in above:  # an orphan, adopted by the keeper
             claimed = self._table.rank(timer.seat)
             rank = claimed if claimed in ranks.values() else -1
         if rank >= 0:
             return rank, holder
         if holder not in self._refused:
             self._refused.add(holder)
-            self._tell("refused", holder, timer.scope, timer.place)
+            self._send("refused", holder, timer.scope, timer.location)
         return -1, 0
 
-    # --- what follows
+    # --- the steps
 
-    def _after(self, step: int, hangs: list[Hang]) -> None:
-        """Take step number ``step`` when its time comes. Who is stopped with us meanwhile has more time, as a timer."""
+    def _schedule(self, step: int, hangs: list[Hang]) -> None:
+        """Take step number ``step`` after its delay. As a timer's, the delay is extended if the keeper was stopped."""
         delay = self._steps[step][1]
         began = clock.now()
 
@@ -182,48 +185,49 @@ class Escalation:
             if left > 0:  # in parts, so that a pause is seen
                 self._loop.at(now + min(left, wait_slice(delay)), look)
             else:
-                self._take(step, hangs)
+                self._take_step(step, hangs)
 
         look()
 
-    def _take(self, step: int, hangs: list[Hang]) -> None:
-        hangs = self._still(hangs)
+    def _take_step(self, step: int, hangs: list[Hang]) -> None:
+        hangs = self._still_hung(hangs)
         if hangs:
-            self._ask(step, hangs)
+            self._request_evidence(step, hangs)
             if self._steps[step][0] not in _SIGNALS and step + 1 < len(self._steps):
-                self._after(step + 1, hangs)
+                self._schedule(step + 1, hangs)
 
-    def _ask(self, step: int, hangs: list[Hang]) -> None:
-        """Have the launcher take the evidence that belongs to a step, or say what there is to be said."""
+    def _request_evidence(self, step: int, hangs: list[Hang]) -> None:
+        """Have the launcher take the evidence that a step wants, and report the step."""
         name = self._steps[step][0]
         number = _SIGNALS.get(name, 0)
         self._serial += 1
         serial = self._serial
-        late = self._loop.after(EVIDENCE_WAIT, lambda: self.testified(serial)) if number else None
-        self._asked[serial] = (step, hangs, late)
-        self._tell_of(hangs, "hang", serial, name, number)
+        timeout = self._loop.after(EVIDENCE_WAIT, lambda: self.evidence_taken(serial)) if number else None
+        self._requested[serial] = (step, hangs, timeout)
+        self._send_hangs(hangs, "hang", serial, name, number)
 
-    def testified(self, serial: int) -> None:
-        """The launcher has the evidence of a step; or is too late with it, and the step is taken all the same."""
-        step, hangs, late = self._asked.pop(serial, (0, [], None))
-        if late is not None:
-            late.cancel()
+    def evidence_taken(self, serial: int) -> None:
+        """Finish the step of this serial number: the launcher has its evidence, or `EVIDENCE_WAIT` is over."""
+        step, hangs, timeout = self._requested.pop(serial, (0, [], None))
+        if timeout is not None:
+            timeout.cancel()
         last = step + 1 == len(self._steps)
         number = _SIGNALS.get(self._steps[step][0], 0)
-        if not number and not last:  # the next step looks who has left meanwhile; to say that here would say it twice
+        if not number and not last:  # the next step reports which blocks were left meanwhile
             return
-        hangs = self._still(hangs)
+        hangs = self._still_hung(hangs)
         if number:
-            self._strike(hangs, number)
+            self._signal(hangs, number)
             if number != linux.SIGKILL:
-                self._watch(step + 1, hangs, clock.now(), _FOREVER if last else self._steps[step + 1][1])
-        elif last:  # not before the launcher has dealt with it: one that is stopped for long is not told without end
-            self._arm_again(hangs)
+                self._watch_survivors(step + 1, hangs, clock.now(), _FOREVER if last else self._steps[step + 1][1])
+        elif last:  # not sooner: to a launcher that is stopped for long, reports are not sent without end
+            self._rearm(hangs)
 
-    def _watch(self, step: int, hangs: list[Hang], began: float, delay: float) -> None:
-        """Take step number ``step`` as `_after` does; until then, let those go that have survived a signal, and go on.
+    def _watch_survivors(self, step: int, hangs: list[Hang], began: float, delay: float) -> None:
+        """Take step number ``step`` as `_schedule` does; until then, drop processes that survive and leave their block.
 
-        What they have left their block by may end them yet: they have a second for that.
+        An exception that the signal has raised leaves the block at once, and may end the process a little later: so a
+        process is checked once a second, and not at once.
         """
 
         def due() -> float:
@@ -231,52 +235,52 @@ class Escalation:
 
         def look() -> None:
             if clock.now() >= due():
-                self._take(step, hangs)
+                self._take_step(step, hangs)
             else:
-                self._watch(step, self._still(hangs), began, delay)
+                self._watch_survivors(step, self._still_hung(hangs), began, delay)
 
         if hangs:
             self._loop.at(min(due(), clock.now() + _SURVIVED), look)
 
-    def _arm_again(self, hangs: list[Hang]) -> None:
-        """Have timers expire again, for as long as they were; should the worker go on meanwhile, say that."""
+    def _rearm(self, hangs: list[Hang]) -> None:
+        """Have timers expire again, after as long as they had; report if a worker goes on meanwhile."""
         now = clock.now_ns()
         spans: dict[int, list[Hang]] = {}
         for hang in hangs:
             spans.setdefault(max(hang.timer.span, _SHORTEST), []).append(hang)
         for span, those in spans.items():
             for hang in those:
-                self._lookout.rearm(hang.timer, now + span)
-            self._loop.after(span / clock.NS, lambda those=those: self._still(those))  # type: ignore[misc,arg-type]  # mypy has no type for it
+                self._scheduler.rearm(hang.timer, now + span)
+            self._loop.after(span / clock.NS, lambda those=those: self._still_hung(those))  # type: ignore[misc,arg-type]  # mypy has no type for it
 
-    def _still(self, hangs: list[Hang]) -> list[Hang]:
-        """Those that are where they were when their timers expired. What has left its block is let go."""
+    def _still_hung(self, hangs: list[Hang]) -> list[Hang]:
+        """Return those whose timers are still set. Reports those that have left their blocks."""
         pids = self._pids()
         holders = {seat: self._table.holder(seat) for seat in {hang.timer.seat for hang in hangs}}
         live = [hang for hang in hangs if hang.rank in pids and holders[hang.timer.seat] == hang.pid]
-        stuck = [hang for hang in live if self._table.still(hang.timer)]
+        stuck = [hang for hang in live if self._table.is_still_set(hang.timer)]
         resting = self._resting(stuck)
         stuck = [hang for hang in stuck if hang.timer.slot or not self._now_rests(hang, resting)]
-        self._tell_of([hang for hang in live if hang not in stuck], "left")
+        self._send_hangs([hang for hang in live if hang not in stuck], "left")
         return stuck
 
     def _now_rests(self, hang: Hang, resting: set[int]) -> bool:
-        """Whether a heartbeat has been ended since it was found missing."""
+        """Whether a heartbeat was suspended after it was found missing."""
         try:
             return self._rests(hang, resting)
-        except OSError:  # as far as is known, it was not
+        except OSError:  # no descriptor is left to find out: then it counts as missing
             return False
 
-    def _strike(self, hangs: list[Hang], number: int) -> None:
+    def _signal(self, hangs: list[Hang], number: int) -> None:
         pids = self._pids()
         for hang in hangs:
-            self._end(hang, pids[hang.rank], number)
-        self._tell_of(hangs, "struck", number)
+            self._signal_rank(hang, pids[hang.rank], number)
+        self._send_hangs(hangs, "struck", number)
 
-    def _end(self, hang: Hang, worker: int, number: int) -> None:
-        """Signal the worker; and the process below it that hangs, after it: it might get over its end, and succeed."""
-        process = None if hang.own else self._held(hang, worker)
-        self._send(worker, number)
+    def _signal_rank(self, hang: Hang, worker: int, number: int) -> None:
+        """Signal the worker, then the process below it that hangs: the worker might survive that one's end."""
+        process = None if hang.is_worker else self._open_below(hang, worker)
+        self._signal_worker(worker, number)
         if process is None:
             return
         with process:
@@ -287,22 +291,22 @@ class Escalation:
             except OSError:  # it has exited
                 pass
 
-    def _held(self, hang: Hang, worker: int) -> Process | None:
-        """Take hold of a process below a worker; None if it has gone, or no descriptor is left.
+    def _open_below(self, hang: Hang, worker: int) -> Process | None:
+        """Open the process below a worker that hangs; None if it has ended, or no descriptor is left.
 
-        What its seat says of it is not enough: a worker may have written there who has the number now. So it is looked
-        at who is above it, once it cannot come to be another.
+        The pid in its seat is not enough: a worker may have written there the pid of a process that has it now. So its
+        ancestors are read once it is open, when the pid cannot pass to another process.
         """
         try:
             process = Process(hang.pid)
         except OSError:
             return None
-        if self._owner(hang.timer, {worker: hang.rank}) == (hang.rank, hang.pid):
+        if self._find_owner(hang.timer, {worker: hang.rank}) == (hang.rank, hang.pid):
             return process
         process.close()
         return None
 
 
 def _ancestors(pid: int) -> list[int]:
-    """The processes above one, as far as they can be seen. Raises OSError when no descriptor is left to look."""
+    """Return the pids of a process's ancestors, as far as they can be read. Raises OSError if no descriptor is left."""
     return [stat.parent for stat in lineage(pid)]

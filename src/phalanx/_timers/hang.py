@@ -1,9 +1,9 @@
-"""One expired timer: whose it is, and what is to be said of it. A value that keeper and launcher share."""
+"""One expired timer of one rank, and its description in words. Keeper and launcher exchange it as a tuple."""
 
 from __future__ import annotations
 
 from phalanx._base import clock
-from phalanx._timers.timetable import Timer
+from phalanx._timers.timer import Timer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -16,49 +16,58 @@ class Hang:
     Args:
         rank: The local rank.
         pid: The process that set the timer.
-        own: Whether that is the worker, and not a process below it.
+        is_worker: Whether that is the worker itself, and not a process below it.
         timer: The timer.
     """
 
-    __slots__ = ("own", "pid", "rank", "timer")
+    __slots__ = ("is_worker", "pid", "rank", "timer")
 
-    def __init__(self, rank: int, pid: int, own: bool, timer: Timer) -> None:  # noqa: FBT001 - positional, as in `told`
+    def __init__(self, rank: int, pid: int, is_worker: bool, timer: Timer) -> None:  # noqa: FBT001 - positional, as in `to_tuple`
         self.rank = rank
         self.pid = pid
-        self.own = own
+        self.is_worker = is_worker
         self.timer = timer
 
     @classmethod
-    def of(cls, told: tuple[Any, ...]) -> Hang:
-        """What `told` was made of."""
-        rank, pid, own, *timer = told
-        return cls(rank, pid, own, Timer(*timer))
+    def from_tuple(cls, values: tuple[Any, ...]) -> Hang:
+        """Make a hang of what `to_tuple` returned."""
+        rank, pid, is_worker, *timer = values
+        return cls(rank, pid, is_worker, Timer(*timer))
 
-    @property
-    def told(self) -> tuple[Any, ...]:
-        """As plain values, for a message."""
+    def to_tuple(self) -> tuple[Any, ...]:
+        """Return plain values, for a message."""
         timer = self.timer
-        moments = (timer.deadline, timer.span, timer.thread)
-        return (self.rank, self.pid, self.own, timer.seat, timer.slot, *moments, timer.scope, timer.place, timer.step)
+        times = (timer.deadline, timer.span, timer.thread)
+        return (
+            self.rank,
+            self.pid,
+            self.is_worker,
+            timer.seat,
+            timer.slot,
+            *times,
+            timer.scope,
+            timer.location,
+            timer.step,
+        )
 
     @property
     def key(self) -> tuple[int, int, int, int]:
-        """What tells it from every other."""
+        """What distinguishes it from every other."""
         return self.rank, self.timer.seat, self.timer.slot, self.timer.deadline
 
-    def late(self, moment: int) -> float:
-        """Seconds beyond the deadline at a moment (CLOCK_MONOTONIC, nanoseconds)."""
+    def overdue(self, moment: int) -> float:
+        """Return the seconds from the deadline to a moment (CLOCK_MONOTONIC, nanoseconds)."""
         return (moment - self.timer.deadline) / clock.NS
 
     @property
-    def what(self) -> str:
+    def description(self) -> str:
         """What was not done in time, in words."""
         timer = self.timer
         span = f"within {timer.span / clock.NS:g} s" if timer.span > 0 else "in time"
-        who = "" if self.own else f", in process {self.pid} below the worker"
+        process = "" if self.is_worker else f", in process {self.pid} below the worker"
         if not timer.slot:
-            return f"no heartbeat for {timer.span / clock.NS:g} s (the last at step {timer.step}){who}"
+            return f"no heartbeat for {timer.span / clock.NS:g} s (the last at step {timer.step}){process}"
         if timer.scope:
-            place = f" ({timer.place})" if timer.place else ""
-            return f"{timer.scope!r}{place} was not left {span}{who}"
-        return f"the block at {timer.place} was not left {span}{who}"
+            location = f" ({timer.location})" if timer.location else ""
+            return f"{timer.scope!r}{location} was not left {span}{process}"
+        return f"the block at {timer.location} was not left {span}{process}"

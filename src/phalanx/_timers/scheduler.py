@@ -1,13 +1,14 @@
-"""Looks at a `Timetable` when there is something to see: at the next deadline, or when somebody rings; never else.
+"""Timers expire here: looks at a `TimerTable` at the next deadline, or when a client writes to its bell; never else.
 
-Owns when to look, and which expired timers are new. What is to be done about them, its owner knows.
+Owns when to look, which expired timers are new, and how long a deadline is postponed after the watching process itself
+was stopped. A group's keeper has one (`escalation` decides what follows there); a `SharedTimerServer` has another.
 """
 
 from __future__ import annotations
 
 from phalanx._base import clock
 from phalanx._base.suspension import SLACK
-from phalanx._timers.timetable import NEVER
+from phalanx._timers.layout import NEVER
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -16,31 +17,32 @@ if TYPE_CHECKING:
 
     from phalanx._base.deadlines import Deadline
     from phalanx._base.loop import Loop
-    from phalanx._timers.timetable import Key, Timer, Timetable
+    from phalanx._timers.table import TimerTable
+    from phalanx._timers.timer import Key, Timer
 else:
     from _collections import deque  # the C half, which the keeper has sooner
 
 MOST = 64
-"""The most timers that are handed over in one turn of the loop: others have their turn before the next ones."""
+"""The most timers that are passed on in one turn of the loop: other callbacks have their turn before the next ones."""
 
 _TURNS = 8
 
 
-class Lookout:
-    """Calls ``expired`` with timers whose deadline is over, each once. Everything happens in the loop's thread.
+class TimerScheduler:
+    """Calls ``expired`` with the timers whose deadline is over, each once, in the loop's thread.
 
-    A deadline is put off by the time in which we were not there, see `away`.
+    A deadline is postponed by the time in which this process could not run, see `suspension`.
 
     Args:
-        table: What to look at.
-        loop: What waits.
-        expired: Called with one timer or more, `MOST` at the most. It may `rearm` them.
-        seen: Called with timers in slots that were not in use before, `MOST` at the most.
+        table: The table to look at.
+        loop: The loop that waits.
+        expired: Called with one to `MOST` timers. It may `rearm` them.
+        seen: Called with one to `MOST` timers in slots that were not in use before.
     """
 
     def __init__(
         self,
-        table: Timetable,
+        table: TimerTable,
         loop: Loop,
         expired: Callable[[list[Timer]], None],
         seen: Callable[[list[Timer]], None] = lambda _timers: None,
@@ -49,21 +51,21 @@ class Lookout:
         self._loop = loop
         self._expired = expired
         self._seen = seen
-        self._later: dict[Key, int] = {}  # of expired timers that have not been cleared: when they count again
-        self._again: dict[Key, int] = {}  # and their deadlines, where somebody else has set them anew
-        self._new: deque[Key] = deque()  # to be handed over to `seen`
-        self._due: deque[Key] = deque()  # to be handed over to `expired`
-        self._busy = False  # whether there are more of them than one turn takes
+        self._later: dict[Key, int] = {}  # of expired timers that are still set: when they expire again
+        self._rearmed: dict[Key, int] = {}  # the deadlines that `rearm` has given them
+        self._new: deque[Key] = deque()  # to be passed to `seen`
+        self._due: deque[Key] = deque()  # to be passed to `expired`
+        self._busy = False  # whether one turn does not take all of them
         self._next: Deadline | None = None
-        self._planned = NEVER  # when that is, in nanoseconds
+        self._planned = NEVER  # the moment of the next look, in nanoseconds
 
     def open(self) -> None:
-        """Begin."""
-        self._loop.watch(self._table.fileno(), self._rung)
+        """Start to look."""
+        self._loop.watch(self._table.fileno(), self._on_bell)
         self._look()
 
     def close(self) -> None:
-        """Look no more. Idempotent."""
+        """Stop looking. Idempotent."""
         self._loop.forget(self._table.fileno())
         self._new.clear()
         self._due.clear()
@@ -72,21 +74,21 @@ class Lookout:
             self._next.cancel()
 
     def rearm(self, timer: Timer, moment: int) -> None:
-        """Have an expired timer expire again at ``moment`` (ns), should it not be cleared until then."""
-        self._again[timer.seat, timer.slot, timer.deadline] = moment
-        self._put_off((timer.seat, timer.slot, timer.deadline), moment)
+        """Have an expired timer expire again at ``moment`` (nanoseconds), unless it is disarmed before."""
+        self._rearmed[timer.seat, timer.slot, timer.deadline] = moment
+        self._postpone((timer.seat, timer.slot, timer.deadline), moment)
 
-    def _put_off(self, key: Key, moment: int) -> None:
+    def _postpone(self, key: Key, moment: int) -> None:
         self._later[key] = moment
         if moment < self._planned:
             self._plan(max(moment, clock.now_ns()))
 
-    def _rung(self, _events: int) -> None:
-        self._table.hear()
+    def _on_bell(self, _events: int) -> None:
+        self._table.clear_bell()
         self._look()
 
     def _plan(self, moment: int) -> None:
-        """Look at ``moment``, and not before, unless somebody rings."""
+        """Look at ``moment``, and not before, unless the bell is written to."""
         if self._next is not None:
             self._next.cancel()
         self._next = None if moment == NEVER else self._loop.at(moment / clock.NS, self._look)
@@ -94,7 +96,7 @@ class Lookout:
         self._planned = moment
 
     def _look(self) -> None:
-        if self._busy:  # then once all has been handed over; that comes late because of us, and of nobody else
+        if self._busy:  # the next look comes once all is passed on: that delay is ours, and postpones no deadline
             self._plan(NEVER)
             return
         now = clock.now_ns()
@@ -102,51 +104,58 @@ class Lookout:
         due, then = self._table.look(now)
         for turn in range(_TURNS):
             self._later = {key: self._later[key] for key in due if key in self._later}
-            self._again = {key: moment for key, moment in self._again.items() if key in self._later}
+            self._rearmed = {key: moment for key, moment in self._rearmed.items() if key in self._later}
             then = min([then, *(moment for moment in self._later.values() if moment > now)])
             self._table.publish(then)
             now = clock.now_ns()
-            due, again = self._table.look(now)
-            if again >= then:
+            due, earliest = self._table.look(now)
+            if earliest >= then:
                 break
-            then = again if turn + 1 < _TURNS else now  # who sets ever earlier deadlines must not keep us here
+            # A client that sets ever earlier deadlines must not keep this loop going.
+            then = earliest if turn + 1 < _TURNS else now
         self._plan(then)
         fresh = [key for key in due if self._later.get(key, 0) <= now]
-        fresh = [key for key in fresh if not self._spared(key, planned, now)]
+        fresh = [key for key in fresh if not self._postponed_by_pause(key, planned, now)]
         self._later.update(dict.fromkeys(fresh, NEVER))
-        self._new.extend(self._table.news())
+        self._new.extend(self._table.newly_armed())
         self._due.extend(sorted(fresh, key=_deadline))
-        self._hand_over()
+        self._pass_on()
 
-    def _spared(self, key: Key, planned: int, now: int) -> bool:
-        """Whether a timer that has expired gets more time, because we were not there. ``planned`` is this look."""
-        loop, deadline = self._loop, self._again.get(key, key[2])
-        in_vain = key[2] < planned and loop.waited_until - loop.waited_from > SLACK
-        timer = self._table.read(key) if loop.pauses or in_vain else None
+    def _postponed_by_pause(self, key: Key, planned: int, now: int) -> bool:
+        """Postpone an expired timer by the time in which this process could not run. Returns whether it did.
+
+        Args:
+            key: The timer.
+            planned: When this look was to be.
+            now: When it was.
+        """
+        loop, deadline = self._loop, self._rearmed.get(key, key[2])
+        unseen = key[2] < planned and loop.waited_until - loop.waited_from > SLACK
+        timer = self._table.read(key) if loop.pauses or unseen else None
         if timer is None:
             return False
         set_at = (deadline - timer.span) / clock.NS
-        if not timer.slot and deadline == key[2]:  # a heartbeat, which a long block may have put off
+        if not timer.slot and deadline == key[2]:  # a heartbeat, which a long block may have extended
             set_at = min(set_at, self._table.last_beat(timer.seat) / clock.NS)
         lost = loop.pauses.lost(set_at)
-        if in_vain:  # it was set for a moment before this look, so it has rung
+        if unseen:  # its deadline was before this look was planned, so its client has written to the bell
             lost = loop.pauses.owed(set_at, loop.waited_from, loop.waited_until)
         until = deadline + int(lost * clock.NS)
         if until > now:
-            self._put_off(key, until)
+            self._postpone(key, until)
         return until > now
 
-    def _hand_over(self) -> None:
-        """Tell of some timers; of the others in the next turn. After several turns there may be others to see."""
+    def _pass_on(self) -> None:
+        """Pass on some timers, and the others in the next turn. Look again once several turns have passed."""
         for keys, take in ((self._new, self._seen), (self._due, self._expired)):
             some = (self._table.read(keys.popleft()) for _ in range(min(len(keys), MOST)))
             timers = [timer for timer in some if timer is not None]
             if timers:
                 take(timers)
-        again, self._busy = self._busy, bool(self._new or self._due)
+        before, self._busy = self._busy, bool(self._new or self._due)
         if self._busy:
-            self._loop.call(self._hand_over)
-        elif again:
+            self._loop.call(self._pass_on)
+        elif before:
             self._look()
 
 

@@ -1,4 +1,4 @@
-"""What a group does about timers that expire. Owns the reading of it; who does it is the engine's business."""
+"""`TimerSpecs`: what follows when a timer of a group expires. Checks and reads it; `escalation` carries it out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 STEPS = ("report", "dump", "terminate", "kill")
-"""What can follow an expiry: say so; write the stacks of all ranks; SIGTERM; SIGKILL. In this order."""
+"""What can follow an expiry, in this order: a line, the stacks of all ranks in files, SIGTERM, SIGKILL."""
 
 
 class TimerSpecs(Value):
@@ -22,7 +22,7 @@ class TimerSpecs(Value):
             all ranks into ``<rank>/stacks-<n>.txt``), ``"terminate"`` (SIGTERM) and ``"kill"`` (SIGKILL). A
             string, ``"report,dump:5,terminate:10,kill:30"``, or a sequence of names and of pairs (name, seconds): the
             delay of a step counts from the step before, that of the first from the deadline. Each step but ``report``
-            takes the stacks first, unless a step before has. A worker that leaves the block between
+            takes the stacks first, unless a step before has taken them. A worker that leaves the block between
             two steps is let go. When the last step is ``report`` or ``dump``, the timer is armed again, for as long as
             it was. Default: ``"kill"``, at once.
         hang_timeout: Seconds (> 0) after a rank's last `beat` when it counts as hung, or None. The first beat arms it;
@@ -64,7 +64,7 @@ class TimerSpecs(Value):
 
 
 def read_steps(value: str | Sequence[str | tuple[str, float]]) -> tuple[tuple[str, float], ...]:
-    """What ``on_expiry`` says. Raises TypeError, ValueError.
+    """Parse ``on_expiry`` into names and delays in seconds. Raises TypeError, ValueError.
 
     >>> read_steps("dump")
     (('dump', 0.0),)

@@ -12,11 +12,14 @@ if TYPE_CHECKING:
 
     from phalanx._timers.specs import TimerSpecs
     from phalanx.timer import debug_info_logging
-    from phalanx.timer._expires import NobodyWatchesError, beat, configure, expires, progress, rest
+    from phalanx.timer._beats import beat, progress, rest
+    from phalanx.timer._expires import configure, expires
     from phalanx.timer._file import FileTimerServer
     from phalanx.timer._file_client import FileTimerClient, FileTimerRequest
     from phalanx.timer._local import LocalTimerClient, LocalTimerServer
-    from phalanx.timer._server import RequestQueue, TimerClient, TimerRequest, TimerServer
+    from phalanx.timer._requests import RequestQueue, TimerClient, TimerRequest
+    from phalanx.timer._routing import NobodyWatchesError
+    from phalanx.timer._server import TimerServer
     from phalanx.timer._shared import SharedTimerClient, SharedTimerServer
     from phalanx.timer._stack_signal import move_stack_signal
 
@@ -26,21 +29,21 @@ _HOMES = {
     "FileTimerServer": "._file",
     "LocalTimerClient": "._local",
     "LocalTimerServer": "._local",
-    "NobodyWatchesError": "._expires",
-    "RequestQueue": "._server",
+    "NobodyWatchesError": "._routing",
+    "RequestQueue": "._requests",
     "SharedTimerClient": "._shared",
     "SharedTimerServer": "._shared",
-    "TimerClient": "._server",
-    "TimerRequest": "._server",
+    "TimerClient": "._requests",
+    "TimerRequest": "._requests",
     "TimerServer": "._server",
     "TimerSpecs": "phalanx._timers.specs",
-    "beat": "._expires",
+    "beat": "._beats",
     "configure": "._expires",
     "debug_info_logging": ".debug_info_logging",
     "expires": "._expires",
     "move_stack_signal": "._stack_signal",
-    "progress": "._expires",
-    "rest": "._expires",
+    "progress": "._beats",
+    "rest": "._beats",
 }
 
 __all__ = [
@@ -68,7 +71,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for, and nothing beside it: a worker that takes a timer pays for that alone."""
+    """Import the module of one name: a worker that sets a timer loads nothing else."""
     from importlib import import_module
 
     home = _HOMES.get(name)

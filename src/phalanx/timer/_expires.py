@@ -1,7 +1,7 @@
-"""What code that can hang uses: `expires`, `beat`, `progress`, `rest`; and `configure`, which says who is to watch.
+"""`expires`, a block that must be left in time, and `configure`, which chooses the client that gets the timers.
 
-Owns the worker's side of timers in general. How a client tells its server is the client's business; timers in shared
-memory alone are set from here, because what they cost is this module's cost.
+A timer that goes to shared memory is set from here, word by word: its cost is the cost of this module. Timers of other
+clients go through their ``acquire`` and ``release``. Where they go is found by `_routing`.
 """
 
 from __future__ import annotations
@@ -9,30 +9,22 @@ from __future__ import annotations
 import math
 import os
 import sys
-from _thread import RLock, get_ident
+from _thread import get_ident
 from contextlib import suppress
 
 from phalanx._base import clock
-from phalanx._timers import timetable
-from phalanx._timers.timetable import (
-    HEAD_WAKE,
-    LATE,
-    LONGEST,
-    NEVER,
-    SEAT_BEAT,
-    SEAT_REST,
-    SEAT_STEP,
-    SLOTS,
-    Seat,
-    encode,
-)
+from phalanx._timers.layout import HEAD_WAKE, LATE, LONGEST, NEVER, SLOTS, decode, encode
+from phalanx.timer import _routing
+from phalanx.timer._beats import move_beats
+from phalanx.timer._routing import MOST_KEPT, find_seat, seat_of, takes_deadlines
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, Self, TypeVar
 
-    from phalanx.timer._server import TimerClient
+    from phalanx._timers.client import Seat
+    from phalanx.timer._requests import TimerClient
 
     F = TypeVar("F", bound=Callable[..., Any])
 
@@ -41,21 +33,10 @@ _frame = sys._getframe  # noqa: SLF001 - the one way to a caller that does not c
 _NUMBERS = frozenset((int, float))
 _SPANS, _THREADS = SLOTS, 2 * SLOTS
 _MOST = LONGEST / 1e9  # seconds
-_PLACES = 4096  # lines of code, and scopes, whose names are kept ready
 
-_client: TimerClient | None = None
-_own: Seat | None = None  # at the table of the group
-_seat: Seat | None = None  # where timers go, unless they go to a client that knows scopes by their names
-_beating: Seat | None = None  # where heartbeats go
-_alone = False  # this process is in no group that has a table
-_hooked = False
-_lock = RLock()  # reentrant, for a signal handler that takes a timer while its own thread does
-_places: dict[tuple[int, int], tuple[object, str]] = {}  # a line of code, by its code object and place therein
+_locations: dict[tuple[int, int], tuple[object, str]] = {}  # by the id of a code object, and the instruction in it
 _texts: dict[tuple[str | None, str], bytes] = {}
-_ways: dict[type, str] = {}  # how clients of a class are told: one of these
-_BY_NAME, _BY_DEADLINE, _BY_SEAT = "acquire", "_acquire", "seat"
-_rests: list[rest] = []  # the blocks of that kind that are entered
-_running: dict[tuple[int, str], set[int]] = {}  # which numbers of a scope are taken, for clients that know names alone
+_running: dict[tuple[int, str], set[int]] = {}  # the numbers in use of a scope, for clients that know names alone
 
 
 def configure(timer_client: TimerClient | None) -> None:
@@ -70,40 +51,11 @@ def configure(timer_client: TimerClient | None) -> None:
     Raises:
         TypeError: It has no ``acquire`` and ``release``.
     """
-    global _client, _seat, _alone
     if timer_client is not None and not (hasattr(timer_client, "acquire") and hasattr(timer_client, "release")):
         msg = f"timer_client: expected a TimerClient, got {timer_client!r}"
         raise TypeError(msg)
-    _client, _seat, _alone = timer_client, None, False
-    _move_beats()
-
-
-def _move_beats() -> None:
-    """Have heartbeats that have begun go on where the configured client sends them. Its old seat expects none."""
-    global _beating  # noqa: PLW0603 - one for the process
-    with _lock:
-        before = _beating
-        if before is None:
-            return
-        try:
-            seat = _find() or _group_seat()
-        except (RuntimeError, ValueError):  # nobody is there who would take them
-            return
-        if seat is before:
-            return
-        step = before.words[SEAT_STEP]
-        if before.words[SEAT_BEAT] and not before.words[SEAT_REST]:
-            seat.beat(step)
-        else:
-            seat.rest()
-        _beating = seat
-        before.give_up()
-
-
-class NobodyWatchesError(RuntimeError):
-    """A timer was taken, and there is nobody to take it from."""
-
-    __module__ = "phalanx.timer"  # as people know it, in tracebacks and pickles
+    _routing.use(timer_client)
+    move_beats()
 
 
 class expires:  # noqa: N801 - used as a verb, as it is in torch
@@ -126,7 +78,7 @@ class expires:  # noqa: N801 - used as a verb, as it is in torch
     Raises:
         ValueError: ``after`` is 0, negative, infinite or not a number.
         TypeError: An argument is of the wrong type; or a generator function is decorated, whose body runs later.
-        RuntimeError: On entry: nobody has been configured, and the process is in no group that has timers; the server
+        RuntimeError: On entry: no client is configured, and the process is in no group that has timers; the server
             has stopped; 1024 timers run in this process; or this very object is entered already.
 
     >>> import phalanx.timer as timer
@@ -142,7 +94,7 @@ class expires:  # noqa: N801 - used as a verb, as it is in torch
     __slots__ = ("_after", "_client", "_held", "_named", "_scope", "_seat", "_span", "_text")
 
     def __init__(self, after: float, scope: str | None = None, client: TimerClient | None = None) -> None:
-        self._held = 0  # the slot that is to be given back
+        self._held = 0  # the slot that is to be disarmed
         self._named: tuple[TimerClient, str, int] | None = None  # or the name that is to be released
         if after.__class__ not in _NUMBERS or not (scope is None or isinstance(scope, str)):
             after = _checked(after, scope)
@@ -153,14 +105,14 @@ class expires:  # noqa: N801 - used as a verb, as it is in torch
         self._after = after
         self._scope = scope
         self._client = client
-        self._text = b""  # known already: that of a decorated function
+        self._text = b""  # that of a decorated function is known already
 
     def __enter__(self) -> Self:
         if self._held or self._named:
             raise RuntimeError("this very block is entered already; write `with expires(...)` for each")
-        seat = _seat if self._client is None else _seat_of(self._client)
+        seat = _routing.seat if self._client is None else seat_of(self._client)
         if seat is None:
-            seat = _find() if self._client is None else None
+            seat = find_seat() if self._client is None else None
             if seat is None:
                 self._acquire()
                 return self
@@ -168,38 +120,38 @@ class expires:  # noqa: N801 - used as a verb, as it is in torch
         if not text:
             frame = _frame(1)
             try:
-                text = _texts[self._scope, _places[id(frame.f_code), frame.f_lasti][1]]
+                text = _texts[self._scope, _locations[id(frame.f_code), frame.f_lasti][1]]
             except KeyError:
-                text = _text(self._scope, _place(frame))
+                text = _text(self._scope, _location(frame))
         try:
             slot = seat.free.pop()
         except IndexError:
             msg = f"{SLOTS} timers run in this process: that is the most"
             raise RuntimeError(msg) from None
         if seat.texts[slot] is not text:
-            seat.write(slot, text)
+            seat.write_text(slot, text)
         words, head, span = seat.words, seat.head, self._span
         words[slot + _SPANS] = span
         words[slot + _THREADS] = get_ident()
         self._seat = seat
         deadline = _now_ns() + span
-        # From here on no call is made, so that no signal handler can raise before `with` has taken the block over.
+        # From here on nothing is called, so no signal handler can raise before `with` has entered the block.
         self._held = slot
         words[slot] = deadline
         if not deadline - span - LATE <= head[HEAD_WAKE] <= deadline:
-            self._ring(seat)
+            self._wake_watcher(seat)
         return self
 
     def __exit__(self, *_: object) -> None:
         held = self._held
-        if held:  # as `Seat.give` does it
+        if held:  # as `Seat.disarm` does it
             self._held = 0
             seat = self._seat
             words = seat.words
             words[held] = NEVER
             seat.free.append(held)
             if seat.expected:
-                seat.left()
+                seat.record_block_end()
         elif self._named:
             self._release(*self._named)
 
@@ -220,11 +172,11 @@ class expires:  # noqa: N801 - used as a verb, as it is in torch
             msg = f"{function!r} is a generator: calling it runs nothing yet; write `with expires(...)` inside"
             raise TypeError(msg)
         code = getattr(function, "__code__", None)
-        place = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(function)
+        location = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(function)
 
         def block() -> expires:
             new = expires(self._after, self._scope, self._client)
-            new._text = _text(self._scope, place)
+            new._text = _text(self._scope, location)
             return new
 
         if iscoroutinefunction(function):
@@ -243,41 +195,40 @@ class expires:  # noqa: N801 - used as a verb, as it is in torch
 
         return decorated  # type: ignore[return-value]  # it has the signature of what it wraps
 
-    def _ring(self, seat: Seat) -> None:
+    def _wake_watcher(self, seat: Seat) -> None:
         try:
-            seat.ring()
+            seat.wake_watcher()
         except BaseException:  # the block is not entered
             self.__exit__()
             raise
 
     def _acquire(self) -> None:
-        """Tell a client that knows scopes by their names: the same name twice would be one timer."""
-        client = self._client or _client
+        """Take a timer from a client that knows scopes by name: under a name that no other timer of the process has."""
+        client = self._client or _routing.client
         assert client is not None
-        _hook()
-        place = timetable.decode(self._text)[1] if self._text else _place(_frame(2))
-        scope = self._scope or place
-        with _lock:
+        location = decode(self._text)[1] if self._text else _location(_frame(2))
+        scope = self._scope or location
+        with _routing.lock:
             numbers = _running.setdefault((id(client), scope), set())
             number = next(count for count in range(1, len(numbers) + 2) if count not in numbers)
             numbers.add(number)
         deadline = (_now_ns() + self._span) / 1e9
         self._named = client, scope, number
         try:
-            if _by_deadline(client):
+            if takes_deadlines(client):
                 client._acquire(_numbered(scope, number), deadline)  # type: ignore[attr-defined]  # noqa: SLF001 - as was just found
             else:
                 client.acquire(_numbered(scope, number), clock.wall() + self._after)
-        except BrokenPipeError:  # nobody is there
+        except BrokenPipeError:  # there is no server
             self._forget(client, scope, number)
             raise
-        except BaseException:  # perhaps a signal handler's, and the timer had been taken
+        except BaseException:  # perhaps a signal handler's, after the timer was taken
             with suppress(Exception):
                 self._release(client, scope, number)
             raise
 
     def _release(self, client: TimerClient, scope: str, number: int) -> None:
-        # What a signal handler raises leaves `_named` as it is: `__del__` releases again, which harms nobody.
+        # If a signal handler raises here, `_named` stays as it is, and `__del__` releases again, which is harmless.
         try:
             client.release(_numbered(scope, number))
         except BrokenPipeError:
@@ -287,7 +238,7 @@ class expires:  # noqa: N801 - used as a verb, as it is in torch
 
     def _forget(self, client: object, scope: str, number: int) -> None:
         self._named = None
-        with _lock:
+        with _routing.lock:
             numbers = _running.get((id(client), scope), set())
             numbers.discard(number)
             if not numbers:
@@ -299,7 +250,7 @@ def _numbered(scope: str, number: int) -> str:
 
 
 def _checked(after: Any, scope: Any) -> float:
-    """Look twice at what is no plain number (one of numpy's, say), or no plain scope. Raises TypeError."""
+    """Convert a number that is no int or float (one of numpy's, say), and check the scope. Raises TypeError."""
     if scope is not None and not isinstance(scope, str):
         msg = f"scope: expected a string, got {scope!r}"
         raise TypeError(msg)
@@ -312,232 +263,34 @@ def _checked(after: Any, scope: Any) -> float:
     raise TypeError(msg)
 
 
-def beat() -> None:
-    """Say that this rank is alive: call it once per step of the training loop. It costs a quarter of a microsecond.
-
-    With ``--hang-timeout SECONDS`` (`TimerSpecs.hang_timeout`), a rank whose last beat is older is hung. The first
-    beat arms it, so a start may take its time. An `expires` block in any process of the rank extends it, and the end of
-    the block counts as a beat. After the last step, call `rest`. In a process that is in no such group, it does
-    nothing. If the group's table cannot be opened, it says so once on stderr, and does nothing.
-    """
-    progress()
-
-
-def progress(step: int = 0) -> None:
-    """`beat`, and say which step this is: reports name the last one.
-
-    Args:
-        step: A number of 64 bits, as you count.
-    """
-    global _beating, _alone  # noqa: PLW0603 - one for the process
-    seat = _beating
-    if seat is None:
-        if _alone:
-            return
-        try:
-            seat = _beating = _find() or _group_seat()
-        except NobodyWatchesError:
-            _alone = True
-            return
-        except (RuntimeError, ValueError) as error:  # who beats asks for nothing, and is not to fail of it
-            _alone = True
-            from phalanx._base import std_streams
-
-            std_streams.write_stderr(f"phalanx: heartbeats of process {os.getpid()} are not watched: {error}\n")
-            return
-    seat.beat(step)
-    if seat is not _beating:  # another thread has configured another client meanwhile
-        seat.give_up()
-
-
-class rest:  # noqa: N801 - used as a verb, as `expires` is
-    """Suspend this process's heartbeat until its next `beat`: what comes now may take any time.
-
-    It is for an evaluation, an upload, or what runs after the last step. It covers the processes below this one as well
-    (loaders that are idle meanwhile), but neither its parents nor its siblings. `expires` blocks are still watched.
-
-    It is also a context manager, which can be used again. When the block is left, and heartbeats ran before, it beats
-    once, with the last step; of several blocks at once, the last one does.
-
-    At the end of a worker's program (its function has returned, its script is at its end, or either has called
-    ``sys.exit(0)``) the heartbeat is suspended by itself, so exit handlers and threads may take their time. After a
-    failure it is not.
-
-    In a process that is in no group, it does nothing. It never raises.
-
-    >>> with rest():
-    ...     pass
-    """
-
-    __slots__ = ("ran",)
-
-    ran: bool
-    """Whether it is this block's end that beats."""
-
-    def __init__(self) -> None:
-        self.ran = False
-        with _lock:
-            seat = _seat_for_beats()
-            if seat is not None:
-                self.ran = seat.rest()
-
-    def __enter__(self) -> Self:
-        with _lock:
-            seat = _seat_for_beats()
-            if seat is not None:
-                self.ran |= seat.rest()  # it may have been left before, or a heartbeat has come
-            _rests.append(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with _lock:
-            if not any(one is self for one in _rests):  # a fork of the process that entered it
-                return
-            _rests.remove(self)
-            ran, self.ran = self.ran, False
-            if ran and _rests:
-                _rests[-1].ran = True  # it goes on resting
-            elif ran and _beating is not None:
-                _beating.beat(_beating.words[SEAT_STEP])
-
-
-def _seat_for_beats() -> Seat | None:
-    """Where heartbeats go, or would go; None if nobody expects any."""
-    global _beating  # noqa: PLW0603 - one for the process
-    if _beating is None and not _alone:
-        try:
-            _beating = _find() or _group_seat()
-        except Exception:  # noqa: BLE001 - a beat would say why; a client of the user's may raise anything
-            return None
-    return _beating
-
-
-def _find() -> Seat | None:
-    """Where timers go: the configured client's seat, or that at the table of this process's group.
-
-    None stands for a configured client that has none. Raises RuntimeError when nobody watches.
-    """
-    global _seat  # noqa: PLW0603 - one for the process
-    _hook()
-    if _client is None:
-        _seat = _group_seat()
-        return _seat
-    _seat = _seat_of(_client)
-    return _seat
-
-
-def _seat_of(client: TimerClient) -> Seat | None:
-    way = _ways.get(client.__class__) or _way(client.__class__)
-    if way is _BY_SEAT:
-        own = client.__dict__
-        if "acquire" not in own and "release" not in own and "_acquire" not in own:
-            seat = client.seat  # type: ignore[attr-defined]  # as was found
-            return seat if isinstance(seat, Seat) else None
-    return None
-
-
-def _by_deadline(client: TimerClient) -> bool:
-    """Whether ``_acquire``, by the monotonic clock, may stand in for a client's ``acquire``."""
-    way = _ways.get(client.__class__) or _way(client.__class__)
-    if way is _BY_NAME:
-        return False
-    own = client.__dict__
-    return "acquire" not in own or "_acquire" in own
-
-
-def _way(kind: type) -> str:
-    """How clients of a class are told.
-
-    A class that overrides a method below the one that gave the short way wants to be asked, and so does an object. The
-    short ways are those of our own clients: what others call by these names is another matter.
-    """
-    server = sys.modules.get("phalanx.timer._server")
-    order = kind.__mro__
-
-    def giver(name: str) -> int:
-        """The class that gives a name: the higher the number, the farther from ``kind``. None does: beyond them all."""
-        return next((number for number, each in enumerate(order) if name in each.__dict__), len(order))
-
-    acquire, seat = giver("_acquire"), giver("seat")
-    if server is None or server.TimerClient not in order or not acquire <= giver("acquire") < len(order):
-        way = _BY_NAME
-    elif seat <= min(acquire, giver("acquire"), giver("release")):
-        way = _BY_SEAT
-    else:
-        way = _BY_DEADLINE
-    if len(_ways) >= _PLACES:
-        _ways.clear()
-    _ways[kind] = way
-    return way
-
-
-def _group_seat() -> Seat:
-    """The seat at the table of this process's group, taken once. Raises NobodyWatchesError, RuntimeError."""
-    global _own  # noqa: PLW0603 - one for the process
-    address = os.environ.get(timetable.ENV)
-    if not address:
-        raise NobodyWatchesError(
-            "nobody watches timers: call phalanx.timer.configure(client) first, or run under `phalanx run`, or in a "
-            "group that was started with timers=TimerSpecs()"
-        )
-    with _lock:
-        if _own is None:
-            try:
-                _own = timetable.Seat(address)
-            except OSError as error:
-                raise RuntimeError(error.strerror) from error
-            _show_stacks()
-        return _own
-
-
-def _show_stacks() -> None:
-    """Have this process show its stacks, unless it does: it may be one below the worker (`sh run.sh`, a loader)."""
-    from phalanx._base import linux
-    from phalanx._evidence.error_file import ERROR_FILE_ENV
-    from phalanx._evidence.stack_signals import offer_stacks, offers_stacks
-
-    path = os.environ.get(ERROR_FILE_ENV)
-    if path and not offers_stacks(path):
-        offer_stacks(path)
-        linux.allow_ptrace()
-
-
-def _hook() -> None:
-    global _hooked  # noqa: PLW0603 - one for the process
-    if not _hooked:
-        _hooked = True
-        os.register_at_fork(after_in_child=_start_anew)
-
-
-def _place(frame: Any) -> str:
-    """The file and line that a frame stands at; not those of an `ExitStack`, but of its user."""
+def _location(frame: Any) -> str:
+    """Return the file and line that a frame is at; instead of those of an `ExitStack`, those of its caller."""
     contexts = getattr(sys.modules.get("contextlib"), "__file__", None)
     while frame.f_code.co_filename == contexts and frame.f_back is not None:
         frame = frame.f_back
     code = frame.f_code
     key = (id(code), frame.f_lasti)
-    known = _places.get(key)
+    known = _locations.get(key)
     if known is None:
-        if len(_places) >= _PLACES:
-            _places.clear()
-        known = _places[key] = (code, f"{code.co_filename}:{frame.f_lineno}")  # the code is kept, and so is its id
+        if len(_locations) >= MOST_KEPT:
+            _locations.clear()
+        # The code is kept, so its id is not reused.
+        known = _locations[key] = (code, f"{code.co_filename}:{frame.f_lineno}")
     return known[1]
 
 
-def _text(scope: str | None, place: str) -> bytes:
-    text = _texts.get((scope, place))
+def _text(scope: str | None, location: str) -> bytes:
+    text = _texts.get((scope, location))
     if text is None:
-        if len(_texts) >= _PLACES:
+        if len(_texts) >= MOST_KEPT:
             _texts.clear()
-        text = _texts[scope, place] = encode(scope or "", place)
+        text = _texts[scope, location] = encode(scope or "", location)
     return text
 
 
 def _start_anew() -> None:
-    """After a fork, in the child: no timer of its parent's is its own, and it takes a seat of its own."""
-    global _own, _seat, _beating, _lock, _alone  # noqa: PLW0603 - as above
-    _lock = RLock()
-    _own = _seat = _beating = None
-    _alone = False
+    """After a fork, in the child: forget the parent's timers."""
     _running.clear()
-    _rests.clear()
+
+
+os.register_at_fork(after_in_child=_start_anew)

@@ -1,13 +1,13 @@
-"""Timers over a named pipe: the server.
+"""`FileTimerServer`: watches timers that processes set through a named pipe.
 
-Owns the thread that waits for requests and deadlines, the table of timers, and what follows when one expires. It
-refuses to know how a process is told from another and how it is struck (`_victim`), and what the pipe is (`_pipe`).
+Owns the thread that waits for requests and deadlines, the timers, and when one expires. The pipe is `_pipe`'s, its
+lines are `_request_parser`'s; how a process is identified, reported and signalled is `_victim`'s.
 
 The thread sleeps until the earliest deadline or the next request, whichever comes first; there is no tick.
 """
 
-# ruff: noqa: SLF001 - what a request of this package knows beyond the original's fields is for the package alone
-# ruff: noqa: BLE001 - what a callback or the evidence raises must not end the watch
+# ruff: noqa: SLF001 - what this package adds to the original's fields of a request is for the package alone
+# ruff: noqa: BLE001 - what a callback or the evidence raises must not end the server
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ import threading
 
 from phalanx._base import clock
 from phalanx._base.loop import Loop
-from phalanx.timer import _forks, _pipe
+from phalanx.timer import _forks, _pipe, debug_info_logging
 from phalanx.timer._file_client import FileTimerClient, FileTimerRequest
 from phalanx.timer._held import MOST, Held
-from phalanx.timer._victim import Exited, Refused, Unknown, Victim, hang_of
+from phalanx.timer._progress import Progress
+from phalanx.timer._request_parser import RequestParser
+from phalanx.timer._victim import ExitedError, RefusedError, UnknownError, Victim, hang_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -34,9 +36,9 @@ __all__ = ["FileTimerClient", "FileTimerRequest", "FileTimerServer"]
 _log = logging.getLogger("phalanx.timer")
 
 _READ = 1 << 16  # bytes at a time: few enough that no deadline waits for long
-_DRAIN = 16  # reads at the most before timers are judged: what the pipe holds
+_DRAIN = 16  # the most reads before timers expire: the pipe holds no more
 _STOP_WITHIN = 10.0
-_AGAIN = 1.0  # seconds after which somebody is looked at again who could not be
+_RETRY = 1.0  # seconds until a process is examined again that could not be
 
 
 class FileTimerServer:
@@ -94,17 +96,15 @@ class FileTimerServer:
         self._thread: threading.Thread | None = None
         self._loop: Loop | None = None
         self._pipe = -1
-        self._lines = _pipe.Lines()
-        self._mid_line = False  # the next line may lack its beginning
         self._complaints = _pipe.Complaints()
+        self._parser = RequestParser(self._complaints)
         self._victims: dict[int, Victim] = {}
-        self._armed = math.inf  # the moment for which the loop has been told to wake us
+        self._armed = math.inf  # the moment for which the loop has a deadline
         self._due: dict[int, list[FileTimerRequest]] = {}
-        self._resting = False  # the thread waits, and has nothing else to do
-        self._progress = clock.now()
+        self._progress = Progress()
 
     def start(self) -> None:
-        """Open the pipe and watch. When this returns, clients can use it. One that runs already goes on.
+        """Open the pipe and start to watch. When this returns, clients can use it. Idempotent.
 
         Raises:
             OSError: The path is a symbolic link, no FIFO, another user's, open to others, or served by a live server;
@@ -112,15 +112,16 @@ class FileTimerServer:
         """
         if self._thread is not None and self._thread.is_alive():
             return
-        pipe, self._mid_line = _pipe.create(self._file_path)
+        pipe, taken_over = _pipe.create(self._file_path)
         loop = Loop()
         try:
-            self._lines, self._complaints = _pipe.Lines(), _pipe.Complaints()
+            self._complaints = _pipe.Complaints()
+            self._parser = RequestParser(self._complaints, mid_line=taken_over)
             self._loop, self._pipe, self._armed = loop, pipe, math.inf
             self._timers.clear()
             loop.watch(pipe, self._on_requests)
             thread = threading.Thread(target=self._serve, args=(loop,), name="phalanx-timer-file", daemon=self._daemon)
-            self._resting = True
+            self._progress.waits = True
             _forks.track(self)
             thread.start()
         except BaseException:
@@ -128,17 +129,17 @@ class FileTimerServer:
             raise
         self._thread = thread
         _log.info("timer server: started at %s", self._file_path)
-        self._tell("watchdog started", None)
+        self._call_back("watchdog started", None)
 
     def stop(self) -> None:
         """Stop watching, close the pipe and remove it. Idempotent; afterwards `start` works again."""
         if self._leave(lambda loop: loop.stop()):
             self._timers.clear()
             _log.info("timer server: stopped at %s", self._file_path)
-            self._tell("watchdog stopped", None)
+            self._call_back("watchdog stopped", None)
 
     def run_once(self) -> None:
-        """Serve every request that is in the pipe now, strike those that are late, and then stop."""
+        """Serve every request that is in the pipe now, signal processes that are late, and then stop."""
         self._leave(self._last_round)
 
     def get_last_progress_time(self) -> int:
@@ -146,8 +147,7 @@ class FileTimerServer:
 
         That is now while it waits for something to do: it wakes when there is. An old time means that it hangs.
         """
-        waits = self._resting or self._loop is None
-        return int(clock.wall() - (0.0 if waits else clock.now() - self._progress))
+        return int(clock.wall() - (0.0 if self._loop is None else self._progress.seconds_at_work()))
 
     def register_timers(self, timer_requests: Iterable[FileTimerRequest]) -> None:
         """Take over ``timer_requests`` in their order: note timers that were taken, forget those that were released."""
@@ -157,7 +157,7 @@ class FileTimerServer:
             key = (request.worker_pid, request.scope_id)
             if request.expiration_time < 0:
                 victim = self._victims.get(request.worker_pid)
-                # One that was held up in the pipe is not for the process that has the pid now.
+                # A release that came late is not for a process that has the pid now.
                 if victim is None or request._born in (None, victim.start):
                     self._timers.pop(key, None)
             elif not self._timers.room(key):
@@ -193,7 +193,7 @@ class FileTimerServer:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    # The thread.
+    # --- the thread
 
     def _serve(self, loop: Loop) -> None:
         try:
@@ -202,11 +202,11 @@ class FileTimerServer:
             self._clean_up(loop)
 
     def _on_requests(self, _events: int) -> None:
-        with _Busy(self):
+        with self._progress.working():
             self._receive()
 
     def _receive(self) -> bool:
-        """Take from the pipe what one read gives. Returns whether there was something."""
+        """Read the pipe once. Returns whether there was something."""
         try:
             data = os.read(self._pipe, _READ)
         except BlockingIOError:
@@ -215,37 +215,25 @@ class FileTimerServer:
         return True
 
     def _take(self, data: bytes) -> None:
-        oversized = self._lines.oversized
-        requests = [request for line in self._lines.feed(data) if (request := self._parse(line)) is not None]
-        if self._lines.oversized > oversized:
-            limit = _pipe.LINE_LIMIT
-            self._complaints.say("timer pipe: a line of more than %d bytes was skipped", limit)
-        self.register_timers(requests)
+        self.register_timers(self._parser.feed(data))
 
     def _drain(self) -> None:
-        """Take what is in the pipe: a release that was sent in time counts, however late we are."""
+        """Read the pipe until it is empty: a release that was sent in time counts, however late this server is."""
         for _ in range(_DRAIN):
             if not self._receive():
                 return
 
-    def _parse(self, line: bytes) -> FileTimerRequest | None:
-        mid_line, self._mid_line = self._mid_line, False
-        try:
-            return FileTimerRequest.from_json(line) if line else None
-        except ValueError as exc:
-            if not mid_line:  # else a request to the server before, whose timers went with it
-                self._complaints.say("timer pipe: a damaged line was skipped: %s: %r", exc, line[:120])
-            return None
-
     def _admit(self, request: FileTimerRequest, known: set[int]) -> bool:
-        """Whether timers of this process are taken; ``known`` are those that were found alive in this round.
+        """Whether timers of this process are accepted. It is held as a victim then, unless no descriptor is left.
 
-        A process that could not be looked at is no victim yet.
+        Args:
+            request: The request.
+            known: The pids that were found alive in this round.
         """
         pid = request.worker_pid
         victim = self._victims.get(pid)
         try:
-            if victim is not None and pid not in known and victim.gone():
+            if victim is not None and pid not in known and victim.has_exited():
                 self._forget(victim)
                 victim = None
             if victim is None:
@@ -256,21 +244,21 @@ class FileTimerServer:
             if request._born not in (None, victim.start):
                 _log.debug("timer pipe: %r: its process has exited, and another has its pid", request)
                 return False
-        except Exited as exc:  # it took a timer and left before we read of it: that is its right
+        except ExitedError as exc:  # it set a timer and exited before the request was read
             _log.debug("timer pipe: %r: %s", request, exc)
             return False
-        except Refused as exc:
-            if isinstance(exc, Unknown) and request._born is not None:  # later, then: it cannot be taken for another
+        except RefusedError as exc:
+            if isinstance(exc, UnknownError) and request._born is not None:  # later: its start time identifies it
                 self._complaints.say("timer pipe: %s (%r)", exc, request)
                 return True
             self._complaints.say("timer pipe: refused: %s (%r)", exc, request)
-            self._tell("request.refused", request)
+            self._call_back("request.refused", request)
             return False
         return True
 
     def _forget(self, victim: Victim) -> None:
-        """It has exited: its timers go with it."""
-        with _Busy(self):
+        """Forget a process that has exited, and its timers."""
+        with self._progress.working():
             if self._victims.get(victim.pid) is victim:
                 del self._victims[victim.pid]
                 self.clear_timers({victim.pid})
@@ -279,16 +267,16 @@ class FileTimerServer:
             victim.close()
 
     def _arm(self, moment: float) -> None:
-        """Be woken at ``moment``. A release does not take that back: to wake for nothing is cheaper."""
+        """Wake at ``moment``. A release does not cancel that: to wake for nothing is cheaper."""
         if moment < self._armed and self._loop is not None:
             self._armed = moment
             self._loop.watch_for_pauses(moment)
             self._loop.at(moment, lambda: self._on_deadline(moment))
 
     def _on_deadline(self, moment: float) -> None:
-        if moment != self._armed:  # an earlier one was, and has armed the next
+        if moment != self._armed:  # an earlier deadline came in between, and has armed the next
             return
-        with _Busy(self):
+        with self._progress.working():
             self._armed = math.inf
             self._drain()
             self._expire()
@@ -308,61 +296,58 @@ class FileTimerServer:
                     events.append(("worker.reaped", first))
             except Exception:
                 _log.exception("timer server: pid %d could not be reaped", pid)
-        # Told when all is done: no callback comes between a deadline and its signal.
+        # Last: no callback may come between a deadline and its signal.
         for name, request in events:
-            self._tell(name, request)
+            self._call_back(name, request)
         due, self._due = self._due, {}
         if due:
             self._explain({pid: [request.scope_id for request in requests] for pid, requests in due.items()})
 
     def _late(self, now: float) -> dict[int, list[FileTimerRequest]]:
-        """The timers that have expired, but those that would not have, had we been there all the time."""
+        """Return the timers that have expired, without those that are postponed as this process could not run."""
         expired = self.get_expired_timers(now)
         late = {pid: [one for one in requests if self._moment(one) <= now] for pid, requests in expired.items()}
-        return {pid: requests for pid, requests in late.items() if requests and self._at_hand(pid, requests)}
+        return {pid: requests for pid, requests in late.items() if requests and self._can_be_signalled(pid, requests)}
 
-    def _at_hand(self, pid: int, requests: list[FileTimerRequest]) -> bool:
-        """Whether who is late can be struck: one that could not be looked at before is looked at now, or in a while."""
+    def _can_be_signalled(self, pid: int, requests: list[FileTimerRequest]) -> bool:
+        """Whether a late process is held. One that could not be examined before is examined now, or `_RETRY` later."""
         if pid not in self._victims:
             if not self._admit(requests[0], set()):
                 self.clear_timers({pid})
                 return False
             for request in requests if pid not in self._victims else ():
-                request._deadline = clock.now() + _AGAIN
+                request._deadline = clock.now() + _RETRY
         return pid in self._victims
 
     def _moment(self, request: FileTimerRequest) -> float:
-        """When a timer expires: at its deadline, put off by the time in which we were not there."""
+        """Return when a timer expires: at its deadline, postponed by the time in which this process could not run."""
         return _deadline(request) + (0.0 if self._loop is None else self._loop.pauses.lost(request._received))
 
     def _reap_worker(self, worker_pid: int, signal: int) -> bool:
-        """Write down where a process hangs, then send it ``signal`` (<= 0: nothing). False if it had exited."""
+        """Report where a process hangs, then send it ``signal`` (<= 0: none). Returns False if it had exited."""
         victim = self._victims.get(worker_pid)
         if victim is None:
             return False
-        requests = self._due[worker_pid]
-        hangs = [hang_of(worker_pid, request.scope_id, _deadline(request)) for request in requests]
+        hangs = [hang_of(worker_pid, one.scope_id, _deadline(one)) for one in self._due[worker_pid]]
         return victim.reap(signal, hangs)
 
     def _explain(self, scopes: dict[int, list[str]]) -> None:
         try:
-            from phalanx.timer.debug_info_logging import log_debug_info_for_expired_timers
-
-            log_debug_info_for_expired_timers(self._run_id, scopes)
+            debug_info_logging.log_debug_info_for_expired_timers(self._run_id, scopes)
         except Exception:
             _log.exception("timer server: the debug information of expired timers could not be logged")
 
-    def _tell(self, name: str, request: FileTimerRequest | None) -> None:
+    def _call_back(self, name: str, request: FileTimerRequest | None) -> None:
         if self._log_event is not None:
             try:
                 self._log_event(name, request)
             except Exception:
                 _log.exception("timer server: log_event(%r) raised", name)
 
-    # The end.
+    # --- the end
 
     def _leave(self, how: Callable[[Loop], None]) -> bool:
-        """Have the thread end in this way, and wait for it. False if there is none."""
+        """Have the thread end by calling ``how`` in it, and wait for it. Returns False if there is no thread."""
         loop, thread = self._loop, self._thread
         if loop is None or thread is None:
             return False
@@ -375,7 +360,7 @@ class FileTimerServer:
         return True
 
     def _last_round(self, loop: Loop) -> None:
-        with _Busy(self):
+        with self._progress.working():
             self._drain()
             self._expire()
             loop.stop()
@@ -386,7 +371,7 @@ class FileTimerServer:
         pipe, self._pipe = self._pipe, -1
         if _pipe.is_at(self._file_path, os.fstat(pipe)):
             os.unlink(self._file_path)
-        # Said, not left to the closing: a child that was forked behind Python's back may hold the descriptor.
+        # Closing is not enough: a child that C code forked may hold the descriptor, and the lock with it.
         fcntl.flock(pipe, fcntl.LOCK_UN)
         os.close(pipe)
         for victim in self._victims.values():
@@ -396,7 +381,7 @@ class FileTimerServer:
         self._complaints.flush()
 
     def _abandon(self) -> None:
-        """In a forked child: the pipe and its lock are the parent's, and must end with it."""
+        """In a fork: close the pipe, whose lock must end with the parent, and the pidfds."""
         for fd in (self._pipe, *(victim.fd for victim in self._victims.values())):
             if fd >= 0:
                 os.close(fd)
@@ -407,25 +392,6 @@ class FileTimerServer:
         self._victims = {}
         self._timers = Held()
         self._armed = math.inf
-
-
-class _Busy:
-    """Marks the thread as at work, and logs what escapes: the server outlives its mistakes."""
-
-    def __init__(self, server: FileTimerServer) -> None:
-        self._server = server
-        self._outer = server._resting
-
-    def __enter__(self) -> None:
-        self._server._progress = clock.now()
-        self._server._resting = False
-
-    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
-        self._server._resting = self._outer
-        if isinstance(error, Exception):
-            _log.error("timer server: a mistake of its own", exc_info=error)
-            return True
-        return False
 
 
 def _deadline(request: FileTimerRequest) -> float:

@@ -1,18 +1,17 @@
-r"""Timers over a named pipe: the request, and the worker's end.
+r"""`FileTimerClient`, which sends timer requests through a named pipe, and the format of a request.
 
-Owns the line of JSON that a request is, and the sending of it. It refuses to know what the server makes of it.
-
-A line, for those who write a client in another language (to be written in one piece, newline included, at most 4096
-bytes, to a FIFO opened for writing)::
+A request is one line of JSON. A client in another language writes it in one piece, newline included, at most 4096
+bytes, to the FIFO::
 
     {"version": 1, "pid": 4242, "scope_id": "all_reduce", "expiration_time": 1795184205.5, "signal": 9}
 
 ``expiration_time`` is Unix time in seconds, negative to release. Three more keys are ours, and optional: ``monotonic``,
 the same moment on CLOCK_MONOTONIC, which the server prefers; ``taken``, when the line was written, on the same clock;
-and ``born``, field 22 of /proc/PID/stat of the process ``pid``, so that its timer can never come to be another's.
+and ``born``, field 22 of /proc/PID/stat of the process ``pid``, so that the timer is never taken for that of a later
+process with the same pid.
 """
 
-# ruff: noqa: SLF001 - what a request of this package knows beyond the original's fields is for the package alone
+# ruff: noqa: SLF001 - what this package adds to the original's fields of a request is for the package alone
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ import signal as signals
 
 from phalanx._base import clock, procfs, sigpipe
 from phalanx.timer import _pipe
-from phalanx.timer._server import SHORT_SCOPE, TimerClient, TimerRequest, shortened
+from phalanx.timer._requests import SHORT_SCOPE, TimerClient, TimerRequest, shortened
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -34,18 +33,18 @@ VERSION = 1
 
 _FULL_PATIENCE = 10.0
 _ABSENT_PATIENCE = 5.0
-_SCOPE_LIMIT = 3800  # bytes of JSON; what stands beside it takes less than 250
+_SCOPE_LIMIT = 3800  # bytes of JSON; the rest of the line takes less than 250
 _NO_FILE = -1
 
 
 class FileTimerRequest(TimerRequest):
-    """A timer that a process takes, or releases, as it travels through the pipe.
+    """A timer that a process sets, or releases, as it is sent through the pipe.
 
     Args:
         worker_pid: The process.
         scope_id: What the timer is for.
         expiration_time: When it expires: Unix time, in seconds. Negative: the timer is released.
-        signal: What to send the process then. 0 or less: nothing, it is only reported.
+        signal: The signal that the process is sent then. 0 or less: none, it is only reported.
 
     Attributes:
         version: The version of the form, 1.
@@ -63,7 +62,7 @@ class FileTimerRequest(TimerRequest):
 
     __slots__ = ("_received", "signal", "version")
 
-    _received: float  # by the server, which counts its pauses from then on
+    _received: float  # when the server received it: it counts its own pauses from then on
 
     def __init__(self, worker_pid: int, scope_id: str, expiration_time: float, signal: int = 0) -> None:
         super().__init__(worker_pid, scope_id, expiration_time)
@@ -91,7 +90,7 @@ class FileTimerRequest(TimerRequest):
         return f"{type(self).__name__}({text})"
 
     def to_json(self) -> str:
-        """One line of JSON, without the newline, in ASCII."""
+        """Return one line of JSON, without the newline, in ASCII."""
         fields: dict[str, Any] = {
             "version": self.version,
             "pid": self.worker_id,
@@ -112,7 +111,7 @@ class FileTimerRequest(TimerRequest):
         """Read the ``line`` that `to_json`, or a client in another language, wrote.
 
         Raises:
-            ValueError: It is no request. The message says why.
+            ValueError: It is no request; the message gives the reason.
         """
         try:
             fields = json.loads(line)
@@ -140,7 +139,7 @@ class FileTimerRequest(TimerRequest):
 
 
 class FileTimerClient(TimerClient):
-    """Takes timers from a `FileTimerServer` on the same host, through its named pipe.
+    """Sets timers at a `FileTimerServer` on the same host, through its named pipe.
 
     The pipe is opened by the first request and kept open. Any thread may use the client, and so may a
     forked child: its requests are its own. It can be pickled. A request is a single write; it never gets lost, and
@@ -160,8 +159,8 @@ class FileTimerClient(TimerClient):
 
     def __init__(self, file_path: str, signal: int = signals.SIGKILL) -> None:
         super().__init__()
-        # By pid, the pipe: the number that a fork's child inherited may be another file's by now (a daemon closes all
-        # and opens anew), so it opens the pipe itself. A dict, whose setdefault is one step for all threads.
+        # The pipe, by pid: in a fork the inherited number may be another file's by now (a daemon closes all and opens
+        # others), so the fork opens the pipe itself. A dict, as setdefault is one step for all threads.
         self._fds: dict[int, int] = {}
         self._self = (0, 0)  # our pid, and when we were born
         if not int(signal) < signals.NSIG:
@@ -179,7 +178,7 @@ class FileTimerClient(TimerClient):
         self.close()
 
     def acquire(self, scope_id: str, expiration_time: float) -> None:
-        """Take a timer on ``scope_id`` that expires at ``expiration_time`` (Unix time, seconds).
+        """Set a timer on ``scope_id`` that expires at ``expiration_time`` (Unix time, seconds).
 
         Converted to CLOCK_MONOTONIC here and now: a later step of the wall clock does not move it.
 
@@ -193,7 +192,7 @@ class FileTimerClient(TimerClient):
         self._send(scope_id, expiration_time, clock.from_wall(expiration_time))
 
     def release(self, scope_id: str) -> None:
-        """Give the timer on ``scope_id`` back. Raises as `acquire` does."""
+        """Release the timer on ``scope_id``. Raises as `acquire` does."""
         self._send(scope_id, -1, None)
 
     def close(self) -> None:
@@ -247,9 +246,9 @@ class FileTimerClient(TimerClient):
                 poll = select.poll()
                 poll.register(fd, select.POLLOUT)
                 poll.poll((deadline - now) * 1000)
-            except BrokenPipeError:  # the server has gone; perhaps another is there, or will be
+            except BrokenPipeError:  # the server has ended; perhaps another one runs, or will
                 fresh = _pipe.open_for_writing(self._file_path, _ABSENT_PATIENCE)
-                # dup2 changes what the number means in one step: other threads write to one or the other.
+                # dup2 replaces the file in one step: other threads write to one or the other.
                 os.dup2(fresh, fd, inheritable=False)
                 os.close(fresh)
             else:

@@ -1,8 +1,8 @@
-"""What becomes of a timer server in a fork of its process: it is none of the child's.
+"""Abandons timer servers in a fork of their process.
 
-Owns the one hook for all servers. In the child their threads are not there, their locks may be held for ever, and their
-descriptors are the parent's: a byte written to its bell, or a descriptor taken out of its epoll, would be felt there,
-and what the child holds open keeps clients from noticing the parent's end.
+Owns the one fork hook for all servers. In the child their threads do not exist, their locks may be held for ever, and
+their descriptors are shared with the parent: a byte that the child writes to a bell wakes the parent, a descriptor that
+it removes from an epoll is removed for the parent, and what it holds open hides the parent's end from clients.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from typing import Protocol
 
     class Server(Protocol):
-        """What runs, and has descriptors."""
+        """A running server."""
 
         def _abandon(self) -> None:
-            """In a fork: close what is open, and be a server that has not been started."""
+            """In a fork: close all descriptors, and become a server that has not been started."""
 
 
 _running: set[Server] = set()
@@ -25,7 +25,7 @@ _hooked = False
 
 
 def track(server: Server) -> None:
-    """Have a server abandoned in forks from now on."""
+    """Call the server's ``_abandon`` in forks from now on."""
     global _hooked  # noqa: PLW0603 - once per process, and cannot be taken back
     if not _hooked:
         _hooked = True
@@ -34,7 +34,7 @@ def track(server: Server) -> None:
 
 
 def forget(server: Server) -> None:
-    """It has ended. Idempotent."""
+    """Undo `track`: the server has ended. Idempotent."""
     _running.discard(server)
 
 

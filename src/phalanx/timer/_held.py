@@ -1,4 +1,4 @@
-"""The timers that a server holds, by process and scope. Owns the count of each process's, which has a bound."""
+"""The timers that a server holds, by process and scope; bounded for each process."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ else:
     Timers = dict
 
 MOST = 10_000
-"""The most timers of one process at a time: a client that takes them without end must not fill the server's memory."""
+"""The most timers of one process at a time: a client that sets them without end must not fill the server's memory."""
 
 
 class Held(Timers):
-    """Timers by (process, scope), with as many of each process as `room` allows.
+    """Timers by (process, scope). Counts those of each process; `room` checks the bound.
 
     >>> held = Held()
     >>> held[42, "step"] = held[42, "step"] = held[42, "load"] = None
@@ -28,7 +28,7 @@ class Held(Timers):
         self.counts: dict[int, int] = {}
 
     def room(self, key: tuple[int, str]) -> bool:
-        """Whether a timer can be held: it replaces one, or its process has fewer than `MOST`."""
+        """Whether a timer may be added: it replaces one, or its process has fewer than `MOST`."""
         return key in self or self.counts.get(key[0], 0) < MOST
 
     def __setitem__(self, key: tuple[int, str], timer: Any) -> None:
@@ -43,7 +43,7 @@ class Held(Timers):
             del self.counts[key[0]]
 
     def pop(self, key: tuple[int, str], default: Any = None) -> Any:
-        """Take one out, if it is there."""
+        """Remove and return a timer; ``default`` if it is not there."""
         if key not in self:
             return default
         timer = self[key]
@@ -51,6 +51,6 @@ class Held(Timers):
         return timer
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all timers."""
         super().clear()
         self.counts.clear()

@@ -1,6 +1,6 @@
-"""Timers through a `multiprocessing` queue: the server in the process that started the workers, the client in each.
+"""`LocalTimerServer` and `LocalTimerClient`: timers through a `multiprocessing` queue.
 
-Owns which timers there are. How requests travel is `_mp_queue`'s; who may be killed, and how, is `_victim`'s.
+Owns which timers there are. How requests are sent is `_mp_queue`'s; which process may be killed, and how, `_victim`'s.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import os
 
 from phalanx._base import clock
 from phalanx.timer._mp_queue import MultiprocessingRequestQueue, Outbox
-from phalanx.timer._server import TimerClient, TimerRequest, TimerServer, shortened
+from phalanx.timer._requests import TimerClient, TimerRequest, shortened
+from phalanx.timer._server import TimerServer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,9 +25,9 @@ _REMEMBERED = 1000  # refused pids
 
 
 class LocalTimerClient(TimerClient):
-    """Takes timers from the `LocalTimerServer` at the other end of a queue. For any thread, and after a fork.
+    """Sets timers at the `LocalTimerServer` at the other end of a queue. For any thread, and after a fork.
 
-    A request is one write to the queue's pipe. If the server does not take requests and the pipe is full, the
+    A request is one write to the queue's pipe. If the server reads nothing and the pipe is full, the
     worker waits for ``patience``, and then gets an error.
 
     Args:
@@ -81,14 +82,14 @@ class LocalTimerClient(TimerClient):
 
 
 class LocalTimerServer(TimerServer):
-    """Watches workers of this host that take their timers with `LocalTimerClient`, and kills those that are late.
+    """Watches workers of this host that set their timers with `LocalTimerClient`, and kills those that are late.
 
     A worker is a process, by pid and start time: it must belong to the same user or descend from this process. Requests
-    of others, of this process and of its ancestors are refused and logged. At expiry the worker is asked for its
-    stacks, its error file is written, and it is sent SIGKILL. When a worker exits its timers are dropped; when the
+    of others, of this process and of its ancestors are refused and logged. At expiry the worker's stacks are
+    taken, its error file is written, and it is sent SIGKILL. When a worker exits its timers are dropped; when the
     server stops, all are.
 
-    A subclass that overrides `_reap_worker` decides itself whom to end, and knows what the ids are: ranks, names. No
+    A subclass that overrides `_reap_worker` ends workers in its own way, and its ids may be anything: ranks, names. No
     request is refused there, and a timer is dropped at an exit only if its request came from that process for itself.
 
     Args:
@@ -116,7 +117,7 @@ class LocalTimerServer(TimerServer):
         self._refused: set[Any] = set()
 
     def register_timers(self, timer_requests: list[TimerRequest]) -> None:
-        """See `TimerServer`. Processes that must not be killed are refused."""
+        """See `TimerServer`. Requests for processes that must not be killed are refused."""
         self._drop_exited()
         for request in timer_requests:
             key = request.worker_id, request.scope_id
@@ -147,7 +148,7 @@ class LocalTimerServer(TimerServer):
         from importlib import import_module
 
         for name in ("phalanx.timer._victim", "phalanx._stacks.collect", "phalanx.timer.debug_info_logging"):
-            import_module(name)  # now: at the first expiry the kill would wait for it, 7 ms
+            import_module(name)  # now: at the first expiry it would delay the kill by 7 ms
         super().start()
 
     def stop(self) -> None:
@@ -172,47 +173,48 @@ class LocalTimerServer(TimerServer):
         if not timers or not (worker_id in self._victims or self._known(timers[0])):
             return True
         victim = self._victims.get(worker_id)
-        if victim is None:  # it could not be looked at; this is tried again
+        if victim is None:  # no descriptor was left to examine it; this is tried again
             return False
         hangs = [hang_of(worker_id, timer.scope_id, timer.expiration_time) for timer in timers]
-        return victim.reap(_SIGKILL, hangs) or victim.gone()
+        return victim.reap(_SIGKILL, hangs) or victim.has_exited()
 
     def _known(self, request: TimerRequest) -> bool:
-        """Whether the worker of a request may be ended; a process is watched from now on, if it could be looked at."""
-        from phalanx.timer._victim import Exited, Refused, Unknown, Victim
+        """Whether the worker of a request may be ended. From now on its process is watched, if it could be opened."""
+        from phalanx.timer._victim import ExitedError, RefusedError, UnknownError, Victim
 
         pid, born = request.worker_id, _born(request)
         if not isinstance(pid, int):
-            return self._others_say() or self._refuse(pid, TypeError("that is no process id"))
+            return self._is_overridden() or self._refuse(pid, TypeError("that is no process id"))
         victim = self._victims.get(pid)
-        if victim is not None and not victim.gone():
+        if victim is not None and not victim.has_exited():
             return born is None or born == victim.start
         self._forget(pid)
         try:
-            victim = Victim(pid, senders=True)  # what comes in a pickle runs here: who can send may do anything
-        except Refused as reason:
-            if self._others_say():
-                return born is None or not isinstance(reason, Exited)
-            # One that could not be looked at is looked at later, if it cannot be taken for another then.
-            return (isinstance(reason, Unknown) and born is not None) or self._refuse(pid, reason)
+            # Unpickling runs the senders' code here, so they have our rights anyway.
+            victim = Victim(pid, senders=True)
+        except RefusedError as reason:
+            if self._is_overridden():
+                return born is None or not isinstance(reason, ExitedError)
+            # One that could not be examined is examined later, if its start time identifies it.
+            return (isinstance(reason, UnknownError) and born is not None) or self._refuse(pid, reason)
         if born is not None and born != victim.start:  # it has exited, and another process has its pid
             victim.close()
             return False
-        for other in [other for other, known in self._victims.items() if known.gone()]:
+        for other in [other for other, known in self._victims.items() if known.has_exited()]:
             self._forget(other)
         self._victims[pid] = victim
         self._requests.watch(victim.fd)
         return True
 
-    def _others_say(self) -> bool:
-        """Whether a subclass, or a function set on this very object, decides who is ended, and how."""
+    def _is_overridden(self) -> bool:
+        """Whether `_reap_worker` is a subclass's, or was set on this object."""
         return getattr(self._reap_worker, "__func__", None) is not LocalTimerServer._reap_worker
 
     def _refuse(self, pid: Any, reason: Exception) -> bool:
-        if pid not in self._refused:  # it may ask again and again
+        if pid not in self._refused:  # log it once: it may send many
             from phalanx.timer.debug_info_logging import logger
 
-            # The text alone: a record may be kept, and an exception keeps the frames that it passed, with all in them.
+            # The text alone: a log record may be kept, and an exception keeps its frames with all their variables.
             logger().warning("a timer of process %r is refused: %s", pid, str(reason))
             if len(self._refused) >= _REMEMBERED:
                 self._refused.clear()
@@ -229,17 +231,17 @@ class LocalTimerServer(TimerServer):
         if victim is not None:
             self._requests.forget(victim.fd)
             victim.close()
-            if not self._others_say():
+            if not self._is_overridden():
                 self.clear_timers({pid})
                 return
-            # A number that names no process may be the pid of one by chance. Only our own client says when it was born.
+            # A worker id that is no pid may equal a pid by chance. Only our own client sends the start time.
             gone = [key for key, request in self._timers.items() if key[0] == pid and _born(request) == victim.start]
             for key in gone:
                 del self._timers[key]
 
 
 def _born(request: TimerRequest) -> int | None:
-    """When the process was born that asks for itself; None if that is not said, in a request of others' making."""
+    """Return the start time of the process that sent a request; None if it is not in the request."""
     born: int | None = getattr(request, "_born", None)
     return born
 

@@ -1,12 +1,12 @@
-"""Timer requests through a queue of `multiprocessing`: how they get in, and how they come out.
+"""Sends timer requests through a queue of `multiprocessing`, and receives them.
 
-Owns both ends of the pipe in such a queue. It refuses to know what a server does with requests.
+Owns both ends of the pipe in such a queue.
 
-Requests are read and written in the queue's own format, but not by its ``put`` and ``get``. A worker that is killed
-while the thread of ``put`` holds the queue's lock silences all others for ever; and ``get`` waits without bound for
-the rest of a message whose writer was killed. Here a worker writes by itself, without lock or thread: pipe(7) makes
-writes of at most PIPE_BUF bytes whole or not at all, and a request is shorter. And the reader never waits within a
-message. Each end is opened anew through /proc, because O_NONBLOCK belongs to the open file, which others share.
+Requests are written and read in the queue's own format, but not by its ``put`` and ``get``. If a worker is killed while
+the thread of ``put`` holds the queue's lock, no other worker can ever send; and ``get`` waits without bound for the
+rest of a message whose writer was killed. Here a worker writes by itself, without lock or thread: a write of at most
+PIPE_BUF bytes is atomic (pipe(7)), and a request is shorter. And the reader never waits within a message. Each end is
+opened anew through /proc, because O_NONBLOCK belongs to the open file, which other processes share.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ from struct import Struct
 
 from phalanx._base import clock, sigpipe
 from phalanx._base.loop import wait_promptly
-from phalanx.timer._server import RequestQueue
+from phalanx.timer._requests import RequestQueue
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
 
-    from phalanx.timer._server import TimerRequest
+    from phalanx.timer._requests import TimerRequest
 
 _HEAD = Struct("!i")  # what multiprocessing.connection puts before each message: its length
-_LONGEST = 1 << 20  # bytes of a message: nobody's request is longer
+_LONGEST = 1 << 20  # bytes of a message: no request is longer
 _CHUNK = 1 << 16
 _LONGEST_WAIT = 2e6  # seconds: epoll_wait(2) counts milliseconds in an int
 
 
 def _descriptor(queue: Any, end: str) -> int | None:
-    """The pipe of a `multiprocessing` queue; None if it is of another kind: a manager's proxy, a queue of threads."""
+    """Return the pipe of a `multiprocessing` queue; None for another kind: a manager's proxy, a queue of threads."""
     connection = getattr(queue, end, None)
     return None if connection is None else int(connection.fileno())
 
 
 class Outbox:
-    """The end of a queue at which requests go in. Threads, and forks, may use one at the same time.
+    """The end of a queue that sends requests. Threads, and forks, may use one at the same time.
 
     Args:
         queue: A queue of `multiprocessing`, or any with ``put(item, block, timeout)``.
-        patience: Seconds that a full queue is waited for.
+        patience: Seconds to wait for a full queue.
     """
 
     def __init__(self, queue: Any, patience: float) -> None:
         self._queue = queue
         self._patience = patience
-        self._places: Any = getattr(queue, "_sem", None)
-        # One, and more only if threads have opened it at the same time. A lock would be held for ever in a child that
-        # was forked at that moment.
+        self._semaphore: Any = getattr(queue, "_sem", None)
+        # One; more only if threads have opened it at the same time. A lock could be held for ever in a child that was
+        # forked at that moment.
         self._fds: list[int] = []
 
     def __del__(self) -> None:
@@ -63,7 +63,7 @@ class Outbox:
             os.close(fd)
 
     def send(self, request: TimerRequest) -> None:
-        """Hand a request over to the kernel.
+        """Write a request to the pipe.
 
         Raises:
             TimeoutError: The queue was full for ``patience`` seconds.
@@ -76,15 +76,15 @@ class Outbox:
         if len(data) + _HEAD.size > select.PIPE_BUF:
             msg = f"a timer request of {len(data)} bytes is too long: use a shorter scope"
             raise ValueError(msg)
-        # The queue counts what is in it: so `get` and `qsize` go on working.
-        places = self._places
-        if places is not None and not places.acquire(False) and not places.acquire(True, self._patience):
+        # The queue counts its messages by this semaphore: so its own `get` and `qsize` work.
+        semaphore = self._semaphore
+        if semaphore is not None and not semaphore.acquire(False) and not semaphore.acquire(True, self._patience):
             raise self._full()
         try:
             self._write(_HEAD.pack(len(data)) + data)
         except BaseException:
-            if places is not None:
-                places.release()
+            if semaphore is not None:
+                semaphore.release()
             raise
 
     def _write(self, message: bytes) -> None:
@@ -124,11 +124,11 @@ class Outbox:
 
 
 class MultiprocessingRequestQueue(RequestQueue):
-    """A `RequestQueue` that takes requests out of a `multiprocessing` queue.
+    """A `RequestQueue` that receives requests from a `multiprocessing` queue.
 
     ``Queue``, ``JoinableQueue`` and ``SimpleQueue`` are waited for with epoll(7). Any other with ``qsize``, ``get`` and
-    ``put``, as a manager's, works by these; None in it has no meaning but to wake the server.
-    One server may read a queue, and nothing else may.
+    ``put``, as a manager's, is used by these; None in it only wakes the server. Only one server
+    may read a queue.
 
     Args:
         mp_queue: The queue.
@@ -148,7 +148,7 @@ class MultiprocessingRequestQueue(RequestQueue):
         self._pipe: _Pipe | None = None
 
     def size(self) -> int:
-        """How many requests are there now."""
+        """Return how many requests are there now."""
         pipe = self._ready()
         if pipe is None:
             return int(self._mp_queue.qsize())
@@ -171,18 +171,18 @@ class MultiprocessingRequestQueue(RequestQueue):
         return [came.popleft() for _ in range(min(size, len(came)))]
 
     def watch(self, fd: int) -> None:
-        """Have `get` return when ``fd`` becomes readable, once; `readable` names it then."""
+        """Have `get` return once when ``fd`` becomes readable; `readable` then returns it."""
         pipe = self._ready()
         if pipe is not None:
             pipe.watch(fd)
 
     def forget(self, fd: int) -> None:
-        """Watch ``fd`` no longer; before it is closed."""
+        """Stop watching ``fd``; to be called before it is closed."""
         if self._pipe is not None:
             self._pipe.forget(fd)
 
     def readable(self) -> list[int]:
-        """The watched descriptors that have become readable since the last call. They are no longer watched."""
+        """Return the watched descriptors that have become readable since the last call. They are no longer watched."""
         return [] if self._pipe is None else self._pipe.take_readable()
 
     def _ready(self) -> _Pipe | None:
@@ -228,15 +228,16 @@ class MultiprocessingRequestQueue(RequestQueue):
 
 
 class _Pipe:
-    """The end at which requests come out, a bell, and descriptors to watch beside them."""
+    """The end of a queue that receives requests, with an eventfd that wakes it, and other descriptors to watch."""
 
     _bell = -1
 
-    def __init__(self, fd: int, places: Any) -> None:
-        self._places = places
+    def __init__(self, fd: int, semaphore: Any) -> None:
+        self._semaphore = semaphore
         self._buffer = bytearray()
         self._readable: list[int] = []
-        self._gate = allocate_lock()  # between a look at the bell and the write its number could be another file's
+        # Between a check of the bell and the write, its number could become another file's.
+        self._gate = allocate_lock()
         with ExitStack() as stack:
             self._epoll = stack.enter_context(select.epoll())
             self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -279,7 +280,7 @@ class _Pipe:
         return found
 
     def wait(self, seconds: float) -> bool:
-        """Wait until a request is there, or the time is over. Returns whether something else has happened."""
+        """Wait for a request, for at most ``seconds``. Returns whether the bell or a watched descriptor was ready."""
         other = False
         seconds = min(seconds, _LONGEST_WAIT)
         for fd, events in self._epoll.poll(wait_promptly(self._epoll, seconds)):
@@ -290,12 +291,12 @@ class _Pipe:
                 self._epoll.unregister(fd)
                 self._readable.append(fd)
                 other = True
-            elif not events & select.EPOLLIN:  # every writer has gone: nothing will come, and the news is not new again
+            elif not events & select.EPOLLIN:  # no writer is left: epoll would report that again and again
                 self._epoll.unregister(fd)
         return other
 
     def read(self) -> Iterator[Any]:
-        """Everything that is there: whole messages, unpickled. What makes no sense is logged and skipped."""
+        """Yield all complete messages, unpickled. What cannot be read is logged and skipped."""
         buffer = self._buffer
         while True:
             try:
@@ -312,8 +313,8 @@ class _Pipe:
         while len(buffer) - start >= _HEAD.size:
             (length,) = _HEAD.unpack_from(buffer, start)
             if not 0 <= length <= _LONGEST:
-                # The rest of a long message whose writer was killed. Where the next one begins nobody knows: most
-                # likely where the next read does.
+                # The rest of a long message whose writer was killed. The next message most likely begins where the next
+                # read does.
                 self._complain("a message of %d bytes in the queue of timer requests: its contents are lost", length)
                 start = len(buffer)
                 break
@@ -322,18 +323,18 @@ class _Pipe:
                 break
             data = bytes(memoryview(buffer)[start + _HEAD.size : end])
             start = end
-            self._give_place()
+            self._release_semaphore()
             try:
                 yield pickle.loads(data)
             except Exception as error:  # noqa: BLE001 - unpickling runs the code of others
                 self._complain("what is in the queue of timer requests cannot be unpickled, skipped: %s", str(error))
         del buffer[:start]
 
-    def _give_place(self) -> None:
-        if self._places is not None:
+    def _release_semaphore(self) -> None:
+        if self._semaphore is not None:
             try:
-                self._places.release()
-            except ValueError:  # one that put it there without taking a place, and was killed
+                self._semaphore.release()
+            except ValueError:  # its writer wrote without acquiring it, and was killed
                 return
 
     @staticmethod

@@ -1,12 +1,11 @@
-"""The named pipe between timer clients and their server: where it is, whose it is, and what may be read from it.
+"""Creates, takes over and opens the named pipe between timer clients and their server, and cuts its bytes into lines.
 
-Owns the FIFO's creation, taking over and opening, and the cutting of bytes into lines. It refuses to know what
-a line says.
+What a line contains is parsed elsewhere (`_request_parser`).
 
-The kernel writes up to PIPE_BUF (4096) bytes to a pipe in one piece (pipe(7)): lines of that length never mix, however
-many workers write. A server holds the FIFO open for reading and writing, so it never sees the end of file when the
-last client leaves. Its lock is flock(2)'s, which goes with the process. A FIFO that a killed server left is taken over
-as it is, so clients that hold it open go on, and what they had written is still read.
+A write of up to PIPE_BUF (4096) bytes to a pipe is atomic (pipe(7)): lines of that length never mix, however many
+workers write. A server holds the FIFO open for reading and writing, so it never sees the end of file when the last
+client closes it. Its lock is flock(2)'s, which the kernel releases when the process ends. A FIFO that a killed server
+left is taken over as it is, so clients that hold it open continue, and what they had written is still read.
 """
 
 from __future__ import annotations
@@ -26,26 +25,26 @@ _log = logging.getLogger("phalanx.timer")
 LINE_LIMIT = select.PIPE_BUF
 """The most bytes of a line, its newline included."""
 
-_SIZE = 1 << 20  # fs.pipe-max-size, unless somebody moved it
+_SIZE = 1 << 20  # the default of fs.pipe-max-size
 _MODE = 0o600
 _IN_OPEN = 0x20
-_LOOK_AGAIN = 0.05  # seconds
+_RETRY = 0.05  # seconds
 
 
 class PipeRefusedError(OSError):
-    """This path is no place for the pipe: what is there is not ours, or another server serves it."""
+    """The pipe cannot be at this path: what is there is not ours, or another server serves it."""
 
 
 def create(path: str) -> tuple[int, bool]:
-    """Make the FIFO, or take over the one that a server before left there.
+    """Create the FIFO, or take over the one that a server before left there.
 
     Returns:
         A locked descriptor that reads and writes without blocking, and whether the FIFO was taken over: the first line
         may lack its beginning then, which the server before had read. The lock lasts as long as it is open.
 
     Raises:
-        PipeRefusedError: There is something else, or something of somebody else, or a live server.
-        OSError: The FIFO cannot be made.
+        PipeRefusedError: There is another kind of file, or another user's, or a live server has it.
+        OSError: The FIFO cannot be created.
     """
     while True:
         found = False
@@ -59,9 +58,9 @@ def create(path: str) -> tuple[int, bool]:
 
 
 def _take_over(path: str) -> int | None:
-    """Open and lock what is there; None if it is gone, or another one, by the time that we have it."""
+    """Open and lock what is there; None if it was removed or replaced meanwhile."""
     try:
-        # Looked at before it is opened: to open a device can have effects.
+        # Checked before it is opened: to open a device can have effects.
         _examine(path, os.lstat(path))
         fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY)
     except FileNotFoundError:
@@ -130,12 +129,12 @@ def open_for_writing(path: str, patience: float) -> int:
     poll = select.poll()
     with contextlib.ExitStack() as stack:
         notify = -1
-        with contextlib.suppress(OSError):  # a server makes the FIFO, or opens the one that is there: both are events
+        with contextlib.suppress(OSError):  # a server creates the FIFO, or opens the one that is there: both are events
             notify = linux.inotify()
             stack.callback(os.close, notify)
             poll.register(notify, select.POLLIN)
         while True:
-            hears = _listen(notify, path)
+            notified = _listen(notify, path)
             fd = _attempt(path)  # after the watch was set, so what happens from now on is an event
             if fd is not None:
                 return fd
@@ -143,9 +142,9 @@ def open_for_writing(path: str, patience: float) -> int:
             if left <= 0:
                 break
             # Inotify instances are few (fs.inotify.max_user_instances: 128 for all processes of a user), and another
-            # program may have taken them all. Nothing else tells of a FIFO that is made: then, and only then, the path
-            # is looked at now and again, for as long as a server is waited for.
-            if poll.poll((left if hears else min(left, _LOOK_AGAIN)) * 1000):
+            # program may have taken them all. Nothing else reports that a FIFO is created: then, and only then, the
+            # path is polled, for as long as a server is waited for.
+            if poll.poll((left if notified else min(left, _RETRY)) * 1000):
                 os.read(notify, 65536)
     raise BrokenPipeError(
         errno.EPIPE,
@@ -156,14 +155,14 @@ def open_for_writing(path: str, patience: float) -> int:
 
 
 def _listen(notify: int, path: str) -> bool:
-    """Have ``notify`` (-1: there is none) tell of a server. Returns whether it will: else no watch was to be had."""
+    """Have ``notify`` (-1: none) report a server. Returns whether it will; False if no watch is left."""
     try:
         linux.inotify_add(notify, os.path.dirname(path) or os.curdir, linux.IN_CREATE | linux.IN_MOVED_TO)
     except OSError:  # or its folder is not there yet
         return False
     try:
         linux.inotify_add(notify, path, _IN_OPEN)
-    except FileNotFoundError:  # the folder tells when it comes
+    except FileNotFoundError:  # the folder's watch reports when it is created
         return True
     except OSError:
         return False
@@ -185,7 +184,7 @@ def _attempt(path: str) -> int | None:
 
 
 class Lines:
-    r"""Cuts a stream of bytes into lines, whatever comes, in bounded memory.
+    r"""Cuts any stream of bytes into lines, in bounded memory.
 
     >>> lines = Lines()
     >>> lines.feed(b'one\ntw'), lines.feed(b'o\n'), lines.feed(b'x' * 9999), lines.feed(b'x\nthree\n')
@@ -200,7 +199,7 @@ class Lines:
         self._skipping = False
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Cut off the lines that are whole now. Those over `LINE_LIMIT` bytes are counted, and left out."""
+        """Return the lines that are complete now. Those over `LINE_LIMIT` bytes are counted, and left out."""
         if not data:
             return []
         whole = (self._rest + data).split(b"\n")
@@ -219,7 +218,7 @@ class Lines:
 
 
 class Complaints:
-    """Warnings that a broken or hostile writer can cause, at most ``most`` of them in ``period`` seconds."""
+    """Logs warnings that a broken or hostile writer can cause: at most ``most`` of them in ``period`` seconds."""
 
     def __init__(self, most: int = 10, period: float = 10.0) -> None:
         self._most, self._period = most, period
@@ -239,7 +238,7 @@ class Complaints:
             self._left_out += 1
 
     def flush(self) -> None:
-        """Say how many were left out."""
+        """Log how many were left out."""
         if self._left_out:
             _log.warning("%d more warnings about the timer pipe were left out", self._left_out)
             self._left_out = 0

@@ -1,7 +1,6 @@
-"""The contract between timer clients and timer servers, and between them and those who write a pair of their own.
+"""The base class of timer servers: what a server provides, and how it is started and stopped.
 
-Owns what a request is, and what each side must provide. What a server does with it, and when, is `_watchdog`'s. It
-refuses to know how requests travel, and what a worker is. A worker that takes a timer imports this: it costs nothing.
+What a running server does, and when, is in `_watchdog`. Servers of this package and of others derive from this.
 """
 
 from __future__ import annotations
@@ -11,139 +10,10 @@ from abc import ABC, abstractmethod
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Self, SupportsIndex
+    from typing import Any, Self
 
+    from phalanx.timer._requests import RequestQueue, TimerRequest
     from phalanx.timer._watchdog import Watchdog
-
-
-SHORT_SCOPE = 320
-"""Characters, each at most 12 bytes of JSON: so many any client can send."""
-
-
-class TimerRequest:
-    """A request of a worker: to take a timer on a scope, or to release it.
-
-    Requests are equal if their three public fields are. They can be pickled, and must not be changed.
-
-    Args:
-        worker_id: Who asks: whatever client and server know the worker by; hashable.
-        scope_id: What the timer is for. A worker has one timer per scope: a second request replaces the first.
-        expiration_time: When it expires, Unix time in seconds. Negative: the timer is released.
-
-    >>> TimerRequest(4242, "all_reduce", 1795184205.5)
-    TimerRequest(worker_id=4242, scope_id='all_reduce', expiration_time=1795184205.5)
-    >>> TimerRequest(4242, "all_reduce", -1) == TimerRequest(4242, "all_reduce", -1)
-    True
-    """
-
-    __slots__ = ("_born", "_deadline", "_taken", "expiration_time", "scope_id", "worker_id")
-
-    # What the clients of this package know beyond the original's fields; it travels along and is no part of equality.
-    _born: int | None  # the start time of the process that is `worker_id`, as /proc/PID/stat has it
-    _deadline: float | None  # the expiration on CLOCK_MONOTONIC, which no step of the wall clock moves
-    _taken: float | None  # when it was made, on the same clock
-
-    def __init__(self, worker_id: Any, scope_id: str, expiration_time: float) -> None:
-        self.worker_id = worker_id
-        self.scope_id = scope_id
-        self.expiration_time = expiration_time
-        self._deadline = self._born = self._taken = None
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
-        # Every timer costs its worker two of these; the general way, through the slots, takes half as long again.
-        if type(self) is TimerRequest:
-            more = self._deadline, self._born, self._taken
-            return _request, (self.worker_id, self.scope_id, self.expiration_time, *more)
-        return super().__reduce_ex__(protocol)
-
-    def _key(self) -> tuple[Any, str, float]:
-        return self.worker_id, self.scope_id, self.expiration_time
-
-    def __eq__(self, other: object) -> bool:
-        return self._key() == other._key() if isinstance(other, TimerRequest) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def __repr__(self) -> str:
-        worker, scope, expiration = self._key()
-        return f"{type(self).__name__}(worker_id={worker!r}, scope_id={scope!r}, expiration_time={expiration!r})"
-
-
-def _request(worker: Any, scope: str, expiration: float, *more: Any) -> TimerRequest:
-    request = TimerRequest(worker, scope, expiration)
-    request._deadline, request._born, request._taken = more  # noqa: SLF001 - this is its constructor, too
-    return request
-
-
-class TimerClient(ABC):
-    """The worker's end: tells the server of the timers that this process takes.
-
-    `expires` calls it, in any thread, and never with one scope twice before its release. An error
-    that ``acquire`` raises keeps the block from being entered.
-
-    The clients of this package have shorter ways for `expires`. A subclass that overrides ``acquire`` or ``release``,
-    or an object on which one is set before its first timer, is asked as any other client is.
-    """
-
-    @abstractmethod
-    def acquire(self, scope_id: str, expiration_time: float) -> None:
-        """Take a timer on ``scope_id``, or move it, to ``expiration_time`` (Unix time, seconds)."""
-
-    @abstractmethod
-    def release(self, scope_id: str) -> None:
-        """Give the timer on ``scope_id`` back. One that is not held is ignored."""
-
-
-def shortened(scope: str) -> str:
-    """A scope whose name is too long to be sent: its ends, for the reader, and a checksum of the whole.
-
-    >>> shortened("x" * 9999) == shortened("x" * 9999), shortened("x" * 9999) == shortened("x" * 9998)
-    (True, False)
-    >>> len(shortened("x" * 9999)) <= SHORT_SCOPE
-    True
-    """
-    import zlib
-
-    checksum = zlib.crc32(scope.encode("utf-8", "surrogatepass"))
-    return f"{scope[:100]}... ({checksum:08x}) ...{scope[-200:]}"
-
-
-class RequestQueue(ABC):
-    """Where the requests of all workers arrive. One server takes them out, in its thread.
-
-    The server asks for ``max(1, queue.size())`` requests at a time: so it has the first one as soon as it is there, and
-    a flood in few turns. An exception is logged, and the queue is asked again a little later.
-    """
-
-    @abstractmethod
-    def size(self) -> int:
-        """How many requests are there now, at least. 0 and 1 will do where nobody can count them."""
-
-    @abstractmethod
-    def get(self, size: int, timeout: float) -> list[TimerRequest]:
-        """Take up to ``size`` requests out, in the order in which they came.
-
-        Returns when there are ``size`` of them, or after ``timeout`` seconds (>= 0) with those that are there, perhaps
-        none. Negative expirations are releases; the others are Unix time.
-        """
-
-    def _open(self) -> None:  # noqa: B027 - a hook: most queues have nothing to do here
-        """Get ready: the server starts."""
-
-    def _wake(self) -> None:  # noqa: B027 - a hook: most queues have no way
-        """Let a `get` that waits in another thread return early, if there is a way: the server stops."""
-
-    def _close(self) -> None:  # noqa: B027 - a hook: most queues have nothing to do here
-        """Give back what `_open` took."""
-
-    def _abandon(self) -> None:  # noqa: B027 - a hook: most queues have nothing to do here
-        """`_close` in a fork of the server's process, where another thread may have been within any method."""
-
-    @property
-    def _punctual(self) -> bool:
-        """Whether a `get` that takes more than its timeout can only mean that this process did not run."""
-        return False
 
 
 class TimerServer(ABC):
@@ -153,7 +23,7 @@ class TimerServer(ABC):
     so a worker is reaped when its time is over, whatever ``max_interval`` is. At expiry the server logs
     (logger ``phalanx.timer``), calls `_reap_worker`, and then `clear_timers` for those that were reaped. A worker
     that could not be reaped keeps its timers, and is tried again after a second, then two, four and so on, at least
-    every ``max_interval``. An exception in one of the methods is logged; the server goes on.
+    every ``max_interval``. An exception in one of the methods is logged, and the server continues.
 
     If a ``get`` takes longer than its timeout, this process was stopped, and perhaps its workers with it. So deadlines
     are put off: by the excess if that is 0.05 to 0.5 s, else by the whole wait. A queue of `multiprocessing` is asked
@@ -215,10 +85,10 @@ class TimerServer(ABC):
         """
 
     def start(self) -> None:
-        """Start to watch. One that runs already goes on.
+        """Start to watch. Without effect on a server that runs.
 
         Raises:
-            OSError: No descriptor, or no thread, is to be had.
+            OSError: No descriptor or no thread is left.
         """
         from phalanx.timer._watchdog import Watchdog
 
@@ -232,7 +102,7 @@ class TimerServer(ABC):
         """Stop watching, and wait until the thread has ended. Idempotent; afterwards `start` works again.
 
         With the queues of this package that is at once. Another `RequestQueue` cannot be woken: the thread ends when
-        its ``get`` returns, after ``max_interval`` at the latest. One that is still at it 5 s after that is logged,
+        its ``get`` returns, after ``max_interval`` at the latest. One that has not ended 5 s after that is logged,
         and not waited for any longer. In a fork of the server's process nothing happens: no server runs there.
         """
         watchdog, self._watchdog = self._watchdog, None
@@ -240,7 +110,7 @@ class TimerServer(ABC):
             watchdog.stop()
 
     def _abandon(self) -> None:
-        """In a fork of the process that started it: no server runs here."""
+        """In a fork of the process that started it: forget the watchdog, whose thread is not here."""
         self._watchdog = None
 
     def __enter__(self) -> Self:

@@ -1,7 +1,7 @@
-"""Timers in shared memory, for a process that watches over others without being their group's launcher.
+"""`SharedTimerServer` and `SharedTimerClient`: timers in shared memory, for a process that launches no group.
 
-A group does the same by itself (`phalanx.timer.TimerSpecs`, ``phalanx run``). Owns the pair's two faces; the table
-is `timetable`'s, when to look `lookout`'s, and the reaping `_victim`'s.
+A group does the same by itself (`phalanx.timer.TimerSpecs`, ``phalanx run``). The table is
+`table`'s and `client`'s; when timers expire is decided by `scheduler`; what happens to a process is `_victim`'s.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from contextlib import ExitStack, suppress
 from phalanx._base import clock
 from phalanx._base.durations import seconds
 from phalanx._base.loop import Loop
-from phalanx._timers import timetable
+from phalanx._timers.client import Seat
 from phalanx._timers.hang import Hang
-from phalanx._timers.scheduler import Lookout
-from phalanx._timers.timetable import Seat, Timetable
+from phalanx._timers.layout import LONGEST, SLOTS, encode
+from phalanx._timers.scheduler import TimerScheduler
+from phalanx._timers.table import TimerTable
 from phalanx.timer import _forks
-from phalanx.timer._server import TimerClient
-from phalanx.timer._victim import Exited, Refused, Unknown, Victim
+from phalanx.timer._requests import TimerClient
+from phalanx.timer._victim import ExitedError, RefusedError, UnknownError, Victim
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Self
 
-    from phalanx._timers.timetable import Timer
+    from phalanx._timers.timer import Timer
 
 
 _log = logging.getLogger("phalanx.timer")
 
-_AGAIN = clock.NS  # nanoseconds after which somebody is looked at again who could not be
-_MOST = timetable.LONGEST / clock.NS  # the latest deadline, in seconds
+_RETRY = clock.NS  # nanoseconds until a process is examined again that could not be
+_MOST = LONGEST / clock.NS  # the latest deadline, in seconds
 
 _seats: dict[str, tuple[int, int, Seat]] = {}  # by the server's address: of which process, in which memory
 _opening = threading.RLock()  # reentrant, for a signal handler that takes a timer while its own thread does
@@ -59,20 +60,20 @@ class SharedTimerClient(TimerClient):
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._place: _Place | None = None
+        self._timers: _ProcessTimers | None = None
         self._texts: dict[str, bytes] = {}
 
     @property
     def seat(self) -> Seat:
-        """This process's place in the server's table, taken at the first use.
+        """This process's seat in the server's table, taken at the first use.
 
         Raises RuntimeError when the server cannot be reached, or has no seat left.
         """
-        place = self._place
-        return place.seat if place is not None and place.pid == os.getpid() else self._own().seat
+        own = self._timers
+        return own.seat if own is not None and own.pid == os.getpid() else self._for_this_process().seat
 
     def acquire(self, scope_id: str, expiration_time: float) -> None:
-        """Take a timer on ``scope_id``, or move it, to ``expiration_time`` (Unix time, seconds). Negative: release it.
+        """Set a timer on ``scope_id``, or move it, to ``expiration_time`` (Unix time, seconds). Negative: release it.
 
         Raises:
             RuntimeError: The server cannot be reached, has stopped, or has no seat left; 1024 timers run here.
@@ -87,55 +88,53 @@ class SharedTimerClient(TimerClient):
             raise ValueError(msg)
 
     def release(self, scope_id: str) -> None:
-        """Give the timer on ``scope_id`` back. One that is not held is ignored."""
-        place = self._place  # in a fork it may be the parent's: what is given there goes nowhere
-        if place is not None:
-            slot = place.slots.pop(
-                scope_id, None
-            )  # one step: not even `_acquire` of another thread gives the same slot
+        """Release the timer on ``scope_id``. One that is not set is ignored."""
+        own = self._timers  # in a fork it may be the parent's, whose seat is detached
+        if own is not None:
+            slot = own.slots.pop(scope_id, None)  # one step, so no other thread disarms the same slot
             if slot is not None:
-                place.seat.give(slot)
+                own.seat.disarm(slot)
 
     def _acquire(self, scope_id: str, deadline: float) -> None:
-        place = self._place
-        if place is None or place.pid != os.getpid():
-            place = self._own()
+        own = self._timers
+        if own is None or own.pid != os.getpid():
+            own = self._for_this_process()
         text = self._texts.get(scope_id)
         if text is None:
-            if len(self._texts) >= timetable.SLOTS:
+            if len(self._texts) >= SLOTS:
                 self._texts.clear()
-            text = self._texts[scope_id] = timetable.encode(scope_id, "")
+            text = self._texts[scope_id] = encode(scope_id, "")
         now = clock.now_ns()
         moment = int((deadline if 0 < deadline < _MOST else _MOST if deadline > 0 else 0.0) * clock.NS)
-        slots, seat = place.slots, place.seat
-        with place.lock:
+        slots, seat = own.slots, own.seat
+        with own.lock:
             before = slots.pop(scope_id, None)
             try:
-                slots[scope_id] = seat.take(moment, moment - now, text, threading.get_ident())
+                slots[scope_id] = seat.arm(moment, moment - now, text, threading.get_ident())
             except BaseException:
                 if before is not None:
                     slots[scope_id] = before
                 raise
             if before is not None:
-                seat.give(before)
+                seat.disarm(before)
 
-    def _own(self) -> _Place:
-        """This process's place, made in one step for all threads: no timer of one is lost to another."""
+    def _for_this_process(self) -> _ProcessTimers:
+        """Return the timers of this process. Made once for all threads, so that no thread's timers are lost."""
         with _opening:
-            place = self._place
-            if place is None or place.pid != os.getpid():
-                place = self._place = _Place(os.getpid(), _seat_at(self._address))
-            return place
+            own = self._timers
+            if own is None or own.pid != os.getpid():
+                own = self._timers = _ProcessTimers(os.getpid(), _seat_at(self._address))
+            return own
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_place", "_texts")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_timers", "_texts")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # of a subclass, too: what it has beside goes along
-        self.__dict__.update(state, _place=None, _texts={})
+        self.__dict__.update(state, _timers=None, _texts={})
 
 
-class _Place:
-    """Where a client's timers are, in one process."""
+class _ProcessTimers:
+    """The timers of one client in one process."""
 
     __slots__ = ("lock", "pid", "seat", "slots")
 
@@ -147,9 +146,9 @@ class _Place:
 
 
 def _seat_at(address: str) -> Seat:
-    """This process's seat at a server's table. Raises RuntimeError.
+    """Return this process's seat at a server's table. Raises RuntimeError.
 
-    One for all its clients: to the kernel a process has a lock, or has it not, whatever the descriptor.
+    One for all its clients: a record lock belongs to the process, whatever the descriptor (fcntl(2)).
     """
     global _hooked  # noqa: PLW0603 - hooks are the process's
     if not _hooked:
@@ -158,7 +157,7 @@ def _seat_at(address: str) -> Seat:
     pid, memory, *_ = (*address.split(":"), "")
     with _opening:
         which = os.getpid(), 0
-        with suppress(OSError):  # then `Seat` says what is wrong
+        with suppress(OSError):  # then `Seat` raises, with the reason
             which = os.getpid(), os.stat(f"/proc/{pid}/fd/{memory}").st_ino  # a later server may have the same address
         *known, seat = _seats.get(address, (0, 0, None))
         if seat is not None and tuple(known) == which:
@@ -174,7 +173,7 @@ def _seat_at(address: str) -> Seat:
 
 
 def _unlock() -> None:
-    """After a fork, in the child: the thread that took the lock is not there."""
+    """After a fork, in the child: replace the lock, whose holder may not exist here."""
     global _opening  # noqa: PLW0603 - as above
     _opening = threading.RLock()
 
@@ -194,7 +193,7 @@ class SharedTimerServer:
 
     Raises:
         ValueError: Fewer than one seat, or a time that is none.
-        OSError: There is no memory, or no descriptor, for the table.
+        OSError: No memory or no descriptor is left for the table.
     """
 
     def __init__(
@@ -214,7 +213,7 @@ class SharedTimerServer:
         self._daemon = daemon
         self._seats = seats
         self._hang_timeout = hang_timeout
-        self._table: Timetable | None = None
+        self._table: TimerTable | None = None
         self._address = ""
 
     @property
@@ -225,11 +224,11 @@ class SharedTimerServer:
         return self._address
 
     def start(self) -> None:
-        """Watch from now on. One that does already goes on."""
+        """Start to watch. Without effect on a server that runs."""
         if self._table is not None:
             return
         with ExitStack() as undo:
-            table = Timetable(self._seats, self._hang_timeout)
+            table = TimerTable(self._seats, self._hang_timeout)
             undo.callback(table.close)
             loop = Loop()
             undo.callback(loop.close)
@@ -241,7 +240,7 @@ class SharedTimerServer:
         self._table = table
 
     def stop(self) -> None:
-        """Watch no more. Timers that run are forgotten. Idempotent. In a fork nothing happens: no server runs there."""
+        """Stop watching. Timers that run are forgotten. Idempotent. In a fork nothing happens: no server runs there."""
         table, self._table = self._table, None
         address, self._address = self._address, ""
         if table is None:
@@ -257,7 +256,7 @@ class SharedTimerServer:
         table.close()
 
     def _abandon(self) -> None:
-        # In a fork. The table goes by itself, and the address stays: the child may be a client.
+        # In a fork. The table closes by its own hook; the address stays, as the child may be a client.
         self._table = None
         self._loop.close_in_fork()
 
@@ -270,30 +269,30 @@ class SharedTimerServer:
 
 
 class _Watch:
-    """A server that runs. Everything happens in its thread.
+    """A running server. All methods run in its thread.
 
-    Processes are taken hold of when they are first seen: once a deadline is over, there is no time for it.
+    A process is opened when its first timer is seen: once a deadline is over, there is no time for it.
     """
 
-    def __init__(self, table: Timetable, loop: Loop) -> None:
+    def __init__(self, table: TimerTable, loop: Loop) -> None:
         self._table = table
         self._loop = loop
         self._victims: dict[int, Victim] = {}
         self._refused: set[int] = set()
-        self._lookout = Lookout(table, loop, self._on_expired, self._on_seen)
+        self._scheduler = TimerScheduler(table, loop, self._on_expired, self._on_seen)
 
     def run(self) -> None:
-        self._lookout.open()
+        self._scheduler.open()
         try:
             self._loop.run()
         finally:
-            self._lookout.close()
+            self._scheduler.close()
             for victim in self._victims.values():
                 victim.close()
 
     def _on_seen(self, timers: list[Timer]) -> None:
         for seat in {timer.seat for timer in timers}:
-            with suppress(Unknown):
+            with suppress(UnknownError):
                 self._hold(self._table.holder(seat))
 
     def _on_expired(self, timers: list[Timer]) -> None:
@@ -303,37 +302,37 @@ class _Watch:
         for seat, late in seats.items():
             try:
                 victim = self._hold(self._table.holder(seat))
-            except Unknown:
+            except UnknownError:
                 for timer in late:
-                    self._lookout.rearm(timer, clock.now_ns() + _AGAIN)
+                    self._scheduler.rearm(timer, clock.now_ns() + _RETRY)
                 continue
-            still = [timer for timer in late if self._table.still(timer)]
-            # The one that is held lives, and so does the holder of the seat: with the same pid, they are one.
+            still = [timer for timer in late if self._table.is_still_set(timer)]
+            # Both the held process and the seat's holder are alive: with the same pid, they are the same process.
             if victim is not None and still and self._table.holder(seat) == victim.pid:
                 hangs = [Hang(0, victim.pid, True, timer) for timer in still]
                 victim.reap(signal.SIGKILL, sorted(hangs, key=lambda hang: hang.timer.deadline))
 
     def _hold(self, pid: int) -> Victim | None:
-        """Take hold of a process (0: none), if it may be signalled; one that may not is logged, once.
+        """Open a process (0: none) by a pidfd. Returns None, and logs it once, if it may not be signalled.
 
-        Raises Unknown.
+        Raises UnknownError.
         """
         known = self._victims.get(pid)
         if known is not None:
-            if not known.gone():
+            if not known.has_exited():
                 return known
             self._let_go(known)
-        if not pid:  # it has ended, and its timers with it
+        if not pid:  # the process has ended, and its timers with it
             return None
         try:
             victim = self._victims[pid] = Victim(pid)
-        except Exited:
+        except ExitedError:
             return None
-        except Refused as why:
+        except RefusedError as why:
             if pid not in self._refused:
                 self._refused.add(pid)
                 _log.error("timers of pid %d are not watched: %s", pid, why)
-            if isinstance(why, Unknown):
+            if isinstance(why, UnknownError):
                 raise
             return None
         self._loop.watch(victim.fd, lambda _events: self._let_go(victim))

@@ -1,4 +1,4 @@
-"""Moving the signal on which a worker shows its stacks. Owns the checks; what is done about it is `evidence`'s."""
+"""`move_stack_signal`: chooses the signal on which a worker shows its stacks. `_evidence.stack_signals` installs it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def move_stack_signal(number: SupportsIndex) -> None:
     of all threads. Code that needs the first signal for itself moves it out of its way first. From outside,
     ``PHALANX_STACK_SIGNAL=N`` does the same for a whole group. The signal that is left has its default disposition
     again, but for a handler that was put on it with `signal.signal` meanwhile: that one stays. The second signal is
-    left alone where somebody has a use for it.
+    left alone where it has a handler or is ignored.
 
     Args:
         number: The signal, whatever it does now: a handler that is there is replaced. 0: show no stacks, on the

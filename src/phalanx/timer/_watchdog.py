@@ -1,10 +1,10 @@
-"""What a running timer server does: takes requests, waits for the earliest deadline, has late workers reaped.
+"""Runs a timer server: takes requests, waits for the earliest deadline, and has late workers reaped.
 
-Owns the thread, the order of things, and what happens when the methods of a server or a queue raise. It knows
-timers as requests only: which exist and who is to be reaped is what the server says.
+Owns the server's thread, when each of its methods is called, and what happens if one of them, or of its queue, raises.
+Which timers exist, and how a worker is reaped, is decided by the server.
 """
 
-# ruff: noqa: BLE001 - the methods of others may raise anything; the workers of this host must still be watched.
+# ruff: noqa: BLE001 - the methods of others may raise anything; the workers must be watched all the same
 
 from __future__ import annotations
 
@@ -19,25 +19,39 @@ from phalanx.timer.debug_info_logging import log_debug_info_for_expired_timers, 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any, TypeVar
+    from typing import Any, Protocol, TypeVar
 
-    from phalanx.timer._server import RequestQueue, TimerRequest, TimerServer
+    from phalanx.timer._requests import RequestQueue, TimerRequest
 
     D = TypeVar("D")
     T = TypeVar("T")
 
-_LONGEST = 1e6  # seconds: what every way of waiting takes
+    class Server(Protocol):
+        """What a `Watchdog` calls, see `TimerServer`."""
+
+        def register_timers(self, timer_requests: list[TimerRequest]) -> None: ...
+
+        def clear_timers(self, worker_ids: set[Any]) -> None: ...
+
+        def get_expired_timers(self, deadline: float) -> dict[Any, list[TimerRequest]]: ...
+
+        def _reap_worker(self, worker_id: Any) -> bool: ...
+
+        def _abandon(self) -> None: ...
+
+
+_LONGEST = 1e6  # seconds: every way of waiting accepts that
 _OVERTIME = 5.0
-_RETRY = 1.0  # until a worker that could not be reaped is tried again, at first
+_RETRY = 1.0  # seconds until a worker that could not be reaped is tried again, at first
 _PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # after an exception, at first and at most
-_TURNS = 1000  # in which late requests are taken before anyone is reaped
+_TURNS = 1000  # the most, in which late requests are taken before a worker is reaped
 
 
 class Agenda:
-    """When to look next, from requests alone.
+    """Computes when to look next, from requests alone.
 
-    A dict and a lower bound, not a heap: what is released leaves at once, and a job that takes a thousand timers a
-    second leaves nothing behind. The bound may be of a timer that has gone: then one look is in vain.
+    A dict and a lower bound, not a heap: a released timer leaves at once, so a job that sets a thousand timers a
+    second fills no memory. The bound may be that of a released timer: then one look finds nothing.
 
     >>> from phalanx.timer import TimerRequest
     >>> agenda = Agenda()
@@ -53,7 +67,7 @@ class Agenda:
         self._soonest = math.inf
 
     def take(self, requests: list[TimerRequest], now: float) -> None:
-        """Note timers taken and released."""
+        """Record timers set and released."""
         for request in requests:
             key = request.worker_id, request.scope_id
             if request.expiration_time < 0:
@@ -63,20 +77,20 @@ class Agenda:
                 self._soonest = min(self._soonest, request.expiration_time)
 
     def next(self, looked: float) -> float:
-        """The next moment to look at, or infinity. What was due at ``looked`` has been dealt with."""
+        """Return the next moment to look at, or infinity. What was due at ``looked`` is done."""
         if self._soonest <= looked:
             self._moments = {key: moment for key, moment in self._moments.items() if moment[0] > looked}
             self._soonest = min((moment for moment, _ in self._moments.values()), default=math.inf)
         return self._soonest
 
     def span(self, worker: Any, scope: str) -> float:
-        """The time that a timer had when it was received; 0 of one that is not known, or no longer."""
+        """Return the time that a timer had left when it was received; 0 of one that is not known, or no longer."""
         moment, received = self._moments.get((worker, scope), (0.0, 0.0))
         return moment - received
 
 
 def received(request: TimerRequest) -> TimerRequest | None:
-    """Convert a request from Unix time to CLOCK_MONOTONIC, in a copy; None, and logged, if it is none."""
+    """Convert a request from Unix time to CLOCK_MONOTONIC, in a copy; log what is no request, and return None."""
     try:
         hash((request.worker_id, request.scope_id))
         expiration = float(request.expiration_time)
@@ -88,7 +102,7 @@ def received(request: TimerRequest) -> TimerRequest | None:
         if moment is None:
             moment = clock.from_wall(expiration)
         own = copy(request)
-        own.expiration_time = max(0.0, moment)  # long over, but no release
+        own.expiration_time = max(0.0, moment)  # long over; a negative one would be a release
     except Exception as error:
         logger().error("not a timer request, skipped: %.200r (%s)", request, error)
         return None
@@ -98,23 +112,22 @@ def received(request: TimerRequest) -> TimerRequest | None:
 class Watchdog:
     """The thread of one server, from one `start` to one `stop`."""
 
-    def __init__(self, server: TimerServer, queue: RequestQueue, max_interval: float, *, daemon: bool) -> None:
+    def __init__(self, server: Server, queue: RequestQueue, max_interval: float, *, daemon: bool) -> None:
         self._server = server
         self._queue = queue
         self._interval = min(max_interval, _LONGEST)
         self._stopping = Event()
         self._thread = Thread(target=self._run, name="phalanx-timers", daemon=daemon)
         self._agenda = Agenda()
-        self._again = math.inf  # when to look again although no deadline is due
-        self._late: dict[
-            Any, tuple[float, float]
-        ] = {}  # who could not be reaped: when to try again, the delay after it
+        self._again = math.inf  # when to look again, after an exception, although no deadline is due
+        # Workers that could not be reaped: when to try again, and the delay after that.
+        self._late: dict[Any, tuple[float, float]] = {}
         self._faults = 0
         self._pauses = suspension.Pauses()
-        self._waited = math.inf, -math.inf  # from when until when the last time, if that was no mere look
-        self._goal, self._part = math.inf, math.inf  # what is waited for, and in parts of how many seconds
-        # Expired timers that have more time, because we were away: until when, and what they had at first.
-        self._spared: dict[tuple[Any, str, float], tuple[float, float]] = {}
+        self._waited = math.inf, -math.inf  # from when until when `get` last waited, if it did
+        self._goal, self._part = math.inf, math.inf  # the moment that is waited for, and the seconds of one part
+        # Expired timers that are postponed, because this process could not run: until when, and what they had at first.
+        self._postponed: dict[tuple[Any, str, float], tuple[float, float]] = {}
 
     def start(self) -> None:
         """Open the queue and start the thread."""
@@ -166,7 +179,7 @@ class Watchdog:
             self._try(None, hook)
 
     def _abandon(self) -> None:
-        """In a fork: neither the thread nor what the queue has opened is of this process."""
+        """In a fork: release what the server and the queue have opened. The thread is not here."""
         self._server._abandon()  # noqa: SLF001 - a hook of this package's own
         hook = getattr(self._queue, "_abandon", None)
         if hook is not None:
@@ -181,12 +194,12 @@ class Watchdog:
             return default
 
     def _turn(self) -> float:
-        """Wait, take what came, see to what is due. Returns the moment at which was looked."""
+        """Wait, take requests, reap late workers. Returns the moment for which expired timers were looked up."""
         now = clock.now()
         moments = [self._agenda.next(-1.0), self._again, *(moment for moment, _ in self._late.values())]
-        moments += [moment for moment, _ in self._spared.values() if moment > now]
+        moments += [moment for moment, _ in self._postponed.values() if moment > now]
         seconds = max(0.0, min(min(moments) - now, self._interval))
-        if self._punctual:  # then in parts: a pause within a wait is not seen
+        if self._punctual:  # then it waits in parts, as a pause within a wait is not seen
             if min(moments) != self._goal:
                 self._goal, self._part = min(moments), suspension.wait_slice(min(moments) - now)
             seconds = min(seconds, self._part)
@@ -196,7 +209,7 @@ class Watchdog:
         now, self._again = clock.now(), math.inf
         expired = self._expired(now)
         if expired:
-            # A server that was late itself may have the release in its queue, behind what it took.
+            # If this process was late itself, releases may still be in the queue.
             for _ in range(_TURNS):
                 if not self._try(0, self._queue.size):
                     break
@@ -227,19 +240,19 @@ class Watchdog:
         expired = self._try(None, self._server.get_expired_timers, now) or {}
         self._late = {worker: late for worker, late in self._late.items() if expired.get(worker)}
         if expired:
-            expired = self._try(expired, self._spare, expired, now)
+            expired = self._try(expired, self._postpone, expired, now)
         return {
             worker: timers
             for worker, timers in expired.items()
             if timers and not (worker in self._late and self._late[worker][0] > now)
         }
 
-    def _spare(self, expired: dict[Any, list[TimerRequest]], now: float) -> dict[Any, list[TimerRequest]]:
-        """Give timers that expired while we were away more time. Returns those that have none (any more).
+    def _postpone(self, expired: dict[Any, list[TimerRequest]], now: float) -> dict[Any, list[TimerRequest]]:
+        """Postpone timers that expired while this process could not run. Returns those that are due now.
 
-        What the server has in store stays as it is: it tells of them again at each look, until they are released.
+        The timers that the server keeps are not changed: it returns them again at each look, until they are released.
         """
-        before, self._spared = self._spared, {}
+        before, self._postponed = self._postponed, {}
         due: dict[Any, list[TimerRequest]] = {}
         for worker, timers in expired.items():
             for timer in timers:
@@ -252,7 +265,7 @@ class Watchdog:
                 if not self._punctual:  # `get` may be slow whenever it is called: that is a reason only once
                     until = before[key][0] if known else min(until, now + span)
                 if known or until > now:
-                    self._spared[key] = until, span
+                    self._postponed[key] = until, span
                 if until <= now:
                     due.setdefault(worker, []).append(timer)
         return due

@@ -1,4 +1,4 @@
-"""What is logged of expired timers. Owns the wording; the logger is ``phalanx.timer``."""
+"""Logs expired timers; the logger is ``phalanx.timer``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def log_debug_info_for_expired_timers(run_id: str, expired_timers: Mapping[int, 
     """Log a warning per worker that names its expired timers; nothing when there are none.
 
     Args:
-        run_id: Whose workers they are; may be empty.
+        run_id: The run of the workers; may be empty.
         expired_timers: Worker id → the scopes that expired.
 
     >>> import logging, sys
@@ -39,7 +39,7 @@ def log_debug_info_for_expired_timers(run_id: str, expired_timers: Mapping[int, 
 
 
 def logger() -> Logger:
-    """The logger of all timer servers. A worker that only takes timers never loads `logging` for it."""
+    """Return the logger of all timer servers. Loads `logging`, which a worker that only sets timers never needs."""
     from logging import getLogger
 
     return getLogger("phalanx.timer")

@@ -182,7 +182,7 @@ class Keeper:
 
     def _on_testified(self, serial: int) -> None:
         if self._escalation is not None:
-            self._escalation.testified(serial)
+            self._escalation.evidence_taken(serial)
 
     def _on_orphaned(self, fd: int) -> None:
         self._loop.forget(fd)
@@ -318,9 +318,9 @@ class Keeper:
     def _watch_timers(self, fds: Any, seats: int, hang: int, steps: list[tuple[str, float]]) -> None:
         try:
             from phalanx._timers.escalation import Escalation
-            from phalanx._timers.timetable import Timetable
+            from phalanx._timers.table import TimerTable
 
-            table = Timetable.of(fds, seats, hang, by_rank=True)
+            table = TimerTable.from_descriptors(fds, seats, hang, by_rank=True)
             strike = self._children.strike
             self._escalation = Escalation(table, steps, self._loop, self._in_charge, strike, self._tell)
             self._escalation.open()

@@ -204,7 +204,7 @@ def _work(load: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]], me: Ch
             return code
         value, known = None, {}
     if os.getpid() == pid:  # no heartbeat is to be expected any more: what follows may take long
-        getattr(sys.modules.get("phalanx.timer._expires"), "rest", int)()
+        getattr(sys.modules.get("phalanx.timer._beats"), "rest", int)()
     if numbered or os.getpid() != pid:  # a fork of the function's own that came back has no value to report
         return 0
     try:

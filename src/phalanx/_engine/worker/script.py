@@ -85,7 +85,7 @@ def run() -> None:
 
 def _end_heartbeats() -> None:
     """End the heartbeat timers, if the script uses any: exit handlers may take longer than they allow."""
-    getattr(sys.modules.get("phalanx.timer._expires"), "rest", int)()
+    getattr(sys.modules.get("phalanx.timer._beats"), "rest", int)()
 
 
 def _new_main() -> dict[str, Any]:

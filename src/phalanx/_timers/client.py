@@ -1,0 +1,310 @@
+"""The worker's end of a timer table: a process takes a seat in the shared memory, and arms timers by storing words.
+
+A timer is armed or disarmed without a system call, unless its deadline is earlier than the watcher's next look: then
+the client writes a byte to the watcher's pipe (the bell). It also does so if the published moment of that look is long
+over, to learn from EPIPE that nobody watches.
+
+The memory is a memfd and the bell a pipe, both of the process that made the table. A client opens them as
+/proc/PID/fd/N, so a worker that has no timers inherits nothing.
+
+The holder of a seat has a record lock on it (fcntl(2)), which the kernel releases when the process ends, in whatever
+way. So a client may die at any instruction. A program that closes all its descriptors loses the lock but keeps running:
+its seat stays taken as long as the process image recorded in it lives.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import struct
+import sys
+
+from phalanx._base import clock, sigpipe
+from phalanx._timers.layout import (
+    ENV,
+    FIRST,
+    GIVEN_UP,
+    HEAD_CLOSED,
+    HEAD_HANG,
+    HEAD_MARKS,
+    HEAD_USED,
+    HEAD_WAKE,
+    LATE,
+    MAGIC,
+    NEVER,
+    RESTS,
+    SEAT_BEAT,
+    SEAT_BEFORE,
+    SEAT_RANK,
+    SEAT_REST,
+    SEAT_SIZE,
+    SEAT_STEP,
+    SEAT_WHO,
+    SEATS_IN_USE,
+    SLOTS,
+    SLOTS_IN_USE,
+    TEXT_SIZE,
+    TEXTS,
+    flag,
+    head_size,
+    is_alive,
+    process_image,
+)
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Self
+
+_FLAG_OF = [flag(SLOTS_IN_USE, max(0, slot - FIRST + 1)) for slot in range(FIRST + SLOTS)]
+
+_taken: set[Seat] = set()  # the seats of this process
+_hooked = False
+
+
+def _register_fork_hook() -> None:
+    global _hooked  # noqa: PLW0603 - hooks are the process's
+    if not _hooked:
+        _hooked = True
+        os.register_at_fork(after_in_child=_detach_all)
+
+
+def _detach_all() -> None:
+    """In a fork: detach from the seats, which stay the parent's."""
+    for seat in _taken:
+        seat.detach()
+    _taken.clear()
+
+
+def file_identity(fd: int) -> tuple[int, int]:
+    """Return the device and inode of the file behind a descriptor; (0, 0) if it is closed."""
+    try:
+        found = os.fstat(fd)
+    except OSError:
+        return 0, 0
+    return found.st_dev, found.st_ino
+
+
+class Seat:
+    """The part of a timer table that this process writes. Thread-safe: a slot belongs to the thread that armed it.
+
+    ``words`` and ``head`` are there for `phalanx.timer.expires`, which stores by itself what `arm` and `disarm` store.
+
+    Args:
+        address: The table's address and the rank: ``PID:MEMORY:BELL:RANK``.
+
+    Attributes:
+        expected: Whether heartbeats are expected here.
+
+    Raises:
+        ValueError: The address has another form.
+        OSError: There is no such table, or no seat is left.
+    """
+
+    def __init__(self, address: str) -> None:
+        try:
+            pid, memory, bell, rank = (int(part) for part in address.split(":"))
+        except ValueError:
+            msg = f"{ENV}: expected PID:MEMORY:BELL:RANK, got {address!r}"
+            raise ValueError(msg) from None
+        _register_fork_hook()
+        self._fds: list[int] = []
+        self._files: list[tuple[int, int]] = []  # a program that closes all descriptors reuses their numbers
+        self._maps: list[mmap.mmap] = []
+        try:
+            self._open(f"/proc/{pid}/fd/", memory, bell)
+            self._take_seat(rank)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, folder: str, memory: int, bell: int) -> None:
+        self._bell = f"{folder}{bell}"
+        try:
+            for path, flags in ((f"{folder}{memory}", os.O_RDWR), (self._bell, os.O_WRONLY | os.O_NONBLOCK)):
+                self._fds.append(os.open(path, flags | os.O_CLOEXEC))
+                self._files.append(file_identity(self._fds[-1]))
+            magic, self._seats = struct.unpack("qq", os.pread(self._fds[0], 16, 0))
+            if magic != MAGIC:
+                raise OSError(errno.EINVAL, "that is no table of timers")  # noqa: TRY301 - worded below, as the others
+        except (OSError, struct.error) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            msg = f"the launcher's table of timers cannot be opened ({folder}{memory}: {why}); is the launcher there?"
+            raise OSError(getattr(error, "errno", 0) or errno.EINVAL, msg) from None
+        self._maps.append(mmap.mmap(self._fds[0], head_size(self._seats)))
+        self.head = memoryview(self._maps[0]).cast("q")
+
+    def _take_seat(self, rank: int) -> None:
+        start = rank % self._seats
+        for seat in (*range(start, self._seats), *range(start)):
+            try:
+                fcntl.lockf(self._fds[0], fcntl.LOCK_EX | fcntl.LOCK_NB, 1, seat)
+            except (BlockingIOError, PermissionError):
+                continue
+            if not self._is_used_without_lock(seat):
+                break
+            fcntl.lockf(self._fds[0], fcntl.LOCK_UN, 1, seat)
+        else:
+            raise OSError(errno.ENOSPC, f"{self._seats} processes of the group have timers already: that is the most")
+        self._mark = HEAD_MARKS + seat
+        self.head[self._mark] = 0
+        self._flags = self.head.cast("B")
+        self._flags[HEAD_USED * 8 + flag(SEATS_IN_USE, seat + 1)] = 1
+        whole = mmap.mmap(self._fds[0], SEAT_SIZE, offset=head_size(self._seats) + seat * SEAT_SIZE)
+        self._maps.append(whole)
+        words = memoryview(whole).cast("q")
+        # A heartbeat counts for the rank, and so does the end of a block, also of a process that has ended since.
+        last = max(words[SEAT_BEAT], words[SEAT_BEFORE])
+        before = last if words[SEAT_RANK] == rank and 0 < last <= clock.now_ns() else 0
+        first = bytes(SEAT_BEFORE * 8) + before.to_bytes(8, sys.byteorder)
+        # In one step: a look that has begun before must not find a deadline of 0.
+        whole[:TEXTS] = first + NEVER.to_bytes(8, sys.byteorder) * SLOTS + bytes(2 * SLOTS * 8)
+        self._memory: mmap.mmap | bytearray = whole
+        self.words = words
+        self.words[SEAT_RANK] = rank
+        for word, part in enumerate(process_image("self"), SEAT_WHO):
+            self.words[word] = part
+        self.expected = self.head[HEAD_HANG] != NEVER
+        self.free = list(range(FIRST + SLOTS - 1, FIRST - 1, -1))
+        self.texts: list[bytes] = [b""] * (FIRST + SLOTS)
+        self._flags[self._mark * 8 + _FLAG_OF[0]] = 1
+        _taken.add(self)
+
+    def _is_used_without_lock(self, seat: int) -> bool:
+        """Whether an unlocked seat is in use all the same, by a process that has closed all its descriptors."""
+        mark = self.head[HEAD_MARKS + seat]
+        start = head_size(self._seats) + seat * SEAT_SIZE
+        image = struct.unpack("qqq", os.pread(self._fds[0], 24, start + SEAT_WHO * 8))
+        return bool(mark) and is_alive(image)
+
+    def arm(self, deadline: int, span: int, text: bytes, thread: int = 0) -> int:
+        """Set a deadline in a free slot, and return the slot, to be disarmed. Raises RuntimeError if no slot is free.
+
+        Args:
+            deadline: Nanoseconds of CLOCK_MONOTONIC.
+            span: Nanoseconds that the timer has in all.
+            text: Scope and location, see `encode`.
+            thread: The id of the thread that is in the block; 0: unknown.
+        """
+        try:
+            slot = self.free.pop()
+        except IndexError:
+            msg = f"{SLOTS} timers run in this process: that is the most"
+            raise RuntimeError(msg) from None
+        if self.texts[slot] is not text:
+            self.write_text(slot, text)
+        words = self.words
+        words[slot + SLOTS] = span
+        words[slot + 2 * SLOTS] = thread
+        words[slot] = deadline
+        if not deadline - span - LATE <= self.head[HEAD_WAKE] <= deadline:
+            try:
+                self.wake_watcher()
+            except BaseException:
+                self.disarm(slot)
+                raise
+        return slot
+
+    def disarm(self, slot: int) -> None:
+        """Clear the deadline of an armed slot, and free the slot."""
+        self.words[slot] = NEVER
+        self.free.append(slot)
+        if self.expected:
+            self.record_block_end()
+
+    def record_block_end(self) -> None:
+        """Count the end of a block as a heartbeat: of this process if it sends any, else of its rank alone."""
+        words = self.words
+        if words[SEAT_BEAT]:
+            self.beat(words[SEAT_STEP], wakes=False)
+        else:  # the block had extended the rank's limit; the watcher looks again soon enough, see `TimerTable.look`
+            words[SEAT_BEFORE] = clock.now_ns()
+
+    def write_text(self, slot: int, text: bytes) -> None:
+        """Store the text of a free slot: what its next timer is about."""
+        at = TEXTS + (slot - FIRST) * TEXT_SIZE
+        self._memory[at : at + 2 + len(text)] = len(text).to_bytes(2, sys.byteorder) + text
+        self.texts[slot] = text
+        self._flags[self._mark * 8 + _FLAG_OF[slot]] = 1
+
+    def beat(self, step: int, *, wakes: bool = True) -> None:
+        """Record a heartbeat. With ``wakes`` it also ends a rest; the end of a block does not."""
+        now = clock.now_ns()
+        words, head = self.words, self.head
+        words[SEAT_STEP] = step
+        words[SEAT_BEAT] = now
+        if wakes:
+            words[SEAT_REST] = 0
+        if not now - LATE <= head[HEAD_WAKE] <= now + head[HEAD_HANG]:
+            try:
+                self.wake_watcher()
+            except RuntimeError:  # nobody watches: a heartbeat does not depend on it
+                pass
+
+    def rest(self) -> bool:
+        """Suspend the heartbeats until the next one. Returns whether they ran."""
+        words = self.words
+        ran = bool(words[SEAT_BEAT] and not words[SEAT_REST])
+        words[SEAT_REST] = RESTS
+        return ran
+
+    def give_up_beats(self) -> None:
+        """End the heartbeats of this seat: they go elsewhere from now on. Unlike `rest`, it covers no other process."""
+        self.words[SEAT_REST] = GIVEN_UP
+
+    def wake_watcher(self) -> None:
+        """Have the watcher look now. Raises RuntimeError if no process watches any more."""
+        gone = "nobody watches timers any more: their server has stopped"
+        if self.head[HEAD_CLOSED]:
+            raise RuntimeError(gone)
+        try:
+            if file_identity(self._fds[1]) == self._files[1]:
+                sigpipe.write(self._fds[1], b"\0")
+            else:
+                self._wake_by_path()
+        except BrokenPipeError:
+            raise RuntimeError(gone) from None
+        except (OSError, IndexError):  # the pipe is full, so the watcher wakes anyway; or this seat is closed
+            pass
+
+    def _wake_by_path(self) -> None:
+        """Open the bell anew: the program has closed the descriptor, and its number may be another file's."""
+        bell = os.open(self._bell, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if file_identity(bell) == self._files[1]:
+                sigpipe.write(bell, b"\0")
+        finally:
+            os.close(bell)
+
+    def detach(self) -> None:
+        """Redirect later writes to private memory: in a fork the seat stays the parent's."""
+        self._memory = bytearray(SEAT_SIZE)
+        self.words = memoryview(self._memory).cast("q")
+        self.head = memoryview(bytearray(len(self.head) * 8)).cast("q")
+        self._flags = self.head.cast("B")
+
+    def close(self) -> None:
+        """Leave the seat. Later writes go to private memory; `arm` raises RuntimeError. Idempotent."""
+        if self in _taken:
+            self.head[self._mark] = 0
+            _taken.discard(self)
+        if hasattr(self, "head"):
+            self.detach()
+            self.head[HEAD_CLOSED] = 1
+        for each in self._maps:
+            try:
+                each.close()
+            except BufferError:  # a memoryview of it still exists; it is unmapped with that
+                pass
+        self._maps.clear()
+        while self._fds:
+            fd = self._fds.pop()
+            if file_identity(fd) == self._files.pop():  # else the number is another file's by now
+                os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

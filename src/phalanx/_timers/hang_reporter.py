@@ -1,0 +1,308 @@
+"""Reports on the timers of one group: takes the stacks of all ranks, writes error files, lines and events.
+
+Runs in the launcher. Which timers have expired, and what follows, is decided in the keeper (`escalation`), which waits
+for the stacks, though not for long. All of this takes disks and other processes, so it has a thread of its own. The
+listener to events is the caller's code, and has another. The words are in `hang_report`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+
+from phalanx._base import clock, procfs
+from phalanx._base.background import SerialExecutor
+from phalanx._base.rank_ranges import name_ranks
+from phalanx._evidence.error_file import remove_timer_evidence
+from phalanx._stacks.snapshot import Snapshot
+from phalanx._timers import hang_report
+from phalanx._timers.hang import Hang
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
+
+    from phalanx._timers.table import TimerTable
+
+    Event = dict[str, Any]
+    Packed = tuple[Any, ...]  # see `Hang.to_tuple`
+
+FINISH = 5.0
+"""Seconds that the end of a group waits for the reports, and for a listener that does not return."""
+
+
+class HangReporter:
+    """Reports on one group's timers. Methods may be called from any thread, and return at once, but for `finish`.
+
+    Args:
+        table: The group's table; closed with this.
+        steps: What follows an expiry, in order: name and delay in seconds.
+        error_files: Each rank's. Its folder takes the rank's stacks, if they are to be kept.
+        emit: Called with events, in their order: it writes them to a file.
+        listener: Called with each event, one after the other, on a thread of its own; or None.
+        show: Shows a line.
+        stacks: Whether the stacks are kept.
+
+    Attributes:
+        unwritten: By rank, what is known of its hangs and is not in its error file.
+        hung: By rank, the message about the hang for which it was or is to be sent a signal, even if it has gone on.
+    """
+
+    def __init__(
+        self,
+        table: TimerTable,
+        steps: Sequence[tuple[str, float]],
+        error_files: Mapping[int, str],
+        emit: Callable[[list[Event]], None],
+        listener: Callable[[Event], None] | None,
+        show: Callable[[str], None],
+        *,
+        stacks: bool = True,
+    ) -> None:
+        self.table = table
+        self.steps = steps
+        self.unwritten: dict[int, str] = {}
+        self.hung: dict[int, str] = {}
+        self._error_files = error_files
+        self._emit = emit
+        self._listener = listener
+        self._show = show
+        self._snapshot = Snapshot(error_files, keep=stacks)
+        self._workers: dict[int, int] = {}
+        self._signalled: dict[tuple[int, int, int, int], Hang] = {}  # those that have not gone on since
+        self._events: list[Event] = []
+        self._raised = False  # whether the listener has raised
+        self._background = SerialExecutor("phalanx-hangs")
+        self._observer = SerialExecutor("phalanx-observer")
+
+    def on_message(
+        self,
+        verb: str,
+        *arguments: Any,
+        workers: dict[int, int],
+        ended: Mapping[int, str],
+        evidence_taken: Callable[[], None] | None = None,
+    ) -> None:
+        """Report on a message of the keeper about timers, soon.
+
+        Args:
+            verb: Its verb: "armed", "expired", "hang" (a step is to be taken), "struck" (signalled), "left", "refused"
+                or "unwatched".
+            *arguments: Its arguments, see `escalation`.
+            workers: The pids of the live workers, by rank.
+            ended: How the others have ended, by rank.
+            evidence_taken: For "hang". Called on this object's thread once the evidence of the step is taken.
+        """
+
+        def report() -> None:
+            self._workers |= workers
+            if evidence_taken is None:
+                _REPORT[verb](self, *arguments)
+            else:
+                self._step(*arguments, workers=workers, ended=ended, evidence_taken=evidence_taken)
+
+        if not self._call(report) and evidence_taken is not None:
+            evidence_taken()
+
+    def finish(self) -> None:
+        """Wait until all is written and shown, for at most `FINISH` for each of the two threads."""
+        late = [
+            what
+            for what, background in (("evidence", self._background), ("on_event", self._observer))
+            if not background.drain(FINISH)
+        ]
+        for what in late:
+            self._show(f"{what} of timers is not complete: that takes too long")
+
+    def close(self) -> None:
+        """Close the table. Idempotent."""
+        self.table.close()
+
+    # --- on the thread of its own
+
+    def _call(self, action: Callable[[], None]) -> bool:
+        def call() -> None:
+            try:
+                action()
+            finally:
+                if not self._background.pending:  # else the next call comes first: a kill may wait for it
+                    self._flush()
+
+        return self._background.submit(call)
+
+    def _armed(self, moment: int, packed: list[Packed]) -> None:
+        """Timers are set in slots that were not in use before (and have not expired)."""
+        for hang in map(Hang.from_tuple, packed):
+            self._add_hang_event("timer.armed", hang, moment, overdue=0.0)
+        self._snapshot.preload()
+
+    def _expired(self, moment: int, packed: list[Packed]) -> None:
+        for hang in map(Hang.from_tuple, packed):
+            self._add_hang_event("timer.expired", hang, moment)
+
+    def _step(
+        self,
+        name: str,
+        number: int,
+        moment: int,
+        packed: list[Packed],
+        *,
+        workers: dict[int, int],
+        ended: Mapping[int, str],
+        evidence_taken: Callable[[], None],
+    ) -> None:
+        """Take the evidence that a step wants, then call ``evidence_taken``, once, also after an exception.
+
+        Args:
+            name: The step's.
+            number: The signal that it will send, or 0.
+            moment: When it was due.
+            packed: The hangs.
+            workers: As for `on_message`.
+            ended: As for `on_message`.
+            evidence_taken: As for `on_message`.
+        """
+        answers = [evidence_taken]
+
+        def answer() -> None:
+            if answers:
+                answers.pop()()
+
+        hangs = list(map(Hang.from_tuple, packed))
+        try:
+            if name == "report":
+                self._show_lines(hangs, name, number, moment)
+                return
+            doomed = number == signal.SIGKILL
+            with self._snapshot.take(workers, hangs, doomed=doomed, ended=ended) as afterwards:
+                if not number:
+                    self._snapshot.write()
+                    self._show_lines(hangs, name, number, moment)
+                elif number != signal.SIGKILL:  # before what the worker raises on that signal can be recorded
+                    self._record_all(hangs, moment)
+                elif dead := [hang for hang in hangs if self._died_in_block(hang)]:
+                    self._record_all(dead, moment)
+                afterwards.callback(answer)  # before the closing, which takes its time
+        finally:
+            answer()
+
+    def _died_in_block(self, hang: Hang) -> bool:
+        """Whether a process has ended within its block before the kill: of the look at its threads, or by itself."""
+        return procfs.has_exited(hang.pid) and self.table.is_still_set(hang.timer)
+
+    def _struck(self, number: int, moment: int, packed: list[Packed]) -> None:
+        """Processes that hang were sent a signal."""
+        hangs = list(map(Hang.from_tuple, packed))
+        # Lines are for the first signal to a group: its report will name the hangs that follow.
+        quiet = bool(self._signalled) and not any(hang.key in self._signalled for hang in hangs)
+        self._record_all(hangs, moment)
+        self._snapshot.write()
+        for hang in hangs:
+            self._add_hang_event("worker.reaped", hang, moment, signal=number)
+        if not quiet:
+            self._show_lines(hangs, "", number, moment)
+
+    def _left(self, moment: int, packed: list[Packed]) -> None:
+        """Workers have left the blocks in which they hung."""
+        hangs = list(map(Hang.from_tuple, packed))
+        for hang in hangs:
+            if self._signalled.pop(hang.key, None) is not None:
+                # It survived the signal. If it fails later, it records that itself, or the report has this text.
+                remove_timer_evidence(self._error_files[hang.rank])
+                self.unwritten[hang.rank] = f"it had hung before: {hang.description}; and had gone on since"
+            self._add_hang_event("timer.left", hang, moment)
+        for description, those in hang_report.by_description(hangs).items():
+            has = "they have" if len({hang.rank for hang in those}) > 1 else "it has"
+            self._show(f"{name_ranks(hang.rank for hang in those)}: {description}; {has} gone on since")
+
+    def _refused(self, pid: int, scope: str, location: str) -> None:
+        self._show(f"process {pid} is not in the group: its timers are not watched")
+        self._add_event("request.refused", clock.now_ns(), pid=pid, scope=scope, place=location)
+
+    def _unwatched(self, why: str) -> None:
+        self._show(f"timers are not watched: {why}")
+
+    def _record_all(self, hangs: list[Hang], moment: int) -> None:
+        self._signalled.update((hang.key, hang) for hang in hangs)
+        ranks: dict[int, list[Hang]] = {}
+        for hang in sorted(hangs, key=lambda hang: hang.timer.deadline):
+            ranks.setdefault(hang.rank, []).append(hang)
+        for rank, those in ranks.items():
+            self.hung[rank] = hang_report.message(those[0])
+            self._record(those, moment)
+
+    def _record(self, hangs: list[Hang], moment: int) -> None:
+        """Write a rank's error file, unless the rank has recorded a failure itself.
+
+        A rank that waits for another hangs as well, and its timer may expire sooner. The rank that is elsewhere than
+        most is dated before all others, so that it counts as the first failure.
+        """
+        first = hangs[0]
+        began = first.timer.deadline
+        if first.rank in self._snapshot.outliers():
+            began = min(hang.timer.deadline for hang in (first, *self._signalled.values())) - 1
+        self._snapshot.write()
+        try:
+            hang_report.write_error_file(
+                self._error_files[first.rank],
+                hangs,
+                moment,
+                [self._snapshot.sum_up(first)],
+                self._snapshot.texts.get(first.pid, ""),
+                worker=self._workers[first.rank],
+                writers=self._workers.values(),
+                began=began,
+                stacks_file=os.path.basename(self._snapshot.files.get(first.rank, "")),
+            )
+        except hang_report.NotWrittenError as error:
+            self.unwritten[first.rank] = error.text
+
+    def _show_lines(self, hangs: list[Hang], step: str, number: int, moment: int) -> None:
+        """Show one line for all ranks whose hangs have the same description."""
+        for those in hang_report.by_description(hangs).values():
+            first = those[0]
+            where = [] if step == "report" else list(filter(None, [self._snapshot.sum_up(first)]))
+            if step == "dump":
+                none = "none" if self._snapshot.keep else "not kept, for no logs are"
+                where.append(f"stacks: {self._snapshot.files.get(first.rank) or none}")
+            self._show(hang_report.line(name_ranks(hang.rank for hang in those), those, moment, where, number))
+
+    def _add_hang_event(self, name: str, hang: Hang, moment: int, **facts: Any) -> None:
+        timer = hang.timer
+        known = {"rank": hang.rank, "pid": hang.pid, "scope": timer.scope or timer.location, "place": timer.location}
+        self._add_event(name, moment, **{**known, "overdue": hang.overdue(moment), **facts})
+
+    def _add_event(self, name: str, moment: int, **facts: Any) -> None:
+        timestamp = clock.to_wall(moment / clock.NS)
+        self._events.append({"name": name, "timestamp": timestamp, "monotonic_ns": moment, **facts})
+
+    def _flush(self) -> None:
+        events, self._events = self._events, []
+        if events:
+            self._emit(events)
+        if self._listener is not None:
+            for event in events:
+                self._observer.submit(partial(self._call_listener, self._listener, event))
+
+    def _call_listener(self, listener: Callable[[Event], None], event: Event) -> None:
+        """Call the listener. The first exception that it raises is logged; it gets all later events all the same."""
+        try:
+            listener(event)
+        except BaseException:  # this thread is there for the listener alone
+            if not self._raised:
+                self._raised = True
+                from logging import getLogger
+
+                getLogger("phalanx.timer").exception("on_event raised at %s", event["name"])
+
+
+_REPORT: dict[str, Callable[..., None]] = {
+    "armed": HangReporter._armed,
+    "expired": HangReporter._expired,
+    "struck": HangReporter._struck,
+    "left": HangReporter._left,
+    "refused": HangReporter._refused,
+    "unwatched": HangReporter._unwatched,
+}

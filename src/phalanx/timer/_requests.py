@@ -1,0 +1,142 @@
+"""Timer requests: what a request is, how a client sends one, and where a server takes them out.
+
+The contract for pairs of client and server, those of this package and those of others. What a server does with requests
+is in `_server`. A worker that takes a timer imports this, so it imports next to nothing itself.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, SupportsIndex
+
+SHORT_SCOPE = 320
+"""Characters that a scope may have with any client: each takes at most 12 bytes of JSON."""
+
+
+class TimerRequest:
+    """A request of a worker: to take a timer on a scope, or to release it.
+
+    Requests are equal if their three public fields are. They can be pickled, and must not be changed.
+
+    Args:
+        worker_id: The worker: whatever client and server know it by; hashable.
+        scope_id: What the timer is for. A worker has one timer per scope: a second request replaces the first.
+        expiration_time: When it expires, Unix time in seconds. Negative: the timer is released.
+
+    >>> TimerRequest(4242, "all_reduce", 1795184205.5)
+    TimerRequest(worker_id=4242, scope_id='all_reduce', expiration_time=1795184205.5)
+    >>> TimerRequest(4242, "all_reduce", -1) == TimerRequest(4242, "all_reduce", -1)
+    True
+    """
+
+    __slots__ = ("_born", "_deadline", "_taken", "expiration_time", "scope_id", "worker_id")
+
+    # What the clients of this package add to the original's fields. It is sent along, and is no part of equality.
+    _born: int | None  # the start time of the process that is `worker_id`, as /proc/PID/stat has it
+    _deadline: float | None  # the expiration on CLOCK_MONOTONIC, which no step of the wall clock moves
+    _taken: float | None  # when it was made, on the same clock
+
+    def __init__(self, worker_id: Any, scope_id: str, expiration_time: float) -> None:
+        self.worker_id = worker_id
+        self.scope_id = scope_id
+        self.expiration_time = expiration_time
+        self._deadline = self._born = self._taken = None
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        # Every timer costs its worker two of these; the general way, through the slots, takes half as long again.
+        if type(self) is TimerRequest:
+            more = self._deadline, self._born, self._taken
+            return _request, (self.worker_id, self.scope_id, self.expiration_time, *more)
+        return super().__reduce_ex__(protocol)
+
+    def _key(self) -> tuple[Any, str, float]:
+        return self.worker_id, self.scope_id, self.expiration_time
+
+    def __eq__(self, other: object) -> bool:
+        return self._key() == other._key() if isinstance(other, TimerRequest) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        worker, scope, expiration = self._key()
+        return f"{type(self).__name__}(worker_id={worker!r}, scope_id={scope!r}, expiration_time={expiration!r})"
+
+
+def _request(worker: Any, scope: str, expiration: float, *more: Any) -> TimerRequest:
+    request = TimerRequest(worker, scope, expiration)
+    request._deadline, request._born, request._taken = more  # noqa: SLF001 - this is its constructor, too
+    return request
+
+
+class TimerClient(ABC):
+    """The worker's end: sends the server the timers that this process sets and releases.
+
+    `expires` calls it, in any thread, and never with one scope twice before its release. An error
+    that ``acquire`` raises keeps the block from being entered.
+
+    `expires` has shorter ways to the clients of this package. A subclass that overrides ``acquire`` or ``release``,
+    or an object on which one is set before its first timer, is called as any other client is.
+    """
+
+    @abstractmethod
+    def acquire(self, scope_id: str, expiration_time: float) -> None:
+        """Set a timer on ``scope_id``, or move it, to ``expiration_time`` (Unix time, seconds)."""
+
+    @abstractmethod
+    def release(self, scope_id: str) -> None:
+        """Release the timer on ``scope_id``. One that is not set is ignored."""
+
+
+def shortened(scope: str) -> str:
+    """Shorten a scope whose name is too long to be sent: to its two ends, for the reader, and a checksum of the whole.
+
+    >>> shortened("x" * 9999) == shortened("x" * 9999), shortened("x" * 9999) == shortened("x" * 9998)
+    (True, False)
+    >>> len(shortened("x" * 9999)) <= SHORT_SCOPE
+    True
+    """
+    import zlib
+
+    checksum = zlib.crc32(scope.encode("utf-8", "surrogatepass"))
+    return f"{scope[:100]}... ({checksum:08x}) ...{scope[-200:]}"
+
+
+class RequestQueue(ABC):
+    """The queue in which the requests of all workers arrive. One server takes them out, in its thread.
+
+    The server takes ``max(1, queue.size())`` requests at a time: so it gets the first one as soon as it is there, and
+    many in few calls. An exception is logged, and the queue is read again a little later.
+    """
+
+    @abstractmethod
+    def size(self) -> int:
+        """Return how many requests are there now, at least. 0 and 1 will do where they cannot be counted."""
+
+    @abstractmethod
+    def get(self, size: int, timeout: float) -> list[TimerRequest]:
+        """Take up to ``size`` requests out, in the order in which they came.
+
+        Returns once there are ``size`` of them, or after ``timeout`` seconds (>= 0) with those that are there, perhaps
+        none. Negative expirations are releases; the others are Unix time.
+        """
+
+    def _open(self) -> None:  # noqa: B027 - a hook: most queues have nothing to do here
+        """Prepare for `get`: the server starts."""
+
+    def _wake(self) -> None:  # noqa: B027 - a hook: most queues have no way
+        """Have a `get` that waits in another thread return early, if there is a way: the server stops."""
+
+    def _close(self) -> None:  # noqa: B027 - a hook: most queues have nothing to do here
+        """Release what `_open` took."""
+
+    def _abandon(self) -> None:  # noqa: B027 - a hook: most queues have nothing to do here
+        """Close, in a fork of the server's process: another thread may have been in any method."""
+
+    @property
+    def _punctual(self) -> bool:
+        """Whether a `get` that takes more than its timeout can only mean that this process did not run."""
+        return False
