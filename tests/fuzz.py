@@ -213,7 +213,7 @@ class Fuzz:
                 worker.exit = Exit(1)
             mirror.settle_results()
         worker = mirror.workers[0]
-        assert worker.told is None or sum(map(len, worker.told[:2])) <= worker_messages.PACKET
+        assert worker.sent_evidence is None or sum(map(len, worker.sent_evidence[:2])) <= worker_messages.PACKET
         assert not isinstance(worker.result, bytes) or len(worker.result) <= max(worker_messages.PACKET, _LARGE)
         worker.given.close()
         for fd in dropped:

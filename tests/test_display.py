@@ -21,7 +21,7 @@ import pytest
 
 from phalanx._base.background import SerialExecutor
 from phalanx._base.loop import Loop
-from phalanx._engine import supervisor
+from phalanx._engine import keeper_link
 from phalanx._logs import display, pump
 from phalanx._logs.pump import Pump
 from phalanx._logs.sink import Sink
@@ -255,7 +255,7 @@ def test_an_exception_in_the_supervisor_leaves_no_worker(
     def fail(*_arguments: object) -> None:
         raise IndexError("a mistake of ours")
 
-    monkeypatch.setitem(supervisor._HEAR, "state", fail)
+    monkeypatch.setitem(keeper_link._ON_MESSAGE, "state", fail)
     with group_of_two(tmp_path, ready, gate) as group:
         pids = ready.pids(2)
         os.kill(pids[0], signal.SIGKILL)

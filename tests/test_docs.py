@@ -150,7 +150,7 @@ def test_what_differs_from_run_to_run_is_put_in_one_form() -> None:
     assert steady.put("loss 2.30, 12 epochs") == "loss 2.30, 12 epochs"
 
 
-def test_the_groups_table_is_the_one_in_the_code() -> None:
+def test_the_tables_of_group_and_protocol_are_those_in_the_code() -> None:
     table = tool("render_table")
     assert table.main(["--check"]) == 0, "python tools/render_table.py brings it up to date"
 
@@ -158,7 +158,8 @@ def test_the_groups_table_is_the_one_in_the_code() -> None:
 def test_a_stale_table_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tool("render_table")
     page = tmp_path / "architecture.md"
-    page.write_text(f"before\n{table.BEGIN}\nan old table\n{table.END}\nafter\n")
+    protocol = f"{table.BEGIN_PROTOCOL}\nan old table\n{table.END_PROTOCOL}"
+    page.write_text(f"before\n{table.BEGIN}\nan old table\n{table.END}\n{protocol}\nafter\n")
     monkeypatch.setattr(table, "PAGE", page)
     assert table.main(["--check"]) == 1
     assert table.main([]) == 0

@@ -275,7 +275,7 @@ def test_a_keeper_that_never_gets_up_is_not_waited_for(monkeypatch: pytest.Monke
     stuck.write_text("#!/bin/sh\nexec sleep 600\n")
     stuck.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(stuck))
-    shorten(monkeypatch, START_WAIT=0.05, SILENCE=0.05, KILL_WAIT=0.05)
+    shorten(monkeypatch, START_WAIT=0.05, ANSWER_WAIT=0.05, KILL_WAIT=0.05)
     with pytest.raises(KeeperLostError, match="answered no more"):
         start_processes("g", "/bin/true", (), nprocs=1)
 

@@ -36,7 +36,7 @@ while True:
 
 def helpers_of(group: PContext) -> dict[str, int]:
     assert group._supervisor is not None
-    guard = group._supervisor._launch._guard
+    guard = group._supervisor._keeper._guard
     [keeper] = procfs.children(guard)
     return {"guard": guard, "keeper": keeper}
 
@@ -63,7 +63,7 @@ def test_a_flood_of_signals_from_a_worker_holds_up_no_helper(who: str, tmp_path:
         result = group.wait(0)  # raises KeeperLostError where the guard had to finish it
         assert result is None or not result.failures
         assert group._supervisor is not None
-        assert not group._supervisor.lost
+        assert not group._supervisor.keeper_error
 
 
 def test_no_signal_reaches_the_code_of_a_helper(tmp_path: Path) -> None:

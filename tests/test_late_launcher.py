@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from phalanx._base import clock, procfs, sealed_memfd
-from phalanx._engine.keeper_client import Launch
+from phalanx._engine.keeper_client import KeeperClient
 from phalanx._logs import display
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Std, start_processes
 from tests.helpers import TIMEOUT, alive, pass_gate, tell, wait_gone
@@ -67,7 +67,7 @@ def test_what_the_keeper_said_before_it_left_is_heard_though_a_wish_is_unsent(re
         ready.wait(2)
         guard, keeper = helpers_of(group)
         stop(keeper)
-        channel = supervisor_of(group)._launch.channel
+        channel = supervisor_of(group)._keeper.channel
         while not channel._outbox:
             supervisor_of(group).send(0, signal.SIGWINCH)
         with busy(group):
@@ -81,7 +81,9 @@ def test_what_the_keeper_said_before_it_left_is_heard_though_a_wish_is_unsent(re
 
 
 @pytest.mark.parametrize(
-    "overdue", [lambda it: it._silence.over(clock.now()), lambda it: it._silence.replace()], ids=["at first", "at last"]
+    "overdue",
+    [lambda it: it._link.watchdog.over(clock.now()), lambda it: it._link.watchdog.replace()],
+    ids=["at first", "at last"],
 )
 def test_a_keeper_is_silent_only_if_nothing_that_it_said_lies_unheard(
     ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch, overdue: Callable[[Supervisor], None]
@@ -93,8 +95,8 @@ def test_a_keeper_is_silent_only_if_nothing_that_it_said_lies_unheard(
 
         def its_deadline_is_over() -> None:
             with monkeypatch.context() as patch:
-                patch.setattr(Launch, "wake", lambda _launch: done.append("woken"))
-                patch.setattr(Launch, "kill_keeper", lambda _launch: done.append("killed"))
+                patch.setattr(KeeperClient, "wake", lambda _keeper: done.append("woken"))
+                patch.setattr(KeeperClient, "kill_keeper", lambda _keeper: done.append("killed"))
                 overdue(supervisor)
 
         with busy(group, its_deadline_is_over):
@@ -107,25 +109,25 @@ def test_a_keeper_is_silent_only_if_nothing_that_it_said_lies_unheard(
 
 
 def test_a_silent_keeper_is_woken_before_it_is_killed(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
-    shorten(monkeypatch, SILENCE=3 * TIMEOUT)  # so long it has to say something, or to be asked
+    shorten(monkeypatch, ANSWER_WAIT=3 * TIMEOUT)  # so long it has to say something, or to be asked
     with running("binary", ready) as group:
         ready.wait(2)
         supervisor = supervisor_of(group)
         keeper = helpers_of(group)[1]
         stop(keeper)
-        supervisor._loop.call(lambda: supervisor._silence.over(clock.now()))
+        supervisor._loop.call(lambda: supervisor._link.watchdog.over(clock.now()))
         until(lambda: procfs.Stat(keeper).state in "RS")
         group.close()
         result = group.wait(0)
     assert result is not None
     assert result.state == "stopped"
-    assert not supervisor._silence.killed
+    assert not supervisor._link.watchdog.killed
 
 
 def test_a_keeper_that_we_killed_is_said_to_have_been_silent(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
-    shorten(monkeypatch, SILENCE=0.3, KILL_WAIT=0.3)
-    wake = Launch.wake
-    monkeypatch.setattr(Launch, "wake", lambda _launch: None)  # it is stopped once more
+    shorten(monkeypatch, ANSWER_WAIT=0.3, KILL_WAIT=0.3)
+    wake = KeeperClient.wake
+    monkeypatch.setattr(KeeperClient, "wake", lambda _keeper: None)  # it is stopped once more
     with running("binary", ready) as group:
         pids = ready.pids(2)
         stop(helpers_of(group)[1])
@@ -133,7 +135,7 @@ def test_a_keeper_that_we_killed_is_said_to_have_been_silent(ready: Ready, monke
         with pytest.raises(KeeperLostError, match="did not answer by its own deadline, and was killed by us; every"):
             group.wait(TIMEOUT)
         assert [pid for pid in pids if alive(pid)] == []
-        monkeypatch.setattr(Launch, "wake", wake)
+        monkeypatch.setattr(KeeperClient, "wake", wake)
 
 
 def test_a_keeper_that_is_lost_after_a_failure_does_not_hide_it(ready: Ready, gate: Gate) -> None:
@@ -204,9 +206,9 @@ class LateError(Exception):
 def test_a_handler_that_raises_while_the_groups_thread_is_started(monkeypatch: pytest.MonkeyPatch, begun: bool) -> None:
     """Either that thread lets go of everything, or who starts does; never both, never neither."""
     closed: list[object] = []
-    close, start, go_on = Launch.close, threading.Thread.start, threading.Event()
+    close, start, go_on = KeeperClient.close, threading.Thread.start, threading.Event()
 
-    def counted(self: Launch, *arguments: float) -> int:
+    def counted(self: KeeperClient, *arguments: float) -> int:
         closed.append(self)
         return close(self, *arguments)  # type: ignore[arg-type]  # the second is a pid
 
@@ -220,7 +222,7 @@ def test_a_handler_that_raises_while_the_groups_thread_is_started(monkeypatch: p
             raise LateError
         start(self)
 
-    monkeypatch.setattr(Launch, "close", counted)
+    monkeypatch.setattr(KeeperClient, "close", counted)
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(LateError):
         start_processes("g", "sleep", ("600",), nprocs=1)

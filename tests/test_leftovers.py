@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from phalanx._engine.keeper import keeper
-from phalanx._engine.keeper.proc_memory import COMMAND, Peek
+from phalanx._engine.keeper.proc_memory import COMMAND, MemoryReader
 from phalanx._engine.leftovers import Leftover, line_of_waiting, lines_of_ended
 from phalanx.multiprocessing import start_processes
 from tests.disks import sleeping_on_disks, until
@@ -243,9 +243,9 @@ def test_lines() -> None:
 
 @pytest.mark.parametrize("sleeps", [False, True])
 def test_a_look_that_only_has_no_cpu_is_waited_for(monkeypatch: pytest.MonkeyPatch, sleeps: bool) -> None:
-    look = Peek._look
+    look = MemoryReader._read_one
 
-    def slow(self: Peek, pid: int, what: int) -> bytes:
+    def slow(self: MemoryReader, pid: int, what: int) -> bytes:
         began = time.monotonic()
         while not sleeps and time.monotonic() < began + 0.4:
             pass
@@ -253,30 +253,30 @@ def test_a_look_that_only_has_no_cpu_is_waited_for(monkeypatch: pytest.MonkeyPat
             signal.pause()
         return look(self, pid, what)
 
-    monkeypatch.setattr(Peek, "_look", slow)
-    peek = Peek(b"NONE", b"none", 0.2)
-    seen = peek.read([(os.getpid(), COMMAND)])
+    monkeypatch.setattr(MemoryReader, "_read_one", slow)
+    reader = MemoryReader(b"NONE", b"none", 0.2)
+    seen = reader.read([(os.getpid(), COMMAND)])
     assert list(seen) == ([] if sleeps else [(os.getpid(), COMMAND)])
     assert all(seen.values())
-    assert len(peek.forks) == sleeps
-    for fork in peek.forks:
+    assert len(reader.forks) == sleeps
+    for fork in reader.forks:
         os.waitpid(fork, 0)
 
 
 def test_a_look_that_has_no_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is awake all the time."""
 
-    def endless(_self: Peek, _pid: int, _what: int) -> bytes:
+    def endless(_self: MemoryReader, _pid: int, _what: int) -> bytes:
         while True:
             pass
 
-    monkeypatch.setattr(Peek, "_look", endless)
-    peek = Peek(b"NONE", b"none", 0.05)
-    assert peek.read([(os.getpid(), COMMAND)]) == {}
-    [fork] = peek.forks
+    monkeypatch.setattr(MemoryReader, "_read_one", endless)
+    reader = MemoryReader(b"NONE", b"none", 0.05)
+    assert reader.read([(os.getpid(), COMMAND)]) == {}
+    [fork] = reader.forks
     assert os.waitpid(fork, 0)[1] == signal.SIGKILL
-    assert peek.read([(os.getpid(), COMMAND)]) == {}
-    assert peek.forks == {fork}  # there was no time for another one
+    assert reader.read([(os.getpid(), COMMAND)]) == {}
+    assert reader.forks == {fork}  # there was no time for another one
 
 
 HOLDS_ITS_MEMORY = """

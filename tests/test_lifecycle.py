@@ -13,18 +13,18 @@ Script = list[tuple[str, str, tuple[str, ...]]]
 """What happens, where that leads, and what is done."""
 
 STOP = ("SIGNAL", "ARM_GRACE")
-KILL = ("KILL", "LOOK")
-SWEEP = ("ARM_REST", "LOOK")
+KILL = ("KILL", "SWEEP")
+SWEEP = ("ARM_PATIENCE", "SWEEP")
 
-STARTED: Script = [("START", "STARTING", ("BEGIN",)), ("STARTED", "RUNNING", ("TELL_STARTED",))]
+STARTED: Script = [("START", "STARTING", ("START_WORKERS",)), ("STARTED", "RUNNING", ("REPORT_STARTED",))]
 FAILED: Script = [*STARTED, ("ONE_FAILED", "SETTLING", ("ARM_SETTLE",))]
 STOPPING: Script = [*FAILED, ("SETTLED", "STOPPING", STOP)]
 CLOSED: Script = [*STARTED, ("STOP", "STOPPING", STOP)]
 KILLED: Script = [*STARTED, ("KILL", "KILLING", KILL)]
-LINGERING: Script = [*STARTED, ("ALL_SUCCEEDED", "LINGERING", ("ARM_LINGER", "LOOK"))]
+LINGERING: Script = [*STARTED, ("ALL_SUCCEEDED", "LINGERING", ("ARM_LINGER", "SWEEP"))]
 SWEEPING: Script = [*STARTED, ("ALL_ENDED", "SWEEPING", SWEEP)]
-PURGING: Script = [*SWEEPING, ("PATIENCE_OVER", "PURGING", ("LOOK",))]
-DONE: Script = [("DRAINED", "ENDED", ("SAY_LAST",)), ("TOLD", "GONE", ("LEAVE",))]
+PURGING: Script = [*SWEEPING, ("PATIENCE_OVER", "PURGING", ("SWEEP",))]
+DONE: Script = [("DRAINED", "ENDED", ("REPORT_END",)), ("REPORTED", "GONE", ("LEAVE",))]
 EMPTY: Script = [("EMPTY", "DRAINING", ("DRAIN",)), *DONE]
 
 SCRIPTS: dict[str, Script] = {
@@ -32,7 +32,7 @@ SCRIPTS: dict[str, Script] = {
         *STARTED,
         ("ONE_ENDED", "RUNNING", ()),
         ("ONE_ENDED", "RUNNING", ()),
-        ("ALL_SUCCEEDED", "LINGERING", ("ARM_LINGER", "LOOK")),
+        ("ALL_SUCCEEDED", "LINGERING", ("ARM_LINGER", "SWEEP")),
         *EMPTY,
     ],
     "one fails, its peers die of our signal": [
@@ -75,10 +75,10 @@ SCRIPTS: dict[str, Script] = {
         ("EMPTY", "DRAINING", ("DRAIN",)),
         ("STOP", "DRAINING", ()),
         ("KILL", "DRAINING", ()),
-        ("DRAINED", "ENDED", ("SAY_LAST",)),
+        ("DRAINED", "ENDED", ("REPORT_END",)),
         ("STOP", "ENDED", ()),
         ("KILL", "ENDED", ()),
-        ("TOLD", "GONE", ("LEAVE",)),
+        ("REPORTED", "GONE", ("LEAVE",)),
     ],
     "killed, and a worker outlives it": [
         *KILLED,
@@ -111,17 +111,17 @@ SCRIPTS: dict[str, Script] = {
         ("KILL", "KILLING", KILL),
         ("EMPTY", "DRAINING", ("DRAIN",)),
         ("START", "DRAINING", ("REFUSE",)),
-        ("DRAINED", "ENDED", ("SAY_LAST",)),
+        ("DRAINED", "ENDED", ("REPORT_END",)),
         ("START", "ENDED", ("REFUSE",)),
-        ("TOLD", "GONE", ("LEAVE",)),
+        ("REPORTED", "GONE", ("LEAVE",)),
     ],
     "closed in the midst of the start": [STARTED[0], ("STOP", "KILLING", KILL), *EMPTY],
     "killed in the midst of the start": [STARTED[0], ("KILL", "KILLING", KILL), *EMPTY],
     "a log file cannot be written": [
         *LINGERING,
         ("EMPTY", "DRAINING", ("DRAIN",)),
-        ("DRAIN_OVER", "ENDED", ("LEAVE_LOGS", "SAY_LAST")),
-        ("TOLD", "GONE", ("LEAVE",)),
+        ("DRAIN_OVER", "ENDED", ("ABANDON_LOGS", "REPORT_END")),
+        ("REPORTED", "GONE", ("LEAVE",)),
     ],
     "the launcher goes while the log files are written": [
         *LINGERING,
@@ -131,16 +131,16 @@ SCRIPTS: dict[str, Script] = {
     "the launcher goes without reading the last word": [
         *LINGERING,
         ("EMPTY", "DRAINING", ("DRAIN",)),
-        ("DRAINED", "ENDED", ("SAY_LAST",)),
+        ("DRAINED", "ENDED", ("REPORT_END",)),
         ("ORPHANED", "GONE", ("LEAVE",)),
     ],
     "a helper goes when there is nothing left to do": [
         *LINGERING,
         ("EMPTY", "DRAINING", ("DRAIN",)),
         ("HELPER_LOST", "DRAINING", ()),
-        ("DRAINED", "ENDED", ("SAY_LAST",)),
+        ("DRAINED", "ENDED", ("REPORT_END",)),
         ("HELPER_LOST", "ENDED", ()),
-        ("TOLD", "GONE", ("LEAVE",)),
+        ("REPORTED", "GONE", ("LEAVE",)),
     ],
     **{
         f"{who} goes, {when}": [*before, (event, "KILLING", KILL), (event, "KILLING", ()), *EMPTY]
@@ -187,7 +187,7 @@ def test_a_pair_that_is_absent_is_an_error() -> None:
 def test_every_name_in_the_table_has_a_meaning_and_is_in_use() -> None:
     assert {name for name, _event in TABLE} | {after for after, _actions in TABLE.values()} == set(STATES)
     assert {event for _name, event in TABLE} == set(EVENTS)
-    assert {action for _after, actions in TABLE.values() for action in actions} == set(ACTIONS) == set(keeper._DO)
+    assert {action for _after, actions in TABLE.values() for action in actions} == set(ACTIONS) == set(keeper._ACTIONS)
 
 
 def test_every_state_leads_to_the_end() -> None:
@@ -207,7 +207,9 @@ def test_every_state_hears_its_owner_and_the_loss_of_launcher_and_helpers(state:
 
 
 def test_an_order_to_start_is_obeyed_in_one_state_only() -> None:
-    obeyed = {state for (state, event), (_after, actions) in TABLE.items() if "BEGIN" in actions and event == "START"}
+    obeyed = {
+        state for (state, event), (_after, actions) in TABLE.items() if "START_WORKERS" in actions and event == "START"
+    }
     refused = {state for (state, event), (_after, actions) in TABLE.items() if actions == ("REFUSE",)}
     assert obeyed == {"WAITING"}
     assert refused == {"KILLING", "DRAINING", "ENDED"}
@@ -217,12 +219,12 @@ def test_nobody_is_asked_to_stop_after_a_kill() -> None:
     # SIGKILL has been sent: every further word would come too late, and every wait is bounded by one deadline.
     states = ("KILLING", "DRAINING", "ENDED", "GONE")
     actions = {action for (state, _event), (_after, done) in TABLE.items() if state in states for action in done}
-    assert actions == {"REFUSE", "ABANDON", "DRAIN", "SAY_LAST", "LEAVE_LOGS", "LEAVE"}
+    assert actions == {"REFUSE", "ABANDON", "DRAIN", "REPORT_END", "ABANDON_LOGS", "LEAVE"}
 
 
 def test_a_deadline_means_something_in_the_state_that_arms_it() -> None:
     arms = {"ARM_SETTLE": "SETTLED", "ARM_GRACE": "GRACE_OVER", "ARM_LINGER": "LINGER_OVER", "KILL": "KILL_OVER"}
-    arms |= {"ARM_REST": "PATIENCE_OVER", "DRAIN": "DRAIN_OVER"}
+    arms |= {"ARM_PATIENCE": "PATIENCE_OVER", "DRAIN": "DRAIN_OVER"}
     for after, actions in TABLE.values():
         for action in actions:
             assert action not in arms or (after, arms[action]) in TABLE

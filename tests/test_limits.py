@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from phalanx._engine.keeper.start_process import Spec
     from tests.helpers import Gate, Ready
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
@@ -243,7 +242,7 @@ def test_a_zombie_that_a_tracer_holds_costs_nothing_and_is_reaped_when_it_lets_g
     libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
     with start_processes("g", sys.executable, args) as group:
         ready.wait(2)
-        [keeper] = procfs.children(group._started()._launch._guard)
+        [keeper] = procfs.children(group._started()._keeper._guard)
         traced = group.pids()[0]
         assert libc.ptrace(PTRACE_SEIZE, traced, None, None) == 0, os.strerror(ctypes.get_errno())
         gate.open()
@@ -551,24 +550,16 @@ def test_a_run_that_was_stopped_has_not_succeeded() -> None:
 
 def test_a_group_that_does_not_fall_together(ready: Ready, gate: Gate) -> None:
     """The policy that the engine has for those who decide themselves what a failure means."""
+    from phalanx._engine.protocol import Spec
     from phalanx._engine.supervisor import Supervisor
 
     supervisor = Supervisor(settle=0.0, grace=1.0, together=False)
     supervisor.boot()
     codes = {0: "import os; os._exit(3)", 1: f"import os; {ready.python()}; {gate.python()}"}
     env = {b"PATH": os.fsencode(os.environ["PATH"])}
-    specs: list[Spec] = [
-        (
-            rank,
-            os.fsencode(sys.executable),
-            [b"python", b"-S", b"-c", code.encode()],
-            env,
-            None,
-            None,
-            [],
-            (0, 0, False),
-            None,
-        )
+    command = os.fsencode(sys.executable)
+    specs = [
+        Spec(rank, command, [b"python", b"-S", b"-c", code.encode()], env, None, None, [], (0, 0, False), None)
         for rank, code in codes.items()
     ]
     supervisor.start(specs)

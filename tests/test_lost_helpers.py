@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from phalanx._base import channels, interpreter, procfs
-from phalanx._engine import keeper_client as launch_module
-from phalanx._engine import lifecycle
+from phalanx._engine import keeper_client as client_module
+from phalanx._engine import protocol
 from phalanx._engine.keeper import keeper as keeper_module
-from phalanx._engine.keeper_client import Launch
-from phalanx._engine.marked_processes import Marked
+from phalanx._engine.keeper_client import KeeperClient
+from phalanx._engine.marked_processes import MarkedProcesses
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, PContext, SubprocessContext, start_processes
 from tests.helpers import TIMEOUT, alive, pass_gate, tell, wait_gone
 from tests.waits import shorten
@@ -54,7 +54,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 def helpers_of(group: PContext) -> tuple[int, int]:
     """The pids of a group's guard and of its keeper."""
-    guard = group._started()._launch._guard
+    guard = group._started()._keeper._guard
     [kept] = procfs.children(guard)
     return guard, kept
 
@@ -141,14 +141,14 @@ def test_a_keeper_that_says_it_is_up_as_its_guard_is_found_dead_is_not_taken_for
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The death of its guard wakes it. Its first word comes then, and the launcher may have read no other yet."""
-    command, helpers_gone, receive = interpreter.command, Launch.helpers_gone, channels.Channel.receive
+    command, helpers_gone, receive = interpreter.command, KeeperClient.helpers_gone, channels.Channel.receive
     heard: list[object] = ["nothing yet"]
 
-    def found_dead(launch: Launch) -> bool:
-        gone = helpers_gone(launch)
+    def found_dead(client: KeeperClient) -> bool:
+        gone = helpers_gone(client)
         if heard == ["nothing yet"]:
             heard.clear()
-            select.select([launch.channel], (), (), TIMEOUT)
+            select.select([client.channel], (), (), TIMEOUT)
         return gone
 
     def one_word_at_first(channel: channels.Channel) -> object:
@@ -172,7 +172,7 @@ def test_a_keeper_that_says_it_is_up_as_its_guard_is_found_dead_is_not_taken_for
 
     with monkeypatch.context() as patch:
         patch.setattr(interpreter, "command", lambda flags, code: command(flags, STOPS_BEFORE_IT_IS_UP + code))
-        patch.setattr(Launch, "helpers_gone", found_dead)
+        patch.setattr(KeeperClient, "helpers_gone", found_dead)
         patch.setattr(channels.Channel, "receive", one_word_at_first)
         starting = threading.Thread(target=start)
         starting.start()
@@ -233,10 +233,10 @@ def test_a_keeper_that_is_stopped_again_and_again_is_done_without(
     ready: Ready, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And then its guard is killed: the last resort is not called off by what has been said of the loss before."""
-    shorten(monkeypatch, SILENCE=0.3, KILL_WAIT=0.3, DRAIN_WAIT=0.1)
-    monkeypatch.setattr(Launch, "wake", lambda _launch: None)  # somebody stops it faster than it can be woken
-    resort = Marked.kill  # which is not what is shortened: it looks at every process of the machine
-    monkeypatch.setattr(Marked, "kill", lambda self, _wait, spared=0: resort(self, TIMEOUT, spared))
+    shorten(monkeypatch, ANSWER_WAIT=0.3, KILL_WAIT=0.3, DRAIN_WAIT=0.1)
+    monkeypatch.setattr(KeeperClient, "wake", lambda _keeper: None)  # somebody stops it faster than it can be woken
+    resort = MarkedProcesses.kill  # which is not what is shortened: it looks at every process of the machine
+    monkeypatch.setattr(MarkedProcesses, "kill", lambda self, _wait, spared=0: resort(self, TIMEOUT, spared))
     with running("binary", ready) as group:
         pids = ready.pids(2)
         guard, keeper = helpers_of(group)
@@ -249,7 +249,7 @@ def test_a_keeper_that_is_stopped_again_and_again_is_done_without(
 
 
 def test_a_stopped_keeper_is_woken_by_a_close(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
-    shorten(monkeypatch, SILENCE=0.2)
+    shorten(monkeypatch, ANSWER_WAIT=0.2)
     with running("binary", ready) as group:
         ready.pids(2)
         stop(helpers_of(group)[1])
@@ -308,9 +308,9 @@ def test_the_last_resort_takes_two_descriptors(ready: Ready, monkeypatch: pytest
     with running("binary", ready) as group:
         pids = ready.pids(2)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resort = Marked.kill
+        resort = MarkedProcesses.kill
 
-        def with_few(self: Marked, wait: float, spared: int = 0) -> tuple[list[int], list[int]] | None:
+        def with_few(self: MarkedProcesses, wait: float, spared: int = 0) -> tuple[list[int], list[int]] | None:
             held = [os.open(os.devnull, os.O_RDONLY)]
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 2, hard))
             with contextlib.suppress(OSError):
@@ -325,7 +325,7 @@ def test_the_last_resort_takes_two_descriptors(ready: Ready, monkeypatch: pytest
                     os.close(fd)
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
-        monkeypatch.setattr(Marked, "kill", with_few)
+        monkeypatch.setattr(MarkedProcesses, "kill", with_few)
         free = 2
         lose_both(group)
         with pytest.raises(KeeperLostError, match="every process of the group was killed with it"):
@@ -336,7 +336,7 @@ def test_the_last_resort_takes_two_descriptors(ready: Ready, monkeypatch: pytest
 def test_without_any_descriptor_it_is_said_that_nobody_could_be_looked_for(
     ready: Ready, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Marked, "kill", lambda _self, _wait, _spared: None)
+    monkeypatch.setattr(MarkedProcesses, "kill", lambda _self, _wait, _spared: None)
     with running("binary", ready) as group:
         pids = ready.pids(2)
         lose_both(group)
@@ -375,16 +375,16 @@ def test_the_last_resort_waits_for_no_process_that_gives_no_answer(
 ) -> None:
     """As one that sits in a page fault of a disk that does not answer."""
     never = threading.Event()
-    look = Marked.start_of
+    look = MarkedProcesses.start_of
     with running("binary", ready) as group, subprocess.Popen(["sleep", "1000"]) as other:
         pids = ready.pids(2)
 
-        def start_of(self: Marked, pid: int) -> int:
+        def start_of(self: MarkedProcesses, pid: int) -> int:
             if pid == other.pid:
                 never.wait()
             return look(self, pid)
 
-        monkeypatch.setattr(Marked, "start_of", start_of)
+        monkeypatch.setattr(MarkedProcesses, "start_of", start_of)
         lose_both(group)
         with pytest.raises(KeeperLostError, match=rf"killed with it; but for processes {other.pid} it cannot be said"):
             group.wait(TIMEOUT)
@@ -395,27 +395,27 @@ def test_the_last_resort_waits_for_no_process_that_gives_no_answer(
 
 
 def test_a_stopped_guard_and_keeper_are_woken_when_the_launcher_lets_go() -> None:
-    launch = Launch()
-    launch.exec(("-I", "-S"))
+    client = KeeperClient()
+    client.exec(("-I", "-S"))
     try:
-        select.select([launch.channel], (), ())  # the keeper is up
-        stop(procfs.children(launch._guard)[0])
-        stop(launch._guard)
+        select.select([client.channel], (), ())  # the keeper is up
+        stop(procfs.children(client._guard)[0])
+        stop(client._guard)
     finally:
-        assert launch.close(TIMEOUT) == 0
+        assert client.close(TIMEOUT) == 0
 
 
 def test_a_guard_that_outlives_its_kill_is_waited_for_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the kill does not reach it."""
-    monkeypatch.setattr(launch_module, "_LAST", 0.1)
-    monkeypatch.setattr(Launch, "kill_helpers", lambda _self: None)
-    monkeypatch.setattr(Launch, "wake", lambda _self: None)
-    monkeypatch.setattr(Marked, "kill", lambda _self, _wait, _spared: ([], []))
-    launch = Launch()
-    launch.exec(("-I", "-S"))
-    guard = launch._guard
+    monkeypatch.setattr(client_module, "GUARD_WAIT", 0.1)
+    monkeypatch.setattr(KeeperClient, "kill_helpers", lambda _self: None)
+    monkeypatch.setattr(KeeperClient, "wake", lambda _self: None)
+    monkeypatch.setattr(MarkedProcesses, "kill", lambda _self, _wait, _spared: ([], []))
+    client = KeeperClient()
+    client.exec(("-I", "-S"))
+    guard = client._guard
     stop(guard)
-    closing = threading.Thread(target=launch.close, args=(0.1,))
+    closing = threading.Thread(target=client.close, args=(0.1,))
     closing.start()
     closing.join(TIMEOUT)
     assert not closing.is_alive()
@@ -523,7 +523,7 @@ def test_a_keeper_that_ends_by_a_mistake_leaves_nobody(
         said = threading.Event()
 
         def say() -> None:
-            supervisor._tell("no such word")
+            supervisor._link.send(("no such word",))
             said.set()
 
         supervisor._loop.call(say)
@@ -613,19 +613,19 @@ def test_a_stop_in_the_midst_of_a_start(disk: Disk, monkeypatch: pytest.MonkeyPa
     group = SubprocessContext("g", "/bin/sleep", args, envs, Slow())
     starting = threading.Thread(target=start, args=(group,))
     starting.start()
-    until(lambda: group._supervisor is not None and bool(procfs.children(group._supervisor._launch._guard)))
+    until(lambda: group._supervisor is not None and bool(procfs.children(group._supervisor._keeper._guard)))
     supervisor = group._supervisor
     assert supervisor is not None
-    [kept] = procfs.children(supervisor._launch._guard)
+    [kept] = procfs.children(supervisor._keeper._guard)
     until(lambda: len(procfs.children(kept)) >= 64)
     said = threading.Event()
-    tell = supervisor._tell
+    send = supervisor._link.send
 
-    def note(*message: object) -> None:
-        tell(*message)
+    def note(message: tuple[object, ...]) -> None:
+        send(message)
         said.set()
 
-    monkeypatch.setattr(supervisor, "_tell", note)
+    monkeypatch.setattr(supervisor._link, "send", note)
     closing = threading.Thread(target=group.close)
     closing.start()
     assert said.wait(TIMEOUT)
@@ -634,7 +634,7 @@ def test_a_stop_in_the_midst_of_a_start(disk: Disk, monkeypatch: pytest.MonkeyPa
     closing.join(TIMEOUT)
     assert [str(error) for error in ended] == ["the group was closed while it was starting"]
     assert not alive(kept)
-    assert supervisor.lost is None
+    assert supervisor.keeper_error is None
 
 
 def pause(address: str) -> None:
@@ -650,7 +650,7 @@ def test_a_guard_that_takes_over_late_waits_for_nobody_who_has_ended(
     with start_processes("g", pause, (ready.address,), nprocs=2, start_method="spawn") as group:
         pids = ready.pids(2)
         guard, kept = helpers_of(group)
-        monkeypatch.setattr(group._started()._launch, "wake", lambda: None)
+        monkeypatch.setattr(group._started()._keeper, "wake", lambda: None)
         stop(guard)
         os.kill(kept, signal.SIGKILL)
         until(lambda: all(procfs.Stat(pid).state == "Z" for pid in pids))
@@ -659,7 +659,7 @@ def test_a_guard_that_takes_over_late_waits_for_nobody_who_has_ended(
         os.kill(guard, signal.SIGCONT)
         with pytest.raises(KeeperLostError):
             group.wait(TIMEOUT)
-    assert time.monotonic() - began < lifecycle.KILL_WAIT / 2
+    assert time.monotonic() - began < protocol.KILL_WAIT / 2
 
 
 def test_a_guard_needs_no_descriptor_to_take_over(tmp_path: Path) -> None:

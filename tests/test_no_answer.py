@@ -61,7 +61,7 @@ def test_folders_that_cannot_be_made_now_hold_up_no_stop(
         never.wait()
 
     monkeypatch.setattr(group_start, "missing_folders", lambda _logs: [make])
-    shorten(monkeypatch, SILENCE=0.2)
+    shorten(monkeypatch, ANSWER_WAIT=0.2)
     monkeypatch.setattr(group_closing, "TIDY", 0.2)
     binary, args = pausing(ready)
     with start_processes("g", binary, args, nprocs=2) as group:
@@ -84,7 +84,7 @@ def test_folders_are_made_for_no_group_that_has_ended(gate: Gate, monkeypatch: p
         ended.wait(TIMEOUT)
 
     monkeypatch.setattr(group_start, "missing_folders", lambda _logs: [slow, lambda: made.append(1)])
-    monkeypatch.setattr(supervisor_module.Supervisor, "_finish_aside", lambda _self: None)
+    monkeypatch.setattr(supervisor_module.Supervisor, "_finish_threads", lambda _self: None)
     with start_processes("g", "head", ("-c1", gate.address), nprocs=1) as group:
         assert first.wait(TIMEOUT)
         gate.open()
@@ -106,7 +106,7 @@ def test_folders_are_removed_after_the_last_that_is_made(gate: Gate, monkeypatch
 
     monkeypatch.setattr(group_start, "missing_folders", lambda _logs: [make])
     monkeypatch.setattr(group_closing, "TIDY", 0.2)
-    shorten(monkeypatch, SILENCE=0.2)
+    shorten(monkeypatch, ANSWER_WAIT=0.2)
     with start_processes(
         "g", "head", ("-c1", gate.address), nprocs=1, logs_specs=SlowToTidy(lambda: steps.append("removed"))
     ) as group:

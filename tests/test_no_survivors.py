@@ -49,7 +49,7 @@ def _logs_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def helpers_of(group: PContext) -> tuple[int, int]:
     """The pids of a group's guard and of its keeper."""
     assert group._supervisor is not None
-    guard = group._supervisor._launch._guard
+    guard = group._supervisor._keeper._guard
     [kept] = procfs.children(guard)
     return guard, kept
 
@@ -441,7 +441,7 @@ def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     def see_later(self: keeper.Keeper, event: str) -> None:
         if event == "KILL_OVER" and not path.exists():
-            self._arm(event, time.monotonic() + 0.005)
+            self._waits.arm(event, time.monotonic() + 0.005)
         else:
             see(self, event)
 
@@ -506,7 +506,7 @@ from tests.test_no_survivors import pause
 
 keeper.KILL_WAIT = guard.KILL_WAIT = 0.2  # in both, which are forks of this process
 group = start_processes("g", pause, (sys.argv[1],), nprocs=2, start_method="fork")
-above = group._started()._launch._guard
+above = group._started()._keeper._guard
 tell(sys.argv[1], f"helpers {above} {procfs.children(above)[0]}")
 signal.pause()
 """

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from phalanx._engine.mirror import Worker
+    from phalanx._engine.mirror import WorkerRecord
 
 METHODS = ("spawn", "forkserver", "fork")
 
@@ -129,7 +129,7 @@ class End:
         while (job := self.mirror.take(self.inbox, os.close)) is not None:
             job()
 
-    def ended(self) -> list[Worker]:
+    def ended(self) -> list[WorkerRecord]:
         """The workers, that have exited."""
         assert list(self.mirror.exits([(rank, 0, 1, 0, 0.0, "", 0, False, 0) for rank in (0, 1)]))
         self.mirror.settle_results()
@@ -157,7 +157,7 @@ def test_what_makes_no_sense_is_dropped_and_said_of_its_sender(end: End, name: s
     end.take()
     sender, other = end.ended()
     assert str(sender.result).startswith("rank 0 sent what is no result: ")
-    assert (sender.told, other.result, other.told) == (None, None, None)
+    assert (sender.sent_evidence, other.result, other.sent_evidence) == (None, None, None)
 
 
 def test_a_good_value_counts_whatever_came_before_it(end: End) -> None:
@@ -168,7 +168,7 @@ def test_a_good_value_counts_whatever_came_before_it(end: End) -> None:
     worker_messages.send(end.theirs.fileno(), b"R" + VALUE)
     end.take()
     sender, _other = end.ended()
-    assert (sender.result, sender.told) == (VALUE, ("text", "stäck", 5))
+    assert (sender.result, sender.sent_evidence) == (VALUE, ("text", "stäck", 5))
 
 
 def test_the_first_value_and_the_first_evidence_count(end: End) -> None:
@@ -184,7 +184,7 @@ def test_the_first_value_and_the_first_evidence_count(end: End) -> None:
         os.close(each)
     end.take()
     sender, _other = end.ended()
-    assert (sender.result, sender.told, end.dropped) == (VALUE, ("text 1", "", 1), 2)
+    assert (sender.result, sender.sent_evidence, end.dropped) == (VALUE, ("text 1", "", 1), 2)
     sender.given.close()
     with pytest.raises(BrokenPipeError):  # nobody holds the reading end
         os.write(writer, b"x")

@@ -626,13 +626,13 @@ def test_an_exit_that_takes_long(
     tmp_path: Path, ready: Ready, gate: Gate, disk: Disk, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """The first to be reaped has lost its peer, who is on its way out by then: that is what the keeper looks for."""
-    looked, look = tmp_path / "looked", Children.look
+    looked, look = tmp_path / "looked", Children._look
 
     def look_and_say(self: Children, *arguments: Any, **options: Any) -> None:
         look(self, *arguments, **options)
         looked.touch()
 
-    monkeypatch.setattr(Children, "look", look_and_say)  # under fork, the keeper has what we have
+    monkeypatch.setattr(Children, "_look", look_and_say)  # under fork, the keeper has what we have
     args = {rank: (str(tmp_path), rank, way, ready.address, gate.address) for rank in range(2)}
     with start_processes("slow", leave_slowly, args, start_method="fork", settle=TIMEOUT) as group:
         ready.wait()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from phalanx._base import procfs
-from phalanx._engine import forkserver as zygote_module
+from phalanx._engine import forkserver as fork_server_module
 from phalanx.multiprocessing import PreloadError, SignalException, start_processes, warm
 from tests import families
 from tests.families import SIZE, WORKERS
@@ -82,15 +82,15 @@ def run(function: Callable[..., Any], *args: Any, **options: Any) -> dict[int, A
     return dict(result.return_values)
 
 
-def zygote_of(it: warm) -> int:
-    assert it._zygote is not None
-    assert it._zygote._popen is not None
-    return it._zygote._popen.pid
+def fork_server_of(it: warm) -> int:
+    assert it._fork_server is not None
+    assert it._fork_server._popen is not None
+    return it._fork_server._popen.pid
 
 
 def guard_of(group: PContext) -> int:
     assert group._supervisor is not None
-    return group._supervisor._launch._guard
+    return group._supervisor._keeper._guard
 
 
 # --- preload
@@ -180,7 +180,7 @@ def test_helpers_run_no_signal_handler_of_what_is_preloaded(
         with start(announce, (ready.address, gate.address), nprocs=1) as group:
             [worker] = ready.pids()
             guard = guard_of(group)
-            helpers = {zygote_of(it), guard, *(descendants(guard) - {worker})}
+            helpers = {fork_server_of(it), guard, *(descendants(guard) - {worker})}
             assert len(helpers) == 3
             for pid in helpers:
                 for number in (signal.SIGUSR1, signal.SIGCONT, signal.SIGTERM):
@@ -294,8 +294,8 @@ def test_a_thread_that_is_about_to_leave_is_waited_for(modules: Modules) -> None
         "leaving",
         """
         import _thread, time
-        from phalanx._engine import forkserver
-        forkserver._LEAVING = 60
+        from phalanx._engine.forked import main
+        main._LEAVING = 60
         _thread.start_new_thread(time.sleep, (0.1,))
         """,
     )
@@ -393,7 +393,7 @@ def test_a_second_group_costs_forks_only(modules: Modules) -> None:
                 result = group.wait(TIMEOUT)
             assert result is not None
             assert [which for _pid, which in result.return_values.values()] == [[True]] * 2
-        assert modules.importers(marked) == [zygote_of(it)]
+        assert modules.importers(marked) == [fork_server_of(it)]
         assert repr(it) == "<Warm, marked preloaded, open>"
     assert len(guards) == 3
     assert repr(it) == "<Warm, marked preloaded, closed>"
@@ -407,7 +407,7 @@ def test_each_group_has_a_keeper_of_its_own(ready: Ready, gate: Gate) -> None:
         ):
             ready.wait(4)
             assert guard_of(one) != guard_of(two)
-            assert {procfs.Stat(guard_of(group)).parent for group in (one, two)} == {zygote_of(it)}
+            assert {procfs.Stat(guard_of(group)).parent for group in (one, two)} == {fork_server_of(it)}
             one.close()
             assert two.is_open
             gate.open(2)
@@ -485,18 +485,18 @@ def test_a_preload_that_fails_leaves_no_warm_behind(modules: Modules) -> None:
     assert run(has, "json", nprocs=1)[0][1] == [False]
 
 
-def test_a_zygote_that_was_killed_is_replaced(modules: Modules) -> None:
+def test_a_fork_server_that_was_killed_is_replaced(modules: Modules) -> None:
     marked = modules.write("marked")
     with warm(preload=[marked]) as it:
-        first = zygote_of(it)
+        first = fork_server_of(it)
         os.kill(first, signal.SIGKILL)
         assert wait_gone([first]) == set()
         assert run(has, marked, nprocs=1)[0][1] == [True]
-        assert modules.importers(marked) == [first, zygote_of(it)]
+        assert modules.importers(marked) == [first, fork_server_of(it)]
         modules.write("marked", "raise ValueError('by now')")
         for _ in range(2):
-            os.kill(zygote_of(it), signal.SIGKILL)
-            assert wait_gone([zygote_of(it)]) == set()
+            os.kill(fork_server_of(it), signal.SIGKILL)
+            assert wait_gone([fork_server_of(it)]) == set()
             with pytest.raises(PreloadError, match="by now"):
                 start(add, (1, 2))
             with pytest.raises(PreloadError, match="by now"):
@@ -507,7 +507,7 @@ def test_a_zygote_that_was_killed_is_replaced(modules: Modules) -> None:
 
 def test_a_group_outlives_the_warm_that_it_was_started_from(ready: Ready, gate: Gate) -> None:
     with warm(preload=["json"]) as it:
-        forkserver = zygote_of(it)
+        forkserver = fork_server_of(it)
         group = start(announce, (ready.address, gate.address))
     with group:
         assert not alive(forkserver)
@@ -518,11 +518,11 @@ def test_a_group_outlives_the_warm_that_it_was_started_from(ready: Ready, gate: 
     assert set(result.return_values.values()) == pids
 
 
-def test_a_group_outlives_its_killed_zygote(ready: Ready, gate: Gate) -> None:
+def test_a_group_outlives_its_killed_fork_server(ready: Ready, gate: Gate) -> None:
     with warm(preload=["json"]) as it, start(announce, (ready.address, gate.address)) as group:
         pids = set(ready.pids(2))
-        os.kill(zygote_of(it), signal.SIGKILL)
-        assert wait_gone([zygote_of(it)]) == set()
+        os.kill(fork_server_of(it), signal.SIGKILL)
+        assert wait_gone([fork_server_of(it)]) == set()
         assert all(map(alive, pids))
         gate.open(2)
         result = group.wait(TIMEOUT)
@@ -534,8 +534,8 @@ def test_threads_start_groups_from_one_warm_at_once(modules: Modules) -> None:
     marked = modules.write("marked")
     found: list[dict[int, Any]] = []
     with warm(preload=[marked]) as it:
-        os.kill(zygote_of(it), signal.SIGKILL)  # so that they want to replace it at once, too
-        assert wait_gone([zygote_of(it)]) == set()
+        os.kill(fork_server_of(it), signal.SIGKILL)  # so that they want to replace it at once, too
+        assert wait_gone([fork_server_of(it)]) == set()
         threads = [threading.Thread(target=lambda: found.append(run(has, marked, warm=it))) for _ in range(4)]
         for thread in threads:
             thread.start()
@@ -603,7 +603,7 @@ def test_nobody_is_left_of_a_warm_group_whose_launcher_was_killed(ready: Ready, 
     with popen(tmp_path, LAUNCHER, ready.address, gate.address) as launcher:
         members = members_of(ready)
         everybody = members | descendants(launcher.pid)
-        assert len(everybody) >= len(members) + 3  # zygote, guard and keeper
+        assert len(everybody) >= len(members) + 3  # fork server, guard and keeper
         launcher.kill()
         began = time.monotonic()
         assert wait_gone(everybody, 5) == set()
@@ -698,7 +698,7 @@ def test_a_subreaper_is_left_without_zombies(tmp_path: Path) -> None:
     done = run_script(tmp_path, """
 import os
 from phalanx._base import channels, interpreter, linux, procfs
-from phalanx._engine import forkserver as zygote_module
+from phalanx._engine import forkserver as fork_server_module
 from phalanx.multiprocessing import start_processes, warm
 if __name__ == "__main__":
     linux.become_subreaper()
@@ -769,7 +769,7 @@ except PreloadError as error:
 def test_a_fork_of_the_host_has_a_warm_process_of_its_own(modules: Modules) -> None:
     marked = modules.write("marked")
     with warm(preload=[marked]) as it:
-        forkserver = zygote_of(it)
+        forkserver = fork_server_of(it)
         pid = os.fork()
         if pid == 0:
             code = 1
@@ -780,16 +780,18 @@ def test_a_fork_of_the_host_has_a_warm_process_of_its_own(modules: Modules) -> N
                 os._exit(code)
         assert os.waitpid(pid, 0)[1] == 0
         assert run(has, marked, nprocs=1)[0][1] == [True]
-        assert zygote_of(it) == forkserver
+        assert fork_server_of(it) == forkserver
         assert len(modules.importers(marked)) == 2
 
 
-def test_a_zygote_that_is_stopped_is_killed_and_replaced(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_server_that_is_stopped_is_killed_and_replaced(
+    modules: Modules, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with warm(preload=[modules.write("marked")]) as it:
-        forkserver = zygote_of(it)
+        forkserver = fork_server_of(it)
         os.kill(forkserver, signal.SIGSTOP)
         with monkeypatch.context() as impatient:
-            impatient.setattr("phalanx._engine.forkserver._FORKING", 0.2)
+            impatient.setattr("phalanx._engine.forkserver.FORK_WAIT", 0.2)
             with pytest.raises(PreloadError, match="was killed by signal 9"):
                 start(add, (1, 2))
         assert not alive(forkserver)
@@ -815,7 +817,7 @@ def test_an_answer_that_an_exception_kept_from_being_heard_is_for_nobody_else(
         raise LateError
 
     with warm(preload=["fine"]) as warmed:
-        forkserver = warmed._zygote
+        forkserver = warmed._fork_server
         assert forkserver is not None
         receive = forkserver._receive
 
@@ -833,13 +835,13 @@ def test_an_answer_that_an_exception_kept_from_being_heard_is_for_nobody_else(
         for _ in range(2):
             with start_processes("g", add, (1, 2), nprocs=1, start_method="forkserver") as group:
                 assert group.wait().return_values == {0: 3}
-        assert warmed._zygote is forkserver
+        assert warmed._fork_server is forkserver
 
 
-def test_a_process_that_an_import_has_started_holds_up_nobody_when_the_zygote_dies(
+def test_a_process_that_an_import_has_started_holds_up_nobody_when_the_fork_server_dies(
     modules: Modules, ready: Ready, gate: Gate
 ) -> None:
-    """It has the socket, which does not tell of the zygote's end then."""
+    """It has the socket, which does not tell of the fork server's end then."""
     child = f"if os.fork() == 0:\n    {ready.python()}\n    signal.pause()\n    os._exit(0)\n"
     modules.write("forking", f"import os, signal\n{child}{gate.python()}\nos._exit(3)")
     failed: list[PreloadError] = []
@@ -859,7 +861,7 @@ def test_a_process_that_an_import_has_started_holds_up_nobody_when_the_zygote_di
     os.kill(child_pid, signal.SIGKILL)
 
 
-def test_a_zygote_whose_launcher_died_before_it_got_up_leaves_at_once() -> None:
+def test_a_fork_server_whose_launcher_died_before_it_got_up_leaves_at_once() -> None:
     """It has been handed to somebody else, and a fork of the launcher may hold its socket."""
     code = """
 import os, sys
@@ -871,7 +873,7 @@ if os.fork() == 0:
         pass
     os.set_inheritable(ours.fileno(), True)
     os.set_inheritable(theirs.fileno(), True)
-    command = interpreter.command([], f"from phalanx._engine.forkserver import main;main({theirs.fileno()}, [])")
+    command = interpreter.command([], f"from phalanx._engine.forked.main import main;main({theirs.fileno()}, [])")
     os.execv(command[0], command)
 """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -882,15 +884,15 @@ if os.fork() == 0:
         assert poll.poll(TIMEOUT * 1000)
 
 
-def test_a_zygote_that_outlives_its_kill_is_waited_for_by_nobody(
+def test_a_fork_server_that_outlives_its_kill_is_waited_for_by_nobody(
     modules: Modules, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modules.write("fine")
-    monkeypatch.setattr(zygote_module, "_CLOSING", 0.1)
-    monkeypatch.setattr(zygote_module, "_KILLED", 0.1)
+    monkeypatch.setattr(fork_server_module, "_CLOSING", 0.1)
+    monkeypatch.setattr(fork_server_module, "_KILLED", 0.1)
     warmed = warm(preload=["fine"])
     with warmed:
-        forkserver = warmed._zygote
+        forkserver = warmed._fork_server
         assert forkserver is not None
         assert forkserver._popen is not None
         pid = forkserver._popen.pid

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from phalanx._base import linux, procfs
-from phalanx._engine.keeper.child_scan import NUMBERS, Walk
+from phalanx._engine.keeper.child_scan import PID_LIMIT, ChildScan
 from tests.helpers import TIMEOUT, Gate, Ready, alive, wait_gone
 from tests.workers import ROOT
 
@@ -122,11 +122,11 @@ def test_a_number_is_told_to_be_a_childs_only_where_it_is() -> None:
         signal.pause()
         os._exit(0)
     try:
-        assert linux.children_among([1, os.getppid(), os.getpid(), pid, NUMBERS - 1]) == [pid]
-        walk = Walk()
-        while pid not in walk.found:
-            assert not walk.turn(pid)
-        assert walk.found <= set(procfs.children(os.getpid()))  # of other tests, too: a resource tracker
+        assert linux.children_among([1, os.getppid(), os.getpid(), pid, PID_LIMIT - 1]) == [pid]
+        scan = ChildScan()
+        while pid not in scan.found:
+            assert not scan.step(pid)
+        assert scan.found <= set(procfs.children(os.getpid()))  # of other tests, too: a resource tracker
         assert alive(pid)
         os.kill(pid, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)

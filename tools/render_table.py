@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
-"""Write the group's table into docs/architecture.md, between its two markers.
+"""Write the group's table and the protocol into docs/architecture.md, each between its two markers.
 
     python tools/render_table.py            # bring the page up to date
     python tools/render_table.py --check    # exit code 1 if it is not
 
-The table is the one that runs (`phalanx._engine.lifecycle.TABLE`), so the page cannot tell another story. Only the
-standard library is needed, and no installation: the source tree is found beside this folder.
+The group's table is the one that runs (`phalanx._engine.lifecycle.TABLE`), and the protocol's is made from the
+functions that build the messages (`phalanx._engine.protocol`), so the page cannot tell another story. Only the standard
+library is needed, and no installation: the source tree is found beside this folder.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
 
@@ -20,6 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN = "<!-- group table: rendered by tools/render_table.py -->"
 END = "<!-- end of the group table -->"
+BEGIN_PROTOCOL = "<!-- protocol: rendered by tools/render_table.py -->"
+END_PROTOCOL = "<!-- end of the protocol -->"
 
 
 def render() -> str:
@@ -39,9 +43,30 @@ def render() -> str:
     return "\n".join(lines)
 
 
+def render_protocol() -> str:
+    """Return the messages as Markdown: for each direction, the verbs with their fields and meanings."""
+    from phalanx._engine import protocol
+
+    lines = []
+    for direction, verbs in (
+        ("launcher to keeper", protocol.TO_KEEPER),
+        ("keeper to launcher", protocol.TO_LAUNCHER),
+        ("launcher to fork server", protocol.TO_FORK_SERVER),
+        ("fork server to launcher", protocol.FROM_FORK_SERVER),
+    ):
+        lines += [f"**From {direction}**", "", "| verb | fields | meaning |", "| --- | --- | --- |"]
+        for verb in verbs:
+            fields = ", ".join(f"`{name}`" for name in inspect.signature(verb).parameters)
+            meaning = " ".join(inspect.getdoc(verb).split()).replace("``", "`")  # type: ignore[union-attr]  # all have one
+            lines.append(f"| `{verb.__name__}` | {fields} | {meaning} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
 def put(page: str) -> str:
-    """Return the page with the table as it is now. Raises ValueError when a marker is missing, or there twice."""
-    return marks.replace(page, BEGIN, END, f"\n{render()}\n", PAGE.name)
+    """Return the page with both as they are now. Raises ValueError when a marker is missing, or there twice."""
+    page = marks.replace(page, BEGIN, END, f"\n{render()}\n", PAGE.name)
+    return marks.replace(page, BEGIN_PROTOCOL, END_PROTOCOL, f"\n{render_protocol()}\n", PAGE.name)
 
 
 def main(arguments: list[str]) -> int:

@@ -37,7 +37,7 @@ CONSOLE = 6.0
 """Seconds that a launcher may take, beyond the drain, to give up a console that nobody reads."""
 SLACK = 0.3
 """Two events that are fewer seconds apart may be seen in either order."""
-SILENCE = 1.9
+ANSWER_WAIT = 1.9
 """A launcher may take a helper for lost that is stopped for more seconds than this."""
 STARTING = 60.0
 """Something that ends the group has to happen within so many seconds from the start of a run."""
@@ -268,19 +268,21 @@ def _error(plan: Plan, record: Record, ended: dict[str, Any]) -> Iterator[str]:
     if not message.strip():
         yield f"{name} without a message"
     started = bool(record.event("started"))
-    helpers = [shot for shot in record.hits(*HELPERS) if shot.fault.what != "SIGSTOP" or shot.fault.lasting > SILENCE]
+    helpers = [
+        shot for shot in record.hits(*HELPERS) if shot.fault.what != "SIGSTOP" or shot.fault.lasting > ANSWER_WAIT
+    ]
     if name == "SignalException":
         allowed = any(shot.fault.what == "SIGTERM" for shot in record.hits("launcher"))
     elif name == "KeeperLostError":
         allowed = bool(record.exhausted()) or any(
-            # Once the workers run, a helper heeds no SIGTERM, and nobody needs the zygote.
-            (shot.fault.what != "SIGTERM" and shot.fault.target != "zygote")
+            # Once the workers run, a helper heeds no SIGTERM, and nobody needs the fork server.
+            (shot.fault.what != "SIGTERM" and shot.fault.target != "fork server")
             or not started
             or shot.began < _ns(record, "started")
             for shot in helpers
         )
     elif name == "PreloadError":
-        allowed = bool(record.exhausted()) or any(shot.fault.target == "zygote" for shot in helpers)
+        allowed = bool(record.exhausted()) or any(shot.fault.target == "fork server" for shot in helpers)
     elif name in ("OSError", "BlockingIOError") and not started:
         # What is sent to workers may be in a file, too.
         allowed = bool(record.exhausted() or helpers) or plan.file_size > 0
@@ -295,7 +297,7 @@ def _error(plan: Plan, record: Record, ended: dict[str, Any]) -> Iterator[str]:
 def _is_too_late(plan: Plan, record: Record) -> bool:
     """Whether the end of the group was decided before its guard was killed, and nothing else was lost: that stands."""
     guard = min((shot.began for shot in record.hits("guard") if shot.deadly), default=0)
-    others = record.hits("launcher", "keeper", "log writer", "zygote", "worker")
+    others = record.hits("launcher", "keeper", "log writer", "fork server", "worker")
     decisions = [moment for moment, _rank in failures(plan, record)]
     decisions += [word.ns for word in record.words if word.what == "closing"]
     return not others and not record.exhausted() and min(decisions, default=guard) + int(SLACK * NS) < guard

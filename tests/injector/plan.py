@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 KINDS = ("binary", "spawn", "forkserver", "fork")
 """A worker is a binary, or a function under one of the start methods."""
 
-HELPERS = ("guard", "keeper", "log writer", "zygote")
+HELPERS = ("guard", "keeper", "log writer", "fork server")
 """The processes of Phalanx beside the launcher."""
 
 PHASES = ("launched", "booting", "guard", "keeper", "up", "started", "acting", "ending", "ended")
@@ -98,7 +98,7 @@ class Plan:
 
     seed: int
     kind: str
-    preload: bool  # a zygote of its own imports something first
+    preload: bool  # a fork server of its own imports something first
     works: tuple[Work, ...]  # by rank
     leader: int  # the rank that is to fail first; -1: none is
     logs: str  # "none", "redirect", "tee"
@@ -228,7 +228,7 @@ _TARGETS = {
     "guard": (18, ("guard", "keeper", *_MIDDLE, *_LATE)),
     "keeper": (22, ("keeper", *_MIDDLE)),
     "log writer": (14, ("started", "acting", "ending")),
-    "zygote": (12, ("guard", "keeper", *_MIDDLE)),
+    "fork server": (12, ("guard", "keeper", *_MIDDLE)),
     "worker": (24, _MIDDLE),
     "child": (6, _MIDDLE),
 }
@@ -236,7 +236,7 @@ _TARGETS = {
 
 
 def _faults(draw: random.Random, *, logs: str, rotates: bool, preload: bool, families: bool) -> tuple[Fault, ...]:
-    absent = {"log writer": rotates, "zygote": preload, "child": families}
+    absent = {"log writer": rotates, "fork server": preload, "child": families}
     targets = [target for target in _TARGETS if absent.get(target, True)]
     faults: list[Fault] = []
     for _ in range(draw.choices((0, 1, 2, 3), (8, 32, 38, 22))[0]):

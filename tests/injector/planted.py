@@ -34,7 +34,9 @@ PLANTED = {
         "        from phalanx._base import procfs\n"
         "        if procfs.children(os.getpid()):\n"
         '            self._see("HELPER_LOST")\n'
-        "        self._reason, self._guard, self._launcher = (), *[os.pidfd_open(os.getpid()) for _ in range(2)]\n"
+        "        self._last_message = ()\n"
+        "        it = self._connection\n"
+        "        it._guard, it._launcher = [os.pidfd_open(os.getpid()) for _ in range(2)]\n"
         "        ",
         (3360, 6218, 7216),
         "after the keeper was killed",

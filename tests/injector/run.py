@@ -232,12 +232,12 @@ class _Run:
         """Whether a fault needs a helper to be seen as soon as it starts."""
         if "booting" not in self._reached or "ended" in self._reached or "keeper" in self._helpers:
             return False
-        return any({fault.phase, fault.target} & {"guard", "keeper", "zygote"} for fault in self._plan.faults)
+        return any({fault.phase, fault.target} & {"guard", "keeper", "fork server"} for fault in self._plan.faults)
 
     def _look(self) -> None:
         """Find the helpers: each is the first child of the one above, from the launcher on."""
         above = self._launcher
-        for name in ("zygote", "guard", "keeper") if self._plan.preload else ("guard", "keeper"):
+        for name in ("fork server", "guard", "keeper") if self._plan.preload else ("guard", "keeper"):
             if name not in self._helpers:
                 if "booting" not in self._reached:
                     return

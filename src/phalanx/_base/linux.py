@@ -142,6 +142,24 @@ def occupy_standard_descriptors() -> list[int]:
     return opened
 
 
+def close_all_but(wanted: Iterable[int]) -> None:
+    """Close every descriptor but 0, 1, 2 and ``wanted``.
+
+    A fork that kept the write end of a pipe would keep its reader from ever getting EOF.
+    """
+    kept = {0, 1, 2, *wanted}
+    try:
+        fds: Iterable[int] = [int(name) for name in os.listdir("/proc/self/fd")]
+    except OSError:  # /proc is not mounted, or shows other processes
+        fds = range(os.sysconf("SC_OPEN_MAX"))
+    for fd in fds:
+        if fd not in kept:
+            try:
+                os.close(fd)
+            except OSError:  # EBADF: not open, as the descriptor of the listing itself
+                pass
+
+
 def inotify() -> int:
     """Make an inotify descriptor, non-blocking, close-on-exec. Raises OSError."""
     fd = _libc("inotify_init1", os.O_NONBLOCK | os.O_CLOEXEC)

@@ -1,7 +1,7 @@
-"""What a fork of the host needs, loaded before the fork.
+"""Imports, before a fork of the host, what that fork will need.
 
-In a fork of a process with threads an import may wait for ever: for a lock that a thread held which is not there. So
-whatever guard, keeper and workers of start method "fork" could come to import is imported here, in the host.
+In a fork of a process with threads an import may wait without end, for a lock that a thread of the parent held. So what
+guard, keeper and workers of start method "fork" may import is imported here, in the host.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LIGHT = (
     *("phalanx._base.process", "phalanx._base.std_streams"),
     "phalanx._evidence.recording",
     "phalanx._timers.escalation",
-    *(f"phalanx._engine.keeper.{name}" for name in ("child_scan", "guard", "orphans", "start_process")),
+    *(f"phalanx._engine.keeper.{name}" for name in ("fork_process", "guard", "rotated_logs", "start_group", "sweep")),
     *(f"phalanx._engine.pickling.{name}" for name in ("by_value", "payload", "picklers", "results", "unpicklable")),
     "phalanx._engine.rotation.log_writer",
     "phalanx._engine.worker.function",
@@ -26,7 +26,7 @@ _ASKED = ("logging", "multiprocessing.resource_tracker")  # see `child`
 
 
 def load() -> None:
-    """Import it all; what takes long only where there are other threads."""
+    """Import all of it; what takes long only where there are other threads."""
     from importlib import import_module
 
     names = [*_LIGHT]
@@ -37,12 +37,12 @@ def load() -> None:
     if "torch" in sys.modules:
         names.append("phalanx._engine.pickling.tensors")
     names += filter(sys.modules.__contains__, _ASKED)
-    for name in names:  # what another thread is loading is waited for: the fork would have half of it
+    for name in names:  # an import that another thread has begun is waited for
         import_module(name)
 
 
 def _threads() -> int:
-    """How many there are; 0 when /proc does not show it."""
+    """The number of threads; 0 when /proc does not show it."""
     try:
         return len(os.listdir("/proc/self/task"))
     except OSError:

@@ -1,19 +1,11 @@
-"""A process that has imported what workers will need, and forks the keepers of groups whose workers have it already.
+"""The launcher's end of a fork server: a process that has imported what workers need, and forks their keepers.
 
-Owns the importing, and the check that what was imported survives a fork. Its forks become guard and keeper as any
-others do; it watches over none of them, and nothing of a group depends on it once its keeper is forked.
-
-    launcher -- zygote -- guard -- keeper -- workers (forks, warm)
-
-It ends with the launcher, or when the launcher's end of the socket closes.
+Owns its start, its end, and the questions to it. What runs in that process is in `forked.main`.
 """
 
 from __future__ import annotations
 
-import _socket
-import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -21,17 +13,19 @@ import threading
 
 from phalanx._base import channels, clock, interpreter, linux, procfs
 from phalanx._base.process import reap_later
-from phalanx._engine import main_module
+from phalanx._engine import protocol
+from phalanx._engine.protocol import FORK_WAIT
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import _socket
     from collections.abc import Mapping, Sequence
-    from typing import Any, NoReturn
+    from typing import NoReturn
 
-_CLOSING = 10.0  # seconds in which a zygote that nobody needs has to be gone before it is killed
+    from phalanx._engine.main_module import Source
+
+_CLOSING = 10.0  # seconds in which a fork server that nobody needs has to be gone before it is killed
 _KILLED = 2.0  # seconds after SIGKILL in which it is waited for
-_LEAVING = 1.0  # seconds that a thread which has been joined, and is none of Python's any more, may take to its end
-_FORKING = 60.0  # seconds in which it has to have forked: the launcher holds signals back meanwhile
 
 
 class PreloadError(RuntimeError):
@@ -53,11 +47,8 @@ class PreloadError(RuntimeError):
         return f"{self.args[0]}\n\n{self.traceback}".rstrip() if self.traceback else str(self.args[0])
 
 
-# --- in the launcher
-
-
-class Zygote:
-    """The launcher's end.
+class ForkServer:
+    """A fork server, as the launcher has it.
 
     Args:
         preload: The modules to import, in order. ``"__main__"`` is ``main``.
@@ -73,7 +64,7 @@ class Zygote:
         path: Sequence[str],
         flags: Sequence[str],
         env: Mapping[str, str],
-        main: main_module.Source | None = None,
+        main: Source | None = None,
     ) -> None:
         self.preload = tuple(preload)
         self._main = main
@@ -82,7 +73,7 @@ class Zygote:
         self._flags = list(flags)
         self._popen: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
-        self._serial = 0  # of the last question: an answer that nobody has waited for is for an older one
+        self._serial = 0  # of the last question
         self._channel: channels.Channel | None = None
         self._ready = False
         self._importing = ""
@@ -102,7 +93,7 @@ class Zygote:
         ours, theirs = channels.pair()
         try:
             fd = theirs.fileno()
-            code = f"from phalanx._engine.forkserver import main;main({fd},path)"
+            code = f"from phalanx._engine.forked.main import main;main({fd},path)"
             command = interpreter.command(self._flags, code, "path=sys.path[:];")
             # A session of its own: a Ctrl-C at the terminal is for the launcher.
             self._popen = subprocess.Popen(
@@ -113,10 +104,10 @@ class Zygote:
                 env={**os.environ, **self._env},
             )
             self._channel = channels.Channel(ours)
-            # A process that an import has started may hold the socket, which would not tell of its end then.
+            # A process that an import has started may hold the socket, and keep EOF from coming.
             self._pidfd = _pidfd(self._popen.pid)
             arguments = [str(argument) for argument in getattr(sys, "argv", [])]
-            self._channel.send(("preload", self._path, list(self.preload), self._main, arguments))
+            self._channel.send(protocol.preload(self._path, list(self.preload), self._main, arguments))
         except BaseException:
             ours.close()
             raise
@@ -133,11 +124,11 @@ class Zygote:
             if self._failure is not None:
                 raise self._failure
             while not self._ready:
-                (verb, *said), _fds = self._receive()
+                (verb, *fields), _fds = self._receive()
                 if verb == "importing":
-                    self._importing = str(said[0])
+                    self._importing = str(fields[0])
                 elif verb == "failed":
-                    module, why, text = map(str, said)
+                    module, why, text = map(str, fields)
                     msg = f"preload: {module!r} {why}"
                     self._failure = PreloadError(msg, module, text)
                     raise self._failure
@@ -145,9 +136,9 @@ class Zygote:
                     self._ready = True
 
     def fork(self, sock: _socket.socket, page: str) -> tuple[int, int]:
-        """Fork a guard, which keeps at the end ``sock``. Returns its pid and a pidfd. Raises PreloadError, OSError.
+        """Fork a guard with the socket ``sock``. Returns its pid and a pidfd. Raises PreloadError, OSError.
 
-        ``page`` names a page that is mapped in it and its forks, for the last resort of `launch`.
+        ``page`` names a page that is mapped in it and its forks, see `marked_processes`.
         """
         self.wait()
         cwd = os.open(".", os.O_PATH | os.O_CLOEXEC)
@@ -157,41 +148,43 @@ class Zygote:
                 self._serial += 1
                 self._channel.drop_received()
                 try:
-                    self._channel.send(("fork", self._serial, page, procfs.umask()), [sock.fileno(), cwd, 1, 2])
+                    self._channel.send(protocol.fork(self._serial, page, procfs.umask()), [sock.fileno(), cwd, 1, 2])
                 except channels.Closed:
                     self._gone()
                 (verb, number), fds = self._answer()
         finally:
             os.close(cwd)
-        if verb == "error":
+        if verb == "not_forked":
             raise OSError(number, os.strerror(number))
         return number, fds[0] if fds else -1
 
     def _answer(self) -> tuple[tuple[str, int], list[int]]:
-        """The answer to the last question. Older ones were for a call that an exception has ended meanwhile."""
+        """Receive the answer to the last question. Answers to calls that an exception has ended are dropped."""
         while True:
-            (verb, serial, number), fds = self._receive(_FORKING)
+            (verb, serial, number), fds = self._receive(FORK_WAIT)
             if serial == self._serial:
                 return (str(verb), int(str(number))), fds
             for fd in fds:
                 os.close(fd)
 
     def close(self) -> None:
-        """Let it go. The groups that it has forked live on. Idempotent."""
-        if self._owner != os.getpid():  # a fork of the launcher, which needs it still: the shutdown would be for both
+        """End the process. The groups that it has forked live on. Idempotent."""
+        if self._owner != os.getpid():  # a fork of the launcher: a shutdown would be for both
             self._close_descriptors()
             return
         if self._channel is not None:
             self._channel.shutdown()
-        if self._alive() and not self._ready:  # it does not listen while it imports; what that has started goes as well
+        if (
+            self._alive() and not self._ready
+        ):  # it receives nothing while it imports; what an import has started is killed as well
             assert self._popen is not None
             try:
                 os.killpg(self._popen.pid, signal.SIGKILL)
-            except ProcessLookupError:  # its session is not made yet, or it has just gone
+            except ProcessLookupError:  # its session is not made yet, or it has just exited
                 self._popen.kill()
         if self._popen is not None:
             self._end(_CLOSING if self._ready else _KILLED)
-        with self._one:  # another thread may be listening, and has heard the end by now
+        with self._one:  # another thread may be receiving, and sees EOF now
             self._close_descriptors()
 
     def _close_descriptors(self) -> None:
@@ -223,7 +216,7 @@ class Zygote:
         received = None
         try:
             received = self._channel.receive_by(deadline, [self._pidfd])
-        except TimeoutError:  # it is stopped: what it sends later would be taken for the answer to another question
+        except TimeoutError:  # stopped: a late answer would be taken for the next one
             assert self._popen is not None
             self._popen.kill()
         except channels.Closed:
@@ -240,7 +233,7 @@ class Zygote:
         if self._ready:
             msg = f"preload: the process that has imported {', '.join(self.preload) or 'nothing'} {how}"
             raise PreloadError(msg) from None
-        what = repr(self._importing or ", ".join(self.preload))  # the latter: it was gone before it could say
+        what = repr(self._importing or ", ".join(self.preload))  # the latter: it ended before its first message
         msg = f"preload: {what} could not be imported: the process that does so {how}"
         raise PreloadError(msg, self._importing) from None
 
@@ -248,195 +241,5 @@ class Zygote:
 def _pidfd(pid: int) -> int:
     try:
         return os.pidfd_open(pid)
-    except ProcessLookupError:  # so soon: the socket will tell
+    except ProcessLookupError:  # it has exited: EOF on the socket shows it
         return -1
-
-
-# --- in the zygote
-
-
-def main(fd: int, path: list[str]) -> None:
-    """Be a zygote, at the end ``fd``. ``path`` is what the interpreter itself had on `sys.path`. Does not return."""
-    from phalanx._engine.keeper import start_process
-
-    os.set_inheritable(fd, False)
-    start_process.fill_standard_descriptors()  # what the launcher had closed; a fork puts a group's own in their place
-    sock = _socket.socket(fileno=fd)
-    # While we import, nobody listens at the socket. The thread that has started us waits for as long.
-    linux.die_with_parent(os.getppid())
-    launcher = start_process.open_launcher(sock)
-    if not getattr(sys.flags, "safe_path", False):
-        del path[0]  # the working directory, where ``-c`` looks, and no worker of ours
-    channel = channels.Channel(sock)
-    try:
-        while (received := channel.receive_by(None, [launcher])) is not None:
-            (verb, *arguments), fds = received
-            if verb == "preload":
-                _preload(channel, path, *arguments)  # type: ignore[arg-type]  # the launcher sends what it takes
-            else:
-                _fork(channel, launcher, fds, *arguments)  # type: ignore[arg-type]  # as above
-        os._exit(0)
-    except channels.Closed:
-        os._exit(0)
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-        raise
-    finally:
-        os._exit(70)
-
-
-def _preload(
-    channel: channels.Channel,
-    own: list[str],
-    path: list[str],
-    modules: list[str],
-    main: main_module.Source | None,
-    arguments: list[str],
-) -> None:
-    import gc
-    import importlib
-
-    from phalanx._base import process  # noqa: F401 - what forks will need
-    from phalanx._engine.keeper import guard, start_process  # noqa: F401 - what forks will need
-    from phalanx._engine.pickling import payload  # noqa: F401 - what forks will need
-    from phalanx._engine.worker import function, script  # noqa: F401 - what forks will need
-
-    function.own_path[:] = own
-    ours = list(sys.path)
-    sys.path[:] = [*path, *own]
-    with start_process.importing():
-        for name in modules:
-            channel.send(("importing", name))
-            try:
-                if name == "__main__":
-                    assert main is not None
-                    sys.argv[:] = arguments
-                    _run_again(main)
-                else:
-                    importlib.import_module(name)
-            except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher is told
-                how = "run again" if name == "__main__" else "imported"
-                _say(channel, "failed", name, f"could not be {how}", _described(error))
-                return
-            why = _cannot_fork()
-            if why:
-                _say(channel, "failed", name, why, "")
-                return
-    sys.path[:] = ours
-    linux.prctl(linux.PR_SET_PDEATHSIG, 0)
-    start_process.turn_deaf()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the guards that we fork; launchers hold pidfds
-    gc.collect()
-    gc.freeze()
-    _say(channel, "ready")
-
-
-def _run_again(main: main_module.Source) -> None:
-    """Run the main module. `multiprocessing` refuses to start children meanwhile, as it does in its own."""
-    from multiprocessing import process
-
-    me: Any = process.current_process()
-    me._inheriting = True
-    try:
-        main_module.run_again(main)
-    finally:
-        del me._inheriting
-
-
-def _say(channel: channels.Channel, *message: object) -> None:
-    """Send, after what the modules have printed: a fork would print it once more."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # a full disk, or closed by a module
-            stream.flush()
-    linux.flush_stdio()
-    channel.send(message)
-
-
-def _described(error: BaseException) -> str:
-    import traceback
-
-    from phalanx._evidence.describe import is_own_file
-
-    trace = None if isinstance(error, main_module.UnguardedMainError) else error.__traceback__
-    # Ours, and the import system's, say nothing about the module.
-    while trace is not None and (
-        is_own_file(trace.tb_frame.f_code.co_filename)
-        or trace.tb_frame.f_code.co_filename.startswith("<frozen importlib")
-        or trace.tb_frame.f_code.co_filename.endswith("importlib/__init__.py")
-    ):
-        trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace))
-
-
-def _cannot_fork() -> str:
-    """Why the last import makes a fork of this process a broken copy; "" if it does not."""
-    import warnings
-
-    if _threads() > 1:
-        # Libraries that know about forks (OpenBLAS) end their threads before one, and start them anew when needed.
-        with warnings.catch_warnings(action="ignore"):  # of the others, which Python 3.12 and later warn of
-            pid = os.fork()
-        if pid == 0:
-            os._exit(0)
-        with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored, by the host or by the module
-            os.waitpid(pid, 0)
-    count = _threads() - 1
-    until = clock.now() + _LEAVING
-    while count > 0 and threading.active_count() == 1 and clock.now() < until:
-        select.select((), (), (), 0.001)
-        count = _threads() - 1
-    if count > 0:
-        others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-        what = f"{count} thread{'s' * (count > 1)}" + (f" ({', '.join(others)})" if others else "")
-        return f"has started {what}, which a fork would not have: it cannot be preloaded"
-    initialized = getattr(getattr(sys.modules.get("torch"), "cuda", None), "is_initialized", None)
-    if callable(initialized) and initialized():
-        return "has initialised CUDA, which does not work in a fork: it cannot be preloaded"
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if os.readlink(f"/proc/self/fd/{name}").startswith("/dev/nvidia"):
-                return "has opened a GPU, which does not work in a fork: it cannot be preloaded"
-        except OSError:
-            continue
-    return ""
-
-
-def _threads() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
-def _fork(channel: channels.Channel, launcher: int, fds: list[int], serial: int, page: str, umask: int) -> None:
-    from phalanx._engine.keeper import guard
-
-    sock, cwd, out, err = fds
-    try:
-        pid = os.fork()
-    except OSError as error:
-        pid = -1
-        channel.send(("error", serial, error.errno))
-    if pid == 0:
-        try:
-            channel.close()
-            os.fchdir(cwd)
-            os.umask(umask)
-            os.dup2(out, 1)
-            os.dup2(err, 2)
-            for fd in (cwd, out, err):
-                os.close(fd)
-            os.setsid()
-            linux.map_name(page)
-            guard.keep(_socket.socket(fileno=sock), launcher=launcher)
-        finally:
-            os._exit(70)
-    for fd in fds:
-        os.close(fd)
-    if pid > 0:
-        try:
-            own = [os.pidfd_open(pid)]
-        except OSError:  # gone so soon: the launcher hears of it by the socket
-            own = []
-        channel.send(("forked", serial, pid), own)
-        for fd in own:
-            os.close(fd)

@@ -1,7 +1,7 @@
-"""Signals to the launcher while a group is open. Owns the handlers: installs, shares among groups, restores.
+"""Handles signals to the launcher while a group is open: installs handlers, shares them among groups, restores them.
 
-A handler is restored as the kernel had it (sigaction(2)): of those that C code has set, `faulthandler` for one, Python
-knows nothing. A fork of the host has the handlers that the host had before.
+A handler is restored as the kernel had it (sigaction(2)): Python does not know of those that C code has set, as
+`faulthandler` does. A fork of the host has the handlers that the host had before.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 SIGNALS_ENV = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _DEFAULT = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
-_APART = 0.05  # seconds for two signals; who is flooded with them could not get as far as to heed one
+_APART = 0.05  # seconds for two signals; under a flood of them no handler could finish its work
 
 _open: set[object] = set()  # the groups that are open: what a set does is one step, for threads and for signal handlers
 _replaced: dict[int, tuple[Any, bytes | None]] = {}  # what Python had; what the kernel had, if that was something else
 _known: dict[int, tuple[Any, bytes | None]] = {}  # the same, for good
-_pending: list[int] = []  # the signal whose exception has been raised, and has not come out of a wait of ours
+_pending: list[int] = []  # the signal whose exception was raised, and has not left a wait of ours
 _raised = [-_APART, -_APART]  # when signals have raised, the last two
 _hooked = False
 
@@ -41,7 +41,7 @@ class SignalException(Exception):  # noqa: N818 - torch's name
         sigval: The signal, a `signal.Signals`.
     """
 
-    __module__ = "phalanx.multiprocessing"  # as people know it, in tracebacks and pickles
+    __module__ = "phalanx.multiprocessing"
 
     def __init__(self, msg: str, sigval: signal.Signals) -> None:
         super().__init__(msg, sigval)
@@ -87,9 +87,9 @@ def acquire(owner: object) -> None:
 def _replace(number: int) -> None:
     before, action = signal.getsignal(number), linux.sigaction(number)
     handler = linux.handler_of(action)
-    if handler == signal.SIG_IGN:  # nohup, a shell's `&`, a library: ignored it stays
+    if handler == signal.SIG_IGN:  # by nohup, a shell's `&`, a library: it stays ignored
         return
-    if before is _raise:  # somebody had replaced ours, and has put it back since
+    if before is _raise:  # another handler had replaced ours, and ours was put back since
         _replaced[number] = _known[number]
         return
     _replaced[number] = before, None
@@ -101,7 +101,7 @@ def _replace(number: int) -> None:
 
 
 def _trampoline() -> int:
-    """Where the kernel jumps to for any handler of Python's: it is the handler of a signal that has been replaced."""
+    """The address that the kernel jumps to for every Python handler: that of a signal that has been replaced."""
     return next((linux.handler_of(linux.sigaction(number)) for number in _replaced), 0)
 
 
@@ -113,7 +113,7 @@ def _hook() -> None:
 
 
 def _forget() -> None:
-    """In a fork of the host: its signals are its own, and no group is."""
+    """Restore the handlers in a fork of the host: no group is open in it."""
     interrupts.reset()
     _open.clear()
     _pending.clear()
@@ -123,8 +123,8 @@ def _forget() -> None:
 def release(owner: object) -> None:
     """Undo the `acquire` of ``owner``, if there was one; the last one restores the handlers. Idempotent.
 
-    Python lets only the main thread set handlers. Released by another thread, they stay until the main thread comes by,
-    and meanwhile pass each signal to the handler that was there before.
+    Python lets only the main thread set handlers. Released by another thread, they stay until the main thread calls
+    this, and meanwhile pass each signal to the handler that was there before.
     """
     _open.discard(owner)
     if not _open:
@@ -135,7 +135,7 @@ def release(owner: object) -> None:
 
 @contextmanager
 def delivering() -> Iterator[None]:
-    """Around a wait: an exception that somebody has swallowed (``except Exception``) is raised by the next wait."""
+    """Wrap a wait. It raises again an exception that was swallowed (``except Exception``) since it was raised."""
     if threading.current_thread() is not threading.main_thread():  # where no handler runs
         yield
         return
@@ -150,7 +150,7 @@ def delivering() -> Iterator[None]:
 
 @contextmanager
 def postpone() -> Iterator[None]:
-    """Have a SIGINT that arrives meanwhile do what it does at the end: for a group that leaves signals to its host."""
+    """Defer SIGINT to the end of the block: for a group that leaves signals to its host."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
@@ -161,7 +161,7 @@ def postpone() -> Iterator[None]:
     def note(number: int, frame: FrameType | None) -> None:
         if os.getpid() == owner:
             came.append(number)
-        else:  # a fork of another thread's, whose SIGINT is its own
+        else:  # a fork made by another thread: its SIGINT is not deferred
             signal.signal(signal.SIGINT, before)
             before(number, frame)
 
@@ -179,11 +179,11 @@ def restore() -> None:
     if _open:
         return
     for number, (handler, action) in list(_replaced.items()):
-        # Else the user has set one since: it stays. So does one that C code has set, of which Python does not know.
+        # Else the host has set one since: it stays. So does one that C code has set, which Python does not know.
         if signal.getsignal(number) is _raise and linux.handler_of(linux.sigaction(number)) > signal.SIG_IGN:
             with suppress(OSError):
                 _put_back(number, handler, action)
-        # Not before: `_raise` looks here for what it stands for. It may have restored, too, if it ran just now.
+        # Not before: `_raise` looks up here which handler it replaced. It may have restored it just now.
         _replaced.pop(number, None)
 
 
@@ -213,7 +213,7 @@ def _raise(number: int, frame: FrameType | None) -> None:
     before, action = _known.get(number, (signal.SIG_DFL, None))
     restore()
     current = signal.getsignal(number)
-    if current is _raise:  # somebody had replaced ours, and has put it back since
+    if current is _raise:  # another handler had replaced ours, and ours was put back since
         _put_back(number, before, action)
     if callable(before) and action is None:
         before(number, frame)

@@ -1,6 +1,6 @@
-"""The launcher's end of the keeper: starts it, talks to it, and cleans up without it when it is gone.
+"""The helper processes of one group, as the launcher has them: starts guard and keeper, signals and reaps them.
 
-Owns the keeper's process and socket. Knows nothing of when a group should stop, or why.
+Owns their processes and the socket to them. Does not know when a group should stop, or why.
 """
 
 from __future__ import annotations
@@ -14,30 +14,28 @@ from signal import SIGCONT, SIGKILL
 
 from phalanx._base import channels, interpreter, linux, procfs
 from phalanx._base.process import Process, reap_later, wait_all
-from phalanx._engine.marked_processes import Marked
+from phalanx._engine.marked_processes import MarkedProcesses
+from phalanx._engine.protocol import GUARD_WAIT
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from _socket import socket
     from collections.abc import Callable, Sequence
 
-    from phalanx._engine.forkserver import Zygote
-
-_LAST = 2.0
-"""Seconds that a guard is given after SIGKILL, before somebody else waits for it."""
+    from phalanx._engine.forkserver import ForkServer
 
 
-class Launch:
-    """A keeper, from its start to its reaping."""
+class KeeperClient:
+    """Guard and keeper of one group, from their start to the reaping of the guard."""
 
     def __init__(self) -> None:
-        self.marked = Marked()
+        self.marked = MarkedProcesses()
         self.channel: channels.Channel  # from `exec` or `fork` on
         self.executable = ""
         self.guard: Process | None = None
-        """The guard, once it has been started,"""
+        """The guard; None until it has been started."""
         self.keeper: Process | None = None
-        """and the keeper, once it is up: it sends its pidfd."""
+        """The keeper; None until it has sent its pidfd, see `protocol.up`."""
         self._guard = 0
         self._popen: subprocess.Popen[bytes] | None = None
         self._is_child = True
@@ -63,14 +61,14 @@ class Launch:
     def fork(self, call: Callable[[int, list[int]], None], forget: Callable[[], None]) -> None:
         """Start a keeper that is a fork of this process, whose workers each run ``call(rank, fds)``. Raises OSError.
 
-        ``forget`` closes, in the fork, what is the launcher's alone.
+        ``forget`` closes, in the fork, what belongs to the launcher alone.
         """
         from phalanx._engine import fork_imports
         from phalanx._engine.keeper import guard
 
         fork_imports.load()  # before the fork: another thread may hold the lock of an import in the child
-        for stream in (sys.stdout, sys.stderr):  # what is in their buffers may be written once more by each fork
-            with suppress(Exception):  # None, closed, a full disk, or an object of the host's, which may do anything
+        for stream in (sys.stdout, sys.stderr):  # each fork would write once more what is in their buffers
+            with suppress(Exception):  # None, closed, a full disk, or any object of the host
                 stream.flush()
         theirs = self._connect()
         try:
@@ -91,11 +89,11 @@ class Launch:
         theirs.close()
         self._hold(pid)
 
-    def fork_warm(self, zygote: Zygote) -> None:
-        """Start a keeper that is a fork of ``zygote``. Raises PreloadError, OSError."""
+    def fork_warm(self, fork_server: ForkServer) -> None:
+        """Start a keeper that is a fork of ``fork_server``. Raises PreloadError, OSError."""
         theirs = self._connect()
         try:
-            self._guard, pidfd = zygote.fork(theirs, self.marked.page)
+            self._guard, pidfd = fork_server.fork(theirs, self.marked.page)
             self.guard = Process(self._guard, pidfd) if pidfd >= 0 else None
             self._is_child = False
         except BaseException:
@@ -107,13 +105,13 @@ class Launch:
     def close(self, wait: float, spared: int = 0) -> int:
         """Close the socket, reap the guard within ``wait`` seconds (kill it after), and return its exit code.
 
-        A keeper whose socket closes kills what it has and leaves: this is also the way out at any time. Idempotent.
-        ``spared``: see `Marked.kill`.
+        A keeper whose socket closes kills the group and exits, so this is right at any time. Idempotent.
+        ``spared``: see `MarkedProcesses.kill`.
         """
         if not self._guard:
             return 0
         self.wake()
-        # A fork of ours, another group's keeper even, may hold a copy of the socket: closing alone would not end it.
+        # A fork of this process, even another group's keeper, may hold a copy of the socket: close(2) gives no EOF.
         self.channel.shutdown()
         self.channel.close()
         gone = True
@@ -130,20 +128,20 @@ class Launch:
         return self._reap(gone=gone)
 
     def _end(self, guard: Process, wait: float, spared: int) -> bool:
-        """Have the guard end, by force after ``wait`` seconds. Returns whether it has ended."""
+        """Wait for the guard's end, and kill all after ``wait`` seconds. Returns whether it has ended."""
         if guard.wait(wait):
             return True
         self.kill_helpers()
         self.marked.kill(wait, spared)
-        return guard.wait(_LAST)
+        return guard.wait(GUARD_WAIT)
 
     def wake(self) -> None:
-        """Wake guard and keeper, should somebody have stopped them (SIGSTOP)."""
+        """Send SIGCONT to guard and keeper: they may have been stopped (SIGSTOP)."""
         _send(SIGCONT, self.guard)
         self._send_to_keeper(SIGCONT)
 
     def kill_keeper(self) -> bool:
-        """Kill a keeper that answers no more, so that its guard finishes its work. Returns whether it was there."""
+        """Kill a keeper that does not answer, so that its guard takes over. Returns whether it was alive."""
         there = self.keeper is None or not self.keeper.has_exited()
         self._send_to_keeper(SIGKILL)
         return there
@@ -160,12 +158,12 @@ class Launch:
                     keeper.signal(number)
 
     def kill_helpers(self) -> None:
-        """Kill guard and keeper. What is left of the group then is for `marked`."""
+        """Kill guard and keeper. What is left of the group then is killed by `marked`."""
         _send(SIGKILL, self.guard)
         _send(SIGKILL, self.keeper)
 
     def exit_code(self) -> int | None:
-        """The guard's, if it has ended and was exec'ed from here."""
+        """The guard's exit code, if it has ended and was executed from here."""
         return None if self._popen is None else self._popen.poll()
 
     def helpers_gone(self) -> bool:
@@ -179,7 +177,7 @@ class Launch:
         return theirs
 
     def _hold(self, guard: int) -> None:
-        """Take hold of the guard.
+        """Open a pidfd of the guard.
 
         Where the host ignores SIGCHLD, or waits for every child, the kernel or the host reaps it at its end, and its
         pid may be reused.
@@ -190,7 +188,7 @@ class Launch:
 
     @staticmethod
     def _reap_orphan(guard: Process) -> None:
-        """Reap a guard that has become ours, because its zygote has gone and we are a subreaper, or PID 1."""
+        """Reap a guard that has become our child: its fork server has died, and we are a subreaper, or PID 1."""
         with suppress(ChildProcessError):
             os.waitid(os.P_PIDFD, guard.pidfd, os.WEXITED | os.WNOHANG)
 

@@ -1,4 +1,4 @@
-"""What is told of the processes that workers left behind: values for programs, lines for people."""
+"""Reports the processes that workers left behind: values for programs, lines for people."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import signal
 
 from phalanx._base.frozen import Value
 from phalanx._base.rank_ranges import name_ranks
+from phalanx._engine.protocol import Orphan
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from typing import Any
 
-    from phalanx._engine.keeper.orphans import Entry
 
 _NAMED = 4  # processes that get a line each
 _COMMAND = 80  # characters of a command in a line
@@ -56,15 +57,16 @@ class Leftover(Value):
         return f"{_who(self)}: {sent}{still}"
 
 
-def of(entry: Entry) -> Leftover:
-    """What the keeper has told of a process."""
-    pid, rank, command, age, number, status = entry
-    exitcode = None if status is None else os.waitstatus_to_exitcode(status)
-    return Leftover(pid, command, None if rank < 0 else rank, age, number, exitcode)
+def of(entry: tuple[Any, ...]) -> Leftover:
+    """The process that a packed `protocol.Orphan` describes."""
+    orphan = Orphan(*entry)
+    exitcode = None if orphan.status is None else os.waitstatus_to_exitcode(orphan.status)
+    rank = None if orphan.rank < 0 else orphan.rank
+    return Leftover(orphan.pid, orphan.command, rank, orphan.age, orphan.signal, exitcode)
 
 
 def lines_of_ended(ended: list[Leftover], beyond: int) -> Iterator[str]:
-    """What has been ended, in lines. ``beyond`` is the number of those of which nothing else is known."""
+    """Yield lines on the processes that were ended. ``beyond`` counts those that are not described."""
     for one in ended[:_NAMED]:
         yield f"ended what was left behind: {one.describe()}"
     more = len(ended) - _NAMED + beyond
@@ -73,7 +75,7 @@ def lines_of_ended(ended: list[Leftover], beyond: int) -> Iterator[str]:
 
 
 def line_of_waiting(waiting: list[Leftover], count: int, seconds: float) -> str:
-    """Who is waited for, in one line: ``count`` processes, of which the first ones are known."""
+    """One line on ``count`` processes that are waited for, of which the first ones are described."""
     those = ", ".join(map(_who, waiting[:_NAMED]))
     more = f" and {count - _NAMED} more{_whose(waiting[_NAMED:])}" if count > _NAMED else ""
     return f"waiting at most {seconds:g} s for what is left behind: {those}{more}"

@@ -1,9 +1,9 @@
-"""The life of a group, as a table. Pure: it decides, and touches nothing. The keeper carries it out.
+"""The life of a group, as a table. Pure: it decides, and acts on nothing. The keeper carries it out.
 
 A group starts together, lives together and falls together: the first failure opens a short window in which peers
 may leave evidence of their own, then all are asked to stop, then all are killed, and whatever any of them left behind
-is swept away. `TABLE` is the whole of it; a pair that is absent is a mistake in the keeper, and an error: the keeper
-ends by it, and the guard, which takes over by the same table, kills the group.
+is swept away. `TABLE` is the whole of it. A pair that is absent is a mistake in the keeper: `step` raises, the keeper
+ends, and the guard, which takes over by the same table, kills the group.
 
 States, events and actions are plain strings: an `enum` would cost the keeper 3 of the 10 ms in which it gets up.
 """
@@ -11,22 +11,22 @@ States, events and actions are plain strings: an `enum` would cost the keeper 3 
 from __future__ import annotations
 
 STATES = {
-    "WAITING": "the keeper is up, and has not been told what to start",
+    "WAITING": "the keeper is up, and waits for the order to start",
     "STARTING": "the workers are being started",
     "RUNNING": "every worker is up, and none has failed",
-    "SETTLING": "one has failed; the others may leave evidence of their own",
-    "STOPPING": "all have been asked to end",
-    "LINGERING": "every worker has ended well; what they left behind may go on for a while",
-    "SWEEPING": "no worker is left; what they left behind has been asked to end",
-    "PURGING": "what they left behind is killed, unless it is in a worker's session and has some of the grace left",
+    "SETTLING": "a worker has failed; the others may leave evidence of their own",
+    "STOPPING": "all workers have been sent the death signal",
+    "LINGERING": "every worker has ended well; processes that they left behind may go on for a while",
+    "SWEEPING": "no worker is left; what they left behind has been sent SIGTERM",
+    "PURGING": "what they left behind is killed, except in a worker's session while the grace period runs",
     "KILLING": "everything is killed",
-    "DRAINING": "no process of the workers is left; what they wrote last is on its way into rotated log files",
-    "ENDED": "the last word is on its way to the launcher",
-    "GONE": "the keeper leaves",
+    "DRAINING": "no process of the workers is left; the log writer writes what is still in its pipes",
+    "ENDED": "the last message is on its way to the launcher",
+    "GONE": "the keeper exits",
 }
 
 EVENTS = {
-    "START": "the launcher says what is to be started",
+    "START": "the order to start arrives",
     "STARTED": "every worker is up",
     "START_FAILED": "a worker could not be started",
     "ONE_ENDED": "a worker ended well, or the group does not fall together; others live",
@@ -34,63 +34,56 @@ EVENTS = {
     "ALL_SUCCEEDED": "no worker is left, and every one ended well",
     "ALL_ENDED": "no worker is left, and one at least did not end well",
     "SETTLED": "the settle window is over",
-    "STOP": "the launcher asks for a graceful end, within a grace period",
-    "KILL": "the launcher asks for an end at once",
+    "STOP": "the launcher orders a graceful end, within a grace period",
+    "KILL": "the launcher orders an end at once",
     "GRACE_OVER": "the grace period is over",
-    "LINGER_OVER": "the time of what successful workers left behind is over",
-    "PATIENCE_OVER": "what was left behind has had a moment to end",
+    "LINGER_OVER": "the time for what successful workers left behind is over",
+    "PATIENCE_OVER": "what was left behind has had a moment (PATIENCE) to end",
     "EMPTY": "no descendant is left",
-    "KILL_OVER": "something outlives SIGKILL: it sits in uninterruptible sleep, or a tracer holds it",
-    "DRAINED": "the log files have all that was written",
-    "DRAIN_OVER": "a log file could not be written for too long",
-    "TOLD": "the last word is sent, or there is nobody to be told",
-    "ORPHANED": "the launcher is gone",
-    "HELPER_LOST": "guard, keeper or log writer has died",
+    "KILL_OVER": "a process outlives SIGKILL: it is in uninterruptible sleep, or a tracer holds it",
+    "DRAINED": "the log writer has ended: the files have all that was written",
+    "DRAIN_OVER": "the log writer has taken too long",
+    "REPORTED": "the last message is sent, or nobody can receive it",
+    "ORPHANED": "the launcher has died",
+    "HELPER_LOST": "the guard, the keeper or the log writer has died",
 }
 
 ACTIONS = {
-    "BEGIN": "start the workers",
-    "REFUSE": "start nothing, and close the descriptors that came for it",
-    "TELL_STARTED": "say which processes the workers are",
+    "START_WORKERS": "start the workers",
+    "REFUSE": "start nothing, and close the descriptors that came with the order",
+    "REPORT_STARTED": "report the workers' pids",
     "ARM_SETTLE": "open the settle window",
     "SIGNAL": "send the death signal to the live workers",
     "ARM_GRACE": "start the grace period, or shorten the one that runs",
-    "ARM_LINGER": "allow what is left behind its time",
-    "ARM_REST": "allow what is left behind the rest of the grace period, and a moment at least",
-    "LOOK": "look for what is left, and treat it as the state demands",
+    "ARM_LINGER": "start the time for what is left behind",
+    "ARM_PATIENCE": "allow what is left behind the rest of the grace period, and PATIENCE at least",
+    "SWEEP": "look for what is left, and signal it as the state demands",
     "KILL": "kill every process of the group",
     "ABANDON": "note what outlives SIGKILL",
     "DRAIN": "have the log writer finish",
-    "LEAVE_LOGS": "note that the log writer goes on by itself",
-    "SAY_LAST": "say the last word: how it ended, and what was left",
-    "LEAVE": "leave",
+    "ABANDON_LOGS": "report that the log writer goes on by itself",
+    "REPORT_END": "send the last message: how the group ended, and what was left",
+    "LEAVE": "exit",
 }
 
 PATIENCE = 0.05
 """Seconds between SIGTERM and SIGKILL for what a worker left behind. Enough for a resource tracker, which ignores
 SIGTERM, to see its worker's end and unlink the shared memory that it tracks."""
 
-KILL_WAIT = 10.0
-"""Seconds that a SIGKILL is given. A process that outlives it sits in uninterruptible sleep, and is abandoned."""
-
-DRAIN_WAIT = 10.0
-"""Seconds that the log writer is given for what is still in its pipes when no worker is left. After that it goes on by
-itself: a disk that does not answer holds up nobody else."""
-
-_KILL = ("KILLING", ("KILL", "LOOK"))
+_KILL = ("KILLING", ("KILL", "SWEEP"))
 _STOP = ("STOPPING", ("SIGNAL", "ARM_GRACE"))
-_SWEEP = ("SWEEPING", ("ARM_REST", "LOOK"))
+_SWEEP = ("SWEEPING", ("ARM_PATIENCE", "SWEEP"))
 _DRAIN = ("DRAINING", ("DRAIN",))
-_END = ("ENDED", ("SAY_LAST",))
+_END = ("ENDED", ("REPORT_END",))
 _GO = ("GONE", ("LEAVE",))
 
 TABLE: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
-    ("WAITING", "START"): ("STARTING", ("BEGIN",)),
+    ("WAITING", "START"): ("STARTING", ("START_WORKERS",)),
     ("WAITING", "STOP"): _KILL,
     ("WAITING", "KILL"): _KILL,
     ("WAITING", "ORPHANED"): _KILL,
     ("WAITING", "HELPER_LOST"): _KILL,
-    ("STARTING", "STARTED"): ("RUNNING", ("TELL_STARTED",)),
+    ("STARTING", "STARTED"): ("RUNNING", ("REPORT_STARTED",)),
     ("STARTING", "START_FAILED"): _KILL,
     ("STARTING", "STOP"): _KILL,
     ("STARTING", "KILL"): _KILL,
@@ -98,7 +91,7 @@ TABLE: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("STARTING", "HELPER_LOST"): _KILL,
     ("RUNNING", "ONE_ENDED"): ("RUNNING", ()),
     ("RUNNING", "ONE_FAILED"): ("SETTLING", ("ARM_SETTLE",)),
-    ("RUNNING", "ALL_SUCCEEDED"): ("LINGERING", ("ARM_LINGER", "LOOK")),
+    ("RUNNING", "ALL_SUCCEEDED"): ("LINGERING", ("ARM_LINGER", "SWEEP")),
     ("RUNNING", "ALL_ENDED"): _SWEEP,
     ("RUNNING", "STOP"): _STOP,
     ("RUNNING", "KILL"): _KILL,
@@ -123,12 +116,12 @@ TABLE: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("STOPPING", "HELPER_LOST"): _KILL,
     ("LINGERING", "EMPTY"): _DRAIN,
     ("LINGERING", "LINGER_OVER"): _SWEEP,
-    ("LINGERING", "STOP"): ("SWEEPING", ("ARM_GRACE", "ARM_REST", "LOOK")),
+    ("LINGERING", "STOP"): ("SWEEPING", ("ARM_GRACE", "ARM_PATIENCE", "SWEEP")),
     ("LINGERING", "KILL"): _KILL,
     ("LINGERING", "ORPHANED"): _KILL,
     ("LINGERING", "HELPER_LOST"): _KILL,
     ("SWEEPING", "EMPTY"): _DRAIN,
-    ("SWEEPING", "PATIENCE_OVER"): ("PURGING", ("LOOK",)),
+    ("SWEEPING", "PATIENCE_OVER"): ("PURGING", ("SWEEP",)),
     ("SWEEPING", "STOP"): ("SWEEPING", ("ARM_GRACE",)),
     ("SWEEPING", "GRACE_OVER"): _KILL,
     ("SWEEPING", "KILL"): _KILL,
@@ -155,13 +148,13 @@ TABLE: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("DRAINING", "STOP"): ("DRAINING", ()),
     ("DRAINING", "KILL"): ("DRAINING", ()),
     ("DRAINING", "DRAINED"): _END,
-    ("DRAINING", "DRAIN_OVER"): ("ENDED", ("LEAVE_LOGS", "SAY_LAST")),
+    ("DRAINING", "DRAIN_OVER"): ("ENDED", ("ABANDON_LOGS", "REPORT_END")),
     ("DRAINING", "ORPHANED"): _GO,
     ("DRAINING", "HELPER_LOST"): ("DRAINING", ()),
     ("ENDED", "START"): ("ENDED", ("REFUSE",)),
     ("ENDED", "STOP"): ("ENDED", ()),
     ("ENDED", "KILL"): ("ENDED", ()),
-    ("ENDED", "TOLD"): _GO,
+    ("ENDED", "REPORTED"): _GO,
     ("ENDED", "ORPHANED"): _GO,
     ("ENDED", "HELPER_LOST"): ("ENDED", ()),
 }

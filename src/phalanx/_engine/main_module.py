@@ -1,8 +1,8 @@
-"""The program's main module: in the launcher, and run again in its workers.
+"""The program's main module: where it comes from in the launcher, and how workers run it again.
 
-Owns whether ``__main__`` can be run again, what of it is found there by its name, and the running, under the name
-``__mp_main__``, as `multiprocessing` does it (its documentation: "Safe importing of main module"). Knows nothing of
-pickles and processes.
+Owns whether ``__main__`` can be run again, which of its functions and classes are found there by name, and the run,
+under the name ``__mp_main__`` as in `multiprocessing` (its documentation: "Safe importing of main module"). Knows
+nothing of pickles and processes.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def source() -> Source | None:
 
 
 def finds(obj: object, names: Mapping[str, object] | None = None) -> bool:
-    """Whether the qualified name of a function or class leads to it from the main module, which it says it is of.
+    """Whether a function or class of the main module is found there by its qualified name.
 
     Args:
         obj: Anything.
-        names: What the main module holds; default: what it holds now.
+        names: The names in the main module; default: those it has now.
     """
     if names is None:
         main = sys.modules.get("__main__")
@@ -113,7 +113,7 @@ def run_again(main: Source) -> None:
 
 
 def check_guard() -> None:
-    """Refuse to start processes for a main module that is just run again. Raises UnguardedMainError."""
+    """Raise UnguardedMainError if the main module is being run again: it must not start processes then."""
     if _running is not None:
         frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - it has no other name
         while frame is not None and not (
@@ -125,7 +125,7 @@ def check_guard() -> None:
 
 
 def absent(error: AttributeError) -> str:
-    """What to tell of a name that was looked for in a main module that has been run again; "" if it is another error.
+    """The explanation of a name that a main module, run again, does not have; "" for any other error.
 
     >>> absent(AttributeError("'int' object has no attribute 'x'"))
     ''
@@ -139,12 +139,12 @@ def absent(error: AttributeError) -> str:
 
 
 def says_it_all(error: BaseException) -> bool:
-    """Whether nobody misses the frames of ours that are all that the error's traceback has."""
+    """Whether the error's text is enough: its traceback has frames of this package only."""
     return isinstance(error, UnguardedMainError) or any(_AGAIN[:13] in note for note in getattr(error, "__notes__", ()))
 
 
 def _refused_by_multiprocessing(error: Exception) -> bool:
-    """Whether `multiprocessing` has refused to start a process while the main module is run again."""
+    """Whether `multiprocessing` raised it, because the main module starts processes as it is run again."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -178,7 +178,7 @@ def _by_path(module: ModuleType, path: str) -> CodeType:
 
 
 def _line_of(module: ModuleType, error: BaseException) -> int:
-    """The line of the main module itself in which an exception was on its way."""
+    """The line of the main module that an exception passed through; 0: none."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals is not vars(module):
         trace = trace.tb_next
@@ -192,7 +192,7 @@ def _unguarded(module: object, main: Source, verb: str, line: int) -> str:
     statement = linecache.getline(path, line).strip() if line else ""
     try:
         compile(statement or "(", path, "exec")
-    except SyntaxError:  # it goes on in the next line, or nothing is known of it
+    except SyntaxError:  # it goes on in the next line, or is not known
         statement = f"{statement} ..." if statement else "main()"
     where = f"{path}, line {line}," if line else path
     return (

@@ -1,8 +1,8 @@
-"""The last resort: finding and killing what carries a group's mark, when guard and keeper are both gone.
+"""Finds and kills every process that carries a group's mark: the last resort, when guard and keeper are both dead.
 
-Owns the mark, and a search that ends. What a process was executed with is read from its memory: that of a process that
-sits in a page fault, or an mmap(2), of a disk that does not answer cannot be read, and the read does not return. So
-it is done on threads that nobody waits for.
+Owns the mark, and a search that ends. The kernel reads a process's environment from its memory. While a process waits
+for a disk in a page fault or an mmap(2), such a read does not return. So it is done on threads that are not waited
+for.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ What /proc shows is the environment of the last exec. The keeper carries the mar
 of the launcher itself, which was exec'ed before there was a group, carry it as the name of a mapped page instead."""
 
 _TURN = 0.1
-"""Seconds in which a look at one process that gives no answer is left to itself,"""
+"""Seconds after which a look at one process that has not returned is left to its thread."""
 
 _REST = 1.0
-"""and in which all such looks may still return when everybody else has been looked at."""
+"""Seconds for all such looks to return, when all other processes have been looked at."""
 
 
 _LOOKS = 3
-"""Looks in a row that find nobody: a chain of processes, each of which forks and exits, may escape one;"""
+"""Searches in a row that must find nobody: a chain of processes, each of which forks and exits, may escape one."""
 
 _MORE_LOOKS = 30
-"""and so many more at the most, in which somebody had gone before it was looked at."""
+"""Further searches, at most, if a process had exited before it was looked at."""
 
 
-class Marked:
+class MarkedProcesses:
     """The processes of one group, which is about to be started."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Marked:
         self._since = int(time.clock_gettime(time.CLOCK_BOOTTIME) * ticks) - 1
 
     def environment(self) -> dict[bytes, bytes]:
-        """This process's, with the mark."""
+        """Return this process's environment with the mark."""
         base = dict(os.environb)
         base[MARK] = b"/".join(filter(None, (base.get(MARK), self.token.encode())))
         return base
@@ -61,9 +61,9 @@ class Marked:
     def kill(self, seconds: float, spared: int = 0) -> tuple[list[int], list[int]] | None:
         """Kill all that carries the mark, but for ``spared``, in ``seconds`` at most.
 
-        It sees through setsid and double forks, but not through a cleared environment. It takes two descriptors at the
-        most. Returns who is left, and who gave no answer; None when nobody could be looked for, for want of
-        descriptors, or of a /proc that shows us.
+        It finds processes after setsid and double forks, but not those with a cleared environment. It needs two
+        descriptors. Returns the pids of those left, and of those that could not be read; None when no process could be
+        looked at, for want of descriptors or of a /proc that shows this process.
         """
         deadline = clock.now() + seconds
         silent: set[int] = set()
@@ -87,7 +87,7 @@ class Marked:
     def start_of(self, pid: int) -> int:
         """When a process that carries the mark was started, in clock ticks since boot; 0 for any other.
 
-        May not return. Raises OSError when no descriptor is left to look.
+        May not return. Raises OSError when no descriptor is left.
         """
         try:
             found = procfs.Stat(pid)
@@ -114,9 +114,9 @@ class Marked:
 
 
 class _Search:
-    """One look at every process. Whoever carries the mark is killed as soon as that is seen, however late."""
+    """One search through all processes. Each one with the mark is killed as soon as that is seen, however late."""
 
-    def __init__(self, marked: Marked, spared: Iterable[int]) -> None:
+    def __init__(self, marked: MarkedProcesses, spared: Iterable[int]) -> None:
         self._marked = marked
         self._spared = spared
         self._todo: deque[int] = deque()
@@ -124,19 +124,19 @@ class _Search:
         self.found: dict[int, int] = {}
         """The start times of those that carry the mark, by pid."""
         self.silent: set[int] = set()
-        """Who gave no answer."""
+        """Those that could not be read."""
         self.missed = False
-        """Whether somebody had gone before it was looked at."""
+        """Whether a process had exited before it was looked at."""
         self.blind = False
-        """Whether nobody can be looked at, for want of descriptors, or of a /proc that shows us."""
+        """Whether no process can be looked at, for want of descriptors or of a /proc that shows this process."""
 
     def run(self, deadline: float) -> None:
-        """Look at all; where a look does not return, another thread goes on with the next."""
+        """Look at all processes. When a look does not return, another thread goes on with the next."""
         if not procfs.is_shown():
             self.blind = True
             return
         try:
-            # The newest first: it may not be there for long.
+            # The newest first: it may exit soon.
             self._todo.extend(sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True))
         except OSError:
             self.blind = True
@@ -146,7 +146,7 @@ class _Search:
             thread = threading.Thread(target=self._look, name="phalanx-last-resort", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # no thread is to be had
+            except RuntimeError:  # no thread can be started
                 self._look()
             else:
                 threads.append(thread)
@@ -157,7 +157,7 @@ class _Search:
         self.silent = {*self._at.copy().values(), *self._todo}
 
     def _follow(self, thread: threading.Thread) -> None:
-        """Return when ``thread`` has ended, or looks at one and the same for too long."""
+        """Return when ``thread`` has ended, or has looked at one process for too long."""
         at = -1
         while thread.is_alive():
             before, at = at, self._at.get(thread.ident or 0, 0)
@@ -187,7 +187,7 @@ class _Search:
 
 
 def _live_task(found: procfs.Stat) -> int:
-    """A thread of a process that has not exited; 0 if there is none. The first one may have gone before the others."""
+    """A thread of a process that has not exited; 0 if there is none. The first one may exit before the others."""
     if not found.has_exited:
         return found.pid
     for name in os.listdir(f"/proc/{found.pid}/task"):
@@ -202,7 +202,7 @@ def _live_task(found: procfs.Stat) -> int:
 def _kill(pid: int, start: int) -> None:
     """SIGKILL a process, if it is still the one that started at ``start``, and its group, which cannot fork then.
 
-    Sessions other than ours have been made by what carries the mark, with all that is in them.
+    A session other than this process's was made by a marked process, with all its members.
     """
     try:
         with Process(pid, start=start) as process:

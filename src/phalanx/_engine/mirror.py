@@ -1,7 +1,7 @@
-"""What is known of a group's workers: the launcher's copy of what the keeper has said, and what they have returned.
+"""What the launcher knows of a group's workers: a copy of what the keeper reported, and what workers have returned.
 
 Owns the record of each worker. Decides nothing, and waits for nothing. Written by the group's thread alone, but for
-large values, which are read aside; read freely once the group has ended.
+large values, which another thread reads. Any thread may read it once the group has ended.
 """
 
 from __future__ import annotations
@@ -14,28 +14,46 @@ from phalanx._base.exit_status import Exit
 from phalanx._base.latch import Latch
 from phalanx._engine import worker_messages
 from phalanx._engine.pickling.passed_fds import Given
+from phalanx._engine.protocol import ExitReport
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
+    from typing import Any
 
-    from phalanx._engine.keeper.children import Report
-    from phalanx._engine.keeper.orphans import Entry
     from phalanx._engine.leftovers import Leftover
 
 
 TURN = 256
-"""Packets that are taken in one turn: who sends without end keeps nobody else waiting."""
+"""Packets that are taken in one turn: a worker that sends without end must not delay the others."""
 
 _STRANGERS = 100_000  # processes of which it is not known yet whether they are workers
 
 
-class Worker:
+class WorkerRecord:
     """What is known of one worker."""
 
     __slots__ = (
-        "abandoned", "cpu_seconds", "ended", "exit", "exit_ns", "exiting_early", "exiting_ns", "given", "hang",
-        "hung", "max_rss_kib", "oom", "order", "pid", "rank", "result", "signalled", "signalled_ns", "struck", "told",
+        "abandoned",
+        "cpu_seconds",
+        "ended",
+        "exit",
+        "exit_ns",
+        "exiting_early",
+        "exiting_ns",
+        "given",
+        "hang",
+        "hung",
+        "max_rss_kib",
+        "oom",
+        "order",
+        "pid",
+        "rank",
+        "result",
+        "sent_evidence",
+        "signalled",
+        "signalled_ns",
+        "struck",
     )  # fmt: skip
 
     def __init__(self, rank: int, pid: int) -> None:
@@ -44,21 +62,23 @@ class Worker:
         self.ended = Latch()  # its exit is known, or never will be
         self.exit: Exit | None = None
         self.exit_ns = 0
-        self.exiting_ns = 0  # when it was seen to be on its way out, by itself, before it had exited; 0: it was not
-        self.exiting_early = False  # whether it was when the first failure was seen
+        self.exiting_ns = 0  # when it was seen exiting, by itself; 0: it was not
+        self.exiting_early = False  # whether that was when the first failure was seen
         self.order = -1
         self.signalled: int | None = None
         self.signalled_ns = 0
         self.abandoned = ""
-        self.struck = 0  # the last signal that it was sent because it hung; 0: none
-        self.hung = ""  # what it was sent that for
+        self.struck = 0  # the last signal that it was sent for an expired timer; 0: none
+        self.hung = ""  # why it was sent that signal
         self.hang = ""  # what is known of its hangs, and is in no file
         self.oom = ""
         self.max_rss_kib = 0
         self.cpu_seconds = 0.0
         self.result: bytes | Exception | None = None  # pickled; or why it could not be received, or is none
         self.given = Given()  # the descriptors that came with it
-        self.told: tuple[str, str, int] | None = None  # evidence that it could not write: message, traceback, moment
+        self.sent_evidence: tuple[str, str, int] | None = (
+            None  # evidence that it could not write: message, traceback, moment
+        )
 
     @property
     def failed(self) -> bool:
@@ -67,29 +87,29 @@ class Worker:
 
 
 class _Said:
-    """What a process has said, which may be a worker: the first value, and the first evidence."""
+    """What a process has sent, which may be a worker: its first value, and its first evidence."""
 
-    __slots__ = ("given", "result", "told", "wrong")
+    __slots__ = ("given", "result", "sent_evidence", "wrong")
 
     def __init__(self) -> None:
         self.result: bytes | Exception | None = None
         self.given = Given()
-        self.told: tuple[str, str, int] | None = None
-        self.wrong = ""  # what it has sent that made no sense, at first
+        self.sent_evidence: tuple[str, str, int] | None = None
+        self.wrong = ""  # why its first malformed packet is one
 
 
 class Mirror:
     """The workers of one group, and what they left behind."""
 
     def __init__(self) -> None:
-        self.workers: dict[int, Worker] = {}
+        self.workers: dict[int, WorkerRecord] = {}
         """By local rank."""
         self.state = "STARTING"
-        """As the keeper said last, see `lifecycle`."""
+        """The group's state as the keeper reported it last, see `lifecycle`."""
         self.began_ns = 0
         """When all workers had been started, in nanoseconds on CLOCK_MONOTONIC; 0: not yet."""
         self.leftovers: list[Leftover] = []
-        """What workers left behind, and was ended,"""
+        """The processes that workers left behind and the keeper ended,"""
         self.leftovers_beyond = 0
         """and how many more there were."""
         self._said: dict[int, _Said] = {}  # by pid
@@ -107,12 +127,12 @@ class Mirror:
         return {rank: worker.exit.description for rank, worker in self.workers.items() if worker.exit is not None}
 
     def started(self, pids: list[tuple[int, int]]) -> None:
-        """These workers, by rank and pid, have been started."""
+        """Note that workers have been started: rank and pid of each."""
         for rank, pid in pids:
-            self.workers[rank] = Worker(rank, pid)
+            self.workers[rank] = WorkerRecord(rank, pid)
 
     def running(self, moment: int) -> None:
-        """All workers have been started, at a ``moment`` on CLOCK_MONOTONIC: nobody else has anything to say."""
+        """Note that all workers run since ``moment``. From now on packets of other processes are dropped."""
         self.state = "RUNNING"
         self.began_ns = moment
         pids = self._pids = {worker.pid for worker in self.workers.values()}
@@ -121,11 +141,11 @@ class Mirror:
     def take(
         self, inbox: worker_messages.Inbox, answer: Callable[[int], Callable[[], None] | None], most: int = TURN
     ) -> Callable[[], None] | None:
-        """Take what workers have returned, and what they tell of their failures; ``most`` packets. Raises Closed.
+        """Take up to ``most`` packets: values and evidence of failures. Raises `channels.Closed`.
 
-        ``answer`` is given the socket of each one that asks for the resource tracker, and closes it. Returns what is to
-        be called, and takes its time, before more is taken: it reads a large value, is what ``answer`` returns, or
-        waits for descriptors to be closed. None when there is nothing more for now.
+        ``answer`` is called with the socket of each worker that asks for the resource tracker, and closes it. Returns a
+        function that is to be called before more is taken, and may block: it reads a large value, waits for descriptors
+        to be closed, or was returned by ``answer``. None when there is no packet for now.
         """
         for _ in range(most):
             packet = inbox.receive()
@@ -140,14 +160,14 @@ class Mirror:
         return None
 
     def _hear(self, packet: worker_messages.Packet, drop: Callable[[list[int]], None]) -> Callable[[], None] | None:
-        """Note what a packet says of its sender. Returns what reads its value, if that is not in it."""
+        """Note what a packet holds. Returns a function that reads its value, if that is in a file."""
         said = self._of(packet.pid)
         if said is None or packet.wrong or packet.letter == worker_messages.TRACKER:
             drop(packet.fds)
             if said is not None:
                 said.wrong = said.wrong or packet.wrong
         elif packet.letter == worker_messages.EVIDENCE:
-            said.told = said.told or worker_messages.told(packet)
+            said.sent_evidence = said.sent_evidence or worker_messages.evidence_of(packet)
         elif said.result is not None:  # it has returned once
             drop(packet.fds)
         elif packet.cut:
@@ -159,63 +179,75 @@ class Mirror:
         return None
 
     def _of(self, pid: int) -> _Said | None:
-        """What a process has said before; None if it is no worker, as far as one can tell by now."""
+        """What a process has sent so far; None if it is no worker, or too many processes are not known to be."""
         if pid not in self._said and (len(self._said) < _STRANGERS if self._pids is None else pid in self._pids):
             self._said[pid] = _Said()
         return self._said.get(pid)
 
     def settle_results(self) -> None:
-        """All has been taken that there is: give it to those who have exited."""
+        """Move what was received to the records of the workers that have exited. No packet is left."""
         for worker in self.workers.values():
             said = self._said.pop(worker.pid, None)
             if worker.exit is not None and said is not None:
-                worker.result, worker.given, worker.told = said.result, said.given, said.told
+                worker.result, worker.given, worker.sent_evidence = said.result, said.given, said.sent_evidence
                 if said.result is None and said.wrong:
                     worker.result = ValueError(f"rank {worker.rank} sent what is no result: {said.wrong}")
         self._said.clear()
 
-    def exits(self, reports: list[Report]) -> Iterator[Worker]:
-        """These workers have exited, in this order."""
-        for rank, status, moment, rss, seconds, oom, exiting, early, struck in reports:
-            worker = self.workers[rank]
-            worker.exit, worker.exit_ns, worker.order = Exit.of_status(status), moment, self._exits
-            worker.max_rss_kib, worker.cpu_seconds, worker.oom = rss, seconds, oom
-            worker.exiting_ns, worker.exiting_early, worker.struck = exiting, early, struck
+    def exits(self, reports: list[tuple[Any, ...]]) -> Iterator[WorkerRecord]:
+        """Note that workers have exited, in this order: packed `ExitReport`. Yields their records."""
+        for packed in reports:
+            report = ExitReport(*packed)
+            worker = self.workers[report.rank]
+            worker.exit, worker.exit_ns, worker.order = Exit.of_status(report.status), report.moment, self._exits
+            worker.max_rss_kib, worker.cpu_seconds, worker.oom = report.max_rss, report.cpu_seconds, report.oom
+            worker.exiting_ns, worker.exiting_early = report.exiting, report.exiting_early
+            worker.struck = report.struck
             self._exits += 1
             worker.ended.open()
             yield worker
 
     def signalled(self, number: int, moment: int, ranks: list[int]) -> None:
-        """These have been sent a signal, to stop them."""
+        """Note that workers were sent a signal, to stop them."""
         for rank in ranks:
             worker = self.workers[rank]
             if worker.signalled is None:
                 worker.signalled_ns = moment
             worker.signalled = number
 
-    def remains(self, entries: list[Entry], beyond: int) -> None:
-        """These processes have been left behind, and ended."""
+    def left_behind(self, entries: list[tuple[Any, ...]], beyond: int) -> None:
+        """Note processes that workers left behind and the keeper ended."""
         from phalanx._engine import leftovers
 
         self.leftovers += map(leftovers.of, entries)
         self.leftovers_beyond = beyond
 
     def abandoned(self, left: list[tuple[int, str, str]], seconds: float) -> None:
-        """Who has not exited by now is waited for no more, ``seconds`` after SIGKILL. ``left``: pid, name and state."""
+        """Note that the keeper waits no more for workers that have not exited ``seconds`` after SIGKILL.
+
+        ``left``: pid, name and state of processes that are left.
+        """
         states = {pid: state for pid, _name, state in left}
         for worker in self.workers.values():
             if worker.exit is None:
                 worker.abandoned = f"still there {seconds:g} s after SIGKILL, in state {states.get(worker.pid, '?')}"
 
+    def note_hangs(self, unwritten: Mapping[int, str], hung: Mapping[int, str]) -> None:
+        """Note what is known of ranks' hangs and is in no file, and what ranks were sent a signal for."""
+        for rank, why in unwritten.items():
+            self.workers[rank].hang = why
+        for rank, what in hung.items():
+            self.workers[rank].hung = what
+
     def close(self) -> None:
-        """Nothing more will be known: nobody needs to wait for it."""
+        """Wake all that wait for a worker's end: no report comes any more."""
         self.state = "ENDED"
         for worker in self.workers.values():
             worker.ended.open()
 
 
 def _read(said: _Said, fds: list[int], drop: Callable[[list[int]], None]) -> None:
-    """Read a large value. Its file is one in memory, or is not looked at: another might take its time."""
+    """Read a large value from its file, which must be in memory: a read from any other may block."""
     file = fds.pop()
     try:
         from phalanx._base import procfs, sealed_memfd

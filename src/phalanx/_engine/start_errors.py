@@ -1,4 +1,4 @@
-"""What is said of a group that could not start, or whose helpers are gone. Words only; touches nothing."""
+"""The errors of a group that could not start, or whose helper processes have died, in words."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class KeeperLostError(RuntimeError):
             rank.
     """
 
-    __module__ = "phalanx.multiprocessing"  # as people know it, in tracebacks and pickles
+    __module__ = "phalanx.multiprocessing"
 
     failures: Mapping[int, Any] = {}
 
@@ -30,7 +30,7 @@ class KeeperLostError(RuntimeError):
 
 
 def of_helper(who: str, returncode: int) -> str:
-    """Which helper process is gone, and how it ended, in words."""
+    """Which helper process has died, and how, in words."""
     how = f"was killed by signal {-returncode}" if returncode < 0 else f"ended with exit code {returncode}"
     return f"the group's {who} process {how}"
 
@@ -65,3 +65,37 @@ def explain(number: int) -> str:
         errno.ENOEXEC: "a script needs a first line like #!/bin/sh",
     }
     return f"{os.strerror(number)} ({hints[number]})" if number in hints else os.strerror(number)
+
+
+def not_started(rank: int, doing: str, number: int, filename: str) -> OSError:
+    """The error for `protocol.start_failed`."""
+    what = explain(number) if number != errno.ENOENT or doing == "starting it" else os.strerror(number)
+    name = f": {filename}" if filename else ""
+    who = f"worker {rank} was not started; {doing} failed" if rank >= 0 else "the group's keeper was not started"
+    if rank < 0 and doing:
+        who = f"the group was not started; {doing} failed"
+    return OSError(number, f"{who}: {what}{name}")
+
+
+def of_both_helpers(executable: str, code: int | None) -> str:
+    """Why there is neither guard nor keeper: ``code`` is the guard's exit code, if nothing was received from it."""
+    if not executable or code is None:
+        return "the group's keeper and its guard were killed"
+    if code < 0:
+        return f"the group's guard process was killed by signal {-code} before its keeper was up"
+    from phalanx._base import interpreter
+
+    return (
+        f"the group's keeper did not get up: {executable} ended with exit code {code}; "
+        f"if that is no Python interpreter, {interpreter.HINT}"
+    )
+
+
+def of_survivors(left: list[tuple[int, str, str]]) -> str:
+    """Processes (pid, name, state) that outlive SIGKILL, in words; pid 0: some that could not be found."""
+    return ", ".join(
+        f"pid {pid} ({name}, state {state})"
+        if pid
+        else "perhaps some that could not be found, for /proc does not show them"
+        for pid, name, state in left
+    )

@@ -1,15 +1,15 @@
-"""What function workers say to their launcher: the packets, and the judgement of each one.
+"""What function workers send to their launcher: the packets, and the check of each one.
 
-Owns both ends of the report socket, and the form of what goes over it. All workers of a group hold one end of it, and
-so may whatever they start: the launcher believes nothing that comes. Who has sent a packet, the kernel says
-(SCM_CREDENTIALS, unix(7)), and not the packet; its content is cut by place and length, by no decoder; a value that is
-not in the packet is in a sealed file in memory, or it is none. What has another form is dropped, with its descriptors,
-and is nobody's but its sender's. What a value means is not known here: `returned` unpickles it, when somebody asks.
+Owns both ends of the report socket, and the form of its packets. All workers of a group hold one end of it, and so may
+any process that they start: the launcher trusts no packet. The kernel tells who sent it (SCM_CREDENTIALS, unix(7)). Its
+content is cut by offset and length, without a decoder; a value that is not in the packet is in a sealed file in memory.
+A packet of another form is dropped, with its descriptors, and is held against its sender alone. What a value means is
+not known here: `pickling.results` unpickles it when it is wanted.
 
 A packet is a letter and a content::
 
     R  the pickle of a value; descriptors: those that belong to the value
-    L  nothing: a large value; the last descriptor is of its file, see `sealed`
+    L  nothing: a large value; the last descriptor is of its file, see `sealed_memfd`
     E  evidence: the moment (8 bytes), the length of the message in bytes (4), the message, the traceback
     T  nothing: a worker asks for the resource tracker, over the socket that is the one descriptor
 """
@@ -40,7 +40,7 @@ _LATEST = 1 << 63
 class Packet:
     """One packet: who has sent it, its letter, its content, the descriptors that came with it.
 
-    Where ``wrong`` says why it is none, there are no descriptors; ``cut``: the kernel had to drop some.
+    ``wrong``: why its form is wrong; then it has no descriptors. ``cut``: the kernel dropped some of them.
     """
 
     __slots__ = ("content", "cut", "fds", "letter", "pid", "wrong")
@@ -98,16 +98,15 @@ class Inbox:
     """The launcher's end.
 
     Args:
-        drop: Takes descriptors that nobody wants, and closes them where nobody waits for that: they may be of a file
-            whose closing takes as long as its sender likes. Returns what waits for that, where no packet is to be
-            taken before; else None.
+        drop: Closes descriptors that belong to no value, on a thread: the close of a file may block for as long as its
+            sender wants. Returns a function that waits for that, if no packet is to be taken before; else None.
     """
 
     def __init__(self, sock: _socket.socket, drop: Callable[[list[int]], Callable[[], None] | None]) -> None:
         self._sock = sock
         self._taker = drop
         self._behind: Callable[[], None] | None = None
-        sock.setsockopt(_socket.SOL_SOCKET, _socket.SO_PASSCRED, 1)  # before anybody has sent anything
+        sock.setsockopt(_socket.SOL_SOCKET, _socket.SO_PASSCRED, 1)  # before the first packet is sent
 
     def fileno(self) -> int:
         """The socket's descriptor."""
@@ -118,7 +117,7 @@ class Inbox:
         self._sock.close()
 
     def receive(self) -> Packet | None:
-        """The next packet, judged by its form; None when there is none now. Raises Closed at the end.
+        """Receive the next packet and check its form; None when there is none now. Raises Closed at the end.
 
         Its descriptors are the caller's, close-on-exec.
         """
@@ -157,7 +156,7 @@ class Inbox:
         return wait
 
 
-def told(packet: Packet) -> tuple[str, str, int]:
+def evidence_of(packet: Packet) -> tuple[str, str, int]:
     """The message, the traceback and the moment (CLOCK_MONOTONIC, nanoseconds) of a packet of evidence."""
     content = packet.content
     size = int.from_bytes(content[_MOMENT:_HEAD], "little")
@@ -178,7 +177,7 @@ def _sender_and_descriptors(ancillary: list[tuple[int, int, bytes]]) -> tuple[in
 
 
 def _judge(packet: Packet) -> str:
-    """Why a packet is none of ours, or ``""``."""
+    """Why the form of a packet is wrong; "": it is not."""
     letter, content, fds = packet.letter, packet.content, packet.fds
     why = ""
     if letter == EVIDENCE:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
     from typing import Any
 
-    from phalanx._engine.mirror import Worker
+    from phalanx._engine.mirror import WorkerRecord
     from phalanx._logs.specs import LogsSpecs
 
 
@@ -62,7 +62,7 @@ class SubprocessContext(PContext):
             commands[rank] = (found[path], argv, [])
         return Plan(commands)
 
-    def _value(self, worker: Worker) -> Any:  # noqa: ARG002 - a binary returns nothing
+    def _value(self, worker: WorkerRecord) -> Any:  # noqa: ARG002 - a binary returns nothing
         return None
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Any, Literal, Self, overload
 
-    from phalanx._engine.mirror import Worker
+    from phalanx._engine.mirror import WorkerRecord
     from phalanx._engine.supervisor import Supervisor
     from phalanx._outcomes.result import RunProcsResult
 
@@ -95,9 +95,9 @@ class PContext(GroupStart):
             raise RuntimeError(msg)
         with host_signals.delivering():
             result = self._result or self._judge(supervisor)
-        if supervisor.lost is not None and not supervisor.result_stands:
-            supervisor.lost.failures = result.failures
-            raise supervisor.lost
+        if supervisor.keeper_error is not None and not supervisor.result_stands:
+            supervisor.keeper_error.failures = result.failures
+            raise supervisor.keeper_error
         return result
 
     @property
@@ -193,7 +193,7 @@ class PContext(GroupStart):
         self.close()
 
     @abstractmethod
-    def _value(self, worker: Worker) -> Any:
+    def _value(self, worker: WorkerRecord) -> Any:
         """What a worker that succeeded returned; raises when that cannot be known."""
 
     def _judge(self, supervisor: Supervisor) -> RunProcsResult:
@@ -212,7 +212,7 @@ class PContext(GroupStart):
                     worker.given.close()  # of those who failed after they had returned
             return result
 
-    def _value_once(self, worker: Worker) -> Any:
+    def _value_once(self, worker: WorkerRecord) -> Any:
         if worker.rank not in self._values:
             self._values[worker.rank] = self._value(worker)
         return self._values[worker.rank]

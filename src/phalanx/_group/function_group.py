@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
     from typing import Any
 
-    from phalanx._engine.mirror import Worker
+    from phalanx._engine.mirror import WorkerRecord
     from phalanx._group.warm import Warm
     from phalanx._logs.specs import LogsSpecs
 
@@ -127,7 +127,7 @@ class MultiprocessContext(PContext):
         )
         return [os.fsencode(part) for part in command]
 
-    def _value(self, worker: Worker) -> Any:
+    def _value(self, worker: WorkerRecord) -> Any:
         if worker.result is None or self._numbered:  # it left by exit code 0 without returning; nobody wants a value
             return None
         if isinstance(worker.result, Exception):

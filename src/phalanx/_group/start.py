@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from contextlib import ExitStack
 
 from phalanx._base import interrupts, linux
-from phalanx._engine import host_signals, main_module
+from phalanx._engine import host_signals, main_module, protocol
 from phalanx._engine.supervisor import Supervisor
 from phalanx._evidence.cleanup import remove_old
 from phalanx._evidence.error_file import ERROR_FILE_ENV
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any
 
-    from phalanx._engine.forkserver import Zygote
-    from phalanx._engine.keeper.start_process import Spec
+    from phalanx._engine.forkserver import ForkServer
     from phalanx._group.plan import Plan
     from phalanx._group.warm import Warm
     from phalanx._logs.specs import LogsSpecs
@@ -146,7 +145,7 @@ class GroupStart(ABC):
             with hold():
                 plan = self._plan(held)
                 supervisor = Supervisor(
-                    settle=self._settle, grace=self._grace, linger=self._linger, speak=self._speak or warn
+                    settle=self._settle, grace=self._grace, linger=self._linger, write_line=self._speak or warn
                 )
                 undo.callback(lambda: release(supervisor, self.logs, self._logs_specs))
                 undo.callback(supervisor.abort)
@@ -164,10 +163,10 @@ class GroupStart(ABC):
             self._diary = self._begin_diary(supervisor, undo)
             report = self._watch(supervisor, undo)
             specs = [self._spec(rank, *command) for rank, command in plan.commands.items()]
-            zygote = self._warmed(plan.warm)
+            fork_server = self._warmed(plan.warm)
             with hold():  # not between the start of a process and the noting of it
-                if zygote is not None:
-                    supervisor.boot(zygote=zygote)
+                if fork_server is not None:
+                    supervisor.boot(fork_server=fork_server)
                 undo.callback(self._can_be_closed(supervisor))
                 pump = console.pump(self.logs, self.envs, self.log_line_prefixes, self.console, self._filters)
                 supervisor.start(
@@ -209,7 +208,7 @@ class GroupStart(ABC):
         undo.push(diary.not_started)
         return diary
 
-    def _warmed(self, warm: Warm | None) -> Zygote | None:
+    def _warmed(self, warm: Warm | None) -> ForkServer | None:
         """Wait until all is imported. Raises PreloadError; RuntimeError if the group is closed meanwhile."""
         try:
             return None if warm is None else warm.wait()
@@ -239,14 +238,14 @@ class GroupStart(ABC):
         env[ERROR_FILE_ENV.encode()] = os.fsencode(self.logs.error_files[rank])
         return env
 
-    def _spec(self, rank: int, path: str, argv: list[bytes], fds: list[int]) -> Spec:
+    def _spec(self, rank: int, path: str, argv: list[bytes], fds: list[int]) -> protocol.Spec:
         logs = self.logs
         env = self._environment(rank)
         if logs.stderrs[rank] and not isinstance(self.entrypoint, str):
             env[b"PHALANX_STDERR_LOGGED"] = b"1"
         streams = (logs.stdouts[rank] or None, logs.stderrs[rank] or None)
         bounds = (logs.max_size, logs.keep, logs.compress)
-        return (rank, os.fsencode(path), argv, env, *streams, fds, bounds, self._placed.get(rank))
+        return protocol.Spec(rank, os.fsencode(path), argv, env, *streams, fds, bounds, self._placed.get(rank))
 
     def _watch(self, supervisor: Supervisor, undo: ExitStack) -> HangReporter | None:
         """Make what reports on the workers' timers, if they are to be watched."""

@@ -1,6 +1,6 @@
 """Starts that cost next to nothing: what workers import is imported once, and they are forks of where it was.
 
-Owns whose zygote a group uses. How it imports and forks is `zygote`'s business.
+Owns whose fork server a group uses. How it imports and forks is `forkserver`'s business.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from contextvars import Token
     from typing import Self
 
-    from phalanx._engine.forkserver import Zygote
+    from phalanx._engine.forkserver import ForkServer
 
 _current: ContextVar[Warm | None] = ContextVar("phalanx_warm", default=None)
 
@@ -70,7 +70,7 @@ class Warm:
         self._path = list(path)
         self._flags = flags
         self._env = dict(env or {})
-        self._zygote: Zygote | None = None
+        self._fork_server: ForkServer | None = None
         self._token: Token[Warm | None] | None = None
         self._one = allocate_lock()
         self._is_open = False
@@ -106,29 +106,29 @@ class Warm:
 
     def begin(self) -> None:
         """Start to import, if that has not been started; also when the process has been killed since."""
-        from phalanx._engine.forkserver import Zygote
+        from phalanx._engine.forkserver import ForkServer
 
         main_module.check_guard()
         with self._one:  # of several threads that start groups, one replaces it
-            if self._zygote is not None and not self._zygote.usable:
+            if self._fork_server is not None and not self._fork_server.usable:
                 self._let_go()
-            if self._zygote is None:
+            if self._fork_server is None:
                 flags = interpreter.flags() if self._flags is None else self._flags
-                zygote = Zygote(self.preload, [*self._path, *search_path()], flags, self._env, self._main)
+                fork_server = ForkServer(self.preload, [*self._path, *search_path()], flags, self._env, self._main)
                 try:
-                    zygote.start()
+                    fork_server.start()
                 except BaseException:
-                    zygote.close()
+                    fork_server.close()
                     raise
-                self._zygote = zygote
+                self._fork_server = fork_server
 
-    def wait(self) -> Zygote:
+    def wait(self) -> ForkServer:
         """Return when all is imported. Raises PreloadError."""
-        zygote = self._zygote
-        if zygote is None:
+        fork_server = self._fork_server
+        if fork_server is None:
             raise RuntimeError("warm: it has been closed meanwhile")
-        zygote.wait()
-        return zygote
+        fork_server.wait()
+        return fork_server
 
     def close(self) -> None:
         """End the process. It may be called again."""
@@ -136,9 +136,9 @@ class Warm:
         self._let_go()
 
     def _let_go(self) -> None:
-        zygote, self._zygote = self._zygote, None
-        if zygote is not None:
-            zygote.close()
+        fork_server, self._fork_server = self._fork_server, None
+        if fork_server is not None:
+            fork_server.close()
 
     def __repr__(self) -> str:
         return f"<Warm, {', '.join(self.preload) or 'nothing'} preloaded, {'open' if self.is_open else 'closed'}>"

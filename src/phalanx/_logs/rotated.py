@@ -18,6 +18,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+Bounds = tuple[int, int, bool]
+"""How a log is rotated: at how many bytes (0: never), how many rotated files are kept (0: all), and whether they are
+compressed."""
+
 MODULO = 1 << 32
 """Of the size that a compressed file tells."""
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx._engine.leftovers import Leftover
-    from phalanx._engine.mirror import Worker
+    from phalanx._engine.mirror import WorkerRecord
     from phalanx._logs.specs import LogsDest
 
 EARLY = 10.0
@@ -127,10 +127,10 @@ class RunProcsResult(Value):
 
 
 def collect(
-    workers: Iterable[Worker],
+    workers: Iterable[WorkerRecord],
     logs: LogsDest,
     envs: Mapping[int, Mapping[str, str]],
-    value_of: Callable[[Worker], Any],
+    value_of: Callable[[WorkerRecord], Any],
     leftovers: Iterable[Leftover] = (),
     began_ns: int = 0,
 ) -> RunProcsResult:
@@ -203,7 +203,7 @@ def _early(outcomes: Mapping[int, Outcome], began_ns: int) -> Iterator[tuple[int
                 yield rank, gap
 
 
-def _stopped(worker: Worker, failure: ProcessFailure) -> bool:
+def _stopped(worker: WorkerRecord, failure: ProcessFailure) -> bool:
     """Whether a worker ended because we stopped it, and had not failed by itself before that."""
     if worker.signalled is None:
         return False
@@ -216,7 +216,7 @@ def _stopped(worker: Worker, failure: ProcessFailure) -> bool:
     return not (began_to_exit and worker.exit is not None and worker.exit.signal != worker.signalled) or worker.exit.ok
 
 
-def _date_back(failures: dict[int, ProcessFailure], workers: Mapping[int, Worker]) -> None:
+def _date_back(failures: dict[int, ProcessFailure], workers: Mapping[int, WorkerRecord]) -> None:
     """Date a failure of another kind before the failures of peers that lost a connection.
 
     A failing process closes its connections, by its own handlers or in the kernel, before its evidence is recorded or
@@ -246,7 +246,7 @@ def _date_back(failures: dict[int, ProcessFailure], workers: Mapping[int, Worker
 
 
 def _judge_success(
-    worker: Worker, logs: LogsDest, values: dict[int, Any], value_of: Callable[[Worker], Any]
+    worker: WorkerRecord, logs: LogsDest, values: dict[int, Any], value_of: Callable[[WorkerRecord], Any]
 ) -> tuple[str, ProcessFailure | None]:
     try:
         values[worker.rank] = value_of(worker)
@@ -260,10 +260,10 @@ def _judge_success(
     return "succeeded", None
 
 
-def _failure(worker: Worker, logs: LogsDest, global_rank: str) -> ProcessFailure:
+def _failure(worker: WorkerRecord, logs: LogsDest, global_rank: str) -> ProcessFailure:
     assert worker.exit is not None
     rank, path, number = worker.rank, logs.error_files[worker.rank], worker.exit.signal
-    told = worker.told or read_fallback(path, worker.pid)
+    told = worker.sent_evidence or read_fallback(path, worker.pid)
     if told is not None:
         _write_evidence_sent(path, worker.pid, *told)
     if number in FATAL_SIGNALS and not os.path.exists(path) and (stack := read_fatal_stacks(path)):
@@ -307,19 +307,19 @@ def _raised(path: str, pid: int) -> tuple[int, int] | None:
     return None if (message_of(data) or "").startswith("KeyboardInterrupt") else (1, moment)
 
 
-def _fatal_at(worker: Worker, path: str) -> int | None:
+def _fatal_at(worker: WorkerRecord, path: str) -> int | None:
     """Return when a worker got the fatal signal that it died of, by the time of the file with its stacks; or None."""
     moment = fatal_at(path) if worker.exit is not None and worker.exit.signal in FATAL_SIGNALS else None
     # If the wall clock was set meanwhile, the moment may be impossible.
     return moment if moment is not None and worker.exit_ns - _LONGEST_RELEASE <= moment <= worker.exit_ns else None
 
 
-def _detail(worker: Worker) -> str:
+def _detail(worker: WorkerRecord) -> str:
     killed = worker.exit is not None and worker.exit.signal == signal.SIGKILL
     return (worker.oom or "SIGKILL, not sent by us") if killed else ""
 
 
-def _write_evidence(worker: Worker, logs: LogsDest, message: str, stack: str) -> None:
+def _write_evidence(worker: WorkerRecord, logs: LogsDest, message: str, stack: str) -> None:
     path = logs.error_files[worker.rank]
     try:
         write_error_file(path, message, stack, monotonic_ns=worker.exit_ns, pid=worker.pid, observer="launcher")

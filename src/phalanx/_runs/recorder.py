@@ -238,7 +238,7 @@ class Diary:
             self._recorder.finish()
 
     def _note_end(self) -> None:
-        lost = None if self._supervisor.result_stands else self._supervisor.lost
+        lost = None if self._supervisor.result_stands else self._supervisor.keeper_error
         judged = self._result
         result = judged or _seen(self._supervisor.mirror)
         code, cause = verdict(result)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx._base.latch import Latch
-    from phalanx._engine.mirror import Worker
+    from phalanx._engine.mirror import WorkerRecord
 
 _kept: set[SpawnGroup] = set()
 """The groups that were started without a join, and neither have been joined since nor have ended well."""
@@ -44,14 +44,14 @@ class SpawnGroup(MultiprocessContext):
     @property
     def is_lost(self) -> bool:
         """Whether it was killed with its keeper."""
-        return self._started().lost is not None
+        return self._started().keeper_error is not None
 
     @property
     def is_ours(self) -> bool:
         """Whether this process started it, and is no fork of the one that did."""
         return self._started().owner == os.getpid()
 
-    def worker(self, rank: int) -> Worker:
+    def worker(self, rank: int) -> WorkerRecord:
         """What is known of a process, and becomes known."""
         return self._started().mirror.workers[rank]
 
@@ -62,7 +62,7 @@ class SpawnGroup(MultiprocessContext):
     def set_grace(self, grace: float) -> None:
         """Set the grace period."""
         self._grace = grace
-        self._started().give(grace)
+        self._started().set_grace(grace)
 
     def stop(self, number: int) -> None:
         """Begin to stop the processes: a signal, the grace period, SIGKILL."""

@@ -1,1 +1,1 @@
-"""Runs in guard and keeper, the helper processes of a group. Workers are started, signalled and reaped here."""
+"""Runs in guard and keeper, the helper processes of a group: they start, signal and reap its workers."""

@@ -1,28 +1,29 @@
-"""The process above a keeper: starts it, outlives it, and takes over when it is killed.
+"""The process above a keeper: it forks the keeper, outlives it, and takes over when that is killed.
 
-Owns the boot of both, and what the guard waits for. The second process is a fork of the first that shares its pages:
+Owns the boot of both, and what the guard waits for. The keeper is a fork of the guard and shares its pages:
 
     launcher -- guard -- keeper -- workers
 
-Both are subreapers. When the keeper is killed, every process below it, however far it has run (setsid, double
-fork), becomes a child of the guard, which finishes the work by the same table and reports. When the guard is killed,
-the keeper does. A lone keeper with PR_SET_PDEATHSIG on its workers would lose their grandchildren to init; and arming
-it needs code in the child between fork and exec, which rules out posix_spawn(3): a fork with an exec takes half as long
+Both are subreapers. When the keeper is killed, every process below it, however far it has run (setsid, double fork),
+becomes a child of the guard, which ends the group by the same table and reports. When the guard is killed, the keeper
+ends the group. A lone keeper with PR_SET_PDEATHSIG on its workers would lose their grandchildren to init; and arming it
+needs code in the child between fork and exec, which rules out posix_spawn(3): a fork with an exec takes half as long
 again.
 
-It runs on its own (no site, no package beyond its own few modules), and is up in about 10 ms.
+It runs without `site` and imports its own few modules only: it is up in about 10 ms.
 """
 
 from __future__ import annotations
 
 import _socket
+import errno
 import gc
 import select
 
 from phalanx._base import channels, linux
-from phalanx._engine.keeper import start_process
-from phalanx._engine.keeper.keeper import BUSY, Keeper, load
-from phalanx._engine.lifecycle import KILL_WAIT
+from phalanx._engine import protocol
+from phalanx._engine.keeper.keeper import BUSY, Keeper, load_end
+from phalanx._engine.protocol import KILL_WAIT
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -35,52 +36,49 @@ else:
     import posix as os  # the C half: `os` itself takes 1 of the 13 ms in which a keeper gets up
 
 
-_CRASH = b"!"  # what stands before the story of a crash in the notes
-
-
 def keep(sock: _socket.socket, call: Callable[[int, list[int]], None] | None = None, launcher: int = -1) -> None:
-    """Be guard and keeper at the end ``sock``, with ``call`` for workers that are forks of us. Does not return.
+    """Run as guard, and as keeper in a fork, with the socket ``sock`` to the launcher. Does not return.
 
-    ``launcher`` is a pidfd, where it is not the launcher that has forked us.
+    ``call`` runs in workers that are forks of the launcher. ``launcher`` is its pidfd where a fork server forked us.
     """
     try:
-        start_process.fill_standard_descriptors()
-        start_process.turn_deaf()
-        gc.disable()  # nothing here makes cycles, and a collection would copy every page that is shared with a fork
-        if call is None:  # what has been preloaded stays shared by workers, too; forks of the launcher do as that does
+        fill_standard_descriptors()
+        ignore_signals()
+        gc.disable()  # nothing here makes cycles, and a collection would copy every page shared with a fork
+        if call is None:  # preloaded pages stay shared with workers; forks of the launcher do as that does
             gc.freeze()
         linux.become_subreaper()
         guard, ended = os.getpid(), -1
         try:
             above = os.pidfd_open(guard)
             if launcher < 0:
-                launcher = start_process.open_launcher(sock)
-            # Should somebody have stopped us when the launcher dies, or the warm process, which goes with it. It comes
-            # when the thread ends that started us, too.
+                launcher = open_launcher(sock)
+            # Sent when our parent dies (launcher, fork server), or its thread that forked us: wakes a stopped guard.
             linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGCONT)
-            heard, notes = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            notes_read, notes = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
             keeper = os.fork()
             if keeper == 0:
-                # Stopped by somebody, we could not see our guard's death: the kernel wakes us up then.
+                # A stopped keeper could not see its guard's death: the kernel wakes it then.
                 linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGCONT)
                 linux.become_subreaper()
-                os.close(heard)
+                os.close(notes_read)
+                import phalanx._engine.keeper.start_group  # noqa: F401 - what the start needs: the launcher prepares it
             serving = Keeper(sock, call)  # in both: later, there may be no descriptor left for the guard's
             if keeper:
                 os.close(notes)
                 ended = os.pidfd_open(keeper)
                 if call is not None:
-                    start_process.close_all_but([launcher, heard, ended, *serving.descriptors()])
-        except OSError as error:  # nothing is there to be kept yet
+                    linux.close_all_but([launcher, notes_read, ended, *serving.descriptors()])
+        except (OSError, ImportError) as error:  # no worker has been started; ImportError: no descriptor is left
             _give_up(sock, error)
         if keeper == 0:
             _keep(serving, sock, launcher, above, guard, notes)
         else:
             status = _outlive(keeper, ended, launcher)
             if status:
-                log_writer, crash = _noted(heard)
+                log_writer, story = protocol.read_notes(_read_all(notes_read))
                 serving.take_over(keeper, status, log_writer, launcher)
-                os.write(2, crash)
+                os.write(2, story)
         os._exit(0)
     except BaseException as error:
         os.write(2, _story(error))
@@ -90,14 +88,14 @@ def keep(sock: _socket.socket, call: Callable[[int, list[int]], None] | None = N
 
 
 def _keep(keeper: Keeper, sock: _socket.socket, launcher: int, above: int, guard: int, notes: int) -> None:
-    """Be the keeper. On a mistake of ours, leave it to the guard; or do what that would do, if it has gone."""
+    """Run as the keeper. On an error of ours, exit, so that the guard takes over; without a guard, take over here."""
     try:
         keeper.keep(launcher, above, guard, notes)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the group must not outlive its keeper
         story = _story(error)
         if os.getppid() == guard:
             try:
-                os.write(notes, _CRASH + story)  # for a console may block
+                os.write(notes, protocol.crash_note(story))  # a write to the console may block
             finally:
                 os._exit(70)
         Keeper(sock).take_over(os.getpid(), 70 << 8, keeper.log_writer, launcher)
@@ -105,17 +103,17 @@ def _keep(keeper: Keeper, sock: _socket.socket, launcher: int, above: int, guard
 
 
 def _outlive(keeper: int, ended: int, launcher: int) -> int:
-    """Wait for the keeper to end, whose pidfd is ``ended``, and return its status: what the guard does.
+    """Wait until the keeper has ended, whose pidfd is ``ended``, and return its wait status: the guard's work.
 
-    A keeper that somebody has stopped (SIGSTOP) cannot see that the launcher has died, so it is woken up then; and
-    should it still be there when all its own deadlines are over, it is killed, and the guard does its work. If not even
-    that ends it, it sits in a system call, and what is below it cannot become ours: it is taken for killed.
+    A stopped keeper (SIGSTOP) cannot see that the launcher has died, so it is sent SIGCONT then. If it still runs when
+    all its own deadlines are over, it is killed, and the guard takes over. If SIGKILL does not end it, it sits in a
+    system call, its children cannot become the guard's, and it is taken for killed.
     """
     poll = select.poll()
     poll.register(ended, select.POLLIN)
     poll.register(launcher, select.POLLIN)
     if not poll.poll(BUSY * 1000):
-        load()
+        load_end()
     if ended not in dict(poll.poll()):
         poll.unregister(launcher)
         os.kill(keeper, signal.SIGCONT)
@@ -126,25 +124,27 @@ def _outlive(keeper: int, ended: int, launcher: int) -> int:
     return os.waitpid(keeper, 0)[1]
 
 
-def _give_up(sock: _socket.socket, error: OSError) -> NoReturn:
-    """Tell the launcher that there will be no keeper. Does not return."""
+def _give_up(sock: _socket.socket, error: OSError | ImportError) -> NoReturn:
+    """Report to the launcher that the keeper was not started. Does not return."""
+    number, filename = errno.EMFILE, ""
+    if isinstance(error, OSError):
+        number, filename = error.errno or 0, linux.path_of(error)
     try:
-        channels.Channel(sock).send(("start_failed", -1, "", error.errno or 0, linux.path_of(error)))
+        channels.Channel(sock).send(protocol.start_failed(-1, "", number, filename))
     finally:
         os._exit(0)
 
 
-def _noted(notes: int) -> tuple[int, bytes]:
-    """What the keeper has noted last: the pid of its log writer, 0 for none; and the story of its own crash."""
+def _read_all(notes: int) -> bytes:
+    """Return the notes that the keeper has left, which fit one read; b"": none."""
     try:
-        pids, _, crash = os.read(notes, select.PIPE_BUF).partition(_CRASH)
+        return os.read(notes, select.PIPE_BUF)
     except BlockingIOError:
-        return 0, b""
-    return int(pids.split()[-1]) if pids else 0, crash
+        return b""
 
 
 def _story(error: BaseException) -> bytes:
-    """A traceback, without a look at the source: it is on a disk, which may not answer."""
+    """A traceback without source lines: those are on a disk, which may not answer."""
     lines = [f"phalanx: a helper process of a group has failed: {type(error).__name__}: {error}"]
     trace = error.__traceback__
     while trace is not None:
@@ -154,7 +154,46 @@ def _story(error: BaseException) -> bytes:
     return "\n".join(lines).encode("utf-8", "replace")[: select.PIPE_BUF // 2] + b"\n"
 
 
+def fill_standard_descriptors() -> None:
+    """Open /dev/null on each of 0, 1 and 2 that the launcher had closed. Workers inherit them."""
+    for fd in linux.occupy_standard_descriptors():
+        os.set_inheritable(fd, True)
+
+
+def ignore_signals() -> None:
+    """Ignore every signal but SIGKILL, SIGSTOP, SIGCHLD and SIGCONT. Signals to the group go to its launcher.
+
+    A worker may send signals faster than a handler could run. The kernel drops an ignored signal as it is sent; a
+    blocked one would stay queued. SIGCHLD is blocked, for a `linux.signalfd`; SIGCONT acts as it is sent. A fault of
+    this process (SIGSEGV) ends it all the same.
+    """
+    signal.set_wakeup_fd(-1)  # a fork of the launcher has the launcher's
+    for number in signal.valid_signals():
+        if number not in (linux.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGCONT):
+            try:
+                signal.signal(number, signal.SIG_IGN)
+            except OSError as error:  # those that the C library keeps for itself
+                if error.errno != errno.EINVAL:
+                    raise
+    for number in (signal.SIGCHLD, signal.SIGCONT):  # inherited: with SIGCHLD ignored, the kernel reaps
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, (signal.SIGCHLD,))
+
+
+def open_launcher(sock: _socket.socket) -> int:
+    """Return a pidfd of the process that made the socket. Exits if that has died: its death was before this."""
+    parent = os.getppid()
+    launcher = channels.peer(sock) or parent  # a wrapper may stand between
+    try:
+        fd = os.pidfd_open(launcher)
+    except ProcessLookupError:
+        os._exit(0)
+    if launcher == parent != os.getppid():  # the pid may be another's by now
+        os._exit(0)
+    return fd
+
+
 def main(fd: int) -> None:
-    """The keeper as a program: the socket to its launcher is descriptor ``fd``. Does not return."""
-    os.set_inheritable(fd, False)  # it had to survive one exec; no worker may hold our end of the conversation
+    """Run as a program: descriptor ``fd`` is the socket to the launcher. Does not return."""
+    os.set_inheritable(fd, False)  # it had to survive one exec; no worker may inherit it
     keep(_socket.socket(fileno=fd))

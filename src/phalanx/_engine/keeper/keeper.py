@@ -1,26 +1,26 @@
-"""The helper process of a group: parent, subreaper and undertaker of every worker, and the one that decides.
+"""The helper process of a group: parent and subreaper of every worker, and the process that decides.
 
-Owns what is done when: it carries out the table of `lifecycle`, by its `children`. The policy (settle window, grace
-period, linger) comes with the order to start; what follows is on time whatever the launcher does. The launcher sends
-wishes (stop, kill, signal a rank) and is sent what happened, in order, with moments. When it is gone, all that the
-workers started is killed.
+Carries out the table of `lifecycle`: it starts, signals, kills and reaps workers, by its `children`. The policy (settle
+window, grace period, linger) comes with the order to start, so what follows is on time whatever the launcher does. When
+the launcher dies, every process that the workers started is killed.
 
-Nobody else's code runs here, and nothing here writes to a disk. One is needed only for the opening of log files, until
-the last worker has started, and for an import of what the end needs, `BUSY` seconds after the keeper got up. The
-`guard`, its parent, does the same by the same table when the keeper is killed.
+Only code of this package runs here, and nothing here writes to a disk. A disk is read to open log files, until the last
+worker has started, and for imports: of what a start needs, before its order comes; of what an end needs, `BUSY` seconds
+later. The `guard`, its parent, does the same by the same table when the keeper is killed.
 """
 
 from __future__ import annotations
 
 import errno
-import select
 
 from phalanx._base import channels, clock, linux
-from phalanx._base.loop import READ, WRITE, Loop
-from phalanx._engine import lifecycle
-from phalanx._engine.keeper import start_process
+from phalanx._base.loop import Loop
+from phalanx._engine import lifecycle, protocol
 from phalanx._engine.keeper.children import Children
-from phalanx._engine.lifecycle import DRAIN_WAIT, KILL_WAIT, PATIENCE
+from phalanx._engine.keeper.connection import BATCH, FEW, Connection
+from phalanx._engine.keeper.waits import Waits
+from phalanx._engine.lifecycle import PATIENCE
+from phalanx._engine.protocol import DRAIN_WAIT, KILL_WAIT
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,320 +30,213 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from phalanx._base.deadlines import Deadline
-    from phalanx._engine.keeper.children import Report
-    from phalanx._engine.rotation.log_writer import LogWriter
+    from phalanx._engine.keeper.rotated_logs import RotatedLogs
+    from phalanx._engine.keeper.start_group import Start
+    from phalanx._engine.keeper.sweep import Sweep
     from phalanx._timers.escalation import Escalation
 else:
     import _signal as signal  # the C half: `signal` builds enums for 3 ms
     import posix as os  # the C half: `os` itself takes 1 of the 13 ms in which a keeper gets up
 
 BUSY = 0.1
-"""Seconds in which the processor is left to what starts, and to what is over as soon."""
+"""Seconds in which the processor is left to the start, and to groups that end as soon."""
 
-FOREVER = float("inf")
-
-_BATCH = 250  # entries of one message: it has to fit a packet, for the launcher may have no descriptor left for more
 _BEFORE = 0.01  # seconds before the end of the settle window in which workers are looked at once more
-_FEW = 16  # entries that are long
 _SIGINFO = 128  # bytes of one signal, of which there is one at most: SIGCHLD is not queued
-_NO_ERRNO = 255  # the exit code of a log writer that could not go on
-_LOOKED = 64  # workers that are looked at in one turn
-_ALONE = (("start_failed",), ("orphaned",))  # last words beside which nothing is told of workers
-_TOLD = ("SETTLING", "STOPPING", "LINGERING", "SWEEPING", "PURGING", "KILLING", "DRAINING")
+_ORPHANED = ("orphaned",)  # in place of the last message: nobody receives one
+_NO_EXITS = (_ORPHANED, ("start_failed",))  # last messages beside which no exit is reported
+_REPORTED = ("SETTLING", "STOPPING", "LINGERING", "SWEEPING", "PURGING", "KILLING", "DRAINING")
 
 
 class Keeper:
-    """One group's keeper. `keep` returns when nothing is left to keep."""
+    """One group's keeper. `keep` returns when the group is gone."""
 
     def __init__(self, sock: _socket.socket, call: Callable[[int, list[int]], None] | None = None) -> None:
-        self._channel = channels.Channel(sock)
         self._call = call
         self._loop = Loop()
         self._state = "WAITING"
-        self._due: dict[str, Deadline] = {}  # by the event that comes with it
-        self._settle, self._grace, self._linger, self._together = 0.0, 0.0, 0.0, True
-        self._endless = False  # a grace period runs that has no end
+        self._connection = Connection(
+            sock,
+            self._loop,
+            receive=self._on_message,
+            truncated=self._on_truncated,
+            orphaned=self._on_orphaned,
+            guard_lost=lambda: self._lose("guard", -linux.SIGKILL),
+            sent=lambda: self._see("REPORTED") if self._state == "ENDED" else None,
+        )
+        self._waits = Waits(self._loop, self._see)
+        self._together = True
         self._death_signal: int = signal.SIGTERM
         self._order: tuple[Any, ...] = ()
-        self._children = Children(self._loop, self._on_end, self._on_burial)
-        self._ranks_told = 0
+        self._children = Children(self._loop, self._on_worker_exit, self._on_reaped)
+        self._sweep: Sweep | None = None  # from the first look on
         self._all_well = True
         self._more_to_reap = False
-        self._search_due = False
         self._null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
-        self._exits: list[Report] = []
-        self._reason: channels.Message = ()  # the last word, if it is another than the usual one
-        self._logs: LogWriter | None = None
-        self.log_writer = 0
-        """The pid of what fills log files of bounded size; 0: there is none, or it has ended."""
-        self._notes = -1
-        self._left: list[tuple[int, str, str]] = []  # what outlives SIGKILL: pid, name, state
-        self._logs_left = ""
+        self._exits: list[protocol.ExitReport] = []
+        self._last_message: channels.Message = ()  # where it is not `protocol.ended`
+        self._logs: RotatedLogs | None = None  # where files are bounded in size
+        self._abandoned: list[tuple[int, str, str]] = []  # what outlives SIGKILL: pid, name, state
         self._escalation: Escalation | None = None
-        self._guard = self._launcher = -1
         self._signals = linux.signalfd(signal.SIGCHLD)
 
     def keep(self, launcher: int, guard: int, parent: int, notes: int) -> None:
-        """Serve until the group is gone. ``launcher`` and ``guard`` are pidfds, ``parent`` is the guard's pid.
-
-        The socket's end would tell of the launcher's death, were it not that any process that the launcher forks
-        inherits its side of the socket, and may outlive it. ``notes`` is a pipe to the guard, for what it has to know
-        should it take over.
-        """
-        self._guard, self._launcher, self._notes = guard, launcher, notes
-        self._open()
-        self._loop.watch(guard, self._on_guard)
-        self._loop.watch(launcher, _bound(self._on_orphaned, launcher))
-        try:
-            own = [os.pidfd_open(os.getpid())]
-        except OSError:  # no descriptor is left, which the start will say
-            own = []
-        self._loop.after(BUSY, load)
-        self._tell("up", os.getpid(), fds=tuple(own))
-        for fd in own:
-            os.close(fd)
+        """Serve until the group is gone. ``parent`` is the guard's pid; for the others see `Connection.open`."""
+        self._loop.watch(self._signals, self._on_signal)
+        self._connection.open(launcher, guard, notes)
+        self._loop.after(BUSY, load_end)
+        self._connection.send_up()
         if os.getppid() != parent:
-            self._on_guard(READ)
+            self._connection.on_guard()
         self._loop.run()
 
     def take_over(self, keeper: int, status: int, log_writer: int, launcher: int) -> None:
         """Kill all, in the place of a ``keeper`` (a pid) that has ended with ``status``. ``launcher`` is a pidfd."""
         self._children.forker = keeper
-        self._reason = ("lost", "keeper", os.waitstatus_to_exitcode(status))
-        self.log_writer = log_writer
-        self._open()
-        self._loop.watch(launcher, _bound(self._on_orphaned, launcher))
+        self._last_message = protocol.ended_by_loss("keeper", os.waitstatus_to_exitcode(status))
+        if log_writer:
+            from phalanx._engine.keeper.rotated_logs import RotatedLogs
+
+            self._logs = RotatedLogs(log_writer)
+        self._loop.watch(self._signals, self._on_signal)
+        self._connection.open(launcher)
         self._see("HELPER_LOST")  # before anything is read: the order to start may lie unread in the socket
-        self._reap()  # of those who have ended already, no SIGCHLD tells
+        self._reap()  # no SIGCHLD comes for children that have ended already
         self._loop.run()
 
-    def _open(self) -> None:
-        self._loop.watch(self._signals, self._on_signal)
-        self._loop.watch(self._channel.fileno(), self._on_channel)
+    @property
+    def log_writer(self) -> int:
+        """The pid of the process that fills log files of bounded size; 0: there is none, or it has ended."""
+        return 0 if self._logs is None else self._logs.pid
 
     # --- the table
 
     def _see(self, event: str) -> None:
+        """Take the step of the table that ``event`` leads to."""
         before = self._state
         self._state, actions = lifecycle.step(before, event)
         if self._state != before:
-            for other in [other for other in self._due if (self._state, other) not in lifecycle.TABLE]:
-                self._due.pop(other).cancel()
-            if self._state in _TOLD:
-                self._tell_exits()
-                self._tell("state", self._state, clock.now_ns())
+            self._waits.enter(self._state)
+            if self._state in _REPORTED:
+                self._send_exits()
+                self._connection.send(protocol.state(self._state, clock.now_ns()))
         for action in actions:
-            _DO[action](self)
-
-    def _arm(self, event: str, moment: float) -> None:
-        """Have ``event`` happen at ``moment``, and no more when it was to happen before."""
-        if event in self._due:
-            self._due.pop(event).cancel()
-        if moment < FOREVER:
-            self._due[event] = self._loop.at(moment, lambda: self._see(event))
+            _ACTIONS[action](self)
 
     # --- the launcher
 
-    def _on_channel(self, events: int) -> None:
-        try:
-            if events & WRITE:
-                self._flush()
-            while self._state != "GONE" and (received := self._channel.receive()) is not None:
-                message, fds = received
-                verb, *arguments = message
-                _OBEY[str(verb)](self, *arguments, *([fds] if verb == "start" else ()))
-        except channels.Closed:
-            self._on_orphaned(self._channel.fileno())
-        except channels.Truncated:
-            self._reason = self._reason or ("start_failed", -1, "", errno.EMFILE, "")
-            self._see("KILL")
+    def _on_message(self, message: channels.Message, fds: list[int]) -> bool:
+        """Do what the launcher has ordered. Returns whether more may be received."""
+        verb, *fields = message
+        _ON_MESSAGE[str(verb)](self, *fields, *([fds] if verb == "start" else ()))
+        return self._state != "GONE"
+
+    def _on_truncated(self) -> None:
+        """A message has lost its descriptors: no more may be open here."""
+        self._last_message = self._last_message or protocol.start_failed(-1, "", errno.EMFILE, "")
+        self._see("KILL")
 
     def _on_start(self, *order: Any) -> None:
         self._order = order
         self._see("START")
 
     def _on_stop(self, number: int, grace: float) -> None:
-        self._death_signal, self._grace = number, grace
+        self._death_signal, self._waits.grace = number, grace
         self._see("STOP")
 
     def _on_kill(self) -> None:
         self._see("KILL")
 
-    def _on_grace(self, grace: float) -> None:
-        """Let a failure stop the others within ``grace`` seconds. A grace period that runs can only become shorter."""
-        self._grace = grace
-        if "GRACE_OVER" in self._due:
-            self._arm_grace()
+    def _on_set_grace(self, grace: float) -> None:
+        self._waits.set_grace(grace)
 
-    def _on_wish(self, rank: int, number: int) -> None:
-        """Send ``number`` to one worker at its owner's wish. It is no stop of ours: what follows is its own."""
+    def _on_signal_worker(self, rank: int, number: int) -> None:
         self._children.signal_rank(rank, number)
 
-    def _on_testified(self, serial: int) -> None:
+    def _on_evidence_taken(self, serial: int) -> None:
         if self._escalation is not None:
             self._escalation.evidence_taken(serial)
 
-    def _on_orphaned(self, fd: int) -> None:
-        self._loop.forget(fd)
+    def _on_orphaned(self) -> None:
         if self._state != "GONE":
-            self._reason = ("orphaned",)  # what else there is to be said, nobody hears
+            self._last_message = _ORPHANED
             self._see("ORPHANED")
 
-    def _on_guard(self, _events: int) -> None:
-        self._loop.forget(self._guard)
-        self._lose("guard", -linux.SIGKILL)
-
-    def _note(self, text: str) -> None:
-        """Leave a word for the guard, should it take over."""
-        try:
-            if self._notes >= 0:
-                os.write(self._notes, text.encode())
-        except BrokenPipeError:  # it has gone
-            return
-
     def _lose(self, who: str, returncode: int) -> None:
-        """Kill all. How the group ends is known when a failure or a stop came first, or nobody is left: that stays."""
+        """Kill all. If a failure or a stop came first, or no worker is left, that stays how the group ended."""
         decided = self._state not in ("WAITING", "STARTING", "RUNNING")
         if not decided:
-            self._reason = self._reason or ("lost", who, returncode)
+            self._last_message = self._last_message or protocol.ended_by_loss(who, returncode)
         if self._state not in ("ENDED", "GONE"):
-            self._tell("loss", who, returncode, decided)
+            self._connection.send(protocol.helper_lost(who, returncode, decided))
         if self._state != "GONE":
             self._see("HELPER_LOST")
 
-    def _tell(self, *message: object, fds: tuple[int, ...] = ()) -> bool:
-        """Send a message, or have `_flush` called when there is room. Returns whether nothing waits to be sent."""
-        try:
-            sent = self._channel.send(message, fds)
-        except channels.Closed:  # the socket is readable then, and `_on_channel` knows
-            return True
-        if not sent:
-            self._loop.change(self._channel.fileno(), READ | WRITE)
-        return sent
-
-    def _tell_all(self, verb: str, entries: list[Any]) -> None:
-        for first in range(0, len(entries), _BATCH):
-            self._tell(verb, entries[first : first + _BATCH])
-
-    def _flush(self) -> None:
-        if self._channel.flush():
-            self._loop.change(self._channel.fileno(), READ)
-            if self._state == "ENDED":
-                self._see("TOLD")
-
     # --- starting
 
-    def _begin(self) -> None:
-        """Start every worker that was ordered."""
-        forked, modules, base, specs, oom, policy, timers, fds = self._order
+    def _start_workers(self) -> None:
+        from phalanx._engine.keeper import start_group  # loaded by now, see `guard`
+
+        start = start_group.Start(*self._order)
         self._order = ()
-        self._settle, self._grace, self._linger, self._together = policy
-        self._children.oom_counter = oom
-        table = () if timers is None else (fds[timers[0]], fds[timers[1]])
-        if any(spec[7][0] for spec in specs):
-            self._have_logs_written()
-        start_process.load(modules)
-        failed = not self._reason and self._children.start(
-            specs,
-            base,
-            fds,
-            self._null,
-            self._logs,
-            forked=forked,
-            call=self._call,
-            own=self.descriptors,
-            may_go_on=self._may_go_on,
-        )
-        if failed:
-            self._reason = self._reason or ("start_failed", *failed)
-        # /dev/null is of no more use, and where descriptors are scarce, its place is what a look at /proc needs.
-        for fd in (*fds, self._null):
-            if fd not in table:
-                os.close(fd)
+        self._waits.settle, self._waits.grace, self._waits.linger, self._together = start.policy
+        self._children.oom_counter = start.oom_counter
+        self._logs, failed = start.start_log_writer(self._loop, self._connection.notes)
+        if not failed:
+            add = None if self._logs is None else self._logs.add
+            failed = start.run(
+                self._children, self._null, add, self._call, own=self.descriptors, may_go_on=self._may_go_on
+            )
+        self._last_message = self._last_message or failed
+        # /dev/null is of no more use, and a look at /proc may need its descriptor where those are scarce.
+        os.close(self._null)
         self._null = -1
-        if self._call is not None:  # a fork of the launcher: what it had open was for the workers
-            start_process.close_all_but([*self.descriptors(), *table])
-        if self._state != "STARTING":  # the launcher has changed its mind, or is gone
+        start.close()
+        if self._call is not None:  # a fork of the launcher, whose descriptors were for the workers
+            linux.close_all_but([*self.descriptors(), *start.table])
+        if self._state != "STARTING":  # a stop, a kill, or the launcher's end was seen meanwhile
             return
-        if self._reason:
-            self._children.unwatch()  # it may be descriptors that have run out, and killing takes some
+        if self._last_message:
+            self._children.unwatch()  # descriptors may have run out, and killing takes some
             self._see("START_FAILED")
             return
         self._see("STARTED")
-        load_procfs()
-        if timers is not None:
-            self._loop.when_idle(lambda: self._watch_timers(table, *timers[2:]))
+        start_group.load_procfs()
+        if start.table:
+            self._loop.when_idle(lambda: self._watch_timers(start))
 
-    def _may_go_on(self, hear: bool) -> bool:  # noqa: FBT001 - as it is called by `Children.start`
-        """Whether launcher and guard are there, and, in the midst of a long start, nothing else is wished."""
-        callbacks = {self._launcher: _bound(self._on_orphaned, self._launcher), self._guard: self._on_guard}
-        if hear:
-            callbacks[self._channel.fileno()] = self._on_channel
-        poll = select.poll()
-        for fd in callbacks:
-            poll.register(fd, select.POLLIN)
-        for fd, _events in poll.poll(0):
-            if self._state == "STARTING":
-                callbacks[fd](READ)
+    def _may_go_on(self, receive: bool) -> bool:  # noqa: FBT001 - as it is called by `start_group`
+        self._connection.poll(lambda: self._state == "STARTING", receive=receive)
         return self._state == "STARTING"
 
-    def _have_logs_written(self) -> None:
-        """Fork the process that fills log files of bounded size: a disk may block it, and nobody else."""
-        try:
-            from phalanx._engine.rotation.log_writer import LogWriter
-
-            self._logs = LogWriter(self._loop, self._notes)
-            self.log_writer = self._logs.pid
-        except (OSError, ImportError) as error:
-            number = getattr(error, "errno", None) or errno.EMFILE
-            self._reason = ("start_failed", -1, "starting what writes its log files", number, "")
-
     def _refuse(self) -> None:
-        """Start nothing: it is too late for that."""
         for fd in self._order[-1]:
             os.close(fd)
         self._order = ()
 
-    def _tell_started(self) -> None:
-        self._tell_ranks()
-        self._tell("running", clock.now_ns(), self.log_writer)
+    def _report_started(self) -> None:
+        self._connection.started(self._children.started)
+        self._connection.send(protocol.running(clock.now_ns(), self.log_writer))
 
-    def _tell_ranks(self) -> None:
-        """Say which process each worker is: before anything else is said of it."""
-        fresh = self._children.started[self._ranks_told :]
-        self._ranks_told += len(fresh)
-        self._tell_all("started", fresh)
-
-    def _watch_timers(self, fds: Any, seats: int, hang: int, steps: list[tuple[str, float]]) -> None:
-        try:
-            from phalanx._timers.escalation import Escalation
-            from phalanx._timers.table import TimerTable
-
-            table = TimerTable.from_descriptors(fds, seats, hang, by_rank=True)
-            strike = self._children.strike
-            self._escalation = Escalation(table, steps, self._loop, self._in_charge, strike, self._tell)
-            self._escalation.open()
-        except (OSError, ImportError) as error:
-            self._tell("unwatched", str(error))
+    def _watch_timers(self, start: Start) -> None:
+        strike, send = self._children.strike, self._connection.send
+        self._escalation = start.watch_timers(self._loop, self._in_charge, strike, send)
 
     def _in_charge(self) -> dict[int, int]:
-        """The live workers, by rank, as long as nobody is stopping them."""
-        if self._state not in ("RUNNING", "SETTLING"):
-            return {}
-        return {worker.rank: pid for pid, worker in self._children.workers.items()}
+        """The pids of the live workers by rank; none once they are being stopped."""
+        return self._children.by_rank() if self._state in ("RUNNING", "SETTLING") else {}
 
     def descriptors(self) -> list[int]:
-        """All that is open here. It is none of a worker's business."""
-        own = [self._guard, self._launcher, self._null, self._notes, self._signals]
-        own += [*self._channel.descriptors(), *self._loop.descriptors(), *self._children.descriptors()]
+        """Return the open descriptors. No worker may have any of them."""
+        own = [self._null, self._signals, *self._connection.descriptors()]
+        own += [*self._loop.descriptors(), *self._children.descriptors()]
         own += self._logs.descriptors() if self._logs is not None else []
         return [fd for fd in own if fd >= 0]
 
-    # --- ends
+    # --- exits
 
     def _on_signal(self, _events: int) -> None:
-        os.read(self._signals, _SIGINFO)  # the loop says that there is something
+        os.read(self._signals, _SIGINFO)  # never blocks: the loop has seen that there is one
         self._reap()
 
     def _reap(self) -> None:
@@ -351,219 +244,156 @@ class Keeper:
             self._more_to_reap = True
             self._loop.call(self._reap_more)
         if (self._state, "EMPTY") in lifecycle.TABLE:
-            self._look()
+            self._sweep_orphans()
 
     def _reap_more(self) -> None:
         self._more_to_reap = False
         self._reap()
 
-    def _on_end(self, report: Report) -> None:
-        """A worker has exited."""
+    def _on_worker_exit(self, report: protocol.ExitReport) -> None:
         if not self._exits:  # all that this round of the loop sees goes in one message
             self._loop.call(self._after_exits)
         self._exits.append(report)
-        failed = bool(report[1] or report[-1])  # a bad end; or it hung, whatever it says on its way out
+        failed = bool(report.status or report.struck)  # whatever its status: a worker that hung has failed
         self._all_well = self._all_well and not failed
         if not self._children.workers:
             self._see("ALL_SUCCEEDED" if self._all_well else "ALL_ENDED")
         elif failed and self._together:
             if self._state == "RUNNING":
-                self._loop.when_idle(lambda: self._look_at_workers(early=True))
+                self._loop.when_idle(lambda: self._note_exiting(early=True))
             self._see("ONE_FAILED")
         else:
             self._see("ONE_ENDED")
 
-    def _look_at_workers(self, *, early: bool) -> None:
-        """Note who is on its way out, a few at a time: a look at each takes some microseconds."""
-        workers = list(self._children.workers.values())
-
-        def look() -> None:
-            if self._state == "SETTLING":
-                self._children.look(workers[:_LOOKED], early=early)
-                del workers[:_LOOKED]
-                if workers:
-                    self._loop.call(look)
-
-        look()
+    def _note_exiting(self, *, early: bool) -> None:
+        self._children.note_exiting(lambda: self._state == "SETTLING", early=early)
 
     def _after_exits(self) -> None:
-        self._tell_exits()
-        self._reap()  # orphans that stood behind a worker, the order of whose exit epoll had to say
+        self._send_exits()
+        self._reap()  # orphans listed behind a worker: `Children.reap` stops there
 
-    def _tell_exits(self) -> None:
+    def _send_exits(self) -> None:
         exits, self._exits = self._exits, []
-        if exits and self._reason[:1] not in _ALONE:
-            self._tell_ranks()
-            self._tell_all("exits", exits)
+        if exits and self._last_message[:1] not in _NO_EXITS:
+            self._connection.started(self._children.started)
+            self._connection.exits(exits)
 
-    def _on_burial(self, pid: int, status: int) -> None:
+    def _on_reaped(self, pid: int, status: int) -> None:
         """A child that is no worker has been reaped."""
-        if pid != self.log_writer:
+        if self._sweep is not None:
+            self._sweep.reaped(pid, status)
+        if self._logs is None or pid != self._logs.pid:
             return
-        self.log_writer = 0
-        self._note("0 ")  # the pid may be another's soon
-        code = os.waitstatus_to_exitcode(status)
-        refused = 0 < code < _NO_ERRNO  # an errno, see `rotate.LogWriter`
-        if code:
-            self._logs_left = os.strerror(code) if refused else f"the process that wrote them was lost ({code})"
+        failed = self._logs.reaped(status)
+        self._connection.note(protocol.log_writer_note(0))  # the pid may be reused
         if self._state == "DRAINING":
             self._see("DRAINED")
-        elif code and not refused:
-            self._lose("log writer", code)
+        elif failed:
+            self._lose("log writer", failed)
 
-    # --- what the table has us do
+    # --- the actions of the table
 
     def _arm_settle(self) -> None:
-        until = clock.now() + self._settle
-        self._arm("SETTLED", until)
-        if self._settle > _BEFORE:  # not when it is over: a look at many takes milliseconds
-            self._loop.at(until - _BEFORE, lambda: self._look_at_workers(early=False))
-
-    def _arm_grace(self) -> None:
-        until = clock.now() + self._grace
-        if "GRACE_OVER" in self._due:
-            until = min(until, self._due["GRACE_OVER"].at)  # asked twice: the sooner of the two, never later
-        self._endless = until == FOREVER
-        self._arm("GRACE_OVER", until)
+        until = self._waits.arm_settle()
+        if self._waits.settle > _BEFORE:  # not when it is over: a look at many takes milliseconds
+            self._loop.at(until - _BEFORE, lambda: self._note_exiting(early=False))
 
     def _arm_linger(self) -> None:
-        self._arm("LINGER_OVER", clock.now() + self._linger)
-        if self._linger > PATIENCE:
-            self._loop.after(PATIENCE, self._tell_lingering)
+        linger = self._waits.linger
+        self._waits.arm("LINGER_OVER", clock.now() + linger)
+        if linger > PATIENCE:
+            self._loop.after(PATIENCE, self._report_lingering)
 
-    def _arm_rest(self) -> None:
-        """What is in a worker's session has the rest of a grace period that runs; all have a moment."""
-        soon = clock.now() + PATIENCE
-        self._arm("PATIENCE_OVER", soon)
-        if "GRACE_OVER" in self._due:
-            self._arm("GRACE_OVER", max(soon, self._due["GRACE_OVER"].at))
-        elif not self._endless:
-            self._arm("GRACE_OVER", soon)
-
-    def _tell_lingering(self) -> None:
+    def _report_lingering(self) -> None:
         if self._state == "LINGERING":
-            pids = self._children.orphans(self.log_writer)
-            if not pids:  # they do not show
-                return
-            self._tell("lingering", self._children.remains().waiting(pids[:_FEW]), len(pids))
-
-    def _signal(self) -> None:
-        self._signal_all(self._death_signal)
+            orphans, count = self._sweeper().lingering(FEW)
+            if count:  # else /proc does not show them
+                self._connection.send(protocol.lingering(orphans, count))
 
     def _signal_all(self, number: int) -> None:
         moment = clock.now_ns()
         ranks = self._children.signal(number)
-        self._tell_ranks()
-        for first in range(0, len(ranks), _BATCH):
-            self._tell("signalled", number, moment, ranks[first : first + _BATCH])
+        self._connection.started(self._children.started)
+        self._connection.signalled(number, moment, ranks)
 
     def _kill(self) -> None:
-        if self._reason[:1] not in _ALONE:
+        if self._last_message[:1] not in _NO_EXITS:
             self._signal_all(linux.SIGKILL)
-        self._arm("KILL_OVER", clock.now() + KILL_WAIT)
-        self._loop.after(PATIENCE, self._kill_below)
+        self._waits.arm("KILL_OVER", clock.now() + KILL_WAIT)
+        self._loop.after(PATIENCE, lambda: self._sweeper().kill_below())
 
-    def _kill_below(self) -> None:
-        """Kill what a look at our own children does not reach, for as long as there is somebody."""
-        if self._state == "KILLING":
-            self._children.kill_below(self._children.orphans(self.log_writer))
-            self._loop.after(PATIENCE, self._kill_below)
+    def _sweeper(self) -> Sweep:
+        if self._sweep is None:
+            from phalanx._engine.keeper.sweep import Sweep
 
-    def _look(self) -> None:
-        left = self._children.orphans(self.log_writer)
-        if not left and not self._children.searching:
+            self._sweep = Sweep(self._children, self._loop, lambda: (self._state, self.log_writer), self._see)
+        return self._sweep
+
+    def _sweep_orphans(self) -> None:
+        if self._children.none_left():
             self._see("EMPTY")
-        elif self._state != "LINGERING":
-            if left:
-                self._children.sweep(left, purge=self._state == "PURGING", kill=self._state == "KILLING")
-            if self._children.searching and not self._search_due:
-                self._search_due = True
-                self._loop.call(self._search)
-
-    def _search(self) -> None:
-        """Look for what /proc does not show, a little; again and again, with a rest after all has been looked at."""
-        self._search_due = False
-        if (self._state, "EMPTY") in lifecycle.TABLE and self._state != "LINGERING":
-            if self._children.search():
-                self._search_due = True
-                self._loop.after(PATIENCE, self._search)
-            self._look()
+        else:
+            self._sweeper().look()
 
     def _abandon(self) -> None:
-        self._left = self._children.abandon(self._children.orphans(self.log_writer))
+        self._abandoned = self._sweeper().abandon()
 
     def _drain(self) -> None:
         if self._logs is not None:
             self._logs.finish()
-        if self.log_writer and self._reason != ("orphaned",):  # else it ends by itself
-            self._arm("DRAIN_OVER", clock.now() + DRAIN_WAIT)
+        if self.log_writer and self._last_message != _ORPHANED:  # without a launcher it ends by itself
+            self._waits.arm("DRAIN_OVER", clock.now() + DRAIN_WAIT)
         else:
             self._see("DRAINED")
 
-    def _leave_logs(self) -> None:
-        self._logs_left = f"process {self.log_writer} still writes them"
+    def _abandon_logs(self) -> None:
+        assert self._logs is not None
+        self._logs.abandon()
 
-    def _say_last(self) -> None:
+    def _report_end(self) -> None:
         self._loop.forget(self._signals)
-        self._tell_exits()
+        self._send_exits()
         sent = True
-        if self._reason != ("orphaned",):
-            entries, beyond = self._children.left()
-            for first in range(0, len(entries), _FEW):
-                self._tell("remains", entries[first : first + _FEW], beyond)
-            sent = self._tell(*(self._reason or ("ended", self._left[:_BATCH], self._logs_left)))
+        if self._last_message != _ORPHANED:
+            entries, beyond = ([], 0) if self._sweep is None else self._sweep.report()
+            self._connection.orphans(entries, beyond)
+            logs = "" if self._logs is None else self._logs.incomplete
+            sent = self._connection.send(self._last_message or protocol.ended(self._abandoned[:BATCH], logs))
         if sent:
-            self._see("TOLD")
-
-    def _leave(self) -> None:
-        self._loop.stop()
+            self._see("REPORTED")
 
 
-_DO: dict[str, Callable[[Keeper], None]] = {
-    "BEGIN": Keeper._begin,
+_ACTIONS: dict[str, Callable[[Keeper], None]] = {
+    "START_WORKERS": Keeper._start_workers,
     "REFUSE": Keeper._refuse,
-    "TELL_STARTED": Keeper._tell_started,
+    "REPORT_STARTED": Keeper._report_started,
     "ARM_SETTLE": Keeper._arm_settle,
-    "SIGNAL": Keeper._signal,
-    "ARM_GRACE": Keeper._arm_grace,
+    "SIGNAL": lambda keeper: keeper._signal_all(keeper._death_signal),
+    "ARM_GRACE": lambda keeper: keeper._waits.arm_grace(),
     "ARM_LINGER": Keeper._arm_linger,
-    "ARM_REST": Keeper._arm_rest,
-    "LOOK": Keeper._look,
+    "ARM_PATIENCE": lambda keeper: keeper._waits.arm_patience(),
+    "SWEEP": Keeper._sweep_orphans,
     "KILL": Keeper._kill,
     "ABANDON": Keeper._abandon,
     "DRAIN": Keeper._drain,
-    "LEAVE_LOGS": Keeper._leave_logs,
-    "SAY_LAST": Keeper._say_last,
-    "LEAVE": Keeper._leave,
+    "ABANDON_LOGS": Keeper._abandon_logs,
+    "REPORT_END": Keeper._report_end,
+    "LEAVE": lambda keeper: keeper._loop.stop(),
 }
 
-_OBEY: dict[str, Callable[..., None]] = {
+_ON_MESSAGE: dict[str, Callable[..., None]] = {
     "start": Keeper._on_start,
     "stop": Keeper._on_stop,
     "kill": Keeper._on_kill,
-    "grace": Keeper._on_grace,
-    "signal": Keeper._on_wish,
-    "testified": Keeper._on_testified,
+    "set_grace": Keeper._on_set_grace,
+    "signal_worker": Keeper._on_signal_worker,
+    "evidence_taken": Keeper._on_evidence_taken,
 }
 
 
-def load_procfs() -> None:
-    """Import what the first end takes: the workers run, and it is needed at once when one of them fails."""
+def load_end() -> None:
+    """Import what the end needs: a disk may not answer then."""
     try:
-        import phalanx._base.procfs  # noqa: F401 - see above
-    except (OSError, ImportError):  # as below
+        import phalanx._engine.keeper.sweep  # noqa: F401 - for SWEEP
+    except (OSError, ImportError):  # no descriptor is left, perhaps
         return
-
-
-def load() -> None:
-    """Import what is needed at the end: it is on a disk, which may not answer then."""
-    try:
-        import phalanx._base.process
-        import phalanx._engine.keeper.child_scan
-        import phalanx._engine.keeper.orphans  # noqa: F401 - see above
-    except (OSError, ImportError):  # no descriptor is left, perhaps: it is said when it is needed
-        return
-
-
-def _bound(method: Callable[[Any], None], argument: object) -> Callable[[int], None]:
-    return lambda _events: method(argument)

@@ -1,8 +1,8 @@
-"""What /proc shows of a process out of its own memory: its command line, its environment, the files that it maps.
+"""Reads what /proc shows from a process's own memory: its command line, its environment, the files that it maps.
 
 To read these, the kernel takes the lock of that memory (mmap_lock), and its pages. When the process waits for a disk
-that does not answer, the reader may wait with it, for ever. So a fork of the keeper reads, and is killed when it has
-waited for too long: for a process, not for a CPU. /proc/PID/stat and /proc/PID/status need no such lock: see `linux`.
+that does not answer, the reader may wait with it, without end. So a fork of the keeper reads, and is killed when it has
+slept for too long; time without a CPU does not count. /proc/PID/stat and /proc/PID/status need no such lock.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import select
 
 from phalanx._base import clock, linux, procfs
-from phalanx._engine.keeper import start_process
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 COMMAND, VARIABLE, MAPPED = range(3)
-"""What can be asked for: the command line; the value of the variable; what follows in the mapped file's name."""
+"""What is read: the command line; the value of the variable; the rest of the mapped file's name."""
 
 _COMMAND_SIZE = 1024
 _MOST = 1 << 20  # bytes of an environment, or of a list of what is mapped
@@ -29,25 +28,25 @@ _STEP = 0.02  # seconds between two looks at the fork
 _PATIENCE = 10  # how many times as long a fork has that does not sleep
 
 
-class Peek:
-    """Looks at processes, and may be held up by them for ``seconds`` in all.
+class MemoryReader:
+    """Reads from processes, and waits for them for ``seconds`` in all.
 
     Args:
         variable: The name of the environment variable whose value is wanted.
-        mapped: How the name begins of the memfd that is looked for among what is mapped.
-        seconds: The time for all looks together in which a fork sleeps. One that has no CPU is given ten times as long.
+        mapped: The beginning of the name of the memfd that is looked for among the mapped files.
+        seconds: How long forks may sleep, over all reads. Those without a CPU have ten times as long.
     """
 
     def __init__(self, variable: bytes, mapped: bytes, seconds: float) -> None:
         self.forks: set[int] = set()
-        """Children that have taken too long. Whoever reaps one takes it out."""
+        """Children that took too long and have not been reaped. Whoever reaps one takes it out."""
         self._variable = variable + b"="
         self._mapped = b"/memfd:" + mapped
         self._seconds = seconds
         self._longest = seconds * _PATIENCE
 
     def read(self, wanted: list[tuple[int, int]]) -> dict[tuple[int, int], bytes]:
-        """Read what can be read of ``wanted``, each a pid and what is asked for, in this order."""
+        """Read what can be read of ``wanted``, in this order: each a pid and what to read."""
         if not wanted or self._seconds <= 0 or self._longest <= 0:
             return {}
         try:
@@ -62,13 +61,13 @@ class Peek:
             self.forks.add(child)
             os.close(writer)
             writer = -1
-            data, ended = self._hear(reader, child)
+            data, ended = self._receive(reader, child)
             if ended:
                 os.waitpid(child, 0)  # it is about to exit
                 self.forks.discard(child)
             else:
-                os.kill(child, linux.SIGKILL)  # and whoever reaps children will, if it can die
-        except OSError:  # no process is to be had
+                os.kill(child, linux.SIGKILL)  # reaped with the other children, if it can die
+        except OSError:  # fork(2): EAGAIN
             pass
         finally:
             for fd in (reader, writer):
@@ -76,8 +75,8 @@ class Peek:
                     os.close(fd)
         return dict(_records(data))
 
-    def _hear(self, reader: int, child: int) -> tuple[bytes, bool]:
-        """All that the fork has written until its end, or until its time is over; and whether it was the end."""
+    def _receive(self, reader: int, child: int) -> tuple[bytes, bool]:
+        """Return what the fork wrote until EOF, or until its time was over; and whether it was EOF."""
         poll = select.poll()
         poll.register(reader, select.POLLIN)
         data, began = b"", clock.now()
@@ -96,17 +95,17 @@ class Peek:
         return data, False
 
     def _serve(self, wanted: list[tuple[int, int]], writer: int) -> NoReturn:
-        """Be the fork."""
+        """Run as the fork: write a record for each read, and exit."""
         try:
             linux.prctl(linux.PR_SET_PDEATHSIG, linux.SIGKILL)
-            start_process.close_all_but([writer])  # should it never end, it holds nothing that others wait for
+            linux.close_all_but([writer])  # it may sleep without end, and must hold no pipe open
             for pid, what in wanted:
-                record = marshal.dumps(((pid, what), self._look(pid, what)))
+                record = marshal.dumps(((pid, what), self._read_one(pid, what)))
                 os.write(writer, len(record).to_bytes(_HEAD, "little") + record)
         finally:
             os._exit(0)
 
-    def _look(self, pid: int, what: int) -> bytes:
+    def _read_one(self, pid: int, what: int) -> bytes:
         if what == COMMAND:
             return procfs.read(f"/proc/{pid}/cmdline", _COMMAND_SIZE)
         if what == VARIABLE:
@@ -118,7 +117,7 @@ class Peek:
 
 
 def _sleeps(pid: int) -> bool:
-    """Whether a process waits for something else than a CPU."""
+    """Whether a process is in another state than running (R)."""
     try:
         return procfs.Stat(pid).state != "R"
     except OSError:  # no descriptor is left
@@ -126,7 +125,7 @@ def _sleeps(pid: int) -> bool:
 
 
 def _records(data: bytes) -> Iterator[tuple[tuple[int, int], bytes]]:
-    """What is complete."""
+    """The records that are complete."""
     while len(data) >= _HEAD:
         size = int.from_bytes(data[:_HEAD], "little") + _HEAD
         if len(data) < size:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import errno
 import os
 
-from phalanx._base import channels, files
+from phalanx._base import channels, files, linux
 from phalanx._base.loop import WRITE, Loop
 from phalanx._logs.rotated import PACKED, numbers
 
@@ -26,10 +26,7 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
     from phalanx._engine.rotation.compress import Compressor
-
-Bounds = tuple[int, int, bool]
-"""Of a log: the bytes at which a file is set aside (0: never), how many that were are kept (0: all), and whether they
-are compressed."""
+    from phalanx._logs.rotated import Bounds
 
 _CHUNK = 256 * 1024
 _NO_LINKS = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
@@ -219,8 +216,6 @@ class LogWriter:
 
 def _serve(channel: channels.Channel, notes: int) -> NoReturn:
     """Be the log writer."""
-    from phalanx._engine.keeper import start_process
-
     code = _FAILED
     try:
         try:
@@ -230,7 +225,7 @@ def _serve(channel: channels.Channel, notes: int) -> NoReturn:
         null = os.open(os.devnull, os.O_RDWR)
         for fd in (0, 1, 2):  # it may outlive the launcher, whose readers wait for the end of its output
             os.dup2(null, fd)
-        start_process.close_all_but([channel.fileno()])
+        linux.close_all_but([channel.fileno()])
         code = _Writer(Loop(), channel).run()
     finally:
         os._exit(code)

@@ -1,0 +1,99 @@
+"""What a group shows people: its workers' lines, and lines of its own among them.
+
+Owns the group's part of the `display`, and the thread for lines that the display cannot take.
+"""
+
+from __future__ import annotations
+
+from phalanx._base.background import SerialExecutor
+from phalanx._engine.protocol import ANSWER_WAIT
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from phalanx._base.loop import Loop
+    from phalanx._engine.leftovers import Leftover
+    from phalanx._logs.display import Shown
+    from phalanx._logs.pump import Pump
+
+
+class GroupDisplay:
+    """One group's lines. ``write_line`` takes lines of ours that the display cannot take, on a thread of its own."""
+
+    def __init__(self, write_line: Callable[[str], None] | None) -> None:
+        self._write_line = write_line
+        self._writing = SerialExecutor("phalanx-lines")
+        self._pump: Pump | None = None
+        self._shown: Shown | None = None
+
+    def open(self, pump: Pump | None) -> None:
+        """Have the display show the lines of ``pump``, from `show_workers` on."""
+        self._pump = pump
+        if pump is not None:
+            from phalanx._logs.display import show
+
+            self._shown = show(pump)
+
+    def show_workers(self) -> None:
+        """Begin to follow the workers' files."""
+        if self._shown is not None:
+            self._shown.open()
+
+    def reveal(self, rank: int) -> None:
+        """Show the lines of a rank that has failed, though they were not to be shown."""
+        if self._shown is not None:
+            self._shown.reveal(rank)
+
+    def say(self, text: str) -> bool:
+        """Show a line among the workers'. Returns whether that is possible."""
+        return self._shown is not None and self._shown.say(text)
+
+    def announce(self, text: str, *, possible: bool = True) -> None:
+        """Show a line of ours, among the workers' if that is ``possible``."""
+        write_line = self._write_line
+        if not (possible and self.say(f"phalanx: {text}")) and write_line is not None:
+            self._writing.submit(lambda: write_line(text))
+
+    def announce_waiting(self, orphans: list[tuple[Any, ...]], count: int, seconds: float) -> None:
+        """Show for whom the group waits, after its workers: packed `protocol.Orphan`, of ``count`` processes."""
+        from phalanx._engine import leftovers
+
+        self.announce(leftovers.line_of_waiting(list(map(leftovers.of, orphans)), count, seconds))
+
+    def announce_ended(self, ended: list[Leftover], beyond: int) -> None:
+        """Show what was left behind, and ended."""
+        from phalanx._engine.leftovers import lines_of_ended
+
+        for line in lines_of_ended(ended, beyond):
+            self.announce(line)
+
+    def drain(self, loop: Loop) -> None:
+        """Stop ``loop`` when all lines are shown, when the display does not answer, or when they take too long."""
+        shown = self._shown
+        if shown is None:
+            loop.stop()
+            return
+        from phalanx._logs import display
+
+        def look() -> None:
+            if shown.answers():
+                loop.after(display.PATIENCE, look)
+            else:
+                loop.stop()
+
+        shown.finish(lambda: loop.call(loop.stop))
+        look()
+        loop.after(shown.longest, loop.stop)
+
+    def finish(self) -> None:
+        """Wait for the lines that the display could not take, `ANSWER_WAIT` at most."""
+        self._writing.drain(ANSWER_WAIT)
+
+    def close(self) -> None:
+        """Show no more."""
+        if self._shown is not None:
+            self._shown.close()
+        elif self._pump is not None:
+            self._pump.close()

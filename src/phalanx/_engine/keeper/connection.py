@@ -1,0 +1,167 @@
+"""The keeper's connections: the channel to the launcher, the pidfds of launcher and guard, the notes to the guard.
+
+Owns what is received and sent, in order and in packets that fit, without blocking; and the detection of a dead launcher
+or guard. What the messages are is in `protocol`, what follows from them is decided in `keeper`.
+"""
+
+from __future__ import annotations
+
+import select
+
+from phalanx._base import channels
+from phalanx._base.loop import READ, WRITE
+from phalanx._engine import protocol
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import _socket
+    import os
+    from collections.abc import Callable, Sequence
+    from typing import Any
+
+    from phalanx._base.loop import Loop
+else:
+    import posix as os  # the C half: `os` itself takes 1 of the 13 ms in which a keeper gets up
+
+BATCH = 250
+"""Entries of one message: it has to fit a packet, for the launcher may have no descriptor left for a larger one."""
+
+FEW = 16
+"""Entries that are long."""
+
+
+class Connection:
+    """One keeper's connections.
+
+    Args:
+        sock: The keeper's end of the socket to the launcher.
+        loop: Watches all of them.
+        receive: Called with each message and its descriptors, as long as it returns true.
+        truncated: Called when the kernel dropped descriptors of a message, because no more may be open here.
+        orphaned: Called when the launcher has died, or nobody holds its end of the socket any more.
+        guard_lost: Called when the guard has died.
+        sent: Called when all that was kept has been sent.
+    """
+
+    def __init__(
+        self,
+        sock: _socket.socket,
+        loop: Loop,
+        *,
+        receive: Callable[[channels.Message, list[int]], bool],
+        truncated: Callable[[], None],
+        orphaned: Callable[[], None],
+        guard_lost: Callable[[], None],
+        sent: Callable[[], None],
+    ) -> None:
+        self._channel = channels.Channel(sock)
+        self._loop = loop
+        self._receive = receive
+        self._truncated = truncated
+        self._orphaned = orphaned
+        self._guard_lost = guard_lost
+        self._sent = sent
+        self._launcher = self._guard = self.notes = -1
+        self._pids_sent = 0
+
+    def open(self, launcher: int, guard: int = -1, notes: int = -1) -> None:
+        """Begin to watch. ``launcher`` and ``guard`` are pidfds, ``notes`` is a pipe; the guard has no other guard.
+
+        EOF on the socket alone would not show that the launcher has died: any process that it forks inherits its end,
+        and may outlive it.
+        """
+        self._launcher, self._guard, self.notes = launcher, guard, notes
+        self._loop.watch(self._channel.fileno(), self._on_channel)
+        if guard >= 0:
+            self._loop.watch(guard, self.on_guard)
+        self._loop.watch(launcher, self._on_launcher)
+
+    def descriptors(self) -> list[int]:
+        """Return the open descriptors."""
+        return [self._guard, self._launcher, self.notes, *self._channel.descriptors()]
+
+    def poll(self, wanted: Callable[[], bool], *, receive: bool) -> None:
+        """Handle what is there in the midst of a start, while ``wanted``: deaths, and with ``receive`` messages."""
+        callbacks: dict[int, Callable[[int], None]]
+        callbacks = {self._launcher: self._on_launcher, self._guard: self.on_guard}
+        if receive:
+            callbacks[self._channel.fileno()] = self._on_channel
+        poll = select.poll()
+        for fd in callbacks:
+            poll.register(fd, select.POLLIN)
+        for fd, _events in poll.poll(0):
+            if wanted():
+                callbacks[fd](READ)
+
+    def on_guard(self, _events: int = READ) -> None:
+        """The guard has died."""
+        self._loop.forget(self._guard)
+        self._guard_lost()
+
+    def _on_launcher(self, _events: int) -> None:
+        self._loop.forget(self._launcher)
+        self._orphaned()
+
+    def _on_channel(self, events: int) -> None:
+        try:
+            if events & WRITE and self._channel.flush():
+                self._loop.change(self._channel.fileno(), READ)
+                self._sent()
+            going_on = True
+            while going_on and (received := self._channel.receive()) is not None:
+                going_on = self._receive(*received)
+        except channels.Closed:
+            self._loop.forget(self._channel.fileno())
+            self._orphaned()
+        except channels.Truncated:
+            self._truncated()
+
+    def send_up(self) -> None:
+        """Report that the keeper is up, with its pidfd."""
+        try:
+            own = [os.pidfd_open(os.getpid())]
+        except OSError:  # no descriptor is left, which the start will report
+            own = []
+        self.send(protocol.up(os.getpid()), own)
+        for fd in own:
+            os.close(fd)
+
+    def note(self, note: bytes) -> None:
+        """Write a note for the guard, which reads it if it takes over."""
+        try:
+            if self.notes >= 0:
+                os.write(self.notes, note)
+        except BrokenPipeError:  # the guard has died
+            return
+
+    def send(self, message: channels.Message, fds: Sequence[int] = ()) -> bool:
+        """Send a message, or keep it until there is room. Returns whether nothing waits to be sent."""
+        try:
+            sent = self._channel.send(message, fds)
+        except channels.Closed:  # the socket is readable then, and `_on_channel` sees its end
+            return True
+        if not sent:
+            self._loop.change(self._channel.fileno(), READ | WRITE)
+        return sent
+
+    def started(self, pids: list[tuple[int, int]]) -> None:
+        """Send rank and pid of the workers that were started since the last call; ``pids`` are those of all."""
+        fresh = pids[self._pids_sent :]
+        self._pids_sent += len(fresh)
+        for first in range(0, len(fresh), BATCH):
+            self.send(protocol.started(fresh[first : first + BATCH]))
+
+    def exits(self, reports: list[protocol.ExitReport]) -> None:
+        """Send how workers have ended."""
+        for first in range(0, len(reports), BATCH):
+            self.send(protocol.exits([report.pack() for report in reports[first : first + BATCH]]))
+
+    def signalled(self, number: int, moment: int, ranks: list[int]) -> None:
+        """Send which workers were sent a signal."""
+        for first in range(0, len(ranks), BATCH):
+            self.send(protocol.signalled(number, moment, ranks[first : first + BATCH]))
+
+    def orphans(self, entries: list[tuple[Any, ...]], beyond: int) -> None:
+        """Send which orphans were ended."""
+        for first in range(0, len(entries), FEW):
+            self.send(protocol.orphans(entries[first : first + FEW], beyond))

@@ -1,0 +1,216 @@
+"""The start of all workers of one group, in the order of their ranks. Runs in the keeper, once.
+
+Owns the order of the steps: log files are opened ahead, then each worker is started and watched. How one process is
+started is in `start_process` and `fork_process`. Imported while the launcher still prepares the order to start.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import sys
+
+from phalanx._base import files, linux
+from phalanx._engine import protocol
+from phalanx._engine.keeper import start_process
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
+    from typing import Any
+
+    from phalanx._base.loop import Loop
+    from phalanx._engine.keeper.children import Children
+    from phalanx._engine.keeper.rotated_logs import RotatedLogs
+    from phalanx._timers.escalation import Escalation
+else:
+    import posix as os  # the C half: `os` itself takes 1 of the 13 ms in which a keeper gets up
+
+_SPARE_DESCRIPTORS = 64  # beside those that are kept of each worker
+_TOGETHER = 32  # workers whose log files are opened at a time, and after which it is asked whether to go on
+_ERROR_FILE = b"TORCHELASTIC_ERROR_FILE"
+
+
+class Start:
+    """One order to start, see `protocol.start` for the arguments. ``fds`` came beside it.
+
+    Attributes:
+        policy: Settle window, grace period and linger in seconds, and whether the group falls together.
+        oom_counter: See `Children`.
+        table: The descriptors of the timers' table; (): no timers.
+    """
+
+    def __init__(
+        self,
+        forked: bool,  # noqa: FBT001 - as a message has it
+        modules: list[tuple[str, str]],
+        environment: dict[bytes, bytes],
+        specs: list[tuple[Any, ...]],
+        oom_counter: tuple[str, int],
+        policy: tuple[float, float, float, bool],
+        timers: tuple[Any, ...] | None,
+        fds: list[int],
+    ) -> None:
+        self.policy = policy
+        self.oom_counter = oom_counter
+        self.table: tuple[int, ...] = () if timers is None else (fds[timers[0]], fds[timers[1]])
+        self._timers = timers
+        self._forked = forked
+        self._modules = modules
+        self._environment = environment
+        self._specs = [protocol.Spec(*spec) for spec in specs]
+        self._fds = fds
+        self._doing = -1, ""  # the rank, and the step
+        self._rotates = any(spec.bounds[0] for spec in self._specs)
+
+    def start_log_writer(self, loop: Loop, notes: int) -> tuple[RotatedLogs | None, protocol.Message]:
+        """Start what fills log files, if their size is bounded. Returns it, and () or `protocol.start_failed`."""
+        if not self._rotates:
+            return None, ()
+        try:
+            from phalanx._engine.keeper.rotated_logs import RotatedLogs
+        except (OSError, ImportError):  # no descriptor is left
+            return None, protocol.start_failed(-1, "starting what writes its log files", errno.EMFILE, "")
+        logs = RotatedLogs()
+        return logs, logs.start(loop, notes)
+
+    def run(
+        self,
+        children: Children,
+        null: int,
+        add_rotated: start_process.AddRotated | None,
+        call: Callable[[int, list[int]], None] | None,
+        *,
+        own: Callable[[], list[int]],
+        may_go_on: Callable[[bool], bool],
+    ) -> protocol.Message:
+        """Start the workers, as long as ``may_go_on``. Returns (), or `protocol.start_failed`.
+
+        The log files of some are opened before the first of them starts: a disk may take long to answer, and nobody
+        supervises the workers that run meanwhile.
+
+        Args:
+            children: What watches the workers from now on.
+            null: A descriptor of /dev/null.
+            add_rotated: Has the log writer fill a file of bounded size.
+            call: What forks do.
+            own: Returns the descriptors that a fork must not have.
+            may_go_on: Called before the first worker, with False, and from time to time, with True.
+        """
+        self._import_shared()
+        self._doing = -1, "raising the limit on open files"
+        opened: list[start_process.Outputs] = []
+        try:
+            ignored = start_process.ignored_signals()
+            needed = (start_process.DESCRIPTORS_ROTATING if spec.bounds[0] else 1 for spec in self._specs)
+            limit = start_process.DescriptorLimit(sum(needed) + _SPARE_DESCRIPTORS)
+            for number, spec in enumerate(self._specs):
+                if number % _TOGETHER == 0:
+                    if not may_go_on(number > 0):
+                        break
+                    for ahead in self._specs[number : number + _TOGETHER]:
+                        self._doing = ahead.rank, "opening its log files"
+                        opened.append(start_process.Outputs(null, ahead.stdout, ahead.stderr, ahead.bounds))
+                self._doing = spec.rank, "starting it"
+                with opened.pop(0) as outputs:
+                    if add_rotated is not None:
+                        outputs.hand_over(add_rotated)
+                    given = [self._fds[index] for index in spec.fds]
+                    with limit:
+                        if self._forked:
+                            # The descriptors that become 1 and 2 are closed with the outputs.
+                            others = [fd for each in opened for fd in each.descriptors()]
+                            private = {*own(), *self._fds, *others}.difference(given)
+                            pid = _fork(spec, self._environment, outputs, given, private, call)
+                        elif spec.placement is not None:
+                            pid = _execute_placed(spec, self._environment, outputs, given)
+                        else:
+                            pid = start_process.execute(spec, self._environment, outputs, given, ignored)
+                    worker = children.add(spec.rank, pid, spec.env.get(_ERROR_FILE))
+                self._doing = spec.rank, "watching it"
+                # Watched from its start on, a worker's exit keeps its place in epoll's order.
+                children.watch(worker, limit.put_away(os.pidfd_open(pid)))
+        except (OSError, ImportError) as error:
+            return self._failed(error)
+        finally:
+            for outputs in opened:
+                outputs.close()
+        return ()
+
+    def _failed(self, error: OSError | ImportError) -> protocol.Message:
+        rank, doing = self._doing
+        doing = getattr(error, "doing", doing)  # the step that failed in a placed child
+        if isinstance(error, ImportError):  # of `fork_process`: no descriptor is left to open its file
+            return protocol.start_failed(rank, doing, errno.EMFILE, "")
+        if isinstance(error, files.UnfitError):
+            doing = f"{doing} ({error.strerror})"
+        return protocol.start_failed(rank, doing, error.errno or 0, linux.path_of(error))
+
+    def _import_shared(self) -> None:
+        """Import once, before the forks, what each of them would import for itself.
+
+        Each module comes with the folder from which the launcher has it: it is looked for there last.
+        """
+        if not self._modules:
+            return
+        own = list(sys.path)
+        sys.path += dict.fromkeys(folder for _name, folder in self._modules if folder and folder not in own)
+        try:
+            for name, _folder in self._modules:
+                __import__(name)
+        except Exception:  # noqa: BLE001 - it is missing, or no descriptor is left: the worker fails by itself
+            return
+        finally:
+            sys.path[:] = own
+        gc.freeze()
+
+    def close(self) -> None:
+        """Close the descriptors that came with the order, but for the timers' table."""
+        for fd in self._fds:
+            if fd not in self.table:
+                os.close(fd)
+
+    def watch_timers(
+        self,
+        loop: Loop,
+        in_charge: Callable[[], dict[int, int]],
+        strike: Callable[[int, int], None],
+        send: Callable[[protocol.Message], object],
+    ) -> Escalation | None:
+        """Begin to watch the timers of these workers, see `Escalation`; or send why they are not watched."""
+        assert self._timers is not None
+        _table, _lock, seats, hang, steps = self._timers
+        try:
+            from phalanx._timers.escalation import Escalation
+            from phalanx._timers.table import TimerTable
+
+            table = TimerTable.from_descriptors(self.table, seats, hang, by_rank=True)  # type: ignore[arg-type]  # two, as sent
+            escalation = Escalation(table, steps, loop, in_charge, strike, lambda *message: send(message))
+            escalation.open()
+        except (OSError, ImportError) as error:
+            send(("unwatched", str(error)))
+            return None
+        return escalation
+
+
+def load_procfs() -> None:
+    """Import what the first end takes, while the workers run: it is needed at once when one of them fails."""
+    try:
+        import phalanx._base.procfs  # noqa: F401 - see above
+    except (OSError, ImportError):  # no descriptor is left: it is tried again when it is needed
+        return
+
+
+def _fork(*arguments: Any) -> int:
+    """See `fork_process.fork`, which is loaded when it is needed."""
+    from phalanx._engine.keeper import fork_process
+
+    return fork_process.fork(*arguments)
+
+
+def _execute_placed(*arguments: Any) -> int:
+    """See `fork_process.execute`."""
+    from phalanx._engine.keeper import fork_process
+
+    return fork_process.execute(*arguments)

@@ -1,0 +1,293 @@
+"""The launcher's conversation with the keeper: orders go out, reports come in, and a keeper that is lost is replaced.
+
+Owns the dispatch of what the keeper reports: to the `mirror`, the group's display and the hang report; and how the
+group ended, as far as the keeper has reported it. Runs in the group's thread.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from phalanx._base import channels, clock
+from phalanx._base.latch import Latch
+from phalanx._base.loop import READ, WRITE
+from phalanx._base.process import Process
+from phalanx._engine import protocol, start_errors
+from phalanx._engine.keeper_watchdog import KeeperWatchdog
+from phalanx._engine.protocol import ANSWER_WAIT, DRAIN_WAIT, KILL_WAIT, START_WAIT
+from phalanx._engine.start_errors import KeeperLostError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any
+
+    from phalanx._base.loop import Loop
+    from phalanx._engine.group_display import GroupDisplay
+    from phalanx._engine.keeper_client import KeeperClient
+    from phalanx._engine.mirror import Mirror
+    from phalanx._timers.hang_reporter import HangReporter
+
+
+class KeeperLink:
+    """One group's.
+
+    Args:
+        loop: That of the group's thread; stopped when all is reported and shown.
+        client: The helper processes.
+        mirror: Keeps what is reported of workers.
+        display: Shows lines.
+        running: Called when all workers run.
+
+    Attributes:
+        settle, grace, linger: The policy, in seconds: how long the keeper may send nothing depends on it.
+        hang_report: What writes down hangs; None: no timers are watched.
+        up: Opened when all workers run, or when the group's thread ends.
+        ended: Whether the last message has come, or none will.
+        keeper_error: Why the group was killed, if a helper process had died.
+        start_error: Why the workers never ran.
+        log_writer: The pid of the log writer, 0: there is none.
+        logs_left: Why rotated log files are not complete; "": they are.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        client: KeeperClient,
+        mirror: Mirror,
+        display: GroupDisplay,
+        running: Callable[[], None],
+        policy: tuple[float, float, float],
+    ) -> None:
+        self.settle, self.grace, self.linger = policy
+        self.hang_report: HangReporter | None = None
+        self.up = Latch()
+        self.ended = False
+        self.keeper_error: KeeperLostError | None = None
+        self.start_error: BaseException | None = None
+        self.log_writer = 0
+        self.logs_left = ""
+        self.watchdog = KeeperWatchdog(loop, client, self._receive_now, self._lose)
+        self._loop = loop
+        self._client = client
+        self._mirror = mirror
+        self._display = display
+        self._running = running
+        self._received = 0  # messages
+        self._was_up = False
+        self._killed_by_loss = False  # a helper was lost before anything else had ended the group
+
+    @property
+    def not_started(self) -> BaseException | None:
+        """Why the workers never ran; None if they did, or may yet."""
+        if self.start_error is None and self.up and not self._was_up:
+            self.start_error = RuntimeError("the group was closed while it was starting")
+        return self.start_error
+
+    @property
+    def result_stands(self) -> bool:
+        """Whether every worker had ended by itself, and that was reported, before a helper was lost."""
+        return self._was_up and not self._mirror.alive and not self._killed_by_loss
+
+    def on_channel(self, events: int) -> None:
+        channel = self._client.channel
+        try:
+            if events & WRITE and self._flushed():
+                self._loop.change(channel.fileno(), READ)
+            while not self.ended:
+                try:
+                    received = channel.receive()
+                except channels.Truncated:  # the keeper's pidfd: no more may be open here
+                    continue
+                if received is None:
+                    return
+                (verb, *fields), fds = received
+                self._received += 1
+                if verb in protocol.TIMER_VERBS:
+                    self._on_timer(str(verb), *fields)
+                else:
+                    _ON_MESSAGE[str(verb)](self, *fields, *([fds] if verb == "up" else ()))
+        except channels.Closed:
+            self._loop.forget(channel.fileno())
+            if not self.ended:
+                self._lose()
+
+    def _flushed(self) -> bool:
+        try:
+            return self._client.channel.flush()
+        except channels.Closed:  # what the keeper sent before is unread
+            return True
+
+    def open(self, order: channels.Message, fds: Sequence[int]) -> None:
+        """Send the order to start, and begin to receive. A keeper that takes longer than `START_WAIT` is replaced."""
+        channel = self._client.channel
+        try:
+            sent = channel.send(order, fds)
+        except channels.Closed:  # it did not start: its last message waits to be received
+            sent = True
+        self._loop.watch(channel.fileno(), self.on_channel, READ if sent else READ | WRITE)
+        self._loop.after(START_WAIT, self._start_over)
+        if self._client.guard is not None:
+            self.watchdog.watch(self._client.guard)
+
+    def _start_over(self) -> None:
+        if not self.up:
+            self.watchdog.over(clock.now())
+
+    def _receive_now(self) -> int:
+        """Receive what has arrived. Returns how many messages; -1 after the last one."""
+        before = self._received
+        if not self.ended:
+            self.on_channel(READ)
+        return -1 if self.ended else self._received - before
+
+    def _on_up(self, pid: int, fds: list[int]) -> None:
+        if fds:
+            self._client.keeper = Process(pid, fds[0])
+            self.watchdog.watch(self._client.keeper)
+
+    def _on_started(self, pids: list[tuple[int, int]]) -> None:
+        self._mirror.started(pids)
+
+    def _on_running(self, moment: int, log_writer: int) -> None:
+        self._was_up = True
+        self._mirror.running(moment)
+        self.log_writer = log_writer
+        self._display.show_workers()
+        self.up.open()
+        self._running()
+
+    def _on_state(self, name: str, moment: int) -> None:  # noqa: ARG002 - as `protocol` has it
+        self._mirror.state = name
+        bound = {
+            "SETTLING": self.settle,
+            "STOPPING": self.grace + KILL_WAIT,
+            "LINGERING": self.linger,
+            "SWEEPING": self.grace + KILL_WAIT,
+            "PURGING": self.grace + KILL_WAIT,
+            "KILLING": KILL_WAIT,
+            "DRAINING": DRAIN_WAIT,
+        }[name]
+        self.watchdog.expect(bound)
+
+    def _on_exits(self, reports: list[tuple[Any, ...]]) -> None:
+        for worker in self._mirror.exits(reports):
+            if worker.failed:
+                self._display.reveal(worker.rank)
+
+    def _on_signalled(self, number: int, moment: int, ranks: list[int]) -> None:
+        self._mirror.signalled(number, moment, ranks)
+
+    def _on_lingering(self, orphans: list[tuple[Any, ...]], count: int) -> None:
+        if orphans:
+            self._display.announce_waiting(orphans, count, self.linger)
+
+    def _on_orphans(self, entries: list[tuple[Any, ...]], beyond: int) -> None:
+        self._mirror.left_behind(entries, beyond)
+
+    def _on_start_failed(self, rank: int, doing: str, number: int, filename: str) -> None:
+        if self.start_error is None:
+            self.start_error = start_errors.not_started(rank, doing, number, filename)
+        self._end()
+
+    def _on_ended(self, left: list[tuple[int, str, str]], logs: str) -> None:
+        self.logs_left = logs
+        self._mirror.abandoned(left, KILL_WAIT)
+        known = {worker.pid for worker in self._mirror.workers.values()} | {one.pid for one in self._mirror.leftovers}
+        others = start_errors.of_survivors([one for one in left if one[0] not in known])
+        if others:
+            self._display.announce(f"still there {KILL_WAIT:g} s after SIGKILL: {others}")
+        self._end()
+
+    def _on_ended_by_loss(self, who: str, returncode: int) -> None:
+        text = start_errors.of_helper(who, returncode)
+        if who == "keeper" and self.watchdog.killed:
+            text = "the group's keeper did not answer by its own deadline, and was killed by us"
+        self.keeper_error = KeeperLostError(f"{text}; every process of the group was killed with it")
+        self._end()
+
+    def _on_helper_lost(self, who: str, returncode: int, decided: bool) -> None:  # noqa: FBT001 - as in the message
+        self._killed_by_loss = self._killed_by_loss or not decided
+        if decided:
+            text = start_errors.of_helper(who, returncode)
+            self._display.announce(f"{text}; what was left of the group was killed with it")
+
+    def _on_timer(self, verb: str, *fields: Any) -> None:
+        """Pass a message of the timers on to the hang report, which answers "hang" when the stacks are written."""
+        if self.hang_report is None:
+            return
+        evidence_taken = None
+        if verb == "hang":
+            serial, *fields = fields  # type: ignore[assignment]  # a tuple becomes a list
+
+            def evidence_taken() -> None:
+                self._loop.call(partial(self.send, protocol.evidence_taken(serial)))
+
+        self.hang_report.on_message(
+            verb, *fields, workers=self._mirror.alive, ended=self._mirror.ended, evidence_taken=evidence_taken
+        )
+
+    # --- orders to the keeper
+
+    def send(self, message: channels.Message) -> None:
+        channel = self._client.channel
+        try:
+            if not channel.send(message):
+                self._loop.change(channel.fileno(), READ | WRITE)
+        except channels.Closed:
+            pass  # the socket is readable then, and `on_channel` sees its end
+
+    def send_end(self, order: channels.Message) -> None:
+        """Order an end. A keeper that was stopped (SIGSTOP) is woken if the group has not ended soon."""
+        if not self.ended:
+            self.send(order)
+            self._loop.after(ANSWER_WAIT, lambda: None if self.ended else self._client.wake())
+
+    # --- the end
+
+    def _lose(self, why: str = "") -> None:
+        """Kill what is left of the group, when guard and keeper have died, or answer no more."""
+        if self.ended:
+            return
+        self._client.kill_helpers()
+        if not why:
+            code = None if self._received else self._client.exit_code()
+            why = start_errors.of_both_helpers(self._client.executable, code)
+        self._client.channel.shutdown()
+        self._loop.forget(self._client.channel.fileno())
+        self._client.channel.close()  # frees a descriptor for the look at /proc
+        rest = start_errors.of_the_rest(self._client.marked.kill(KILL_WAIT, self.log_writer))
+        self.keeper_error = KeeperLostError(f"{why}; {rest}")
+        self._end()
+
+    def _end(self) -> None:
+        """End the loop once all lines are shown: nothing more comes from the keeper."""
+        self.ended = True
+        self.watchdog.end()
+        # At EOF the socket would stay readable for as long as the display drains.
+        self._loop.forget(self._client.channel.fileno())
+        if self.keeper_error is not None and not self.up and self.start_error is None:
+            self.start_error = self.keeper_error
+        if self.keeper_error is not None and self.result_stands:
+            self._display.announce(f"the workers had ended before, but {self.keeper_error}")
+        if self.logs_left:
+            self._display.announce(f"rotated log files are not complete: {self.logs_left}")
+        if self._mirror.leftovers:
+            self._display.announce_ended(self._mirror.leftovers, self._mirror.leftovers_beyond)
+        self._display.drain(self._loop)
+
+
+_ON_MESSAGE: dict[str, Callable[..., None]] = {
+    "up": KeeperLink._on_up,
+    "started": KeeperLink._on_started,
+    "running": KeeperLink._on_running,
+    "state": KeeperLink._on_state,
+    "exits": KeeperLink._on_exits,
+    "signalled": KeeperLink._on_signalled,
+    "lingering": KeeperLink._on_lingering,
+    "orphans": KeeperLink._on_orphans,
+    "helper_lost": KeeperLink._on_helper_lost,
+    "start_failed": KeeperLink._on_start_failed,
+    "ended": KeeperLink._on_ended,
+    "ended_by_loss": KeeperLink._on_ended_by_loss,
+}

@@ -1,0 +1,374 @@
+"""What launcher, keeper, guard and fork server send each other: verbs, fields, directions, and the waits between them.
+
+A message is a tuple: the verb, then its fields. Each function below builds the message of its own name, and its
+parameters are the fields, in order. Descriptors travel beside a message (SCM_RIGHTS, unix(7)); the docstring names
+them. `channels` carries messages by `marshal`, which takes plain values only: a `Record` travels as a tuple.
+
+A receiver has a table of methods by verb, whose parameters have the same names. A verb that is not in the table is an
+error. Moments are CLOCK_MONOTONIC in nanoseconds, durations are seconds, and ranks are local ranks.
+
+Imports nothing: the keeper loads it on its way up.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from phalanx._engine.main_module import Source
+    from phalanx._logs.rotated import Bounds
+    from phalanx._placement.placement import WorkerBounds
+
+    Message = tuple[object, ...]
+
+# --- the waits
+
+START_WAIT = 300.0
+"""Seconds that the keeper has to get up and to start all workers, on however slow a machine or file system."""
+
+ANSWER_WAIT = 2.0
+"""Seconds beyond its own last deadline after which a keeper that has sent nothing is taken for stopped and is woken
+(SIGCONT); once more, and it is killed. Also the seconds from the order to end the group until the keeper is woken."""
+
+KILL_WAIT = 10.0
+"""Seconds that a SIGKILL is given. A process that outlives it sits in uninterruptible sleep, and is abandoned."""
+
+DRAIN_WAIT = 10.0
+"""Seconds that the log writer is given for what is still in its pipes when no worker is left. After that it goes on by
+itself: a disk that does not answer holds up nobody else."""
+
+GUARD_WAIT = 2.0
+"""Seconds after a SIGKILL in which the launcher waits for the guard, before it leaves the waiting to a thread."""
+
+FORK_WAIT = 60.0
+"""Seconds that the fork server has to fork a guard: the launcher postpones signals meanwhile."""
+
+
+# --- the records
+
+
+class Record:
+    """Named values that travel as a tuple, in the order of ``FIELDS``: ``Class(*tuple)`` reads what `pack` wrote."""
+
+    __slots__ = ()
+    FIELDS: tuple[str, ...] = ()
+
+    def pack(self) -> tuple[Any, ...]:
+        """The values, as `marshal` takes them."""
+        return tuple([getattr(self, name) for name in self.FIELDS])
+
+
+class Spec(Record):
+    """What to start for one rank.
+
+    Attributes:
+        rank: The local rank.
+        path: The file to execute. Forks do not use it.
+        argv: Its arguments. Where ``fds`` is not empty, the numbers of the inherited descriptors follow them.
+        env: Environment variables on top of the group's.
+        stdout, stderr: The paths of its log files; None: the launcher's stream.
+        fds: Which of the descriptors beside `start` it inherits, by index.
+        bounds: How its log files are rotated.
+        placement: Its CPUs, nice value and limits; None: the launcher's.
+    """
+
+    __slots__ = FIELDS = ("rank", "path", "argv", "env", "stdout", "stderr", "fds", "bounds", "placement")
+
+    def __init__(
+        self,
+        rank: int,
+        path: bytes,
+        argv: list[bytes],
+        env: dict[bytes, bytes],
+        stdout: str | None,
+        stderr: str | None,
+        fds: list[int],
+        bounds: Bounds,
+        placement: WorkerBounds | None,
+    ) -> None:
+        self.rank = rank
+        self.path = path
+        self.argv = argv
+        self.env = env
+        self.stdout = stdout
+        self.stderr = stderr
+        self.fds = fds
+        self.bounds = bounds
+        self.placement = placement
+
+
+class ExitReport(Record):
+    """How one worker ended.
+
+    Attributes:
+        rank: The local rank.
+        status: The wait status (wait4(2)).
+        moment: When it exited.
+        max_rss: Its peak memory in KiB.
+        cpu_seconds: User and system time.
+        oom: What the kernel's count of OOM kills has to do with it; "": nothing.
+        exiting: When it was first seen on its way out, by itself; 0: it was not.
+        exiting_early: Whether that was when the first failure was seen.
+        struck: The last signal that it was sent for an expired timer; 0: none.
+    """
+
+    __slots__ = FIELDS = (
+        *("rank", "status", "moment", "max_rss", "cpu_seconds"),
+        *("oom", "exiting", "exiting_early", "struck"),
+    )
+
+    def __init__(
+        self,
+        rank: int,
+        status: int,
+        moment: int,
+        max_rss: int,
+        cpu_seconds: float,
+        oom: str,
+        exiting: int,
+        exiting_early: bool,  # noqa: FBT001 - as a tuple has it
+        struck: int,
+    ) -> None:
+        self.rank = rank
+        self.status = status
+        self.moment = moment
+        self.max_rss = max_rss
+        self.cpu_seconds = cpu_seconds
+        self.oom = oom
+        self.exiting = exiting
+        self.exiting_early = exiting_early
+        self.struck = struck
+
+
+class Orphan(Record):
+    """A process that a worker left behind.
+
+    Attributes:
+        pid: The process.
+        rank: The local rank of its worker; -1: not known.
+        command: Its command line.
+        age: Its age in seconds when it was first signalled.
+        signal: The last signal that it was sent; 0: none.
+        status: Its wait status; None: it has not ended.
+    """
+
+    __slots__ = FIELDS = ("pid", "rank", "command", "age", "signal", "status")
+
+    def __init__(self, pid: int, rank: int, command: str, age: float, signal: int, status: int | None) -> None:
+        self.pid = pid
+        self.rank = rank
+        self.command = command
+        self.age = age
+        self.signal = signal
+        self.status = status
+
+
+# --- launcher to keeper
+
+
+def start(
+    forked: bool,  # noqa: FBT001 - as a message has it
+    modules: list[tuple[str, str]],
+    environment: dict[bytes, bytes],
+    specs: list[tuple[Any, ...]],
+    oom_counter: tuple[str, int],
+    policy: tuple[float, float, float, bool],
+    timers: tuple[Any, ...] | None,
+) -> Message:
+    """Start these workers. Beside it: the descriptors that the specs and the timers refer to by index.
+
+    ``forked``: forks of the keeper, which loads ``modules`` (name, folder) first; ``specs``: packed `Spec`;
+    ``oom_counter``: see `procfs.find_oom_counter`; ``policy``: settle window, grace period and linger in seconds, and
+    whether the group falls together; ``timers``: two indexes of descriptors, seats, heartbeat, steps; None: no timers.
+    """
+    return "start", forked, modules, environment, specs, oom_counter, policy, timers
+
+
+def stop(number: int, grace: float) -> Message:
+    """End the group: send signal ``number`` to the workers, and SIGKILL ``grace`` seconds later."""
+    return "stop", number, grace
+
+
+def kill() -> Message:
+    """Kill every process of the group."""
+    return ("kill",)
+
+
+def set_grace(grace: float) -> Message:
+    """Let a failure stop the others within ``grace`` seconds. A grace period that runs can only become shorter."""
+    return "set_grace", grace
+
+
+def signal_worker(rank: int, number: int) -> Message:
+    """Send signal ``number`` to one worker. It is no stop: what follows is the worker's own end."""
+    return "signal_worker", rank, number
+
+
+def evidence_taken(serial: int) -> Message:
+    """The stacks that `hang` number ``serial`` asked for are written: its step may be taken."""
+    return "evidence_taken", serial
+
+
+TO_KEEPER = (start, stop, kill, set_grace, signal_worker, evidence_taken)
+
+# --- keeper to launcher; from the guard, where it has taken over
+
+
+def up(pid: int) -> Message:
+    """The keeper is up. Beside it: the keeper's pidfd, if a descriptor was left for it."""
+    return "up", pid
+
+
+def started(pids: list[tuple[int, int]]) -> Message:
+    """These workers have been started: rank and pid. Comes before any other message that names their ranks."""
+    return "started", pids
+
+
+def running(moment: int, log_writer: int) -> Message:
+    """All workers run, since ``moment``. ``log_writer`` is the pid of the log writer; 0: there is none."""
+    return "running", moment, log_writer
+
+
+def state(name: str, moment: int) -> Message:
+    """The group has entered a state of `lifecycle` after RUNNING."""
+    return "state", name, moment
+
+
+def exits(reports: list[tuple[Any, ...]]) -> Message:
+    """Workers have exited, in this order: packed `ExitReport`."""
+    return "exits", reports
+
+
+def signalled(number: int, moment: int, ranks: list[int]) -> Message:
+    """These workers were sent signal ``number``, to stop them."""
+    return "signalled", number, moment, ranks
+
+
+def lingering(orphans: list[tuple[Any, ...]], count: int) -> Message:
+    """``count`` processes that workers left behind may go on for a while: packed `Orphan` of the first ones."""
+    return "lingering", orphans, count
+
+
+def orphans(entries: list[tuple[Any, ...]], beyond: int) -> Message:
+    """Processes that workers left behind were ended: packed `Orphan`, and how many more in all."""
+    return "orphans", entries, beyond
+
+
+def helper_lost(who: str, returncode: int, decided: bool) -> Message:  # noqa: FBT001 - as a message has it
+    """A helper process (guard, keeper, log writer) has died, and all are killed.
+
+    ``decided``: a failure or a stop came before, or no worker was left: so this is not how the group ended.
+    """
+    return "helper_lost", who, returncode, decided
+
+
+def start_failed(rank: int, doing: str, number: int, filename: str) -> Message:
+    """The last message of a group that did not start: what failed, its errno, and the file concerned.
+
+    ``rank`` -1: it concerned no single worker.
+    """
+    return "start_failed", rank, doing, number, filename
+
+
+def ended(left: list[tuple[int, str, str]], logs: str) -> Message:
+    """The last message: no process is left but ``left`` (pid, name, state), which outlive SIGKILL.
+
+    ``logs``: why rotated log files are not complete; "": they are.
+    """
+    return "ended", left, logs
+
+
+def ended_by_loss(who: str, returncode: int) -> Message:
+    """The last message of a group that was killed because a helper process had died."""
+    return "ended_by_loss", who, returncode
+
+
+TO_LAUNCHER = (
+    *(up, started, running, state, exits, signalled, lingering, orphans, helper_lost),
+    *(start_failed, ended, ended_by_loss),
+)
+
+TIMER_VERBS = ("armed", "expired", "hang", "struck", "left", "refused", "unwatched")
+"""What the keeper's `escalation` sends of timers. The launcher passes these on to its `hang_report`, which knows their
+fields; of each it answers ``hang`` alone, with `evidence_taken`."""
+
+# --- launcher to fork server
+
+
+def preload(path: list[str], modules: list[str], main: Source | None, arguments: list[str]) -> Message:
+    """Import ``modules`` with ``path`` in front of `sys.path`; "__main__" is ``main``, with ``arguments``."""
+    return "preload", path, modules, main, arguments
+
+
+def fork(serial: int, page: str, umask: int) -> Message:
+    """Fork a guard. Beside it: the guard's end of its socket, its working directory, its stdout and stderr.
+
+    ``page`` is the name of a page that is mapped in it and its forks, see `marked_processes`.
+    """
+    return "fork", serial, page, umask
+
+
+TO_FORK_SERVER = (preload, fork)
+
+# --- fork server to launcher
+
+
+def importing(module: str) -> Message:
+    """The import of a module begins."""
+    return "importing", module
+
+
+def failed(module: str, why: str, traceback: str) -> Message:
+    """A module could not be imported, or must not be preloaded. The fork server is of no use."""
+    return "failed", module, why, traceback
+
+
+def ready() -> Message:
+    """All modules are imported."""
+    return ("ready",)
+
+
+def forked(serial: int, pid: int) -> Message:
+    """The answer to `fork`: the guard's pid. Beside it: its pidfd, unless it has gone already."""
+    return "forked", serial, pid
+
+
+def not_forked(serial: int, number: int) -> Message:
+    """The answer to `fork`: the errno of fork(2)."""
+    return "not_forked", serial, number
+
+
+FROM_FORK_SERVER = (importing, failed, ready, forked, not_forked)
+
+# --- keeper to guard: notes in a pipe, which the guard reads only when it takes over
+
+_CRASH = b"!"
+
+
+def log_writer_note(pid: int) -> bytes:
+    """The log writer's pid, which it writes itself as it starts; 0: it has ended."""
+    return b"%d " % pid
+
+
+def crash_note(story: bytes) -> bytes:
+    """The traceback of the error by which the keeper ends."""
+    return _CRASH + story
+
+
+def read_notes(notes: bytes) -> tuple[int, bytes]:
+    """Return the log writer's pid as noted last (0: there is none), and the story of a crash.
+
+    >>> read_notes(log_writer_note(7) + log_writer_note(0) + crash_note(b"KeyError"))
+    (0, b'KeyError')
+    """
+    pids, _, story = notes.partition(_CRASH)
+    return int(pids.split()[-1]) if pids else 0, story
+
+
+# --- what a forked worker shows of itself
+
+
+def worker_page(keeper: int, rank: int) -> str:
+    """The name of the page that a forked worker maps. Its own forks show it in /proc/PID/maps until they exec."""
+    return f"phalanx-{keeper}-{rank}-"
