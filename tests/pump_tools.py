@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING
 
 from phalanx._base import files
 from phalanx._base.loop import Loop
-from phalanx._engine.rotation.log_writer import Rotator
+from phalanx._engine.rotation.rotator import Rotator
 from phalanx._logs.follower import Follower
-from phalanx._logs.pump import Pump, Stream
-from phalanx._logs.render import Lane, Text, View
+from phalanx._logs.formats import Text
+from phalanx._logs.line_state import Source
+from phalanx._logs.pump import Pump
+from phalanx._logs.render import View
 from phalanx._logs.sink import Sink
-from phalanx._logs.terminal import Paper
+from phalanx._logs.stream import Stream
+from phalanx._logs.terminal import PlainOutput
 from tests.helpers import TIMEOUT
 
 if TYPE_CHECKING:
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx._engine.rotation.compress import Compressor
+    from phalanx._logs.watch import FileWatch
 
 
 class Memory(Sink):
@@ -71,8 +75,8 @@ class Rotated:
         self._rotator.close()
 
 
-def lane(rank: int = 0, stream: str = "stdout") -> Lane:
-    return Lane(rank, stream, f"[{rank}] ".encode())
+def source(rank: int = 0, stream: str = "stdout") -> Source:
+    return Source(rank, stream, f"[{rank}] ".encode())
 
 
 def read_all(fd: int) -> bytes:
@@ -113,14 +117,20 @@ class Rig:
         **options: Any,
     ) -> None:
         self.loop = Loop()
-        self.view = view or View(Paper(target if isinstance(target, Sink) else Sink(target)), Text())
-        self.lanes = [Lane(rank, "stdout", prefix.format(rank).encode()) for rank in range(len(paths))]
+        self.view = view or View(PlainOutput(target if isinstance(target, Sink) else Sink(target)), Text())
+        self.sources = [Source(rank, "stdout", prefix.format(rank).encode()) for rank in range(len(paths))]
         self.streams = [
-            Stream(Follower(path, rotates=rotates), [(self.view, lane)], number=2 * rank)
-            for rank, (path, lane) in enumerate(zip(paths, self.lanes, strict=True))
+            Stream(Follower(path, rotates=rotates), [(self.view, source)], number=2 * rank)
+            for rank, (path, source) in enumerate(zip(paths, self.sources, strict=True))
         ]
-        self.pump = Pump(self.streams, [self.view], voice=self.view, **options)
+        self.pump = Pump(self.streams, [self.view], message_view=self.view, **options)
         self.done = False
+
+    @property
+    def watch(self) -> FileWatch:
+        """What the pump, once it is open, watches its files with."""
+        assert self.pump._watch is not None
+        return self.pump._watch
 
     def caught_up(self) -> bool:
         """Whether everything has been read."""

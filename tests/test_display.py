@@ -25,7 +25,7 @@ from phalanx._engine import keeper_link
 from phalanx._logs import display, pump
 from phalanx._logs.pump import Pump
 from phalanx._logs.sink import Sink
-from phalanx._logs.terminal import Paper
+from phalanx._logs.terminal import PlainOutput
 from phalanx._timers import hang_reporter
 from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, KeeperLostError, Std, start_processes
 from phalanx.timer import TimerSpecs
@@ -271,8 +271,8 @@ def test_an_exception_while_it_lets_go_leaves_no_worker(
         closed(_self)  # type: ignore[arg-type]  # it is one
         raise IndexError("a mistake of ours")
 
-    closed = display.Shown.close
-    monkeypatch.setattr(display.Shown, "close", fail)
+    closed = display.GroupDisplay.close
+    monkeypatch.setattr(display.GroupDisplay, "close", fail)
     group = group_of_two(tmp_path, ready, gate)
     pids = ready.pids(2)
     group.close()
@@ -425,21 +425,21 @@ def test_two_groups_on_one_terminal_cut_no_line_and_erase_no_bar(tmp_path: Path)
 
 
 def test_a_surface_is_one_for_all_who_share_its_place_and_is_another_when_they_have_closed_it(tmp_path: Path) -> None:
-    def make() -> Paper:
-        return Paper(Sink(os.open(tmp_path / "out", os.O_WRONLY | os.O_CREAT), own=True))
+    def make() -> PlainOutput:
+        return PlainOutput(Sink(os.open(tmp_path / "out", os.O_WRONLY | os.O_CREAT), own=True))
 
-    first = display.shared("place", make)
-    assert display.shared("place", make) is first
-    another = display.shared("another", make)
+    first = display.shared_output("place", make)
+    assert display.shared_output("place", make) is first
+    another = display.shared_output("another", make)
     assert another is not first
     first.sink.close()
-    assert display.shared("place", make) is first
+    assert display.shared_output("place", make) is first
     for _ in range(2):
         first.sink.close()
-    second = display.shared("place", make)
+    second = display.shared_output("place", make)
     assert second is not first
-    for surface in (second, another):
-        surface.sink.close()
+    for output in (second, another):
+        output.sink.close()
 
 
 def test_lines_go_to_the_file_that_a_descriptor_meant_at_the_start(tmp_path: Path) -> None:

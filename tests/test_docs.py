@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from phalanx._base import clock
-from phalanx._logs.dedup import Fold
+from phalanx._logs.dedup import Dedup
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -66,7 +66,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.delenv("PYTHON_EXEC", raising=False)
-    monkeypatch.setattr(Fold.__init__, "__defaults__", (60.0, clock.wall))  # equal lines may come late: a busy machine
+    monkeypatch.setattr(Dedup.__init__, "__defaults__", (60.0, clock.wall))  # equal lines may come late: a busy machine
     return tmp_path
 
 

@@ -13,8 +13,9 @@ import pytest
 from phalanx._base import files
 from phalanx._evidence.cleanup import remove_old
 from phalanx._evidence.error_file import read_error_file
-from phalanx._logs import rotated, write_index
-from phalanx._logs.follower import Follower, last_lines
+from phalanx._logs import rotated, timeline_format, timeline_reader, timeline_writer
+from phalanx._logs.follower import Follower
+from phalanx._logs.tail import last_lines
 from phalanx.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, start_processes
 from tests.helpers import TIMEOUT
 from tests.pump_tools import Memory, rig
@@ -232,7 +233,7 @@ def test_a_follower_tells_what_it_may_not_read(tmp_path: Path) -> None:
 
 
 def test_the_end_of_a_bomb_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rotated, "_MOST_UNPACKED", 1 << 20)
+    monkeypatch.setattr(rotated, "_MOST_DECOMPRESSED", 1 << 20)
     path = str(tmp_path / "stdout.log.1.gz")
     with gzip.open(path, "wb") as file:
         for _ in range(32):
@@ -250,12 +251,12 @@ def test_a_bomb_is_unpacked_as_much_as_is_wanted_at_a_time(tmp_path: Path) -> No
     follower, buffer = Follower(path.removesuffix(".1.gz"), rotates=True), bytearray(1000)
     (tmp_path / "stdout.log").touch()
     assert follower.read(buffer) == 1000
-    assert len(follower._packed._unpack.unconsumed_tail) < 1 << 16  # type: ignore[union-attr]  # it has read some
+    assert len(follower._gzip._decompressor.unconsumed_tail) < 1 << 16  # type: ignore[union-attr]  # it has read some
     follower.close()
 
 
 def test_a_file_of_holes_takes_few_records(tmp_path: Path) -> None:
-    index = write_index.Timeline(str(tmp_path / "timeline"))
+    index = timeline_writer.TimelineWriter(str(tmp_path / "timeline"))
     index.note(0, 1 << 62)
     index.close()
     assert os.path.getsize(index.path) < 40_000
@@ -264,16 +265,17 @@ def test_a_file_of_holes_takes_few_records(tmp_path: Path) -> None:
 def test_a_device_in_the_place_of_a_timeline_is_not_read(tmp_path: Path) -> None:
     index = tmp_path / "timeline"
     index.symlink_to("/dev/zero")
-    assert list(write_index.read(str(index))) == []
+    assert list(timeline_reader.read(str(index))) == []
 
 
 def test_no_more_parts_of_a_timeline_are_kept_in_mind_than_is_stated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write_index, "MOST_PARTS", 3)
+    monkeypatch.setattr(timeline_reader, "MOST_PARTS", 3)
     index = tmp_path / "timeline"
-    index.write_bytes(write_index.HEAD.pack(write_index.MAGIC, 0) + write_index.packed(1, write_index.CUT, 0) * 10)
-    assert len(list(write_index.read(str(index)))) == 3
+    head = timeline_format.HEAD.pack(timeline_format.MAGIC, 0)
+    index.write_bytes(head + timeline_format.pack(1, timeline_format.CUT, 0) * 10)
+    assert len(list(timeline_reader.read(str(index)))) == 3
 
 
 def test_evidence_is_not_read_beyond_its_bound(tmp_path: Path) -> None:

@@ -21,11 +21,12 @@ from phalanx._base import clock
 from phalanx._base.clock import FakeClock
 from phalanx._base.control_chars import Colours, escape_json, sanitise
 from phalanx._base.stderr import tell
+from phalanx._logs.formats import Json, Text
+from phalanx._logs.line_state import Source
 from phalanx._logs.prefixes import Prefixes
-from phalanx._logs.render import Json, Lane, Text, View
-from phalanx._logs.terminal import Paper, Screen, visible
+from phalanx._logs.render import View
+from phalanx._logs.terminal import PlainOutput, TerminalOutput, visible
 from phalanx.errors import ChildFailedError, ProcessFailure
-from phalanx.multiprocessing import ConsoleSpecs
 from phalanx.spawn import ProcessRaisedException, spawn
 from tests.helpers import TIMEOUT
 from tests.pump_tools import Memory
@@ -133,18 +134,18 @@ def test_what_ranks_write_in_turns(screen: bool, monkeypatch: pytest.MonkeyPatch
         @given(st.lists(st.tuples(st.integers(0, 2), PIECES.map(b"".join), st.booleans()), max_size=8))
         def check(turns: list[tuple[int, bytes, bool]]) -> None:
             memory = Memory()
-            surface = Screen(memory, lambda: (20, 8)) if screen else Paper(memory)
-            view = View(surface, Text(), harmless=True)
-            lanes = [Lane(rank, "stdout", b"[%d] " % rank) for rank in range(3)]
+            output = TerminalOutput(memory, lambda: (20, 8)) if screen else PlainOutput(memory)
+            view = View(output, Text(), harmless=True)
+            sources = [Source(rank, "stdout", b"[%d] " % rank) for rank in range(3)]
             for rank, data, pause in turns:
-                view.take(lanes[rank], data)
+                view.take(sources[rank], data)
                 view.settle()
                 if pause:
                     time.advance(2.0)
                     view.tick()
                     view.settle()
-            for lane in lanes:
-                view.finish(lane)
+            for source in sources:
+                view.finish(source)
             view.close()
             sent = memory.taken()
             assert not obeyed(sent)
@@ -311,14 +312,14 @@ def test_errors_that_python_prints() -> None:
 
 def test_a_prefix_with_names_of_others() -> None:
     envs = {0: {"RANK": "0", "ROLE_NAME": "evil\033[2J\033]0;role\a"}}
-    prefixes = Prefixes(envs, None, ConsoleSpecs(template="\033[1m${role_name}\033[0m "))
+    prefixes = Prefixes(envs, template="\033[1m${role_name}\033[0m ")
     assert prefixes.of(0, colour=True) == b"\033[1mevil" + rb"\x1b[2J\x1b]0;role\x07" + b"\033[0m "
 
 
 def test_json_says_the_same() -> None:
     memory = Memory()
-    view = View(Paper(memory), Json(), harmless=True)
-    view.take(Lane(0, "stdout"), "a\x9b\u202e\x7fé\n".encode())
+    view = View(PlainOutput(memory), Json(), harmless=True)
+    view.take(Source(0, "stdout"), "a\x9b\u202e\x7fé\n".encode())
     sent = memory.taken()
     assert not obeyed(sent)
     assert "é".encode() in sent

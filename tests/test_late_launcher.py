@@ -246,14 +246,14 @@ def test_a_handler_that_closes_a_group_while_another_is_being_shown(monkeypatch:
     monkeypatch.setattr(display, "PATIENCE", 0.3)
     shown = DefaultLogsSpecs(tee=Std.ALL)
     first = start_processes("first", "sleep", ("600",), nprocs=1, logs_specs=shown)
-    join = display._Display.join
+    join = display._DisplayThread.join
 
-    def handled(self: display._Display, pump: Pump) -> display.Shown:
-        monkeypatch.setattr(display._Display, "join", join)
+    def handled(self: display._DisplayThread, pump: Pump) -> display.GroupDisplay:
+        monkeypatch.setattr(display._DisplayThread, "join", join)
         first.close(timeout=0.1)
         return join(self, pump)
 
-    monkeypatch.setattr(display._Display, "join", handled)
+    monkeypatch.setattr(display._DisplayThread, "join", handled)
     with start_processes("second", "true", (), nprocs=1, logs_specs=DefaultLogsSpecs(tee=Std.ALL)) as second:
         assert second.wait(TIMEOUT)
     assert not first.is_open

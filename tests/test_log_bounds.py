@@ -14,7 +14,7 @@ import pytest
 from phalanx._engine.rotation import compress
 from phalanx._engine.rotation.compress import Compressor
 from phalanx._logs.follower import Follower
-from phalanx._logs.rotated import aside, numbers
+from phalanx._logs.rotated import numbers, rotated_files
 from phalanx.multiprocessing import DefaultLogsSpecs
 from tests.helpers import TIMEOUT
 from tests.pump_tools import Rotated
@@ -62,7 +62,7 @@ def test_the_oldest_are_removed(path: Path, keep: int) -> None:
     try:
         for number in range(20):
             it.write(line(number))
-            assert len(aside(str(path))) == min(number, keep)
+            assert len(rotated_files(str(path))) == min(number, keep)
     finally:
         it.close()
     assert list(numbers(str(path))) == list(range(20 - keep, 20))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from phalanx._base import clock
-from phalanx._logs.dedup import Fold
+from phalanx._logs.dedup import Dedup
 from phalanx._logs.prefixes import stamp
 from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, RunProcsResult, Std, start_processes
 from tests import workers
@@ -54,8 +54,8 @@ def start_sh(place: Place, code: str, *options: object, n: int = 1, **settings: 
 
 
 PATIENT = (
-    "from phalanx._base import clock; from phalanx._logs.dedup import Fold; "
-    "Fold.__init__.__defaults__ = (60.0, clock.wall)\n"
+    "from phalanx._base import clock; from phalanx._logs.dedup import Dedup; "
+    "Dedup.__init__.__defaults__ = (60.0, clock.wall)\n"
 )
 
 
@@ -70,7 +70,7 @@ def fold_patiently(place: Place, more: str = "") -> None:
 @pytest.fixture
 def patient_folds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same in this process."""
-    monkeypatch.setattr(Fold.__init__, "__defaults__", (60.0, clock.wall))
+    monkeypatch.setattr(Dedup.__init__, "__defaults__", (60.0, clock.wall))
 
 
 def workers_said(text: str) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx._runs.paths import default_place, place_of_new_runs
+from phalanx._runs.paths import default_folder, folder_for_new_runs
 from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from tests.test_log_options import sh
 from tests.test_run import Place, refused
@@ -210,7 +210,7 @@ def test_a_temporary_place_of_somebody_elses_is_not_used(place: Place, tmp_path:
 def test_a_temporary_place_is_for_all_that_any_run_in_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/proc/none")
     for mode, expected in ((None, 0o700), (0o750, 0o750), (None, 0o750), (0o705, 0o755)):
-        place, is_temporary = place_of_new_runs(mode)
+        place, is_temporary = folder_for_new_runs(mode)
         assert place is not None
         assert (is_temporary, stat.S_IMODE(os.stat(place).st_mode)) == (True, expected)
 
@@ -224,6 +224,6 @@ def test_a_run_for_others_in_the_temporary_place(place: Place, tmp_path: Path) -
 def test_the_home_of_the_user_database_where_the_environment_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.delenv("HOME", raising=False)
-    assert default_place() == os.path.join(pwd.getpwuid(os.getuid()).pw_dir, ".local/state/phalanx/runs")
+    assert default_folder() == os.path.join(pwd.getpwuid(os.getuid()).pw_dir, ".local/state/phalanx/runs")
     monkeypatch.setenv("HOME", "/elsewhere")
-    assert default_place() == "/elsewhere/.local/state/phalanx/runs"
+    assert default_folder() == "/elsewhere/.local/state/phalanx/runs"

@@ -18,9 +18,10 @@ import pytest
 
 from phalanx._base import clock, linux
 from phalanx._base.clock import FakeClock
-from phalanx._logs.rotated import aside
-from phalanx._logs.write_index import CUT, Timeline
-from phalanx._logs.write_index import read as read_timeline
+from phalanx._logs.rotated import rotated_files
+from phalanx._logs.timeline_format import CUT
+from phalanx._logs.timeline_reader import read as read_timeline
+from phalanx._logs.timeline_writer import TimelineWriter
 from phalanx._runs.catalog import resolve
 from phalanx.cli._reader import Reader
 from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, Std, start_processes
@@ -76,7 +77,7 @@ def at_one_moment(folder: Path, *later: int, seconds: float = 0.0) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clock, "now", fake)
         patch.setattr(clock, "wall", lambda: fake() + apart)
-        times = Timeline(str(attempt / "timeline"))
+        times = TimelineWriter(str(attempt / "timeline"))
         ranks = sorted(int(path.name) for path in attempt.iterdir() if path.name.isdigit())
         for rank in sorted(ranks, key=later.__contains__):
             if rank in later[:1]:
@@ -429,10 +430,10 @@ def test_rotated_logs_some_of_which_are_gone(place: Place, removed: tuple[int, .
     [path] = place.logs.glob("*/attempt_0/0/stdout.log")
     for number in removed:
         os.unlink(f"{path}.{number}")
-    packed = [name for name in aside(str(path)) if name.endswith(("2", "4"))]
+    packed = [name for name in rotated_files(str(path)) if name.endswith(("2", "4"))]
     subprocess.run(["gzip", *packed], check=True)
     left = subprocess.run(
-        ["zcat", "-f", *aside(str(path)), str(path)], check=True, capture_output=True, text=True
+        ["zcat", "-f", *rotated_files(str(path)), str(path)], check=True, capture_output=True, text=True
     ).stdout
     assert lines(place) == [f"[0] {line}" for line in left.splitlines()]
     assert lines(place, "-n", "1500") == [f"[0] {line}" for line in left.splitlines()][-1500:]
@@ -453,7 +454,7 @@ def test_few_descriptors(place: Place, limit: int) -> None:
     """Every line is there, and in its place."""
     attempt = place.logs / "many_x" / "attempt_0"
     attempt.mkdir(parents=True)
-    times = Timeline(str(attempt / "timeline"))
+    times = TimelineWriter(str(attempt / "timeline"))
     for turn in range(2):
         for rank in range(70):
             path = attempt / str(rank) / "stdout.log"

@@ -26,9 +26,10 @@ from hypothesis import strategies as st
 
 from phalanx._base import clock
 from phalanx._base.clock import FakeClock
-from phalanx._logs import write_index
+from phalanx._logs import timeline_writer
 from phalanx._logs.growth import Growth
-from phalanx._logs.write_index import APART, Timeline
+from phalanx._logs.timeline_format import APART
+from phalanx._logs.timeline_writer import TimelineWriter
 from phalanx._runs.catalog import RunDir
 from phalanx.cli._reader import Reader
 from phalanx.multiprocessing import ConsoleSpecs
@@ -177,7 +178,7 @@ class History:
             number: Log(folder / str(number // 2) / ("stderr.log" if number % 2 else "stdout.log"), rotates=rotates)
             for number, rotates in STREAMS.items()
         }
-        self.timeline = Timeline(str(folder / "timeline"))
+        self.timeline = TimelineWriter(str(folder / "timeline"))
         self.clock = FakeClock(100.0)
         self.wall = START
         self._looks = 0
@@ -298,8 +299,8 @@ def test_nothing_is_lost_doubled_out_of_order_or_misdated(events: list[tuple[Any
 def test_growth_that_is_denser_than_is_noted(events: list[tuple[Any, ...]], burst: int, spacing: float) -> None:
     """Nothing is lost or doubled, and each stream keeps its order; times are late by the spacing, at most."""
     with (
-        mock.patch.object(write_index, "BURST", burst),
-        mock.patch.object(write_index, "SPACING", spacing),
+        mock.patch.object(timeline_writer, "BURST", burst),
+        mock.patch.object(timeline_writer, "SPACING", spacing),
         after(events) as (history, folder),
     ):
         rows = shown(folder)

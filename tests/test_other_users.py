@@ -24,8 +24,9 @@ from click.testing import CliRunner
 from phalanx._base import files, procfs
 from phalanx._evidence.error_file import read_error_file, write_error_file
 from phalanx._evidence.stack_signals import STACK_SIGNAL_ENV
-from phalanx._logs.follower import Follower, last_lines
+from phalanx._logs.follower import Follower
 from phalanx._logs.specs import FolderLogsSpecs
+from phalanx._logs.tail import last_lines
 from phalanx._runs import catalog, record
 from phalanx._stacks import collect, py_spy, request
 from phalanx.cli.logs import logs
@@ -377,9 +378,9 @@ def test_in_a_user_namespace_stdout_of_dev_can_be_a_log(shared: Path) -> None:
 
 READ_ONLY = """
 import os, sys, tempfile
-from phalanx._runs.paths import place_of_new_runs
+from phalanx._runs.paths import folder_for_new_runs
 os.setuid(int(sys.argv[1]))  # root may write anywhere
-print(place_of_new_runs() == (f"{os.environ['TMPDIR']}/phalanx-{os.geteuid()}", True))
+print(folder_for_new_runs() == (f"{os.environ['TMPDIR']}/phalanx-{os.geteuid()}", True))
 """
 
 

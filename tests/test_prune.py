@@ -291,7 +291,7 @@ def test_links_in_a_run_are_not_followed(place: Place, tmp_path: Path) -> None:
 def test_a_removal_that_was_interrupted_is_finished(place: Place) -> None:
     put(place, "new")
     (put(place, "old") / "run.json").unlink()
-    (place.logs / "old").rename(place.logs / f"{pruning.REMOVED}old")
+    (place.logs / "old").rename(place.logs / f"{catalog.REMOVED}old")
     assert [run.name for run in catalog.find([str(place.logs)])] == ["new"]
     done = prune(place, "--keep", "5", "-y")
     assert done.out.startswith("to be removed: 0 runs, 0 B; 1 run, ")
@@ -301,7 +301,7 @@ def test_a_removal_that_was_interrupted_is_finished(place: Place) -> None:
 
 def test_which_removals_were_interrupted(place: Place) -> None:
     place.logs.mkdir()
-    begun = [place.logs / f"{pruning.REMOVED}{name}" for name in ("ours", "theirs", "file", "link")]
+    begun = [place.logs / f"{catalog.REMOVED}{name}" for name in ("ours", "theirs", "file", "link")]
     for path in begun[:2]:
         path.mkdir()
     begun[2].touch()
@@ -329,7 +329,7 @@ def test_what_cannot_be_removed_keeps_nothing_else() -> None:
             os.chown(path, NOBODY, NOBODY)
         (root / "oldest" / "attempt_0" / "theirs").mkdir()
         (root / "oldest" / "attempt_0" / "theirs" / "file").touch()
-        left = f"{pruning.REMOVED}oldest"
+        left = f"{catalog.REMOVED}oldest"
         for keep, removed in ((1, 1), (1, 0), (0, 1)):
             with acting_as(NOBODY):
                 number, _, failed = pruning.prune(folder, keep)
@@ -418,7 +418,7 @@ def test_a_person_is_asked(place: Place) -> None:
 def test_so_many_are_kept(place: Place) -> None:
     for age in (3, 2, 1):
         put(place, f"run-{age}", age=age * DAY, size=50_000)
-    (place.logs / f"{pruning.REMOVED}run-4").mkdir()
+    (place.logs / f"{catalog.REMOVED}run-4").mkdir()
     done = sh(place, "echo x", "--keep-runs", 2, "--run-id", "today")
     assert done.status == 0
     assert re.search(r"^phalanx: --keep-runs 2: removed 2 runs, 1\d\d\.\d KiB$", done.err, re.MULTILINE)
@@ -434,7 +434,7 @@ def test_what_is_one_too_many_and_cannot_be_removed_is_told(monkeypatch: pytest.
     monkeypatch.setattr(pruning, "prune", fail)
     said: list[str] = []
     logs = LogsDest(timeline="/runs/x/attempt_0/timeline")
-    recorder = Recorder("x", {}, lambda: logs, lambda: ({}, None), run_id="", command=[], say=said.append, keep_runs=3)
+    recorder = Recorder("x", {}, lambda: logs, lambda: ({}, None), run_id="", command=[], warn=said.append, keep_runs=3)
     recorder._prune()
     assert said == ["--keep-runs: [Errno 13] /runs, 3"]
 

@@ -19,18 +19,23 @@ import pytest
 from phalanx._base import clock, linux
 from phalanx._base.clock import FakeClock
 from phalanx._base.loop import Loop
-from phalanx._logs import pump, sink, write_index
-from phalanx._logs.dedup import Fold
-from phalanx._logs.follower import Follower, last_lines
+from phalanx._logs import pump, sink, unshown
+from phalanx._logs.dedup import Dedup
+from phalanx._logs.follower import Follower
+from phalanx._logs.formats import Json, Text
 from phalanx._logs.merge import merge
-from phalanx._logs.pump import Pump, Stream
-from phalanx._logs.render import Json, Text, View
-from phalanx._logs.rotated import aside
+from phalanx._logs.pump import Pump
+from phalanx._logs.render import View
+from phalanx._logs.rotated import rotated_files
 from phalanx._logs.sink import Sink
-from phalanx._logs.terminal import Paper, Screen
-from phalanx._logs.write_index import GREW, Timeline
+from phalanx._logs.stream import Stream
+from phalanx._logs.tail import last_lines
+from phalanx._logs.terminal import PlainOutput, TerminalOutput
+from phalanx._logs.timeline_format import GREW
+from phalanx._logs.timeline_reader import read as read_timeline
+from phalanx._logs.timeline_writer import TimelineWriter
 from tests.helpers import TIMEOUT
-from tests.pump_tools import Memory, Rotated, append, lane, read_all, rig, until
+from tests.pump_tools import Memory, Rotated, append, read_all, rig, source, until
 from tests.screen import Emulator
 
 if TYPE_CHECKING:
@@ -75,10 +80,10 @@ def test_a_real_terminal(loop: Loop) -> None:
     os.set_blocking(master, False)
     try:
         out = Sink(slave)
-        it = View(Screen(out, lambda: (80, 24)), Text())
+        it = View(TerminalOutput(out, lambda: (80, 24)), Text())
         out.open(loop, lambda: None)
-        it.take(lane(0), b"hello\n")
-        it.take(lane(1), b"\r 5%")
+        it.take(source(0), b"hello\n")
+        it.take(source(1), b"\r 5%")
         it.tick()
         it.settle()
         out.flush()
@@ -357,7 +362,7 @@ def test_a_file_that_is_rotated_while_it_is_read(tmp_path: Path, size: int, clos
                 got += buffer[: it.read(buffer)]
             if closes:
                 it.close()
-        assert len(aside(str(path))) == 14
+        assert len(rotated_files(str(path))) == 14
         got += read_on(it)
         assert got == said
         assert it.left() == 0
@@ -392,7 +397,7 @@ def test_a_rotator_goes_on_where_another_has_ended(tmp_path: Path) -> None:
             write(text)
     with followed(path, rotates=True) as it:
         assert read_on(it) == b"one\ntwo\nthree\nfour\n"
-    assert [os.path.getsize(name) for name in [*aside(str(path)), str(path)]] == [8, 6, 5]
+    assert [os.path.getsize(name) for name in [*rotated_files(str(path)), str(path)]] == [8, 6, 5]
 
 
 # --- the times of writing
@@ -405,12 +410,12 @@ def wall(time: FakeClock, monkeypatch: pytest.MonkeyPatch) -> float:
 
 
 def records(path: str) -> list[tuple[float, int, int]]:
-    return [(round(at - 1.7e9, 3), stream, grown) for at, kind, stream, grown in write_index.read(path) if kind == GREW]
+    return [(round(at - 1.7e9, 3), stream, grown) for at, kind, stream, grown in read_timeline(path) if kind == GREW]
 
 
 @pytest.mark.usefixtures("wall")
 def test_a_timeline_is_read_as_it_was_written(time: FakeClock, tmp_path: Path) -> None:
-    it = Timeline(str(tmp_path / "timeline"))
+    it = TimelineWriter(str(tmp_path / "timeline"))
     noted = [(0.0, 0, 10), (0.5, 3, 7), (0.0, 0, 12), (70.0, 0, 13), (0.001, 1, 1), (600.25, 3, 1 << 20)]
     sizes: dict[int, int] = {}
     expected = []
@@ -428,7 +433,7 @@ def test_a_timeline_is_read_as_it_was_written(time: FakeClock, tmp_path: Path) -
 
 @pytest.mark.usefixtures("wall")
 def test_growths_close_together_are_one(time: FakeClock, tmp_path: Path) -> None:
-    it = Timeline(str(tmp_path / "timeline"))
+    it = TimelineWriter(str(tmp_path / "timeline"))
     for size in range(1, 6):
         it.note(0, size)
         time.advance(0.003)
@@ -440,7 +445,7 @@ def test_growths_close_together_are_one(time: FakeClock, tmp_path: Path) -> None
 
 @pytest.mark.usefixtures("wall")
 def test_a_growth_beyond_what_a_record_holds(time: FakeClock, tmp_path: Path) -> None:
-    it = Timeline(str(tmp_path / "timeline"))
+    it = TimelineWriter(str(tmp_path / "timeline"))
     it.note(2, 1)
     time.advance(66.0)
     it.note(2, 10 << 30)
@@ -452,7 +457,7 @@ def test_a_growth_beyond_what_a_record_holds(time: FakeClock, tmp_path: Path) ->
 
 @pytest.mark.usefixtures("wall")
 def test_a_file_that_was_cut_short_grows_from_there(tmp_path: Path) -> None:
-    it = Timeline(str(tmp_path / "timeline"))
+    it = TimelineWriter(str(tmp_path / "timeline"))
     it.note(0, 100)
     it.note(0, 0)
     it.note(1, 1)
@@ -463,7 +468,7 @@ def test_a_file_that_was_cut_short_grows_from_there(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("wall")
 def test_a_long_timeline_is_written_in_between(time: FakeClock, tmp_path: Path) -> None:
-    it = Timeline(str(tmp_path / "timeline"))
+    it = TimelineWriter(str(tmp_path / "timeline"))
     for number in range(2000):
         time.advance(0.02)
         it.note(number % 4, 10 + number)
@@ -474,17 +479,17 @@ def test_a_long_timeline_is_written_in_between(time: FakeClock, tmp_path: Path) 
 
 def test_a_timeline_that_cannot_be_written_is_given_up(tmp_path: Path) -> None:
     for path in (tmp_path / "no" / "where", "/dev/full"):
-        it = Timeline(str(path))
+        it = TimelineWriter(str(path))
         it.note(0, 10)
         it.flush()
         it.note(0, 20)
         it.close()
-    assert list(write_index.read(str(tmp_path / "no" / "where"))) == []
+    assert list(read_timeline(str(tmp_path / "no" / "where"))) == []
 
 
 def test_a_damaged_timeline_yields_what_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "timeline"
-    it = Timeline(str(path))
+    it = TimelineWriter(str(path))
     it.note(0, 10)
     it.note(1, 20)
     it.close()
@@ -492,15 +497,15 @@ def test_a_damaged_timeline_yields_what_can_be_read(tmp_path: Path) -> None:
     counts = []
     for length in range(len(whole) + 1):
         path.write_bytes(whole[:length])
-        counts.append(len(list(write_index.read(str(path)))))
+        counts.append(len(list(read_timeline(str(path)))))
     assert counts == [0] * 19 + [1] * 3 + [2]
     path.write_bytes(b"something else, and long enough for it\n")
-    assert list(write_index.read(str(path))) == []
+    assert list(read_timeline(str(path))) == []
 
 
 @pytest.mark.usefixtures("wall")
 def test_streams_are_merged_in_the_order_of_time(time: FakeClock, tmp_path: Path) -> None:
-    it = Timeline(str(tmp_path / "timeline"))
+    it = TimelineWriter(str(tmp_path / "timeline"))
     paths = {stream: str(tmp_path / f"{stream}.log") for stream in (0, 1, 2)}
     dice = random.Random(2)  # noqa: S311 - the same numbers in every run, and no secret
     said = []
@@ -541,7 +546,7 @@ def test_without_a_timeline_file_follows_file(tmp_path: Path) -> None:
 
 
 def test_a_timeline_of_files_that_are_gone_or_shorter(tmp_path: Path) -> None:
-    it = Timeline(str(tmp_path / "timeline"))
+    it = TimelineWriter(str(tmp_path / "timeline"))
     for stream in (0, 1, 2):
         it.note(stream, 100)
     it.close()
@@ -568,14 +573,14 @@ def test_a_file_that_appears_later_in_a_folder_that_appears_later(tmp_path: Path
     paths = [str(tmp_path / name) for name in ("a/b/c/log", "a/b/log", "there")]
     with rig(paths, str(tmp_path / "out")) as it:
         os.makedirs(tmp_path / "a")
-        until(it.loop, lambda: len(it.pump._missing) == 2)
+        until(it.loop, lambda: len(it.watch._missing) == 2)
         append(paths[2], b"there\n")
         os.makedirs(tmp_path / "a/b/c")
         append(paths[0], b"deep\n")
         (tmp_path / "other").write_bytes(b"moved\n")
         os.rename(tmp_path / "other", paths[1])
         it.catch_up()
-        until(it.loop, lambda: not it.pump._missing)
+        until(it.loop, lambda: not it.watch._missing)
         for path in paths:
             append(path, b"more\n")
         it.catch_up()
@@ -623,7 +628,7 @@ def test_a_file_that_appears_while_it_is_looked_for(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(linux, "_libc", late)
     with rig([str(path)], str(tmp_path / "out")) as it:
         it.catch_up()
-        assert not it.pump._missing
+        assert not it.watch._missing
         it.finish()
     assert (tmp_path / "out").read_bytes() == b"[0] late\n"
 
@@ -649,8 +654,8 @@ def test_a_rotated_file_is_watched_once(tmp_path: Path) -> None:
             if number % 5 == 0:
                 it.catch_up()
         it.catch_up()
-        until(it.loop, lambda: len(it.pump._watches) == 2)
-        assert [len(streams) for streams in it.pump._watches.values()] == [1, 1]
+        until(it.loop, lambda: len(it.watch._watches) == 2)
+        assert [len(streams) for streams in it.watch._watches.values()] == [1, 1]
         it.finish()
     lines = (tmp_path / "out").read_bytes().splitlines()
     for rank in range(2):
@@ -720,8 +725,8 @@ def test_a_console_that_stops_and_goes_on(tmp_path: Path, pipe: tuple[int, int])
     for path in paths:
         path.write_bytes(whole)
     with rig([str(path) for path in paths], writer) as it:
-        until(it.loop, lambda: it.view.surface.sink.blocked and len(it.pump._dirty) == 2)
-        assert it.view.surface.sink._size <= 5 * sink.TURN
+        until(it.loop, lambda: it.view.output.sink.blocked and len(it.pump._dirty) == 2)
+        assert it.view.output.sink._size <= 5 * sink.TURN
         assert it.streams[0].follower.left() > 0
         got = bytearray()
 
@@ -761,8 +766,8 @@ def test_a_file_of_ours_is_complete_though_who_reads_is_given_up(
 ) -> None:
     path, chosen = tmp_path / "log", tmp_path / "chosen"
     path.write_bytes(b"a line\n" * 500_000)
-    views = [View(Paper(Sink(target)), Text()) for target in (pipe[1], str(chosen))]
-    streams = [Stream(Follower(str(path)), [(view, lane())]) for view in views]
+    views = [View(PlainOutput(Sink(target)), Text()) for target in (pipe[1], str(chosen))]
+    streams = [Stream(Follower(str(path)), [(view, source())]) for view in views]
     pump = Pump(streams, views, drain=0.0)
     ends: list[bool] = []
     try:
@@ -782,10 +787,10 @@ def test_a_turn_takes_so_much_that_others_need_not_wait(tmp_path: Path, how: str
     path.write_bytes(b"\n" * (1 << 20))
     memory = Memory()
     memory.turn = sink.TURN
-    shows = View(Paper(memory), Json() if how == "json" else Text())
+    shows = View(PlainOutput(memory), Json() if how == "json" else Text())
     if how == "folded":
-        shows.fold_into(Fold(lambda lanes, line: memory.write((line,), lanes[0]), {"stdout": 2}))
-    stream = Stream(Follower(str(path)), [(shows, lane())])
+        shows.dedup_lines_with(Dedup(lambda sources, line: memory.write((line,), sources[0]), {"stdout": 2}))
+    stream = Stream(Follower(str(path)), [(shows, source())])
     assert stream.step(bytearray(sink.TURN))
     assert stream.follower.offset == size
     stream.follower.close()
@@ -807,7 +812,7 @@ def test_what_is_left_is_not_read_to_be_counted(
         return count
 
     monkeypatch.setattr(Follower, "read", counted)
-    monkeypatch.setattr(pump, "_COUNTED", 4 << 20)
+    monkeypatch.setattr(unshown, "_MOST_COUNTED", 4 << 20)
     with rig([str(path)], pipe[1], drain=0.02) as it:
         it.finish()
     assert taken < 8 << 20
@@ -850,7 +855,7 @@ def test_an_unfinished_line_that_was_not_shown_is_said(
     many.write_bytes(b"a line of some length, more or less\n" * 50_000)
     one.write_bytes(b"no end")
     with rig([str(many), str(one)], pipe[1], drain=0.05) as it:
-        until(it.loop, lambda: it.streams[1].follower.offset == 6 and it.view.surface.sink.blocked)
+        until(it.loop, lambda: it.streams[1].follower.offset == 6 and it.view.output.sink.blocked)
         it.finish()
     assert f"phalanx: … 1 more line in {one}\n" in capfd.readouterr().err
 
@@ -860,7 +865,7 @@ def test_a_pump_that_is_closed_reads_no_more(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"x\n" * 500_000)
     target = Sink(os.open(os.devnull, os.O_WRONLY), own=True)
-    assert target.hold()
+    assert target.retain()
     with rig([], target) as other, rig([str(path)], target) as it:
         it.loop.once()
         it.pump.close()
@@ -868,7 +873,7 @@ def test_a_pump_that_is_closed_reads_no_more(tmp_path: Path) -> None:
         it.loop.once()
         assert 0 < it.streams[0].follower.offset < 1_000_000
         assert it.streams[0].follower.fd == -1
-        assert not other.view.surface.sink.broken
+        assert not other.view.output.sink.broken
 
 
 def test_one_console_that_is_gone_does_not_stop_another(tmp_path: Path, pipe: tuple[int, int]) -> None:
@@ -876,15 +881,15 @@ def test_one_console_that_is_gone_does_not_stop_another(tmp_path: Path, pipe: tu
     path = tmp_path / "log"
     path.touch()
     loop = Loop()
-    views = [View(Paper(Sink(writer)), Text()), View(Paper(Sink(str(tmp_path / "out"))), Text())]
-    stream = Stream(Follower(str(path)), [(it, lane()) for it in views])
+    views = [View(PlainOutput(Sink(writer)), Text()), View(PlainOutput(Sink(str(tmp_path / "out"))), Text())]
+    stream = Stream(Follower(str(path)), [(it, source()) for it in views])
     pump = Pump([stream], views)
     done: list[bool] = []
     try:
         pump.open(loop)
         os.close(reader)
         append(str(path), b"one\n")
-        until(loop, lambda: views[0].surface.sink.broken)
+        until(loop, lambda: views[0].output.sink.broken)
         append(str(path), b"two\n")
         pump.finish(lambda: done.append(True))
         until(loop, lambda: bool(done))
@@ -899,18 +904,18 @@ def test_a_line_of_ours_stands_by_itself(tmp_path: Path, capfd: pytest.CaptureFi
     path.write_bytes(b"half")
     with rig([str(path)], str(out)) as it:
         until(it.loop, lambda: out.read_bytes() == b"[0] half")
-        it.pump.say("phalanx: a word \udcff")
+        it.pump.show_message("phalanx: a word \udcff")
         until(it.loop, lambda: out.read_bytes() == b"[0] half\nphalanx: a word \\udcff\n")
         it.finish()
-        it.pump.say("too late for the console")
+        it.pump.show_message("too late for the console")
     assert out.read_bytes() == b"[0] half\nphalanx: a word \\udcff\n"
     assert capfd.readouterr().err == "too late for the console\n"
 
 
 def test_a_pump_that_was_never_opened(capfd: pytest.CaptureFixture[str]) -> None:
     pump = Pump([], [])
-    assert not pump.speaks
-    pump.say("hello")
+    assert not pump.shows_messages
+    pump.show_message("hello")
     done: list[bool] = []
     pump.finish(lambda: done.append(True))
     assert done
@@ -931,9 +936,9 @@ def test_a_pump_that_was_never_opened(capfd: pytest.CaptureFixture[str]) -> None
 def test_a_hidden_rank_that_fails_is_revealed_once(tmp_path: Path, text: bytes, shown: bytes) -> None:
     out = tmp_path / "out"
     (tmp_path / "hidden").write_bytes(text)
-    it = View(Paper(Sink(str(out))), Text())
+    it = View(PlainOutput(Sink(str(out))), Text())
     streams = [
-        Stream(Follower(str(tmp_path / name)), [], number=number, spare=(it, lane(number // 2)))
+        Stream(Follower(str(tmp_path / name)), [], number=number, hidden_in=(it, source(number // 2)))
         for name, number in (("hidden", 0), ("never written", 1), ("other", 2))
     ]
     (tmp_path / "other").write_bytes(b"well\n")
@@ -961,21 +966,19 @@ def test_the_last_lines_of_a_rotated_file(tmp_path: Path) -> None:
 def test_the_times_of_writing_get_to_their_file(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"before\n")
-    times = Timeline(str(tmp_path / "timeline"))
+    times = TimelineWriter(str(tmp_path / "timeline"))
     with rig([str(path)], str(tmp_path / "out"), timeline=times) as it:
         append(str(path), b"while it runs\n")
         it.catch_up()
         until(it.loop, lambda: os.path.exists(times.path))  # within a second, not only at the end
         append(str(path), b"at its end\n")
         it.finish()
-    assert (
-        sum(grown for _at, _kind, stream, grown in write_index.read(times.path) if stream == 0) == path.stat().st_size
-    )
+    assert sum(grown for _at, _kind, stream, grown in read_timeline(times.path) if stream == 0) == path.stat().st_size
 
 
 def test_what_cannot_be_opened_leaves_nothing_open(tmp_path: Path) -> None:
     loop = Loop()
-    pump = Pump([], [View(Paper(Sink(str(tmp_path))), Text())])
+    pump = Pump([], [View(PlainOutput(Sink(str(tmp_path))), Text())])
     try:
         before = os.listdir("/proc/self/fd")
         with pytest.raises(IsADirectoryError):

@@ -19,15 +19,17 @@ from phalanx._base.clock import FakeClock
 from phalanx._base.loop import Loop
 from phalanx._base.rank_ranges import format_ranks
 from phalanx._logs import dedup, render
-from phalanx._logs import last_lines as last_module
-from phalanx._logs.dedup import Fold
-from phalanx._logs.last_lines import LastLines
+from phalanx._logs import tail_sink as last_module
+from phalanx._logs.dedup import Dedup
+from phalanx._logs.formats import Json, Text
+from phalanx._logs.line_state import Source
 from phalanx._logs.lines import Cutter, half_letter, last_state, settled
-from phalanx._logs.render import QUIET, STATE, Json, Lane, Text, View
+from phalanx._logs.render import QUIET, STATE, View
 from phalanx._logs.search import Search
 from phalanx._logs.sink import Sink
-from phalanx._logs.terminal import FRAME, Paper, Screen, visible
-from tests.pump_tools import Memory, lane
+from phalanx._logs.tail_sink import TailSink
+from phalanx._logs.terminal import FRAME, PlainOutput, TerminalOutput, visible
+from tests.pump_tools import Memory, source
 from tests.screen import Emulator
 
 
@@ -86,13 +88,13 @@ def test_what_is_taken_of_a_line_leaves_half_a_line_end() -> None:
 
 def test_an_unfinished_line_is_joined_once_and_not_with_each_more_of_it() -> None:
     """Else a line of 200 KB that comes in pieces of 100 bytes would be copied 2,000 times."""
-    desk, one = Desk(Json()), lane()
+    desk, one = Desk(Json()), source()
     for count in range(1, 2001):
         assert desk.take(one, b"x" * 100) == b""
-        assert len(one.cutter._pieces) == count
-        assert one.cutter.held == 100 * count
+        assert len(one.line.cutter._pieces) == count
+        assert one.line.cutter.held == 100 * count
     assert objects(desk.take(one, b"\n"))[0]["text"] == "x" * 200_000
-    assert (one.cutter.held, one.cutter.rest) == (0, b"")
+    assert (one.line.cutter.held, one.line.cutter.rest) == (0, b"")
 
 
 @given(st.lists(st.lists(st.sampled_from([b"a", b"bc", b"\r", b"\n", "é".encode()])).map(b"".join)))
@@ -135,10 +137,10 @@ class Desk:
 
     def __init__(self, form: Text | Json | None = None, select: Search | None = None) -> None:
         self.memory = Memory()
-        self.view = View(Paper(self.memory), form or Text(), select)
+        self.view = View(PlainOutput(self.memory), form or Text(), select)
 
-    def take(self, lane: Lane, data: bytes) -> bytes:
-        self.view.take(lane, data)
+    def take(self, source: Source, data: bytes) -> bytes:
+        self.view.take(source, data)
         return self.memory.taken()
 
     def tick(self) -> bytes:
@@ -146,15 +148,15 @@ class Desk:
         self.view.settle()
         return self.memory.taken()
 
-    def finish(self, *lanes: Lane) -> bytes:
-        for it in lanes:
+    def finish(self, *sources: Source) -> bytes:
+        for it in sources:
             self.view.finish(it)
         self.view.close()
         return self.memory.taken()
 
 
 def test_each_line_has_its_prefix() -> None:
-    desk, one = Desk(), lane()
+    desk, one = Desk(), source()
     assert desk.take(one, b"a\n\nb\n") == b"[0] a\n[0] \n[0] b\n"
     assert desk.finish(one) == b""
 
@@ -162,12 +164,12 @@ def test_each_line_has_its_prefix() -> None:
 def test_a_prefix_may_tell_the_time() -> None:
     desk = Desk()
     desk.view.time = lambda: 12.5
-    it = Lane(0, "stdout", lambda now: b"%.1f " % now)
+    it = Source(0, "stdout", lambda now: b"%.1f " % now)
     assert desk.take(it, b"a\nb\n") == b"12.5 a\n12.5 b\n"
 
 
 def test_an_unfinished_line_is_shown_after_a_quiet_time_and_its_prefix_once(time: FakeClock) -> None:
-    desk, one = Desk(), lane()
+    desk, one = Desk(), source()
     assert desk.take(one, b"name? ") == b""
     assert desk.view.due == time() + QUIET
     time.advance(QUIET / 2)
@@ -185,7 +187,7 @@ def test_an_unfinished_line_is_shown_after_a_quiet_time_and_its_prefix_once(time
 
 
 def test_more_that_can_be_read_at_once_is_waited_for(time: FakeClock) -> None:
-    desk, one = Desk(), lane()
+    desk, one = Desk(), source()
     desk.view.take(one, b"half", more=True)
     time.advance(10)
     assert desk.tick() == b""
@@ -195,7 +197,7 @@ def test_more_that_can_be_read_at_once_is_waited_for(time: FakeClock) -> None:
 
 
 def test_another_ranks_line_breaks_an_unfinished_one(time: FakeClock) -> None:
-    desk, one, other = Desk(), lane(0), lane(1)
+    desk, one, other = Desk(), source(0), source(1)
     desk.take(one, b"half")
     time.advance(QUIET)
     assert desk.tick() == b"[0] half"
@@ -204,7 +206,7 @@ def test_another_ranks_line_breaks_an_unfinished_one(time: FakeClock) -> None:
 
 
 def test_a_line_that_was_broken_at_its_end_is_not_ended_twice(time: FakeClock) -> None:
-    desk, one, other = Desk(), lane(0), lane(1)
+    desk, one, other = Desk(), source(0), source(1)
     for end in (b"\n", b"\r\n"):
         desk.take(one, b"half")
         time.advance(QUIET)
@@ -215,7 +217,7 @@ def test_a_line_that_was_broken_at_its_end_is_not_ended_twice(time: FakeClock) -
 
 
 def test_half_a_line_end_is_not_a_line(time: FakeClock) -> None:
-    desk, one = Desk(), lane()
+    desk, one = Desk(), source()
     desk.take(one, b"dos\r")
     time.advance(QUIET)
     assert desk.tick() == b"[0] dos"
@@ -224,7 +226,7 @@ def test_half_a_line_end_is_not_a_line(time: FakeClock) -> None:
 
 
 def test_nobody_ends_the_last_line(time: FakeClock) -> None:
-    desk, one, other = Desk(), lane(0), lane(1)
+    desk, one, other = Desk(), source(0), source(1)
     desk.take(one, b"shown")
     time.advance(QUIET)
     desk.tick()
@@ -233,7 +235,7 @@ def test_nobody_ends_the_last_line(time: FakeClock) -> None:
 
 
 def test_a_progress_bar_has_a_state_a_second_and_its_last_one_once(time: FakeClock) -> None:
-    desk, one = Desk(), lane()
+    desk, one = Desk(), source()
     shown = b""
     for percent in range(101):
         shown += desk.take(one, b"\r%3d%%" % percent)
@@ -247,7 +249,7 @@ def test_a_progress_bar_has_a_state_a_second_and_its_last_one_once(time: FakeClo
 
 
 def test_a_progress_bar_that_returns_after_each_state(time: FakeClock) -> None:
-    desk, one = Desk(), lane()
+    desk, one = Desk(), source()
     shown = b""
     for percent in range(101):
         shown += desk.take(one, b"%3d%%\r" % percent)
@@ -258,7 +260,7 @@ def test_a_progress_bar_that_returns_after_each_state(time: FakeClock) -> None:
 
 
 def test_a_bar_whose_last_state_is_another(time: FakeClock) -> None:
-    desk, one = Desk(), lane()
+    desk, one = Desk(), source()
     desk.take(one, b"\r 50%")
     assert desk.tick() == b"[0]  50%\n"
     assert desk.take(one, b"\r100%\n") == b"[0] 100%\n"
@@ -273,7 +275,7 @@ def test_a_bar_whose_last_state_is_another(time: FakeClock) -> None:
 
 
 def test_a_bar_that_is_wiped_away_leaves_no_empty_line(time: FakeClock) -> None:
-    desk, one = Desk(), lane()
+    desk, one = Desk(), source()
     desk.take(one, b"\r 50%")
     desk.tick()
     desk.take(one, b"\r     \r")
@@ -283,7 +285,7 @@ def test_a_bar_that_is_wiped_away_leaves_no_empty_line(time: FakeClock) -> None:
 
 
 def test_what_was_shown_of_a_line_and_is_taken_back_stays_a_line(time: FakeClock) -> None:
-    desk, one = Desk(), lane()
+    desk, one = Desk(), source()
     for rest, shown in ((b"\rback\n", b"\n[0] back\n"), (b"\rback", b"\n")):
         desk.take(one, b"forth")
         time.advance(QUIET)
@@ -296,14 +298,14 @@ def test_what_was_shown_of_a_line_and_is_taken_back_stays_a_line(time: FakeClock
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
 def test_a_line_that_is_longer_than_can_be_held(monkeypatch: pytest.MonkeyPatch, end: bytes) -> None:
     monkeypatch.setattr(render, "LONGEST", 10)
-    desk, one, other = Desk(), lane(0), lane(1)
+    desk, one, other = Desk(), source(0), source(1)
     assert desk.take(one, b"x" * 9) == b""
     assert desk.take(one, b"x") == b"[0] " + b"x" * 10
     assert desk.take(one, b"y" * 25) == b"y" * 25
     assert desk.take(other, b"whole\n") == b"\n[1] whole\n"
     assert desk.take(one, b"z" * 10) == b"[0] " + b"z" * 10
     assert desk.take(one, b"z" + end + b"short\n") == b"z" + end + b"[0] short\n"
-    assert len(one.cutter.rest) == 0
+    assert len(one.line.cutter.rest) == 0
 
 
 # --- for machines, and for patterns
@@ -316,7 +318,7 @@ def objects(data: bytes) -> list[dict[str, Any]]:
 
 @given(st.lists(st.binary(max_size=20), max_size=8))
 def test_any_bytes_are_valid_json(chunks: list[bytes]) -> None:
-    desk, one = Desk(Json()), lane(3, "stderr")
+    desk, one = Desk(Json()), source(3, "stderr")
     shown = b"".join(desk.take(one, chunk) for chunk in chunks) + desk.finish(one)
     data = b"".join(chunks)
     if data and not data.endswith(b"\n"):
@@ -329,7 +331,7 @@ def test_any_bytes_are_valid_json(chunks: list[bytes]) -> None:
 
 
 def test_the_fields_of_a_json_line() -> None:
-    desk, one = Desk(Json("node1")), lane()
+    desk, one = Desk(Json("node1")), source()
     desk.view.time = lambda: 1700000000.125
     [it] = objects(desk.take(one, b'"\xc3\xa9"\t\xff\0\\\n'))
     assert list(it) == ["host", "time", "rank", "stream", "text"]
@@ -340,7 +342,7 @@ def test_the_fields_of_a_json_line() -> None:
 def test_the_time_of_a_json_line_has_milliseconds_and_an_offset() -> None:
     from datetime import datetime
 
-    desk, one = Desk(Json()), lane()
+    desk, one = Desk(Json()), source()
     desk.view.time = lambda: 1700000000.1256
     [it] = objects(desk.take(one, b"x\n"))
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.125[+-]\d\d:\d\d", it["time"])
@@ -348,14 +350,14 @@ def test_the_time_of_a_json_line_has_milliseconds_and_an_offset() -> None:
 
 
 def test_no_json_text_has_its_line_end() -> None:
-    desk, one = Desk(Json()), lane()
+    desk, one = Desk(Json()), source()
     assert [it["text"] for it in objects(desk.take(one, b"a\r\nb\r\n\r\nc\n"))] == ["a", "b", "", "c"]
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n", b"", b"\rother\n"])
 def test_parts_of_a_long_line_are_marked_and_hold_whole_letters(monkeypatch: pytest.MonkeyPatch, end: bytes) -> None:
     monkeypatch.setattr(render, "LONGEST", 10)
-    desk, one, other = Desk(Json()), lane(0), lane(1)
+    desk, one, other = Desk(Json()), source(0), source(1)
     line = "äöüß€𝄞" * 9
     shown = b""
     for byte in line.encode():
@@ -384,7 +386,7 @@ def test_parts_of_a_long_line_are_marked_and_hold_whole_letters(monkeypatch: pyt
 def test_a_long_line_that_ends_where_it_was_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine is told of the end of what it was told to be partial; a person needs no empty line."""
     monkeypatch.setattr(render, "LONGEST", 10)
-    desk, one = Desk(Json()), lane()
+    desk, one = Desk(Json()), source()
     rows = objects(desk.take(one, b"x" * 10) + desk.take(one, b"\n"))
     assert [(row["text"], row.get("partial"), row.get("continued")) for row in rows] == [
         ("x" * 10, True, None),
@@ -397,7 +399,7 @@ def test_a_long_line_that_ends_where_it_was_cut(monkeypatch: pytest.MonkeyPatch)
 
 def test_parts_are_wanted_by_themselves_and_are_no_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(render, "LONGEST", 10)
-    desk, one = Desk(Json(), Search(["wanted"], before=2, after=2)), lane()
+    desk, one = Desk(Json(), Search(["wanted"], before=2, after=2)), source()
     text = b"before\n" + b"1234567890" + b"is wanted " + b"and more\n" + b"after\n" + b"wanted\n"
     shown = b"".join(desk.take(one, bytes([byte])) for byte in text) + desk.finish(one)
     marked = [(row["text"], row.get("partial"), row.get("continued")) for row in objects(shown)]
@@ -409,10 +411,10 @@ def test_parts_are_wanted_by_themselves_and_are_no_context(monkeypatch: pytest.M
 def test_an_old_line_without_end_is_passed_over_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What has been written of it before it is wanted, and is too much to be held, is not shown."""
     monkeypatch.setattr(render, "LONGEST", 10)
-    desk, one = Desk(Json()), lane()
+    desk, one = Desk(Json()), source()
     for number in range(100):
         desk.view.skip(one, b"old %d " % number)
-        assert one.cutter.held < 20
+        assert one.line.cutter.held < 20
     rows = objects(desk.take(one, b"new\nnext\n"))
     assert rows[0]["text"].endswith("new")
     assert [row.get("continued") for row in rows] == [True, None]
@@ -421,7 +423,7 @@ def test_an_old_line_without_end_is_passed_over_in_bounded_memory(monkeypatch: p
 
 
 def test_half_a_line_is_nothing_to_a_machine(time: FakeClock) -> None:
-    desk, one = Desk(Json()), lane()
+    desk, one = Desk(Json()), source()
     assert desk.take(one, b"half") == b""
     time.advance(10)
     assert desk.tick() == b""
@@ -433,7 +435,7 @@ def grep(pattern: str) -> Search:
 
 
 def test_only_lines_that_are_selected(time: FakeClock) -> None:
-    desk, one = Desk(select=grep("loss")), lane()
+    desk, one = Desk(select=grep("loss")), source()
     assert desk.take(one, b"hello\nloss 1\nx\nlo") == b"[0] loss 1\n"
     time.advance(QUIET)
     assert desk.tick() == b""  # half a line is nothing to a pattern
@@ -448,15 +450,15 @@ class Folder:
     """A fold of some ranks, and what has come out."""
 
     def __init__(self, ranks: int) -> None:
-        self.lanes = [lane(rank) for rank in range(ranks)]
+        self.sources = [source(rank) for rank in range(ranks)]
         self.out: list[tuple[str, bytes]] = []
-        self.fold = Fold(self.emit, {"stdout": ranks})
+        self.fold = Dedup(self.emit, {"stdout": ranks})
 
-    def emit(self, lanes: list[Lane], line: bytes) -> None:
-        self.out.append((format_ranks([it.rank for it in lanes], ","), line))
+    def emit(self, sources: list[Source], line: bytes) -> None:
+        self.out.append((format_ranks([it.rank for it in sources], ","), line))
 
     def add(self, rank: int, block: bytes) -> None:
-        self.fold.add_lines(self.lanes[rank], block)
+        self.fold.add_lines(self.sources[rank], block)
 
 
 @pytest.mark.parametrize(
@@ -504,9 +506,9 @@ def test_a_rank_that_says_a_line_twice_said_two(time: FakeClock) -> None:
 
 def test_streams_are_folded_apart() -> None:
     it = Folder(1)
-    it.fold = Fold(it.emit, {"stdout": 2, "stderr": 2})
-    it.fold.add_lines(lane(0, "stdout"), b"x\n")
-    it.fold.add_lines(lane(1, "stderr"), b"x\n")
+    it.fold = Dedup(it.emit, {"stdout": 2, "stderr": 2})
+    it.fold.add_lines(source(0, "stdout"), b"x\n")
+    it.fold.add_lines(source(1, "stderr"), b"x\n")
     it.fold.release(everything=True)
     assert it.out == [("0", b"x\n"), ("1", b"x\n")]
 
@@ -561,11 +563,11 @@ def test_folding_keeps_each_ranks_lines_in_their_order(
         it = Folder(4)
         got: dict[int, list[bytes]] = {rank: [] for rank in range(4)}
 
-        def emit(lanes: list[Lane], line: bytes) -> None:
-            for each in lanes:
+        def emit(sources: list[Source], line: bytes) -> None:
+            for each in sources:
                 got[each.rank].append(line)
 
-        it.fold = Fold(emit, {"stdout": 4})
+        it.fold = Dedup(emit, {"stdout": 4})
         for rank, block in said:
             it.add(rank, b"".join(block))
             fake.advance(data.draw(st.sampled_from([0.0, 0.05, 0.3])))
@@ -586,12 +588,12 @@ class Watcher:
     def __init__(self, columns: int = 40, rows: int = 12) -> None:
         self.terminal = Emulator(columns)
         self.memory = Memory()
-        self.screen = Screen(self.memory, lambda: (columns, rows))
+        self.screen = TerminalOutput(self.memory, lambda: (columns, rows))
         self.view = View(self.screen, Text())
 
-    def take(self, lane: Lane, data: bytes) -> list[str]:
+    def take(self, source: Source, data: bytes) -> list[str]:
         """What one sees after the round that handed on ``data``."""
-        self.view.take(lane, data)
+        self.view.take(source, data)
         return self.look()
 
     def look(self) -> list[str]:
@@ -603,11 +605,11 @@ class Watcher:
 
 
 def test_whole_lines_stand_above_live_ones_in_the_order_of_ranks(time: FakeClock) -> None:
-    it, one, two = Watcher(), lane(1), lane(2)
+    it, one, two = Watcher(), source(1), source(2)
     assert it.take(two, b"\r 10%") == ["[2]  10%"]
     time.advance(FRAME)
     assert it.take(one, b"\r 20%") == ["[1]  20%", "[2]  10%"]
-    assert it.take(lane(0), b"hello\nyou\n") == ["[0] hello", "[0] you", "[1]  20%", "[2]  10%"]
+    assert it.take(source(0), b"hello\nyou\n") == ["[0] hello", "[0] you", "[1]  20%", "[2]  10%"]
     time.advance(FRAME)
     assert it.take(two, b"\r 30%") == ["[0] hello", "[0] you", "[1]  20%", "[2]  30%"]
     assert it.take(two, b"\r100%\n") == ["[0] hello", "[0] you", "[2] 100%", "[1]  20%"]
@@ -620,7 +622,7 @@ def test_whole_lines_stand_above_live_ones_in_the_order_of_ranks(time: FakeClock
 
 
 def test_live_lines_are_drawn_so_often_and_no_oftener(time: FakeClock) -> None:
-    it, one = Watcher(), lane()
+    it, one = Watcher(), source()
     it.take(one, b"\r 0%")
     for percent in range(1, 10):
         time.advance(FRAME / 10)
@@ -635,46 +637,46 @@ def test_live_lines_are_drawn_so_often_and_no_oftener(time: FakeClock) -> None:
 
 
 def test_a_partial_line_is_live_after_a_quiet_time(time: FakeClock) -> None:
-    it, one = Watcher(), lane()
+    it, one = Watcher(), source()
     assert it.take(one, b"name? ") == []
     time.advance(QUIET)
     assert it.look() == ["[0] name?"]
     time.advance(1)
-    assert it.take(lane(1), b"x\n") == ["[1] x", "[0] name?"]
+    assert it.take(source(1), b"x\n") == ["[1] x", "[0] name?"]
     assert it.take(one, b"me\n") == ["[1] x", "[0] name? me"]
 
 
 def test_more_ranks_than_there_is_room_for(time: FakeClock) -> None:
-    it, lanes = Watcher(rows=8), [lane(rank) for rank in range(10)]
-    for each in reversed(lanes):
+    it, sources = Watcher(rows=8), [source(rank) for rank in range(10)]
+    for each in reversed(sources):
         it.take(each, b"\r...")
         time.advance(FRAME)
     assert it.look() == ["[0] ...", "[1] ...", "[2] ...", "... and 7 more"]
-    it.take(lanes[0], b"\rdone\n")
+    it.take(sources[0], b"\rdone\n")
     time.advance(FRAME)
     assert it.look() == ["[0] done", "[1] ...", "[2] ...", "[3] ...", "... and 6 more"]
-    for each in lanes:
+    for each in sources:
         it.view.finish(each)
     it.view.close()
     assert it.look() == ["[0] done", *[f"[{rank}] ..." for rank in range(1, 10)]]
 
 
 def test_a_live_line_that_is_wider_than_the_terminal_takes_one_row(time: FakeClock) -> None:
-    it, one = Watcher(columns=20), lane()
+    it, one = Watcher(columns=20), source()
     it.take(one, b"\r" + b"x" * 100)
     assert len(it.look()) == 1
-    assert it.take(lane(1), b"y\n")[0] == "[1] y"
+    assert it.take(source(1), b"y\n")[0] == "[1] y"
     time.advance(FRAME)
     assert it.take(one, b"\rshort") == ["[1] y", "[0] short"]
 
 
 def test_what_scrolls_away_is_whole(time: FakeClock) -> None:
     """Some bars, and lines from everybody, for longer than the screen is high: no line is lost, doubled or mixed."""
-    it, lanes = Watcher(rows=10), [lane(rank) for rank in range(4)]
+    it, sources = Watcher(rows=10), [source(rank) for rank in range(4)]
     dice = random.Random(1)  # noqa: S311 - the same numbers in every run, and no secret
     said = []
     for number in range(300):
-        who = dice.choice(lanes)
+        who = dice.choice(sources)
         if dice.random() < 0.5:
             it.take(who, b"\r%3d%%" % number)
         else:
@@ -689,7 +691,7 @@ def test_what_scrolls_away_is_whole(time: FakeClock) -> None:
 
 
 def test_nothing_is_drawn_while_the_reader_makes_no_room(time: FakeClock) -> None:
-    it, one = Watcher(), lane()
+    it, one = Watcher(), source()
     it.memory.blocked = True
     assert it.take(one, b"\r 10%") == []
     assert it.view.due == float("inf")
@@ -699,7 +701,7 @@ def test_nothing_is_drawn_while_the_reader_makes_no_room(time: FakeClock) -> Non
 
 
 def test_a_live_line_that_is_no_longer_selected_goes(time: FakeClock) -> None:
-    it, one = Watcher(), lane()
+    it, one = Watcher(), source()
     it.view = View(it.screen, Text(), grep("loss"))
     assert it.take(one, b"\rloss 1") == ["[0] loss 1"]
     time.advance(FRAME)
@@ -708,7 +710,7 @@ def test_a_live_line_that_is_no_longer_selected_goes(time: FakeClock) -> None:
 
 def test_a_line_too_long_to_hold_leaves_no_live_one(time: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(render, "LONGEST", 10)
-    it, one = Watcher(), lane()
+    it, one = Watcher(), source()
     it.take(one, b"\r 10%")
     time.advance(FRAME)
     assert it.take(one, b"x" * 12) == ["[0]  10%" + "x" * 12]
@@ -777,9 +779,9 @@ def test_a_screen_asks_its_terminal_for_its_size(monkeypatch: pytest.MonkeyPatch
         many = ["0" * 80] * 9 + ["... and 11 more"]
         for size, live in (((4, 10), ["0" * 10, "... and 19"]), ((0, 0), many)):
             termios.tcsetwinsize(slave, size)
-            screen = Screen(out)
+            screen = TerminalOutput(out)
             for rank in range(20):
-                screen.show(lane(rank), b"0" * 100)
+                screen.show(source(rank), b"0" * 100)
             screen.draw()
             out.flush()
             said = re.sub(r"\033\[\?7[hl]", "", os.read(master, 65536).decode())
@@ -798,7 +800,7 @@ def test_columns_of_the_environment(monkeypatch: pytest.MonkeyPatch, text: str, 
 
 
 def test_a_line_that_grows_out_of_sight_is_not_sent_again(time: FakeClock) -> None:
-    it, one = Watcher(columns=40), lane()
+    it, one = Watcher(columns=40), source()
     sent = 0
     write = it.memory.write
 
@@ -813,7 +815,7 @@ def test_a_line_that_grows_out_of_sight_is_not_sent_again(time: FakeClock) -> No
         time.advance(QUIET)
         assert it.look() == ["[0] " + "." * 36]
     assert sent < 200
-    it.take(lane(1), b"line\n")
+    it.take(source(1), b"line\n")
     time.advance(FRAME)
     assert it.look() == ["[1] line", "[0] " + "." * 36]
     assert "".join(it.take(one, b"\n")).count(".") == 50_000
@@ -824,7 +826,7 @@ def test_a_line_that_grows_out_of_sight_is_not_sent_again(time: FakeClock) -> No
     st.integers(0, 5),
 )
 def test_the_last_lines_of_what_is_written(writes: list[list[bytes]], count: int) -> None:
-    last = LastLines(count)
+    last = TailSink(count)
     for number, buffers in enumerate(writes):
         last.write(tuple(buffers), number)
     lines = b"".join(b"".join(buffers) for buffers in writes).split(b"\n")
@@ -871,7 +873,7 @@ def test_moves_without_end_are_held_within_bounds() -> None:
 def test_a_line_without_an_end_is_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker can make one of terabytes, of holes."""
     monkeypatch.setattr(last_module, "MOST_OF_A_LINE", 10)
-    last = LastLines(3)
+    last = TailSink(3)
     for data in (b"one\n", b"0123456", b"789abc", b"def", b"ghi\nthree\n", b"fo", b"ur"):
         last.write((data,), "whose")
     assert b"".join(line for line, _owner in last.taken()) == (b"one\n0123456789 ... 9 bytes cut ...\nthree\nfour")

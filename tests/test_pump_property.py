@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from phalanx._base import clock
 from phalanx._base.clock import FakeClock
 from phalanx._logs import lines, render, sink
+from phalanx._logs.formats import Text
+from phalanx._logs.line_state import Source
 from phalanx._logs.lines import Cutter
-from phalanx._logs.render import Lane, Text, View
-from phalanx._logs.terminal import Paper
+from phalanx._logs.render import View
+from phalanx._logs.terminal import PlainOutput
 from tests.pump_tools import Memory, Rotated, append, rig
 
 if TYPE_CHECKING:
@@ -115,8 +117,8 @@ class Desk:
     def __init__(self, time: FakeClock, prefix: str = "[{}] ") -> None:
         self.time = time
         self.memory = Memory()
-        self.view = View(Paper(self.memory), Text())
-        self.lanes = [Lane(rank, "stdout", prefix.format(rank).encode()) for rank in range(RANKS)]
+        self.view = View(PlainOutput(self.memory), Text())
+        self.sources = [Source(rank, "stdout", prefix.format(rank).encode()) for rank in range(RANKS)]
 
     def wait(self, seconds: float) -> None:
         self.time.advance(seconds)
@@ -124,8 +126,8 @@ class Desk:
         self.view.settle()
 
     def shown(self) -> bytes:
-        for lane in self.lanes:
-            self.view.finish(lane)
+        for source in self.sources:
+            self.view.finish(source)
         self.view.close()
         return self.memory.taken()
 
@@ -165,7 +167,7 @@ def test_lines_of_several_ranks_without_their_prefixes_are_the_input(said: list[
     with stopped_clock() as time:
         desk = Desk(time)
         for rank, data in said:
-            desk.view.take(desk.lanes[rank], data)
+            desk.view.take(desk.sources[rank], data)
         shown = unprefixed(desk.shown())
     for rank in range(RANKS):
         assert shown[rank] == seen(of_rank(rank, said))
@@ -178,7 +180,7 @@ def test_a_rank_that_pauses_is_shown_whole(parts: list[bytes], data: st.DataObje
     with stopped_clock(longest) as time:
         desk = Desk(time, prefix)
         for part in parts:
-            desk.view.take(desk.lanes[0], part)
+            desk.view.take(desk.sources[0], part)
             desk.wait(data.draw(st.sampled_from([0.0, 0.05, 0.11, 3.0])))
         whole = ended(b"".join(parts))
         expected = b"".join(prefix.encode() + line + b"\n" for line in whole.split(b"\n")[:-1])
@@ -194,7 +196,7 @@ def test_ranks_that_break_each_others_lines_lose_nothing(
     with stopped_clock(longest) as time:
         desk = Desk(time)
         for rank, part in said:
-            desk.view.take(desk.lanes[rank], part)
+            desk.view.take(desk.sources[rank], part)
             desk.wait(data.draw(st.sampled_from([0.0, 0.11])))
         shown = unprefixed(desk.shown())
     for rank in range(RANKS):
@@ -214,7 +216,7 @@ def test_a_progress_bar_that_pauses_ends_as_it_would_without(parts: list[bytes],
     with stopped_clock() as time:
         desk = Desk(time, "")
         for part in parts:
-            desk.view.take(desk.lanes[0], part)
+            desk.view.take(desk.sources[0], part)
             desk.wait(data.draw(st.sampled_from([0.0, 0.11, 3.0])))
         shown = iter(desk.shown().split(b"\n")[:-1])
     whole = b"".join(parts)
@@ -378,7 +380,7 @@ def test_a_rotated_file_is_followed_through_all_its_parts(parts: list[bytes], li
                     if not at_once:
                         it.catch_up()
                 it.finish()
-                assert sum(map(len, it.pump._watches.values())) == 1
+                assert sum(map(len, it.watch._watches.values())) == 1
         finally:
             rotator.close()
         with open(out, "rb") as file:

@@ -106,7 +106,7 @@ def test_its_failure_is_the_cause(logs: Path, gate: Gate) -> None:
 
 def test_what_is_known_later_is_not_said_before(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that sees the end is slow, and writes what it has seen after the result has been written."""
-    seen, ended, judged = recorder._seen, threading.Event(), threading.Event()
+    seen, ended, judged = recorder._result_of_exits, threading.Event(), threading.Event()
 
     def see(mirror: Mirror) -> Any:
         ended.set()
@@ -116,7 +116,7 @@ def test_what_is_known_later_is_not_said_before(logs: Path, monkeypatch: pytest.
     def fail() -> None:
         raise ValueError("no luck")
 
-    monkeypatch.setattr(recorder, "_seen", see)
+    monkeypatch.setattr(recorder, "_result_of_exits", see)
     with start_processes("train", fail, {0: ()}, record=True) as group:
         assert ended.wait(TIMEOUT)
         group.wait(TIMEOUT)
@@ -327,7 +327,7 @@ def test_who_did_not_end() -> None:
     mirror = Mirror()
     mirror.started([(0, 1)])
     mirror.leftovers = [Leftover(2, "x", 0, 1.0, signal.SIGTERM, None)]
-    seen = recorder._seen(mirror)
+    seen = recorder._result_of_exits(mirror)
     assert seen.outcomes[0].state == "abandoned"
     assert list(seen.leftovers) == mirror.leftovers
 

@@ -20,7 +20,7 @@ import pytest
 from phalanx._engine.keeper import keeper
 from phalanx._logs import display
 from phalanx._logs.follower import Follower
-from phalanx._logs.rotated import aside
+from phalanx._logs.rotated import rotated_files
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Std, start_processes
 from tests import workers
 from tests.disks import Disk, sleeping_on_disks, until
@@ -40,7 +40,7 @@ SLACK = 10.0
 def logs_of(folder: Path, rank: int, stream: str = "stdout") -> bytes:
     """All that a rank wrote, in order."""
     [path] = folder.glob(f"*/attempt_0/{rank}/{stream}.log")
-    return b"".join(Path(name).read_bytes() for name in (*aside(str(path)), str(path)))
+    return b"".join(Path(name).read_bytes() for name in (*rotated_files(str(path)), str(path)))
 
 
 def rotated(folder: Path, size: int = 64 << 10) -> DefaultLogsSpecs:
@@ -215,7 +215,7 @@ def forbid(number: int, error: int) -> None:
 
 WITHOUT_LINKS = """
 import errno, os, sys
-from phalanx._logs.follower import aside
+from phalanx._logs.rotated import rotated_files
 from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from tests.test_rotation import forbid
 
@@ -226,7 +226,7 @@ specs = DefaultLogsSpecs(sys.argv[1], tee=Std.OUT, max_size=1000)
 with start_processes("g", sys.executable, ("-S", "-c", code), nprocs=1, logs_specs=specs) as group:
     result = group.wait()
 assert result.succeeded, result
-print(len(aside(result.stdouts[0])), file=sys.stderr)
+print(len(rotated_files(result.stdouts[0])), file=sys.stderr)
 """
 
 

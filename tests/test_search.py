@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 LANE = "rank 0"
 
 
-def chosen(search: Search | Only, *blocks: bytes, lane: object = LANE) -> bytes:
-    return b"".join(lines for block in blocks for _moment, lines in search.choose(lane, block, 0.0))
+def chosen(search: Search | Only, *blocks: bytes, source: object = LANE) -> bytes:
+    return b"".join(lines for block in blocks for _moment, lines in search.choose(source, block, 0.0))
 
 
 # --- what a line is
@@ -172,10 +172,10 @@ def test_context_is_what_grep_prints() -> None:
 
 def test_each_lane_has_its_own_context() -> None:
     search = Search(["hit"], before=1, after=1)
-    assert chosen(search, b"of one\n", lane=1) == b""
-    assert chosen(search, b"hit\n", lane=2) == b"hit\n"
-    assert chosen(search, b"hit\n", lane=1) == b"of one\nhit\n"
-    assert chosen(search, b"after\nnone\n", lane=2) == b"after\n"
+    assert chosen(search, b"of one\n", source=1) == b""
+    assert chosen(search, b"hit\n", source=2) == b"hit\n"
+    assert chosen(search, b"hit\n", source=1) == b"of one\nhit\n"
+    assert chosen(search, b"after\nnone\n", source=2) == b"after\n"
 
 
 def test_context_keeps_its_time() -> None:

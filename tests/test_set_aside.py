@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._logs.follower import Follower, last_lines
+from phalanx._logs.follower import Follower
 from phalanx._logs.growth import Growth
-from phalanx._logs.rotated import NEWEST, Packed, aside, numbers
+from phalanx._logs.rotated import NEWEST, GzipReader, numbers, rotated_files
+from phalanx._logs.tail import last_lines
 from tests.pump_tools import append
 
 if TYPE_CHECKING:
@@ -73,8 +74,8 @@ def test_their_names(tmp_path: Path) -> None:
     assert [(number, os.path.basename(name)) for number, name in numbers(str(path)).items()] == [
         (2, "log.2"), (3, "log.3"), (4, "log.4.gz"), (10, "log.10")
     ]  # fmt: skip
-    assert aside(str(path)) == [f"{path}{end}" for end in (".2", ".3", ".4.gz", ".10")]
-    assert aside(str(tmp_path / "no" / "log")) == []
+    assert rotated_files(str(path)) == [f"{path}{end}" for end in (".2", ".3", ".4.gz", ".10")]
+    assert rotated_files(str(tmp_path / "no" / "log")) == []
 
 
 @pytest.mark.parametrize("missing", [{1}, {3}, {5}, {1, 2, 3}, {2, 4}, {1, 2, 3, 4, 5}])
@@ -277,7 +278,7 @@ def test_a_compressed_file_is_unpacked_once(tmp_path: Path) -> None:
         buffer, got = bytearray(5000), b""
         while count := it.read(buffer):
             got += buffer[:count]
-            assert it._packed is None or it._packed._taken <= os.path.getsize(f"{path}.1.gz") + (1 << 16)
+            assert it._gzip is None or it._gzip._taken <= os.path.getsize(f"{path}.1.gz") + (1 << 16)
             it.close()
         assert got == text
 
@@ -313,7 +314,7 @@ def test_a_compressed_file_can_be_read_again(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(bytes(range(100))))
     fd = os.open(path, os.O_RDONLY)
     try:
-        packed, buffer = Packed(), bytearray(10)
+        packed, buffer = GzipReader(), bytearray(10)
         for offset in (0, 10, 50, 95, 20, 0, 100):
             count = packed.read(fd, buffer, offset)
             assert bytes(buffer[:count]) == bytes(range(offset, min(offset + 10, 100)))

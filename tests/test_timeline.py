@@ -16,28 +16,13 @@ from hypothesis import strategies as st
 
 from phalanx._base import clock
 from phalanx._base.clock import FakeClock
-from phalanx._logs import index_trimming, rotated, write_index
+from phalanx._logs import rotated, timeline_format, timeline_reader, timeline_trimming, timeline_writer
 from phalanx._logs.follower import Follower
 from phalanx._logs.growth import Growth
 from phalanx._logs.merge import merge
 from phalanx._logs.rotated import NEWEST
-from phalanx._logs.write_index import (
-    APART,
-    ASIDE,
-    BURST,
-    CLOCK,
-    CUT,
-    DOUBLING,
-    FIRST,
-    GREW,
-    HEAD,
-    NUMBER,
-    RECORD,
-    SECOND,
-    SPACING,
-    Timeline,
-    packed,
-)
+from phalanx._logs.timeline_format import APART, CLOCK, CUT, FIRST, GREW, HEAD, NUMBER, RECORD, ROTATED, SECOND, pack
+from phalanx._logs.timeline_writer import BURST, DOUBLING, SPACING, TimelineWriter
 from tests.pump_tools import append, rig
 from tests.test_set_aside import compress, rotate
 
@@ -73,17 +58,17 @@ def wall(time: FakeClock, monkeypatch: pytest.MonkeyPatch) -> Wall:
 
 
 @pytest.fixture
-def times(tmp_path: Path, wall: Wall) -> Timeline:
+def times(tmp_path: Path, wall: Wall) -> TimelineWriter:
     del wall
-    return Timeline(str(tmp_path / "timeline"))
+    return TimelineWriter(str(tmp_path / "timeline"))
 
 
-def records(it: Timeline) -> list[tuple[float, int, int, int]]:
+def records(it: TimelineWriter) -> list[tuple[float, int, int, int]]:
     it.close()
-    return [(round(at - START, 3), kind, stream, number) for at, kind, stream, number in write_index.read(it.path)]
+    return [(round(at - START, 3), kind, stream, number) for at, kind, stream, number in timeline_reader.read(it.path)]
 
 
-def merged(it: Timeline, *logs: Path) -> list[tuple[float, int, bytes]]:
+def merged(it: TimelineWriter, *logs: Path) -> list[tuple[float, int, bytes]]:
     it.close()
     followers = {stream: Follower(str(path), rotates=True) for stream, path in enumerate(logs)}
     try:
@@ -93,7 +78,7 @@ def merged(it: Timeline, *logs: Path) -> list[tuple[float, int, bytes]]:
             follower.close()
 
 
-def test_a_cut_is_told(time: FakeClock, times: Timeline) -> None:
+def test_a_cut_is_told(time: FakeClock, times: TimelineWriter) -> None:
     times.note(0, 100)
     time.advance(1)
     times.note(0, 0)
@@ -107,7 +92,7 @@ def test_a_cut_is_told(time: FakeClock, times: Timeline) -> None:
     ]  # fmt: skip
 
 
-def test_a_log_that_is_cut_while_the_run_goes_on(tmp_path: Path, time: FakeClock, times: Timeline) -> None:
+def test_a_log_that_is_cut_while_the_run_goes_on(tmp_path: Path, time: FakeClock, times: TimelineWriter) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     for path, text, stream in ((one, b"void\n", 0), (other, b"first\n", 1), (one, b"", 0), (one, b"new\n", 0),
                                (other, b"second\n", 1), (one, b"and newer\n", 0)):  # fmt: skip
@@ -121,7 +106,7 @@ def test_a_log_that_is_cut_while_the_run_goes_on(tmp_path: Path, time: FakeClock
     ]  # fmt: skip
 
 
-def test_a_cut_that_nobody_has_noted(tmp_path: Path, times: Timeline) -> None:
+def test_a_cut_that_nobody_has_noted(tmp_path: Path, times: TimelineWriter) -> None:
     """What the file holds now was written after all that is known of it."""
     path = tmp_path / "log"
     times.note(0, 100)
@@ -131,7 +116,7 @@ def test_a_cut_that_nobody_has_noted(tmp_path: Path, times: Timeline) -> None:
 
 
 def test_copies_of_a_log_that_is_not_rotated_are_none_of_its_files(
-    tmp_path: Path, time: FakeClock, times: Timeline
+    tmp_path: Path, time: FakeClock, times: TimelineWriter
 ) -> None:
     """As logrotate's copytruncate makes them."""
     path = tmp_path / "log"
@@ -148,7 +133,7 @@ def test_copies_of_a_log_that_is_not_rotated_are_none_of_its_files(
 
 @pytest.mark.parametrize("removed", [set(), {1}, {2}, {3}, {1, 2, 3}])
 def test_rotated_files_that_are_there_have_their_own_times(
-    tmp_path: Path, time: FakeClock, times: Timeline, removed: set[int]
+    tmp_path: Path, time: FakeClock, times: TimelineWriter, removed: set[int]
 ) -> None:
     path = tmp_path / "log"
     path.touch()
@@ -178,16 +163,16 @@ def test_rotated_files_that_are_there_have_their_own_times(
 
 
 def test_a_compressed_file_that_is_larger_than_it_tells(
-    tmp_path: Path, time: FakeClock, times: Timeline, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, time: FakeClock, times: TimelineWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It tells its size modulo 4 GiB: here, 16 bytes."""
 
-    def held(fd: int, *, packed: bool) -> int:
-        size = rotated.held(fd, packed=packed)
-        return size % 16 if packed else size
+    def content_size(fd: int, *, compressed: bool) -> int:
+        size = rotated.content_size(fd, compressed=compressed)
+        return size % 16 if compressed else size
 
     for name in ("growth", "follower"):
-        monkeypatch.setattr(f"phalanx._logs.{name}.held", held)
+        monkeypatch.setattr(f"phalanx._logs.{name}.content_size", content_size)
     for name in ("growth", "merge"):
         monkeypatch.setattr(f"phalanx._logs.{name}.MODULO", 16)
     path = tmp_path / "log"
@@ -204,7 +189,7 @@ def test_a_compressed_file_that_is_larger_than_it_tells(
     assert merged(times, path) == [(2.0, 0, b"of more than 16 bytes\n"), (3.0, 0, b"new\n")]
 
 
-def test_a_step_of_the_wall_clock(time: FakeClock, wall: Wall, times: Timeline) -> None:
+def test_a_step_of_the_wall_clock(time: FakeClock, wall: Wall, times: TimelineWriter) -> None:
     expected = []
     for number, step in enumerate((0.0, 3600.0, -86400.0, 0.5, APART / 2, APART, -5.0)):
         wall.ahead += step
@@ -216,7 +201,7 @@ def test_a_step_of_the_wall_clock(time: FakeClock, wall: Wall, times: Timeline) 
     assert all(abs(one - other) <= APART + 0.001 for one, other in zip(found, expected, strict=True))
 
 
-def test_the_clocks_drift(time: FakeClock, wall: Wall, times: Timeline) -> None:
+def test_the_clocks_drift(time: FakeClock, wall: Wall, times: TimelineWriter) -> None:
     """Little by little, as no two looks are apart by much."""
     expected = []
     dice = random.Random(5)  # noqa: S311 - the same numbers in every run, and no secret
@@ -230,7 +215,7 @@ def test_the_clocks_drift(time: FakeClock, wall: Wall, times: Timeline) -> None:
     assert all(abs(at - other) <= APART + 0.002 for (at, *_rest), other in zip(found, expected, strict=True))
 
 
-def test_a_suspended_machine(time: FakeClock, wall: Wall, times: Timeline) -> None:
+def test_a_suspended_machine(time: FakeClock, wall: Wall, times: TimelineWriter) -> None:
     """CLOCK_MONOTONIC stands still meanwhile."""
     times.note(0, 10)
     time.advance(1)
@@ -241,12 +226,12 @@ def test_a_suspended_machine(time: FakeClock, wall: Wall, times: Timeline) -> No
     assert records(times) == [(0.0, GREW, 0, 10), (28801.0, GREW, 0, 10), (28802.0, GREW, 0, 10)]
 
 
-def test_a_long_pause_takes_one_record(time: FakeClock, times: Timeline) -> None:
+def test_a_long_pause_takes_one_record(time: FakeClock, times: TimelineWriter) -> None:
     times.note(0, 10)
     time.advance(10 * 86400)
     times.note(0, 20)
     assert records(times)[-1] == (864000.0, GREW, 0, 10)
-    assert os.path.getsize(times.path) == HEAD.size + len(packed(0, 0, 10)) + len(packed(864_000_000, 0, 10))
+    assert os.path.getsize(times.path) == HEAD.size + len(pack(0, 0, 10)) + len(pack(864_000_000, 0, 10))
 
 
 def test_the_first_version_can_be_read(tmp_path: Path) -> None:
@@ -257,7 +242,7 @@ def test_the_first_version_can_be_read(tmp_path: Path) -> None:
         + RECORD.pack(0xFFFF, 0, 0)
         + RECORD.pack(5, 0, 8)
     )
-    assert [(round(at - START, 3), *rest) for at, *rest in write_index.read(str(path))] == [
+    assert [(round(at - START, 3), *rest) for at, *rest in timeline_reader.read(str(path))] == [
         (0.0, GREW, 0, 4), (65.54, GREW, 0, 8)
     ]  # fmt: skip
     append(str(log), b"one\n")
@@ -266,27 +251,27 @@ def test_the_first_version_can_be_read(tmp_path: Path) -> None:
     rotate(log, 2)
     append(str(log), b"six\nmore\n")
     os.utime(log, (START + 100, START + 100))
-    assert merged(Timeline(str(path)), log) == [
+    assert merged(TimelineWriter(str(path)), log) == [
         (0.0, 0, b"one\n"), (65.54, 0, b"two\n"), (65.54, 0, b"six\n"), (100.0, 0, b"more\n")
     ]  # fmt: skip
 
 
-def test_a_record_that_was_cut_in_the_middle(times: Timeline) -> None:
+def test_a_record_that_was_cut_in_the_middle(times: TimelineWriter) -> None:
     times.note(0, 10)
     times.note(0, 10, 1)
     times.close()
     with open(times.path, "rb+") as file:
         file.truncate(os.path.getsize(times.path) - 1)
-    assert [kind for _at, kind, _stream, _number in write_index.read(times.path)] == [GREW]
+    assert [kind for _at, kind, _stream, _number in timeline_reader.read(times.path)] == [GREW]
 
 
-def test_half_a_write_is_the_last(time: FakeClock, times: Timeline, small_disk: Path) -> None:
+def test_half_a_write_is_the_last(time: FakeClock, times: TimelineWriter, small_disk: Path) -> None:
     times.path = str(small_disk / "timeline")
     for number in range(40_000):
         time.advance(SPACING)
         times.note(number % 2, number + 1)
     assert os.path.getsize(times.path) <= 64 << 10
-    read = list(write_index.read(times.path))
+    read = list(timeline_reader.read(times.path))
     assert len(read) > 4000
     assert {kind for _at, kind, _stream, _grown in read} == {GREW}
     times.close()
@@ -374,7 +359,7 @@ def test_a_look_at_a_rotation_that_was_tried_twice(tmp_path: Path) -> None:
 def noted(path: str) -> list[list[int]]:
     """The records of one stream, of which growths that follow each other are one: a busy machine parts them."""
     found: list[list[int]] = []
-    for _at, *rest in write_index.read(path):
+    for _at, *rest in timeline_reader.read(path):
         if found and rest[0] == found[-1][0] == GREW:
             found[-1][2] += rest[2]
         else:
@@ -383,7 +368,7 @@ def noted(path: str) -> list[list[int]]:
 
 
 def test_the_pump_notes_cuts_and_rotation(tmp_path: Path) -> None:
-    times = Timeline(str(tmp_path / "timeline"))
+    times = TimelineWriter(str(tmp_path / "timeline"))
     cut, turned = tmp_path / "cut", tmp_path / "turned"
     for path in (cut, turned):
         append(str(path), b"one\n")
@@ -395,7 +380,7 @@ def test_the_pump_notes_cuts_and_rotation(tmp_path: Path) -> None:
         append(str(cut), b"three\n")
         it.finish()
     assert noted(times.path) == [[GREW, 0, 8], [CUT, 0, 0], [GREW, 0, 6]]
-    times = Timeline(str(tmp_path / "another"))
+    times = TimelineWriter(str(tmp_path / "another"))
     with rig([str(turned)], str(tmp_path / "out"), timeline=times, rotates=True) as it:
         append(str(turned), b"two\n")
         it.catch_up()
@@ -403,13 +388,13 @@ def test_the_pump_notes_cuts_and_rotation(tmp_path: Path) -> None:
         append(str(turned), b"three\n")
         it.catch_up()
         it.finish()
-    assert noted(times.path) == [[ASIDE, 0, 0], [GREW, 0, 8], [ASIDE, 0, 1], [GREW, 0, 6]]
+    assert noted(times.path) == [[ROTATED, 0, 0], [GREW, 0, 8], [ROTATED, 0, 1], [GREW, 0, 6]]
 
 
 # --- how long it gets
 
 
-def grows(it: Timeline, time: FakeClock, sizes: dict[int, int], seconds: float, pause: float, grown: int) -> None:
+def grows(it: TimelineWriter, time: FakeClock, sizes: dict[int, int], seconds: float, pause: float, grown: int) -> None:
     """All streams grow, one after the other, for so long."""
     end = time() + seconds
     while time() < end:
@@ -419,12 +404,12 @@ def grows(it: Timeline, time: FakeClock, sizes: dict[int, int], seconds: float, 
             it.note(stream, size + grown)
 
 
-def test_dense_growth_takes_a_record_a_stream_in_each_spacing(time: FakeClock, times: Timeline) -> None:
+def test_dense_growth_takes_a_record_a_stream_in_each_spacing(time: FakeClock, times: TimelineWriter) -> None:
     """Its times are late by that at most, nothing is lost, and the order of each stream is its own."""
     sizes = dict.fromkeys(range(8), 0)
     grows(times, time, sizes, seconds=600.0, pause=0.011, grown=100)
     times.close()
-    found = list(write_index.read(times.path))
+    found = list(timeline_reader.read(times.path))
     at_once = 8 * BURST
     assert (SPACING, BURST) == (0.1, 1000)
     assert at_once < len(found) < at_once * 1.2 + 8 * 600.0 / SPACING * 1.1
@@ -437,7 +422,7 @@ def test_dense_growth_takes_a_record_a_stream_in_each_spacing(time: FakeClock, t
     assert grown == sizes
 
 
-def test_what_is_saved_up_in_silence_keeps_its_times(time: FakeClock, times: Timeline) -> None:
+def test_what_is_saved_up_in_silence_keeps_its_times(time: FakeClock, times: TimelineWriter) -> None:
     """A rank that has been silent tells when each line of its traceback came, whatever its peers write."""
     sizes = {0: 0, 2: 0}
     grows(times, time, sizes, seconds=200.0, pause=0.02, grown=1)
@@ -447,15 +432,15 @@ def test_what_is_saved_up_in_silence_keeps_its_times(time: FakeClock, times: Tim
         times.note(0, sizes[0])
         times.note(1, 50 * line)
     times.close()
-    late = [at for at, _kind, stream, _number in write_index.read(times.path) if stream == 1]
+    late = [at for at, _kind, stream, _number in timeline_reader.read(times.path) if stream == 1]
     assert [round(at - START - 200.0, 2) for at in late] == [round(0.02 * line, 2) for line in range(1, 100)]
 
 
 def test_the_spacing_doubles_as_the_file_grows(
-    time: FakeClock, times: Timeline, monkeypatch: pytest.MonkeyPatch
+    time: FakeClock, times: TimelineWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write_index, "DOUBLING", 4096)
-    monkeypatch.setattr(write_index, "BURST", 10)
+    monkeypatch.setattr(timeline_writer, "DOUBLING", 4096)
+    monkeypatch.setattr(timeline_writer, "BURST", 10)
     sizes = {0: 0, 1: 0}
     lengths = []
     for _ in range(6):
@@ -465,11 +450,11 @@ def test_the_spacing_doubles_as_the_file_grows(
     assert lengths[0] < 5 * 4096
     assert lengths[5] < lengths[0] + 3 * 4096  # six times as long takes less than three doublings
     times.close()
-    assert sum(number for _at, _kind, stream, number in write_index.read(times.path) if stream == 0) == sizes[0]
+    assert sum(number for _at, _kind, stream, number in timeline_reader.read(times.path) if stream == 0) == sizes[0]
     assert DOUBLING == 16 << 20
 
 
-def test_a_worker_that_cuts_its_log_again_and_again(time: FakeClock, times: Timeline) -> None:
+def test_a_worker_that_cuts_its_log_again_and_again(time: FakeClock, times: TimelineWriter) -> None:
     for number in range(20_000):
         time.advance(0.0101)
         times.note(0, number % 2 * 100)
@@ -478,7 +463,7 @@ def test_a_worker_that_cuts_its_log_again_and_again(time: FakeClock, times: Time
     assert os.path.getsize(times.path) < 3.5 * (2 * BURST + 2 * 203 / SPACING)
 
 
-def test_what_is_held_is_written_a_little_later(time: FakeClock, times: Timeline) -> None:
+def test_what_is_held_is_written_a_little_later(time: FakeClock, times: TimelineWriter) -> None:
     """Not before its time, and not never; and nobody is woken for nothing meanwhile."""
     for size in range(1, 2 * BURST):
         time.advance(0.011)
@@ -492,7 +477,7 @@ def test_what_is_held_is_written_a_little_later(time: FakeClock, times: Timeline
         times.flush()
     assert waits == 1
     assert noted < time() < noted + 2 * SPACING
-    assert sum(number for _at, _kind, _stream, number in write_index.read(times.path)) == 2 * BURST - 1
+    assert sum(number for _at, _kind, _stream, number in timeline_reader.read(times.path)) == 2 * BURST - 1
     times.close()
 
 
@@ -503,14 +488,14 @@ def test_what_is_said_of_removed_files_goes_with_them(
     tmp_path: Path, time: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rest is as it was: its times, and its order among the others."""
-    monkeypatch.setattr(index_trimming, "LEAST", 2048)
-    monkeypatch.setattr(index_trimming, "_PIECE", 1000)
+    monkeypatch.setattr(timeline_trimming, "LEAST", 2048)
+    monkeypatch.setattr(timeline_trimming, "_PIECE", 1000)
     monkeypatch.setattr(clock, "wall", Wall(time))
     logs = {0: tmp_path / "log", 2: tmp_path / "quiet"}
     other = tmp_path / "other"
     for path in (*logs.values(), other):
         path.touch()
-    times = Timeline(str(tmp_path / "timeline"), {stream: str(path) for stream, path in logs.items()})
+    times = TimelineWriter(str(tmp_path / "timeline"), {stream: str(path) for stream, path in logs.items()})
     growths = {stream: Growth(str(path), rotates=True) for stream, path in logs.items()}
     written = []
     largest = 0
@@ -556,9 +541,9 @@ VALUES = st.one_of(
 TRIPLES = st.lists(st.tuples(VALUES, st.one_of(st.integers(0, 15), VALUES), VALUES), max_size=30)
 DAMAGED = st.builds(
     lambda version, started, triples, rest: (
-        HEAD.pack(version, started) + b"".join(packed(*triple) for triple in triples) + rest
+        HEAD.pack(version, started) + b"".join(pack(*triple) for triple in triples) + rest
     ),
-    st.sampled_from([write_index.MAGIC, SECOND, FIRST]),
+    st.sampled_from([timeline_format.MAGIC, SECOND, FIRST]),
     st.integers(0, (1 << 64) - 1),
     TRIPLES,
     st.binary(max_size=64),
@@ -598,14 +583,14 @@ def peak(of: Callable[[], object]) -> int:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("version", [write_index.MAGIC, SECOND, FIRST])
+@pytest.mark.parametrize("version", [timeline_format.MAGIC, SECOND, FIRST])
 def test_a_timeline_of_4_gigabytes_of_holes(tmp_path: Path, version: bytes) -> None:
     path, log = tmp_path / "timeline", tmp_path / "log"
     log.write_bytes(b"line\n")
     with open(path, "wb") as file:
         file.write(HEAD.pack(version, int(START * clock.NS)))
         file.truncate(4 << 30)
-    assert peak(lambda: merged(Timeline(str(path)), log)) < 4 << 20
+    assert peak(lambda: merged(TimelineWriter(str(path)), log)) < 4 << 20
 
 
 def test_a_timeline_of_very_many_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -614,11 +599,11 @@ def test_a_timeline_of_very_many_parts(tmp_path: Path, monkeypatch: pytest.Monke
     path, log = tmp_path / "timeline", tmp_path / "log"
     log.write_bytes(b"line\n")
     path.write_bytes(
-        HEAD.pack(write_index.MAGIC, int(START * clock.NS)) + packed(1, CUT, 0) * 50_000 + packed(1, GREW, 5)
+        HEAD.pack(timeline_format.MAGIC, int(START * clock.NS)) + pack(1, CUT, 0) * 50_000 + pack(1, GREW, 5)
     )
     os.utime(log, (START + 500, START + 500))
-    assert merged(Timeline(str(path)), log) == [(500.0, 0, b"line\n")]
-    assert peak(lambda: merged(Timeline(str(path)), log)) < 6 << 20
+    assert merged(TimelineWriter(str(path)), log) == [(500.0, 0, b"line\n")]
+    assert peak(lambda: merged(TimelineWriter(str(path)), log)) < 6 << 20
 
 
 def test_the_second_version_can_be_read(tmp_path: Path) -> None:
@@ -629,9 +614,9 @@ def test_the_second_version_can_be_read(tmp_path: Path) -> None:
         + RECORD.pack(0, 3, 4)
         + RECORD.pack(10, 0xFFFF, CUT << 16 | 3) + NUMBER.pack(0)
         + RECORD.pack(0, 0xFFFF, CLOCK << 16) + NUMBER.pack(clocked)
-        + RECORD.pack(10, 0xFFFF, ASIDE << 16 | 3) + NUMBER.pack(7)
+        + RECORD.pack(10, 0xFFFF, ROTATED << 16 | 3) + NUMBER.pack(7)
         + RECORD.pack(5, 3, 1 << 31)
     )  # fmt: skip
-    assert [(round(at - START, 3), *rest) for at, *rest in write_index.read(str(path))] == [
-        (0.0, GREW, 3, 4), (0.01, CUT, 3, 0), (50.01, ASIDE, 3, 7), (50.015, GREW, 3, 1 << 31)
+    assert [(round(at - START, 3), *rest) for at, *rest in timeline_reader.read(str(path))] == [
+        (0.0, GREW, 3, 4), (0.01, CUT, 3, 0), (50.01, ROTATED, 3, 7), (50.015, GREW, 3, 1 << 31)
     ]  # fmt: skip

@@ -16,19 +16,20 @@ from phalanx._base import clock
 from phalanx._base.clock import FakeClock
 from phalanx._base.rank_ranges import format_ranks
 from phalanx._logs import dedup, tracebacks
-from phalanx._logs.dedup import Fold
-from phalanx._logs.render import Text, View
-from phalanx._logs.terminal import Paper
+from phalanx._logs.dedup import Dedup
+from phalanx._logs.formats import Text
+from phalanx._logs.render import View
+from phalanx._logs.terminal import PlainOutput
 from phalanx._logs.tracebacks import HEAD, QUIET, Tracebacks
 from phalanx.multiprocessing import ConsoleSpecs
-from tests.pump_tools import Memory, lane
+from tests.pump_tools import Memory, source
 from tests.test_log_options import fold_patiently, group
 from tests.timer_workers import wait_asleep
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from phalanx._logs.render import Lane
+    from phalanx._logs.line_state import Source
     from tests.helpers import Gate, Ready
     from tests.test_run import Place
 
@@ -51,20 +52,20 @@ class Console:
     """What comes out for some ranks: whole texts, after the ranks that they are of."""
 
     def __init__(self, ranks: int) -> None:
-        self.lanes = [lane(rank) for rank in range(ranks)]
+        self.sources = [source(rank) for rank in range(ranks)]
         self.out: list[tuple[str, bytes]] = []
         self.by_rank = [b""] * ranks
-        dedup = Fold(self.emit, {"stdout": ranks}, by_rank=True)
-        self.tracebacks = Tracebacks(dedup, lambda lane, block: self.emit([lane], block))
+        dedup = Dedup(self.emit, {"stdout": ranks}, by_rank=True)
+        self.tracebacks = Tracebacks(dedup, lambda source, block: self.emit([source], block))
 
-    def emit(self, lanes: list[Lane], text: bytes) -> None:
+    def emit(self, sources: list[Source], text: bytes) -> None:
         assert text.endswith(b"\n")
-        self.out.append((format_ranks([it.rank for it in lanes], ","), text))
-        for it in lanes:
+        self.out.append((format_ranks([it.rank for it in sources], ","), text))
+        for it in sources:
             self.by_rank[it.rank] += text
 
     def take(self, rank: int, block: bytes) -> None:
-        self.tracebacks.take(self.lanes[rank], block)
+        self.tracebacks.take(self.sources[rank], block)
 
     def wait(self, time: FakeClock, seconds: float) -> list[tuple[str, bytes]]:
         """What has come out when that time is over."""
@@ -256,7 +257,7 @@ def test_a_flood_of_them_is_shown_at_once(time: FakeClock) -> None:
 
 def test_the_other_stream_of_a_rank_comes_after_it(time: FakeClock) -> None:
     it = Console(2)
-    out = lane(0, "other")
+    out = source(0, "other")
     it.take(0, HEADER + FRAME)
     it.tracebacks.take(out, b"meanwhile\n")
     assert it.out == [("0", b"meanwhile\n")]  # it may come from another thread
@@ -271,13 +272,13 @@ def test_the_other_stream_of_a_rank_comes_after_it(time: FakeClock) -> None:
 
 def test_it_has_the_time_at_which_it_began(time: FakeClock) -> None:
     times = []
-    lanes = [lane(rank) for rank in range(2)]
-    held = Fold(lambda _lanes, text: times.append((held.time, text)), {"stdout": 2}, time=clock.now, by_rank=True)
-    it = Tracebacks(held, lambda _lane, _block: None)
+    sources = [source(rank) for rank in range(2)]
+    held = Dedup(lambda _sources, text: times.append((held.time, text)), {"stdout": 2}, time=clock.now, by_rank=True)
+    it = Tracebacks(held, lambda _source, _block: None)
     began = time()
-    it.take(lanes[0], ONE)
+    it.take(sources[0], ONE)
     time.advance(QUIET / 2)
-    it.take(lanes[0], b"after\n")
+    it.take(sources[0], b"after\n")
     time.advance(LONG)
     it.tick()
     assert times == [(began, ONE), (began + QUIET / 2, b"after\n")]
@@ -335,33 +336,33 @@ def test_nothing_is_lost_and_each_rank_keeps_its_order(
     """Of two streams of three ranks, wherever a read cuts them; also when no more can be held."""
     time = FakeClock(100.0)
     memory = Memory()
-    view = View(Paper(memory), Text())
-    lanes = [lane(number // 2, ("stdout", "stderr")[number % 2]) for number in range(6)]
-    for number, one in enumerate(lanes):
+    view = View(PlainOutput(memory), Text())
+    sources = [source(number // 2, ("stdout", "stderr")[number % 2]) for number in range(6)]
+    for number, one in enumerate(sources):
         one.prefix = b"%d " % number
 
-    def emit(those: list[Lane], text: bytes) -> None:
-        prefix = ",".join(str(lanes.index(one)) for one in those).encode() + b" "
+    def emit(those: list[Source], text: bytes) -> None:
+        prefix = ",".join(str(sources.index(one)) for one in those).encode() + b" "
         memory.write((b"".join(prefix + line for line in text.splitlines(keepends=True)),))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clock, "now", time)
         patch.setattr(dedup, "_MOST", most)
-        view.fold_tracebacks(Fold(emit, {"stdout": 3, "stderr": 3}, by_rank=True))
+        view.dedup_tracebacks_with(Dedup(emit, {"stdout": 3, "stderr": 3}, by_rank=True))
         given = [b""] * 6
         waiting = [b""] * 6
         for number, text, seconds in said:
             given[number] += text
             waiting[number] += text
             cut = data.draw(st.integers(1, len(waiting[number])))
-            view.take(lanes[number], waiting[number][:cut])
+            view.take(sources[number], waiting[number][:cut])
             waiting[number] = waiting[number][cut:]
-            if not any(one.cutter.held for one in lanes):  # what has no end is shown then, and others break it
+            if not any(one.line.cutter.held for one in sources):  # what has no end is shown then, and others break it
                 time.advance(seconds)
             view.tick()
-        for one, rest in zip(lanes, waiting, strict=True):
+        for one, rest in zip(sources, waiting, strict=True):
             view.take(one, rest)
-        for one in lanes:
+        for one in sources:
             view.finish(one)
         view.close()
     shown = [b""] * 6

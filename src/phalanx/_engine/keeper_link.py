@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx._base.loop import Loop
-    from phalanx._engine.group_display import GroupDisplay
+    from phalanx._engine.group_lines import GroupLines
     from phalanx._engine.keeper_client import KeeperClient
     from phalanx._engine.mirror import Mirror
     from phalanx._timers.hang_reporter import HangReporter
@@ -55,7 +55,7 @@ class KeeperLink:
         loop: Loop,
         client: KeeperClient,
         mirror: Mirror,
-        display: GroupDisplay,
+        display: GroupLines,
         running: Callable[[], None],
         policy: tuple[float, float, float],
     ) -> None:

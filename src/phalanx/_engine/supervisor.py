@@ -18,7 +18,7 @@ from phalanx._base.background import SerialExecutor
 from phalanx._base.latch import Latch
 from phalanx._base.loop import Loop
 from phalanx._engine import protocol, start_errors
-from phalanx._engine.group_display import GroupDisplay
+from phalanx._engine.group_lines import GroupLines
 from phalanx._engine.keeper_client import KeeperClient
 from phalanx._engine.keeper_link import KeeperLink
 from phalanx._engine.mirror import Mirror
@@ -62,7 +62,7 @@ class Supervisor:
         self.mirror = Mirror()
         self.ended = Latch()  # the outcome of every worker is known, and no process of theirs is left
         self.done = Latch()  # and nothing of ours: keeper, thread, descriptors
-        self._display = GroupDisplay(write_line)
+        self._display = GroupLines(write_line)
         self._hang_report: HangReporter | None = None
         self._keeper = KeeperClient()
         self._loop = Loop()

@@ -46,9 +46,9 @@ class RanksError(ValueError, RuntimeError):
 def recorded(logs_specs: object) -> DefaultLogsSpecs:
     """Logs that can have a record. Raises ValueError."""
     if logs_specs is None:
-        from phalanx._runs.paths import place_of_new_runs
+        from phalanx._runs.paths import folder_for_new_runs
 
-        return DefaultLogsSpecs(place_of_new_runs()[0], tee=Std.ALL, run_id=time.strftime("%Y%m%d-%H%M%S"))
+        return DefaultLogsSpecs(folder_for_new_runs()[0], tee=Std.ALL, run_id=time.strftime("%Y%m%d-%H%M%S"))
     if not isinstance(logs_specs, DefaultLogsSpecs) or logs_specs.root_log_dir is None or not logs_specs.is_kept:
         msg = "record: it is kept in a run's folder; give logs_specs=DefaultLogsSpecs(log_dir, ...), or no logs_specs"
         raise ValueError(msg)

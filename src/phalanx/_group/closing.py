@@ -12,7 +12,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from phalanx._engine.supervisor import Supervisor
     from phalanx._group.warm import Warm
-    from phalanx._logs.specs import LogsDest, LogsSpecs
+    from phalanx._logs.layout import LogsDest
+    from phalanx._logs.specs import LogsSpecs
 
 TIDY = 5.0
 """Seconds that a `close` waits for the removal of files: the disk may not answer."""

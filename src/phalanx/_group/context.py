@@ -165,8 +165,8 @@ class PContext(GroupStart):
         supervisor.join()
         try:
             if supervisor.not_started is None:
-                if self._diary is not None:
-                    self._diary.finish()
+                if self._recorder is not None:
+                    self._recorder.finish()
                 self._tidy()
         finally:  # once more: another thread was the first to close, or a signal has interrupted it
             host_signals.release(supervisor)
@@ -206,8 +206,8 @@ class PContext(GroupStart):
                 began = supervisor.mirror.began_ns
                 result = collect(workers, self.logs, self.envs, self._value_once, leftovers, began)
                 result = self._result = self._result or result
-                if self._diary is not None:
-                    self._diary.judged(result)
+                if self._recorder is not None:
+                    self._recorder.set_result(result)
                 for worker in workers:
                     worker.given.close()  # of those who failed after they had returned
             return result

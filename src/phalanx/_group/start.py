@@ -20,10 +20,9 @@ from phalanx._evidence.cleanup import remove_old
 from phalanx._evidence.error_file import ERROR_FILE_ENV
 from phalanx._group.arguments import GRACE, SETTLE
 from phalanx._group.closing import release
-from phalanx._logs import console
 from phalanx._logs.console import ConsoleSpecs
-from phalanx._logs.prefixes import template_of
-from phalanx._logs.specs import LogsDest, checked, missing_folders
+from phalanx._logs.layout import LogsDest, checked_dest, missing_folders
+from phalanx._logs.prefixes import template_or_default
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -33,10 +32,11 @@ if TYPE_CHECKING:
     from phalanx._engine.forkserver import ForkServer
     from phalanx._group.plan import Plan
     from phalanx._group.warm import Warm
+    from phalanx._logs.pump import Pump
     from phalanx._logs.specs import LogsSpecs
     from phalanx._outcomes.result import RunProcsResult
     from phalanx._placement.placement import Placement, WorkerBounds
-    from phalanx._runs.recorder import Diary
+    from phalanx._runs.recorder import GroupRecorder
     from phalanx._timers.hang_reporter import HangReporter
     from phalanx._timers.specs import TimerSpecs
 
@@ -93,7 +93,7 @@ class GroupStart(ABC):
         self._linger = linger
         self._speak = speak
         self._record = record
-        self._diary: Diary | None = None
+        self._recorder: GroupRecorder | None = None
         self._signals = signals
         self._own_warm: Warm | None = None
         self._supervisor: Supervisor | None = None
@@ -132,7 +132,7 @@ class GroupStart(ABC):
             self._starting = False
 
     def _start(self) -> None:
-        template_of(self.console)  # what is wrong with it is said before anything is made
+        template_or_default(self.console.template)  # what is wrong with it is said before anything is made
         if self._placement is not None:
             self._placed, said = self._placement.resolve(self.nprocs)
             self._devices = self._placement.environment(self.envs)
@@ -158,9 +158,9 @@ class GroupStart(ABC):
                     if self._own_warm is not None:
                         undo.callback(self._own_warm.close)
             self._logs_specs.folders_can_wait = self._begins_slowly
-            self.logs = checked(self._logs_specs.reify(self.envs), self.envs, self._logs_specs)
+            self.logs = checked_dest(self._logs_specs.reify(self.envs), self.envs, self._logs_specs)
             remove_old(self.logs.error_files.values())
-            self._diary = self._begin_diary(supervisor, undo)
+            self._recorder = self._begin_record(supervisor, undo)
             report = self._watch(supervisor, undo)
             specs = [self._spec(rank, *command) for rank, command in plan.commands.items()]
             fork_server = self._warmed(plan.warm)
@@ -168,7 +168,7 @@ class GroupStart(ABC):
                 if fork_server is not None:
                     supervisor.boot(fork_server=fork_server)
                 undo.callback(self._can_be_closed(supervisor))
-                pump = console.pump(self.logs, self.envs, self.log_line_prefixes, self.console, self._filters)
+                pump = self._make_pump()
                 supervisor.start(
                     specs,
                     plan.fds,
@@ -181,32 +181,40 @@ class GroupStart(ABC):
                 # At `close`, or when the last reference goes: not in `wait`, whose caller waits for the result alone.
                 self._tidy = weakref.finalize(self, release, supervisor, self.logs, self._logs_specs, self._own_warm)
                 undo.pop_all()
-        self._wait_until_up(supervisor, self._diary)
+        self._wait_until_up(supervisor, self._recorder)
 
-    def _wait_until_up(self, supervisor: Supervisor, diary: Diary | None) -> None:
+    def _make_pump(self) -> Pump | None:
+        """Make what follows the log files; None, and nothing is loaded for it, if no stream goes to a file."""
+        if not any((*self.logs.stdouts.values(), *self.logs.stderrs.values())):
+            return None
+        from phalanx._logs.group_pump import make_pump
+
+        return make_pump(self.logs, self.envs, self.log_line_prefixes, self.console, self._filters)
+
+    def _wait_until_up(self, supervisor: Supervisor, recorder: GroupRecorder | None) -> None:
         try:
             supervisor.wait_until_up()  # a signal ends this wait at once, and the group is open
         except BaseException as error:
             if error is supervisor.not_started:
-                if diary is not None:
-                    diary.not_started(type(error), error)
-                    diary = None
+                if recorder is not None:
+                    recorder.not_started(type(error), error)
+                    recorder = None
                 self._tidy()
                 self._supervisor = None
             raise
         finally:
-            if diary is not None:
-                diary.started()
+            if recorder is not None:
+                recorder.started()
 
-    def _begin_diary(self, supervisor: Supervisor, undo: ExitStack) -> Diary | None:
+    def _begin_record(self, supervisor: Supervisor, undo: ExitStack) -> GroupRecorder | None:
         if not self._record:
             return None
-        from phalanx._runs.recorder import Diary
+        from phalanx._runs.recorder import GroupRecorder
 
         run_id = getattr(self._logs_specs, "run_id", "")
-        diary = Diary(self.name, self.envs, self.logs, supervisor, run_id or self.name)
-        undo.push(diary.not_started)
-        return diary
+        recorder = GroupRecorder(self.name, self.envs, self.logs, supervisor, run_id or self.name)
+        undo.push(recorder.not_started)
+        return recorder
 
     def _warmed(self, warm: Warm | None) -> ForkServer | None:
         """Wait until all is imported. Raises PreloadError; RuntimeError if the group is closed meanwhile."""

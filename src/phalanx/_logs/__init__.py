@@ -1,1 +1,1 @@
-"""From the workers' log files to somebody's eyes: following, prefixes, filters, the console; and merging them later."""
+"""Log files of workers: where they are, how they are followed and shown on the console, and merged later."""

@@ -1,4 +1,4 @@
-"""Equal texts of several ranks (lines, tracebacks) become one. Owns the comparison, and the order of what is held.
+"""Merges equal texts (lines, tracebacks) of several ranks into one. Owns the comparison and the order of held texts.
 
 Torch puts ``[rank3]: `` before each line of an exception that ends a rank. Texts that differ in that alone are equal.
 """
@@ -17,70 +17,72 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from phalanx._logs.render import Lane
+    from phalanx._logs.line_state import Source
 
-    Part = tuple[Lane, float, bytes]  # whole lines, and when they came
+    Part = tuple[Source, float, bytes]  # whole lines, and when they came
 
 WINDOW = 0.2
-"""Seconds in which a text waits for its equals."""
+"""Seconds for which a text is held, so that equal ones can join it."""
 
-_MOST = 4096  # texts that are held
+_MOST = 4096  # held texts
 _MOST_BYTES = 1 << 20
-_PART = 200  # what each part of what follows takes beside its bytes
-_COMPARED = 256  # lines of what follows that are compared one by one
+_PART = 200  # bytes that each held `Part` takes beside its text
+_COMPARED = 256  # lines after a held text that are compared one by one
 _number = attrgetter("number")
 
 
-def unmarked(lane: Lane, text: bytes) -> bytes:
-    """A text without the rank of its lane at the beginning of lines, as torch writes it there."""
-    mark = b"[rank%d]: " % lane.rank
+def unmarked(source: Source, text: bytes) -> bytes:
+    """Return a text without the ``[rank3]: `` that torch puts before its lines."""
+    mark = b"[rank%d]: " % source.rank
     return (b"\n" + text).replace(b"\n" + mark, b"\n")[1:] if mark in text else text
 
 
 class _Entry:
-    __slots__ = ("after", "lanes", "number", "since", "text", "time", "written")
+    """A held text, and the sources that wrote it."""
 
-    def __init__(self, number: int, lane: Lane, text: bytes, written: bytes, time: float) -> None:
+    __slots__ = ("after", "number", "since", "sources", "text", "time", "written")
+
+    def __init__(self, number: int, source: Source, text: bytes, written: bytes, time: float) -> None:
         self.number = number
         self.text = text
-        self.written = written  # as its first lane has it
-        self.lanes = [lane]
+        self.written = written  # as its first source wrote it, with torch's marks
+        self.sources = [source]
         self.since = clock.now()
         self.time = time
-        self.after: dict[int, list[Part]] = {}  # what each rank has said since
+        self.after: dict[int, list[Part]] = {}  # what each rank has written since
 
 
-class Fold:
-    """Holds each text for a window; those of other ranks that are equal join it. Each rank's texts keep their order.
+class Dedup:
+    """Holds each text for a window, in which equal texts of other ranks join it. Each rank's texts keep their order.
 
     Args:
-        emit: Is called with the lanes that said a text, and the text with its end.
-        lanes: How many there are, of each stream: a text that all have said waits no longer.
-        window: Seconds.
-        time: What time it is for the lines (seconds since the epoch).
-        by_rank: Whether the streams of a rank keep one order. Else, each has its own.
+        emit: Is called with the sources that wrote a text, and the text with its line end.
+        sources: The number of sources of each stream. A text that all of them have written is not held any longer.
+        window: Seconds for which a text is held.
+        time: Returns the time that new lines get (seconds since the epoch).
+        by_rank: Whether both streams of a rank keep one order. Otherwise each stream has its own.
     """
 
     def __init__(
         self,
-        emit: Callable[[list[Lane], bytes], None],
-        lanes: dict[str, int],
+        emit: Callable[[list[Source], bytes], None],
+        sources: dict[str, int],
         window: float = WINDOW,
         time: Callable[[], float] = clock.wall,
         *,
         by_rank: bool = False,
     ) -> None:
         self._emit = emit
-        self._lanes = lanes
+        self._sources = sources
         self._window = window
-        self._who: Callable[[Lane], object] = attrgetter("rank") if by_rank else _itself
+        self._who: Callable[[Source], object] = attrgetter("rank") if by_rank else _itself
         self.clock = time
-        """What time it is for the lines."""
+        """Returns the time that new lines get."""
         self.time = 0.0
-        """When the text that is given out came, by the lines' time."""
+        """When the text came that is passed to ``emit`` (seconds since the epoch, by ``clock``)."""
         self._queue: deque[_Entry] = deque()
         self._equals: dict[tuple[str, bytes], list[_Entry]] = {}  # in the order of the queue
-        self._last: dict[object, _Entry] = {}  # of those that are held
+        self._last: dict[object, _Entry] = {}  # the last held text of each rank or source
         self._count = 0
         self._bytes = 0
 
@@ -92,131 +94,131 @@ class Fold:
         first = self._queue[0]
         return first.since if self._complete(first) else first.since + self._window
 
-    def expect(self, lane: Lane) -> None:
-        """There is one more lane, of which a text may come."""
-        self._lanes[lane.stream] = self._lanes.get(lane.stream, 0) + 1
+    def expect(self, source: Source) -> None:
+        """Count one more source, which may write texts."""
+        self._sources[source.stream] = self._sources.get(source.stream, 0) + 1
 
-    def is_alone(self, lane: Lane) -> bool:
-        """Whether no other lane could say what one says."""
-        return self._lanes.get(lane.stream, 0) <= 1
+    def is_alone(self, source: Source) -> bool:
+        """Whether no other source could write the same text."""
+        return self._sources.get(source.stream, 0) <= 1
 
-    def holds(self, lane: Lane) -> bool:
-        """Whether a text is held that comes before what a lane says next."""
-        return self._who(lane) in self._last
+    def holds(self, source: Source) -> bool:
+        """Whether a held text has to come before the next lines of a source."""
+        return self._who(source) in self._last
 
-    def add_lines(self, lane: Lane, block: bytes) -> None:
-        """Take whole lines of a lane."""
+    def add_lines(self, source: Source, block: bytes) -> None:
+        """Take whole lines of a source."""
         self.release()
         for line in block.split(b"\n")[:-1]:
-            self.add(lane, line)
+            self.add(source, line)
 
-    def add(self, lane: Lane, text: bytes, time: float | None = None) -> None:
-        """Take a text of a lane, without its end, that came at a time; default: now."""
-        written, text = text, unmarked(lane, text)
-        equals = self._equals.setdefault((lane.stream, text), [])
-        who = self._who(lane)
+    def add(self, source: Source, text: bytes, time: float | None = None) -> None:
+        """Take a text of a source, without its line end, that came at ``time`` (default: now)."""
+        written, text = text, unmarked(source, text)
+        equals = self._equals.setdefault((source.stream, text), [])
+        who = self._who(source)
         last = self._last.get(who)
-        # The first that came after the lane's last text: else its texts would change places.
-        place = 0 if last is None else bisect_right(equals, last.number, key=_number)
-        if place < len(equals):
-            entry = equals[place]
-            entry.lanes.append(lane)
+        # The first that came after the source's last text: else its texts would change their order.
+        index = 0 if last is None else bisect_right(equals, last.number, key=_number)
+        if index < len(equals):
+            entry = equals[index]
+            entry.sources.append(source)
         else:
-            entry = _Entry(self._count, lane, text, written, self.clock() if time is None else time)
+            entry = _Entry(self._count, source, text, written, self.clock() if time is None else time)
             self._count += 1
             self._bytes += len(text)
             equals.append(entry)
             self._queue.append(entry)
         self._last[who] = entry
-        self._keep_few()
+        self._bound_held()
 
-    def follow(self, lane: Lane, block: bytes) -> None:
-        """Take whole lines that come after the text that is held of a lane, and with it."""
-        entry = self._last.get(self._who(lane))
-        if entry is None:  # it was too much to be held
-            self._give_out([lane], self.clock(), block)
+    def follow(self, source: Source, block: bytes) -> None:
+        """Take whole lines that a source wrote after its held text. They are written after it, too."""
+        entry = self._last.get(self._who(source))
+        if entry is None:  # too much was held: it is written already
+            self._emit_text([source], self.clock(), block)
             return
-        entry.after.setdefault(lane.rank, []).append((lane, self.clock(), block))
+        entry.after.setdefault(source.rank, []).append((source, self.clock(), block))
         self._bytes += len(block) + _PART
-        self._keep_few()
+        self._bound_held()
 
     def release(self, *, everything: bool = False) -> None:
-        """Give out what has waited long enough, in order."""
+        """Emit the texts that have been held for the window, in order."""
         while self._queue and (everything or self.due <= clock.now()):
-            self._let_go()
+            self._emit_first()
 
     def pass_time(self) -> None:
-        """The lines' time has gone on, which need not be ours: give out what has waited long enough by theirs."""
+        """Emit the texts whose window has passed by the lines' own time, which is not the clock's in a replay."""
         now = self.clock()
         while self._queue and (self._complete(self._queue[0]) or self._queue[0].time + self._window <= now):
-            self._let_go()
+            self._emit_first()
 
-    def _keep_few(self) -> None:
+    def _bound_held(self) -> None:
         while len(self._queue) > _MOST or self._bytes > _MOST_BYTES:
-            self._let_go()
+            self._emit_first()
 
-    def _let_go(self) -> None:
+    def _emit_first(self) -> None:
         entry = self._queue.popleft()
         self._bytes -= len(entry.text)
-        key = (entry.lanes[0].stream, entry.text)
+        key = (entry.sources[0].stream, entry.text)
         equals = self._equals[key]
         del equals[0]
         if not equals:
             del self._equals[key]
-        for lane in entry.lanes:
-            who = self._who(lane)
+        for source in entry.sources:
+            who = self._who(source)
             if self._last.get(who) is entry:
                 del self._last[who]
-        self._give_out(entry.lanes, entry.time, (entry.text if len(entry.lanes) > 1 else entry.written) + b"\n")
+        self._emit_text(entry.sources, entry.time, (entry.text if len(entry.sources) > 1 else entry.written) + b"\n")
         if entry.after:
-            self._bytes -= sum(len(block) + _PART for parts in entry.after.values() for _lane, _time, block in parts)
-            for lanes, time, text in joined(entry.after.values()):
-                self._give_out(lanes, time, text)
+            self._bytes -= sum(len(block) + _PART for parts in entry.after.values() for _source, _time, block in parts)
+            for sources, time, text in joined(entry.after.values()):
+                self._emit_text(sources, time, text)
 
-    def _give_out(self, lanes: list[Lane], time: float, text: bytes) -> None:
+    def _emit_text(self, sources: list[Source], time: float, text: bytes) -> None:
         self.time = time
-        self._emit(lanes, text)
+        self._emit(sources, text)
 
     def _complete(self, entry: _Entry) -> bool:
-        return len(entry.lanes) >= self._lanes.get(entry.lanes[0].stream, 0)
+        return len(entry.sources) >= self._sources.get(entry.sources[0].stream, 0)
 
 
-def joined(said: Iterable[list[Part]]) -> Iterator[tuple[list[Lane], float, bytes]]:
-    """What ranks have said, each in its order. What several have said alike, from the beginning, comes once."""
-    groups = _alike(list(map(_by_line, said)), 0)
+def joined(written: Iterable[list[Part]]) -> Iterator[tuple[list[Source], float, bytes]]:
+    """Yield what ranks have written, each in its order. Lines that several share, from the first on, come once."""
+    groups = _alike(list(map(_by_line, written)), 0)
     while groups:
-        ranks, place = groups.pop()
+        ranks, index = groups.pop()
         if len(ranks) == 1:
-            for (lane, time), parts in groupby(ranks[0][place:], key=itemgetter(0, 1)):
-                yield [lane], time, b"".join([block for _lane, _time, block in parts])
+            for (source, time), parts in groupby(ranks[0][index:], key=itemgetter(0, 1)):
+                yield [source], time, b"".join([block for _source, _time, block in parts])
         else:
-            lane, time, block = ranks[0][place]
-            yield [parts[place][0] for parts in ranks], time, unmarked(lane, block)
-            groups += _alike(ranks, place + 1)
+            source, time, block = ranks[0][index]
+            yield [parts[index][0] for parts in ranks], time, unmarked(source, block)
+            groups += _alike(ranks, index + 1)
 
 
-def _alike(said: list[list[Part]], place: int) -> list[tuple[list[list[Part]], int]]:
-    """The ranks that go on alike at a place, the last first. Who says no more is not among them."""
+def _alike(written: list[list[Part]], index: int) -> list[tuple[list[list[Part]], int]]:
+    """Group the ranks whose parts at ``index`` are equal, the last group first. Leaves out ranks without that part."""
     groups: dict[object, list[list[Part]]] = {}
-    for parts in said:
-        if place < len(parts):
-            lane, _time, block = parts[place]
-            groups.setdefault((lane.stream, unmarked(lane, block)), []).append(parts)
-    return [(ranks, place) for ranks in reversed(groups.values())]
+    for parts in written:
+        if index < len(parts):
+            source, _time, block = parts[index]
+            groups.setdefault((source.stream, unmarked(source, block)), []).append(parts)
+    return [(ranks, index) for ranks in reversed(groups.values())]
 
 
 def _by_line(parts: list[Part]) -> list[Part]:
-    """The same in parts of a line each, as far as they are to be compared."""
+    """Cut the first `_COMPARED` lines into parts of one line each."""
     lines: list[Part] = []
-    for number, (lane, time, block) in enumerate(parts):
+    for number, (source, time, block) in enumerate(parts):
         if len(lines) >= _COMPARED:
             return lines + parts[number:]
         *found, rest = block.split(b"\n", _COMPARED)
-        lines += [(lane, time, line + b"\n") for line in found]
+        lines += [(source, time, line + b"\n") for line in found]
         if rest:
-            lines.append((lane, time, rest))
+            lines.append((source, time, rest))
     return lines
 
 
-def _itself(lane: Lane) -> object:
-    return lane
+def _itself(source: Source) -> object:
+    return source

@@ -1,8 +1,7 @@
-"""What people see: the process's one thread that shows lines, for all groups that have any.
+"""The one thread of this process that shows lines, for all groups.
 
-Owns that thread, and which consoles groups share: two groups on one terminal are two writers otherwise, who cut each
-other's lines. What is shown here may take its time, and may fail: nobody who supervises waits for it. Knows nothing of
-processes.
+Owns that thread, and which outputs groups share: two groups that wrote to one terminal separately would cut each
+other's lines. Showing may take long, and may fail: no supervisor waits for it. Knows nothing of processes.
 """
 
 from __future__ import annotations
@@ -24,39 +23,39 @@ if TYPE_CHECKING:
 
     from phalanx._base.deadlines import Deadline
     from phalanx._logs.pump import Pump
-    from phalanx._logs.terminal import Paper
+    from phalanx._logs.terminal import PlainOutput
 
 PATIENCE = 5.0
-"""Seconds in which the display has to turn to what it is asked from the end of a group on. It is left alone if it does
-not: a stream of the host's does not return, say, or a disk does not answer."""
+"""Seconds in which the display has to react, from the end of a group on. After that it is abandoned: a write to a
+stream object of the host's does not return, say, or a disk does not answer."""
 
-# Reentrant: a signal handler, or a `__del__`, of the thread that holds it may start a group, or close one.
+# Reentrant: the thread that holds it may run a signal handler or a `__del__`, which starts or closes a group.
 _lock = RLock()
-_surfaces: WeakValueDictionary[object, Paper] = WeakValueDictionary()
-_current: _Display | None = None
+_outputs: WeakValueDictionary[object, PlainOutput] = WeakValueDictionary()
+_current: _DisplayThread | None = None
 _hooked = False
 
 
-def shared(place: object, make: Callable[[], Paper]) -> Paper:
-    """The surface of a console, for all groups that have lines there. ``place`` is what is the same for one reader.
+def shared_output(key: object, make: Callable[[], PlainOutput]) -> PlainOutput:
+    """Return the one output for a target, which all groups share. ``key`` identifies the target; ``make`` opens it.
 
-    Its sink is held, or made, for the caller, who is to close it.
+    The caller has to close its sink.
     """
     _hook()
     with _lock:
-        surface = _surfaces.get(place)
-        if surface is None or not surface.sink.hold():
-            surface = _surfaces[place] = make()
-        return surface
+        output = _outputs.get(key)
+        if output is None or not output.sink.retain():
+            output = _outputs[key] = make()
+        return output
 
 
-def show(pump: Pump) -> Shown:
-    """Have the display show what a pump has, once it is opened. Raises RuntimeError: there can be no thread."""
+def show(pump: Pump) -> GroupDisplay:
+    """Have the display run a pump. Raises RuntimeError: no thread can be started."""
     global _current  # noqa: PLW0603 - one thread for the process
     _hook()
     with _lock:
         if _current is None:
-            _current = _Display()
+            _current = _DisplayThread()
         return _current.join(pump)
 
 
@@ -68,18 +67,18 @@ def _hook() -> None:
 
 
 def _forget() -> None:
-    """In a fork of the host: the thread is not there, and the lock may be another thread's."""
+    """Reset in a fork of the host: it has no thread, and another thread may have held the lock."""
     global _lock, _current
     _lock, _current = RLock(), None
-    _surfaces.clear()
+    _outputs.clear()
 
 
-class _Display:
-    """A thread and its loop, for as long as there is anything to be shown."""
+class _DisplayThread:
+    """A thread and its loop, as long as there are groups to be shown."""
 
     def __init__(self) -> None:
         self.loop = Loop()
-        self._shown: set[Shown] = set()
+        self._shown: set[GroupDisplay] = set()
         self._thread = threading.Thread(target=self._run, name="phalanx-display", daemon=True)
         try:
             self._thread.start()
@@ -87,16 +86,16 @@ class _Display:
             self.loop.close()
             raise
 
-    def join(self, pump: Pump) -> Shown:
-        shown = Shown(self, pump)
+    def join(self, pump: Pump) -> GroupDisplay:
+        shown = GroupDisplay(self, pump)
         self._shown.add(shown)
         return shown
 
-    def leave(self, shown: Shown, *, stuck: bool) -> None:
-        """One has come to its end. The last one takes the thread along; one that is ``stuck`` leaves it to itself."""
+    def leave(self, shown: GroupDisplay, *, stuck: bool) -> None:
+        """Remove a group. The last one ends the thread; one that is ``stuck`` abandons it."""
         global _current  # noqa: PLW0603 - one thread for the process
         self._shown.discard(shown)
-        # The thread that holds it may be in a signal handler, which waits for us: then this thread stays for others.
+        # The lock may be held by a thread whose signal handler waits for us: then the display stays, for others.
         if not _lock.acquire(timeout=PATIENCE):
             return
         try:
@@ -104,7 +103,7 @@ class _Display:
             if (over or stuck) and _current is self:
                 _current = None
             if stuck:
-                _surfaces.clear()
+                _outputs.clear()
         finally:
             _lock.release()
         if over:
@@ -118,10 +117,10 @@ class _Display:
             self.loop.close()
 
 
-class Shown:
-    """One group's lines on the display. Methods may be called from any thread, and return at once, but for `close`."""
+class GroupDisplay:
+    """One group's pump on the display. Methods may be called from any thread; all but `close` return at once."""
 
-    def __init__(self, display: _Display, pump: Pump) -> None:
+    def __init__(self, display: _DisplayThread, pump: Pump) -> None:
         self._display = display
         self._pump = pump
         self._loop: Any = _Guarded(display.loop, self._fail)  # a `Loop`, as far as a pump uses it
@@ -132,26 +131,26 @@ class Shown:
 
     @property
     def longest(self) -> float:
-        """Seconds that `finish` may take, when all goes as it should."""
+        """Seconds that `finish` takes at most, if no write blocks."""
         return self._pump.longest
 
     def open(self) -> None:
-        """Begin to show."""
+        """Begin to follow the files."""
         self._call(lambda: self._pump.open(self._loop))
 
     def say(self, text: str) -> bool:
-        """Show a line of ours. Returns whether that is possible."""
-        if self._failed or not self._pump.speaks:
+        """Show a line of ours. Returns whether there is a view for it."""
+        if self._failed or not self._pump.shows_messages:
             return False
-        self._call(lambda: self._pump.say(text))
+        self._call(lambda: self._pump.show_message(text))
         return True
 
     def reveal(self, rank: int) -> None:
-        """A local rank has failed: show the last lines of its streams that are hidden."""
+        """Show the last lines of the hidden streams of a local rank that failed."""
         self._call(lambda: self._pump.reveal(rank))
 
     def finish(self, done: Callable[[], None]) -> None:
-        """Show what is left, and call ``done``, in bounded time, in the display's thread."""
+        """Show what is left, then call ``done`` in the display's thread, in bounded time."""
 
         def finish() -> None:
             self._finished = done
@@ -163,7 +162,7 @@ class Shown:
         self._display.loop.call(finish)
 
     def answers(self) -> bool:
-        """Whether the display has turned to all that it was asked up to the last call of this."""
+        """Whether the display's thread has run everything that was queued up to the last call of this."""
 
         def answer() -> None:
             self._answered = True
@@ -176,7 +175,7 @@ class Shown:
         return True
 
     def close(self) -> None:
-        """Give every descriptor back. Returns when that is done, or takes too long."""
+        """Close every descriptor of the pump. Returns when that is done, after `PATIENCE` seconds at most."""
         closed = Latch()
 
         def close() -> None:
@@ -204,7 +203,7 @@ class Shown:
             finished()
 
     def _fail(self, error: BaseException) -> None:
-        """The display of this group has failed: it ends, which is said once, and nothing else does."""
+        """End this group's display after an error, and report it once. The group itself goes on."""
         if self._failed:
             return
         self._failed = True
@@ -217,14 +216,14 @@ class Shown:
 
 
 class _Guarded:
-    """A loop for one of those who share it: what its callbacks raise ends that one, and nobody else."""
+    """A `Loop` for one of several users: an exception in its callbacks ends that user, and not the loop."""
 
     def __init__(self, loop: Loop, failed: Callable[[BaseException], None]) -> None:
         self._loop = loop
         self._failed = failed
 
     def run(self, action: Callable[[], None]) -> None:
-        """Call ``action``, which may raise."""
+        """Call ``action``; pass an exception to ``failed``."""
         try:
             action()
         except BaseException as error:  # noqa: BLE001 - see above: a SystemExit of a stream object's, even

@@ -1,4 +1,4 @@
-"""Bytes to lines. Owns the cutting, and what a carriage return means; pure, and knows nothing of files or consoles."""
+"""Cuts bytes into lines. Owns what a carriage return means. Pure: knows nothing of files or consoles."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _ESCAPE = 0x1B
 _UP = b"\033[A"
 
 LONGEST = 256 * 1024
-"""Bytes of an unfinished line that are held. The rest of a longer one is given out as it comes."""
+"""Bytes of an unfinished line that are held. A longer line is passed on in pieces."""
 
 
 class Cutter:
-    r"""Cuts a stream of bytes at its line ends, and holds what is not ended yet.
+    r"""Cuts a stream of bytes at its line ends, and holds the unfinished line.
 
-    A line ends with a line feed; a carriage return before it belongs to it. Any other carriage return takes back what
-    stands before it in its line, as it would on a terminal: that is how progress bars are drawn. So do a move up a row
-    (CUU, ``ESC [ A``) and the line feed that follows it, for the bars of nested loops. Nothing is decoded.
+    A line ends with a line feed; a carriage return before it belongs to the end. Any other carriage return erases what
+    stands before it in its line, as on a terminal: that is how progress bars are drawn. So does a move up a row (CUU,
+    ``ESC [ A``) with the line feed that follows it, for the bars of nested loops. Nothing is decoded.
 
     >>> cutter = Cutter()
     >>> cutter.cut(b"one\ntwo\nthr"), cutter.rest
@@ -34,23 +34,23 @@ class Cutter:
     __slots__ = ("_pieces", "held", "rewritten", "withdrawn")
 
     def __init__(self) -> None:
-        self._pieces: list[bytes] = []  # what is held, as it came: to join it with each more of it would be quadratic
+        self._pieces: list[bytes] = []  # the held bytes, as they came: joining them each time would be quadratic
         self.held = 0
         """Bytes of `rest`."""
         self.rewritten = False
-        """Whether that line is one that is written again and again."""
+        """Whether the unfinished line has erased earlier states of itself: a progress bar."""
         self.withdrawn = False
-        """Whether the first of the lines that `cut` returned last has taken back what `take` had taken of it."""
+        """Whether the first line that `cut` returned last has erased what `take` had returned of it."""
 
     @property
     def rest(self) -> bytes:
-        """What has come of the line that is not ended yet, as far as `take` has not taken it."""
+        """The held bytes of the unfinished line, without what `take` has returned of it."""
         if len(self._pieces) > 1:
             self._pieces = [b"".join(self._pieces)]
         return self._pieces[0] if self._pieces else b""
 
     def cut(self, data: bytes | bytearray, count: int = -1) -> bytes:
-        """Take the first ``count`` bytes of ``data`` (< 0: all). Returns the lines that are whole with them."""
+        """Take the first ``count`` bytes of ``data`` (< 0: all). Returns the lines that are now whole."""
         if count < 0:
             count = len(data)
         end = data.rfind(b"\n", 0, count) + 1
@@ -72,21 +72,21 @@ class Cutter:
         return settled(block)
 
     def take(self) -> bytes:
-        """Take all that is held of the unfinished line, to show it now."""
+        """Return all that is held of the unfinished line, and hold it no longer."""
         rest = self.rest
         self._hold(b"")
         self.rewritten = False
         return rest
 
     def take_settled(self) -> bytes:
-        """Take it but for the returns at its end: they may be half a line end, or take back what stands before them."""
+        """As `take`, without the returns at the end: they may be half a line end, or erase what stands before them."""
         rest = self.rest
         line = rest.rstrip(b"\r")
         self._hold(rest[len(line) :])
         return line
 
     def take_piece(self) -> bytes:
-        """Take as much of it as can stand by itself: no half line end, and no half letter (UTF-8). Never nothing."""
+        """As `take`, without half a line end or half a letter (UTF-8) at the end. It returns at least one byte."""
         line = self.take_settled()
         half = half_letter(line)
         if not line.strip(b"\r") or half == len(line):
@@ -96,7 +96,7 @@ class Cutter:
         return line[: len(line) - half]
 
     def _without_moves(self, block: bytes) -> bytes:
-        """Whole lines, in which those are one that a move up and a line feed stand between. Holds what is not whole."""
+        """Join lines that are separated by a move up and a line feed. Returns the whole lines, and holds the rest."""
         block = _moves().sub(_one_row, block)
         end = block.rfind(b"\n") + 1
         if end < len(block):
@@ -108,7 +108,7 @@ class Cutter:
         self.held = len(rest)
 
     def _add(self, more: bytes) -> None:
-        """More of the unfinished line. What is held has no return but at its end."""
+        """Hold more of the unfinished line. The held bytes have returns at the end only."""
         state = last_state(more) if b"\r" in more else more
         pieces = self._pieces
         if len(state) < len(more) or (pieces and pieces[-1][-1:] == b"\r" and more.strip(b"\r")):
@@ -119,7 +119,7 @@ class Cutter:
 
 
 def half_letter(data: bytes) -> int:
-    r"""How many bytes at the end of ``data`` begin a letter (UTF-8) that ends beyond it; 0 if none does.
+    r"""Return how many bytes at the end of ``data`` begin a letter (UTF-8) that ends beyond it; 0 if none do.
 
     >>> half_letter("aé€".encode()[:-1]), half_letter(b"a"), half_letter(b"\x80\x80")
     (2, 0, 0)
@@ -132,7 +132,7 @@ def half_letter(data: bytes) -> int:
 
 
 def _one_row(moves: re.Match[bytes]) -> bytes:
-    """What moves up and line feeds after them come to: of each pair, a return."""
+    """Replace each pair of a move up and a line feed by a carriage return."""
     up, down = len(moves[1]) // len(_UP), moves[2].count(b"\n")
     return _UP * (up - down) + b"\r" + b"\n" * (down - up)
 
@@ -145,7 +145,7 @@ def _moves() -> re.Pattern[bytes]:
 
 
 def last_state(line: bytes) -> bytes:
-    r"""What is left to see of a line without its line feed, or what may be left: its last returns may be its end.
+    r"""Return the part of a line (without its line feed) that is not erased. Returns at its end may belong to its end.
 
     >>> last_state(b" 10%\r 20%\r")
     b' 20%\r'
@@ -156,7 +156,7 @@ def last_state(line: bytes) -> bytes:
 
 
 def settled(block: bytes) -> bytes:
-    r"""Whole lines with nothing in them that they have taken back.
+    r"""Return whole lines without the parts that they have erased.
 
     >>> settled(b"a\r\n  5%\r100%\nb\n")
     b'a\r\n100%\nb\n'

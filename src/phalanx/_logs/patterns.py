@@ -1,8 +1,8 @@
-r"""Regular expressions in lines. Owns the engine, what is refused of a pattern, and what a line is to it.
+r"""Finds regular expressions in lines. Owns the engine, which patterns are refused, and which text of a line it gets.
 
-Patterns are RE2's: their time is linear in the text, whatever the pattern, and while they search other threads run. A
-line is searched as it is read: without escape sequences (colours) and without the carriage return of its end. What is
-no UTF-8 in it counts as U+FFFD.
+Patterns are RE2's: their time is linear in the text, whatever the pattern, and they search without the GIL. A line is
+searched as a person reads it: without escape sequences (colours), and without a carriage return at its end. Bytes that
+are no UTF-8 count as U+FFFD.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     Spans = list[tuple[int, int]]
-    """Where runs of whole lines begin and end, in order."""
+    """The beginnings and ends of runs of whole lines, in order."""
 
 _SPECIAL = frozenset("\\^$.|?*+()[]{}\n")
-_SPARSE = 1024  # bytes for each time that a word occurs, from which on it is faster not to look at each line
+_SPARSE = 1024  # bytes of text for each occurrence of a word, above which it is faster not to look at each line
 
 _WANTING = {  # the beginning of what RE2 says, without "invalid", to what a person may want in its place
     "perl operator: (?!": "a negative lookahead: for lines without something there is --exclude (exclude=)",
@@ -44,7 +44,7 @@ _WANTING = {  # the beginning of what RE2 says, without "invalid", to what a per
 
 
 class Finder:
-    """What finds the lines in which one of some patterns is. Raises ValueError."""
+    """Finds the lines that contain one of several patterns. Raises ValueError: an invalid pattern."""
 
     def __init__(self, name: str, patterns: Sequence[str], *, ignore_case: bool) -> None:
         for pattern in patterns:
@@ -59,7 +59,7 @@ class Finder:
             return
         tame = [part for part in map(_within_a_line, patterns) if part is not None]
         if len(tame) == len(patterns):
-            # Runs of lines: one call for each, and none where there is nothing.
+            # One match for each run of matching lines, and no call for the others.
             run = f"{flags}(?m:(?:^.*(?:{_any(tame)}).*\n)+)"
             finditer = _compiled(name, run, given).finditer
             self._search = lambda text: [match.span() for match in finditer(text)]
@@ -68,26 +68,26 @@ class Finder:
             self._search = functools.partial(_line_by_line, search)
 
     def lines(self, block: bytes) -> bytes:
-        """Those of whole lines."""
+        """Return those of whole lines that match."""
         if not self._word:
             return pieces(block, self.spans(block))
         text = _readable(block)
         if text is not block or text.count(self._word) * _SPARSE < len(text):
             return pieces(block, self.spans(block))
-        word = self._word.decode("latin-1")  # in text, to look for a word takes a third of the time
+        word = self._word.decode("latin-1")  # `in` takes a third of the time in str
         chosen = [line for line in text[:-1].decode("latin-1").split("\n") if word in line]
         chosen.append("")
         return "\n".join(chosen).encode("latin-1")
 
     def spans(self, block: bytes) -> Spans:
-        """Where they are."""
+        """Return where the matching lines are."""
         text = _readable(block)
         found = self._search(text)
         return found if text is block or not found else _moved(found, text, block)
 
 
 def pieces(block: bytes, spans: Iterable[tuple[int, int]]) -> bytes:
-    """The lines at these places."""
+    """Return the lines at these spans."""
     return b"".join([block[start:end] for start, end in spans])
 
 
@@ -99,7 +99,7 @@ def _compiled(name: str, pattern: str, given: str) -> re.Pattern[bytes]:
     import re2
 
     options = re2.Options()
-    options.log_errors = False  # they are ours to tell
+    options.log_errors = False  # the ValueError has them
     options.never_capture = True
     try:
         return re2.compile(pattern.encode(), options)  # type: ignore[no-any-return]  # it has no types
@@ -117,9 +117,9 @@ def _compiled(name: str, pattern: str, given: str) -> re.Pattern[bytes]:
 
 @functools.cache
 def _tokens() -> re.Pattern[str]:
-    """What a pattern may consist of for us to know that it matches no line feed, or how to keep it from that.
+    """Return a pattern for the parts of patterns that match no line feed, or that we know how to keep from it.
 
-    The alternatives begin differently: there is nothing to try again.
+    Its alternatives begin with different characters, so it does not backtrack.
     """
     import re
 
@@ -132,14 +132,14 @@ def _tokens() -> re.Pattern[str]:
 
 
 def _within_a_line(pattern: str) -> str | None:
-    r"""The pattern for a text of many lines: it never matches a line feed. None where we do not know how to say that.
+    r"""Return the pattern so that it never matches a line feed, for a text of many lines. None if we cannot.
 
     >>> _within_a_line(r"a\s+[^b]")
     'a[\\t\\f\\r ]+[^\\nb]'
     """
-    parts, place = [], 0
-    while place < len(pattern):
-        token = _tokens().match(pattern, place)
+    parts, offset = [], 0
+    while offset < len(pattern):
+        token = _tokens().match(pattern, offset)
         if token is None:
             return None
         text = token[0]
@@ -150,17 +150,17 @@ def _within_a_line(pattern: str) -> str | None:
         elif token["none"]:
             text = rf"[^\n{text[2:]}"
         parts.append(text)
-        place = token.end()
+        offset = token.end()
     return "".join(parts)
 
 
 def _with_word(word: bytes, text: bytes) -> Spans:
     spans = []
-    place = text.find(word)
-    while place >= 0:
-        start, end = text.rfind(b"\n", 0, place) + 1, text.index(b"\n", place) + 1
+    offset = text.find(word)
+    while offset >= 0:
+        start, end = text.rfind(b"\n", 0, offset) + 1, text.index(b"\n", offset) + 1
         spans.append((start, end))
-        place = text.find(word, end) if end < len(text) else -1
+        offset = text.find(word, end) if end < len(text) else -1
     return spans
 
 
@@ -175,20 +175,20 @@ def _line_by_line(search: Callable[[bytes], object], text: bytes) -> Spans:
 
 
 def _moved(found: Spans, text: bytes, block: bytes) -> Spans:
-    """What was found in the text that is read, as lines of the block that it is made of: line by line the same."""
+    """Turn spans of the searched text into spans of the block that it was made of: both have the same lines."""
     starts = [0, *accumulate(len(line) + 1 for line in block[:-1].split(b"\n"))]
-    moved, place, number = [], 0, 0
+    moved, offset, number = [], 0, 0
     for start, end in found:
-        number += text.count(b"\n", place, start)
+        number += text.count(b"\n", offset, start)
         last = number + text.count(b"\n", start, end)
         moved.append((starts[number], starts[last]))
-        place, number = end, last
+        offset, number = end, last
     return moved
 
 
 @functools.cache
 def _unread() -> re.Pattern[bytes]:
-    """Escape sequences, whole or not (ECMA-48: CSI; OSC and other strings; the rest), and returns at a line's end."""
+    """Return a pattern for escape sequences, whole or not (ECMA-48), and for carriage returns at a line's end."""
     import re
 
     csi = rb"\[[0-?]*+[ -/]*+[@-~]?"
@@ -197,7 +197,7 @@ def _unread() -> re.Pattern[bytes]:
 
 
 def _readable(block: bytes) -> bytes:
-    """What a person reads, as UTF-8, line by line; the block itself if that is it."""
+    """Return a block's text as a person reads it, as UTF-8, with the same lines; the block itself if it is that."""
     text = _unread().sub(b"", block) if b"\033" in block or b"\r" in block else block
     if not text.isascii():
         try:

@@ -1,4 +1,4 @@
-"""What stands before the lines of a rank: its number, its colour, the time, or what a template makes of them."""
+"""Makes the prefix of a line: the rank, its colour, the time; or what the user's template makes of them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from typing import Any
 
-    from phalanx._logs.console import ConsoleSpecs
-
 TEMPLATE_ENV = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)  # red is for errors
@@ -22,21 +20,23 @@ _FIELDS = ("role_name", "rank", "local_rank", "host", "time")
 
 
 class Prefixes:
-    """What stands before the lines of each rank.
+    """Makes the prefix of each rank's lines.
 
     Args:
         envs: The workers' environments, by local rank.
-        given: What the caller gave, by local rank; those that it lacks have what they would have without.
-        console: The template, and the kind of times.
+        given: The caller's own prefixes, by local rank. A rank that has none here gets the usual one.
+        template: What stands before each line, with variables; None for `TEMPLATE_ENV`'s, or ``[rank] ``.
+        timestamps: None, "iso" or "elapsed".
         start: What "elapsed" counts from (seconds since the epoch); None for now.
     """
 
     def __init__(
         self,
         envs: Mapping[int, Mapping[str, str]],
-        given: Mapping[int, str] | None,
-        console: ConsoleSpecs,
+        given: Mapping[int, str] | None = None,
         *,
+        template: str | None = None,
+        timestamps: str | None = None,
         start: float | None = None,
     ) -> None:
         some = envs[min(envs)] if envs else {}
@@ -44,16 +44,16 @@ class Prefixes:
         self.host = os.uname().nodename if many else ""
         self._envs = envs
         self._given = given
-        self._template = template_of(console)
-        self._stamp = stamp(console.timestamps, start)
+        self._template = template_or_default(template)
+        self._stamp = stamp(timestamps, start)
         self._width = max([len(envs[rank].get("RANK") or str(rank)) for rank in envs], default=1)
 
     def of(self, rank: int, *, colour: bool) -> bytes | Callable[[float], bytes]:
-        """The prefix of a local rank, or what gives it for a time."""
+        """Return the prefix of a local rank; a function that returns it for a time, if it contains one."""
         return self._of([rank], self._number(rank), colour=colour)
 
     def shared(self, numbers: Iterable[int], *, colour: bool) -> bytes | Callable[[float], bytes]:
-        """The prefix of a line of several ranks, by their global ones."""
+        """Return the prefix of a line that several ranks wrote, by their global ranks; or a function, as `of`."""
         among = set(numbers)
         return self._of([rank for rank in self._envs if int(self._number(rank)) in among],
                         format_ranks(among, ","), colour=colour)  # fmt: skip
@@ -62,7 +62,7 @@ class Prefixes:
         return self._envs.get(rank, {}).get("RANK") or str(rank)
 
     def _of(self, ranks: list[int], shown: str, *, colour: bool) -> bytes | Callable[[float], bytes]:
-        """The prefix of local ``ranks``, whose global ones are ``shown`` as a text."""
+        """Return the prefix of local ``ranks``, whose global ranks are ``shown`` as text."""
         if self._given is not None and all(rank in self._given for rank in ranks):
             return self._stamped(self._given_to(ranks, shown), "")
         if self._template is None:
@@ -81,7 +81,7 @@ class Prefixes:
         return lambda now: _encoded(text.safe_substitute(values, time=stamp_(now)))
 
     def _given_to(self, ranks: list[int], shown: str) -> str:
-        """What the caller gave them: with all their numbers, if it differs by those alone, or one after the other."""
+        """Join the caller's prefixes: into one with all ranks, if they differ in the rank alone; else in a row."""
         assert self._given is not None
         texts = list(dict.fromkeys(self._given[rank] for rank in ranks))
         if len(texts) == 1:
@@ -106,7 +106,7 @@ class Prefixes:
 
 
 def stamp(kind: str | None, start: float | None = None) -> Callable[[float], str] | None:
-    """What writes a time (seconds since the epoch): as "iso", or as "elapsed" since ``start`` (None: now)."""
+    """Return a function that formats a time (seconds since the epoch), as "iso" or as "elapsed" since ``start``."""
     if kind is None:
         return None
     import time
@@ -119,7 +119,7 @@ def stamp(kind: str | None, start: float | None = None) -> Callable[[float], str
     def iso(now: float) -> str:
         nonlocal last
         second = int(now)
-        if last[0] != second:  # with its own offset: the clocks may have been put forward or back
+        if last[0] != second:  # with the offset of that second: daylight saving may have begun or ended
             local = time.localtime(second)
             minutes = local.tm_gmtoff // 60
             offset = f"{'-' if minutes < 0 else '+'}{abs(minutes) // 60:02d}:{abs(minutes) % 60:02d}"
@@ -138,18 +138,18 @@ def _encoded(text: str) -> bytes:
     return sanitise(text).encode("utf-8", "surrogateescape")
 
 
-def template_of(console: ConsoleSpecs) -> str | None:
-    """The template that is given, or that of the environment. Raises ValueError."""
-    return template_of_environment() if console.template is None else console.template
+def template_or_default(template: str | None) -> str | None:
+    """Return ``template``, or if it is None that of the environment. Raises ValueError."""
+    return template_of_environment() if template is None else template
 
 
 def template_of_environment() -> str | None:
-    """The template that the environment gives. Raises ValueError."""
-    return checked(os.environ.get(TEMPLATE_ENV) or None, TEMPLATE_ENV)
+    """Return the template in `TEMPLATE_ENV`, or None. Raises ValueError."""
+    return checked_template(os.environ.get(TEMPLATE_ENV) or None, TEMPLATE_ENV)
 
 
-def checked(template: Any, name: str = "template") -> str | None:
-    """A template in which all can be filled in. Raises ValueError, which begins with ``name``."""
+def checked_template(template: Any, name: str = "template") -> str | None:
+    """Return a template whose variables are all known. Raises TypeError, ValueError, beginning with ``name``."""
     if template is None:
         return None
     if not isinstance(template, str):

@@ -1,6 +1,6 @@
-"""What of the workers' lines is shown, and how: filters, prefixes, formats.
+"""Turns the bytes of log files into what an output shows: filters, dedup, format, and unfinished lines.
 
-Owns the way of each line from its file's bytes to its surface's text, and when an unfinished one is shown. Knows
+Owns the way of each line from its file's bytes to its output's text, and when an unfinished line is shown. Knows
 nothing of files, processes and descriptors.
 """
 
@@ -10,357 +10,295 @@ import functools
 import math
 
 from phalanx._base import clock
-from phalanx._base.control_chars import Colours, escape_json
-from phalanx._logs.lines import LONGEST, Cutter
+from phalanx._logs.formats import Json, Text
+from phalanx._logs.lines import LONGEST
 from phalanx._logs.sink import TURN
+from phalanx._logs.tracebacks import Tracebacks
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from phalanx._logs.dedup import Fold
+    from phalanx._logs.dedup import Dedup
+    from phalanx._logs.line_state import Source
     from phalanx._logs.search import Only, Search
-    from phalanx._logs.terminal import Paper, Screen
-    from phalanx._logs.tracebacks import Tracebacks
+    from phalanx._logs.terminal import PlainOutput, TerminalOutput
 
 QUIET = 0.1
 """Seconds without a byte after which an unfinished line is shown."""
 
 STATE = 1.0
-"""Seconds between two states of a progress bar, at least, where no line can be drawn again."""
+"""Seconds between two states of a progress bar, at least, on an output where no line can be drawn again."""
 
-_FOLDED = 16 * 1024  # bytes at a time, each of which may be a line: that must not take longer than a turn may
-_WHOLE = 64 * 1024
-
-
-class Lane:
-    """One stream of one rank, on its way to one view.
-
-    Args:
-        rank: The rank that the lines are said to be of.
-        stream: "stdout" or "stderr".
-        prefix: What stands before each line; or what gives it at a time (seconds since the epoch).
-    """
-
-    __slots__ = (
-        "begun", "behind", "changed", "colours", "cutter", "marks", "parted", "prefix", "rank", "said", "stated",
-        "stream",
-    )  # fmt: skip
-
-    def __init__(self, rank: int, stream: str, prefix: bytes | Callable[[float], bytes] = b"") -> None:
-        self.rank = rank
-        self.stream = stream
-        self.prefix = prefix
-        self.cutter = Cutter()
-        self.colours = Colours()
-        self.begun = False  # whether the beginning of the unfinished line has been written, and is no longer held
-        self.behind = False  # whether more of it can be read already
-        self.parted = False  # whether its beginning has been shown as a line of its own, being too long to be held
-        self.marks: dict[str, bool] = {}  # what is to be said of such a part, while it is shown
-        self.changed = 0.0  # when more of it came
-        self.said = b""  # the state of it that was written last
-        self.stated = 0.0  # and when
-
-    def label(self, time: Callable[[], float]) -> bytes:
-        """The prefix, at a time that is asked for if it matters."""
-        return self.prefix if isinstance(self.prefix, bytes) else self.prefix(time())
-
-
-class Text:
-    """Lines for people: each after its prefix."""
-
-    def render(self, lane: Lane, block: bytes, time: Callable[[], float]) -> tuple[bytes | memoryview, ...]:
-        """The text of whole lines, seen at a time (seconds since the epoch)."""
-        prefix = lane.label(time)
-        if not prefix:
-            return (block,)
-        # After the last line end stands a prefix too many: a view of what is before it is not one more copy.
-        text = memoryview(block.replace(b"\n", b"\n" + prefix))
-        return prefix, text[: -len(prefix)]
-
-
-class Json:
-    r"""Lines for machines: JSON objects (RFC 8259), one a line, with ``time``, ``rank``, ``stream`` and ``text``.
-
-    ``time`` is when the line was seen, ISO 8601 with the local offset. What is no UTF-8 stands in ``text`` as
-    ``\xff`` would in Python. ``host`` comes first where there is more than one. A line that is too long to be held
-    comes in parts: ``partial`` is true where it goes on in another object, ``continued`` where it began in one before.
-    """
-
-    def __init__(self, host: str = "") -> None:
-        self._host = host
-
-    def render(self, lane: Lane, block: bytes, time: Callable[[], float]) -> tuple[bytes | memoryview, ...]:
-        """The text of whole lines, seen at a time (seconds since the epoch)."""
-        import json
-        from datetime import datetime
-
-        moment = datetime.fromtimestamp(time()).astimezone()
-        host = {"host": self._host} if self._host else {}
-        fields = {**host, "time": moment.isoformat(timespec="milliseconds"), "rank": lane.rank, "stream": lane.stream}
-        fields |= lane.marks
-        head = json.dumps(fields)[:-1] + ', "text": '
-        encode = json.JSONEncoder(ensure_ascii=False).encode
-        lines = block.replace(b"\r\n", b"\n")[:-1].decode("utf-8", "backslashreplace").split("\n")
-        return (escape_json("".join([f"{head}{encode(line)}}}\n" for line in lines])).encode(),)
+_DEDUP_TURN = 16 * 1024  # bytes at a time, each of which may be a line: that must not take longer than a turn may
+_LINES_TURN = 64 * 1024  # where lines are looked at one by one, but not compared
 
 
 class View:
-    """Shows lanes on one surface. The pump calls `take` for what has come, `tick` when it is `due`, and `finish`.
+    """Shows the lines of several sources on one output.
+
+    The pump calls `take` with new bytes, `tick` at the time `due`, and `finish` at the end of each source.
 
     Args:
-        surface: Where.
+        output: Where the lines are written.
         form: `Text` or `Json`.
-        select: Chooses the lines that are to be shown; None for all.
-        harmless: Whether what a terminal would obey is shown in place of sent: see `harmless`.
+        select: Chooses the lines that are shown; None for all.
+        harmless: Whether control characters that a terminal would obey are written as escapes: see `control_chars`.
     """
 
     def __init__(
         self,
-        surface: Paper,
+        output: PlainOutput,
         form: Text | Json,
         select: Only | Search | None = None,
         *,
         harmless: bool = False,
     ) -> None:
-        self.surface = surface
+        self.output = output
         self.due = math.inf
         """When `tick` is wanted (seconds, monotonic)."""
         self.time: Callable[[], float] = clock.wall
-        """What time the lines are of (seconds since the epoch)."""
+        """Returns the time that new lines get (seconds since the epoch)."""
         self._form = form
         self._select = select
-        self._harmless = harmless and isinstance(form, Text)  # JSON is, anyway
-        self._fold: Fold | None = None
+        self._harmless = harmless and isinstance(form, Text)  # JSON escapes them anyway
+        self._dedup: Dedup | None = None
         self._tracebacks: Tracebacks | None = None
-        # Half a line is nothing to a machine, to a pattern, and to a comparison.
-        self._whole = select is not None or isinstance(form, Json)
-        self._lively = surface.live and isinstance(form, Text)
-        self._unfinished: dict[Lane, None] = {}
-        self._lanes: set[Lane] = set()
+        # JSON, a pattern and a comparison need whole lines.
+        self._whole_lines = select is not None or isinstance(form, Json)
+        self._draws = output.live and isinstance(form, Text)
+        self._unfinished: dict[Source, None] = {}
+        self._sources: set[Source] = set()
 
     @property
     def turn(self) -> int:
-        """Bytes of one file that it is to be given at a time: what goes line by line takes longer."""
-        return min(self.surface.sink.turn, _FOLDED if self._fold is not None else _WHOLE if self._whole else TURN)
+        """How many bytes of one file it takes at a time: fewer where each line is looked at."""
+        most = _DEDUP_TURN if self._dedup is not None else _LINES_TURN if self._whole_lines else TURN
+        return min(self.output.sink.turn, most)
 
-    def fold_into(self, fold: Fold) -> None:
-        """Have lines that are equal made one, by ``fold``, which writes to the surface."""
-        self._fold = fold
-        self._whole = True
+    def dedup_lines_with(self, dedup: Dedup) -> None:
+        """Merge equal lines of several sources. ``dedup`` writes them to the output."""
+        self._dedup = dedup
+        self._whole_lines = True
 
-    def fold_tracebacks(self, fold: Fold) -> None:
-        """Have tracebacks that are equal made one, by ``fold``, which writes to the surface."""
-        from phalanx._logs.tracebacks import Tracebacks
-
-        self._tracebacks = Tracebacks(fold, self._write)
+    def dedup_tracebacks_with(self, dedup: Dedup) -> None:
+        """Merge equal tracebacks of several sources. ``dedup`` writes them to the output."""
+        self._tracebacks = Tracebacks(dedup, self._write)
 
     def replay(self, moment: float) -> None:
-        """What is taken from now on was written at ``moment`` (seconds since the epoch), not now."""
+        """Give the bytes that `take` gets from now on the time ``moment`` (seconds since the epoch)."""
         self.time = lambda: moment
-        if self._fold is not None:
-            self._fold.pass_time()
+        if self._dedup is not None:
+            self._dedup.pass_time()
 
-    def take(self, lane: Lane, data: bytes | bytearray, count: int = -1, *, more: bool = False) -> None:
-        """Take the next ``count`` bytes of a lane (< 0: all of ``data``). There is ``more`` to be read, or not."""
-        lane.behind = more
-        self._lanes.add(lane)
-        cutter = lane.cutter
+    def take(self, source: Source, data: bytes | bytearray, count: int = -1, *, more: bool = False) -> None:
+        """Take the next ``count`` bytes of a source (< 0: all of ``data``). ``more`` can be read already, or not."""
+        line = source.line
+        line.behind = more
+        self._sources.add(source)
+        cutter = line.cutter
         block = cutter.cut(data, count)
         if block:
-            self._unfinished.pop(lane, None)
-            if self._live is not None:
-                self._live.show(lane, b"")
-            elif lane.begun:
+            self._unfinished.pop(source, None)
+            if self._terminal is not None:
+                self._terminal.show(source, b"")
+            elif line.begun:
                 end = b""
                 if not cutter.withdrawn:
                     end, _, block = block.partition(b"\n")
-                self.surface.end(lane, lane.label(self.time), self._sent(lane, end))
-                lane.begun = False
-            elif lane.said:
-                said, lane.said = lane.said, b""
+                self.output.end(source, source.label(self.time), self._escaped(source, end))
+                line.begun = False
+            elif line.shown:
+                shown, line.shown = line.shown, b""
                 first, _, others = block.partition(b"\n")
-                block = others if first.rstrip(b"\r") == said else block  # it has just been shown
-            block = self._show_last_part(lane, block)
+                block = others if first.rstrip(b"\r") == shown else block  # it has just been shown
+            block = self._show_last_part(source, block)
             if block:
-                self.show(lane, block)
+                self.show(source, block)
         if cutter.held >= LONGEST:
-            self._give_out(lane)
+            self._show_piece(source)
         elif cutter.held:
-            lane.parted &= not cutter.rewritten
-            if lane.begun and cutter.rewritten:
-                self.surface.end(lane, lane.label(self.time), b"")
-                lane.begun = False
-            lane.changed = clock.now()
-            self._unfinished[lane] = None
-            self._want(self._when(lane))
+            line.parted &= not cutter.rewritten
+            if line.begun and cutter.rewritten:
+                self.output.end(source, source.label(self.time), b"")
+                line.begun = False
+            line.changed = clock.now()
+            self._unfinished[source] = None
+            self._want(self._due_of(source))
 
-    def skip(self, lane: Lane, data: bytes) -> None:
-        """Pass over the next bytes of a lane, but for what they leave unfinished, as far as it can be held."""
-        if lane.cutter.cut(data):
-            lane.parted = False
-        if lane.cutter.held >= LONGEST:
-            lane.cutter.take_piece()
-            lane.parted = True
+    def skip(self, source: Source, data: bytes) -> None:
+        """Drop the next bytes of a source; hold the unfinished line at their end, as far as it can be held."""
+        line = source.line
+        if line.cutter.cut(data):
+            line.parted = False
+        if line.cutter.held >= LONGEST:
+            line.cutter.take_piece()
+            line.parted = True
 
-    def show(self, lane: Lane, block: bytes) -> None:
-        """Show those of whole lines that are wanted."""
+    def show(self, source: Source, block: bytes) -> None:
+        """Show those of whole lines that `select` chooses."""
         if self._select is None:
-            self.reveal(lane, block)
+            self.reveal(source, block)
             return
         time, now = self.time, self.time()
-        for moment, lines in self._select.choose(lane, block, now):
+        for moment, lines in self._select.choose(source, block, now):
             if moment == now:
-                self.reveal(lane, lines)
+                self.reveal(source, lines)
                 continue
-            self.time = functools.partial(float, moment)  # context, which came before
+            self.time = functools.partial(float, moment)  # context lines came earlier
             try:
-                self.reveal(lane, lines)
+                self.reveal(source, lines)
             finally:
                 self.time = time
 
-    def reveal(self, lane: Lane, block: bytes) -> None:
-        """Show whole lines, wanted or not."""
-        block = self._sent(lane, block)
-        if self._fold is not None:
-            self._fold.add_lines(lane, block)
-            self._want(self._fold.due)
+    def reveal(self, source: Source, block: bytes) -> None:
+        """Show whole lines, chosen by `select` or not."""
+        block = self._escaped(source, block)
+        if self._dedup is not None:
+            self._dedup.add_lines(source, block)
+            self._want(self._dedup.due)
         elif self._tracebacks is not None:
-            self._tracebacks.take(lane, block)
+            self._tracebacks.take(source, block)
             self._want(self._tracebacks.due)
         else:
-            self._write(lane, block)
+            self._write(source, block)
 
-    def reveal_hidden(self, lane: Lane, block: bytes) -> None:
-        """Show whole lines of a lane that was not shown so far."""
+    def reveal_hidden(self, source: Source, block: bytes) -> None:
+        """Show whole lines of a source that was not shown so far."""
         if self._tracebacks is not None:
-            self._tracebacks.expect(lane)
-        self.reveal(lane, block)
+            self._tracebacks.expect(source)
+        self.reveal(source, block)
 
-    def _write(self, lane: Lane, block: bytes) -> None:
+    def _write(self, source: Source, block: bytes) -> None:
         if block:
-            self.surface.write(lane, *self._form.render(lane, block, self.time))
+            self.output.write(source, *self._form.render(source, block, self.time))
 
     def tick(self) -> None:
-        """Show what it is time to show."""
+        """Show the lines and states whose time has come."""
         now = clock.now()
         if self.due > now:
             return
         self.due = math.inf
-        if self._tracebacks is not None:  # before what came after them
+        if self._tracebacks is not None:  # first: they came before the unfinished lines
             self._tracebacks.tick()
             self._want(self._tracebacks.due)
-        for lane in list(self._unfinished):
-            when = self._when(lane)
+        for source in list(self._unfinished):
+            when = self._due_of(source)
             if when > now:
                 self._want(when)
             else:
-                self._show_unfinished(lane)
-        if self._fold is not None:
-            self._fold.release()
-            self._want(self._fold.due)
+                self._show_unfinished(source)
+        if self._dedup is not None:
+            self._dedup.release()
+            self._want(self._dedup.due)
 
     def settle(self) -> None:
-        """The end of a round: nothing more is to be written at once."""
-        if self._live is not None:
-            self._live.draw()
-            self._want(self._live.due())
+        """End a round of the pump: draw the live lines of a terminal."""
+        if self._terminal is not None:
+            self._terminal.draw()
+            self._want(self._terminal.due())
 
-    def finish(self, lane: Lane) -> None:
-        """The lane has come to its end: show what nobody has ended."""
-        rest = lane.cutter.take()
-        if self._live is not None:
-            self._live.show(lane, b"")
-        if lane.begun:
-            self.surface.end(lane, lane.label(self.time), self._sent(lane, rest))
-            lane.begun = False
-        elif rest and rest.rstrip(b"\r") != lane.said:
-            self._show_part(lane, rest)
-        lane.said, lane.parted = b"", False
-        self._unfinished.pop(lane, None)
+    def finish(self, source: Source) -> None:
+        """End a source: show its last line, which has no line end."""
+        line = source.line
+        rest = line.cutter.take()
+        if self._terminal is not None:
+            self._terminal.show(source, b"")
+        if line.begun:
+            self.output.end(source, source.label(self.time), self._escaped(source, rest))
+            line.begun = False
+        elif rest and rest.rstrip(b"\r") != line.shown:
+            self._show_part(source, rest)
+        line.shown, line.parted = b"", False
+        self._unfinished.pop(source, None)
 
     def release(self) -> None:
-        """Hold nothing back any longer."""
+        """Write everything that is held for comparison."""
         if self._tracebacks is not None:
             self._tracebacks.release()
-        if self._fold is not None:
-            self._fold.release(everything=True)
+        if self._dedup is not None:
+            self._dedup.release(everything=True)
 
     def close(self) -> None:
-        """All lanes have come to their ends."""
+        """End the view, after `finish` of every source."""
         self.release()
-        self.surface.forget(self._lanes)
+        self.output.forget(self._sources)
 
     @property
-    def _live(self) -> Screen | None:
-        return self.surface if self._lively else None  # type: ignore[return-value]  # `live` says that it is one
+    def _terminal(self) -> TerminalOutput | None:
+        return self.output if self._draws else None  # type: ignore[return-value]  # `live` says that it is one
 
-    def _sent(self, lane: Lane, data: bytes) -> bytes:
-        """What is written of the next lines of a lane, or of a part of one."""
-        return lane.colours.render(data) if self._harmless and data else data
+    def _escaped(self, source: Source, data: bytes) -> bytes:
+        """Return the next lines of a source, or a part of one, without what a terminal would obey."""
+        return source.line.colours.render(data) if self._harmless and data else data
 
     def _want(self, moment: float) -> None:
         self.due = min(self.due, moment)
 
-    def _when(self, lane: Lane) -> float:
-        """When the unfinished line of a lane is to be shown."""
-        if lane.behind:
+    def _due_of(self, source: Source) -> float:
+        """When the unfinished line of a source has to be shown (seconds, monotonic)."""
+        line = source.line
+        if line.behind:
             return math.inf
-        if self._tracebacks is not None and self._tracebacks.holds(lane):
+        if self._tracebacks is not None and self._tracebacks.holds(source):
             return self._tracebacks.due
-        if lane.cutter.rewritten:
-            return lane.changed if self._live is not None else max(lane.changed, lane.stated + STATE)
-        return math.inf if self._whole else lane.changed + QUIET
+        if line.cutter.rewritten:
+            return line.changed if self._terminal is not None else max(line.changed, line.shown_at + STATE)
+        return math.inf if self._whole_lines else line.changed + QUIET
 
-    def _show_unfinished(self, lane: Lane) -> None:
-        cutter = lane.cutter
-        del self._unfinished[lane]
-        if self._live is not None:
+    def _show_unfinished(self, source: Source) -> None:
+        line, cutter = source.line, source.line.cutter
+        del self._unfinished[source]
+        if self._terminal is not None:
             wanted = self._select is None or self._select.wants(cutter.rest + b"\n")
-            self._live.show(lane, lane.label(self.time) + cutter.rest if wanted else b"")
+            self._terminal.show(source, source.label(self.time) + cutter.rest if wanted else b"")
         elif cutter.rewritten:
             state = cutter.rest.rstrip(b"\r")
-            if state.strip() and state != lane.said:
-                lane.said, lane.stated = state, clock.now()
-                self.show(lane, state + b"\n")
+            if state.strip() and state != line.shown:
+                line.shown, line.shown_at = state, clock.now()
+                self.show(source, state + b"\n")
         else:
             piece = cutter.take_settled()
             if piece:
-                self.surface.extend(lane, lane.label(self.time), self._sent(lane, piece))
-                lane.begun = True
-                lane.stated = clock.now()  # it may yet turn out to be the first state of a progress bar
+                self.output.extend(source, source.label(self.time), self._escaped(source, piece))
+                line.begun = True
+                line.shown_at = clock.now()  # it may turn out to be the first state of a progress bar
 
-    def _give_out(self, lane: Lane) -> None:
+    def _show_piece(self, source: Source) -> None:
         """Show a piece of a line that is longer than can be held."""
-        piece = lane.cutter.take_piece()
-        lane.said = b""
-        self._unfinished.pop(lane, None)
-        if self._live is not None:
-            self._live.show(lane, b"")
-        if self._whole or self._live is not None:
-            self._show_part(lane, piece, partial=True)
-            lane.parted = True
+        line = source.line
+        piece = line.cutter.take_piece()
+        line.shown = b""
+        self._unfinished.pop(source, None)
+        if self._terminal is not None:
+            self._terminal.show(source, b"")
+        if self._whole_lines or self._terminal is not None:
+            self._show_part(source, piece, partial=True)
+            line.parted = True
         else:
-            self.surface.extend(lane, lane.label(self.time), self._sent(lane, piece))
-            lane.begun = True
+            self.output.extend(source, source.label(self.time), self._escaped(source, piece))
+            line.begun = True
 
-    def _show_last_part(self, lane: Lane, block: bytes) -> bytes:
-        """Show the end of a line whose beginning has been shown, if there is one. Returns the lines after it."""
-        if lane.parted and not lane.cutter.withdrawn:
+    def _show_last_part(self, source: Source, block: bytes) -> bytes:
+        """Show the last part of a line whose earlier parts have been shown, if there is one. Return the lines after it.
+
+        JSON gets the last part even if it is empty: its reader waits for one without ``partial``.
+        """
+        if source.line.parted and not source.line.cutter.withdrawn:
             end, _, block = block.partition(b"\n")
-            if end.rstrip(b"\r") or isinstance(self._form, Json):  # a machine waits for it
-                self._show_part(lane, end)
-        lane.parted = False
+            if end.rstrip(b"\r") or isinstance(self._form, Json):
+                self._show_part(source, end)
+        source.line.parted = False
         return block
 
-    def _show_part(self, lane: Lane, part: bytes, **marks: bool) -> None:
-        """Show a part of a line, which is wanted by itself or not, and is no context of others; or a whole one."""
-        line = part + b"\n"
-        if lane.parted:
+    def _show_part(self, source: Source, part: bytes, **marks: bool) -> None:
+        """Show a part of a line, or a whole one. `select` judges a part by itself; it is no context of other lines."""
+        text = part + b"\n"
+        if source.line.parted:
             marks["continued"] = True
         if not marks:
-            self.show(lane, line)
-        elif self._select is None or self._select.wants(line):
-            lane.marks = marks
-            self.reveal(lane, line)
-            lane.marks = {}
+            self.show(source, text)
+        elif self._select is None or self._select.wants(text):
+            source.line.marks = marks
+            self.reveal(source, text)
+            source.line.marks = {}

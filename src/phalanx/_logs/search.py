@@ -1,4 +1,4 @@
-"""Which lines are wanted, and those around them. Pure: lines in, chosen lines out, the bytes as they came."""
+"""Chooses lines by patterns, and the lines around them. Pure: lines in, chosen lines out, bytes unchanged."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
     from phalanx._logs.patterns import Spans
 
-_MOST_HELD = 256 * 1024  # bytes of a lane that are held as context, like those of an unfinished line;
-_OVERHEAD = 64  # with so many for each line
+_MOST_HELD = 256 * 1024  # bytes of a source that are held as context, as of an unfinished line;
+_OVERHEAD = 64  # bytes that each held line counts beside its text
 
 
 class Only:
-    """Lines that a function takes: it is given whole lines, and returns those that are wanted."""
+    """Chooses lines with a function, which takes whole lines and returns those that are wanted."""
 
     def __init__(self, select: Callable[[bytes], bytes]) -> None:
         self._select = select
@@ -26,24 +26,24 @@ class Only:
         """Whether a line (with its end) is wanted."""
         return bool(self._select(line))
 
-    def choose(self, _lane: object, block: bytes, now: float) -> Iterable[tuple[float, bytes]]:
+    def choose(self, _source: object, block: bytes, now: float) -> Iterable[tuple[float, bytes]]:
         """See `Search.choose`."""
         chosen = self._select(block)
         return ((now, chosen),) if chosen else ()
 
 
 class Search:
-    r"""Lines in which a pattern is found, and those around them.
+    r"""Chooses the lines that contain a pattern, and lines around them.
 
     Args:
-        grep: Patterns; a line is wanted in which one of them is found. None at all: every line is.
-        exclude: Patterns; a line in which one of them is found is out, and no context either.
-        ignore_case: Whether the patterns take large letters for small ones.
-        before, after: Lines of context of each lane (>= 0). No more than 256 KiB are held of a lane.
-        separator: What stands between lines of a lane that did not follow each other, where there is context.
+        grep: Patterns; a line that contains one of them is wanted. Empty: every line is.
+        exclude: Patterns; a line that contains one of them is dropped, and is no context either.
+        ignore_case: Whether the patterns ignore case.
+        before, after: Lines of context of each source (>= 0). No more than 256 KiB are held of a source.
+        separator: A line between lines of a source that did not follow each other, if there is context.
 
     Raises:
-        ValueError: A pattern is none; the message begins with ``grep:`` or ``exclude:``.
+        ValueError: A pattern is invalid; the message begins with ``grep:`` or ``exclude:``.
 
     >>> search = Search(["[äö]"], after=1)
     >>> b"".join(lines for _, lines in search.choose("rank 0", "a\nä\n\nb\nö\n".encode(), 0.0)).decode()
@@ -67,22 +67,22 @@ class Search:
         self._contexts: dict[object, _Context] = {}
 
     def wants(self, line: bytes) -> bool:
-        """Whether a line (with its end) is wanted by itself, whatever was before it."""
+        """Whether a line (with its end) is wanted by itself, not as context."""
         kept = self._kept(line)
         return bool(kept and (self._grep is None or self._grep.spans(kept)))
 
-    def choose(self, lane: object, block: bytes, now: float) -> Iterable[tuple[float, bytes]]:
-        """Choose among the next whole lines of a lane, which came at a time.
+    def choose(self, source: object, block: bytes, now: float) -> Iterable[tuple[float, bytes]]:
+        """Choose among the next whole lines of a source, which came at the time ``now``.
 
-        Returns what is to be shown, in order, each part with the time at which it came.
+        Returns the chosen lines, in order, in parts, each with the time at which it came.
         """
         block = self._kept(block)
         if self._grep is None or not (self._before or self._after):
             chosen = block if self._grep is None else self._grep.lines(block)
             return ((now, chosen),) if chosen else ()
-        context = self._contexts.get(lane)
+        context = self._contexts.get(source)
         if context is None:
-            context = self._contexts[lane] = _Context(self._before, self._after, self._separator)
+            context = self._contexts[source] = _Context(self._before, self._after, self._separator)
         return context.around(block, self._grep.spans(block), now)
 
     def _kept(self, block: bytes) -> bytes:
@@ -91,46 +91,46 @@ class Search:
 
 
 class _Context:
-    """What is known of a lane's lines between two blocks of it."""
+    """The held lines of a source, and the lines after a wanted one that are still due, between two blocks of it."""
 
     def __init__(self, before: int, after: int, separator: bytes) -> None:
         self._most, self._after, self._separator = before, after, separator
-        self._held: deque[tuple[float, bytes]] = deque()  # the last lines that were not shown, each with its time
+        self._held: deque[tuple[float, bytes]] = deque()  # the last lines that were not chosen, each with its time
         self._size = 0
-        self._due = 0  # lines that are still to be shown, after the last one that was wanted
-        self._shown = False  # whether any line was
-        self._apart = False  # whether lines have been left out since, and are not held
+        self._due = 0  # lines still to be chosen after the last wanted one
+        self._shown = False  # whether any line was chosen
+        self._apart = False  # whether lines since then were dropped, and are not held
 
     def around(self, block: bytes, spans: Spans, now: float) -> Iterator[tuple[float, bytes]]:
-        """What is to be shown of the lane's next lines, of which those in ``spans`` are wanted."""
-        place = 0
+        """Yield the chosen lines of the source's next block, in which those at ``spans`` are wanted."""
+        offset = 0
         for start, end in spans:
-            first = place
-            place = self._follow(block, place, start)
-            if first < place:
-                yield now, block[first:place]
-            self._hold(block[place:start], now)
+            first = offset
+            offset = self._follow(block, offset, start)
+            if first < offset:
+                yield now, block[first:offset]
+            self._hold(block[offset:start], now)
             if self._apart and self._shown and self._separator:
                 yield self._held[0][0] if self._held else now, self._separator
             yield from self._held
             self._held.clear()
             yield now, block[start:end]
-            self._size, self._due, self._shown, self._apart, place = 0, self._after, True, False, end
-        first = place
-        place = self._follow(block, place, len(block))
-        if first < place:
-            yield now, block[first:place]
-        self._hold(block[place:], now)
+            self._size, self._due, self._shown, self._apart, offset = 0, self._after, True, False, end
+        first = offset
+        offset = self._follow(block, offset, len(block))
+        if first < offset:
+            yield now, block[first:offset]
+        self._hold(block[offset:], now)
 
-    def _follow(self, block: bytes, place: int, end: int) -> int:
-        """Where the lines end that are still to be shown after the last wanted one."""
-        while self._due and place < end:
-            place = block.index(b"\n", place) + 1
+    def _follow(self, block: bytes, offset: int, end: int) -> int:
+        """Return the end of the lines that are still due after the last wanted one."""
+        while self._due and offset < end:
+            offset = block.index(b"\n", offset) + 1
             self._due -= 1
-        return place
+        return offset
 
     def _hold(self, lines: bytes, now: float) -> None:
-        """Hold the last of what is not shown."""
+        """Hold the last lines that are not chosen, as context of a later one."""
         start, count = len(lines), 0
         while start and count < self._most and len(lines) - start + count * _OVERHEAD < _MOST_HELD:
             start, count = lines.rfind(b"\n", 0, start - 1) + 1, count + 1
@@ -148,12 +148,12 @@ def _lines(block: bytes) -> list[bytes]:
 
 
 def _between(spans: Iterable[tuple[int, int]], size: int) -> Spans:
-    """What the spans leave."""
-    left, place = [], 0
+    """Return the spans between the given ones."""
+    left, offset = [], 0
     for start, end in spans:
-        if place < start:
-            left.append((place, start))
-        place = end
-    if place < size:
-        left.append((place, size))
+        if offset < start:
+            left.append((offset, start))
+        offset = end
+    if offset < size:
+        left.append((offset, size))
     return left

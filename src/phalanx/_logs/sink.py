@@ -1,7 +1,7 @@
-"""Where lines go in the end. Owns writing in order without ever blocking, and what waits for a slow reader.
+"""Writes to a descriptor, a file or a stream object, in order and without blocking. Owns the bytes that wait.
 
-What may block is written to by a thread of its own, a piece at a time: a stream object of the host's, or a terminal of
-another user.
+A write that may block is done by a thread of the sink's, a piece at a time: to a stream object of the host's, or to a
+terminal of another user.
 """
 
 from __future__ import annotations
@@ -30,58 +30,63 @@ if TYPE_CHECKING:
 TURN = 256 * 1024
 """Bytes of one file that a sink takes at a time, at most."""
 
-_FIRST_TURN = 16 * 1024  # until it has shown that it is fast; a slow one is to show every rank, not megabytes of one
-_TURNS = 4  # that may wait for a sink before the files that feed it are left alone
-_SLOW = 0.1  # seconds without an end of what waits
-_PATIENCE = 0.1  # seconds that the end waits for a write that may block
+_FIRST_TURN = 16 * 1024  # until a sink has proved fast: a slow one should show every rank, not megabytes of one
+_TURNS = 4  # that may wait in a sink before its files are not read on
+_SLOW = 0.1  # seconds for which a sink is blocked before it counts as slow
+_PATIENCE = 0.1  # seconds that `close` waits for the thread's write
 
 _VECTOR = 64  # buffers in one writev(2)
-_NO_READER = (errno.EPIPE, errno.EIO)  # the second of a terminal that has been hung up
+_NO_READER = (errno.EPIPE, errno.EIO)  # EIO: a terminal that has been hung up
 
 
 class Sink:
     """A descriptor, the path of a file (created, or appended to), or an object with ``write`` (a notebook's stdout).
 
-    A descriptor is written to without blocking, and without its other users noticing (`linux.open_nonblocking`). Where
-    that cannot be had, and to an object, a thread writes, which may take any time, also beyond `close`. With ``own``
-    the descriptor is the sink's, to be closed with it. Several may share a sink, each of which is to `hold` it, but for
-    who has made it, and to `close` it.
+    A descriptor is written to without blocking, and without changing its flags for its other users
+    (`linux.open_nonblocking`). If that is not possible, and for an object, a thread writes, which may take any time,
+    also beyond `close`.
+
+    Several users may share a sink: all but the one that made it call `retain`, and each calls `close`.
+
+    Args:
+        target: The descriptor, path or object.
+        own: Whether the last `close` closes the descriptor.
     """
 
     def __init__(self, target: int | Any, *, own: bool = False) -> None:
         self._target = target
         self._own = own
-        self._holders = 1
+        self._references = 1
         self._lock = allocate_lock()
         self._fd = -1
         self._pollable = self._watched = False
-        self._writer: SerialExecutor | None = None  # what writes, if a write may block
-        self._most = TURN  # bytes that it is given at a time
-        self._piece: object = None  # what it is writing
+        self._writer: SerialExecutor | None = None  # the thread that writes, if a write may block
+        self._most = TURN  # bytes that it gets at a time
+        self._piece: object = None  # the bytes that it is writing
         self._waiting: deque[memoryview] = deque()
         self._owners: deque[object] = deque()
         self._size = 0
         self._loop: Loop | None = None
         self._users: dict[Callable[[], None], None] = {}
         self.turn = _FIRST_TURN
-        """Bytes of one file that it is to be given next."""
+        """Bytes of one file that it should get next."""
         self._blocked_since = 0.0
-        self.blocked = False  # whether the reader has to make room first
+        self.blocked = False  # whether bytes wait for the reader to make room
         self.broken = False
-        self.refusal: BaseException | None = None  # why it is broken, though somebody reads: a full disk
+        self.refusal: BaseException | None = None  # the error that broke it, unless the reader has closed: a full disk
         self.written = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.mid_line = False  # whether what was written last was not the end of a line
+        self.mid_line = False  # whether the last written byte was not a line feed
 
-    def hold(self) -> bool:
-        """One more is to `close` this. Returns whether that is possible: False when it has been closed. Any thread."""
+    def retain(self) -> bool:
+        """Add a user, who has to call `close`. Returns False if the sink has been closed already. Any thread."""
         with self._lock:
-            if self._holders:
-                self._holders += 1
-            return self._holders > 0
+            if self._references:
+                self._references += 1
+            return self._references > 0
 
     def open(self, loop: Loop, on_room: Callable[[], None]) -> None:
-        """Get ready. ``on_room`` is called when there is room again after there was none, and when all is out."""
+        """Open it for a user. ``on_room`` is called when there is room after there was none, or all is written."""
         first, self._users[on_room] = not self._users, None
         if not first:
             return
@@ -104,12 +109,12 @@ class Sink:
 
     @property
     def fd(self) -> int:
-        """The descriptor that it writes to; -1 when it is not open, or writes to an object."""
+        """The descriptor that it writes to; -1 if it is not open, or writes to an object."""
         return self._fd
 
     @property
     def path(self) -> str:
-        """That of the file, if it was given one."""
+        """The path of the file; "" if it writes to something else."""
         return self._target if isinstance(self._target, str) else ""
 
     @property
@@ -119,17 +124,17 @@ class Sink:
 
     @property
     def shared(self) -> bool:
-        """Whether more than one has it open."""
+        """Whether more than one user has it open."""
         return len(self._users) > 1
 
     def holds(self, owners: Container[object]) -> bool:
-        """Whether anything waits to be written that concerns ``owners``: if others use this too, theirs alone."""
+        """Whether bytes wait to be written; if the sink is shared, bytes of ``owners``."""
         return bool(self._waiting) and (not self.shared or any(owner in owners for owner in self._owners))
 
     def write(self, buffers: tuple[bytes | memoryview, ...], owner: object = None) -> None:
-        """Take what is to be written at the next `flush`. What a broken sink is given is dropped: it is in the files.
+        """Queue bytes for the next `flush`. A broken sink drops them: the log files have them.
 
-        ``owner`` is whose lines these are, for `pending`.
+        ``owner`` is the source of the lines, for `pending` and `holds`.
         """
         if self.broken:
             return
@@ -140,19 +145,19 @@ class Sink:
                 self._size += len(data)
 
     def flush(self) -> None:
-        """Write, as far as there is room; the rest when there is."""
+        """Write the queued bytes as far as there is room; the rest is written when there is room again."""
         if self._waiting and not self.blocked:
             self._push()
 
     def pending(self) -> dict[object, int]:
-        """How many ends of lines wait to be written, by owner."""
+        """Return how many line ends wait to be written, by owner."""
         lines: dict[object, int] = {}
         for data, owner in zip(self._waiting, self._owners, strict=True):
             lines[owner] = lines.get(owner, 0) + bytes(data).count(b"\n")
         return lines
 
     def make_room(self) -> bool:
-        """Whether more may be written, if need be after a `flush`."""
+        """Whether more may be queued, if necessary after a `flush`."""
         if self.blocked and clock.now() - self._blocked_since > _SLOW:
             self.turn = _FIRST_TURN
         if self._size >= self.turn * _TURNS:
@@ -160,21 +165,21 @@ class Sink:
         return self._size < self.turn * _TURNS
 
     def give_up(self) -> None:
-        """Forget what waits to be written, in favour of a last line end if one is missing."""
+        """Drop the queued bytes. Writes a line end in their place, if the last line lacks one and there is room."""
         if self._writer is None and self.mid_line and not self.broken and self._ready():
             with suppress(OSError):
                 os.write(self._fd, b"\n")
         self._break()
 
     def close(self, on_room: Callable[[], None] | None = None) -> None:
-        """End the use of who has opened it with ``on_room``, or was to; the last one gives the descriptors back."""
+        """End a user's use, with the ``on_room`` that it passed to `open`, if any. The last closes the descriptors."""
         if on_room is not None:
             self._users.pop(on_room, None)
-            if not self._users:  # who holds it may open it yet, and does so anew
+            if not self._users:  # a user that has not opened it yet opens it anew
                 self._shut()
         with self._lock:
-            self._holders = max(0, self._holders - 1)
-            if self._holders:
+            self._references = max(0, self._references - 1)
+            if self._references:
                 return
         self._shut()
         if self._own:
@@ -201,7 +206,7 @@ class Sink:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Write, and tell who waits for room if there is some again."""
+        """Write, and call the users if there is room again, or all is written."""
         was_full = self._size >= self.turn * _TURNS
         self._push()
         if (was_full and self._size < self.turn * _TURNS) or self.idle:
@@ -228,7 +233,7 @@ class Sink:
             self._drop(count)
 
     def _write_aside(self, writer: SerialExecutor) -> None:
-        """Have the thread write a piece, which waits here until that is done."""
+        """Have the thread write a piece, which stays queued until that is done."""
         piece = bytearray()
         for data in self._waiting:
             piece += data[: self._most - len(piece)]
@@ -241,11 +246,11 @@ class Sink:
         def write() -> None:
             call(partial(answer, *_written(target, piece, decoder)))
 
-        if not writer.submit(write):  # no thread is to be had
+        if not writer.submit(write):  # no thread can be started
             write()
 
     def _on_written(self, piece: object, count: int, error: BaseException | None) -> None:
-        if piece is not self._piece:  # it was given up meanwhile
+        if piece is not self._piece:  # it was dropped meanwhile
             return
         self._piece = None
         if error is not None:
@@ -254,7 +259,7 @@ class Sink:
         self._go_on()
 
     def _drop(self, count: int) -> None:
-        """Forget the first ``count`` bytes, which are written."""
+        """Remove the first ``count`` bytes, which are written, from the queue."""
         waiting = self._waiting
         count = min(count, self._size)
         self._size -= count
@@ -302,10 +307,10 @@ class Sink:
 
 
 def _written(target: Any, data: bytearray, decoder: codecs.IncrementalDecoder) -> tuple[int, BaseException | None]:
-    """Write to a descriptor or an object, which may block. Returns how many bytes, and what it has raised."""
+    """Write to a descriptor or an object, which may block. Returns the number of bytes, and what it raised."""
     try:
         if isinstance(target, int):
-            with suppress(BlockingIOError):  # somebody has made it non-blocking: poll(2) says when there is room
+            with suppress(BlockingIOError):  # another user has made it non-blocking: poll(2) waits for room
                 return os.write(target, data), None
             return 0, None
         target.write(decoder.decode(data))

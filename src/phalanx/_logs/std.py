@@ -1,4 +1,4 @@
-"""Which of a worker's standard streams something applies to. Owns the notation; knows nothing of files."""
+"""`Std`: a set of a worker's standard streams, and its notation on the command line."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a console looks like: paper, that only grows, or a screen, whose bottom lines can change.
+"""Outputs: a plain one, to which text is only appended, and a terminal, whose bottom lines can be drawn again.
 
-Owns the place of unfinished lines among the whole ones. It is given text with its prefixes, and puts it into a sink.
+Owns where unfinished lines stand among whole ones. Takes text that has its prefixes, and writes it to a sink.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     import re
     from collections.abc import Callable, Container
 
-    from phalanx._logs.render import Lane
+    from phalanx._logs.line_state import Source
     from phalanx._logs.sink import Sink
 
 FRAME = 0.05
-"""Seconds between two pictures of a screen's live lines, at least."""
+"""Seconds between two drawings of a terminal's live lines, at least."""
 
-_SHARE = 2  # live lines have at most one in so many of a screen's rows
+_SHARE = 2  # live lines take at most one in so many of a terminal's rows
 _SPACES = bytes.maketrans(b"\t", b" ")
 _RESET = RESET.encode()
-_BYTES = 64  # for each column: a letter with accents, and the colours before it, take no more
+_BYTES = 64  # for each column: a letter with its accents and the colours before it take no more
 
 
-class Paper:
-    """A pipe, a file, a notebook: what is written stays."""
+class PlainOutput:
+    """A pipe, a file, a notebook: text is appended, and never changes."""
 
     live = False
     """Whether unfinished lines can be shown, and changed, at the bottom."""
@@ -37,7 +37,7 @@ class Paper:
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
         self.holder: object = None
-        """Whose line stands unfinished at the end."""
+        """The owner of the unfinished line at the end; None if the last line is ended."""
 
     def write(self, owner: object, *text: bytes | memoryview) -> None:
         """Write whole lines."""
@@ -47,33 +47,33 @@ class Paper:
         self.sink.write(text, owner)
 
     def extend(self, owner: object, prefix: bytes, text: bytes) -> None:
-        """Write the beginning of a line, or more of it. The prefix comes once, or again if others wrote in between."""
+        """Write the beginning of a line, or more of it; the prefix first, and again if others wrote in between."""
         if self.holder is not owner:
             self.write(owner, prefix)
             self.holder = owner
         self.sink.write((text,), owner)
 
     def end(self, owner: object, prefix: bytes, text: bytes) -> None:
-        """Write the end of a line that `extend` has begun; nothing if others have ended it and that was all of it."""
+        """Write the end of a line that `extend` began. Nothing, if it is empty and another owner has ended the line."""
         if self.holder is owner or text.strip(b"\r"):
             self.extend(owner, prefix, text)
             self.sink.write((b"\n",), owner)
             self.holder = None
 
     def forget(self, owners: Container[object]) -> None:
-        """Nothing more comes of ``owners``: end what they have left unfinished."""
+        """End the unfinished line of any of ``owners``, who write no more."""
         if self.holder is not None and self.holder in owners:
             self.sink.write((b"\n",), self.holder)
             self.holder = None
 
 
-class Screen(Paper):
-    """A terminal: one live line for each rank that has an unfinished one, below everything else.
+class TerminalOutput(PlainOutput):
+    """A terminal: one live line for each source that has an unfinished one, below everything else.
 
-    They are erased before anything is written and drawn again below it, in the same write, so that nothing flickers.
-    Autowrap is off while they are drawn (DECAWM; xterm's control sequences): a line that is wider than the terminal
-    would take two rows, and the next erasure would miss one. What does not fit is not sent, and a picture that is the
-    same is not sent again: an unfinished line may grow for long beyond what can be seen of it.
+    The live lines are erased before anything is written and drawn again below it, in the same write, so that nothing
+    flickers. Autowrap is off while they are drawn (DECAWM; xterm's control sequences): a line that is wider than the
+    terminal would take two rows, and the next erasure would miss one. Columns that do not fit are not sent, and an
+    unchanged drawing is not sent again: an unfinished line may grow for long beyond the last column.
     """
 
     live = True
@@ -81,28 +81,28 @@ class Screen(Paper):
     def __init__(self, sink: Sink, size: Callable[[], tuple[int, int]] | None = None) -> None:
         super().__init__(sink)
         self._size = size or (lambda: tty.size(sink.fd))
-        self._live: dict[Lane, bytes] = {}
+        self._live: dict[Source, bytes] = {}
         self._drawn = 0
-        self._picture = b""
+        self._drawing = b""
         self._erased = False
         self._stale = False
         self._next = 0.0
 
     def write(self, owner: object, *text: bytes | memoryview) -> None:
-        """See `Paper.write`."""
+        """See `PlainOutput.write`."""
         self.sink.write((self._erasure(), *text), owner)
         self._erased = bool(self._live)
 
     def extend(self, owner: object, prefix: bytes, text: bytes) -> None:
-        """See `Paper.extend`. What cannot be held any longer becomes lines of its own: a terminal would wrap it."""
+        """See `PlainOutput.extend`. Each piece of a line that is too long becomes a line: a terminal would wrap it."""
         self.write(owner, prefix, text, b"\n")
 
     def end(self, owner: object, prefix: bytes, text: bytes) -> None:
-        """See `Paper.end`."""
+        """See `PlainOutput.end`."""
         self.write(owner, prefix, text, b"\n")
 
-    def show(self, owner: Lane, line: bytes) -> None:
-        """Have ``line`` as the owner's live line; nothing to have none."""
+    def show(self, owner: Source, line: bytes) -> None:
+        """Set the owner's live line; an empty one removes it."""
         if line:
             self._live[owner] = line
             self._stale = True
@@ -111,31 +111,31 @@ class Screen(Paper):
 
     def due(self) -> float:
         """When `draw` has something to do (seconds, monotonic)."""
-        if self.sink.blocked:  # the sink says when it is not
+        if self.sink.blocked:  # the sink calls when there is room again
             return math.inf
         return 0.0 if self._erased else self._next if self._stale else math.inf
 
     def draw(self) -> None:
-        """Draw the live lines if it is time to, and nobody holds up what is written."""
+        """Draw the live lines if `FRAME` has passed and the sink is not blocked."""
         if self.due() > clock.now():
             return
         columns, rows = self._size()
         most = max(1, rows // _SHARE)
-        lines = [line for _lane, line in sorted(self._live.items(), key=lambda item: item[0].rank)]
+        lines = [line for _source, line in sorted(self._live.items(), key=lambda item: item[0].rank)]
         if len(lines) > most:
             lines[most - 1 :] = [b"... and %d more" % (len(lines) - most + 1)]
-        picture = b"\r\n".join([visible(line, columns) for line in lines])
-        if self._erased or not lines or picture != self._picture:
+        drawing = b"\r\n".join([visible(line, columns) for line in lines])
+        if self._erased or not lines or drawing != self._drawing:
             text = self._erasure()
             if lines:
-                text += b"\033[?7l" + picture + b"\033[?7h"
-                self._drawn, self._picture = len(lines), picture
+                text += b"\033[?7l" + drawing + b"\033[?7h"
+                self._drawn, self._drawing = len(lines), drawing
             self.sink.write((text,))
         self._stale = self._erased = False
         self._next = clock.now() + FRAME
 
     def forget(self, owners: Container[object]) -> None:
-        """See `Paper.forget`. The live lines of others stay."""
+        """See `PlainOutput.forget`. The live lines of other owners stay."""
         for owner in [owner for owner in self._live if owner in owners]:
             del self._live[owner]
             self._stale = True
@@ -147,18 +147,19 @@ class Screen(Paper):
             self.draw()
 
     def _erasure(self) -> bytes:
-        """What removes the live lines, and leaves the cursor where the first of them began."""
+        """Return what erases the live lines and leaves the cursor where the first of them began."""
         drawn, self._drawn = self._drawn, 0
-        self._picture = b""
+        self._drawing = b""
         if not drawn:
             return b""
         return b"\r\033[J" if drawn == 1 else b"\r\033[%dA\033[J" % (drawn - 1)
 
 
 def visible(line: bytes, columns: int) -> bytes:
-    r"""``line`` without what would move the cursor, and what surely has no place in so many columns: see `harmless`.
+    r"""Return ``line`` without what would move the cursor (see `Colours`), cut to about so many columns.
 
-    Colours stay, and end with it. A letter that is two columns wide counts for one: the terminal leaves out the rest.
+    Colours stay, and are reset at its end. A letter that is two columns wide counts for one: what then does not fit,
+    the terminal drops.
 
     >>> visible(b"\033[32m 50%\033[0m\033[A\t|", 80)
     b'\x1b[32m 50%\x1b[0m |'
@@ -174,9 +175,9 @@ def visible(line: bytes, columns: int) -> bytes:
 
 @functools.lru_cache(8)
 def _cells(columns: int) -> re.Pattern[bytes]:
-    """The beginning of a text without moves that fills so many columns: colours and accents take none.
+    """Return a pattern for the beginning of a text that fills so many columns. Colours and accents take none.
 
-    A byte that is no UTF-8 takes one.
+    A byte that is no UTF-8 takes one column.
     """
     import re
 

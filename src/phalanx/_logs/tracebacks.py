@@ -1,6 +1,7 @@
-"""Tracebacks that are equal across ranks are shown once. Owns where one begins and ends in a rank's lines.
+"""Finds tracebacks in a rank's lines, so that equal ones of several ranks are shown once.
 
-What comes of a rank after a traceback that is held comes after it, with it. The comparison is the business of `fold`.
+Owns where a traceback begins and ends. Lines that a rank writes after a held traceback are shown after it. `dedup`
+compares.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     import re
     from collections.abc import Callable
 
-    from phalanx._logs.dedup import Fold
-    from phalanx._logs.render import Lane
+    from phalanx._logs.dedup import Dedup
+    from phalanx._logs.line_state import Source
 
 HEAD = b"Traceback (most recent call last):"
 _CHAIN = (
@@ -25,31 +26,31 @@ _CHAIN = (
     b"The above exception was the direct cause of the following exception:",
 )
 _BESIDE_GROUPS = (b"|", b"+")  # how the lines of an exception group begin, after spaces
-_GROUP_ENDS = b"+---"  # or another of its exceptions begins
+_GROUP_ENDS = b"+---"  # the end of the group, or the beginning of another of its exceptions
 
 QUIET = 0.1
-"""Seconds after which a traceback is not waited for any longer that has no end, or may go on with another."""
+"""Seconds without a line after which a traceback counts as ended, though it has no end or may go on with another."""
 
 _MOST = 64 * 1024  # bytes of a traceback
-_FLOOD = 64  # heads in one read: whoever writes so many is to be kept up with
+_FLOOD = 64  # tracebacks in one read, from which on they are not compared: the display has to keep up
 
 
 class _Open:
     """A traceback that is being written."""
 
-    __slots__ = ("changed", "end", "group", "lane", "lines", "size", "time")
+    __slots__ = ("changed", "end", "group", "lines", "size", "source", "time")
 
-    def __init__(self, lane: Lane, time: float) -> None:
-        self.lane = lane
-        self.time = time  # when it began, by the lines' time
+    def __init__(self, source: Source, time: float) -> None:
+        self.source = source
+        self.time = time  # when it began (seconds since the epoch)
         self.lines: list[bytes] = []
-        self.end = 0  # how many lines there were with that of the exception; 0: it has not come
-        self.group = False  # whether it is of an exception group, which ends otherwise
+        self.end = 0  # the number of lines up to that of the exception; 0 as long as it has not come
+        self.group = False  # whether it is that of an exception group, which ends differently
         self.size = 0
         self.changed = 0.0
 
     def take_plain(self, block: bytes, begin: int) -> int:
-        """Take all of it at once, if it is a plain one and whole. Returns where the rest of the block begins."""
+        """Take a plain, whole traceback at once, if one is at ``begin``. Returns where the rest of the block begins."""
         found = _plain().match(block, begin)
         if found is None or found.end() - begin > _MOST or block.find(HEAD, begin + len(HEAD), found.end()) >= 0:
             return begin
@@ -59,13 +60,13 @@ class _Open:
         return found.end()
 
     def take(self, line: bytes) -> bool:
-        """Take the next line, if it is one of the traceback, or may be. Returns whether it is."""
-        plain = unmarked(self.lane, line)
+        """Take the next line if it belongs to the traceback, or may. Returns whether it does."""
+        plain = unmarked(self.source, line)
         text = plain.strip()
         if plain.endswith(HEAD):
             self.end = 0
             self.group = text.startswith(_BESIDE_GROUPS)
-        elif not text or plain in _CHAIN:  # of the exception's message, or between two of a chain
+        elif not text or plain in _CHAIN:  # a line of the exception's message, or between two of a chain
             if self.group and not self.end:
                 self.end = len(self.lines)
         elif self.group:
@@ -84,107 +85,109 @@ class _Open:
 
 
 class Tracebacks:
-    """Takes whole lines of lanes; holds tracebacks, and what comes after them, for their equals. Loses nothing.
+    """Takes whole lines of sources and holds their tracebacks, and the lines after those, for comparison.
 
-    ``show`` is called with a lane and whole lines of it that are not held.
+    Args:
+        dedup: Compares the tracebacks.
+        show: Is called with a source and those of its whole lines that are not held.
     """
 
-    def __init__(self, fold: Fold, show: Callable[[Lane, bytes], None]) -> None:
-        self._fold = fold
+    def __init__(self, dedup: Dedup, show: Callable[[Source, bytes], None]) -> None:
+        self._dedup = dedup
         self._show = show
-        self._open: dict[int, _Open] = {}  # by rank; the one that has waited longest comes first
+        self._open: dict[int, _Open] = {}  # by rank; the one that has been open longest comes first
 
     @property
     def due(self) -> float:
         """When `tick` has something to do (seconds, monotonic)."""
         first = next(iter(self._open.values()), None)
-        return min(self._fold.due, math.inf if first is None else first.changed + QUIET)
+        return min(self._dedup.due, math.inf if first is None else first.changed + QUIET)
 
-    def expect(self, lane: Lane) -> None:
-        """There is one more lane, whose tracebacks may be those of others."""
-        self._fold.expect(lane)
+    def expect(self, source: Source) -> None:
+        """Count one more source, whose tracebacks may equal others'."""
+        self._dedup.expect(source)
 
-    def holds(self, lane: Lane) -> bool:
-        """Whether something of a rank is held, which comes before what is shown of this lane next."""
-        it = self._open.get(lane.rank)
-        return self._fold.holds(lane) or (it is not None and (it.lane is lane or it.end > 0))
+    def holds(self, source: Source) -> bool:
+        """Whether held lines of the rank have to come before the next lines of this source."""
+        it = self._open.get(source.rank)
+        return self._dedup.holds(source) or (it is not None and (it.source is source or it.end > 0))
 
-    def take(self, lane: Lane, block: bytes) -> None:
-        """Take whole lines of a lane."""
-        if not self.holds(lane) and (HEAD not in block or self._fold.is_alone(lane)):
-            self._show(lane, block)
+    def take(self, source: Source, block: bytes) -> None:
+        """Take whole lines of a source."""
+        if not self.holds(source) and (HEAD not in block or self._dedup.is_alone(source)):
+            self._show(source, block)
             return
         if block.count(HEAD) > _FLOOD:
             self.release()
-            self._show(lane, block)
+            self._show(source, block)
             return
         self.tick()
-        self._read(lane, block)
-        it = self._open.get(lane.rank)
-        if it is not None and it.lane is lane:
+        self._read(source, block)
+        it = self._open.get(source.rank)
+        if it is not None and it.source is source:
             it.changed = clock.now()
-            self._open[lane.rank] = self._open.pop(lane.rank)
-        self._fold.release()
+            self._open[source.rank] = self._open.pop(source.rank)
+        self._dedup.release()
 
     def tick(self) -> None:
-        """Let go of what has waited long enough."""
+        """Close the tracebacks that have had no line for `QUIET` seconds; emit what has been held for the window."""
         now = clock.now()
         while self._open and (first := next(iter(self._open.values()))).changed + QUIET <= now:
-            self._close(first.lane.rank)
-        self._fold.release()
+            self._close(first.source.rank)
+        self._dedup.release()
 
     def release(self) -> None:
-        """Hold nothing back any longer."""
+        """Emit everything that is held."""
         for rank in list(self._open):
             self._close(rank)
-        self._fold.release(everything=True)
+        self._dedup.release(everything=True)
 
-    def _read(self, lane: Lane, block: bytes) -> None:
-        """Tell tracebacks from what is around them."""
-        place = 0
-        while place < len(block):
-            it = self._open.get(lane.rank)
-            if it is not None and it.lane is lane:
-                end = block.index(b"\n", place) + 1
-                if not it.take(block[place : end - 1]):
-                    self._close(lane.rank)
+    def _read(self, source: Source, block: bytes) -> None:
+        """Cut a block into tracebacks and the lines around them."""
+        offset = 0
+        while offset < len(block):
+            it = self._open.get(source.rank)
+            if it is not None and it.source is source:
+                end = block.index(b"\n", offset) + 1
+                if not it.take(block[offset : end - 1]):
+                    self._close(source.rank)
                     continue
-                place = end
+                offset = end
                 if it.size > _MOST:
-                    self._close(lane.rank)
+                    self._close(source.rank)
                 continue
-            head = block.find(HEAD + b"\n", place)
-            begin = len(block) if head < 0 else max(place, block.rfind(b"\n", place, head) + 1)
-            if begin > place:
-                self._pass(lane, block[place:begin])
+            head = block.find(HEAD + b"\n", offset)
+            begin = len(block) if head < 0 else max(offset, block.rfind(b"\n", offset, head) + 1)
+            if begin > offset:
+                self._pass(source, block[offset:begin])
             if head >= 0:
-                if lane.rank in self._open:  # of its other stream
-                    self._close(lane.rank)
-                it = self._open[lane.rank] = _Open(lane, self._fold.clock())
+                if source.rank in self._open:  # a traceback in its other stream
+                    self._close(source.rank)
+                it = self._open[source.rank] = _Open(source, self._dedup.clock())
                 begin = it.take_plain(block, begin)
-            place = begin
+            offset = begin
 
-    def _pass(self, lane: Lane, block: bytes) -> None:
-        """Lines that are of no traceback: they come after what is held of their rank."""
-        if lane.rank in self._open and self._open[lane.rank].end:  # of its other stream
-            self._close(lane.rank)
-        if self._fold.holds(lane):
-            self._fold.follow(lane, block)
+    def _pass(self, source: Source, block: bytes) -> None:
+        """Take lines outside tracebacks: they follow the held lines of their rank."""
+        if source.rank in self._open and self._open[source.rank].end:  # a traceback in its other stream
+            self._close(source.rank)
+        if self._dedup.holds(source):
+            self._dedup.follow(source, block)
         else:
-            self._show(lane, block)
+            self._show(source, block)
 
     def _close(self, rank: int) -> None:
-        """A traceback is whole, as far as can be told: it waits for its equals."""
+        """Pass a traceback, which counts as whole, to `dedup`, and the lines after it."""
         it = self._open.pop(rank)
         end = it.end or len(it.lines)
-        self._fold.add(it.lane, b"\n".join(it.lines[:end]), it.time)
+        self._dedup.add(it.source, b"\n".join(it.lines[:end]), it.time)
         if end < len(it.lines):
-            self._fold.follow(it.lane, b"\n".join([*it.lines[end:], b""]))
+            self._dedup.follow(it.source, b"\n".join([*it.lines[end:], b""]))
 
 
 @functools.cache
 def _plain() -> re.Pattern[bytes]:
-    """A traceback that stands alone at the margin: tracebacks may come by the thousand."""
+    """Return a pattern for a traceback at the margin, without chain or group: fast, for thousands of them."""
     import re
 
     return re.compile(re.escape(HEAD) + rb"\n(?:[ \t][^\n]*+\n)*+\S[^\n]*+\n")

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from phalanx._engine.leftovers import Leftover
     from phalanx._engine.mirror import WorkerRecord
-    from phalanx._logs.specs import LogsDest
+    from phalanx._logs.layout import LogsDest
 
 EARLY = 10.0
 """A rank ended early if it ended at least so many seconds before the rest, and"""
@@ -340,7 +340,7 @@ def _write_evidence_sent(path: str, pid: int, message: str, stack: str, moment: 
 
 def _tail(path: str, *, rotates: bool) -> str:
     """Return the last lines of a file as text; "" if there is none."""
-    from phalanx._logs.follower import TAIL_LINES, last_lines
+    from phalanx._logs.tail import TAIL_LINES, last_lines
 
     data = last_lines(path, rotates=rotates) if path else b""
     return "\n".join(data.decode("utf-8", "backslashreplace").rstrip().splitlines()[-TAIL_LINES:])

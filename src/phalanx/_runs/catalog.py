@@ -1,10 +1,10 @@
-"""The runs in a folder: found, newest first, and found again by what a person types.
+"""Finds runs: all in a folder, newest first; or the one that a user names.
 
-Owns what counts as a run's folder, whose it is, and the reading of names. What a run's record says belongs to
-`_record`. Imported when it is needed and not before, because of what that one loads.
+Owns what counts as a run's folder, who owns it, and how a name is resolved. Loads `record`, and with it msgspec: so it
+is imported only when it is needed.
 
-A folder of runs can be shared, and a folder in it, or a record, be another user's. Such a run is listed, and can be
-read by its name; but it is never "the latest", and nobody is signalled for what it says.
+A folder of runs can be shared, and a run in it, or its record, can belong to another user. Such a run is listed, and
+can be read by its name; but it is never "the latest", and its pids are never signalled.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ import os
 from phalanx._base import files
 from phalanx._base.frozen import Value
 from phalanx._runs import record
-from phalanx._runs.prune import REMOVED
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-_LISTED = 5
+REMOVED = ".phalanx-removed-"
+"""What a folder's name begins with once its removal has begun. It is no run any more."""
+
+_LISTED = 5  # runs in an error's message
 
 
 class RunDir(Value):
-    """A run's folder as it was found.
+    """A run's folder, and its record at the time when it was read.
 
     Attributes:
         path: The folder, absolute.
-        run: Its record, or None when there is none that can be read,
-        problem: and then why; else "".
-        state: That of the record by now, see `_record.state_now`; "unknown" without a record, "unreadable" with a
-            damaged one.
-        started: The record's, or the folder's last change: Unix time in seconds.
-        owner: The uid of whoever has made it: that of its folder, or of its record if that one is neither ours nor
-            root's.
+        run: Its record; None if there is none that can be read.
+        problem: Why the record cannot be read; else "".
+        state: The run's present state, see `record.state_now`; "unknown" without a record, "unreadable" with a damaged
+            one.
+        started: When the run started, or without a record, when the folder was last changed (Unix time, seconds).
+        owner: The uid of the folder's owner; or of the record's, if that is neither the caller nor root.
     """
 
     __slots__ = ("path", "run", "problem", "state", "started", "owner")  # noqa: RUF023 - the order is that of the arguments
@@ -60,25 +61,25 @@ class RunDir(Value):
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is the caller's, or root's."""
+        """Whether it belongs to the caller or to root."""
         return self.owner in (os.geteuid(), files.ROOT)
 
     def to_json(self) -> str:
-        """One line: ``folder``, ``path``, ``state`` by now, ``problem``, and the record as ``run``, or null."""
+        """Return one line of JSON: ``folder``, ``path``, ``state``, ``problem``, and as ``run`` the record or null."""
         return record.to_json(folder=self.name, path=self.path, state=self.state, problem=self.problem, run=self.run)
 
 
 class UnknownRunError(LookupError):
-    """No run, or more than one, is called so. The message lists those that are close."""
+    """No run, or more than one, has this name. The message lists similar ones."""
 
 
 def look(path: str) -> RunDir:
-    """Read what a run's folder says of itself. Never raises: what cannot be read says why."""
+    """Read a run's folder. Never raises: ``problem`` says why its record cannot be read."""
     path = os.path.abspath(path)
     try:
         folder = os.stat(path)
         changed, owner = folder.st_mtime, folder.st_uid
-    except OSError:  # removed in this moment
+    except OSError:  # removed just now
         changed, owner = 0.0, files.ROOT
     try:
         run, author = record.read_owned(path)
@@ -91,11 +92,11 @@ def look(path: str) -> RunDir:
 
 
 def find(roots: Iterable[str]) -> list[RunDir]:
-    """The runs in some folders, newest first, with their records in brief; none where there is no such folder.
+    """Return the runs in some folders, newest first, with brief records. A missing folder has none.
 
     A run is a folder with a ``run.json`` or with attempts in it. One without a record, or with a damaged one, is listed
-    as such, by the time of its last change. Other folders, and links, are not listed. Raises OSError when a folder is
-    there and cannot be listed.
+    as such, by the time of its last change. Other folders, and links, are not listed. Raises OSError: a folder exists
+    and cannot be listed.
     """
     folders: list[str] = []
     for root in roots:
@@ -110,20 +111,20 @@ def find(roots: Iterable[str]) -> list[RunDir]:
 
 
 def resolve(roots: Sequence[str], text: str | None = None) -> RunDir:
-    """Find the run that somebody means.
+    """Find the run that a user means.
 
     Args:
-        roots: The folders in which runs are.
-        text: The name of a run's folder in one of them; or a run id; or the beginning of a name, as long as there is
-            only one such; or the path of a run's folder, anywhere. None for the latest run that is the caller's, or
-            root's. What is another's is only meant where none of these is.
+        roots: The folders that hold runs.
+        text: The name of a run's folder in one of them; or a run id; or the beginning of one name only; or the path of
+            a run's folder, anywhere. None for the latest run of the caller or root. A run of another user is found only
+            if none of these fits.
 
     Raises:
         UnknownRunError: There is no such run, or more than one.
         OSError: One of ``roots`` cannot be listed.
     """
     if text is not None and os.sep in text:
-        if _is_run(text) or os.path.isdir(os.path.join(text, "0")):  # of start_processes(log_dir=...): ranks alone
+        if _is_run(text) or os.path.isdir(os.path.join(text, "0")):  # start_processes(log_dir=...): only ranks
             return look(text)
         msg = f"{text!r} is not a run's folder: it has no {record.FILE} and no attempts"
         raise UnknownRunError(msg)
@@ -144,7 +145,7 @@ def _in_brief(found: RunDir) -> RunDir:
 
 
 def _called(where: str, runs: list[RunDir], text: str) -> RunDir:
-    """The one that is called so: by the first of the ways of calling it that gives any."""
+    """Return the run with this name, id or beginning of a name: by the first of these that any run has."""
     ours, others = [run for run in runs if run.is_ours], [run for run in runs if not run.is_ours]
     for matches in (
         matches

@@ -1,7 +1,7 @@
-"""Where runs are kept, and looked for, unless somebody says otherwise.
+"""The folders in which runs are kept and looked for by default.
 
-That is in the user's folder for state; and where that cannot be written to (a home that is read-only, or not there), in
-a folder of the user's among the temporary ones, until those are cleaned.
+That is a folder below the user's state folder; or, if that cannot be written to (a home that is read-only or missing),
+a temporary folder of the user's, until somebody cleans /tmp.
 """
 
 from __future__ import annotations
@@ -15,64 +15,64 @@ from phalanx._base import files
 _PRIVATE = 0o700
 
 
-class NoPlaceError(LookupError):
-    """The user has no home in which something could be kept."""
+class NoHomeError(LookupError):
+    """The user has no home folder."""
 
 
-def place_of_new_runs(mode: int | None = None) -> tuple[str | None, bool]:
-    """A folder in which a run can be kept, made if need be, and whether it is the temporary one. None: there is none.
+def folder_for_new_runs(mode: int | None = None) -> tuple[str | None, bool]:
+    """Return a folder in which a run can be kept, and whether it is the temporary one. None if there is none.
 
-    The temporary one is the user's alone, unless its runs are for others: then it has their ``mode`` as well.
+    The folder is made if it is missing. The temporary one has mode 0o700, with the bits of ``mode`` added if given.
     """
-    with contextlib.suppress(OSError, NoPlaceError):
-        place = default_place()
-        os.makedirs(place, exist_ok=True)
-        if os.access(place, os.W_OK):
-            return place, False
+    with contextlib.suppress(OSError, NoHomeError):
+        folder = default_folder()
+        os.makedirs(folder, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder, False
     try:
-        files.make_folder(place := _temporary_place(), _PRIVATE)
+        files.make_folder(folder := _temporary_folder(), _PRIVATE)
         if mode is not None:
-            os.chmod(place, mode | stat.S_IMODE(os.stat(place).st_mode))
+            os.chmod(folder, mode | stat.S_IMODE(os.stat(folder).st_mode))
     except OSError:
         return None, True
-    return place, True
+    return folder, True
 
 
-def places() -> tuple[str, ...]:
-    """The folders in which runs are looked for: those that `place_of_new_runs` gives.
+def search_folders() -> tuple[str, ...]:
+    """Return the folders in which runs are looked for: those that `folder_for_new_runs` returns.
 
-    Where there is a temporary one, a default one that the user may not look into is left out.
+    If the temporary one exists, a default one that the user may not list is left out.
 
-    Raises NoPlaceError: the user has no home, and no runs among the temporary folders.
+    Raises NoHomeError: the user has no home, and no runs among the temporary folders.
     """
-    temporary = _temporary_place()
+    temporary = _temporary_folder()
     with contextlib.suppress(OSError):
         if files.is_ours(os.lstat(temporary)):
-            with contextlib.suppress(OSError, NoPlaceError):
-                place = default_place()
+            with contextlib.suppress(OSError, NoHomeError):
+                folder = default_folder()
                 with contextlib.suppress(FileNotFoundError):
-                    os.scandir(place).close()
-                return place, temporary
+                    os.scandir(folder).close()
+                return folder, temporary
             return (temporary,)
-    return (default_place(),)
+    return (default_folder(),)
 
 
-def _temporary_place() -> str:
+def _temporary_folder() -> str:
     import tempfile
 
     return os.path.join(tempfile.gettempdir(), f"phalanx-{os.geteuid()}")
 
 
-def default_place() -> str:
-    """The user's folder for state (XDG base directories), which survives /tmp's cleaning. It may not exist yet.
+def default_folder() -> str:
+    """Return ``phalanx/runs`` in the user's state folder (XDG base directories). It may not exist yet.
 
-    Raises NoPlaceError: the user has no home.
+    Raises NoHomeError: the user has no home.
 
-    >>> default_place().endswith("/phalanx/runs")
+    >>> default_folder().endswith("/phalanx/runs")
     True
     """
     state = os.environ.get("XDG_STATE_HOME", "")
-    if not os.path.isabs(state):  # then the standard wants it ignored
+    if not os.path.isabs(state):  # the standard says to ignore a relative path
         state = os.path.join(_home(), ".local", "state")
     return os.path.join(state, "phalanx", "runs")
 
@@ -85,9 +85,9 @@ def _home() -> str:
 
     try:
         home = pwd.getpwuid(os.getuid()).pw_dir
-    except KeyError:  # a container's user, mostly
+    except KeyError:  # the uid has no entry, as often in a container
         home = ""
     if not os.path.isabs(home):
         msg = "there is no default place: neither HOME nor XDG_STATE_HOME is set, and the user has no home"
-        raise NoPlaceError(msg)
+        raise NoHomeError(msg)
     return home

@@ -1,7 +1,7 @@
-"""Runs that are not kept any longer: which they are, what they take, and their removal.
+"""Removes runs: chooses them by age, number or size, measures and deletes them.
 
-Owns what is never removed: a run that still runs, or may; another user's; and what has no record that can be read:
-it may be anything, or a newer version's run. Says nothing to anybody.
+Owns what is never removed: a run that still goes on, or may; another user's; and a folder without a readable record,
+which may be anything, or a newer version's run. Prints nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import time
 
 from phalanx._base import clock
 from phalanx._base.frozen import Value
+from phalanx._runs import record
+from phalanx._runs.catalog import REMOVED, find, look
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,24 +24,21 @@ if TYPE_CHECKING:
 
     from phalanx._runs.catalog import RunDir
 
-REMOVED = ".phalanx-removed-"
-"""What the name of a folder begins with whose removal has begun."""
-
 _TAIL = 48
-"""Characters of the run's name that follow, so that no name becomes too long: its end is what makes it the only one."""
+"""Characters of the run's name after `REMOVED`, so that no name gets too long. They are its last, which are unique."""
 
 _TRIES = 100
 _BLOCK = 512  # bytes of st_blocks, see stat(2)
-_DATED = ("succeeded", "failed", "stopped", "lost")
+_ENDED = ("succeeded", "failed", "stopped", "lost")
 
 
 class Stored(Value):
-    """A run, and what it takes.
+    """A run, and the space that it takes.
 
     Attributes:
-        run: It.
+        run: The run.
         size: Bytes on the disk.
-        changed: When anything in it was last changed, in Unix time in seconds.
+        changed: When anything in its folder was last changed (Unix time, seconds).
     """
 
     __slots__ = ("run", "size", "changed")  # noqa: RUF023 - the order is that of the arguments
@@ -60,14 +59,14 @@ def choose(
     keep: int | None = None,
     larger: int | None = None,
 ) -> list[Stored]:
-    """The runs that can go, by any of the rules that are given; the oldest first.
+    """Choose the runs to remove, by any of the given rules; the oldest first.
 
     Args:
         stored: All runs, the newest first.
         now: Unix time in seconds.
-        older: Those in which nothing was changed for so many seconds.
-        keep: All but so many, the newest.
-        larger: The oldest, until what is left takes no more than so many bytes.
+        older: Those in which nothing has changed for so many seconds.
+        keep: All but the newest so many.
+        larger: The oldest, until the others take no more than so many bytes.
     """
     ours = [it for it in stored if it.run.owner == os.geteuid()]
     left = sum(it.size for it in ours)
@@ -83,20 +82,19 @@ def choose(
 
 
 def _can_go(it: Stored) -> bool:
-    """Whether a run has ended. Of one from before the machine's last start, a change since then says that it has not.
+    """Whether a run has ended.
 
-    It can be another machine's of the same name then, with a file system that both have.
+    A run from before this machine's last boot counts as ended only if nothing has changed in it since: it may run on
+    another machine of the same name, which shares the file system.
     """
-    from phalanx._runs import record
-
     run = it.run.run
     if it.run.state != "lost" or run is None or record.is_here(run):
-        return it.run.state in _DATED
+        return it.run.state in _ENDED
     return it.changed < clock.booted()
 
 
 def measure(run: RunDir) -> Stored:
-    """What a run takes. What cannot be looked at is not counted."""
+    """Measure the space that a run takes. Folders and files that cannot be read are not counted."""
     size, changed = 0, run.started
     for found in _entries(run.path):
         size += _taken(found)
@@ -105,7 +103,7 @@ def measure(run: RunDir) -> Stored:
 
 
 def total(runs: Iterable[RunDir], most: int) -> tuple[int, bool]:
-    """How many bytes some runs take, and whether that is all: at most ``most`` files are looked at."""
+    """Return the bytes that some runs take, and whether that is all: at most ``most`` files are counted."""
     taken = 0
     for run in runs:
         for found in _entries(run.path):
@@ -119,56 +117,51 @@ def total(runs: Iterable[RunDir], most: int) -> tuple[int, bool]:
 def prune(root: str, keep: int) -> tuple[int, int, list[str]]:
     """Remove all but the newest runs in a folder.
 
-    Returns how many were removed, the bytes, and what could not be removed, and why. Raises OSError: it cannot be
-    listed.
+    Returns the number of removed runs, their bytes, and the paths that could not be removed, each with the reason.
+    Raises OSError: the folder cannot be listed.
     """
-    from phalanx._runs.catalog import find
-
     begun, found = half_removed([root]), find([root])
     chosen = choose((Stored(run, 0, 0.0) for run in found), time.time(), keep=keep)
     return remove(begun, (measure(it.run) for it in chosen))
 
 
 def remove(begun: Iterable[str], chosen: Iterable[Stored]) -> tuple[int, int, list[str]]:
-    """Remove runs, and what is left of others. Returns as `prune`. What others remove meanwhile is theirs to count."""
+    """Remove runs, and the half removed folders ``begun``. Returns as `prune`. Runs that others remove do not count."""
     number = freed = 0
     failed: list[str] = []
     for path in begun:
         _remove_tree(path, failed)
     for it in chosen:
         try:
-            aside = _set_aside(it)
+            renamed = _rename(it)
         except OSError as error:
             failed.append(f"{it.run.path}: {error.strerror or error}")
             continue
-        if aside and _remove_tree(aside, failed):
+        if renamed and _remove_tree(renamed, failed):
             number += 1
             freed += it.size
     return number, freed, failed
 
 
-def _set_aside(it: Stored) -> str:
-    """Give a run's folder a name that is no run's: nobody is to read half of it. Returns its path; "": it stays.
+def _rename(it: Stored) -> str:
+    """Rename a run's folder, so that nobody reads half of it. Returns its path; "" if it stays. Raises OSError.
 
-    So it does when it runs by now (a person may have been asked for long), or when others have removed it. Raises
-    OSError.
+    It stays if it runs by now (the user may have taken long to confirm), or if others have removed it.
     """
-    from phalanx._runs.catalog import look
-
     path = it.run.path
     if not _can_go(it.replace(run=look(path))):
         return ""
     folder, name = os.path.split(path)
-    aside = os.path.join(folder, REMOVED + name[-_TAIL:])
+    renamed = os.path.join(folder, REMOVED + name[-_TAIL:])
     try:
-        os.rename(path, aside)
+        os.rename(path, renamed)
     except FileNotFoundError:
         return ""
-    return aside
+    return renamed
 
 
 def _remove_tree(path: str, failed: list[str]) -> bool:
-    """Remove a folder, which others may remove at the same time. Returns whether it is gone, or adds to what failed."""
+    """Remove a folder, which others may remove at the same time. Returns whether it is gone, or adds to ``failed``."""
     why = os.strerror(errno.EBUSY)
     for _ in range(_TRIES):
         try:
@@ -188,7 +181,7 @@ def _remove_tree(path: str, failed: list[str]) -> bool:
 
 
 def _taken(found: os.stat_result) -> int:
-    """Bytes on the disk. Of a file with several names, each has its share."""
+    """Return the bytes on the disk. A file with several names counts for each with its share."""
     return found.st_blocks * _BLOCK // (1 if stat.S_ISDIR(found.st_mode) else max(found.st_nlink, 1))
 
 
@@ -207,7 +200,7 @@ def _entries(path: str) -> Iterator[os.stat_result]:
 
 
 def half_removed(roots: Iterable[str]) -> list[str]:
-    """The folders of ours whose removal was begun, and not finished."""
+    """Return the folders of ours whose removal was begun, and not finished."""
     found = []
     for root in roots:
         with contextlib.suppress(OSError), os.scandir(root) as entries:

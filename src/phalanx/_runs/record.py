@@ -1,7 +1,20 @@
-"""What a run directory says of itself: ``run.json``, typed, versioned and replaced in one step.
+"""The record of a run, ``run.json``: its format, how it is written and read, and whether the run still goes on.
 
-Owns the file's format, its writing and its distrustful reading, and whether a run still runs. Knows nothing of groups
-and options. It is imported when it is needed and not before, because it is the one module that loads msgspec.
+A run's folder, as `_logs.specs` lays it out:
+
+    <run id>_<unique>/              one run
+        run.json                    the record of the run: this module
+        attempt_0/                  one start of all ranks; attempt_1 is the next
+            timeline                when each log file grew: `_logs.timeline_format`
+            filtered_stdout.log     the lines of all ranks that a filter chooses; also filtered_stderr.log
+            0/                      local rank 0
+                stdout.log          what it wrote; before that stdout.log.1 (rotated), stdout.log.2.gz (compressed), …
+                stderr.log
+                error.json          how it failed: `_evidence`; beside it error.json.exit, .fatal and .stacks
+
+Each file exists only if there is something for it. The record is typed, versioned, replaced in one step, and checked
+when it is read: anybody may have written it. This is the one module that loads msgspec: it is imported when it is
+needed and not before.
 """
 
 from __future__ import annotations
@@ -27,20 +40,20 @@ FILE = "run.json"
 """The name of the record in a run's folder."""
 
 VERSION = 1
-"""The version of the format. Fields may be added to one; a field that changes its meaning, or goes, makes another."""
+"""The version of the format. New fields leave it as it is; a removed field, or one with a new meaning, raises it."""
 
 MOST_BYTES = 8 << 20
-"""Bytes of a record that is read, or written: 10,000 ranks take 1.2 MB an attempt."""
+"""Bytes of a record, at most, in reading and writing: 10,000 ranks take 1.2 MB an attempt."""
 
 _MOST_TEXT = 128 << 10  # characters of a text: of an argument, Linux takes no more bytes
 _MOST_RANKS = 1 << 17
-_MOST_BRIEF = 4096
-_MOST_SAID = 500  # characters of what is wrong with a record
+_MOST_BRIEF = 4096  # characters of a command
+_MOST_PROBLEM = 500  # characters of what is wrong with a record
 
 State = Literal["running", "succeeded", "failed", "stopped", "lost"]
 RankState = Literal["running", "succeeded", "failed", "stopped", "abandoned", "lost"]
 
-# The bounds keep what a damaged file says from breaking arithmetic and calendars later.
+# The bounds keep the values of a damaged file from breaking arithmetic and calendars later.
 Text = Annotated[str, Meta(max_length=_MOST_TEXT)]
 Moment = Annotated[float, Meta(ge=0, lt=253402214400)]  # 9999-12-31
 Pid = Annotated[int, Meta(ge=1, lt=2**31)]
@@ -53,15 +66,15 @@ class Rank(Struct, frozen=True, kw_only=True):
 
     Attributes:
         rank, local_rank: Its number in the job, and on this machine.
-        pid: Its process,
-        pid_started: and its start, in clock ticks since boot, as that of the launcher; 0 when it is not known, because
-            it had exited before it could be looked at, or an older version wrote the record.
-        state: "running"; "succeeded"; "failed" by itself; "stopped" by us; "abandoned", when it outlived SIGKILL;
-            "lost", when its end was not seen.
-        exitcode: As `subprocess` gives it, negative for a signal; None when there is none, or it is not known.
+        pid: Its process id.
+        pid_started: When the process started, in clock ticks since boot; 0 if that is not known, because it had exited
+            before /proc could be read, or because an older version wrote the record.
+        state: "running"; "succeeded"; "failed" by itself; "stopped" by us; "abandoned" if it outlived SIGKILL; "lost"
+            if its end was not seen.
+        exitcode: As `subprocess` gives it, negative for a signal; None while it runs, or if it is not known.
         signal_sent: The last signal that we sent it, or None.
-        ended: When it ended, in Unix time in seconds; None while it runs, or when that is not known.
-        early: Seconds for which the others went on after it had succeeded, where that is long; else 0.
+        ended: When it ended (Unix time, seconds); None while it runs, or if that is not known.
+        early: For how many seconds the others went on after it had succeeded, if that is long; else 0.
     """
 
     rank: Count
@@ -76,14 +89,14 @@ class Rank(Struct, frozen=True, kw_only=True):
 
 
 class Leftover(Struct, frozen=True, kw_only=True):
-    """A process that a worker left behind, and that was ended when no worker was left.
+    """A process that a worker left behind, and that we signalled when no worker was left.
 
     Attributes:
-        pid, command: The process.
-        local_rank: Whose it was; None when that is not known.
+        pid, command: Its process id and command line.
+        local_rank: The worker that started it, or its parent; None if that is not known.
         age: Its age in seconds when it was first signalled.
-        signal_sent: The last signal that it was sent.
-        exitcode: As `subprocess` gives it; None when it outlived even SIGKILL.
+        signal_sent: The last signal that we sent it.
+        exitcode: As `subprocess` gives it; None if it outlived SIGKILL.
     """
 
     pid: Pid
@@ -95,14 +108,14 @@ class Leftover(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, found: Found) -> Leftover:
-        """What a group's result says."""
+        """Convert a leftover process of a group's result."""
         return cls(**{name: getattr(found, name) for name in cls.__struct_fields__})
 
 
 class Attempt(Struct, frozen=True, kw_only=True):
     """One start of all ranks. ``number`` counts from 0; moments are Unix time in seconds.
 
-    ``leftovers`` are the processes that its workers left behind, and that were ended.
+    ``leftovers`` are the processes that its workers left behind.
     """
 
     number: Count
@@ -113,20 +126,21 @@ class Attempt(Struct, frozen=True, kw_only=True):
 
 
 class Run(Struct, frozen=True, kw_only=True):
-    """What a run directory says of its run.
+    """The content of a ``run.json``.
 
     Attributes:
         version: `VERSION`.
-        run_id: What the run is called.
-        name: What was run.
-        command: It, with its arguments.
-        cwd: Where; "" when that folder was gone.
+        run_id: The run's id.
+        name: The name of the script, module or function.
+        command: The command line: the program and its arguments.
+        cwd: The launcher's working directory; "" if that had been removed.
         host: The machine's name.
-        pid: The launcher's process,
-        pid_started: and its start, in clock ticks since boot (field 22 of proc_pid_stat(5)): pids are used again.
-        pid_namespace: The namespace in which the pid has its meaning (pid_namespaces(7)), or "".
-        boot_id: Which boot of the machine it was (/proc/sys/kernel/random/boot_id), or "".
-        state: As written. What it means by now, `state_now` says.
+        pid: The launcher's process id.
+        pid_started: When the launcher started, in clock ticks since boot (field 22 of proc_pid_stat(5)): pids are
+            reused.
+        pid_namespace: The pid namespace in which ``pid`` is valid (pid_namespaces(7)), or "".
+        boot_id: The boot of the machine (/proc/sys/kernel/random/boot_id), or "".
+        state: The state when the record was written; `state_now` returns the present one.
         started, ended: Unix time in seconds; None while it runs.
         exit_code: The launcher's; None while it runs.
         nprocs: The number of workers.
@@ -154,7 +168,7 @@ class Run(Struct, frozen=True, kw_only=True):
 
 
 class UnreadableRecordError(ValueError):
-    """A ``run.json`` that cannot be used. The message names the file, and the field where it is one."""
+    """A ``run.json`` cannot be read, or is not valid. The message names the file, and the field that is wrong."""
 
 
 class NoRecordError(UnreadableRecordError):
@@ -169,7 +183,7 @@ def begin(
     *, run_id: str, name: str, command: list[str], started: float, nprocs: int, ranks: list[Rank], number: int = 0,
     earlier: Sequence[Attempt] = (),
 ) -> Run:  # fmt: skip
-    """The record of a run that this process launches: "running", in attempt ``number``, after those of ``earlier``.
+    """Return the record of a run that this process launches: "running", in attempt ``number``, after ``earlier`` ones.
 
     >>> run = begin(run_id="night", name="train.py", command=["train.py"], started=1795184205.0, nprocs=4, ranks=[])
     >>> run.state, run.pid == os.getpid(), state_now(run)
@@ -196,7 +210,7 @@ def begin(
 
 
 def brief(run: Run) -> Run:
-    """The record without its attempts, and with the first 4096 characters of its command: many can be held."""
+    """Return the record without attempts, and with 4096 characters of its command: a list of runs holds many."""
     left, command = _MOST_BRIEF, []
     for part in run.command:
         if len(part) >= left:
@@ -210,7 +224,7 @@ def brief(run: Run) -> Run:
 def end(
     run: Run, *, state: State, exit_code: int, cause: str, ranks: list[Rank], leftovers: Sequence[Leftover] = ()
 ) -> Run:
-    """The record of a run that is over by now, with what became of the ranks of its last attempt."""
+    """Return the record of a run that ends now, with the final states of its last attempt's ranks."""
     ended = max(time.time(), run.started)  # the clock may have been set back
     last = msgspec.structs.replace(run.attempts[-1], ended=ended, ranks=ranks, leftovers=list(leftovers))
     attempts = [*run.attempts[:-1], last]
@@ -218,20 +232,20 @@ def end(
 
 
 def write(run_dir: str, run: Run) -> None:
-    """Write the record in one step: a reader sees the old one, or all of the new one.
+    """Write the record in one step: a reader sees the old one or the new one, whole.
 
-    Not synced to the disk: the order of the steps is what matters, and after a crash of the machine the workers are
-    gone, too. Raises OSError; a record that was there is untouched then, and nothing is left over.
+    It is not synced to the disk: after a crash of the machine the workers are dead, too. Raises OSError; then the old
+    record is unchanged, and no temporary file is left.
     """
     try:
         data = msgspec.json.encode(run)
-    except UnicodeEncodeError:  # arguments and file names are bytes, and may be no text
+    except UnicodeEncodeError:  # arguments and file names are bytes, and may be no UTF-8
         data = msgspec.json.encode(_encodable(msgspec.to_builtins(run)))
     path = os.path.join(run_dir, FILE)
     if len(data) >= MOST_BYTES:
         raise OSError(errno.EFBIG, f"the record has {len(data)} bytes; {MOST_BYTES} can be read", path)
     temporary = os.path.join(run_dir, f".{FILE}.{os.getpid()}")
-    with contextlib.suppress(FileNotFoundError):  # of one that was killed, and had this pid
+    with contextlib.suppress(FileNotFoundError):  # left by a launcher that was killed, and had this pid
         os.unlink(temporary)
     files.replace(path, temporary, data + b"\n")
 
@@ -242,12 +256,12 @@ def read(run_dir: str) -> Run:
 
 
 def read_owned(run_dir: str) -> tuple[Run, int]:
-    """Read the record of a run's folder. Returns it, and the uid of whom the file is.
+    """Read the record of a run's folder. Returns it, and the uid of the file's owner.
 
     Raises:
-        NoRecordError: There is none.
+        NoRecordError: There is no ``run.json``.
         UnreadableRecordError: It cannot be read, is damaged, has a field of a wrong type, or was written by a newer
-            version. A field that is not known is no error.
+            version. Unknown fields are ignored.
     """
     path = os.path.join(run_dir, FILE)
     try:
@@ -264,8 +278,8 @@ def read_owned(run_dir: str) -> tuple[Run, int]:
             return msgspec.json.decode(data, type=Run), owner
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         said = str(error)  # which may quote what stands there, and ends with the field
-        half = _MOST_SAID // 2
-        msg = f"{path}: {said if len(said) <= _MOST_SAID else f'{said[:half]} … {said[-half:]}'}"
+        half = _MOST_PROBLEM // 2
+        msg = f"{path}: {said if len(said) <= _MOST_PROBLEM else f'{said[:half]} … {said[-half:]}'}"
         raise UnreadableRecordError(msg) from None
     msg = f"{path}: version {version}; this Phalanx reads version {VERSION}"
     if version > VERSION:
@@ -274,10 +288,10 @@ def read_owned(run_dir: str) -> tuple[Run, int]:
 
 
 def state_now(run: Run) -> State:
-    """The state of a run by now: "lost" when the record says "running" and the launcher is gone.
+    """Return the present state of a run: "lost" if the record says "running" and the launcher is dead.
 
-    A launcher on another machine, or in another pid namespace, cannot be looked at from here: its word is taken. What
-    a machine of this name began before our last start is ours, and over.
+    A launcher on another machine, or in another pid namespace, cannot be looked up here: it counts as running. A run of
+    this machine's name that began before the last boot counts as this machine's, and is lost.
     """
     if run.state != "running":
         return run.state
@@ -288,17 +302,17 @@ def state_now(run: Run) -> State:
 
 
 def is_here(run: Run) -> bool:
-    """Whether its pids have their meaning here: not on another machine, before its last start, or in a container."""
+    """Whether its pids are valid here: same machine, same boot, same pid namespace."""
     return run.boot_id == procfs.boot_id() and run.pid_namespace == procfs.pid_namespace()
 
 
 def to_json(**values: Any) -> str:
-    """One line of JSON. A `Run` among the values is an object of its fields."""
+    """Encode values as one line of JSON. A `Run` becomes an object of its fields."""
     return msgspec.json.encode(_encodable(msgspec.to_builtins(values))).decode()
 
 
 def _contents(path: str) -> tuple[bytes, int]:
-    """Read a file that anybody may have put there. Returns its content, and whose it is. Raises OSError."""
+    """Read a file that anybody may have written. Returns its content, and its owner's uid. Raises OSError."""
     fd = files.opened(path, links=files.OWN_LINKS)
     try:
         found = os.fstat(fd)
@@ -310,10 +324,10 @@ def _contents(path: str) -> tuple[bytes, int]:
 
 
 def _lives(pid: int, started: int) -> bool:
-    """Whether this very process is there and has not exited."""
+    """Whether the process with this pid and start time exists and has not exited."""
     try:
         found = procfs.Stat(pid)
-    except OSError:  # /proc may hide others' processes (hidepid, proc(5)); kill(2) with 0 asks, and sends nothing
+    except OSError:  # /proc may hide other users' processes (hidepid, proc(5)); kill(2) with 0 only checks
         try:
             os.kill(pid, 0)
         except ProcessLookupError:
@@ -325,7 +339,7 @@ def _lives(pid: int, started: int) -> bool:
 
 
 def _encodable(value: Any) -> Any:
-    """The same with backslash escapes for what UTF-8 cannot say (bytes of names and arguments that are no text)."""
+    """Replace what UTF-8 cannot encode by backslash escapes: bytes of names and arguments that are no text."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, list):

@@ -1,7 +1,7 @@
-"""Keeps the ``run.json`` of a run while it goes on.
+"""Writes the ``run.json`` of a run when it starts and when it ends.
 
-Owns when it is written, and that no failure of it can harm the run. What it looks like is `_record`'s business, which
-is loaded when the workers run: msgspec is not on the way to the start.
+Owns when the record is written, and that no error in it harms the run. `record` owns the format; it is imported once
+the workers run, so that msgspec does not delay the start.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ if TYPE_CHECKING:
 
     from phalanx._engine.mirror import Mirror
     from phalanx._engine.supervisor import Supervisor
-    from phalanx._logs.specs import LogsDest
+    from phalanx._logs.layout import LogsDest
     from phalanx._runs.record import Attempt, Rank, RankState, Run, State
 
     Seen = tuple[dict[int, int], RunProcsResult | None]
 
 PATIENCE = 5.0
-"""Seconds that the end of a run waits for a disk that does not answer."""
+"""Seconds that the end of a run waits, at most, for the disk."""
 
-_CAUSE_LIMIT = 500
+_CAUSE_LIMIT = 500  # characters
 
 
 class Recorder:
-    """The record of one run, made before its start.
+    """Writes the record of one run. Made before the run's start.
 
     Args:
-        name: What is run.
+        name: The name of the script, module or function.
         envs: The environment variables of each local rank.
-        logs: Where the group's files are, or will be.
-        look: The pids of the workers, as far as they were started, and the group's result, once it is known. It is
-            called on another thread, and must not raise.
-        run_id: What the run is called.
+        logs: Returns the group's files.
+        look: Returns the pids of the workers that were started, and the group's result or None. It is called on another
+            thread, and must not raise.
+        run_id: The run's id.
         command: The command line.
-        say: Tells a person a line. It is called at most once: when the record cannot be written.
-        keep_runs: How many runs are kept in the folder where this one is; None: all.
+        warn: Shows a line to the user: if the record cannot be written, once; and which runs were removed.
+        keep_runs: How many runs are kept in this run's folder of runs; None: all.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Recorder:
         *,
         run_id: str,
         command: list[str],
-        say: Callable[[str], None],
+        warn: Callable[[str], None],
         keep_runs: int | None = None,
     ) -> None:
         self._name = name
@@ -69,7 +69,7 @@ class Recorder:
         self._look = look
         self._run_id = run_id
         self._command = command
-        self._say = say
+        self._warn = warn
         self._keep_runs = keep_runs
         self._started = time.time()
         self._run: Run | None = None
@@ -78,34 +78,34 @@ class Recorder:
         self._aside = SerialExecutor("phalanx-record")
         self._pruning = SerialExecutor("phalanx-prune")
 
-    def running(self) -> None:
-        """The workers run. Returns at once."""
-        self._write(self._begun)
+    def record_start(self) -> None:
+        """Write that the run goes on, and begin to remove old runs. Returns at once."""
+        self._write(self._start_record)
         if self._keep_runs is not None:
             self._pruning.submit(self._prune)
 
-    def ended(self, state: State, exit_code: int, cause: str = "") -> None:
-        """The run is over, and all of its processes are gone. Returns when that is written, or takes too long."""
-        self.over(state, exit_code, cause)
+    def record_end_and_wait(self, state: State, exit_code: int, cause: str = "") -> None:
+        """Write how the run ended. Returns when that is written, after `PATIENCE` seconds at most."""
+        self.record_end(state, exit_code, cause)
         self.finish()
 
-    def over(self, state: State, exit_code: int, cause: str = "") -> None:
-        """The same, and returns at once."""
-        self._write(lambda: self._over(state, exit_code, cause))
+    def record_end(self, state: State, exit_code: int, cause: str = "") -> None:
+        """Write how the run ended, once all of its processes have. Returns at once."""
+        self._write(lambda: self._end_record(state, exit_code, cause))
 
     def finish(self) -> None:
-        """Return when all is written, or that takes too long."""
+        """Wait until all is written, for `PATIENCE` seconds at most."""
         if not self._aside.drain(PATIENCE):
             self._refuse(f"the disk has not answered for {PATIENCE:g} s")
-        self._pruning.drain(PATIENCE)  # what is left goes with the next one
+        self._pruning.drain(PATIENCE)  # runs that are left are removed by the next run
 
     def _folder(self) -> str:
-        """The run's folder; "": it has none, or none yet."""
+        """Return the run's folder; "" if it has none, or none yet."""
         return os.path.dirname(os.path.dirname(self._logs().timeline))
 
     def _write(self, make: Callable[[], Run]) -> None:
         folder = self._folder()
-        if not folder:  # refused before it had one
+        if not folder:  # the start was refused before it was made
             return
 
         def write() -> None:
@@ -120,12 +120,12 @@ class Recorder:
             except Exception as error:  # noqa: BLE001 - whatever it is, a run of days must not end for a note on it
                 self._refuse(error)
 
-        # A disk that does not answer must hold back neither a signal nor the end.
+        # A disk that does not answer must delay neither a signal nor the end.
         if not self._aside.submit(write):
             write()
 
     def _prune(self) -> None:
-        """Remove runs that are one too many. It may take long; the run's end does not wait for it for long."""
+        """Remove the oldest runs beyond ``keep_runs``. It may take long; the run's end waits for `PATIENCE` at most."""
         from phalanx._base import byte_size
         from phalanx._runs.prune import prune
 
@@ -133,21 +133,21 @@ class Recorder:
         try:
             removed, freed, failed = prune(os.path.dirname(self._folder()), self._keep_runs)
         except OSError as error:
-            self._say(f"--keep-runs: {error}")
+            self._warn(f"--keep-runs: {error}")
             return
         if removed:
             what = f"{removed} run{'s' * (removed > 1)}, {byte_size.format_size(freed)}"
-            self._say(f"--keep-runs {self._keep_runs}: removed {what}")
+            self._warn(f"--keep-runs {self._keep_runs}: removed {what}")
         if failed:
             more = f", and {len(failed) - 1} more" * (len(failed) > 1)
-            self._say(f"--keep-runs {self._keep_runs}: could not be removed: {failed[0]}{more}")
+            self._warn(f"--keep-runs {self._keep_runs}: could not be removed: {failed[0]}{more}")
 
     def _refuse(self, why: object) -> None:
         if not self._failed:
             self._failed = True
-            self._say(f"the run goes on, but its run.json cannot be written: {why}")
+            self._warn(f"the run goes on, but its run.json cannot be written: {why}")
 
-    def _begun(self) -> Run:
+    def _start_record(self) -> Run:
         from phalanx._runs import record
 
         attempt = os.path.basename(os.path.dirname(self._logs().timeline)).removeprefix("attempt_")
@@ -163,10 +163,10 @@ class Recorder:
             earlier=[one for one in self._earlier if one.number < number],
         )
 
-    def _over(self, state: State, exit_code: int, cause: str) -> Run:
+    def _end_record(self, state: State, exit_code: int, cause: str) -> Run:
         from phalanx._runs import record
 
-        run = self._run or self._begun()
+        run = self._run or self._start_record()
         pids, result = self._look()
         ranks = self._ranks(pids, {} if result is None else result.outcomes, "lost")
         leftovers = [] if result is None else [record.Leftover.of(leftover) for leftover in result.leftovers]
@@ -175,10 +175,10 @@ class Recorder:
         )
 
     def _ranks(self, pids: dict[int, int], outcomes: dict[int, Outcome], otherwise: RankState) -> list[Rank]:
-        """Every rank that was started, with its outcome as far as there is one."""
+        """Return every rank that was started, with its outcome, or with the state ``otherwise``."""
         from phalanx._runs.record import Rank
 
-        known = (
+        starts = (
             {} if self._run is None else {rank.local_rank: rank.pid_started for rank in self._run.attempts[-1].ranks}
         )
         ranks = []
@@ -186,22 +186,22 @@ class Recorder:
             rank = int(self._envs[local_rank].get("RANK") or local_rank)
             outcome = outcomes.get(local_rank)
             state: Any = otherwise if outcome is None else outcome.state
-            start = known[local_rank] if local_rank in known else _started(pid)
-            said: dict[str, Any] = {}
+            start = starts[local_rank] if local_rank in starts else _started(pid)
+            facts: dict[str, Any] = {}
             if outcome is not None:
-                said = {"exitcode": outcome.exitcode, "signal_sent": outcome.signal_sent, "early": outcome.early}
+                facts = {"exitcode": outcome.exitcode, "signal_sent": outcome.signal_sent, "early": outcome.early}
                 if outcome.ended_ns is not None:
-                    said["ended"] = clock.to_wall(outcome.ended_ns / clock.NS)
-            ranks.append(Rank(rank=rank, local_rank=local_rank, pid=pid, pid_started=start, state=state, **said))
+                    facts["ended"] = clock.to_wall(outcome.ended_ns / clock.NS)
+            ranks.append(Rank(rank=rank, local_rank=local_rank, pid=pid, pid_started=start, state=state, **facts))
         return ranks
 
 
-class Diary:
-    """Has the record of a group of Python code written, as the group goes on, whoever waits for it, or nobody.
+class GroupRecorder:
+    """Writes the record of a group that Python code started, whether or not somebody waits for the group.
 
-    It is begun before the workers start: in the folder of an earlier attempt, a record says that this one is over. It
-    holds nothing of the group but what its supervisor has: a group that is dropped ends. In a fork of the process that
-    has started the group, it does nothing.
+    The first record is written before the workers start: otherwise that of an earlier attempt in the same folder would
+    say that the run has ended. It refers to the group's supervisor, and not to the group: so a group that is no longer
+    referenced ends. In a fork of the process that started the group, it does nothing.
     """
 
     def __init__(
@@ -211,63 +211,63 @@ class Diary:
         self._result: RunProcsResult | None = None
         command = [part for part in sys.argv if part] or [name]
         self._recorder = Recorder(
-            name, envs, lambda: logs, self._look, run_id=run_id, command=command, say=supervisor.announce
+            name, envs, lambda: logs, self._look, run_id=run_id, command=command, warn=supervisor.announce
         )
-        self._recorder.running()
-        _diaries.add(self)
+        self._recorder.record_start()
+        _recorders.add(self)
 
     def started(self) -> None:
-        """The workers run, or will."""
-        self._recorder.running()
+        """Note that the workers run, or will; and write the record again when they have ended."""
+        self._recorder.record_start()
         self._supervisor.ended.then(self._note_end)
 
     def not_started(self, kind: object, error: BaseException | None, trace: object = None) -> None:
-        """They will not: an `__exit__`."""
+        """Write that the workers could not be started. Can be used as an `__exit__`."""
         del trace
-        self._recorder.over("failed", 1, str(error) or str(kind))
+        self._recorder.record_end("failed", 1, str(error) or str(kind))
 
-    def judged(self, result: RunProcsResult) -> None:
-        """The group's result is known, with its causes."""
+    def set_result(self, result: RunProcsResult) -> None:
+        """Write the group's result, which names the causes."""
         if self._supervisor.owner == os.getpid():
             self._result = result
             self._note_end()
 
     def finish(self) -> None:
-        """Return when all is written, or that takes too long."""
+        """Wait until all is written, for `PATIENCE` seconds at most."""
         if self._supervisor.owner == os.getpid():
             self._recorder.finish()
 
     def _note_end(self) -> None:
         lost = None if self._supervisor.result_stands else self._supervisor.keeper_error
         judged = self._result
-        result = judged or _seen(self._supervisor.mirror)
+        result = judged or _result_of_exits(self._supervisor.mirror)
         code, cause = verdict(result)
         if lost is not None:
-            self._recorder.over("failed", code or 1, str(lost))
+            self._recorder.record_end("failed", code or 1, str(lost))
         else:
             state: State = "stopped" if result.state == "stopped" else "failed" if code else "succeeded"
-            self._recorder.over(state, code, cause)
-        if self._result is not judged:  # another thread has said it meanwhile, and perhaps before this one
+            self._recorder.record_end(state, code, cause)
+        if self._result is not judged:  # another thread has set it, and may have written first
             self._note_end()
 
     def _look(self) -> Seen:
         mirror = self._supervisor.mirror
         pids = {rank: worker.pid for rank, worker in sorted(mirror.workers.items())}
-        return pids, self._result or (_seen(mirror) if self._supervisor.ended else None)
+        return pids, self._result or (_result_of_exits(mirror) if self._supervisor.ended else None)
 
 
-_diaries: weakref.WeakSet[Diary] = weakref.WeakSet()
+_recorders: weakref.WeakSet[GroupRecorder] = weakref.WeakSet()
 
 
 @atexit.register
 def _finish_all() -> None:
-    """Have the last words written of groups that nobody has closed."""
-    for diary in list(_diaries):
-        diary.finish()
+    """Wait for the last records of groups that were not closed."""
+    for recorder in list(_recorders):
+        recorder.finish()
 
 
-def _seen(mirror: Mirror) -> RunProcsResult:
-    """What the ends of a group's workers say by themselves, before anybody has asked for its result."""
+def _result_of_exits(mirror: Mirror) -> RunProcsResult:
+    """Return a result from the workers' exits alone, before the group has collected its own."""
     outcomes = {}
     for rank, worker in sorted(mirror.workers.items()):
         state = "abandoned"
@@ -282,12 +282,12 @@ def _seen(mirror: Mirror) -> RunProcsResult:
 def _started(pid: int) -> int:
     try:
         return procfs.Stat(pid).start
-    except OSError:  # it has exited, or /proc hides it (hidepid)
+    except OSError:  # it has exited, or /proc hides it (hidepid, proc(5))
         return 0
 
 
 def _one_line(text: str) -> str:
-    r"""The first line that says anything.
+    r"""Return the first line that is not empty, cut to a bounded length.
 
     >>> _one_line("\n  ValueError: bad shape\n  (see above)")
     'ValueError: bad shape'

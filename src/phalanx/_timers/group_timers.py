@@ -14,7 +14,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from phalanx._logs.specs import LogsDest
+    from phalanx._logs.layout import LogsDest
     from phalanx._timers.specs import TimerSpecs
 
 _SEATS = 64  # for each rank: itself, and processes below it. The file is sparse: a free seat takes no memory

@@ -14,15 +14,17 @@ from phalanx._base import clock, files
 from phalanx._base.loop import Loop
 from phalanx._base.stderr import tell
 from phalanx._base.tty import printable
-from phalanx._logs import write_index
-from phalanx._logs.console import make_view, target
+from phalanx._logs.console_view import open_view, target_of
 from phalanx._logs.follower import Follower
-from phalanx._logs.last_lines import LastLines
+from phalanx._logs.line_state import Source
 from phalanx._logs.merge import merge
 from phalanx._logs.prefixes import Prefixes
-from phalanx._logs.pump import Pump, Stream
-from phalanx._logs.render import Lane
-from phalanx._logs.rotated import aside
+from phalanx._logs.pump import Pump
+from phalanx._logs.rotated import rotated_files
+from phalanx._logs.stream import Stream
+from phalanx._logs.tail_sink import TailSink
+from phalanx._logs.timeline_format import NAME
+from phalanx._logs.timeline_reader import read as read_timeline
 from phalanx.cli._following import Following
 
 TYPE_CHECKING = False
@@ -76,7 +78,7 @@ class Reader:
         self._found = found
         self._follows = follow and found.state in ("running", "unknown")
         self._attempt, self._chosen = attempt, chosen
-        self._timeline = os.path.join(folder, write_index.NAME)
+        self._timeline = os.path.join(folder, NAME)
         self._console = console
         self._streams = streams
         self._envs = _envs(found, attempt, folder)
@@ -91,16 +93,18 @@ class Reader:
         unknown = sorted((console.ranks or frozenset()) - {int(env["RANK"]) for env in self._envs.values()})
         if unknown and not self._follows:  # else they may come
             raise click.UsageError(f"--ranks: this run has no rank {', '.join(map(str, unknown))}")
-        self._prefixes = Prefixes(self._envs, None, console, start=self._start())
+        self._prefixes = Prefixes(
+            self._envs, template=console.template, timestamps=console.timestamps, start=self._start()
+        )
         self._counts = dict.fromkeys(STREAMS, 0)
-        self._view, self._colour = make_view(target(sys.stdout), console, self._prefixes, self._counts)
-        self._sink = self._view.surface.sink
+        self._view, self._colour = open_view(target_of(sys.stdout), console, self._prefixes, self._counts)
+        self._sink = self._view.output.sink
         self._known: set[tuple[int, int]] = set()
-        self._lanes: dict[int, Lane] = {}
+        self._sources: dict[int, Source] = {}
         self._followers: dict[int, Follower] = {}
         for rank in self._envs:
-            for number, follower, lane in self._add(attempt, folder, rank, self._envs):
-                self._followers[number], self._lanes[number] = follower, lane
+            for number, follower, source in self._add(attempt, folder, rank, self._envs):
+                self._followers[number], self._sources[number] = follower, source
         self._loop = Loop()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._loop.watch(self._bell, lambda _events: self._loop.forget(self._bell))
@@ -152,16 +156,16 @@ class Reader:
         view, sink = self._view, self._sink
         sink.open(self._loop, lambda: None)
         if lines is not None:
-            view.surface.sink = LastLines(min(lines, sys.maxsize))
-        last: dict[Lane, float] = {}
+            view.output.sink = TailSink(min(lines, sys.maxsize))
+        last: dict[Source, float] = {}
         for moment, number, data in merge(self._followers, self._timeline):
-            lane = self._lanes[number]
-            last[lane] = moment
+            source = self._sources[number]
+            last[source] = moment
             if not since <= moment < until:
-                view.skip(lane, data)
+                view.skip(source, data)
                 continue
             view.replay(moment)
-            view.take(lane, data)
+            view.take(source, data)
             self._make_room()
             if self._over:
                 return
@@ -170,10 +174,10 @@ class Reader:
             view.time = clock.wall
             self._follow(held)
             return
-        for lane, moment in sorted(last.items(), key=lambda item: item[1]):
+        for source, moment in sorted(last.items(), key=lambda item: item[1]):
             if since <= moment < until:
                 view.replay(moment)
-                view.finish(lane)
+                view.finish(source)
         view.close()
         self._show_last()
         sink.flush()
@@ -186,8 +190,8 @@ class Reader:
 
     def _show_last(self) -> None:
         """Write the last lines, if they have been kept."""
-        kept, self._view.surface.sink = self._view.surface.sink, self._sink
-        if isinstance(kept, LastLines):
+        kept, self._view.output.sink = self._view.output.sink, self._sink
+        if isinstance(kept, TailSink):
             for line, owner in kept.taken():
                 self._sink.write((line,), owner)
                 self._make_room()
@@ -196,11 +200,11 @@ class Reader:
         """When the run started, or wrote something first (seconds since the epoch)."""
         if self._found.run is not None:
             return self._found.run.started
-        return next((record[0] for record in write_index.read(self._timeline)), self._found.started)
+        return next((record[0] for record in read_timeline(self._timeline)), self._found.started)
 
     def _follow(self, held: contextlib.ExitStack) -> None:
         streams = [
-            Stream(follower, [(self._view, self._lanes[number])]) for number, follower in self._followers.items()
+            Stream(follower, [(self._view, self._sources[number])]) for number, follower in self._followers.items()
         ]
         pump = Pump(streams, [self._view], drain=math.inf)
         pump.unfit |= self._unfit.keys()
@@ -229,7 +233,7 @@ class Reader:
 
     def _add(
         self, attempt: int, folder: str, rank: int, envs: dict[int, dict[str, str]]
-    ) -> Iterator[tuple[int, Follower, Lane]]:
+    ) -> Iterator[tuple[int, Follower, Source]]:
         """The files of a local rank, if they are to be shown, with the timeline's numbers."""
         self._known.add((attempt, rank))
         number = int(envs[rank]["RANK"])
@@ -239,8 +243,8 @@ class Reader:
         for name in self._streams:
             self._counts[name] += 1
             path = os.path.join(folder, str(rank), f"{name}.log")
-            lane = Lane(number, name, self._prefixes.of(rank, colour=self._colour))
-            yield 2 * rank + STREAMS.index(name), Follower(path, rotates=True), lane
+            source = Source(number, name, self._prefixes.of(rank, colour=self._colour))
+            yield 2 * rank + STREAMS.index(name), Follower(path, rotates=True), source
 
     def _attempts(self, found: RunDir) -> dict[int, str]:
         """The folders of those attempts that are followed: the one that was chosen, or all from the latest on."""
@@ -257,8 +261,8 @@ class Reader:
                 envs = _envs(found, number, folder)
                 for rank in envs:
                     if (number, rank) not in self._known:
-                        for _number, follower, lane in self._add(number, folder, rank, envs):
-                            yield Stream(follower, [(self._view, lane)])
+                        for _number, follower, source in self._add(number, folder, rank, envs):
+                            yield Stream(follower, [(self._view, source)])
 
 
 def _check(folder: str, streams: tuple[str, ...]) -> dict[str, str]:
@@ -266,7 +270,7 @@ def _check(folder: str, streams: tuple[str, ...]) -> dict[str, str]:
     os.listdir(folder)
     unfit = {}
     for path in [os.path.join(folder, f"{name}.log") for name in streams]:
-        for name in (*aside(path), path):
+        for name in (*rotated_files(path), path):
             if os.path.exists(name) and not os.access(name, os.R_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
             try:

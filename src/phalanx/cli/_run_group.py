@@ -36,7 +36,7 @@ def see_through(group: PContext, recorder: Recorder, specs: RunLogs, grace: floa
     """Start the group, wait for its end, and say what became of it. Returns the exit code."""
     try:
         group.start()
-        recorder.running()
+        recorder.record_start()
         # Now: at the end there may be no descriptor, or no disk. And whole: a handler's exception in the midst of an
         # import can leave the lock of the import system taken, for which the thread that writes run.json would wait.
         with interrupts.deferred():
@@ -50,30 +50,30 @@ def see_through(group: PContext, recorder: Recorder, specs: RunLogs, grace: floa
             code = _stop(group, error.sigval, grace, at_once=True)
         failed = _failed_before(group)
         if failed is None:
-            recorder.ended("stopped", code, error.sigval.name)
+            recorder.record_end_and_wait("stopped", code, error.sigval.name)
             return code
         result = failed
     except KeeperLostError as error:
         say(f"Error: {error}")
         known = RunProcsResult(failures=dict(error.failures))
         code = verdict(known)[0] or 1
-        recorder.ended("failed", code, str(error))
+        recorder.record_end_and_wait("failed", code, str(error))
         _report(group.name, known, specs, colour=colour)
         return code
     except PreloadError as error:
         say(f"Error: {error}")
-        recorder.ended("failed", 1, str(error))
+        recorder.record_end_and_wait("failed", 1, str(error))
         return 1
     except OSError as error:
-        recorder.ended("failed", 1, text := _in_our_words(error, group))
+        recorder.record_end_and_wait("failed", 1, text := _in_our_words(error, group))
         raise click.ClickException(text) from None
     except ValueError as error:
-        recorder.ended("failed", 2, text := _in_our_words(error, group))
+        recorder.record_end_and_wait("failed", 2, text := _in_our_words(error, group))
         raise click.UsageError(text) from None
     finally:
         group.close(signal.SIGKILL)  # ended already, unless one more signal has broken out of `_stop`
     code, cause = verdict(result)
-    recorder.ended("failed" if code else "succeeded", code, cause)
+    recorder.record_end_and_wait("failed" if code else "succeeded", code, cause)
     _report(group.name, result, specs, colour=colour)
     return code
 

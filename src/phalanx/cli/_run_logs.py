@@ -7,7 +7,7 @@ import os
 import click
 
 from phalanx._base import procfs
-from phalanx._runs.paths import place_of_new_runs
+from phalanx._runs.paths import folder_for_new_runs
 from phalanx.cli._runs_folders import MANY
 from phalanx.cli._say import say
 from phalanx.multiprocessing import DefaultLogsSpecs, LogsDest, Std
@@ -61,7 +61,7 @@ def run_logs(
     """Logs in ``log_dir``, or in the default place."""
     said = []
     if log_dir is None:
-        log_dir, is_temporary = place_of_new_runs(bounds["mode"])
+        log_dir, is_temporary = folder_for_new_runs(bounds["mode"])
         if is_temporary:
             said = [f"the home folder cannot be written to; runs are kept in {log_dir or 'a temporary folder'}"]
     try:

@@ -15,7 +15,7 @@ def places(log_dir: str | None) -> tuple[str, ...]:
     if log_dir is not None:
         return (log_dir,)
     try:
-        return paths.places()
-    except paths.NoPlaceError as error:
+        return paths.search_folders()
+    except paths.NoHomeError as error:
         msg = f"--log-dir: {error}"
         raise click.UsageError(msg) from None

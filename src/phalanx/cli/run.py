@@ -234,7 +234,7 @@ def _run(
         lambda: look(group),
         run_id=run_id,
         command=command,
-        say=lambda text: None if group.say(f"phalanx: {text}") else say(text),
+        warn=lambda text: None if group.say(f"phalanx: {text}") else say(text),
         keep_runs=keep_runs,
     )
     specs.keeps_few = keep_runs is not None

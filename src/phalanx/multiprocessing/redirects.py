@@ -1,7 +1,7 @@
-"""Send this process's stdout or stderr to a file, for a while, by its descriptor.
+"""Redirects this process's stdout or stderr to a file, for the duration of a ``with`` block, by its descriptor.
 
-Owns descriptors 1 and 2 between `redirect`'s begin and end. Knows nothing of groups: the streams of workers are set
-before their first instruction, by who starts them.
+Owns descriptors 1 and 2 between `redirect`'s begin and end. Knows nothing of groups: the keeper sets the streams of
+workers before their first instruction.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ __all__ = ["redirect", "redirect_stderr", "redirect_stdout"]
 _DESCRIPTORS = {"stdout": 1, "stderr": 2}
 
 _FREE = 3
-"""The first descriptor that is no standard stream: what we open must not land on one that happens to be closed."""
+"""The first descriptor that is no standard stream: what we open must not get the number of a closed one."""
 
 
 @contextlib.contextmanager
 def redirect(std: str, to_file: str | os.PathLike[str]) -> Iterator[None]:
     r"""Redirect a standard stream of this process to a file, as a context manager.
 
-    The file descriptor is redirected (`dup2(2)`), not ``sys.stdout``: what C code and child processes write goes to the
-    file, too. What Python's stream and the C library's ``stdout`` and ``stderr`` hold back in buffers is written out
-    before and after, so that each byte lands on its own side. Other buffers of C code (`fdopen(3)`) are its own to
-    flush: the C library can only flush them all at once, for which it waits for every reader of a stream, a thread in
-    `input` for one. At the end the descriptor is what it was, closed if it was closed, whatever happened
-    meanwhile. Redirections can be nested, also to the same file.
+    The file descriptor is redirected (`dup2(2)`), not ``sys.stdout``: the file also gets the output of C code and of
+    child processes. The buffers of Python's stream and of the C library's ``stdout`` and ``stderr`` are flushed before
+    and after, so that output from before the block does not reach the file, and that of the block does. Other buffers
+    of C code (`fdopen(3)`) are not flushed: the C library can only flush all at once, and waits for every thread that
+    reads a stream then, one in `input` for example. At the end the descriptor is restored, or closed if it was closed,
+    whatever happened meanwhile. Redirections can be nested, also to the same file.
 
-    A ``sys.stdout`` that is closed, None, or not on the descriptor (a notebook's, a test runner's) is left as it is;
-    what is printed to such an object does not go to the file.
+    A ``sys.stdout`` that is closed, None, or not on the descriptor (a notebook's, a test runner's) is not changed, and
+    what is printed to it does not go to the file.
 
     Args:
         std: ``"stdout"`` or ``"stderr"``.
-        to_file: The file. It is created, or emptied if it is there. Its folder must exist.
+        to_file: The file. It is created, or emptied if it exists. Its folder must exist.
 
     Yields:
         Nothing.
 
     Raises:
         ValueError: ``std`` is neither of the two.
-        OSError: The file cannot be opened (FileNotFoundError: its folder is not there); nothing has been changed then.
-            Or, at the end, what was written cannot be flushed to it (a full disk); the stream has been restored then.
+        OSError: The file cannot be opened (FileNotFoundError: its folder does not exist), and nothing has been changed.
+            Or, at the end, the buffers cannot be flushed to it (a full disk), and the stream has been restored.
 
-    Descriptors belong to the process: while it is redirected, it is so for all threads.
+    Descriptors belong to the process: the stream is redirected for all threads.
 
     >>> import os, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -65,13 +65,13 @@ def redirect(std: str, to_file: str | os.PathLike[str]) -> Iterator[None]:
         msg = f"std: expected 'stdout' or 'stderr', got {std!r}"
         raise ValueError(msg)
     fd = _DESCRIPTORS[std]
-    # O_APPEND: two streams that are sent to the same file write behind, not over, each other.
+    # O_APPEND: two streams that are redirected to the same file append to it, and do not overwrite each other.
     file = _above_standard(os.open(to_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666))
     before: int | None = None
     try:
-        with contextlib.suppress(OSError):  # a closed descriptor, or a reader that is gone: as broken as it was
+        with contextlib.suppress(OSError):  # a closed descriptor, or a reader that has closed: it was broken before
             _flush(std)
-        with contextlib.suppress(OSError):  # EBADF: it is closed, and will be again
+        with contextlib.suppress(OSError):  # EBADF: it is closed, and is closed again at the end
             before = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FREE)
         os.dup2(file, fd)
     except BaseException:
@@ -102,7 +102,7 @@ redirect_stderr = functools.partial(redirect, "stderr")
 
 
 def _above_standard(fd: int) -> int:
-    """Move a new descriptor out of the way of the standard streams."""
+    """Move a new descriptor above those of the standard streams."""
     if fd >= _FREE:
         return fd
     try:
@@ -112,7 +112,7 @@ def _above_standard(fd: int) -> int:
 
 
 def _flush(std: str) -> None:
-    """Write out what Python and the C library hold back. Raises OSError, after all have had their turn."""
+    """Flush the buffers of Python and the C library. Raises OSError, after all have been tried."""
     failed = None
     for stream in {id(stream): stream for stream in (getattr(sys, std), getattr(sys, f"__{std}__"))}.values():
         try:
@@ -124,7 +124,7 @@ def _flush(std: str) -> None:
     import ctypes
 
     library = ctypes.CDLL(None)
-    for name in _DESCRIPTORS:  # not fflush(3) with NULL, which takes the lock of stdin as well: a reader has it
+    for name in _DESCRIPTORS:  # not fflush(NULL), which also takes the lock of stdin: a thread that reads holds it
         library.fflush(ctypes.c_void_p.in_dll(library, name))
     if failed is not None:
         raise failed

@@ -12,13 +12,16 @@ import threading
 from phalanx._base import tty
 from phalanx._base.files import ANY_LINK
 from phalanx._base.loop import Loop
-from phalanx._logs.console import target
+from phalanx._logs.console_view import target_of
 from phalanx._logs.follower import Follower
-from phalanx._logs.pump import Pump, Stream
-from phalanx._logs.render import Lane, Text, View
+from phalanx._logs.formats import Text
+from phalanx._logs.line_state import Source
+from phalanx._logs.pump import Pump
+from phalanx._logs.render import View
 from phalanx._logs.search import Only
 from phalanx._logs.sink import Sink
-from phalanx._logs.terminal import Paper
+from phalanx._logs.stream import Stream
+from phalanx._logs.terminal import PlainOutput
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -39,10 +42,10 @@ class TailLog:
         name: Names the thread, and each file's prefix: ``[{name}{rank}]:``.
         log_files: Rank → path.
         dst: Where lines go: a file, a pipe, a terminal, or anything with ``write``. None to do nothing.
-        log_line_prefixes: Rank → what stands before each line, instead. A number is taken for the interval, which once
-            had this place.
+        log_line_prefixes: Rank → prefix of each line, in place of the above. A number is ignored: this argument was
+            the interval once.
         interval_sec: Without effect.
-        log_line_filter: Is called with each line, and says whether it is wanted. None: all are.
+        log_line_filter: Is called with each line, and returns whether to show it. None: all are shown.
 
     >>> import io, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -80,8 +83,8 @@ class TailLog:
         """Start to follow. Returns itself.
 
         Raises:
-            IsADirectoryError: What is to be followed is a folder.
-            OSError: No file can be watched.
+            IsADirectoryError: One of the paths is a folder.
+            OSError: The files cannot be watched.
             RuntimeError: It was started before.
         """
         if self._loop is not None:
@@ -103,7 +106,7 @@ class TailLog:
         return self
 
     def stop(self) -> None:
-        """Show what is in the files by now, and return. Bounded, as the end of a group is. Idempotent."""
+        """Show what is in the files by now, and stop. Returns in bounded time, as a group's end does. Idempotent."""
         if self._thread is not None:
             loop, pump = self._loop, self._pump
             assert loop is not None
@@ -114,7 +117,7 @@ class TailLog:
         self._stopped = True
 
     def stopped(self) -> bool:
-        """Whether `stop` has been called, and has done its work."""
+        """Whether `stop` has been called and has returned."""
         return self._stopped
 
     def _run(self) -> None:
@@ -128,13 +131,13 @@ class TailLog:
 
     def _make(self, dst: Any) -> Pump:
         select = None if self._filter is None else Only(_select(self._filter))
-        found = target(dst)
-        view = View(Paper(Sink(found)), Text(), select, harmless=tty.is_terminal(found))
+        target = target_of(dst)
+        view = View(PlainOutput(Sink(target)), Text(), select, harmless=tty.is_terminal(target))
         streams = []
         for rank, path in self._files.items():
             prefix = self._prefixes.get(rank, f"[{self._name}{rank}]:")
-            lane = Lane(rank, "stdout", prefix.encode("utf-8", "surrogateescape"))
-            streams.append(Stream(Follower(path, links=ANY_LINK), [(view, lane)]))
+            source = Source(rank, "stdout", prefix.encode("utf-8", "surrogateescape"))
+            streams.append(Stream(Follower(path, links=ANY_LINK), [(view, source)]))
         return Pump(streams, [view])
 
 
@@ -149,13 +152,13 @@ def tail_logfile(
     """Show what is appended to one file until ``finished`` is set, then what is left of it, and return.
 
     Args:
-        header: What stands before each line.
+        header: The prefix of each line.
         file: The path; it may be created later, or never.
         dst: Where lines go, as for `TailLog`.
         finished: Set it once nothing more will be written.
         interval_sec: Without effect: nothing polls.
-        log_line_filter: Is called with each line, and says whether it is wanted. None: all are (the original shows
-            nothing then).
+        log_line_filter: Is called with each line, and returns whether to show it. None: all are shown (the original
+            shows none then).
 
     Raises:
         IsADirectoryError: The path is a folder.

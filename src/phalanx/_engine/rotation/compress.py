@@ -1,7 +1,7 @@
-"""Files that were set aside become smaller. Owns the thread of the log writer that compresses them, file by file.
+"""Compresses rotated files, one after the other, in a thread of the log writer.
 
-What it makes has the names and the form of `set_aside`. It is whole before it has its name, and the plain file goes
-only after that: who reads finds one or the other. What goes wrong (a full disk) leaves the plain file.
+A compressed file has the name and the form that `_logs.rotated` describes. It is complete before it gets that name, and
+the plain file is removed after that: a reader finds one or the other. An error (a full disk) leaves the plain file.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 from _thread import allocate_lock, start_new_thread
 
 from phalanx._base import files
-from phalanx._logs.rotated import PACKED
+from phalanx._logs.rotated import GZIP_SUFFIX
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _write = files.write_all
 
 
 class Compressor:
-    """Compresses files in a thread, one after the other. There is none while there is nothing to do."""
+    """Compresses files in a thread, which runs only while there is something to do."""
 
     def __init__(self) -> None:
         self._gate = allocate_lock()
@@ -36,7 +36,7 @@ class Compressor:
         self._at_work = self._over = False
 
     def add(self, path: str, wanted: Callable[[], bool]) -> None:
-        """Have a file compressed that will not be written to again; unless it is not ``wanted`` by then."""
+        """Queue a file that will not be written to again. It is skipped if ``wanted`` returns False by its turn."""
         with self._gate:
             self._jobs.append((path, wanted))
             if self._at_work or self._over:
@@ -45,12 +45,12 @@ class Compressor:
             self._busy.acquire()
         try:
             start_new_thread(self._work, ())
-        except RuntimeError:  # no thread is to be had: the next file may get one
+        except RuntimeError:  # no thread can be started: the next file may get one
             self._at_work = False
             self._busy.release()
 
     def stop(self) -> None:
-        """Leave what is not done as it is, and return once nothing is under way any more: within a second."""
+        """Drop the queue and the file that is being compressed. Returns when the thread has ended: within a second."""
         self._over = True
         if self._busy.acquire(timeout=_PATIENCE):
             self._busy.release()
@@ -72,15 +72,15 @@ class Compressor:
             self._busy.release()
 
     def _compress(self, path: str, wanted: Callable[[], bool]) -> None:
-        """Put ``path.gz`` in the place of ``path``, with its mode and time. Raises OSError, with nothing changed."""
+        """Replace ``path`` by ``path.gz``, with its mode and time. Raises OSError, with nothing changed."""
         source = files.opened(path)
         try:
             found = os.fstat(source)
-            if found.st_nlink > 1:  # a rotation that was not brought to its end: it may yet grow under another name
+            if found.st_nlink > 1:  # a rotation that failed half-way: it may still grow under another name
                 return
-            unfinished, packed = path + _UNFINISHED, path + PACKED
+            unfinished, packed = path + _UNFINISHED, path + GZIP_SUFFIX
             try:
-                os.unlink(unfinished)  # of one that was killed; or what somebody has put there
+                os.unlink(unfinished)  # left by a log writer that was killed; or by somebody else
             except FileNotFoundError:
                 pass
             file = files.opened(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -101,13 +101,13 @@ class Compressor:
                 gone = not wanted()
             except FileNotFoundError:
                 gone = True
-            if gone:  # by now: who removed the plain file did not find this one
+            if gone:  # no longer wanted: the plain file was removed when this one had no name yet
                 os.unlink(packed)
         finally:
             os.close(source)
 
     def _copy(self, source: int, file: int) -> None:
-        """Compress a file into another. Raises OSError; InterruptedError when it is to stop."""
+        """Compress a file into another. Raises OSError; InterruptedError after `stop`."""
         import zlib
 
         packing = zlib.compressobj(wbits=_GZIP)

@@ -1,7 +1,8 @@
-"""What a timeline says of files that rotation has removed goes, too. Owns when, and doing it a little at a time.
+"""Removes the records of removed log files from a timeline. Owns when, and doing it a piece at a time.
 
-The pump's thread writes the timeline, and has other things to do: so the file is copied without those records, a piece
-with each write, to one beside it that takes its place in the end. Whoever reads has the old one or the new one.
+The pump's thread writes the timeline, and must not be busy with it for long: so the file is copied without those
+records, a piece with each write, to a new file that replaces it at the end (rename(2)). A reader gets the old one or
+the new one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from contextlib import suppress
 
 from phalanx._base import clock, files
 from phalanx._logs.rotated import numbers
+from phalanx._logs.timeline_format import CLOCK, CUT, HEAD, KINDS, ROTATED, pack, unpack
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -18,24 +20,24 @@ if TYPE_CHECKING:
     from io import FileIO
 
 LEAST = 1 << 20
-"""Bytes below which a timeline is left as it is; and then, until it is twice as long as it was after the last time."""
+"""Bytes below which a timeline is not trimmed; and then, not until it is twice as long as after the last time."""
 
 _PIECE = 32 * 1024  # takes some 10 ms
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
 
 
 class Trimming:
-    """Trims one timeline, as long as it is written.
+    """Trims one timeline while it is written.
 
     Args:
         path: The timeline.
-        logs: The paths of the streams that are rotated, by number.
+        logs: The paths of the rotated logs, by stream number.
     """
 
     def __init__(self, path: str, logs: Mapping[int, str]) -> None:
         self._path = path
         self._logs = logs
-        # Of each stream, in which file each part of its records is: its number, or `NEWEST` of what has been cut.
+        # By stream, the file of each part of its records: its number; `NEWEST` for a part that was cut, and is in none.
         self._ends: dict[int, list[int]] = {stream: [] for stream in logs}
         self._next = LEAST
         self._size = 0
@@ -43,15 +45,15 @@ class Trimming:
         self._file: FileIO | None = None
 
     def ended(self, stream: int, number: int) -> None:
-        """The records of ``stream`` up to here are of the file of a number; of none any more: `NEWEST`."""
+        """Note that the records of ``stream`` up to here belong to the file ``number``; if `NEWEST`, to none."""
         if stream in self._ends:
             self._ends[stream].append(number)
 
     def go_on(self, size: int) -> tuple[FileIO, int] | None:
-        """The timeline has ``size`` bytes, all written. Returns the file that takes its place, and its size, if any."""
+        """Trim a piece of the timeline of ``size`` bytes. Returns the new file and its size once it is in place."""
         self._size = size
         if self._work is None:
-            if size < self._next or not self._logs:
+            if size < self._next:
                 return None
             self._work = self._copy()
         try:
@@ -62,13 +64,13 @@ class Trimming:
             size = os.fstat(file.fileno()).st_size
             self._next = max(LEAST, 2 * size)
             return file, size
-        except OSError:  # a full disk: it is as good as it was
+        except OSError:  # a full disk: the old timeline stays
             self._next = 2 * size
             self.close()
         return None
 
     def close(self) -> None:
-        """There is nothing more to be written. Idempotent."""
+        """Remove the unfinished copy. Idempotent."""
         self._work = None
         if self._file is not None:
             self._file.close()
@@ -81,25 +83,23 @@ class Trimming:
         return f"{self._path}.new"
 
     def _copy(self) -> Iterator[None]:
-        """Copy what is to stay, a piece at a time. Raises OSError."""
-        from phalanx._logs.write_index import HEAD, unpacked
-
+        """Copy the records that stay, a piece between two yields. Raises OSError."""
         there = {stream: {0, *numbers(path)} for stream, path in self._logs.items()}
         gone = {stream: [end not in there[stream] for end in ends] for stream, ends in self._ends.items()}
         source = files.opened(self._path)
         try:
-            self._file = open(files.opened(self._new, _NEW), "ab", buffering=0)  # noqa: SIM115 - the timeline's, in the end
+            self._file = open(files.opened(self._new, _NEW), "ab", buffering=0)  # noqa: SIM115 - it becomes the timeline's
             head = os.pread(source, HEAD.size, 0)
             self._write(head)
             sieve = _Sieve(gone, HEAD.unpack(head)[1])
-            place = HEAD.size
-            while place < self._size:
-                triples, used, _whole = unpacked(os.pread(source, min(_PIECE, self._size - place), place))
+            offset = HEAD.size
+            while offset < self._size:
+                triples, used, _whole = unpack(os.pread(source, min(_PIECE, self._size - offset), offset))
                 if not used:
                     raise OSError(0, "it is damaged", self._path)
-                place += used
+                offset += used
                 self._write(sieve.kept(triples))
-                if place < self._size:  # else it would never come up with what is written meanwhile
+                if offset < self._size:  # without a pause at the end: what is written meanwhile has to be copied, too
                     yield
             self._write(sieve.rest())
         finally:
@@ -116,10 +116,10 @@ class Trimming:
 
 
 class _Sieve:
-    """Lets those records pass that are to stay, at the times that they have.
+    """Drops the records of removed files, and keeps the times of the others.
 
     Args:
-        gone: Of each stream, whether the file of each of its parts is.
+        gone: By stream, for each of its parts, whether its file was removed.
         started: When the first record's time begins (nanoseconds since the epoch).
     """
 
@@ -127,12 +127,10 @@ class _Sieve:
         self._gone = gone
         self._parts = dict.fromkeys(gone, 0)
         self._time = started
-        self._pause = 0  # milliseconds since the last one that has passed
+        self._pause = 0  # milliseconds since the last record that was kept
         self._clocked = False  # whether the wall clock was noted since then
 
     def kept(self, triples: list[tuple[int, int, int]]) -> bytearray:
-        from phalanx._logs.write_index import ASIDE, CLOCK, CUT, KINDS, packed
-
         kept = bytearray()
         for before, key, value in triples:
             kind, stream = key % KINDS, key // KINDS
@@ -141,22 +139,20 @@ class _Sieve:
                 self._time, self._clocked = value, True
                 continue
             self._time += before * (clock.NS // 1000)
-            if self._is_gone(stream, ends=kind in (CUT, ASIDE)):
+            if self._is_gone(stream, ends=kind in (CUT, ROTATED)):
                 continue
             if self._clocked:
                 kept += self.rest()
-            kept += packed(self._pause, key, value)
+            kept += pack(self._pause, key, value)
             self._pause = 0
         return kept
 
     def rest(self) -> bytes:
-        """What time it is after all that was left out; nothing if that is known."""
-        from phalanx._logs.write_index import CLOCK, packed
-
+        """Return a record of the time after the dropped records; nothing if none were dropped."""
         if not self._pause and not self._clocked:
             return b""
         self._pause, self._clocked = 0, False
-        return packed(0, CLOCK, self._time)
+        return pack(0, CLOCK, self._time)
 
     def _is_gone(self, stream: int, *, ends: bool) -> bool:
         gone, part = self._gone.get(stream, ()), self._parts.get(stream, 0)

@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
     from phalanx._base.loop import Loop
     from phalanx._engine.leftovers import Leftover
-    from phalanx._logs.display import Shown
+    from phalanx._logs.display import GroupDisplay
     from phalanx._logs.pump import Pump
 
 
-class GroupDisplay:
+class GroupLines:
     """One group's lines. ``write_line`` takes lines of ours that the display cannot take, on a thread of its own."""
 
     def __init__(self, write_line: Callable[[str], None] | None) -> None:
         self._write_line = write_line
         self._writing = SerialExecutor("phalanx-lines")
         self._pump: Pump | None = None
-        self._shown: Shown | None = None
+        self._shown: GroupDisplay | None = None
 
     def open(self, pump: Pump | None) -> None:
         """Have the display show the lines of ``pump``, from `show_workers` on."""

@@ -1,4 +1,4 @@
-"""The last lines of what is written. Owns what is kept of the rest: nothing."""
+"""A sink that keeps the last lines, and drops all others."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 MOST_OF_A_LINE = 16 << 20
-"""Bytes of a line that are kept. A file of holes is one line, were it of terabytes, and takes its maker nothing."""
+"""Bytes of a line that are kept. A sparse file of terabytes is one line of zeros, and takes no space on disk."""
 
 
-class LastLines(Sink):
+class TailSink(Sink):
     """A sink that writes nothing, and keeps the last ``count`` lines (>= 0).
 
-    Of a line that has no end in `MOST_OF_A_LINE` bytes, only these are kept, and it says how many were cut.
+    A line of more than `MOST_OF_A_LINE` bytes is cut; a note in its place says how many bytes are missing.
     """
 
     def __init__(self, count: int) -> None:
@@ -25,7 +25,7 @@ class LastLines(Sink):
         self._count = count
         self._lines: deque[tuple[bytes, object]] = deque(maxlen=count)
         self._unfinished: list[bytes] = []
-        self._held = self._cut = 0  # bytes of it that are kept, and that are not
+        self._held = self._cut = 0  # bytes of it that are kept, and that are cut
         self._owner: object = None
 
     def write(self, buffers: tuple[bytes | memoryview, ...], owner: object = None) -> None:
@@ -38,7 +38,7 @@ class LastLines(Sink):
                 first, newline, others = whole.partition(b"\n")
                 self._hold(first)
                 whole = self._taken() + newline + others
-            # Split from the right, as often as lines are kept: the others are not even looked at.
+            # Split from the right, as often as lines are kept: the others cost nothing.
             self._lines.extend((line, owner) for line in whole.rsplit(b"\n", self._count)[-self._count :])
         if block[end:]:
             self._hold(block[end:])
@@ -52,7 +52,7 @@ class LastLines(Sink):
             self._held += len(kept)
 
     def _taken(self) -> bytes:
-        """What is kept of the unfinished line, which is not after that."""
+        """Return what is kept of the unfinished line, and keep it no longer."""
         cut = b" ... %d bytes cut ..." % self._cut if self._cut else b""
         line = b"".join((*self._unfinished, cut))
         self._unfinished.clear()
@@ -60,7 +60,7 @@ class LastLines(Sink):
         return line
 
     def taken(self) -> Iterator[tuple[bytes, object]]:
-        """What is kept, with whose it is; an unfinished line last. Nothing is kept after that."""
+        """Yield the kept lines with their owners, an unfinished one last, and keep them no longer."""
         while self._lines:
             line, owner = self._lines.popleft()
             yield line + b"\n", owner

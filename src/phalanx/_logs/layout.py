@@ -1,0 +1,217 @@
+"""The files of one group: which there are, and the folders that hold them. Opens and follows none of them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+
+from phalanx._base import files
+from phalanx._base.frozen import Value
+from phalanx._logs.std import Std, to_map
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+SYS_STREAM = ""
+"""In place of a path: the stream stays the launcher's own."""
+
+
+class LogsDest(Value):
+    """The files of one group. A mapping holds paths by local rank; the path ``""`` is the launcher's own stream.
+
+    Args:
+        stdouts: Where each rank's stdout goes.
+        stderrs: Where each rank's stderr goes.
+        tee_stdouts: Those of ``stdouts`` that the console shows, too.
+        tee_stderrs: Those of ``stderrs`` that the console shows, too.
+        error_files: Where each rank writes how it failed. A file of an earlier run is removed before any
+            worker starts.
+        filtered_stdout: One file for the lines of all ranks' stdout that a filter selects.
+        filtered_stderr: The same for stderr.
+        hidden_stdouts: Those of ``stdouts`` that the console shows only when their rank fails.
+        hidden_stderrs: Those of ``stderrs`` that the console shows only when their rank fails.
+        timeline: The file that notes when each log file grew; ``""``: none.
+        max_size: Bytes at which a log file is rotated; 0: never.
+        keep: How many rotated files of each log are kept; 0: all.
+        compress: Whether rotated files are compressed.
+    """
+
+    __slots__ = (  # noqa: RUF023 - the order is that of the arguments
+        "stdouts", "stderrs", "tee_stdouts", "tee_stderrs", "error_files", "filtered_stdout", "filtered_stderr",
+        "hidden_stdouts", "hidden_stderrs", "timeline", "max_size", "keep", "compress",
+    )  # fmt: skip
+
+    stdouts: dict[int, str]
+    stderrs: dict[int, str]
+    tee_stdouts: dict[int, str]
+    tee_stderrs: dict[int, str]
+    error_files: dict[int, str]
+    filtered_stdout: str
+    filtered_stderr: str
+    hidden_stdouts: dict[int, str]
+    hidden_stderrs: dict[int, str]
+    timeline: str
+    max_size: int
+    keep: int
+    compress: bool
+
+    def __init__(
+        self,
+        stdouts: dict[int, str] | None = None,
+        stderrs: dict[int, str] | None = None,
+        tee_stdouts: dict[int, str] | None = None,
+        tee_stderrs: dict[int, str] | None = None,
+        error_files: dict[int, str] | None = None,
+        filtered_stdout: str = "",
+        filtered_stderr: str = "",
+        hidden_stdouts: dict[int, str] | None = None,
+        hidden_stderrs: dict[int, str] | None = None,
+        timeline: str = "",
+        max_size: int = 0,
+        *,
+        keep: int = 0,
+        compress: bool = False,
+    ) -> None:
+        self._store(
+            stdouts=_names(stdouts),
+            stderrs=_names(stderrs),
+            tee_stdouts=_names(tee_stdouts),
+            tee_stderrs=_names(tee_stderrs),
+            error_files=_names(error_files),
+            filtered_stdout=_name(filtered_stdout),
+            filtered_stderr=_name(filtered_stderr),
+            hidden_stdouts=_names(hidden_stdouts),
+            hidden_stderrs=_names(hidden_stderrs),
+            timeline=_name(timeline),
+            max_size=int(max_size),
+            keep=int(keep),
+            compress=bool(compress),
+        )
+
+
+def _names(files: Mapping[int, str] | None) -> dict[int, str]:
+    return {rank: _name(path) for rank, path in (files or {}).items()}
+
+
+def _name(path: str | os.PathLike[str]) -> str:
+    """Return a path as plain text: a user's layout may give `pathlib.Path`, or a subclass of str."""
+    return path if type(path) is str else "".join(os.fsdecode(path))
+
+
+def checked_dest(logs: object, ranks: Iterable[int], specs: object) -> LogsDest:
+    """Return what ``specs.reify`` returned if it names the files of every rank. Raises TypeError, ValueError."""
+    who = f"logs_specs: {type(specs).__name__}.reify"
+    if not isinstance(logs, LogsDest):
+        msg = f"{who}: expected a LogsDest, got {logs!r}"
+        raise TypeError(msg)
+    wanted = set(ranks)
+    for name, own in (
+        ("stdouts", ", or '' for the launcher's own stream"),
+        ("stderrs", ", or ''"),
+        ("error_files", ""),
+    ):
+        missing = sorted(wanted - getattr(logs, name).keys())
+        if missing:
+            listed = ", ".join(map(str, missing))
+            msg = f"{who}: {name} has no file for local rank {listed}; it takes one for each of 0 to {len(wanted) - 1}"
+            raise ValueError(msg + own)
+    for name in ("tee_stdouts", "tee_stderrs", "hidden_stdouts", "hidden_stderrs"):
+        surplus = sorted(getattr(logs, name).keys() - wanted)
+        if surplus:
+            msg = f"{who}: {name} has local rank {', '.join(map(str, surplus))}; ranks are 0 to {len(wanted) - 1}"
+            raise ValueError(msg)
+    return logs
+
+
+def lay_out(
+    folder: str,
+    nprocs: int,
+    redirects: Std | Mapping[int, Std],
+    tee: Std | Mapping[int, Std],
+    local_ranks_filter: set[int] | None = None,
+    folders_can_wait: bool = False,  # noqa: FBT001, FBT002 - the caller's attribute has this name
+) -> LogsDest:
+    """Make ``<folder>/<rank>/`` for every rank, and name the files in it. Raises OSError.
+
+    With ``folders_can_wait``, folders of ranks without a stream in a file are not made: see `missing_folders`.
+    """
+    redirected, teed = to_map(redirects, nprocs), to_map(tee, nprocs)
+    streams: dict[Std, dict[int, str]] = {Std.OUT: {}, Std.ERR: {}}
+    tees: dict[Std, dict[int, str]] = {Std.OUT: {}, Std.ERR: {}}
+    hidden: dict[Std, dict[int, str]] = {Std.OUT: {}, Std.ERR: {}}
+    errors = {}
+    for rank in range(nprocs):
+        rank_dir = os.path.join(folder, str(rank))
+        if redirected[rank] | teed[rank] or not folders_can_wait:
+            _make_empty(rank_dir)
+        shown = local_ranks_filter is None or rank in local_ranks_filter
+        for stream, name in ((Std.OUT, "stdout.log"), (Std.ERR, "stderr.log")):
+            path = os.path.join(rank_dir, name)
+            if stream in redirected[rank] | teed[rank]:
+                streams[stream][rank] = path
+                if stream in teed[rank]:
+                    (tees if shown else hidden)[stream][rank] = path
+            else:
+                streams[stream][rank] = SYS_STREAM if shown else os.devnull
+        errors[rank] = os.path.join(rank_dir, "error.json")
+    return LogsDest(
+        streams[Std.OUT],
+        streams[Std.ERR],
+        tees[Std.OUT],
+        tees[Std.ERR],
+        errors,
+        os.path.join(folder, "filtered_stdout.log"),
+        os.path.join(folder, "filtered_stderr.log"),
+        hidden[Std.OUT],
+        hidden[Std.ERR],
+    )
+
+
+def lay_out_nothing(
+    nprocs: int, redirects: Std | Mapping[int, Std], tee: Std | Mapping[int, Std], shown: set[int] | None
+) -> LogsDest:
+    """Name no log files, and error files side by side in a new temporary folder. Raises OSError."""
+    import tempfile
+
+    dropped, teed = to_map(redirects, nprocs), to_map(tee, nprocs)
+
+    def stream(rank: int, kind: Std) -> str:
+        is_shown = (shown is None or rank in shown) and (kind in teed[rank] or kind not in dropped[rank])
+        return SYS_STREAM if is_shown else os.devnull
+
+    ranks = range(nprocs)
+    folder = tempfile.mkdtemp(prefix="phalanx_")
+    return LogsDest(
+        {rank: stream(rank, Std.OUT) for rank in ranks},
+        {rank: stream(rank, Std.ERR) for rank in ranks},
+        error_files={rank: os.path.join(folder, f"{rank}.json") for rank in ranks},
+    )
+
+
+def _make_empty(folder: str) -> None:
+    """Make a new folder. Raises OSError; FileExistsError names what is there, and its owner."""
+    try:
+        os.mkdir(folder)
+    except FileExistsError:
+        found = os.lstat(folder)
+        what = files.kind(found.st_mode) or "a file"
+        msg = f"{what} of uid {found.st_uid} is there already; each rank's folder is made by its launcher alone"
+        raise FileExistsError(errno.EEXIST, msg, folder) from None
+
+
+def missing_folders(logs: LogsDest) -> Iterator[Callable[[], None]]:
+    """Yield functions that make the folders that `lay_out` left out, one each: a busy ext4 takes up to 1 ms for one.
+
+    They ignore OSError: without the folder there is no error file, and the group runs.
+    """
+
+    def make(folder: str) -> None:
+        with contextlib.suppress(OSError):
+            os.mkdir(folder)
+
+    for rank, path in logs.error_files.items():
+        if logs.stdouts[rank] in (SYS_STREAM, os.devnull) and logs.stderrs[rank] in (SYS_STREAM, os.devnull):
+            yield functools.partial(make, os.path.dirname(path))
