@@ -17,7 +17,8 @@ from phalanx._base import interrupts
 from phalanx._base.latch import Latch
 from phalanx._base.loop import Loop
 from phalanx._engine.host_signals import acquire, release
-from phalanx._engine.pickling import payload
+from phalanx._engine.pickling.pack import pack
+from phalanx._engine.pickling.payload import Payload
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, SignalException, start_processes
 from tests import workers
 from tests.helpers import TIMEOUT, descendants
@@ -62,10 +63,10 @@ def test_a_grace_without_end(ready: Ready, gate: Gate) -> None:
 
 def test_arguments_that_ranks_share_are_written_once() -> None:
     shared = (bytes(1_000_000),)
-    memfd = payload.pack(print, dict.fromkeys(range(8), shared)).memfd
+    memfd = pack(print, dict.fromkeys(range(8), shared)).memfd
     try:
         assert os.fstat(memfd).st_size < 2 * len(shared[0])
-        view = payload.Payload(os.dup(memfd), [])
+        view = Payload(os.dup(memfd), [])
         for rank in (0, 7):
             view.index["fds"][rank] = []
             view.take(rank)

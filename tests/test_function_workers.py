@@ -18,6 +18,7 @@ import pytest
 import phalanx.spawn as mp
 from phalanx._base import channels
 from phalanx._engine import worker_messages
+from phalanx._engine.mp_parent import ChildIdentities
 from phalanx._engine.worker import mp_child
 from phalanx.multiprocessing import start_processes
 from tests import workers
@@ -1239,7 +1240,7 @@ def test_a_worker_that_asks_for_the_resource_tracker_and_is_gone(method: str, tm
             from phalanx._engine.worker import mp_child
             worker_messages.send = lambda *arguments, send=worker_messages.send: (send(*arguments), os._exit(0))
             open(gone, "w").close()
-            mp_child._me.ask()
+            mp_child._this_child.ask()
         while not os.path.exists(gone):
             time.sleep(0.01)
         time.sleep(0.5)  # in which the launcher answers
@@ -1281,7 +1282,7 @@ def test_a_fork_does_not_wait_for_the_resource_trackers_lock(tmp_path: Path) -> 
 
 
 def _child(report: int) -> mp_child.Child:
-    return mp_child.Child(mp_child.Family("spawn", 1).member(0), 0, report, forked=False)
+    return mp_child.Child(ChildIdentities("spawn", 1).state(0), 0, report, forked=False)
 
 
 def test_a_worker_asks_for_the_resource_tracker_when_there_is_room() -> None:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from phalanx._engine.pickling import payload
+from phalanx._engine.pickling.call_pickler import LARGE
+from phalanx._engine.pickling.pack import pack
 from phalanx.multiprocessing import start_processes
 from tests import payload_workers as does
 from tests.helpers import TIMEOUT, Gate, Ready
@@ -77,9 +78,9 @@ ARRAYS = {
     "of objects": np.array([{"n": n} for n in range(1000)] * 10, dtype=object),
     "empty": np.empty((0, 3)),
     "of no dimension": np.array(3.5),
-    "of just the size": some(payload.LARGE),
-    "one byte below": some(payload.LARGE - 1),
-    "one byte above": some(payload.LARGE + 1),
+    "of just the size": some(LARGE),
+    "one byte below": some(LARGE - 1),
+    "one byte above": some(LARGE + 1),
     "in two dimensions": square,
     "in Fortran's order": np.asfortranarray(square),
     "transposed": square.T,
@@ -102,7 +103,7 @@ def test_an_array_arrives_as_it_was(name: str, writable: bool) -> None:
     buffers: list[Any] = []
     data = pickle.dumps(array, 5, buffer_callback=buffers.append)
     [expected] = does.describe(pickle.loads(data, buffers=[bytearray(buffer.raw()) for buffer in buffers]))
-    shared = bool(buffers) and buffers[0].raw().nbytes >= payload.LARGE
+    shared = bool(buffers) and buffers[0].raw().nbytes >= LARGE
     copied = bool(buffers) and not shared
     if shared and not writable:
         expected = (*expected[:4], False, expected[5])
@@ -268,7 +269,7 @@ def test_objects_with_buffers_of_their_own() -> None:
 
 def packed(arguments: dict[int, tuple[Any, ...]], **options: Any) -> int:
     """The bytes that the payload of a call takes."""
-    memfd = payload.pack(does.places, arguments, **options).memfd
+    memfd = pack(does.places, arguments, **options).memfd
     try:
         return os.fstat(memfd).st_blocks * 512
     finally:
@@ -329,10 +330,10 @@ def test_many_arrays_take_few_descriptors() -> None:
 def test_what_several_ranks_have_is_one_descriptor() -> None:
     pipes = [multiprocessing.Pipe() for _ in range(10)]
     for arguments in (dict.fromkeys(range(8), (pipes,)), {rank: (rank, pipes) for rank in range(8)}):
-        packed = payload.pack(print, arguments)
+        packed = pack(print, arguments)
         packed.close()
         assert len(set(packed.fds)) == len(packed.fds) <= 21
-        assert all(len(set(which)) >= 20 for which in packed.wanted.values())
+        assert all(len(set(which)) >= 20 for which in packed.fd_indices.values())
     own = {rank: (pipes[rank][0], pipes[9][1]) for rank in range(3)}
     with start_processes("own", does.send_all, own, start_method="spawn") as group:
         result = group.wait(TIMEOUT)

@@ -17,7 +17,7 @@ import pytest
 from phalanx._base import channels, sealed_memfd
 from phalanx._engine import worker_messages
 from phalanx._engine.mirror import Mirror
-from phalanx._engine.pickling.passed_fds import Given
+from phalanx._engine.pickling.passed_fds import ReceivedFds
 from phalanx._engine.worker import mp_child
 from phalanx.multiprocessing import start_processes
 from tests.helpers import TIMEOUT, Gate, Ready, pass_gate, tell
@@ -122,7 +122,7 @@ class End:
 
     def _drop(self, fds: list[int]) -> None:
         self.dropped += len(fds)
-        Given(fds).close()
+        ReceivedFds(fds).close()
 
     def take(self) -> None:
         """Take all that there is."""
@@ -141,7 +141,7 @@ def end() -> Iterator[End]:
     found = End()
     with closing(found.inbox), closing(found.theirs), unchanged_descriptors():
         yield found
-        Given().close()
+        ReceivedFds().close()
 
 
 @contextmanager
@@ -261,7 +261,7 @@ def test_no_more_is_received_while_descriptors_that_nobody_wants_are_not_closed(
             jobs += 1
             assert len(dropped) == jobs * 250
             job()
-    Given(dropped).close()
+    ReceivedFds(dropped).close()
     assert len(waited) == jobs == 3
 
 
@@ -269,7 +269,7 @@ def test_no_more_is_received_while_descriptors_that_nobody_wants_are_not_closed(
 
 
 def report() -> int:
-    me = mp_child._me
+    me = mp_child._this_child
     assert me is not None
     assert me.report is not None
     return me.report

@@ -893,7 +893,7 @@ REDUCE, READ = at(("/u/train.py", 41, "all_reduce")), at(("/u/data.py", 17, "rea
 def test_the_top_is_the_users() -> None:
     library = "/usr/lib/python3.12/threading.py", 355, "wait"
     package = "/venv/lib/python3.12/site-packages/torch/x.py", 1, "backward"
-    ours = os.path.join(ROOT, "_engine", "worker", "function.py"), 1, "_work"
+    ours = os.path.join(ROOT, "_engine", "worker", "function.py"), 1, "_call"
     user = "/u/train.py", 41, "step"
     for above in ((), (library,), (library, package), (ours,)):
         frame = dump.top(dump.parse(at(*above, user, ours, ("<string>", 1, "<module>"))))

@@ -20,8 +20,9 @@ import pytest
 
 from phalanx._base import channels
 from phalanx._engine import worker_messages
-from phalanx._engine.worker.function import _tell_evidence
-from phalanx._engine.worker.mp_child import Child, Family
+from phalanx._engine.mp_parent import ChildIdentities
+from phalanx._engine.worker.function import send_evidence
+from phalanx._engine.worker.mp_child import Child
 from phalanx.multiprocessing import ProcessFailure, RunProcsResult, Std, start_processes
 from tests.disks import fill
 from tests.helpers import TIMEOUT, pass_gate, tell
@@ -285,8 +286,8 @@ def test_a_launcher_that_does_not_listen_is_told_for_a_bounded_time() -> None:
             while True:
                 ours.send(b"x" * 1000)
         before = len(os.listdir("/proc/self/fd"))
-        me = Child(Family("spawn", 1).member(0), 0, ours.fileno(), forked=False)
-        _tell_evidence(me, "text", "stack", 5)
+        me = Child(ChildIdentities("spawn", 1).state(0), 0, ours.fileno(), forked=False)
+        send_evidence(me, "text", "stack", 5)
         assert not worker_messages.send(ours.fileno(), b"E", patience=1)
         assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE) == socket.SOCK_SEQPACKET  # it is open
         assert len(os.listdir("/proc/self/fd")) == before

@@ -16,11 +16,11 @@ _LIGHT = (
     "phalanx._evidence.recording",
     "phalanx._timers.escalation",
     *(f"phalanx._engine.keeper.{name}" for name in ("fork_process", "guard", "rotated_logs", "start_group", "sweep")),
-    *(f"phalanx._engine.pickling.{name}" for name in ("by_value", "payload", "picklers", "results", "unpicklable")),
+    *(f"phalanx._engine.pickling.{name}" for name in ("by_value", "picklers", "rebuild", "results", "unpicklable")),
     "phalanx._engine.rotation.log_writer",
-    "phalanx._engine.worker.function",
+    "phalanx._engine.worker.forked",
 )
-_HEAVY = ("cloudpickle", "linecache", "tokenize")
+_HEAVY = ("cloudpickle", "linecache", "phalanx._engine.pickling.pack", "tokenize")
 _OF_MULTIPROCESSING = ("multiprocessing.popen_fork", "multiprocessing.reduction", "multiprocessing.util")
 _ASKED = ("logging", "multiprocessing.resource_tracker")  # see `child`
 

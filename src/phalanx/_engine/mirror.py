@@ -13,7 +13,7 @@ from phalanx._base import channels
 from phalanx._base.exit_status import Exit
 from phalanx._base.latch import Latch
 from phalanx._engine import worker_messages
-from phalanx._engine.pickling.passed_fds import Given
+from phalanx._engine.pickling.passed_fds import ReceivedFds
 from phalanx._engine.protocol import ExitReport
 
 TYPE_CHECKING = False
@@ -75,7 +75,7 @@ class WorkerRecord:
         self.max_rss_kib = 0
         self.cpu_seconds = 0.0
         self.result: bytes | Exception | None = None  # pickled; or why it could not be received, or is none
-        self.given = Given()  # the descriptors that came with it
+        self.given = ReceivedFds()  # the descriptors that came with it
         self.sent_evidence: tuple[str, str, int] | None = (
             None  # evidence that it could not write: message, traceback, moment
         )
@@ -93,7 +93,7 @@ class _Said:
 
     def __init__(self) -> None:
         self.result: bytes | Exception | None = None
-        self.given = Given()
+        self.given = ReceivedFds()
         self.sent_evidence: tuple[str, str, int] | None = None
         self.wrong = ""  # why its first malformed packet is one
 
@@ -175,7 +175,7 @@ class Mirror:
         elif packet.letter == worker_messages.LARGE:
             return partial(_read, said, packet.fds, drop)
         else:
-            said.result, said.given = packet.content, Given(packet.fds)
+            said.result, said.given = packet.content, ReceivedFds(packet.fds)
         return None
 
     def _of(self, pid: int) -> _Said | None:
@@ -253,7 +253,7 @@ def _read(said: _Said, fds: list[int], drop: Callable[[list[int]], None]) -> Non
         from phalanx._base import procfs, sealed_memfd
 
         said.result = sealed_memfd.read(file, procfs.available_memory())
-        said.given = Given(fds)
+        said.given = ReceivedFds(fds)
         os.close(file)
     except (OSError, MemoryError, ValueError) as error:
         if isinstance(error, ValueError):

@@ -11,9 +11,8 @@ from contextlib import suppress
 
 from phalanx._base import channels
 from phalanx._base.background import SerialExecutor
-from phalanx._engine import worker_messages
+from phalanx._engine import mp_parent, worker_messages
 from phalanx._engine.protocol import ANSWER_WAIT
-from phalanx._engine.worker import mp_child
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -93,8 +92,8 @@ class ResultReceiver:
 
         Returns what waits for that once `_ASKING` workers have asked: each has sent a descriptor.
         """
-        if not self._tracking.submit(lambda: mp_child.give_tracker(asks)):  # no thread: the interpreter ends
-            mp_child.give_tracker(asks)
+        if not self._tracking.submit(lambda: mp_parent.send_tracker(asks)):  # no thread: the interpreter ends
+            mp_parent.send_tracker(asks)
         if self._tracking.pending < _ASKING:
             return None
         return lambda: bool(self._tracking.drain(ANSWER_WAIT))  # type: ignore[return-value]  # nobody looks at it

@@ -7,7 +7,7 @@ import os
 
 from phalanx._base import interpreter
 from phalanx._engine import main_module
-from phalanx._engine.worker.mp_child import Family
+from phalanx._engine.mp_parent import ChildIdentities
 from phalanx._group.arguments import IMPORT
 from phalanx._group.context import PContext
 from phalanx._group.plan import Plan
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from phalanx._logs.specs import LogsSpecs
 
 _OF_FORKS = [
-    "phalanx._engine.worker.function",
+    "phalanx._engine.worker.forked",
     *(f"phalanx._engine.pickling.{name}" for name in ("payload", "picklers", "results")),
 ]
 _BY_VALUE = [*_OF_FORKS, "phalanx._engine.pickling.by_value", "cloudpickle"]
@@ -73,7 +73,7 @@ class MultiprocessContext(PContext):
         self.start_method = start_method
         self.daemon = daemon
         self._main = main
-        self._family: Family | None = None
+        self._identities: ChildIdentities | None = None
         self._sent: list[object] = []
         self._preload = preload
         self._warm = warm
@@ -83,30 +83,30 @@ class MultiprocessContext(PContext):
     def _plan(self, held: ExitStack) -> Plan:
         function, args = self.entrypoint, self.args
         assert callable(function)
-        family = self._family = Family(self.start_method, self.nprocs, daemon=self.daemon)
+        identities = self._identities = ChildIdentities(self.start_method, self.nprocs, daemon=self.daemon)
         if self.start_method == "fork":
-            from phalanx._engine.worker import function as function_worker
+            from phalanx._engine.worker import forked
 
             collects = gc.isenabled()  # its guard and keeper have it off
 
             def call(rank: int, fds: list[int]) -> None:
                 if collects:
                     gc.enable()
-                function_worker.call(function, args[rank], rank, fds, family.member(rank), numbered=self._numbered)
+                forked.call(function, args[rank], rank, fds, identities.state(rank), numbered=self._numbered)
 
             return Plan({rank: ("", [], [0]) for rank in args}, call=call, fork=True)
-        from phalanx._engine.pickling import payload
+        from phalanx._engine.pickling.pack import pack
 
         main = main_module.source() if self._main == IMPORT else None
-        packed = payload.pack(
-            function, args, writable=self._writable, numbered=self._numbered, main=main, family=family,
+        packed = pack(
+            function, args, writable=self._writable, numbered=self._numbered, main=main, identities=identities,
             envs={rank: {**env, **self._devices.get(rank, {})} for rank, env in self.envs.items()},
         )  # fmt: skip
         held.callback(packed.close)
         self._sent = packed.sent
         given = [packed.memfd, *packed.fds]
         # The report socket is 0, the payload 1, what multiprocessing objects hold follows.
-        fds = {rank: [0, 1, *(2 + index for index in packed.wanted[rank])] for rank in args}
+        fds = {rank: [0, 1, *(2 + index for index in packed.fd_indices[rank])] for rank in args}
         if self.start_method == "forkserver":
             forks: dict[int, tuple[str, list[bytes], list[int]]] = {rank: ("", [], fds[rank]) for rank in args}
             warm, own = choose(self._preload, self._warm, self.envs)
@@ -118,8 +118,8 @@ class MultiprocessContext(PContext):
 
     def process_name(self, rank: int) -> str:
         """Return the name of a rank's process, like ``"SpawnProcess-1"``. The group must have been started."""
-        assert self._family is not None
-        return self._family.name(rank)
+        assert self._identities is not None
+        return self._identities.name(rank)
 
     def _argv(self, rank: int) -> list[bytes]:
         command = interpreter.command(

@@ -16,7 +16,7 @@ from phalanx._engine.forkserver import PreloadError
 from phalanx._engine.host_signals import SignalException
 from phalanx._engine.leftovers import Leftover
 from phalanx._engine.main_module import UnguardedMainError
-from phalanx._engine.pickling.payload import UnpicklableError
+from phalanx._engine.pickling.unpicklable import UnpicklableError
 from phalanx._engine.start_errors import KeeperLostError
 from phalanx._group.arguments import RanksError
 from phalanx._group.command_group import ScriptContext, SubprocessContext

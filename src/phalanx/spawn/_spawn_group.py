@@ -11,7 +11,7 @@ import signal
 import sys
 from contextlib import suppress
 
-from phalanx._engine.worker.mp_child import loaded
+from phalanx._base.loaded_modules import loaded
 from phalanx._group.arguments import GRACE
 from phalanx.multiprocessing import KeeperLostError, MultiprocessContext
 from phalanx.spawn._exceptions import ProcessException, exited, failed

@@ -78,10 +78,10 @@ def _on_preload(
     from phalanx._base import process  # noqa: F401 - what forks will need
     from phalanx._engine.keeper import dispositions, fork_process, guard, start_group  # noqa: F401 - what forks will need
     from phalanx._engine.pickling import payload  # noqa: F401 - what forks will need
-    from phalanx._engine.worker import function, script  # noqa: F401 - what forks will need
+    from phalanx._engine.worker import forked, script  # noqa: F401 - what forks will need
     from phalanx._evidence import recording  # noqa: F401 - what forks will need
 
-    function.own_path[:] = own
+    forked.own_path[:] = own
     ours = list(sys.path)
     sys.path[:] = [*path, *own]
     with dispositions.preloaded:

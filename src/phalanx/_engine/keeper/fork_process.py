@@ -81,7 +81,7 @@ def fork(
         environb.update(environ)
         if call is None:  # else the callable knows whether its launcher collects
             gc.enable()  # what is preloaded stays frozen: it is shared for longer if no collection looks at it
-        from phalanx._engine.worker.function import serve, serve_script
+        from phalanx._engine.worker.forked import serve, serve_script
 
         setup.place()
         signal.pthread_sigmask(signal.SIG_SETMASK, dispositions.preloaded.mask if call is None else ())

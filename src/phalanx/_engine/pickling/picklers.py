@@ -1,8 +1,8 @@
-"""Pickling by reference, and what both ways of pickling have in common.
+"""Pickles by reference; and what pickling by reference and by value have in common.
 
-Owns `plain`, which writes by reference, and `Unpickler`, which reads what comes back from a worker: `__mp_main__` is
-the launcher's ``__main__``, and a reference to what the launcher has sent by value is the launcher's own object. Knows
-nothing of processes, of descriptors or of where a pickle is kept.
+Owns `plain`, which writes by reference, and `Unpickler`, which reads a worker's result in the launcher: there
+``__mp_main__`` is the launcher's ``__main__``, and a reference to an object that the launcher has sent by value is that
+object. Knows nothing of processes, of descriptors or of where a pickle is kept.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import types
 
+from phalanx._base.loaded_modules import loaded
 from phalanx._engine.main_module import NAMES
 
 TYPE_CHECKING = False
@@ -21,17 +22,17 @@ else:
     import _pickle as pickle  # the C half, as in `payload`
 
 PROTOCOL = 5
-"""Of pickle: both ends are the same interpreter, 3.11 or later."""
+"""Pickle's protocol: both ends are the same interpreter, 3.11 or later."""
 
 
 class NotByName(Exception):  # noqa: N818 - the caller goes on by value
-    """What is being pickled by reference holds something that the other side cannot import."""
+    """An object that is being pickled by reference holds something that the other side cannot import."""
 
 
 class Received:
-    """What this process has unpickled of what its launcher sent by value, and the index of each.
+    """The objects that the launcher sent to this process by value, and the index of each.
 
-    It refers to the objects, so that their ids stay theirs.
+    It keeps references to the objects, so that no other object gets their ids.
     """
 
     def __init__(self) -> None:
@@ -42,16 +43,16 @@ class Received:
         return len(self._objects)
 
     def note(self, obj: object, index: int) -> None:
-        """Remember an object under its index."""
+        """Store an object under its index."""
         self._objects.append(obj)
         self._indices[id(obj)] = index
 
     def index(self, obj: object) -> int | None:
-        """The index of an object; None if it did not come from the launcher."""
+        """Return the index of an object; None if it did not come from the launcher."""
         return self._indices.get(id(obj))
 
     def clear(self) -> None:
-        """Forget all of it: another payload is about to be unpickled, or this process is a fork of the one that did."""
+        """Forget all objects: this process is a fork of the one that has received them."""
         self._indices.clear()
         self._objects.clear()
 
@@ -62,7 +63,7 @@ received = Received()
 def wants_by_value() -> bool:
     """Whether the user has registered modules with ``cloudpickle.register_pickle_by_value``.
 
-    Does not import cloudpickle: who has not imported it has registered nothing.
+    Does not import cloudpickle: a program that has not imported it has registered nothing.
     """
     return bool(registered())
 
@@ -75,9 +76,9 @@ def plain(
     importable: Callable[[object], bool],
     returns: bool = True,
 ) -> Any:
-    """A pickler by reference. Its ``dump`` raises NotByName at what would have to go by value.
+    """Make a pickler by reference. Its ``dump`` raises NotByName at an object that would have to go by value.
 
-    Parameters as for `make`. If it ``returns`` a value, what is in `received` is written as a reference.
+    Parameters as for `by_value.make`. With ``returns``, objects in `received` are written as references.
     """
     kind = type("Pickler", (_Plain,), {"dispatch_table": {**table, types.MethodType: reduce_method}})
     pickler = kind(file, protocol=PROTOCOL, buffer_callback=buffer_callback)
@@ -87,26 +88,26 @@ def plain(
 
 
 class Unpickler(pickle.Unpickler):
-    """Reads a worker's result in the launcher. ``sent`` is the list that `make` filled for this group."""
+    """Reads a worker's result in the launcher. ``sent`` is the list that `by_value.make` filled for this group."""
 
     def __init__(self, file: Any, sent: list[object], *, buffers: Any = None) -> None:
         super().__init__(file, buffers=buffers)
         self._sent = sent
 
     def find_class(self, module: str, name: str) -> Any:
-        """A global by its name. A worker's ``__mp_main__`` is the launcher's ``__main__``."""
+        """Find a global by its name. A worker's ``__mp_main__`` is the launcher's ``__main__``."""
         if module == __name__ and name == "the_launchers":
             return self._sent.__getitem__
         return super().find_class("__main__" if module == "__mp_main__" else module, name)
 
 
 def the_launchers(index: int) -> object:
-    """Stands in a result for the object that the launcher sent under ``index``: `Unpickler` reads it."""
+    """Takes the place of the object that the launcher sent under ``index``; `Unpickler` replaces it."""
     raise pickle.UnpicklingError(f"object {index} is the launcher's: only the launcher can unpickle this")
 
 
 def reduce_method(method: types.MethodType) -> tuple[Any, ...]:
-    """The reduction of a bound method, a private one (whose name is mangled in its class) included."""
+    """Reduce a bound method, also a private one, whose name is mangled in its class."""
     function, owner = method.__func__, method.__self__
     for name in _names(function, owner):
         if _is_method(owner, name, function):
@@ -124,7 +125,7 @@ def _is_method(owner: object, name: str, function: object) -> bool:
 
 
 def _names(function: Any, owner: object) -> list[str]:
-    """The names that ``owner`` may have for ``function``: its own, or what each class makes of a private one."""
+    """The names under which ``owner`` may have ``function``: its own, or what each class mangles a private one to."""
     name = getattr(function, "__name__", None)
     if not isinstance(name, str):
         return []
@@ -134,6 +135,7 @@ def _names(function: Any, owner: object) -> list[str]:
 
 
 def line_of(owner: object) -> tuple[type, ...]:
+    """The method resolution order of a class, or of an object's class."""
     kind: type = type(owner)
     return (owner if issubclass(kind, type) else kind).__mro__  # type: ignore[attr-defined, no-any-return]  # it is a class
 
@@ -161,18 +163,18 @@ class _Plain(pickle.Pickler):
 
 
 def is_code(obj: object) -> bool:
-    """Whether it is a function or a class, and no proxy that says so of itself."""
+    """Whether it is a function or a class; a proxy, whose ``__class__`` is one of these, is not."""
     return issubclass(type(obj), (type, types.FunctionType))
 
 
 def reduction(obj: Any, table: dict[type, Callable[[Any], Any]]) -> Any:
-    """What the pickler would find by itself."""
+    """Return the reduction that the pickler would use by itself."""
     reducer = table.get(type(obj))
     return obj.__reduce_ex__(PROTOCOL) if reducer is None else reducer(obj)
 
 
 def importable_by(obj: object, importable: Callable[[object], bool]) -> bool:
-    """Whether an object of ``__main__`` whose reduction is a name can be imported: it, or the class that it is of."""
+    """Whether an object of ``__main__`` whose reduction is a name can be imported: it, or its class."""
     kind = type(obj)
     return importable(obj) or (kind.__module__ in NAMES and not issubclass(kind, type) and importable(kind))
 
@@ -181,3 +183,17 @@ def registered() -> set[str]:
     """The modules that the user has registered with cloudpickle."""
     registry = getattr(sys.modules.get("cloudpickle"), "list_registry_pickle_by_value", None)
     return set() if registry is None else set(registry())
+
+
+def sharing_reducers() -> dict[type, Any]:
+    """The reducers of `multiprocessing`: connections, sockets, and what frameworks have registered (shared tensors)."""
+    module = loaded("multiprocessing.reduction")
+    return {} if module is None else dict(module.ForkingPickler._extra_reducers)
+
+
+class Nowhere:
+    """A file that discards what is written to it."""
+
+    def write(self, data: bytes | pickle.PickleBuffer) -> int:
+        """Discard data. Returns its size in bytes."""
+        return memoryview(data).nbytes  # a large array comes as a PickleBuffer, which has no len

@@ -1,7 +1,7 @@
-"""A value on its way back from a worker, which may have ended when it is looked at.
+"""Pickles the value that a worker returns, and unpickles it in the launcher, perhaps after the worker has ended.
 
-Owns its pickling. What the launcher has, it gets back by reference: what is in its main module by name, what it has
-sent by value by its number. Nothing that comes back changes one of its classes. Descriptors (a connection, a socket)
+Objects that the launcher has are written as references: those of its main module by name, those that it sent by value
+by their number. Nothing that comes back changes one of the launcher's classes. Descriptors (a connection, a socket)
 travel beside the pickle; tensors are copied, unless they are in shared memory.
 """
 
@@ -16,27 +16,26 @@ from _thread import get_ident
 from functools import partial
 
 from phalanx._base import sealed_memfd
+from phalanx._base.loaded_modules import loaded
 from phalanx._engine import main_module
-from phalanx._engine.pickling.passed_fds import Handle
-from phalanx._engine.pickling.payload import UnpicklableError, sharing
-from phalanx._engine.worker import mp_child
+from phalanx._engine.pickling.passed_fds import FdHandle
+from phalanx._engine.pickling.picklers import Nowhere, Unpickler, plain, sharing_reducers
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from typing import Any
 
-    from phalanx._engine.pickling.passed_fds import Given
+    from phalanx._engine.pickling.passed_fds import ReceivedFds
 
-_MOST = 200
-"""Descriptors that a value may hold: they travel in one message."""
+_MAX_FDS = 200  # descriptors that a value may hold: they travel in one message
 
 
 # --- in the worker
 
 
 def pack(value: object, known: Mapping[str, object]) -> tuple[int, list[int]]:
-    """Pickle a value into a new memfd. Returns that, and the descriptors that belong to it; all are the caller's.
+    """Pickle a value into a new memfd. Returns the memfd and the value's descriptors; the caller owns all of them.
 
     ``known`` is what the launcher's main module holds. Raises UnpicklableError.
     """
@@ -46,22 +45,22 @@ def pack(value: object, known: Mapping[str, object]) -> tuple[int, list[int]]:
         try:
             with _collected(fds):
                 _dump(value, memfd, known, fds, by_value=False)
-        except Exception:  # noqa: BLE001 - whatever stands in the way by reference is tried by value
+        except Exception:  # noqa: BLE001 - whatever cannot go by reference is tried by value
             os.ftruncate(memfd, 0)
             os.lseek(memfd, 0, os.SEEK_SET)
             _close(fds)
             if "socket" in sys.modules:
-                from multiprocessing import reduction  # noqa: F401 - it knows how one travels
+                from multiprocessing import reduction  # noqa: F401 - it registers the reducer of sockets
             with _collected(fds):
                 _dump(value, memfd, known, fds, by_value=True)
         _check_number(fds)
-        sealed_memfd.seal(memfd)  # the launcher takes no other: its size could change while it is read
+        sealed_memfd.seal(memfd)  # the launcher refuses an unsealed one: its size could change during the reading
     except BaseException as error:
         os.close(memfd)
         _close(fds)
         if not isinstance(error, Exception):
             raise
-        from phalanx._engine.pickling.unpicklable import first_line, type_name
+        from phalanx._engine.pickling.unpicklable import UnpicklableError, first_line, type_name
 
         where = _find(value, known) or f"the return value ({type_name(value)})"
         msg = f"{where} cannot be pickled: {first_line(error)}"
@@ -71,13 +70,12 @@ def pack(value: object, known: Mapping[str, object]) -> tuple[int, list[int]]:
 
 def _find(value: object, known: Mapping[str, object]) -> str:
     """Name what cannot be pickled."""
-    from phalanx._engine.pickling.payload import Nowhere
     from phalanx._engine.pickling.unpicklable import find
 
     fds: list[int] = []
 
     def pickler() -> Any:
-        _close(fds)  # those of the last try
+        _close(fds)  # those of the last attempt
         return _pickler(Nowhere(), known, fds, by_value=True)
 
     with _collected(fds):
@@ -88,8 +86,10 @@ def _find(value: object, known: Mapping[str, object]) -> str:
 
 
 def _check_number(fds: list[int]) -> None:
-    if len(fds) > _MOST:
-        raise UnpicklableError(f"it holds {len(fds)} descriptors; at most {_MOST} can be returned")
+    if len(fds) > _MAX_FDS:
+        from phalanx._engine.pickling.unpicklable import UnpicklableError
+
+        raise UnpicklableError(f"it holds {len(fds)} descriptors; at most {_MAX_FDS} can be returned")
 
 
 def _dump(value: object, memfd: int, known: Mapping[str, object], fds: list[int], *, by_value: bool) -> None:
@@ -101,29 +101,27 @@ def _pickler(file: Any, known: Mapping[str, object], fds: list[int], *, by_value
     def importable(obj: object) -> bool:
         return main_module.finds(obj, known)
 
-    table = {**copyreg.dispatch_table, **sharing()}
+    table = {**copyreg.dispatch_table, **sharing_reducers()}
     if "torch" in sys.modules:
         from phalanx._engine.pickling import tensors
 
-        table |= tensors.by_value(sharing(), may_share=lambda: len(fds) < _MOST // 2, returns=True)
+        table |= tensors.copying_reducers(sharing_reducers(), may_share=lambda: len(fds) < _MAX_FDS // 2, returns=True)
     if by_value:
         from phalanx._engine.pickling.by_value import make
 
         return make(file, table, importable=importable, sent=None)
-    from phalanx._engine.pickling.picklers import plain
-
     return plain(file, table, importable=importable)
 
 
 @contextlib.contextmanager
 def _collected(fds: list[int]) -> Iterator[None]:
-    """Have descriptors that this thread pickles collected, as duplicates.
+    """Collect duplicates of the descriptors that this thread pickles, by replacing `DupFd` in `multiprocessing`.
 
-    `multiprocessing` would have a thread of this process hand them out, for as long as it lives. That is
-    `resource_sharer.DupFd`; nothing is pickled under its other rule, for a process that is being spawned, by which
-    locks and queues could be returned: these are the launcher's only as long as whoever has made them lives.
+    Its own (`resource_sharer.DupFd`) starts a thread that sends them to whoever connects, while this process lives.
+    The rule for a process that is being spawned is not used: locks and queues could be returned by it, and these are
+    of use to the launcher only while the process lives that has made them.
     """
-    modules = [mp_child.loaded(f"multiprocessing.{name}") for name in ("reduction", "resource_sharer")]
+    modules = [loaded(f"multiprocessing.{name}") for name in ("reduction", "resource_sharer")]
     before: list[tuple[Any, Any]] = [(module, module.DupFd) for module in modules if module is not None]
     me = get_ident()
 
@@ -131,7 +129,7 @@ def _collected(fds: list[int]) -> Iterator[None]:
         if get_ident() != me:
             return original(fd)
         fds.append(os.dup(fd))
-        return Handle(len(fds) - 1)
+        return FdHandle(len(fds) - 1)
 
     for module, original in before:
         module.DupFd = partial(collect, original=original)
@@ -150,9 +148,7 @@ def _close(fds: list[int]) -> None:
 # --- in the launcher
 
 
-def load(data: bytes, given: Given, sent: list[object]) -> Any:
-    """Unpickle what `pack` has written. ``sent`` is what went there by value. Raises what unpickling does."""
-    from phalanx._engine.pickling.picklers import Unpickler
-
-    with given:
+def load(data: bytes, fds: ReceivedFds, sent: list[object]) -> Any:
+    """Unpickle a value that `pack` has written. ``sent`` is `Packed.sent`. Raises what unpickling raises."""
+    with fds:
         return Unpickler(io.BytesIO(data), sent).load()

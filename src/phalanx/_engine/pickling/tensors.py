@@ -1,9 +1,9 @@
-"""How torch's tensors are pickled when the receiver is to have a copy of its own.
+"""Pickles torch's tensors by copy, where the receiver needs memory of its own.
 
-`torch.multiprocessing` has them shared: by a descriptor or a file that the sender has to keep, and on a GPU by a handle
-that is worth nothing once the sender has gone. That is right for arguments. What a worker returns outlives it: it is
-copied, and so is what a function by value refers to, as all that a worker imports is. But what somebody has put into
-shared memory stays there. Loaded only where torch is.
+`torch.multiprocessing` shares their memory: by a descriptor or a file that the sender has to keep, and on a GPU by a
+handle that is invalid once the sender has ended. That is right for arguments. A value that a worker returns outlives
+the worker, so its tensors are copied; those that a function by value refers to are copied too, because a worker that
+imports the function has its own. Memory that the program itself has shared stays shared. Loaded only where torch is.
 """
 
 from __future__ import annotations
@@ -18,40 +18,46 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-def by_value(
+def copying_reducers(
     shared: Mapping[type, Any],
     *,
-    given: Collection[int] = (),
+    keep_shared: Collection[int] = (),
     may_share: Callable[[], bool] = lambda: True,
     returns: bool = False,
 ) -> dict[type, Any]:
-    """Reducers by type, to go before those of torch, which are in ``shared`` and still reduce what stays shared.
+    """Reducers by type that copy tensors. They take precedence over those of torch.
 
-    That is what is in ``given``, by id; and memory that has a descriptor because it is shared already, as long as
-    ``may_share`` returns True. If a value ``returns``, what came from the launcher by a file's name goes back by it.
+    Args:
+        shared: Torch's reducers, which still reduce the memory that stays shared.
+        keep_shared: The ids of memory that stays shared.
+        may_share: Returns whether memory that is shared already, by a descriptor, may stay shared.
+        returns: Whether the value goes back to the launcher. Memory that came from there by a file's name then goes
+            back by that name.
     """
     torch: Any = sys.modules["torch"]
 
     def storage(value: Any) -> Any:
-        if id(value) in given or (_has_descriptor(value) and may_share()):
+        if id(value) in keep_shared or (_has_descriptor(value) and may_share()):
             return shared[torch.UntypedStorage](value)
-        if not returns and value.device.type == "cpu" and value.is_shared():  # by a file's name; this process lives on
+        if (
+            not returns and value.device.type == "cpu" and value.is_shared()
+        ):  # by a file's name; this process outlives the receiver's use
             return shared[torch.UntypedStorage](value)
         if _from_launcher and returns and _strategy() == "file_system" and _is_the_launchers(value):
             return shared[torch.UntypedStorage](value)
         return _copy_storage(value)
 
     def tensor(value: Any) -> Any:
-        return shared[type(value)](value) if id(value) in given else _reduce_tensor(value)
+        return shared[type(value)](value) if id(value) in keep_shared else _reduce_tensor(value)
 
     return _reducers(tensor, storage)
 
 
-_from_launcher: set[Any] = set()  # the names of files of shared memory
+_from_launcher: set[Any] = set()  # names of shared memory files
 
 
 def note_received() -> None:
-    """All that is shared by a file's name as yet has come from the launcher, and can go back there by that name."""
+    """Record the files of shared memory that this process has so far: they came from the launcher."""
     reductions: Any = sys.modules.get("torch.multiprocessing.reductions")
     if reductions is not None:
         _from_launcher.update(key for key in list(reductions.shared_cache) if isinstance(key, (str, bytes)))
@@ -63,11 +69,11 @@ def _is_the_launchers(storage: Any) -> bool:
     return any(reductions.shared_cache.get(name) == this for name in _from_launcher)
 
 
-def noted(given: dict[int, object]) -> dict[type, Any]:
-    """Reducers by type that put the memory of tensors into ``given``, by id, and go no further."""
+def noting_reducers(memory: dict[int, object]) -> dict[type, Any]:
+    """Reducers by type that add the memory of tensors to ``memory``, by id, and pickle none of it."""
 
     def storage(value: object) -> Any:
-        given[id(value)] = value
+        memory[id(value)] = value
         return bool, ()
 
     def tensor(value: Any) -> Any:  # one on a device is shared as a whole
@@ -78,7 +84,7 @@ def noted(given: dict[int, object]) -> dict[type, Any]:
 
 def _reducers(tensor: Any, storage: Any) -> dict[type, Any]:
     reductions: Any = sys.modules.get("torch.multiprocessing.reductions")
-    if reductions is None:  # torch is only just being imported, by another thread
+    if reductions is None:  # another thread is still importing torch
         return {}
     kinds = [kind for kind, reduce in _registered().items() if reduce is reductions.reduce_tensor]
     torch: Any = sys.modules["torch"]
@@ -91,7 +97,7 @@ def _registered() -> dict[type, Any]:
 
 
 def _has_descriptor(storage: Any) -> bool:
-    """Whether it is in shared memory that goes by a descriptor: as many may have it as like, as long as they like."""
+    """Whether it is in shared memory that is passed by a descriptor, to any number of receivers and for any time."""
     return bool(storage.device.type == "cpu" and storage.is_shared() and _strategy() == "file_descriptor")
 
 
@@ -100,20 +106,20 @@ def _strategy() -> str:
 
 
 def _copy_storage(storage: Any) -> Any:
-    """The bytes of a storage in memory; they stay out of the pickle where large buffers do."""
+    """Reduce a storage to its bytes, as a buffer, which a pickler may keep out of the pickle."""
     size, device = storage.nbytes(), storage.device
     if device.type != "cpu":
         return _storage_on_device, (size, str(device), None if device.type == "meta" else storage.cpu())
     if not size:
         return type(storage), (size,)
     memory = (ctypes.c_char * size).from_address(storage.data_ptr())
-    memory.owner = storage  # it may be of a tensor that was made to be pickled, and is gone before its bytes are read
+    memory.owner = storage  # a temporary tensor may own it, and would be freed before its bytes are read
     return _make_storage, (pickle.PickleBuffer(memory),)
 
 
 def _make_storage(buffer: Any) -> Any:
-    """A storage that owns its memory, and so can be resized."""
-    import torch  # no dependency of ours: whoever sends a tensor has it
+    """Make a storage that owns its memory, and so can be resized."""
+    import torch  # no dependency of ours: the sender of a tensor has it
 
     view = memoryview(buffer).cast("B")
     storage = torch.UntypedStorage(view.nbytes)
@@ -130,9 +136,9 @@ def _storage_on_device(size: int, device: str, source: Any) -> Any:
 
 
 def _reduce_tensor(tensor: Any) -> Any:
-    """As torch reduces it, where its storage is in memory; else by way of a copy in memory."""
+    """Reduce a tensor as torch does if its storage is in memory, else by a copy in memory."""
     if tensor.is_leaf and (tensor.is_quantized or tensor.is_conj() or tensor.is_neg()):
-        return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # torch's own for sharing loses what the bytes mean
+        return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # torch's reducer for sharing loses how the bytes are read
     reduce_tensor = sys.modules["torch.multiprocessing.reductions"].reduce_tensor
     if tensor.device.type in ("cpu", "meta") or (tensor.requires_grad and not tensor.is_leaf):  # it refuses the latter
         return reduce_tensor(tensor)

@@ -1,8 +1,8 @@
-"""The search for what cannot be pickled. Only ever run on the way to an error, and loaded then.
+"""Finds what cannot be pickled, and names it in the error. The search runs only after pickling has failed.
 
-It looks at what is stored, and asks no object: attributes may be properties, and `__getattr__` may do anything. All
-that runs of others' code is what pickling itself runs. What goes wrong in the search ends it, and never replaces the
-error that it looks into.
+It reads what objects store and calls none of their code: attributes may be properties, and `__getattr__` may do
+anything. Of others' code, only pickling itself runs. An exception in the search ends it, and never replaces the error
+that is being explained.
 """
 
 from __future__ import annotations
@@ -18,80 +18,81 @@ from types import (
     MethodType,
 )
 
-from phalanx._engine.pickling.payload import Nowhere, Spawning, UnpicklableError, make_pickler, sharing
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from typing import Any
 
-    from phalanx._engine.main_module import Source
-
-_DEPTH = 4
-_MOST = 4000
-"""Parts that are looked at, each of which is pickled."""
-
-_LONGEST = 60  # characters of a key in a message
+_MAX_DEPTH = 4
+_MAX_PARTS = 4000  # that are looked at, each of which is pickled
+_MAX_KEY = 60  # characters of a key in a message
 
 
-def culprit(
+class UnpicklableError(TypeError):
+    """Something on its way to or from a worker cannot be pickled. The message names it."""
+
+    __module__ = "phalanx.multiprocessing"  # as people know it, in tracebacks and pickles
+
+
+def explain_call(
     function: Callable[..., Any],
     arguments: Mapping[int, tuple[Any, ...]],
     error: Exception,
-    main: Source | None = None,
+    pickler: Callable[[], Any],
 ) -> UnpicklableError:
-    """What to raise for an ``error`` that stood in the way of a call. It names the part of it that cannot be sent.
+    """Make the exception for a call whose pickling has raised ``error``. It names the part that cannot be pickled.
 
-    ``main`` is what the workers have for main module: what they find there is sent by its name.
+    ``pickler`` makes a pickler to try the parts with.
     """
     why = first_line(error)
-    if "in a fork context" in why:  # what multiprocessing says of its default objects, without the way out
+    if "in a fork context" in why:  # multiprocessing's message about its default objects, which names no remedy
         why += ' Make it with multiprocessing.get_context("spawn").'
     where = ""
     with suppress(Exception):
-        where = _find_in_call(function, arguments, main)
+        where = _find_in_call(function, arguments, pickler)
     return UnpicklableError(f"{where or 'the entrypoint or an argument'} cannot be sent to a worker: {why}")
 
 
-def find(what: str, value: object, pickler: Callable[[], Any], depth: int = _DEPTH) -> str:
+def find(what: str, value: object, pickler: Callable[[], Any], depth: int = _MAX_DEPTH) -> str:
     """Name the innermost part of ``value`` that cannot be pickled, as a path from ``what``; "" if all of it can.
 
-    A part that lies too deep, or behind too many others, is named by what it is a part of. ``pickler`` makes one to
-    try with.
+    A part that lies too deep, or behind too many others, is named by the object that holds it. ``pickler`` makes a
+    pickler to try parts with.
     """
     return _Search(pickler).find(what, value, depth)
 
 
-def _find_in_call(function: Callable[..., Any], arguments: Mapping[int, tuple[Any, ...]], main: Source | None) -> str:
-    search = _Search(lambda: make_pickler(Nowhere(), sharing(), main, sent=[]))
-    with Spawning():
-        where = search.find(f"the entrypoint {_name(function)}", function, _DEPTH)
-        seen = set()  # ranks may have the same arguments
-        for rank, values in arguments.items():
-            for position, value in enumerate(values):
-                if where or search.left <= 0:
-                    return where
-                if id(value) not in seen:
-                    seen.add(id(value))
-                    where = search.find(f"argument {position} of rank {rank}", value, _DEPTH)
+def _find_in_call(
+    function: Callable[..., Any], arguments: Mapping[int, tuple[Any, ...]], pickler: Callable[[], Any]
+) -> str:
+    search = _Search(pickler)
+    where = search.find(f"the entrypoint {_name(function)}", function, _MAX_DEPTH)
+    seen = set()  # by id: several ranks may have the same arguments
+    for rank, values in arguments.items():
+        for position, value in enumerate(values):
+            if where or search.left <= 0:
+                return where
+            if id(value) not in seen:
+                seen.add(id(value))
+                where = search.find(f"argument {position} of rank {rank}", value, _MAX_DEPTH)
     return where
 
 
 class _Search:
-    """A walk through what something holds, which comes to an end however much that is."""
+    """Walks through the parts of an object, at most `_MAX_PARTS` of them."""
 
     def __init__(self, pickler: Callable[[], Any]) -> None:
-        self.left = _MOST
+        self.left = _MAX_PARTS
         self._pickler = pickler
-        self._path: set[int] = set()  # what we are inside of: it may hold itself
+        self._path: set[int] = set()  # ids of the objects that hold the current one: an object may hold itself
 
     def find(self, what: str, value: object, depth: int) -> str:
-        """See the function of this name."""
+        """As the function of this name."""
         self.left -= 1
         if self._can_be_pickled(value):
             return ""
         self._path.add(id(value))
-        with suppress(Exception):  # it may change while we look
+        with suppress(Exception):  # it may change during the search
             for name, part in _parts(value) if depth else ():
                 if self.left <= 0:
                     break
@@ -133,7 +134,7 @@ def _variables(function: FunctionType) -> Iterator[tuple[str, object]]:
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
         try:
             yield f"the variable {name!r}", cell.cell_contents
-        except ValueError:  # it has no value yet, or no more
+        except ValueError:  # it has no value yet, or no longer
             continue
     for name in code.co_names:
         if name in function.__globals__:
@@ -141,11 +142,11 @@ def _variables(function: FunctionType) -> Iterator[tuple[str, object]]:
 
 
 def _attributes(value: object) -> Iterator[tuple[object, object]]:
-    """What the object's own dictionary holds: not what a class calls ``__dict__``."""
+    """The items of the object's real dictionary, also where its class defines a ``__dict__`` of its own."""
     stores = (vars(base).get("__dict__") for base in type(value).__mro__)
     store = next((store for store in stores if type(store) is GetSetDescriptorType), None)
     held: Any = {} if store is None else store.__get__(value)
-    if type(held) is MappingProxyType:  # that of a class: what stands for the slots of instances is no part of it
+    if type(held) is MappingProxyType:  # that of a class: leave out the descriptors of its slots
         slots = (GetSetDescriptorType, MemberDescriptorType)
         held = {name: part for name, part in held.items() if type(part) not in slots}
     yield from dict.items(held)
@@ -156,7 +157,7 @@ def _shown(key: object) -> str:
         text = repr(key)
     except Exception:  # noqa: BLE001 - a key may do anything
         text = f"<{type_name(key)}>"
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+    return text if len(text) <= _MAX_KEY else f"{text[:_MAX_KEY]}…"
 
 
 def _name(function: object) -> str:
@@ -167,13 +168,13 @@ def _name(function: object) -> str:
 
 
 def type_name(value: object) -> str:
-    """The full name of an object's class."""
+    """The qualified name of an object's class, with its module."""
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def first_line(error: BaseException) -> str:
-    """The name of an exception, and the first line of what it says."""
+    """The name of an exception, and the first line of its message."""
     try:
         text = str(error).partition("\n")[0]
     except Exception:  # noqa: BLE001 - an exception may do anything

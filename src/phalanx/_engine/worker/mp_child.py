@@ -1,7 +1,7 @@
-"""A worker as a child of `multiprocessing`: its name, identity, parent, authentication key and resource tracker.
+"""Makes a worker a child of `multiprocessing`: its name, identity, parent, authentication key and resource tracker.
 
-Owns the likeness. `multiprocessing` itself takes 10 of a worker's 25 ms to load, so what is to be set there is set when
-somebody loads it: nobody can tell the difference. Knows nothing of what a worker does.
+To import `multiprocessing` takes 10 of a worker's 25 ms. So its attributes are set when the program imports it, and
+programs see no difference. Knows nothing of what a worker does. `mp_parent` has the launcher's side.
 """
 
 from __future__ import annotations
@@ -20,95 +20,21 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from typing import Any
 
-_KINDS = {"spawn": "SpawnProcess", "forkserver": "ForkServerProcess", "fork": "ForkProcess"}
+    from phalanx._engine.mp_parent import State
+
 _INT = 4
 
-_me: Child | None = None  # in a worker
-
-
-# --- in the launcher
-
-
-class Family:
-    """What the workers of a group are called, and what they have from their parent.
-
-    Args:
-        method: The start method.
-        count: How many there are.
-        daemon: Whether they may have no children of their own, as `multiprocessing` has it.
-    """
-
-    def __init__(self, method: str, count: int, *, daemon: bool = False) -> None:
-        from multiprocessing import process
-
-        current: Any = process.current_process()
-        counter = process._process_counter  # type: ignore[attr-defined]  # the stubs lack it
-        key = bytes(current.authkey)
-        self.method = method
-        self._identities = [(*current._identity, next(counter)) for _ in range(count)]
-        util = loaded("multiprocessing.util")
-        level = None if util is None or util._logger is None else util._logger.getEffectiveLevel()
-        self._shared = (method, current.name, os.getpid(), key, daemon, level, bool(util and util._log_to_stderr))
-
-    def member(self, rank: int) -> State:
-        """What one worker is told. `marshal` can write it."""
-        return (self.name(rank), self._identities[rank], *self._shared)
-
-    def name(self, rank: int) -> str:
-        """Like ``"SpawnProcess-1"``, as `multiprocessing` counts its children."""
-        return f"{_KINDS[self.method]}-{':'.join(map(str, self._identities[rank]))}"
-
-
-State = tuple[str, tuple[int, ...], str, str, int, bytes, bool, "int | None", bool]
-
-
-def resource_tracker() -> int | None:
-    """The descriptor on which this process's resource tracker listens, if it has one."""
-    module = loaded("multiprocessing.resource_tracker")
-    return None if module is None else module._resource_tracker._fd  # as multiprocessing.spawn does
-
-
-def give_tracker(fd: int) -> None:
-    """Send the descriptor of this process's resource tracker, which is started if need be, over the socket ``fd``.
-
-    Whatever goes wrong, the socket is closed in the end: who has asked, and is still there, helps itself then.
-    """
-    try:
-        from multiprocessing import resource_tracker
-
-        number: Any = resource_tracker.getfd()
-        rights = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, number.to_bytes(_INT, sys.byteorder))]
-        sock = _socket.socket(fileno=os.dup(fd))
-        try:
-            sock.sendmsg([b"1"], rights, _socket.MSG_DONTWAIT | _socket.MSG_NOSIGNAL)
-        finally:
-            sock.close()
-    except Exception:  # noqa: BLE001, S110 - it has ended; there is no descriptor, no process; a warning is an error
-        pass
-    finally:
-        os.close(fd)
-
-
-def loaded(name: str) -> Any:
-    """A module if it is loaded. One that another thread is loading is waited for: it holds only half of its names."""
-    if name not in sys.modules:
-        return None
-    from importlib import import_module
-
-    return import_module(name)
-
-
-# --- in a worker
+_this_child: Child | None = None  # in a worker
 
 
 class Child:
     """This process as a child of `multiprocessing`.
 
     Args:
-        state: What `Family.member` says of it.
+        state: Its state, from `ChildIdentities`.
         rank: Its rank.
-        report: The descriptor on which it can ask its launcher.
-        forked: Whether it has the memory of the process from which it was forked.
+        report: The descriptor of the report socket, on which it sends requests to its launcher.
+        forked: Whether it is a fork, with the memory of its parent.
     """
 
     def __init__(self, state: State, rank: int, report: int, *, forked: bool) -> None:
@@ -117,7 +43,7 @@ class Child:
         self._level: int | None
         self.key, self._daemon, self._level, self._to_stderr = rest  # type: ignore[assignment]  # `State` says more
         self.counter = itertools.count(1)
-        """Of its own children."""
+        """Numbers its own children."""
         self.rank = rank
         self._report = report
         self._report_is = _file(report)
@@ -131,9 +57,9 @@ class Child:
         """The variables that the caller has given this rank."""
 
     def begin(self) -> None:
-        """Be one: at once where `multiprocessing` is loaded, else as soon as it is."""
-        global _me  # noqa: PLW0603 - a process is one child
-        _me = self
+        """Set the attributes of `multiprocessing`, at once where it is loaded, else as soon as it is."""
+        global _this_child  # noqa: PLW0603 - a process is one child
+        _this_child = self
         todo: dict[str, Callable[[Any], None]] = {}
         for name, complete in (
             ("multiprocessing.context", self._enter),
@@ -154,15 +80,18 @@ class Child:
                 util.get_logger().setLevel(self._level)
 
     def inherit(self, *, begins: bool) -> None:
-        """From now on, what is unpickled comes from the parent; or no longer. Nobody may start children meanwhile."""
+        """Set or clear the flag of `multiprocessing` that objects are unpickled from the parent.
+
+        While it is set, `multiprocessing` refuses to start children.
+        """
         self._inheriting = begins
         if self._process is not None:
             self._mark()
 
     def settle(self) -> None:
-        """All has been loaded: what that has made of the current process is undone, and forks are told that they are.
+        """Restore the current process after the call was unpickled, which may have changed it; run the fork hooks.
 
-        `multiprocessing` becomes the child only now: objects that came with the arguments count themselves again.
+        The hooks run only now, so that `multiprocessing` objects among the arguments are included.
         """
         if self._process is None:
             return
@@ -173,10 +102,10 @@ class Child:
             self._process._after_fork()
 
     def end(self) -> None:
-        """What `multiprocessing` does when a child's function is over: finalizers run, its own children are joined.
+        """Do what `multiprocessing` does when a child's function has returned: run finalizers, join its children.
 
-        A fork server of ours is stopped when threads have ended, which may use it: it would end by itself, a moment
-        after us, and be told as left behind.
+        A fork server that this worker has started is stopped at exit, once threads that may use it have ended. It
+        would end by itself a moment after the worker, and be reported as left behind.
         """
         import atexit
 
@@ -190,7 +119,7 @@ class Child:
         if pid is not None and pid != self._server_of_others:
             server: Any = sys.modules["multiprocessing.forkserver"]
             try:
-                os.kill(pid, linux.SIGKILL)  # others may hold the descriptor whose end it waits for
+                os.kill(pid, linux.SIGKILL)  # it waits for EOF on a descriptor that others may hold open
                 server._forkserver._stop()
             except OSError:  # it has ended, and somebody has reaped it; its folder has been removed
                 pass
@@ -203,7 +132,7 @@ class Child:
             del self._process._inheriting
 
     def _enter(self, context: Any) -> None:
-        """Be the current process. What is set is what `multiprocessing.process.BaseProcess._bootstrap` sets."""
+        """Become the current process: set what `multiprocessing.process.BaseProcess._bootstrap` sets."""
         process: Any = sys.modules["multiprocessing.process"]
         child = context._concrete_contexts[self._method].Process(name=self.name)
         child._identity = self.identity
@@ -211,7 +140,7 @@ class Child:
         child._config.update(authkey=process.AuthenticationString(self.key), daemon=self._daemon)
         try:  # a pidfd serves as the parent's sentinel: readable once it has ended
             sentinel = os.pidfd_open(self._launcher)
-        except OSError:  # it has
+        except OSError:  # it has ended
             sentinel = os.eventfd(1, os.EFD_CLOEXEC)
         process._process_counter = self.counter
         process._children = set()
@@ -222,19 +151,19 @@ class Child:
 
     @property
     def entered(self) -> bool:
-        """Whether `multiprocessing` is loaded, and knows of it."""
+        """Whether this is the current process of `multiprocessing`, which has been loaded."""
         return self._process is not None
 
     def _share(self, module: Any) -> None:
-        """Have the launcher's resource tracker: one of our own would unlink what we have made as soon as we end."""
+        """Use the launcher's resource tracker: a worker's own would unlink what it has made as soon as it ends."""
         tracker = module._resource_tracker
         if self._forked:
             import threading
 
-            tracker._lock = threading.RLock()  # a thread of the launcher's, which is not here, may hold the other
-            # The launcher may be a worker, and ask its own.
+            tracker._lock = threading.RLock()  # a thread of the launcher, which the fork lacks, may hold the old one
+            # The launcher may itself be a worker, with a tracker that asks.
             tracker.__class__ = getattr(tracker, "_plain", type(tracker))
-        if self._method == "forkserver":  # that of the process which has imported modules ends with it
+        if self._method == "forkserver":  # the tracker of the process that preloads ends with that process
             tracker._fd = tracker._pid = None
         if self.tracker is not None:
             tracker._fd = self.tracker
@@ -243,14 +172,15 @@ class Child:
 
     @property
     def report(self) -> int | None:
-        """The descriptor on which the launcher hears us; None once the user's code has closed it."""
-        # Its number may be that of a file of the user's by now.
+        """The descriptor of the report socket; None once the user's code has closed it."""
+        # A file of the user's may have that number by now.
         return self._report if self._report_is is not None and _file(self._report) == self._report_is else None
 
     def ask(self) -> int | None:
-        """The resource tracker of the launcher, which starts it if need be; None if it has gone, or cannot.
+        """Request the descriptor of the launcher's resource tracker. None if it has ended or has none to send.
 
-        A launcher that is stopped is waited for: a tracker of our own would unlink all that we make as soon as we end.
+        Waits for a launcher that is stopped (SIGSTOP): a worker's own tracker would unlink all that the worker makes as
+        soon as it ends.
         """
         report = self.report
         if report is None:
@@ -275,7 +205,7 @@ class Child:
 
 
 def _file(fd: int) -> tuple[int, int] | None:
-    """What tells an open file from others; None if there is none."""
+    """The device and inode of an open file; None if the descriptor is not open."""
     try:
         status = os.fstat(fd)
     except OSError:
@@ -284,7 +214,7 @@ def _file(fd: int) -> tuple[int, int] | None:
 
 
 def _wait_for_input(fd: int) -> None:
-    """Wait until a descriptor can be read, or has nobody at its other end. Raises OSError, ImportError."""
+    """Wait until a descriptor is readable, or its other end is closed (poll(2)). Raises OSError, ImportError."""
     import select  # a shared library: 0.25 ms, for what few workers do
 
     poll = select.poll()
@@ -293,13 +223,13 @@ def _wait_for_input(fd: int) -> None:
 
 
 def _fork_server() -> int | None:
-    """The pid of the fork server of `multiprocessing` that this process knows."""
+    """The pid of the fork server of `multiprocessing` in this process; None if it has none."""
     server: Any = sys.modules.get("multiprocessing.forkserver")
     return None if server is None else server._forkserver._forkserver_pid
 
 
 def _asking(kind: type, child: Child) -> type:
-    """A resource tracker that asks for the launcher's before it starts one."""
+    """Make a class of resource trackers that request the launcher's before they start one."""
     asked = False
 
     class Asking(kind):  # type: ignore[misc]  # it is known at run time alone
@@ -310,7 +240,7 @@ def _asking(kind: type, child: Child) -> type:
             nonlocal asked
             own = self.__dict__
             if own.get("_fd") is None and not asked and not sys.is_finalizing():
-                own["_fd"] = child.ask()  # what a signal's handler raises ends this: then it is asked once more
+                own["_fd"] = child.ask()  # if a signal handler raises here, the next use asks again
                 asked = True
             return own.get("_fd")
 
@@ -323,16 +253,16 @@ def _asking(kind: type, child: Child) -> type:
 
 
 def _name_records(logging: Any) -> None:
-    """Have log records name the process also where `multiprocessing`, which they ask for its name, is not loaded."""
+    """Give log records the worker's name where `multiprocessing`, from which they take it, is not loaded."""
     kind = logging.LogRecord
     original = kind.__init__
     if hasattr(original, "_by_phalanx"):  # in the launcher, of which this is a fork
         return
 
-    def __init__(record: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it is one
+    def __init__(record: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it replaces one
         original(record, *args, **kwargs)
-        if record.processName == "MainProcess" and _me is not None and not _me.entered:
-            record.processName = _me.name
+        if record.processName == "MainProcess" and _this_child is not None and not _this_child.entered:
+            record.processName = _this_child.name
 
     __init__.__wrapped__ = original  # type: ignore[attr-defined]  # for its signature
     __init__._by_phalanx = True  # type: ignore[attr-defined]  # see above
@@ -340,9 +270,9 @@ def _name_records(logging: Any) -> None:
 
 
 class _Watch:
-    """A finder on `sys.meta_path` that has certain modules completed when they are loaded.
+    """A finder on `sys.meta_path` that calls a function for certain modules when they have been loaded.
 
-    It stays there when that is done: other threads may go through the list, and would skip the finder behind it.
+    It stays on the list afterwards: another thread may be iterating over the list, and would skip the next finder.
     """
 
     def __init__(self, todo: dict[str, Callable[[Any], None]]) -> None:
@@ -350,14 +280,14 @@ class _Watch:
 
     @classmethod
     def install(cls, todo: dict[str, Callable[[Any], None]]) -> None:
-        """Watch for modules. In a fork of a process that does so, it does so no more: what it is is another matter."""
+        """Install the finder for the modules in ``todo``, in place of one that a fork has inherited."""
         for finder in [finder for finder in sys.meta_path if isinstance(finder, cls)]:
             sys.meta_path.remove(finder)
         if todo:
             sys.meta_path.insert(0, cls(todo))
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Find what the finders behind this one find. Those before it have been asked."""
+        """Find what the finders after this one find. Those before it have been tried."""
         if name not in self._todo:
             return None
         finders: list[Any] = list(sys.meta_path)
@@ -371,7 +301,7 @@ class _Watch:
         return None
 
     def complete(self, module: Any) -> None:
-        """The module has been loaded, or a copy of it that somebody keeps to himself."""
+        """Call the function for a loaded module, unless it is a copy that is not in `sys.modules`."""
         name = module.__name__
         if name in self._todo and sys.modules.get(name) is module:
             self._todo[name](module)
@@ -379,7 +309,7 @@ class _Watch:
 
 
 class _Completing:
-    """A loader that leaves no trace of itself in the module. It can do all that the real one can."""
+    """Wraps a loader. Sets the real one in the module, and passes every other attribute on to it."""
 
     def __init__(self, loader: Any, watch: _Watch) -> None:
         self._loader = loader
