@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import os
 import signal
+import sys
 import tempfile
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 
+_WRITES_NO_BYTECODE = pytest.StashKey[bool]()
+
 os.environ.pop("VIRTUAL_ENV", None)  # of whoever runs the tests: phalanx run would tell of it
 
 collect_ignore = ["programs", "program_runs.py"]  # scripts: importing one has effects, which is what they are about
@@ -45,6 +48,13 @@ def pytest_configure(config: pytest.Config) -> None:
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     config.pluginmanager.register(leaks, "leaks")
+    config.stash[_WRITES_NO_BYTECODE] = sys.dont_write_bytecode
+    sys.dont_write_bytecode = False  # what pytest makes of each assert takes seconds, and is kept for the next run
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let PYTHONDONTWRITEBYTECODE have its effect again: what tests import is not to be kept."""
+    sys.dont_write_bytecode = session.config.stash[_WRITES_NO_BYTECODE]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

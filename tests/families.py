@@ -14,7 +14,6 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from phalanx.multiprocessing import start_processes
 from tests.helpers import pass_gate, tell
 
 if TYPE_CHECKING:
@@ -68,6 +67,12 @@ def fork_daemon(address: str) -> None:
     os.waitpid(middle, 0)
 
 
+def leaves(address: str, way: Callable[[str], None], gate: str) -> None:
+    """Leave somebody behind."""
+    way(address)
+    pass_gate(gate)
+
+
 def family(address: str, gate: str) -> NoReturn:
     """Start one child of each kind, say who we are, and fail when the gate opens."""
     fork_plain(address)
@@ -115,6 +120,8 @@ def _family_in_shell(address: str, gate: str) -> str:
 
 def start(kind: str, address: str, gate: str, **options: Any) -> PContext:
     """A started group of families. Of binaries, rank 0 is a shell script and rank 1 a Python one."""
+    from phalanx.multiprocessing import start_processes  # a worker needs none of it
+
     if kind == "binary":
         python = f"exec {_PYTHON} {shlex.quote(source(family, address, gate))}"
         args = {0: ("-c", _family_in_shell(address, gate)), 1: ("-c", python)}
@@ -124,6 +131,8 @@ def start(kind: str, address: str, gate: str, **options: Any) -> PContext:
 
 def start_daemons(kind: str, address: str, gate: str) -> PContext:
     """A started group of workers that leave daemons and succeed."""
+    from phalanx.multiprocessing import start_processes  # a worker needs none of it
+
     if kind == "binary":
         script = source(daemonize, address, gate).replace("sys.exit(", "(")  # the value is no exit code
         return start_processes("daemons", sys.executable, ("-c", script), nprocs=WORKERS)

@@ -61,18 +61,31 @@ def _descriptors() -> dict[int, str]:
     return found
 
 
+_older: set[tuple[str, int]] = set()
+"""The processes that were there before the first test, and are none of ours: their pids, and the inodes of their
+folders in /proc, which no later process with the same pid has."""
+
+
+def _processes() -> Iterator[tuple[str, int]]:
+    """All processes, this one and its resource tracker excepted, as pid and inode."""
+    spared = {str(os.getpid()), str(getattr(resource_tracker._resource_tracker, "_pid", None))}
+    with os.scandir("/proc") as entries:
+        for entry in entries:
+            if entry.name.isdecimal() and entry.name not in spared:
+                yield entry.name, entry.inode()
+
+
 def _marked(mark: str) -> set[int]:
     """Pids of live processes that carry our mark in the environment that they were started with."""
     needle = f"{MARK}={mark}".encode()
-    spared = {os.getpid(), getattr(resource_tracker._resource_tracker, "_pid", None)}
     found = set()
-    for name in os.listdir("/proc"):
-        if not name.isdecimal() or int(name) in spared:
+    for process in _processes():
+        if process in _older:
             continue
         # Other users' processes cannot be read, and are none of ours.
-        with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as stream:
+        with contextlib.suppress(OSError), open(f"/proc/{process[0]}/environ", "rb", 0) as stream:
             if needle in stream.read().split(b"\0"):
-                found.add(int(name))
+                found.add(int(process[0]))
     return found
 
 
@@ -252,6 +265,8 @@ def unchanged(mark: str, fail: Callable[[str], None]) -> Iterator[None]:
 def leak_mark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Mark everything that is started from here, and use a temporary folder that no other run shares."""
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
+    children = _children()
+    _older.update(process for process in _processes() if int(process[0]) not in children)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(MARK, mark)
         patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("t", numbered=False)))

@@ -56,6 +56,16 @@ def places(*values: Any) -> list[str]:
     return [place_of(array.__array_interface__["data"][0]) for array in arrays_in(values)]
 
 
+class Pages:
+    """A callable that holds an array."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __call__(self) -> list[str]:
+        return places(self.array)
+
+
 def place_of(address: int) -> str:
     with open("/proc/self/maps") as file:
         for line in file:

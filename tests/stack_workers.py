@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from phalanx._evidence.error_file import ERROR_FILE_ENV
 from phalanx._evidence.stack_signals import offer_stacks, stacks_path
 from phalanx._stacks import collect, py_spy, request
-from phalanx.multiprocessing import start_processes
 from tests.helpers import pass_gate
 
 if TYPE_CHECKING:
@@ -44,6 +43,8 @@ def idle(here: threading.Event) -> None:
 
 def nest(address: str, gate: str, logs: str) -> dict[str, Any]:
     """A worker that shows its stacks starts one that is its fork, and asks it."""
+    from phalanx.multiprocessing import start_processes  # a worker needs none of it
+
     offer_stacks()
     os.makedirs(logs)
     os.mkfifo(f"{logs}/never")  # not the same gate: each pass lets one through, whoever that is

@@ -25,7 +25,7 @@ def f(*args):
     return args
 
 def group(args):
-    context = m.start_processes("x", f, args, {rank: {} for rank in args}, m.DefaultLogsSpecs())
+    context = m.start_processes("x", f, args, {rank: {} for rank in args}, m.DefaultLogsSpecs(), start_method="fork")
     try:
         result = context.wait()
         return [sorted(result.return_values.items()), sorted(result.failures)]

@@ -138,6 +138,7 @@ def test_arguments_of_spawn_that_are_no_tuple(args: Any) -> None:
         phalanx.spawn.spawn(abs, args, 2)
 
 
+@pytest.mark.slow
 def test_whole_numbers_of_numpy() -> None:
     np = pytest.importorskip("numpy")
     count = np.int64(2)
@@ -230,6 +231,7 @@ def test_disk_fills_while_a_worker_writes(small_disk: Path, ready: Ready, gate: 
     assert "No space left" in failure.message or "no error was recorded" in failure.message
 
 
+@pytest.mark.slow
 @each_method
 def test_log_dir_removed_while_running(logs: Path, ready: Ready, gate: Gate, method: str) -> None:
     args = {0: (ready.address, gate.address, "text"), 1: (ready.address, gate.address, "text")}
@@ -265,6 +267,7 @@ def test_log_dir_removed_before_a_failure(logs: Path, ready: Ready, gate: Gate, 
     assert [path.name for path in logs.rglob("*") if path.is_file()] == ["error.json"]
 
 
+@pytest.mark.slow
 def test_log_dir_removed_before_the_value_fails(logs: Path, ready: Ready, gate: Gate) -> None:
     def work() -> workers.NeverLoads:
         workers.announce(address, gate_address)
@@ -505,6 +508,7 @@ def test_a_search_for_what_cannot_be_pickled_survives_what_it_finds(function: An
         assert getattr(holder, "asked", []) == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_starts")
 def test_a_search_among_too_many_names_the_whole() -> None:
     Counted.times = 0
@@ -522,6 +526,7 @@ def test_fork_pickles_nothing() -> None:
     assert result.return_values == {0: True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_an_argument_that_cannot_be_unpickled(method: str) -> None:
     result = run(workers.echo, {0: (workers.NeverLoads(),)}, start_method=method)
@@ -575,6 +580,7 @@ def test_an_exception_that_cannot_be_unpickled(method: str) -> None:
     assert "raise_two_arguments" in result.failures[0].traceback
 
 
+@pytest.mark.slow
 @each_method
 def test_an_exception_with_a_huge_text(method: str) -> None:
     result = run(workers.fail, {0: ("x" * (30 << 20),)}, start_method=method)
@@ -620,6 +626,7 @@ with open("/proc/self/status") as file:
 """
 
 
+@pytest.mark.once
 def test_a_gigabyte_without_a_newline(tmp_path: Path, logs: Path) -> None:
     """It goes through in pieces: the launcher stays small. The file is sparse, so the disk does, too.
 
@@ -645,14 +652,14 @@ from tests.helpers import descendants
 if __name__ == "__main__":
     kind, here = sys.argv[1], len(os.listdir("/proc/self/fd")) - 1
     errors = []
-    for limit in (90, 64, 50, 30, *range(here + 12, here, -1)):
+    for limit in (45, 36, 30, 24, *range(here + 12, here, -1)):
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
         before = set(os.listdir("/proc/self/fd"))
         try:
             if kind == "binary":
-                group = start_processes("f", "sleep", (600,), nprocs=50)
+                group = start_processes("f", "sleep", (600,), nprocs=25)
             else:
-                group = start_processes("f", workers.nothing, (), nprocs=50, start_method=kind)
+                group = start_processes("f", workers.nothing, (), nprocs=25, start_method=kind)
             group.close()
         except OSError as error:
             errors.append(str(error))
@@ -664,6 +671,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["binary", "forkserver", "fork"])
 def test_open_files_run_out(tmp_path: Path, kind: str) -> None:
     """At every point of the start, from the launcher's first descriptor to the keeper's last."""
@@ -684,14 +692,14 @@ if __name__ == "__main__":
     errors = []
     if kind in ("spawn", "fork"):
         start_processes("p", workers.nothing, {0: ()}, start_method=kind).close()  # starts what thread pools there are
-    for limit in (60, 40, 20, *range(9, 0, -1)):
+    for limit in (25, 18, 12, *range(9, 0, -1)):
         with open(f"{cgroup}/pids.max", "w") as file:
             file.write(str(limit))
         try:
             if kind == "binary":
-                group = start_processes("p", "sleep", (600,), nprocs=70)
+                group = start_processes("p", "sleep", (600,), nprocs=30)
             else:
-                group = start_processes("p", workers.nothing, (), nprocs=70, start_method=kind)
+                group = start_processes("p", workers.nothing, (), nprocs=30, start_method=kind)
             group.close()
         except OSError as error:
             errors.append((limit, str(error)))
@@ -704,6 +712,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @root_only
 @pytest.mark.parametrize("kind", ["binary", "spawn", "forkserver", "fork"])
 def test_processes_run_out(tmp_path: Path, kind: str) -> None:

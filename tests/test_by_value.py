@@ -23,6 +23,7 @@ SYNTAX_OF_3_12 = pytest.mark.skipif(sys.version_info < (3, 12), reason="the synt
 # What comes back
 
 
+@pytest.mark.slow
 def test_what_the_launcher_sent_comes_back_as_the_launchers_own() -> None:
     passes("""
         import copyreg
@@ -46,6 +47,7 @@ def test_what_the_launcher_sent_comes_back_as_the_launchers_own() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_nothing_that_comes_back_changes_a_class_or_its_globals() -> None:
     passes("""
         import copyreg
@@ -64,6 +66,7 @@ def test_nothing_that_comes_back_changes_a_class_or_its_globals() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_what_the_worker_made_itself_comes_back_by_value() -> None:
     passes("""
         class Node: pass
@@ -93,6 +96,7 @@ def test_what_the_worker_made_itself_comes_back_by_value() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_exceptions() -> None:
     passes("""
         class Fault(Exception):
@@ -177,6 +181,7 @@ def test_by_reference_stops_at_what_the_other_side_cannot_import() -> None:
 # What goes by name
 
 
+@pytest.mark.slow
 def test_what_a_script_holds_goes_by_name_within_what_goes_by_value(tmp_path: Path) -> None:
     passes(
         """
@@ -207,6 +212,7 @@ def test_what_a_script_holds_goes_by_name_within_what_goes_by_value(tmp_path: Pa
     )
 
 
+@pytest.mark.slow
 def test_a_module_that_is_registered_goes_by_value(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import functools, typing\n"
@@ -251,6 +257,7 @@ def test_the_import_loads_neither_cloudpickle_nor_multiprocessing() -> None:
 # Functions
 
 
+@pytest.mark.slow
 def test_cached_functions() -> None:
     passes("""
         import functools
@@ -270,6 +277,7 @@ def test_cached_functions() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_cached_methods() -> None:
     passes("""
         import functools
@@ -284,6 +292,7 @@ def test_cached_methods() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_single_dispatch() -> None:
     passes("""
         import abc, functools
@@ -313,6 +322,7 @@ def test_single_dispatch() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_single_dispatch_of_methods() -> None:
     passes("""
         import functools
@@ -331,6 +341,7 @@ def test_single_dispatch_of_methods() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_functions_share_their_globals_and_names_of_modules() -> None:
     passes("""
         import json as j, logging, os.path, types
@@ -352,6 +363,7 @@ def test_functions_share_their_globals_and_names_of_modules() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_functions_of_every_kind() -> None:
     passes("""
         import asyncio, contextlib, functools
@@ -372,6 +384,7 @@ def test_functions_of_every_kind() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_an_array_that_a_function_refers_to_is_a_writable_copy() -> None:
     passes("""
         import numpy
@@ -389,6 +402,7 @@ def test_an_array_that_a_function_refers_to_is_a_writable_copy() -> None:
 # Methods
 
 
+@pytest.mark.slow
 def test_private_methods_by_value_though_multiprocessing_has_a_reducer_for_methods() -> None:
     passes("""
         import functools, multiprocessing.reduction
@@ -436,6 +450,7 @@ def test_private_methods_by_reference() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_a_method_that_its_object_has_no_more_goes_as_function_and_object() -> None:
     passes("""
         import types
@@ -458,6 +473,7 @@ def test_a_method_that_its_object_has_no_more_goes_as_function_and_object() -> N
 # Types and marks
 
 
+@pytest.mark.slow
 def test_types_of_typing() -> None:
     passes("""
         import typing as t
@@ -482,6 +498,7 @@ def test_types_of_typing() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_named_tuples_and_typed_dicts() -> None:
     passes("""
         import collections, typing as t
@@ -505,6 +522,7 @@ def test_named_tuples_and_typed_dicts() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_protocols_and_generic_classes() -> None:
     passes("""
         import collections.abc, typing as t
@@ -574,6 +592,7 @@ def test_type_parameters_and_aliases_in_the_syntax_of_3_12() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_enumerations() -> None:
     passes("""
         import enum
@@ -612,6 +631,7 @@ def test_enumerations() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_enumerations_whose_members_are_made_by_the_class() -> None:
     passes("""
         import enum
@@ -635,6 +655,7 @@ def test_enumerations_whose_members_are_made_by_the_class() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_enumerations_that_are_mixed_with_types() -> None:
     passes("""
         import dataclasses, datetime, decimal, enum, ipaddress, typing
@@ -668,6 +689,7 @@ def test_enumerations_that_are_mixed_with_types() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_a_file_is_not_copied() -> None:
     """As for `pickle`; cloudpickle would send what is in it."""
     passes("""
@@ -681,6 +703,7 @@ def test_a_file_is_not_copied() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_flags() -> None:
     passes("""
         import enum
@@ -702,6 +725,7 @@ def test_flags() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_marks_that_are_pickled_by_their_name() -> None:
     passes("""
         class Missing:
@@ -742,6 +766,7 @@ def test_a_mark_that_cannot_be_made_again_is_refused() -> None:
 # Classes
 
 
+@pytest.mark.slow
 def test_data_classes() -> None:
     passes("""
         import dataclasses as d, typing
@@ -780,6 +805,7 @@ def test_data_classes() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_slots() -> None:
     passes("""
         import weakref
@@ -804,6 +830,7 @@ def test_slots() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_abstract_classes_and_descriptors() -> None:
     passes("""
         import abc, functools, operator
@@ -847,6 +874,7 @@ def test_abstract_classes_and_descriptors() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_cached_properties() -> None:
     passes("""
         import functools
@@ -867,6 +895,7 @@ def test_cached_properties() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_classes_made_from_property_and_its_kin() -> None:
     passes("""
         class ClassProperty(property):
@@ -888,6 +917,7 @@ def test_classes_made_from_property_and_its_kin() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_a_class_is_not_announced_again_to_its_base() -> None:
     passes("""
         class Base:
@@ -907,6 +937,7 @@ def test_a_class_is_not_announced_again_to_its_base() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_whichever_base_has_the_hook_it_hears_of_a_class_once() -> None:
     """What the class statement gave it is not known there: a hook that wants that is not called."""
     passes("""
@@ -927,6 +958,7 @@ def test_whichever_base_has_the_hook_it_hears_of_a_class_once() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_a_class_that_comes_back_is_announced_to_nobody_here() -> None:
     passes("""
         class Meta(type):
@@ -946,6 +978,7 @@ def test_a_class_that_comes_back_is_announced_to_nobody_here() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_a_class_that_the_launcher_knows_by_cloudpickles_number_is_not_changed() -> None:
     """As is one that a worker has from a pickle of the user's own."""
     passes("""
@@ -961,6 +994,7 @@ def test_a_class_that_the_launcher_knows_by_cloudpickles_number_is_not_changed()
     """)
 
 
+@pytest.mark.slow
 def test_classes_made_from_built_in_ones() -> None:
     passes("""
         import collections, io, threading
@@ -990,6 +1024,7 @@ def test_classes_made_from_built_in_ones() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_metaclasses() -> None:
     passes("""
         class Meta(type):

@@ -18,6 +18,8 @@ from phalanx.cli._commands import cli
 from phalanx.cli.run import run
 from tests.test_run import Done, Place, refused
 
+pytestmark = pytest.mark.once
+
 PHALANX = (sys.executable, "-m", "phalanx")
 
 

@@ -125,6 +125,7 @@ def _start_and_wait(thread: threading.Thread, latch: Latch) -> None:
     latch.wait(TIMEOUT)
 
 
+@pytest.mark.slow
 def test_a_signal_at_any_moment_of_a_wait_is_neither_lost_nor_leaves_anything() -> None:
     """Neither what the handler raises (lost in `__del__`), nor descriptors, nor the wakeup descriptor of a host."""
 
@@ -194,6 +195,7 @@ def test_a_latch_survives_an_exception_out_of_a_wait() -> None:
     assert latch.wait()
 
 
+@pytest.mark.slow
 def test_no_signal_is_too_late_to_end_a_wait() -> None:
     """The signal is sent when the main thread lets go of the interpreter: just before it blocks."""
 
@@ -352,6 +354,7 @@ def test_a_deadline_ends_the_wait(loop: Loop) -> None:
     assert seen == ["due", "later"]
 
 
+@pytest.mark.slow
 def test_who_has_been_stopped_is_on_time_again_when_it_goes_on() -> None:
     """What was left of its wait is not waited for, once its moment has passed."""
     reader, writer = os.pipe()
@@ -382,6 +385,7 @@ def test_who_has_been_stopped_is_on_time_again_when_it_goes_on() -> None:
         os.waitpid(pid, 0)
 
 
+@pytest.mark.slow
 def test_a_wait_that_a_stop_has_made_longer_was_a_pause() -> None:
     """Not one that something has ended before, and what callbacks take is none."""
     reader, writer = os.pipe()
@@ -421,6 +425,7 @@ def test_a_wait_that_a_stop_has_made_longer_was_a_pause() -> None:
         os.waitpid(pid, 0)
 
 
+@pytest.mark.slow
 def test_a_long_pause_is_not_forgotten_for_many_short_ones() -> None:
     pauses = Pauses()
     pauses.note(100.0, 101.0, 700.0)

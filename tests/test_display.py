@@ -59,6 +59,7 @@ os._exit(3)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [("--log-format", "json"), ("--grep", "^[0-9]+ (s|t)"), ("--fold",), ()])
 def test_a_flood_hides_no_failure(tmp_path: Path, ready: Ready, gate: Gate, options: tuple[str, ...]) -> None:
     """Two ranks write faster than can be rendered; the third fails."""
@@ -172,6 +173,7 @@ def test_a_stream_object_that_does_not_do_all_that_a_file_does(
     assert {"[0] a line", "[1] a line"}.issuperset(seen[0].splitlines())
 
 
+@pytest.mark.slow
 def test_a_stream_object_that_does_not_return(
     tmp_path: Path, ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -229,6 +231,7 @@ def test_a_display_that_stops_in_the_midst_of_the_end(
             thread.join(TIMEOUT)
 
 
+@pytest.mark.slow
 def test_an_exception_in_the_display_ends_the_display_alone(
     tmp_path: Path, ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,6 +250,7 @@ def test_an_exception_in_the_display_ends_the_display_alone(
     assert said.count("what is shown ends here, the log files have everything: IndexError: a mistake of ours") == 1
 
 
+@pytest.mark.slow
 def test_an_exception_in_the_supervisor_leaves_no_worker(
     tmp_path: Path, ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,6 +293,7 @@ def hangs(address: str) -> None:
             signal.pause()
 
 
+@pytest.mark.slow
 def test_a_listener_that_does_not_return(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hung rank is killed, and the end of the group waits for the listener no longer than it says."""
     monkeypatch.setattr(hang_reporter, "FINISH", 0.3)
@@ -348,6 +353,7 @@ with start_processes("g", sys.executable, ("-S", "-c", code), nprocs=2, logs_spe
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of the system call is this machine's")
 @pytest.mark.parametrize(
     "call,error,why",
@@ -401,6 +407,7 @@ def watch(fd: int, screen: Emulator) -> None:
         screen.feed(os.read(fd, 512).decode())
 
 
+@pytest.mark.slow
 def test_two_groups_on_one_terminal_cut_no_line_and_erase_no_bar(tmp_path: Path) -> None:
     """Its reader is slow, so that much is written in pieces."""
     script = tmp_path / "script.py"

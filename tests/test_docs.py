@@ -23,6 +23,8 @@ from phalanx._logs.dedup import Dedup
 if TYPE_CHECKING:
     from types import ModuleType
 
+pytestmark = pytest.mark.once
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "examples" / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 
@@ -115,7 +117,6 @@ def test_no_block_is_overlooked(page: Path) -> None:
     assert not [source for _, source in blocks(page, "") if re.search(r"^(phalanx|python) ", source, re.MULTILINE)]
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", tool("transcripts").scenarios())
 def test_a_transcript_is_what_a_new_run_shows(name: str) -> None:
     it = tool("transcripts")

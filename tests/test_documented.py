@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from tests.helpers import Gate
     from tests.test_run import Place
 
+pytestmark = pytest.mark.once
+
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src"
 GUIDE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
@@ -134,7 +136,6 @@ def constants(path: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.once
 def test_the_table_has_what_phalanx_reads() -> None:
     paths = sorted(SOURCE.rglob("*.py"))
     modules = {path.stem: constants(path) for path in paths}
@@ -208,7 +209,6 @@ def test_the_table_has_the_public_names() -> None:
     assert all(hasattr(importlib.import_module("phalanx.spawn"), name) for name in standard)
 
 
-@pytest.mark.once
 def test_every_public_module_is_in_the_table() -> None:
     listed = {row[0].strip("`") for row in table("## Where names are imported from")}
     for path in SOURCE.rglob("*.py"):

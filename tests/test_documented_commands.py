@@ -18,6 +18,8 @@ from tests.test_docs import PAGES, ROOT, blocks, name_of, tool
 if TYPE_CHECKING:
     from tests.test_run import Place
 
+pytestmark = pytest.mark.once
+
 NOT_RUN = {
     "make demo": "makes an environment; tests/test_examples.py runs examples/digits.py as it does",
     "make test": "is what runs this",
@@ -91,7 +93,6 @@ def furnished(place: Place) -> Place:
 
 
 @pytest.mark.parametrize("page,command", RUN, ids=[command for _, command in RUN])
-@pytest.mark.once
 def test_a_command_of_the_pages_works(furnished: Place, page: str, command: str) -> None:
     place = furnished
     if command.startswith("phalanx logs"):
@@ -105,14 +106,12 @@ def test_a_command_of_the_pages_works(furnished: Place, page: str, command: str)
 
 
 @pytest.mark.parametrize("name,source", PYTHON, ids=[name for name, _ in PYTHON])
-@pytest.mark.once
 def test_a_block_of_python_runs(place: Place, name: str, source: str) -> None:
     script = place.write(GRANTED + source)
     done = place.run("--nproc-per-node", 2, "--on-expiry", "report", script)
     assert done.status == 0, (name, done)
 
 
-@pytest.mark.once
 def test_the_tables_have_no_stale_entries() -> None:
     there = {command for each in commands().values() for command in each}
     assert set(NOT_RUN) <= there

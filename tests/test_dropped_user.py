@@ -47,6 +47,7 @@ def drops_and_raises() -> NoReturn:
     raise ValueError("after the drop")
 
 
+@pytest.mark.slow
 @as_root
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 def test_a_functions_exception_is_known(method: str) -> None:
@@ -73,6 +74,7 @@ def run(tmp_path: Path, text: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @as_root
 def test_a_scripts_exception_is_known(tmp_path: Path) -> None:
     folder = run(tmp_path, DROP + "def fail():\n    raise ValueError('after the drop')\nfail()\n")
@@ -176,6 +178,7 @@ def test_what_somebody_else_has_written_there_is_no_exception(tmp_path: Path, he
 PID_LIMIT = st.integers(0, 40).map(str) | st.sampled_from(["", "-1", "x", "9" * 19, "9" * 30, "٣"])
 
 
+@pytest.mark.once
 @settings(deadline=None, max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(PID_LIMIT, min_size=3, max_size=4), st.binary(max_size=60))
 def test_whatever_stands_there_is_read(tmp_path: Path, numbers: list[str], rest: bytes) -> None:

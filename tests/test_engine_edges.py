@@ -87,6 +87,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_working_directory_that_has_been_removed(method: str, tmp_path: Path) -> None:
     """In a process of its own: where multiprocessing is in use, its import fails there under Python 3.13.0, as does
@@ -105,6 +106,7 @@ def test_a_stand_in_for_stdout_that_can_only_write(monkeypatch: pytest.MonkeyPat
         assert group.wait().return_values == {0: 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
 def test_a_sigterm_right_after_the_start_is_not_lost(method: str) -> None:
     for _ in range(20):
@@ -198,6 +200,7 @@ def test_signals_are_given_back_once_however_often() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* was dropped, and is killed:ResourceWarning")
 @pytest.mark.parametrize("how", ["binary", "fork"])
 def test_a_signal_at_any_moment_leaves_nothing(how: str) -> None:
@@ -245,6 +248,7 @@ def test_a_signal_at_any_moment_leaves_nothing(how: str) -> None:
         signal.signal(signal.SIGTERM, old)
 
 
+@pytest.mark.slow
 def test_threads_that_wait_together_get_the_same_result(gate: Gate, ready: Ready) -> None:
     results: list[object] = []
     with start_processes("g", workers.announce, {0: (ready.address, gate.address)}) as group:
@@ -281,6 +285,7 @@ def test_a_keeper_that_never_gets_up_is_not_waited_for(monkeypatch: pytest.Monke
         start_processes("g", "/bin/true", (), nprocs=1)
 
 
+@pytest.mark.slow
 def test_folders_for_evidence_alone_are_made_once_the_workers_run(ready: Ready, gate: Gate) -> None:
     """By the group's thread, when it has nothing else to do: they are on nobody's way."""
     args = dict.fromkeys(range(4), (ready.address, gate.address))

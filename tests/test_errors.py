@@ -304,6 +304,7 @@ def test_a_file_that_cannot_be_replaced_is_written_in_place(
     assert not recording.record(ValueError("x"), str(tmp_path / "new.json"))
 
 
+@pytest.mark.slow
 def test_readers_never_see_half_a_file_that_many_processes_write(tmp_path: Path, ready: Ready, gate: Gate) -> None:
     path, seen_enough = tmp_path / "error.json", tmp_path / "seen"
     code = (
@@ -564,6 +565,7 @@ def test_a_file_that_the_users_code_wrote_is_not_lost(error_file: Path, kind: st
     assert '"errorCode": 77' in json.dumps(data) or kind == "in the traceback"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1 << 20, 15 << 20])
 def test_a_large_file_that_the_users_code_wrote_leaves_one_that_can_be_read(error_file: Path, size: int) -> None:
     for message in ("ValueError: x", "another"):
@@ -1349,6 +1351,7 @@ def test_an_outcome_has_one_of_four_states() -> None:
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(st.sets(st.integers(0, 60)))
 def test_rank_ranges_can_be_read_back(ranks: set[int]) -> None:
     read_back: list[int] = []
@@ -1508,6 +1511,7 @@ def test_a_report_is_bounded() -> None:
 MIB = 1 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.once
+
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 LIMIT = 90.0  # seconds; each takes a few, unless something hangs
@@ -72,7 +74,6 @@ def accuracy(output: str, ranks: int) -> float:
     return float(found)
 
 
-@pytest.mark.once
 def test_digits_learns_on_four_ranks(tmp_path: Path) -> None:
     output = phalanx_run(tmp_path, 4, EXAMPLES / "digits.py")
     assert accuracy(output, ranks=4) > 0.93
@@ -110,13 +111,23 @@ def free_port() -> int:
         return port
 
 
-@pytest.mark.torch
-@pytest.mark.parametrize("scheme", ["tcp", "file"])
-def test_two_launchers_of_two_processes_form_one_group(scheme: str, tmp_path: Path) -> None:
-    init_method = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"file://{tmp_path / 'meeting'}"
+def slopes(ranks: int, init_method: str) -> list[list[tuple[str, ...]]]:
+    """What the ranks of two launchers that meet so have printed: rank, number of ranks, slope, sum of the ranks."""
     script = EXAMPLES / "launch_slowfast_style.py"
-    shards = ["--num-shards", 2, "--num-proc", 2, "--init-method", init_method, "--backend", "gloo"]
+    shards = ["--num-shards", 2, "--num-proc", ranks, "--init-method", init_method, "--backend", "gloo"]
     outputs = finish(*(start(script, "--shard-id", shard, *shards) for shard in (0, 1)))
-    found = [re.findall(r"rank (\d) of 4: slope (\S+), sum of ranks (\d+)", output) for output in outputs]
-    assert sorted(found[0]) == [("0", "3.00", "6"), ("1", "3.00", "6")]
-    assert sorted(found[1]) == [("2", "3.00", "6"), ("3", "3.00", "6")]
+    return [sorted(re.findall(r"rank (\d) of (\d): slope (\S+), sum of ranks (\d+)", text)) for text in outputs]
+
+
+@pytest.mark.torch
+def test_two_launchers_of_two_processes_form_one_group() -> None:
+    assert slopes(2, f"tcp://127.0.0.1:{free_port()}") == [
+        [("0", "4", "3.00", "6"), ("1", "4", "3.00", "6")],
+        [("2", "4", "3.00", "6"), ("3", "4", "3.00", "6")],
+    ]
+
+
+@pytest.mark.torch
+def test_two_launchers_meet_by_a_file(tmp_path: Path) -> None:
+    found = slopes(1, f"file://{tmp_path / 'meeting'}")
+    assert found == [[("0", "2", "3.00", "1")], [("1", "2", "3.00", "1")]]

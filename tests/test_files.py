@@ -208,6 +208,7 @@ def test_following_says_once_what_it_has_found(tmp_path: Path, capfd: pytest.Cap
     assert capfd.readouterr().err.count(f"phalanx: {path} is not shown: it is not a regular file, but a FIFO") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["a FIFO", "a device", "a socket"])
 def test_logs_passes_over_what_is_no_file_and_says_so(place: Place, kind: str) -> None:
     rank = place.logs / "night_x/attempt_0/0"

@@ -70,6 +70,7 @@ def try_main(folder: Path, text: str, method: str, *arguments: str, **options: A
 # --- the main module, run again
 
 
+@pytest.mark.slow
 @each_method
 def test_a_worker_is_a_child_of_multiprocessing(method: str, tmp_path: Path) -> None:
     """Also where nobody has named `multiprocessing` before; as `multiprocessing` itself makes one."""
@@ -108,6 +109,7 @@ def test_a_worker_is_a_child_of_multiprocessing(method: str, tmp_path: Path) -> 
     ]
 
 
+@pytest.mark.slow
 @each_method
 def test_workers_of_workers_are_counted_by_family(method: str) -> None:
     with start_processes("outer", workers.names_of_a_group, (method,), nprocs=1, start_method=method) as group:
@@ -118,6 +120,7 @@ def test_workers_of_workers_are_counted_by_family(method: str) -> None:
     assert inner == [f"{outer}:{number}" for number in (1, 2)]
 
 
+@pytest.mark.slow
 @each_method
 @pytest.mark.parametrize("loaded", ["", "multiprocessing.resource_tracker", "logging"])
 def test_workers_of_workers_that_have_not_used_multiprocessing(method: str, loaded: str, tmp_path: Path) -> None:
@@ -155,6 +158,7 @@ def test_workers_of_workers_that_have_not_used_multiprocessing(method: str, load
     ]
 
 
+@pytest.mark.slow
 @each_method
 def test_who_they_are_when_the_launcher_loads_multiprocessing_later(method: str, tmp_path: Path) -> None:
     """The key is one for the launcher and all its children, and no name is given twice."""
@@ -183,6 +187,7 @@ def test_who_they_are_when_the_launcher_loads_multiprocessing_later(method: str,
     assert run_main(tmp_path, text, method, str(tmp_path)) == f"{kind}-1 Process-2\n"
 
 
+@pytest.mark.slow
 @each_method
 def test_log_records_name_the_process(method: str, tmp_path: Path) -> None:
     """Who writes them asks `multiprocessing`, but does not load it."""
@@ -211,6 +216,7 @@ def test_log_records_name_the_process(method: str, tmp_path: Path) -> None:
     assert run_main(tmp_path, text, method).splitlines() == told
 
 
+@pytest.mark.slow
 @each_method
 def test_the_logger_of_multiprocessing_says_everything_once(method: str, tmp_path: Path) -> None:
     text = """
@@ -231,6 +237,7 @@ def test_the_logger_of_multiprocessing_says_everything_once(method: str, tmp_pat
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["in front", "behind", "copies", "lazily"])
 def test_import_hooks_of_others(how: str, tmp_path: Path) -> None:
     """What completes `multiprocessing` when it is loaded stands in nobody's way."""
@@ -284,6 +291,7 @@ def test_import_hooks_of_others(how: str, tmp_path: Path) -> None:
     assert run_main(tmp_path, text, "spawn", how) == "[('SpawnProcess-1', 'SpawnProcess-1', None)]\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["context", "process", "resource_tracker", "util"])
 def test_a_group_that_starts_while_another_thread_loads_multiprocessing(name: str, tmp_path: Path) -> None:
     text = """
@@ -321,6 +329,7 @@ def test_a_group_that_starts_while_another_thread_loads_multiprocessing(name: st
         assert done.stdout == "[(1,), (2,)]\n", done.stderr
 
 
+@pytest.mark.slow
 @each_method
 def test_threads_of_a_worker_that_load_multiprocessing_at_once(method: str, tmp_path: Path) -> None:
     """Nobody sees half of a module. The importing of a slow one is what others have to wait for.
@@ -369,6 +378,7 @@ def test_a_daemon_may_have_no_children(capfd: pytest.CaptureFixture[str]) -> Non
     assert "daemonic" not in capfd.readouterr().out
 
 
+@pytest.mark.slow
 @each_method
 def test_what_stands_at_the_top_of_the_script_holds_in_workers(method: str, tmp_path: Path) -> None:
     text = """
@@ -392,6 +402,7 @@ def test_what_stands_at_the_top_of_the_script_holds_in_workers(method: str, tmp_
     assert run_main(tmp_path, text, method) == "[(['one', 'two'], '0.33333', 2, 40)]\n"
 
 
+@pytest.mark.slow
 @each_method
 def test_globals_are_each_workers_own(method: str, tmp_path: Path) -> None:
     text = """
@@ -416,6 +427,7 @@ def test_globals_are_each_workers_own(method: str, tmp_path: Path) -> None:
     assert told[3:] == ([] if method == "fork" else ["(0, True) (0, True)"])
 
 
+@pytest.mark.slow
 @each_method
 def test_functions_of_a_class_and_of_the_standard_librarys_decorators(method: str, tmp_path: Path) -> None:
     """What breaks by value, and is found by reference."""
@@ -473,6 +485,7 @@ def test_functions_of_a_class_and_of_the_standard_librarys_decorators(method: st
     ]
 
 
+@pytest.mark.slow
 @each_method
 @pytest.mark.parametrize("main", ["import", "value"])
 def test_what_comes_back_leaves_the_launchers_classes_alone(method: str, main: str, tmp_path: Path) -> None:
@@ -503,6 +516,7 @@ def test_what_comes_back_leaves_the_launchers_classes_alone(method: str, main: s
     assert told == ["True True True", "True [] 1 False", "[True]"]
 
 
+@pytest.mark.slow
 @each_method
 def test_functions_of_a_child_of_multiprocessing(method: str, tmp_path: Path) -> None:
     """There, `__module__` of what the script defines is "__mp_main__"."""
@@ -528,6 +542,7 @@ def test_functions_of_a_child_of_multiprocessing(method: str, tmp_path: Path) ->
     assert run_main(tmp_path, text, method) == f"0 ('{name}', True, True)\n"
 
 
+@pytest.mark.slow
 @each_method
 def test_queues_of_objects_of_the_main_module(method: str, tmp_path: Path) -> None:
     text = """
@@ -556,6 +571,7 @@ def test_queues_of_objects_of_the_main_module(method: str, tmp_path: Path) -> No
     assert run_main(tmp_path, text, method) == "[0, 1, 10, 11] True\n"
 
 
+@pytest.mark.slow
 @each_sent
 def test_a_module_that_is_run_by_its_name(method: str, tmp_path: Path) -> None:
     package = tmp_path / "package"
@@ -584,6 +600,7 @@ def test_a_module_that_is_run_by_its_name(method: str, tmp_path: Path) -> None:
         assert (done.stdout, done.stderr) == (told, "")
 
 
+@pytest.mark.slow
 @each_sent
 @pytest.mark.parametrize("how", ["-c", "stdin", "a pipe"])
 def test_a_program_that_is_no_file_goes_by_value(method: str, how: str) -> None:
@@ -601,6 +618,7 @@ def test_a_program_that_is_no_file_goes_by_value(method: str, how: str) -> None:
     assert (done.stdout, done.stderr) == ("[(2, '__main__')]\n", "")
 
 
+@pytest.mark.slow
 @each_method
 def test_a_ranks_variables_hold_over_what_the_top_of_the_script_sets(method: str, tmp_path: Path) -> None:
     text = """
@@ -613,6 +631,7 @@ def test_a_ranks_variables_hold_over_what_the_top_of_the_script_sets(method: str
     assert run_main(tmp_path, text, method) == "['0', '1']\n"
 
 
+@pytest.mark.slow
 @each_method
 def test_what_the_top_of_the_script_makes_of_multiprocessing_is_the_launchers(method: str, tmp_path: Path) -> None:
     """A worker's start method and name are its own, and forks are told that they are when all has been loaded."""
@@ -635,6 +654,7 @@ def test_what_the_top_of_the_script_makes_of_multiprocessing_is_the_launchers(me
     assert told == f"{(method, kind, int(method != 'spawn'))} True\n"
 
 
+@pytest.mark.slow
 @each_sent
 def test_a_modules_folder_is_known_though_the_program_has_left_it(method: str, tmp_path: Path) -> None:
     """Of ``-c`` and a prompt: the first entry of `sys.path` is the working directory, whichever that is."""
@@ -647,6 +667,7 @@ def test_a_modules_folder_is_known_though_the_program_has_left_it(method: str, t
     assert (done.stdout, done.stderr) == ("[7]\n", "")
 
 
+@pytest.mark.slow
 def test_objects_of_a_manager_are_counted_by_forks(tmp_path: Path) -> None:
     """`multiprocessing` counts them when all has been loaded."""
     text = """
@@ -669,6 +690,7 @@ def test_objects_of_a_manager_are_counted_by_forks(tmp_path: Path) -> None:
     assert run_main(tmp_path, text, "forkserver") == "{0: 2}\n"
 
 
+@pytest.mark.slow
 @each_method
 @pytest.mark.parametrize("what", ["os.chroot(sys.argv[2])", "sys.path.clear()", "use_up()"])
 def test_what_the_end_needs_is_there_before_the_function(method: str, what: str, tmp_path: Path) -> None:
@@ -697,6 +719,7 @@ def test_what_the_end_needs_is_there_before_the_function(method: str, what: str,
     assert run_main(tmp_path, text, method, str(tmp_path)) == "exit handler;"
 
 
+@pytest.mark.slow
 @each_method
 def test_who_leaves_while_the_value_is_pickled_has_left(method: str, tmp_path: Path) -> None:
     text = """
@@ -713,6 +736,7 @@ def test_who_leaves_while_the_value_is_pickled_has_left(method: str, tmp_path: P
     assert run_main(tmp_path, text, method).splitlines() == ["5 failed {}", "0 succeeded {0: None}", "-2 failed {}"]
 
 
+@pytest.mark.slow
 @each_method
 def test_an_interrupt_ends_the_groups_of_a_worker_at_once(method: str, ready: Ready, tmp_path: Path) -> None:
     """As it does those of the program: they have not been joined."""
@@ -741,6 +765,7 @@ def test_an_interrupt_ends_the_groups_of_a_worker_at_once(method: str, ready: Re
         assert wait_gone([pid]) == set()
 
 
+@pytest.mark.slow
 def test_garbage_is_collected_in_forks_as_in_the_launcher(tmp_path: Path) -> None:
     text = """
     import gc
@@ -755,6 +780,7 @@ def test_garbage_is_collected_in_forks_as_in_the_launcher(tmp_path: Path) -> Non
     assert run_main(tmp_path, text, "fork") == "(True, False)\n(False, True)\n"
 
 
+@pytest.mark.slow
 @each_sent
 def test_a_class_with_attributes_of_any_name_is_found_by_its_own(method: str, tmp_path: Path) -> None:
     """By value too: what the worker's main module holds then, a queue sends by name."""
@@ -780,6 +806,7 @@ def test_a_class_with_attributes_of_any_name_is_found_by_its_own(method: str, tm
 # --- without the guard
 
 
+@pytest.mark.slow
 @each_sent
 @pytest.mark.parametrize("way", ["start_processes", "spawn", "warm"])
 def test_a_script_without_the_guard_is_told_the_two_lines(method: str, way: str, tmp_path: Path) -> None:
@@ -799,6 +826,7 @@ def test_a_script_without_the_guard_is_told_the_two_lines(method: str, way: str,
     assert "called" not in done.stdout
 
 
+@pytest.mark.slow
 @each_sent
 def test_a_script_that_exits_when_it_is_run_again_has_not_succeeded(method: str, tmp_path: Path) -> None:
     text = """
@@ -816,6 +844,7 @@ def test_a_script_that_exits_when_it_is_run_again_has_not_succeeded(method: str,
     assert "UnguardedMainError" in done.stderr
 
 
+@pytest.mark.slow
 @each_sent
 def test_what_is_defined_below_the_guard_is_asked_for_above_it(method: str, tmp_path: Path) -> None:
     text = """
@@ -831,6 +860,7 @@ def test_what_is_defined_below_the_guard_is_asked_for_above_it(method: str, tmp_
     assert 'main="value"' in done.stderr
 
 
+@pytest.mark.slow
 @each_sent
 @pytest.mark.parametrize("warm", [False, True])
 def test_an_exception_at_the_top_of_the_script_is_told_as_it_is(method: str, warm: bool, tmp_path: Path) -> None:
@@ -851,6 +881,7 @@ def test_an_exception_at_the_top_of_the_script_is_told_as_it_is(method: str, war
     assert "unpickled" not in done.stdout, "nothing was"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["process", "pool", "executor"])
 @pytest.mark.parametrize("warm", [False, True])
 def test_a_script_that_starts_children_of_multiprocessing_without_the_guard(
@@ -881,6 +912,7 @@ def test_a_script_that_starts_children_of_multiprocessing_without_the_guard(
     assert "freeze_support" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @each_sent
 def test_what_stops_the_run_of_the_script_is_told_without_our_frames(method: str, tmp_path: Path) -> None:
     """The file is another than the one that was started."""
@@ -908,6 +940,7 @@ def test_main_is_one_of_two() -> None:
         start_processes("m", workers.nothing, (), nprocs=1, main="reference")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, head",
     [
@@ -946,6 +979,7 @@ def test_a_script_is_run_again_whatever_its_name_and_its_encoding(name: str, hea
     assert (done.stdout, done.stderr) == (line * 2, "")
 
 
+@pytest.mark.slow
 @each_sent
 @pytest.mark.parametrize(
     "host", ["pdb -c c -c q", "cProfile -o /dev/null", "trace --count -C . --ignore-dir=/", "runpy"]
@@ -972,6 +1006,7 @@ def test_a_script_in_a_host(method: str, host: str, tmp_path: Path) -> None:
 # --- warm
 
 
+@pytest.mark.slow
 def test_the_main_module_is_run_again_once_for_all_forks_of_a_warm_process(tmp_path: Path) -> None:
     text = """
     import os
@@ -1003,6 +1038,7 @@ def test_a_main_module_that_cannot_be_run_again_cannot_be_preloaded() -> None:
 # --- what comes back, and what goes there
 
 
+@pytest.mark.slow
 @each_method
 def test_connections_and_sockets_come_back(method: str) -> None:
     with start_processes("c", workers.make_connections, (), nprocs=2, start_method=method) as group:
@@ -1016,6 +1052,7 @@ def test_connections_and_sockets_come_back(method: str) -> None:
         sock.close()
 
 
+@pytest.mark.slow
 @each_method
 def test_descriptors_that_nobody_asks_for_are_closed(method: str) -> None:
     with start_processes("c", workers.make_connections, (), nprocs=2, start_method=method) as group:
@@ -1023,6 +1060,7 @@ def test_descriptors_that_nobody_asks_for_are_closed(method: str) -> None:
             worker.ended.wait(TIMEOUT)
 
 
+@pytest.mark.slow
 @each_sent
 def test_a_socket_comes_back_whoever_is_loaded(method: str, tmp_path: Path) -> None:
     text = """
@@ -1040,6 +1078,7 @@ def test_a_socket_comes_back_whoever_is_loaded(method: str, tmp_path: Path) -> N
     assert run_main(tmp_path, text, method) == "False b'hello'\n" * 2
 
 
+@pytest.mark.slow
 @each_sent
 def test_what_cannot_be_sent_is_named_beside_what_is_found_by_its_name(method: str, tmp_path: Path) -> None:
     text = """
@@ -1082,6 +1121,7 @@ def ask_and_connect(pid: int) -> list[Any]:
     return [Asking(pid), *workers.make_connections()]
 
 
+@pytest.mark.slow
 def test_a_value_that_waits_for_another_group_when_it_is_unpickled() -> None:
     with start_processes("outer", ask_and_connect, (os.getpid(),), nprocs=1) as group:
         result = group.wait(TIMEOUT)
@@ -1094,6 +1134,7 @@ def test_a_value_that_waits_for_another_group_when_it_is_unpickled() -> None:
         sock.close()
 
 
+@pytest.mark.slow
 def test_descriptors_of_a_worker_that_failed_after_all_are_closed() -> None:
     before = len(os.listdir("/proc/self/fd"))
     with start_processes("f", connections_and_fail, (), nprocs=2, start_method="spawn") as group:
@@ -1111,6 +1152,7 @@ def connections_and_fail() -> list[Any]:
     return [end for _ in range(50) for end in Pipe()]
 
 
+@pytest.mark.slow
 @each_sent
 def test_locks_and_queues_do_not_come_back(method: str) -> None:
     """They are the launcher's only as long as who has made them lives; `multiprocessing` refuses them as well."""
@@ -1121,6 +1163,7 @@ def test_locks_and_queues_do_not_come_back(method: str) -> None:
     assert "only be shared between processes through inheritance" in result.root_cause.message
 
 
+@pytest.mark.slow
 def test_too_many_descriptors_are_refused() -> None:
     with start_processes("c", workers.make_pipes, (101,), nprocs=1) as group:
         result = group.wait(TIMEOUT)
@@ -1129,6 +1172,7 @@ def test_too_many_descriptors_are_refused() -> None:
     assert "it holds 202 descriptors; at most 200" in result.root_cause.message
 
 
+@pytest.mark.slow
 @each_sent
 def test_a_socket_is_an_argument_whoever_is_loaded(method: str, tmp_path: Path) -> None:
     text = """
@@ -1147,6 +1191,7 @@ def test_a_socket_is_an_argument_whoever_is_loaded(method: str, tmp_path: Path) 
     assert run_main(tmp_path, text, method) == "b'herehere'\n"
 
 
+@pytest.mark.slow
 @each_method
 def test_shared_memory_that_a_worker_makes_stays(method: str, tmp_path: Path) -> None:
     """As for `multiprocessing`: until the launcher ends, whether or not that has a resource tracker by then."""
@@ -1172,6 +1217,7 @@ def test_shared_memory_that_a_worker_makes_stays(method: str, tmp_path: Path) ->
     assert run_main(tmp_path, text, method) == "A\nB\nA\nB\n"
 
 
+@pytest.mark.slow
 def test_shared_memory_outlives_a_worker_whatever_was_preloaded(tmp_path: Path) -> None:
     """The resource tracker of the process that imports ends with it, and would unlink all that it knows of."""
     (tmp_path / "early.py").write_text("from multiprocessing import get_context\nlock = get_context('spawn').Lock()\n")
@@ -1193,6 +1239,7 @@ def test_shared_memory_outlives_a_worker_whatever_was_preloaded(tmp_path: Path) 
     assert done.stdout == "True\n", done.stderr
 
 
+@pytest.mark.slow
 @each_method
 def test_a_worker_is_given_the_resource_tracker_while_the_launcher_ends(method: str, tmp_path: Path) -> None:
     """From Python 3.12 on, it can have no thread by then."""
@@ -1228,6 +1275,7 @@ def test_a_worker_is_given_the_resource_tracker_while_the_launcher_ends(method: 
     assert run_main(tmp_path, text, method, str(tmp_path / "fifo")) == "sees 7\n"
 
 
+@pytest.mark.slow
 @each_method
 def test_a_worker_that_asks_for_the_resource_tracker_and_is_gone(method: str, tmp_path: Path) -> None:
     """The launcher listens to the others still, and lives on where a broken pipe is fatal."""
@@ -1255,6 +1303,7 @@ def test_a_worker_that_asks_for_the_resource_tracker_and_is_gone(method: str, tm
     assert run_main(tmp_path, text, method, str(tmp_path)) == f"{told}\n"
 
 
+@pytest.mark.slow
 def test_a_fork_does_not_wait_for_the_resource_trackers_lock(tmp_path: Path) -> None:
     """A thread of the launcher's may hold it, which starts a tracker for another group's worker."""
     text = """
@@ -1335,6 +1384,7 @@ def test_a_worker_whose_socket_has_been_closed_asks_nobody() -> None:
     ours.close()
 
 
+@pytest.mark.slow
 def test_a_group_whose_workers_use_no_multiprocessing_loads_none(tmp_path: Path) -> None:
     text = """
     def loaded():
@@ -1346,6 +1396,7 @@ def test_a_group_whose_workers_use_no_multiprocessing_loads_none(tmp_path: Path)
         assert run_main(tmp_path, text, method) == "[]\n"
 
 
+@pytest.mark.slow
 @each_method
 def test_a_fork_server_of_a_worker_is_not_left_behind(method: str) -> None:
     with start_processes("s", workers.use_a_fork_server, (), nprocs=2, start_method=method) as group:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
     from tests.test_run import Place
 
+pytestmark = pytest.mark.once
+
 INPUTS = int(os.environ.get("PHALANX_TEST_INPUTS", "20000"))
 few = settings(deadline=None, max_examples=200, suppress_health_check=list(HealthCheck))
 
@@ -103,7 +105,6 @@ def test_pieces(chunks: list[bytes]) -> None:
     check_rest(chunks)
 
 
-@pytest.mark.once
 def test_very_many_pieces() -> None:
     """Hypothesis takes a millisecond to think of one, and makes it small; this takes some microseconds."""
     seed = os.environ.get("PHALANX_TEST_SEED") or os.urandom(8).hex()

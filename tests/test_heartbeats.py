@@ -63,6 +63,7 @@ def test_a_scope_that_a_dead_process_has_left_behind_hides_no_hang(events: Event
     assert failure.message == f"Hang: no heartbeat for {HANG_TIMEOUT:g} s (the last at step 3)"
 
 
+@pytest.mark.slow
 def test_more_processes_than_a_rank_of_loaders_has(events: Events, ready: Ready, gate: Gate) -> None:
     count = 72
     args = (ready.address, gate.address, count)
@@ -75,6 +76,7 @@ def test_more_processes_than_a_rank_of_loaders_has(events: Events, ready: Ready,
 # --- rest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["plain", "child"])
 def test_who_rests_may_take_any_time(way: str, events: Events, ready: Ready, gate: Gate) -> None:
     """And so may the processes below it."""
@@ -86,6 +88,7 @@ def test_who_rests_may_take_any_time(way: str, events: Events, ready: Ready, gat
     assert "timer.expired" not in events.names()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way, step", [("beat", 5), ("block", 4)])
 def test_after_a_rest_heartbeats_are_expected_again(
     way: str, step: int, events: Events, ready: Ready, gate: Gate
@@ -98,6 +101,7 @@ def test_after_a_rest_heartbeats_are_expected_again(
     assert failure.message == f"Hang: no heartbeat for {IN_TIME:g} s (the last at step {step})"
 
 
+@pytest.mark.slow
 def test_a_rest_shields_no_parent(events: Events, ready: Ready, gate: Gate) -> None:
     with begin(hang_workers.rest_below, (ready.address, gate.address), events, seconds=IN_TIME) as group:
         ready.wait()
@@ -108,6 +112,7 @@ def test_a_rest_shields_no_parent(events: Events, ready: Ready, gate: Gate) -> N
 # --- the end of a program rests by itself
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 @pytest.mark.parametrize("way", ["handler", "thread", "handler, exits"])
 def test_what_outlasts_a_function_may_take_any_time(
@@ -122,6 +127,7 @@ def test_what_outlasts_a_function_may_take_any_time(
     assert "timer.expired" not in events.names()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["handler, fails", "handler, exits badly"])
 def test_a_teardown_that_hangs_after_a_failure_is_found(way: str, events: Events, ready: Ready, gate: Gate) -> None:
     with begin(hang_workers.end_slowly, (ready.address, gate.address, way), events) as group:
@@ -132,6 +138,7 @@ def test_a_teardown_that_hangs_after_a_failure_is_found(way: str, events: Events
 SCRIPT = "from tests import hang_workers\nhang_workers.end_slowly({address!r}, {gate!r}, {way!r})\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way, code", [("handler", 0), ("thread, exits", 0), ("handler, fails", 137)])
 def test_what_outlasts_a_script(way: str, code: int, ready: Ready, gate: Gate, tmp_path: Path) -> None:
     script = tmp_path / "train.py"

@@ -77,6 +77,7 @@ def test_signals_that_cannot_be(monkeypatch: pytest.MonkeyPatch, names: str, tex
     assert text in str(caught.value)
 
 
+@pytest.mark.slow
 def test_an_unknown_signal_is_refused_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "place").mkdir()
     place = Place(tmp_path / "place")
@@ -86,6 +87,7 @@ def test_an_unknown_signal_is_refused_before_anything_starts(tmp_path: Path) -> 
     assert list(place.folder.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_nested_groups_share_the_handlers(ready: Ready, gate: Gate) -> None:
     before = handlers()
     outer = waiting(ready, gate)
@@ -166,6 +168,7 @@ os.kill(os.getpid(), 15)
 """
 
 
+@pytest.mark.slow
 def test_sigterm_in_a_program(tmp_path: Path, gate: Gate) -> None:
     """The worker ends its launcher, which is its keeper's guard's parent. Afterwards SIGTERM is SIGTERM."""
     fifo = tmp_path / "started"
@@ -213,6 +216,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("child", ["chld", "nochld"])
 def test_a_binary_starts_fresh(tmp_path: Path, logs: Path, child: str) -> None:
     done = run_script(tmp_path, FACTS, "binary", child, str(logs))
@@ -233,6 +237,7 @@ def test_a_binary_starts_fresh(tmp_path: Path, logs: Path, child: str) -> None:
     assert (logs / "0/stderr.log").read_text() == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("child", ["chld", "nochld"])
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 def test_a_function_starts_fresh(tmp_path: Path, logs: Path, method: str, child: str) -> None:
@@ -298,6 +303,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["low", "free"])
 def test_a_launcher_whose_standard_streams_are_closed(tmp_path: Path, how: str) -> None:
     """Also when it has opened a file since, which has become its stdin by number."""
@@ -309,6 +315,7 @@ def test_a_launcher_whose_standard_streams_are_closed(tmp_path: Path, how: str) 
     assert (logs / "0/stderr.log").read_text() == "x\n"
 
 
+@pytest.mark.slow
 def test_a_launcher_started_with_closed_streams(tmp_path: Path) -> None:
     """As by a shell's <&- >&- 2>&-: Python itself has no sys.stdout then."""
     out, logs = tmp_path / "out", tmp_path / "logs"
@@ -330,6 +337,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 def test_buffered_output_of_the_launcher_is_written_once(tmp_path: Path, method: str) -> None:
     done = run_script(tmp_path, PRINTS, method)

@@ -29,6 +29,7 @@ def test_a_seed_makes_the_same_plan_everywhere() -> None:
     assert hashlib.sha256(text.encode()).hexdigest()[:8] == PLANS
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seeds", ["0-7", pytest.param("8-39", marks=pytest.mark.once)])
 def test_the_guarantees_hold_whatever_happens(seeds: str) -> None:

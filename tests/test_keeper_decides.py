@@ -35,15 +35,15 @@ LAUNCHER = """
 import json, sys
 from phalanx.multiprocessing import start_processes
 from phalanx.timer import TimerSpecs
-from tests import test_keeper_decides as these
+from tests import workers
 
 if __name__ == "__main__":
     options = json.loads(sys.argv[1])
     timers = TimerSpecs() if options.pop("timers", False) else None
     busy = options.pop("busy", 0)
-    with start_processes("g", getattr(these, options.pop("function")), timers=timers, **options) as group:
+    with start_processes("g", getattr(workers, options.pop("function")), timers=timers, **options) as group:
         if busy:
-            these.hold_the_gil(options["args"]["0"][0], busy)
+            workers.hold_the_gil(options["args"]["0"][0], busy)
         result = group.wait()
     print(json.dumps({
         "state": result.state,
@@ -51,47 +51,6 @@ if __name__ == "__main__":
         "outcomes": [[outcome.state, outcome.exitcode, outcome.signal_sent] for outcome in result.outcomes.values()],
     }))
 """
-
-
-def hold_the_gil(address: str, seconds: float) -> None:
-    """What a C call does that does not let go of it; a signal that has a handler ends this one (nanosleep(2))."""
-    import ctypes
-
-    from tests.helpers import tell
-
-    signal.signal(signal.SIGUSR1, lambda *_: None)
-    tell(address, "busy")
-    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
-
-
-def one_fails(address: str, gate: str, rank: int) -> None:
-    """Rank 0 fails when the gate opens, rank 1 lives for ever, rank 2 ignores SIGTERM as well."""
-    from tests.helpers import pass_gate, tell
-
-    if rank == 2:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    tell(address, str(os.getpid()))
-    if rank == 0:
-        pass_gate(gate)
-        os._exit(3)
-    while True:
-        signal.pause()
-
-
-def one_hangs(address: str, gate: str, rank: int) -> None:
-    """Rank 0 enters a block when the gate opens, and does not leave it."""
-    from phalanx.timer import expires
-    from tests.helpers import pass_gate, tell
-
-    tell(address, str(os.getpid()))
-    if rank == 0:
-        with expires(after=60, scope="ready"):  # the table is open
-            tell(address, str(os.getpid()))
-        pass_gate(gate)
-        with expires(after=0.3, scope="load"):
-            signal.pause()
-    while True:
-        signal.pause()
 
 
 @contextlib.contextmanager
@@ -147,6 +106,7 @@ FAILED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 def test_a_launcher_that_is_stopped_holds_up_no_stop_and_no_kill(
     tmp_path: Path, ready: Ready, gate: Gate, method: str
@@ -161,6 +121,7 @@ def test_a_launcher_that_is_stopped_holds_up_no_stop_and_no_kill(
         assert goes_on(launcher) == FAILED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["settling", "stopping"])
 def test_a_launcher_that_is_stopped_meanwhile(tmp_path: Path, ready: Ready, gate: Gate, when: str) -> None:
     settle, grace = (2.0, 0.3) if when == "settling" else (0.0, 2.0)
@@ -195,6 +156,7 @@ def busy(launcher: subprocess.Popen[str], _ready: Ready) -> None:
     assert launcher.poll() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [stopped, busy])
 def test_a_hung_rank_is_killed_at_its_deadline(
     tmp_path: Path, ready: Ready, gate: Gate, how: Callable[[subprocess.Popen[str], Ready], None]

@@ -62,6 +62,7 @@ def failing_at(gate: Gate, ready: Ready, *, stays: bool = False) -> PContext:
     return start_processes("g", sys.executable, args)
 
 
+@pytest.mark.slow
 def test_what_the_keeper_said_before_it_left_is_heard_though_a_wish_is_unsent(ready: Ready, gate: Gate) -> None:
     with failing_at(gate, ready) as group:
         ready.wait(2)
@@ -138,6 +139,7 @@ def test_a_keeper_that_we_killed_is_said_to_have_been_silent(ready: Ready, monke
         monkeypatch.setattr(KeeperClient, "wake", wake)
 
 
+@pytest.mark.slow
 def test_a_keeper_that_is_lost_after_a_failure_does_not_hide_it(ready: Ready, gate: Gate) -> None:
     """What became of the others since is not known."""
     with failing_at(gate, ready, stays=True) as group:
@@ -172,6 +174,7 @@ def returns_much(rank: int, address: str, gate: str) -> bytes:
     return bytes(LARGE)
 
 
+@pytest.mark.slow
 def test_a_large_result_holds_up_no_stop(ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     reading, go_on = threading.Event(), threading.Event()
     read = sealed_memfd.read

@@ -45,6 +45,7 @@ def test_nothing_is_said_about_nothing(leak_mark: str) -> None:
     assert found(leak_mark, lambda: None) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_child_is_named_and_killed(leak_mark: str) -> None:
@@ -54,6 +55,7 @@ def test_a_child_is_named_and_killed(leak_mark: str) -> None:
     assert not alive(children[0])
 
 
+@pytest.mark.slow
 def test_a_zombie_is_a_child(leak_mark: str) -> None:
     def leak() -> None:
         pid = os.posix_spawn("/bin/true", ["true"], os.environ)
@@ -62,6 +64,7 @@ def test_a_zombie_is_a_child(leak_mark: str) -> None:
     assert "is left: (a zombie)" in found(leak_mark, leak)
 
 
+@pytest.mark.slow
 def test_an_orphan_is_named_and_killed(leak_mark: str, ready: Ready) -> None:
     orphan = f"import os, signal; os.setsid(); {ready.python()}; signal.pause()"
 
@@ -75,6 +78,7 @@ def test_an_orphan_is_named_and_killed(leak_mark: str, ready: Ready) -> None:
     assert wait_gone(pids) == set()
 
 
+@pytest.mark.slow
 def test_a_descriptor_is_named_with_what_it_is(leak_mark: str, tmp_path: Path) -> None:
     fds: list[int] = []
     text = found(leak_mark, lambda: fds.append(os.open(tmp_path, os.O_RDONLY)))
@@ -82,6 +86,7 @@ def test_a_descriptor_is_named_with_what_it_is(leak_mark: str, tmp_path: Path) -
     assert f"descriptor {fds[0]} is left open: {tmp_path}" in text
 
 
+@pytest.mark.slow
 def test_a_thread_is_named(leak_mark: str) -> None:
     end = threading.Event()
     thread = threading.Thread(target=end.wait, name="forgotten")
@@ -91,6 +96,7 @@ def test_a_thread_is_named(leak_mark: str) -> None:
     assert "thread 'forgotten' is left running" in text
 
 
+@pytest.mark.slow
 def test_a_thread_that_ends_soon_is_no_leak(leak_mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaks, "PATIENCE", 20.0)
     end = threading.Event()
@@ -116,6 +122,7 @@ def test_a_handler_a_mask_and_a_flag_are_named(leak_mark: str) -> None:
     assert "child subreaper was 0, is 1" in text
 
 
+@pytest.mark.slow
 def test_the_environment_the_folder_and_temporary_files_are_named(leak_mark: str, tmp_path: Path) -> None:
     def leak() -> None:
         os.environ["FORGOTTEN"] = "1"

@@ -21,8 +21,8 @@ from phalanx._engine.keeper.proc_memory import COMMAND, MemoryReader
 from phalanx._engine.leftovers import Leftover, line_of_waiting, lines_of_ended
 from phalanx.multiprocessing import start_processes
 from tests.disks import sleeping_on_disks, until
-from tests.families import fork_daemon, fork_plain, fork_session
-from tests.helpers import TIMEOUT, alive, pass_gate, wait_gone
+from tests.families import fork_daemon, fork_plain, fork_session, leaves
+from tests.helpers import TIMEOUT, alive, wait_gone
 from tests.waits import tell_keepers
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def uploader(done: Path, gate: Gate, ready: Ready) -> str:
     return f"setsid {sys.executable} -S -c {shlex.quote(code)}"
 
 
+@pytest.mark.slow
 def test_what_successful_workers_left_behind_may_finish(tmp_path: Path, ready: Ready, gate: Gate) -> None:
     done = tmp_path / "done"
     script = f"{uploader(done, gate, ready)} & read line <{tmp_path}/go"
@@ -115,11 +116,7 @@ def test_a_close_ends_the_lingering(ready: Ready, way: str) -> None:
     assert [(left.command, left.exitcode) for left in result.leftovers] == [("sleep 600", -9 if way == "kill" else -15)]
 
 
-def leaves(address: str, way: Callable[[str], None], gate: str) -> None:
-    way(address)
-    pass_gate(gate)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 @pytest.mark.parametrize("way", [fork_plain, fork_session, fork_daemon])
 def test_whose_it_was(ready: Ready, gate: Gate, method: str, way: Callable[[str], None]) -> None:
@@ -148,6 +145,7 @@ def test_one_that_ignores_sigterm_is_killed(ready: Ready) -> None:
     assert [(left.pid, left.signal_sent, left.exitcode) for left in result.leftovers] == [(pid, 9, -9)]
 
 
+@pytest.mark.slow
 def test_what_ends_by_itself_is_not_told(tmp_path: Path) -> None:
     """A resource tracker ignores SIGTERM, and ends when its worker has: it may have to be waited for."""
     script = tmp_path / "script.py"
@@ -156,6 +154,7 @@ def test_what_ends_by_itself_is_not_told(tmp_path: Path) -> None:
     assert "ended what was left behind" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_many_are_counted() -> None:
     script = "for i in $(seq 100); do setsid sleep 600 & done; exit 0"
     with start_processes("g", "/bin/sh", ("-c", script), nprocs=1) as group:
@@ -169,6 +168,7 @@ def test_many_are_counted() -> None:
 # --- what a person is told
 
 
+@pytest.mark.slow
 def test_phalanx_run_waits_and_says_for_whom(tmp_path: Path, ready: Ready, gate: Gate) -> None:
     script = tmp_path / "train.sh"
     script.write_text(f"#!/bin/sh\n{uploader(tmp_path / 'done', gate, ready)} &\nread line <{tmp_path}/go\n")
@@ -188,6 +188,7 @@ def test_phalanx_run_waits_and_says_for_whom(tmp_path: Path, ready: Ready, gate:
     assert (tmp_path / "done").exists()
 
 
+@pytest.mark.slow
 def test_what_was_ended_is_on_the_console_and_in_run_json(tmp_path: Path, ready: Ready, gate: Gate) -> None:
     script = tmp_path / "train.sh"
     script.write_text(f"#!/bin/sh\n{uploader(tmp_path / 'done', gate, ready)} &\nread line <{tmp_path}/go\n")
@@ -263,6 +264,7 @@ def test_a_look_that_only_has_no_cpu_is_waited_for(monkeypatch: pytest.MonkeyPat
         os.waitpid(fork, 0)
 
 
+@pytest.mark.slow
 def test_a_look_that_has_no_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is awake all the time."""
 
@@ -295,6 +297,7 @@ libc.munmap(page, 4096)  # waits for that one, with the lock of all of its memor
 """
 
 
+@pytest.mark.slow
 def test_what_waits_for_a_disk_holds_up_nobody_who_looks_at_it(
     disk: Disk, ready: Ready, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_result_that_is_cut_hides_no_other(tmp_path: Path) -> None:
     """Ranks 1, 3 and 5 return what takes a descriptor, of which there is none; the others what does not."""
     import json
@@ -185,6 +186,7 @@ except OSError:
 """
 
 
+@pytest.mark.slow
 def test_a_child_that_proc_does_not_show(tmp_path: Path) -> None:
     """It is of another user by now (setuid), and /proc hides it (hidepid). The keeper is its parent all the same."""
     sleep = tmp_path / "sleep"
@@ -200,6 +202,7 @@ def test_a_child_that_proc_does_not_show(tmp_path: Path) -> None:
     assert done.stdout == "succeeded [('?', 15, -15), ('?', 15, -15)]\n", done.stderr
 
 
+@pytest.mark.slow
 def test_a_look_that_fails_is_no_end(ready: Ready, gate: Gate) -> None:
     """Every look at a process fails: all the same, what a worker leaves behind is ended."""
 
@@ -233,6 +236,7 @@ def leaves_children(address: str, gate: str) -> None:
 PTRACE_SEIZE, PTRACE_DETACH = 0x4206, 17
 
 
+@pytest.mark.slow
 def test_a_zombie_that_a_tracer_holds_costs_nothing_and_is_reaped_when_it_lets_go(ready: Ready, gate: Gate) -> None:
     """It is readable, and not ours to reap before: no reason to spin. Its exit is dated when it happened."""
     code = f"import os; {ready.python()}; {gate.python()}; os._exit(3)"
@@ -269,6 +273,7 @@ def cpu_seconds(pid: int) -> float:
 # --- deadlines
 
 
+@pytest.mark.slow
 def test_cancelled_deadlines_do_not_pile_up() -> None:
     """A heartbeat of a day beside timers that are set and cleared all the time."""
     due = Deadlines()
@@ -305,6 +310,7 @@ class Seconds(float):
     """A subclass, as many libraries have one."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "value", [np.float64(0.5), np.float32(0.5), np.int64(1), Seconds(0.5), 1], ids=lambda it: type(it).__name__
 )
@@ -357,6 +363,7 @@ def test_logs_may_be_paths_and_sizes_of_any_library(tmp_path: Path) -> None:
     assert [(tmp_path / f"{rank}.out").read_text() for rank in range(2)] == ["hello\n", "hello\n"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_path_in_sys_path_is_no_trouble(method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     class Text(str):
@@ -404,6 +411,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_set_executable_has_its_effect(tmp_path: Path, method: str) -> None:
     done = workers.run_script(tmp_path, EMBEDDED, sys.executable, "set", method)
@@ -417,6 +425,7 @@ def test_a_host_without_an_interpreter_is_told_what_to_do(tmp_path: Path, how: s
     assert interpreter.HINT in done.stdout
 
 
+@pytest.mark.slow
 def test_a_host_that_is_no_interpreter_is_told_so(tmp_path: Path) -> None:
     """uwsgi's sys.executable is uwsgi."""
     done = workers.run_script(tmp_path, EMBEDDED, sys.executable, "other", "spawn")
@@ -485,6 +494,7 @@ def does_all(what: str) -> Any:
     return (lambda: 3) if what == "lambda" else [what]
 
 
+@pytest.mark.slow
 def test_a_fork_of_a_host_with_threads_imports_nothing(tmp_path: Path) -> None:
     """A thread that is not there in the fork may have held the lock of an import."""
     found = tmp_path / "found"
@@ -529,6 +539,7 @@ def test_the_state_of_a_group_that_was_closed_is_said(ready: Ready, gate: Gate) 
     assert (result.state, result.return_values, result.failures, result.root_cause) == ("stopped", {}, {}, None)
 
 
+@pytest.mark.slow
 def test_the_states_of_results(gate: Gate) -> None:
     gate.open(2)
     with start_processes("g", pass_gate, (gate.address,), nprocs=2) as group:

@@ -22,14 +22,15 @@ from phalanx._base import clock
 from phalanx._logs.dedup import Dedup
 from phalanx._logs.prefixes import stamp
 from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, RunProcsResult, Std, start_processes
-from tests import workers
-from tests.helpers import TIMEOUT, Gate, Ready, descendants, wait_gone
+from tests.helpers import TIMEOUT, Gate, Ready
 from tests.screen import Emulator
 from tests.test_run import LIMIT, Done, Launcher, Place, read_until, refused, terminal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+pytestmark = pytest.mark.once
 
 PYTHON = sys.executable
 
@@ -697,71 +698,6 @@ def test_a_template_that_is_no_text(template: Any) -> None:
 
 
 COUNT = "import os\nfor n in range({count}): os.write(1, b'line %d\\n' % n)\n"
-
-
-def test_rotation(place: Place) -> None:
-    script = place.write(COUNT.format(count=3000))
-    done = place.run("--nproc-per-node", 2, "--log-max-size", "2k", script)
-    assert done.status == 0
-    expected = "".join(f"line {n}\n" for n in range(3000))
-    for rank in range(2):
-        path = path_of(place, rank)
-        assert whole(path).decode() == expected
-        parts = [*path.parent.glob("stdout.log.*"), path]
-        assert len(parts) > 10
-        assert all(0 < part.stat().st_size <= 2000 and part.read_bytes().endswith(b"\n") for part in parts)
-        shown = [line for line in done.out.splitlines() if line.startswith(f"[{rank}]")]
-        assert shown == [f"[{rank}] {line}" for line in expected.splitlines()]
-        assert not list(path.parent.glob("*.new"))
-
-
-def test_rotation_splits_no_line(place: Place) -> None:
-    done = sh(place, "printf '%0500d\\nshort\\n%0500d\\n' 1 2; printf end", "--log-max-size", "100")
-    path = path_of(place, 0)
-    assert [part.read_bytes() for part in (path.with_suffix(".log.1"), path.with_suffix(".log.2"))] == [
-        b"%0500d\n" % 1, b"short\n"
-    ]  # fmt: skip
-    assert whole(path) == b"%0500d\nshort\n%0500d\nend" % (1, 2)
-    assert [len(line) for line in done.out.splitlines()] == [504, 9, 504, 7]
-
-
-def test_a_descriptor_stays_valid_across_rotations_in_a_grandchild(place: Place) -> None:
-    place.env["CHILD"] = "i=0; while [ $i -lt 200 ]; do i=$((i+1)); echo child $i; done"
-    done = sh(place, 'echo before; (setsid sh -c "$CHILD"; true); echo after', "--log-max-size", "200")
-    expected = ["before", *(f"child {i}" for i in range(1, 201)), "after"]
-    assert whole(path_of(place, 0)).decode().splitlines() == expected
-    assert done.out.splitlines() == [f"[0] {line}" for line in expected]
-
-
-def test_what_was_written_survives_the_launcher_and_the_worker(place: Place, ready: Ready) -> None:
-    script = place.write(f"{COUNT.format(count=5000)}\n{ready.python()}\nimport signal\nsignal.pause()")
-    with place.start("--nproc-per-node", 2, "--log-max-size", "10k", "-r", 3, script) as launcher:
-        ready.wait(2)
-        everybody = descendants(launcher.process.pid)  # what writes the files is one of them, and may be the last
-        launcher.process.kill()
-        launcher.process.wait()
-        assert not wait_gone(everybody)
-    for rank in range(2):
-        assert whole(path_of(place, rank)).decode() == "".join(f"line {n}\n" for n in range(5000))
-
-
-@pytest.mark.usefixtures("own_temporary_folder")
-@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
-def test_rotation_of_functions(logs: Path, capfd: pytest.CaptureFixture[str], method: str) -> None:
-    specs = DefaultLogsSpecs(str(logs), tee=Std.ALL, max_size=300)
-    texts = tuple(f"text {n}" for n in range(300))
-    result = group(
-        logs, ConsoleSpecs(), workers.prints, {0: texts, 1: texts}, logs_specs=specs, start_method=method
-    )  # fmt: skip
-    assert not result.is_failed()
-    captured = capfd.readouterr()
-    for rank in range(2):
-        for shown, files in ((captured.out, result.stdouts), (captured.err, result.stderrs)):
-            path = logs.joinpath(files[rank])
-            assert whole(path).decode().splitlines() == list(texts)
-            assert len(list(path.parent.glob(f"{path.name}.*"))) > 3
-            mine = [line for line in shown.splitlines() if line.startswith(f"[{rank}]")]
-            assert mine == [f"[{rank}] {text}" for text in texts]
 
 
 def test_the_last_lines_of_a_hidden_rank_that_rotates(place: Place) -> None:

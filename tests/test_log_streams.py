@@ -12,6 +12,8 @@ from tests.test_run import Place, refused
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture
 def place(tmp_path: Path) -> Place:

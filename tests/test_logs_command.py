@@ -26,15 +26,16 @@ from phalanx._runs.catalog import resolve
 from phalanx.cli._reader import Reader
 from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, Std, start_processes
 from tests.helpers import Gate
-from tests.screen import Emulator
 from tests.test_log_options import start_sh
-from tests.test_run import LIMIT, Done, Launcher, Place, read_until, refused, terminal
+from tests.test_run import LIMIT, Done, Launcher, Place, refused
 from tests.test_runs import wait_for_record
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.helpers import Ready
+
+pytestmark = pytest.mark.once
 
 LOGS = (sys.executable, "-m", "phalanx", "logs")
 PYTHON = sys.executable
@@ -631,61 +632,6 @@ def test_following_a_run_to_its_end(place: Place, ready: Ready, gate: Gate) -> N
     assert sorted((shown + more + done.out).splitlines()) == [
         "[0] history of 0", "[0] live", "[0] no end", "[1] history of 1", "[1] live", "[1] no end"
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("how", ["launcher is killed", "run fails", "reader is interrupted", "reader is told to end"])
-def test_following_ends(place: Place, ready: Ready, gate: Gate, how: str) -> None:
-    script = place.write(f"print('one')\n{ready.python()}\n{gate.python()}\nprint('two')\nraise SystemExit(3)")
-    with place.start("-r", 3, script) as launcher:
-        ready.wait()
-        wait_for_record(place)  # without one, nobody will say that it has ended
-        with reader(place, "-f") as follower:
-            follower.read_until("one\n", "stdout")
-            if how == "launcher is killed":
-                launcher.process.kill()
-                launcher.process.wait()
-                assert follower.end() == (0, "", "")
-            elif how == "run fails":
-                gate.open()
-                assert launcher.end().status == 3
-                assert follower.end() == (0, "[0] two\n", "")
-            elif how == "reader is interrupted":
-                follower.send(signal.SIGINT)
-                assert follower.end() == (130, "", "")
-            else:
-                follower.send(signal.SIGTERM)
-                assert follower.end() == (-signal.SIGTERM, "", "")
-
-
-def test_following_ends_with_its_reader(place: Place, ready: Ready, gate: Gate) -> None:
-    with place.start("-r", 3, place.write(f"print('one')\n{ready.python()}\n{gate.python()}")) as launcher:
-        ready.wait()
-        done = logs(place, "-f", head=("bash", "-c", 'set -o pipefail; "$@" | head -1', "bash"))
-        assert done == (141, "[0] one\n", "")
-        gate.open()
-        launcher.end()
-
-
-@pytest.mark.parametrize("text", ["prompt> ", "\\r bar 10", ""])
-def test_an_interrupt_leaves_a_terminal_tidy(place: Place, ready: Ready, gate: Gate, text: str) -> None:
-    place.env["TERM"] = "xterm"
-    code = f"printf 'one\n{text}'; {PYTHON} -c \"$TELL\"; read x <{gate.address}"
-    place.env["TELL"] = ready.python("1")
-    with start_sh(place, code, "-r", 3) as launcher, terminal() as (ours, theirs):
-        ready.wait()
-        with reader(place, "-f", "--color", "never", stdout=theirs, stderr=theirs) as follower:
-            os.close(theirs)
-            shown = read_until(ours, text[-4:] or "one\r\n")
-            follower.send(signal.SIGINT)
-            shown += read_until(ours, "what never comes")
-            assert follower.process.wait(LIMIT) == 130
-        os.write(gate._fd, b"\n")
-        launcher.end()
-    screen = Emulator(80)
-    screen.feed(shown)
-    assert screen.wraps
-    assert screen.text() == ["[0] one", *([f"[0] {text.strip(chr(92) + 'r')}".rstrip()] if text else [])]
-    assert screen.column == 0
 
 
 def test_following_a_run_that_is_over(place: Place) -> None:

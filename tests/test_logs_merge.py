@@ -37,6 +37,8 @@ from phalanx.multiprocessing import ConsoleSpecs
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.once
+
 HISTORIES = int(os.environ.get("PHALANX_TEST_HISTORIES", "150"))
 BOUND = APART + 0.01 + 0.002  # the clocks; growths that are noted together; milliseconds, twice
 STREAMS = {0: True, 1: True, 2: False}  # the timeline's numbers, and which are rotated

@@ -1,4 +1,4 @@
-"""`phalanx logs | less`, in a real terminal: who reads decides what Ctrl-C means, and gets everything."""
+"""Who reads `phalanx logs` (a pager, a shell, a person): Ctrl-C, the end of a run or of its reader, a tidy terminal."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.helpers import Gate, Ready
-from tests.test_logs_command import LOGS, reader
+from tests.screen import Emulator
+from tests.test_log_options import PYTHON, start_sh
+from tests.test_logs_command import LOGS, logs, reader
 from tests.test_run import LIMIT, Place, read_until, terminal
+from tests.test_runs import wait_for_record
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,6 +74,7 @@ def script(place: Place, ready: Ready, gate: Gate) -> str:
         """)
 
 
+@pytest.mark.slow
 def test_a_pager_goes_on_after_an_interrupt(
     place: Place,
     script: str,
@@ -94,6 +98,7 @@ def test_a_pager_goes_on_after_an_interrupt(
     assert codes(place) == [0, 0]
 
 
+@pytest.mark.slow
 def test_an_interrupt_that_ends_the_reader_ends_all(place: Place, script: str, ready: Ready, gate: Gate) -> None:
     with place.start("-r", 3, script) as launcher:
         ready.wait()
@@ -122,3 +127,64 @@ def test_who_reads_a_little_and_then_the_rest_gets_everything(
             done = follower.end()
     assert (shown + done.out).count("\n") == COUNT + 1
     assert (done.status, done.err) == (0, "")
+
+
+# --- following, and its end
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["launcher is killed", "run fails", "reader is interrupted", "reader is told to end"])
+def test_following_ends(place: Place, ready: Ready, gate: Gate, how: str) -> None:
+    script = place.write(f"print('one')\n{ready.python()}\n{gate.python()}\nprint('two')\nraise SystemExit(3)")
+    with place.start("-r", 3, script) as launcher:
+        ready.wait()
+        wait_for_record(place)  # without one, nobody will say that it has ended
+        with reader(place, "-f") as follower:
+            follower.read_until("one\n", "stdout")
+            if how == "launcher is killed":
+                launcher.process.kill()
+                launcher.process.wait()
+                assert follower.end() == (0, "", "")
+            elif how == "run fails":
+                gate.open()
+                assert launcher.end().status == 3
+                assert follower.end() == (0, "[0] two\n", "")
+            elif how == "reader is interrupted":
+                follower.send(signal.SIGINT)
+                assert follower.end() == (130, "", "")
+            else:
+                follower.send(signal.SIGTERM)
+                assert follower.end() == (-signal.SIGTERM, "", "")
+
+
+@pytest.mark.slow
+def test_following_ends_with_its_reader(place: Place, ready: Ready, gate: Gate) -> None:
+    with place.start("-r", 3, place.write(f"print('one')\n{ready.python()}\n{gate.python()}")) as launcher:
+        ready.wait()
+        done = logs(place, "-f", head=("bash", "-c", 'set -o pipefail; "$@" | head -1', "bash"))
+        assert done == (141, "[0] one\n", "")
+        gate.open()
+        launcher.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["prompt> ", "\\r bar 10", ""])
+def test_an_interrupt_leaves_a_terminal_tidy(place: Place, ready: Ready, gate: Gate, text: str) -> None:
+    place.env["TERM"] = "xterm"
+    code = f"printf 'one\n{text}'; {PYTHON} -c \"$TELL\"; read x <{gate.address}"
+    place.env["TELL"] = ready.python("1")
+    with start_sh(place, code, "-r", 3) as launcher, terminal() as (ours, theirs):
+        ready.wait()
+        with reader(place, "-f", "--color", "never", stdout=theirs, stderr=theirs) as follower:
+            os.close(theirs)
+            shown = read_until(ours, text[-4:] or "one\r\n")
+            follower.send(signal.SIGINT)
+            shown += read_until(ours, "what never comes")
+            assert follower.process.wait(LIMIT) == 130
+        os.write(gate._fd, b"\n")
+        launcher.end()
+    screen = Emulator(80)
+    screen.feed(shown)
+    assert screen.wraps
+    assert screen.text() == ["[0] one", *([f"[0] {text.strip(chr(92) + 'r')}".rstrip()] if text else [])]
+    assert screen.column == 0

@@ -98,6 +98,7 @@ class StopTheKeeper(DefaultLogsSpecs):
                     return super().reify(envs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["keeper", "guard", "launcher"])
 @pytest.mark.parametrize("_turn", range(3))
 def test_an_order_to_start_that_lies_unread(ready: Ready, tmp_path: Path, who: str, _turn: int) -> None:
@@ -201,6 +202,7 @@ def sleeps(task: str) -> bool:
 # --- while the group runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["binary", "forkserver", "fork"])
 def test_a_stopped_keeper_whose_guard_is_killed_is_woken(kind: str, ready: Ready) -> None:
     """By the kernel: nobody needs to ask."""
@@ -229,6 +231,7 @@ def running(kind: str, ready: Ready) -> PContext:
     return start_processes("g", pauses, (ready.address,), nprocs=2, start_method=kind)
 
 
+@pytest.mark.slow
 def test_a_keeper_that_is_stopped_again_and_again_is_done_without(
     ready: Ready, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,6 +293,7 @@ def forks_with_every_descriptor() -> Iterator[list[int]]:
         os.waitpid(pid, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_helpers_that_are_lost_while_a_fork_of_the_host_has_their_end_of_the_socket(ready: Ready) -> None:
     """It would tell of their end never."""
@@ -304,6 +308,7 @@ def test_helpers_that_are_lost_while_a_fork_of_the_host_has_their_end_of_the_soc
         group.close()
 
 
+@pytest.mark.slow
 def test_the_last_resort_takes_two_descriptors(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     with running("binary", ready) as group:
         pids = ready.pids(2)
@@ -349,6 +354,7 @@ def test_without_any_descriptor_it_is_said_that_nobody_could_be_looked_for(
     assert wait_gone(pids) == set()
 
 
+@pytest.mark.slow
 def test_the_last_resort_finds_a_process_whose_first_thread_has_gone(ready: Ready, tmp_path: Path) -> None:
     """Its state is that of a zombie, and its own environment is empty: those of its threads are not."""
     script = tmp_path / "leaderless.py"
@@ -370,6 +376,7 @@ def test_the_last_resort_finds_a_process_whose_first_thread_has_gone(ready: Read
             assert len(os.listdir(f"/proc/{pid}/task")) == 1
 
 
+@pytest.mark.slow
 def test_the_last_resort_waits_for_no_process_that_gives_no_answer(
     ready: Ready, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -475,6 +482,7 @@ def test_a_close_while_another_thread_starts(ready: Ready, moment: str) -> None:
         assert not group.is_open
 
 
+@pytest.mark.slow
 def test_a_signal_is_not_held_while_the_keeper_does_not_get_up(tmp_path: Path) -> None:
     """The wait for the start ends with it, and the group can be closed."""
     script = tmp_path / "script.py"
@@ -506,6 +514,7 @@ except SignalException as error:
 # --- what is decided when a helper goes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guard_goes", [False, True])
 def test_a_keeper_that_ends_by_a_mistake_leaves_nobody(
     guard_goes: bool,
@@ -541,6 +550,7 @@ def test_a_keeper_that_ends_by_a_mistake_leaves_nobody(
     assert f'File "{keeper_module.__file__}", line ' in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ended", ["failed", "stopped", "succeeded"])
 def test_a_guard_that_is_killed_late_does_not_change_how_the_group_ended(
     ended: str, ready: Ready, gate: Gate, caplog: pytest.LogCaptureFixture
@@ -587,6 +597,7 @@ def deaf_unless_done(ended: str, rank: int, address: str, gate: str) -> None:
         signal.pause()
 
 
+@pytest.mark.slow
 def test_a_stop_in_the_midst_of_a_start(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """The keeper hears it after some workers: they are killed, and nothing else is started."""
     disk.freeze()
@@ -643,6 +654,7 @@ def pause(address: str) -> None:
         signal.pause()
 
 
+@pytest.mark.slow
 def test_a_guard_that_takes_over_late_waits_for_nobody_who_has_ended(
     ready: Ready, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -662,6 +674,7 @@ def test_a_guard_that_takes_over_late_waits_for_nobody_who_has_ended(
     assert time.monotonic() - began < protocol.KILL_WAIT / 2
 
 
+@pytest.mark.slow
 def test_a_guard_needs_no_descriptor_to_take_over(tmp_path: Path) -> None:
     script = "import signal; from tests.test_lost_helpers import sleep_in_a_group; sleep_in_a_group()"
     env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([ROOT, *filter(None, sys.path)])}

@@ -188,6 +188,7 @@ print(sorted(name for name in set(sys.modules) - before if name.startswith("phal
 """
 
 
+@pytest.mark.slow
 def test_what_the_end_needs_is_imported_before(tmp_path: Path) -> None:
     """The disk may not answer by then."""
     done = run_script(tmp_path, IMPORTS, cwd=tmp_path)
@@ -200,6 +201,7 @@ def ask_for_a_tracker(gate: str) -> int:
     return 3
 
 
+@pytest.mark.slow
 def test_a_resource_tracker_that_does_not_start_holds_up_no_result(
     gate: Gate, never: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +241,7 @@ def run(tmp_path: Path, ready: Ready, setting: str) -> Iterator[subprocess.Popen
             process.kill()
 
 
+@pytest.mark.slow
 def test_a_record_that_cannot_be_written_now_holds_back_no_signal(tmp_path: Path, ready: Ready, gate: Gate) -> None:
     """Neither as the workers start nor at the end."""
     setting = f"""
@@ -258,6 +261,7 @@ def test_a_record_that_cannot_be_written_now_holds_back_no_signal(tmp_path: Path
         assert process.wait(TIMEOUT) == 128 + signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_a_console_that_takes_nothing_holds_back_no_signal(tmp_path: Path, ready: Ready, gate: Gate) -> None:
     """Here it is a stand-in whose flush does not return; a terminal of another user, or a socket, are no better."""
     setting = f"""
@@ -296,6 +300,7 @@ def test_what_is_told_comes_in_order_and_a_fork_has_a_voice_of_its_own(
     assert capfd.readouterr().err == "one\ntwo\nthree\nfour\n"
 
 
+@pytest.mark.slow
 def test_a_launcher_without_descriptors_reports_all_the_same(tmp_path: Path) -> None:
     """What the report needs is loaded before, and stderr is there."""
     script = tmp_path / "train.py"

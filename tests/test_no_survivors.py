@@ -90,6 +90,7 @@ def loses_both(group: PContext, _gate: Gate) -> None:
         group.wait(TIMEOUT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("end", [fails, is_closed, loses_its_keeper, loses_its_guard, loses_both])
 def test_nobody_is_left_when_the_group(
@@ -121,6 +122,7 @@ def host(which: str, kind: str, ready: Ready, gate: Gate, *before: str) -> Itera
             process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_nobody_is_left_soon_after_the_launcher_was_killed(kind: str, ready: Ready, gate: Gate) -> None:
     """Within a tenth of a second, where there are processors to be had: that is shown, and not judged here."""
@@ -137,6 +139,7 @@ def test_nobody_is_left_soon_after_the_launcher_was_killed(kind: str, ready: Rea
     print(f"launcher killed, {kind}: all gone within {1000 * slowest:.0f} ms")  # noqa: T201 - shown with -rP
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stopped_keeper_is_woken_when_the_launcher_was_killed(kind: str, ready: Ready, gate: Gate) -> None:
     with host("plain", kind, ready, gate) as launcher:
@@ -151,6 +154,7 @@ def test_a_stopped_keeper_is_woken_when_the_launcher_was_killed(kind: str, ready
 # --- hosts of every kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["binary", "fork"])
 def test_a_child_of_the_hosts_own_keeps_no_group_alive_and_is_spared(kind: str, ready: Ready, gate: Gate) -> None:
     with host("with_child", kind, ready, gate) as launcher:
@@ -165,6 +169,7 @@ def test_a_child_of_the_hosts_own_keeps_no_group_alive_and_is_spared(kind: str, 
         assert wait_gone([own]) == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("which", ["deaf_to_children", "that_reaps_all"])
 def test_a_host_that_leaves_no_child_to_be_reaped(which: str, kind: str, ready: Ready, gate: Gate) -> None:
@@ -176,6 +181,7 @@ def test_a_host_that_leaves_no_child_to_be_reaped(which: str, kind: str, ready: 
         assert set(filter(alive, members)) == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["binary", "fork"])
 def test_a_keeper_is_missed_by_a_host_that_leaves_no_child_to_be_reaped(kind: str, ready: Ready, gate: Gate) -> None:
     with host("deaf_to_children", kind, ready, gate) as launcher:
@@ -187,6 +193,7 @@ def test_a_keeper_is_missed_by_a_host_that_leaves_no_child_to_be_reaped(kind: st
         assert launcher.wait(TIMEOUT) == 1  # KeeperLostError
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="a pid namespace takes root")
 @pytest.mark.parametrize("kind", ["binary", "fork"])
 def test_a_launcher_that_is_pid_1(kind: str, ready: Ready, gate: Gate, tmp_path: Path) -> None:
@@ -215,6 +222,7 @@ def stubborn(address: str) -> None:
         signal.pause()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_worker_that_ignores_sigterm_dies_at_the_end_of_the_grace(kind: str, ready: Ready) -> None:
     if kind == "binary":
@@ -235,6 +243,7 @@ def test_a_worker_that_ignores_sigterm_dies_at_the_end_of_the_grace(kind: str, r
     assert result.state == "stopped"
 
 
+@pytest.mark.slow
 def test_the_grace_is_the_same_after_a_failure(ready: Ready, gate: Gate) -> None:
     stays = f"import signal; signal.signal(15, signal.SIG_IGN); {ready.python()}; signal.pause()"
     goes = f"{ready.python()}; {gate.python()}; raise SystemExit(3)"
@@ -283,6 +292,7 @@ def test_a_stopped_worker_that_ignores_sigterm_dies_too(ready: Ready) -> None:
         assert not alive(pid)
 
 
+@pytest.mark.slow
 def test_stopped_children_die_too(ready: Ready, gate: Gate) -> None:
     with families.start("fork", ready.address, gate.address) as group:
         members = ready.pids(EVERYBODY)
@@ -299,6 +309,7 @@ def marked(name: str) -> set[int]:
     return {stat.pid for stat in procfs.processes() if name.encode() in b"\0".join(procfs.environ(stat.pid))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["closed", "killed", "keeper killed"])
 def test_a_chain_that_keeps_forking_is_cut(end: str, ready: Ready) -> None:
     # Two chains, of which only the last link lives; each ends by itself after so many generations.
@@ -334,6 +345,7 @@ for generation in range(20000):
         assert time.monotonic() - began < 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_daemon_that_holds_what_it_inherited_delays_nothing(kind: str, ready: Ready, gate: Gate) -> None:
     with families.start_daemons(kind, ready.address, gate.address) as group:
@@ -450,6 +462,7 @@ def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_worker_that_outlives_sigkill_is_reported_and_left(
     ready: Ready, frozen: Callable[[int], None], impatient: Path
 ) -> None:
@@ -480,6 +493,7 @@ def pause_above_another(address: str) -> None:
         signal.pause()
 
 
+@pytest.mark.slow
 def test_what_is_below_a_process_that_outlives_sigkill_is_killed(
     ready: Ready, frozen: Callable[[int], None], impatient: Path
 ) -> None:
@@ -512,6 +526,7 @@ signal.pause()
 """
 
 
+@pytest.mark.slow
 def test_a_keeper_that_nothing_ends_keeps_no_worker_alive(
     ready: Ready, frozen: Callable[[int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

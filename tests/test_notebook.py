@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+pytestmark = pytest.mark.once
+
 pytest.importorskip("ipykernel")
 pytest.importorskip("nbclient")
 

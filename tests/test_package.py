@@ -51,6 +51,7 @@ def nested(folder: str) -> str:
         return Path(group.wait().stdouts[0]).read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 def test_what_a_worker_is_told_of_its_logs_is_not_told_to_groups_of_its_own(tmp_path: Path, method: str) -> None:
     specs = DefaultLogsSpecs(str(tmp_path), redirects=Std.ERR)

@@ -62,43 +62,94 @@ def read_only(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return array
 
 
-square = some(2 * MIB, np.float64).reshape(1024, 2048)
-records = np.zeros(MIB, dtype=[("name", "S4"), ("value", "<f8"), ("inner", "<i4", (2,))])
-records["value"] = np.arange(MIB)
-
-ARRAYS = {
-    "of bytes": some(),
-    "of floats": some(MIB, np.float64),
-    "of big-endian numbers": some(MIB, ">i4"),
-    "of complex numbers": some(MIB, np.complex128),
-    "of booleans": some(2 * MIB, np.bool_),
-    "of dates": some(MIB).astype("M8[D]"),
-    "of texts": some(MIB).astype("U3"),
-    "of records": records,
-    "of objects": np.array([{"n": n} for n in range(1000)] * 10, dtype=object),
-    "empty": np.empty((0, 3)),
-    "of no dimension": np.array(3.5),
-    "of just the size": some(LARGE),
-    "one byte below": some(LARGE - 1),
-    "one byte above": some(LARGE + 1),
-    "in two dimensions": square,
-    "in Fortran's order": np.asfortranarray(square),
-    "transposed": square.T,
-    "every second column": square[:, ::2],
-    "backwards": some()[::-1],
-    "a slice": some(4 * MIB)[MIB:-MIB],
-    "broadcast": np.broadcast_to(np.arange(1024.0), (1024, 1024)),
-    "read-only": read_only(some()),
-    "read-only slice": read_only(some(4 * MIB))[MIB:-MIB],
-    "a field of records": records["value"],
-}
+NAMES = (
+    "of bytes",
+    "of floats",
+    "of big-endian numbers",
+    "of complex numbers",
+    "of booleans",
+    "of dates",
+    "of texts",
+    "of records",
+    "of objects",
+    "empty",
+    "of no dimension",
+    "of just the size",
+    "one byte below",
+    "one byte above",
+    "in two dimensions",
+    "in Fortran's order",
+    "transposed",
+    "every second column",
+    "backwards",
+    "a slice",
+    "broadcast",
+    "read-only",
+    "read-only slice",
+    "a field of records",
+)
+"""Arrays of every kind, see `arrays`."""
 
 
-@pytest.mark.parametrize("name", ARRAYS)
-@pytest.mark.parametrize("writable", [False, True])
-def test_an_array_arrives_as_it_was(name: str, writable: bool) -> None:
-    array = ARRAYS[name]
-    [found] = run("forkserver", does.describe, array, nprocs=1, writable=writable, preload=["numpy"])[0]
+@pytest.fixture(scope="module")
+def arrays() -> dict[str, np.ndarray[Any, Any]]:
+    """They live no longer than these tests: every fork of this process would have them."""
+    square = some(2 * MIB, np.float64).reshape(1024, 2048)
+    records = np.zeros(MIB, dtype=[("name", "S4"), ("value", "<f8"), ("inner", "<i4", (2,))])
+    records["value"] = np.arange(MIB)
+    made = {
+        "of bytes": some(),
+        "of floats": some(MIB, np.float64),
+        "of big-endian numbers": some(MIB, ">i4"),
+        "of complex numbers": some(MIB, np.complex128),
+        "of booleans": some(2 * MIB, np.bool_),
+        "of dates": some(MIB).astype("M8[D]"),
+        "of texts": some(MIB).astype("U3"),
+        "of records": records,
+        "of objects": np.array([{"n": n} for n in range(1000)] * 10, dtype=object),
+        "empty": np.empty((0, 3)),
+        "of no dimension": np.array(3.5),
+        "of just the size": some(LARGE),
+        "one byte below": some(LARGE - 1),
+        "one byte above": some(LARGE + 1),
+        "in two dimensions": square,
+        "in Fortran's order": np.asfortranarray(square),
+        "transposed": square.T,
+        "every second column": square[:, ::2],
+        "backwards": some()[::-1],
+        "a slice": some(4 * MIB)[MIB:-MIB],
+        "broadcast": np.broadcast_to(np.arange(1024.0), (1024, 1024)),
+        "read-only": read_only(some()),
+        "read-only slice": read_only(some(4 * MIB))[MIB:-MIB],
+        "a field of records": records["value"],
+    }
+    assert tuple(made) == NAMES
+    return made
+
+
+def one_each(function: Callable[..., Any], arguments: list[tuple[Any, ...]], **options: Any) -> dict[str, Any]:
+    """What ranks returned that were forks of one process, and each had arguments of its own."""
+    options |= {"start_method": "forkserver", "preload": ["numpy"]}
+    with start_processes("large", function, dict(enumerate(arguments)), **options) as group:
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert result.succeeded, result.root_cause
+    return {name: result.return_values[rank] for rank, name in enumerate(NAMES)}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["read-only", "writable"])
+def arrived(request: pytest.FixtureRequest, arrays: dict[str, np.ndarray[Any, Any]]) -> tuple[bool, dict[str, Any]]:
+    """Whether arguments may be written to, and what workers found of each array."""
+    return request.param, one_each(does.describe, [(array,) for array in arrays.values()], writable=request.param)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_an_array_arrives_as_it_was(
+    name: str, arrived: tuple[bool, dict[str, Any]], arrays: dict[str, np.ndarray[Any, Any]]
+) -> None:
+    array, (writable, all_found) = arrays[name], arrived
+    [found] = all_found[name]
     # What plain pickle makes of it, with a buffer beside, is what a worker has.
     buffers: list[Any] = []
     data = pickle.dumps(array, 5, buffer_callback=buffers.append)
@@ -111,6 +162,7 @@ def test_an_array_arrives_as_it_was(name: str, writable: bool) -> None:
     assert found[4] == expected[4] or copied
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start_method", SENT)
 def test_large_arrays_are_shared_and_read_only(start_method: str) -> None:
     arrays = [some(), some(3 * MIB, np.float32), some(1000)]
@@ -129,6 +181,7 @@ def test_arrays_of_a_fork_are_copied_when_they_are_written_to() -> None:
     assert does.describe(arrays) == before
 
 
+@pytest.mark.slow
 def test_writable_arrays_are_each_workers_own(method: str, ready: Ready, gate: Gate) -> None:
     array = some(MIB, np.float64)
     last = array[-1]
@@ -143,6 +196,7 @@ def test_writable_arrays_are_each_workers_own(method: str, ready: Ready, gate: G
     assert array[-1] == last
 
 
+@pytest.mark.slow
 def test_an_array_that_nobody_may_write_to_stays_so_for_workers_that_may() -> None:
     assert run("spawn", does.write_to, read_only(some()), some(), writable=True) == [[REFUSED, "written"]] * 2
 
@@ -154,6 +208,7 @@ def in_a_box(array: Any) -> Any:
     return Box([{"deep": (array,)}])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start_method", SENT)
 def test_arrays_inside_of_other_things_are_shared_as_well(start_method: str) -> None:
     array = some()
@@ -166,6 +221,7 @@ def test_arrays_inside_of_other_things_are_shared_as_well(start_method: str) -> 
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start_method", SENT)
 def test_arrays_that_belong_to_the_function_are_shared_as_well(start_method: str) -> None:
     array = some()
@@ -175,22 +231,13 @@ def test_arrays_that_belong_to_the_function_are_shared_as_well(start_method: str
 
     default = lambda it=array: does.places(it)  # noqa: E731 - one of the ways in which people write it
     partial = functools.partial(does.places, array)
-    for function in (closure, default, partial, Pages(array)):
+    for function in (closure, default, partial, does.Pages(array)):
         one, two = run(start_method, function)
         assert one == two != [""]
         assert one[0]
 
 
-class Pages:
-    """A callable that holds an array."""
-
-    def __init__(self, array: Any) -> None:
-        self.array = array
-
-    def __call__(self) -> list[str]:
-        return does.places(self.array)
-
-
+@pytest.mark.slow
 def test_arrays_of_the_function_and_of_each_rank_are_told_apart() -> None:
     own = {rank: (some(2 * MIB + rank), some(MIB, np.float64)) for rank in range(3)}
     base = some(5 * MIB)
@@ -209,6 +256,7 @@ def test_the_same_large_bytes_twice_are_one_object() -> None:
     assert run("spawn", lambda one, two: one is two, large, large) == [True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", ["function", "value"])
 def test_what_is_no_argument_is_each_workers_own_to_write_to(sent: str) -> None:
     """A method's object, or the arguments that a partial function holds."""
@@ -221,6 +269,7 @@ def test_what_is_no_argument_is_each_workers_own_to_write_to(sent: str) -> None:
     assert counter.array[0] == 0
 
 
+@pytest.mark.slow
 def test_the_same_array_twice_is_one_array() -> None:
     array = some()
     array[0] = 7
@@ -234,15 +283,17 @@ def test_the_same_array_twice_is_one_array() -> None:
 # --- bytes
 
 
-@pytest.mark.parametrize("kind", [bytes, bytearray])
-@pytest.mark.parametrize("size", [0, 1000, MIB - 1, MIB, 3 * MIB + 1])
-def test_bytes_arrive_as_they_were(kind: type, size: int, method: str) -> None:
-    data = kind(os.urandom(size))
-    found = run(method, does.give_back, data, [data])
-    assert found == [(data, [data])] * 2
-    assert type(found[0][0]) is kind
+@pytest.mark.slow
+def test_bytes_arrive_as_they_were(method: str) -> None:
+    kinds, sizes = (bytes, bytearray), (0, 1000, MIB - 1, MIB, 3 * MIB + 1)
+    sent = [kind(os.urandom(size)) for kind in kinds for size in sizes]
+    found = run(method, does.give_back, *sent, sent)
+    assert found == [(*sent, sent)] * 2
+    for values in found:
+        assert [type(value) for value in values[:-1]] == [type(value) for value in sent]
 
 
+@pytest.mark.slow
 def test_bytearrays_may_be_written_to() -> None:
     def write(data: bytearray) -> bytes:
         data[0] = 1
@@ -254,6 +305,7 @@ def test_bytearrays_may_be_written_to() -> None:
     assert data[0] == 0
 
 
+@pytest.mark.slow
 def test_objects_with_buffers_of_their_own() -> None:
     def length(pager: Pager) -> tuple[int, int]:
         view = memoryview(pager.data)
@@ -276,6 +328,7 @@ def packed(arguments: dict[int, tuple[Any, ...]], **options: Any) -> int:
         os.close(memfd)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [some, lambda n: read_only(some(n)), lambda n: some(n).tobytes(), bytearray],
                          ids=["array", "read-only array", "bytes", "bytearray"])  # fmt: skip
 def test_what_several_ranks_have_is_there_once(kind: Callable[[int], Any]) -> None:
@@ -288,6 +341,7 @@ def test_what_several_ranks_have_is_there_once(kind: Callable[[int], Any]) -> No
     assert packed({rank: (large, rank, kind(2 * MIB)) for rank in range(8)}) < 8.2 * MIB + 8 * 2 * MIB
 
 
+@pytest.mark.slow
 def test_views_of_one_array_are_there_each(method: str) -> None:
     base = some(8 * MIB)
     views = [base[: 4 * MIB], base[4 * MIB :], base[: 4 * MIB]]
@@ -301,6 +355,7 @@ def pss_kb(pid: int) -> int:
         return sum(int(line.split()[1]) for line in file if line.startswith("Pss:"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start_method", SENT)
 def test_four_workers_hold_one_copy(start_method: str, ready: Ready, gate: Gate) -> None:
     array = np.ones(8 * MIB)  # 64 MB
@@ -321,12 +376,14 @@ def test_four_workers_hold_one_copy(start_method: str, ready: Ready, gate: Gate)
     assert grown * 1024 < 3.5 * array.nbytes
 
 
+@pytest.mark.slow
 def test_many_arrays_take_few_descriptors() -> None:
     arrays = [np.zeros(MIB, np.uint8) for _ in range(40)]
     many, none = run("forkserver", does.descriptors, arrays, nprocs=1), run("forkserver", does.descriptors, nprocs=1)
     assert many[0] - none[0] == 1
 
 
+@pytest.mark.slow
 def test_what_several_ranks_have_is_one_descriptor() -> None:
     pipes = [multiprocessing.Pipe() for _ in range(10)]
     for arguments in (dict.fromkeys(range(8), (pipes,)), {rank: (rank, pipes) for rank in range(8)}):
@@ -344,6 +401,7 @@ def test_what_several_ranks_have_is_one_descriptor() -> None:
     assert [pipes[9][0].recv() for _ in range(3)] == ["common"] * 3
 
 
+@pytest.mark.slow
 def test_the_launcher_keeps_nothing() -> None:
     for start_method in METHODS:
         run(start_method, does.places, some(), some().tobytes())
@@ -351,6 +409,7 @@ def test_the_launcher_keeps_nothing() -> None:
         assert does.memfds() == ""
 
 
+@pytest.mark.slow
 def test_a_worker_keeps_what_the_launcher_has_let_go_of(method: str, ready: Ready, gate: Gate) -> None:
     array = some(4 * MIB)
     expected = does.digest(array)
@@ -368,6 +427,7 @@ def test_a_worker_keeps_what_the_launcher_has_let_go_of(method: str, ready: Read
     assert result.return_values == {0: expected, 1: expected}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", SENT)
 @pytest.mark.parametrize("writable", [False, True])
 def test_no_worker_can_change_what_another_reads(method: str, writable: bool) -> None:
@@ -379,14 +439,22 @@ def test_no_worker_can_change_what_another_reads(method: str, writable: bool) ->
 # --- the way back
 
 
-@pytest.mark.parametrize("name", sorted(ARRAYS.keys() - {"broadcast"}))
-def test_arrays_come_back(name: str) -> None:
-    [(found, text)] = run("forkserver", does.give_back, ARRAYS[name], "and more", nprocs=1, preload=["numpy"])
+@pytest.fixture(scope="module")
+def come_back(arrays: dict[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
+    """What workers returned that had each array."""
+    return one_each(does.give_back, [(array, "and more") for array in arrays.values()])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "broadcast"])
+def test_arrays_come_back(name: str, come_back: dict[str, Any], arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+    found, text = come_back[name]
     assert text == "and more"
-    np.testing.assert_array_equal(found, ARRAYS[name])
-    assert found.dtype == ARRAYS[name].dtype
+    np.testing.assert_array_equal(found, arrays[name])
+    assert found.dtype == arrays[name].dtype
 
 
+@pytest.mark.slow
 def test_large_results_in_everything(method: str) -> None:
     def make(n: int) -> Any:
         return {"a": Box([np.full(n, 3.0)]), "b": bytes(n)}

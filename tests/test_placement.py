@@ -25,6 +25,7 @@ from phalanx.multiprocessing import Placement, RunProcsResult, start_processes
 from tests import workers
 from tests.helpers import wait_gone
 from tests.test_run import Place, refused
+from tests.workers import limits, look_around
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -197,6 +198,7 @@ def test_a_list_for_each_rank(one_socket: Machine, how: str) -> None:
     assert divide(how, 2, read(range(8), one_socket.root)) == [(0, 1, 2, 3), (4, 5, 6, 7)]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "how,message",
     [("0-3", "'0-3': 1 list for 2 ranks; expected one each"),
@@ -270,6 +272,7 @@ def test_a_placement_is_a_value() -> None:
     assert Placement().resolve(2) == ({0: None, 1: None}, "")
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "options,kind,message",
     [({"cpu_bind": 3}, TypeError, "cpu_bind: expected none, core, numa, or lists of CPUs as 0-3;4-7, got 3"),
@@ -349,12 +352,6 @@ def test_cores_that_are_shared_are_said() -> None:
 # --- what workers find
 
 
-def look() -> list[Any]:
-    """Look around, as a function worker."""
-    limits = [resource.getrlimit(which) for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE)]
-    return [sorted(os.sched_getaffinity(0)), os.nice(0), limits]
-
-
 LOOK = """\
 import os, sys
 import resource, json
@@ -373,11 +370,12 @@ def finished(entrypoint: Callable[..., Any] | str, args: Any = (), **options: An
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_functions_are_placed(method: str) -> None:
-    values = finished(look, start_method=method, placement=WANTED).return_values
+    values = finished(look_around, start_method=method, placement=WANTED).return_values
     assert values == dict(enumerate(FOUND))
-    assert look()[0] == ALLOWED  # and we stay where we were
+    assert look_around()[0] == ALLOWED  # and we stay where we were
 
 
 def test_binaries_are_placed(capfd: pytest.CaptureFixture[str]) -> None:
@@ -386,6 +384,7 @@ def test_binaries_are_placed(capfd: pytest.CaptureFixture[str]) -> None:
     assert sorted(capfd.readouterr().out.split("\n")[:2]) == sorted(f"{cpu} {NICER} 97 0" for cpu in (FIRST, LAST))
 
 
+@pytest.mark.slow
 def test_scripts_are_placed(place: Place) -> None:
     options = ("--cpu-bind", BIND, "--nice", 3, "--rlimit", "nofile=97,core=0", "--nproc-per-node", 2, "-r", 3)
     done = place.run(*options, place.write(LOOK))
@@ -394,15 +393,17 @@ def test_scripts_are_placed(place: Place) -> None:
         assert json.loads(place.log(rank)) == [[cpu], NICER, [[97, 97], [0, 0]]]
 
 
+@pytest.mark.slow
 def test_each_part_by_itself() -> None:
-    plain = look()
-    assert finished(look, placement=Placement()).return_values == {0: plain, 1: plain}
-    assert finished(look, placement=Placement(nice=3)).return_values[1] == [plain[0], NICER, plain[2]]
-    assert finished(look, placement=Placement(BIND)).return_values[0] == [[FIRST], *plain[1:]]
+    plain = look_around()
+    assert finished(look_around, placement=Placement()).return_values == {0: plain, 1: plain}
+    assert finished(look_around, placement=Placement(nice=3)).return_values[1] == [plain[0], NICER, plain[2]]
+    assert finished(look_around, placement=Placement(BIND)).return_values[0] == [[FIRST], *plain[1:]]
     core = Placement(rlimits={"core": 0})
-    assert finished(look, placement=core).return_values[0] == [*plain[:2], [plain[2][0], (0, 0)]]
+    assert finished(look_around, placement=core).return_values[0] == [*plain[:2], [plain[2][0], (0, 0)]]
 
 
+@pytest.mark.slow
 def test_a_unit_and_no_limit() -> None:
     placement = Placement(rlimits={"fsize": "1.5GiB", "as": "64GiB"})
     assert finished(limits, ("FSIZE", "AS"), placement=placement).return_values[1] == ((3 << 29,) * 2, (1 << 36,) * 2)
@@ -411,10 +412,7 @@ def test_a_unit_and_no_limit() -> None:
         assert finished(limits, ("CPU",), placement=placement).return_values[0] == ((1000, -1),)
 
 
-def limits(*names: str) -> tuple[tuple[int, int], ...]:
-    return tuple(resource.getrlimit(getattr(resource, f"RLIMIT_{name}")) for name in names)
-
-
+@pytest.mark.slow
 def test_few_open_files_leave_room_for_those_of_the_start(place: Place) -> None:
     """The limit comes last: neither the log files nor the import of what sets it fall under it."""
     done = place.run("--rlimit", "nofile=4", "--log-max-size", "1MB", "--no-python", "sh", "-c", "ulimit -n")
@@ -435,6 +433,7 @@ def _without(signals: int, line: str) -> str:
     return f"{rank}SigIgn: {int(mask, 16) & ~signals:016x}" if rank else line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", ["", "trap '' HUP INT TERM USR1;"])
 def test_a_placed_worker_starts_as_others_do(place: Place, before: str) -> None:
     place.env["GIVEN"] = "x"
@@ -467,12 +466,12 @@ FAMILY = """
 import os, sys
 sys.path[:] = sys.argv[3].split(os.pathsep)
 from phalanx.multiprocessing import Placement, start_processes
-from tests.test_placement import lead, FIRST
+from tests.workers import lead
 if __name__ == "__main__":
     method = sys.argv[1]
     placement = Placement(nice=1, rlimits={"core": 0})
     if method == "binary":
-        code = "from tests.test_placement import lead; lead(__import__('sys').argv[1])"
+        code = "from tests.workers import lead; lead(__import__('sys').argv[1])"
         envs = {rank: {"PYTHONPATH": sys.argv[3]} for rank in range(2)}
         args = {rank: ("-c", code, sys.argv[2]) for rank in range(2)}
         group = start_processes("x", sys.executable, args, envs, placement=placement)
@@ -482,20 +481,7 @@ if __name__ == "__main__":
 """
 
 
-def lead(address: str) -> None:
-    """Start a child and a daemon, say all pids, and wait for ever."""
-    from tests.helpers import tell
-
-    for apart in (False, True):
-        if os.fork() == 0:
-            if apart:
-                os.setsid()
-            tell(address, str(os.getpid()))
-            signal.pause()
-    tell(address, str(os.getpid()))
-    signal.pause()
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["binary", *METHODS])
 def test_nobody_placed_is_left_when_the_launcher_was_killed(kind: str, ready: Ready, tmp_path: Path) -> None:
     script = tmp_path / "launcher.py"
@@ -530,10 +516,11 @@ def test_a_failed_exec_is_named(tmp_path: Path) -> None:
             starts(str(script))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entrypoint", ["true", *METHODS])
 def test_a_placement_that_fails_is_named(entrypoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was allowed when it was looked at need not be when it is done."""
-    program, method = ("true", "spawn") if entrypoint == "true" else (look, entrypoint)
+    program, method = ("true", "spawn") if entrypoint == "true" else (look_around, entrypoint)
     monkeypatch.setattr(placing, "divide", lambda *_: ([(FIRST,), (1_000,)], ""))
     with pytest.raises(OSError, match=r"worker 1 was not started; binding it to CPU 1000 failed: Invalid argument$"):
         starts(program, method)
@@ -553,6 +540,7 @@ def visible(count: int, envs: dict[int, dict[str, str]] | None = None) -> dict[i
     return {rank: (value["CUDA_VISIBLE_DEVICES"], value["LOCAL_RANK"]) for rank, value in values.items()}
 
 
+@pytest.mark.once
 def test_one_device_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert visible(2) == {0: ("0", "0"), 1: ("1", "0")}
@@ -583,6 +571,7 @@ def test_devices_that_are_given_twice() -> None:
 PRINT = ("--no-python", "sh", "-c", "echo $RANK $LOCAL_RANK $CUDA_VISIBLE_DEVICES $OMP_NUM_THREADS")
 
 
+@pytest.mark.once
 def test_a_virtual_local_rank(place: Place) -> None:
     place.env["CUDA_VISIBLE_DEVICES"] = "7,5"
     done = place.run("--virtual-local-rank", "--nproc-per-node", 2, *PRINT)
@@ -602,6 +591,7 @@ def test_fewer_devices_than_ranks_are_counted(monkeypatch: pytest.MonkeyPatch) -
         take_placement(options, 3)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "options,message",
     [(("--cpu-bind", "cores"), "--cpu-bind: 'cores': rank 0: 'cores' is no CPU"),
@@ -616,6 +606,7 @@ def test_options_that_cannot_be(place: Place, options: tuple[str, ...], message:
     refused(place.run(*options, place.write("")), message)
 
 
+@pytest.mark.once
 def test_the_number_of_threads(place: Place) -> None:
     cpus = len(ALLOWED)
     per_rank = max(1, cpus // 2)
@@ -661,6 +652,7 @@ def test_the_number_of_threads_goes_by_what_each_rank_has(monkeypatch: pytest.Mo
     assert "(8 CPUs)" in found("none", 2, 12.0)[1]
 
 
+@pytest.mark.slow
 def test_shared_cores_are_said(place: Place) -> None:
     count = len(ALLOWED) + 1
     done = place.run("--cpu-bind", "core", "--nproc-per-node", count, "--no-python", "true")

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from tests.helpers import Gate, Ready
     from tests.test_run import Place
 
+pytestmark = pytest.mark.once
+
 PHALANX = (sys.executable, "-m", "phalanx")
 NOBODY = 65534
 DAY = 86400.0

@@ -708,6 +708,7 @@ with rig(paths, f"{folder}/out") as it:
 """
 
 
+@pytest.mark.slow
 def test_more_files_than_may_be_open(tmp_path: Path) -> None:
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     done = subprocess.run(
@@ -718,6 +719,7 @@ def test_more_files_than_may_be_open(tmp_path: Path) -> None:
     assert sorted(lines) == sorted(f"[{rank}] rank {rank} turn {turn}" for rank in range(400) for turn in range(3))
 
 
+@pytest.mark.slow
 def test_a_console_that_stops_and_goes_on(tmp_path: Path, pipe: tuple[int, int]) -> None:
     reader, writer = pipe
     paths = [tmp_path / "0", tmp_path / "1"]

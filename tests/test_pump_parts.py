@@ -32,6 +32,8 @@ from phalanx._logs.terminal import FRAME, PlainOutput, TerminalOutput, visible
 from tests.pump_tools import Memory, source
 from tests.screen import Emulator
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> FakeClock:

@@ -13,6 +13,8 @@ from tests.test_run import RUN
 if TYPE_CHECKING:
     from tests.test_run import Place
 
+pytestmark = pytest.mark.once
+
 
 def environment(folder: Path) -> Path:
     """A virtual environment, as far as it can be told from outside."""

@@ -69,6 +69,7 @@ def work(address: str, rank: int, fails: int = -1, ready: str = "") -> int:
     return rank
 
 
+@pytest.mark.slow
 def test_a_group_is_a_run(logs: Path, place: Place, gate: Gate, ready: Ready) -> None:
     args = {rank: (gate.address, rank, -1, ready.address) for rank in range(2)}
     with start_processes("train", work, args, record=True) as group:
@@ -94,6 +95,7 @@ def test_a_group_is_a_run(logs: Path, place: Place, gate: Gate, ready: Ready) ->
     assert (completed(place, "stack"), completed(place, "logs")) == ([], [folder.name])
 
 
+@pytest.mark.slow
 def test_its_failure_is_the_cause(logs: Path, gate: Gate) -> None:
     gate.open(2)
     args = {rank: (gate.address, rank, 1) for rank in range(2)}
@@ -104,6 +106,7 @@ def test_its_failure_is_the_cause(logs: Path, gate: Gate) -> None:
     assert states(logs) == ("failed", ["succeeded", "failed"])
 
 
+@pytest.mark.slow
 def test_what_is_known_later_is_not_said_before(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that sees the end is slow, and writes what it has seen after the result has been written."""
     seen, ended, judged = recorder._result_of_exits, threading.Event(), threading.Event()
@@ -124,6 +127,7 @@ def test_what_is_known_later_is_not_said_before(logs: Path, monkeypatch: pytest.
     assert record(logs)["cause"] == "rank 0: ValueError: no luck"
 
 
+@pytest.mark.slow
 def test_nobody_has_to_wait_for_it(logs: Path, gate: Gate) -> None:
     """The record says how a group has ended as soon as it has."""
     args = {0: (gate.address, 0, 0)}
@@ -141,6 +145,7 @@ def test_one_that_is_closed_was_stopped(logs: Path, gate: Gate) -> None:
     assert states(logs) == ("stopped", ["stopped"])
 
 
+@pytest.mark.slow
 def test_its_end_is_recorded_when_it_is_closed(logs: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     write = run_record.write
 
@@ -156,6 +161,7 @@ def test_its_end_is_recorded_when_it_is_closed(logs: Path, gate: Gate, monkeypat
     assert states(logs) == ("succeeded", ["succeeded"])
 
 
+@pytest.mark.slow
 def test_one_that_loses_its_keeper_has_failed(logs: Path, gate: Gate) -> None:
     with start_processes("train", work, {0: (gate.address, 0)}, record=True) as group:
         for pid in helpers_of(group):
@@ -181,6 +187,7 @@ def test_one_that_loses_its_keeper_when_all_have_succeeded_has_succeeded(logs: P
     assert (record(logs)["exit_code"], record(logs)["cause"]) == (0, "")
 
 
+@pytest.mark.slow
 def test_one_that_is_dropped_ends_all_the_same(logs: Path, gate: Gate) -> None:
     """The record keeps nobody alive."""
     group = start_processes("train", work, {0: (gate.address, 0)}, record=True)
@@ -209,6 +216,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["waits", "hangs"])
 def test_what_was_said_last_is_written_where_the_program_ends(logs: Path, place: Place, how: str) -> None:
     """Nobody has closed the group. One that still runs is ended with the program."""
@@ -222,6 +230,7 @@ def test_what_was_said_last_is_written_where_the_program_ends(logs: Path, place:
         assert json.loads(row)["state"] == "lost"
 
 
+@pytest.mark.slow
 def test_a_fork_of_the_program_writes_nothing(logs: Path, gate: Gate) -> None:
     with start_processes("train", work, {0: (gate.address, 0, 0)}, record=True) as group:
         gate.open()
@@ -244,6 +253,7 @@ def is_record(thread: threading.Thread) -> bool:
     return thread.name == "phalanx-record"
 
 
+@pytest.mark.slow
 def test_attempts_of_a_run_are_in_its_record(tmp_path: Path, place: Place, gate: Gate) -> None:
     gate.open()
     specs = DefaultLogsSpecs(str(tmp_path / "own"), Std.OUT)
@@ -265,6 +275,7 @@ def test_attempts_of_a_run_are_in_its_record(tmp_path: Path, place: Place, gate:
     assert place.program(*PHALANX, "logs", folder).out == "[7] here is 0\n"
 
 
+@pytest.mark.slow
 def test_a_run_whose_next_attempt_starts_is_not_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: Gate, ready: Ready
 ) -> None:
@@ -345,6 +356,7 @@ def spawned(index: int, address: str) -> None:
     work(address, index)
 
 
+@pytest.mark.slow
 def test_spawn(logs: Path, gate: Gate) -> None:
     gate.open(2)
     phalanx.spawn.spawn(spawned, (gate.address,), nprocs=2, record=True)

@@ -221,6 +221,7 @@ def test_who_sends_without_end_keeps_others_waiting_for_a_turn_only(end: End) ->
     assert turns >= sent // 11
 
 
+@pytest.mark.slow
 def test_packets_of_chance(end: End) -> None:
     """Nothing that is sent raises, grows, or stays open. Now and then a good value comes, and is still taken."""
     chance = random.Random(5)  # noqa: S311 - what is sent is no secret
@@ -281,6 +282,7 @@ def attacks_and_returns(rank: int, names: Sequence[str]) -> int:
     return 7 + rank
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_the_others_get_their_values_through(method: str) -> None:
     arguments = {rank: (rank, sorted(ATTACKS)) for rank in range(3)}
@@ -297,6 +299,7 @@ def attacks_and_leaves(rank: int, name: str) -> int:
     return 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bad bytes", "an endless device for a value"])
 def test_a_rank_that_sent_no_result_has_failed(name: str) -> None:
     arguments = {rank: (rank, name) for rank in range(2)}
@@ -317,6 +320,7 @@ def floods(rank: int, ready: str, gate: str) -> int:
     return 7
 
 
+@pytest.mark.slow
 def test_a_flood_holds_up_neither_values_nor_the_end(ready: Ready, gate: Gate) -> None:
     arguments = {rank: (rank, ready.address, gate.address) for rank in range(2)}
     with start_processes("flood", floods, arguments, start_method="fork") as group:
@@ -340,6 +344,7 @@ def floods_with_descriptors(_rank: int) -> bytes:
     return b"x" * 20_000
 
 
+@pytest.mark.slow
 def test_a_flood_of_descriptors_leaves_the_launcher_some_of_its_own() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1000, before[1]))
@@ -361,6 +366,7 @@ def shuts_down(rank: int, ready: str, gate: str) -> int:
     return 7
 
 
+@pytest.mark.slow
 def test_a_value_that_cannot_be_sent_is_not_taken_for_none(ready: Ready, gate: Gate) -> None:
     arguments = {rank: (rank, ready.address, gate.address) for rank in range(2)}
     with start_processes("shut", shuts_down, arguments, start_method="fork", settle=TIMEOUT) as group:

@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import ctypes
-import faulthandler
 import functools
 import json
 import multiprocessing
@@ -16,25 +13,34 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._base import procfs
 from phalanx._engine.keeper.children import Children
 from phalanx._outcomes import failure as failure_module
 from phalanx._outcomes.result import _raised, verdict
-from phalanx.errors import record
 from phalanx.multiprocessing import DefaultLogsSpecs, ScriptContext, Std, start_processes
-from tests.disks import sleeping_on_disks, until
+from tests.disks import until
 from tests.families import KINDS
 from tests.helpers import TIMEOUT, pass_gate, tell
+from tests.racing_workers import (
+    SLOW_EXIT,
+    crashes,
+    handled_before,
+    leave_slowly,
+    loses_its_peer,
+    one_has_handled,
+    part,
+    raises,
+    serve_and_leave,
+    slow_part,
+    waits,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,41 +83,6 @@ def cause(result: RunProcsResult) -> int:
 # --- who was first
 
 
-def falls(ready: str, gate: str, tells: str) -> None:
-    """Say that we are up, wait, fail, and let another know on the way out: our failure is on record by then."""
-    tell(ready, "up")
-    pass_gate(gate)
-    if tells:
-        atexit.register(tell, tells, "now")
-    raise ValueError("the cause")
-
-
-def follows(ready: str, hears: str, seconds: float) -> None:
-    """Fail ``seconds`` after another has let us know."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-        sock.bind(hears)
-        tell(ready, "up")
-        sock.recv(10)
-    time.sleep(seconds)
-    raise RuntimeError("a consequence")
-
-
-def waits(ready: str) -> None:
-    tell(ready, "up")
-    while True:
-        signal.pause()
-
-
-def part(rank: int, ready: str, gate: str, hears: str) -> None:
-    """Rank 3 falls, rank 0 follows 20 ms later, ranks 1 and 2 wait until they are stopped."""
-    if rank == 3:
-        falls(ready, gate, hears)
-    elif rank == 0:
-        follows(ready, hears, 0.02)
-    else:
-        waits(ready)
-
-
 def part_as_program(rank: int, ready: str, gate: str, hears: str) -> tuple[str, ...]:
     """The same, of programs that leave nothing but their exit: rank 0 sees rank 3's end of a FIFO close."""
     if not os.path.exists(hears):
@@ -130,6 +101,7 @@ def part_as_program(rank: int, ready: str, gate: str, hears: str) -> tuple[str, 
     return ("-I", "-S", "-c", up + rest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_is_named_when_another_fails_20_ms_later(kind: str, ready: Ready, gate: Gate, tmp_path: Path) -> None:
     named = []
@@ -159,42 +131,7 @@ def test_the_first_is_named_when_another_fails_20_ms_later(kind: str, ready: Rea
     assert named == [3] * ROUNDS
 
 
-def slow_to_leave(ready: str, gate: str, tells: str, *, in_peace: bool) -> None:
-    atexit.register(outlive, f"{tells}.pid", in_peace=in_peace)  # the last one that is called
-    falls(ready, gate, tells)
-
-
-def outlive(path: str, *, in_peace: bool) -> None:
-    """Stay until the keeper has reaped the process whose number is in a file; or until we are stopped."""
-    with open(path) as file:
-        pid = int(file.read())
-    while not in_peace or os.path.exists(f"/proc/{pid}"):
-        time.sleep(0.01)
-
-
-def exits(ready: str, hears: str, seconds: float) -> None:
-    """Exit at once, without evidence, ``seconds`` after another has let us know. Our number is in a file."""
-    with open(f"{hears}.pid", "w") as file:
-        file.write(str(os.getpid()))
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-        sock.bind(hears)
-        tell(ready, "up")
-        sock.recv(10)
-    time.sleep(seconds)
-    os._exit(5)
-
-
-def slow_part(rank: int, ready: str, gate: str, hears: str, *, rank_0_waits: bool) -> None:
-    if rank == 1:
-        slow_to_leave(ready, gate, hears, in_peace=not rank_0_waits)
-    elif rank == 2:
-        exits(ready, hears, 0.1)
-    elif rank_0_waits:
-        waits(ready)
-    else:
-        tell(ready, "up")
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("in_peace", [False, True], ids=["stopped while it leaves", "left in peace"])
 @pytest.mark.parametrize("method", METHODS)
 def test_evidence_counts_more_than_the_order_of_exits(
@@ -243,15 +180,7 @@ def test_with_which_code_an_exception_ends_a_process(
     assert _raised(str(path), 7) == expected
 
 
-def loses_its_peer(rank: int, ends: tuple[Any, Any], gate: str) -> None:
-    mine, other = ends if rank == 0 else ends[::-1]
-    other.close()
-    if rank == 0:
-        pass_gate(gate)
-        os.kill(os.getpid(), signal.SIGKILL)
-    mine.recv()  # EOFError, as soon as the kernel has closed the peer's end
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 def test_who_was_killed_comes_before_whose_connection_broke(
     method: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
@@ -276,6 +205,7 @@ def test_who_was_killed_comes_before_whose_connection_broke(
         assert cause(result) == 0
 
 
+@pytest.mark.slow
 def test_binaries_are_ordered_by_their_exits_as_the_kernel_saw_them(ready: Ready, tmp_path: Path) -> None:
     # A chain: each exits when the one before it has exited, of which a pidfd tells. The ranks are shuffled,
     # and the settle window is long enough for all.
@@ -350,6 +280,7 @@ def test_who_ends_well_in_the_settle_window_has_succeeded() -> None:
     assert list(result.failures) == [0]
 
 
+@pytest.mark.slow
 def test_who_fails_of_our_signal_is_no_failure(ready: Ready, gate: Gate) -> None:
     # However it dies of it: by the signal, by an exit code, or by an exception on the way out.
     def worker(rank: int) -> None:
@@ -378,6 +309,7 @@ def test_who_fails_of_our_signal_is_no_failure(ready: Ready, gate: Gate) -> None
     assert [result.outcomes[rank].exitcode for rank in range(4)] == [1, 9, 1, -15]
 
 
+@pytest.mark.slow
 def test_a_closed_group_has_no_failures(ready: Ready) -> None:
     with start_processes("closed", waits, (ready.address,), nprocs=2) as group:
         ready.wait(2)
@@ -391,11 +323,7 @@ def test_a_closed_group_has_no_failures(ready: Ready) -> None:
 # --- what is known of it
 
 
-def raises(rank: int, gate: str) -> None:
-    pass_gate(gate)
-    raise ValueError(f"rank {rank} fell")
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_the_tracebacks_of_all_failed_ranks_are_kept(method: str, gate: Gate) -> None:
     args = {rank: (rank, gate.address) for rank in range(3)}
@@ -421,6 +349,7 @@ def test_a_worker_that_dies_of_a_signal(number: signal.Signals) -> None:
     assert states(result) == ["stopped", "failed"]
 
 
+@pytest.mark.slow
 def test_a_sigkill_from_outside_is_not_called_an_oom_kill(ready: Ready) -> None:
     with start_processes("killed", waits, (ready.address,), nprocs=2) as group:
         ready.wait(2)
@@ -430,13 +359,6 @@ def test_a_sigkill_from_outside_is_not_called_an_oom_kill(ready: Ready) -> None:
     assert result.failures[1].detail == "SIGKILL, not sent by us"
     assert cause(result) == 1
     assert list(result.failures) == [1]
-
-
-def crashes() -> None:
-    def inner() -> None:
-        ctypes.string_at(0)
-
-    inner()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -503,6 +425,7 @@ print(sorted(result.failures), result.root_cause.exitcode, result.root_cause.det
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["hungry", "killed"])
 def test_an_oom_kill_is_called_so_because_the_kernel_says_so(which: str, memory_cgroup: str) -> None:
     procs = shlex.quote(os.path.join(memory_cgroup, "cgroup.procs"))
@@ -524,37 +447,8 @@ def test_an_oom_kill_is_called_so_because_the_kernel_says_so(which: str, memory_
 
 # --- an end that takes long
 
-SLOW_EXIT = """
-import atexit, os, socket, sys, time
-rank, path, teardown = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
-if rank == 0:
-    server = socket.socket(socket.AF_UNIX)
-    server.bind(path)
-    server.listen()
-    open(path + ".ready", "w").close()
-    peer, _ = server.accept()
-    peer.recv(1)
-    def release():
-        peer.close()             # the peer sees it now,
-        time.sleep(teardown)     # and there is more to be torn down
-    atexit.register(release)
-    sys.exit(3)
-while not os.path.exists(path + ".ready"):
-    pass
-peer = socket.socket(socket.AF_UNIX)
-peer.connect(path)
-peer.send(b"x")
-if not peer.recv(1):
-    raise ConnectionResetError("the peer has gone")
-"""
 
-
-def serve_and_leave(path: str, rank: int, teardown: float) -> None:
-    """`SLOW_EXIT` as a function."""
-    sys.argv[1:] = [str(rank), path, str(teardown)]
-    exec(SLOW_EXIT, {"__name__": "slow"})  # noqa: S102 - the program above
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("teardown", [0.05, TIMEOUT])
 @pytest.mark.parametrize("kind", ["script", *METHODS])
 def test_sys_exit_is_dated_when_it_leaves_the_users_code(tmp_path: Path, kind: str, teardown: float) -> None:
@@ -594,33 +488,7 @@ def test_sys_exit_0_is_no_failure_however_long_it_takes(tmp_path: Path) -> None:
     assert result.succeeded
 
 
-def leave_slowly(folder: str, rank: int, way: str, ready: str, gate: str) -> None:
-    """Rank 0 leaves without a word, and one of its threads cannot: it waits for a disk. Rank 1 sees it leave."""
-    path = os.path.join(folder, "socket")
-    if rank == 1:
-        pass_gate(gate)
-        with socket.socket(socket.AF_UNIX) as peer:
-            peer.connect(path)
-            pid = int(peer.recv(100))
-            while peer.recv(1) or not procfs.is_exiting(pid):
-                pass
-        raise ConnectionResetError("the peer has gone")
-    with socket.socket(socket.AF_UNIX) as server, open(os.path.join(folder, "disk", "file"), "wb", 0) as file:
-        server.bind(path)
-        server.listen()
-        tell(ready, str(os.getpid()))
-        pass_gate(gate)
-        threading.Thread(target=file.write, args=(b"x",), daemon=True).start()
-        peer, _ = server.accept()
-        until(lambda: sleeping_on_disks(os.getpid()) == 1)
-        peer.send(str(os.getpid()).encode())
-        peer.close()
-        if way == "abort":
-            faulthandler.disable()  # the dump of a stack would tell when that was
-            os.abort()
-        os._exit(3)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["exit", "abort"])
 def test_an_exit_that_takes_long(
     tmp_path: Path, ready: Ready, gate: Gate, disk: Disk, monkeypatch: pytest.MonkeyPatch, way: str
@@ -650,31 +518,9 @@ def test_an_exit_that_takes_long(
 # --- an exception that was handled
 
 
-def handled_before(way: str, ready: str) -> None:
-    """Record an exception in a nested function, handle it, and go on."""
-
-    @record
-    def step() -> None:
-        raise ValueError("handled")
-
-    try:
-        step()
-    except ValueError:
-        if way == "exit in the handler":
-            sys.exit(3)
-    if way == "waits":
-        waits(ready)
-    if way == "raise":
-        raise KeyError("the cause")
-    if way == "exit":
-        sys.exit(3)
-    if way == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 SCRIPT = """
 import sys
-from tests.test_root_cause import handled_before
+from tests.racing_workers import handled_before
 handled_before(*sys.argv[1:])
 """
 
@@ -716,12 +562,7 @@ def test_what_left_last_is_the_cause_and_not_what_was_handled(tmp_path: Path, ki
         assert re.search(r"it had recorded ValueError: handled \d\.\d s before, and gone on$", failure.detail)
 
 
-def one_has_handled(rank: int, ready: str, gate: str) -> None:
-    if rank == 1:
-        falls(ready, gate, "")
-    handled_before("waits", ready)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_who_had_handled_an_exception_long_before_it_was_stopped_is_no_failure(
     method: str, ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch
@@ -806,6 +647,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_the_cause_below_a_launcher_that_is_a_worker_is_passed_up(tmp_path: Path) -> None:
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; from phalanx.errors import record\n"

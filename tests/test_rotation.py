@@ -21,17 +21,19 @@ from phalanx._engine.keeper import keeper
 from phalanx._logs import display
 from phalanx._logs.follower import Follower
 from phalanx._logs.rotated import rotated_files
-from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Std, start_processes
+from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, KeeperLostError, Std, start_processes
 from tests import workers
 from tests.disks import Disk, sleeping_on_disks, until
-from tests.helpers import TIMEOUT, alive, pass_gate, tell, wait_gone
+from tests.helpers import TIMEOUT, alive, descendants, pass_gate, tell, wait_gone
 from tests.pump_tools import Rotated
+from tests.test_log_options import COUNT, group, path_of, sh, whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from phalanx.multiprocessing import PContext
     from tests.helpers import Gate, Ready
+    from tests.test_run import Place
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 SLACK = 10.0
@@ -69,6 +71,7 @@ def floods_or_fails(rank: int, address: str, gate: str) -> None:
     os._exit(3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
 def test_a_flood_hides_no_failure(tmp_path: Path, ready: Ready, gate: Gate, method: str) -> None:
     args = {rank: (rank, ready.address, gate.address) for rank in range(2)}
@@ -90,6 +93,7 @@ def test_a_flood_hides_no_failure(tmp_path: Path, ready: Ready, gate: Gate, meth
     assert data.replace(b"y" * 1000 + b"\n", b"").strip(b"y") == b"", "what was being written at the end may be cut"
 
 
+@pytest.mark.slow
 def test_a_close_in_the_midst_of_a_flood(tmp_path: Path, ready: Ready, gate: Gate) -> None:
     args = {0: (0, ready.address, gate.address)}
     with start_processes("g", floods_or_fails, args, logs_specs=rotated(tmp_path, 1 << 20)) as group:
@@ -114,6 +118,7 @@ def test_a_log_writer_that_is_killed_ends_the_group_with_its_name(tmp_path: Path
             group.wait(TIMEOUT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["keeper", "guard", "both", "launcher"])
 def test_what_was_written_is_in_the_file_whoever_is_killed(tmp_path: Path, ready: Ready, who: str) -> None:
     """The log writer needs nobody, and ends by itself. Nobody kills it who ends the group."""
@@ -121,7 +126,7 @@ def test_what_was_written_is_in_the_file_whoever_is_killed(tmp_path: Path, ready
     script.write_text(f"""
 import os, signal, sys
 from phalanx._base import procfs
-from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Std, start_processes
+from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, KeeperLostError, Std, start_processes
 from tests.helpers import tell
 
 code = '''
@@ -230,6 +235,7 @@ print(len(rotated_files(result.stdouts[0])), file=sys.stderr)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers of system calls are this machine's")
 def test_a_file_system_without_hard_links(tmp_path: Path) -> None:
     """The files are renamed. Nothing is refused, nothing is lost, and what is shown is in order."""
@@ -275,6 +281,7 @@ def test_a_file_that_cannot_be_set_aside_goes_on(tmp_path: Path) -> None:
     assert [(folder / name).read_text() for name in ("log.2", "log")] == ["five six\n", "seven\n"]
 
 
+@pytest.mark.slow
 def test_as_many_ranks_as_the_hard_limit_on_open_files_allows(tmp_path: Path) -> None:
     """The soft limit is raised for the start, and is what it was in the workers."""
     script = f"""
@@ -326,6 +333,7 @@ def on(disk: Disk, ready: Ready, gate: Gate, **options: Any) -> Iterator[tuple[P
         closed.join()
 
 
+@pytest.mark.slow
 def test_a_silent_disk_under_rotated_logs(
     disk: Disk, ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,6 +361,7 @@ def test_a_silent_disk_under_rotated_logs(
         assert data.replace(b"a line\n", b"") in (b"", *(b"a line\n"[:count] for count in range(7)))
 
 
+@pytest.mark.slow
 def test_a_silent_disk_under_redirected_logs(
     disk: Disk, ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -389,3 +398,75 @@ def test_a_follower_between_two_names(tmp_path: Path) -> None:
         assert buffer[:4] == b"two\n"
     finally:
         it.close()
+
+
+# --- runs and functions whose logs are rotated
+
+
+@pytest.mark.slow
+def test_rotation(place: Place) -> None:
+    script = place.write(COUNT.format(count=3000))
+    done = place.run("--nproc-per-node", 2, "--log-max-size", "2k", script)
+    assert done.status == 0
+    expected = "".join(f"line {n}\n" for n in range(3000))
+    for rank in range(2):
+        path = path_of(place, rank)
+        assert whole(path).decode() == expected
+        parts = [*path.parent.glob("stdout.log.*"), path]
+        assert len(parts) > 10
+        assert all(0 < part.stat().st_size <= 2000 and part.read_bytes().endswith(b"\n") for part in parts)
+        shown = [line for line in done.out.splitlines() if line.startswith(f"[{rank}]")]
+        assert shown == [f"[{rank}] {line}" for line in expected.splitlines()]
+        assert not list(path.parent.glob("*.new"))
+
+
+@pytest.mark.slow
+def test_rotation_splits_no_line(place: Place) -> None:
+    done = sh(place, "printf '%0500d\\nshort\\n%0500d\\n' 1 2; printf end", "--log-max-size", "100")
+    path = path_of(place, 0)
+    assert [part.read_bytes() for part in (path.with_suffix(".log.1"), path.with_suffix(".log.2"))] == [
+        b"%0500d\n" % 1, b"short\n"
+    ]  # fmt: skip
+    assert whole(path) == b"%0500d\nshort\n%0500d\nend" % (1, 2)
+    assert [len(line) for line in done.out.splitlines()] == [504, 9, 504, 7]
+
+
+@pytest.mark.slow
+def test_a_descriptor_stays_valid_across_rotations_in_a_grandchild(place: Place) -> None:
+    place.env["CHILD"] = "i=0; while [ $i -lt 200 ]; do i=$((i+1)); echo child $i; done"
+    done = sh(place, 'echo before; (setsid sh -c "$CHILD"; true); echo after', "--log-max-size", "200")
+    expected = ["before", *(f"child {i}" for i in range(1, 201)), "after"]
+    assert whole(path_of(place, 0)).decode().splitlines() == expected
+    assert done.out.splitlines() == [f"[0] {line}" for line in expected]
+
+
+@pytest.mark.slow
+def test_what_was_written_survives_the_launcher_and_the_worker(place: Place, ready: Ready) -> None:
+    script = place.write(f"{COUNT.format(count=5000)}\n{ready.python()}\nimport signal\nsignal.pause()")
+    with place.start("--nproc-per-node", 2, "--log-max-size", "10k", "-r", 3, script) as launcher:
+        ready.wait(2)
+        everybody = descendants(launcher.process.pid)  # what writes the files is one of them, and may be the last
+        launcher.process.kill()
+        launcher.process.wait()
+        assert not wait_gone(everybody)
+    for rank in range(2):
+        assert whole(path_of(place, rank)).decode() == "".join(f"line {n}\n" for n in range(5000))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+def test_rotation_of_functions(logs: Path, capfd: pytest.CaptureFixture[str], method: str) -> None:
+    specs = DefaultLogsSpecs(str(logs), tee=Std.ALL, max_size=300)
+    texts = tuple(f"text {n}" for n in range(300))
+    result = group(
+        logs, ConsoleSpecs(), workers.prints, {0: texts, 1: texts}, logs_specs=specs, start_method=method
+    )  # fmt: skip
+    assert not result.is_failed()
+    captured = capfd.readouterr()
+    for rank in range(2):
+        for shown, files in ((captured.out, result.stdouts), (captured.err, result.stderrs)):
+            path = logs.joinpath(files[rank])
+            assert whole(path).decode().splitlines() == list(texts)
+            assert len(list(path.parent.glob(f"{path.name}.*"))) > 3
+            mine = [line for line in shown.splitlines() if line.startswith(f"[{rank}]")]
+            assert mine == [f"[{rank}] {text}" for text in texts]

@@ -147,6 +147,7 @@ PRINT_ENV = f"""
     """
 
 
+@pytest.mark.slow
 def test_the_environment_of_the_workers(place: Place) -> None:
     script = place.write(PRINT_ENV)
     done = place.run("--nproc-per-node", 3, "--run-id", "night", "--role", "trainer", "-r", 3, script)
@@ -175,12 +176,14 @@ def test_the_environment_of_the_workers(place: Place) -> None:
         }
 
 
+@pytest.mark.slow
 def test_how_nccl_handles_errors_is_left_as_it_is_set(place: Place) -> None:
     place.env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
     script = place.write("import os; print(os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING'])")
     assert place.run(script).out == "[0] 3\n"
 
 
+@pytest.mark.slow
 def test_the_ranks_meet_at_the_master_port(place: Place) -> None:
     script = place.write("""
         import os, socket
@@ -201,6 +204,7 @@ def test_the_ranks_meet_at_the_master_port(place: Place) -> None:
     assert sorted(done.out.split("\n")) == ["", "[0] met", "[1] met", "[2] met"]
 
 
+@pytest.mark.slow
 def test_a_master_that_the_user_names(place: Place) -> None:
     script = place.write("import os; print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])")
     done = place.run("--master-addr", "node7.invalid", "--master-port", 29500, script)
@@ -209,6 +213,7 @@ def test_a_master_that_the_user_names(place: Place) -> None:
     assert re.fullmatch(r"\[0\] node7\.invalid [1-9]\d*\n", out)
 
 
+@pytest.mark.slow
 def test_stdin_is_empty_and_the_folder_is_the_callers(place: Place) -> None:
     script = place.write("import os, sys; print(repr(sys.stdin.read()), os.getcwd(), os.getsid(0) == os.getpid())")
     assert place.run(script).out == f"[0] '' {place.folder} True\n"
@@ -217,12 +222,14 @@ def test_stdin_is_empty_and_the_folder_is_the_callers(place: Place) -> None:
 # --- how many workers
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("value", ["0", "-1", "many", "1.5", "", "٣", "1e3", "+2", "auto:2"])
 def test_a_number_of_workers_that_cannot_be(place: Place, value: str) -> None:
     done = place.run(f"--nproc-per-node={value}", place.write(""))
     refused(done, "--nproc-per-node", repr(value), "at least 1", "auto, cpu or gpu")
 
 
+@pytest.mark.once
 def test_the_number_of_workers_by_name(place: Place) -> None:
     script = place.write("import os; print(os.environ['WORLD_SIZE'])")
     cpus = len(os.sched_getaffinity(0))
@@ -282,6 +289,7 @@ def test_devices_of_the_other_make(machine: Path) -> None:
     assert accelerators.count_gpus(str(machine)) == 3
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "value,count",
     [("", 0), ("0", 1), ("0,2", 2), (" 0 , 2 ", 2), ("-1", 0), ("NoDevFiles", 0), ("0,-1,2", 1), ("GPU-8932f937", 1),
@@ -332,6 +340,7 @@ GPU 1: NVIDIA A100 (UUID: GPU-7c)
 END"""
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("library", ["libcuda.so.1", "libnvidia-ml.so.1"])
 def test_devices_under_wsl_are_counted_by_nvidia_smi(
     machine: Path, monkeypatch: pytest.MonkeyPatch, library: str
@@ -348,6 +357,7 @@ def test_a_device_under_wsl_that_nobody_counts_is_one(machine: Path, smi: str) -
     assert accelerators.count_gpus(str(machine)) == 1
 
 
+@pytest.mark.once
 def test_a_count_that_does_not_come_to_an_end(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever the program is by then."""
     started: list[int] = []
@@ -449,6 +459,7 @@ def test_every_option_is_among_these() -> None:
     assert {name for name in parsed("script.py") if name not in ("script", "args")} == {*SETTINGS, *FLAGS}
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", SETTINGS)
 def test_an_option_by_environment_and_by_command_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     setting = SETTINGS[name]
@@ -491,6 +502,7 @@ def test_what_torchrun_could_do_and_this_cannot_is_refused(option: str) -> None:
     assert name in refused.value.param.opts
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", FLAGS)
 @pytest.mark.parametrize("prefix", ["PET", "PHALANX"])
 def test_a_flag_by_environment(name: str, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,16 +514,19 @@ def test_a_flag_by_environment(name: str, prefix: str, monkeypatch: pytest.Monke
     assert parsed("script.py")[name] is False
 
 
+@pytest.mark.once
 def test_a_mistake_in_the_environment_is_named(place: Place) -> None:
     place.env["PET_NPROC_PER_NODE"] = "many"
     refused(place.run(place.write("")), "nproc", "'many'")
 
 
+@pytest.mark.once
 def test_what_is_no_time_is_refused_in_the_environment_as_well(place: Place) -> None:
     place.env["PHALANX_GRACE"] = "nan"
     refused(place.run(place.write("")), "'--grace'", "expected 0 seconds or more, got nan")
 
 
+@pytest.mark.slow
 def test_options_in_the_environment_of_a_real_run(place: Place) -> None:
     place.env |= {"PET_NPROC_PER_NODE": "2", "PHALANX_LOG_DIR": str(place.folder / "by env"), "PHALANX_TEE": "1"}
     done = place.run(place.write("print('x')"), logs=False)
@@ -519,6 +534,7 @@ def test_options_in_the_environment_of_a_real_run(place: Place) -> None:
     assert len(list(place.folder.glob("by env/*/attempt_0/*/stdout.log"))) == 2
 
 
+@pytest.mark.slow
 def test_what_follows_the_script_belongs_to_the_script(place: Place) -> None:
     script = place.write("import sys; print(sys.argv[1:])")
     tail = ["--nproc-per-node", "9", "-m", "--help", "--", "-r", "3", "--no_python", "--some_option", "a b", ""]
@@ -526,6 +542,7 @@ def test_what_follows_the_script_belongs_to_the_script(place: Place) -> None:
     assert place.run("--", script, "--help").out == "[0] ['--help']\n"
 
 
+@pytest.mark.slow
 def test_a_module(place: Place) -> None:
     place.write("", "package/__init__.py")
     place.write("import sys; print(__name__, __package__, sys.argv[1:])", "package/job.py")
@@ -533,6 +550,7 @@ def test_a_module(place: Place) -> None:
     assert place.run("--module", "package.job").out == "[0] __main__ package []\n"
 
 
+@pytest.mark.slow
 def test_a_binary(place: Place) -> None:
     done = place.run("--no-python", "--nproc-per-node", 2, "sh", "-c", 'echo "$RANK $1" >&2', "sh", "-x")
     assert done.status == 0
@@ -551,6 +569,7 @@ def test_a_binary_that_is_not_there(place: Place) -> None:
     assert "Traceback" not in done.err
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "argv,hint",
     [
@@ -579,6 +598,7 @@ def test_a_mistaken_option_is_refused_with_a_hint(place: Place, argv: list[str],
     refused(place.run(*argv, place.write("")), hint)
 
 
+@pytest.mark.once
 def test_a_mistaken_script_is_refused_with_a_hint(place: Place) -> None:
     place.write("", "train_model.py")
     place.write("", "sub/train_model.py")
@@ -616,6 +636,7 @@ def raw(what: str, *ranks: int) -> set[str]:
     return {f"{what} {rank}" for rank in ranks}
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "argv,expected",
     [
@@ -650,6 +671,7 @@ def test_where_output_goes(place: Place, argv: str, expected: Streams) -> None:
             assert (folder / name).read_text() == f"{name[3:6]} {rank}\n"
 
 
+@pytest.mark.once
 def test_the_run_directory_is_said_once_and_first(place: Place) -> None:
     done = place.run("--run-id", "a/b", place.write(SPEAK))
     first, *rest = done.err.splitlines()
@@ -661,6 +683,7 @@ def test_the_run_directory_is_said_once_and_first(place: Place) -> None:
     assert done.err.startswith(f"phalanx: 2 workers, logs in {place.logs}/")
 
 
+@pytest.mark.once
 def test_two_runs_of_one_name_do_not_share_a_folder(place: Place) -> None:
     script = place.write("")
     for _ in range(2):
@@ -668,6 +691,7 @@ def test_two_runs_of_one_name_do_not_share_a_folder(place: Place) -> None:
     assert len(list(place.logs.glob("same_*"))) == 2
 
 
+@pytest.mark.once
 def test_a_log_folder_that_cannot_be(place: Place) -> None:
     script = place.write("")
     refused(place.run("--log-dir", script, script), "--log-dir", "script.py")
@@ -677,6 +701,7 @@ def test_a_log_folder_that_cannot_be(place: Place) -> None:
     assert "Traceback" not in done.err
 
 
+@pytest.mark.once
 def test_logs_go_to_the_users_folder_for_state(place: Place) -> None:
     script = place.write("print('x')")
     home = place.folder / "home"
@@ -693,6 +718,7 @@ def test_logs_go_to_the_users_folder_for_state(place: Place) -> None:
     assert len(list(home.glob(".local/state/phalanx/runs/*"))) == 2
 
 
+@pytest.mark.once
 def test_without_a_writable_home_logs_go_to_a_temporary_folder(place: Place) -> None:
     temporary = place.folder / "temporary"
     temporary.mkdir()
@@ -705,6 +731,7 @@ def test_without_a_writable_home_logs_go_to_a_temporary_folder(place: Place) -> 
     assert len(list(temporary.glob("phalanx-*/*/attempt_0/0/stdout.log"))) == 1
 
 
+@pytest.mark.slow
 def test_output_arrives_while_the_worker_runs(place: Place, gate: Gate) -> None:
     speak = "import sys\nprint('now')\nprint('and here', file=sys.stderr)"
     script = place.write(f"{speak}\n{gate.python()}\nprint('then')")
@@ -715,6 +742,7 @@ def test_output_arrives_while_the_worker_runs(place: Place, gate: Gate) -> None:
         assert launcher.end()[:2] == (0, "[0] then\n")
 
 
+@pytest.mark.slow
 def test_only_whole_lines_are_shown(place: Place) -> None:
     script = place.write("""
         import os
@@ -733,6 +761,7 @@ def test_only_whole_lines_are_shown(place: Place) -> None:
         assert mine == [*whole, b"[%d] no end \xff" % rank]
 
 
+@pytest.mark.once
 def test_prefixes_are_of_one_width(place: Place) -> None:
     done = place.run("--nproc-per-node", 11, "--no-python", "echo", "x")
     assert sorted(done.out.splitlines()) == sorted([f" [{rank}] x" for rank in range(10)] + ["[10] x"])
@@ -761,6 +790,7 @@ def on_a_terminal(place: Place, *argv: object) -> str:
     return shown
 
 
+@pytest.mark.once
 def test_colours_are_for_terminals(place: Place) -> None:
     script = place.write("print('x')")
     failing = place.write("print('x'); raise SystemExit(1)", "failing.py")
@@ -779,6 +809,7 @@ def test_colours_are_for_terminals(place: Place) -> None:
     assert "FAILED" in shown
 
 
+@pytest.mark.once
 def test_a_terminal_that_nobody_reads_holds_up_neither_the_workers_nor_the_end(
     place: Place, ready: Ready, gate: Gate
 ) -> None:
@@ -802,6 +833,7 @@ def test_a_terminal_that_nobody_reads_holds_up_neither_the_workers_nor_the_end(
     assert [path.stat().st_size for path in place.logs.glob("*/attempt_0/0/stdout.log")] == [51 * 2_000] * 4
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_early_does_not_end_the_run(place: Place, ready: Ready, gate: Gate) -> None:
     script = place.write(f"""
         print("first")
@@ -822,6 +854,7 @@ def test_a_reader_that_leaves_early_does_not_end_the_run(place: Place, ready: Re
     assert place.log(1).count("\n") == 20_001
 
 
+@pytest.mark.slow
 def test_closed_streams_of_the_launcher(place: Place) -> None:
     script = place.write(SPEAK)
     closed = ("sh", "-c", 'exec "$@" >&- 2>&-', "sh")
@@ -834,6 +867,7 @@ def test_closed_streams_of_the_launcher(place: Place) -> None:
 # --- the end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "body,status",
     [("", 0), ("raise SystemExit(7)", 7), ("raise ValueError", 1), ("os._exit(255)", 255),
@@ -843,6 +877,7 @@ def test_exit_codes(place: Place, body: str, status: int) -> None:
     assert place.run("--nproc-per-node", 2, place.write(f"import os\n{body}")).status == status
 
 
+@pytest.mark.slow
 def test_the_exit_code_is_that_of_the_root_cause(place: Place) -> None:
     pids, watched = place.folder / "pids", place.folder / "watched"
     os.mkfifo(pids)
@@ -863,6 +898,7 @@ def test_the_exit_code_is_that_of_the_root_cause(place: Place) -> None:
     assert "exitcode  : 9" in done.err.partition("Root Cause")[2].partition("Other Failures")[0]
 
 
+@pytest.mark.once
 def test_the_report(place: Place, gate: Gate) -> None:
     script = place.write(f"""
         import os
@@ -885,6 +921,7 @@ def test_the_report(place: Place, gate: Gate) -> None:
     assert "Other Failures" not in report
 
 
+@pytest.mark.once
 def test_equal_failures_are_told_once(place: Place, ready: Ready, gate: Gate) -> None:
     script = place.write(f"""
         import atexit
@@ -915,6 +952,7 @@ SAVE = """
     """
 
 
+@pytest.mark.slow
 def test_the_first_interrupt_lets_workers_finish(place: Place, ready: Ready, gate: Gate) -> None:
     script = place.write(SAVE.format(ready=ready.python(), gate=gate.python()))
     with place.start("--nproc-per-node", 2, script) as launcher:
@@ -940,6 +978,7 @@ FAILED_BEFORE = """
     """
 
 
+@pytest.mark.slow
 def test_an_interrupt_hides_no_failure_that_came_before(place: Place, ready: Ready) -> None:
     script = place.write(FAILED_BEFORE.format(ready=ready.python("os.environ['RANK'] + ' ' + str(os.getpid())")))
     with place.start("--nproc-per-node", 2, script) as launcher:
@@ -965,6 +1004,7 @@ STUBBORN = """
     """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [2, 3, 6])
 def test_the_second_interrupt_kills_and_more_do_no_harm(place: Place, ready: Ready, times: int) -> None:
     script = place.write(STUBBORN.format(ready=ready.python("f'{os.getpid()} {child.pid}'")))
@@ -984,6 +1024,7 @@ def test_the_second_interrupt_kills_and_more_do_no_harm(place: Place, ready: Rea
     assert not [pid for pid in pids if alive(pid)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGQUIT"])
 def test_a_signal_to_the_launcher_stops_the_workers(place: Place, ready: Ready, gate: Gate, name: str) -> None:
     script = place.write(f"""
@@ -1002,6 +1043,7 @@ def test_a_signal_to_the_launcher_stops_the_workers(place: Place, ready: Ready, 
     assert not [pid for pid in pids if alive(pid)]
 
 
+@pytest.mark.slow
 def test_workers_that_will_not_go_are_killed_when_the_grace_is_over(place: Place, ready: Ready) -> None:
     script = place.write(STUBBORN.format(ready=ready.python("f'{os.getpid()} {child.pid}'")))
     with place.start("--grace", 0.2, script) as launcher:
@@ -1013,6 +1055,7 @@ def test_workers_that_will_not_go_are_killed_when_the_grace_is_over(place: Place
     assert not [pid for pid in pids if alive(pid)]
 
 
+@pytest.mark.slow
 def test_under_nohup_a_hangup_changes_nothing(place: Place, ready: Ready, gate: Gate) -> None:
     text = ready.python("__import__('signal').getsignal(1) == __import__('signal').SIG_DFL")
     script = place.write(f"{text}\n{gate.python()}\nprint('done')")
@@ -1025,6 +1068,7 @@ def test_under_nohup_a_hangup_changes_nothing(place: Place, ready: Ready, gate: 
     assert "SIGHUP" not in done.err
 
 
+@pytest.mark.slow
 def test_no_worker_survives_a_launcher_that_is_killed(place: Place, ready: Ready) -> None:
     script = place.write(STUBBORN.format(ready=ready.python("f'{os.getpid()} {child.pid} {os.getppid()}'")))
     with place.start("--nproc-per-node", 2, script) as launcher:
@@ -1033,6 +1077,7 @@ def test_no_worker_survives_a_launcher_that_is_killed(place: Place, ready: Ready
         assert not wait_gone(pids)
 
 
+@pytest.mark.slow
 def test_a_daemon_of_a_worker_delays_nothing_and_does_not_survive(place: Place, ready: Ready) -> None:
     script = place.write(f"""
         import subprocess
@@ -1048,6 +1093,7 @@ def test_a_daemon_of_a_worker_delays_nothing_and_does_not_survive(place: Place, 
 # --- launchers above and below
 
 
+@pytest.mark.slow
 def test_a_run_inside_a_run(place: Place) -> None:
     inner = place.write("import os; print('inner', os.environ['RANK'], os.environ['WORLD_SIZE'])", "inner.py")
     argv = [*RUN, "--log-dir", str(place.folder / "inner-logs"), "--nproc-per-node", "3", inner]
@@ -1058,6 +1104,7 @@ def test_a_run_inside_a_run(place: Place) -> None:
     assert sorted(done.out.splitlines()) == expected
 
 
+@pytest.mark.slow
 def test_the_root_cause_passes_from_an_inner_run_to_the_outer(place: Place) -> None:
     inner = place.write("import os; assert os.environ['RANK'] != '1', 'the inner cause'", "inner.py")
     argv = [*RUN, "--log-dir", str(place.folder / "inner-logs"), "--nproc-per-node", "2", inner]
@@ -1068,6 +1115,7 @@ def test_the_root_cause_passes_from_an_inner_run_to_the_outer(place: Place) -> N
     assert f'File "{inner}", line 1' in report
 
 
+@pytest.mark.slow
 def test_the_error_file_of_a_launcher_above_receives_the_root_cause(place: Place) -> None:
     above = place.folder / "above.json"
     place.env["TORCHELASTIC_ERROR_FILE"] = str(above)
@@ -1086,6 +1134,7 @@ def test_the_error_file_of_a_launcher_above_receives_the_root_cause(place: Place
 # --- the command
 
 
+@pytest.mark.slow
 def test_the_ways_to_call_it(place: Place) -> None:
     script = place.write("print('x')")
     logs = ("--log-dir", str(place.logs))
@@ -1101,6 +1150,7 @@ def test_the_ways_to_call_it(place: Place) -> None:
     assert done.out == f"phalanx, version {phalanx.__version__}\n"
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("columns", [80, 100, 200])
 def test_the_help_fits_the_terminal(place: Place, columns: int) -> None:
     place.env["COLUMNS"] = str(columns)
@@ -1116,6 +1166,7 @@ def test_the_help_fits_the_terminal(place: Place, columns: int) -> None:
     assert "run" in place.program(sys.executable, "-m", "phalanx", "--help").out
 
 
+@pytest.mark.slow
 def test_nothing_that_a_run_does_not_need_is_imported(place: Place) -> None:
     place.env["PYTHONPROFILEIMPORTTIME"] = "1"
     err = place.run("--no-python", "true").err

@@ -214,6 +214,7 @@ def as_package(house: House) -> list[object]:
     return ["-m", "package"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [in_the_folder, by_absolute_path, by_relative_path, by_symlink, without_suffix, as_folder, as_zip, as_zipapp,
@@ -227,6 +228,7 @@ def test_a_script_finds_what_python_gives_it(house: House, given: Callable[[Hous
     assert worker.error is None
 
 
+@pytest.mark.slow
 def test_without_the_scripts_folder_on_the_path_where_the_user_does_not_want_it(house: House) -> None:
     house.env["PYTHONSAFEPATH"] = "1"
     house.write("neighbour.py", "print('must not be found')")
@@ -354,6 +356,7 @@ def with_neighbours(house: House) -> None:
         house.write(name, text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_script_does_what_it_does_under_python(house: House, name: str) -> None:
     with_neighbours(house)
@@ -421,6 +424,7 @@ FAILING = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAILING)
 def test_a_script_fails_as_under_python_and_leaves_evidence(house: House, name: str) -> None:
     with_neighbours(house)
@@ -443,6 +447,7 @@ def test_a_script_fails_as_under_python_and_leaves_evidence(house: House, name: 
     assert type(info["pid"]) is int
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argv", [["-m", "package.module"], ["program"], ["program.zip"]], ids=lambda argv: argv[-1])
 def test_a_module_or_program_fails_as_under_python(house: House, argv: list[str]) -> None:
     text = "def f():\n    raise ValueError('no')\nf()\n"
@@ -459,6 +464,7 @@ def test_a_module_or_program_fails_as_under_python(house: House, argv: list[str]
         assert worker.stack == worker.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["exit by number", "exit with a text", "exit with nothing", "exit at once",
                                   "exception in a thread", "interrupted and handled"])  # fmt: skip
 def test_an_exit_that_the_script_wants_leaves_no_error_file(house: House, name: str) -> None:
@@ -466,11 +472,13 @@ def test_an_exit_that_the_script_wants_leaves_no_error_file(house: House, name: 
     assert house.as_worker("script.py").error is None
 
 
+@pytest.mark.slow
 def test_a_script_that_clears_its_environment_leaves_evidence(house: House) -> None:
     house.write("script.py", "import os\nos.environ.clear()\nraise ValueError('after that')\n")
     assert house.alike("script.py").message == "ValueError: after that"
 
 
+@pytest.mark.slow
 def test_an_interrupted_script_dies_of_the_signal(house: House) -> None:
     house.write("script.py", "raise KeyboardInterrupt")
     worker = house.alike("script.py")
@@ -478,6 +486,7 @@ def test_an_interrupted_script_dies_of_the_signal(house: House) -> None:
     assert "SIGINT" in worker.report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "argv",
     [["-m", "absent"], ["-m", "package.absent"], ["-m", "package"], ["-m", "absent.module"], ["-m", "broken"],
@@ -498,6 +507,7 @@ def test_a_module_that_cannot_be_run_is_told_as_python_tells_it(house: House, ar
     assert OURS not in worker.err
 
 
+@pytest.mark.slow
 def test_a_source_in_another_encoding(house: House) -> None:
     text = "# -*- coding: latin-1 -*-\nprint(len('äöü'), ascii('äöü'))\nraise ValueError('ü')\n"
     (house.folder / "script.py").write_bytes(text.encode("latin-1"))
@@ -510,6 +520,7 @@ def test_a_source_in_another_encoding(house: House) -> None:
     assert house.alike("script.py").out == "a mark in front\n2\n"
 
 
+@pytest.mark.slow
 def test_a_file_whose_name_is_no_text(house: House) -> None:
     name = os.fsdecode(b"script-\xff.py")
     (house.folder / name).write_text("import sys; print(ascii(sys.argv), ascii(__file__)); raise ValueError(__file__)")
@@ -535,6 +546,7 @@ def test_nothing_is_written_beside_the_script_that_python_does_not_write(house: 
 # --- the interpreter's options, and other interpreters
 
 
+@pytest.mark.slow
 def test_options_of_the_launchers_python_stay_with_it_and_the_environments_reach_the_workers(house: House) -> None:
     house.write("script.py", "import sys; print(sys.flags.optimize, sys.warnoptions, sys._xoptions)")
     worker = house.as_worker("script.py", launcher=("-O", "-W", "error", "-X", "importtime=0", "-X", "dev"))
@@ -558,6 +570,7 @@ def interpreter(version: str) -> str | None:
     return None
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("version", ["3.8", "3.9", "3.10", "3.11", "3.12", "3.13", "3.14"])
 def test_another_interpreter_by_environment(house: House, version: str) -> None:
     path = interpreter(version)
@@ -616,6 +629,7 @@ WORKERS = """
     """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 @pytest.mark.parametrize("argv", [["script.py"], ["-m", "package.script"]], ids=["script", "module"])
 def test_multiprocessing_in_a_script(house: House, method: str, argv: list[str]) -> None:
@@ -630,6 +644,7 @@ def test_multiprocessing_in_a_script(house: House, method: str, argv: list[str])
     assert "(7, '__m" in worker.out
 
 
+@pytest.mark.slow
 def test_a_pool_of_the_concurrent_futures_in_a_script(house: House) -> None:
     house.write(
         "script.py",
@@ -647,6 +662,7 @@ def test_a_pool_of_the_concurrent_futures_in_a_script(house: House) -> None:
     assert house.alike("script.py").out == "[1, 2, 3]\nValueError(1)\n"
 
 
+@pytest.mark.slow
 def test_the_failure_of_a_child_is_not_the_scripts(house: House) -> None:
     house.write(
         "script.py",
@@ -669,6 +685,7 @@ def test_the_failure_of_a_child_is_not_the_scripts(house: House) -> None:
 # --- evidence
 
 
+@pytest.mark.slow
 def test_what_has_come_of_what_record_had_recorded_has_its_date(house: House) -> None:
     source = os.path.dirname(os.path.dirname(OURS))
     house.write(
@@ -700,6 +717,7 @@ FATAL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FATAL)
 def test_a_fatal_signal_leaves_the_stack(house: House, name: str) -> None:
     no_core = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))"
@@ -713,6 +731,7 @@ def test_a_fatal_signal_leaves_the_stack(house: House, name: str) -> None:
     assert OURS not in worker.stack
 
 
+@pytest.mark.slow
 def test_a_script_that_enables_faulthandler_itself_has_its_stack_where_it_wants_it(house: House) -> None:
     house.write("script.py", "import faulthandler, os; faulthandler.enable(); os.abort()")
     worker = house.as_worker("script.py")
@@ -723,6 +742,7 @@ def test_a_script_that_enables_faulthandler_itself_has_its_stack_where_it_wants_
     assert "Fatal Python error: Aborted" in house.as_worker("script.py").err
 
 
+@pytest.mark.slow
 def test_a_killed_script_leaves_no_error_file_and_is_reported(house: House) -> None:
     house.write("script.py", "import os; print('last words', file=__import__('sys').stderr); os.kill(os.getpid(), 9)")
     worker = house.as_worker("script.py")
@@ -732,6 +752,7 @@ def test_a_killed_script_leaves_no_error_file_and_is_reported(house: House) -> N
     assert "SIGKILL, not sent by us" in worker.report
 
 
+@pytest.mark.slow
 def test_every_rank_leaves_its_own_evidence(house: House, ready: Ready, gate: Gate) -> None:
     house.write(
         "script.py",

@@ -82,6 +82,7 @@ PATTERNS = st.lists(PARTS, min_size=1, max_size=4).map("".join)
 LINES = st.lists(st.sampled_from(["", "a", "b", "ab", "ba", "ä", " a", "a b", "c", "aab"]), min_size=1, max_size=12)
 
 
+@pytest.mark.slow
 @given(PATTERNS, PATTERNS, LINES)
 def test_lines_are_those_that_another_engine_finds(one: str, two: str, lines: list[str]) -> None:
     text = "".join(f"{line}\n" for line in lines).encode()
@@ -94,6 +95,7 @@ def test_lines_are_those_that_another_engine_finds(one: str, two: str, lines: li
     assert chosen(Search([one], [two]), text).decode().split("\n")[:-1] == expected
 
 
+@pytest.mark.once
 @given(LINES, st.data())
 def test_what_is_not_read_changes_no_choice(lines: list[str], data: st.DataObject) -> None:
     unread = st.sampled_from([b"", b"\033[1;31m", b"\033[0m", b"\033[2K", b"\033]0;a b\007", b"\033(B"])
@@ -146,6 +148,7 @@ def reference(lines: list[str], before: int, after: int) -> list[str]:
     return printed
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.sampled_from(["", "a", "b", "c", "a b"]), max_size=30),
     st.integers(0, 3),

@@ -170,6 +170,7 @@ def test_one_in_the_midst_of_the_tidying_leaves_no_handler(monkeypatch: pytest.M
     assert not group.is_open
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_one_in_the_midst_of_the_dropping_of_a_group_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is raised there is lost."""
@@ -218,6 +219,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["put back", "put back twice", "chained"])
 def test_a_handler_of_ours_that_the_host_keeps_does_what_was_done_before(how: str, tmp_path: Path) -> None:
     done = run_script(tmp_path, SWAPPED, how)
@@ -308,7 +310,7 @@ UMASK = """
 import os, sys, threading
 from phalanx.multiprocessing import start_processes, warm
 
-folder, seen, over = sys.argv[1], set(), threading.Event()
+folder, times, seen, over = sys.argv[1], int(sys.argv[2]), set(), threading.Event()
 
 def look():
     number = 0
@@ -324,7 +326,7 @@ if __name__ == "__main__":
     thread = threading.Thread(target=look)
     thread.start()
     with warm(preload=["json"]):
-        for _ in range(200):
+        for _ in range(times):
             with start_processes("g", os.getpid, nprocs=1, start_method="forkserver") as group:
                 group.wait()
     over.set()
@@ -333,11 +335,13 @@ if __name__ == "__main__":
 """
 
 
-def test_a_warm_start_changes_the_umask_for_nobody(tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [20, pytest.param(100, marks=pytest.mark.once)])
+def test_a_warm_start_changes_the_umask_for_nobody(tmp_path: Path, times: int) -> None:
     """Not for a moment: another thread's file would be writable for all."""
     folder = tmp_path / "files"
     folder.mkdir()
     began = time.monotonic()
-    done = workers.run_script(tmp_path, UMASK, str(folder), timeout=TIMEOUT * 3)
+    done = workers.run_script(tmp_path, UMASK, str(folder), str(times), timeout=TIMEOUT * 3)
     print(f"{time.monotonic() - began:.1f} s", file=sys.stderr)  # noqa: T201 - shown when it fails
     assert (done.stdout, done.stderr) == ("{'0o600'}\n", "")

@@ -54,6 +54,7 @@ def notes_of(error: BaseException) -> list[str]:
 # --- calls
 
 
+@pytest.mark.slow
 @each_method
 def test_the_function_is_called_with_its_index_and_the_arguments(method: str) -> None:
     queue = mp.get_context(method).SimpleQueue()
@@ -62,6 +63,7 @@ def test_the_function_is_called_with_its_index_and_the_arguments(method: str) ->
     queue.close()
 
 
+@pytest.mark.slow
 @each_method
 def test_lambdas_and_closures(method: str, tmp_path: Path) -> None:
     folder = str(tmp_path)
@@ -76,6 +78,7 @@ def test_lambdas_and_closures(method: str, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2", "3"]
 
 
+@pytest.mark.slow
 @each_method
 def test_what_the_function_returns_is_dropped(method: str) -> None:
     mp.spawn(spawned.nothing, nprocs=2, start_method=method)
@@ -87,11 +90,13 @@ def test_the_historical_order_of_the_arguments() -> None:
     assert context.join()
 
 
+@pytest.mark.slow
 def test_any_iterable_of_arguments() -> None:
     mp.spawn(spawned.nothing, [1, 2])
     mp.spawn(spawned.nothing, (number for number in range(3)))
 
 
+@pytest.mark.slow
 def test_options_of_ours(tmp_path: Path) -> None:
     envs = {0: {"WHO": "ada"}, 1: {"WHO": "bob"}}
     logs = DefaultLogsSpecs(str(tmp_path), redirects=Std.OUT)
@@ -99,12 +104,14 @@ def test_options_of_ours(tmp_path: Path) -> None:
     assert sorted(path.read_text() for path in tmp_path.rglob("stdout.log")) == ["ada", "bob"]
 
 
+@pytest.mark.slow
 def test_a_console(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     logs, console = DefaultLogsSpecs(str(tmp_path), tee=Std.ALL), ConsoleSpecs(timestamps="elapsed")
     mp.spawn(lambda _i: os.write(1, b"x\n"), nprocs=1, logs_specs=logs, console=console)
     assert re.fullmatch(r"\[0\] \d+\.\d{3} x\n", capfd.readouterr().out)
 
 
+@pytest.mark.slow
 def test_timers() -> None:
     with pytest.raises(mp.ProcessExitedException, match="SIGKILL"):
         mp.spawn(spawned.hang, nprocs=1, timers=TimerSpecs())
@@ -114,16 +121,19 @@ def test_a_preload() -> None:
     mp.spawn(spawned.leave_unless_loaded, ("wave",), 2, start_method="forkserver", preload=["wave"])
 
 
+@pytest.mark.slow
 def test_in_a_process_of_its_own(tmp_path: Path) -> None:
     mp.spawn(spawned.spawn_again, (str(tmp_path),), 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0-0", "0-1", "1-0", "1-1"]
 
 
+@pytest.mark.slow
 def test_streams_are_the_parents(capfd: pytest.CaptureFixture[str]) -> None:
     mp.spawn(lambda i: os.write(1 + i, b"directly\n"), nprocs=2)
     assert capfd.readouterr() == ("directly\n", "directly\n")
 
 
+@pytest.mark.slow
 def test_in_a_thread() -> None:
     caught: list[BaseException] = []
 
@@ -143,6 +153,7 @@ def test_in_a_thread() -> None:
 # --- failures
 
 
+@pytest.mark.slow
 @each_method
 def test_an_exception(method: str) -> None:
     with pytest.raises(mp.ProcessRaisedException) as caught:
@@ -160,6 +171,7 @@ def test_an_exception(method: str) -> None:
     assert notes_of(error) == []
 
 
+@pytest.mark.slow
 @each_method
 @pytest.mark.parametrize("code,expected", [(3, 3), ("text", 1)])
 def test_an_exit_code(method: str, code: object, expected: int) -> None:
@@ -170,12 +182,14 @@ def test_an_exit_code(method: str, code: object, expected: int) -> None:
     assert (error.error_index, error.exit_code, error.signal_name) == (1, expected, None)
 
 
+@pytest.mark.slow
 @each_method
 @pytest.mark.parametrize("code", [None, 0])
 def test_exit_code_0_is_no_failure(method: str, code: object) -> None:
     mp.spawn(lambda _i: sys.exit(code), nprocs=2, start_method=method)  # type: ignore[arg-type]  # what sys.exit takes
 
 
+@pytest.mark.slow
 @each_method
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGRTMIN + 1])
 def test_a_signal(method: str, number: int) -> None:
@@ -189,6 +203,7 @@ def test_a_signal(method: str, number: int) -> None:
         assert any("Segmentation fault" in note for note in notes_of(error))
 
 
+@pytest.mark.slow
 @each_method
 def test_an_interrupt_that_is_not_ours_is_a_failure(method: str) -> None:
     with pytest.raises(mp.ProcessExitedException) as caught:
@@ -198,6 +213,7 @@ def test_an_interrupt_that_is_not_ours_is_a_failure(method: str) -> None:
     assert any("KeyboardInterrupt" in note for note in notes_of(caught.value))
 
 
+@pytest.mark.slow
 @each_method
 def test_the_first_of_several_failures_is_raised_and_the_others_are_its_notes(
     method: str, tmp_path: Path, ready: Ready
@@ -229,6 +245,7 @@ def test_the_first_of_several_failures_is_raised_and_the_others_are_its_notes(
     assert third == "-- Process 0 terminated with exit code 7"
 
 
+@pytest.mark.slow
 def test_failures_that_are_the_same_are_told_together() -> None:
     with pytest.raises(mp.ProcessExitedException) as caught:
         mp.spawn(spawned.leave_at_once, (5,), 4, settle=15)
@@ -244,6 +261,7 @@ def test_failures_that_are_the_same_are_told_together() -> None:
     assert notes_of(raised.value) == [f"-- Processes {format_ranks(others)} terminated with the same error"]
 
 
+@pytest.mark.slow
 def test_a_process_that_is_stopped_in_its_teardown_has_raised_before() -> None:
     """Its signal is ours, and tells nothing."""
     failed = multiprocessing.get_context("spawn").Event()
@@ -255,6 +273,7 @@ def test_a_process_that_is_stopped_in_its_teardown_has_raised_before() -> None:
     assert note.endswith("ValueError: because of rank 0\n")
 
 
+@pytest.mark.slow
 def test_the_rest_are_killed_when_they_do_not_go(ready: Ready) -> None:
     context = mp.spawn(spawned.wait_for_ever, (ready.address, (signal.SIGTERM,)), 2, join=False, grace=0.1)
     ready.wait(2)
@@ -265,6 +284,7 @@ def test_the_rest_are_killed_when_they_do_not_go(ready: Ready) -> None:
     assert [process.exitcode for process in context.processes] == [-signal.SIGKILL] * 2
 
 
+@pytest.mark.slow
 def test_the_grace_period_of_a_join_replaces_that_of_the_start(ready: Ready) -> None:
     context = mp.spawn(spawned.wait_for_ever, (ready.address, (signal.SIGTERM,)), 2, join=False, grace=1000)
     ready.wait(2)
@@ -299,6 +319,7 @@ def test_the_exceptions_are_a_family() -> None:
     assert issubclass(mp.ProcessExitedException, mp.ProcessException)
 
 
+@pytest.mark.slow
 @each_method
 def test_a_lost_keeper(method: str, ready: Ready) -> None:
     context = mp.spawn(spawned.wait_for_ever, (ready.address,), 2, join=False, start_method=method)
@@ -318,6 +339,7 @@ def test_a_lost_keeper(method: str, ready: Ready) -> None:
 # --- the context
 
 
+@pytest.mark.slow
 @each_method
 def test_join_with_a_timeout(method: str, ready: Ready, gate: Gate) -> None:
     context = mp.spawn(spawned.wait, (ready.address, gate.address), 2, join=False, start_method=method)
@@ -336,6 +358,7 @@ def test_join_with_a_timeout(method: str, ready: Ready, gate: Gate) -> None:
     assert context.sentinels == {}
 
 
+@pytest.mark.slow
 @each_method
 def test_the_processes(method: str, ready: Ready, gate: Gate) -> None:
     context = mp.spawn(spawned.wait, (ready.address, gate.address), 2, False, True, method)
@@ -364,6 +387,7 @@ def test_the_processes(method: str, ready: Ready, gate: Gate) -> None:
     assert context.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["terminate", "kill"])
 def test_a_process_that_the_owner_ends_is_a_failure(how: str, ready: Ready) -> None:
     context = mp.spawn(spawned.wait_for_ever, (ready.address,), 2, join=False)
@@ -376,6 +400,7 @@ def test_a_process_that_the_owner_ends_is_a_failure(how: str, ready: Ready) -> N
     getattr(context.processes[1], how)()  # nobody is there any more
 
 
+@pytest.mark.slow
 def test_sentinels(ready: Ready, gate: Gate) -> None:
     context = mp.spawn(spawned.wait, (ready.address, gate.address), 3, join=False)
     ready.wait(3)
@@ -394,6 +419,7 @@ def test_sentinels(ready: Ready, gate: Gate) -> None:
     assert set(wait_for(list(sentinels), 0)) == set(sentinels), "open for as long as somebody may look"
 
 
+@pytest.mark.slow
 def test_sentinels_of_processes_that_nobody_has_any_more(ready: Ready, gate: Gate) -> None:
     context = mp.spawn(spawned.wait, (ready.address, gate.address), 2, join=False)
     sentinel = os.dup(context.processes[0].sentinel)
@@ -404,6 +430,7 @@ def test_sentinels_of_processes_that_nobody_has_any_more(ready: Ready, gate: Gat
     os.close(sentinel)
 
 
+@pytest.mark.slow
 def test_the_evidence_goes_with_the_join() -> None:
     context = mp.spawn(spawned.fail, (0, "x"), 2, join=False)
     with pytest.raises(mp.ProcessRaisedException):
@@ -469,6 +496,7 @@ def test_what_multiprocessing_exports_is_here() -> None:
         mp.set_sharing_strategy  # type: ignore[attr-defined]  # noqa: B018 - torch's own
 
 
+@pytest.mark.slow
 def test_star(tmp_path: Path) -> None:
     done = run_script(
         tmp_path,
@@ -504,6 +532,7 @@ def test_the_hosts_signal_handlers_are_left_alone(method: str, ready: Ready, gat
     assert context.join()
 
 
+@pytest.mark.slow
 @each_method
 def test_ctrl_c_in_a_join_stops_the_group(method: str, ready: Ready) -> None:
     context = mp.spawn(spawned.wait_for_ever, (ready.address,), 2, join=False, start_method=method)
@@ -555,6 +584,7 @@ def host(tmp_path: Path, text: str, *arguments: object) -> subprocess.Popen[str]
     )
 
 
+@pytest.mark.slow
 @each_method
 def test_ctrl_c_in_a_program(method: str, tmp_path: Path, ready: Ready) -> None:
     program = host(tmp_path, INTERRUPTED, ready.address, method)
@@ -568,6 +598,7 @@ def test_ctrl_c_in_a_program(method: str, tmp_path: Path, ready: Ready) -> None:
     assert not any(map(alive, {*pids, *below})), "nothing may be left by then"
 
 
+@pytest.mark.slow
 def test_ctrl_c_once_more_kills(tmp_path: Path, ready: Ready) -> None:
     program = host(tmp_path, INTERRUPTED, ready.address, "spawn", signal.SIGINT.value, signal.SIGTERM.value)
     pids = [int(line.split()[1]) for line in ready.wait(2)]
@@ -581,6 +612,7 @@ def test_ctrl_c_once_more_kills(tmp_path: Path, ready: Ready) -> None:
     assert not any(map(alive, pids))
 
 
+@pytest.mark.slow
 @each_method
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_host_that_is_killed_takes_the_group_with_it(
@@ -595,6 +627,7 @@ def test_a_host_that_is_killed_takes_the_group_with_it(
     assert wait_gone({*pids, *below}) == set()
 
 
+@pytest.mark.slow
 @each_method
 def test_ctrl_c_outside_of_a_join_stops_the_group_at_the_exit(method: str, tmp_path: Path, ready: Ready) -> None:
     program = host(tmp_path, UNJOINED, ready.address, method)
@@ -626,6 +659,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @each_method
 def test_the_interpreter_waits_for_those_that_are_no_daemons(
     method: str, tmp_path: Path, ready: Ready, gate: Gate
@@ -642,6 +676,7 @@ def test_the_interpreter_waits_for_those_that_are_no_daemons(
     assert program.returncode == 0
 
 
+@pytest.mark.slow
 @each_method
 def test_daemons_end_with_the_interpreter(method: str, tmp_path: Path, ready: Ready, gate: Gate) -> None:
     with Gate(tmp_path / "host") as host_gate:
@@ -653,6 +688,7 @@ def test_daemons_end_with_the_interpreter(method: str, tmp_path: Path, ready: Re
     assert not any(map(alive, pids))
 
 
+@pytest.mark.slow
 @each_method
 def test_a_failure_that_nobody_joins_is_told_at_the_exit(method: str, tmp_path: Path) -> None:
     program = host(tmp_path, EXITING, "", method, "failing", "", "")
@@ -688,6 +724,7 @@ def host_gate(tmp_path: Path) -> Iterator[Gate]:
         yield it
 
 
+@pytest.mark.slow
 @each_child
 @each_method
 def test_a_child_waits_at_its_end_for_those_that_are_no_daemons(
@@ -705,6 +742,7 @@ def test_a_child_waits_at_its_end_for_those_that_are_no_daemons(
     assert sorted(ready.wait(2)) == ["0 done", "1 done"]
 
 
+@pytest.mark.slow
 @each_child
 @each_method
 def test_daemons_end_with_the_child(
@@ -719,6 +757,7 @@ def test_daemons_end_with_the_child(
     assert not any(map(alive, pids))
 
 
+@pytest.mark.slow
 @each_child
 @each_method
 def test_a_failure_that_nobody_joins_is_told_at_the_end_of_a_child(how: str, method: str, tmp_path: Path) -> None:
@@ -729,6 +768,7 @@ def test_a_failure_that_nobody_joins_is_told_at_the_end_of_a_child(how: str, met
     assert err.endswith("ValueError: nobody joined me\n\n")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="children run exit handlers when the exception has gone")
 @each_method
 def test_an_interrupted_child_stops_those_that_nobody_joined(
@@ -744,6 +784,7 @@ def test_an_interrupted_child_stops_those_that_nobody_joined(
     assert not any(map(alive, pids))
 
 
+@pytest.mark.slow
 def test_a_context_that_is_dropped_lets_go_when_its_processes_have_ended(ready: Ready, gate: Gate) -> None:
     from phalanx.spawn import _spawn_group
 
@@ -762,9 +803,7 @@ def test_a_context_that_is_dropped_lets_go_when_its_processes_have_ended(ready: 
 @pytest.mark.torch
 def test_torch_raises_the_same(tmp_path: Path) -> None:
     text = """
-import signal, sys
-import phalanx.spawn as ours
-import torch.multiprocessing as theirs
+import signal
 from tests import spawned
 
 def what(mp, fn, args):
@@ -778,6 +817,9 @@ def what(mp, fn, args):
         return type(error).__name__, [base.__name__ for base in type(error).__mro__], frames, rest
 
 if __name__ == "__main__":
+    import phalanx.spawn as ours
+    import torch.multiprocessing as theirs  # here, so that no worker of ours takes the seconds of importing it
+
     for fn, args in ((spawned.fail, (1, "the same")), (spawned.die, (signal.SIGUSR1,))):
         mine, torchs = what(ours, fn, args), what(theirs, fn, args)
         assert mine == torchs, (mine, torchs)

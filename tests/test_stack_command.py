@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import msgspec
+import pytest
 
 from phalanx._runs import record
 from tests.helpers import TIMEOUT, alive, wait_gone
@@ -88,6 +89,7 @@ def start(place: Place, ready: Ready, gate: Gate, *options: object, n: int = 4, 
     return launcher
 
 
+@pytest.mark.slow
 def test_where_the_ranks_are(place: Place, ready: Ready, gate: Gate) -> None:
     with start(place, ready, gate) as launcher:
         for _ in range(2):
@@ -99,6 +101,7 @@ def test_where_the_ranks_are(place: Place, ready: Ready, gate: Gate) -> None:
     assert not list(place.logs.glob("*/attempt_0/*/*.stacks"))  # nobody was sent a signal
 
 
+@pytest.mark.slow
 def test_a_shell_between_shows_the_python_below_it(place: Place, ready: Ready, gate: Gate) -> None:
     script = place.write(f"\n{ready.python()}; {gate.python()}", "train.py")  # in one line: it is there when it is up
     shell = place.write(f"{sys.executable} {script}\ntrue\n", "run.sh")
@@ -112,6 +115,7 @@ def test_a_shell_between_shows_the_python_below_it(place: Place, ready: Ready, g
         assert launcher.end().status == 0
 
 
+@pytest.mark.slow
 def test_one_rank_and_then_another(place: Place, ready: Ready, gate: Gate) -> None:
     with start(place, ready, gate, "--run-id", "night") as launcher:
         done = stack(place, "night", "--rank", 3, "--rank", "1")
@@ -131,6 +135,7 @@ def test_one_rank_and_then_another(place: Place, ready: Ready, gate: Gate) -> No
     assert {path.name for path in (folder / "2").iterdir()} == {"stdout.log", "stderr.log"}  # it was not asked
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_exited(place: Place, ready: Ready, gate: Gate) -> None:
     script = place.write(f"import os\n{ready.python()}\nif os.environ['RANK'] == '1': {gate.python()}")
     with place.start("--nproc-per-node", 2, script) as launcher:
@@ -150,6 +155,7 @@ def test_a_rank_that_has_exited(place: Place, ready: Ready, gate: Gate) -> None:
         assert launcher.end().status == 0
 
 
+@pytest.mark.slow
 def test_few_descriptors_silence_nobody(place: Place, ready: Ready, gate: Gate) -> None:
     count = 24
     with start(place, ready, gate, n=count) as launcher:
@@ -162,6 +168,7 @@ def test_few_descriptors_silence_nobody(place: Place, ready: Ready, gate: Gate) 
         assert launcher.end().status == 0
 
 
+@pytest.mark.slow
 def test_binaries_show_facts_and_live(place: Place) -> None:
     with place.start("--no-python", "sh", "-c", "echo up; exec cat /dev/zero >/dev/null") as run:
         run.read_until("[0] up\n", "stdout")
@@ -176,6 +183,7 @@ def test_binaries_show_facts_and_live(place: Place) -> None:
         assert run.end().status == 128 + signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_a_pid_that_is_anothers_by_now_is_left_alone(place: Place, ready: Ready, gate: Gate) -> None:
     """The record says when the rank's process started; one with another start is not that one."""
     with start(place, ready, gate, n=1) as launcher:
@@ -217,6 +225,7 @@ def test_no_runs(place: Place) -> None:
     assert (done.status, done.out, done.err) == (1, "", f"Error: there are no runs in {place.logs}\n")
 
 
+@pytest.mark.slow
 def test_runs_that_have_ended(place: Place) -> None:
     place.run("--no-python", "--run-id", "night", "true")
     (run,) = place.logs.iterdir()
@@ -231,6 +240,7 @@ def test_runs_that_have_ended(place: Place) -> None:
     assert f"close to it: {run.name}" in done.err
 
 
+@pytest.mark.slow
 def test_runs_elsewhere_and_damaged_ones(place: Place) -> None:
     put(place.logs, "elsewhere", boot_id="another", host="node7")
     done = stack(place)
@@ -243,6 +253,7 @@ def test_runs_elsewhere_and_damaged_ones(place: Place) -> None:
     assert done.err.startswith("Error: empty cannot be asked: ")
 
 
+@pytest.mark.slow
 def test_the_latest_that_runs_is_the_default(place: Place, ready: Ready, gate: Gate) -> None:
     with start(place, ready, gate, n=1) as launcher:
         place.run("--no-python", "true")

@@ -215,6 +215,7 @@ def test_another_thread_takes_the_signal_when_the_main_thread_blocks_it(
     assert shown(text)[-1] == ["work", "<module>"]
 
 
+@pytest.mark.slow
 def test_many_at_once(tmp_path: Path, ready: Ready) -> None:
     with contextlib.ExitStack() as stack:
         workers = [stack.enter_context(Worker(tmp_path, ready, SLEEP, rank=rank)) for rank in range(4)]
@@ -241,6 +242,7 @@ def test_two_who_ask_at_once(tmp_path: Path, ready: Ready) -> None:
             assert shown(collection.finish()[0]) == [["work", "<module>"]]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_temporary_folder")
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 def test_functions_show_theirs(ready: Ready, gate: Gate, method: str) -> None:
@@ -263,6 +265,7 @@ def test_functions_show_theirs(ready: Ready, gate: Gate, method: str) -> None:
         assert not group.wait().is_failed()
 
 
+@pytest.mark.slow
 def test_a_fork_shows_its_own_and_its_keepers_none(ready: Ready, gate: Gate, logs: Path) -> None:
     (logs / "outer").mkdir()
     args = {0: (ready.address, gate.address, str(logs / "inner"))}
@@ -322,6 +325,7 @@ def test_one_that_stops_meanwhile_is_waited_for_no_longer_than_agreed(tmp_path: 
         assert thread.frames[-1].function == "<module>"
 
 
+@pytest.mark.slow
 @without_py_spy
 def test_one_that_blocks_the_signal_in_all_threads(
     tmp_path: Path, ready: Ready, monkeypatch: pytest.MonkeyPatch
@@ -666,6 +670,7 @@ def test_native_frames_are_py_spys(tmp_path: Path, ready: Ready, monkeypatch: py
             assert collection.finish()[0].endswith(" in <module>\n")
 
 
+@pytest.mark.slow
 def test_native_frames_of_a_real_process(tmp_path: Path, ready: Ready) -> None:
     with Worker(tmp_path, ready, SLEEP) as worker:
         text = stack_workers.ask(worker.target.replace(native=True, doomed=False))
@@ -694,6 +699,7 @@ def test_who_is_to_go_on_is_read_from_outside(tmp_path: Path, ready: Ready) -> N
         assert _read(path).count(b"\n") == 1  # what it has offered
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script, why",
     [
@@ -735,6 +741,7 @@ def test_py_spy_that_fails_once_is_tried_again(tmp_path: Path, ready: Ready, mon
         assert worker.sent == []
 
 
+@pytest.mark.slow
 @without_py_spy
 def test_who_runs_is_not_asked_before_it_sleeps(tmp_path: Path, ready: Ready) -> None:
     """In the midst of a line of Python the handler may find frames that make no sense, and end the process."""
@@ -778,6 +785,7 @@ def test_who_reads_waits_for_no_processor(tmp_path: Path, monkeypatch: pytest.Mo
         reader.close()
 
 
+@pytest.mark.slow
 def test_a_thread_that_waits_for_a_disk_holds_up_no_look(
     tmp_path: Path, ready: Ready, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -808,6 +816,7 @@ def test_py_spy_is_found_without_a_look_at_path(monkeypatch: pytest.MonkeyPatch,
     assert os.path.samefile(py_spy.find.__wrapped__(), found)  # as the package says
 
 
+@pytest.mark.slow
 def test_more_threads_than_a_dump_has(tmp_path: Path, ready: Ready) -> None:
     """faulthandler shows 100, the newest first: not the one that matters."""
     code = """
@@ -836,6 +845,7 @@ def test_more_threads_than_a_dump_has_and_no_py_spy(tmp_path: Path, ready: Ready
     assert dump.sum_up({0: text}) == "rank 0 is in work (<string>:11)"
 
 
+@pytest.mark.slow
 def test_many_who_are_to_go_on(tmp_path: Path, ready: Ready) -> None:
     with contextlib.ExitStack() as stack:
         workers = [stack.enter_context(Worker(tmp_path, ready, SLEEP, rank=rank)) for rank in range(6)]
@@ -859,6 +869,7 @@ LINES = st.sampled_from(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @given(st.one_of(st.text(), st.lists(st.one_of(LINES, st.text(max_size=5)), max_size=30).map("\n".join)))
 def test_parsing_never_fails(text: str) -> None:
     threads = dump.parse(text)
@@ -872,6 +883,7 @@ FRAMES = st.builds(dump.Frame, PATHS, st.integers(0, 99999), st.from_regex(r"[a-
 THREADS = st.builds(dump.Thread, st.integers(0, 2**64 - 1), st.booleans(), st.lists(FRAMES, max_size=5).map(tuple))
 
 
+@pytest.mark.once
 @given(st.lists(THREADS, max_size=5))
 def test_parsing_finds_what_was_written(threads: list[dump.Thread]) -> None:
     text = "\n".join(
@@ -944,6 +956,7 @@ def test_facts_of_a_process() -> None:
     assert proc_status.facts(2**22 + 1) == ""
 
 
+@pytest.mark.slow
 def test_a_collection_that_cannot_begin_or_is_dropped_leaves_nothing(tmp_path: Path, ready: Ready) -> None:
     before = set(os.listdir("/proc/self/fd"))
     with Worker(tmp_path, ready, SLEEP) as worker:

@@ -59,6 +59,7 @@ def values_of(result: RunProcsResult) -> dict[int, Any]:
 # --- both historical forms
 
 
+@pytest.mark.slow
 def test_first_form_by_position(tmp_path: Path) -> None:
     specs = DefaultLogsSpecs(str(tmp_path / "logs"), Std.ALL)
     group = start_processes(
@@ -89,6 +90,7 @@ def test_first_form_by_name(tmp_path: Path) -> None:
     assert values_of(result) == {0: {"A": "x"}}
 
 
+@pytest.mark.slow
 def test_second_form_by_position(logs: Path) -> None:
     group = start_processes(
         "n", workers.prints, {0: ("a",), 1: ("b",)}, {0: {}, 1: {}}, str(logs), "fork", Std.ALL, {1: Std.OUT}
@@ -121,10 +123,12 @@ def test_second_form_by_name(logs: Path, name: str) -> None:
     assert result.stderrs == {0: ""}
 
 
+@pytest.mark.slow
 def test_one_tuple_for_all_ranks() -> None:
     assert values_of(run(workers.add, (1, 2), nprocs=3)) == {0: 3, 1: 3, 2: 3}
 
 
+@pytest.mark.slow
 def test_ranks_in_any_order() -> None:
     result = run(workers.echo, {2: ("c",), 0: ("a",), 1: ("b",)}, start_method="forkserver")
     assert list(values_of(result).items()) == [(0, ("a",)), (1, ("b",)), (2, ("c",))]
@@ -151,6 +155,7 @@ def test_a_binary_with_arguments_that_are_no_strings(logs: Path) -> None:
     assert (logs / "0/stdout.log").read_text() == f"1 2.5 None {logs} é\n"
 
 
+@pytest.mark.slow
 def test_environment_of_each_rank_comes_on_top_of_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTER", "1")
     monkeypatch.setenv("BOTH", "outer")
@@ -195,6 +200,7 @@ class LazyMapping(Lazy, Mapping[int, Any]):  # type: ignore[misc]  # a range is 
         return self._count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Lazy, LazyMapping])
 def test_what_a_mapping_holds_is_looked_up_once(kind: type[Lazy]) -> None:
     args = kind(6, lambda rank: (f"RANK_{rank}", "SAME"))
@@ -204,6 +210,7 @@ def test_what_a_mapping_holds_is_looked_up_once(kind: type[Lazy]) -> None:
     assert args.asked == envs.asked == list(range(6))
 
 
+@pytest.mark.slow
 def test_arguments_that_can_be_read_once() -> None:
     once = iter("ab")
     assert values_of(run(workers.echo, {0: once, 1: once}, start_method="fork")) == {0: ("a", "b"), 1: ("a", "b")}
@@ -212,6 +219,7 @@ def test_arguments_that_can_be_read_once() -> None:
 # --- values
 
 
+@pytest.mark.slow
 @each_method
 def test_values_of_any_size(method: str) -> None:
     result = run(workers.megabytes, {0: (50,), 1: (0,)}, start_method=method)
@@ -220,12 +228,14 @@ def test_values_of_any_size(method: str) -> None:
     assert values[1] == b""
 
 
+@pytest.mark.slow
 @each_method
 def test_arguments_of_any_size(method: str) -> None:
     data = os.urandom(20 << 20)
     assert values_of(run(workers.echo, {0: (data,)}, start_method=method)) == {0: (data,)}
 
 
+@pytest.mark.slow
 @each_method
 def test_a_worker_that_returns_nothing(method: str) -> None:
     result = run(workers.nothing, {0: (), 1: ()}, start_method=method)
@@ -234,6 +244,7 @@ def test_a_worker_that_returns_nothing(method: str) -> None:
     assert result.root_cause is None
 
 
+@pytest.mark.slow
 @each_method
 def test_a_value_that_cannot_be_pickled_fails_its_rank(method: str) -> None:
     result = run(workers.return_generator, {0: ()}, start_method=method)
@@ -242,11 +253,13 @@ def test_a_value_that_cannot_be_pickled_fails_its_rank(method: str) -> None:
     assert result.failures[0].exitcode == 1
 
 
+@pytest.mark.slow
 def test_a_part_of_a_value_that_cannot_be_pickled_is_named() -> None:
     result = run(workers.return_nested_lock, {0: ()})
     assert "item 'lock' of item 'model' of the return value" in result.failures[0].message
 
 
+@pytest.mark.slow
 @each_method
 def test_a_value_that_cannot_be_unpickled_fails_its_rank(method: str) -> None:
     result = run(workers.return_never_loads, {0: ()}, start_method=method)
@@ -279,6 +292,7 @@ CALLABLES: dict[str, tuple[Callable[..., Any], int]] = {
 }
 
 
+@pytest.mark.slow
 @each_method
 @pytest.mark.parametrize("kind", CALLABLES)
 def test_callables(method: str, kind: str) -> None:
@@ -286,6 +300,7 @@ def test_callables(method: str, kind: str) -> None:
     assert values_of(run(function, {0: (2,), 1: (2,)}, start_method=method)) == {0: expected, 1: expected}
 
 
+@pytest.mark.slow
 @each_method
 def test_a_recursive_local_function(method: str) -> None:
     def factorial(number: int) -> int:
@@ -294,6 +309,7 @@ def test_a_recursive_local_function(method: str) -> None:
     assert values_of(run(factorial, {0: (5,)}, start_method=method)) == {0: 120}
 
 
+@pytest.mark.slow
 @each_method
 def test_an_instance_of_a_local_class_comes_back(method: str) -> None:
     class Local:
@@ -336,12 +352,14 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @each_method
 def test_functions_and_classes_of_a_main_script(tmp_path: Path, method: str) -> None:
     done = run_script(tmp_path, MAIN, method)
     assert (done.stdout, done.stderr, done.returncode) == ("fine\n", "", 0)
 
 
+@pytest.mark.slow
 def test_a_main_script_whose_functions_go_by_value_needs_no_guard(tmp_path: Path) -> None:
     text = """
 from phalanx.multiprocessing import start_processes
@@ -358,6 +376,7 @@ with start_processes("main", double, {0: (1,), 1: (2,)}, main="value") as group:
 # --- what multiprocessing shares
 
 
+@pytest.mark.slow
 @each_method
 def test_queues(method: str) -> None:
     context = multiprocessing.get_context(method)
@@ -384,6 +403,7 @@ def heap() -> Iterator[None]:
     del value
 
 
+@pytest.mark.slow
 @each_method
 @pytest.mark.usefixtures("heap")
 def test_lock_event_semaphore_value_array(method: str) -> None:
@@ -402,6 +422,7 @@ def test_lock_event_semaphore_value_array(method: str) -> None:
     assert array[0] == 2.5
 
 
+@pytest.mark.slow
 @each_method
 def test_connections(method: str) -> None:
     context = multiprocessing.get_context(method)
@@ -423,6 +444,7 @@ def test_connections(method: str) -> None:
     assert values_of(result) == {0: "rank 0", 1: "rank 1"}
 
 
+@pytest.mark.slow
 @each_method
 def test_shared_memory_outlives_the_group(method: str) -> None:
     segment: Any = SharedMemory(create=True, size=16)
@@ -459,6 +481,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @each_method
 @pytest.mark.parametrize("how", ["object", "name"])
 def test_shared_memory_leaves_no_warning(tmp_path: Path, method: str, how: str) -> None:
@@ -483,12 +506,14 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @each_method
 def test_manager_proxies(tmp_path: Path, method: str) -> None:
     done = run_script(tmp_path, MANAGER, method)
     assert (done.stdout, done.stderr, done.returncode) == ("{0: 0, 1: 1, 2: 4}\n", "", 0)
 
 
+@pytest.mark.slow
 @each_method
 def test_a_worker_uses_multiprocessing_itself(method: str) -> None:
     assert values_of(run(workers.start_a_process_of_my_own, {0: ()}, start_method=method)) == {0: 7}
@@ -508,6 +533,7 @@ def waiting(ready: Ready, gate: Gate, nprocs: int = 2, **options: Any) -> PConte
     return group
 
 
+@pytest.mark.slow
 @each_method
 def test_waiting(ready: Ready, gate: Gate, method: str) -> None:
     with waiting(ready, gate, start_method=method) as group:
@@ -561,6 +587,7 @@ def test_start_twice() -> None:
         group.wait()
 
 
+@pytest.mark.slow
 def test_leaving_the_with_statement_closes(ready: Ready, gate: Gate) -> None:
     with waiting(ready, gate) as group:
         pids = set(group.pids().values())
@@ -574,12 +601,14 @@ def test_leaving_the_with_statement_closes(ready: Ready, gate: Gate) -> None:
     ] * 2
 
 
+@pytest.mark.slow
 def test_an_exception_in_the_with_statement_closes(ready: Ready, gate: Gate) -> None:
     with pytest.raises(ZeroDivisionError), waiting(ready, gate) as group:
         raise ZeroDivisionError
     assert not {pid for pid in group.pids().values() if alive(pid)}
 
 
+@pytest.mark.slow
 def test_close_is_idempotent(ready: Ready, gate: Gate) -> None:
     group = waiting(ready, gate)
     group.close()
@@ -619,6 +648,7 @@ def test_close_kills_when_the_grace_is_over(ready: Ready, gate: Gate) -> None:
     assert result.outcomes[0].state == "stopped"
 
 
+@pytest.mark.slow
 def test_close_at_once(ready: Ready, gate: Gate) -> None:
     group = waiting(ready, gate)
     group.close(timeout=0)
@@ -641,6 +671,7 @@ def test_a_second_close_shortens_the_grace(ready: Ready, gate: Gate) -> None:
     assert not alive(group.pids()[0])
 
 
+@pytest.mark.slow
 def test_close_from_many_threads(ready: Ready, gate: Gate) -> None:
     group = waiting(ready, gate, 3)
     barrier = threading.Barrier(8)
@@ -660,6 +691,7 @@ def test_close_from_many_threads(ready: Ready, gate: Gate) -> None:
     group.close()  # by the main thread, which alone may restore the signal handlers
 
 
+@pytest.mark.slow
 def test_close_from_a_thread_while_the_main_thread_waits(ready: Ready, gate: Gate) -> None:
     group = waiting(ready, gate)
     closer = threading.Timer(0.05, group.close)
@@ -687,6 +719,7 @@ def ended(nprocs: int) -> PContext:
     return group
 
 
+@pytest.mark.slow
 def test_threads_that_wait_have_one_result(restored: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     never = threading.Event()
     monkeypatch.setattr(workers.Restored, "on_restore", lambda _self: never.wait(0.2))
@@ -702,6 +735,7 @@ def test_threads_that_wait_have_one_result(restored: list[int], monkeypatch: pyt
     assert len(set(map(id, results))) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SignalException])
 def test_a_wait_that_is_interrupted_while_values_are_unpickled(
     kind: type[BaseException], restored: list[int], monkeypatch: pytest.MonkeyPatch
@@ -750,6 +784,7 @@ def test_a_value_that_waits_for_its_group_while_it_is_unpickled(
         assert group.wait() is found[0]
 
 
+@pytest.mark.slow
 def test_many_threads_wait(ready: Ready, gate: Gate) -> None:
     group = waiting(ready, gate)
     results: list[RunProcsResult | None] = []
@@ -766,6 +801,7 @@ def test_many_threads_wait(ready: Ready, gate: Gate) -> None:
         assert result.return_values == group.pids()
 
 
+@pytest.mark.slow
 @each_method
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_from_a_thread_that_is_not_the_main_one(ready: Ready, gate: Gate, method: str) -> None:
@@ -787,6 +823,7 @@ def test_from_a_thread_that_is_not_the_main_one(ready: Ready, gate: Gate, method
     assert len(seen[1].return_values) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_groups_at_the_same_time(ready: Ready, gate: Gate) -> None:
     groups = [
@@ -808,6 +845,7 @@ def test_groups_at_the_same_time(ready: Ready, gate: Gate) -> None:
             group.close()
 
 
+@pytest.mark.slow
 def test_a_worker_starts_a_group_of_its_own() -> None:
     def nested() -> dict[int, Any]:
         with start_processes("inner", workers.add, {0: (1, 2), 1: (3, 4)}) as group:
@@ -818,6 +856,7 @@ def test_a_worker_starts_a_group_of_its_own() -> None:
     assert values_of(run(nested, {0: (), 1: ()})) == {0: {0: 3, 1: 7}, 1: {0: 3, 1: 7}}
 
 
+@pytest.mark.slow
 def test_the_end_is_noticed_at_once(ready: Ready, gate: Gate) -> None:
     with waiting(ready, gate) as group:
         before = time.monotonic()
@@ -829,6 +868,7 @@ def test_the_end_is_noticed_at_once(ready: Ready, gate: Gate) -> None:
 # --- outcomes
 
 
+@pytest.mark.slow
 @each_method
 def test_one_fails_and_the_rest_are_stopped(ready: Ready, gate: Gate, method: str) -> None:
     def work(rank: int) -> None:
@@ -879,6 +919,7 @@ def test_system_exit(logs: Path, method: str, code: object, exitcode: int) -> No
         assert result.failures[0].stderr_tail == str(code)
 
 
+@pytest.mark.slow
 @each_method
 def test_leaving_without_a_return(method: str) -> None:
     result = run(workers.leave_at_once, {0: (0,), 1: (0,)}, start_method=method)

@@ -29,6 +29,8 @@ from tests.test_set_aside import compress, rotate
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.once
+
 START = 1_700_000_000.0
 
 

@@ -478,6 +478,7 @@ def test_a_release_in_time_spares_and_leaves_nothing(server: FileTimerServer, ch
     assert server._request_count == 2001
 
 
+@pytest.mark.slow
 def test_a_process_has_ten_thousand_timers_at_the_most(
     server: FileTimerServer, child: Child, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -554,6 +555,7 @@ def test_a_timer_is_not_for_the_next_owner_of_the_pid(server: FileTimerServer, p
     assert alive(child.pid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [HOUR, -HOUR])
 def test_a_step_of_the_wall_clock_kills_and_spares_no_one(
     server: FileTimerServer, path: str, monkeypatch: pytest.MonkeyPatch, step: float
@@ -631,6 +633,7 @@ def test_the_reasons_of_a_refusal() -> None:
         Victim(1 << 80)
 
 
+@pytest.mark.slow
 def test_another_users_process_is_refused_unless_we_started_it(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
     stranger = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: stranger)
@@ -709,6 +712,7 @@ def test_what_goes_wrong_with_the_evidence_does_not_keep_the_kill(
 # Callbacks, progress.
 
 
+@pytest.mark.slow
 def test_an_exception_of_the_owner_is_harmless(path: str, caplog: pytest.LogCaptureFixture) -> None:
     def fail(_name: str, _request: FileTimerRequest | None) -> None:
         raise RuntimeError("the owner's mistake")
@@ -761,6 +765,7 @@ def test_progress_is_now_while_it_waits_and_old_while_it_hangs(path: str, monkey
     assert -100 - TIMEOUT < seen[0] < -97
 
 
+@pytest.mark.slow
 def test_run_once_serves_what_is_there_and_ends(path: str, client: FileTimerClient) -> None:
     server = FileTimerServer(path, "run")
     server.run_once()
@@ -780,6 +785,7 @@ def test_run_once_serves_what_is_there_and_ends(path: str, client: FileTimerClie
 # The client.
 
 
+@pytest.mark.slow
 def test_a_flood_of_twenty_workers_is_taken_without_an_error(server: FileTimerServer, path: str) -> None:
     with contextlib.ExitStack() as stack:
         children = [stack.enter_context(Child(path)) for _ in range(20)]
@@ -896,6 +902,7 @@ def test_a_client_finds_the_next_server(child: Child, server: FileTimerServer) -
     assert list(server._timers) == [(child.pid, "second")]
 
 
+@pytest.mark.slow
 def test_threads_and_forks_share_a_client_across_servers(child: Child, server: FileTimerServer) -> None:
     child.do("client.acquire('main', time.time() + 3600)")
     child.begin(
@@ -1010,6 +1017,7 @@ def line_of(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_and_started_again_costs_no_worker(
     path: str, events: Events, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -1044,6 +1052,7 @@ def test_a_server_that_is_killed_and_started_again_costs_no_worker(
         assert "damaged" not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_server_that_was_stopped_spares_who_was_in_time_and_strikes_who_was_not(path: str) -> None:
     """A paused virtual machine: the server and its workers have lost the same time."""
     text = _SERVER_OF_ALL.replace(
@@ -1076,6 +1085,7 @@ def test_a_server_that_was_stopped_spares_who_was_in_time_and_strikes_who_was_no
         assert alive(prompt.pid)
 
 
+@pytest.mark.slow
 def test_a_timer_that_was_taken_just_before_the_server_was_stopped_has_its_time(path: str) -> None:
     """The server waited without end, so its wait has not overrun, and it hears of the timer when that is over."""
     with other_server(path, text=_SERVER_OF_ALL) as server, Child(path) as child:
@@ -1110,6 +1120,7 @@ def test_a_deadline_is_put_off_by_the_time_in_which_the_server_was_away(server: 
     assert timer._deadline == deadline
 
 
+@pytest.mark.slow
 def test_a_fork_of_the_server_does_not_keep_its_pipe(path: str) -> None:
     with other_server(path, "fork") as first:
         said = {line_of(first), line_of(first)}
@@ -1144,6 +1155,7 @@ def test_damaged_and_oversized_lines_are_logged_and_skipped(
     assert "more warnings about the timer pipe were left out" in caplog.text
 
 
+@pytest.mark.once
 @given(st.lists(st.one_of(st.binary(max_size=60), st.sampled_from([b"\n", b"a" * 5000, b"b" * 4095, b"c\nd\n"]))))
 def test_lines_are_the_same_however_the_bytes_come(chunks: list[bytes]) -> None:
     lines = _pipe.Lines()
@@ -1170,6 +1182,7 @@ def _mutated(line: bytes, cuts: list[tuple[int, bytes]]) -> bytes:
     return line
 
 
+@pytest.mark.once
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_no_bytes_make_the_server_raise_or_strike_an_outsider(

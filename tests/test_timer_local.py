@@ -81,6 +81,7 @@ def until(condition: Callable[[], object], server: LocalTimerServer) -> None:
     server.register_timers = original  # type: ignore[method-assign]  # as it was
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_temporary_folder")
 def test_the_example_of_the_originals_documentation(
     mp_queue: Any, ready: Ready, monkeypatch: pytest.MonkeyPatch
@@ -106,6 +107,7 @@ def test_the_example_of_the_originals_documentation(
         assert not wait_gone(pids)
 
 
+@pytest.mark.slow
 def test_expiry_is_prompt_whatever_the_interval_is(mp_queue: Any) -> None:
     late = []
     with LocalTimerServer(mp_queue, max_interval=60):
@@ -141,6 +143,7 @@ def test_each_worker_has_its_own_scopes(mp_queue: Any) -> None:
         assert alive(fine.pid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pid", [1, 0, -5, os.getpid(), os.getppid(), 1 << 30, "text"])
 def test_who_must_not_be_killed_is_refused(mp_queue: Any, pid: Any, caplog: pytest.LogCaptureFixture) -> None:
     with LocalTimerServer(mp_queue) as server, sleeper() as worker:
@@ -267,6 +270,7 @@ def test_a_program_that_dies_of_broken_pipes_does_not_die_of_a_queue_that_nobody
         mp_queue._writer.close()
 
 
+@pytest.mark.slow
 def test_a_bounded_queue_keeps_count() -> None:
     bounded: Any = SPAWN.Queue(3)
     client = LocalTimerClient(bounded, patience=0.05)
@@ -282,6 +286,7 @@ def test_a_bounded_queue_keeps_count() -> None:
     bounded._writer.close()
 
 
+@pytest.mark.slow
 def test_a_flood_is_taken_without_an_error(mp_queue: Any, ready: Ready) -> None:
     with (
         LocalTimerServer(mp_queue) as server,
@@ -358,6 +363,7 @@ def test_stopping_is_prompt_and_leaves_nothing(mp_queue: Any, caplog: pytest.Log
     assert not caplog.records
 
 
+@pytest.mark.slow
 def test_an_idle_server_does_not_wake(mp_queue: Any) -> None:
     turns = []
 
@@ -374,6 +380,7 @@ def test_an_idle_server_does_not_wake(mp_queue: Any) -> None:
     assert len(turns) <= 20
 
 
+@pytest.mark.slow
 def test_a_worker_that_leaves_with_timers_has_not_failed(mp_queue: Any, ready: Ready, gate: Gate) -> None:
     with (
         LocalTimerServer(mp_queue),
@@ -408,6 +415,7 @@ def hosted(mp_queue: Any, ready: Ready, gate: Gate) -> Iterator[tuple[int, Any]]
     other._writer.close()
 
 
+@pytest.mark.slow
 def test_servers_that_were_stopped_spare_who_was_in_time_and_strike_who_was_not(
     mp_queue: Any, ready: Ready, gate: Gate
 ) -> None:
@@ -435,6 +443,7 @@ def test_servers_that_were_stopped_spare_who_was_in_time_and_strike_who_was_not(
         assert alive(prompt.pid)
 
 
+@pytest.mark.slow
 def test_a_timer_that_was_taken_just_before_the_server_was_stopped_has_its_time(
     mp_queue: Any, ready: Ready, gate: Gate
 ) -> None:

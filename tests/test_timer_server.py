@@ -480,6 +480,7 @@ def client(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
             yield SharedTimerClient(server.address)
 
 
+@pytest.mark.slow
 def test_forks_and_threads_of_a_client_have_timers_of_their_own(client: Any, ready: Ready) -> None:
     worker = SPAWN.Process(target=timer_workers.fork_and_hang, args=(client, ready.address))
     worker.start()
@@ -489,6 +490,7 @@ def test_forks_and_threads_of_a_client_have_timers_of_their_own(client: Any, rea
     worker.close()
 
 
+@pytest.mark.slow
 def test_a_server_without_a_descriptor_is_not_rid_of_who_hangs(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither when it hears of the timer, nor when that expires, but a second later there is one."""
     asked: list[int] = []

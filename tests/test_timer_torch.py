@@ -99,6 +99,7 @@ def _exit_code(target: Any, *args: Any) -> int | None:
     return code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [HERE, pytest.param(THERE, marks=pytest.mark.torch)])
 def test_the_same_program_over_a_queue(module: str) -> None:
     timer = importlib.import_module(module)

@@ -422,6 +422,7 @@ def tell(process: subprocess.Popen[str]) -> None:
     process.stdin.flush()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["stop", "SIGKILL"])
 @pytest.mark.parametrize("disposition", ["default", "handler"])
 def test_who_rings_at_a_server_that_is_gone_is_told_and_lives(end: str, disposition: str) -> None:
@@ -479,6 +480,7 @@ def test_a_table_of_another_processs_making_is_closed_for_oneself_alone(table: T
 # --- a client dies
 
 
+@pytest.mark.slow
 def test_a_client_killed_at_any_instruction_harms_nobody() -> None:
     """Each leaves its seat as it was at that moment; none of it is anybody's, and the next one finds it clean."""
     table = TimerTable(1)
@@ -530,6 +532,7 @@ def test_only_an_earlier_deadline_rings(table: TimerTable) -> None:
         assert not rung(table)
 
 
+@pytest.mark.slow
 def test_a_bell_that_is_full_keeps_nobody_waiting(table: TimerTable) -> None:
     with seat_at(table) as seat:
         for _ in range(70_000):
@@ -823,6 +826,7 @@ def test_a_limit_on_files_makes_the_table_smaller(limit: int, said: str, tmp_pat
 # --- texts
 
 
+@pytest.mark.slow
 @given(st.text(), st.text())
 def test_a_text_fits_and_names_what_it_is_of(scope: str, place: str) -> None:
     text = encode(scope, place)
@@ -832,6 +836,7 @@ def test_a_text_fits_and_names_what_it_is_of(scope: str, place: str) -> None:
         assert decode(text) == (first, second)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 600), st.integers(0, 600), st.sampled_from("aä€😀"))
 def test_of_a_long_text_the_ends_are_kept(many: int, more: int, letter: str) -> None:
     text = encode("<" + letter * many + ">", letter * more + "/train.py:41")
@@ -842,6 +847,7 @@ def test_of_a_long_text_the_ends_are_kept(many: int, more: int, letter: str) -> 
     assert place.endswith("/train.py:41")
 
 
+@pytest.mark.once
 @given(st.binary())
 def test_any_bytes_can_be_read(data: bytes) -> None:
     assert all(isinstance(part, str) for part in decode(data))
@@ -850,6 +856,7 @@ def test_any_bytes_can_be_read(data: bytes) -> None:
 # --- garbage
 
 
+@pytest.mark.once
 @given(data=st.data())
 @settings(deadline=None, max_examples=60)
 def test_garbage_in_the_memory_is_no_danger(data: Any) -> None:
@@ -1096,6 +1103,7 @@ class WatchingOneRank(Watching):
     by_rank = True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Watching, WatchingOneRank])
 def test_the_lookout_sees_each_expiry_once_and_at_once(kind: type[Watching]) -> None:
     run_state_machine_as_test(kind, settings=settings(max_examples=40, stateful_step_count=30, deadline=None))

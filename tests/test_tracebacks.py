@@ -329,6 +329,7 @@ LINES = st.sampled_from(
 SAID = st.lists(st.tuples(st.integers(0, 5), LINES, st.sampled_from([0.0, 0.05, 0.3])), max_size=40)
 
 
+@pytest.mark.slow
 @given(SAID, st.sampled_from([1, 4096]), st.data())
 def test_nothing_is_lost_and_each_rank_keeps_its_order(
     said: list[tuple[int, bytes, float]], most: int, data: st.DataObject
@@ -382,6 +383,7 @@ def patient(place: Place) -> None:
     fold_patiently(place, "from phalanx._logs import tracebacks; tracebacks.QUIET = 60.0")
 
 
+@pytest.mark.slow
 def test_one_is_shown_while_its_worker_goes_on(place: Place, gate: Gate) -> None:
     """What stands after it, and what has no end, too."""
     script = place.write(f"""
@@ -406,6 +408,7 @@ def test_one_is_shown_while_its_worker_goes_on(place: Place, gate: Gate) -> None
     assert shown.splitlines() == ["[0] retry", "[0] Traceback (most recent call last):", "[0] next?"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("patient")
 def test_ctrl_c(place: Place, ready: Ready) -> None:
     script = place.write(f"""
@@ -427,6 +430,7 @@ def test_ctrl_c(place: Place, ready: Ready) -> None:
         assert place.log(rank, "stderr.log").count("KeyboardInterrupt") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("patient")
 def test_equal_failures(place: Place) -> None:
     """And one that is not equal: that is shown whole, too."""
@@ -454,6 +458,7 @@ def test_equal_failures(place: Place) -> None:
     assert logs.count("Traceback") == 4  # what they wrote, and not what was shown
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("patient")
 def test_ranks_that_were_hidden_until_they_failed(place: Place) -> None:
     script = place.write("""

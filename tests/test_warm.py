@@ -96,6 +96,7 @@ def guard_of(group: PContext) -> int:
 # --- preload
 
 
+@pytest.mark.slow
 def test_what_is_preloaded_is_imported_once_and_every_worker_has_it(modules: Modules) -> None:
     first, second = modules.write("first"), modules.write("second")
     found = run(has, first, second, "colorsys", nprocs=3, preload=[first, second])
@@ -109,6 +110,7 @@ def test_a_submodule_is_preloaded() -> None:
     assert run(has, "xml.etree.ElementTree", preload=["xml.etree.ElementTree"], nprocs=1)[0][1] == [True]
 
 
+@pytest.mark.slow
 def test_what_a_preload_prints_is_printed_once(modules: Modules, capfd: pytest.CaptureFixture[str]) -> None:
     modules.write("talks", "import ctypes; print('in python'); ctypes.CDLL(None).printf(b'in C\\n')")
     run(add, 1, 2, preload=["talks"])
@@ -135,6 +137,7 @@ faulthandler.register(signal.SIGUSR2, stacks)
 """
 
 
+@pytest.mark.slow
 def test_workers_have_the_signal_handlers_of_what_is_preloaded(modules: Modules, tmp_path: Path) -> None:
     stacks, log = tmp_path / "stacks", tmp_path / "signals"
     module = modules.write("handles", HANDLERS.format(stacks=str(stacks), log=str(log)))
@@ -147,6 +150,7 @@ def test_workers_have_the_signal_handlers_of_what_is_preloaded(modules: Modules,
     assert stacks.read_text().count("signals_with") == 3 * once > 0
 
 
+@pytest.mark.slow
 def test_a_host_without_heed_for_signals_hands_none_of_it_down(modules: Modules, tmp_path: Path) -> None:
     """Those that it ignores or blocks are a worker's as ever, and a module finds them so."""
     module = modules.write("looks", "import signal; found = signal.getsignal(signal.SIGHUP); reached = [int(found)]")
@@ -171,6 +175,7 @@ if __name__ == "__main__":
     assert preloaded == cold == "0 ['<built-in', 'function', 'default_int_handler>'] set() [0]"
 
 
+@pytest.mark.slow
 def test_helpers_run_no_signal_handler_of_what_is_preloaded(
     modules: Modules, tmp_path: Path, ready: Ready, gate: Gate
 ) -> None:
@@ -283,11 +288,13 @@ def test_threads_are_refused(modules: Modules) -> None:
     assert (caught.value.module, caught.value.traceback) == ("threads", "")
 
 
+@pytest.mark.slow
 def test_a_thread_that_has_ended_is_none(modules: Modules) -> None:
     modules.write("thread", "import threading; it = threading.Thread(target=int); it.start(); it.join()")
     assert run(add, 1, 2, preload=["thread"]) == {0: 3, 1: 3}
 
 
+@pytest.mark.slow
 def test_a_thread_that_is_about_to_leave_is_waited_for(modules: Modules) -> None:
     """None of Python's any more, and yet in /proc/self/task: so is one that has just been joined, for a moment."""
     modules.write(
@@ -302,22 +309,26 @@ def test_a_thread_that_is_about_to_leave_is_waited_for(modules: Modules) -> None
     assert run(add, 1, 2, preload=["leaving"]) == {0: 3, 1: 3}
 
 
+@pytest.mark.slow
 def test_a_thread_of_which_python_knows_nothing_is_refused(modules: Modules) -> None:
     modules.write("stays", "import _thread, time; _thread.start_new_thread(time.sleep, (600,))")
     with pytest.raises(PreloadError, match=r"'stays' has started 1 thread, which a fork would not have"):
         start(add, (1, 2), preload=["stays"])
 
 
+@pytest.mark.slow
 def test_numpy_whose_threads_know_about_forks_is_accepted() -> None:
     assert run(multiply, 600, preload=["numpy"]) == dict.fromkeys(range(2), 600.0**3)
 
 
+@pytest.mark.slow
 def test_no_two_workers_draw_alike() -> None:
     drawn = run(chances, preload=["numpy.random", "uuid"], nprocs=3)
     for name in ("numpy", "random", "uuid"):
         assert len({found[name] for found in drawn.values()}) == 3, name
 
 
+@pytest.mark.slow
 def test_nor_do_they_with_torch(modules: Modules) -> None:
     modules.write(
         "torch",
@@ -383,6 +394,7 @@ def test_warm_refuses_the_same() -> None:
 # --- keeping warm
 
 
+@pytest.mark.slow
 def test_a_second_group_costs_forks_only(modules: Modules) -> None:
     marked = modules.write("marked")
     guards = set()
@@ -399,6 +411,7 @@ def test_a_second_group_costs_forks_only(modules: Modules) -> None:
     assert repr(it) == "<Warm, marked preloaded, closed>"
 
 
+@pytest.mark.slow
 def test_each_group_has_a_keeper_of_its_own(ready: Ready, gate: Gate) -> None:
     with warm(preload=["json"]) as it:
         with (
@@ -416,6 +429,7 @@ def test_each_group_has_a_keeper_of_its_own(ready: Ready, gate: Gate) -> None:
         assert not result.is_failed()
 
 
+@pytest.mark.slow
 def test_workers_find_the_launcher_as_it_is_at_their_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -441,6 +455,7 @@ def test_workers_find_the_launcher_as_it_is_at_their_start(tmp_path: Path, monke
         os.close(before)
 
 
+@pytest.mark.slow
 def test_the_innermost_warm_that_has_the_modules_is_used(modules: Modules) -> None:
     outer, inner = modules.write("outer"), modules.write("inner")
     with warm(preload=[outer]):
@@ -453,6 +468,7 @@ def test_the_innermost_warm_that_has_the_modules_is_used(modules: Modules) -> No
     assert len(modules.importers(inner)) == 2
 
 
+@pytest.mark.slow
 def test_a_warm_that_is_given_goes_first(modules: Modules) -> None:
     first, second = modules.write("first"), modules.write("second")
     with warm(preload=[first]) as one, warm(preload=[second]):
@@ -460,6 +476,7 @@ def test_a_warm_that_is_given_goes_first(modules: Modules) -> None:
         assert run(has, first, second, nprocs=1)[0][1] == [False, True]
 
 
+@pytest.mark.slow
 def test_a_warm_that_was_closed_by_hand_is_used_no_more(modules: Modules) -> None:
     marked = modules.write("marked")
     with warm(preload=[marked]) as it:
@@ -468,6 +485,7 @@ def test_a_warm_that_was_closed_by_hand_is_used_no_more(modules: Modules) -> Non
     assert len(modules.importers(marked)) == 1
 
 
+@pytest.mark.slow
 def test_a_warm_may_be_left_in_another_context_than_it_was_entered_in(modules: Modules) -> None:
     marked = modules.write("marked")
     it = warm(preload=[marked])
@@ -478,6 +496,7 @@ def test_a_warm_may_be_left_in_another_context_than_it_was_entered_in(modules: M
     assert not it.is_open
 
 
+@pytest.mark.slow
 def test_a_preload_that_fails_leaves_no_warm_behind(modules: Modules) -> None:
     broken = modules.write("broken", "raise ValueError('no')")
     with pytest.raises(PreloadError, match="'broken' could not be imported"), warm(preload=[broken]):
@@ -485,6 +504,7 @@ def test_a_preload_that_fails_leaves_no_warm_behind(modules: Modules) -> None:
     assert run(has, "json", nprocs=1)[0][1] == [False]
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_was_killed_is_replaced(modules: Modules) -> None:
     marked = modules.write("marked")
     with warm(preload=[marked]) as it:
@@ -505,6 +525,7 @@ def test_a_fork_server_that_was_killed_is_replaced(modules: Modules) -> None:
         assert run(add, 1, 2) == {0: 3, 1: 3}
 
 
+@pytest.mark.slow
 def test_a_group_outlives_the_warm_that_it_was_started_from(ready: Ready, gate: Gate) -> None:
     with warm(preload=["json"]) as it:
         forkserver = fork_server_of(it)
@@ -518,6 +539,7 @@ def test_a_group_outlives_the_warm_that_it_was_started_from(ready: Ready, gate: 
     assert set(result.return_values.values()) == pids
 
 
+@pytest.mark.slow
 def test_a_group_outlives_its_killed_fork_server(ready: Ready, gate: Gate) -> None:
     with warm(preload=["json"]) as it, start(announce, (ready.address, gate.address)) as group:
         pids = set(ready.pids(2))
@@ -530,6 +552,7 @@ def test_a_group_outlives_its_killed_fork_server(ready: Ready, gate: Gate) -> No
         assert set(result.return_values.values()) == pids
 
 
+@pytest.mark.slow
 def test_threads_start_groups_from_one_warm_at_once(modules: Modules) -> None:
     marked = modules.write("marked")
     found: list[dict[int, Any]] = []
@@ -545,6 +568,7 @@ def test_threads_start_groups_from_one_warm_at_once(modules: Modules) -> None:
     assert len(modules.importers(marked)) == 2
 
 
+@pytest.mark.slow
 def test_functions_and_results_by_value_as_under_spawn() -> None:
     base = 10
 
@@ -573,6 +597,7 @@ def members_of(ready: Ready) -> set[int]:
     return set(ready.pids(WORKERS * SIZE))
 
 
+@pytest.mark.slow
 def test_nobody_is_left_of_a_warm_group_that_is_closed(ready: Ready, gate: Gate) -> None:
     with warm(preload=["json"]), families.start("forkserver", ready.address, gate.address) as group:
         members = members_of(ready)
@@ -599,6 +624,7 @@ def popen(folder: Path, text: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_nobody_is_left_of_a_warm_group_whose_launcher_was_killed(ready: Ready, gate: Gate, tmp_path: Path) -> None:
     with popen(tmp_path, LAUNCHER, ready.address, gate.address) as launcher:
         members = members_of(ready)
@@ -611,6 +637,7 @@ def test_nobody_is_left_of_a_warm_group_whose_launcher_was_killed(ready: Ready, 
     print(f"launcher killed, warm: all gone within {1000 * took:.0f} ms")  # noqa: T201 - shown with -rP
 
 
+@pytest.mark.slow
 def test_nobody_is_left_of_a_warm_group_whose_guard_and_keeper_were_killed(ready: Ready, gate: Gate) -> None:
     from phalanx.multiprocessing import KeeperLostError
 
@@ -644,6 +671,7 @@ STARTS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way, number",
     [(way, number) for way in STARTS for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
@@ -694,6 +722,7 @@ def test_an_interrupt_of_a_thread_that_waits_is_a_signal_exception(ready: Ready,
 # --- hosts of every kind
 
 
+@pytest.mark.slow
 def test_a_subreaper_is_left_without_zombies(tmp_path: Path) -> None:
     done = run_script(tmp_path, """
 import os
@@ -716,6 +745,7 @@ if __name__ == "__main__":
     assert done.stdout == "done\n", done.stderr
 
 
+@pytest.mark.slow
 def test_a_host_without_standard_descriptors(tmp_path: Path) -> None:
     found = tmp_path / "found"
     run_script(tmp_path, f"""
@@ -737,6 +767,7 @@ if __name__ == "__main__":
     assert found.read_text() == "{0: 8, 1: 8}" * 2
 
 
+@pytest.mark.slow
 def test_a_host_that_ignores_its_children(tmp_path: Path) -> None:
     done = run_script(tmp_path, """
 import signal
@@ -751,6 +782,7 @@ if __name__ == "__main__":
     assert done.stdout == "{0: 8, 1: 8}\n" * 2, done.stderr
 
 
+@pytest.mark.slow
 def test_a_host_that_ignores_its_children_preloads_what_has_threads(tmp_path: Path) -> None:
     (tmp_path / "threaded.py").write_text("import threading; threading.Thread(target=threading.Event().wait).start()")
     done = run_script(tmp_path, """
@@ -765,6 +797,7 @@ except PreloadError as error:
     assert "'threaded' has started 1 thread" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the fork, if a test before has left a thread of its own
 def test_a_fork_of_the_host_has_a_warm_process_of_its_own(modules: Modules) -> None:
     marked = modules.write("marked")
@@ -784,6 +817,7 @@ def test_a_fork_of_the_host_has_a_warm_process_of_its_own(modules: Modules) -> N
         assert len(modules.importers(marked)) == 2
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_is_stopped_is_killed_and_replaced(
     modules: Modules, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -808,6 +842,7 @@ class LateError(Exception):
     """What a handler of the host's raises: its own timeout."""
 
 
+@pytest.mark.slow
 def test_an_answer_that_an_exception_kept_from_being_heard_is_for_nobody_else(
     modules: Modules, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -838,6 +873,7 @@ def test_an_answer_that_an_exception_kept_from_being_heard_is_for_nobody_else(
         assert warmed._fork_server is forkserver
 
 
+@pytest.mark.slow
 def test_a_process_that_an_import_has_started_holds_up_nobody_when_the_fork_server_dies(
     modules: Modules, ready: Ready, gate: Gate
 ) -> None:
@@ -916,6 +952,7 @@ def loaded_before(name: str) -> bool | None:
     return None if module is None else all(each is not module for each in gc.get_objects())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preload", [None, ["json"]])
 def test_the_pickler_is_loaded_once_for_all_workers_that_need_it(preload: list[str] | None) -> None:
     said = []

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
+pytestmark = pytest.mark.once
+
 COUNT = 20_000
 LINES = b"".join(b"line %d\n" % n for n in range(COUNT)) + b"the end 7"
 CHOSEN = b"".join(b"[0] " + line + b"\n" for line in LINES.split(b"\n") if b"7" in line)

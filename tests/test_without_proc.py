@@ -83,6 +83,7 @@ def unshare() -> str:
     return "unshare"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 @pytest.mark.parametrize("how", ["ends", "closed", "killed"])
 def test_without_proc_nobody_is_left(
@@ -105,6 +106,7 @@ def test_without_proc_nobody_is_left(
     assert not wait_gone(pids, 10)
 
 
+@pytest.mark.slow
 def test_another_namespaces_proc_is_not_believed(unshare: str, tmp_path: Path) -> None:
     script = tmp_path / "launcher.py"
     script.write_text(textwrap.dedent(LAUNCHER).format(gate="pass"))

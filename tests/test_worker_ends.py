@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
-import io
 import json
 import os
-import resource
 import signal
 import socket
-import sys
-import threading
 from contextlib import closing, suppress
-from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -25,7 +19,17 @@ from phalanx._engine.worker.function import send_evidence
 from phalanx._engine.worker.mp_child import Child
 from phalanx.multiprocessing import ProcessFailure, RunProcsResult, Std, start_processes
 from tests.disks import fill
-from tests.helpers import TIMEOUT, pass_gate, tell
+from tests.ending_workers import (
+    clear_and_fail,
+    clear_and_leave,
+    close_all_and_return,
+    fail_after,
+    fail_in_a_fork_too,
+    fail_without_a_byte,
+    interrupted_where_that_is_blocked,
+    leave_with_a_text_that_nobody_takes,
+)
+from tests.helpers import TIMEOUT
 from tests.workers import FAILED, run_script
 
 if TYPE_CHECKING:
@@ -54,22 +58,7 @@ def failure_of(function: Callable[..., Any], *arguments: object, **options: Any)
 # --- interrupts
 
 
-def interrupted_with_work_left(path: str) -> NoReturn:
-    def note(line: str) -> None:
-        with open(path, "a") as file:
-            file.write(line + "\n")
-
-    def last_thread() -> None:
-        threading.main_thread().join()  # it counts as ended when the interpreter begins to leave
-        note("thread")
-
-    atexit.register(note, "exit handler")
-    Finalize(None, note, ("finalizer",), exitpriority=1)
-    threading.Thread(target=last_thread).start()
-    sys.stdout.write("no line end")
-    raise KeyboardInterrupt
-
-
+@pytest.mark.slow
 @each_method
 @pytest.mark.parametrize("in_use", [True, False], ids=["multiprocessing", "without"])
 def test_an_interrupt_leaves_time_for_all_that_an_interpreter_does_at_its_end(
@@ -81,7 +70,7 @@ import sys
 sys.path.insert(0, {str(tmp_path)!r})
 from phalanx.multiprocessing import start_processes, Std
 def work(path):
-    from tests.test_worker_ends import interrupted_with_work_left
+    from tests.ending_workers import interrupted_with_work_left
     interrupted_with_work_left(path)
 if __name__ == "__main__":
     if {in_use}:
@@ -101,11 +90,6 @@ if __name__ == "__main__":
     assert (logs / "0/stderr.log").read_text().count("Traceback") == 1
 
 
-def interrupted_where_that_is_blocked() -> NoReturn:
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    raise KeyboardInterrupt
-
-
 @each_method
 def test_an_interrupt_that_is_blocked_is_an_exit_code(method: str) -> None:
     """As of an interpreter."""
@@ -117,18 +101,7 @@ def test_an_interrupt_that_is_blocked_is_an_exit_code(method: str) -> None:
 # --- evidence
 
 
-def clear_and_fail() -> NoReturn:
-    os.environ.clear()
-    raise ValueError("after that")
-
-
-def clear_and_leave(ready: str, gate: str) -> NoReturn:
-    os.environ.clear()
-    atexit.register(pass_gate, gate)
-    atexit.register(tell, ready, "leaving")  # before that
-    sys.exit(3)
-
-
+@pytest.mark.slow
 @each_method
 def test_who_clears_the_environment_leaves_evidence(logs: Path, method: str) -> None:
     failure = failure_of(clear_and_fail, start_method=method, redirects=Std.ERR, log_dir=logs)
@@ -150,15 +123,6 @@ def test_who_clears_the_environment_leaves_at_a_known_moment(logs: Path, ready: 
     assert result is not None
     assert result.failures[0].exitcode == 3
     assert result.failures[0].evidence_ns is not None
-
-
-def fail_without_a_byte(stderr: str = "", text: str = "no room") -> NoReturn:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    if stderr == "broken":
-        sys.stderr = sys.__stderr__ = io.BytesIO()  # type: ignore[misc,assignment]  # it takes no text
-    elif stderr == "absent":
-        sys.stderr = sys.__stderr__ = None  # type: ignore[misc]  # as in a process without a console
-    raise ValueError(text)
 
 
 @each_method
@@ -183,6 +147,7 @@ def test_who_may_write_no_file_tells_the_launcher(logs: Path, method: str, stder
     assert (logs / "0/stdout.log").read_text() == ""
 
 
+@pytest.mark.slow
 @each_method
 @pytest.mark.parametrize("letter", ["x", "ä", "€"])
 def test_what_is_told_is_cut(method: str, letter: str) -> None:
@@ -194,12 +159,13 @@ def test_what_is_told_is_cut(method: str, letter: str) -> None:
     assert len(failure.traceback.encode()) < 25_000
 
 
+@pytest.mark.slow
 @each_method
 def test_a_traceback_that_no_file_takes_is_printed(tmp_path: Path, logs: Path, method: str) -> None:
     """Although stderr is not logged."""
     text = f"""
 from phalanx.multiprocessing import start_processes
-from tests.test_worker_ends import fail_without_a_byte
+from tests.ending_workers import fail_without_a_byte
 if __name__ == "__main__":
     with start_processes(
         "n", fail_without_a_byte, {{0: ()}}, start_method={method!r}, log_dir={str(logs)!r}
@@ -209,12 +175,6 @@ if __name__ == "__main__":
     done = run_script(tmp_path, text)
     assert done.stderr == done.stdout
     assert done.stdout.endswith("ValueError: no room\n")
-
-
-def fail_after(ready: str, gate: str) -> NoReturn:
-    tell(ready, "up")
-    pass_gate(gate)
-    raise ValueError("on a full disk")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
@@ -239,28 +199,9 @@ def test_a_failure_on_a_full_disk_is_told(small_disk: Path, ready: Ready, gate: 
     assert result.outcomes[0].state == "failed"
 
 
-def fail_in_a_fork_too() -> NoReturn:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    pid = os.fork()
-    if pid == 0:
-        raise KeyError("of the fork")
-    os.waitpid(pid, 0)
-    raise ValueError("of the worker")
-
-
+@pytest.mark.slow
 def test_what_a_fork_of_the_workers_tells_is_not_the_workers() -> None:
     assert failure_of(fail_in_a_fork_too, start_method="spawn").message == "ValueError: of the worker"
-
-
-def close_all_and_return(path: str) -> int:
-    os.closerange(3, 64)
-    while len(FILES) < 40:
-        FILES.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        FILES[-1].connect(path)
-    return 7
-
-
-FILES: list[socket.socket] = []
 
 
 @each_method
@@ -278,6 +219,7 @@ def test_who_closes_all_descriptors_is_told_that_nothing_can_be_returned(tmp_pat
                 assert connection.recv(1) == b""
 
 
+@pytest.mark.slow
 def test_a_launcher_that_does_not_listen_is_told_for_a_bounded_time() -> None:
     ours, theirs = channels.pair()
     with closing(ours), closing(theirs):
@@ -325,6 +267,7 @@ def said(tmp_path: Path) -> tuple[str, str]:
 WELL = "('succeeded', {0: None, 1: None})"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flushed", [True, False], ids=["flushed", "not flushed"])
 def test_a_stream_from_before_the_fork_says_what_it_was_told_since(tmp_path: Path, flushed: bool) -> None:
     """Whether or not the launcher's flush before the fork has reached what was in its buffers."""
@@ -351,6 +294,7 @@ def end():
     assert said(tmp_path) == ("line 0\nnew;binary;end;", "line 1\nnew;binary;end;")
 
 
+@pytest.mark.slow
 def test_a_module_that_was_preloaded_may_have_kept_a_stream(tmp_path: Path) -> None:
     (tmp_path / "kept.py").write_text("import sys\nout = sys.stdout\n")
     text = f"""
@@ -370,6 +314,7 @@ def end():
     assert said(tmp_path) == ("end;", "end;")
 
 
+@pytest.mark.slow
 def test_a_stream_whose_lock_was_held_at_the_fork_holds_up_no_worker(tmp_path: Path) -> None:
     """By a thread that is not there after it: it is in the middle of a write."""
     text = """
@@ -403,6 +348,7 @@ def end():
     assert said(tmp_path) == ("of the worker\n", "of the worker\n")
 
 
+@pytest.mark.slow
 @each_method
 @pytest.mark.parametrize(
     "begin",
@@ -423,6 +369,7 @@ def end():
     assert said(tmp_path) == ("of the worker\n", "of the worker\n")
 
 
+@pytest.mark.slow
 @each_method
 def test_what_passes_on_goes_on_doing_so(tmp_path: Path, method: str) -> None:
     """The class of many a training script, which writes to a file as well, set up at the top."""
@@ -450,6 +397,7 @@ def end():
     assert (tmp_path / "train.log").read_text() == "step\n" * 2
 
 
+@pytest.mark.slow
 @each_method
 def test_streams_are_unbuffered_where_the_interpreters_are(tmp_path: Path, method: str) -> None:
     text = """
@@ -465,6 +413,7 @@ def end():
     assert said(tmp_path) == ("no line end", "no line end")
 
 
+@pytest.mark.slow
 @each_method
 def test_an_object_may_stand_in_for_a_stream(tmp_path: Path, method: str) -> None:
     """One that `sitecustomize` has put there, which can do little. What is printed through it is out at each line."""
@@ -493,19 +442,6 @@ def end():
     streams(tmp_path, text, method, PYTHONPATH=os.pathsep.join([str(tmp_path / "site"), str(root / "src"), str(root)]))
     assert (tmp_path / "result").read_text() == "('failed', {0: None})"
     assert said(tmp_path)[1] == "of the worker\n"
-
-
-class Mute:
-    def write(self, *_text: str) -> NoReturn:
-        raise ValueError("no")
-
-    flush = write
-
-
-def leave_with_a_text_that_nobody_takes() -> NoReturn:
-    sys.stderr = sys.__stderr__ = Mute()  # type: ignore[misc,assignment]  # as a user may
-    sys.stdout = sys.stderr
-    sys.exit("a last word")
 
 
 @each_method

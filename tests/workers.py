@@ -7,6 +7,7 @@ function: this one costs it nothing.
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -360,3 +361,68 @@ def use_a_fork_server() -> None:
     process = multiprocessing.get_context("forkserver").Process(target=nothing)
     process.start()
     process.join()
+
+
+def look_around() -> list[Any]:
+    """The CPUs that this process may run on, its nice value, and two of its limits."""
+    limits = [resource.getrlimit(which) for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE)]
+    return [sorted(os.sched_getaffinity(0)), os.nice(0), limits]
+
+
+def limits(*names: str) -> tuple[tuple[int, int], ...]:
+    return tuple(resource.getrlimit(getattr(resource, f"RLIMIT_{name}")) for name in names)
+
+
+def lead(address: str) -> None:
+    """Start a child and a daemon, say all pids, and wait for ever."""
+    from tests.helpers import tell
+
+    for apart in (False, True):
+        if os.fork() == 0:
+            if apart:
+                os.setsid()
+            tell(address, str(os.getpid()))
+            signal.pause()
+    tell(address, str(os.getpid()))
+    signal.pause()
+
+
+def hold_the_gil(address: str, seconds: float) -> None:
+    """What a C call does that does not let go of it; a signal that has a handler ends this one (nanosleep(2))."""
+    import ctypes
+
+    from tests.helpers import tell
+
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    tell(address, "busy")
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+
+def one_fails(address: str, gate: str, rank: int) -> None:
+    """Rank 0 fails when the gate opens, rank 1 lives for ever, rank 2 ignores SIGTERM as well."""
+    from tests.helpers import pass_gate, tell
+
+    if rank == 2:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    tell(address, str(os.getpid()))
+    if rank == 0:
+        pass_gate(gate)
+        os._exit(3)
+    while True:
+        signal.pause()
+
+
+def one_hangs(address: str, gate: str, rank: int) -> None:
+    """Rank 0 enters a block when the gate opens, and does not leave it."""
+    from phalanx.timer import expires
+    from tests.helpers import pass_gate, tell
+
+    tell(address, str(os.getpid()))
+    if rank == 0:
+        with expires(after=60, scope="ready"):  # the table is open
+            tell(address, str(os.getpid()))
+        pass_gate(gate)
+        with expires(after=0.3, scope="load"):
+            signal.pause()
+    while True:
+        signal.pause()

@@ -63,7 +63,7 @@ def train(rank: int, shared: Any, steps: Any, lock: Any, reports: Any) -> Any:
     torch.manual_seed(rank)
     model = Net(int(CONFIG["width"]))
     optimizer = torch.optim.SGD(model.parameters(), lr=CONFIG["rate"])
-    readers = 2 if rank == 0 else 0  # each of them may take the seconds of importing torch
+    readers = 1 if rank == 0 else 0  # it may take the seconds of importing torch
     loader = DataLoader(
         Squares(), batch_size=int(CONFIG["batch"]), num_workers=readers, persistent_workers=bool(readers)
     )
