@@ -1,42 +1,63 @@
-# Every target sets up what it needs: python3 (3.11 or later) with venv is enough. The work is done in tools/dev.
+# Every target sets up what it needs: python3 (3.11 or later) with venv is enough. What they do stands in noxfile.py.
 #
 #   PYTHON=/path/to/python   use this one Python
-#   ARGS='-k name -x'        further arguments for pytest (test, soak) or the injector (stress); the cases to run (bench),
-#                            or the transcripts
+#   ARGS='-k name -x'        further arguments for pytest (quick, test, soak), the injector (stress) or ruff's, mypy's and
+#                            shellcheck's names (lint); the cases to run (bench), or the transcripts
 #   TORCH=no                 do not try to install torch for the compatibility tests
 #   SEEDS=1000               how many runs of the fault injector stress makes
 #   ROUNDS=10                how often soak runs the suite
 
-export PYTHON ARGS TORCH SEEDS ROUNDS
+SEEDS ?= 1000
+ROUNDS ?= 10
 
-.PHONY: help demo test lint format transcripts stress soak bench clean
+export PYTHON TORCH
+
+SESSIONS = @$(or $(PYTHON),python3) tools/bootstrap.py
+
+.PHONY: help demo quick test lint format docs transcripts stress soak bench package constraints hooks clean
 
 help: ## say what there is
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' Makefile
 
 demo: ## train on the handwritten digits with 4 ranks
-	@tools/dev demo
+	$(SESSIONS) demo
 
-test: ## lint, and the tests on every supported Python that this machine has
-	@tools/dev test
+quick: ## the tests to run while you work: on one Python, without what takes long
+	$(SESSIONS) quick -- $(ARGS)
 
-lint: ## ruff and mypy
-	@tools/dev lint
+test: ## all that must hold: every supported Python that is here, lint, the package, the site; with ARGS, the tests alone
+	$(SESSIONS) once tests $(if $(ARGS),,lint floors package docs) -- $(ARGS)
+
+lint: ## ruff, mypy and shellcheck
+	$(SESSIONS) lint -- $(ARGS)
 
 format: ## let ruff rewrite what it can
-	@tools/dev format
+	$(SESSIONS) format
+
+package: ## build wheel and sdist, and use the wheel in an empty environment
+	$(SESSIONS) package
+
+docs: ## build the documentation's site, strictly
+	$(SESSIONS) docs -- $(ARGS)
 
 transcripts: ## run every transcript of the documentation anew
-	@tools/dev transcripts
+	$(SESSIONS) transcripts -- $(ARGS)
 
 stress: ## 1,000 groups that are shot at: signals, exhaustion, slow readers; what was broken, with its seed
-	@tools/dev stress
+	$(SESSIONS) stress -- --seeds 0-$$(($(SEEDS) - 1)) $(ARGS)
 
 soak: ## the suite ten times, every second time under load
-	@tools/dev soak
+	$(SESSIONS) --rounds $(ROUNDS) once tests -- $(ARGS)
 
 bench: ## the benchmarks: Phalanx, its peer and the floor
-	@tools/dev bench
+	$(SESSIONS) bench -- $(ARGS)
+
+constraints: ## pin the newest versions of all that tests, lint and the site use
+	$(SESSIONS) constraints
+
+hooks: ## let git run what lint runs, before each commit
+	$(SESSIONS) hooks
 
 clean: ## remove environments, caches and build products
-	@tools/dev clean
+	rm -rf .nox .pytest_cache .mypy_cache .ruff_cache .hypothesis dist site
+	find . -name .git -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +

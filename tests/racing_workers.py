@@ -17,7 +17,7 @@ import threading
 import time
 from typing import Any
 
-from phalanx._core import linux
+from phalanx._base import procfs
 
 from phalanx.errors import record
 from tests.helpers import pass_gate, tell
@@ -156,7 +156,7 @@ def leave_slowly(folder: str, rank: int, way: str, ready: str, gate: str) -> Non
         with socket.socket(socket.AF_UNIX) as peer:
             peer.connect(path)
             pid = int(peer.recv(100))
-            while peer.recv(1) or not linux.is_exiting(pid):
+            while peer.recv(1) or not procfs.is_exiting(pid):
                 pass
         raise ConnectionResetError("the peer has gone")
     with socket.socket(socket.AF_UNIX) as server, open(os.path.join(folder, "disk", "file"), "wb", 0) as file:

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.once
 
 NOT_RUN = {
     "make demo": "makes an environment; tests/test_examples.py runs examples/digits.py as it does",
+    "make quick": "runs tests, as this one is",
     "make test": "is what runs this",
     "make bench": "takes minutes, and figures of a busy machine mean nothing",
     "make bench ARGS='exit_to_wait --rounds 20'": "as above; tests/test_benchmarks.py runs the cases briefly",

@@ -1,0 +1,256 @@
+"""What the Makefile's targets run, as sessions of nox: `make help` lists the targets, `nox --list` the sessions.
+
+Each session has an environment of its own, with the tree in it as an editable installation and the rest at the versions
+that constraints.txt pins (`make constraints` renews them). uv installs: a second, where pip takes half a minute.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import nox
+from python_discovery import get_interpreter
+
+SUPPORTED = ("3.11", "3.12", "3.13")
+TYPED = ("src", "tests", "examples", "benchmarks", "tools", "noxfile.py")
+SOURCES = (*TYPED, "docs")  # ruff looks at the Python in pages, too
+
+TORCH = "torch==2.13.0"
+TORCH_PYTHON = "3.11"
+"""Where a wheel of it is likeliest to be found."""
+
+FLOOR_TESTS = (
+    "test_command_line",  # click
+    "test_run",  # click
+    "test_by_value",  # cloudpickle
+    "test_search",  # re2
+    "test_records_of_groups",  # msgspec
+    "test_runs",  # rich
+    "test_stack_command",  # py-spy
+)
+"""The tests of what the dependencies do for Phalanx, by their files, wherever under `tests` those stand."""
+
+nox.needs_version = ">=2026.10"
+nox.options.default_venv_backend = "uv"
+nox.options.reuse_venv = "yes"
+nox.options.download_python = "never"
+nox.options.error_on_missing_interpreters = False
+nox.options.sessions = ("quick", "lint")
+os.environ["NOX_ENABLE_STALENESS_CHECK"] = "1"  # another interpreter of that version: the environment is made again
+if Path("/etc/ssl/certs/ca-certificates.crt").exists():
+    os.environ.setdefault("UV_SYSTEM_CERTS", "1")  # as pip does: there are indexes with a certificate of their own
+
+CONSTRAINTS = ("--constraints", "constraints.txt", "--build-constraints", "constraints.txt")
+
+
+def install(session: nox.Session, *groups: str) -> None:
+    """Bring the environment up to date: the tree, and the dependency groups."""
+    session.install(*CONSTRAINTS, "--requirements", "requirements.txt", *(f"--group={group}" for group in groups))
+
+
+def run_tests(session: nox.Session, *arguments: str) -> None:
+    """Run pytest with these arguments, then those of the command line, which may choose tests that are not here."""
+    session.run(
+        "python",
+        "-m",
+        "pytest",
+        *arguments,
+        *session.posargs,
+        # The tests start thousands of interpreters: none is to compile what another one has compiled.
+        env={"PYTHONDONTWRITEBYTECODE": None},
+        success_codes=[0, 5] if session.posargs else [0],
+        interrupt_timeout=10,
+    )
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Train on the handwritten digits with 4 ranks."""
+    install(session)
+    session.run("phalanx", "run", "--nproc-per-node", "4", "examples/digits.py")
+
+
+@nox.session
+def quick(session: nox.Session) -> None:
+    """The tests on the default Python, without those that take long or mean the same on each Python."""
+    install(session, "test")
+    run_tests(session, "-m", "not torch and not once and not slow")
+
+
+@nox.session(python=SUPPORTED)
+def tests(session: nox.Session) -> None:
+    """The tests that each Python runs."""
+    install(session, "test")
+    run_tests(session, "-m", "not torch and not once")
+
+
+@nox.session(python=None if os.environ.get("PYTHON") or not get_interpreter(TORCH_PYTHON) else TORCH_PYTHON)
+def once(session: nox.Session) -> None:
+    """The tests that need torch, and those that mean the same on each Python."""
+    install(session, "test")
+    install_torch(session)
+    run_tests(session, "-m", "torch or once")
+
+
+def install_torch(session: nox.Session) -> None:
+    """Install torch for the compatibility tests, if a build for the CPU can be had here.
+
+    A build for CUDA is left alone: it is huge, and cannot be imported without gigabytes more. So the metadata is asked
+    first, and torch is installed without its dependencies; of those the group `torch` has the few that `import torch`
+    needs. It is pip that is asked, not uv: pip's configuration names the folder or index that has builds for the CPU.
+    """
+    if os.environ.get("TORCH") == "no":
+        return session.warn("torch tests are skipped: TORCH=no")
+    python = f"{session.virtualenv.bin}/python"
+    there = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({TORCH.partition('==')[0]!r}) is None)"
+    if subprocess.run([python, "-c", there], check=False).returncode == 0:
+        return None
+    pip = (
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "--python",
+        python,
+        "install",
+        "-qq",
+        "--retries=1",
+    )
+    ask = ("--dry-run", "--report=-", "--no-deps", "--only-binary=:all:", TORCH)
+    asked = subprocess.run([*pip, *ask], check=False, capture_output=True, text=True)
+    if asked.returncode:
+        return session.warn(f"torch tests are skipped: no {TORCH} for this Python can be had here")
+    if re.search(r'"(nvidia|cuda)-', asked.stdout):
+        return session.warn(f"torch tests are skipped: there is no build of {TORCH} for the CPU here")
+    session.install(*CONSTRAINTS, "--group=torch")
+    session.install("--no-deps", json.loads(asked.stdout)["install"][0]["download_info"]["url"])
+    if subprocess.run([python, "-c", "import torch"], check=False).returncode:
+        session.run_install("uv", "pip", "uninstall", "torch")
+        return session.warn(f"torch tests are skipped: the {TORCH} that is here cannot be imported")
+    return None
+
+
+@nox.session
+def floors(session: nox.Session) -> None:
+    """The tests of what the dependencies do, with the lowest versions that pyproject.toml allows."""
+    project = nox.project.load_toml("pyproject.toml")["project"]
+    direct = {re.split(r"[^\w-]", line)[0] for line in project["dependencies"]}
+    pins = Path("constraints.txt").read_text(encoding="utf-8").splitlines()
+    others = Path(session.create_tmp(), "constraints.txt")
+    others.write_text("\n".join(pin for pin in pins if pin.partition("==")[0] not in direct), encoding="utf-8")
+    lowest = ("--resolution", "lowest-direct", "--constraints", str(others), *CONSTRAINTS[2:])
+    session.install(*lowest, "--requirements", "pyproject.toml", "--group=floors")
+    session.install("--no-deps", *CONSTRAINTS[2:], "--requirements", "requirements.txt")
+    files = [str(path) for name in FLOOR_TESTS for path in Path("tests").rglob(f"{name}.py")]
+    if len(files) != len(FLOOR_TESTS):
+        session.error(f"of {', '.join(FLOOR_TESTS)} there are only {', '.join(files)}")
+    session.run("uv", "pip", "freeze", external=True)
+    session.run("python", "-m", "pytest", "-m", "not torch and not once", *files, env={"PYTHONDONTWRITEBYTECODE": None})
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff, mypy and shellcheck; or those of `ruff-check`, `ruff-format`, `mypy` and `shellcheck` that are named."""
+    install(session, "test", "lint")
+    steps = {
+        "ruff-check": ("ruff", "check", *SOURCES),
+        "ruff-format": ("ruff", "format", "--check", *SOURCES),
+        "mypy": ("mypy", *TYPED),
+        "shellcheck": ("shellcheck", "--enable=all", "--severity=style", *shell_scripts()),
+    }
+    for name in session.posargs or steps:
+        session.run(*steps[name])
+
+
+def shell_scripts() -> list[str]:
+    """The files of the tree that a shell runs, by their first lines."""
+    found = []
+    for folder, folders, files in os.walk("."):
+        folders[:] = [name for name in folders if not name.startswith(".") or name == ".ci"]
+        for name in files:
+            path = Path(folder, name)
+            with path.open("rb") as file:
+                if re.match(rb"#!.*\b(ba|da|k)?sh\b", file.read(64)):
+                    found.append(str(path))
+    return found
+
+
+@nox.session(name="format")
+def rewrite(session: nox.Session) -> None:
+    """Let ruff rewrite what it can."""
+    install(session, "lint")
+    session.run("ruff", "check", "--fix", *SOURCES, success_codes=[0, 1])
+    session.run("ruff", "format", *SOURCES)
+
+
+@nox.session
+def hooks(session: nox.Session) -> None:
+    """Let git run what `make lint` runs, before each commit."""
+    session.install(*CONSTRAINTS, "--group=hooks")
+    session.run("pre-commit", *(session.posargs or ["install"]))
+
+
+@nox.session
+def package(session: nox.Session) -> None:
+    """Build wheel and sdist, look at what is in them, and use the wheel in an environment where nothing else is."""
+    session.install(*CONSTRAINTS, "mypy")
+    with tempfile.TemporaryDirectory() as place:
+        python = f"{place}/empty/bin/python"
+        program = str(Path("tools/package.py").resolve())
+        build = ("uv", "build", *CONSTRAINTS[2:], "--out-dir")
+        session.run(*build, f"{place}/dist")  # the sdist, and the wheel from it
+        session.run(*build, f"{place}/direct", "--wheel")
+        session.run("python", "-I", program, "contents", f"{place}/dist", f"{place}/direct")
+        session.run("uv", "venv", "--python", f"{session.virtualenv.bin}/python", f"{place}/empty")
+        wheels = [str(path) for path in Path(place, "dist").glob("*.whl")]
+        session.run("uv", "pip", "install", "--python", python, *CONSTRAINTS[:2], *wheels)
+        with session.chdir(place):
+            session.run(python, "-I", program, "use", external=True)
+            session.run("python", "-I", program, "types", python)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation's site; what is wrong with it fails."""
+    if not Path("mkdocs.yml").exists():
+        session.skip("there is no mkdocs.yml")
+    install(session, "docs")
+    session.run("mkdocs", "build", "--strict", *session.posargs)
+
+
+@nox.session
+def transcripts(session: nox.Session) -> None:
+    """Run the documentation's transcripts anew."""
+    install(session, "test")
+    session.run("python", "tools/transcripts.py", *session.posargs)
+
+
+@nox.session
+def stress(session: nox.Session) -> None:
+    """The fault injector, see tests/injector."""
+    install(session, "test")
+    session.run("python", "-m", "tests.injector", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """The benchmarks."""
+    install(session)
+    session.run("python", "-m", "benchmarks", *session.posargs)
+
+
+@nox.session
+def constraints(session: nox.Session) -> None:
+    """Pin the newest versions that are to be had."""
+    groups = nox.project.load_toml("pyproject.toml")["dependency-groups"]
+    session.run(
+        *("uv", "pip", "compile", "--quiet", "--upgrade", "--universal", "--python-version", SUPPORTED[0]),
+        *("--custom-compile-command", "make constraints", "--annotation-style", "line", "-o", "constraints.txt"),
+        *("--all-extras", *(f"--group={group}" for group in groups), "pyproject.toml"),
+    )
