@@ -246,7 +246,7 @@ def fork_a_child_that_dies(address: str) -> None:
 def say_where_the_table_is(address: str, gate: str) -> None:
     from phalanx._timers import layout
 
-    tell(address, os.environ[layout.ENV])
+    tell(address, os.environ[layout.TIMERS_ENV])
     pass_gate(gate)
 
 

@@ -18,7 +18,6 @@ import time
 from typing import Any
 
 from phalanx._base import procfs
-
 from phalanx.errors import record
 from tests.helpers import pass_gate, tell
 

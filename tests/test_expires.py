@@ -51,7 +51,7 @@ ALL = NEVER - 1
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that has taken no timer yet, and is in no group."""
-    monkeypatch.delenv(layout.ENV, raising=False)
+    monkeypatch.delenv(layout.TIMERS_ENV, raising=False)
     for name, value in (("client", None), ("group_seat", None), ("seat", None), ("nobody_watches", False)):
         monkeypatch.setattr(_routing, name, value)
     monkeypatch.setattr(_beats, "_seat", None)
@@ -66,7 +66,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[TimerTable]:
     """The table of the group that this process is in."""
     it = TimerTable(4, hang=1000)
-    monkeypatch.setenv(layout.ENV, f"{it.address}:0")
+    monkeypatch.setenv(layout.TIMERS_ENV, f"{it.address}:0")
     yield it
     it.close()
 
@@ -323,7 +323,7 @@ def test_to_configure_none_takes_the_client_back(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(NobodyWatchesError), expires(60):
         pytest.fail("entered")
     with contextlib.closing(TimerTable(1)) as table:  # and the group that this process is in watches again
-        monkeypatch.setenv(layout.ENV, f"{table.address}:0")
+        monkeypatch.setenv(layout.TIMERS_ENV, f"{table.address}:0")
         with expires(60, "the group's"):
             assert scopes(table) == ["the group's"]
     assert len(client.calls) == 2
@@ -589,7 +589,7 @@ def test_a_heartbeat_without_a_group_does_nothing(monkeypatch: pytest.MonkeyPatc
     timer.progress(step=5)
     assert _routing.group_seat is None
     with contextlib.closing(TimerTable(1, hang=1000)) as table:  # a client that is configured later is found
-        monkeypatch.setenv(layout.ENV, f"{table.address}:0")
+        monkeypatch.setenv(layout.TIMERS_ENV, f"{table.address}:0")
         configure(Client())
         timer.progress(step=6)
         assert [timer.step for timer in due(table)] == [6]
@@ -622,7 +622,7 @@ def test_a_heartbeat_that_finds_no_seat_does_nothing_and_that_is_said_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with contextlib.closing(TimerTable(1, hang=1000)) as table, Seat(f"{table.address}:0"):
-        monkeypatch.setenv(layout.ENV, f"{table.address}:0")
+        monkeypatch.setenv(layout.TIMERS_ENV, f"{table.address}:0")
         timer.rest()
         for step in range(3):
             timer.beat()
@@ -645,7 +645,7 @@ def test_a_heartbeat_that_finds_no_seat_does_nothing_and_that_is_said_once(
 def test_a_heartbeat_whose_table_cannot_be_opened(
     address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(layout.ENV, address)
+    monkeypatch.setenv(layout.TIMERS_ENV, address)
     for _ in range(2):
         timer.beat()
     assert capsys.readouterr().err.count("are not watched") == 1
@@ -812,7 +812,7 @@ def test_a_fork_that_leaves_its_parents_block(table: TimerTable) -> None:
 def test_a_fork_of_a_process_that_was_in_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     timer.beat()
     with contextlib.closing(TimerTable(1, hang=1000)) as table:
-        monkeypatch.setenv(layout.ENV, f"{table.address}:0")
+        monkeypatch.setenv(layout.TIMERS_ENV, f"{table.address}:0")
         pid = os.fork()
         if pid == 0:
             try:
@@ -849,7 +849,7 @@ def handler(*_):
 signal.signal(signal.SIGALRM, handler)
 chance = random.Random(7)
 table = TimerTable(1)
-os.environ[layout.ENV] = f"{table.address}:0"
+os.environ[layout.TIMERS_ENV] = f"{table.address}:0"
 client = Client() if sys.argv[1] == "named" else None
 until = clock.now() + float(sys.argv[2])
 struck = 0

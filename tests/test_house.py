@@ -27,17 +27,26 @@ SCRIPTS = sorted(
     if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
 )
 
-LAYERS = (
-    *("_base", "_evidence", "_logs", "_stacks", "_timers", "_placement", "_engine"),
-    *("_outcomes", "_runs", "_group", "errors", "timer", "multiprocessing", "spawn", "cli"),
+WINGS = (
+    *("_base", "_evidence", "_logs", "_stacks", "_timers", "_placement", "_engine", "_outcomes", "_runs", "_group"),
 )
-"""The packages from the ground up: each may import itself and what stands before it."""
+"""The packages that hold one subject each, from the ground up."""
+
+FACES = ("errors", "timer", "multiprocessing", "spawn", "cli")
+"""The packages whose names users know, which stand on the wings, from the ground up."""
+
+LAYERS = (*WINGS, *FACES)
+"""Each may import itself and what stands before it."""
+
+MOST_LINES = 400
+"""Of one module."""
 
 KEPT_APART = {
     "src/phalanx/_runs/record.py": {"msgspec"},
     "src/phalanx/_runs/catalog.py": set[str](),
     "src/phalanx/_runs/prune.py": set[str](),
     "src/phalanx/cli/_following.py": set[str](),
+    "src/phalanx/cli/_reader.py": set[str](),
     "src/phalanx/cli/logs.py": {"click"},  # a command: loaded when it is called
 }
 """Modules that load a library as they are loaded, or a module that does: so nobody else imports them on the way."""
@@ -73,6 +82,26 @@ def imports(path: Path, tree: Iterator[ast.AST]) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
+def module_name(path: Path) -> str:
+    """The name by which a file of the source is imported."""
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
+
+
+NAMES = {module_name(path) for path in MODULES}
+
+
+def ours(path: Path) -> set[str]:
+    """The modules of ours that a module imports anywhere: at the top, in a function, for types alone."""
+    found = set()
+    for name in imports(path, nodes(path)):
+        module = name
+        while module and module not in NAMES:
+            module = module.rpartition(".")[0]
+        if module not in ("", "phalanx"):
+            found.add(module)
+    return found - {module_name(path)}
+
+
 def at_import(node: ast.AST) -> Iterator[ast.AST]:
     """The nodes that run when the module is imported: no bodies of functions, no `if TYPE_CHECKING`."""
     for child in ast.iter_child_nodes(node):
@@ -93,6 +122,50 @@ def test_imports_point_down_only(path: Path) -> None:
         top, _, rest = name.partition(".")
         if top == "phalanx" and rest != "__version__":
             assert rest.split(".")[0] in allowed, f"{name_of(path)} imports {name}: from here only {allowed} is below"
+
+
+@pytest.mark.once
+def test_every_package_has_its_layer() -> None:
+    assert {path.name for path in (SOURCE / "phalanx").iterdir() if (path / "__init__.py").exists()} == set(LAYERS)
+
+
+@pytest.mark.once
+def test_no_modules_import_each_other() -> None:
+    """Not even for types alone, or in a function."""
+    graph = {module_name(path): ours(path) for path in MODULES}
+
+    def below(name: str) -> set[str]:
+        seen: set[str] = set()
+        rest = list(graph[name])
+        while rest:
+            if (other := rest.pop()) not in seen:
+                seen.add(other)
+                rest += graph[other]
+        return seen
+
+    assert [name for name in graph if name in below(name)] == []
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_a_module_is_short(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").count("\n")
+    assert lines <= MOST_LINES
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("path", [path for path in MODULES if path.parent.name != "phalanx"], ids=name_of)
+def test_names_with_an_underscore_stay_where_they_are(path: Path) -> None:
+    """No file of a wing has one; a face's module that has one is for that face; a module's name, for that module."""
+    layer = path.relative_to(SOURCE / "phalanx").parts[0]
+    assert layer in FACES or not path.name.startswith("_") or path.name == "__init__.py"
+    for name in imports(path, nodes(path)):
+        top, _, rest = name.partition(".")
+        parts = rest.split(".")
+        if top == "phalanx" and len(parts) > 1:
+            private = [part for part in parts[1:] if part.startswith("_")]
+            allowed = parts[1:2] if parts[0] == layer and layer in FACES else []
+            assert private in ([], allowed), f"{name_of(path)} imports {name}"
 
 
 @pytest.mark.once

@@ -23,7 +23,6 @@ import sys
 
 from phalanx._base import clock, sigpipe
 from phalanx._timers.layout import (
-    ENV,
     FIRST,
     GIVEN_UP,
     HEAD_CLOSED,
@@ -47,6 +46,7 @@ from phalanx._timers.layout import (
     SLOTS_IN_USE,
     TEXT_SIZE,
     TEXTS,
+    TIMERS_ENV,
     flag,
     head_size,
     is_alive,
@@ -106,7 +106,7 @@ class Seat:
         try:
             pid, memory, bell, rank = (int(part) for part in address.split(":"))
         except ValueError:
-            msg = f"{ENV}: expected PID:MEMORY:BELL:RANK, got {address!r}"
+            msg = f"{TIMERS_ENV}: expected PID:MEMORY:BELL:RANK, got {address!r}"
             raise ValueError(msg) from None
         _register_fork_hook()
         self._fds: list[int] = []

@@ -7,7 +7,7 @@ import os
 from phalanx._base.control_chars import sanitise
 from phalanx._timers.event_file import EVENTS, EventFile
 from phalanx._timers.hang_reporter import HangReporter
-from phalanx._timers.layout import ENV
+from phalanx._timers.layout import TIMERS_ENV
 from phalanx._timers.table import TimerTable
 
 TYPE_CHECKING = False
@@ -61,7 +61,7 @@ def watch(
             (speak or _log)(sanitise(text))
 
     reporter = HangReporter(table, specs.on_expiry, logs.error_files, write, specs.on_event, show, stacks=stacks)
-    return reporter, {rank: {ENV: f"{table.address}:{rank}"} for rank in ranks}
+    return reporter, {rank: {TIMERS_ENV: f"{table.address}:{rank}"} for rank in ranks}
 
 
 def _log(text: str) -> None:

@@ -19,7 +19,7 @@ import sys
 
 from phalanx._base import clock
 
-ENV = "PHALANX_TIMERS"
+TIMERS_ENV = "PHALANX_TIMERS"
 """The environment variable that holds the table's address in a worker: ``PID:MEMORY:BELL:RANK``."""
 
 NEVER = (1 << 63) - 1

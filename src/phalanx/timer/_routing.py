@@ -10,7 +10,7 @@ import sys
 from _thread import RLock
 
 from phalanx._timers.client import Seat
-from phalanx._timers.layout import ENV
+from phalanx._timers.layout import TIMERS_ENV
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _choose_way(kind: type) -> str:
 def take_group_seat() -> Seat:
     """Take a seat at the table of this process's group, once. Raises NobodyWatchesError, RuntimeError, ValueError."""
     global group_seat  # noqa: PLW0603 - one for the process
-    address = os.environ.get(ENV)
+    address = os.environ.get(TIMERS_ENV)
     if not address:
         raise NobodyWatchesError(
             "nobody watches timers: call phalanx.timer.configure(client) first, or run under `phalanx run`, or in a "
