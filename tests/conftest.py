@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import leaks
-from tests.disks import Disk, mounted, small
-from tests.helpers import Gate, Ready
+from tests.support import leaks
+from tests.support.disks import Disk, mounted, small
+from tests.support.helpers import Gate, Ready
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.test_run import Place
+    from tests.cli.test_run import Place
 
 
 # How long an example takes, or its making, is the machine's business: it may be busy.
@@ -122,7 +122,7 @@ def no_gc_callbacks() -> None:
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
     """Where `phalanx run` is tried."""
-    from tests.test_run import Place
+    from tests.cli.test_run import Place
 
     folder = tmp_path / "place"
     folder.mkdir()

@@ -45,7 +45,7 @@ FENCE = re.compile(r"^```(?:\w+)\n# (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL
 
 PHALANX = """\
 import sys
-from tests.waits import wait_long_for_stacks
+from tests.support.waits import wait_long_for_stacks
 wait_long_for_stacks()
 from phalanx.cli import main
 main()

@@ -1,0 +1,1056 @@
+"""The console's options, one by one: `phalanx run` as a person uses it, and `ConsoleSpecs` as a library does."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import select
+import signal
+import struct
+import sys
+import termios
+import time
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from phalanx._base import clock
+from phalanx._logs.dedup import Dedup
+from phalanx._logs.prefixes import stamp
+from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, RunProcsResult, Std, start_processes
+from tests.cli.test_run import LIMIT, Done, Launcher, Place, read_until, refused, terminal
+from tests.support.helpers import TIMEOUT, Gate, Ready
+from tests.support.screen import Emulator
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+pytestmark = pytest.mark.once
+
+PYTHON = sys.executable
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    folder = tmp_path / "place"
+    folder.mkdir()
+    place = Place(folder)
+    place.env.pop("NO_COLOR", None)
+    place.env |= {"TERM": "xterm", "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+    return place
+
+
+def sh(place: Place, code: str, *options: object, n: int = 1, **settings: Any) -> Done:
+    """Run a shell script in every rank."""
+    return place.run("--nproc-per-node", n, *options, "--no-python", "sh", "-c", code, **settings)
+
+
+def start_sh(place: Place, code: str, *options: object, n: int = 1, **settings: Any) -> Launcher:
+    return place.start("--nproc-per-node", n, *options, "--no-python", "sh", "-c", code, **settings)
+
+
+PATIENT = (
+    "from phalanx._base import clock; from phalanx._logs.dedup import Dedup; "
+    "Dedup.__init__.__defaults__ = (60.0, clock.wall)\n"
+)
+
+
+def fold_patiently(place: Place, more: str = "") -> None:
+    """Lines wait for their equals until all have said them, or have ended: a busy machine may bring them late."""
+    there = place.folder / "patient"
+    there.mkdir()
+    (there / "sitecustomize.py").write_text(PATIENT + more)
+    place.env["PYTHONPATH"] = os.pathsep.join([str(there), *filter(None, [place.env.get("PYTHONPATH")])])
+
+
+@pytest.fixture
+def patient_folds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same in this process."""
+    monkeypatch.setattr(Dedup.__init__, "__defaults__", (60.0, clock.wall))
+
+
+def workers_said(text: str) -> list[str]:
+    """Lines of stderr that are not ours."""
+    return [line for line in text.splitlines() if not line.startswith("phalanx: ")]
+
+
+def report_of(done: Done) -> str:
+    return done.err[done.err.index("====") :]
+
+
+def shown_before_the_report(done: Done) -> list[str]:
+    return workers_said(done.err[: done.err.index("====")])
+
+
+def group(
+    logs: Path,
+    console: ConsoleSpecs,
+    entrypoint: Any,
+    args: Mapping[int, tuple[Any, ...]],
+    **options: Any,
+) -> RunProcsResult:
+    """The same through the library."""
+    specs = options.pop("logs_specs", None) or DefaultLogsSpecs(str(logs), tee=Std.ALL)
+    with start_processes("options", entrypoint, args, logs_specs=specs, console=console, **options) as running:
+        return running.wait()
+
+
+def path_of(place: Place, rank: int, name: str = "stdout.log") -> Path:
+    (path,) = place.logs.glob(f"*/attempt_0/{rank}/{name}")
+    return path
+
+
+def whole(path: Path) -> bytes:
+    """A log with all that rotation has set aside, oldest first."""
+    aside = sorted(path.parent.glob(f"{path.name}.*"), key=lambda part: int(part.suffix[1:]))
+    assert [int(part.suffix[1:]) for part in aside] == list(range(1, len(aside) + 1))
+    return b"".join(part.read_bytes() for part in [*aside, path])
+
+
+# --- whose lines
+
+
+def test_ranks(place: Place) -> None:
+    done = sh(place, "echo out $RANK; echo err $RANK >&2", "--ranks", "1,3-4", n=5)
+    assert done.status == 0
+    assert sorted(done.out.splitlines()) == ["[1] out 1", "[3] out 3", "[4] out 4"]
+    assert sorted(workers_said(done.err)) == ["[1] err 1", "[3] err 3", "[4] err 4"]
+    assert [place.log(rank) for rank in range(5)] == [f"out {rank}\n" for rank in range(5)]
+
+
+def test_ranks_and_local_ranks_filter_both_hold(place: Place) -> None:
+    done = sh(place, "echo $RANK", "--ranks", "0,1", "--local-ranks-filter", "1,2", n=3)
+    assert done.out == "[1] 1\n"
+
+
+@pytest.mark.parametrize("text,words", [("x", "expected ranks"), ("1-0", "expected ranks"), ("0,7", "no rank 7")])
+def test_ranks_that_cannot_be(place: Place, text: str, words: str) -> None:
+    refused(sh(place, "echo", "--ranks", text, n=2), "--ranks", words)
+    assert not place.logs.exists()
+
+
+def test_ranks_are_global(logs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    envs = {rank: {"RANK": str(rank + 4)} for rank in range(3)}
+    console = ConsoleSpecs(ranks={5})
+    args = {rank: (f"of {rank}",) for rank in range(3)}
+    group(logs, console, "echo", args, envs=envs)
+    assert capfd.readouterr().out == "[5] of 1\n"
+
+
+HIDDEN = """
+    n=0
+    case $RANK in
+    0|2) exec 9>$FIFO-$RANK; echo "shown or hidden $RANK" ;;
+    1) cat $FIFO-0 $FIFO-2
+       while [ $n -lt 30 ]; do n=$((n+1)); echo out $n; echo err $n >&2; done
+       printf 'no end'; exit 3 ;;
+    esac
+    """
+
+
+@pytest.mark.parametrize("option", ["--local-ranks-filter", "--ranks"])
+def test_the_last_lines_of_a_hidden_rank_that_fails(place: Place, option: str) -> None:
+    place.env["FIFO"] = str(place.folder / "fifo")
+    for rank in (0, 2):
+        os.mkfifo(f"{place.env['FIFO']}-{rank}")
+    done = sh(place, HIDDEN, option, 0, n=3)
+    assert done.status == 3
+    lines = [f"[1] out {n}" for n in range(12, 31)] + ["[1] no end"]
+    shown = done.out.splitlines()
+    shown.remove("[0] shown or hidden 0")
+    assert shown == lines
+    assert shown_before_the_report(done) == [f"[1] err {n}" for n in range(11, 31)]
+    assert "rank      : 1" in report_of(done)
+    assert place.log(2) == "shown or hidden 2\n"
+
+
+def test_the_last_lines_of_many_hidden_ranks_are_bounded(place: Place) -> None:
+    fifo = place.folder / "fifo"
+    os.mkfifo(fifo)
+    place.env["FIFO"] = str(fifo)
+    # All write, then all end: a read of a FIFO ends with its last writer.
+    code = """
+        exec 9>>$FIFO
+        for n in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25; do echo $RANK: $n; done
+        exit 3"""
+    done = sh(place, f"exec 8<>$FIFO; {code}", "--local-ranks-filter", 0, "--settle", 10, n=13)
+    assert done.status == 3
+    hidden = [line for line in done.out.splitlines() if not line.startswith(" [0]")]
+    ranks = {line.split(":")[0] for line in hidden}
+    assert len(ranks) == 8
+    assert len(hidden) == 8 * 20
+    assert all(line.split()[-1] in {str(n) for n in range(6, 26)} for line in hidden)
+
+
+def test_streams_that_are_only_redirected_stay_hidden(place: Place) -> None:
+    done = sh(place, "echo quiet; exit 3", "-r", 3)
+    assert done.out == ""
+
+
+# --- which lines
+
+
+def test_grep(place: Place) -> None:
+    code = "printf 'grün 1\\ngrau\\ngr\\303 \\nrun\\ngrön'; printf 'grün\\nnot\\n' >&2"
+    done = sh(place, code, "--grep", "gr[äöü]n")
+    assert done.out == "[0] grün 1\n[0] grön\n"
+    assert workers_said(done.err) == ["[0] grün"]
+    assert path_of(place, 0).read_bytes() == "grün 1\ngrau\ngr\udcc3 \nrun\ngrön".encode("utf-8", "surrogateescape")
+    assert sh(place, code, "--grep", r"^gr.\ngrau", n=2).out == ""  # lines, not text
+
+
+def test_grep_with_the_ends_of_lines(place: Place) -> None:
+    done = sh(place, "printf 'ab\\nb\\nbc\\n\\n'", "--grep", "^b$|^$")
+    assert done.out == "[0] b\n[0] \n"
+    assert sh(place, "printf 'a\\377b\\na\\376c\\n'", "--grep", "a.b", "--log-format", "json").out.count("\n") == 1
+
+
+def test_grep_of_nonsense_is_refused(place: Place) -> None:
+    refused(sh(place, "echo", "--grep", "(ab"), "--grep: '(ab' is not a regular expression", "missing )")
+    assert not place.logs.exists()
+    with pytest.raises(ValueError, match="grep: '\\*' is not a regular expression: no argument for repetition"):
+        ConsoleSpecs(grep="*")
+
+
+LETTERS = "for it in a1 A2 b1 c d noise b2 e; do echo $it; done"
+
+
+@pytest.mark.parametrize(
+    "options,expected",
+    [
+        (["--grep", "a", "--grep", "b2"], "a1 b2"),
+        (["--grep", "a", "-i"], "a1 A2"),
+        (["--exclude", "noise", "--exclude", "[ab]", "--ignore-case"], "c d e"),
+        (["--grep", "[12]", "--exclude", "b"], "a1 A2"),
+        (["--grep", "b", "-C", 1], "A2 b1 c -- noise b2 e"),
+        (["--grep", "b", "-C", 1, "--exclude", "noise"], "A2 b1 c d b2 e"),
+        (["--grep", "b", "-B", 1], "A2 b1 -- noise b2"),
+        (["--grep", "b", "-A", 1], "b1 c -- b2 e"),
+        (["--grep", "b", "-C", 1, "-A", 0], "A2 b1 -- noise b2"),
+        (["--grep", "b", "-C", 1, "-B", 0], "b1 c -- b2 e"),
+        (["--grep", "A", "--before-context", 3], "a1 A2"),
+        (["--grep", "d", "--context", 9], "a1 A2 b1 c d noise b2 e"),
+    ],
+)
+def test_searches(place: Place, options: list[object], expected: str) -> None:
+    done = sh(place, LETTERS, *options)
+    assert done.out.splitlines() == [f"[0] {line}" for line in expected.split()]
+    assert place.log(0) == "a1\nA2\nb1\nc\nd\nnoise\nb2\ne\n"
+
+
+def test_searches_in_the_environment_are_one_a_line(place: Place) -> None:
+    place.env |= {"PHALANX_GREP": "is nan\nworse", "PET_EXCLUDE": "not a", "PHALANX_RANKS": "0\n2"}
+    done = sh(place, "echo loss is nan; echo worse; echo is; echo not a; echo worse, not a", n=3)
+    assert sorted(done.out.splitlines()) == ["[0] loss is nan", "[0] worse", "[2] loss is nan", "[2] worse"]
+
+
+def test_context_is_of_one_stream_of_one_rank(place: Place) -> None:
+    done = sh(
+        place, "echo before $RANK; echo err >&2; echo hit; echo other; echo hit >&2", "--grep", "hit", "-C", 1, n=2
+    )
+    for rank in range(2):
+        mine = [line for line in done.out.splitlines() if line.startswith(f"[{rank}]")]
+        assert mine == [f"[{rank}] before {rank}", f"[{rank}] hit", f"[{rank}] other"]
+        assert [line for line in workers_said(done.err) if f"[{rank}]" in line] == [f"[{rank}] err", f"[{rank}] hit"]
+
+
+def test_context_in_json_is_lines_like_the_others(place: Place) -> None:
+    done = sh(place, LETTERS, "--grep", "b", "-B", 1, "--log-format", "json")
+    assert [json.loads(line)["text"] for line in done.out.splitlines()] == ["A2", "b1", "noise", "b2"]
+
+
+def test_colours_are_shown_and_not_searched(place: Place) -> None:
+    code = "printf '\\033[1mlo\\033[0mss\\r\\n\\033[31mred\\033[0m\\n\\n'"
+    assert sh(place, code, "--grep", "^loss$").out == "[0] \033[1mlo\033[0mss\r\n"
+    assert sh(place, code, "--grep", "m").out == ""
+    assert sh(place, code, "--grep", "^$").out == "[0] \n"
+
+
+@pytest.mark.parametrize(
+    "options,words",
+    [
+        (["-C", 2], ["--context", "there is no grep"]),
+        (["-A", 2, "--exclude", "x"], ["--after-context", "there is no grep"]),
+        (["-C", 0, "-B", 1], ["--before-context", "there is no grep"]),
+        (["-i"], ["--ignore-case", "no grep and no exclude"]),
+        (["-A", -1, "--grep", "x"], ["--after-context", "-1"]),
+        (["--grep", "fine", "--grep", "(?!loss)"], ["--grep: '(?!loss)'", "negative lookahead", "--exclude"]),
+        (["--exclude", r"(a)\1"], [r"--exclude: '(a)\\1'", "backreference"]),
+    ],
+)
+def test_searches_that_cannot_be(place: Place, options: list[object], words: list[str]) -> None:
+    refused(sh(place, "echo", *options), *words)
+    assert not place.logs.exists()
+
+
+def test_a_search_holds_up_no_signal(place: Place, gate: Gate) -> None:
+    line = "a" * 60 + "!"
+    with start_sh(place, f"echo {line}; echo ready a >&2; read x <{gate.address}", "--grep", "(a|aa)+$") as launcher:
+        launcher.read_until("[0] ready a")
+        launcher.send(signal.SIGTERM)
+        assert launcher.end().status == 128 + signal.SIGTERM
+
+
+def test_ranks_add_up(place: Place) -> None:
+    done = sh(place, "echo $RANK", "--rank", 0, "--ranks", "2", n=4)
+    assert sorted(done.out.split()[1::2]) == ["0", "2"]
+    done = sh(place, "echo $RANK", "--local-ranks-filter", 1, "--local-ranks-filter", "2-3", n=4)
+    assert sorted(done.out.split()[1::2]) == ["1", "2", "3"]
+
+
+def test_duplicate_filters_add_up(place: Place) -> None:
+    filters = ("--duplicate-stdout-filters", "a,b", "--duplicate-stdout-filters", "c")
+    sh(place, "for it in a b c d; do echo $it; echo $it >&2; done", *filters, "--duplicate-stderr-filters", "d")
+    (folder,) = place.logs.glob("*/attempt_0")
+    assert (folder / "filtered_stdout.log").read_text() == "[0] a\n[0] b\n[0] c\n"
+    assert (folder / "filtered_stderr.log").read_text() == "[0] d\n"
+
+
+@pytest.mark.parametrize("option", ["--local-ranks-filter", "--ranks"])
+def test_the_last_lines_of_a_hidden_rank_are_shown_whole_under_a_search(place: Place, option: str) -> None:
+    code = "[ $RANK = 0 ] && exit; echo loss 1; echo; echo why; echo this >&2; exit 3"
+    done = sh(place, code, option, 0, "--grep", "loss", "--exclude", "this", n=2)
+    assert done.status == 3
+    assert done.out == "[1] loss 1\n[1] \n[1] why\n"
+    assert shown_before_the_report(done) == ["[1] this"]
+
+
+def test_a_search_hides_lines_of_a_shown_rank_to_its_end(place: Place) -> None:
+    done = sh(place, "echo loss 1; echo why; echo this >&2; exit 3", "--grep", "loss")
+    assert done.out == "[0] loss 1\n"  # once
+    assert shown_before_the_report(done) == []
+    assert "this" in report_of(done)
+
+
+def test_fold(place: Place) -> None:
+    fold_patiently(place)
+    code = "echo first; echo mine $RANK; echo last; [ $RANK = 2 ] || echo but 2; echo warn >&2"
+    done = sh(place, code, "--fold", n=4)
+    lines = done.out.splitlines()
+    for rank in range(4):  # each rank's lines keep their order
+        mine = [text for prefix, text in (line.split("] ") for line in lines) if rank in ranks_of(prefix)]
+        assert mine == ["first", f"mine {rank}", "last", *(["but 2"] if rank != 2 else [])]
+    assert "[0-3] first" in lines
+    assert workers_said(done.err) == ["[0-3] warn"]
+    for rank in range(4):
+        assert place.log(rank) == f"first\nmine {rank}\nlast\n" + ("but 2\n" if rank != 2 else "")
+
+
+def ranks_of(prefix: str) -> set[int]:
+    parts = (part.partition("-") for part in prefix.strip(" [").split(","))
+    return {rank for first, _, last in parts for rank in range(int(first), int(last or first) + 1)}
+
+
+def test_lines_that_one_rank_says_again_are_not_folded(place: Place) -> None:
+    fold_patiently(place)
+    done = sh(place, "echo again; echo again; echo again", "--fold", n=2)
+    assert sum(len(ranks_of(line.split("] ")[0])) for line in done.out.splitlines()) == 6
+    assert done.out.count("[0-1] again\n") >= 1
+
+
+def test_a_line_that_waits_for_its_equals_does_not_wait_long(place: Place, gate: Gate) -> None:
+    code = f"[ $RANK = 0 ] && echo alone; read x <{gate.address}"
+    with start_sh(place, code, "--fold", n=2) as launcher:
+        assert launcher.read_until("alone\n", "stdout") == "[0] alone\n"
+        os.write(gate._fd, b"\n\n\n\n")
+        launcher.process.wait(LIMIT)
+
+
+@pytest.mark.usefixtures("patient_folds")
+def test_fold_with_colours_and_times(logs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    console = ConsoleSpecs(fold=True, color="always", timestamps="elapsed")
+    group(logs, console, "echo", dict.fromkeys(range(3), ("x",)))
+    assert re.fullmatch(r"\033\[1m\[0-2\]\033\[0m \d+\.\d{3} x\n", capfd.readouterr().out)
+
+
+# --- times
+
+
+def test_timestamps(place: Place) -> None:
+    before = datetime.now().astimezone()
+    done = sh(place, "echo a; echo b", "--timestamps")
+    lines = done.out.splitlines()
+    assert [line.split(" ")[2] for line in lines] == ["a", "b"]
+    for line in lines:
+        found = re.fullmatch(r"\[0\] (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d) [ab]", line)
+        assert found
+        moment = datetime.fromisoformat(found[1])
+        assert -0.001 <= (moment - before).total_seconds() < LIMIT
+
+
+@pytest.mark.parametrize(
+    "zone,moments",
+    [
+        ("UTC0", {1700000000.125: "2023-11-14T22:13:20.125+00:00"}),
+        ("<-0330>3:30", {1700000000.125: "2023-11-14T18:43:20.125-03:30"}),
+        (
+            "CET-1CEST,M3.5.0,M10.5.0/3",  # the clocks go back from 03:00 to 02:00: the offset alone tells which it is
+            {
+                1698537599.999: "2023-10-29T01:59:59.999+02:00",
+                1698541199.5: "2023-10-29T02:59:59.500+02:00",
+                1698541200.0: "2023-10-29T02:00:00.000+01:00",
+                1698544799.0: "2023-10-29T02:59:59.000+01:00",
+            },
+        ),
+    ],
+)
+def test_times_have_the_offset_of_their_moment(
+    monkeypatch: pytest.MonkeyPatch, zone: str, moments: dict[float, str]
+) -> None:
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        iso = stamp("iso")
+        assert iso is not None
+        assert [iso(moment) for moment in moments] == list(moments.values())
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+def test_elapsed(place: Place) -> None:
+    lines = sh(place, "echo a; echo b", "--elapsed", n=2).out.splitlines()
+    assert len(lines) == 4
+    assert all(re.fullmatch(r"\[[01]\] \d{1,2}\.\d{3} [ab]", line) for line in lines)
+
+
+def test_times_of_both_kinds_are_refused(place: Place) -> None:
+    refused(sh(place, "echo", "--timestamps", "--elapsed"), "--timestamps and --elapsed exclude each other")
+    with pytest.raises(ValueError, match="timestamps: expected one of None, 'iso', 'elapsed', got 'both'"):
+        ConsoleSpecs(timestamps="both")
+
+
+# --- json
+
+
+def test_json(place: Place) -> None:
+    code = """printf 'a "q" \\\\ \\t é\\nbad \\377\\ndos\\r\\n\\n 5%%\\r100%%\\nno end'; echo err $RANK >&2"""
+    done = sh(place, code, "--log-format", "json", "--color", "always", n=2)
+    assert workers_said(done.err) == []
+    assert done.err.startswith("phalanx: 2 workers")
+    rows = [json.loads(line) for line in done.out.splitlines()]
+    for rank in range(2):
+        mine = [row for row in rows if row["rank"] == rank]
+        assert [row["text"] for row in mine if row["stream"] == "stdout"] == [
+            'a "q" \\ \t é', "bad \\xff", "dos", "", "100%", "no end"
+        ]  # fmt: skip
+        assert [row["text"] for row in mine if row["stream"] == "stderr"] == [f"err {rank}"]
+    for row in rows:
+        assert list(row) == ["time", "rank", "stream", "text"]
+        assert datetime.fromisoformat(row["time"]).tzinfo is not None
+    assert len(rows) == 14
+
+
+@pytest.mark.parametrize("options", [(), ("--log-max-size", "64k")])
+def test_a_long_line_in_json_is_whole_again_when_its_parts_are_joined(place: Place, options: tuple[str, ...]) -> None:
+    script = place.write("""
+        import os
+        for text in ("€" * 300_000, "x" * 262_144, "short"):
+            data = (text + os.linesep).encode()
+            while data:
+                data = data[os.write(1, data[:65_537]):]
+        """)
+    shown = place.run(*options, "--log-format", "json", script).out
+    later = place.program(PYTHON, "-m", "phalanx", "logs", "--log-dir", place.logs, "--log-format", "json").out
+    for text in (shown, later):
+        lines: list[str] = []
+        parts = 0
+        for row in map(json.loads, text.splitlines()):
+            if row.get("continued"):
+                lines[-1] += row["text"]
+            else:
+                assert parts == 0
+                lines.append(row["text"])
+            parts = parts + 1 if row.get("partial") else 0
+        assert lines == ["€" * 300_000, "x" * 262_144, "short"]
+
+
+def test_json_of_a_run_that_fails(place: Place) -> None:
+    done = sh(place, "echo why; exit 4", "--log-format", "json")
+    assert done.status == 4
+    (row,) = [json.loads(line) for line in done.out.splitlines()]
+    assert row["text"] == "why"
+    assert "FAILED" in done.err
+
+
+def test_json_has_every_line_of_everybody(logs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = "for n in range(2000): print('line', n)"
+    group(logs, ConsoleSpecs(format="json"), PYTHON, dict.fromkeys(range(2), ("-c", code)))
+    rows = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    for rank in range(2):
+        assert [row["text"] for row in rows if row["rank"] == rank] == [f"line {n}" for n in range(2000)]
+
+
+@pytest.mark.parametrize("how", ["json", "stderr is in files", "chosen lines"])
+def test_what_we_say_goes_to_stderr_and_nowhere_else(how: str, place: Place, ready: Ready) -> None:
+    """Not among a machine's lines, not into a file of chosen lines, and not to stdout."""
+    options: dict[str, tuple[object, ...]] = {
+        "json": ("--log-format", "json"),
+        "stderr is in files": ("-t", 1, "-r", 2),
+        "chosen lines": ("--duplicate-stdout-filters", "a", "--duplicate-stderr-filters", "a"),
+    }
+    script = place.write(f"{ready.python()}\nimport signal\nprint('a line', flush=True)\nsignal.pause()")
+    with place.start(*options[how], script) as launcher:
+        ready.wait()
+        shown = launcher.read_until("a line", "stdout")
+        launcher.send(signal.SIGTERM)
+        done = launcher.end()
+    assert "phalanx: SIGTERM: stopping the workers" in done.err
+    assert (shown + done.out).count("\n") == 1
+    for path in place.logs.glob("*/attempt_0/filtered_*"):
+        assert "phalanx" not in path.read_text()
+    assert bool([*place.logs.glob("*/attempt_0/filtered_stdout.log")]) == (how == "chosen lines")
+
+
+def test_json_cannot_be_folded(place: Place) -> None:
+    refused(sh(place, "echo", "--fold", "--log-format", "json"), "--fold:", "'json' cannot be folded")
+    refused(sh(place, "echo", "--log-format", "xml"), "--log-format", "xml")
+
+
+# --- prefixes
+
+
+TEMPLATE = "${role_name}|$rank|${local_rank}|${host}|$$|"
+
+
+def test_a_template(place: Place) -> None:
+    host = os.uname().nodename
+    done = sh(place, "echo x", "--role", "eval", "--log-line-prefix-template", TEMPLATE, "--color", "always", n=2)
+    assert sorted(done.out.splitlines()) == [f"eval|{rank}|{rank}|{host}|$|x" for rank in range(2)]
+    place.env["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "<${rank}> "
+    assert sh(place, "echo x").out == "<0> x\n"
+    assert sh(place, "echo x", "--log-line-prefix-template", "é ").out == "é x\n"
+    assert sh(place, "echo x", "--log-line-prefix-template", "").out == "x\n"
+
+
+def test_the_time_in_a_template(place: Place) -> None:
+    done = sh(place, "echo x", "--log-line-prefix-template", "${time}/$rank ")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d/0 x\n", done.out)
+    done = sh(place, "echo x", "--log-line-prefix-template", "${time}/$rank ", "--elapsed")
+    assert re.fullmatch(r"\d+\.\d{3}/0 x\n", done.out)
+    done = sh(place, "echo x", "--log-line-prefix-template", "", "--elapsed")
+    assert re.fullmatch(r"\d+\.\d{3} x\n", done.out)
+
+
+def test_a_template_with_what_there_is_not(place: Place) -> None:
+    words = "there is no ${rang}; known are ${role_name}, ${rank}, ${local_rank}, ${host}, ${time}"
+    refused(sh(place, "echo", "--log-line-prefix-template", "$rank ${rang}"), "--log-line-prefix-template: " + words)
+    place.env["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "${rang}"
+    refused(sh(place, "echo"), "Error: TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE: " + words)
+    assert not place.logs.exists()
+    assert sh(place, "echo x", "--log-line-prefix-template", "$rank:").out == "0:x\n"
+
+
+@pytest.mark.parametrize("template", ["${rank", "$ {rank}", "${}", "5 $", "${rang}"])
+def test_a_template_that_is_none_is_refused_before_anything_starts(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    words = "there is no ${rang}" if template == "${rang}" else f"{template!r} has a $ that begins no variable"
+    refused(sh(place, "echo", "--log-line-prefix-template", template), "--log-line-prefix-template: " + words)
+    place.env["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = template
+    refused(sh(place, "echo"), "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE: " + words)
+    assert not place.logs.exists()
+    with pytest.raises(ValueError, match=re.escape(f"template: {words}")):
+        ConsoleSpecs(template=template)
+    monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", template)
+    touch = tmp_path / "started"
+    with pytest.raises(ValueError, match=re.escape(f"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE: {words}")):
+        group(tmp_path / "logs", ConsoleSpecs(), "touch", {0: (str(touch),)})
+    assert not touch.exists()
+    assert not (tmp_path / "logs").exists()
+
+
+def test_prefixes_given_by_the_caller_win(logs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    console = ConsoleSpecs(template="${rank}: ", timestamps="elapsed", color="always")
+    group(logs, console, "echo", {0: ("x",), 1: ("y",)}, log_line_prefixes={0: "<zero> "})
+    lines = sorted(capfd.readouterr().out.splitlines())
+    assert re.fullmatch(r"1: \d+\.\d{3} y", lines[0])
+    assert re.fullmatch(r"<zero> \d+\.\d{3} x", lines[1])
+
+
+def test_ranks_that_the_caller_gave_no_prefix_have_the_default(logs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    args = {rank: (f"of {rank}",) for rank in range(3)}
+    group(logs, ConsoleSpecs(), "echo", args, log_line_prefixes={1: "one: ", 2: ""})
+    assert sorted(capfd.readouterr().out.splitlines()) == ["[0] of 0", "of 2", "one: of 1"]
+    group(logs, ConsoleSpecs(), "echo", args, log_line_prefixes={})
+    assert sorted(capfd.readouterr().out.splitlines()) == [f"[{rank}] of {rank}" for rank in range(3)]
+
+
+@pytest.mark.usefixtures("patient_folds")
+@pytest.mark.parametrize(
+    "given,line",
+    [
+        ({0: "[job4]:", 1: "[job5]:", 2: "[job6]:"}, "[job4-6]:x"),  # of global ranks
+        ({0: "0 of 3 ", 1: "1 of 3 ", 2: "2 of 3 "}, "0-2 of 3 x"),  # of local ones
+        ({0: "same ", 1: "same ", 2: "same "}, "same x"),
+        ({0: "zero ", 1: "one ", 2: "one "}, "zero one x"),
+        ({0: "zero ", 1: "one "}, "[4-6] x"),
+    ],
+)
+def test_given_prefixes_of_a_line_of_several_ranks(
+    logs: Path, capfd: pytest.CaptureFixture[str], given: dict[int, str], line: str
+) -> None:
+    envs = {rank: {"RANK": str(rank + 4)} for rank in range(3)}
+    args = dict.fromkeys(range(3), ("x",))
+    group(logs, ConsoleSpecs(fold=True), "echo", args, envs=envs, log_line_prefixes=given)
+    assert capfd.readouterr().out == line + "\n"
+
+
+def test_a_template_of_a_line_of_several_ranks(place: Place) -> None:
+    fold_patiently(place)
+    template = "${role_name}|$rank|${local_rank}|"
+    done = sh(place, "echo x; [ $RANK = 2 ] || echo y", "--fold", "--log-line-prefix-template", template, n=4)
+    assert sorted(done.out.splitlines()) == ["default|0-1,3|0-1,3|y", "default|0-3|0-3|x"]
+    done = sh(place, "echo x", "--fold", "--log-line-prefix-template", "${time} $rank ", n=2)
+    assert re.fullmatch(r"\S+T\S+ 0-1 x\n", done.out)
+
+
+@pytest.mark.usefixtures("patient_folds")
+def test_a_line_of_several_ranks_tells_the_host_as_others_do(logs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    envs = {rank: {"GROUP_WORLD_SIZE": "2"} for rank in range(2)}
+    group(logs, ConsoleSpecs(fold=True), "echo", dict.fromkeys(range(2), ("x",)), envs=envs)
+    assert capfd.readouterr().out == f"[{os.uname().nodename} 0-1] x\n"
+
+
+@pytest.mark.parametrize(
+    "choice,variable,tty,coloured",
+    [
+        ("auto", None, False, False), ("auto", None, True, True), ("auto", "1", True, False), ("auto", "", True, True),
+        ("always", None, False, True), ("always", "1", True, True), ("never", None, True, False),
+    ],
+)  # fmt: skip
+def test_color(place: Place, choice: str, variable: str | None, tty: bool, coloured: bool) -> None:
+    if variable is not None:
+        place.env["NO_COLOR"] = variable
+    show = on_a_terminal if tty else lambda *arguments: sh(*arguments).out
+    out = show(place, "echo x", "--color", choice)
+    assert ("\033[36m[0]\033[0m x" in out) is coloured
+    assert ("\033" in out) is coloured
+
+
+def test_prefixes_of_twelve_ranks(place: Place) -> None:
+    done = sh(place, "echo x", "--color", "always", n=12)
+    plain = re.sub(r"\033\[[0-9;]*m", "", done.out)
+    assert sorted(plain.splitlines()) == sorted(f"{f'[{rank}]':>4} x" for rank in range(12))
+    assert len(set(re.findall(r"\033\[(\d+)m", done.out))) == 11  # ten colours and their end
+
+
+def test_the_host_stands_in_prefixes_where_there_are_many(logs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    host = os.uname().nodename
+    envs = {rank: {"RANK": str(rank + 9), "GROUP_WORLD_SIZE": "2"} for rank in range(2)}
+    group(logs, ConsoleSpecs(), "echo", {0: ("x",), 1: ("x",)}, envs=envs)
+    assert sorted(capfd.readouterr().out.splitlines()) == sorted([f" [{host} 9] x", f"[{host} 10] x"])
+    group(logs, ConsoleSpecs(format="json"), "echo", {0: ("x",), 1: ("x",)}, envs=envs)
+    rows = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert {(row["host"], row["rank"]) for row in rows} == {(host, 9), (host, 10)}
+
+
+@pytest.mark.parametrize(
+    "name,values",
+    [("color", ("red", None)), ("format", ("xml", "")), ("drain", (-1.0, float("nan"))), ("timestamps", ("ISO",))],
+)
+def test_a_choice_that_is_none(name: str, values: tuple[Any, ...]) -> None:
+    for value in values:
+        with pytest.raises(ValueError, match=f"^{name}: expected .*, got {re.escape(repr(value))}"):
+            ConsoleSpecs(**{name: value})
+
+
+class Whole:
+    """A whole number of another library's."""
+
+    def __init__(self, value: int) -> None:
+        self._value = value
+
+    def __index__(self) -> int:
+        return self._value
+
+    def __lt__(self, other: int) -> bool:
+        return self._value < other
+
+
+@pytest.mark.parametrize("ranks", ["0,1", b"01", ["0"], 3, [1.0], [True], [None], [[0]]])
+def test_ranks_that_are_no_numbers(ranks: Any) -> None:
+    with pytest.raises(TypeError, match=f"^ranks: expected the numbers of ranks, .*, got {re.escape(repr(ranks))}$"):
+        ConsoleSpecs(ranks=ranks)
+
+
+def test_numbers_of_another_library() -> None:
+    given: dict[str, Any] = {"ranks": [Whole(1), Whole(3)], "before": Whole(2)}
+    specs = ConsoleSpecs(grep="x", **given)
+    assert (specs.ranks, specs.before) == (frozenset({1, 3}), 2)
+    assert ConsoleSpecs(ranks=(rank for rank in (0, 2))).ranks == frozenset({0, 2})
+    with pytest.raises(ValueError, match=r"^ranks: expected numbers that are 0 or more, got \[0, -1\]"):
+        ConsoleSpecs(ranks=[0, -1])
+
+
+@pytest.mark.parametrize("template", [5, b"${rank}"])
+def test_a_template_that_is_no_text(template: Any) -> None:
+    with pytest.raises(TypeError, match=f"^template: expected a str, got {re.escape(repr(template))}$"):
+        ConsoleSpecs(template=template)
+
+
+# --- size
+
+
+COUNT = "import os\nfor n in range({count}): os.write(1, b'line %d\\n' % n)\n"
+
+
+def test_the_last_lines_of_a_hidden_rank_that_rotates(place: Place) -> None:
+    code = "[ $RANK = 0 ] || { i=0; while [ $i -lt 90 ]; do i=$((i+1)); echo line $i; done; exit 3; }"
+    done = sh(place, code, "--log-max-size", "100", "--ranks", 0, n=2)
+    assert done.status == 3
+    assert done.out.splitlines() == [f"[1] line {i}" for i in range(71, 91)]
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "", "1x", "MB", "nan", "inf", "1e400", "0.1"])
+def test_sizes_that_cannot_be(place: Place, text: str) -> None:
+    refused(sh(place, "echo", f"--log-max-size={text}"), "--log-max-size", "expected a size")
+    assert not place.logs.exists()
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_sizes_that_cannot_be_for_the_library(size: int) -> None:
+    with pytest.raises(ValueError, match="max_size: expected a number of bytes, 1 or more"):
+        DefaultLogsSpecs(max_size=size)
+
+
+# --- one file of all ranks
+
+
+def test_duplicates(place: Place) -> None:
+    code = "echo loss=$RANK; echo nothing; echo 'a WARNING: é'; echo loss=9 >&2; echo ERROR >&2"
+    filters = ("--duplicate-stdout-filters", "loss,WARNING", "--duplicate-stderr-filters", "ERROR")
+    done = sh(place, code, *filters, "--local-ranks-filter", 1, n=3)
+    (folder,) = place.logs.glob("*/attempt_0")
+    assert sorted((folder / "filtered_stdout.log").read_text().splitlines()) == sorted(
+        line for rank in range(3) for line in (f"[{rank}] loss={rank}", f"[{rank}] a WARNING: é")
+    )
+    assert sorted((folder / "filtered_stderr.log").read_text().splitlines()) == [f"[{rank}] ERROR" for rank in range(3)]
+    assert done.out == "[1] loss=1\n[1] nothing\n[1] a WARNING: é\n"  # the console has all of what it shows
+    assert workers_said(done.err) == ["[1] loss=9", "[1] ERROR"]
+
+
+@pytest.mark.parametrize(
+    "how", [("-r", "3"), ("-t", "3"), ("-t", "3", "--log-max-size", "1k"), ("-t", "3", "--grep", "z")]
+)
+def test_duplicates_are_of_all_that_is_in_files(place: Place, how: tuple[str, ...]) -> None:
+    script = place.write(COUNT.format(count=2000))
+    place.run("--nproc-per-node", 2, *how, "--duplicate-stdout-filters", "7", script)
+    (path,) = place.logs.glob("*/attempt_0/filtered_stdout.log")
+    lines = path.read_text().splitlines()
+    for rank in range(2):
+        mine = [line for line in lines if line.startswith(f"[{rank}]")]
+        assert mine == [f"[{rank}] line {n}" for n in range(2000) if "7" in str(n)]
+    assert not list(path.parent.glob("filtered_stderr.log"))
+
+
+def test_duplicates_through_the_library(logs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    args = {rank: ("-c", f"echo keep {rank}; echo drop") for rank in range(2)}
+    group(logs, ConsoleSpecs(color="always"), "sh", args, duplicate_stdout_filters=["keep"])
+    (path,) = logs.glob("*/attempt_0/filtered_stdout.log")
+    assert sorted(path.read_text().splitlines()) == ["[0] keep 0", "[1] keep 1"]
+    assert capfd.readouterr().out.count("\n") == 4
+    with pytest.raises(TypeError, match="duplicate_stdout_filters: expected a list of strings, got 'keep'"):
+        start_processes("x", "echo", {0: ()}, duplicate_stdout_filters="keep")  # type: ignore[arg-type]  # the mistake
+
+
+# --- a console that does not read
+
+
+MORE = re.compile(r"phalanx: … ([\d,]+) more lines? in (\S+)")
+
+
+@pytest.mark.parametrize("options", [(), ("--fold",), ("--timestamps",), ("--log-max-size", "20k")])
+def test_what_was_not_shown_is_counted(place: Place, options: tuple[str, ...]) -> None:
+    total = 40_000
+    script = place.write(
+        "import os\n"
+        f"for n in range(0, {total}, 100): os.write(1, b''.join(b'line %d\\n' % (n + i) for i in range(100)))"
+    )
+    with place.start("--drain", "0.05", *options, script) as launcher:
+        launcher.process.wait(LIMIT)
+        done = launcher.end()
+    assert done.status == 0
+    ((count, path),) = MORE.findall(done.err)
+    assert path == str(path_of(place, 0))
+    lines = done.out.split("\n")[:-1]  # a full pipe does not even take the end of a line that it has cut
+    shown = [line for line in lines if re.fullmatch(r"\[0\] (\S+ )?line \d+", line)]
+    last = int(shown[-1].split()[-1])
+    if last != len(shown) - 1:  # the last one was cut
+        shown.pop()
+    assert [int(line.split()[-1]) for line in shown] == list(range(len(shown)))
+    assert len(shown) + int(count.replace(",", "")) == total
+
+
+def test_no_drain_at_all(place: Place) -> None:
+    done = sh(place, "echo x", "--drain", "0")
+    assert done.status == 0
+    said = MORE.findall(done.err)
+    assert (done.out, said) in (("[0] x\n", []), ("", [("1", str(path_of(place, 0)))]))
+
+
+def test_drain_is_bounded_below(place: Place) -> None:
+    refused(sh(place, "echo", "--drain", "-1"), "--drain")
+
+
+# --- unfinished lines
+
+
+def test_a_prompt_is_shown_after_a_short_quiet(place: Place, gate: Gate) -> None:
+    with start_sh(place, f"printf 'name? '; read x <{gate.address}; echo me", "--ranks", 0, n=2) as launcher:
+        assert launcher.read_until("? ", "stdout") == "[0] name? "
+        os.write(gate._fd, b"\n\n")
+        assert launcher.end().out == "me\n"
+
+
+def test_bars_off_a_terminal(place: Place, ready: Ready, gate: Gate) -> None:
+    """A state now and then, and the last one once."""
+    script = place.write(f"""
+        import os
+        for n in range(101):
+            os.write(2, b"\\r%3d%%" % n)
+            if n == 50:
+                {ready.python()}
+                {gate.python()}
+        os.write(2, b"\\n")
+        print("end")
+        """)
+    began = time.monotonic()
+    with place.start(script) as launcher:
+        ready.wait()
+        first = launcher.read_until("50%\n").splitlines()[1:]
+        seconds = time.monotonic() - began
+        gate.open()
+        done = launcher.end()
+    assert len(first) <= 1 + seconds  # what was there when it was first looked at, and a second later
+    assert first[-1] == "[0]  50%"
+    rest = workers_said(done.err)
+    assert rest[-1] == "[0] 100%"
+    assert len(rest) <= 2 + time.monotonic() - began - seconds
+    assert done.out == "[0] end\n"
+    assert path_of(place, 0, "stderr.log").read_bytes().count(b"\r") == 101
+
+
+@pytest.mark.parametrize("kind", ["pipe", "file", "appended"])
+def test_both_streams_in_one_place_do_not_break_each_others_lines(place: Place, gate: Gate, kind: str) -> None:
+    """What `>log 2>&1` is to give."""
+    code = f"printf 'name? '; read x <{gate.address}; echo wait >&2; read x <{gate.address}; echo me; echo done >&2"
+    with contextlib.ExitStack() as stack:
+        if kind == "pipe":
+            read, write = os.pipe()
+        else:
+            path = place.folder / "out"
+            path.touch()
+            write = os.open(path, os.O_WRONLY | (os.O_APPEND if kind == "appended" else 0))
+            read = os.open(path, os.O_RDONLY)
+        stack.callback(os.close, read)
+        launcher = stack.enter_context(start_sh(place, code, stdout=write, stderr=write))
+        os.close(write)
+        shown = grows_until(read, "[0] name? ")
+        os.write(gate._fd, b"\n")
+        shown += grows_until(read, "wait\n")
+        os.write(gate._fd, b"\n")
+        shown += grows_until(read, "done\n")
+        launcher.process.wait(LIMIT)
+    assert "".join(shown.splitlines(keepends=True)[1:]) == "[0] name? \n[0] wait\n[0] me\n[0] done\n"
+
+
+def grows_until(fd: int, text: str) -> str:
+    """Read a pipe, or a file that grows, until `text` has come."""
+    import stat
+
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        return read_until(fd, text)
+    from phalanx._base import linux
+
+    notify = linux.inotify()
+    data = b""
+    try:
+        linux.inotify_add(notify, f"/proc/self/fd/{fd}", linux.IN_MODIFY)
+        while True:
+            data += os.read(fd, 65536)
+            if text.encode() in data:
+                return data.decode()
+            ready, _, _ = select.select([notify], [], [], TIMEOUT)
+            assert ready, data
+            os.read(notify, 65536)
+    finally:
+        os.close(notify)
+
+
+# --- the environment
+
+
+def test_options_by_the_environment(place: Place) -> None:
+    fold_patiently(place)
+    code = "echo keep $RANK; echo drop"
+    place.env |= {"PHALANX_GREP": "keep", "PET_RANKS": "1", "PHALANX_ELAPSED": "1", "PHALANX_COLOR": "always"}
+    done = sh(place, code, n=2)
+    assert re.fullmatch(r"\033\[33m\[1\]\033\[0m \d+\.\d{3} keep 1\n", done.out)
+    place.env |= {"PHALANX_LOG_FORMAT": "json", "PHALANX_RANKS": "0", "PHALANX_ELAPSED": "0"}
+    assert json.loads(sh(place, code, n=2).out)["text"] == "keep 0"
+    place.env |= {"PHALANX_LOG_FORMAT": "text", "PHALANX_FOLD": "1", "PHALANX_GREP": "drop", "PHALANX_RANKS": "0,1"}
+    place.env |= {"PHALANX_COLOR": "never", "PHALANX_LOG_MAX_SIZE": "3", "PHALANX_LOG_LINE_PREFIX_TEMPLATE": "$rank."}
+    assert sh(place, code, n=2).out == "0-1.drop\n"
+    assert len(list(place.logs.glob("*/attempt_0/0/stdout.log.1"))) == 1
+    place.env["PHALANX_GREP"] = "("
+    refused(sh(place, code), "--grep: '(' is not a regular expression")
+
+
+# --- terminals
+
+
+def on_a_terminal(place: Place, code: str, *options: object, n: int = 1) -> str:
+    with terminal() as (ours, theirs), start_sh(place, code, *options, n=n, stdout=theirs, stderr=theirs) as launcher:
+        os.close(theirs)
+        shown = read_until(ours, "what never comes")
+        launcher.process.wait(LIMIT)
+    return shown
+
+
+def resize(fd: int, columns: int, rows: int) -> None:
+    fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("4H", rows, columns, 0, 0))
+
+
+def test_both_streams_of_a_rank_in_order_on_one_terminal(place: Place, gate: Gate) -> None:
+    """Each line is written when the one before it has been seen."""
+    code = f"for i in 1 2 3 4; do echo out $i; read x <{gate.address}; echo err $i >&2; read x <{gate.address}; done"
+    with terminal() as (ours, theirs), start_sh(place, code, "-t", 3, stdout=theirs, stderr=theirs) as launcher:
+        os.close(theirs)
+        shown = read_until(ours, "out 1")
+        for n in range(1, 5):
+            os.write(gate._fd, b"\n")
+            shown += read_until(ours, f"err {n}")
+            os.write(gate._fd, b"\n")
+            shown += read_until(ours, f"out {n + 1}") if n < 4 else read_until(ours, "what never comes")
+        launcher.process.wait(LIMIT)
+    lines = [line.split("] ")[-1] for line in re.sub(r"\033\[[0-9;]*m", "", shown).splitlines()[1:]]
+    assert lines == [f"{stream} {n}" for n in range(1, 5) for stream in ("out", "err")]
+
+
+BARS = """
+    import os
+    rank = os.environ["RANK"]
+    for n in range(101):
+        os.write(2, b"\\r\\033[32mbar %s: %3d%%\\033[0m" % (rank.encode(), n))
+        if n % 25 == 0: print("line", n)
+    {end}
+    """
+
+
+@pytest.mark.parametrize("end", ["os.write(2, b'\\n')", "pass"])
+@pytest.mark.parametrize("columns", [400, 12])
+def test_bars_on_a_terminal_leave_their_last_states(place: Place, end: str, columns: int) -> None:
+    script = place.write(BARS.format(end=end))
+    with terminal() as (ours, theirs):
+        resize(theirs, columns, 24)
+        with place.start("--nproc-per-node", 4, "--run-id", "r", script, stdout=theirs, stderr=theirs) as launcher:
+            os.close(theirs)
+            shown = read_until(ours, "what never comes")
+            launcher.process.wait(LIMIT)
+    screen = Emulator(columns)
+    screen.feed(shown)
+    assert screen.wraps
+    text = screen.text()
+    joined = "".join(text) if columns == 12 else "\n".join(text)
+    for rank in range(4):
+        assert joined.count(f"[{rank}] bar {rank}: 100%") == 1
+        assert joined.count(f"[{rank}] bar {rank}") == 1
+        assert len(re.findall(rf"\[{rank}\] line (?:0|25|50|75|100)(?!\d)", joined)) == 5
+    if columns == 400:
+        assert len(text) == 1 + 4 * 5 + 4
+
+
+def test_live_lines_are_at_the_bottom_and_messages_above(place: Place, ready: Ready, gate: Gate) -> None:
+    script = place.write(f"""
+        import os, signal
+        rank = os.environ["RANK"].encode()
+        signal.signal(signal.SIGINT, lambda *_: None)
+        os.write(1, b"\\rbar of %s: 10%%" % rank)
+        {ready.python()}
+        {gate.python()}
+        print("\\nline of", rank.decode())
+        """)
+    with terminal() as (ours, theirs):
+        resize(theirs, 400, 24)
+        options = ("--nproc-per-node", 2, "--grace", 60)
+        with place.start(*options, script, stdout=theirs, stderr=theirs) as launcher:
+            os.close(theirs)
+            ready.wait(2)
+            screen = Emulator(400)
+            feed_until(screen, ours, lambda: screen.text()[-2:] == ["[0] bar of 0: 10%", "[1] bar of 1: 10%"])
+            launcher.send(signal.SIGINT)
+            feed_until(screen, ours, lambda: any("SIGINT" in line for line in screen.text()))
+            feed_until(screen, ours, lambda: screen.text()[-2:] == ["[0] bar of 0: 10%", "[1] bar of 1: 10%"])
+            above = screen.text()[-3]
+            gate.open(2)
+            screen.feed(read_until(ours, "what never comes"))
+            launcher.process.wait(LIMIT)
+        assert launcher.process.returncode == 130
+    assert above == "phalanx: SIGINT: stopping the workers (at most 60 s; once more to kill them)"
+    lines = [line for line in screen.text() if not line.startswith("phalanx: ")]
+    assert sorted(lines) == sorted(f"[{rank}] {text} {rank}{more}" for rank in range(2)
+                                   for text, more in (("bar of", ": 10%"), ("line of", "")))  # fmt: skip
+
+
+def feed_until(screen: Emulator, fd: int, seen: Any) -> None:
+    while not seen():
+        ready, _, _ = select.select([fd], [], [], TIMEOUT)
+        assert ready, screen.text()
+        screen.feed(os.read(fd, 65536).decode())
+
+
+def test_more_live_lines_than_a_screen_takes(place: Place, ready: Ready, gate: Gate) -> None:
+    code = f"printf 'bar %s' $RANK; {PYTHON} -c '{ready.python('1').replace(chr(39), chr(34))}'; read x <{gate.address}"
+    with terminal() as (ours, theirs):
+        resize(theirs, 400, 6)
+        with start_sh(place, code, n=6, stdout=theirs, stderr=theirs) as launcher:
+            os.close(theirs)
+            ready.wait(6)
+            screen = Emulator(400)
+            feed_until(
+                screen, ours, lambda: screen.text()[-3:] == ["[0] bar 0", "[1] bar 1", "... and 4 more"]
+            )  # fmt: skip
+            os.write(gate._fd, b"\n" * 6)
+            screen.feed(read_until(ours, "what never comes"))
+            launcher.process.wait(LIMIT)
+    assert sorted(screen.text()[1:]) == [f"[{rank}] bar {rank}" for rank in range(6)]
+
+
+def test_a_dumb_terminal_gets_no_moves(place: Place) -> None:
+    place.env["TERM"] = "dumb"
+    shown = on_a_terminal(place, "printf '\\r 1%%\\r 2%%\\r100%%\\n'", "--color", "never")
+    assert "\033" not in shown
+    assert "[0] 100%\r\n" in shown
+
+
+# --- consoles that cannot be written to, and slips of the finger
+
+
+def test_a_console_on_a_full_disk_is_said(place: Place) -> None:
+    script = '"$@" >/dev/full'
+    argv = [PYTHON, "-m", "phalanx", "run", "--log-dir", place.logs, "--duplicate-stdout-filters", "a,b"]
+    done = place.program("sh", "-c", script, "sh", *argv, "--no-python", "echo", "abc")
+    assert (done.status, done.out) == (0, "")
+    assert "phalanx: the console: No space left on device; lines are missing there" in done.err
+    assert place.log(0) == "abc\n"
+    assert next(place.logs.glob("*/attempt_0/filtered_stdout.log")).read_text() == "[0] abc\n"
+
+
+def test_a_rank_of_too_many_digits(place: Place) -> None:
+    done = place.run("--ranks", "0-9999999999", "--no-python", "true")
+    assert done.status == 2
+    assert "there can be no rank 9999999999" in done.err
+
+
+@pytest.mark.parametrize("option", ["--ranks", "--local-ranks-filter"])
+@pytest.mark.parametrize("text", ["", ","])
+def test_no_ranks_at_all_are_refused(place: Place, option: str, text: str) -> None:
+    done = place.run(option, text, "--no-python", "true")
+    assert done.status == 2
+    assert f"{text!r}: expected ranks" in done.err

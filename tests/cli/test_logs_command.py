@@ -1,0 +1,868 @@
+"""`phalanx logs` as a person uses it: which run, which lines, in which order, and following a run to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from phalanx._base import clock, linux
+from phalanx._base.clock import FakeClock
+from phalanx._logs.rotated import rotated_files
+from phalanx._logs.timeline_format import CUT
+from phalanx._logs.timeline_reader import read as read_timeline
+from phalanx._logs.timeline_writer import TimelineWriter
+from phalanx._runs.catalog import resolve
+from phalanx.cli._reader import Reader
+from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, Std, start_processes
+from tests.cli.test_log_options import start_sh
+from tests.cli.test_run import LIMIT, Done, Launcher, Place, refused
+from tests.runs.test_runs import wait_for_record
+from tests.support.helpers import Gate
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.helpers import Ready
+
+pytestmark = pytest.mark.once
+
+LOGS = (sys.executable, "-m", "phalanx", "logs")
+PYTHON = sys.executable
+
+
+def reader(place: Place, *options: object, head: tuple[str, ...] = (), **settings: Any) -> Launcher:
+    argv = [*head, *LOGS, "--log-dir", str(place.logs), *map(str, options)]
+    return Launcher(argv, cwd=place.folder, env=place.env, **settings)
+
+
+def logs(place: Place, *options: object, **settings: Any) -> Done:
+    """What `phalanx logs` says."""
+    with reader(place, *options, **settings) as launcher:
+        return launcher.end()
+
+
+def lines(place: Place, *options: object) -> list[str]:
+    done = logs(place, *options)
+    assert (done.status, done.err) == (0, "")
+    return done.out.splitlines()
+
+
+def sh(place: Place, code: str, *options: object, n: int = 1) -> Path:
+    """Run a shell script in every rank, unseen; return the run's folder."""
+    before = set(place.logs.glob("*"))
+    with start_sh(place, code, "-r", 3, *options, n=n) as launcher:
+        launcher.end()
+    (folder,) = set(place.logs.glob("*")) - before
+    return folder
+
+
+def at_one_moment(folder: Path, *later: int, seconds: float = 0.0) -> None:
+    """Have the lines of a run written at one: how far apart the ranks came to write them is the machine's affair.
+
+    Those of ranks that are to be ``later``, so many seconds later.
+    """
+    attempt, fake = folder / "attempt_0", FakeClock(clock.now())
+    apart = clock.wall() - fake()
+    (attempt / "timeline").unlink(missing_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clock, "now", fake)
+        patch.setattr(clock, "wall", lambda: fake() + apart)
+        times = TimelineWriter(str(attempt / "timeline"))
+        ranks = sorted(int(path.name) for path in attempt.iterdir() if path.name.isdigit())
+        for rank in sorted(ranks, key=later.__contains__):
+            if rank in later[:1]:
+                fake.advance(seconds)
+            for number, name in enumerate(("stdout", "stderr")):
+                times.note(2 * rank + number, (attempt / str(rank) / f"{name}.log").stat().st_size)
+        times.close()
+
+
+ALTERNATE = """
+    import os
+    rank = int(os.environ["RANK"])
+    folder = os.environ["FOLDER"]
+    mine, next_ = (f"{folder}/fifo{(rank + n) % 3}" for n in (0, 1))
+    with open(mine, "r+b", 0) as mine, open(next_, "r+b", 0) as next_:
+        for turn in range(5):
+            mine.read(1)
+            os.write(1, b"%d: %d\\n" % (turn, rank))
+            next_.write(b".")
+            mine.read(1)
+            os.write(2, b"%d: %d err\\n" % (turn, rank))
+            next_.write(b".")
+    """
+
+
+def alternate(place: Place, *options: object) -> list[str]:
+    """Three ranks write in turns; each growth is seen before the next rank's turn. Returns the order."""
+    place.env["FOLDER"] = str(place.folder)
+    for rank in range(3):
+        os.mkfifo(place.folder / f"fifo{rank}")
+    script = place.write(ALTERNATE)
+    with contextlib.ExitStack() as stack:
+        first = os.open(place.folder / "fifo0", os.O_RDWR)
+        stack.callback(os.close, first)
+        launcher = stack.enter_context(place.start("--nproc-per-node", 3, *options, script))
+        os.write(first, b".")
+        assert launcher.end().status == 0
+    order = []
+    for turn in range(5):
+        order += [f"[{rank}] {turn}: {rank}" for rank in range(3)]
+        order += [f"[{rank}] {turn}: {rank} err" for rank in range(3)]
+    return order
+
+
+# --- which run
+
+
+def test_the_latest_by_default(place: Place) -> None:
+    sh(place, "echo older $RANK", n=2)
+    assert sorted(lines(place)) == ["[0] older 0", "[1] older 1"]
+    sh(place, "echo newer; echo err >&2")
+    assert sorted(lines(place)) == ["[0] err", "[0] newer"]
+
+
+def test_a_run_by_any_of_its_names(place: Place) -> None:
+    folder = sh(place, "echo night", "--run-id", "night")
+    sh(place, "echo day", "--run-id", "day")
+    for name in ("night", "nig", folder.name, str(folder), f"logs/{folder.name}"):
+        assert lines(place, name) == ["[0] night"]
+    place.env["XDG_STATE_HOME"] = str(place.folder / "state")
+    place.run("--no-python", "echo", "default place", logs=False)
+    assert place.program(*LOGS).out == "[0] default place\n"
+
+
+def test_a_run_that_is_not_there(place: Place) -> None:
+    done = logs(place)
+    assert (done.status, done.out) == (1, "")
+    assert done.err == f"Error: there are no runs in {place.logs}\n"
+    folder = sh(place, "echo", "--run-id", "night")
+    done = logs(place, "nihgt_" + folder.name[-8:])
+    assert done.status == 1
+    assert f"close to it: {folder.name}" in done.err
+    done = logs(place, str(place.folder))
+    assert done.status == 1
+    assert "is not a run's folder" in done.err
+    sh(place, "echo", "--run-id", "night")
+    done = logs(place, "night")
+    assert done.status == 1
+    assert "can be any of 2 runs" in done.err
+
+
+def test_the_latest_run_is_empty(place: Place) -> None:
+    (place.logs / "refused").mkdir(parents=True)
+    (place.logs / "refused" / "run.json").write_text("{}")
+    done = logs(place)
+    assert (done.status, done.out) == (1, "")
+    assert done.err == "Error: refused has no logs: its workers were never started\n"
+    (place.logs / "refused" / "attempt_0").mkdir()
+    assert logs(place) == (0, "", "")
+    sh(place, ":")
+    assert logs(place) == (0, "", "")
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None and os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.parametrize("below", [".", "attempt_0", "attempt_0/0"])
+def test_a_folder_that_is_not_ours_to_read(place: Place, below: str) -> None:
+    folder = sh(place, "echo hidden")
+    os.chmod(folder / below, 0)
+    head = ("setpriv", "--bounding-set=-dac_override,-dac_read_search") if os.geteuid() == 0 else ()
+    try:
+        done = logs(place, folder.name, head=head)
+    finally:
+        os.chmod(folder / below, 0o700)
+    assert done.out == ""
+    assert done.status == 1
+    assert re.fullmatch(rf"Error: {folder / below}\S*: Permission denied\n", done.err)
+
+
+# --- in which order
+
+
+@pytest.mark.parametrize(
+    "options", [("-t", "3"), ("-r", "3"), ("-t", "3", "--log-max-size", "10"), ("-t", "3", "--ranks", "0")]
+)
+def test_lines_are_in_the_order_of_time(place: Place, options: tuple[str, ...]) -> None:
+    # Hand-over by pipes is faster than a notification, which only says that a file has grown since the last one. So
+    # what must hold here is the order of each stream; that of all of them, once each line has been seen, is below.
+    order = alternate(place, *options)
+    found = lines(place)
+    assert sorted(found) == sorted(order)
+    for rank in range(3):
+        for end in (rf"\d: {rank}", rf"\d: {rank} err"):
+            mine = re.compile(rf"\[{rank}\] {end}$")
+            assert [line for line in found if mine.match(line)] == [line for line in order if mine.match(line)]
+
+
+def test_what_is_apart_in_time_is_never_mixed(place: Place, gate: Gate) -> None:
+    """Ranks write in turns that the console has shown: the order in which they are seen is the one that is kept."""
+    code = f'while read x <{gate.address}-$RANK; do echo "$RANK: $x"; echo "$RANK: $x err" >&2; done'
+    turns = [0, 2, 1, 1, 0, 2, 2, 1, 0, 1]
+    order = []
+    with contextlib.ExitStack() as stack:
+        fifos = []
+        for rank in range(3):
+            os.mkfifo(f"{gate.address}-{rank}")
+            fifos.append(os.open(f"{gate.address}-{rank}", os.O_RDWR | os.O_CLOEXEC))
+        launcher = stack.enter_context(start_sh(place, code, n=3))
+        for number, rank in enumerate(turns):
+            os.write(fifos[rank], b"turn %d\n" % number)
+            launcher.read_until(f"turn {number}\n", "stdout")
+            launcher.read_until(f"turn {number} err\n")
+            order += [f"[{rank}] {rank}: turn {number}", f"[{rank}] {rank}: turn {number} err"]
+        for fifo in fifos:
+            os.close(fifo)
+        launcher.send(signal.SIGTERM)
+        launcher.end()
+    found = lines(place)
+    assert sorted(found) == sorted(order)
+    turns_found = [int(line.split()[3]) for line in found]
+    assert turns_found == sorted(turns_found)
+
+
+def read_until_twice(launcher: Launcher, line: str) -> None:
+    """Two ranks have written a line, and that has been seen."""
+    shown = ""
+    while shown.count(line) < 2:
+        shown += launcher.read_until(line, "stdout")
+
+
+def test_since(place: Place, ready: Ready, gate: Gate) -> None:
+    script = place.write(f"""
+        import os
+        print("early")
+        {ready.python()}
+        {gate.python()}
+        print("late")
+        os.write(2, b"no end")
+        """)
+    with place.start("--nproc-per-node", 2, script) as launcher:
+        ready.wait(2)
+        read_until_twice(launcher, "early\n")
+        time.sleep(0.05)  # times are right to 0.02 s: what is tested here is that time passes
+        between = datetime.now(UTC)
+        time.sleep(0.05)
+        gate.open(2)
+        launcher.end()
+    late = ["[0] late", "[0] no end", "[1] late", "[1] no end"]
+    assert sorted(lines(place, "--since", between.isoformat())) == late
+    assert sorted(lines(place, "--since", between.astimezone().replace(tzinfo=None).isoformat())) == late
+    assert sorted(lines(place, "--since", "1h")) == ["[0] early", *late[:2], "[1] early", *late[2:]]
+    assert lines(place, "--since", "0") == []
+    assert lines(place, "--since", "2999-01-01") == []
+    for text in ("yesterday", "1x", "-5", ""):
+        refused(logs(place, f"--since={text}"), "--since", "expected how long ago")
+
+
+def test_until(place: Place, ready: Ready, gate: Gate) -> None:
+    script = place.write(f"print('early')\n{ready.python()}\n{gate.python()}\nprint('late')")
+    with place.start(script) as launcher:
+        ready.wait()
+        launcher.read_until("early\n", "stdout")
+        time.sleep(0.05)  # times are right to 0.02 s: what is tested here is that time passes
+        between = datetime.now(UTC)
+        time.sleep(0.05)
+        gate.open()
+        launcher.end()
+    assert lines(place, "--until", between.isoformat()) == ["[0] early"]
+    assert lines(place, "--until", "0") == ["[0] early", "[0] late"]
+    assert lines(place, "--until", "1h") == []
+    assert lines(place, "--since", between.isoformat(), "--until", "2999-01-01") == ["[0] late"]
+    refused(logs(place, "--until=tomorrow"), "--until", "expected how long ago")
+    refused(logs(place, "-f", "--until", "1h"), "--follow and --until exclude each other")
+    refused(logs(place, "--since", "1h", "--until", "2h"), "--since, --until", "--until is the later one")
+
+
+@pytest.mark.parametrize("how", [": >", "truncate -s 0", "cp $LOG $LOG.1 && : >"])
+def test_a_log_that_is_truncated_while_the_run_goes_on(place: Place, ready: Ready, gate: Gate, how: str) -> None:
+    script = place.write(f"""
+        import os
+        print("x" * 1000)
+        print("void")
+        {ready.python()}
+        {gate.python()}
+        print("new")
+        """)
+    with place.start("-r", 3, script) as launcher:
+        ready.wait()
+        [path] = place.logs.glob("*/attempt_0/0/stdout.log")
+        timeline = path.parent.parent / "timeline"
+        while not timeline.exists() or not any(kind == 0 for _at, kind, *_rest in read_timeline(str(timeline))):
+            time.sleep(0.01)
+        subprocess.run(f"{how} $LOG", shell=True, check=True, env={**os.environ, "LOG": str(path)})  # noqa: S602 - a person's shell is what is meant
+        while not any(kind == CUT for _at, kind, *_rest in read_timeline(str(timeline))):
+            time.sleep(0.01)
+        time.sleep(0.05)
+        between = datetime.now(UTC)
+        time.sleep(0.05)
+        gate.open()
+        launcher.end()
+    assert lines(place) == ["[0] new"]
+    assert lines(place, "--since", between.isoformat()) == ["[0] new"]
+    assert lines(place, "--until", between.isoformat()) == []
+
+
+# --- which lines
+
+
+@pytest.mark.parametrize("options", [(), ("--fold",), ("--log-format", "json"), ("--grep", "7")])
+def test_the_last_lines(place: Place, options: tuple[str, ...]) -> None:
+    sh(place, "for n in $(seq 100); do echo $RANK line $n; done; printf 'no end'", n=2)
+    whole = lines(place, *options)
+    for count in (0, 1, 2, 5, 100, 1000):
+        assert lines(place, "-n", count, *options) == (whole[-count:] if count else [])
+    refused(logs(place, "-n", "-1"), "--lines")
+    refused(logs(place, "-n", "x"), "--lines")
+
+
+def test_ranks_and_streams(place: Place) -> None:
+    sh(place, "echo out $RANK; echo err $RANK >&2", n=4)
+    assert sorted(lines(place, "--rank", 3)) == ["[3] err 3", "[3] out 3"]
+    assert sorted(lines(place, "--ranks", "0,2-3", "--stdout")) == ["[0] out 0", "[2] out 2", "[3] out 3"]
+    assert lines(place, "--stderr", "--rank", 1) == ["[1] err 1"]
+    refused(logs(place, "--rank", 4), "--ranks: this run has no rank 4")
+
+
+def test_attempts(place: Place) -> None:
+    place.logs.mkdir()
+    specs = DefaultLogsSpecs(str(place.logs), redirects=Std.ALL)
+    for attempt in (0, 1, 10):
+        env = {"TORCHELASTIC_RUN_ID": "r", "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+        with start_processes("r", "echo", {0: (f"attempt {attempt}",)}, {0: env}, specs) as group:
+            group.wait()
+    assert lines(place) == ["[0] attempt 10"]
+    assert lines(place, "--attempt", 1) == ["[0] attempt 1"]
+    assert lines(place, "--attempt", 0) == ["[0] attempt 0"]
+    refused(logs(place, "--attempt", 2), "--attempt:", "has no attempt 2; its attempts are 0, 1, 10")
+    refused(logs(place, "--attempt", "last"), "--attempt")
+
+
+def test_filters_and_forms(place: Place) -> None:
+    at_one_moment(sh(place, "echo same; echo grün $RANK; echo same err >&2", n=3))
+    assert sorted(lines(place, "--grep", "gr[ü]n [12]")) == ["[1] grün 1", "[2] grün 2"]
+    assert sorted(lines(place, "--fold", "--grep", "same")) == ["[0-2] same", "[0-2] same err"]
+    coloured = lines(place, "--rank", 0, "--grep", "same$", "--color", "always")
+    assert coloured == ["\033[36m[0]\033[0m same"]
+    assert sorted(lines(place, "--stdout", "--log-line-prefix-template", "$rank ")) == sorted(
+        f"{rank} {text}" for rank in range(3) for text in ("same", f"grün {rank}")
+    )
+    refused(logs(place, "--grep", "("), "--grep: '(' is not a regular expression")
+    refused(logs(place, "--timestamps", "--elapsed"), "exclude each other")
+
+
+def test_times_are_those_of_writing(place: Place, ready: Ready, gate: Gate) -> None:
+    script = place.write(f"""
+        import time
+        print("first", time.time(), flush=True)
+        print("same")
+        {ready.python()}
+        {gate.python()}
+        print("same")
+        print("last", time.time(), end="")
+        """)
+    with place.start("--nproc-per-node", 2, script) as launcher:
+        ready.wait(2)
+        read_until_twice(launcher, "same\n")
+        between = time.time()
+        time.sleep(0.3)  # what is tested here is that time passes
+        gate.open(2)
+        launcher.end()
+    begun = time.time()
+
+    def is_of_writing(seen: float, written: float) -> bool:
+        """It was seen once it had been written, and before we went on; times are right to 0.02 s, as above."""
+        return written - 0.05 < seen < (between if written < between else begun) + 0.05
+
+    rows = [json.loads(line) for line in lines(place, "--log-format", "json")]
+    assert len(rows) == 8
+    for row in rows:
+        seen = datetime.fromisoformat(row["time"]).timestamp()
+        if row["text"] != "same":
+            assert is_of_writing(seen, float(row["text"].split()[1]))
+        assert seen <= begun
+    for row in lines(place, "--timestamps", "--grep", "first|last"):
+        _prefix, moment, _what, written = row.split()
+        assert is_of_writing(datetime.fromisoformat(moment).timestamp(), float(written))
+    found = [line.split() for line in lines(place, "--elapsed", "--grep", "first|last")]
+    firsts, lasts = ([float(words[1]) for words in found if words[2] == what] for what in ("first", "last"))
+    assert len(firsts) == len(lasts) == 2
+    assert all(first > 0.0 and last - first > 0.25 for first, last in zip(firsts, lasts, strict=True))
+    around = [line.split() for line in lines(place, "--elapsed", "--rank", 1, "--grep", "last", "-B", 3)]
+    assert [words[2] for words in around] == ["first", "same", "same", "last"]
+    assert float(around[2][1]) - float(around[1][1]) > 0.25  # context has the time at which it was written
+
+
+def test_equal_lines_are_folded_by_the_time_at_which_they_were_written(place: Place) -> None:
+    folder = sh(place, "echo same", n=3)
+    at_one_moment(folder)
+    assert lines(place, "--fold") == ["[0-2] same"]
+    at_one_moment(folder, 1, seconds=0.1)
+    assert lines(place, "--fold") == ["[0-2] same"]
+    at_one_moment(folder, 1, seconds=0.3)
+    [both, late] = [line.split() for line in lines(place, "--fold", "--elapsed")]
+    assert (both[0], late[0]) == ("[0,2]", "[1]")
+    assert round(float(late[1]) - float(both[1]), 2) == 0.3
+
+
+def test_rotated_logs(place: Place) -> None:
+    script = place.write("import os\nfor n in range(2000): os.write(1, b'line %d\\n' % n)")
+    place.run("--nproc-per-node", 2, "--log-max-size", "1k", script)
+    assert len(list(place.logs.glob("*/attempt_0/1/stdout.log.*"))) > 10
+    found = lines(place)
+    for rank in range(2):
+        assert [line for line in found if line.startswith(f"[{rank}]")] == [f"[{rank}] line {n}" for n in range(2000)]
+
+
+@pytest.mark.parametrize("removed", [(1,), (3, 5)])
+def test_rotated_logs_some_of_which_are_gone(place: Place, removed: tuple[int, ...]) -> None:
+    script = place.write("import os\nfor n in range(2000): os.write(1, b'line %d\\n' % n)")
+    place.run("--log-max-size", "1k", script)
+    [path] = place.logs.glob("*/attempt_0/0/stdout.log")
+    for number in removed:
+        os.unlink(f"{path}.{number}")
+    packed = [name for name in rotated_files(str(path)) if name.endswith(("2", "4"))]
+    subprocess.run(["gzip", *packed], check=True)
+    left = subprocess.run(
+        ["zcat", "-f", *rotated_files(str(path)), str(path)], check=True, capture_output=True, text=True
+    ).stdout
+    assert lines(place) == [f"[0] {line}" for line in left.splitlines()]
+    assert lines(place, "-n", "1500") == [f"[0] {line}" for line in left.splitlines()][-1500:]
+
+
+def test_more_files_than_may_be_open(place: Place) -> None:
+    for rank in range(150):
+        folder = place.logs / "many_x" / "attempt_0" / str(rank)
+        folder.mkdir(parents=True)
+        (folder / "stdout.log").write_text(f"of {rank}\n")
+    found = logs(place, "--color", "never", head=("sh", "-c", 'ulimit -n 160; "$@"', "sh"))
+    assert found.err == ""
+    assert sorted(line.split("] ")[1] for line in found.out.splitlines()) == sorted(f"of {n}" for n in range(150))
+
+
+@pytest.mark.parametrize("limit", [24, 60])
+def test_few_descriptors(place: Place, limit: int) -> None:
+    """Every line is there, and in its place."""
+    attempt = place.logs / "many_x" / "attempt_0"
+    attempt.mkdir(parents=True)
+    times = TimelineWriter(str(attempt / "timeline"))
+    for turn in range(2):
+        for rank in range(70):
+            path = attempt / str(rank) / "stdout.log"
+            path.parent.mkdir(exist_ok=True)
+            with open(path, "a") as file:
+                file.write(f"{turn}\n")
+            times.note(2 * rank, path.stat().st_size)
+    times.close()
+    found = logs(place, "--color", "never", head=("sh", "-c", f'ulimit -n {limit}; "$@"', "sh"))
+    assert (found.status, found.err) == (0, "")
+    assert [line.split() for line in found.out.replace("[ ", "[").splitlines()] == [
+        [f"[{rank}]", str(turn)] for turn in range(2) for rank in range(70)
+    ]
+
+
+def test_files_and_folders_called_nearly_like_ours(place: Place) -> None:
+    folder = sh(place, "echo x", n=2)
+    for name in ("attempt_9", "attempt_0/7", "attempt_0/stdout.log"):
+        (folder / name).touch()
+    for name in ("attempt_05", "attempt_0/03", "attempt_0/\u0663"):
+        (folder / name).mkdir()
+    assert sorted(lines(place)) == ["[0] x", "[1] x"]
+
+
+@pytest.mark.parametrize("name", ["timeline", "0/stdout.log", "0/stderr.log"])
+def test_a_pipe_in_the_place_of_a_file(place: Place, name: str) -> None:
+    """Nobody writes to it, and nobody waits for that. Of a log, it is said."""
+    folder = sh(place, "echo x", n=2)
+    path = folder / "attempt_0" / name
+    path.unlink()
+    os.mkfifo(path)
+    done = logs(place)
+    assert sorted(done.out.splitlines()) == ["[0] x"] * (name != "0/stdout.log") + ["[1] x"]
+    said = f"phalanx: {path} is not shown: it is not a regular file, but a FIFO\n"
+    assert (done.status, done.err) == (0, said if name != "timeline" else "")
+
+
+@pytest.mark.parametrize("name", ["stdout.log", "stdout.log.1", "stdout.log.2.gz"])
+def test_a_file_that_is_not_ours_to_read(place: Place, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is said. Nothing is shown as if it were all."""
+    folder = sh(place, "echo x", n=2)
+    path = folder / "attempt_0" / "1" / name
+    path.touch()
+    found = resolve([str(place.logs)])
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda which, mode: which != str(path) and access(which, mode))
+    attempt = str(folder / "attempt_0")
+    with pytest.raises(PermissionError, match=f"/1/{name}'"):
+        Reader(found, 0, attempt, ConsoleSpecs())
+    Reader(found, 0, attempt, ConsoleSpecs(ranks={0})).close()
+    Reader(found, 0, attempt, ConsoleSpecs(), ("stderr",)).close()
+
+
+@pytest.mark.parametrize("number", [2**63 - 1, 2**63, 10**30])
+def test_more_lines_than_there_can_be(place: Place, number: int) -> None:
+    sh(place, "echo x")
+    assert lines(place, "-n", number) == ["[0] x"]
+
+
+def test_a_run_of_the_library(place: Place) -> None:
+    """There is no run.json."""
+    place.logs.mkdir()
+    args = {rank: ("-c", f"echo of {rank}") for rank in range(2)}
+    specs = DefaultLogsSpecs(str(place.logs), redirects=Std.ALL)
+    with start_processes("library", "sh", args, logs_specs=specs) as group:
+        group.wait()
+    assert sorted(lines(place)) == ["[0] of 0", "[1] of 1"]
+    elapsed = [float(line.split()[1]) for line in lines(place, "--elapsed")]
+    assert min(elapsed) < 0.1  # counted from the first of them, whichever rank that is, and however late the other
+
+
+def test_a_folder_of_the_library(place: Place) -> None:
+    """It has no attempts."""
+    folder = place.folder / "flat"
+    folder.mkdir()
+    args = {rank: ("-c", f"echo of {rank}; echo err >&2") for rank in range(2)}
+    with start_processes("library", "sh", args, log_dir=folder, redirects=Std.ALL) as group:
+        group.wait()
+    for name in (str(folder), "./flat"):
+        assert sorted(lines(place, name, "--stdout")) == ["[0] of 0", "[1] of 1"]
+
+
+def test_garbage_in_the_timeline_and_the_files(place: Place) -> None:
+    folder = sh(place, "printf 'a\\n\\377\\nno end'", n=2)
+    timeline = folder / "attempt_0" / "timeline"
+    data = timeline.read_bytes() if timeline.exists() else b""
+    for damaged in (b"", b"phalanx1", data[:-3], data + b"\xff" * 800, os.urandom(1000), None):
+        timeline.unlink(missing_ok=True)
+        if damaged is not None:
+            timeline.write_bytes(damaged)
+        with reader(place) as launcher:
+            out, err = launcher.process.communicate(timeout=LIMIT)
+        assert launcher.process.returncode == 0, err
+        assert sorted(out.splitlines()) == sorted(
+            b"[%d] %s" % (rank, text) for rank in range(2) for text in (b"a", b"\xff", b"no end")
+        )
+
+
+def test_searches_of_what_was_written(place: Place) -> None:
+    sh(place, "for it in a1 A2 b1 c d noise b2 e; do echo $it $RANK; done; printf 'end\\r\\n'", n=3)
+    assert sorted(lines(place, "--rank", 0, "--rank", 2, "--grep", "^a", "--grep", "end$")) == [
+        "[0] a1 0", "[0] end", "[2] a1 2", "[2] end",
+    ]  # fmt: skip
+    assert lines(place, "--rank", 1, "-i", "--grep", "a", "--exclude", "2") == ["[1] a1 1"]
+    around = [line[4:6].strip() for line in lines(place, "--rank", 1, "--grep", "b", "-C", 1)]
+    assert around == ["A2", "b1", "c", "--", "no", "b2", "e"]
+    assert [line[4:6] for line in lines(place, "--rank", 1, "--grep", "^d", "-A", 1)] == ["d ", "no"]
+
+
+# --- a reader that leaves
+
+
+def test_a_full_disk_is_said(place: Place) -> None:
+    sh(place, "echo one")
+    with reader(place, head=("sh", "-c", '"$@" >/dev/full', "sh")) as launcher:
+        assert launcher.end() == (1, "", "Error: stdout: No space left on device\n")
+
+
+def test_head(place: Place) -> None:
+    script = place.write("for n in range(100_000): print('line', n)")
+    place.run("-r", 3, script)
+    command = 'set -o pipefail; "$@" | head -1'
+    done = logs(place, head=("bash", "-c", command, "bash"))
+    assert done == (128 + signal.SIGPIPE, "[0] line 0\n", "")
+
+
+def test_a_slow_reader_gets_everything(place: Place) -> None:
+    script = place.write("for n in range(100_000): print('line', n)")
+    place.run("-r", 3, "--nproc-per-node", 2, script)
+    read, write = os.pipe()
+    with reader(place, stdout=write) as launcher:
+        os.close(write)
+        data = b""
+        while chunk := os.read(read, 5000):
+            data += chunk
+        os.close(read)
+        assert launcher.process.wait(LIMIT) == 0
+    found = data.decode().splitlines()
+    for rank in range(2):
+        mine = [line for line in found if line.startswith(f"[{rank}]")]
+        assert mine == [f"[{rank}] line {n}" for n in range(100_000)]
+
+
+# --- following
+
+
+def test_following_a_run_to_its_end(place: Place, ready: Ready, gate: Gate) -> None:
+    second = Gate(place.folder / "second gate")
+    script = place.write(f"""
+        import os
+        print("history of", os.environ["RANK"])
+        {ready.python()}
+        {gate.python()}
+        print("live")
+        {ready.python()}
+        {second.python()}
+        print("no end", end="")
+        """)
+    with second, place.start("--nproc-per-node", 2, "-r", 3, script) as launcher:
+        ready.wait(2)
+        with reader(place, "-f") as follower:
+            shown = ""
+            while shown.count("history") < 2:
+                shown += follower.read_until("\n", "stdout")
+            gate.open(2)
+            ready.wait(2)
+            more = ""
+            while more.count("live") < 2:
+                more += follower.read_until("live\n", "stdout")
+            second.open(2)
+            assert launcher.end().status == 0
+            done = follower.end()
+    assert (done.status, done.err) == (0, "")
+    assert sorted((shown + more + done.out).splitlines()) == [
+        "[0] history of 0", "[0] live", "[0] no end", "[1] history of 1", "[1] live", "[1] no end"
+    ]  # fmt: skip
+
+
+def test_following_a_run_that_is_over(place: Place) -> None:
+    sh(place, "echo over")
+    assert lines(place, "-f") == ["[0] over"]
+
+
+def test_following_a_run_that_is_just_starting(place: Place, ready: Ready, gate: Gate) -> None:
+    """There is no record yet, and the file of a rank is not there either."""
+    with place.start("-r", 3, place.write(f"print('x')\n{ready.python()}\n{gate.python()}\nprint('y')")) as launcher:
+        ready.wait()
+        (folder,) = place.logs.iterdir()
+        record = folder / "run.json"
+        while not record.exists():
+            pass
+        os.rename(record, folder / "aside")
+        with reader(place, "-f") as follower:
+            follower.read_until("x\n", "stdout")
+            os.rename(folder / "aside", record)
+            gate.open()
+            launcher.end()
+            assert follower.end() == (0, "[0] y\n", "")
+
+
+def test_following_with_filters_and_rotation(place: Place, ready: Ready, gate: Gate) -> None:
+    script = place.write(f"""
+        import os
+        for n in range(500): os.write(1, b"early %d\\n" % n)
+        {ready.python()}
+        {gate.python()}
+        for n in range(500): os.write(1, b"late %d\\n" % n)
+        """)
+    with place.start("--nproc-per-node", 2, "-r", 3, "--log-max-size", "500", script) as launcher:
+        ready.wait(2)
+        with reader(place, "-f", "--rank", 1, "--grep", "99") as follower:
+            shown = follower.read_until("early 499\n", "stdout")
+            gate.open(2)
+            launcher.end()
+            done = follower.end()
+    expected = [f"[1] {what} {n}" for what in ("early", "late") for n in range(500) if "99" in str(n)]
+    assert (shown + done.out).splitlines() == expected
+    assert done.status == 0
+
+
+def test_following_after_the_last_lines(place: Place, ready: Ready, gate: Gate) -> None:
+    script = place.write(f"for n in range(100): print(n)\n{ready.python()}\n{gate.python()}\nprint('live')")
+    with place.start("-r", 3, script) as launcher:
+        ready.wait()
+        with reader(place, "-f", "-n", 2) as follower:
+            assert follower.read_until("99\n", "stdout") == "[0] 98\n[0] 99\n"
+            gate.open()
+            launcher.end()
+            assert follower.end() == (0, "[0] live\n", "")
+
+
+def test_following_ends_with_the_folder(place: Place, ready: Ready, gate: Gate) -> None:
+    script = place.write(f"print('x')\n{ready.python()}\n{gate.python()}")
+    with place.start("-r", 3, script) as launcher:
+        ready.wait()
+        folder = wait_for_record(place).parent
+        for how in ("renamed", "removed"):
+            with reader(place, "-f", folder.name) as follower:
+                follower.read_until("x\n", "stdout")
+                if how == "renamed":
+                    os.rename(folder, place.folder / "away")
+                while folder.exists():  # the run may make its timeline meanwhile
+                    shutil.rmtree(folder, ignore_errors=True)
+                done = follower.end()
+            assert (done.status, done.out) == (1, "")
+            assert done.err == f"Error: {folder}: the folder of this run is not there any more\n"
+            if how == "renamed":
+                os.rename(place.folder / "away", folder)
+        gate.open()
+        launcher.end()
+
+
+def test_following_a_folder_that_goes_without_a_record(place: Place) -> None:
+    folder = place.logs / "old_x"
+    (folder / "attempt_0" / "0").mkdir(parents=True)
+    (folder / "attempt_0" / "0" / "stdout.log").write_text("x\n")
+    with reader(place, "-f") as follower:
+        follower.read_until("x\n", "stdout")
+        shutil.rmtree(folder)
+        assert follower.end().status == 1
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_ranks_and_attempts_that_appear_later(place: Place, chosen: bool) -> None:
+    folder = place.logs / "old_x"
+
+    def write(attempt: int, rank: int, text: str) -> None:
+        path = folder / f"attempt_{attempt}" / str(rank)
+        path.mkdir(parents=True, exist_ok=True)
+        with open(path / "stdout.log", "a") as file:
+            file.write(text)
+
+    write(0, 0, "old\n")
+    write(1, 0, "first\n")
+    with reader(place, "-f", *(("--attempt", "1") if chosen else ())) as follower:
+        assert follower.read_until("first\n", "stdout") == "[0] first\n"
+        write(0, 1, "not asked for\n")
+        write(1, 3, "another rank\n")
+        assert follower.read_until("rank\n", "stdout") == "[3] another rank\n"
+        write(2, 0, "another attempt\n")
+        if not chosen:
+            assert follower.read_until("attempt\n", "stdout") == "[0] another attempt\n"
+            write(2, 12, "and its rank\n")
+            assert follower.read_until("rank\n", "stdout") == "[12] and its rank\n"
+        write(1, 3, "goes on\n")
+        assert follower.read_until("on\n", "stdout") == "[3] goes on\n"
+        follower.send(signal.SIGINT)
+        assert follower.end() == (130, "", "")
+
+
+def test_a_rank_that_is_not_there_yet(place: Place) -> None:
+    folder = place.logs / "old_x" / "attempt_0"
+    (folder / "0").mkdir(parents=True)
+    (folder / "0" / "stdout.log").write_text("x\n")
+    with reader(place, "-f", "--ranks", "0-1") as follower:
+        follower.read_until("x\n", "stdout")
+        (folder / "1").mkdir()
+        (folder / "1" / "stdout.log").write_text("y\n")
+        assert follower.read_until("y\n", "stdout") == "[1] y\n"
+        shutil.rmtree(folder.parent)
+        assert follower.end().status == 1
+
+
+def test_a_file_system_of_a_network_is_known_by_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    number = subprocess.run(
+        ["stat", "-f", "-c", "%t", str(tmp_path)], check=True, capture_output=True, text=True
+    ).stdout
+    monkeypatch.setattr(linux, "_OF_NETWORKS", {int(number, 16): "this one"})
+    assert linux.is_network_filesystem(str(tmp_path))
+    assert not linux.is_network_filesystem("/proc")
+    assert not linux.is_network_filesystem(str(tmp_path / "missing"))
+
+
+BLIND = """
+import sys
+from phalanx._base import linux
+add = linux.inotify_add
+linux.inotify_add = lambda fd, path, mask=0: add(fd, sys.argv[1])
+linux.is_network_filesystem = lambda path: True
+sys.argv[:] = ["phalanx", *sys.argv[2:]]
+from phalanx.__main__ import main
+main()
+"""
+
+
+def goes_on_to_the_end(folder: Path, follower: Launcher) -> None:
+    """A file that grows, a rank that appears, and the folder's removal are seen."""
+    with open(folder / "attempt_0" / "0" / "stdout.log", "a") as file:
+        file.write("y\n")
+    assert follower.read_until("y\n", "stdout") == "[0] y\n"
+    (folder / "attempt_0" / "1").mkdir()
+    (folder / "attempt_0" / "1" / "stderr.log").write_text("z\n")
+    assert follower.read_until("z\n", "stdout") == "[1] z\n"
+    shutil.rmtree(folder)
+    assert follower.end() == (1, "", f"Error: {folder}: the folder of this run is not there any more\n")
+
+
+def test_a_folder_of_another_machine(place: Place) -> None:
+    """Its kernel tells us nothing: files, ranks and the end are seen by looking."""
+    folder = place.logs / "old_x"
+    (folder / "attempt_0" / "0").mkdir(parents=True)
+    path = folder / "attempt_0" / "0" / "stdout.log"
+    path.write_text("x\n")
+    argv = [PYTHON, "-c", BLIND, str(place.folder / "still"), "logs", "--log-dir", str(place.logs), "-f"]
+    (place.folder / "still").touch()
+    with Launcher(argv, cwd=place.folder, env=place.env) as follower:
+        follower.read_until("x\n", "stdout")
+        said = follower.read_until("\n")
+        assert said.endswith("they are looked at every 1 s\n")
+        goes_on_to_the_end(folder, follower)
+
+
+NONE_LEFT = """
+import errno, os, sys
+from phalanx._base import linux
+def refuse(*args):
+    raise OSError(number, os.strerror(number))
+call, number = ("inotify", errno.EMFILE) if sys.argv[1] == "instance" else ("inotify_add", errno.ENOSPC)
+setattr(linux, call, refuse)
+sys.argv[:] = ["phalanx", *sys.argv[2:]]
+from phalanx.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("what", ["instance", "watch"])
+def test_following_where_no_inotify_is_left(place: Place, what: str) -> None:
+    """Files, ranks and the end are seen by looking."""
+    folder = place.logs / "old_x"
+    path = folder / "attempt_0" / "0" / "stdout.log"
+    path.parent.mkdir(parents=True)
+    path.write_text("x\n")
+    argv = [PYTHON, "-c", NONE_LEFT, what, "logs", "--log-dir", str(place.logs), "-f"]
+    with Launcher(argv, cwd=place.folder, env=place.env) as follower:
+        follower.read_until("x\n", "stdout")
+        said = follower.read_until("\n")
+        assert said.endswith(": log files are looked at 10 times a second\n")
+        goes_on_to_the_end(folder, follower)
+
+
+@pytest.mark.parametrize("what", ["link", "folder"])
+def test_following_ends_when_the_folder_goes_that_a_link_leads_to(place: Place, what: str) -> None:
+    folder, link = place.folder / "elsewhere" / "run", place.folder / "latest"
+    path = folder / "attempt_0" / "0" / "stdout.log"
+    path.parent.mkdir(parents=True)
+    path.write_text("x\n")
+    link.symlink_to(folder)
+    with reader(place, "-f", "./latest") as follower:
+        follower.read_until("x\n", "stdout")
+        with open(path, "a") as file:
+            file.write("y\n")
+        follower.read_until("y\n", "stdout")
+        os.rename(link if what == "link" else folder, place.folder / "away")
+        assert follower.end().status == 1
+
+
+def test_help_says_what_it_does(place: Place) -> None:
+    done = place.program(*LOGS, "--help")
+    assert done.status == 0
+    assert "in the order of time" in done.out
+    assert "Usage: phalanx logs [OPTIONS] [RUN]" in done.out
+
+
+def test_the_options_of_the_console_mean_the_same_in_the_environment(place: Place) -> None:
+    sh(place, "echo keep; echo drop")
+    place.env["PHALANX_GREP"] = "keep"
+    assert lines(place) == ["[0] keep"]
+    assert subprocess.run(
+        [*LOGS, "--log-dir", str(place.logs), "--grep", "drop"], env=place.env, capture_output=True, check=True
+    ).stdout == b"[0] drop\n"  # fmt: skip

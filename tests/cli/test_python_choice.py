@@ -1,0 +1,81 @@
+"""Which interpreter runs the script: that of the tool, and a word when another may be meant."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.cli.test_run import RUN
+
+if TYPE_CHECKING:
+    from tests.cli.test_run import Place
+
+pytestmark = pytest.mark.once
+
+
+def environment(folder: Path) -> Path:
+    """A virtual environment, as far as it can be told from outside."""
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").symlink_to(sys.executable)
+    (folder / "pyvenv.cfg").write_text("home = /usr/bin\n")
+    return folder
+
+
+def said(place: Place, *options: str) -> str:
+    done = place.run(*options)
+    assert done.status == 0
+    return "".join(line for line in done.err.splitlines(keepends=True) if "workers run" in line)
+
+
+def test_another_environment_is_active(place: Place, tmp_path: Path) -> None:
+    other = environment(tmp_path / "other")
+    script = place.write("")
+    place.env["VIRTUAL_ENV"] = str(other)
+    choice = f"PYTHON_EXEC={other}/bin/python"
+    assert said(place, script) == (
+        f"phalanx: workers run {sys.executable}, and VIRTUAL_ENV is {other}: if they are to run that, "
+        f"set {choice}, or install phalanx there\n"
+    )
+    assert said(place, "-m", "this") != ""
+    assert said(place, "--no-python", "true") == ""
+    place.env["PYTHON_EXEC"] = ""
+    assert said(place, script) != ""
+    place.env["PYTHON_EXEC"] = sys.executable
+    assert said(place, script) == ""
+
+
+@pytest.mark.parametrize("name", [".venv", "venv"])
+def test_another_environment_is_beside_the_script(place: Place, name: str) -> None:
+    other = environment(place.folder / "project" / name)
+    script = place.write("", "project/train.py")
+    assert f", and beside the script is {other}: " in said(place, script)
+    place.env["CONDA_PREFIX"] = str(other.parent)  # the base, that holds anything but ours
+    assert f", and beside the script is {other}: " in said(place, script)
+    place.env["CONDA_PREFIX"] = sys.prefix  # ours was activated
+    assert said(place, script) == ""
+    del place.env["CONDA_PREFIX"]
+    module = place.program("sh", "-c", 'cd project && "$@"', "sh", *RUN, "--log-dir", place.logs, "-m", "train")
+    assert f", and beside the script is {other}: " in module.err
+    place.env["VIRTUAL_ENV"] = sys.prefix  # ours was activated
+    assert said(place, script) == ""
+
+
+def test_what_is_no_other_environment(place: Place, tmp_path: Path) -> None:
+    script = place.write("")
+    for text in (sys.prefix, str(tmp_path / "gone"), ""):
+        place.env["VIRTUAL_ENV"] = text
+        assert said(place, script) == ""
+    program = environment(place.folder / "venv")
+    (program / "pyvenv.cfg").unlink()
+    del place.env["VIRTUAL_ENV"]
+    assert said(place, script) == ""
+    link = tmp_path / "link"
+    link.symlink_to(sys.prefix)
+    place.env["VIRTUAL_ENV"] = str(link)
+    assert said(place, script) == ""
+    place.env["VIRTUAL_ENV"] = sys.prefix
+    command = (f"{link}/bin/{Path(sys.executable).name}", *RUN[1:], "--log-dir", place.logs, script)
+    assert "workers run" not in place.program(*command).err

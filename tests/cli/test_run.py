@@ -1,0 +1,1174 @@
+"""`phalanx run` as a person or a script uses it: real processes, their consoles, files, signals and exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from textwrap import dedent
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import click
+import pytest
+
+import phalanx
+from phalanx._placement import accelerators, devices
+from phalanx.cli.run import main
+from phalanx.cli.run import run as command
+from phalanx.multiprocessing import Std
+from tests.support.helpers import TIMEOUT, Gate, Ready, alive, wait_gone
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LIMIT = 60.0
+RUN = (sys.executable, "-m", "phalanx", "run")
+VARIABLES = [
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
+    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_ERROR_FILE", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+]  # fmt: skip
+
+
+class Done(NamedTuple):
+    """How a launcher ended, and what it showed."""
+
+    status: int
+    out: str
+    err: str
+
+
+class Launcher:
+    """A launcher that runs. Leaving the context kills it; its workers must then be gone by themselves."""
+
+    def __init__(self, argv: list[str], **settings: Any) -> None:
+        settings.setdefault("stdout", subprocess.PIPE)
+        settings.setdefault("stderr", subprocess.PIPE)
+        self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, **settings)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.process.kill()
+        with self.process:
+            pass
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def read_until(self, text: str, stream: str = "stderr") -> str:
+        """What the launcher shows up to and with `text`."""
+        pipe = getattr(self.process, stream)
+        return read_until(pipe.fileno(), text)
+
+    def end(self) -> Done:
+        out, err = self.process.communicate(timeout=LIMIT)
+        return Done(self.process.returncode, (out or b"").decode(), (err or b"").decode())
+
+
+def read_until(fd: int, text: str, timeout: float = TIMEOUT) -> str:
+    """Read a descriptor until `text` has come, or the end; unbuffered, so that nothing behind it is lost."""
+    deadline = time.monotonic() + timeout
+    data = b""
+    while text.encode() not in data:
+        ready, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
+        assert ready, f"no {text!r} within {timeout} s: {data!r}"
+        try:
+            chunk = os.read(fd, 65536)
+        except OSError:  # EIO: the last user of the terminal has gone
+            chunk = b""
+        if not chunk:
+            break
+        data += chunk
+    return data.decode()
+
+
+class Place:
+    """A folder with scripts, an environment without a launcher above us, and the ways to start a run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.logs = folder / "logs"
+        self.env = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in VARIABLES and not name.startswith(("PHALANX_", "PET_", "TORCHELASTIC_"))
+        } | {"OMP_NUM_THREADS": "1"}  # else a line says what it was set to
+
+    def write(self, text: str, name: str = "script.py") -> str:
+        path = self.folder / name
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text(dedent(text))
+        return str(path)
+
+    def start(self, *argv: object, head: tuple[str, ...] = (), logs: bool = True, **settings: Any) -> Launcher:
+        where = ("--log-dir", str(self.logs)) if logs else ()
+        return Launcher([*head, *RUN, *where, *map(str, argv)], cwd=self.folder, env=self.env, **settings)
+
+    def run(self, *argv: object, **settings: Any) -> Done:
+        with self.start(*argv, **settings) as launcher:
+            return launcher.end()
+
+    def program(self, *argv: object) -> Done:
+        """Run any program here."""
+        with Launcher([str(arg) for arg in argv], cwd=self.folder, env=self.env) as launcher:
+            return launcher.end()
+
+    def log(self, rank: int, name: str = "stdout.log") -> str:
+        (path,) = self.logs.glob(f"*/attempt_0/{rank}/{name}")
+        return path.read_text()
+
+
+def refused(done: Done, *words: str) -> None:
+    """A usage error: status 2, words that help, no traceback, and nothing started."""
+    assert done.status == 2, done
+    assert "Traceback" not in done.err
+    assert "logs in" not in done.err
+    text = " ".join(done.err.split())
+    for word in words:
+        assert word in text
+
+
+# --- what a worker finds
+
+PRINT_ENV = f"""
+    import json, os
+    print(json.dumps({{name: os.environ.get(name) for name in {VARIABLES!r}}}))
+    """
+
+
+@pytest.mark.slow
+def test_the_environment_of_the_workers(place: Place) -> None:
+    script = place.write(PRINT_ENV)
+    done = place.run("--nproc-per-node", 3, "--run-id", "night", "--role", "trainer", "-r", 3, script)
+    assert done.status == 0
+    for rank in range(3):
+        env = json.loads(place.log(rank))
+        port, error_file = env.pop("MASTER_PORT"), env.pop("TORCHELASTIC_ERROR_FILE")
+        assert port == json.loads(place.log(0))["MASTER_PORT"]
+        assert 0 < int(port) < 65536
+        assert Path(error_file).match(f"*/night_*/attempt_0/{rank}/error.json")
+        assert env == {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "3",
+            "LOCAL_WORLD_SIZE": "3",
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_RANK": str(rank),
+            "ROLE_NAME": "trainer",
+            "ROLE_WORLD_SIZE": "3",
+            "MASTER_ADDR": "127.0.0.1",
+            "TORCHELASTIC_RUN_ID": "night",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        }
+
+
+@pytest.mark.slow
+def test_how_nccl_handles_errors_is_left_as_it_is_set(place: Place) -> None:
+    place.env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
+    script = place.write("import os; print(os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING'])")
+    assert place.run(script).out == "[0] 3\n"
+
+
+@pytest.mark.slow
+def test_the_ranks_meet_at_the_master_port(place: Place) -> None:
+    script = place.write("""
+        import os, socket
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        if os.environ["RANK"] == "0":
+            with socket.create_server(address) as server:
+                for _ in range(2):
+                    server.accept()[0].close()
+        else:
+            while True:
+                try: socket.create_connection(address).close()
+                except ConnectionRefusedError: continue
+                break
+        print("met")
+        """)
+    done = place.run("--nproc-per-node", 3, script)
+    assert done.status == 0, done
+    assert sorted(done.out.split("\n")) == ["", "[0] met", "[1] met", "[2] met"]
+
+
+@pytest.mark.slow
+def test_a_master_that_the_user_names(place: Place) -> None:
+    script = place.write("import os; print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])")
+    done = place.run("--master-addr", "node7.invalid", "--master-port", 29500, script)
+    assert done.out == "[0] node7.invalid 29500\n"
+    out = place.run("--master_addr=node7.invalid", script).out
+    assert re.fullmatch(r"\[0\] node7\.invalid [1-9]\d*\n", out)
+
+
+@pytest.mark.slow
+def test_stdin_is_empty_and_the_folder_is_the_callers(place: Place) -> None:
+    script = place.write("import os, sys; print(repr(sys.stdin.read()), os.getcwd(), os.getsid(0) == os.getpid())")
+    assert place.run(script).out == f"[0] '' {place.folder} True\n"
+
+
+# --- how many workers
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("value", ["0", "-1", "many", "1.5", "", "٣", "1e3", "+2", "auto:2"])
+def test_a_number_of_workers_that_cannot_be(place: Place, value: str) -> None:
+    done = place.run(f"--nproc-per-node={value}", place.write(""))
+    refused(done, "--nproc-per-node", repr(value), "at least 1", "auto, cpu or gpu")
+
+
+@pytest.mark.once
+def test_the_number_of_workers_by_name(place: Place) -> None:
+    script = place.write("import os; print(os.environ['WORLD_SIZE'])")
+    cpus = len(os.sched_getaffinity(0))
+    assert place.run("--nproc_per_node", "cpu", script).out.count(f"] {cpus}\n") == cpus
+    one = min(os.sched_getaffinity(0))
+    done = place.run("--nproc-per-node", "cpu", script, head=("taskset", "-c", str(one)))
+    assert done.out == "[0] 1\n"
+    place.env["CUDA_VISIBLE_DEVICES"] = place.env["HIP_VISIBLE_DEVICES"] = place.env["ROCR_VISIBLE_DEVICES"] = ""
+    refused(place.run("--nproc-per-node", "gpu", script), "gpu", "VISIBLE_DEVICES")
+    assert place.run("--nproc-per-node", "auto", script).out.count(f"] {cpus}\n") == cpus
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A root folder to which a test gives devices."""
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    root = tmp_path / "machine"
+    for name in ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-caps/nvidia-cap1", "nvidia-modeset", "null"):
+        path = root / "dev" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    return root
+
+
+def nvidia(root: Path, count: int, *, nodes: bool = True, proc: bool = True) -> None:
+    for number in range(count):
+        if nodes:
+            (root / "dev" / f"nvidia{number}").touch()
+        if proc:
+            (root / "proc/driver/nvidia/gpus" / f"0000:{number:02x}:00.0").mkdir(parents=True)
+
+
+def amd(root: Path, *simds: int) -> None:
+    for number, simd in enumerate(simds):
+        node = root / f"sys/class/kfd/kfd/topology/nodes/{number}"
+        node.mkdir(parents=True)
+        (node / "properties").write_text(f"cpu_cores_count {0 if simd else 16}\nsimd_count {simd}\nmem_banks_count 1\n")
+
+
+def test_devices_are_counted_without_a_framework(machine: Path) -> None:
+    assert accelerators.count_gpus(str(machine)) == 0
+    assert accelerators.count_gpus(str(machine / "absent")) == 0
+    nvidia(machine, 12)
+    assert accelerators.count_gpus(str(machine)) == 12
+
+
+def test_devices_of_a_container_are_those_that_it_was_given(machine: Path) -> None:
+    nvidia(machine, 8, nodes=False)
+    assert accelerators.count_gpus(str(machine)) == 8  # drivers that show no nodes
+    (machine / "dev" / "nvidia5").touch()
+    assert accelerators.count_gpus(str(machine)) == 1  # /proc shows the host's
+
+
+def test_devices_of_the_other_make(machine: Path) -> None:
+    amd(machine, 0, 0, 304, 304, 1216)
+    assert accelerators.count_gpus(str(machine)) == 3
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    "value,count",
+    [("", 0), ("0", 1), ("0,2", 2), (" 0 , 2 ", 2), ("-1", 0), ("NoDevFiles", 0), ("0,-1,2", 1), ("GPU-8932f937", 1),
+     ("MIG-GPU-1/1/0,MIG-GPU-1/2/0", 2), ("0,1,2,3,4,5,6,7,8,9", 4), ("4", 0), ("3,4,0", 1), ("0,0", 0), ("0,,1", 1),
+     ("GPU-a,0", 1), ("0 1", 1), ("0,GPU-a", 1)],
+)  # fmt: skip
+def test_visible_devices(machine: Path, monkeypatch: pytest.MonkeyPatch, value: str, count: int) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert accelerators.count_gpus(str(machine)) == 0  # a variable makes no device
+    nvidia(machine, 4)
+    assert accelerators.count_gpus(str(machine)) == count
+
+
+VISIBLE = [
+    "", " ", "0", "1", "7,3", "0,1", " 0 , 2 ", "\t0\n,1", "-1", "0,-1,2", "-0", "NoDevFiles", "0,NoDevFiles,1",
+    "0,0", "0,1,0", "0,-1,0", "0,0,-1", "0,,1", ",", ",0", "0,", "0 1", "0 1,2", "1gpu2,2ampere", "+1", "1,+1", "0x1",
+    "01", "1,01", "1.5", "1-2", "0;1", "4", "3,4,0", "GPU-a", "GPU-a,GPU-b", "GPU-a,GPU-a", "GPU-a,0", "0,GPU-a",
+    "GPU-a,MIG-b", " GPU-a", "GPU-a, GPU-b", "GPU-a,,GPU-b", "gpu-a", "GPU-", "MIG-GPU-1/1/0,MIG-GPU-1/2/0",
+    "MIG-a,MIG-a", "MIG-a,GPU-b", "MIG-a,1", "all", "none", "void", "99999999999999999999",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VISIBLE)
+@pytest.mark.torch
+def test_visible_devices_are_those_that_torch_sees(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    cuda: Any = importlib.import_module("torch.cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert devices.visible(value) == list(map(str, cuda._parse_visible_devices()))
+
+
+def wsl(root: Path, smi: str = "", library: str = "libcuda.so.1") -> Path:
+    """Make it a machine of WSL2, with a script as nvidia-smi."""
+    folder = root / "usr/lib/wsl/lib"
+    folder.mkdir(parents=True)
+    (root / "dev/dxg").touch()
+    if library:
+        (folder / library).touch()
+    if smi:
+        (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{smi}\n")
+        (folder / "nvidia-smi").chmod(0o755)
+    return folder
+
+
+LISTED = """cat <<'END'
+GPU 0: NVIDIA GeForce RTX 3090 (UUID: GPU-5a)
+GPU 1: NVIDIA A100 (UUID: GPU-7c)
+  MIG 1g.5gb      Device  0: (UUID: MIG-5b)
+END"""
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("library", ["libcuda.so.1", "libnvidia-ml.so.1"])
+def test_devices_under_wsl_are_counted_by_nvidia_smi(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, library: str
+) -> None:
+    wsl(machine, LISTED, library)
+    assert accelerators.count_gpus(str(machine)) == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    assert accelerators.count_gpus(str(machine)) == 1
+
+
+@pytest.mark.parametrize("smi", ["", "exit 9", f"{LISTED}\nexit 9", "echo 'No devices were found'"])
+def test_a_device_under_wsl_that_nobody_counts_is_one(machine: Path, smi: str) -> None:
+    wsl(machine, smi)
+    assert accelerators.count_gpus(str(machine)) == 1
+
+
+@pytest.mark.once
+def test_a_count_that_does_not_come_to_an_end(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the program is by then."""
+    started: list[int] = []
+
+    class Noted(subprocess.Popen[str]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(self.pid)
+
+    monkeypatch.setattr(subprocess, "Popen", Noted)
+    monkeypatch.setattr(accelerators, "_ASKING", 0.5)
+    wsl(machine, "exec sleep 600")
+    assert accelerators.count_gpus(str(machine)) == 1
+    assert len(started) == 1
+    assert wait_gone(started) == set()
+
+
+def test_devices_of_other_makes_under_wsl_are_none(machine: Path) -> None:
+    wsl(machine, LISTED, library="")
+    assert accelerators.count_gpus(str(machine)) == 0
+
+
+def test_visible_devices_of_the_other_make(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    amd(machine, 0, 304, 304, 304, 304)
+    for number, name in enumerate(("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), 1):
+        monkeypatch.setenv(name, ",".join("0123"[:number]))
+        assert accelerators.count_gpus(str(machine)) == number
+
+
+# --- options
+
+
+class Setting(NamedTuple):
+    text: str
+    other: str
+    value: object
+    as_other: object
+
+
+SETTINGS = {
+    "nproc_per_node": Setting("3", "2", 3, 2),
+    "run_id": Setting("night", "day", "night", "day"),
+    "role": Setting("a", "b", "a", "b"),
+    "log_dir": Setting("/tmp/a", "/tmp/b", "/tmp/a", "/tmp/b"),
+    "redirects": Setting("1", "0:3,12:1", Std.OUT, {0: Std.ALL, 12: Std.OUT}),
+    "tee": Setting("0:3,12:1", "2", {0: Std.ALL, 12: Std.OUT}, Std.ERR),
+    "local_ranks_filter": Setting("0,2", "1", [0, 2], [1]),
+    "ranks": Setting("0,2-3", "1", [0, 2, 3], [1]),
+    "preload": Setting("json,numpy", "json", ["json", "numpy"], ["json"]),
+    "grep": Setting("loss is", "^a", ["loss is"], ["^a"]),
+    "exclude": Setting("a b", "^a", ["a b"], ["^a"]),
+    "after_context": Setting("2", "0", 2, 0),
+    "before_context": Setting("2", "0", 2, 0),
+    "context": Setting("2", "0", 2, 0),
+    "log_format": Setting("json", "text", "json", "text"),
+    "log_line_prefix_template": Setting("${rank} ", "${host} ", "${rank} ", "${host} "),
+    "color": Setting("never", "always", "never", "always"),
+    "drain": Setting("1.5", "0", 1.5, 0.0),
+    "log_max_size": Setting("100MB", "1KiB", 100_000_000, 1024),
+    "log_keep": Setting("3", "1", 3, 1),
+    "log_mode": Setting("750", "2755", 0o750, 0o2755),
+    "keep_runs": Setting("3", "1", 3, 1),
+    "duplicate_stdout_filters": Setting("loss,acc", "a", ["loss", "acc"], ["a"]),
+    "duplicate_stderr_filters": Setting("warning", "a", ["warning"], ["a"]),
+    "cpu_bind": Setting("core", "0-3;4-7", "core", "0-3;4-7"),
+    "nice": Setting("-5", "19", -5, 19),
+    "rlimit": Setting("nofile=64,as=8GiB", "core=0:1", {"nofile": "64", "as": "8GiB"}, {"core": ("0", "1")}),
+    "grace": Setting("1.5", "0", 1.5, 0.0),
+    "settle": Setting("1.5", "0", 1.5, 0.0),
+    "linger": Setting("1.5", "0", 1.5, 0.0),
+    "hang_timeout": Setting("1.5", "600", 1.5, 600.0),
+    "on_expiry": Setting("report,kill:30", "dump", (("report", 0.0), ("kill", 30.0)), (("dump", 0.0),)),
+    "nnodes": Setting("1:1", "1", "1:1", "1"),
+    "node_rank": Setting("0", "0", "0", "0"),
+    "max_restarts": Setting("0", "0", "0", "0"),
+    "start_method": Setting("fork", "forkserver", "fork", "forkserver"),
+    "master_addr": Setting("host", "other", "host", "other"),
+    "master_port": Setting("29500", "1", 29500, 1),
+}
+FLAGS = (
+    "module",
+    "no_python",
+    "standalone",
+    "fold",
+    "timestamps",
+    "elapsed",
+    "ignore_case",
+    "log_compress",
+    "raw",
+    "virtual_local_rank",
+)
+
+
+def parsed(*argv: str) -> dict[str, Any]:
+    return command.make_context("run", list(argv)).params
+
+
+def test_every_option_is_among_these() -> None:
+    assert {name for name in parsed("script.py") if name not in ("script", "args")} == {*SETTINGS, *FLAGS}
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("name", SETTINGS)
+def test_an_option_by_environment_and_by_command_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = SETTINGS[name]
+    dashes, underscores = "--" + name.replace("_", "-"), "--" + name
+    for spelling in (dashes, underscores):
+        assert parsed(spelling, setting.text, "script.py")[name] == setting.value
+        assert parsed(f"{spelling}={setting.text}", "script.py")[name] == setting.value
+    monkeypatch.setenv(f"PET_{name.upper()}", setting.text)
+    assert parsed("script.py")[name] == setting.value
+    monkeypatch.setenv(f"PHALANX_{name.upper()}", setting.other)
+    assert parsed("script.py")[name] == setting.as_other
+    assert parsed(dashes, setting.text, "script.py")[name] == setting.value
+
+
+def test_the_grace_by_the_names_that_torchrun_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parsed("--shutdown-timeout", "5", "script.py")["grace"] == 5
+    for number, name in enumerate(["TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT", "PET_GRACE"]):
+        monkeypatch.setenv(name, str(number))  # each goes before those above
+        assert parsed("script.py")["grace"] == number
+    monkeypatch.setenv("PET_GRACE", "soon")
+    with pytest.raises(click.BadParameter) as wrong:
+        parsed("script.py")
+    assert wrong.value.param_hint == "'--grace' (PET_GRACE in the environment)"
+
+
+def test_the_command_line_from_python(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
+    script = place.write("print('hello')")
+    with pytest.raises(SystemExit) as ended:
+        main(["--log-dir", "/dev/null", str(script)])
+    assert ended.value.code == 0
+    assert capfd.readouterr().out == "hello\n"
+
+
+@pytest.mark.parametrize("option", ["--nnodes=2", "--nnodes=1:4", "--node-rank=1", "--max-restarts=3"])
+def test_what_torchrun_could_do_and_this_cannot_is_refused(option: str) -> None:
+    name, _, value = option.partition("=")
+    with pytest.raises(click.BadParameter, match=f"'{value}': this version of phalanx run takes") as refused:
+        parsed(option, "script.py")
+    assert refused.value.param is not None
+    assert name in refused.value.param.opts
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("prefix", ["PET", "PHALANX"])
+def test_a_flag_by_environment(name: str, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parsed("script.py")[name] is False
+    assert parsed("--" + name, "script.py")[name] is True
+    monkeypatch.setenv(f"{prefix}_{name.upper()}", "1")
+    assert parsed("script.py")[name] is True
+    monkeypatch.setenv(f"{prefix}_{name.upper()}", "0")
+    assert parsed("script.py")[name] is False
+
+
+@pytest.mark.once
+def test_a_mistake_in_the_environment_is_named(place: Place) -> None:
+    place.env["PET_NPROC_PER_NODE"] = "many"
+    refused(place.run(place.write("")), "nproc", "'many'")
+
+
+@pytest.mark.once
+def test_what_is_no_time_is_refused_in_the_environment_as_well(place: Place) -> None:
+    place.env["PHALANX_GRACE"] = "nan"
+    refused(place.run(place.write("")), "'--grace'", "expected 0 seconds or more, got nan")
+
+
+@pytest.mark.slow
+def test_options_in_the_environment_of_a_real_run(place: Place) -> None:
+    place.env |= {"PET_NPROC_PER_NODE": "2", "PHALANX_LOG_DIR": str(place.folder / "by env"), "PHALANX_TEE": "1"}
+    done = place.run(place.write("print('x')"), logs=False)
+    assert sorted(done.out.splitlines()) == ["[0] x", "[1] x"]
+    assert len(list(place.folder.glob("by env/*/attempt_0/*/stdout.log"))) == 2
+
+
+@pytest.mark.slow
+def test_what_follows_the_script_belongs_to_the_script(place: Place) -> None:
+    script = place.write("import sys; print(sys.argv[1:])")
+    tail = ["--nproc-per-node", "9", "-m", "--help", "--", "-r", "3", "--no_python", "--some_option", "a b", ""]
+    assert place.run(script, *tail).out == f"[0] {tail}\n"
+    assert place.run("--", script, "--help").out == "[0] ['--help']\n"
+
+
+@pytest.mark.slow
+def test_a_module(place: Place) -> None:
+    place.write("", "package/__init__.py")
+    place.write("import sys; print(__name__, __package__, sys.argv[1:])", "package/job.py")
+    assert place.run("-m", "package.job", "-x").out == "[0] __main__ package ['-x']\n"
+    assert place.run("--module", "package.job").out == "[0] __main__ package []\n"
+
+
+@pytest.mark.slow
+def test_a_binary(place: Place) -> None:
+    done = place.run("--no-python", "--nproc-per-node", 2, "sh", "-c", 'echo "$RANK $1" >&2', "sh", "-x")
+    assert done.status == 0
+    assert {"[0] 0 -x", "[1] 1 -x"} <= set(done.err.splitlines())
+    done = place.run("--no-python", "sh", "-c", "echo what it said >&2; exit 3")
+    assert done.status == 3
+    assert "last lines of stderr:\n    what it said\n" in done.err
+    refused(place.run("--no-python", "-m", "sh"), "--module", "--no-python")
+
+
+def test_a_binary_that_is_not_there(place: Place) -> None:
+    done = place.run("--no-python", "absent-binary")
+    assert done.status in (1, 2)
+    assert "absent-binary" in done.err
+    assert place.env["PATH"] in done.err
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    "argv,hint",
+    [
+        (["--nproc-per-nod", "2"], "--nproc-per-node"),
+        (["--nproc_per_nodes", "2"], "--nproc-per-node"),
+        (["--redirect", "3"], "--redirects"),
+        (["--log_dirs", "x"], "--log-dir"),
+        (["--start-method", "spwan"], "spawn"),
+        (["--grace", "-1"], "--grace"),
+        (["--grace", "soon"], "--grace"),
+        (["--grace", "nan"], "'--grace' / '--shutdown-timeout': expected 0 seconds or more, got nan"),
+        (["--settle", "nan"], "'--settle': expected 0 seconds or more, got nan"),
+        (["--linger", "nan"], "'--linger': expected 0 seconds or more, got nan"),
+        (["--drain", "nan"], "'--drain': expected 0 seconds or more, got nan"),
+        (["--hang-timeout", "inf"], "'--hang-timeout': expected more than 0 seconds, got inf"),
+        (["--master-port", "65536"], "--master-port"),
+        (["-r", "4"], "0 (none), 1 (stdout), 2 (stderr) or 3 (both)"),
+        (["-t", "0:3,1"], "'1'"),
+        (["-r", "5:3", "--nproc-per-node", "2"], "there is no local rank 5; ranks are 0 to 1"),
+        (["-t", "2:3", "--nproc-per-node", "2"], "--tee: there is no local rank 2"),
+        (["--local-ranks-filter", "0,2,3", "--nproc-per-node", "2"], "there is no local rank 2, 3"),
+        (["--local-ranks-filter", "first"], "expected ranks"),
+    ],
+)
+def test_a_mistaken_option_is_refused_with_a_hint(place: Place, argv: list[str], hint: str) -> None:
+    refused(place.run(*argv, place.write("")), hint)
+
+
+@pytest.mark.once
+def test_a_mistaken_script_is_refused_with_a_hint(place: Place) -> None:
+    place.write("", "train_model.py")
+    place.write("", "sub/train_model.py")
+    refused(place.run("train_modle.py"), "'train_modle.py' does not exist", "did you mean 'train_model.py'?")
+    refused(place.run("sub/train_modle.py"), "did you mean 'sub/train_model.py'?")
+    refused(place.run("quite-different"), "'quite-different' does not exist")
+    refused(place.run("absent/train.py"), "'absent/train.py' does not exist")
+    refused(place.run("sub"), "'sub' is a folder without a __main__.py")
+    refused(place.run(), "Missing argument 'SCRIPT'")
+    refused(place.run(""), "does not exist")
+
+
+# --- consoles and files
+
+SPEAK = """
+    import os, sys
+    rank = os.environ["RANK"]
+    sys.stdout.write(f"out {rank}\\n")
+    sys.stderr.write(f"err {rank}\\n")
+    """
+BOTH = ("stderr.log", "stdout.log")
+
+
+class Streams(NamedTuple):
+    out: set[str]
+    err: set[str]
+    files: tuple[tuple[str, ...], tuple[str, ...]]
+
+
+def prefixed(what: str, *ranks: int) -> set[str]:
+    return {f"[{rank}] {what} {rank}" for rank in ranks}
+
+
+def raw(what: str, *ranks: int) -> set[str]:
+    return {f"{what} {rank}" for rank in ranks}
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    "argv,expected",
+    [
+        ("", Streams(prefixed("out", 0, 1), prefixed("err", 0, 1), (BOTH, BOTH))),
+        ("-r 0", Streams(raw("out", 0, 1), raw("err", 0, 1), ((), ()))),
+        ("-t 0", Streams(raw("out", 0, 1), raw("err", 0, 1), ((), ()))),
+        ("-r 1", Streams(set(), raw("err", 0, 1), (("stdout.log",), ("stdout.log",)))),
+        ("-r 2", Streams(raw("out", 0, 1), set(), (("stderr.log",), ("stderr.log",)))),
+        ("-r 3", Streams(set(), set(), (BOTH, BOTH))),
+        ("-t 1", Streams(prefixed("out", 0, 1), raw("err", 0, 1), (("stdout.log",), ("stdout.log",)))),
+        ("-t 2", Streams(raw("out", 0, 1), prefixed("err", 0, 1), (("stderr.log",), ("stderr.log",)))),
+        ("-r 1 -t 2", Streams(set(), prefixed("err", 0, 1), (BOTH, BOTH))),
+        ("-r 3 -t 1", Streams(prefixed("out", 0, 1), set(), (BOTH, BOTH))),
+        ("-r 0:3,1:0", Streams(raw("out", 1), raw("err", 1), (BOTH, ()))),
+        ("-t 0:1", Streams(prefixed("out", 0) | raw("out", 1), raw("err", 0, 1), (("stdout.log",), ()))),
+        ("-r 1:3 -t 0:3", Streams(prefixed("out", 0), prefixed("err", 0), (BOTH, BOTH))),
+        ("--local-ranks-filter 1", Streams(prefixed("out", 1), prefixed("err", 1), (BOTH, BOTH))),
+        ("--local-ranks-filter 0,1", Streams(prefixed("out", 0, 1), prefixed("err", 0, 1), (BOTH, BOTH))),
+        ("-r 0 --local-ranks-filter 0", Streams(raw("out", 0), raw("err", 0), ((), ()))),
+        ("-r 3 --local-ranks-filter 0", Streams(set(), set(), (BOTH, BOTH))),
+    ],
+)
+def test_where_output_goes(place: Place, argv: str, expected: Streams) -> None:
+    done = place.run("--nproc-per-node", 2, *argv.split(), place.write(SPEAK))
+    assert done.status == 0
+    assert set(done.out.splitlines()) == expected.out
+    assert {line for line in done.err.splitlines() if not line.startswith("phalanx: ")} == expected.err
+    for rank, names in enumerate(expected.files):
+        (folder,) = place.logs.glob(f"*/attempt_0/{rank}")
+        assert tuple(sorted(path.name for path in folder.iterdir())) == names
+        for name in names:
+            assert (folder / name).read_text() == f"{name[3:6]} {rank}\n"
+
+
+@pytest.mark.once
+def test_the_run_directory_is_said_once_and_first(place: Place) -> None:
+    done = place.run("--run-id", "a/b", place.write(SPEAK))
+    first, *rest = done.err.splitlines()
+    (folder,) = place.logs.iterdir()
+    assert first == f"phalanx: 1 worker, logs in {folder}"
+    assert folder.name.startswith("a_b_")
+    assert rest == ["[0] err 0"]
+    done = place.run("--nproc-per-node", 2, place.write(SPEAK))
+    assert done.err.startswith(f"phalanx: 2 workers, logs in {place.logs}/")
+
+
+@pytest.mark.once
+def test_two_runs_of_one_name_do_not_share_a_folder(place: Place) -> None:
+    script = place.write("")
+    for _ in range(2):
+        assert place.run("--run-id", "same", script).status == 0
+    assert len(list(place.logs.glob("same_*"))) == 2
+
+
+@pytest.mark.once
+def test_a_log_folder_that_cannot_be(place: Place) -> None:
+    script = place.write("")
+    refused(place.run("--log-dir", script, script), "--log-dir", "script.py")
+    done = place.run("--log-dir", f"{script}/below", script)
+    assert done.status in (1, 2)
+    assert "script.py" in done.err
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.once
+def test_logs_go_to_the_users_folder_for_state(place: Place) -> None:
+    script = place.write("print('x')")
+    home = place.folder / "home"
+    state = place.folder / "state"
+    place.env |= {"HOME": str(home), "XDG_STATE_HOME": str(state)}
+    assert place.run(script, logs=False).status == 0
+    assert len(list(state.glob("phalanx/runs/*/attempt_0/0/stdout.log"))) == 1
+    assert not home.exists()
+    del place.env["XDG_STATE_HOME"]
+    assert place.run(script, logs=False).status == 0
+    assert len(list(home.glob(".local/state/phalanx/runs/*/attempt_0/0/stdout.log"))) == 1
+    place.env["XDG_STATE_HOME"] = "relative"  # to be ignored, says the standard
+    assert place.run(script, logs=False).status == 0
+    assert len(list(home.glob(".local/state/phalanx/runs/*"))) == 2
+
+
+@pytest.mark.once
+def test_without_a_writable_home_logs_go_to_a_temporary_folder(place: Place) -> None:
+    temporary = place.folder / "temporary"
+    temporary.mkdir()
+    place.write("", "file")
+    place.env |= {"HOME": str(place.folder / "file" / "home"), "TMPDIR": str(temporary)}
+    place.env.pop("XDG_STATE_HOME", None)
+    done = place.run(place.write("print('x')"), logs=False)
+    assert done.status == 0
+    assert f"logs in {temporary}/phalanx-{os.geteuid()}/" in done.err
+    assert len(list(temporary.glob("phalanx-*/*/attempt_0/0/stdout.log"))) == 1
+
+
+@pytest.mark.slow
+def test_output_arrives_while_the_worker_runs(place: Place, gate: Gate) -> None:
+    speak = "import sys\nprint('now')\nprint('and here', file=sys.stderr)"
+    script = place.write(f"{speak}\n{gate.python()}\nprint('then')")
+    with place.start(script) as launcher:
+        assert launcher.read_until("now\n", "stdout") == "[0] now\n"
+        launcher.read_until("[0] and here\n")
+        gate.open()
+        assert launcher.end()[:2] == (0, "[0] then\n")
+
+
+@pytest.mark.slow
+def test_only_whole_lines_are_shown(place: Place) -> None:
+    script = place.write("""
+        import os
+        for number in range(300):
+            for part in (f"{os.environ['RANK']}:{number}:", "x" * 50, "y" * 50, "\\n"):
+                os.write(1, part.encode())
+        os.write(1, b"no end \\xff")
+        """)
+    with place.start("--nproc-per-node", 3, script) as launcher:
+        out, _ = launcher.process.communicate(timeout=LIMIT)
+    lines = out.split(b"\n")
+    assert len(lines) == 3 * 301 + 1
+    for rank in range(3):
+        mine = [line for line in lines if line.startswith(b"[%d] " % rank)]
+        whole = [b"[%d] %d:%d:%s%s" % (rank, rank, number, b"x" * 50, b"y" * 50) for number in range(300)]
+        assert mine == [*whole, b"[%d] no end \xff" % rank]
+
+
+@pytest.mark.once
+def test_prefixes_are_of_one_width(place: Place) -> None:
+    done = place.run("--nproc-per-node", 11, "--no-python", "echo", "x")
+    assert sorted(done.out.splitlines()) == sorted([f" [{rank}] x" for rank in range(10)] + ["[10] x"])
+
+
+# --- terminals
+
+
+@contextlib.contextmanager
+def terminal() -> Iterator[tuple[int, int]]:
+    """Our end and the program's end of a pseudo-terminal."""
+    ours, theirs = pty.openpty()
+    try:
+        yield ours, theirs
+    finally:
+        os.close(ours)
+        with contextlib.suppress(OSError):
+            os.close(theirs)
+
+
+def on_a_terminal(place: Place, *argv: object) -> str:
+    with terminal() as (ours, theirs), place.start(*argv, stdout=theirs, stderr=theirs) as launcher:
+        os.close(theirs)
+        shown = read_until(ours, "what never comes")
+        launcher.process.wait(LIMIT)
+    return shown
+
+
+@pytest.mark.once
+def test_colours_are_for_terminals(place: Place) -> None:
+    script = place.write("print('x')")
+    failing = place.write("print('x'); raise SystemExit(1)", "failing.py")
+    place.env.pop("NO_COLOR", None)
+    place.env["TERM"] = "xterm"
+    done = place.run(failing)
+    assert "\033" not in done.out + done.err
+    shown = on_a_terminal(place, "--nproc-per-node", 2, script)
+    assert re.search(r"\033\[36m\[0\]\033\[0m x\r\n", shown)
+    assert re.search(r"\033\[33m\[1\]\033\[0m x\r\n", shown)
+    assert re.search(r"\033\[[0-9;]*m[^\n]*failing.py FAILED", on_a_terminal(place, failing))
+    place.env["NO_COLOR"] = "1"
+    shown = on_a_terminal(place, failing)
+    assert "\033" not in shown
+    assert "[0] x\r\n" in shown
+    assert "FAILED" in shown
+
+
+@pytest.mark.once
+def test_a_terminal_that_nobody_reads_holds_up_neither_the_workers_nor_the_end(
+    place: Place, ready: Ready, gate: Gate
+) -> None:
+    done = f"for _ in range(2_000): print('x' * 50)\n{ready.python()}\n"
+    succeeding = place.write(done, "succeeding.py")
+    failing = place.write(f"{done}raise SystemExit(3)", "failing.py")
+    waiting = place.write(f"{done}{gate.python()}", "waiting.py")
+    with contextlib.ExitStack() as stack:
+
+        def start(script: str, **settings: Any) -> Launcher:
+            _ours, theirs = stack.enter_context(terminal())
+            return stack.enter_context(place.start(script, stdout=theirs, **{"stderr": theirs, **settings}))
+
+        launchers = [start(succeeding, stderr=subprocess.PIPE), start(succeeding), start(failing), start(waiting)]
+        pids = ready.pids(4)
+        launchers[3].send(signal.SIGTERM)
+        assert not wait_gone(pids)
+        ends = [launcher.end() for launcher in launchers]
+    assert [end.status for end in ends] == [0, 0, 3, 143]
+    assert re.search(r"phalanx: … [\d,]+ more lines in \S+/0/stdout.log", ends[0].err)
+    assert [path.stat().st_size for path in place.logs.glob("*/attempt_0/0/stdout.log")] == [51 * 2_000] * 4
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_early_does_not_end_the_run(place: Place, ready: Ready, gate: Gate) -> None:
+    script = place.write(f"""
+        print("first")
+        {gate.python()}
+        for _ in range(20_000): print("x" * 50)
+        {ready.python()}
+        """)
+    with place.start("--nproc-per-node", 2, script) as launcher:
+        assert launcher.process.stdout is not None
+        assert "first" in launcher.read_until("first\n", "stdout")
+        launcher.process.stdout.close()
+        gate.open(2)
+        ready.wait(2)
+        launcher.process.wait(LIMIT)
+        assert launcher.process.returncode == 0
+        assert launcher.process.stderr is not None
+        assert b"Traceback" not in launcher.process.stderr.read()
+    assert place.log(1).count("\n") == 20_001
+
+
+@pytest.mark.slow
+def test_closed_streams_of_the_launcher(place: Place) -> None:
+    script = place.write(SPEAK)
+    closed = ("sh", "-c", 'exec "$@" >&- 2>&-', "sh")
+    assert place.run(script, head=closed) == (0, "", "")
+    assert place.log(0) == "out 0\n"
+    assert place.run(place.write("raise SystemExit(3)"), head=closed) == (3, "", "")
+    assert place.run("-r", 0, place.write("raise SystemExit(3)"), head=closed) == (3, "", "")
+
+
+# --- the end
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "body,status",
+    [("", 0), ("raise SystemExit(7)", 7), ("raise ValueError", 1), ("os._exit(255)", 255),
+     ("os.kill(os.getpid(), 9)", 137), ("os.kill(os.getpid(), 15)", 143)],
+)  # fmt: skip
+def test_exit_codes(place: Place, body: str, status: int) -> None:
+    assert place.run("--nproc-per-node", 2, place.write(f"import os\n{body}")).status == status
+
+
+@pytest.mark.slow
+def test_the_exit_code_is_that_of_the_root_cause(place: Place) -> None:
+    pids, watched = place.folder / "pids", place.folder / "watched"
+    os.mkfifo(pids)
+    os.mkfifo(watched)
+    script = place.write(f"""
+        import os, select, sys
+        if os.environ["RANK"] == "1":
+            open({str(pids)!r}, "w").write(str(os.getpid()))
+            open({str(watched)!r}).read()
+            sys.exit(9)
+        fd = os.pidfd_open(int(open({str(pids)!r}).read()))
+        open({str(watched)!r}, "w").close()
+        select.select([fd], [], [])
+        sys.exit(5)
+        """)
+    done = place.run("--nproc-per-node", 2, script)
+    assert done.status == 9
+    assert "exitcode  : 9" in done.err.partition("Root Cause")[2].partition("Other Failures")[0]
+
+
+@pytest.mark.once
+def test_the_report(place: Place, gate: Gate) -> None:
+    script = place.write(f"""
+        import os
+        if os.environ["RANK"] == "2":
+            raise ValueError("the cause")
+        {gate.python()}
+        """)
+    done = place.run("--nproc-per-node", 4, script)
+    assert done.status == 1
+    assert done.out == ""
+    report = done.err[done.err.index("=====") :]
+    assert "script.py FAILED" in report
+    assert "Root Cause (first observed failure)" in report
+    assert "rank      : 2 (local_rank: 2)" in report
+    assert "error     : ValueError: the cause" in report
+    assert f'File "{script}", line 4, in <module>' in report
+    assert "ranks 0-1, 3: stopped" in report
+    (folder,) = place.logs.iterdir()
+    assert f"logs      : {folder}" in report
+    assert "Other Failures" not in report
+
+
+@pytest.mark.once
+def test_equal_failures_are_told_once(place: Place, ready: Ready, gate: Gate) -> None:
+    script = place.write(f"""
+        import atexit
+        @atexit.register
+        def leave_together():
+            {ready.python()}
+            {gate.python()}
+        raise ValueError('the same for all')
+        """)
+    with place.start("--nproc-per-node", 3, "-r", 3, script) as launcher:
+        ready.wait(3)
+        gate.open(3)
+        done = launcher.end()
+    # The message, and the last two lines of the traceback.
+    assert done.err.count("the same for all") == 3
+    assert re.search(r"ranks \d.*: the same", done.err)
+
+
+SAVE = """
+    import os, pathlib, signal
+    try:
+        {ready}
+        {gate}
+    except KeyboardInterrupt:
+        pathlib.Path("saved-" + os.environ["RANK"]).touch()
+        print("saved")
+        raise SystemExit(0)
+    """
+
+
+@pytest.mark.slow
+def test_the_first_interrupt_lets_workers_finish(place: Place, ready: Ready, gate: Gate) -> None:
+    script = place.write(SAVE.format(ready=ready.python(), gate=gate.python()))
+    with place.start("--nproc-per-node", 2, script) as launcher:
+        workers = ready.pids(2)
+        launcher.send(signal.SIGINT)
+        done = launcher.end()
+    assert done.status == 130
+    assert "SIGINT: stopping the workers (at most 30 s; once more to kill them)" in done.err
+    assert "Traceback" not in done.err
+    assert sorted(done.out.splitlines()) == ["[0] saved", "[1] saved"]
+    assert {path.name for path in place.folder.glob("saved-*")} == {"saved-0", "saved-1"}
+    assert not wait_gone(workers, 0)
+
+
+FAILED_BEFORE = """
+    import os, signal
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    {ready}
+    if os.environ["RANK"] == "0":
+        raise ValueError("loss is nan")
+    while True: signal.pause()
+    """
+
+
+@pytest.mark.slow
+def test_an_interrupt_hides_no_failure_that_came_before(place: Place, ready: Ready) -> None:
+    script = place.write(FAILED_BEFORE.format(ready=ready.python("os.environ['RANK'] + ' ' + str(os.getpid())")))
+    with place.start("--nproc-per-node", 2, script) as launcher:
+        pids = dict(said.split() for said in ready.wait(2))
+        assert not wait_gone([int(pids["0"])])
+        launcher.send(signal.SIGINT)
+        launcher.read_until("SIGINT: stopping")
+        launcher.send(signal.SIGINT)
+        done = launcher.end()
+    assert done.status == 1
+    assert "rank      : 0 (local_rank: 0)" in done.err
+    assert "error     : ValueError: loss is nan" in done.err
+    assert "rank 1: stopped by us (SIGKILL)" in done.err
+
+
+STUBBORN = """
+    import os, signal, subprocess, sys
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"):
+        signal.signal(signal.Signals[name], lambda number, frame: print("not yet"))
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    {ready}
+    while True: signal.pause()
+    """
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [2, 3, 6])
+def test_the_second_interrupt_kills_and_more_do_no_harm(place: Place, ready: Ready, times: int) -> None:
+    script = place.write(STUBBORN.format(ready=ready.python("f'{os.getpid()} {child.pid}'")))
+    with place.start(script) as launcher:
+        pids = [int(pid) for pid in ready.wait()[0].split()]
+        launcher.send(signal.SIGINT)
+        launcher.read_until("stopping the workers")
+        for _ in range(times - 1):
+            launcher.send(signal.SIGINT)
+        start = time.monotonic()
+        done = launcher.end()
+        assert time.monotonic() - start < 10
+    assert done.status == 130
+    assert "SIGKILL: killing the workers" in done.err
+    assert "Traceback" not in done.err
+    assert "Aborted" not in done.err
+    assert not [pid for pid in pids if alive(pid)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGQUIT"])
+def test_a_signal_to_the_launcher_stops_the_workers(place: Place, ready: Ready, gate: Gate, name: str) -> None:
+    script = place.write(f"""
+        import signal
+        signal.signal(signal.{name}, lambda number, frame: exit(print("got", signal.Signals(number).name)))
+        {ready.python()}
+        {gate.python()}
+        """)
+    with place.start(script) as launcher:
+        pids = ready.pids()
+        launcher.send(signal.Signals[name])
+        done = launcher.end()
+    assert done.status == 128 + signal.Signals[name]
+    assert f"{name}: stopping the workers" in done.err
+    assert f"[0] got {name}\n" in done.out
+    assert not [pid for pid in pids if alive(pid)]
+
+
+@pytest.mark.slow
+def test_workers_that_will_not_go_are_killed_when_the_grace_is_over(place: Place, ready: Ready) -> None:
+    script = place.write(STUBBORN.format(ready=ready.python("f'{os.getpid()} {child.pid}'")))
+    with place.start("--grace", 0.2, script) as launcher:
+        pids = [int(pid) for pid in ready.wait()[0].split()]
+        launcher.send(signal.SIGTERM)
+        done = launcher.end()
+    assert done.status == 143
+    assert "at most 0.2 s" in done.err
+    assert not [pid for pid in pids if alive(pid)]
+
+
+@pytest.mark.slow
+def test_under_nohup_a_hangup_changes_nothing(place: Place, ready: Ready, gate: Gate) -> None:
+    text = ready.python("__import__('signal').getsignal(1) == __import__('signal').SIG_DFL")
+    script = place.write(f"{text}\n{gate.python()}\nprint('done')")
+    with place.start(script, head=("sh", "-c", 'trap "" HUP; exec "$@"', "sh")) as launcher:
+        assert ready.wait() == ["True"]
+        launcher.send(signal.SIGHUP)
+        gate.open()
+        done = launcher.end()
+    assert done[:2] == (0, "[0] done\n")
+    assert "SIGHUP" not in done.err
+
+
+@pytest.mark.slow
+def test_no_worker_survives_a_launcher_that_is_killed(place: Place, ready: Ready) -> None:
+    script = place.write(STUBBORN.format(ready=ready.python("f'{os.getpid()} {child.pid} {os.getppid()}'")))
+    with place.start("--nproc-per-node", 2, script) as launcher:
+        pids = [int(pid) for line in ready.wait(2) for pid in line.split()]
+        launcher.send(signal.SIGKILL)
+        assert not wait_gone(pids)
+
+
+@pytest.mark.slow
+def test_a_daemon_of_a_worker_delays_nothing_and_does_not_survive(place: Place, ready: Ready) -> None:
+    script = place.write(f"""
+        import subprocess
+        child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        {ready.python("child.pid")}
+        print("done")
+        """)
+    done = place.run("--linger", 0, script)
+    assert done[:2] == (0, "[0] done\n")
+    assert not [pid for pid in ready.pids() if alive(pid)]
+
+
+# --- launchers above and below
+
+
+@pytest.mark.slow
+def test_a_run_inside_a_run(place: Place) -> None:
+    inner = place.write("import os; print('inner', os.environ['RANK'], os.environ['WORLD_SIZE'])", "inner.py")
+    argv = [*RUN, "--log-dir", str(place.folder / "inner-logs"), "--nproc-per-node", "3", inner]
+    outer = place.write(f"import subprocess, sys; sys.exit(subprocess.call({argv!r}))", "outer.py")
+    done = place.run("--nproc-per-node", 2, outer)
+    assert done.status == 0, done
+    expected = [f"[{outer}] [{inner}] inner {inner} 3" for outer in range(2) for inner in range(3)]
+    assert sorted(done.out.splitlines()) == expected
+
+
+@pytest.mark.slow
+def test_the_root_cause_passes_from_an_inner_run_to_the_outer(place: Place) -> None:
+    inner = place.write("import os; assert os.environ['RANK'] != '1', 'the inner cause'", "inner.py")
+    argv = [*RUN, "--log-dir", str(place.folder / "inner-logs"), "--nproc-per-node", "2", inner]
+    done = place.run("--no-python", *argv)
+    assert done.status == 1
+    report = done.err[done.err.rindex("Root Cause") :]
+    assert "AssertionError: the inner cause" in report
+    assert f'File "{inner}", line 1' in report
+
+
+@pytest.mark.slow
+def test_the_error_file_of_a_launcher_above_receives_the_root_cause(place: Place) -> None:
+    above = place.folder / "above.json"
+    place.env["TORCHELASTIC_ERROR_FILE"] = str(above)
+    done = place.run("--nproc-per-node", 2, place.write("raise ValueError('the cause')"))
+    assert done.status == 1
+    data = json.loads(above.read_bytes())["message"]
+    assert data["message"] == "ValueError: the cause"
+    assert "ValueError: the cause" in data["extraInfo"]["py_callstack"]
+    above.unlink()
+    assert place.run(place.write("")).status == 0
+    assert not above.exists()
+    assert place.run("--no-python", "sh", "-c", "kill -9 $$").status == 137
+    assert "Signal 9 (SIGKILL)" in above.read_text()
+
+
+# --- the command
+
+
+@pytest.mark.slow
+def test_the_ways_to_call_it(place: Place) -> None:
+    script = place.write("print('x')")
+    logs = ("--log-dir", str(place.logs))
+    beside = Path(sys.executable).with_name("phalanx")
+    ways: list[list[str]] = [[sys.executable, "-m", "phalanx.cli.run"], [sys.executable, "-m", "phalanx", "run"]]
+    if beside.exists():
+        ways.append([str(beside), "run"])
+    for way in ways:
+        done = place.program(*way, *logs, script)
+        assert done[:2] == (0, "[0] x\n"), done
+        assert "Warning" not in done.err
+    done = place.program(sys.executable, "-m", "phalanx", "--version")
+    assert done.out == f"phalanx, version {phalanx.__version__}\n"
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("columns", [80, 100, 200])
+def test_the_help_fits_the_terminal(place: Place, columns: int) -> None:
+    place.env["COLUMNS"] = str(columns)
+    for argv in (["--help"], ["-h"]):
+        done = place.program(*RUN, *argv)
+        assert done.status == 0
+        assert max(map(len, done.out.splitlines())) <= min(columns, 100)
+        for option in ("--nproc-per-node", "-m, --module", "--no-python", "--start-method", "--log-dir",
+                       "-r, --redirects", "-t, --tee", "--local-ranks-filter", "--role", "--grace"):  # fmt: skip
+            assert option in done.out
+        assert "phalanx run --nproc-per-node 4 train.py --lr 0.1\n" in done.out
+        assert "PHALANX_NPROC_PER_NODE" in done.out
+    assert "run" in place.program(sys.executable, "-m", "phalanx", "--help").out
+
+
+@pytest.mark.slow
+def test_nothing_that_a_run_does_not_need_is_imported(place: Place) -> None:
+    place.env["PYTHONPROFILEIMPORTTIME"] = "1"
+    err = place.run("--no-python", "true").err
+    for name in ("cloudpickle", "asyncio", "multiprocessing.context", "torch", "numpy"):
+        assert not re.search(rf"\| +{re.escape(name)}\n", err), name

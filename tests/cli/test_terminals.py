@@ -1,0 +1,197 @@
+"""What commands write to terminals: colours as they are wished for, and nothing that others have put into names."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from phalanx._base import tty as terminals
+from tests.cli.test_log_options import feed_until, on_a_terminal, resize, sh, start_sh
+from tests.cli.test_run import LIMIT, Done, Launcher, Place, read_until, terminal
+from tests.runs.test_runs import put
+from tests.support.screen import Emulator
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.helpers import Gate
+
+pytestmark = pytest.mark.once
+
+EVIL = "evil\033[2J\033]0;title\007"
+SHOWN = r"evil\x1b[2J\x1b]0;title\x07"
+
+VARIABLES = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    folder = tmp_path / "place"
+    folder.mkdir()
+    place = Place(folder)
+    for name in VARIABLES:
+        place.env.pop(name, None)
+    place.env |= {"TERM": "xterm", "LC_ALL": "C.UTF-8"}
+    return place
+
+
+def phalanx(place: Place, *argv: object) -> Done:
+    return place.program(sys.executable, "-m", "phalanx", *argv)
+
+
+# --- colours
+
+WISHES: list[tuple[dict[str, str], str, bool, bool]] = [
+    # environment, --color, a terminal, coloured
+    ({}, "auto", True, True),
+    ({}, "auto", False, False),
+    ({"TERM": "dumb"}, "auto", True, False),
+    ({"TERM": ""}, "auto", True, False),
+    ({"FORCE_COLOR": "1"}, "auto", False, True),
+    ({"FORCE_COLOR": "1", "TERM": "dumb"}, "auto", True, True),
+    ({"FORCE_COLOR": ""}, "auto", False, False),
+    ({"NO_COLOR": "1", "FORCE_COLOR": "1"}, "auto", True, False),
+    ({"NO_COLOR": "", "FORCE_COLOR": "1"}, "auto", False, True),
+    ({"NO_COLOR": "1"}, "always", False, True),
+    ({"TERM": "dumb"}, "always", True, True),
+    ({"FORCE_COLOR": "1"}, "never", True, False),
+]
+
+
+@pytest.mark.parametrize("env,choice,tty,coloured", WISHES)
+def test_colours_by_one_rule(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], choice: str, tty: bool, coloured: bool
+) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"TERM": "xterm", **env}.items():
+        monkeypatch.setenv(name, value)
+    with terminal() as (_ours, theirs), open(os.devnull) as file:
+        assert terminals.use_colour(theirs if tty else file, choice) is coloured
+    assert terminals.use_colour(None) is (bool(env.get("FORCE_COLOR")) and not env.get("NO_COLOR"))
+
+
+FAILING = "echo line; exit 3"
+
+
+@pytest.mark.parametrize(
+    "env,options,coloured",
+    [
+        ({}, (), False),
+        ({"FORCE_COLOR": "1"}, (), True),
+        ({"FORCE_COLOR": "1"}, ("--color", "never"), False),
+        ({"NO_COLOR": "1"}, ("--color", "always"), True),
+    ],
+)
+def test_lines_and_the_report_in_a_pipe(
+    place: Place, env: dict[str, str], options: tuple[str, ...], coloured: bool
+) -> None:
+    place.env |= env
+    done = sh(place, FAILING, *options)
+    assert done.status == 3
+    assert ("\033[" in done.out) is coloured
+    assert ("\033[" in done.err[done.err.index("====") - 10 :]) is coloured
+
+
+def test_a_dumb_terminal_gets_no_colours(place: Place) -> None:
+    place.env["TERM"] = "dumb"
+    assert "\033" not in on_a_terminal(place, FAILING)
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_runs_in_a_pipe(place: Place, force: bool) -> None:
+    put(place.logs, "a", state="failed", ended=1e9, exit_code=1, cause="it was")
+    if force:
+        place.env["FORCE_COLOR"] = "1"
+    done = phalanx(place, "runs", "--log-dir", place.logs)
+    assert ("\033[31m\033[1mfailed" in done.out) is force
+    assert ("\033" in done.out) is force
+
+
+def test_runs_on_a_terminal_that_is_dumb(place: Place) -> None:
+    put(place.logs, "a", state="failed", ended=1e9, exit_code=1, cause="it was")
+    for env, coloured in (({"TERM": "dumb"}, False), ({"TERM": "dumb", "FORCE_COLOR": "1"}, True)):
+        place.env |= env
+        with terminal() as (ours, theirs):
+            argv = [sys.executable, "-m", "phalanx", "runs", "--log-dir", str(place.logs)]
+            with Launcher(argv, cwd=place.folder, env=place.env, **_at(theirs)) as launcher:
+                os.close(theirs)
+                shown = read_until(ours, "what never comes")
+                launcher.process.wait(LIMIT)
+        assert ("\033[1;31mfailed" in shown) is coloured
+        assert ("\033[" in shown) is coloured
+
+
+def _at(fd: int) -> dict[str, Any]:
+    return {"stdout": fd, "stderr": fd}
+
+
+# --- sizes
+
+
+def test_a_terminal_that_does_not_say_its_size_shows_the_bars(place: Place, gate: Gate) -> None:
+    """A serial line, or a terminal of a program's own, is 0 times 0: that is no size."""
+    with terminal() as (ours, theirs):
+        resize(theirs, 0, 0)
+        with start_sh(place, f"printf 'bar %s' $RANK; read x <{gate.address}", n=4, **_at(theirs)) as launcher:
+            os.close(theirs)
+            screen = Emulator(400)
+            feed_until(screen, ours, lambda: screen.text()[-4:] == [f"[{rank}] bar {rank}" for rank in range(4)])
+            os.write(gate._fd, b"\n" * 4)
+            screen.feed(read_until(ours, "what never comes"))
+            launcher.process.wait(LIMIT)
+
+
+# --- names
+
+
+def test_names_of_runs_are_shown_and_not_obeyed(place: Place) -> None:
+    place.logs = place.folder / EVIL
+    put(place.logs, f"20260101_{EVIL}a", state="failed", ended=1e9, exit_code=1, cause=EVIL)
+    put(place.logs, f"20260101_{EVIL}b", state="failed", ended=1e9, exit_code=1, cause=EVIL)
+    (place.logs / "old").mkdir()
+    (place.logs / "old" / "attempt_0").write_text("")
+    (place.logs / "file").write_text("")
+    asked: list[tuple[object, ...]] = [
+        ("runs",),
+        ("logs",),
+        ("logs", EVIL),
+        ("logs", "2026"),
+        ("logs", "old"),
+        ("logs", "old", "--attempt", 7),
+        ("logs", f"./{EVIL}"),
+        ("stack",),
+        ("stack", "2026"),
+        ("stack", f"20260101_{EVIL}a"),
+        ("run", f"{EVIL}.py"),
+        ("run", "--no-python", f"./{EVIL}"),
+        ("run", "--preload", EVIL, __file__),
+        ("run", "--ranks", EVIL, __file__),
+        ("run", "--grep", f"({EVIL}", __file__),
+        ("run", f"--{EVIL}", __file__),
+    ]
+    told = 0
+    for command, *argv in asked:
+        done = phalanx(place, command, "--log-dir", place.logs, *argv)
+        assert "\033" not in done.out + done.err, argv
+        assert "\007" not in done.out + done.err, argv
+        told += SHOWN in done.out + done.err
+    assert told >= len(asked) - 3
+    refused = phalanx(place, "runs", "--log-dir", place.logs / "file")
+    assert "\033" not in refused.err
+    assert SHOWN in refused.err
+
+
+def test_names_in_the_lines_of_a_run_and_its_report(place: Place) -> None:
+    place.logs = place.folder / EVIL
+    script = place.write("raise SystemExit(3)", f"{EVIL}.py")
+    done = place.run(script)
+    assert done.status == 3
+    assert "\033" not in done.err
+    assert f"logs in {place.folder}/{SHOWN}" in done.err
+    (record,) = place.logs.glob("*/run.json")
+    assert json.loads(record.read_text())["name"] == script  # which is as it is

@@ -1,0 +1,300 @@
+"""The edges of the engine: a signal at an awkward moment, waits without end, much of anything."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from phalanx._base import interrupts
+from phalanx._base.latch import Latch
+from phalanx._base.loop import Loop
+from phalanx._engine.host_signals import acquire, release
+from phalanx._engine.pickling.pack import pack
+from phalanx._engine.pickling.payload import Payload
+from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, SignalException, start_processes
+from tests.support import workers
+from tests.support.helpers import TIMEOUT, descendants
+from tests.support.waits import shorten
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from phalanx.multiprocessing import LogsDest, PContext
+    from tests.support.helpers import Gate, Ready
+
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
+
+METHODS = ("spawn", "forkserver", "fork")
+
+
+def test_a_latch_forgets_who_has_given_up_waiting() -> None:
+    latch = Latch()
+    for _ in range(100):
+        assert not latch.wait(0.0001)
+    assert not latch._waiters
+
+
+@pytest.mark.parametrize("seconds", [3e6, 1e10, math.inf])
+def test_a_deadline_beyond_what_epoll_can_count(seconds: float) -> None:
+    loop = Loop()
+    try:
+        loop.after(seconds, loop.stop)
+        threading.Timer(0.01, loop.call, [loop.stop]).start()
+        loop.run()
+    finally:
+        loop.close()
+
+
+def test_a_grace_without_end(ready: Ready, gate: Gate) -> None:
+    with start_processes("g", workers.announce, {0: (ready.address, gate.address)}, grace=math.inf) as group:
+        ready.wait()
+        group.close(timeout=math.inf)
+    assert group.wait(0) is not None
+
+
+def test_arguments_that_ranks_share_are_written_once() -> None:
+    shared = (bytes(1_000_000),)
+    memfd = pack(print, dict.fromkeys(range(8), shared)).memfd
+    try:
+        assert os.fstat(memfd).st_size < 2 * len(shared[0])
+        view = Payload(os.dup(memfd), [])
+        for rank in (0, 7):
+            view.index["fds"][rank] = []
+            view.take(rank)
+            assert view.load(rank) == (print, shared)
+        view.close()
+    finally:
+        os.close(memfd)
+
+
+IN_A_REMOVED_FOLDER = """
+import os, sys
+if __name__ == "__main__":
+    os.mkdir("gone"); os.chdir("gone"); os.rmdir(os.getcwd())
+    sys.path.insert(0, "")
+    from phalanx.multiprocessing import start_processes
+    with start_processes("g", len, ("abc",), nprocs=1, start_method=sys.argv[1]) as group:
+        print(group.wait().return_values)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_a_working_directory_that_has_been_removed(method: str, tmp_path: Path) -> None:
+    """In a process of its own: where multiprocessing is in use, its import fails there under Python 3.13.0, as does
+    `python -c "import socket"` in any removed folder.
+    """
+    done = workers.run_script(tmp_path, IN_A_REMOVED_FOLDER, method, cwd=tmp_path)
+    assert (done.stdout, done.stderr) == ("{0: 3}\n", "")
+
+
+def test_a_stand_in_for_stdout_that_can_only_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Writer:
+        def write(self, text: str) -> None: ...
+
+    monkeypatch.setattr("sys.stdout", Writer())
+    with start_processes("g", len, ("abc",), nprocs=1, start_method="fork") as group:
+        assert group.wait().return_values == {0: 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
+def test_a_sigterm_right_after_the_start_is_not_lost(method: str) -> None:
+    for _ in range(20):
+        group = start_processes("g", time.sleep, (600,), nprocs=2, start_method=method)
+        before = time.monotonic()
+        group.close(timeout=20)
+        assert time.monotonic() - before < 10
+        assert {outcome.exitcode for outcome in group.wait().outcomes.values()} == {-signal.SIGTERM}
+
+
+def test_a_start_that_fails_waits_for_no_copy_of_its_socket(logs: Path) -> None:
+    """A fork of the host, taken at the wrong moment, holds the launcher's end of the socket."""
+    kept: list[int] = []
+
+    class Forking(DefaultLogsSpecs):
+        def reify(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:  # noqa: ARG002 - it fails
+            out, into = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                os.close(into)
+                os.read(out, 1)
+                os._exit(0)
+            os.close(out)
+            kept.extend((pid, into))
+            raise OSError("no")
+
+    before = time.monotonic()
+    with pytest.raises(OSError, match="no"):
+        start_processes("g", "true", nprocs=1, logs_specs=Forking(str(logs)))
+    took = time.monotonic() - before
+    os.close(kept[1])
+    os.waitpid(kept[0], 0)
+    assert took < TIMEOUT / 2
+
+
+def test_a_held_signal_raises_at_the_end() -> None:
+    owner = object()
+    done = False
+    acquire(owner)
+    try:
+        with pytest.raises(SignalException) as caught, interrupts.deferred():  # noqa: PT012 - the order is the point
+            os.kill(os.getpid(), signal.SIGTERM)
+            done = True
+    finally:
+        release(owner)
+    assert done
+    assert caught.value.sigval is signal.SIGTERM
+
+
+STARTING = """
+import os, signal, threading
+from phalanx._base import stderr
+from phalanx.multiprocessing import SignalException
+from phalanx._engine.host_signals import acquire
+
+name = "_start_joinable_thread" if hasattr(threading, "_start_joinable_thread") else "_start_new_thread"
+start = getattr(threading, name)
+
+def start_and_interrupt(*arguments, **options):
+    result = start(*arguments, **options)
+    os.kill(os.getpid(), signal.SIGTERM)  # its handler runs before this returns to Thread.start
+    return result
+
+acquire(object())
+setattr(threading, name, start_and_interrupt)
+try:
+    stderr.mention("said all the same")
+except SignalException as error:
+    print(error.sigval.name)
+setattr(threading, name, start)
+stderr.tell("and so is this")
+"""
+
+
+def test_a_signal_while_a_thread_of_ours_starts(tmp_path: Path) -> None:
+    """The exception comes when the thread runs: before, it would be one that nobody starts any more."""
+    done = workers.run_script(tmp_path, STARTING)
+    assert (done.stdout, done.stderr) == ("SIGTERM\n", "said all the same\nand so is this\n")
+    assert done.returncode == 0
+
+
+def test_signals_are_given_back_once_however_often() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    first, second = object(), object()
+    acquire(first)
+    acquire(second)
+    release(first)
+    release(first)
+    assert signal.getsignal(signal.SIGTERM) is not before
+    release(second)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* was dropped, and is killed:ResourceWarning")
+@pytest.mark.parametrize("how", ["binary", "fork"])
+def test_a_signal_at_any_moment_leaves_nothing(how: str) -> None:
+    """Of the start or the close: no descriptor, thread, child or handler is left (the leak checks see to that, too)."""
+
+    def start() -> PContext:
+        if how == "binary":
+            return start_processes("g", "sleep", ("600",), nprocs=1)
+        return start_processes("g", time.sleep, (600,), nprocs=1, start_method="fork")
+
+    start().close()
+    before = time.monotonic()
+    start().close()
+    span = time.monotonic() - before
+
+    def late(_number: int, _frame: object) -> None:
+        """Before the group is open, or after: as if nothing were."""
+
+    moments = random.Random(7)  # noqa: S311 - no secret
+    old = signal.signal(signal.SIGTERM, late)
+    old_alarm = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    try:
+        descriptors = set(os.listdir("/proc/self/fd"))
+        children = descendants(os.getpid())  # multiprocessing's resource tracker, of tests before this one
+        for _ in range(40):
+            group = None
+            signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-5, span))
+            try:
+                group = start()
+                group.close(timeout=5)
+            except SignalException:
+                if group is not None:
+                    group.close(timeout=5)
+            for thread in threading.enumerate():  # raised on the way out of the start, it took the group with it
+                if thread is not threading.main_thread():
+                    thread.join(TIMEOUT)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert signal.getsignal(signal.SIGTERM) is late
+            assert set(os.listdir("/proc/self/fd")) == descriptors
+            assert descendants(os.getpid()) == children
+            assert threading.active_count() == 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old_alarm)
+        signal.signal(signal.SIGTERM, old)
+
+
+@pytest.mark.slow
+def test_threads_that_wait_together_get_the_same_result(gate: Gate, ready: Ready) -> None:
+    results: list[object] = []
+    with start_processes("g", workers.announce, {0: (ready.address, gate.address)}) as group:
+        threads = [threading.Thread(target=lambda: results.append(group.wait())) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        ready.wait()
+        gate.open()
+        for thread in threads:
+            thread.join()
+    assert len(results) == len(threads)
+    assert all(result is results[0] for result in results)
+
+
+def test_a_group_that_is_dropped_is_killed_and_lets_go_of_the_signals() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    group = start_processes("g", "/bin/sleep", ("600",), nprocs=1)
+    supervisor = group._started()
+    kept = [group]
+    del group
+    with pytest.warns(ResourceWarning, match="'g', running, 1 ranks> was dropped, and is killed; close it"):
+        kept.clear()
+    assert signal.getsignal(signal.SIGTERM) == before
+    supervisor.join()
+
+
+def test_a_keeper_that_never_gets_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stuck = tmp_path / "python"
+    stuck.write_text("#!/bin/sh\nexec sleep 600\n")
+    stuck.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stuck))
+    shorten(monkeypatch, START_WAIT=0.05, ANSWER_WAIT=0.05, KILL_WAIT=0.05)
+    with pytest.raises(KeeperLostError, match="answered no more"):
+        start_processes("g", "/bin/true", (), nprocs=1)
+
+
+@pytest.mark.slow
+def test_folders_for_evidence_alone_are_made_once_the_workers_run(ready: Ready, gate: Gate) -> None:
+    """By the group's thread, when it has nothing else to do: they are on nobody's way."""
+    args = dict.fromkeys(range(4), (ready.address, gate.address))
+    with start_processes("g", workers.announce, args, start_method="fork") as group:
+        ready.wait(4)
+        made = Latch()
+        loop = group._started()._loop
+        loop.call(lambda: loop.when_idle(made.open))  # after those that wait already
+        assert made.wait(20)
+        assert all(os.path.isdir(os.path.dirname(path)) for path in group.logs.error_files.values())
+        gate.open(4)
+        assert not group.wait().is_failed()

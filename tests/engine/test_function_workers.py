@@ -1,0 +1,1406 @@
+"""A function worker is a child as `multiprocessing` makes it: what it finds of the main module, and what comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from textwrap import dedent
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import phalanx.spawn as mp
+from phalanx._base import channels
+from phalanx._engine import worker_messages
+from phalanx._engine.mp_parent import ChildIdentities
+from phalanx._engine.worker import mp_child
+from phalanx.multiprocessing import start_processes
+from tests.support import workers
+from tests.support.helpers import TIMEOUT, wait_gone
+from tests.support.workers import ROOT, run_script
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.helpers import Ready
+
+METHODS = ("spawn", "forkserver", "fork")
+SENT = ("spawn", "forkserver")
+"""Methods whose workers run the main module again."""
+
+each_method = pytest.mark.parametrize("method", METHODS)
+each_sent = pytest.mark.parametrize("method", SENT)
+
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
+
+HEAD = """
+import sys
+import phalanx.spawn as mp
+from phalanx.multiprocessing import start_processes
+
+METHOD = sys.argv[1]
+
+def run(function, *args, nprocs=2, **options):
+    with start_processes("workers", function, args, nprocs=nprocs, start_method=METHOD, **options) as group:
+        result = group.wait()
+    assert result.succeeded, result.root_cause.traceback
+    return [result.return_values[rank] for rank in range(nprocs)]
+"""
+
+
+def run_main(folder: Path, text: str, method: str, *arguments: str, **options: Any) -> str:
+    """What a script prints that begins with `HEAD`; it must succeed, and say nothing on stderr."""
+    done = try_main(folder, text, method, *arguments, **options)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout
+
+
+def try_main(folder: Path, text: str, method: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a script that begins with `HEAD`, with a temporary folder of its own: evidence of failures stays there."""
+    env = {"TMPDIR": str(folder)} | options.pop("env", {})
+    return run_script(folder, HEAD + dedent(text), method, *arguments, env=env, **options)
+
+
+# --- the main module, run again
+
+
+@pytest.mark.slow
+@each_method
+def test_a_worker_is_a_child_of_multiprocessing(method: str, tmp_path: Path) -> None:
+    """Also where nobody has named `multiprocessing` before; as `multiprocessing` itself makes one."""
+    text = """
+    def who():
+        import multiprocessing
+        me = multiprocessing.current_process()
+        parent = multiprocessing.parent_process()
+        return (me.name, me._identity, me.daemon, bytes(me.authkey), type(me).__name__, parent.name, parent.pid,
+                parent.is_alive(), multiprocessing.get_start_method(), __name__)
+    def tell(queue):
+        queue.put(who())
+    if __name__ == "__main__":
+        ours = run(who)
+        import multiprocessing, os
+        context = multiprocessing.get_context(METHOD)
+        queue = context.SimpleQueue()
+        process = context.Process(target=tell, args=(queue,))
+        process.start()
+        theirs = queue.get()
+        process.join()
+        queue.close()
+        print([theirs[place] == ours[0][place] for place in (2, 4, 5, 6, 7, 8, 9)], ours[0][3] == ours[1][3])
+        print([each[:2] for each in ours], theirs[0])
+        again = run(who)
+        key = bytes(multiprocessing.current_process().authkey)
+        print(ours[0][3] == key, again[0][3] == key, again[0][6] == os.getpid())
+        print([each[1] for each in again])
+    """
+    kind = {"spawn": "SpawnProcess", "forkserver": "ForkServerProcess", "fork": "ForkProcess"}[method]
+    assert run_main(tmp_path, text, method).splitlines() == [
+        f"{[True] * 7} True",
+        f"[('{kind}-1', (1,)), ('{kind}-2', (2,))] {kind}-3",
+        "True True True",
+        "[(4,), (5,)]",
+    ]
+
+
+@pytest.mark.slow
+@each_method
+def test_workers_of_workers_are_counted_by_family(method: str) -> None:
+    with start_processes("outer", workers.names_of_a_group, (method,), nprocs=1, start_method=method) as group:
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert result.succeeded, result.root_cause
+    outer, inner = result.return_values[0]
+    assert inner == [f"{outer}:{number}" for number in (1, 2)]
+
+
+@pytest.mark.slow
+@each_method
+@pytest.mark.parametrize("loaded", ["", "multiprocessing.resource_tracker", "logging"])
+def test_workers_of_workers_that_have_not_used_multiprocessing(method: str, loaded: str, tmp_path: Path) -> None:
+    text = """
+    import importlib, os
+    def inner():
+        import multiprocessing, logging
+        from multiprocessing.shared_memory import SharedMemory
+        segment = SharedMemory(create=True, size=8)
+        segment.close()
+        me = multiprocessing.current_process()
+        record = logging.makeLogRecord({})
+        return me.name, multiprocessing.parent_process().name, bytes(me.authkey), segment.name, record.processName
+    def outer():
+        if sys.argv[2:]:
+            importlib.import_module(sys.argv[2])
+        told = [run(inner, nprocs=1)[0] for _ in range(2)]
+        import multiprocessing
+        return told, bytes(multiprocessing.current_process().authkey), multiprocessing.Process().name
+    if __name__ == "__main__":
+        told, key, name = run(outer, nprocs=1)[0]
+        from multiprocessing.shared_memory import SharedMemory
+        for *names, inner, segment, logged in told:
+            print(*names, logged, inner == key)
+            segment = SharedMemory(segment)
+            segment.close()
+            segment.unlink()
+        print(name)
+    """
+    kind = {"spawn": "SpawnProcess", "forkserver": "ForkServerProcess", "fork": "ForkProcess"}[method]
+    assert run_main(tmp_path, text, method, *filter(None, [loaded])).splitlines() == [
+        f"{kind}-1:1 {kind}-1 {kind}-1:1 True",
+        f"{kind}-1:2 {kind}-1 {kind}-1:2 True",
+        "Process-1:3",
+    ]
+
+
+@pytest.mark.slow
+@each_method
+def test_who_they_are_when_the_launcher_loads_multiprocessing_later(method: str, tmp_path: Path) -> None:
+    """The key is one for the launcher and all its children, and no name is given twice."""
+    text = """
+    import os
+    def call(folder):
+        with open(f"{folder}/ready") as file:
+            file.read()
+        from multiprocessing import current_process
+        from multiprocessing.connection import Client
+        with Client(f"{folder}/socket", authkey=current_process().authkey) as client:
+            client.send(current_process().name)
+    if __name__ == "__main__":
+        os.mkfifo(sys.argv[2] + "/ready")
+        group = mp.spawn(lambda i, folder: call(folder), (sys.argv[2],), join=False, start_method=METHOD)
+        from multiprocessing import Process, current_process
+        from multiprocessing.connection import Listener
+        with Listener(f"{sys.argv[2]}/socket", authkey=current_process().authkey) as listener:
+            with open(sys.argv[2] + "/ready", "w"):
+                pass
+            with listener.accept() as connection:
+                print(connection.recv(), Process().name)
+        group.join()
+    """
+    kind = {"spawn": "SpawnProcess", "forkserver": "ForkServerProcess", "fork": "ForkProcess"}[method]
+    assert run_main(tmp_path, text, method, str(tmp_path)) == f"{kind}-1 Process-2\n"
+
+
+@pytest.mark.slow
+@each_method
+def test_log_records_name_the_process(method: str, tmp_path: Path) -> None:
+    """Who writes them asks `multiprocessing`, but does not load it."""
+    text = """
+    import io, os, signal
+    def work(early):
+        import inspect, logging
+        stream = io.StringIO()
+        logging.basicConfig(stream=stream, format="%(processName)s %(message)s", force=True)
+        logging.error("one")
+        assert METHOD == "fork" or not any(name.startswith("multiprocessing") for name in sys.modules)
+        import multiprocessing
+        multiprocessing.current_process().name = "mine"
+        logging.error("two")
+        return stream.getvalue().split(), str(inspect.signature(logging.LogRecord))
+    if __name__ == "__main__":
+        (first, signature), (second, _) = run(work, False)
+        import inspect, logging
+        print(first, second, signature == str(inspect.signature(logging.LogRecord)))
+        print(logging.makeLogRecord({}).processName)
+        print(*[each for each, _ in run(work, True)] if METHOD == "fork" else [])
+    """
+    kind = {"spawn": "SpawnProcess", "forkserver": "ForkServerProcess", "fork": "ForkProcess"}[method]
+    names = [str([f"{kind}-{number}", "one", "mine", "two"]) for number in (1, 2, 3, 4)]
+    told = [f"{names[0]} {names[1]} True", "MainProcess", " ".join(names[2:]) if method == "fork" else ""]
+    assert run_main(tmp_path, text, method).splitlines() == told
+
+
+@pytest.mark.slow
+@each_method
+def test_the_logger_of_multiprocessing_says_everything_once(method: str, tmp_path: Path) -> None:
+    text = """
+    import multiprocessing
+    def work():
+        multiprocessing.get_logger().info("hello")
+    if __name__ == "__main__":
+        multiprocessing.log_to_stderr(20)
+        run(work, nprocs=1)
+    """
+    done = try_main(tmp_path, text, method)
+    kind = {"spawn": "SpawnProcess", "forkserver": "ForkServerProcess", "fork": "ForkProcess"}[method]
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert [line for line in lines if "ForkServer" in line or kind in line] == [
+        f"[INFO/{kind}-1] hello",
+        f"[INFO/{kind}-1] process shutting down",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["in front", "behind", "copies", "lazily"])
+def test_import_hooks_of_others(how: str, tmp_path: Path) -> None:
+    """What completes `multiprocessing` when it is loaded stands in nobody's way."""
+    text = """
+    import importlib, importlib.util
+    NAMES = ["logging", "multiprocessing", "multiprocessing.context", "multiprocessing.resource_tracker"]
+    class Loader:
+        def __init__(self, loader): self.loader = loader
+        def create_module(self, spec): return self.loader.create_module(spec)
+        def exec_module(self, module): self.loader.exec_module(module)
+    class Finder:
+        asked = set()
+        def find_spec(self, name, path=None, target=None):
+            "As wrapt does it: ask all, itself excepted, and wrap the loader."
+            if name not in NAMES or name in self.asked:
+                return None
+            self.asked.add(name)
+            spec = importlib.util.find_spec(name)
+            self.asked.remove(name)
+            spec.loader = Loader(spec.loader)
+            return spec
+    def work(how):
+        finders = len(sys.meta_path)
+        if how in ("in front", "behind"):
+            sys.meta_path.insert(how == "behind", Finder())
+        if how == "copies":
+            for name in ["logging", "multiprocessing.resource_tracker"]:
+                spec = importlib.util.find_spec(name)
+                assert spec.loader.get_source(name) and spec.loader.get_code(name) and spec.loader.get_filename(name)
+                for _ in range(2):
+                    module = importlib.util.module_from_spec(spec)
+                    spec.loader.exec_module(module)
+        if how == "lazily":
+            for name in NAMES:
+                spec = importlib.util.find_spec(name)
+                spec.loader = importlib.util.LazyLoader(spec.loader)
+                sys.modules[name] = module = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
+        import logging, multiprocessing
+        for name in NAMES:
+            importlib.import_module(name)
+        loaders = {type(sys.modules[name].__spec__.loader).__name__ for name in NAMES}
+        assert not any("omplet" in name for name in loaders), loaders
+        record = logging.makeLogRecord({})
+        tracker = sys.modules["multiprocessing.resource_tracker"]
+        tracker.ensure_running()
+        return multiprocessing.current_process().name, record.processName, tracker._resource_tracker._pid
+    if __name__ == "__main__":
+        print(run(work, sys.argv[2], nprocs=1))
+    """
+    assert run_main(tmp_path, text, "spawn", how) == "[('SpawnProcess-1', 'SpawnProcess-1', None)]\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["context", "process", "resource_tracker", "util"])
+def test_a_group_that_starts_while_another_thread_loads_multiprocessing(name: str, tmp_path: Path) -> None:
+    text = """
+    import importlib, importlib.machinery, threading, time
+    NAME = "multiprocessing." + sys.argv[2]
+    begun = threading.Event()
+    class Slow(importlib.machinery.SourceFileLoader):
+        def exec_module(self, module):
+            begun.set()
+            time.sleep(0.5)  # the module is there, and empty
+            super().exec_module(module)
+    class Finder:
+        def find_spec(self, name, path=None, target=None):
+            if name == NAME:
+                spec = importlib.machinery.PathFinder.find_spec(name, path)
+                spec.loader = Slow(name, spec.origin)
+                return spec
+    def work():
+        import multiprocessing
+        from multiprocessing.shared_memory import SharedMemory
+        segment = SharedMemory(create=True, size=8)
+        segment.close()
+        segment.unlink()
+        return multiprocessing.current_process()._identity
+    if __name__ == "__main__":
+        sys.meta_path.insert(0, Finder())
+        thread = threading.Thread(target=importlib.import_module, args=(NAME,))
+        thread.start()
+        begun.wait()
+        print(run(work))
+        thread.join()
+    """
+    for method in ("fork", "spawn"):
+        done = try_main(tmp_path, text, method, name)
+        assert done.stdout == "[(1,), (2,)]\n", done.stderr
+
+
+@pytest.mark.slow
+@each_method
+def test_threads_of_a_worker_that_load_multiprocessing_at_once(method: str, tmp_path: Path) -> None:
+    """Nobody sees half of a module. The importing of a slow one is what others have to wait for.
+
+    Python itself tells a thread of a deadlock, now and then, when others load parts of what imports itself in a circle.
+    """
+    text = """
+    import importlib, threading, time
+    from importlib.machinery import PathFinder, SourceFileLoader
+    class Slow(SourceFileLoader):
+        def exec_module(self, module):
+            time.sleep(0.3)  # the module is there, and empty
+            super().exec_module(module)
+    class Finder:
+        def find_spec(self, name, path=None, target=None):
+            if name in ("multiprocessing.util", "multiprocessing.context", "multiprocessing.resource_tracker"):
+                spec = PathFinder.find_spec(name, path)
+                spec.loader = Slow(name, spec.origin)
+                return spec
+    def work():
+        sys.meta_path.insert(1, Finder())
+        sys.setswitchinterval(1e-6)
+        failed = []
+        def load(name):
+            try:
+                importlib.import_module("multiprocessing." + name)
+                import multiprocessing
+                assert multiprocessing.current_process().name != "MainProcess"
+            except BaseException as error:
+                if type(error).__name__ != "_DeadlockError":
+                    failed.append(repr(error))
+        names = ["util", "context", "resource_tracker", "shared_memory", "pool"]
+        threads = [threading.Thread(target=load, args=(name,)) for name in names]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        return failed
+    if __name__ == "__main__":
+        print(run(work, nprocs=1))
+    """
+    assert run_main(tmp_path, text, method) == "[[]]\n"
+
+
+def test_a_daemon_may_have_no_children(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(mp.ProcessRaisedException, match="daemonic processes are not allowed to have children"):
+        mp.spawn(workers.start_a_process, nprocs=1, join=False, daemon=True).join()
+    assert "daemonic" not in capfd.readouterr().out
+
+
+@pytest.mark.slow
+@each_method
+def test_what_stands_at_the_top_of_the_script_holds_in_workers(method: str, tmp_path: Path) -> None:
+    text = """
+    import decimal, logging, os
+    decimal.getcontext().prec = 5
+    REGISTRY = {}
+    def register(function):
+        REGISTRY[function.__name__] = function
+        return function
+    @register
+    def one(): return 1
+    @register
+    def two(): return 2
+    os.environ["FROM_THE_TOP"] = "here"
+    logging.basicConfig(level=logging.ERROR)
+    def look():
+        return sorted(REGISTRY), str(decimal.Decimal(1) / 3), REGISTRY["two"]() , logging.root.level
+    if __name__ == "__main__":
+        print(run(look, nprocs=1))
+    """
+    assert run_main(tmp_path, text, method) == "[(['one', 'two'], '0.33333', 2, 40)]\n"
+
+
+@pytest.mark.slow
+@each_method
+def test_globals_are_each_workers_own(method: str, tmp_path: Path) -> None:
+    text = """
+    import numpy as np
+    small, large = np.zeros(3), np.zeros(1 << 20)
+    counter = 0
+    def add():
+        global counter
+        counter += 1
+        small[0] += 1
+        large[0] += 1
+        return counter, int(small[0]), int(large[0]), large.flags.writeable
+    if __name__ == "__main__":
+        print(*run(add), counter, int(small[0]), int(large[0]))
+        if METHOD != "fork":
+            print(*run(add, main="value"), counter, int(small[0]), int(large[0]))
+            print(*run(lambda: add()), counter, int(small[0]), int(large[0]))
+            print(*run(lambda: (int(large[0]), large.flags.writeable)))
+    """
+    told = run_main(tmp_path, text, method).splitlines()
+    assert set(told[:3]) == {"(1, 1, 1, True) (1, 1, 1, True) 0 0 0"}
+    assert told[3:] == ([] if method == "fork" else ["(0, True) (0, True)"])
+
+
+@pytest.mark.slow
+@each_method
+def test_functions_of_a_class_and_of_the_standard_librarys_decorators(method: str, tmp_path: Path) -> None:
+    """What breaks by value, and is found by reference."""
+    text = """
+    import dataclasses, enum, functools, pickle, typing
+    @functools.lru_cache(maxsize=7)
+    def cached(n): return n + 1
+    @functools.singledispatch
+    def kind(value): return "any"
+    @kind.register
+    def _(value: int): return "int"
+    UserId = typing.NewType("UserId", int)
+    P = typing.ParamSpec("P")
+    class Missing:
+        def __reduce__(self): return "MISSING"
+    MISSING = Missing()
+    class Color(enum.Enum):
+        RED = 1
+    @dataclasses.dataclass
+    class Config:
+        rate: float
+        color: Color = Color.RED
+        names: list = dataclasses.field(default_factory=list)
+        class Nested:
+            pass
+    class Trainer:
+        def __init__(self): self.steps = 0
+        def __work(self, n):
+            self.steps += n
+            return self
+        def start(self): return run(self.__work, 3, nprocs=1)[0]
+        @functools.cached_property
+        def total(self): return self.steps * 2
+    def look(config, user, missing, color, nested):
+        assert missing is MISSING and color is Color.RED and user is UserId and type(nested) is Config.Nested
+        again = pickle.loads(pickle.dumps(config))
+        assert type(again) is type(config) is Config and again == config, "as a queue would send it"
+        names = [field.name for field in dataclasses.fields(config)]
+        default = dataclasses.fields(config)[0].default is dataclasses.MISSING
+        return names, default, cached(1), cached.cache_parameters()["maxsize"], kind(3), kind("a"), config, nested
+    if __name__ == "__main__":
+        import multiprocessing.reduction  # it knows how to send a method, but no private one
+        *told, config, nested = run(look, Config(0.5), UserId, MISSING, Color.RED, Config.Nested(), nprocs=1)[0]
+        print(told, config == Config(0.5), type(config) is Config, type(nested) is Config.Nested)
+        print(run(cached, 4, nprocs=1), run(kind, 4, nprocs=1), run(Color, 1) == [Color.RED] * 2)
+        trainer = Trainer().start()
+        print(type(trainer) is Trainer, trainer.steps, trainer.total)
+        print(run(functools.partial(cached, 1)), run(Trainer, nprocs=1)[0].total)
+    """
+    assert run_main(tmp_path, text, method).splitlines() == [
+        "[['rate', 'color', 'names'], True, 2, 7, 'int', 'any'] True True True",
+        "[5] ['int'] True",
+        "True 3 6",
+        "[2, 2] 0",
+    ]
+
+
+@pytest.mark.slow
+@each_method
+@pytest.mark.parametrize("main", ["import", "value"])
+def test_what_comes_back_leaves_the_launchers_classes_alone(method: str, main: str, tmp_path: Path) -> None:
+    text = """
+    import copyreg, dataclasses
+    base = 1
+    class Model:
+        made = []
+        def value(self): return base
+    @dataclasses.dataclass
+    class Config:
+        rate: float = dataclasses.MISSING
+    def make(model):
+        global base
+        base = 100
+        Model.made.append("in the worker")
+        Model.more = lambda self: 5
+        return Model(), model, Model, Model.value, Config(3.0)
+    if __name__ == "__main__":
+        copyreg._slotnames(Model)  # whatever pickles an instance notes these in the class
+        before, value = dict(vars(Model)), Model.value
+        made, same, kind, function, config = run(make, Model(), nprocs=1, main=sys.argv[2])[0]
+        print(type(made) is type(same) is kind is Model, function is value is Model.value, type(config) is Config)
+        print(dict(vars(Model)) == before, Model.made, Model().value(), hasattr(Model, "more"))
+        print([field.default is dataclasses.MISSING for field in dataclasses.fields(Config)])
+    """
+    told = run_main(tmp_path, text, method, main).splitlines()
+    assert told == ["True True True", "True [] 1 False", "[True]"]
+
+
+@pytest.mark.slow
+@each_method
+def test_functions_of_a_child_of_multiprocessing(method: str, tmp_path: Path) -> None:
+    """There, `__module__` of what the script defines is "__mp_main__"."""
+    text = """
+    import multiprocessing
+    class Thing:
+        pass
+    def work(thing):
+        return type(thing) is Thing, Thing()
+    def nested(queue):
+        told, thing = run(work, Thing(), nprocs=1)[0]
+        queue.put((work.__module__, told, type(thing) is Thing))
+    if __name__ == "__main__":
+        context = multiprocessing.get_context(METHOD)
+        queue = context.SimpleQueue()
+        process = context.Process(target=nested, args=(queue,))
+        process.start()
+        process.join()
+        print(process.exitcode, queue.get())
+        queue.close()
+    """
+    name = "__main__" if method == "fork" else "__mp_main__"
+    assert run_main(tmp_path, text, method) == f"0 ('{name}', True, True)\n"
+
+
+@pytest.mark.slow
+@each_method
+def test_queues_of_objects_of_the_main_module(method: str, tmp_path: Path) -> None:
+    text = """
+    import multiprocessing
+    class Item:
+        def __init__(self, n): self.n = n
+    def work(i, queue, answers):
+        queue.put(Item(i))
+        item = answers.get()
+        assert type(item) is Item
+        queue.put(Item(item.n + 10))
+    if __name__ == "__main__":
+        context = multiprocessing.get_context(METHOD)
+        queue, answers = context.Queue(), context.Queue()
+        group = mp.spawn(work, (queue, answers), 2, join=False, start_method=METHOD)
+        first = [queue.get(timeout=30) for _ in range(2)]
+        for item in first:
+            answers.put(item)
+        second = [queue.get(timeout=30) for _ in range(2)]
+        group.join()
+        print(sorted(item.n for item in first + second), all(type(item) is Item for item in first + second))
+        for each in (queue, answers):
+            each.close()
+            each.join_thread()
+    """
+    assert run_main(tmp_path, text, method) == "[0, 1, 10, 11] True\n"
+
+
+@pytest.mark.slow
+@each_sent
+def test_a_module_that_is_run_by_its_name(method: str, tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "data.py").write_text("VALUE = 7\n")
+    (package / "train.py").write_text(
+        HEAD
+        + dedent(
+            """
+            from .data import VALUE
+            def work(): return VALUE, __name__, __package__, __spec__.name
+            if __name__ == "__main__":
+                print(run(work, nprocs=1))
+            """
+        )
+    )
+    (package / "__main__.py").write_text((package / "train.py").read_text().replace("__spec__.name", "0"))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), ROOT, *filter(None, sys.path)])}
+    for name, told in (
+        ("package.train", "[(7, '__mp_main__', 'package', 'package.train')]\n"),
+        ("package", "[(7, '__main__', 'package', 0)]\n"),  # which is a program without a guard: by value
+    ):
+        command = [sys.executable, "-m", name, method]
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.stdout, done.stderr) == (told, "")
+
+
+@pytest.mark.slow
+@each_sent
+@pytest.mark.parametrize("how", ["-c", "stdin", "a pipe"])
+def test_a_program_that_is_no_file_goes_by_value(method: str, how: str) -> None:
+    text = HEAD + "def work(n): return n + 1, __name__\nprint(run(work, 1, nprocs=1))\n"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([ROOT, *filter(None, sys.path)])}
+    reader, writer = os.pipe()
+    os.write(writer, text.encode())
+    os.close(writer)
+    arguments = {"-c": ["-c", text], "stdin": ["-"], "a pipe": [f"/dev/fd/{reader}"]}[how]
+    try:
+        done = subprocess.run([sys.executable, *arguments, method], env=env, input=text if how == "stdin" else "",
+                              pass_fds=[reader], capture_output=True, text=True, timeout=60, check=False)  # fmt: skip
+    finally:
+        os.close(reader)
+    assert (done.stdout, done.stderr) == ("[(2, '__main__')]\n", "")
+
+
+@pytest.mark.slow
+@each_method
+def test_a_ranks_variables_hold_over_what_the_top_of_the_script_sets(method: str, tmp_path: Path) -> None:
+    text = """
+    import os
+    os.environ["DEVICE"] = "0,1"
+    def look(): return os.environ["DEVICE"]
+    if __name__ == "__main__":
+        print(run(look, envs={0: {"DEVICE": "0"}, 1: {"DEVICE": "1"}}))
+    """
+    assert run_main(tmp_path, text, method) == "['0', '1']\n"
+
+
+@pytest.mark.slow
+@each_method
+def test_what_the_top_of_the_script_makes_of_multiprocessing_is_the_launchers(method: str, tmp_path: Path) -> None:
+    """A worker's start method and name are its own, and forks are told that they are when all has been loaded."""
+    text = """
+    import multiprocessing, os, sys
+    from multiprocessing import util
+    multiprocessing.set_start_method("forkserver" if sys.argv[1] == "spawn" else "spawn", force=True)
+    multiprocessing.current_process().name = "Launcher"
+    ROOT = os.path.abspath(sys.argv[0])
+    class Counter: told = 0
+    util.register_after_fork(Counter, lambda kind: setattr(kind, "told", kind.told + 1))
+    def look():
+        return multiprocessing.get_start_method(), multiprocessing.current_process().name.split("-")[0], Counter.told
+    if __name__ == "__main__":
+        os.chdir("/")
+        print(run(look, nprocs=1)[0], *run(lambda: ROOT == os.path.abspath(__file__), nprocs=1))
+    """
+    kind = {"spawn": "SpawnProcess", "forkserver": "ForkServerProcess", "fork": "ForkProcess"}[method]
+    told = run_main(tmp_path, text, method, cwd=tmp_path)
+    assert told == f"{(method, kind, int(method != 'spawn'))} True\n"
+
+
+@pytest.mark.slow
+@each_sent
+def test_a_modules_folder_is_known_though_the_program_has_left_it(method: str, tmp_path: Path) -> None:
+    """Of ``-c`` and a prompt: the first entry of `sys.path` is the working directory, whichever that is."""
+    (tmp_path / "mine.py").write_text("def work(): return 7")
+    (tmp_path / "out").mkdir()
+    text = HEAD + "import mine, os\nos.chdir('out')\nprint(run(mine.work, nprocs=1))"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([ROOT, *filter(None, sys.path)])}
+    command = [sys.executable, "-c", text, method]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("[7]\n", "")
+
+
+@pytest.mark.slow
+def test_objects_of_a_manager_are_counted_by_forks(tmp_path: Path) -> None:
+    """`multiprocessing` counts them when all has been loaded."""
+    text = """
+    import multiprocessing
+    def work(proxy, ready, gone):
+        ready.put(1)
+        gone.get()
+        return len(proxy)
+    if __name__ == "__main__":
+        with multiprocessing.get_context("spawn").Manager() as manager:
+            ready, gone = manager.Queue(), manager.Queue()
+            group = start_processes("g", work, (manager.list([1, 2]), ready, gone), nprocs=1, start_method=METHOD)
+            ready.get()
+            group.args, group.entrypoint = {}, None  # what the launcher has of them
+            gone.put(1)
+            with group:
+                result = group.wait()
+            print(result.return_values)
+    """
+    assert run_main(tmp_path, text, "forkserver") == "{0: 2}\n"
+
+
+@pytest.mark.slow
+@each_method
+@pytest.mark.parametrize("what", ["os.chroot(sys.argv[2])", "sys.path.clear()", "use_up()"])
+def test_what_the_end_needs_is_there_before_the_function(method: str, what: str, tmp_path: Path) -> None:
+    if "chroot" in what and os.geteuid() != 0:
+        pytest.skip("takes root")
+    text = f"""
+    import atexit, os
+    KEPT = []
+    def use_up():
+        import resource
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        try:
+            while True: KEPT.append(os.dup(1))
+        except OSError:
+            pass
+    def work(_rank=0):
+        atexit.register(os.write, 1, b"exit handler;")
+        {what}
+        return 42
+    if __name__ == "__main__":
+        if "use_up" in {what!r}:
+            mp.start_processes(work, nprocs=1, start_method=METHOD)
+        else:
+            assert run(work, nprocs=1) == [42]
+    """
+    assert run_main(tmp_path, text, method, str(tmp_path)) == "exit handler;"
+
+
+@pytest.mark.slow
+@each_method
+def test_who_leaves_while_the_value_is_pickled_has_left(method: str, tmp_path: Path) -> None:
+    text = """
+    class Leaves:
+        def __init__(self, error): self.error = error
+        def __reduce__(self): raise self.error
+    def work(error): return Leaves(error)
+    if __name__ == "__main__":
+        for error in (SystemExit(5), SystemExit(0), KeyboardInterrupt()):
+            with start_processes("workers", work, (error,), nprocs=1, start_method=METHOD) as group:
+                result = group.wait()
+            print(result.outcomes[0].exitcode, result.outcomes[0].state, result.return_values)
+    """
+    assert run_main(tmp_path, text, method).splitlines() == ["5 failed {}", "0 succeeded {0: None}", "-2 failed {}"]
+
+
+@pytest.mark.slow
+@each_method
+def test_an_interrupt_ends_the_groups_of_a_worker_at_once(method: str, ready: Ready, tmp_path: Path) -> None:
+    """As it does those of the program: they have not been joined."""
+    text = f"""
+    import os, signal, time
+    def inner(_rank):
+        {ready.python()}
+        signal.pause()
+    def outer():
+        mp.spawn(inner, nprocs=1, join=False, start_method=METHOD)
+        while True:
+            time.sleep(0.1)  # signal.pause() would miss a signal that comes just before it
+    if __name__ == "__main__":
+        with start_processes("workers", outer, (), nprocs=1, start_method=METHOD) as group:
+            with open(sys.argv[2]) as fifo:
+                fifo.read()
+            os.kill(group.pids()[0], signal.SIGINT)
+            print(group.wait().outcomes[0].exitcode)
+    """
+    os.mkfifo(tmp_path / "go")
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(run_main, tmp_path, text, method, str(tmp_path / "go"))
+        [pid] = ready.pids()
+        (tmp_path / "go").write_text("go")
+        assert told.result(TIMEOUT) == "-2\n"
+        assert wait_gone([pid]) == set()
+
+
+@pytest.mark.slow
+def test_garbage_is_collected_in_forks_as_in_the_launcher(tmp_path: Path) -> None:
+    text = """
+    import gc
+    begun = gc.get_freeze_count()  # some, in Python 3.12
+    def look(): return gc.isenabled(), gc.get_freeze_count() > begun
+    if __name__ == "__main__":
+        print(*run(look, nprocs=1))
+        gc.disable()
+        gc.freeze()
+        print(*run(look, nprocs=1))
+    """
+    assert run_main(tmp_path, text, "fork") == "(True, False)\n(False, True)\n"
+
+
+@pytest.mark.slow
+@each_sent
+def test_a_class_with_attributes_of_any_name_is_found_by_its_own(method: str, tmp_path: Path) -> None:
+    """By value too: what the worker's main module holds then, a queue sends by name."""
+    text = """
+    import multiprocessing
+    def helper(): pass
+    class Task:
+        func = __func__ = staticmethod(helper)
+    class Step:
+        def loss(self): pass
+    def loss(): pass
+    def work(queue, task, step, function):
+        queue.put(task)
+        queue.put(function)
+    if __name__ == "__main__":
+        queue = multiprocessing.get_context("spawn").SimpleQueue()
+        run(work, queue, Task(), Step(), loss, nprocs=1, main="value")
+        print(type(queue.get()) is Task, queue.get() is loss)
+    """
+    assert run_main(tmp_path, text, method) == "True True\n"
+
+
+# --- without the guard
+
+
+@pytest.mark.slow
+@each_sent
+@pytest.mark.parametrize("way", ["start_processes", "spawn", "warm"])
+def test_a_script_without_the_guard_is_told_the_two_lines(method: str, way: str, tmp_path: Path) -> None:
+    line = {
+        "start_processes": "result = run(work)",
+        "spawn": "mp.spawn(work, nprocs=2, start_method=METHOD)",
+        "warm": "run(work) if METHOD == 'spawn' else run(work, preload=['__main__'])",
+    }[way]
+    text = f"print('top')\ndef work(*_):\n    print('called')\n{line}\n"
+    done = try_main(tmp_path, text, method)
+    assert done.returncode == 1
+    number = (HEAD + text).splitlines().index(line) + 1
+    assert f"script.py, line {number}, starts processes whenever the file is run" in done.stderr
+    guard = f'    if __name__ == "__main__":\n        {line}\n'
+    assert guard in done.stderr
+    assert done.stdout.count("top") <= 3  # the program, and each worker once
+    assert "called" not in done.stdout
+
+
+@pytest.mark.slow
+@each_sent
+def test_a_script_that_exits_when_it_is_run_again_has_not_succeeded(method: str, tmp_path: Path) -> None:
+    text = """
+    def work(): return 1
+    def main():
+        print(run(work))
+        return 0
+    if __name__ != "__main__":
+        sys.exit(0)
+    sys.exit(main())
+    """
+    done = try_main(tmp_path, text, method)
+    assert done.returncode == 1
+    assert "exits (SystemExit(0)) whenever the file is run" in done.stderr
+    assert "UnguardedMainError" in done.stderr
+
+
+@pytest.mark.slow
+@each_sent
+def test_what_is_defined_below_the_guard_is_asked_for_above_it(method: str, tmp_path: Path) -> None:
+    text = """
+    if __name__ == "__main__":
+        def work(): return 1
+        print(run(work, main="value"))
+        run(work)
+    """
+    done = try_main(tmp_path, text, method)
+    assert done.stdout == "[1, 1]\n"
+    assert "Can't get attribute 'work'" in done.stderr
+    assert 'not below `if __name__ == "__main__":`' in done.stderr
+    assert 'main="value"' in done.stderr
+
+
+@pytest.mark.slow
+@each_sent
+@pytest.mark.parametrize("warm", [False, True])
+def test_an_exception_at_the_top_of_the_script_is_told_as_it_is(method: str, warm: bool, tmp_path: Path) -> None:
+    text = """
+    if __name__ == "__mp_main__":
+        raise ValueError("no data here")
+    def work(): return 1
+    if __name__ == "__main__":
+        try:
+            run(work, **({"preload": ["__main__"]} if "warm" in sys.argv else {}))
+        except Exception as error:
+            print(error)
+    """
+    done = try_main(tmp_path, text, method, *["warm"] * (warm and method == "forkserver"))
+    assert 'raise ValueError("no data here")' in done.stdout
+    assert "_engine" not in done.stdout
+    assert f"A worker runs {tmp_path / 'script.py'} again, as __mp_main__." in done.stdout
+    assert "unpickled" not in done.stdout, "nothing was"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["process", "pool", "executor"])
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_script_that_starts_children_of_multiprocessing_without_the_guard(
+    way: str, warm: bool, tmp_path: Path
+) -> None:
+    """Also in the process that preloads it: a pool there would start children that fail for ever."""
+    line = {
+        "process": "context.Process(target=work).start()",
+        "pool": "context.Pool(1)",
+        "executor": "concurrent.futures.ProcessPoolExecutor(1, mp_context=context).submit(work)",
+    }[way]
+    text = f"""
+    import concurrent.futures, multiprocessing
+    context = multiprocessing.get_context("spawn")
+    def work(): return 1
+    if __name__ == "__mp_main__":
+        {line}
+    if __name__ == "__main__":
+        try:
+            run(work, **({{"preload": ["__main__"]}} if "warm" in sys.argv else {{}}))
+        except Exception as error:
+            print(error)
+    """
+    done = try_main(tmp_path, text, "forkserver", *["warm"] * warm)
+    assert "UnguardedMainError" in done.stdout
+    assert "starts processes whenever the file is run" in done.stdout
+    assert line in done.stdout
+    assert "freeze_support" not in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@each_sent
+def test_what_stops_the_run_of_the_script_is_told_without_our_frames(method: str, tmp_path: Path) -> None:
+    """The file is another than the one that was started."""
+    text = """
+    def work(i): return 1
+    if __name__ == "__main__":
+        with open(__file__, encoding="utf-8") as file:
+            source = file.read()
+        for changed in ("def (", source.replace("def work", "def other")):
+            with open(__file__, "w", encoding="utf-8") as file:
+                file.write(changed)
+            try:
+                mp.spawn(work, nprocs=3, start_method=METHOD)
+            except mp.ProcessRaisedException as error:
+                print(error, *getattr(error, "__notes__", ()))
+    """
+    done = try_main(tmp_path, text, method)
+    assert "SyntaxError: invalid syntax" in done.stdout
+    assert "Can't get attribute 'work'" in done.stdout
+    assert "_engine" not in done.stdout
+
+
+def test_main_is_one_of_two() -> None:
+    with pytest.raises(ValueError, match="main: expected 'import' or 'value', got 'reference'"):
+        start_processes("m", workers.nothing, (), nprocs=1, main="reference")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, head",
+    [
+        ("a folder of \u00fcmlauts/train.py", b""),
+        ("raw\udcff/train.py", b"\xef\xbb\xbf"),
+        ("train", b"# -*- coding: latin-1 -*-\r\nWORD = '\xe9'\r\n"),
+        ("train.pyc", b""),
+        ("link.py", b"\r\n"),
+    ],
+)
+def test_a_script_is_run_again_whatever_its_name_and_its_encoding(name: str, head: bytes, tmp_path: Path) -> None:
+    import py_compile
+
+    text = HEAD + dedent(
+        """
+        def work(): return __name__, ascii(__file__), sys.argv[1:], sys.path[0], ascii(globals().get("WORD"))
+        if __name__ == "__main__":
+            for options in ({}, {"preload": ["__main__"]})[: 1 + (METHOD == "forkserver")]:
+                told = run(work, nprocs=1, **options)[0]
+                print(told[:1], told[1] == ascii(__file__), told[2], told[3] == sys.path[0], told[4])
+        """
+    )
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(head + text.encode())
+    if path.suffix == ".pyc":
+        source = path.rename(tmp_path / "source.py")
+        py_compile.compile(str(source), str(path))
+    elif path.name == "link.py":
+        path.symlink_to(path.rename(tmp_path / "source.py"))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([ROOT, *filter(None, sys.path)]), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, name, "forkserver", "more"]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    word = ascii("\u00e9" if b"latin" in head else None)
+    line = f"('__mp_main__',) True ['forkserver', 'more'] True {word}\n"
+    assert (done.stdout, done.stderr) == (line * 2, "")
+
+
+@pytest.mark.slow
+@each_sent
+@pytest.mark.parametrize(
+    "host", ["pdb -c c -c q", "cProfile -o /dev/null", "trace --count -C . --ignore-dir=/", "runpy"]
+)
+def test_a_script_in_a_host(method: str, host: str, tmp_path: Path) -> None:
+    """Some have it for main module, and some run it beside their own: what it defines goes by value then."""
+    text = """
+    class Thing: pass
+    def work(thing): return type(thing) is Thing, Thing()
+    if __name__ == "__main__":
+        told, thing = run(work, Thing(), nprocs=1)[0]
+        print("told", told, type(thing) is Thing)
+    """
+    (tmp_path / "script.py").write_text(HEAD + dedent(text))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([ROOT, *filter(None, sys.path)]), "TMPDIR": str(tmp_path)}
+    words = ["-m", *host.split(), "script.py"]
+    if host == "runpy":
+        words = ["-c", "import runpy; runpy.run_path('script.py', run_name='__main__')"]
+    command = [sys.executable, *words, method]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert "told True True" in done.stdout.splitlines(), done.stdout + done.stderr
+
+
+# --- warm
+
+
+@pytest.mark.slow
+def test_the_main_module_is_run_again_once_for_all_forks_of_a_warm_process(tmp_path: Path) -> None:
+    text = """
+    import os
+    from phalanx.multiprocessing import warm
+    made = os.getpid()
+    class Thing:
+        pass
+    def work(thing): return made, os.getpid(), type(thing) is Thing, sys.argv[1:]
+    if __name__ == "__main__":
+        with warm(preload=["__main__"]):
+            found = run(work, Thing(), nprocs=3) + run(work, Thing(), nprocs=3)
+        print(len({each[0] for each in found}), len({each[1] for each in found}), found[0][0] != made)
+        print(all(each[2] for each in found), found[0][3])
+    """
+    told = run_main(tmp_path, text, "forkserver", "more").splitlines()
+    assert told == ["1 6 True", "True ['forkserver', 'more']"]
+
+
+def test_a_main_module_that_cannot_be_run_again_cannot_be_preloaded() -> None:
+    code = (
+        "from phalanx.multiprocessing import warm\n"
+        "try: warm(preload=['__main__'])\n"
+        "except ValueError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.startswith("preload: __main__ cannot be run again")
+
+
+# --- what comes back, and what goes there
+
+
+@pytest.mark.slow
+@each_method
+def test_connections_and_sockets_come_back(method: str) -> None:
+    with start_processes("c", workers.make_connections, (), nprocs=2, start_method=method) as group:
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert result.succeeded, result.root_cause
+    for rank, (end, sock) in result.return_values.items():
+        assert end.recv() == ("a connection", os.getpid() != group.pids()[rank])
+        assert sock.recv(100) == b"a socket"
+        end.close()
+        sock.close()
+
+
+@pytest.mark.slow
+@each_method
+def test_descriptors_that_nobody_asks_for_are_closed(method: str) -> None:
+    with start_processes("c", workers.make_connections, (), nprocs=2, start_method=method) as group:
+        for worker in group._started().mirror.workers.values():
+            worker.ended.wait(TIMEOUT)
+
+
+@pytest.mark.slow
+@each_sent
+def test_a_socket_comes_back_whoever_is_loaded(method: str, tmp_path: Path) -> None:
+    text = """
+    import socket, warnings
+    def make():
+        warnings.simplefilter("ignore", ResourceWarning)
+        near, far = socket.socketpair()
+        near.sendall(b"hello")
+        return "multiprocessing.reduction" in sys.modules, far
+    if __name__ == "__main__":
+        for loaded, far in run(make):
+            print(loaded, far.recv(9))
+            far.close()
+    """
+    assert run_main(tmp_path, text, method) == "False b'hello'\n" * 2
+
+
+@pytest.mark.slow
+@each_sent
+def test_what_cannot_be_sent_is_named_beside_what_is_found_by_its_name(method: str, tmp_path: Path) -> None:
+    text = """
+    import threading
+    lock = threading.Lock()
+    class Good:
+        def method(self):
+            return lock
+    def work(*values):
+        return {"good": Good(), "method": Good().method, "bad": lock}
+    if __name__ == "__main__":
+        try:
+            run(work, Good(), {"good": Good(), "bad": lock})
+        except TypeError as error:
+            print(error)
+        with start_processes("workers", work, (), nprocs=1, start_method=METHOD) as group:
+            print(group.wait().root_cause.message)
+    """
+    sent, returned = run_main(tmp_path, text, method).splitlines()
+    assert sent.startswith("item 'bad' of argument 1 of rank 0 (_thread.lock) cannot be sent to a worker")
+    assert "item 'bad' of the return value (_thread.lock) cannot be pickled" in returned
+
+
+class Asking:
+    """Starts a group, and waits for it, where it is unpickled."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        self.pid = state["pid"]
+        if os.getpid() == self.pid:
+            with start_processes("inner", workers.make_connections, (), nprocs=1) as group:
+                result = group.wait(TIMEOUT)
+            assert result is not None
+            self.found = result.return_values[0]
+
+
+def ask_and_connect(pid: int) -> list[Any]:
+    return [Asking(pid), *workers.make_connections()]
+
+
+@pytest.mark.slow
+def test_a_value_that_waits_for_another_group_when_it_is_unpickled() -> None:
+    with start_processes("outer", ask_and_connect, (os.getpid(),), nprocs=1) as group:
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert result.succeeded, result.root_cause
+    asking, *outer = result.return_values[0]
+    for end, sock in (asking.found, outer):
+        assert sock.recv(100) == b"a socket"
+        end.close()
+        sock.close()
+
+
+@pytest.mark.slow
+def test_descriptors_of_a_worker_that_failed_after_all_are_closed() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with start_processes("f", connections_and_fail, (), nprocs=2, start_method="spawn") as group:
+        result = group.wait(TIMEOUT)
+        assert result is not None
+        assert result.is_failed()
+    assert len(os.listdir("/proc/self/fd")) < before + 20
+
+
+def connections_and_fail() -> list[Any]:
+    import atexit
+    from multiprocessing import Pipe
+
+    atexit.register(os._exit, 3)
+    return [end for _ in range(50) for end in Pipe()]
+
+
+@pytest.mark.slow
+@each_sent
+def test_locks_and_queues_do_not_come_back(method: str) -> None:
+    """They are the launcher's only as long as who has made them lives; `multiprocessing` refuses them as well."""
+    with start_processes("c", workers.make_a_queue, (), nprocs=1, start_method=method) as group:
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert result.root_cause is not None
+    assert "only be shared between processes through inheritance" in result.root_cause.message
+
+
+@pytest.mark.slow
+def test_too_many_descriptors_are_refused() -> None:
+    with start_processes("c", workers.make_pipes, (101,), nprocs=1) as group:
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert result.root_cause is not None
+    assert "it holds 202 descriptors; at most 200" in result.root_cause.message
+
+
+@pytest.mark.slow
+@each_sent
+def test_a_socket_is_an_argument_whoever_is_loaded(method: str, tmp_path: Path) -> None:
+    text = """
+    import socket
+    def say(sock):
+        with sock:
+            sock.sendall(b"here")
+    if __name__ == "__main__":
+        assert "multiprocessing.reduction" not in sys.modules
+        ours, theirs = socket.socketpair()
+        run(say, theirs, nprocs=2)
+        theirs.close()
+        print(ours.recv(8, socket.MSG_WAITALL))
+        ours.close()
+    """
+    assert run_main(tmp_path, text, method) == "b'herehere'\n"
+
+
+@pytest.mark.slow
+@each_method
+def test_shared_memory_that_a_worker_makes_stays(method: str, tmp_path: Path) -> None:
+    """As for `multiprocessing`: until the launcher ends, whether or not that has a resource tracker by then."""
+    text = """
+    def make(index):
+        from multiprocessing.shared_memory import SharedMemory
+        segment = SharedMemory(create=True, size=8)
+        segment.buf[0] = 65 + index
+        segment.close()
+        return segment.name
+    if __name__ == "__main__":
+        for _ in range(2):
+            assert "multiprocessing.resource_tracker" not in sys.modules or _
+            with start_processes("m", make, {0: (0,), 1: (1,)}, start_method=METHOD) as group:
+                names = group.wait().return_values
+            from multiprocessing.shared_memory import SharedMemory
+            for name in names.values():
+                segment = SharedMemory(name)
+                print(chr(segment.buf[0]))
+                segment.close()
+                segment.unlink()
+    """
+    assert run_main(tmp_path, text, method) == "A\nB\nA\nB\n"
+
+
+@pytest.mark.slow
+def test_shared_memory_outlives_a_worker_whatever_was_preloaded(tmp_path: Path) -> None:
+    """The resource tracker of the process that imports ends with it, and would unlink all that it knows of."""
+    (tmp_path / "early.py").write_text("from multiprocessing import get_context\nlock = get_context('spawn').Lock()\n")
+    text = """
+    import warnings
+    from multiprocessing.shared_memory import SharedMemory
+    def make():
+        shared = SharedMemory(create=True, size=8)
+        shared.close()
+        return shared.name
+    if __name__ == "__main__":
+        [name] = run(make, nprocs=1, preload=["early"])
+        shared = SharedMemory(name=name)
+        print(shared.size >= 8)
+        shared.close()
+        shared.unlink()
+    """
+    done = try_main(tmp_path, text, "forkserver")
+    assert done.stdout == "True\n", done.stderr
+
+
+@pytest.mark.slow
+@each_method
+def test_a_worker_is_given_the_resource_tracker_while_the_launcher_ends(method: str, tmp_path: Path) -> None:
+    """From Python 3.12 on, it can have no thread by then."""
+    text = """
+    from multiprocessing.shared_memory import SharedMemory
+    def work(rank, path, kept):
+        if rank == 0:
+            shared = SharedMemory(create=True, size=8)
+            shared.buf[0] = 7
+            shared.close()
+            kept.put(shared.name)
+        else:
+            name = kept.get()
+            with open(path) as fifo:  # rank 0 has ended
+                fifo.read()
+            shared = SharedMemory(name=name)
+            print("sees", shared.buf[0], flush=True)
+            shared.close()
+            shared.unlink()
+    if __name__ == "__main__":
+        import atexit, os
+        from multiprocessing import get_context
+        os.mkfifo(sys.argv[2])
+        queue = get_context("spawn" if METHOD != "fork" else "fork").SimpleQueue()
+        context = mp.spawn(work, (sys.argv[2], queue), nprocs=2, join=False, start_method=METHOD)
+        def go():
+            with open(sys.argv[2], "w"):
+                context.processes[0].join(20)
+        import threading
+        thread = threading.Thread(target=go)
+        thread.start()
+    """
+    assert run_main(tmp_path, text, method, str(tmp_path / "fifo")) == "sees 7\n"
+
+
+@pytest.mark.slow
+@each_method
+def test_a_worker_that_asks_for_the_resource_tracker_and_is_gone(method: str, tmp_path: Path) -> None:
+    """The launcher listens to the others still, and lives on where a broken pipe is fatal."""
+    text = """
+    import os, signal, time
+    def work(index):
+        gone = sys.argv[2] + "/gone"
+        if index == 0:
+            from phalanx._engine import worker_messages
+            from phalanx._engine.worker import mp_child
+            worker_messages.send = lambda *arguments, send=worker_messages.send: (send(*arguments), os._exit(0))
+            open(gone, "w").close()
+            mp_child._this_child.ask()
+        while not os.path.exists(gone):
+            time.sleep(0.01)
+        time.sleep(0.5)  # in which the launcher answers
+        return b"x" * 15_000
+    if __name__ == "__main__":
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        with start_processes("m", work, {rank: (rank,) for rank in range(20)}, start_method=METHOD) as group:
+            result = group.wait(40)
+        print({rank: len(value or b"") for rank, value in result.return_values.items()})
+    """
+    told = {0: 0} | dict.fromkeys(range(1, 20), 15_000)
+    assert run_main(tmp_path, text, method, str(tmp_path)) == f"{told}\n"
+
+
+@pytest.mark.slow
+def test_a_fork_does_not_wait_for_the_resource_trackers_lock(tmp_path: Path) -> None:
+    """A thread of the launcher's may hold it, which starts a tracker for another group's worker."""
+    text = """
+    import multiprocessing.resource_tracker
+    def work():
+        multiprocessing.resource_tracker.ensure_running()
+        return multiprocessing.resource_tracker._resource_tracker._pid
+    if __name__ == "__main__":
+        import threading
+        held, over = threading.Event(), threading.Event()
+        def hold():
+            with multiprocessing.resource_tracker._resource_tracker._lock:
+                held.set()
+                over.wait()
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait()
+        with start_processes("workers", work, nprocs=1, start_method=METHOD) as group:
+            threading.Timer(0.5, over.set).start()
+            print(group.wait(20).return_values)
+        thread.join()
+    """
+    done = try_main(tmp_path, text, "fork")  # from Python 3.12 on, a fork warns of threads
+    assert done.stdout == "{0: None}\n", done.stderr
+
+
+def _child(report: int) -> mp_child.Child:
+    return mp_child.Child(ChildIdentities("spawn", 1).state(0), 0, report, forked=False)
+
+
+def test_a_worker_asks_for_the_resource_tracker_when_there_is_room() -> None:
+    """The workers of a group have one socket to their launcher, which may be busy."""
+    theirs, ours = channels.pair()
+    inbox = worker_messages.Inbox(theirs, lambda _fds: None)
+    asker = _child(ours.fileno())
+    ours.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            ours.send(b"R" + b"x" * 15_000)
+    reader, writer = os.pipe()
+
+    def answer() -> None:
+        while select.select([theirs], [], [], TIMEOUT)[0]:
+            packet = inbox.receive()
+            if packet is not None and packet.letter == worker_messages.TRACKER:
+                with socket.socket(fileno=packet.fds[0]) as answering:
+                    socket.send_fds(answering, [b"1"], [writer])
+                return
+
+    timer = threading.Timer(0.2, answer)
+    timer.start()
+    fd = asker.ask()
+    timer.join()
+    assert fd is not None
+    assert os.path.samestat(os.fstat(fd), os.fstat(writer))
+    for each in (fd, reader, writer):
+        os.close(each)
+    inbox.close()
+    ours.close()
+
+
+def test_a_worker_whose_socket_has_been_closed_asks_nobody() -> None:
+    """Its number may be that of a socket of the user's by now."""
+    theirs, ours = channels.pair()
+    asker = _child(ours.fileno())
+    user, other = socket.socketpair()
+    with user, other:
+        os.dup2(user.fileno(), ours.fileno())
+        before = os.listdir("/proc/self/fd")
+        assert asker.ask() is None
+        assert os.listdir("/proc/self/fd") == before
+        assert user.getblocking()
+        assert os.get_blocking(user.fileno())
+        other.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            other.recv(1)
+    theirs.close()
+    ours.close()
+
+
+@pytest.mark.slow
+def test_a_group_whose_workers_use_no_multiprocessing_loads_none(tmp_path: Path) -> None:
+    text = """
+    def loaded():
+        return sorted(name for name in sys.modules if name.startswith("multiprocessing")), len(sys.meta_path)
+    if __name__ == "__main__":
+        print(run(loaded, nprocs=1)[0][0])
+    """
+    for method in SENT:
+        assert run_main(tmp_path, text, method) == "[]\n"
+
+
+@pytest.mark.slow
+@each_method
+def test_a_fork_server_of_a_worker_is_not_left_behind(method: str) -> None:
+    with start_processes("s", workers.use_a_fork_server, (), nprocs=2, start_method=method) as group:
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert result.succeeded, result.root_cause
+    assert result.leftovers == ()

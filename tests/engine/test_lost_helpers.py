@@ -1,0 +1,704 @@
+"""Guard, keeper and launcher are stopped and killed at awkward moments: nobody is left, and what is said is true."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from phalanx._base import channels, interpreter, procfs
+from phalanx._engine import keeper_client as client_module
+from phalanx._engine import protocol
+from phalanx._engine.keeper import keeper as keeper_module
+from phalanx._engine.keeper_client import KeeperClient
+from phalanx._engine.marked_processes import MarkedProcesses
+from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, PContext, SubprocessContext, start_processes
+from tests.support.helpers import TIMEOUT, alive, pass_gate, tell, wait_gone
+from tests.support.waits import shorten
+from tests.support.workers import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from phalanx.multiprocessing import LogsDest
+    from tests.support.disks import Disk
+    from tests.support.helpers import Gate, Ready
+
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
+
+
+def stop(pid: int) -> None:
+    """SIGSTOP, and wait until it has taken effect."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: procfs.Stat(pid).state == "T")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Look again and again: for what no descriptor tells."""
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline
+        select.select((), (), (), 0.001)
+
+
+def helpers_of(group: PContext) -> tuple[int, int]:
+    """The pids of a group's guard and of its keeper."""
+    guard = group._started()._keeper._guard
+    [kept] = procfs.children(guard)
+    return guard, kept
+
+
+# --- while the keeper boots
+
+BOOTING = """
+import os, signal, sys, time
+from phalanx._base import procfs
+from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, SubprocessContext, start_processes
+from tests.support.helpers import tell
+from tests.engine.test_lost_helpers import StopTheKeeper
+
+address, who, survivor = sys.argv[1:]
+specs = StopTheKeeper(address)
+try:
+    start_processes("g", "/bin/sh", ("-c", survivor), nprocs=2, logs_specs=specs).wait()
+except KeeperLostError as error:
+    print("lost:", error)
+"""
+
+
+class StopTheKeeper(DefaultLogsSpecs):
+    """Between the boot of the keeper and the order to start: stops the keeper, and says who is who."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        self._address = address
+
+    def reify(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
+        """See `LogsSpecs.reify`."""
+        from tests.support.helpers import tell
+
+        deadline = time.monotonic() + TIMEOUT
+        while True:
+            assert time.monotonic() < deadline
+            for guard in procfs.children(os.getpid()):
+                for keeper in procfs.children(guard):
+                    os.kill(keeper, signal.SIGSTOP)
+                    tell(self._address, f"{guard} {keeper}")
+                    return super().reify(envs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["keeper", "guard", "launcher"])
+@pytest.mark.parametrize("_turn", range(3))
+def test_an_order_to_start_that_lies_unread(ready: Ready, tmp_path: Path, who: str, _turn: int) -> None:
+    """The keeper is stopped as it boots. The order is sent, and somebody is killed: nothing must be started by it."""
+    survivor = f'exec {sys.executable} -S -c "import signal; {ready.python()}; signal.pause()"'
+    script = tmp_path / "launcher.py"
+    script.write_text(BOOTING)
+    env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([ROOT, *filter(None, sys.path)])}
+    command = [sys.executable, str(script), ready.address, who, survivor]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as launcher:
+        guard, keeper = map(int, ready.wait()[0].split())
+        until(lambda: procfs.Stat(keeper).state == "T")
+        # The order has been sent when the launcher waits: two threads, both asleep.
+        tasks = f"/proc/{launcher.pid}/task"
+        until(lambda: len(os.listdir(tasks)) > 1 and all(sleeps(f"{tasks}/{task}") for task in os.listdir(tasks)))
+        os.kill({"keeper": keeper, "guard": guard, "launcher": launcher.pid}[who], signal.SIGKILL)
+        assert wait_gone([guard, keeper, launcher.pid]) == set()
+        out, _ = launcher.communicate(timeout=TIMEOUT)
+    poll = select.poll()
+    poll.register(ready._sock, select.POLLIN)
+    survivors = ready.pids() if poll.poll(300) else []
+    assert [pid for pid in survivors if alive(pid)] == []
+    if who != "launcher":
+        assert out.startswith("lost: ")
+        assert f"the group's {who} process was killed by signal 9" in out
+
+
+STOPS_BEFORE_IT_IS_UP = """
+import os
+from phalanx._engine.keeper import keeper
+
+def keep(self, *arguments, keep=keeper.Keeper.keep):
+    os.kill(os.getpid(), 19)
+    keep(self, *arguments)
+
+keeper.Keeper.keep = keep
+"""
+
+
+def test_a_keeper_that_says_it_is_up_as_its_guard_is_found_dead_is_not_taken_for_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The death of its guard wakes it. Its first word comes then, and the launcher may have read no other yet."""
+    command, helpers_gone, receive = interpreter.command, KeeperClient.helpers_gone, channels.Channel.receive
+    heard: list[object] = ["nothing yet"]
+
+    def found_dead(client: KeeperClient) -> bool:
+        gone = helpers_gone(client)
+        if heard == ["nothing yet"]:
+            heard.clear()
+            select.select([client.channel], (), (), TIMEOUT)
+        return gone
+
+    def one_word_at_first(channel: channels.Channel) -> object:
+        if heard == ["nothing yet"]:
+            return None
+        if heard == ["up"]:
+            heard.append("nothing more")
+            return None
+        received = receive(channel)
+        if received is not None:
+            heard.append(received[0][0])
+        return received
+
+    raised: list[BaseException] = []
+
+    def start() -> None:
+        try:
+            start_processes("g", "/bin/sleep", ("600",), nprocs=2)
+        except BaseException as error:  # noqa: BLE001 - it is looked at
+            raised.append(error)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(interpreter, "command", lambda flags, code: command(flags, STOPS_BEFORE_IT_IS_UP + code))
+        patch.setattr(KeeperClient, "helpers_gone", found_dead)
+        patch.setattr(channels.Channel, "receive", one_word_at_first)
+        starting = threading.Thread(target=start)
+        starting.start()
+        until(lambda: stopped_helpers() != [])
+        [(guard, keeper)] = stopped_helpers()
+        os.kill(guard, signal.SIGKILL)
+        starting.join(TIMEOUT)
+        assert not starting.is_alive()
+    assert wait_gone([guard, keeper]) == set()
+    [error] = raised
+    assert heard[:2] == ["up", "nothing more"]
+    assert str(error).startswith("the group's guard process was killed by signal 9")
+
+
+def stopped_helpers() -> list[tuple[int, int]]:
+    """Guards that we have started, with their keepers, which are stopped."""
+    pairs = [(guard, keeper) for guard in procfs.children(os.getpid()) for keeper in procfs.children(guard)]
+    return [(guard, keeper) for guard, keeper in pairs if procfs.Stat(keeper).state == "T"]
+
+
+def sleeps(task: str) -> bool:
+    with open(f"{task}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()[0] == b"S"
+
+
+# --- while the group runs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["binary", "forkserver", "fork"])
+def test_a_stopped_keeper_whose_guard_is_killed_is_woken(kind: str, ready: Ready) -> None:
+    """By the kernel: nobody needs to ask."""
+    with running(kind, ready) as group:
+        pids = ready.pids(2)
+        guard, keeper = helpers_of(group)
+        stop(keeper)
+        os.kill(guard, signal.SIGKILL)
+        assert wait_gone([*pids, keeper], 5) == set()
+        with pytest.raises(KeeperLostError, match="guard process was killed by signal 9; every process of the group"):
+            group.wait(TIMEOUT)
+
+
+def pauses(address: str) -> None:
+    from tests.support.helpers import tell
+
+    tell(address, str(os.getpid()))
+    while True:
+        signal.pause()
+
+
+def running(kind: str, ready: Ready) -> PContext:
+    if kind == "binary":
+        code = f"import signal; {ready.python()}; signal.pause()"
+        return start_processes("g", sys.executable, ("-S", "-c", code), nprocs=2)
+    return start_processes("g", pauses, (ready.address,), nprocs=2, start_method=kind)
+
+
+@pytest.mark.slow
+def test_a_keeper_that_is_stopped_again_and_again_is_done_without(
+    ready: Ready, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And then its guard is killed: the last resort is not called off by what has been said of the loss before."""
+    shorten(monkeypatch, ANSWER_WAIT=0.3, KILL_WAIT=0.3, DRAIN_WAIT=0.1)
+    monkeypatch.setattr(KeeperClient, "wake", lambda _keeper: None)  # somebody stops it faster than it can be woken
+    resort = MarkedProcesses.kill  # which is not what is shortened: it looks at every process of the machine
+    monkeypatch.setattr(MarkedProcesses, "kill", lambda self, _wait, spared=0: resort(self, TIMEOUT, spared))
+    with running("binary", ready) as group:
+        pids = ready.pids(2)
+        guard, keeper = helpers_of(group)
+        for pid in (keeper, guard):
+            stop(pid)
+        group.close(timeout=0.1)
+        assert [pid for pid in (*pids, guard, keeper) if alive(pid)] == []
+        with pytest.raises(KeeperLostError, match=r"answered no more.*every process of the group was killed with it"):
+            group.wait(0)
+
+
+def test_a_stopped_keeper_is_woken_by_a_close(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten(monkeypatch, ANSWER_WAIT=0.2)
+    with running("binary", ready) as group:
+        ready.pids(2)
+        stop(helpers_of(group)[1])
+        group.close(timeout=TIMEOUT)
+        result = group.wait(0)
+    assert result is not None
+    assert result.state == "stopped"
+    assert {outcome.exitcode for outcome in result.outcomes.values()} == {-signal.SIGTERM}
+
+
+@contextlib.contextmanager
+def forks_with_every_descriptor() -> Iterator[list[int]]:
+    """Forks of this process, which have all that is open here, and live until the end of the context."""
+    out, into = os.pipe()
+    pids: list[int] = []
+
+    def fork() -> None:
+        pid = os.fork()
+        if pid == 0:
+            os.close(into)
+            os.read(out, 1)
+            os._exit(0)
+        pids.append(pid)
+
+    pair = channels.pair
+
+    def pair_and_fork() -> object:
+        both = pair()
+        fork()
+        return both
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(channels, "pair", pair_and_fork)
+        yield pids
+    os.close(into)
+    os.close(out)
+    for pid in pids:
+        os.waitpid(pid, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_helpers_that_are_lost_while_a_fork_of_the_host_has_their_end_of_the_socket(ready: Ready) -> None:
+    """It would tell of their end never."""
+    with forks_with_every_descriptor() as forks:
+        group = running("binary", ready)
+        assert forks
+        pids = ready.pids(2)
+        lose_both(group)
+        with pytest.raises(KeeperLostError, match="keeper and its guard were killed; every process"):
+            group.wait(TIMEOUT)
+        assert [pid for pid in pids if alive(pid)] == []
+        group.close()
+
+
+@pytest.mark.slow
+def test_the_last_resort_takes_two_descriptors(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running("binary", ready) as group:
+        pids = ready.pids(2)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resort = MarkedProcesses.kill
+
+        def with_few(self: MarkedProcesses, wait: float, spared: int = 0) -> tuple[list[int], list[int]] | None:
+            held = [os.open(os.devnull, os.O_RDONLY)]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 2, hard))
+            with contextlib.suppress(OSError):
+                while True:
+                    held.append(os.open(os.devnull, os.O_RDONLY))
+            for _ in range(free):
+                os.close(held.pop())
+            try:
+                return resort(self, wait, spared)
+            finally:
+                for fd in held:
+                    os.close(fd)
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+        monkeypatch.setattr(MarkedProcesses, "kill", with_few)
+        free = 2
+        lose_both(group)
+        with pytest.raises(KeeperLostError, match="every process of the group was killed with it"):
+            group.wait(TIMEOUT)
+        assert [pid for pid in pids if alive(pid)] == []
+
+
+def test_without_any_descriptor_it_is_said_that_nobody_could_be_looked_for(
+    ready: Ready, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MarkedProcesses, "kill", lambda _self, _wait, _spared: None)
+    with running("binary", ready) as group:
+        pids = ready.pids(2)
+        lose_both(group)
+        with pytest.raises(
+            KeeperLostError, match="no descriptor is left, or no /proc, to look for its processes: some may live on"
+        ):
+            group.wait(TIMEOUT)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    assert wait_gone(pids) == set()
+
+
+@pytest.mark.slow
+def test_the_last_resort_finds_a_process_whose_first_thread_has_gone(ready: Ready, tmp_path: Path) -> None:
+    """Its state is that of a zombie, and its own environment is empty: those of its threads are not."""
+    script = tmp_path / "leaderless.py"
+    script.write_text(
+        "import ctypes, os, threading\n"
+        "def stay():\n"
+        f"    {ready.python()}\n"
+        "    threading.Event().wait()\n"
+        "threading.Thread(target=stay).start()\n"
+        "ctypes.CDLL(None).pthread_exit(None)\n"
+    )
+    with start_processes("g", sys.executable, ("-S", str(script)), nprocs=1) as group:
+        [pid] = ready.pids()
+        until(lambda: procfs.Stat(pid).state == "Z")
+        lose_both(group)
+        with pytest.raises(KeeperLostError, match="every process of the group was killed with it"):
+            group.wait(TIMEOUT)
+        with contextlib.suppress(FileNotFoundError):  # whoever has inherited it may reap it at any time
+            assert len(os.listdir(f"/proc/{pid}/task")) == 1
+
+
+@pytest.mark.slow
+def test_the_last_resort_waits_for_no_process_that_gives_no_answer(
+    ready: Ready, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that sits in a page fault of a disk that does not answer."""
+    never = threading.Event()
+    look = MarkedProcesses.start_of
+    with running("binary", ready) as group, subprocess.Popen(["sleep", "1000"]) as other:
+        pids = ready.pids(2)
+
+        def start_of(self: MarkedProcesses, pid: int) -> int:
+            if pid == other.pid:
+                never.wait()
+            return look(self, pid)
+
+        monkeypatch.setattr(MarkedProcesses, "start_of", start_of)
+        lose_both(group)
+        with pytest.raises(KeeperLostError, match=rf"killed with it; but for processes {other.pid} it cannot be said"):
+            group.wait(TIMEOUT)
+        assert [pid for pid in pids if alive(pid)] == []
+        never.set()
+        assert alive(other.pid)
+        other.kill()
+
+
+def test_a_stopped_guard_and_keeper_are_woken_when_the_launcher_lets_go() -> None:
+    client = KeeperClient()
+    client.exec(("-I", "-S"))
+    try:
+        select.select([client.channel], (), ())  # the keeper is up
+        stop(procfs.children(client._guard)[0])
+        stop(client._guard)
+    finally:
+        assert client.close(TIMEOUT) == 0
+
+
+def test_a_guard_that_outlives_its_kill_is_waited_for_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the kill does not reach it."""
+    monkeypatch.setattr(client_module, "GUARD_WAIT", 0.1)
+    monkeypatch.setattr(KeeperClient, "kill_helpers", lambda _self: None)
+    monkeypatch.setattr(KeeperClient, "wake", lambda _self: None)
+    monkeypatch.setattr(MarkedProcesses, "kill", lambda _self, _wait, _spared: ([], []))
+    client = KeeperClient()
+    client.exec(("-I", "-S"))
+    guard = client._guard
+    stop(guard)
+    closing = threading.Thread(target=client.close, args=(0.1,))
+    closing.start()
+    closing.join(TIMEOUT)
+    assert not closing.is_alive()
+    os.kill(guard, signal.SIGKILL)
+    assert wait_gone([guard]) == set()
+
+
+def lose_both(group: PContext) -> None:
+    guard, kept = helpers_of(group)
+    assert os.getpgid(kept) == guard
+    os.killpg(guard, signal.SIGKILL)  # in one step: neither sees the other's end
+
+
+# --- closing while it starts
+
+
+@pytest.mark.parametrize("moment", ["before the keeper", "while the keeper boots"])
+def test_a_close_while_another_thread_starts(ready: Ready, moment: str) -> None:
+    """It is no silent no-op: nothing runs when both have returned."""
+    begun, go_on = threading.Event(), threading.Event()
+    raised: list[BaseException] = []
+
+    class Slow(DefaultLogsSpecs):
+        def reify(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
+            begun.set()
+            go_on.wait(TIMEOUT)
+            return super().reify(envs)
+
+    code = f"import signal; {ready.python()}; signal.pause()"
+    argv = {0: ("-S", "-c", code)}
+    group = SubprocessContext("g", sys.executable, argv, {0: {}}, Slow())
+
+    def start() -> None:
+        try:
+            group.start()
+        except BaseException as error:  # noqa: BLE001 - it is looked at
+            raised.append(error)
+
+    thread = threading.Thread(target=start)
+    if moment == "before the keeper":
+        thread.start()
+        begun.wait(TIMEOUT)
+        group.close()
+        go_on.set()
+    else:
+        go_on.set()
+        thread.start()
+        until(lambda: group._supervisor is not None or not thread.is_alive())
+        group.close()
+    thread.join(TIMEOUT)
+    assert not thread.is_alive()
+    if moment == "before the keeper":
+        [error] = raised
+        assert isinstance(error, RuntimeError)
+        assert str(error) == "the group 'g' was closed while it was starting"
+    else:
+        assert not group.is_open
+
+
+@pytest.mark.slow
+def test_a_signal_is_not_held_while_the_keeper_does_not_get_up(tmp_path: Path) -> None:
+    """The wait for the start ends with it, and the group can be closed."""
+    script = tmp_path / "script.py"
+    script.write_text("""
+import os, sys, signal, time
+from phalanx._base import procfs
+from phalanx.multiprocessing import SignalException, start_processes
+from tests.engine.test_lost_helpers import StopTheKeeper
+
+began = time.monotonic()
+try:
+    start_processes("g", "sleep", ("600",), nprocs=1, logs_specs=StopTheKeeper(sys.argv[1]), grace=0.5)
+except SignalException as error:
+    print(error.sigval.name, time.monotonic() - began < 10)
+""")
+    env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([ROOT, *filter(None, sys.path)])}
+    from tests.support.helpers import Ready
+
+    with Ready(tmp_path / "ready") as ready:
+        command = [sys.executable, str(script), ready.address]
+        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as launcher:
+            ready.wait()
+            tasks = f"/proc/{launcher.pid}/task"
+            until(lambda: len(os.listdir(tasks)) > 1 and all(sleeps(f"{tasks}/{task}") for task in os.listdir(tasks)))
+            launcher.send_signal(signal.SIGTERM)
+            assert launcher.communicate(timeout=TIMEOUT)[0] == "SIGTERM True\n"
+
+
+# --- what is decided when a helper goes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guard_goes", [False, True])
+def test_a_keeper_that_ends_by_a_mistake_leaves_nobody(
+    guard_goes: bool,
+    ready: Ready,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Its guard does its work, or, without one, the keeper itself; and the mistake is told, at the end."""
+    code = f"{ready.python()}; import signal; signal.pause()"
+    script = f"{sys.executable} -S -c {shlex.quote(code)} & wait"
+    with start_processes("g", "/bin/sh", ("-c", script), nprocs=2) as group:
+        pids = [*ready.pids(2), *group.pids().values()]
+        guard, kept = helpers_of(group)
+        stop(kept)
+        supervisor = group._started()
+        said = threading.Event()
+
+        def say() -> None:
+            supervisor._link.send(("no such word",))
+            said.set()
+
+        supervisor._loop.call(say)
+        assert said.wait(TIMEOUT)
+        if guard_goes:
+            os.kill(guard, signal.SIGKILL)  # wakes the keeper
+        else:
+            os.kill(kept, signal.SIGCONT)
+        with pytest.raises(KeeperLostError, match="keeper process ended with exit code 70; every process"):
+            group.wait(TIMEOUT)
+        assert [pid for pid in pids if alive(pid)] == []
+    assert wait_gone([guard, kept]) == set()
+    err = capfd.readouterr().err
+    assert "phalanx: a helper process of a group has failed: KeyError: 'no such word'\n" in err
+    assert f'File "{keeper_module.__file__}", line ' in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ended", ["failed", "stopped", "succeeded"])
+def test_a_guard_that_is_killed_late_does_not_change_how_the_group_ended(
+    ended: str, ready: Ready, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who had failed has failed. What is left is killed at once, for nobody looks after the keeper."""
+    args = {rank: (ended, rank, ready.address, gate.address) for rank in range(2)}
+    with start_processes("g", deaf_unless_done, args, grace=TIMEOUT, linger=TIMEOUT) as group:
+        pids = ready.pids(2 + (ended == "succeeded"))
+        guard, kept = helpers_of(group)
+        closing = threading.Thread(target=group.close)
+        if ended == "stopped":
+            closing.start()
+        gate.open(2)
+        until(lambda: group._started().mirror.state in ("STOPPING", "LINGERING"))
+        os.kill(guard, signal.SIGKILL)
+        result = group.wait(TIMEOUT)
+        assert result is not None
+        assert result.state == ended
+        if ended == "failed":
+            assert result.root_cause is not None
+            assert (result.root_cause.local_rank, result.root_cause.exitcode) == (1, 3)
+            assert (result.outcomes[0].state, result.outcomes[0].signal_sent) == ("stopped", 9)
+        assert wait_gone([*pids, kept]) == set()
+        if ended == "stopped":
+            closing.join()
+    assert (
+        "the group's guard process was killed by signal 9; what was left of the group was killed with it" in caplog.text
+    )
+
+
+def deaf_unless_done(ended: str, rank: int, address: str, gate: str) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if ended == "succeeded" and rank == 0 and os.fork() == 0:
+        rank, ended = 0, "left behind"
+        os.setsid()
+    tell(address, str(os.getpid()))
+    if ended == "left behind":
+        while True:
+            signal.pause()
+    pass_gate(gate)
+    if ended == "failed" and rank == 1:
+        os._exit(3)
+    while ended != "succeeded":
+        signal.pause()
+
+
+@pytest.mark.slow
+def test_a_stop_in_the_midst_of_a_start(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keeper hears it after some workers: they are killed, and nothing else is started."""
+    disk.freeze()
+
+    class Slow(DefaultLogsSpecs):
+        """Rank 70 has a file that can be made when the test wants it."""
+
+        def reify(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
+            logs = super().reify(envs)
+            logs.stdouts[70] = str(disk.folder / "stdout.log")
+            return logs
+
+    ended: list[BaseException] = []
+
+    def start(group: PContext) -> None:
+        try:
+            group.start()
+        except BaseException as error:  # noqa: BLE001 - looked at below
+            ended.append(error)
+
+    ranks = range(200)
+    args = dict.fromkeys(ranks, ("600",))
+    envs: dict[int, dict[str, str]] = {rank: {} for rank in ranks}
+    group = SubprocessContext("g", "/bin/sleep", args, envs, Slow())
+    starting = threading.Thread(target=start, args=(group,))
+    starting.start()
+    until(lambda: group._supervisor is not None and bool(procfs.children(group._supervisor._keeper._guard)))
+    supervisor = group._supervisor
+    assert supervisor is not None
+    [kept] = procfs.children(supervisor._keeper._guard)
+    until(lambda: len(procfs.children(kept)) >= 64)
+    said = threading.Event()
+    send = supervisor._link.send
+
+    def note(message: tuple[object, ...]) -> None:
+        send(message)
+        said.set()
+
+    monkeypatch.setattr(supervisor._link, "send", note)
+    closing = threading.Thread(target=group.close)
+    closing.start()
+    assert said.wait(TIMEOUT)
+    disk.thaw()
+    starting.join(TIMEOUT)
+    closing.join(TIMEOUT)
+    assert [str(error) for error in ended] == ["the group was closed while it was starting"]
+    assert not alive(kept)
+    assert supervisor.keeper_error is None
+
+
+def pause(address: str) -> None:
+    tell(address, str(os.getpid()))
+    while True:
+        signal.pause()
+
+
+@pytest.mark.slow
+def test_a_guard_that_takes_over_late_waits_for_nobody_who_has_ended(
+    ready: Ready, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Function workers die with their keeper. Of zombies that it inherits, no SIGCHLD tells."""
+    with start_processes("g", pause, (ready.address,), nprocs=2, start_method="spawn") as group:
+        pids = ready.pids(2)
+        guard, kept = helpers_of(group)
+        monkeypatch.setattr(group._started()._keeper, "wake", lambda: None)
+        stop(guard)
+        os.kill(kept, signal.SIGKILL)
+        until(lambda: all(procfs.Stat(pid).state == "Z" for pid in pids))
+        monkeypatch.undo()
+        began = time.monotonic()
+        os.kill(guard, signal.SIGCONT)
+        with pytest.raises(KeeperLostError):
+            group.wait(TIMEOUT)
+    assert time.monotonic() - began < protocol.KILL_WAIT / 2
+
+
+@pytest.mark.slow
+def test_a_guard_needs_no_descriptor_to_take_over(tmp_path: Path) -> None:
+    script = "import signal; from tests.engine.test_lost_helpers import sleep_in_a_group; sleep_in_a_group()"
+    env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([ROOT, *filter(None, sys.path)])}
+    with subprocess.Popen([sys.executable, "-c", script], env=env, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        guard, kept, worker = map(int, launcher.stdout.readline().split())
+        until(lambda: holds_pidfd_of(guard, kept))  # the last that it opens; it may get to that after the group is up
+        count = len(os.listdir(f"/proc/{guard}/fd"))
+        resource.prlimit(guard, resource.RLIMIT_NOFILE, (count + 2, count + 2))  # 2 for a look at /proc
+        launcher.kill()
+        os.kill(kept, signal.SIGKILL)
+        assert wait_gone([worker, guard]) == set()
+
+
+def holds_pidfd_of(holder: int, pid: int) -> bool:
+    """Whether a process has a pidfd of ``pid`` (proc_pid_fdinfo(5): its line ``Pid:``)."""
+    for descriptor in Path(f"/proc/{holder}/fdinfo").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed since it was listed: the holder goes on meanwhile
+            if f"Pid:\t{pid}\n" in descriptor.read_text():
+                return True
+    return False
+
+
+def sleep_in_a_group() -> None:
+    with start_processes("g", "/bin/sleep", {0: ("600",)}) as group:
+        print(*helpers_of(group), group.pids()[0], flush=True)  # noqa: T201 - for the test
+        group.wait()

@@ -1,0 +1,545 @@
+"""Whatever ends a group, nothing that any of its workers ever started is alive afterwards.
+
+Every member of every family says its own pid, and is looked for by it. ``PHALANX_ROUNDS`` repeats each cell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from phalanx._base import procfs
+from phalanx._engine.keeper import keeper
+from phalanx.multiprocessing import KeeperLostError, start_processes
+from tests.support import families
+from tests.support.families import KINDS, SIZE, WORKERS
+from tests.support.helpers import TIMEOUT, Gate, Ready, alive, descendants, tell, wait_gone
+from tests.support.workers import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from phalanx.multiprocessing import PContext
+
+ROUNDS = int(os.environ.get("PHALANX_ROUNDS", "1"))
+EVERYBODY = WORKERS * SIZE
+FREEZER = "/sys/fs/cgroup/freezer"
+
+
+@pytest.fixture(autouse=True)
+def _logs_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups without a log folder make a temporary one, which is theirs to keep."""
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+
+
+def helpers_of(group: PContext) -> tuple[int, int]:
+    """The pids of a group's guard and of its keeper."""
+    assert group._supervisor is not None
+    guard = group._supervisor._keeper._guard
+    [kept] = procfs.children(guard)
+    return guard, kept
+
+
+# --- the matrix
+
+
+def fails(group: PContext, gate: Gate) -> None:
+    gate.open()
+    result = group.wait(TIMEOUT)
+    assert result is not None
+    [failure] = result.failures.values()
+    assert failure.exitcode == 3
+    assert sorted(outcome.state for outcome in result.outcomes.values()) == ["failed", "stopped"]
+
+
+def is_closed(group: PContext, _gate: Gate) -> None:
+    group.close()
+
+
+def loses_its_keeper(group: PContext, _gate: Gate) -> None:
+    os.kill(helpers_of(group)[1], signal.SIGKILL)
+    with pytest.raises(KeeperLostError, match="the group's keeper process was killed by signal 9"):
+        group.wait(TIMEOUT)
+
+
+def loses_its_guard(group: PContext, _gate: Gate) -> None:
+    os.kill(helpers_of(group)[0], signal.SIGKILL)
+    with pytest.raises(KeeperLostError, match="the group's guard process was killed by signal 9"):
+        group.wait(TIMEOUT)
+
+
+def loses_both(group: PContext, _gate: Gate) -> None:
+    guard, kept = helpers_of(group)
+    assert os.getpgid(kept) == guard
+    os.killpg(guard, signal.SIGKILL)  # in one step: neither sees the other's end
+    with pytest.raises(KeeperLostError, match="keeper and its guard were killed"):
+        group.wait(TIMEOUT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("end", [fails, is_closed, loses_its_keeper, loses_its_guard, loses_both])
+def test_nobody_is_left_when_the_group(
+    end: Callable[[PContext, Gate], None], kind: str, ready: Ready, gate: Gate
+) -> None:
+    for _ in range(ROUNDS):
+        with families.start(kind, ready.address, gate.address, grace=TIMEOUT) as group:
+            members = ready.pids(EVERYBODY)
+            helpers = helpers_of(group)
+            assert set(group.pids().values()) <= set(members)
+            assert all(map(alive, members))
+            began = time.monotonic()
+            end(group, gate)
+            assert set(filter(alive, members)) == set()
+            print(f"{end.__name__}, {kind}: {1000 * (time.monotonic() - began):.0f} ms")  # noqa: T201 - shown with -rP
+        assert wait_gone(helpers, 5) == set()
+
+
+@contextlib.contextmanager
+def host(which: str, kind: str, ready: Ready, gate: Gate, *before: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A launcher in a process of its own."""
+    command = [*before, sys.executable, "-m", "tests.support.families", which, kind, ready.address, gate.address]
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    path = os.pathsep.join([root, *filter(None, sys.path)])
+    with subprocess.Popen(command, cwd=root, env={**os.environ, "PYTHONPATH": path}) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_nobody_is_left_soon_after_the_launcher_was_killed(kind: str, ready: Ready, gate: Gate) -> None:
+    """Within a tenth of a second, where there are processors to be had: that is shown, and not judged here."""
+    slowest = 0.0
+    for _ in range(ROUNDS):
+        with host("plain", kind, ready, gate) as launcher:
+            members = set(ready.pids(EVERYBODY))
+            everybody = members | descendants(launcher.pid)
+            assert len(everybody) >= EVERYBODY + 2  # guard and keeper
+            launcher.kill()
+            began = time.monotonic()
+            assert wait_gone(everybody, 5) == set()
+            slowest = max(slowest, time.monotonic() - began)
+    print(f"launcher killed, {kind}: all gone within {1000 * slowest:.0f} ms")  # noqa: T201 - shown with -rP
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stopped_keeper_is_woken_when_the_launcher_was_killed(kind: str, ready: Ready, gate: Gate) -> None:
+    with host("plain", kind, ready, gate) as launcher:
+        everybody = set(ready.pids(EVERYBODY)) | descendants(launcher.pid)
+        [guard] = procfs.children(launcher.pid)
+        [kept] = procfs.children(guard)
+        os.kill(kept, signal.SIGSTOP)
+        launcher.kill()
+        assert wait_gone(everybody, 5) == set()
+
+
+# --- hosts of every kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["binary", "fork"])
+def test_a_child_of_the_hosts_own_keeps_no_group_alive_and_is_spared(kind: str, ready: Ready, gate: Gate) -> None:
+    with host("with_child", kind, ready, gate) as launcher:
+        *members, own = ready.pids(EVERYBODY + 1)
+        if own not in procfs.children(launcher.pid):  # its message came before a worker's
+            [own] = {pid for pid in members if pid in procfs.children(launcher.pid)}
+        everybody = {*members, *descendants(launcher.pid)} - {own}
+        launcher.kill()
+        assert wait_gone(everybody, 5) == set()
+        assert alive(own)
+        os.kill(own, signal.SIGKILL)
+        assert wait_gone([own]) == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("which", ["deaf_to_children", "that_reaps_all"])
+def test_a_host_that_leaves_no_child_to_be_reaped(which: str, kind: str, ready: Ready, gate: Gate) -> None:
+    with host(which, kind, ready, gate) as launcher:
+        members = ready.pids(EVERYBODY)
+        gate.open()
+        assert ready.wait() == ["exit codes [3]"]
+        assert launcher.wait(TIMEOUT) == 0
+        assert set(filter(alive, members)) == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["binary", "fork"])
+def test_a_keeper_is_missed_by_a_host_that_leaves_no_child_to_be_reaped(kind: str, ready: Ready, gate: Gate) -> None:
+    with host("deaf_to_children", kind, ready, gate) as launcher:
+        members = ready.pids(EVERYBODY)
+        parents = {procfs.Stat(pid).parent for pid in members} - set(members)
+        [kept] = [pid for pid in parents if procfs.Stat(procfs.Stat(pid).parent).parent == launcher.pid]
+        os.kill(kept, signal.SIGKILL)
+        assert wait_gone(members, 5) == set()
+        assert launcher.wait(TIMEOUT) == 1  # KeeperLostError
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="a pid namespace takes root")
+@pytest.mark.parametrize("kind", ["binary", "fork"])
+def test_a_launcher_that_is_pid_1(kind: str, ready: Ready, gate: Gate, tmp_path: Path) -> None:
+    with (
+        Gate(tmp_path / "gate-host") as of_host,
+        host("as_init", kind, ready, gate, "unshare", "--pid", "--fork", "--mount-proc", "--kill-child") as launcher,
+    ):
+        ready.pids(EVERYBODY)
+        gate.open()
+        assert ready.wait() == ["exit codes [3]"]
+        ready.pids(EVERYBODY)
+        of_host.open()
+        ready.pids(WORKERS)
+        gate.open(WORKERS)
+        assert ready.wait() == ["left: 1"]
+        assert launcher.wait(TIMEOUT) == 0
+
+
+# --- workers that make it hard
+
+
+def stubborn(address: str) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    tell(address, str(os.getpid()))
+    while True:
+        signal.pause()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_worker_that_ignores_sigterm_dies_at_the_end_of_the_grace(kind: str, ready: Ready) -> None:
+    if kind == "binary":
+        code = f"import signal; signal.signal(15, signal.SIG_IGN); {ready.python()}; signal.pause()"
+        group = start_processes("stubborn", sys.executable, ("-c", code), nprocs=1)
+    else:
+        group = start_processes("stubborn", stubborn, (ready.address,), nprocs=1, start_method=kind)
+    with group:
+        [pid] = ready.pids()
+        began = time.monotonic()
+        group.close(timeout=0.3)
+        assert 0.3 <= time.monotonic() - began < 5
+        assert not alive(pid)
+        result = group.wait(0)
+    assert result is not None
+    outcome = result.outcomes[0]
+    assert (outcome.state, outcome.exitcode, outcome.signal_sent) == ("stopped", -9, 9)
+    assert result.state == "stopped"
+
+
+@pytest.mark.slow
+def test_the_grace_is_the_same_after_a_failure(ready: Ready, gate: Gate) -> None:
+    stays = f"import signal; signal.signal(15, signal.SIG_IGN); {ready.python()}; signal.pause()"
+    goes = f"{ready.python()}; {gate.python()}; raise SystemExit(3)"
+    args = {0: ("-c", stays), 1: ("-c", goes)}
+    with start_processes("grace", sys.executable, args, grace=0.3, settle=0.01) as group:
+        pids = ready.pids(2)
+        gate.open()
+        began = time.monotonic()
+        result = group.wait(TIMEOUT)
+        assert 0.3 <= time.monotonic() - began < 5
+    assert result is not None
+    assert list(result.failures) == [1]
+    assert (result.outcomes[0].state, result.outcomes[0].exitcode) == ("stopped", -9)
+    assert set(filter(alive, pids)) == set()
+
+
+def stop(pid: int) -> None:
+    """SIGSTOP, and wait until it has taken effect."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + TIMEOUT
+    while procfs.Stat(pid).state != "T":
+        assert time.monotonic() < deadline
+
+
+def test_a_stopped_worker_is_woken_for_a_graceful_end(ready: Ready, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    code = (
+        f"import signal, sys; signal.signal(15, lambda *_: (open({str(saved)!r}, 'w').close(), sys.exit(0))); "
+        f"{ready.python()}; signal.pause()"
+    )
+    with start_processes("stopped", sys.executable, ("-c", code), nprocs=1) as group:
+        [pid] = ready.pids()
+        stop(pid)
+        began = time.monotonic()
+        group.close(timeout=TIMEOUT)
+        assert time.monotonic() - began < 5
+    assert saved.exists()
+
+
+def test_a_stopped_worker_that_ignores_sigterm_dies_too(ready: Ready) -> None:
+    code = f"import signal; signal.signal(15, signal.SIG_IGN); {ready.python()}; signal.pause()"
+    with start_processes("stopped", sys.executable, ("-c", code), nprocs=1) as group:
+        [pid] = ready.pids()
+        stop(pid)
+        group.close(timeout=0.1)
+        assert not alive(pid)
+
+
+@pytest.mark.slow
+def test_stopped_children_die_too(ready: Ready, gate: Gate) -> None:
+    with families.start("fork", ready.address, gate.address) as group:
+        members = ready.pids(EVERYBODY)
+        for pid in members:
+            stop(pid)
+        began = time.monotonic()
+        group.close(timeout=TIMEOUT)
+        assert time.monotonic() - began < 5
+        assert set(filter(alive, members)) == set()
+
+
+def marked(name: str) -> set[int]:
+    """Who carries an entry in its environment. One look can miss who forks meanwhile."""
+    return {stat.pid for stat in procfs.processes() if name.encode() in b"\0".join(procfs.environ(stat.pid))}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["closed", "killed", "keeper killed"])
+def test_a_chain_that_keeps_forking_is_cut(end: str, ready: Ready) -> None:
+    # Two chains, of which only the last link lives; each ends by itself after so many generations.
+    mark = f"CHAIN={time.monotonic_ns()}"
+    code = f"""
+import os, signal
+signal.signal(15, signal.SIG_IGN)
+os.fork()
+for generation in range(20000):
+    if generation == 100:
+        {ready.python()}
+    if os.fork():
+        os._exit(0)
+    if generation % 2:
+        os.setsid()
+"""
+    name, _, value = mark.partition("=")
+    stays = "import signal; signal.pause()"
+    args = {0: ("-S", "-c", code), 1: ("-S", "-c", stays)}
+    with start_processes("chain", sys.executable, args, {0: {name: value}, 1: {}}) as group:
+        ready.wait(2)
+        while not marked(mark):
+            pass
+        began = time.monotonic()
+        if end == "keeper killed":
+            os.kill(helpers_of(group)[1], signal.SIGKILL)
+            with pytest.raises(KeeperLostError):
+                group.wait(TIMEOUT)
+        else:
+            group.close(signal.SIGKILL if end == "killed" else signal.SIGTERM, timeout=0.2)
+        print(f"a chain, {end}: cut after {1000 * (time.monotonic() - began):.0f} ms")  # noqa: T201 - shown with -rP
+        assert not any(marked(mark) for _ in range(20))
+        assert time.monotonic() - began < 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_daemon_that_holds_what_it_inherited_delays_nothing(kind: str, ready: Ready, gate: Gate) -> None:
+    with families.start_daemons(kind, ready.address, gate.address) as group:
+        daemons = ready.pids(WORKERS)
+        assert all(map(alive, daemons))
+        gate.open(WORKERS)
+        began = time.monotonic()
+        result = group.wait(TIMEOUT)
+        took = time.monotonic() - began
+        print(f"daemons left, {kind}: wait() returned after {1000 * took:.0f} ms")  # noqa: T201 - shown with -rP
+        assert took < 5
+    assert result is not None
+    assert not result.is_failed()
+    assert result.return_values == dict.fromkeys(range(WORKERS), None if kind == "binary" else 42)
+    assert set(filter(alive, daemons)) == set()
+
+
+def test_the_process_below_a_shell_has_the_grace_too(ready: Ready, tmp_path: Path) -> None:
+    # The shell dies of the SIGTERM at once; the program that it runs, in the same session, saves its work for a while.
+    saved = tmp_path / "saved"
+    script = tmp_path / "child.py"
+    script.write_text(f"""
+import signal, sys, time
+def save(*_):
+    time.sleep(0.5)
+    open({str(saved)!r}, "w").close()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+{ready.python()}
+while True:
+    time.sleep(0.1)  # signal.pause() would miss a signal that comes just before it
+""")
+    command = f"{shlex.join([sys.executable, str(script)])}; echo not reached"
+    with start_processes("below a shell", "/bin/sh", ("-c", command), nprocs=1) as group:
+        [pid] = ready.pids()
+        assert pid not in group.pids().values()
+        began = time.monotonic()
+        group.close(timeout=TIMEOUT)
+        assert time.monotonic() - began < 5
+        assert not alive(pid)
+    assert saved.exists()
+
+
+def pause(address: str) -> None:
+    tell(address, str(os.getpid()))
+    while True:
+        signal.pause()
+
+
+@pytest.fixture
+def frozen(tmp_path: Path) -> Iterator[Callable[[int], None]]:
+    """Freezes a process: it takes no signal, SIGKILL included, until it is thawed. Like an uninterruptible sleep."""
+    folder = os.path.join(FREEZER, f"phalanx-{os.getpid()}-{tmp_path.name}")
+    try:
+        os.mkdir(folder)
+    except OSError as error:
+        pytest.skip(f"no freezer of cgroup v1 to be had: {error}")
+
+    def write(name: str, text: str) -> None:
+        with open(os.path.join(folder, name), "w") as file:
+            file.write(text)
+
+    def freeze(pid: int) -> None:
+        write("cgroup.procs", str(pid))
+        write("freezer.state", "FROZEN")
+        deadline = time.monotonic() + TIMEOUT
+        while True:
+            with open(os.path.join(folder, "freezer.state")) as file:
+                if file.read() == "FROZEN\n":
+                    return
+            assert time.monotonic() < deadline
+
+    try:
+        yield freeze
+    finally:
+        write("freezer.state", "THAWED")
+        with open(os.path.join(folder, "cgroup.procs")) as file:
+            pids = [int(line) for line in file]
+        assert wait_gone(pids) == set()
+        deadline = time.monotonic() + TIMEOUT
+        while os.path.exists(folder):
+            with contextlib.suppress(OSError):  # busy until init has reaped it
+                os.rmdir(folder)
+            assert time.monotonic() < deadline
+
+
+@contextlib.contextmanager
+def patience_with(others: list[int], path: Path) -> Iterator[None]:
+    """Let an `impatient` keeper give up who outlives SIGKILL once ``others``, who do not, are gone."""
+
+    def wait() -> None:
+        if not wait_gone(others):
+            path.touch()
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    yield
+    waiting.join()
+
+
+@pytest.fixture
+def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keepers wait half a second for who outlives SIGKILL, and until this file is there: others may need longer."""
+    path, see = tmp_path / "others-gone", keeper.Keeper._see
+
+    def see_later(self: keeper.Keeper, event: str) -> None:
+        if event == "KILL_OVER" and not path.exists():
+            self._waits.arm(event, time.monotonic() + 0.005)
+        else:
+            see(self, event)
+
+    monkeypatch.setattr(keeper, "KILL_WAIT", 0.5)  # under fork, the keeper has what we have
+    monkeypatch.setattr(keeper.Keeper, "_see", see_later)
+    return path
+
+
+@pytest.mark.slow
+def test_a_worker_that_outlives_sigkill_is_reported_and_left(
+    ready: Ready, frozen: Callable[[int], None], impatient: Path
+) -> None:
+    with start_processes("frozen", pause, (ready.address,), nprocs=2, start_method="fork") as group:
+        ready.wait(2)
+        pids = group.pids()
+        frozen(pids[1])
+        began = time.monotonic()
+        with patience_with([pids[0]], impatient):
+            group.close(timeout=0.2)
+        assert 0.7 <= time.monotonic() - began < 5
+        result = group.wait(0)
+    assert result is not None
+    assert result.outcomes[0].state == "stopped"
+    outcome = result.outcomes[1]
+    assert (outcome.state, outcome.exitcode, outcome.signal_sent) == ("abandoned", None, 9)
+    assert result.state == "abandoned"
+    assert not alive(pids[0])
+    assert alive(pids[1])
+
+
+def pause_above_another(address: str) -> None:
+    if os.fork() == 0:
+        os.setsid()
+        tell(address, f"below {os.getpid()}")
+    tell(address, str(os.getpid()))
+    while True:
+        signal.pause()
+
+
+@pytest.mark.slow
+def test_what_is_below_a_process_that_outlives_sigkill_is_killed(
+    ready: Ready, frozen: Callable[[int], None], impatient: Path
+) -> None:
+    """It cannot become the keeper's child; and it is told of, for it has been ended."""
+    with start_processes("frozen", pause_above_another, (ready.address,), nprocs=1, start_method="fork") as group:
+        [below] = [int(word.split()[1]) for word in ready.wait(3) if word.startswith("below")]
+        frozen(group.pids()[0])
+        with patience_with([below], impatient):
+            group.close(timeout=0.2)
+        result = group.wait(0)
+    assert not alive(below)
+    assert result is not None
+    assert result.outcomes[0].state == "abandoned"
+    assert [(one.pid, one.local_rank, one.exitcode) for one in result.leftovers] == [(below, 0, -9)]
+
+
+UNKILLABLE = """
+import os, signal, sys
+from phalanx._engine.keeper import guard, keeper
+from phalanx._base import procfs
+from phalanx.multiprocessing import start_processes
+from tests.support.helpers import tell
+from tests.engine.test_no_survivors import pause
+
+keeper.KILL_WAIT = guard.KILL_WAIT = 0.2  # in both, which are forks of this process
+group = start_processes("g", pause, (sys.argv[1],), nprocs=2, start_method="fork")
+above = group._started()._keeper._guard
+tell(sys.argv[1], f"helpers {above} {procfs.children(above)[0]}")
+signal.pause()
+"""
+
+
+@pytest.mark.slow
+def test_a_keeper_that_nothing_ends_keeps_no_worker_alive(
+    ready: Ready, frozen: Callable[[int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its guard kills what is below it, and leaves it."""
+    script = tmp_path / "launcher.py"
+    script.write_text(UNKILLABLE)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([ROOT, *filter(None, sys.path)]))
+    with subprocess.Popen([sys.executable, str(script), ready.address]) as launcher:
+        said = ready.wait(3)
+        [helpers] = [word for word in said if word.startswith("helpers")]
+        workers = [int(word) for word in said if word != helpers]
+        above, kept = map(int, helpers.split()[1:])
+        frozen(kept)
+        launcher.kill()
+    assert wait_gone([*workers, above]) == set()
+    assert alive(kept)

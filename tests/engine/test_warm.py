@@ -1,0 +1,966 @@
+"""Warm starts: what is preloaded is imported once, a failure is told before any worker starts, and nothing is left."""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from textwrap import dedent
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from phalanx._base import procfs
+from phalanx._engine import forkserver as fork_server_module
+from phalanx.multiprocessing import PreloadError, SignalException, start_processes, warm
+from tests.support import families
+from tests.support.families import SIZE, WORKERS
+from tests.support.helpers import TIMEOUT, Gate, Ready, alive, descendants, wait_gone
+from tests.support.warm_workers import chances, draw_of_torch, has, multiply, place, signals_with, touch
+from tests.support.workers import ROOT, add, announce, run_script
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from phalanx.multiprocessing import PContext
+
+
+@pytest.fixture(autouse=True)
+def _logs_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups without a log folder make a temporary one, which is theirs to keep."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+
+
+class Modules:
+    """A folder on the search path, of modules that note who has imported them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._log = folder / "imports.log"
+
+    def write(self, name: str, text: str = "") -> str:
+        note = f"import os; open({str(self._log)!r}, 'a').write(f'{name} {{os.getpid()}}\\n')\n"
+        (self.folder / f"{name}.py").write_text(note + dedent(text))
+        return name
+
+    def importers(self, name: str) -> list[int]:
+        """The pids of the processes that have imported a module."""
+        if not self._log.exists():
+            return []
+        lines = [line.split() for line in self._log.read_text().splitlines()]
+        return [int(pid) for which, pid in lines if which == name]
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Modules:
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    return Modules(folder)
+
+
+def start(function: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 2, **options: Any) -> PContext:
+    return start_processes("warm", function, args, nprocs=nprocs, start_method="forkserver", **options)
+
+
+def run(function: Callable[..., Any], *args: Any, **options: Any) -> dict[int, Any]:
+    """What each rank returned, all of which must succeed."""
+    with start(function, args, **options) as group:
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert not result.is_failed(), result.failures
+    return dict(result.return_values)
+
+
+def fork_server_of(it: warm) -> int:
+    assert it._fork_server is not None
+    assert it._fork_server._popen is not None
+    return it._fork_server._popen.pid
+
+
+def guard_of(group: PContext) -> int:
+    assert group._supervisor is not None
+    return group._supervisor._keeper._guard
+
+
+# --- preload
+
+
+@pytest.mark.slow
+def test_what_is_preloaded_is_imported_once_and_every_worker_has_it(modules: Modules) -> None:
+    first, second = modules.write("first"), modules.write("second")
+    found = run(has, first, second, "colorsys", nprocs=3, preload=[first, second])
+    assert [which for _pid, which in found.values()] == [[True, True, False]] * 3
+    [importer] = modules.importers(first)
+    assert modules.importers(second) == [importer]
+    assert importer not in {os.getpid(), *(pid for pid, _which in found.values())}
+
+
+def test_a_submodule_is_preloaded() -> None:
+    assert run(has, "xml.etree.ElementTree", preload=["xml.etree.ElementTree"], nprocs=1)[0][1] == [True]
+
+
+@pytest.mark.slow
+def test_what_a_preload_prints_is_printed_once(modules: Modules, capfd: pytest.CaptureFixture[str]) -> None:
+    modules.write("talks", "import ctypes; print('in python'); ctypes.CDLL(None).printf(b'in C\\n')")
+    run(add, 1, 2, preload=["talks"])
+    assert sorted(capfd.readouterr().out.splitlines()) == ["in C", "in python"]
+
+
+HANDLERS = """
+import faulthandler, signal
+reached = []
+
+def note(number, _frame):
+    reached.append(number)
+    with open({log!r}, "a") as file:
+        file.write(f"{{os.getpid()}}\\n")
+
+for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGCONT, signal.SIGRTMIN + 3):
+    signal.signal(number, note)
+for number in (signal.SIGHUP, signal.SIGTSTP):
+    signal.signal(number, signal.SIG_IGN)
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGWINCH])
+stacks = open({stacks!r}, "a")
+faulthandler.register(signal.SIGUSR2, stacks)
+"""
+
+
+@pytest.mark.slow
+def test_workers_have_the_signal_handlers_of_what_is_preloaded(modules: Modules, tmp_path: Path) -> None:
+    stacks, log = tmp_path / "stacks", tmp_path / "signals"
+    module = modules.write("handles", HANDLERS.format(stacks=str(stacks), log=str(log)))
+    numbers = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGRTMIN + 3]
+    with start_processes("cold", signals_with, {0: (module, *numbers)}) as group:
+        cold = group.wait().return_values[0]
+    assert cold[2] == [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGRTMIN + 3]
+    once = stacks.read_text().count("signals_with")
+    assert run(signals_with, module, *numbers, preload=[module]) == {0: cold, 1: cold}
+    assert stacks.read_text().count("signals_with") == 3 * once > 0
+
+
+@pytest.mark.slow
+def test_a_host_without_heed_for_signals_hands_none_of_it_down(modules: Modules, tmp_path: Path) -> None:
+    """Those that it ignores or blocks are a worker's as ever, and a module finds them so."""
+    module = modules.write("looks", "import signal; found = signal.getsignal(signal.SIGHUP); reached = [int(found)]")
+    text = """
+import signal, sys
+from phalanx.multiprocessing import start_processes
+from tests.support.warm_workers import signals_with
+
+if __name__ == "__main__":
+    sys.path.insert(0, sys.argv[2])
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    for options in ({}, {"start_method": "forkserver", "preload": [sys.argv[1]]}):
+        with start_processes("n", signals_with, {0: (sys.argv[1],)}, **options) as group:
+            handlers, blocked, found = group.wait().return_values[0]
+        print(handlers[signal.SIGHUP], handlers[signal.SIGINT].split()[:3], blocked, found)
+"""
+    done = run_script(tmp_path, text, module, str(modules.folder))
+    assert done.returncode == 0, done.stderr
+    cold, preloaded = done.stdout.splitlines()
+    assert preloaded == cold == "0 ['<built-in', 'function', 'default_int_handler>'] set() [0]"
+
+
+@pytest.mark.slow
+def test_helpers_run_no_signal_handler_of_what_is_preloaded(
+    modules: Modules, tmp_path: Path, ready: Ready, gate: Gate
+) -> None:
+    log = tmp_path / "signals"
+    module = modules.write("handles", HANDLERS.format(stacks=str(tmp_path / "stacks"), log=str(log)))
+    with warm([module]) as it:
+        with start(announce, (ready.address, gate.address), nprocs=1) as group:
+            [worker] = ready.pids()
+            guard = guard_of(group)
+            helpers = {fork_server_of(it), guard, *(descendants(guard) - {worker})}
+            assert len(helpers) == 3
+            for pid in helpers:
+                for number in (signal.SIGUSR1, signal.SIGCONT, signal.SIGTERM):
+                    os.kill(pid, number)
+            os.kill(worker, signal.SIGUSR1)
+            gate.open()
+            assert group.wait().succeeded
+        run(add, 1, 2)
+    assert set(log.read_text().split()) == {str(worker)}
+
+
+FAILING = {
+    "a name that is missing": ("ImportError: cannot import name 'absent'", "from os import absent"),
+    "a module that is missing": ("ModuleNotFoundError: No module named 'absent'", "import absent"),
+    "an exception": ("ValueError: in the module", "def f():\n    raise ValueError('in the module')\nf()"),
+    "a mistake in the syntax": ("SyntaxError: ", "def f(:\n"),
+    "an exit": ("SystemExit: 3", "raise SystemExit(3)"),
+    "an interrupt": ("KeyboardInterrupt", "raise KeyboardInterrupt"),
+    "a cause": ("KeyError: 'second'", """
+        try: 1 / 0
+        except ZeroDivisionError as error: raise KeyError("second") from error
+        """),
+    "a text of megabytes": ("ValueError: xxxx", "raise ValueError('x' * 3_000_000)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_preload_that_fails_is_told_with_its_traceback(name: str, modules: Modules, tmp_path: Path) -> None:
+    message, text = FAILING[name]
+    good, broken = modules.write("good"), modules.write("broken", text)
+    started = tmp_path / "started"
+    with pytest.raises(PreloadError, match=r"^preload: 'broken' could not be imported") as caught:
+        start(touch, (str(started),), preload=[good, broken])
+    assert caught.value.module == "broken"
+    assert message in caught.value.traceback
+    assert message in str(caught.value)
+    assert str(modules.folder / "broken.py") in caught.value.traceback
+    assert "importlib" not in caught.value.traceback
+    assert "phalanx" not in caught.value.traceback
+    assert not started.exists()
+    if name == "a cause":
+        assert "ZeroDivisionError: division by zero" in caught.value.traceback
+
+
+def test_a_module_that_is_not_there() -> None:
+    with pytest.raises(PreloadError) as caught:
+        start(add, (1, 2), preload=["absent_from_here"])
+    assert caught.value.traceback == "ModuleNotFoundError: No module named 'absent_from_here'\n"
+
+
+@pytest.mark.parametrize(
+    "text, how",
+    [("os._exit(3)", "ended with exit code 3"), ("os.kill(os.getpid(), 9)", "was killed by signal 9")],
+    ids=["exits", "is killed"],
+)
+def test_a_process_that_dies_while_it_imports(text: str, how: str, modules: Modules) -> None:
+    good, deadly = modules.write("good"), modules.write("deadly", text)
+    with pytest.raises(PreloadError, match=f"^preload: 'deadly' could not be imported: the process .* {how}$") as found:
+        start(add, (1, 2), preload=[good, deadly])
+    assert found.value.module == "deadly"
+
+
+def test_a_process_that_dies_before_it_imports(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = warm(preload=[modules.write("marked"), "json"])
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(PreloadError, match=r"'marked, json' could not be imported: .* ended with exit code 1"):
+        it.__enter__()
+
+
+def test_a_warm_that_is_closed_by_another_thread_while_it_imports(ready: Ready, modules: Modules) -> None:
+    (modules.folder / "slow.py").write_text(SLOW.format(say=ready.python("f'{os.getpid()} {child.pid}'")))
+    it = warm(preload=["slow"])
+    errors: list[BaseException] = []
+
+    def enter() -> None:
+        try:
+            it.__enter__()
+        except PreloadError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    pids = list(map(int, ready.wait()[0].split()))
+    it.close()
+    thread.join(TIMEOUT)
+    assert [str(error) for error in errors] == [
+        "preload: 'slow' could not be imported: the process that does so was killed by signal 9"
+    ]
+    assert wait_gone(pids) == set()
+
+
+def test_threads_are_refused(modules: Modules) -> None:
+    modules.write("threads", """
+        import threading
+        for name in ("one", "two"):
+            threading.Thread(target=threading.Event().wait, name=name, daemon=True).start()
+        """)  # fmt: skip
+    with pytest.raises(PreloadError, match=r"'threads' has started 2 threads \(one, two\), which a fork") as caught:
+        start(add, (1, 2), preload=["json", "threads"])
+    assert (caught.value.module, caught.value.traceback) == ("threads", "")
+
+
+@pytest.mark.slow
+def test_a_thread_that_has_ended_is_none(modules: Modules) -> None:
+    modules.write("thread", "import threading; it = threading.Thread(target=int); it.start(); it.join()")
+    assert run(add, 1, 2, preload=["thread"]) == {0: 3, 1: 3}
+
+
+@pytest.mark.slow
+def test_a_thread_that_is_about_to_leave_is_waited_for(modules: Modules) -> None:
+    """None of Python's any more, and yet in /proc/self/task: so is one that has just been joined, for a moment."""
+    modules.write(
+        "leaving",
+        """
+        import _thread, time
+        from phalanx._engine.forked import main
+        main._LEAVING = 60
+        _thread.start_new_thread(time.sleep, (0.1,))
+        """,
+    )
+    assert run(add, 1, 2, preload=["leaving"]) == {0: 3, 1: 3}
+
+
+@pytest.mark.slow
+def test_a_thread_of_which_python_knows_nothing_is_refused(modules: Modules) -> None:
+    modules.write("stays", "import _thread, time; _thread.start_new_thread(time.sleep, (600,))")
+    with pytest.raises(PreloadError, match=r"'stays' has started 1 thread, which a fork would not have"):
+        start(add, (1, 2), preload=["stays"])
+
+
+@pytest.mark.slow
+def test_numpy_whose_threads_know_about_forks_is_accepted() -> None:
+    assert run(multiply, 600, preload=["numpy"]) == dict.fromkeys(range(2), 600.0**3)
+
+
+@pytest.mark.slow
+def test_no_two_workers_draw_alike() -> None:
+    drawn = run(chances, preload=["numpy.random", "uuid"], nprocs=3)
+    for name in ("numpy", "random", "uuid"):
+        assert len({found[name] for found in drawn.values()}) == 3, name
+
+
+@pytest.mark.slow
+def test_nor_do_they_with_torch(modules: Modules) -> None:
+    modules.write(
+        "torch",
+        """
+    import uuid
+    class Generator:
+        drawn = uuid.uuid4().int
+        def seed(self): self.drawn = uuid.uuid4().int
+        def initial_seed(self): return self.drawn
+    default_generator = Generator()
+    """,
+    )
+    assert len(set(run(draw_of_torch, preload=["torch"], nprocs=3).values())) == 3
+
+
+@pytest.mark.parametrize("cuda", ["True", "False", None])
+def test_cuda_is_refused_once_it_is_initialised(cuda: str | None, modules: Modules) -> None:
+    body = "pass" if cuda is None else f"is_initialized = staticmethod(lambda: {cuda})"
+    modules.write("torch", f"class cuda: {body}")
+    modules.write("uses", "import torch")
+    if cuda == "True":
+        with pytest.raises(PreloadError, match="'uses' has initialised CUDA") as caught:
+            start(add, (1, 2), preload=["json", "uses"])
+        assert caught.value.module == "uses"
+    else:
+        assert run(add, 1, 2, preload=["uses"]) == {0: 3, 1: 3}
+
+
+@pytest.mark.parametrize(
+    "options, error, text",
+    [
+        ({"preload": "numpy"}, TypeError, r"expected a list of modules' names, got 'numpy'; like \['numpy'\]"),
+        ({"preload": [3]}, TypeError, "it holds 3"),
+        ({"preload": ["not a module"]}, ValueError, "'not a module' is not the name of a module"),
+        ({"preload": [""]}, ValueError, "'' is not the name of a module"),
+        ({"preload": ["a..b"]}, ValueError, "'a..b' is not the name of a module"),
+        ({"preload": ["json"], "start_method": "spawn"}, ValueError, "start_method is 'spawn'"),
+        ({"preload": ["json"], "start_method": "fork"}, ValueError, "start_method is 'fork'"),
+        ({"preload": ["json"], "entrypoint": "true"}, ValueError, "a binary imports nothing"),
+        ({"warm": "json"}, TypeError, "expected an entered warm, got 'json'"),
+        ({"warm": warm(preload=["json"])}, ValueError, "it is not open"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_refused(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    given: dict[str, Any] = {"entrypoint": add, "args": (1, 2), "nprocs": 2, "start_method": "forkserver"} | options
+    with pytest.raises(error, match=text):
+        start_processes("bad", **given)
+
+
+def test_warm_refuses_the_same() -> None:
+    with pytest.raises(TypeError, match="expected a list of modules' names"):
+        warm("json")
+    with pytest.raises(ValueError, match="is not the name of a module"):
+        warm(["js-on"])
+    with warm(["json"]) as it:
+        with pytest.raises(RuntimeError, match="entered already"):
+            it.__enter__()
+        with pytest.raises(ValueError, match="preload: colorsys is not among what warm has: json"):
+            start(add, (1, 2), preload=["json", "colorsys"], warm=it)
+
+
+# --- keeping warm
+
+
+@pytest.mark.slow
+def test_a_second_group_costs_forks_only(modules: Modules) -> None:
+    marked = modules.write("marked")
+    guards = set()
+    with warm(preload=[marked]) as it:
+        for _ in range(3):
+            with start(has, (marked,)) as group:
+                guards.add(guard_of(group))
+                result = group.wait(TIMEOUT)
+            assert result is not None
+            assert [which for _pid, which in result.return_values.values()] == [[True]] * 2
+        assert modules.importers(marked) == [fork_server_of(it)]
+        assert repr(it) == "<Warm, marked preloaded, open>"
+    assert len(guards) == 3
+    assert repr(it) == "<Warm, marked preloaded, closed>"
+
+
+@pytest.mark.slow
+def test_each_group_has_a_keeper_of_its_own(ready: Ready, gate: Gate) -> None:
+    with warm(preload=["json"]) as it:
+        with (
+            start(announce, (ready.address, gate.address)) as one,
+            start(announce, (ready.address, gate.address)) as two,
+        ):
+            ready.wait(4)
+            assert guard_of(one) != guard_of(two)
+            assert {procfs.Stat(guard_of(group)).parent for group in (one, two)} == {fork_server_of(it)}
+            one.close()
+            assert two.is_open
+            gate.open(2)
+            result = two.wait(TIMEOUT)
+        assert result is not None
+        assert not result.is_failed()
+
+
+@pytest.mark.slow
+def test_workers_find_the_launcher_as_it_is_at_their_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    before, umask = os.dup(1), os.umask(0)
+    os.umask(umask)
+    try:
+        with warm(preload=["json"]):
+            for name, mask in (("one", 0o027), ("two", 0o077)):
+                out = os.open(tmp_path / f"{name}.out", os.O_WRONLY | os.O_CREAT)
+                os.dup2(out, 1)
+                os.close(out)
+                os.umask(mask)
+                monkeypatch.chdir(tmp_path / name)
+                monkeypatch.setenv("OF_THE_LAUNCHER", name)
+                found = run(place, "OF_THE_LAUNCHER", nprocs=1)
+                assert found == {0: {"cwd": str(tmp_path / name), "umask": mask, "env": name}}
+                assert (tmp_path / f"{name}.out").read_text() == "here\n"
+            monkeypatch.delenv("OF_THE_LAUNCHER")
+            assert run(place, "OF_THE_LAUNCHER", nprocs=1)[0]["env"] is None
+    finally:
+        os.umask(umask)
+        os.dup2(before, 1)
+        os.close(before)
+
+
+@pytest.mark.slow
+def test_the_innermost_warm_that_has_the_modules_is_used(modules: Modules) -> None:
+    outer, inner = modules.write("outer"), modules.write("inner")
+    with warm(preload=[outer]):
+        with warm(preload=[outer, inner]):
+            assert run(has, outer, inner, nprocs=1)[0][1] == [True, True]
+        assert run(has, outer, inner, nprocs=1)[0][1] == [True, False]
+        assert run(has, outer, inner, nprocs=1, preload=[outer])[0][1] == [True, False]
+        assert len(modules.importers(outer)) == 2
+        assert run(has, outer, inner, nprocs=1, preload=[inner])[0][1] == [False, True]  # one of the group's own
+    assert len(modules.importers(inner)) == 2
+
+
+@pytest.mark.slow
+def test_a_warm_that_is_given_goes_first(modules: Modules) -> None:
+    first, second = modules.write("first"), modules.write("second")
+    with warm(preload=[first]) as one, warm(preload=[second]):
+        assert run(has, first, second, nprocs=1, warm=one)[0][1] == [True, False]
+        assert run(has, first, second, nprocs=1)[0][1] == [False, True]
+
+
+@pytest.mark.slow
+def test_a_warm_that_was_closed_by_hand_is_used_no_more(modules: Modules) -> None:
+    marked = modules.write("marked")
+    with warm(preload=[marked]) as it:
+        it.close()
+        assert run(has, marked, nprocs=1)[0][1] == [False]
+    assert len(modules.importers(marked)) == 1
+
+
+@pytest.mark.slow
+def test_a_warm_may_be_left_in_another_context_than_it_was_entered_in(modules: Modules) -> None:
+    marked = modules.write("marked")
+    it = warm(preload=[marked])
+    contextvars.copy_context().run(it.__enter__)
+    assert run(has, marked, nprocs=1)[0][1] == [False]
+    assert run(has, marked, nprocs=1, warm=it)[0][1] == [True]
+    contextvars.copy_context().run(it.__exit__)
+    assert not it.is_open
+
+
+@pytest.mark.slow
+def test_a_preload_that_fails_leaves_no_warm_behind(modules: Modules) -> None:
+    broken = modules.write("broken", "raise ValueError('no')")
+    with pytest.raises(PreloadError, match="'broken' could not be imported"), warm(preload=[broken]):
+        pytest.fail("it was entered")
+    assert run(has, "json", nprocs=1)[0][1] == [False]
+
+
+@pytest.mark.slow
+def test_a_fork_server_that_was_killed_is_replaced(modules: Modules) -> None:
+    marked = modules.write("marked")
+    with warm(preload=[marked]) as it:
+        first = fork_server_of(it)
+        os.kill(first, signal.SIGKILL)
+        assert wait_gone([first]) == set()
+        assert run(has, marked, nprocs=1)[0][1] == [True]
+        assert modules.importers(marked) == [first, fork_server_of(it)]
+        modules.write("marked", "raise ValueError('by now')")
+        for _ in range(2):
+            os.kill(fork_server_of(it), signal.SIGKILL)
+            assert wait_gone([fork_server_of(it)]) == set()
+            with pytest.raises(PreloadError, match="by now"):
+                start(add, (1, 2))
+            with pytest.raises(PreloadError, match="by now"):
+                start(add, (1, 2))
+        modules.write("marked")
+        assert run(add, 1, 2) == {0: 3, 1: 3}
+
+
+@pytest.mark.slow
+def test_a_group_outlives_the_warm_that_it_was_started_from(ready: Ready, gate: Gate) -> None:
+    with warm(preload=["json"]) as it:
+        forkserver = fork_server_of(it)
+        group = start(announce, (ready.address, gate.address))
+    with group:
+        assert not alive(forkserver)
+        pids = set(ready.pids(2))
+        gate.open(2)
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert set(result.return_values.values()) == pids
+
+
+@pytest.mark.slow
+def test_a_group_outlives_its_killed_fork_server(ready: Ready, gate: Gate) -> None:
+    with warm(preload=["json"]) as it, start(announce, (ready.address, gate.address)) as group:
+        pids = set(ready.pids(2))
+        os.kill(fork_server_of(it), signal.SIGKILL)
+        assert wait_gone([fork_server_of(it)]) == set()
+        assert all(map(alive, pids))
+        gate.open(2)
+        result = group.wait(TIMEOUT)
+        assert result is not None
+        assert set(result.return_values.values()) == pids
+
+
+@pytest.mark.slow
+def test_threads_start_groups_from_one_warm_at_once(modules: Modules) -> None:
+    marked = modules.write("marked")
+    found: list[dict[int, Any]] = []
+    with warm(preload=[marked]) as it:
+        os.kill(fork_server_of(it), signal.SIGKILL)  # so that they want to replace it at once, too
+        assert wait_gone([fork_server_of(it)]) == set()
+        threads = [threading.Thread(target=lambda: found.append(run(has, marked, warm=it))) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT)
+    assert [which for each in found for _pid, which in each.values()] == [[True]] * 8
+    assert len(modules.importers(marked)) == 2
+
+
+@pytest.mark.slow
+def test_functions_and_results_by_value_as_under_spawn() -> None:
+    base = 10
+
+    class Pair:
+        def __init__(self, left: int, right: int) -> None:
+            self.left, self.right = left, right
+
+    def swap(pair: Pair) -> Pair:
+        return Pair(pair.right, pair.left + base)
+
+    for options in ({"start_method": "spawn"}, {"start_method": "forkserver", "preload": ["json"]}):
+        with start_processes("by value", swap, (Pair(1, 2),), nprocs=2, **options) as group:
+            result = group.wait(TIMEOUT)
+        assert result is not None
+        assert [(pair.left, pair.right) for pair in result.return_values.values()] == [(2, 11)] * 2
+        with start_processes("lambda", lambda n: n + base, (1,), nprocs=2, **options) as group:
+            result = group.wait(TIMEOUT)
+        assert result is not None
+        assert result.return_values == {0: 11, 1: 11}
+
+
+# --- nothing is left
+
+
+def members_of(ready: Ready) -> set[int]:
+    return set(ready.pids(WORKERS * SIZE))
+
+
+@pytest.mark.slow
+def test_nobody_is_left_of_a_warm_group_that_is_closed(ready: Ready, gate: Gate) -> None:
+    with warm(preload=["json"]), families.start("forkserver", ready.address, gate.address) as group:
+        members = members_of(ready)
+        group.close(signal.SIGKILL)
+        assert set(filter(alive, members)) == set()
+
+
+LAUNCHER = """
+import sys
+from phalanx.multiprocessing import warm
+from tests.support import families
+if __name__ == "__main__":
+    with warm(preload=["json"]):
+        families.start("forkserver", *sys.argv[1:]).wait()
+"""
+
+
+def popen(folder: Path, text: str, *arguments: str) -> subprocess.Popen[str]:
+    """A Python script that can import the tests, in a process that we may interrupt."""
+    path = folder / "launcher.py"
+    path.write_text(text)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([ROOT, *filter(None, sys.path)])}
+    command = [sys.executable, str(path), *arguments]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_nobody_is_left_of_a_warm_group_whose_launcher_was_killed(ready: Ready, gate: Gate, tmp_path: Path) -> None:
+    with popen(tmp_path, LAUNCHER, ready.address, gate.address) as launcher:
+        members = members_of(ready)
+        everybody = members | descendants(launcher.pid)
+        assert len(everybody) >= len(members) + 3  # fork server, guard and keeper
+        launcher.kill()
+        began = time.monotonic()
+        assert wait_gone(everybody, 5) == set()
+        took = time.monotonic() - began
+    print(f"launcher killed, warm: all gone within {1000 * took:.0f} ms")  # noqa: T201 - shown with -rP
+
+
+@pytest.mark.slow
+def test_nobody_is_left_of_a_warm_group_whose_guard_and_keeper_were_killed(ready: Ready, gate: Gate) -> None:
+    from phalanx.multiprocessing import KeeperLostError
+
+    with warm(preload=["json"]), families.start("forkserver", ready.address, gate.address) as group:
+        members = members_of(ready)
+        guard = guard_of(group)
+        assert [os.getpgid(pid) for pid in procfs.children(guard)] == [guard]
+        os.killpg(guard, signal.SIGKILL)  # in one step: neither sees the other's end
+        with pytest.raises(KeeperLostError, match="keeper and its guard were killed"):
+            group.wait(TIMEOUT)
+        assert set(filter(alive, members)) == set()
+
+
+SLOW = """
+import os, signal, subprocess, sys
+child = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])
+{say}
+signal.pause()
+"""
+
+ENTERING = """
+from phalanx.multiprocessing import start_processes, warm
+def main(): pass
+{0}
+"""
+
+STARTS = {
+    "warm": "warm(preload=['slow']).__enter__()",
+    "start_processes": "start_processes('x', main, nprocs=2, start_method='forkserver', preload=['slow'])",
+    "run": "import sys; from phalanx.cli import main; sys.argv[:1] = ['phalanx', 'run', '--preload', 'slow']; main()",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "way, number",
+    [(way, number) for way in STARTS for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+     if (way, number) != ("warm", signal.SIGTERM)],  # which no handler is there for: the same as SIGKILL
+    ids=str,
+)  # fmt: skip
+def test_an_import_that_takes_too_long_can_be_interrupted(
+    way: str, number: signal.Signals, ready: Ready, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    say = ready.python("f'{os.getpid()} {child.pid}'")
+    (tmp_path / "slow.py").write_text(SLOW.format(say=say))
+    script = tmp_path / "script.py"
+    script.write_text("print('not reached')")
+    with popen(tmp_path, ENTERING.format(STARTS[way]), str(script)) as launcher:
+        forkserver, child = map(int, ready.wait()[0].split())
+        began = time.monotonic()
+        launcher.send_signal(number)
+        assert wait_gone([forkserver], 10) == set()
+        if number == signal.SIGKILL:  # nobody is left who knows of what a module starts by itself
+            os.kill(child, signal.SIGKILL)
+        out, err = launcher.communicate(timeout=TIMEOUT)
+        assert time.monotonic() - began < TIMEOUT / 2
+        assert wait_gone([child], 5) == set()
+    assert "not reached" not in out
+    if way == "run":
+        assert launcher.returncode == (-9 if number == signal.SIGKILL else 128 + number), err
+        assert "Traceback" not in err
+    elif number != signal.SIGKILL:
+        name = "KeyboardInterrupt" if way == "warm" else "phalanx.multiprocessing.SignalException"
+        assert err.splitlines()[-1].startswith(name)
+
+
+def test_an_interrupt_of_a_thread_that_waits_is_a_signal_exception(ready: Ready, modules: Modules) -> None:
+    (modules.folder / "slow.py").write_text(SLOW.format(say=ready.python("f'{os.getpid()} {child.pid}'")))
+
+    def interrupt() -> None:
+        ready.wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(SignalException, match="SIGTERM"):
+        start(add, (1, 2), preload=["slow"])
+    thread.join()
+
+
+# --- hosts of every kind
+
+
+@pytest.mark.slow
+def test_a_subreaper_is_left_without_zombies(tmp_path: Path) -> None:
+    done = run_script(tmp_path, """
+import os
+from phalanx._base import channels, interpreter, linux, procfs
+from phalanx._engine import forkserver as fork_server_module
+from phalanx.multiprocessing import start_processes, warm
+if __name__ == "__main__":
+    linux.become_subreaper()
+    for early in (True, False):
+        with warm(preload=["json"]):
+            group = start_processes("x", pow, (2, 3), nprocs=2, start_method="forkserver")
+            if not early:
+                assert group.wait().return_values == {0: 8, 1: 8}
+                group.close()
+        assert group.wait().return_values == {0: 8, 1: 8}
+        group.close()
+        assert not procfs.children(os.getpid())
+    print("done")
+""")  # fmt: skip
+    assert done.stdout == "done\n", done.stderr
+
+
+@pytest.mark.slow
+def test_a_host_without_standard_descriptors(tmp_path: Path) -> None:
+    found = tmp_path / "found"
+    run_script(tmp_path, f"""
+import os, traceback
+if __name__ == "__main__":
+    for fd in (0, 1, 2):
+        os.close(fd)
+    try:
+        from phalanx.multiprocessing import start_processes, warm
+        with warm(preload=["json"]):
+            text = ""
+            for _ in range(2):
+                with start_processes("x", pow, (2, 3), nprocs=2, start_method="forkserver") as group:
+                    text += str(group.wait().return_values)
+    except BaseException:
+        text = traceback.format_exc()
+    open({str(found)!r}, "w").write(text)
+""")  # fmt: skip
+    assert found.read_text() == "{0: 8, 1: 8}" * 2
+
+
+@pytest.mark.slow
+def test_a_host_that_ignores_its_children(tmp_path: Path) -> None:
+    done = run_script(tmp_path, """
+import signal
+from phalanx.multiprocessing import start_processes, warm
+if __name__ == "__main__":
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with warm(preload=["json"]):
+        for _ in range(2):
+            with start_processes("x", pow, (2, 3), nprocs=2, start_method="forkserver") as group:
+                print(group.wait().return_values)
+""")  # fmt: skip
+    assert done.stdout == "{0: 8, 1: 8}\n" * 2, done.stderr
+
+
+@pytest.mark.slow
+def test_a_host_that_ignores_its_children_preloads_what_has_threads(tmp_path: Path) -> None:
+    (tmp_path / "threaded.py").write_text("import threading; threading.Thread(target=threading.Event().wait).start()")
+    done = run_script(tmp_path, """
+import signal
+from phalanx.multiprocessing import PreloadError, warm
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+try:
+    warm(preload=["threaded"]).__enter__()
+except PreloadError as error:
+    print(error)
+""")  # fmt: skip
+    assert "'threaded' has started 1 thread" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the fork, if a test before has left a thread of its own
+def test_a_fork_of_the_host_has_a_warm_process_of_its_own(modules: Modules) -> None:
+    marked = modules.write("marked")
+    with warm(preload=[marked]) as it:
+        forkserver = fork_server_of(it)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                code = 0 if run(has, marked, nprocs=1)[0][1] == [True] else 2
+            finally:
+                it.close()
+                os._exit(code)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert run(has, marked, nprocs=1)[0][1] == [True]
+        assert fork_server_of(it) == forkserver
+        assert len(modules.importers(marked)) == 2
+
+
+@pytest.mark.slow
+def test_a_fork_server_that_is_stopped_is_killed_and_replaced(
+    modules: Modules, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with warm(preload=[modules.write("marked")]) as it:
+        forkserver = fork_server_of(it)
+        os.kill(forkserver, signal.SIGSTOP)
+        with monkeypatch.context() as impatient:
+            impatient.setattr("phalanx._engine.forkserver.FORK_WAIT", 0.2)
+            with pytest.raises(PreloadError, match="was killed by signal 9"):
+                start(add, (1, 2))
+        assert not alive(forkserver)
+        assert run(add, 1, 2) == {0: 3, 1: 3}
+
+
+def test_a_temporary_log_folder_goes_when_the_preload_fails() -> None:
+    with pytest.raises(PreloadError):
+        start(add, (1, 2), preload=["absent_from_here"])
+    assert os.listdir(tempfile.gettempdir()) == []
+
+
+class LateError(Exception):
+    """What a handler of the host's raises: its own timeout."""
+
+
+@pytest.mark.slow
+def test_an_answer_that_an_exception_kept_from_being_heard_is_for_nobody_else(
+    modules: Modules, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules.write("fine")
+
+    def late(*_: object) -> None:
+        raise LateError
+
+    with warm(preload=["fine"]) as warmed:
+        forkserver = warmed._fork_server
+        assert forkserver is not None
+        receive = forkserver._receive
+
+        def interrupted(timeout: float | None = None) -> object:
+            assert timeout is not None
+            signal.raise_signal(signal.SIGUSR2)
+            return receive(timeout)
+
+        before = signal.signal(signal.SIGUSR2, late)
+        with monkeypatch.context() as patch:
+            patch.setattr(forkserver, "_receive", interrupted)
+            with pytest.raises(LateError):
+                start_processes("g", add, (1, 2), nprocs=1, start_method="forkserver")
+        signal.signal(signal.SIGUSR2, before)
+        for _ in range(2):
+            with start_processes("g", add, (1, 2), nprocs=1, start_method="forkserver") as group:
+                assert group.wait().return_values == {0: 3}
+        assert warmed._fork_server is forkserver
+
+
+@pytest.mark.slow
+def test_a_process_that_an_import_has_started_holds_up_nobody_when_the_fork_server_dies(
+    modules: Modules, ready: Ready, gate: Gate
+) -> None:
+    """It has the socket, which does not tell of the fork server's end then."""
+    child = f"if os.fork() == 0:\n    {ready.python()}\n    signal.pause()\n    os._exit(0)\n"
+    modules.write("forking", f"import os, signal\n{child}{gate.python()}\nos._exit(3)")
+    failed: list[PreloadError] = []
+
+    def enter() -> None:
+        with pytest.raises(PreloadError) as caught, warm(preload=["forking"]):
+            pass
+        failed.append(caught.value)
+
+    entering = threading.Thread(target=enter, daemon=True)
+    entering.start()
+    [child_pid] = ready.pids()
+    gate.open()
+    entering.join(TIMEOUT)
+    assert not entering.is_alive()
+    assert "ended with exit code 3" in str(failed[0])
+    os.kill(child_pid, signal.SIGKILL)
+
+
+def test_a_fork_server_whose_launcher_died_before_it_got_up_leaves_at_once() -> None:
+    """It has been handed to somebody else, and a fork of the launcher may hold its socket."""
+    code = """
+import os, sys
+from phalanx._base import channels, interpreter
+launcher = os.getpid()
+ours, theirs = channels.pair()
+if os.fork() == 0:
+    while os.getppid() == launcher:
+        pass
+    os.set_inheritable(ours.fileno(), True)
+    os.set_inheritable(theirs.fileno(), True)
+    command = interpreter.command([], f"from phalanx._engine.forked.main import main;main({theirs.fileno()}, [])")
+    os.execv(command[0], command)
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        poll = select.poll()
+        poll.register(process.stdout, select.POLLHUP)  # nobody has it any more
+        assert poll.poll(TIMEOUT * 1000)
+
+
+def test_a_fork_server_that_outlives_its_kill_is_waited_for_by_nobody(
+    modules: Modules, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules.write("fine")
+    monkeypatch.setattr(fork_server_module, "_CLOSING", 0.1)
+    monkeypatch.setattr(fork_server_module, "_KILLED", 0.1)
+    warmed = warm(preload=["fine"])
+    with warmed:
+        forkserver = warmed._fork_server
+        assert forkserver is not None
+        assert forkserver._popen is not None
+        pid = forkserver._popen.pid
+        os.kill(pid, signal.SIGSTOP)
+        monkeypatch.setattr(forkserver._popen, "kill", lambda: None)  # it does not reach it
+    os.kill(pid, signal.SIGKILL)
+    assert wait_gone([pid]) == set()
+
+
+# --- what is loaded before a fork, though nobody has asked for it
+
+
+def loaded_before(name: str) -> bool | None:
+    """Whether this worker's keeper had loaded a module; None if it is not loaded.
+
+    What was there before the fork has been frozen: no collection looks at it (gc.freeze).
+    """
+    import gc
+
+    module = sys.modules.get(name)
+    return None if module is None else all(each is not module for each in gc.get_objects())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preload", [None, ["json"]])
+def test_the_pickler_is_loaded_once_for_all_workers_that_need_it(preload: list[str] | None) -> None:
+    said = []
+    for function in (loaded_before, lambda name, seen=loaded_before: seen(name)):  # by reference, and by value
+        options: dict[str, Any] = {"nprocs": 2, "start_method": "forkserver", "preload": preload}
+        with start_processes("pickler", function, ("cloudpickle.cloudpickle",), **options) as group:
+            result = group.wait(TIMEOUT)
+        assert result is not None
+        assert not result.is_failed(), result.failures
+        said.append(result.return_values)
+    assert said == [{0: None, 1: None}, {0: True, 1: True}]

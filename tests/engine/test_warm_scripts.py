@@ -1,0 +1,367 @@
+"""A script that starts warm cannot tell itself from one that python starts, no more than one that starts cold can.
+
+The same programs as in `test_script`, each as `python -u SCRIPT` and as `phalanx run --preload`, and some more.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from textwrap import dedent
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.engine import test_script as cold
+from tests.engine.test_script import FAILING, LIMIT, OURS, PLAIN, House, with_neighbours
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.engine.test_script import Ended
+
+DIFFERENT = {
+    "modules of its own that are called like ours",  # ours are loaded, and are part of a package all the same
+    "warnings with their places",  # the one above the top names a frame of the keeper's
+}
+"""What the frames below a fork, and the modules that it has, make of a script that looks for them."""
+
+SLOW = {"an exception of the asyncio loop", "a long text", "exit with an object", "exit by number beyond a byte"}
+"""Cases that differ from their neighbours in nothing that the start of a worker has to do with."""
+
+
+class WarmHouse(House):
+    """Runs its workers as forks of a process that has a module more."""
+
+    preload = "json"
+
+    def as_worker(self, *argv: object, launcher: tuple[str, ...] = ()) -> Ended:
+        """Run `phalanx run --preload MODULE ARGV`."""
+        return super().as_worker("--preload", self.preload, *argv, launcher=launcher)
+
+
+@pytest.fixture
+def house(tmp_path: Path, logs: Path) -> WarmHouse:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    return WarmHouse(folder, logs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "given",
+    [cold.in_the_folder, cold.by_relative_path, cold.by_symlink, cold.as_folder, cold.as_zipapp, cold.compiled,
+     cold.as_module, cold.as_lone_module, cold.as_package],
+    ids=lambda given: given.__name__,
+)  # fmt: skip
+def test_a_script_finds_what_python_gives_it(house: WarmHouse, given: Callable[[House], list[object]]) -> None:
+    worker = house.alike(*given(house), "--lr", "0.1", "", "-m", "two words", "--nproc-per-node=7")
+    assert worker.status == 0, worker.err
+    assert "guarded" in worker.out
+    assert worker.error is None
+
+
+@pytest.mark.slow
+def test_without_the_scripts_folder_on_the_path_where_the_user_does_not_want_it(house: WarmHouse) -> None:
+    house.env["PYTHONSAFEPATH"] = "1"
+    house.write("neighbour.py", "print('must not be found')")
+    house.write("script.py", cold.FACTS + "import neighbour\n")
+    house.alike("script.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(PLAIN.keys() - DIFFERENT - SLOW))
+def test_a_script_does_what_it_does_under_python(house: WarmHouse, name: str) -> None:
+    with_neighbours(house)
+    house.write("script.py", PLAIN[name])
+    house.alike("script.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(FAILING.keys() - SLOW))
+def test_a_script_fails_as_under_python_and_leaves_evidence(house: WarmHouse, name: str) -> None:
+    with_neighbours(house)
+    message, text = FAILING[name]
+    house.write("script.py", text)
+    worker = house.alike("script.py")
+    assert worker.status == (7 if "exits" in name else 1)
+    assert worker.message.startswith(message)
+    assert OURS not in worker.err + worker.stack
+    assert worker.message.split("\n")[0][:60] in worker.report
+
+
+MORE = {
+    "streams": """
+        import sys
+        for stream in (sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__):
+            print(stream, stream.name, stream.mode, stream.line_buffering, stream.write_through, stream.newlines,
+                  stream.encoding, stream.errors, stream.buffer, stream.fileno(), stream.isatty())
+        print(sys.stdout is sys.__stdout__, sys.stdin is sys.__stdin__)
+        """,
+    "a file that is not closed": """
+        import os, sys
+        file = open("left.txt", "w")
+        file.write("all of it")
+        class Last:
+            def __del__(self, write=os.write): write(1, b"the last\\n")
+        last = Last()
+        """,
+    "output of the C library": """
+        import ctypes, sys
+        libc = ctypes.CDLL(None)
+        libc.printf(b"in C, without an end of line")
+        sys.exit(4)
+        """,
+    "interrupted, with exit handlers, threads and files": """
+        import atexit, os, signal, threading
+        file = open("left.txt", "w")
+        file.write("all of it")
+        go = threading.Event()
+        atexit.register(lambda: print("at exit", signal.getsignal(signal.SIGINT)))
+        threading.Thread(target=lambda: (go.wait(), print("thread"))).start()
+        threading._register_atexit(go.set)
+        raise KeyboardInterrupt
+        """,
+    "an exit that is a text, with exit handlers": """
+        import atexit, sys
+        atexit.register(print, "at exit")
+        sys.exit("the text")
+        """,
+    "an exit handler that exits": "import atexit, sys; atexit.register(lambda: sys.exit(3))",
+    "a thread that is a daemon": """
+        import threading
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        print(threading.active_count(), threading.main_thread() is threading.current_thread())
+        """,
+    "a fork of its own": """
+        import os, sys
+        if os.fork() == 0:
+            print("child"); sys.exit(5)
+        print(os.waitstatus_to_exitcode(os.wait()[1]))
+        """,
+    "a child's environment": """
+        import os, subprocess, sys
+        os.environ["OF_MINE"] = "1"
+        code = "import os; print(os.environ['OF_MINE'], os.environ['RANK'] if 'RANK' in os.environ else 0)"
+        print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout)
+        """,
+    "the process as multiprocessing sees it": """
+        import multiprocessing, os
+        me = multiprocessing.current_process()
+        print(me.name, me.daemon, multiprocessing.parent_process(), multiprocessing.active_children())
+        print(me.pid == os.getpid())
+        print(multiprocessing.get_start_method(allow_none=True), type(me).__name__)
+        """,
+    "logging at the end": """
+        import atexit, logging, sys
+        logging.basicConfig(stream=sys.stdout, level="INFO")
+        atexit.register(logging.info, "at exit")
+        logging.info("now")
+        """,
+    "limits of the interpreter": """
+        import gc, sys, threading
+        print(sys.getrecursionlimit(), sys.getswitchinterval(), threading.stack_size())
+        print(gc.isenabled(), gc.get_threshold())
+        """,
+    "the last exception of the interpreter": """
+        import atexit, sys
+        atexit.register(lambda: print(sys.last_value, hasattr(sys, "last_exc")))
+        {}["missing"]
+        """,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_what_else_a_script_may_rely_on(house: WarmHouse, name: str) -> None:
+    house.write("script.py", MORE[name])
+    left = house.folder / "left.txt"
+    house.alike("script.py")
+    if "file" in name:
+        assert left.read_text() == "all of it"
+        left.unlink()
+        house.as_worker("script.py")
+        assert left.read_text() == "all of it"
+
+
+@pytest.mark.slow
+def test_an_interrupted_script_dies_of_the_signal(house: WarmHouse) -> None:
+    house.write("script.py", MORE["interrupted, with exit handlers, threads and files"])
+    worker = house.as_worker("script.py")
+    assert worker.status == 130
+    assert "SIGINT" in worker.report
+    assert "at exit" in worker.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "argv", [["-m", "absent"], ["-m", "package"], ["-m", "broken"], ["-m", "misspelt"]], ids=" ".join
+)
+def test_a_module_that_cannot_be_run_is_told_as_python_tells_it(house: WarmHouse, argv: list[str]) -> None:
+    with_neighbours(house)
+    house.write("package/__init__.py", "")
+    plain, worker = house.plainly(*argv), house.as_worker(*argv)
+    pattern = r'  File "<frozen (runpy|importlib\._bootstrap(_external)?)>".*\n'
+    assert worker.status == plain.status == 1
+    assert re.sub(pattern, "", worker.err) == re.sub(pattern, "", plain.err)
+    assert OURS not in worker.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+@pytest.mark.parametrize("argv", [["script.py"], ["-m", "package.script"]], ids=["script", "module"])
+def test_multiprocessing_in_a_script(house: WarmHouse, method: str, argv: list[str]) -> None:
+    house.preload = "numpy,multiprocessing.pool,concurrent.futures.process"
+    house.write("script.py", cold.WORKERS)
+    house.write("package/__init__.py", "")
+    house.write("package/script.py", cold.WORKERS)
+    worker = house.as_worker(*argv, method)
+    assert worker.status == 0, worker.err
+    plain = house.plainly(*argv, method)
+    assert sorted(worker.out.splitlines()) == sorted(plain.out.splitlines())
+    assert worker.err == plain.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", cold.FATAL)
+def test_a_fatal_signal_leaves_the_stack(house: WarmHouse, name: str) -> None:
+    no_core = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))"
+    path = house.write("script.py", f"{no_core}\ndef deep():\n    {cold.FATAL[name]}\ndeep()\n")
+    worker = house.alike("script.py")
+    assert f"({name}) received by PID" in worker.message
+    assert f'File "{path}", line 3 in deep' in worker.stack
+
+
+def test_faulthandler_by_the_environment(house: WarmHouse) -> None:
+    house.env["PYTHONFAULTHANDLER"] = "1"
+    house.write("script.py", "import os; os.abort()")
+    assert "Fatal Python error: Aborted" in house.as_worker("script.py").err
+
+
+# --- what is preloaded
+
+
+@pytest.mark.slow
+def test_a_module_beside_the_script_can_be_preloaded(house: WarmHouse) -> None:
+    house.preload = "beside"
+    house.write("elsewhere/beside.py", "import os; mine = os.getpid()")
+    house.write("elsewhere/script.py", "import os, sys; print('beside' in sys.modules); import beside; "
+                                       "print(beside.mine != os.getpid(), sys.path[0])")  # fmt: skip
+    worker = house.as_worker("elsewhere/script.py")
+    assert worker.out == f"True\nTrue {house.folder / 'elsewhere'}\n"
+    house.write("beside.py", "import os; mine = os.getpid()")
+    house.write("package/__init__.py", "")
+    house.write("package/__main__.py", "import sys; print('beside' in sys.modules, sys.path[0])")
+    assert house.as_worker("-m", "package").out == f"True {house.folder}\n"
+
+
+@pytest.mark.slow
+def test_signal_handlers_of_a_preloaded_module_are_the_scripts(house: WarmHouse) -> None:
+    house.preload = "beside"
+    house.write(
+        "beside.py",
+        """
+import signal
+signal.signal(signal.SIGUSR1, lambda *_: print("handled"))
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+""",
+    )
+    house.write(
+        "script.py",
+        """
+import beside, signal
+signal.raise_signal(signal.SIGUSR1)
+signal.raise_signal(signal.SIGINT)
+signal.raise_signal(signal.SIGPIPE)
+""",
+    )
+    worker = house.alike("script.py")
+    assert worker.out == "handled\n"
+    assert worker.status == 128 + signal.SIGPIPE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["option", "environment"])
+def test_every_worker_is_a_fork_of_one_import(house: WarmHouse, way: str) -> None:
+    house.write("beside.py", "import os; open('imports', 'a').write('.')")
+    house.write("script.py", "import beside, os; os.write(1, os.environ['RANK'].encode())")
+    if way == "environment":
+        house.env["PHALANX_PRELOAD"] = "json,beside"
+    options = ["--preload", "json,beside"] if way == "option" else []
+    command = [
+        "-m",
+        "phalanx",
+        "run",
+        "--nproc-per-node",
+        3,
+        "-r",
+        0,
+        "--log-dir",
+        house.folder / "l",
+        *options,
+        "script.py",
+    ]
+    done = house._run(sys.executable, *command)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.decode()) == ["0", "1", "2"]
+    assert (house.folder / "imports").read_text() == "."
+
+
+def run(house: WarmHouse, *argv: object, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "phalanx", "run", "--log-dir", str(house.folder / "l"), *map(str, argv)]
+    return subprocess.run(command, cwd=house.folder, env={**house.env, **env}, stdin=subprocess.DEVNULL, text=True,
+                          capture_output=True, timeout=LIMIT, check=False)  # fmt: skip
+
+
+def test_a_preload_that_fails_is_told_before_any_worker_starts(house: WarmHouse) -> None:
+    house.write("script.py", "open('started', 'w')")
+    path = house.write("broken.py", "def f():\n    raise ValueError('no')\nf()")
+    done = run(house, "--preload", "json,broken", "script.py")
+    assert done.returncode == 1
+    shown = re.sub(r"\n +[~^]+(?=\n)", "", done.stderr.partition("Error: ")[2])  # Python 3.13 points at what failed
+    assert shown == dedent(f"""\
+        preload: 'broken' could not be imported
+
+        Traceback (most recent call last):
+          File "{path}", line 3, in <module>
+            f()
+          File "{path}", line 2, in f
+            raise ValueError('no')
+        ValueError: no
+        """)
+    assert not (house.folder / "started").exists()
+
+
+@pytest.mark.slow
+def test_what_cannot_be_preloaded_is_refused(house: WarmHouse) -> None:
+    house.write("script.py", "")
+    done = run(house, "--preload", "js-on", "script.py")
+    assert done.returncode == 2
+    assert "'js-on' is not the name of a module" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = run(house, "--preload", "json,__main__", "script.py")
+    assert done.returncode == 2
+    assert "__main__ is the script" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = run(house, "--preload", "json", "--no-python", "true")
+    assert done.returncode == 2
+    assert "a binary imports nothing" in done.stderr
+    done = run(house, "--preload", "json", "script.py", PYTHON_EXEC="/usr/bin/python3-of-another")
+    assert done.returncode == 2
+    assert "PYTHON_EXEC" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_standard_descriptors_that_the_launcher_has_not(house: WarmHouse) -> None:
+    house.write("script.py", "import os; open('found', 'a').write(os.readlink('/proc/self/fd/0') + '\\n')")
+    for closed in ("<&-", ">&-", "2>&-", "<&- >&- 2>&-"):
+        text = f'"{sys.executable}" -m phalanx run -r 3 --log-dir l --preload json script.py {closed}'
+        done = subprocess.run(["/bin/sh", "-c", text], cwd=house.folder, env=house.env, timeout=LIMIT, check=False)
+        assert done.returncode == 0, closed
+    assert (house.folder / "found").read_text() == f"{os.devnull}\n" * 4

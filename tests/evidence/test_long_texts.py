@@ -1,0 +1,207 @@
+"""Texts of workers of any length and kind: what is kept of them, and the work that they are, is bounded; it is said."""
+
+from __future__ import annotations
+
+import json
+import signal
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx._evidence import recording
+from phalanx._evidence.describe import describe, without_own_frames
+from phalanx._evidence.error_file import READ_LIMIT, message_of, read_error_file, write_error_file
+from phalanx._evidence.truncate import KEPT_LIMIT, truncate_data
+from phalanx._outcomes import report as report_module
+from phalanx._stacks.dump import location
+from phalanx.errors import ProcessFailure, format_report
+from phalanx.spawn import _exceptions
+from tests.support.helpers import TIMEOUT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.once
+
+MIB = 1 << 20
+KEPT = KEPT_LIMIT
+
+PIECES = [
+    "\n", " ", "0", "a\n", "  File", "(", '"', "\x1b", "\x1b[", "\x1b]", "\r", "\t", "é", "\ud800", "\x00", " \n",
+    "\n ", "_",
+    "native frames (py-spy):\n", "\nnative frames (py-spy):", "Thread 0x1 (most recent call first):  ",
+    '  File "', '", line 1 in ', "pid ", "process", "rank", "local_rank 0", "0xa", "0xabcdef ", "1 ms ", "12.3 s over",
+    "cuda:", "peer ", "connection was ", "Error",
+]  # fmt: skip
+
+
+@contextmanager
+def not_for_ever() -> Iterator[None]:
+    """Fail when it takes far longer than it can where time grows with the length, on however slow a machine."""
+
+    def give_up(*_signal: object) -> None:
+        raise AssertionError(f"not over after {TIMEOUT} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, TIMEOUT)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def of(piece: str, size: int) -> str:
+    return (piece * (size // len(piece) + 1))[:size]
+
+
+def fails(message: str, stack: str = "", **more: Any) -> ProcessFailure:
+    return ProcessFailure(0, 77, 1, "<N/A>", told=(message, stack, 5), observed_ns=6, **more)
+
+
+def size_of(value: object) -> int:
+    """How many characters, and how many members, a failure or its data holds."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(size_of(name) + size_of(each) for name, each in value.items()) + 8
+    if isinstance(value, list):
+        return sum(map(size_of, value)) + 8
+    return 8
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_no_text_takes_more_than_its_length(piece: str) -> None:
+    text, long = of(piece, 64 << 10), of(piece, MIB)
+    dump = f"Current thread 0x01 (most recent call first):\n{text}"
+    data = {"message": {"message": text, "extraInfo": {"py_callstack": text}}}
+    failure = fails(text)
+    todo: dict[str, Callable[[], object]] = {
+        "describing": lambda: describe(ValueError(text)),
+        "finding": lambda: recording._tells_of(data, f"{text[1:]}x"),
+        "stacks": lambda: (location(dump), without_own_frames(dump)),
+        "cleaning": lambda: report_module._clean(text),
+        "masking": lambda: report_module._masked(text, failure),
+        "a report": lambda: format_report("x", {0: fails(long), 1: fails("E", long, detail=long, stderr_tail=long)}),
+    }
+    with not_for_ever():
+        for job in todo.values():
+            job()
+
+
+# --- what is kept
+
+
+def test_of_a_long_text_both_ends_are_kept_and_the_rest_is_said(tmp_path: Path) -> None:
+    path = str(tmp_path / "error.json")
+    text = f"begins {'x' * MIB} ends"
+    write_error_file(path, text, text, monotonic_ns=5, pid=77, left=True)
+    failure = ProcessFailure(0, 77, 1, path, observed_ns=6)
+    for kept in (failure.message, failure.traceback, failure.error_file_data["message"]["message"]):
+        assert kept.startswith("begins xx")
+        assert kept.endswith("xx ends")
+        assert f"\n... {len(text) - KEPT} characters cut; all in {path} ...\n" in kept
+    assert size_of(failure.__getstate__()) < 5 * KEPT
+    assert "characters cut; all in" in format_report("x", {0: failure})
+
+
+def test_what_is_short_is_kept_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    data = {
+        "message": {"message": "m" * KEPT, "extraInfo": {"py_callstack": "s" * KEPT, "more": [{"a": [1, None, 2.5]}]}}
+    }
+    path.write_text(json.dumps(data))
+    assert ProcessFailure(0, 77, 1, path).error_file_data == data
+
+
+HOSTILE = {
+    "many members": {"message": "m", **{str(number): number for number in range(200_000)}},
+    "a long list": {"message": "m", "list": [0] * 1_000_000},
+    "many lists": {"message": "m", "list": [[]] * 1_000_000},
+    "long names": {"message": "m", "n" * MIB: {"n" * MIB: 5}},
+    "many texts": {"message": "m", "list": ["t" * 1000] * 3000},
+    "a number": {"message": "m", "n": 10**4000},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_data_of_any_form_are_bounded(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    path.write_text(json.dumps(HOSTILE[name]))
+    assert path.stat().st_size <= READ_LIMIT
+    failure = ProcessFailure(0, 77, 1, path)
+    assert failure.message == "m"
+    assert size_of(failure.__getstate__()) < 5 * KEPT
+    assert "cut ..." in json.dumps(failure.error_file_data)
+
+
+def test_data_of_great_depth_are_bounded() -> None:
+    data: Any = "deep"
+    for _ in range(500):
+        data = {"d": data}
+    assert json.dumps(truncate_data(data)).count("d") < 30
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=50),
+        lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=5), inner, max_size=5),
+        max_leaves=50,
+    )
+)
+def test_data_that_are_small_are_not_touched(value: Any) -> None:
+    data = {"message": "m", "value": value}
+    assert truncate_data(data) == data
+
+
+def test_a_file_that_is_too_long_is_not_read_and_the_limit_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    path.write_text(json.dumps({"message": "m" * (16 * MIB)}))
+    failure = ProcessFailure(0, 77, 1, path)
+    assert failure.unreadable == f"unreadable: it is longer than {READ_LIMIT} bytes"
+    assert failure.unreadable in format_report("x", {0: failure})
+
+
+@pytest.mark.parametrize("piece", ["x", "\x00", "\ud800", "𝄞", "é", '"'])
+def test_what_is_recorded_can_be_read_whatever_it_takes_as_json(piece: str, tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    assert recording.record(ValueError(piece * (2 * MIB)), str(path))
+    assert path.stat().st_size <= READ_LIMIT
+    data, why = read_error_file(str(path))
+    assert why == ""
+    assert (message_of(data) or "").startswith("ValueError: ")
+    assert "characters cut" in (message_of(data) or "")
+
+
+# --- many ranks
+
+
+def differing(count: int, size: int) -> dict[int, ProcessFailure]:
+    failures = {}
+    for rank in range(count):
+        text = of(f"step {rank}x of rank {rank}\n", size)
+        failures[rank] = fails(text, f"Traceback of {rank}x\n{text}")
+    return failures
+
+
+def test_many_different_tracebacks_make_a_report_that_can_be_read() -> None:
+    failures = differing(400, 40_000)
+    with not_for_ever():
+        report = format_report("x", failures)
+    assert len(report) < 400 * 200 + 9 * report_module.ROOT_LINES * report_module.LINE
+    assert len(report.split("\n")) < 1400
+    error = _exceptions.failed(SimpleNamespace(failures=failures, outcomes={}))  # type: ignore[arg-type]  # it has what is read
+    notes: list[str] = error.__notes__
+    assert sum(map(len, notes)) < 400 * 200 + 9 * 2 * KEPT
+
+
+def test_long_texts_are_equal_by_their_ends() -> None:
+    texts = [f"{'a' * 50_000}{middle}{'b' * 50_000}{end}" for middle, end in (("m", "e"), ("n", "e"), ("m", "f"))]
+    first, second, third = (report_module.signature(fails(text)) for text in texts)
+    assert first == second != third

@@ -1,0 +1,987 @@
+"""`start_processes` from call to result: signatures, start methods, values, waiting and closing."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from multiprocessing.shared_memory import SharedMemory
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from phalanx.multiprocessing import (
+    DefaultLogsSpecs,
+    MultiprocessContext,
+    PContext,
+    RunProcsResult,
+    SignalException,
+    Std,
+    SubprocessContext,
+    start_processes,
+)
+from tests.support import workers
+from tests.support.helpers import TIMEOUT, alive, wait_gone
+from tests.support.workers import run_script
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.support.helpers import Gate, Ready
+
+METHODS = ("spawn", "forkserver", "fork")
+
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
+each_method = pytest.mark.parametrize("method", METHODS)
+
+
+def run(entrypoint: Callable[..., Any] | str, args: Any, **options: Any) -> RunProcsResult:
+    """Start a group and return its result."""
+    with start_processes("test", entrypoint, args, **options) as group:
+        result = group.wait()
+    assert result is not None
+    return result
+
+
+def values_of(result: RunProcsResult) -> dict[int, Any]:
+    """The return values of a group that succeeded, or the test fails with what went wrong."""
+    assert not result.is_failed(), [(failure.message, failure.traceback) for failure in result.failures.values()]
+    return result.return_values
+
+
+# --- both historical forms
+
+
+@pytest.mark.slow
+def test_first_form_by_position(tmp_path: Path) -> None:
+    specs = DefaultLogsSpecs(str(tmp_path / "logs"), Std.ALL)
+    group = start_processes(
+        "n", workers.get_env, {0: ("A",), 1: ("A",)}, {0: {"A": "x"}, 1: {"A": "y"}}, specs, {0: "p"}, "forkserver"
+    )
+    with group:
+        assert isinstance(group, MultiprocessContext)
+        assert group.name == "n"
+        assert group.start_method == "forkserver"
+        result = group.wait(-1, 1)
+    assert result is not None
+    assert values_of(result) == {0: {"A": "x"}, 1: {"A": "y"}}
+    assert result.stdouts[1].startswith(str(tmp_path / "logs"))
+
+
+def test_first_form_by_name(tmp_path: Path) -> None:
+    with start_processes(
+        name="n",
+        entrypoint=workers.get_env,
+        args={0: ("A",)},
+        envs={0: {"A": "x"}},
+        logs_specs=DefaultLogsSpecs(log_dir=str(tmp_path / "logs"), redirects=Std.OUT, tee=Std.NONE),
+        log_line_prefixes=None,
+        start_method="spawn",
+    ) as group:
+        result = group.wait(timeout=-1, period=1)
+    assert result is not None
+    assert values_of(result) == {0: {"A": "x"}}
+
+
+@pytest.mark.slow
+def test_second_form_by_position(logs: Path) -> None:
+    group = start_processes(
+        "n", workers.prints, {0: ("a",), 1: ("b",)}, {0: {}, 1: {}}, str(logs), "fork", Std.ALL, {1: Std.OUT}
+    )
+    with group:
+        result = group.wait()
+    assert result is not None
+    assert result.stdouts == {0: str(logs / "0/stdout.log"), 1: str(logs / "1/stdout.log")}
+    assert (logs / "1/stderr.log").read_text() == "b\n"
+    assert group.logs.error_files == {0: str(logs / "0/error.json"), 1: str(logs / "1/error.json")}
+    assert group.logs.tee_stdouts == {1: str(logs / "1/stdout.log")}
+
+
+@pytest.mark.parametrize("name", ["log_dir", "logs_specs"])
+def test_second_form_by_name(logs: Path, name: str) -> None:
+    folder: Any = {name: logs}  # os.PathLike is as good as str
+    with start_processes(
+        name="n",
+        entrypoint="/bin/echo",
+        args={0: ("hello",)},
+        envs={0: {}},
+        start_method="spawn",
+        redirects={0: Std.OUT},
+        tee=Std.NONE,
+        **folder,
+    ) as group:
+        result = group.wait()
+    assert result is not None
+    assert (logs / "0/stdout.log").read_text() == "hello\n"
+    assert result.stderrs == {0: ""}
+
+
+@pytest.mark.slow
+def test_one_tuple_for_all_ranks() -> None:
+    assert values_of(run(workers.add, (1, 2), nprocs=3)) == {0: 3, 1: 3, 2: 3}
+
+
+@pytest.mark.slow
+def test_ranks_in_any_order() -> None:
+    result = run(workers.echo, {2: ("c",), 0: ("a",), 1: ("b",)}, start_method="forkserver")
+    assert list(values_of(result).items()) == [(0, ("a",)), (1, ("b",)), (2, ("c",))]
+
+
+def test_too_many_positional_arguments(logs: Path) -> None:
+    with pytest.raises(TypeError, match="at most 7 positional arguments"):
+        start_processes("n", workers.nothing, {0: ()}, {0: {}}, None, None, "spawn", Std.ALL)
+    with pytest.raises(TypeError, match="at most 8 positional arguments"):
+        start_processes("n", workers.nothing, {0: ()}, {0: {}}, str(logs), "spawn", Std.ALL, Std.ALL, 1)
+
+
+def test_an_argument_twice() -> None:
+    with pytest.raises(TypeError, match="'start_method' twice"):
+        start_processes("n", workers.nothing, {0: ()}, {0: {}}, None, None, "spawn", start_method="fork")
+
+
+def test_a_binary_with_arguments_that_are_no_strings(logs: Path) -> None:
+    with start_processes("n", "echo", {0: (1, 2.5, None, logs, "é")}, redirects=Std.OUT, log_dir=logs) as group:
+        assert isinstance(group, SubprocessContext)
+        result = group.wait()
+    assert result is not None
+    assert result.return_values == {0: None}
+    assert (logs / "0/stdout.log").read_text() == f"1 2.5 None {logs} é\n"
+
+
+@pytest.mark.slow
+def test_environment_of_each_rank_comes_on_top_of_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTER", "1")
+    monkeypatch.setenv("BOTH", "outer")
+    envs = {0: {"BOTH": "zero", "NEW": "é\udcff"}, 1: {}}
+    names = ("OUTER", "BOTH", "NEW")
+    result = run(workers.get_env, {0: names, 1: names}, envs=envs)
+    assert values_of(result) == {
+        0: {"OUTER": "1", "BOTH": "zero", "NEW": "é\udcff"},
+        1: {"OUTER": "1", "BOTH": "outer", "NEW": None},
+    }
+
+
+def test_the_callers_mappings_are_left_alone() -> None:
+    args, envs = {0: ("A",)}, {0: {"A": "x"}}
+    run(workers.get_env, args, envs=envs)
+    assert (args, envs) == ({0: ("A",)}, {0: {"A": "x"}})
+
+
+class Lazy:
+    """A mapping, as far as `dict` wants one, that makes what it is asked for anew each time."""
+
+    def __init__(self, count: int, make: Callable[[int], Any]) -> None:
+        self._count = count
+        self._make = make
+        self.asked: list[int] = []
+
+    def keys(self) -> range:
+        return range(self._count)
+
+    def __getitem__(self, rank: int) -> Any:
+        self.asked.append(rank)
+        return self._make(rank)
+
+
+class LazyMapping(Lazy, Mapping[int, Any]):  # type: ignore[misc]  # a range is as good as a KeysView
+    """A whole mapping of the kind."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return self._count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Lazy, LazyMapping])
+def test_what_a_mapping_holds_is_looked_up_once(kind: type[Lazy]) -> None:
+    args = kind(6, lambda rank: (f"RANK_{rank}", "SAME"))
+    envs = kind(6, lambda rank: {f"RANK_{rank}": str(rank), "SAME": "x"})
+    values = values_of(run(workers.get_env, args, envs=envs, start_method="fork"))
+    assert values == {rank: {f"RANK_{rank}": str(rank), "SAME": "x"} for rank in range(6)}
+    assert args.asked == envs.asked == list(range(6))
+
+
+@pytest.mark.slow
+def test_arguments_that_can_be_read_once() -> None:
+    once = iter("ab")
+    assert values_of(run(workers.echo, {0: once, 1: once}, start_method="fork")) == {0: ("a", "b"), 1: ("a", "b")}
+
+
+# --- values
+
+
+@pytest.mark.slow
+@each_method
+def test_values_of_any_size(method: str) -> None:
+    result = run(workers.megabytes, {0: (50,), 1: (0,)}, start_method=method)
+    values = values_of(result)
+    assert len(values[0]) == 50 << 20
+    assert values[1] == b""
+
+
+@pytest.mark.slow
+@each_method
+def test_arguments_of_any_size(method: str) -> None:
+    data = os.urandom(20 << 20)
+    assert values_of(run(workers.echo, {0: (data,)}, start_method=method)) == {0: (data,)}
+
+
+@pytest.mark.slow
+@each_method
+def test_a_worker_that_returns_nothing(method: str) -> None:
+    result = run(workers.nothing, {0: (), 1: ()}, start_method=method)
+    assert result.return_values == {0: None, 1: None}
+    assert result.outcomes[0].state == "succeeded"
+    assert result.root_cause is None
+
+
+@pytest.mark.slow
+@each_method
+def test_a_value_that_cannot_be_pickled_fails_its_rank(method: str) -> None:
+    result = run(workers.return_generator, {0: ()}, start_method=method)
+    assert result.failures.keys() == {0}
+    assert "the return value (generator) cannot be pickled" in result.failures[0].message
+    assert result.failures[0].exitcode == 1
+
+
+@pytest.mark.slow
+def test_a_part_of_a_value_that_cannot_be_pickled_is_named() -> None:
+    result = run(workers.return_nested_lock, {0: ()})
+    assert "item 'lock' of item 'model' of the return value" in result.failures[0].message
+
+
+@pytest.mark.slow
+@each_method
+def test_a_value_that_cannot_be_unpickled_fails_its_rank(method: str) -> None:
+    result = run(workers.return_never_loads, {0: ()}, start_method=method)
+    assert result.return_values == {}
+    failure = result.failures[0]
+    assert "ValueError" in failure.message
+    assert "could not be unpickled in the launcher" in failure.traceback
+    assert result.outcomes[0].state == "failed"
+
+
+# --- callables
+
+
+def make_closure(base: int) -> Callable[[int], int]:
+    def closure(more: int) -> int:
+        return base + more
+
+    return closure
+
+
+CALLABLES: dict[str, tuple[Callable[..., Any], int]] = {
+    "lambda": (lambda more: 40 + more, 42),
+    "closure": (make_closure(40), 42),
+    "partial": (functools.partial(workers.add, 40), 42),
+    "partial of a lambda": (functools.partial(lambda base, more: base + more, 40), 42),
+    "bound method": (workers.Callable(21).method, 42),
+    "object": (workers.Callable(40), 42),
+    "builtin": (abs, 2),
+    "class": (complex, 2),
+}
+
+
+@pytest.mark.slow
+@each_method
+@pytest.mark.parametrize("kind", CALLABLES)
+def test_callables(method: str, kind: str) -> None:
+    function, expected = CALLABLES[kind]
+    assert values_of(run(function, {0: (2,), 1: (2,)}, start_method=method)) == {0: expected, 1: expected}
+
+
+@pytest.mark.slow
+@each_method
+def test_a_recursive_local_function(method: str) -> None:
+    def factorial(number: int) -> int:
+        return number * factorial(number - 1) if number else 1
+
+    assert values_of(run(factorial, {0: (5,)}, start_method=method)) == {0: 120}
+
+
+@pytest.mark.slow
+@each_method
+def test_an_instance_of_a_local_class_comes_back(method: str) -> None:
+    class Local:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+    value = values_of(run(Local, {0: (3,)}, start_method=method))[0]
+    assert value.number == 3
+
+
+MAIN = """
+import multiprocessing, sys
+from phalanx.multiprocessing import start_processes
+
+class Point:
+    def __init__(self, x):
+        self.x = x
+
+SCALE = 10
+
+def scaled(point, queue):
+    queue.put(Point(point.x + 1))
+    return Point(helper(point))
+
+def helper(point):
+    return point.x * SCALE
+
+if __name__ == "__main__":
+    method = sys.argv[1]
+    queue = multiprocessing.get_context(method).Queue()
+    with start_processes("main", scaled, {0: (Point(1), queue), 1: (Point(2), queue)}, start_method=method) as group:
+        points = [queue.get(timeout=20), queue.get(timeout=20)]
+        result = group.wait()
+    assert not result.is_failed(), result.root_cause
+    assert all(type(point) is Point for point in points), points
+    assert sorted(point.x for point in points) == [2, 3]
+    values = {rank: (type(value), value.x) for rank, value in result.return_values.items()}
+    assert values == {0: (Point, 10), 1: (Point, 20)}, values
+    print("fine")
+"""
+
+
+@pytest.mark.slow
+@each_method
+def test_functions_and_classes_of_a_main_script(tmp_path: Path, method: str) -> None:
+    done = run_script(tmp_path, MAIN, method)
+    assert (done.stdout, done.stderr, done.returncode) == ("fine\n", "", 0)
+
+
+@pytest.mark.slow
+def test_a_main_script_whose_functions_go_by_value_needs_no_guard(tmp_path: Path) -> None:
+    text = """
+from phalanx.multiprocessing import start_processes
+print("once")
+def double(number):
+    return 2 * number
+with start_processes("main", double, {0: (1,), 1: (2,)}, main="value") as group:
+    print(group.wait().return_values)
+"""
+    done = run_script(tmp_path, text)
+    assert (done.stdout, done.stderr, done.returncode) == ("once\n{0: 2, 1: 4}\n", "", 0)
+
+
+# --- what multiprocessing shares
+
+
+@pytest.mark.slow
+@each_method
+def test_queues(method: str) -> None:
+    context = multiprocessing.get_context(method)
+    queue, simple = context.Queue(), context.SimpleQueue()
+    with start_processes(
+        "q", workers.use_queue, {0: (queue, 0), 1: (queue, 1), 2: (simple, 2)}, start_method=method
+    ) as group:
+        got = dict([queue.get(timeout=20), queue.get(timeout=20), simple.get()])
+        pids = group.pids()
+        result = group.wait()
+    assert result is not None
+    assert not result.is_failed()
+    assert got == pids
+    queue.close()
+    queue.join_thread()
+    simple.close()
+
+
+@pytest.fixture(scope="module")
+def heap() -> Iterator[None]:
+    """Have `multiprocessing` make its arena for values and arrays, which it keeps as long as its process lives."""
+    value = multiprocessing.Value("i")
+    yield
+    del value
+
+
+@pytest.mark.slow
+@each_method
+@pytest.mark.usefixtures("heap")
+def test_lock_event_semaphore_value_array(method: str) -> None:
+    context: Any = multiprocessing.get_context(method)
+    lock, event, semaphore = context.Lock(), context.Event(), context.Semaphore(0)
+    value, array = context.Value("i", 0, lock=False), context.Array("d", 3)
+    args = (lock, event, semaphore, value, array)
+    with start_processes("m", workers.use_all, dict.fromkeys(range(3), args), start_method=method) as group:
+        for _ in range(3):
+            assert semaphore.acquire(timeout=20)  # all three are there
+        event.set()
+        result = group.wait()
+    assert result is not None
+    assert values_of(result) == {0: 1, 1: 1, 2: 1}
+    assert value.value == 300
+    assert array[0] == 2.5
+
+
+@pytest.mark.slow
+@each_method
+def test_connections(method: str) -> None:
+    context = multiprocessing.get_context(method)
+    pipes = [context.Pipe() for _ in range(2)]
+    with start_processes(
+        "c",
+        workers.use_connection,
+        {rank: (theirs,) for rank, (_ours, theirs) in enumerate(pipes)},
+        start_method=method,
+    ) as group:
+        for rank, (ours, theirs) in enumerate(pipes):
+            theirs.close()
+            ours.send(f"rank {rank}")
+        assert [ours.recv() for ours, _theirs in pipes] == ["RANK 0", "RANK 1"]
+        result = group.wait()
+        for ours, _theirs in pipes:
+            ours.close()
+    assert result is not None
+    assert values_of(result) == {0: "rank 0", 1: "rank 1"}
+
+
+@pytest.mark.slow
+@each_method
+def test_shared_memory_outlives_the_group(method: str) -> None:
+    segment: Any = SharedMemory(create=True, size=16)
+    try:
+        segment.buf[:4] = b"data"
+        assert values_of(run(workers.use_segment, {0: (segment,)}, start_method=method)) == {0: b"data"}
+        assert bytes(segment.buf[:4]) == b"wata"
+        assert os.path.exists(f"/dev/shm/{segment.name.lstrip('/')}")
+        assert values_of(run(workers.use_segment_by_name, {0: (segment.name,)}, start_method=method)) == {0: b"wata"}
+        assert os.path.exists(f"/dev/shm/{segment.name.lstrip('/')}")
+    finally:
+        segment.close()
+        segment.unlink()
+
+
+SEGMENTS = """
+import os, sys
+from multiprocessing.shared_memory import SharedMemory
+from phalanx.multiprocessing import start_processes
+from tests.support import workers
+
+if __name__ == "__main__":
+    segment = SharedMemory(create=True, size=16)
+    segment.buf[:4] = b"data"
+    by_name = sys.argv[2] == "name"
+    function, arg = (workers.use_segment_by_name, segment.name) if by_name else (workers.use_segment, segment)
+    with start_processes("s", function, {0: (arg,), 1: (arg,)}, start_method=sys.argv[1]) as group:
+        result = group.wait()
+    assert not result.is_failed(), result.root_cause
+    SharedMemory(segment.name).close()  # still there
+    segment.close()
+    segment.unlink()
+    print("fine")
+"""
+
+
+@pytest.mark.slow
+@each_method
+@pytest.mark.parametrize("how", ["object", "name"])
+def test_shared_memory_leaves_no_warning(tmp_path: Path, method: str, how: str) -> None:
+    done = run_script(tmp_path, SEGMENTS, method, how)
+    assert (done.stdout, done.stderr, done.returncode) == ("fine\n", "", 0)
+
+
+MANAGER = """
+import multiprocessing, sys
+from phalanx.multiprocessing import start_processes
+from tests.support import workers
+
+if __name__ == "__main__":
+    method = sys.argv[1]
+    with multiprocessing.get_context(method).Manager() as manager:
+        shared = manager.dict()
+        args = {rank: (shared, rank) for rank in range(3)}
+        with start_processes("m", workers.use_proxies, args, start_method=method) as group:
+            result = group.wait()
+        assert not result.is_failed(), result.root_cause
+        print(dict(sorted(shared.items())))
+"""
+
+
+@pytest.mark.slow
+@each_method
+def test_manager_proxies(tmp_path: Path, method: str) -> None:
+    done = run_script(tmp_path, MANAGER, method)
+    assert (done.stdout, done.stderr, done.returncode) == ("{0: 0, 1: 1, 2: 4}\n", "", 0)
+
+
+@pytest.mark.slow
+@each_method
+def test_a_worker_uses_multiprocessing_itself(method: str) -> None:
+    assert values_of(run(workers.start_a_process_of_my_own, {0: ()}, start_method=method)) == {0: 7}
+
+
+# --- waiting and closing
+
+
+def waiting(ready: Ready, gate: Gate, nprocs: int = 2, **options: Any) -> PContext:
+    """A group whose workers have all told that they are there, and wait at the gate."""
+    group = start_processes("w", workers.announce, (ready.address, gate.address), nprocs=nprocs, **options)
+    try:
+        assert sorted(ready.pids(nprocs)) == sorted(group.pids().values())
+    except BaseException:
+        group.close()
+        raise
+    return group
+
+
+@pytest.mark.slow
+@each_method
+def test_waiting(ready: Ready, gate: Gate, method: str) -> None:
+    with waiting(ready, gate, start_method=method) as group:
+        pids = group.pids()
+        assert pids.keys() == {0, 1}
+        before = time.monotonic()
+        assert group.wait(0) is None
+        assert group.wait(0.05) is None
+        assert 0.05 <= time.monotonic() - before < TIMEOUT
+        assert group.wait(0.01, period=60) is None
+        gate.open(2)
+        result = group.wait(None)
+        assert result is not None
+        assert result.return_values == pids
+        assert group.wait() is result
+        assert group.wait(0) is result
+        assert group.pids() == pids
+    assert group.wait(0) is result
+
+
+def test_waiting_for_a_very_long_time(ready: Ready, gate: Gate) -> None:
+    with waiting(ready, gate, 1) as group:
+        gate.open()
+        result = group.wait(1e12)
+    assert result is not None
+    assert not result.is_failed()
+
+
+def test_asking_never_blocks(ready: Ready, gate: Gate) -> None:
+    with waiting(ready, gate, 1) as group:
+        asked = time.monotonic()
+        for _ in range(1000):
+            assert group.wait(0) is None
+        assert time.monotonic() - asked < TIMEOUT
+        gate.open()
+        group.wait()
+
+
+def test_wait_before_start() -> None:
+    group = MultiprocessContext("n", workers.nothing, {0: ()}, {0: {}}, "spawn", DefaultLogsSpecs())
+    for method in (group.wait, group.pids):
+        with pytest.raises(RuntimeError, match="'n' has not been started"):
+            method()
+    group.close()  # nothing to close
+
+
+def test_start_twice() -> None:
+    with start_processes("n", "true", nprocs=1) as group:
+        with pytest.raises(RuntimeError, match="'n' has been started before"):
+            group.start()
+        group.wait()
+
+
+@pytest.mark.slow
+def test_leaving_the_with_statement_closes(ready: Ready, gate: Gate) -> None:
+    with waiting(ready, gate) as group:
+        pids = set(group.pids().values())
+    assert not {pid for pid in pids if alive(pid)}
+    result = group.wait(0)
+    assert result is not None
+    assert result.state == "stopped"
+    assert result.return_values == {}
+    assert [(outcome.state, outcome.exitcode, outcome.signal_sent) for outcome in result.outcomes.values()] == [
+        ("stopped", -15, 15)
+    ] * 2
+
+
+@pytest.mark.slow
+def test_an_exception_in_the_with_statement_closes(ready: Ready, gate: Gate) -> None:
+    with pytest.raises(ZeroDivisionError), waiting(ready, gate) as group:
+        raise ZeroDivisionError
+    assert not {pid for pid in group.pids().values() if alive(pid)}
+
+
+@pytest.mark.slow
+def test_close_is_idempotent(ready: Ready, gate: Gate) -> None:
+    group = waiting(ready, gate)
+    group.close()
+    group.close()
+    group.close(signal.SIGKILL, 0)
+    result = group.wait()
+    assert result is not None
+    assert {outcome.signal_sent for outcome in result.outcomes.values()} == {15}
+
+
+@pytest.mark.parametrize("death", [signal.SIGINT, signal.SIGUSR1, 2])
+def test_close_with_another_signal(ready: Ready, gate: Gate, death: signal.Signals) -> None:
+    group = start_processes(
+        "w",
+        sys.executable,
+        {0: ("-c", f"import signal; signal.signal(2, signal.SIG_DFL); {ready.python()}; {gate.python()}")},
+    )
+    ready.wait()
+    group.close(death)
+    result = group.wait()
+    assert result is not None
+    assert result.outcomes[0].exitcode == -death
+    assert result.outcomes[0].signal_sent == death
+    assert not result.failures
+
+
+def test_close_kills_when_the_grace_is_over(ready: Ready, gate: Gate) -> None:
+    code = f"import signal; signal.signal(15, signal.SIG_IGN); {ready.python()}; {gate.python()}"
+    group = start_processes("w", sys.executable, {0: ("-c", code)})
+    ready.wait()
+    before = time.monotonic()
+    group.close(timeout=0.1)
+    assert 0.1 <= time.monotonic() - before < TIMEOUT
+    result = group.wait()
+    assert result is not None
+    assert result.outcomes[0].exitcode == -9
+    assert result.outcomes[0].state == "stopped"
+
+
+@pytest.mark.slow
+def test_close_at_once(ready: Ready, gate: Gate) -> None:
+    group = waiting(ready, gate)
+    group.close(timeout=0)
+    result = group.wait()
+    assert result is not None
+    assert {outcome.exitcode for outcome in result.outcomes.values()} == {-9}
+    assert not result.failures
+
+
+def test_a_second_close_shortens_the_grace(ready: Ready, gate: Gate) -> None:
+    code = f"import signal; signal.signal(15, signal.SIG_IGN); {ready.python()}; {gate.python()}"
+    group = start_processes("w", sys.executable, {0: ("-c", code)})
+    ready.wait()
+    patient = threading.Thread(target=group.close, kwargs={"timeout": 60})
+    patient.start()
+    before = time.monotonic()
+    group.close(timeout=0.1)
+    assert time.monotonic() - before < TIMEOUT
+    patient.join()
+    assert not alive(group.pids()[0])
+
+
+@pytest.mark.slow
+def test_close_from_many_threads(ready: Ready, gate: Gate) -> None:
+    group = waiting(ready, gate, 3)
+    barrier = threading.Barrier(8)
+
+    def close() -> None:
+        barrier.wait()
+        group.close()
+        left.append({pid for pid in group.pids().values() if alive(pid)})
+
+    left: list[set[int]] = []
+    threads = [threading.Thread(target=close) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert left == [set()] * 8
+    group.close()  # by the main thread, which alone may restore the signal handlers
+
+
+@pytest.mark.slow
+def test_close_from_a_thread_while_the_main_thread_waits(ready: Ready, gate: Gate) -> None:
+    group = waiting(ready, gate)
+    closer = threading.Timer(0.05, group.close)
+    closer.start()
+    result = group.wait()
+    closer.join()
+    assert result is not None
+    assert [outcome.state for outcome in result.outcomes.values()] == ["stopped", "stopped"]
+    assert result.state == "stopped"
+
+
+@pytest.fixture
+def restored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The ranks whose values have been unpickled here."""
+    ranks: list[int] = []
+    monkeypatch.setattr(workers.Restored, "restored", ranks)
+    return ranks
+
+
+def ended(nprocs: int) -> PContext:
+    """A group whose processes have ended, and whose values nobody has asked for."""
+    group = start_processes("values", workers.Restored, {rank: (rank,) for rank in range(nprocs)})
+    assert group._supervisor is not None
+    assert group._supervisor.ended.wait(TIMEOUT)
+    return group
+
+
+@pytest.mark.slow
+def test_threads_that_wait_have_one_result(restored: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    never = threading.Event()
+    monkeypatch.setattr(workers.Restored, "on_restore", lambda _self: never.wait(0.2))
+    results: list[RunProcsResult] = []
+    with ended(2) as group:
+        threads = [threading.Thread(target=lambda: results.append(group.wait())) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(restored) == [0, 1]
+    assert len(results) == 4
+    assert len(set(map(id, results))) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SignalException])
+def test_a_wait_that_is_interrupted_while_values_are_unpickled(
+    kind: type[BaseException], restored: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other threads finish what it has begun."""
+    results: list[RunProcsResult] = []
+    threads = [threading.Thread(target=lambda: results.append(group.wait())) for _ in range(3)]
+
+    def interrupt(_self: object) -> None:
+        if len(restored) == 2:
+            for thread in threads:
+                thread.start()
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(workers.Restored, "on_restore", interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with contextlib.ExitStack() as stack:
+            if kind is SignalException:  # another group is open
+                stack.enter_context(start_processes("other", workers.nothing, nprocs=1))
+            group = stack.enter_context(ended(3))
+            with pytest.raises(kind):
+                group.wait()
+            for thread in threads:
+                thread.join()
+            assert group.wait() is results[0]
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert sorted(map(restored.count, range(3))) == [1, 1, 2], "what was unpickled before it is not once more"
+    assert len(results) == 3
+    assert len(set(map(id, results))) == 1
+    assert {rank: value.rank for rank, value in results[0].return_values.items()} == {0: 0, 1: 1, 2: 2}
+
+
+def test_a_value_that_waits_for_its_group_while_it_is_unpickled(
+    restored: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[RunProcsResult] = []
+
+    def wait(_self: object) -> None:
+        if len(restored) == 1:
+            found.append(group.wait())
+
+    monkeypatch.setattr(workers.Restored, "on_restore", wait)
+    with ended(1) as group:
+        assert group.wait() is found[0]
+
+
+@pytest.mark.slow
+def test_many_threads_wait(ready: Ready, gate: Gate) -> None:
+    group = waiting(ready, gate)
+    results: list[RunProcsResult | None] = []
+    threads = [threading.Thread(target=lambda: results.append(group.wait())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    gate.open(2)
+    for thread in threads:
+        thread.join()
+    group.close()
+    assert len(results) == 4
+    for result in results:
+        assert result is not None
+        assert result.return_values == group.pids()
+
+
+@pytest.mark.slow
+@each_method
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_from_a_thread_that_is_not_the_main_one(ready: Ready, gate: Gate, method: str) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    seen: list[object] = []
+
+    def use() -> None:
+        with waiting(ready, gate, start_method=method) as group:
+            seen.append(signal.getsignal(signal.SIGTERM))
+            gate.open(2)
+            seen.append(group.wait())
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert seen[0] == before
+    assert isinstance(seen[1], RunProcsResult)
+    assert not seen[1].is_failed()
+    assert len(seen[1].return_values) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_groups_at_the_same_time(ready: Ready, gate: Gate) -> None:
+    groups = [
+        start_processes("a", workers.announce, {0: (ready.address, gate.address)}, start_method=method)
+        for method in METHODS
+    ]
+    groups.append(start_processes("d", sys.executable, {0: ("-c", f"{ready.python()}; {gate.python()}")}))
+    try:
+        assert sorted(ready.pids(4)) == sorted(group.pids()[0] for group in groups)
+        groups[3].close()
+        assert [group.wait(0) for group in groups[:3]] == [None] * 3
+        gate.open(3)
+        for group in groups[:3]:
+            result = group.wait()
+            assert result is not None
+            assert result.return_values == group.pids()
+    finally:
+        for group in groups:
+            group.close()
+
+
+@pytest.mark.slow
+def test_a_worker_starts_a_group_of_its_own() -> None:
+    def nested() -> dict[int, Any]:
+        with start_processes("inner", workers.add, {0: (1, 2), 1: (3, 4)}) as group:
+            result = group.wait()
+        assert result is not None
+        return result.return_values
+
+    assert values_of(run(nested, {0: (), 1: ()})) == {0: {0: 3, 1: 7}, 1: {0: 3, 1: 7}}
+
+
+@pytest.mark.slow
+def test_the_end_is_noticed_at_once(ready: Ready, gate: Gate) -> None:
+    with waiting(ready, gate) as group:
+        before = time.monotonic()
+        gate.open(2)
+        assert group.wait(60, period=30) is not None
+        assert time.monotonic() - before < 15
+
+
+# --- outcomes
+
+
+@pytest.mark.slow
+@each_method
+def test_one_fails_and_the_rest_are_stopped(ready: Ready, gate: Gate, method: str) -> None:
+    def work(rank: int) -> None:
+        (workers.fail_after if rank == 1 else workers.announce)(ready_address, gates[rank])
+
+    ready_address, gates = ready.address, {0: gate.address + "0", 1: gate.address, 2: gate.address + "2"}
+    for rank in (0, 2):
+        os.mkfifo(gates[rank])
+    with start_processes("o", work, {rank: (rank,) for rank in range(3)}, start_method=method, settle=0) as group:
+        ready.wait(3)
+        gate.open()
+        result = group.wait()
+    assert result is not None
+    assert result.is_failed()
+    assert result.failures.keys() == {1}
+    assert result.return_values == {}
+    assert result.root_cause is result.failures[1]
+    assert result.root_cause.message == "ValueError: after the gate"
+    assert "workers.py" in result.root_cause.traceback
+    assert 'worker.py"' not in result.root_cause.traceback.replace("workers.py", "")
+    assert {rank: outcome.state for rank, outcome in result.outcomes.items()} == {
+        0: "stopped",
+        1: "failed",
+        2: "stopped",
+    }
+    assert result.outcomes[0].signal_sent == signal.SIGTERM
+    assert result.outcomes[1].signal_sent is None
+    assert {rank: outcome.pid for rank, outcome in result.outcomes.items()} == group.pids()
+
+
+@pytest.mark.parametrize(
+    "method,code,exitcode",
+    [
+        *[(method, *case) for method in METHODS for case in [(0, 0), (3, 3), ("a last word", 1)]],
+        *[("forkserver", *case) for case in [(None, 0), (False, 0), (-1, 255), (256, 0), (True, 1), (2.5, 1)]],
+    ],
+)
+def test_system_exit(logs: Path, method: str, code: object, exitcode: int) -> None:
+    result = run(workers.leave, {0: (code,)}, start_method=method, redirects=Std.ERR, log_dir=logs)
+    assert result.outcomes[0].exitcode == exitcode
+    if exitcode:
+        assert result.failures[0].exitcode == exitcode
+        assert result.failures[0].error_file == "<N/A>"
+    else:
+        assert values_of(result) == {0: None}
+    if isinstance(code, (str, float)):
+        assert (logs / "0/stderr.log").read_text() == f"{code}\n"
+        assert result.failures[0].stderr_tail == str(code)
+
+
+@pytest.mark.slow
+@each_method
+def test_leaving_without_a_return(method: str) -> None:
+    result = run(workers.leave_at_once, {0: (0,), 1: (0,)}, start_method=method)
+    assert values_of(result) == {0: None, 1: None}
+    result = run(workers.leave_at_once, {0: (7,)}, start_method=method)
+    assert result.failures[0].exitcode == 7
+    assert result.failures[0].message == "exited with code 7; no error was recorded"
+
+
+@each_method
+def test_keyboard_interrupt_in_a_worker(method: str) -> None:
+    result = run(workers.interrupt, {0: ()}, start_method=method)
+    failure = result.failures[0]
+    assert failure.exitcode == -signal.SIGINT
+    assert failure.signal_name() == "SIGINT"
+    assert failure.message.startswith("KeyboardInterrupt")
+    assert "workers.py" in failure.traceback
+
+
+def test_a_signal_that_nobody_here_sent(ready: Ready, gate: Gate) -> None:
+    with waiting(ready, gate, 1) as group:
+        pid = group.pids()[0]
+        os.kill(pid, signal.SIGUSR1)
+        result = group.wait()
+    assert result is not None
+    assert result.failures[0].message == f"Signal 10 (SIGUSR1) received by PID {pid}"
+    assert result.failures[0].error_file == "<N/A>"
+    assert result.failures[0].error_file_data == {"message": "<NONE>"}
+    assert wait_gone([pid]) == set()
+
+
+def test_a_binary_fails_with_its_last_words(logs: Path) -> None:
+    result = run("sh", {0: ("-c", "echo first >&2; echo last >&2; exit 4")}, redirects=Std.ALL, log_dir=logs)
+    failure = result.failures[0]
+    assert (failure.exitcode, failure.stderr_tail) == (4, "first\nlast")
+    assert failure.stderr_file == str(logs / "0/stderr.log")
+
+
+# --- the files of a group
+
+
+@pytest.mark.parametrize("kind", [*METHODS, "binary"])
+@pytest.mark.parametrize("teed", [None, {0: Std.ALL, 1: Std.OUT}])
+def test_a_group_names_its_files(tmp_path: Path, kind: str, teed: dict[int, Std] | None) -> None:
+    specs = DefaultLogsSpecs(str(tmp_path)) if teed is None else DefaultLogsSpecs(str(tmp_path), tee=teed)
+    entrypoint, args = ("/bin/echo", ("hi",)) if kind == "binary" else (print, ("hi",))
+    method = "spawn" if kind == "binary" else kind
+    with start_processes("files", entrypoint, args, nprocs=2, logs_specs=specs, start_method=method) as group:
+        result = group.wait(TIMEOUT)
+        assert result is not None
+        assert (group.stdouts, group.stderrs) == (result.stdouts, result.stderrs)
+        folder = os.path.join(str(specs.run_log_dir), "attempt_0")
+        assert group.error_files == {rank: f"{folder}/{rank}/error.json" for rank in range(2)}
+        if teed is None:
+            assert group.stdouts == group.stderrs == {0: "", 1: ""}
+        else:
+            assert group.stdouts == {rank: f"{folder}/{rank}/stdout.log" for rank in range(2)}
+            assert group.stderrs == {0: f"{folder}/0/stderr.log", 1: ""}
+            with open(group.stdouts[1], encoding="utf-8") as file:
+                assert file.read() == "hi\n"
+
+
+def test_a_group_that_was_not_started_has_no_files() -> None:
+    group = SubprocessContext("later", "true", {0: ()}, {0: {}}, DefaultLogsSpecs())
+    assert (group.stdouts, group.stderrs, group.error_files) == ({}, {}, {})

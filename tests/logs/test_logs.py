@@ -1,0 +1,564 @@
+"""Where output goes: the notation, the layout of folders, redirected files, and the console."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from phalanx.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, RunProcsResult, Std, start_processes, to_map
+from tests.support import workers
+from tests.support.workers import run_script
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tests.support.helpers import Gate, Ready
+
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
+
+PYTHON = sys.executable
+
+
+def run(entrypoint: Any, args: Mapping[int, tuple[Any, ...]], **options: Any) -> RunProcsResult:
+    with start_processes("logs", entrypoint, args, **options) as group:
+        result = group.wait()
+    assert result is not None
+    assert not result.is_failed(), result.root_cause
+    return result
+
+
+# --- the notation
+
+
+@pytest.mark.parametrize(
+    "text,value",
+    [
+        ("0", Std.NONE), ("1", Std.OUT), ("2", Std.ERR), ("3", Std.ALL), (" 3 ", Std.ALL),
+        ("0:3", {0: Std.ALL}), ("0:3,1:0,12:1", {0: Std.ALL, 1: Std.NONE, 12: Std.OUT}), ("1000:2", {1000: Std.ERR}),
+    ],
+)  # fmt: skip
+def test_std_from_str(text: str, value: Std | dict[int, Std]) -> None:
+    assert Std.from_str(text) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["", "4", "-1", "a", "0:", ":1", "0:4", "0:1;1:1", "0:1,", "x:1", "0:1,0:2", "-1:1", "²:1"]
+)
+def test_std_from_str_refuses(text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(repr(text))):
+        Std.from_str(text)
+
+
+def test_std_is_a_set_of_streams() -> None:
+    assert Std.OUT | Std.ERR == Std.ALL
+    assert Std.ALL & Std.ERR == Std.ERR
+    assert Std(3) is Std.ALL
+    assert isinstance(Std.OUT, int)
+    assert not Std.NONE
+
+
+def test_to_map() -> None:
+    assert to_map(Std.OUT, 2) == {0: Std.OUT, 1: Std.OUT}
+    assert to_map({1: Std.ERR, 7: Std.OUT}, 3) == {0: Std.NONE, 1: Std.ERR, 2: Std.NONE}
+
+
+# --- the layout
+
+
+@pytest.mark.slow
+def test_default_layout(tmp_path: Path) -> None:
+    root = tmp_path / "new" / "folder"
+    env = {"TORCHELASTIC_RUN_ID": "my/run", "TORCHELASTIC_RESTART_COUNT": "2"}
+    specs = DefaultLogsSpecs(str(root), redirects=Std.ALL, tee={1: Std.OUT})
+    result = run(workers.prints, {0: ("zero",), 1: ("one",)}, envs={0: env, 1: env}, logs_specs=specs)
+    (folder,) = root.iterdir()
+    assert re.fullmatch(r"my_run_\w+", folder.name)
+    assert specs.root_log_dir == str(root)
+    assert specs.run_log_dir == str(folder)
+    attempt = folder / "attempt_2"
+    assert result.stdouts == {rank: str(attempt / str(rank) / "stdout.log") for rank in range(2)}
+    assert result.stderrs == {rank: str(attempt / str(rank) / "stderr.log") for rank in range(2)}
+    assert sorted(str(path.relative_to(attempt)) for path in attempt.rglob("*.*")) == [
+        "0/stderr.log", "0/stdout.log", "1/stderr.log", "1/stdout.log"
+    ]  # fmt: skip
+    assert (attempt / "1" / "stdout.log").read_text() == "one\n"
+
+
+def test_a_restart_stays_in_its_runs_folder(tmp_path: Path) -> None:
+    specs = DefaultLogsSpecs(str(tmp_path / "logs"), redirects=Std.ALL)
+    for attempt in range(2):
+        env = {"TORCHELASTIC_RUN_ID": "r", "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+        run("echo", {0: (attempt,)}, envs={0: env}, logs_specs=specs)
+    assert sorted(path.name for path in next((tmp_path / "logs").iterdir()).iterdir()) == ["attempt_0", "attempt_1"]
+
+
+@pytest.mark.parametrize("gone", ["the run's", "all"])
+@pytest.mark.parametrize("own_root", [True, False])
+def test_a_restart_makes_folders_again_that_were_removed(tmp_path: Path, own_root: bool, gone: str) -> None:
+    """A machine's cleaner of /tmp does so, say."""
+    specs = DefaultLogsSpecs(str(tmp_path / "logs") if own_root else None, redirects=Std.ALL)
+    run("echo", {0: ("first",)}, logs_specs=specs)
+    assert specs.run_log_dir is not None
+    run_dir = Path(specs.run_log_dir)
+    shutil.rmtree(run_dir if gone == "the run's" else run_dir.parent)
+    run("echo", {0: ("second",)}, envs={0: {"TORCHELASTIC_RESTART_COUNT": "1"}}, logs_specs=specs)
+    assert (run_dir / "attempt_1/0/stdout.log").read_text() == "second\n"
+    assert run_dir.stat().st_mode & 0o777 == 0o700
+
+
+def test_two_runs_with_one_id_do_not_meet(tmp_path: Path) -> None:
+    for _ in range(2):
+        run("true", {0: ()}, logs_specs=DefaultLogsSpecs(str(tmp_path / "logs")))
+    assert len(list((tmp_path / "logs").iterdir())) == 2
+
+
+@pytest.mark.slow
+def test_nothing_redirected_leaves_no_temporary_folder(tmp_path: Path) -> None:
+    result = run(workers.nothing, {0: ()})
+    assert (result.stdouts, result.stderrs) == ({0: ""}, {0: ""})
+    assert list((tmp_path / "temporary").iterdir()) == []
+    with start_processes("n", "sleep", {0: (600,)}):
+        assert len(list((tmp_path / "temporary").iterdir())) == 1
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_temporary_folder_with_evidence_stays() -> None:
+    with start_processes("n", workers.fail, {0: ("why",)}) as group:
+        result = group.wait()
+    assert result is not None
+    assert os.path.exists(result.failures[0].error_file)
+
+
+def test_error_file_is_named_in_the_environment(logs: Path) -> None:
+    result = run(workers.get_env, {0: ("TORCHELASTIC_ERROR_FILE",)}, log_dir=logs)
+    assert result.return_values == {0: {"TORCHELASTIC_ERROR_FILE": str(logs / "0/error.json")}}
+
+
+def test_relative_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rel").mkdir()
+    try:
+        result = run("pwd", {0: ()}, log_dir="rel", redirects=Std.OUT)
+        assert result.stdouts == {0: str(tmp_path / "rel/0/stdout.log")}
+        assert (tmp_path / "rel/0/stdout.log").read_text() == f"{tmp_path}\n"
+    finally:
+        monkeypatch.undo()
+
+
+class OneFolder(LogsSpecs):
+    """A layout of one's own: all files side by side."""
+
+    def reify(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
+        assert self._root_log_dir is not None
+        root = self._root_log_dir
+        return LogsDest(
+            stdouts={rank: f"{root}/out-{rank}.txt" for rank in envs},
+            stderrs=dict.fromkeys(envs, ""),
+            error_files={rank: f"{root}/error-{rank}.json" for rank in envs},
+        )
+
+
+@pytest.mark.slow
+def test_a_layout_of_ones_own(logs: Path) -> None:
+    with start_processes("own", workers.prints, {0: ("a",), 1: ("b",)}, None, OneFolder(str(logs))) as group:
+        result = group.wait()
+    assert result is not None
+    assert (logs / "out-1.txt").read_text() == "b\n"
+    assert result.stdouts[0] == str(logs / "out-0.txt")
+    assert sorted(path.name for path in logs.iterdir()) == ["out-0.txt", "out-1.txt"]
+
+
+class Some(OneFolder):
+    """Layouts that forget a rank, or have one too many."""
+
+    def __init__(self, folder: str, name: str, files: object) -> None:
+        super().__init__(folder)
+        self.change = {name: files}
+
+    def reify(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
+        return super().reify(envs).replace(**self.change)
+
+
+@pytest.mark.parametrize(
+    "name,files,expected",
+    [
+        ("stdouts", {0: "", 2: ""}, "stdouts has no file for local rank 1; it takes one for each of 0 to 2, or ''"),
+        ("stderrs", {}, "stderrs has no file for local rank 0, 1, 2; it takes one for each of 0 to 2, or ''"),
+        ("error_files", {1: "x"}, "error_files has no file for local rank 0, 2; it takes one for each of 0 to 2"),
+        *(
+            (name, {0: "x", 3: "x"}, f"{name} has local rank 3; ranks are 0 to 2")
+            for name in ("tee_stdouts", "tee_stderrs", "hidden_stdouts", "hidden_stderrs")
+        ),
+    ],
+)
+def test_a_layout_that_does_not_have_exactly_the_ranks(logs: Path, name: str, files: Any, expected: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"logs_specs: Some.reify: {expected}")):
+        start_processes("own", "/bin/true", nprocs=3, logs_specs=Some(str(logs), name, files))
+    assert list(logs.iterdir()) == []
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_filter_that_chooses_every_line_is_refused(logs: Path, stream: str) -> None:
+    filters: dict[str, Any] = {f"duplicate_{stream}_filters": ["loss", ""]}
+    with pytest.raises(ValueError, match=f"^duplicate_{stream}_filters: an empty string is in every line, got "):
+        start_processes("x", "true", nprocs=1, logs_specs=DefaultLogsSpecs(str(logs), Std.ALL), **filters)
+
+
+def test_where_streams_go_without_logs() -> None:
+    specs = DefaultLogsSpecs(os.devnull, redirects=Std.OUT, tee={1: Std.OUT}, local_ranks_filter={0, 1})
+    logs = specs.reify({rank: {} for rank in range(3)})
+    assert logs.stdouts == {0: os.devnull, 1: "", 2: os.devnull}
+    assert logs.stderrs == {0: "", 1: "", 2: os.devnull}
+    specs.tidy(logs)
+    assert not os.path.exists(os.path.dirname(logs.error_files[0]))
+
+
+@pytest.mark.parametrize("name,value", [("max_size", 1 << 20), ("mode", 0o755)])
+def test_what_bounds_logs_is_not_for_none(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^log_dir: /dev/null keeps no logs that {name} could be about$"):
+        DefaultLogsSpecs(os.devnull, **{name: value})
+
+
+def test_a_layout_that_gives_something_else(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OneFolder, "reify", lambda _self, _envs: {"stdouts": {}})
+    with pytest.raises(TypeError, match=re.escape("logs_specs: OneFolder.reify: expected a LogsDest, got {'stdouts'")):
+        start_processes("own", "/bin/true", nprocs=1, logs_specs=OneFolder(str(logs)))
+
+
+@pytest.mark.parametrize("order", ["in turn", "at once"])
+def test_two_groups_with_the_same_specs(logs: Path, order: str) -> None:
+    """Each has a run's folder of its own, and nothing of either is lost."""
+    specs = DefaultLogsSpecs(str(logs), Std.OUT)
+    folders: list[str | None] = []
+    with ExitStack() as stack:
+        groups = []
+        for text in ("first", "second"):
+            groups.append(stack.enter_context(start_processes("g", "echo", (text,), nprocs=2, logs_specs=specs)))
+            folders.append(specs.run_log_dir)
+            if order == "in turn":
+                groups[-1].wait()
+        assert not any(group.wait().is_failed() for group in groups)
+    assert len(set(folders)) == 2
+    texts = [Path(f"{folder}/attempt_0/{rank}/stdout.log").read_text() for folder in folders for rank in range(2)]
+    assert texts == ["first\n", "first\n", "second\n", "second\n"]
+
+
+def test_attempts_of_the_second_group_stay_together_too(logs: Path) -> None:
+    specs = DefaultLogsSpecs(str(logs), run_id="ours")
+    folders = []
+    for attempt in "0101":
+        specs.reify({0: {"TORCHELASTIC_RESTART_COUNT": attempt, "TORCHELASTIC_RUN_ID": "theirs"}})
+        folders.append(specs.run_log_dir)
+    assert folders[0] == folders[1] != folders[2] == folders[3]
+    assert all(os.path.basename(str(folder)).startswith("theirs_") for folder in folders)  # the environment is first
+
+
+def test_what_one_group_removes_is_not_the_others(gate: Gate) -> None:
+    """Two groups with the same specs: of one that has ended, nothing is left; the other's failure is kept."""
+    specs = DefaultLogsSpecs()
+    with start_processes("late", sys.executable, ("-c", f"{gate.python()}; 1/0"), nprocs=1, logs_specs=specs) as late:
+        with start_processes("early", "/bin/true", nprocs=1, logs_specs=specs) as early:
+            early.wait()
+            of_early = Path(early.error_files[0])
+        assert not of_early.parents[2].exists()
+        assert Path(late.error_files[0]).parent.is_dir()
+        gate.open()
+        late.wait()
+
+
+def test_what_it_has_not_made_is_not_removed(logs: Path) -> None:
+    DefaultLogsSpecs().tidy(LogsDest(error_files={0: str(logs / "0.json")}))
+    assert logs.is_dir()
+
+
+@pytest.mark.slow
+def test_an_error_of_an_earlier_run_in_the_same_folder_is_not_todays(logs: Path) -> None:
+    """Nor is what stands beside an error file; what is no file stays."""
+    for suffix in ("", ".fatal", ".exit", ".stacks"):
+        (logs / f"error-0.json{suffix}").write_text("yesterday's")
+    os.mkdir(logs / "error-1.json")
+    messages = []
+    for entrypoint, args in ((workers.fail, ("first",)), ("sh", ("-c", "exit 3"))):
+        with start_processes("g", entrypoint, args, nprocs=2, logs_specs=OneFolder(str(logs))) as group:
+            messages.append(group.wait().failures[0].message)
+    assert messages == ["ValueError: first", "exited with code 3; no error was recorded"]
+    assert sorted(path.name for path in logs.glob("error-*")) == ["error-1.json"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+def test_streams_of_each_rank(logs: Path, method: str, capfd: pytest.CaptureFixture[str]) -> None:
+    redirects = {0: Std.OUT, 1: Std.ERR, 2: Std.ALL}
+    args = {rank: (f"rank{rank}",) for rank in range(4)}
+    result = run(workers.prints, args, log_dir=logs, redirects=redirects, start_method=method)
+    assert result.stdouts == {0: str(logs / "0/stdout.log"), 1: "", 2: str(logs / "2/stdout.log"), 3: ""}
+    assert result.stderrs == {0: "", 1: str(logs / "1/stderr.log"), 2: str(logs / "2/stderr.log"), 3: ""}
+    assert (logs / "0/stdout.log").read_text() == "rank0\n"
+    assert (logs / "1/stderr.log").read_text() == "rank1\n"
+    captured = capfd.readouterr()
+    assert sorted(captured.out.split()) == ["rank1", "rank3"]
+    assert sorted(captured.err.split()) == ["rank0", "rank3"]
+
+
+@pytest.mark.slow
+def test_local_ranks_filter(logs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The console shows some ranks; the files hold all."""
+    specs = DefaultLogsSpecs(str(logs), tee={0: Std.ALL, 1: Std.ALL}, local_ranks_filter={1, 2})
+    result = run(workers.prints, {rank: (f"rank{rank}",) for rank in range(4)}, logs_specs=specs)
+    captured = capfd.readouterr()
+    assert sorted(captured.out.splitlines()) == ["[1] rank1", "rank2"]
+    assert sorted(captured.err.splitlines()) == ["[1] rank1", "rank2"]
+    with open(result.stdouts[0]) as stream:
+        assert stream.read() == "rank0\n"
+
+
+# --- tee: bytes in, whole lines out
+
+SAY = "import os, sys; os.write(1, bytes.fromhex(sys.argv[1]))"
+
+
+def tee(logs: Path, *texts: bytes, **options: Any) -> RunProcsResult:
+    args = {rank: ("-c", SAY, text.hex()) for rank, text in enumerate(texts)}
+    return run(PYTHON, args, log_dir=logs, tee=Std.OUT, **options)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    "data,shown",
+    [
+        (b"", b""),
+        (b"\n", b"[0] \n"),
+        (b"one\ntwo\n", b"[0] one\n[0] two\n"),
+        (b"no newline", b"[0] no newline\n"),
+        (b"one\nrest", b"[0] one\n[0] rest\n"),
+        (b"\n\n\nx", b"[0] \n[0] \n[0] \n[0] x\n"),
+        (b"\xff\xfe\x80 not UTF-8\n\xc3", b"[0] \xff\xfe\x80 not UTF-8\n[0] \xc3\n"),
+        ("é — 漢\n".encode(), "[0] é — 漢\n".encode()),
+        (b"10 %\r50 %\rdone\n", b"[0] done\n"),
+        (b"dos\r\nlines\r\n", b"[0] dos\r\n[0] lines\r\n"),
+        (b"a\0b\n\0", b"[0] a\0b\n[0] \0\n"),
+    ],
+)
+def test_tee(logs: Path, capfdbinary: pytest.CaptureFixture[bytes], data: bytes, shown: bytes) -> None:
+    tee(logs, data)
+    assert (logs / "0/stdout.log").read_bytes() == data
+    assert capfdbinary.readouterr() == (shown, b"")
+
+
+@pytest.mark.slow
+def test_tee_of_both_streams(logs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run(workers.prints, {0: ("a", "b"), 1: ("c",)}, log_dir=logs, tee=Std.ALL)
+    captured = capfd.readouterr()
+    for text in captured:
+        assert [line for line in text.splitlines() if line.startswith("[0]")] == ["[0] a", "[0] b"]
+        assert [line for line in text.splitlines() if line.startswith("[1]")] == ["[1] c"]
+    assert (logs / "0/stderr.log").read_text() == "a\nb\n"
+
+
+def test_prefixes_of_the_callers(logs: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    tee(logs, b"zero\n", b"one\n", b"two\n", log_line_prefixes={0: "<zero>: ", 1: "é%s{}\\n "})
+    lines = sorted(capfdbinary.readouterr().out.splitlines(keepends=True))
+    assert lines == sorted([b"<zero>: zero\n", "é%s{}\\n one\n".encode(), b"[2] two\n"])
+
+
+@pytest.mark.slow
+def test_a_very_long_line(logs: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    code = "import os\nfor _ in range(10): os.write(1, b'x' * (1 << 20))"
+    run(PYTHON, {0: ("-c", code)}, log_dir=logs, tee=Std.OUT)
+    assert (logs / "0/stdout.log").stat().st_size == 10 << 20
+    shown = capfdbinary.readouterr().out
+    assert len(shown) == len("[0] ") + (10 << 20) + 1
+    assert shown == b"[0] " + b"x" * (10 << 20) + b"\n"
+
+
+def test_binary_garbage_arrives_whole(logs: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    some = "os.urandom(100_000).replace(b'\\r', b'')"
+    code = f"import os\nfor _ in range(40): os.write(1, {some})\nos.write(1, b'end')"
+    run(PYTHON, {0: ("-c", code)}, log_dir=logs, tee=Std.OUT, log_line_prefixes={0: ""})
+    assert capfdbinary.readouterr().out == (logs / "0/stdout.log").read_bytes() + b"\n"
+
+
+@pytest.mark.slow
+def test_lines_of_many_ranks_stay_whole(logs: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    """Each rank writes its lines in pieces; the console gets them in one."""
+    code = (
+        "import os, sys\nfor n in range(300):\n"
+        " for part in (sys.argv[1], ' says ', str(n) * 50, '\\n'): os.write(1, part.encode())"
+    )
+    run(PYTHON, {rank: ("-c", code, f"rank{rank}") for rank in range(4)}, log_dir=logs, tee=Std.OUT)
+    lines = capfdbinary.readouterr().out.decode().splitlines()
+    for rank in range(4):
+        mine = [line for line in lines if line.startswith(f"[{rank}] ")]
+        assert mine == [f"[{rank}] rank{rank} says {str(n) * 50}" for n in range(300)]
+    assert len(lines) == 1200
+
+
+@pytest.mark.slow
+def test_a_line_is_shown_as_soon_as_it_ends(logs: Path, tmp_path: Path, ready: Ready, gate: Gate) -> None:
+    """Not at the end of the run. The worker goes on only when its line has come out at the far end."""
+    text = """
+import sys
+from pathlib import Path
+from phalanx.multiprocessing import Std, start_processes
+with start_processes("t", sys.executable, {0: ("-c", sys.argv[1])}, log_dir=sys.argv[2], tee=Std.OUT) as group:
+    group.wait()
+"""
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    code = f"print('half ', end='', flush=True); {ready.python()}; print('whole', flush=True); {gate.python()}"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with subprocess.Popen([PYTHON, str(script), code, str(logs)], stdout=subprocess.PIPE, env=env) as launcher:
+        assert launcher.stdout is not None
+        ready.wait()
+        assert launcher.stdout.readline() == b"[0] half whole\n"
+        gate.open()
+        assert launcher.stdout.read() == b""
+    assert launcher.returncode == 0
+
+
+def test_output_of_orphans_is_in_the_file(
+    logs: Path, capfdbinary: pytest.CaptureFixture[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a child of the worker writes before the group is over counts, too."""
+    # The child is of the worker's session, so it is asked to end, and has what is left of the grace period.
+    child = (
+        "import os, signal; signal.signal(15, lambda *_: (os.write(1, b'last\\n'), os._exit(0))); "
+        "open(os.environ['FIFO'], 'w').close(); signal.pause()"
+    )
+    code = f'mkfifo $FIFO; {PYTHON} -c "$CHILD" & read line <$FIFO; echo first'
+    env = {"FIFO": str(logs.parent / "fifo"), "CHILD": child}
+    run("sh", {0: ("-c", code)}, envs={0: env}, log_dir=logs, tee=Std.OUT)
+    assert (logs / "0/stdout.log").read_text() == "first\nlast\n"
+    assert capfdbinary.readouterr().out == b"[0] first\n[0] last\n"
+    [said] = caplog.messages
+    assert re.fullmatch(r"ended what was left behind: pid \d+ \(.*\) of rank 0, [\d.]+ s old: SIGTERM", said)
+
+
+def test_a_file_cut_short_meanwhile_does_no_harm(logs: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    code = "import os; os.write(1, b'x' * 100 + b'\\n'); os.truncate(f'/proc/self/fd/1', 0); os.write(1, b'new\\n')"
+    run(PYTHON, {0: ("-c", code)}, log_dir=logs, tee=Std.OUT)
+    assert (logs / "0/stdout.log").read_bytes() == b"new\n"
+    assert len(capfdbinary.readouterr().out) < 200
+
+
+HEAD = """
+import sys
+from phalanx._logs import render
+from phalanx.multiprocessing import Std, start_processes
+render.QUIET = 60.0  # a block of Python's ends within a line, and the next one may come late
+code = "for n in range(20000): print('line', n)"
+args = {0: ("-c", code), 1: ("-c", code)}
+with start_processes("h", sys.executable, args, log_dir=sys.argv[1], tee=Std.OUT) as group:
+    result = group.wait()
+    print(result.outcomes, file=sys.stderr)
+sys.exit(result.is_failed())
+"""
+
+
+@pytest.mark.slow
+def test_a_console_that_goes_away_does_no_harm(tmp_path: Path, logs: Path) -> None:
+    done = run_script(tmp_path, HEAD, str(logs), prefix=("bash", "-c", 'set -o pipefail; "$@" | head -1', "bash"))
+    assert re.fullmatch(r"\[[01]\] line 0\n", done.stdout)
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("state='succeeded', exitcode=0") == 2
+    assert done.returncode == 0
+    for rank in range(2):
+        assert (logs / f"{rank}/stdout.log").read_text().count("\n") == 20000
+
+
+@pytest.mark.once
+def test_a_console_that_reads_nothing_holds_nobody_up(tmp_path: Path, logs: Path) -> None:
+    """The workers end, their files are whole; what the console missed is said, not waited for without end."""
+    reader, writer = os.pipe()
+    try:
+        done = run_script(tmp_path, HEAD, str(logs), stdout=writer, timeout=30)
+    finally:
+        os.close(writer)
+        os.close(reader)
+    assert done.returncode == 0
+    assert done.stderr.count("more lines in") == 2
+    for rank in range(2):
+        assert (logs / f"{rank}/stdout.log").read_text().count("\n") == 20000
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("kind", ["file", "append", "null", "socket"])
+def test_kinds_of_consoles(tmp_path: Path, logs: Path, kind: str) -> None:
+    import socket
+    import threading
+
+    out = tmp_path / "out"
+    got = b""
+    if kind == "socket":
+        ours, theirs = socket.socketpair()
+        chunks: list[bytes] = []
+
+        def read() -> None:
+            while chunk := ours.recv(65536):
+                chunks.append(chunk)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        with ours:
+            with theirs:
+                done = run_script(tmp_path, HEAD, str(logs), stdout=theirs)
+            theirs.close()
+            reader.join()
+        got = b"".join(chunks)
+    else:
+        out.write_bytes(b"" if kind != "append" else b"before\n")
+        with open(os.devnull if kind == "null" else out, "ab" if kind == "append" else "wb") as stream:
+            done = run_script(tmp_path, HEAD, str(logs), stdout=stream)
+        got = out.read_bytes().removeprefix(b"before\n")
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+    if kind != "null":
+        expected = [f"[{rank}] line {n}" for rank in range(2) for n in range(20000)]
+        assert sorted(got.decode().splitlines()) == sorted(expected), done.stderr
+
+
+def test_a_stdout_that_is_an_object(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook's: it has no descriptor."""
+    import io
+
+    console = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", console)
+    tee(logs, b"hello\n\xff\n")
+    assert console.getvalue() == "[0] hello\n[0] \ufffd\n"
+
+
+def test_a_stdout_that_raises_does_no_harm(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def write(self, _text: str) -> int:
+            raise RuntimeError("broken")
+
+        def flush(self) -> None:
+            pass
+
+    monkeypatch.setattr(sys, "stdout", Broken())
+    tee(logs, b"hello\n")
+    assert (logs / "0/stdout.log").read_bytes() == b"hello\n"
+
+
+@pytest.mark.slow
+def test_files_are_complete_when_the_launcher_is_killed(tmp_path: Path, logs: Path) -> None:
+    text = """
+import os, sys
+from phalanx.multiprocessing import Std, start_processes
+with start_processes("k", "sh", {0: ("-c", sys.argv[1])}, log_dir=sys.argv[2], redirects=Std.ALL) as group:
+    group.wait()
+"""
+    code = "echo before; kill -9 $(ps -o ppid= -p $(ps -o ppid= -p $PPID)); echo after; sleep 600"
+    done = run_script(tmp_path, text, code, str(logs))
+    assert done.returncode == -signal.SIGKILL
+    assert (logs / "0/stdout.log").read_text().startswith("before\n")

@@ -1,0 +1,990 @@
+"""The pump's dealings with the kernel: sinks, files that grow, the times of their growth, and the pump itself."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import random
+import re
+import select
+import socket
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from phalanx._base import clock, linux
+from phalanx._base.clock import FakeClock
+from phalanx._base.loop import Loop
+from phalanx._logs import pump, sink, unshown
+from phalanx._logs.dedup import Dedup
+from phalanx._logs.follower import Follower
+from phalanx._logs.formats import Json, Text
+from phalanx._logs.merge import merge
+from phalanx._logs.pump import Pump
+from phalanx._logs.render import View
+from phalanx._logs.rotated import rotated_files
+from phalanx._logs.sink import Sink
+from phalanx._logs.stream import Stream
+from phalanx._logs.tail import last_lines
+from phalanx._logs.terminal import PlainOutput, TerminalOutput
+from phalanx._logs.timeline_format import GREW
+from phalanx._logs.timeline_reader import read as read_timeline
+from phalanx._logs.timeline_writer import TimelineWriter
+from tests.support.helpers import TIMEOUT
+from tests.support.pump_tools import Memory, Rotated, append, read_all, rig, source, until
+from tests.support.screen import Emulator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    """A clock that moves when told."""
+    fake = FakeClock(100.0)
+    monkeypatch.setattr(clock, "now", fake)
+    return fake
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    it = Loop()
+    yield it
+    it.close()
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    """A pipe of one page, which is full soon; its reader does not block."""
+    import fcntl
+
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(reader, False)
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    yield reader, writer
+    for fd in (reader, writer):
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+# --- sinks
+
+
+def test_a_real_terminal(loop: Loop) -> None:
+    master, slave = os.openpty()
+    os.set_blocking(master, False)
+    try:
+        out = Sink(slave)
+        it = View(TerminalOutput(out, lambda: (80, 24)), Text())
+        out.open(loop, lambda: None)
+        it.take(source(0), b"hello\n")
+        it.take(source(1), b"\r 5%")
+        it.tick()
+        it.settle()
+        out.flush()
+        terminal, shown = Emulator(80), ["[0] hello", "[1]  5%"]
+        while terminal.text() != shown:  # what was written is there a little later
+            assert select.select([master], [], [], TIMEOUT)[0], terminal.text()
+            terminal.feed(read_all(master).decode())
+        out.close()
+    finally:
+        os.close(master)
+        os.close(slave)
+
+
+def test_a_full_pipe_holds_nobody_up_and_gets_everything_in_order(loop: Loop, pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    rooms: list[int] = []
+    out = Sink(writer)
+    out.open(loop, lambda: rooms.append(1))
+    sent: list[bytes] = []
+    while out.make_room():
+        sent.append(b"%06d\n" % len(sent) * 100)
+        out.write((sent[-1],), "a")
+    assert out.blocked
+    assert not out.idle
+    assert sum(map(len, sent)) <= sink.TURN * sink._TURNS + 4096 + 700
+    assert rooms == []
+    got = b""
+    while len(got) < sum(map(len, sent)):
+        got += read_all(reader)
+        if out.blocked:
+            loop.once()
+    assert got == b"".join(sent)
+    assert out.written == len(got)
+    assert rooms
+    assert out.make_room()
+    assert os.get_blocking(writer)  # it is not ours alone
+    out.close()
+
+
+def test_what_waits_is_counted_by_whose_it_is(loop: Loop, pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    out = Sink(writer)
+    out.open(loop, lambda: None)
+    out.write((b"x" * 4095, b"\n"), "first")
+    out.flush()
+    assert out.idle
+    out.write((b"a\nb\n", b"c"), "a")
+    out.write((b"d\n",), "b")
+    out.write((b"e\n",), "a")
+    out.flush()
+    assert out.pending() == {"a": 3, "b": 1}
+    assert not out.mid_line
+    read_all(reader)
+    until(loop, lambda: out.idle)
+    assert out.pending() == {}
+    out.close()
+
+
+def test_a_sink_that_gives_up_ends_its_line(loop: Loop, pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    out = Sink(writer)
+    out.open(loop, lambda: None)
+    out.write((b"x" * 5000, b"\n"))
+    out.flush()
+    assert out.mid_line
+    assert read_all(reader) == b"x" * 4096
+    out.give_up()
+    assert read_all(reader) == b"\n"
+    assert (out.idle, out.broken) == (True, True)
+    out.write((b"dropped",))
+    out.flush()
+    assert read_all(reader) == b""
+    out.close()
+
+
+def test_nobody_waits_for_a_socket_that_is_full(loop: Loop) -> None:
+    """It cannot be opened anew: what is written to it would block."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        out = Sink(theirs.fileno())
+        out.open(loop, lambda: None)
+        out.write((b"x" * (1 << 22), b"\n"))
+        out.flush()
+        assert out.blocked
+        until(loop, lambda: bool(out.written))
+        before = -1
+        while before != out.written:  # full
+            before = out.written
+            loop.after(0.2, lambda: None)
+            loop.once()
+        assert out.blocked
+        assert out.mid_line
+        out.give_up()
+        assert out.broken
+        out.close()
+
+
+def test_a_socket_gets_everything(loop: Loop) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        out = Sink(theirs.fileno())
+        out.open(loop, lambda: None)
+        data = os.urandom(1 << 20)
+        out.write((data,))
+        out.flush()
+        got = b""
+        while len(got) < len(data):
+            got += read_all(ours.fileno())
+            if not out.idle:
+                loop.once()
+        assert got == data
+        out.close()
+
+
+def test_a_reader_that_goes_away(loop: Loop, pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    rooms: list[int] = []
+    out = Sink(writer)
+    out.open(loop, lambda: rooms.append(1))
+    out.write((b"x" * 10000,))
+    out.flush()
+    os.close(reader)
+    until(loop, lambda: out.broken)
+    assert out.idle
+    assert out.make_room()
+    assert rooms
+    out.write((b"more",))
+    out.flush()
+    out.give_up()
+    out.close()
+
+
+def test_an_object_gets_text_and_no_half_letters(loop: Loop) -> None:
+    text = io.StringIO()
+    out = Sink(text)
+    out.open(loop, lambda: None)
+    for byte in "é漢🙂\n".encode() + b"\xff\xc3\n":
+        out.write((bytes([byte]),))
+        out.flush()
+        until(loop, lambda: out.idle)
+    assert text.getvalue() == "é漢🙂\n\ufffd\ufffd\n"
+    out.close()
+
+
+def test_an_object_that_raises_is_left_alone(loop: Loop) -> None:
+    class Broken:
+        def write(self, _text: str) -> None:
+            raise ValueError("closed")
+
+    out = Sink(Broken())
+    out.open(loop, lambda: None)
+    out.write((b"x",))
+    out.flush()
+    until(loop, lambda: out.broken)
+    assert isinstance(out.refusal, ValueError)
+    out.close()
+
+
+def test_a_path_is_created_and_appended_to(loop: Loop, tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    for text in (b"one\n", b"two\n"):
+        out = Sink(str(path))
+        out.open(loop, lambda: None)
+        out.write((text,))
+        out.flush()
+        assert out.idle
+        out.close()
+    assert path.read_bytes() == b"one\ntwo\n"
+    nowhere = Sink(str(tmp_path / "no" / "where"))
+    with pytest.raises(FileNotFoundError):
+        nowhere.open(loop, lambda: None)
+
+
+def test_a_full_disk(loop: Loop) -> None:
+    out = Sink("/dev/full")
+    out.open(loop, lambda: None)
+    out.write((b"x",))
+    out.flush()
+    assert out.broken
+    assert isinstance(out.refusal, OSError)
+    assert out.refusal.errno == errno.ENOSPC
+    out.close()
+
+
+def test_a_reader_that_has_gone_is_no_refusal(loop: Loop) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    out = Sink(writer)
+    out.open(loop, lambda: None)
+    out.write((b"x",))
+    out.flush()
+    assert out.broken
+    assert out.refusal is None
+    out.close()
+    os.close(writer)
+
+
+# --- files that grow
+
+
+def read_on(follower: Follower, size: int = 65536) -> bytes:
+    buffer = bytearray(size)
+    data = b""
+    while count := follower.read(buffer):
+        data += buffer[:count]
+    return bytes(data)
+
+
+@contextlib.contextmanager
+def followed(path: Path, **options: Any) -> Iterator[Follower]:
+    it = Follower(str(path), **options)
+    try:
+        yield it
+    finally:
+        it.close()
+        it.close()
+
+
+def test_a_follower_reads_what_has_come(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with followed(path) as it:
+        for asks in (it.left, lambda: it.lines_left(9), lambda: it.read(bytearray(1))):
+            with pytest.raises(FileNotFoundError):
+                asks()
+        path.write_bytes(b"one\ntwo\n")
+        assert it.left() == 8
+        assert read_on(it, 3) == b"one\ntwo\n"
+        assert read_on(it) == b""
+        append(str(path), b"three\nfour\nfi")
+        it.close()
+        assert it.left() == 13
+        assert it.lines_left(1 << 20)[0] == 3  # the last one is not ended
+        assert it.left() == 0
+    with followed(path, offset=4) as it:
+        assert read_on(it) == b"two\nthree\nfour\nfi"
+
+
+def test_a_file_that_is_cut_short_is_read_from_its_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with followed(path) as it:
+        path.write_bytes(b"a long line\n")
+        assert read_on(it) == b"a long line\n"
+        path.write_bytes(b"short\n")  # the same file, cut and written between two looks at it
+        assert read_on(it) == b"short\n"
+        os.truncate(path, 0)
+        assert it.left() == 0
+        assert read_on(it) == b""
+        append(str(path), b"again\n")
+        assert read_on(it) == b"again\n"
+
+
+@contextlib.contextmanager
+def rotated(path: Path, limit: int) -> Iterator[Callable[[bytes], None]]:
+    """What fills a file that is rotated."""
+    rotator = Rotated(str(path), limit)
+    try:
+        yield rotator.write
+    finally:
+        rotator.close()
+
+
+@pytest.mark.parametrize("size", [1, 7, 4096])
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_file_that_is_rotated_while_it_is_read(tmp_path: Path, size: int, closes: bool) -> None:
+    path = tmp_path / "log"
+    with rotated(path, 20) as write, followed(path, rotates=True) as it:
+        got, said = b"", b""
+        buffer = bytearray(size)
+        for number in range(30):
+            line = b"line %d\n" % number
+            write(line)
+            said += line
+            assert it.left() == len(said) - len(got)
+            if number % 3 == 0:
+                got += buffer[: it.read(buffer)]
+            if closes:
+                it.close()
+        assert len(rotated_files(str(path))) == 14
+        got += read_on(it)
+        assert got == said
+        assert it.left() == 0
+        write(b"more\n" * 9)
+        assert it.lines_left(1 << 20) == (9, 45, False)
+
+
+def test_a_file_that_was_rotated_before_anybody_looked(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with rotated(path, 10) as write, followed(path, rotates=True) as it:
+        write(b"one\ntwo\nthree\nfour\nfive\n")
+        assert it.left() == 24
+        assert read_on(it) == b"one\ntwo\nthree\nfour\nfive\n"
+
+
+def test_a_follower_between_the_two_steps_of_a_rotation(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"one\n")
+    with followed(path, rotates=True) as it:
+        assert read_on(it) == b"one\n"
+        os.link(path, f"{path}.1")  # it has two names
+        assert read_on(it) == b""
+        (tmp_path / "new").write_bytes(b"two\n")
+        os.replace(tmp_path / "new", path)
+        assert read_on(it) == b"two\n"
+
+
+def test_a_rotator_goes_on_where_another_has_ended(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    for text in (b"one\ntwo\n", b"three\nfour\n"):
+        with rotated(path, 10) as write:
+            write(text)
+    with followed(path, rotates=True) as it:
+        assert read_on(it) == b"one\ntwo\nthree\nfour\n"
+    assert [os.path.getsize(name) for name in [*rotated_files(str(path)), str(path)]] == [8, 6, 5]
+
+
+# --- the times of writing
+
+
+@pytest.fixture
+def wall(time: FakeClock, monkeypatch: pytest.MonkeyPatch) -> float:
+    monkeypatch.setattr(clock, "wall", lambda: 1.7e9 + time() - 100.0)
+    return 1.7e9
+
+
+def records(path: str) -> list[tuple[float, int, int]]:
+    return [(round(at - 1.7e9, 3), stream, grown) for at, kind, stream, grown in read_timeline(path) if kind == GREW]
+
+
+@pytest.mark.usefixtures("wall")
+def test_a_timeline_is_read_as_it_was_written(time: FakeClock, tmp_path: Path) -> None:
+    it = TimelineWriter(str(tmp_path / "timeline"))
+    noted = [(0.0, 0, 10), (0.5, 3, 7), (0.0, 0, 12), (70.0, 0, 13), (0.001, 1, 1), (600.25, 3, 1 << 20)]
+    sizes: dict[int, int] = {}
+    expected = []
+    for pause, stream, size in noted:
+        time.advance(pause)
+        it.note(stream, size)
+        expected.append((round(time() - 100, 3), stream, size - sizes.get(stream, 0)))
+        sizes[stream] = size
+    it.note(3, 1 << 20)  # nothing new
+    assert it.unwritten
+    it.close()
+    it.close()
+    assert records(it.path) == expected
+
+
+@pytest.mark.usefixtures("wall")
+def test_growths_close_together_are_one(time: FakeClock, tmp_path: Path) -> None:
+    it = TimelineWriter(str(tmp_path / "timeline"))
+    for size in range(1, 6):
+        it.note(0, size)
+        time.advance(0.003)
+    it.note(1, 1)
+    it.note(0, 6)
+    it.close()
+    assert records(it.path) == [(0.0, 0, 4), (0.012, 0, 1), (0.015, 1, 1), (0.015, 0, 1)]
+
+
+@pytest.mark.usefixtures("wall")
+def test_a_growth_beyond_what_a_record_holds(time: FakeClock, tmp_path: Path) -> None:
+    it = TimelineWriter(str(tmp_path / "timeline"))
+    it.note(2, 1)
+    time.advance(66.0)
+    it.note(2, 10 << 30)
+    it.close()
+    found = records(it.path)
+    assert sum(grown for _at, _stream, grown in found) == 10 << 30
+    assert {at for at, _stream, _grown in found} == {0.0, 66.0}
+
+
+@pytest.mark.usefixtures("wall")
+def test_a_file_that_was_cut_short_grows_from_there(tmp_path: Path) -> None:
+    it = TimelineWriter(str(tmp_path / "timeline"))
+    it.note(0, 100)
+    it.note(0, 0)
+    it.note(1, 1)
+    it.note(0, 5)
+    it.close()
+    assert [grown for _at, _stream, grown in records(it.path)] == [100, 1, 5]
+
+
+@pytest.mark.usefixtures("wall")
+def test_a_long_timeline_is_written_in_between(time: FakeClock, tmp_path: Path) -> None:
+    it = TimelineWriter(str(tmp_path / "timeline"))
+    for number in range(2000):
+        time.advance(0.02)
+        it.note(number % 4, 10 + number)
+    assert os.path.getsize(it.path) > 4000
+    it.close()
+    assert len(records(it.path)) == 2000
+
+
+def test_a_timeline_that_cannot_be_written_is_given_up(tmp_path: Path) -> None:
+    for path in (tmp_path / "no" / "where", "/dev/full"):
+        it = TimelineWriter(str(path))
+        it.note(0, 10)
+        it.flush()
+        it.note(0, 20)
+        it.close()
+    assert list(read_timeline(str(tmp_path / "no" / "where"))) == []
+
+
+def test_a_damaged_timeline_yields_what_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "timeline"
+    it = TimelineWriter(str(path))
+    it.note(0, 10)
+    it.note(1, 20)
+    it.close()
+    whole = path.read_bytes()
+    counts = []
+    for length in range(len(whole) + 1):
+        path.write_bytes(whole[:length])
+        counts.append(len(list(read_timeline(str(path)))))
+    assert counts == [0] * 19 + [1] * 3 + [2]
+    path.write_bytes(b"something else, and long enough for it\n")
+    assert list(read_timeline(str(path))) == []
+
+
+@pytest.mark.usefixtures("wall")
+def test_streams_are_merged_in_the_order_of_time(time: FakeClock, tmp_path: Path) -> None:
+    it = TimelineWriter(str(tmp_path / "timeline"))
+    paths = {stream: str(tmp_path / f"{stream}.log") for stream in (0, 1, 2)}
+    dice = random.Random(2)  # noqa: S311 - the same numbers in every run, and no secret
+    said = []
+    for number in range(200):
+        stream = dice.choice(list(paths))
+        text = b"%d: %d\n" % (stream, number)
+        append(paths[stream], text)
+        it.note(stream, os.path.getsize(paths[stream]))
+        said.append(text)
+        time.advance(dice.random())
+    it.close()
+    append(paths[1], b"1: not noted any more\n")
+    followers = {stream: Follower(path) for stream, path in paths.items()}
+    try:
+        merged = list(merge(followers, it.path))
+    finally:
+        for follower in followers.values():
+            follower.close()
+    assert b"".join(data for _at, _stream, data in merged) == b"".join(said) + b"1: not noted any more\n"
+    noted = [at for at, _stream, _data in merged[:-1]]
+    assert noted == sorted(noted)
+    assert all(data.startswith(b"%d:" % stream) for _at, stream, data in merged)
+
+
+def test_without_a_timeline_file_follows_file(tmp_path: Path) -> None:
+    paths = {}
+    for stream, changed in ((0, 30), (1, 10), (2, 20)):
+        paths[stream] = str(tmp_path / f"{stream}.log")
+        append(paths[stream], b"%d\n" % stream)
+        os.utime(paths[stream], (changed, changed))
+    followers = {stream: Follower(path) for stream, path in paths.items()}
+    followers[3] = Follower(str(tmp_path / "never written"))
+    try:
+        assert list(merge(followers, str(tmp_path / "none"))) == [(10, 1, b"1\n"), (20, 2, b"2\n"), (30, 0, b"0\n")]
+    finally:
+        for follower in followers.values():
+            follower.close()
+
+
+def test_a_timeline_of_files_that_are_gone_or_shorter(tmp_path: Path) -> None:
+    it = TimelineWriter(str(tmp_path / "timeline"))
+    for stream in (0, 1, 2):
+        it.note(stream, 100)
+    it.close()
+    append(str(tmp_path / "0"), b"short\n")
+    with followed(tmp_path / "0") as short, followed(tmp_path / "1") as gone:
+        assert [(stream, data) for _at, stream, data in merge({0: short, 1: gone}, it.path)] == [(0, b"short\n")]
+
+
+# --- the pump
+
+
+def test_a_line_comes_through(tmp_path: Path, pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    path = tmp_path / "log"
+    path.touch()
+    with rig([str(path)], writer) as it:
+        append(str(path), b"hello\n")
+        until(it.loop, lambda: bool(select.select([reader], [], [], 0)[0]))
+        assert read_all(reader) == b"[0] hello\n"
+        it.finish()
+
+
+def test_a_file_that_appears_later_in_a_folder_that_appears_later(tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in ("a/b/c/log", "a/b/log", "there")]
+    with rig(paths, str(tmp_path / "out")) as it:
+        os.makedirs(tmp_path / "a")
+        until(it.loop, lambda: len(it.watch._missing) == 2)
+        append(paths[2], b"there\n")
+        os.makedirs(tmp_path / "a/b/c")
+        append(paths[0], b"deep\n")
+        (tmp_path / "other").write_bytes(b"moved\n")
+        os.rename(tmp_path / "other", paths[1])
+        it.catch_up()
+        until(it.loop, lambda: not it.watch._missing)
+        for path in paths:
+            append(path, b"more\n")
+        it.catch_up()
+        it.finish()
+    lines = (tmp_path / "out").read_bytes().splitlines()
+    assert sorted(lines) == [b"[0] deep", b"[0] more", b"[1] more", b"[1] moved", b"[2] more", b"[2] there"]
+
+
+def test_a_file_that_appears_when_no_watch_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is looked at again and again, and that is said."""
+    add = linux.inotify_add
+
+    def scarce(fd: int, path: str, mask: int) -> int:
+        if path.endswith("late") and os.path.exists(path):
+            raise OSError(errno.ENOSPC, "no inotify watch to be had", path)
+        return add(fd, path, mask)
+
+    monkeypatch.setattr(linux, "inotify_add", scarce)
+    paths = [str(tmp_path / "late"), str(tmp_path / "there")]
+    append(paths[1], b"")
+    with rig(paths, str(tmp_path / "out")) as it:
+        append(paths[0], b"one\n")
+        it.catch_up()
+        append(paths[0], b"two\n")
+        append(paths[1], b"three\n")
+        it.catch_up()
+        it.finish()
+    assert sorted((tmp_path / "out").read_bytes().splitlines()) == [b"[0] one", b"[0] two", b"[1] three"]
+    said = "phalanx: no inotify watch to be had: log files are looked at 10 times a second\n"
+    assert capfd.readouterr().err == said
+
+
+def test_a_file_that_appears_while_it_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "log"
+    call = linux._libc
+
+    def late(name: str, *args: object) -> int:
+        result = call(name, *args)
+        if name == "inotify_add_watch" and result < 0:
+            path.write_bytes(b"late\n")
+        return result
+
+    monkeypatch.setattr(linux, "_libc", late)
+    with rig([str(path)], str(tmp_path / "out")) as it:
+        it.catch_up()
+        assert not it.watch._missing
+        it.finish()
+    assert (tmp_path / "out").read_bytes() == b"[0] late\n"
+
+
+def test_a_file_that_never_appears(tmp_path: Path) -> None:
+    with rig([str(tmp_path / "never" / "log")], str(tmp_path / "out")) as it:
+        it.finish()
+    assert (tmp_path / "out").read_bytes() == b""
+
+
+def test_a_rotated_file_is_watched_once(tmp_path: Path) -> None:
+    """Files that were set aside grow no more, and the watches of a user are counted."""
+    paths = [tmp_path / "a", tmp_path / "b"]
+    with (
+        rotated(paths[0], 10) as one,
+        rotated(paths[1], 10) as two,
+        rig([str(path) for path in paths], str(tmp_path / "out"), rotates=True) as it,
+    ):
+        for number in range(40):
+            one(b"line %03d\n" % number)  # by turns, so that the kernel cannot make one event of two
+            two(b"line %03d\n" % number)
+            one(b"\n")
+            if number % 5 == 0:
+                it.catch_up()
+        it.catch_up()
+        until(it.loop, lambda: len(it.watch._watches) == 2)
+        assert [len(streams) for streams in it.watch._watches.values()] == [1, 1]
+        it.finish()
+    lines = (tmp_path / "out").read_bytes().splitlines()
+    for rank in range(2):
+        mine = [line[4:] for line in lines if line.startswith(b"[%d]" % rank) and len(line) > 4]
+        assert mine == [b"line %03d" % number for number in range(40)]
+
+
+def test_an_overflow_of_events_loses_nothing(tmp_path: Path) -> None:
+    """The kernel drops events when too many wait (fs.inotify.max_queued_events)."""
+    with open("/proc/sys/fs/inotify/max_queued_events") as file:
+        most = int(file.read())
+    paths = [tmp_path / name for name in ("a", "b", "late/c")]
+    paths[0].touch()
+    with rotated(paths[1], 1000) as write, rig([str(path) for path in paths], str(tmp_path / "out")) as it:
+        it.streams[1].follower.rotates = True
+        with open(paths[0], "ab", buffering=0) as first, open(tmp_path / "b", "ab", buffering=0) as second:
+            for _ in range(most // 2 + 10):
+                first.write(b".")
+                second.write(b"")
+                os.utime(paths[1])
+            first.write(b"\n")
+        write(b"x" * 999 + b"\n" + b"second\n")
+        (tmp_path / "late").mkdir()
+        append(str(paths[2]), b"third\n")
+        it.catch_up()
+        append(str(paths[2]), b"more\n")
+        write(b"more\n")
+        it.catch_up()
+        it.finish()
+    lines = (tmp_path / "out").read_bytes().splitlines()
+    assert b"[0] " + b"." * (most // 2 + 10) in lines
+    assert [line for line in lines if line.startswith(b"[2]")] == [b"[2] third", b"[2] more"]
+    assert [line for line in lines if line.startswith(b"[1]")][1:] == [b"[1] second", b"[1] more"]
+
+
+MANY = """
+import os, resource, sys
+sys.path[:0] = sys.argv[2:]
+from tests.support.pump_tools import Memory, append, rig
+resource.setrlimit(resource.RLIMIT_NOFILE, (290, 290))
+folder = sys.argv[1]
+paths = [f"{folder}/{rank}.log" for rank in range(400)]
+with rig(paths, f"{folder}/out") as it:
+    for turn in range(3):
+        for rank, path in enumerate(paths):
+            append(path, b"rank %d turn %d\\n" % (rank, turn))
+        it.loop.once()
+    it.finish()
+    assert len(os.listdir("/proc/self/fd")) < 280
+"""
+
+
+@pytest.mark.slow
+def test_more_files_than_may_be_open(tmp_path: Path) -> None:
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    done = subprocess.run(
+        [sys.executable, "-c", MANY, str(tmp_path), root, *sys.path], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = (tmp_path / "out").read_text().splitlines()
+    assert sorted(lines) == sorted(f"[{rank}] rank {rank} turn {turn}" for rank in range(400) for turn in range(3))
+
+
+@pytest.mark.slow
+def test_a_console_that_stops_and_goes_on(tmp_path: Path, pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    paths = [tmp_path / "0", tmp_path / "1"]
+    whole = b"".join(b"line %d\n" % number for number in range(100_000))
+    for path in paths:
+        path.write_bytes(whole)
+    with rig([str(path) for path in paths], writer) as it:
+        until(it.loop, lambda: it.view.output.sink.blocked and len(it.pump._dirty) == 2)
+        assert it.view.output.sink._size <= 5 * sink.TURN
+        assert it.streams[0].follower.left() > 0
+        got = bytearray()
+
+        def read(_events: int) -> None:
+            got.extend(read_all(reader))
+
+        it.loop.watch(reader, read)
+        it.finish()
+        it.loop.forget(reader)
+        got += read_all(reader)
+    lines = bytes(got).splitlines(keepends=True)
+    for rank in range(2):
+        mine = b"".join(line[4:] for line in lines if line.startswith(b"[%d] " % rank))
+        assert mine == whole
+
+
+@pytest.mark.parametrize("prefix", ["[{}] ", ""])
+def test_what_was_not_shown_is_said(
+    tmp_path: Path, pipe: tuple[int, int], capfd: pytest.CaptureFixture[str], prefix: str
+) -> None:
+    """Each line is either read by somebody, or counted: also the one that was cut. The file's name is not obeyed."""
+    reader, writer = pipe
+    path = tmp_path / "log\033[2J"
+    path.write_bytes(b"a line of some length, more or less\n" * 50_000)
+    with rig([str(path)], writer, drain=0.05, prefix=prefix) as it:
+        it.finish()
+    os.close(writer)
+    got = read_all(reader)
+    said = re.fullmatch(rf"phalanx: … ([\d,]+) more lines in {tmp_path}/log\\x1b\[2J\n", capfd.readouterr().err)
+    assert said is not None
+    assert "," in said[1]
+    assert int(said[1].replace(",", "")) + got.count(b"\n") == 50_000
+
+
+def test_a_file_of_ours_is_complete_though_who_reads_is_given_up(
+    tmp_path: Path, loop: Loop, pipe: tuple[int, int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    path, chosen = tmp_path / "log", tmp_path / "chosen"
+    path.write_bytes(b"a line\n" * 500_000)
+    views = [View(PlainOutput(Sink(target)), Text()) for target in (pipe[1], str(chosen))]
+    streams = [Stream(Follower(str(path)), [(view, source())]) for view in views]
+    pump = Pump(streams, views, drain=0.0)
+    ends: list[bool] = []
+    try:
+        pump.open(loop)
+        pump.finish(lambda: ends.append(True))
+        until(loop, lambda: bool(ends))
+    finally:
+        pump.close()
+    assert chosen.read_bytes() == b"[0] a line\n" * 500_000
+    assert re.fullmatch(rf"phalanx: … [\d,]+ more lines in {path}\n", capfd.readouterr().err)
+
+
+@pytest.mark.parametrize("how,size", [("text", sink.TURN), ("json", 64 * 1024), ("folded", 16 * 1024)])
+def test_a_turn_takes_so_much_that_others_need_not_wait(tmp_path: Path, how: str, size: int) -> None:
+    """What is done line by line takes time, and every byte may be a line."""
+    path = tmp_path / "log"
+    path.write_bytes(b"\n" * (1 << 20))
+    memory = Memory()
+    memory.turn = sink.TURN
+    shows = View(PlainOutput(memory), Json() if how == "json" else Text())
+    if how == "folded":
+        shows.dedup_lines_with(Dedup(lambda sources, line: memory.write((line,), sources[0]), {"stdout": 2}))
+    stream = Stream(Follower(str(path)), [(shows, source())])
+    assert stream.step(bytearray(sink.TURN))
+    assert stream.follower.offset == size
+    stream.follower.close()
+
+
+def test_what_is_left_is_not_read_to_be_counted(
+    tmp_path: Path, pipe: tuple[int, int], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not all of it, that is: there may be more than can be read in an hour."""
+    path = tmp_path / "log"
+    path.write_bytes(b"x\n" * 1000)
+    os.truncate(path, 60 << 30)  # one hole
+    read, taken = Follower.read, 0
+
+    def counted(self: Follower, buffer: bytearray | memoryview) -> int:
+        nonlocal taken
+        count = read(self, buffer)
+        taken += count
+        return count
+
+    monkeypatch.setattr(Follower, "read", counted)
+    monkeypatch.setattr(unshown, "_MOST_COUNTED", 4 << 20)
+    with rig([str(path)], pipe[1], drain=0.02) as it:
+        it.finish()
+    assert taken < 8 << 20
+    assert re.fullmatch(rf"phalanx: … (over [\d,]+ )?more (lines? )?in {path}\n", capfd.readouterr().err)
+
+
+def test_so_many_files_are_named_and_no_more(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], pipe: tuple[int, int]
+) -> None:
+    paths = [tmp_path / f"{rank:02}" for rank in range(20)]
+    for path in paths:
+        path.write_bytes(b"x" * 5000 + b"\n")
+    with rig([str(path) for path in paths], pipe[1], drain=0.02) as it:
+        it.finish()
+    *named, last = capfd.readouterr().err.splitlines()
+    assert len(named) == 16
+    assert all(re.fullmatch(r"phalanx: … 1 more line in .*/\d\d", line) for line in named)
+    assert re.fullmatch(r"phalanx: … and more in [34] other files", last)
+
+
+def test_a_reader_that_takes_nothing_is_waited_for_so_long(
+    tmp_path: Path, pipe: tuple[int, int], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    monkeypatch.setattr(pump, "STUCK", 0.02)
+    path = tmp_path / "log"
+    path.write_bytes(b"x\n" * 50_000)
+    before = clock.now()
+    with rig([str(path)], pipe[1], drain=1000.0) as it:
+        it.finish()
+    assert clock.now() - before < 100
+    assert "more lines in" in capfd.readouterr().err
+
+
+def test_an_unfinished_line_that_was_not_shown_is_said(
+    tmp_path: Path, pipe: tuple[int, int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It has been read while the lines of another rank still wait."""
+    many, one = tmp_path / "many", tmp_path / "one"
+    many.write_bytes(b"a line of some length, more or less\n" * 50_000)
+    one.write_bytes(b"no end")
+    with rig([str(many), str(one)], pipe[1], drain=0.05) as it:
+        until(it.loop, lambda: it.streams[1].follower.offset == 6 and it.view.output.sink.blocked)
+        it.finish()
+    assert f"phalanx: … 1 more line in {one}\n" in capfd.readouterr().err
+
+
+def test_a_pump_that_is_closed_reads_no_more(tmp_path: Path) -> None:
+    """It was to go on soon, and others have its console open."""
+    path = tmp_path / "log"
+    path.write_bytes(b"x\n" * 500_000)
+    target = Sink(os.open(os.devnull, os.O_WRONLY), own=True)
+    assert target.retain()
+    with rig([], target) as other, rig([str(path)], target) as it:
+        it.loop.once()
+        it.pump.close()
+        it.loop.call(lambda: None)
+        it.loop.once()
+        assert 0 < it.streams[0].follower.offset < 1_000_000
+        assert it.streams[0].follower.fd == -1
+        assert not other.view.output.sink.broken
+
+
+def test_one_console_that_is_gone_does_not_stop_another(tmp_path: Path, pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    path = tmp_path / "log"
+    path.touch()
+    loop = Loop()
+    views = [View(PlainOutput(Sink(writer)), Text()), View(PlainOutput(Sink(str(tmp_path / "out"))), Text())]
+    stream = Stream(Follower(str(path)), [(it, source()) for it in views])
+    pump = Pump([stream], views)
+    done: list[bool] = []
+    try:
+        pump.open(loop)
+        os.close(reader)
+        append(str(path), b"one\n")
+        until(loop, lambda: views[0].output.sink.broken)
+        append(str(path), b"two\n")
+        pump.finish(lambda: done.append(True))
+        until(loop, lambda: bool(done))
+    finally:
+        pump.close()
+        loop.close()
+    assert (tmp_path / "out").read_bytes() == b"[0] one\n[0] two\n"
+
+
+def test_a_line_of_ours_stands_by_itself(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path, out = tmp_path / "log", tmp_path / "out"
+    path.write_bytes(b"half")
+    with rig([str(path)], str(out)) as it:
+        until(it.loop, lambda: out.read_bytes() == b"[0] half")
+        it.pump.show_message("phalanx: a word \udcff")
+        until(it.loop, lambda: out.read_bytes() == b"[0] half\nphalanx: a word \\udcff\n")
+        it.finish()
+        it.pump.show_message("too late for the console")
+    assert out.read_bytes() == b"[0] half\nphalanx: a word \\udcff\n"
+    assert capfd.readouterr().err == "too late for the console\n"
+
+
+def test_a_pump_that_was_never_opened(capfd: pytest.CaptureFixture[str]) -> None:
+    pump = Pump([], [])
+    assert not pump.shows_messages
+    pump.show_message("hello")
+    done: list[bool] = []
+    pump.finish(lambda: done.append(True))
+    assert done
+    pump.close()
+    assert capfd.readouterr().err == "hello\n"
+
+
+@pytest.mark.parametrize(
+    "text,shown",
+    [
+        (b"", b""),
+        (b"why\nbecause", b"[0] why\n[0] because\n"),
+        (b"\r 10%\r 20%\nfailed\n", b"[0]  20%\n[0] failed\n"),
+        (b"".join(b"%d\n" % number for number in range(100)), b"".join(b"[0] %d\n" % n for n in range(80, 100))),
+        (b"x" * 50_000 + b"\nlast\n", b"[0] last\n"),
+    ],
+)
+def test_a_hidden_rank_that_fails_is_revealed_once(tmp_path: Path, text: bytes, shown: bytes) -> None:
+    out = tmp_path / "out"
+    (tmp_path / "hidden").write_bytes(text)
+    it = View(PlainOutput(Sink(str(out))), Text())
+    streams = [
+        Stream(Follower(str(tmp_path / name)), [], number=number, hidden_in=(it, source(number // 2)))
+        for name, number in (("hidden", 0), ("never written", 1), ("other", 2))
+    ]
+    (tmp_path / "other").write_bytes(b"well\n")
+    loop, pump, done = Loop(), Pump(streams, [it]), []
+    try:
+        pump.open(loop)
+        pump.reveal(0)
+        pump.reveal(0)
+        pump.finish(lambda: done.append(True))
+        until(loop, lambda: bool(done))
+    finally:
+        pump.close()
+        loop.close()
+    assert out.read_bytes() == shown
+
+
+def test_the_last_lines_of_a_rotated_file(tmp_path: Path) -> None:
+    path = tmp_path / "hidden"
+    with rotated(path, 30) as write:
+        write(b"".join(b"line %d\n" % number for number in range(50)))
+    assert last_lines(str(path), rotates=True) == b"".join(b"line %d\n" % number for number in range(30, 50))
+    assert last_lines(str(path)) == b"line 48\nline 49\n"
+
+
+def test_the_times_of_writing_get_to_their_file(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"before\n")
+    times = TimelineWriter(str(tmp_path / "timeline"))
+    with rig([str(path)], str(tmp_path / "out"), timeline=times) as it:
+        append(str(path), b"while it runs\n")
+        it.catch_up()
+        until(it.loop, lambda: os.path.exists(times.path))  # within a second, not only at the end
+        append(str(path), b"at its end\n")
+        it.finish()
+    assert sum(grown for _at, _kind, stream, grown in read_timeline(times.path) if stream == 0) == path.stat().st_size
+
+
+def test_what_cannot_be_opened_leaves_nothing_open(tmp_path: Path) -> None:
+    loop = Loop()
+    pump = Pump([], [View(PlainOutput(Sink(str(tmp_path))), Text())])
+    try:
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(IsADirectoryError):
+            pump.open(loop)
+        assert os.listdir("/proc/self/fd") == before
+    finally:
+        loop.close()

@@ -1,0 +1,301 @@
+"""`redirect` as C code, child processes and Python itself see it: in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from textwrap import dedent
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+
+from phalanx.multiprocessing.redirects import redirect, redirect_stderr, redirect_stdout
+from tests.cli.test_run import read_until, terminal
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HEAD = """
+import ctypes, os, subprocess, sys
+from phalanx.multiprocessing.redirects import redirect, redirect_stderr, redirect_stdout
+libc = ctypes.CDLL(None)
+def c(text):  # stays in the C library's buffer, because stdout is no terminal
+    libc.printf(b"%s", text.encode())
+def child(text, fd=1):
+    subprocess.run(["sh", "-c", f"printf %s '{text}' >&{fd}"], check=True)
+"""
+
+
+class Done(NamedTuple):
+    """What a program wrote to its own streams, and how it ended."""
+
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def buffering() -> dict[str, str]:
+    """The environment without PYTHONUNBUFFERED, which would leave the C library nothing to flush."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+
+def program(text: str, *, way: str = 'exec "$@"') -> Done:
+    argv = ["sh", "-c", way, "sh", sys.executable, "-c", HEAD + dedent(text)]
+    done = subprocess.run(argv, env=buffering(), capture_output=True, text=True, timeout=60, check=False)
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("wrong", ["stdin", "", "STDOUT", "1"])
+def test_a_stream_that_is_neither_is_refused(wrong: str) -> None:
+    with pytest.raises(ValueError, match=r"'stdout' or 'stderr'"), redirect(wrong, "file"):
+        pass
+    assert os.listdir() == []
+
+
+def test_a_missing_folder_changes_nothing(folder: Path) -> None:
+    done = program("""
+        descriptors = sorted(os.listdir("/proc/self/fd"))
+        try:
+            with redirect_stdout("no/such/folder/file"):
+                print("not reached")
+        except FileNotFoundError as error:
+            print("refused:", error.filename)
+        assert sorted(os.listdir("/proc/self/fd")) == descriptors
+        """)
+    assert done == (0, "refused: no/such/folder/file\n", "")
+    assert list(folder.iterdir()) == []
+
+
+def test_python_c_and_children_go_to_the_file(folder: Path) -> None:
+    (folder / "file").write_text("what was there before, and is longer than what comes")
+    done = program("""
+        print("before")
+        c("c before\\n")
+        descriptors = sorted(os.listdir("/proc/self/fd"))
+        with redirect_stdout("file"):
+            print("inside")
+            libc.puts(b"c inside")
+            child("child\\n")
+            print("on stderr", file=sys.stderr)
+            print("late")
+            c("c late\\n")
+        assert sorted(os.listdir("/proc/self/fd")) == descriptors
+        print("after")
+        c("c after\\n")
+        """)
+    assert done.status == 0
+    # Across the edges nothing moves; what is held back by two buffers between them has no order.
+    assert sorted(done.out.splitlines()) == ["after", "before", "c after", "c before"]
+    assert done.out.index("before") < done.out.index("after")
+    assert done.err == "on stderr\n"
+    inside = (folder / "file").read_text()
+    assert sorted(inside.splitlines()) == ["c inside", "c late", "child", "inside", "late"]
+
+
+def test_stderr(folder: Path) -> None:
+    done = program("""
+        print("before", file=sys.stderr)
+        with redirect_stderr("file"):
+            print("inside", file=sys.stderr)
+            child("child\\n", 2)
+            print("out")
+        print("after", file=sys.stderr)
+        """)
+    assert done == (0, "out\n", "before\nafter\n")
+    assert (folder / "file").read_text() == "inside\nchild\n"
+
+
+def test_a_child_that_lives_on_keeps_the_file(folder: Path) -> None:
+    done = program("""
+        with redirect_stdout("file"):
+            late = subprocess.Popen(["sh", "-c", "read line; echo $line"], stdin=subprocess.PIPE)
+        late.communicate(b"late")
+        """)
+    assert done == (0, "", "")
+    assert (folder / "file").read_text() == "late\n"
+
+
+def test_a_child_gets_the_stream_and_no_other_descriptor(folder: Path) -> None:
+    program("""
+        os.closerange(3, 64)
+        with redirect_stdout("file"):
+            subprocess.run(["ls", "/proc/self/fd"], close_fds=False)
+        """)
+    assert (folder / "file").read_text().split() == ["0", "1", "2", "3"]  # the last is the listing's own
+
+
+def test_an_exception_restores(folder: Path) -> None:
+    done = program("""
+        try:
+            with redirect_stdout("out"), redirect_stderr("err"):
+                print("inside")
+                c("c inside")
+                raise ValueError("boom")
+        except ValueError as error:
+            print("caught", error)
+        child("child\\n")
+        """)
+    assert done.status == 0
+    assert sorted(done.out.splitlines()) == ["caught boom", "child"]
+    assert (folder / "out").read_text() in ("inside\nc inside", "c insideinside\n")
+    assert (folder / "err").read_text() == ""
+
+
+def test_nesting(folder: Path) -> None:
+    done = program("""
+        with redirect_stdout("outer"):
+            print("outer 1", flush=True)
+            with redirect_stdout("inner"):
+                print("inner")
+                child("child\\n")
+            print("outer 2")
+            c("c outer\\n")
+        print("done")
+        """)
+    assert done == (0, "done\n", "")
+    assert sorted((folder / "outer").read_text().splitlines()) == ["c outer", "outer 1", "outer 2"]
+    assert sorted((folder / "inner").read_text().splitlines()) == ["child", "inner"]
+
+
+def test_both_streams_in_one_file_write_behind_each_other(folder: Path) -> None:
+    program("""
+        with redirect_stdout("both"), redirect_stderr("both"):
+            for number in range(3):
+                print("out", number, flush=True)
+                print("err", number, file=sys.stderr, flush=True)
+        """)
+    assert (folder / "both").read_text() == "".join(f"out {n}\nerr {n}\n" for n in range(3))
+
+
+@pytest.mark.parametrize("value", ["None", "open(os.devnull, 'w')", "__import__('io').StringIO()"])
+def test_whatever_sys_stdout_is_the_descriptor_is_redirected(folder: Path, value: str) -> None:
+    done = program(f"""
+        sys.stdout = {value}
+        getattr(sys.stdout, "close", lambda: None)()
+        with redirect_stdout("file"):
+            child("inside")
+        child("after")
+        """)
+    assert done == (0, "after", "")
+    assert (folder / "file").read_text() == "inside"
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&-", "<&- >&- 2>&-"])
+def test_a_descriptor_that_was_closed_is_closed_again(folder: Path, closed: str) -> None:
+    done = program(
+        """
+        before = sorted(os.listdir("/proc/self/fd"))
+        with redirect_stdout("file"):
+            child("inside")
+        after = sorted(os.listdir("/proc/self/fd"))
+        try:
+            os.fstat(1)
+        except OSError:
+            open("verdict", "w").write(str(before == after))
+        """,
+        way=f'exec "$@" {closed}',
+    )
+    assert done.status == 0
+    assert (folder / "file").read_text() == "inside"
+    assert (folder / "verdict").read_text() == "True"
+
+
+def test_a_body_that_closes_the_descriptor(folder: Path) -> None:
+    done = program("""
+        with redirect_stdout("file"):
+            os.write(1, b"inside")
+            os.close(1)
+        child("after")
+        """)
+    assert done == (0, "after", "")
+    assert (folder / "file").read_text() == "inside"
+
+
+def test_a_full_disk_is_said_after_the_stream_is_back() -> None:
+    done = program("""
+        try:
+            with redirect_stdout("/dev/full"):
+                print("lost")
+        except OSError as error:
+            sys.__stdout__ = None
+            child(error.strerror)
+            os._exit(0)
+        """)
+    assert done == (0, "No space left on device", "")
+
+
+def test_a_thread_that_waits_for_input_holds_nobody_up(folder: Path) -> None:
+    """On a terminal `input` reads with the C library, which has its stdin locked meanwhile."""
+    code = HEAD + dedent("""
+        import threading
+        def answer(): print("answer:", input("ready? "))
+        asking = threading.Thread(target=answer, daemon=True)
+        asking.start()
+        stdin = ctypes.c_void_p.in_dll(libc, "stdin")
+        while libc.ftrylockfile(stdin) == 0:  # the reader has it, then
+            libc.funlockfile(stdin)
+            os.sched_yield()
+        for number in range(2):
+            with redirect_stdout(f"out{number}"), redirect_stderr(f"err{number}"):
+                print("python"); c("c"); child("child")
+        print("restored", flush=True)
+        asking.join()
+        """)
+    with terminal() as (ours, theirs):
+        argv = [sys.executable, "-c", code]
+        with subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, env=buffering()) as process:
+            os.close(theirs)
+            try:
+                read_until(ours, "restored")
+                os.write(ours, b"yes\n")
+                assert "answer: yes" in read_until(ours, "what never comes")
+            finally:
+                process.kill()
+    for number in range(2):
+        assert (folder / f"out{number}").read_text().split() == ["python", "childc"]
+        assert (folder / f"err{number}").read_text() == ""
+
+
+def test_what_c_code_holds_back_of_stderr_lands_on_its_own_side(folder: Path) -> None:
+    done = program("""
+        stderr = ctypes.c_void_p.in_dll(libc, "stderr")
+        libc.setvbuf(stderr, None, 0, 4096)  # of itself it holds nothing back
+        libc.fputs(b"before ", stderr)
+        with redirect_stderr("file"):
+            libc.fputs(b"between", stderr)
+        libc.fputs(b"after", stderr)
+        """)
+    assert done == (0, "", "before after")
+    assert (folder / "file").read_text() == "between"
+
+
+def test_it_decorates_and_can_be_used_again(folder: Path) -> None:
+    done = program("""
+        @redirect("stdout", "file")
+        def speak(text):
+            print(text)
+        speak("one")
+        speak("two")
+        print("after")
+        """)
+    assert done == (0, "after\n", "")
+    assert (folder / "file").read_text() == "two\n"
+
+
+def test_paths_of_every_kind(folder: Path) -> None:
+    assert redirect_stdout.func is redirect_stderr.func is redirect
+    program("""
+        import pathlib
+        with redirect_stdout(pathlib.Path("path")): child("a")
+        with redirect_stdout(to_file="name"): child("b")
+        """)
+    assert (folder / "path").read_text() == "a"
+    assert (folder / "name").read_text() == "b"

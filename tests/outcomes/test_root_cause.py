@@ -1,0 +1,668 @@
+"""The failure that came first is the one that is named, and nobody whom we stopped is called a failure.
+
+``PHALANX_ROUNDS`` says how often the races are run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import multiprocessing
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from phalanx._engine.keeper.children import Children
+from phalanx._outcomes import failure as failure_module
+from phalanx._outcomes.result import _raised, verdict
+from phalanx.multiprocessing import DefaultLogsSpecs, ScriptContext, Std, start_processes
+from tests.support.disks import until
+from tests.support.families import KINDS
+from tests.support.helpers import TIMEOUT, pass_gate, tell
+from tests.support.racing_workers import (
+    SLOW_EXIT,
+    crashes,
+    handled_before,
+    leave_slowly,
+    loses_its_peer,
+    one_has_handled,
+    part,
+    raises,
+    serve_and_leave,
+    slow_part,
+    waits,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from phalanx.multiprocessing import RunProcsResult
+    from tests.support.disks import Disk
+    from tests.support.helpers import Gate, Ready
+
+ROUNDS = int(os.environ.get("PHALANX_ROUNDS", "5"))
+METHODS = KINDS[1:]
+MEMORY = "/sys/fs/cgroup/memory"
+
+
+@pytest.fixture(autouse=True)
+def _logs_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups without a log folder make a temporary one, which is theirs to keep."""
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+
+
+def run(entrypoint: Any, args: dict[int, tuple[Any, ...]], **options: Any) -> RunProcsResult:
+    with start_processes("root cause", entrypoint, args, **options) as group:
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    return result
+
+
+def states(result: RunProcsResult) -> list[str]:
+    return [result.outcomes[rank].state for rank in sorted(result.outcomes)]
+
+
+def cause(result: RunProcsResult) -> int:
+    assert result.root_cause is not None
+    return result.root_cause.local_rank
+
+
+# --- who was first
+
+
+def part_as_program(rank: int, ready: str, gate: str, hears: str) -> tuple[str, ...]:
+    """The same, of programs that leave nothing but their exit: rank 0 sees rank 3's end of a FIFO close."""
+    if not os.path.exists(hears):
+        os.mkfifo(hears)
+    up = (
+        "import os, signal, socket, time\n"
+        "def tell(address):\n"
+        "    socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b'x', address)\n"
+    )
+    if rank == 3:
+        rest = f"f = open({hears!r}, 'wb', 0); tell({ready!r}); open({gate!r}, 'rb', 0).read(1); os._exit(3)"
+    elif rank == 0:
+        rest = f"f = open({hears!r}, 'rb', 0); tell({ready!r}); f.read(1); time.sleep(0.02); os._exit(1)"
+    else:
+        rest = f"tell({ready!r}); signal.pause()"
+    return ("-I", "-S", "-c", up + rest)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_is_named_when_another_fails_20_ms_later(kind: str, ready: Ready, gate: Gate, tmp_path: Path) -> None:
+    named = []
+    for attempt in range(ROUNDS):
+        hears = str(tmp_path / f"r0-{attempt}")
+        where = (ready.address, gate.address, hears)
+        if kind == "binary":
+            group = start_processes("race", sys.executable, {rank: part_as_program(rank, *where) for rank in range(4)})
+        else:
+            group = start_processes("race", part, {rank: (rank, *where) for rank in range(4)}, start_method=kind)
+        with group:
+            ready.wait(4)
+            gate.open()
+            result = group.wait(TIMEOUT)
+        assert result is not None
+        named.append(cause(result))
+        assert [result.outcomes[rank].signal_sent for rank in (1, 2)] == [15, 15]
+        assert states(result)[1:] == ["stopped", "stopped", "failed"]
+        # On a machine that is slow enough, rank 0 is still on its way to its failure when the settle window is over,
+        # and rank 3, whose failure is known, on its way out.
+        stopped = {1, 2} if result.outcomes[0].state == "failed" else {0, 1, 2}
+        assert set(result.failures) == {0, 1, 2, 3} - stopped
+        if kind != "binary":
+            assert "ValueError: the cause" in result.failures[3].traceback
+            assert 0 in stopped or "RuntimeError: a consequence" in result.failures[0].traceback
+    print(f"{kind}: rank 3 named {named.count(3)} times out of {ROUNDS}")  # noqa: T201 - shown with -rP
+    assert named == [3] * ROUNDS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_peace", [False, True], ids=["stopped while it leaves", "left in peace"])
+@pytest.mark.parametrize("method", METHODS)
+def test_evidence_counts_more_than_the_order_of_exits(
+    method: str, in_peace: bool, ready: Ready, gate: Gate, tmp_path: Path
+) -> None:
+    # Rank 1 records its exception and takes long to leave; rank 2 is gone 0.1 s after the exception. Without a settle
+    # window rank 1 meets our SIGTERM on its way out, and has failed all the same.
+    where = (ready.address, gate.address, str(tmp_path / "r2"))
+    args = {rank: (rank, *where) for rank in range(3)}
+    worker = functools.partial(slow_part, rank_0_waits=not in_peace)
+    settle = TIMEOUT if in_peace else 0.0
+    with start_processes("evidence", worker, args, start_method=method, settle=settle) as group:
+        ready.wait(3)
+        gate.open()
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert cause(result) == 1
+    assert result.root_cause is not None
+    assert result.root_cause.message == "ValueError: the cause"
+    assert states(result) == ["succeeded" if in_peace else "stopped", "failed", "failed"]
+    assert (result.failures[1].observed_ns or 0) > (result.failures[2].observed_ns or 0)
+    assert result.outcomes[1].exitcode == (1 if in_peace else -15)
+    assert result.root_cause.exitcode == 1  # and so is that of the whole
+    assert result.root_cause.detail == ("" if in_peace else "SIGTERM, sent by us, came while it was leaving")
+    assert verdict(result) == (1, "rank 1: ValueError: the cause")
+    assert result.outcomes[2].exitcode == 5
+
+
+@pytest.mark.parametrize(
+    "message,told,expected",
+    [
+        ("ValueError: nan", {}, (1, 5)),
+        ("ValueError: nan", {"pid": 8}, None),  # of another process, which has inherited the variable
+        ("ValueError: nan", {"left": False}, None),  # it may have been caught
+        ("ValueError: nan", {"recorded_ns": None}, None),
+        ("KeyboardInterrupt", {}, None),  # the interpreter ends by SIGINT then
+    ],
+)
+def test_with_which_code_an_exception_ends_a_process(
+    tmp_path: Path, message: str, told: dict[str, object], expected: tuple[int, int] | None
+) -> None:
+    path = tmp_path / "error.json"
+    assert _raised(str(path), 7) is None
+    info = {"pid": 7, "left": True, "recorded_ns": 5, **told}
+    path.write_text(json.dumps({"message": {"message": message, "extraInfo": info}}))
+    assert _raised(str(path), 7) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+def test_who_was_killed_comes_before_whose_connection_broke(
+    method: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # For how long a keeper may notice nothing of a kill that a peer has seen; on a machine that is busy, longer yet.
+    assert failure_module._KILL_NOTICED_NS >= 100 * 10**6
+    monkeypatch.setattr(failure_module, "_KILL_NOTICED_NS", 10 * 10**9)
+    for _ in range(ROUNDS):
+        with contextlib.ExitStack() as held:
+            ends = multiprocessing.Pipe()
+            for end in ends:
+                held.callback(end.close)
+            args = {rank: (rank, ends, gate.address) for rank in (0, 1)}
+            group = held.enter_context(start_processes("p", loses_its_peer, args, start_method=method, settle=TIMEOUT))
+            held.pop_all()
+            for end in ends:
+                end.close()
+            gate.open()
+            result = group.wait()
+            group.close()
+        assert result.failures.keys() == {0, 1}
+        assert cause(result) == 0
+
+
+@pytest.mark.slow
+def test_binaries_are_ordered_by_their_exits_as_the_kernel_saw_them(ready: Ready, tmp_path: Path) -> None:
+    # A chain: each exits when the one before it has exited, of which a pidfd tells. The ranks are shuffled,
+    # and the settle window is long enough for all.
+    order = [5, 2, 7, 0, 3, 6, 1, 4]
+    fifos = [str(tmp_path / f"after-{position}") for position in range(len(order) + 1)]
+    for fifo in fifos:
+        os.mkfifo(fifo)
+    held = [os.open(fifo, os.O_RDWR | os.O_CLOEXEC) for fifo in fifos]
+    try:
+        args = {}
+        for position, rank in enumerate(order):
+            before, after = fifos[position], fifos[position + 1]
+            code = f"""
+import os, select
+before, after = os.open({before!r}, os.O_RDONLY), os.open({after!r}, os.O_WRONLY)
+{ready.python()}
+pid = int(os.read(before, 20))
+if pid:
+    poll = select.poll()
+    try:
+        poll.register(os.pidfd_open(pid), select.POLLIN)
+        poll.poll()
+    except ProcessLookupError:
+        pass
+os.write(after, str(os.getpid()).encode())
+os._exit(10 + {position})
+"""
+            args[rank] = ("-I", "-S", "-c", code)
+        with start_processes("chain", sys.executable, args, settle=TIMEOUT) as group:
+            ready.wait(len(order))
+            os.write(held[0], b"0")
+            result = group.wait(TIMEOUT)
+    finally:
+        for fd in held:
+            os.close(fd)
+    assert result is not None
+    assert [failure.local_rank for failure in sorted(result.failures.values(), key=lambda f: f.first_key)] == order
+    assert cause(result) == order[0]
+    assert {rank: failure.exitcode for rank, failure in result.failures.items()} == {
+        rank: 10 + position for position, rank in enumerate(order)
+    }
+
+
+# --- the settle window
+
+
+def shell(*scripts: str) -> dict[int, tuple[str, ...]]:
+    return {rank: ("-c", script) for rank, script in enumerate(scripts)}
+
+
+@pytest.mark.parametrize("settle", [0.0, 0.5])
+def test_the_settle_window_is_as_long_as_was_asked_for(settle: float) -> None:
+    began = time.monotonic()
+    result = run("/bin/sh", shell("exit 3", "exec sleep 600"), settle=settle)
+    took = time.monotonic() - began
+    assert states(result) == ["failed", "stopped"]
+    assert settle <= took < settle + 5
+
+
+def test_in_the_settle_window_peers_may_fail_by_themselves(tmp_path: Path) -> None:
+    fifo = str(tmp_path / "fifo")
+    os.mkfifo(fifo)
+    # The reader sees the end of the file, and has lost its peer. The kernel closes the files of who exits a
+    # moment before it tells of the exit, so that of two programs without evidence either may be told of first.
+    result = run("/bin/sh", shell(f"exec 3>{fifo}; exit 3", f"exec 3<{fifo}; read line <&3; exit 4"), settle=TIMEOUT)
+    assert states(result) == ["failed", "failed"]
+
+
+def test_who_ends_well_in_the_settle_window_has_succeeded() -> None:
+    result = run("/bin/sh", shell("exit 3", "exit 0"), settle=TIMEOUT)
+    assert states(result) == ["failed", "succeeded"]
+    assert list(result.failures) == [0]
+
+
+@pytest.mark.slow
+def test_who_fails_of_our_signal_is_no_failure(ready: Ready, gate: Gate) -> None:
+    # However it dies of it: by the signal, by an exit code, or by an exception on the way out.
+    def worker(rank: int) -> None:
+        if rank == 1:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
+        if rank == 2:
+            signal.signal(signal.SIGTERM, _raise)
+        tell(ready_address, "up")
+        if rank == 0:
+            pass_gate(gate_address)
+            raise ValueError("the cause")
+        while True:
+            signal.pause()
+
+    def _raise(*_: object) -> None:
+        raise RuntimeError("stopped")
+
+    ready_address, gate_address = ready.address, gate.address
+    with start_processes("stopped", worker, {rank: (rank,) for rank in range(4)}, settle=0.0) as group:
+        ready.wait(4)
+        gate.open()
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert list(result.failures) == [0]
+    assert states(result) == ["failed", "stopped", "stopped", "stopped"]
+    assert [result.outcomes[rank].exitcode for rank in range(4)] == [1, 9, 1, -15]
+
+
+@pytest.mark.slow
+def test_a_closed_group_has_no_failures(ready: Ready) -> None:
+    with start_processes("closed", waits, (ready.address,), nprocs=2) as group:
+        ready.wait(2)
+    result = group.wait(0)
+    assert result is not None
+    assert result.state == "stopped"
+    assert result.root_cause is None
+    assert states(result) == ["stopped", "stopped"]
+
+
+# --- what is known of it
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_the_tracebacks_of_all_failed_ranks_are_kept(method: str, gate: Gate) -> None:
+    args = {rank: (rank, gate.address) for rank in range(3)}
+    with start_processes("all", raises, args, start_method=method, settle=TIMEOUT) as group:
+        gate.open(3)
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert sorted(result.failures) == [0, 1, 2]
+    for rank, failure in result.failures.items():
+        assert failure.message == f"ValueError: rank {rank} fell"
+        assert "in raises\n" in failure.traceback
+        assert failure.traceback.endswith(f"ValueError: rank {rank} fell\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGUSR1, signal.SIGSEGV])
+def test_a_worker_that_dies_of_a_signal(number: signal.Signals) -> None:
+    result = run("/bin/sh", shell("exec sleep 600", f"kill -{number.value} $$"))
+    assert cause(result) == 1
+    failure = result.failures[1]
+    assert failure.exitcode == -number
+    assert failure.signal_name() == number.name
+    assert failure.message == f"Signal {number.value} ({number.name}) received by PID {failure.pid}"
+    assert states(result) == ["stopped", "failed"]
+
+
+@pytest.mark.slow
+def test_a_sigkill_from_outside_is_not_called_an_oom_kill(ready: Ready) -> None:
+    with start_processes("killed", waits, (ready.address,), nprocs=2) as group:
+        ready.wait(2)
+        os.kill(group.pids()[1], signal.SIGKILL)
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert result.failures[1].detail == "SIGKILL, not sent by us"
+    assert cause(result) == 1
+    assert list(result.failures) == [1]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_fatal_signal_leaves_the_python_stack(method: str) -> None:
+    result = run(crashes, {0: ()}, start_method=method)
+    failure = result.failures[0]
+    assert failure.exitcode == -signal.SIGSEGV
+    assert failure.message == f"Signal 11 (SIGSEGV) received by PID {failure.pid}"
+    with open(failure.error_file, encoding="utf-8") as file:
+        message = json.load(file)["message"]
+    assert message["message"] == failure.message
+    stack = message["extraInfo"]["py_callstack"]
+    assert "Fatal Python error: Segmentation fault" in stack
+    assert stack == failure.traceback
+    assert stack.index(" in inner") < stack.index(" in crashes")  # most recent call first
+
+
+def test_the_last_lines_of_a_captured_stderr(tmp_path: Path) -> None:
+    specs = DefaultLogsSpecs(str(tmp_path / "logs"), redirects=Std.ERR)
+    result = run(
+        "/bin/sh", shell("i=0; while [ $i -lt 99 ]; do i=$((i+1)); echo line $i >&2; done; exit 3"), logs_specs=specs
+    )
+    assert result.failures[0].stderr_tail.splitlines() == [f"line {number}" for number in range(80, 100)]
+    assert result.failures[0].stderr_file == result.stderrs[0]
+
+
+# --- out of memory
+
+
+@pytest.fixture
+def memory_cgroup(tmp_path: Path) -> Iterator[str]:
+    """A memory cgroup (v1) of 64 MiB, without a swap to escape to."""
+    folder = os.path.join(MEMORY, f"phalanx-{os.getpid()}-{tmp_path.name}")
+    try:
+        os.mkdir(folder)
+    except OSError as error:
+        pytest.skip(f"no memory cgroup (v1) to be had: {error}")
+    try:
+        with open(os.path.join(folder, "memory.limit_in_bytes"), "w") as file:
+            file.write(str(64 << 20))
+        with contextlib.suppress(OSError), open(os.path.join(folder, "memory.swappiness"), "w") as file:
+            file.write("0")
+        yield folder
+    finally:
+        deadline = time.monotonic() + TIMEOUT
+        while os.path.exists(folder):
+            with contextlib.suppress(OSError):  # busy until init has reaped who was in it
+                os.rmdir(folder)
+            assert time.monotonic() < deadline
+
+
+LAUNCHER = """
+import sys
+from phalanx.multiprocessing import start_processes
+
+HUNGRY = "hungry = []\\nwhile True: hungry.append(bytearray(b'x') * (1 << 20))"
+QUIET = "import signal; signal.pause()"
+KILLED = "import os; os.kill(os.getpid(), 9)"
+chosen = {"hungry": HUNGRY, "killed": KILLED}[sys.argv[1]]
+args = {0: ("-S", "-c", QUIET), 1: ("-S", "-c", chosen)}
+with start_processes("oom", sys.executable, args) as group:
+    result = group.wait(60)
+print(sorted(result.failures), result.root_cause.exitcode, result.root_cause.detail)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["hungry", "killed"])
+def test_an_oom_kill_is_called_so_because_the_kernel_says_so(which: str, memory_cgroup: str) -> None:
+    procs = shlex.quote(os.path.join(memory_cgroup, "cgroup.procs"))
+    command = shlex.join([sys.executable, "-c", LAUNCHER, which])
+    path = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        ["/bin/sh", "-c", f"echo $$ > {procs} && exec {command}"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=True,
+    )
+    if which == "killed":
+        assert done.stdout == "[1] -9 SIGKILL, not sent by us\n"
+    else:
+        assert done.stdout.startswith(f"[1] -9 OOM kill: oom_kill in {memory_cgroup}/memory.oom_control rose from 0 to")
+
+
+# --- an end that takes long
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("teardown", [0.05, TIMEOUT])
+@pytest.mark.parametrize("kind", ["script", *METHODS])
+def test_sys_exit_is_dated_when_it_leaves_the_users_code(tmp_path: Path, kind: str, teardown: float) -> None:
+    """A peer that only saw its connection close is not the cause; nor is the culprit one that we stopped."""
+    path = str(tmp_path / "socket")
+    settle = 0.1 if teardown == TIMEOUT else TIMEOUT
+    if kind == "script":
+        script = tmp_path / "train.py"
+        script.write_text(SLOW_EXIT)
+        argv = {rank: (str(rank), path, str(teardown)) for rank in range(2)}
+        group = ScriptContext("slow", str(script), argv, {0: {}, 1: {}}, DefaultLogsSpecs(), settle=settle)
+        group.start()
+        with group:
+            result = group.wait(TIMEOUT)
+        assert result is not None
+    else:
+        args: dict[int, tuple[Any, ...]] = {rank: (path, rank, teardown) for rank in range(2)}
+        result = run(serve_and_leave, args, start_method=kind, settle=settle)
+    assert cause(result) == 0
+    assert result.failures[0].exitcode == 3
+    assert states(result) == ["failed", "failed"]
+    assert result.root_cause is not None
+    assert result.root_cause.error_file == "<N/A>"
+    assert result.root_cause.message == "exited with code 3; no error was recorded"
+    if teardown == TIMEOUT:  # beyond the settle window, however late the peer is
+        assert result.root_cause.detail == "SIGTERM, sent by us, came while it was leaving"
+
+
+def test_sys_exit_0_is_no_failure_however_long_it_takes(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import atexit, sys, time; atexit.register(time.sleep, 0.1); sys.exit(0)")
+    group = ScriptContext("slow", str(script), {0: ()}, {0: {}}, DefaultLogsSpecs())
+    group.start()
+    with group:
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert result.succeeded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["exit", "abort"])
+def test_an_exit_that_takes_long(
+    tmp_path: Path, ready: Ready, gate: Gate, disk: Disk, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """The first to be reaped has lost its peer, who is on its way out by then: that is what the keeper looks for."""
+    looked, look = tmp_path / "looked", Children._look
+
+    def look_and_say(self: Children, *arguments: Any, **options: Any) -> None:
+        look(self, *arguments, **options)
+        looked.touch()
+
+    monkeypatch.setattr(Children, "_look", look_and_say)  # under fork, the keeper has what we have
+    args = {rank: (str(tmp_path), rank, way, ready.address, gate.address) for rank in range(2)}
+    with start_processes("slow", leave_slowly, args, start_method="fork", settle=TIMEOUT) as group:
+        ready.wait()
+        disk.freeze()
+        gate.open(2)
+        until(looked.exists)
+        disk.thaw()
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert cause(result) == 0
+    assert states(result) == ["failed", "failed"]
+    assert result.failures[0].exitcode == (3 if way == "exit" else -signal.SIGABRT)
+
+
+# --- an exception that was handled
+
+
+SCRIPT = """
+import sys
+from tests.support.racing_workers import handled_before
+handled_before(*sys.argv[1:])
+"""
+
+
+def script_group(tmp_path: Path, source: str, *argv: str, nprocs: int = 1) -> ScriptContext:
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ranks = range(nprocs)
+    group = ScriptContext(
+        "script", str(script), dict.fromkeys(ranks, argv), dict.fromkeys(ranks, env), DefaultLogsSpecs()
+    )
+    group.start()
+    return group
+
+
+@pytest.mark.parametrize("way", ["raise", "exit", "exit in the handler", "kill"])
+@pytest.mark.parametrize("kind", ["script", *METHODS])
+def test_what_left_last_is_the_cause_and_not_what_was_handled(tmp_path: Path, kind: str, way: str) -> None:
+    if kind == "script":
+        with script_group(tmp_path, SCRIPT, way, "") as group:
+            result = group.wait(TIMEOUT)
+        assert result is not None
+    else:
+        result = run(handled_before, {0: (way, "")}, start_method=kind)
+    failure = result.failures[0]
+    info = failure.error_file_data["message"]["extraInfo"]
+    if way == "raise":
+        assert failure.message == "KeyError: 'the cause'"
+        assert (info["left"], info["before"]["message"]) == (True, "ValueError: handled")
+        assert failure.evidence_ns == info["monotonic_ns"] > info["before"]["monotonic_ns"]
+    elif way == "exit in the handler":
+        assert (failure.exitcode, failure.message, failure.detail) == (3, "ValueError: handled", "")
+        assert info["left"]
+    else:
+        assert failure.message == (
+            "exited with code 3" if way == "exit" else f"Signal 9 (SIGKILL) received by PID {failure.pid}"
+        )
+        assert re.search(r"it had recorded ValueError: handled \d\.\d s before, and gone on$", failure.detail)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_who_had_handled_an_exception_long_before_it_was_stopped_is_no_failure(
+    method: str, ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx._evidence.attribution.SOON_NS", 0)  # of the launcher, for which a moment is long now
+    args = {rank: (rank, ready.address, gate.address) for rank in range(2)}
+    with start_processes("handled", one_has_handled, args, start_method=method, settle=0.0) as group:
+        ready.wait(2)
+        gate.open()
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert states(result) == ["stopped", "failed"]
+    assert cause(result) == 1
+
+
+def test_a_program_below_the_worker_tells_and_is_said_to(tmp_path: Path) -> None:
+    code = (
+        f"import os, sys; sys.path[:] = {sys.path!r}; from phalanx.errors import record\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+        "@record\ndef main(): raise ValueError('below')\n"
+        "main()\n"
+    )
+    result = run("/bin/sh", shell(f"{shlex.join([sys.executable, '-c', code])} 2>/dev/null; exit 5"))
+    failure = result.failures[0]
+    assert (failure.exitcode, failure.message) == (5, "ValueError: below")
+    assert "in main" in failure.traceback
+    pid = (tmp_path / "pid").read_text()
+    assert re.match(rf"recorded by process {pid}, below the worker, \d\.\d s before its end", failure.detail)
+
+
+CUSTOM = """
+import json, os
+with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+    json.dump({"message": {"message": "the disk is full", "errorCode": 77, "extraInfo": {}}, "custom": [1]}, file)
+raise SystemExit(77) if {exits} else RuntimeError("no checkpoint")
+"""
+
+
+@pytest.mark.parametrize("exits", [True, False])
+def test_an_error_file_that_a_script_has_written_itself_is_kept(tmp_path: Path, exits: bool) -> None:
+    with script_group(tmp_path, CUSTOM.replace("{exits}", str(exits))) as group:
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    failure = result.failures[0]
+    assert failure.message == "the disk is full"
+    assert failure.error_file_data["custom"] == [1]
+    assert failure.error_file_data["message"]["errorCode"] == 77
+    assert ("Afterwards:\nTraceback" in failure.traceback) == (not exits)
+    assert failure.evidence_ns is not None
+
+
+def test_an_error_file_that_a_binary_writes_at_once_has_its_folder() -> None:
+    scripts = ['echo \'{"message": "mine"}\' > $TORCHELASTIC_ERROR_FILE; exit 3'] * 8
+    result = run("/bin/sh", shell(*scripts), settle=TIMEOUT)
+    assert {failure.message for failure in result.failures.values()} == {"mine"}
+
+
+def test_who_wrote_a_file_of_its_own_first_is_the_cause_however_long_it_takes_to_leave(tmp_path: Path) -> None:
+    go = shlex.quote(str(tmp_path / "go"))
+    os.mkfifo(tmp_path / "go")
+    write = 'echo \'{"message": "%s"}\' > $TORCHELASTIC_ERROR_FILE'
+    earlier = "touch -d @$(($(date +%s) - 1)) $TORCHELASTIC_ERROR_FILE"
+    first = f"{write % 'first'}; {earlier}; echo > {go}; exec sleep 600"
+    second = f"read line < {go}; {write % 'second'}; exit 1"
+    result = run("/bin/sh", shell(first, second), settle=0.0)
+    assert states(result) == ["failed", "failed"]
+    assert (cause(result), result.failures[0].message) == (0, "first")
+
+
+NESTED = """
+from phalanx.errors import ChildFailedError, record
+from phalanx.multiprocessing import start_processes
+
+@record
+def main():
+    with start_processes("inner", "{python}", ("-c", {code!r}), nprocs=1) as group:
+        result = group.wait()
+    raise ChildFailedError("inner", result.failures)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.slow
+def test_the_cause_below_a_launcher_that_is_a_worker_is_passed_up(tmp_path: Path) -> None:
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; from phalanx.errors import record\n"
+        "@record\ndef main(): raise ValueError('far below')\n"
+        "main()\n"
+    )
+    began = time.monotonic_ns()
+    with script_group(tmp_path, NESTED.replace("{python}", sys.executable).replace("{code!r}", repr(code))) as group:
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    failure = result.failures[0]
+    assert failure.message == "ValueError: far below"
+    assert "in main" in failure.traceback
+    assert failure.error_file_data["message"]["errorCode"] == 1
+    assert "afterwards" not in failure.error_file_data["message"]["extraInfo"]
+    assert "below the worker" in failure.detail
+    assert failure.evidence_ns is not None
+    assert began < failure.evidence_ns < (failure.observed_ns or 0)

@@ -1,0 +1,125 @@
+"""Each command of the pages' `sh` blocks, and each `python` block, is run; what is not stands in a table, with why.
+
+A command is typed in a folder where what it names is there: a script, a module, a program, earlier runs. A block of
+Python is a script of a worker, below what it takes for granted; the launcher only reports what takes too long.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.project.test_docs import PAGES, ROOT, blocks, name_of, tool
+
+if TYPE_CHECKING:
+    from tests.cli.test_run import Place
+
+pytestmark = pytest.mark.once
+
+NOT_RUN = {
+    "make demo": "makes an environment; tests/project/test_examples.py runs examples/digits.py as it does",
+    "make quick": "runs tests, as this one is",
+    "make test": "is what runs this",
+    "make bench": "takes minutes, and figures of a busy machine mean nothing",
+    "make bench ARGS='exit_to_wait --rounds 20'": "as above; tests/project/test_benchmarks.py runs the cases briefly",
+    "python -m benchmarks --no-peer --json result.json": "as above",
+    "phalanx run --nproc-per-node 4 examples/digits.py": "tests/project/test_examples.py runs it",
+    "phalanx run --nproc-per-node 2 examples/digits_ddp.py": "tests/project/test_examples.py runs it, where torch is",
+    "python examples/launch_slowfast_style.py --shard-id 0 --num-shards 2 --init-method tcp://127.0.0.1:29400 &":
+        "tests/project/test_examples.py runs it on a free port, where torch is",
+    "python examples/launch_slowfast_style.py --shard-id 1 --num-shards 2 --init-method tcp://127.0.0.1:29400":
+        "as above",
+}  # fmt: skip
+"""Commands that are not run here, and why."""
+
+NO_SCRIPTS = {
+    "# train.py": "fails: the transcript `session` is of it",
+    "# steps.sh": "the transcript `buffers` is of it",
+}
+"""Blocks that are files, by their first line, and where they are run."""
+
+GRANTED = """
+import phalanx.spawn as mp
+from phalanx import timer
+batches, model, step, rank = [1, 2], None, 0, 0
+def nothing(*_): return []
+read_batch = all_reduce = save = train = evaluate = train_one_epoch = upload = nothing
+"""
+"""What the blocks of Python take for granted."""
+
+
+def commands() -> dict[str, list[str]]:
+    """The commands of each page's `sh` blocks, without their comments."""
+    found: dict[str, list[str]] = {}
+    for page in PAGES:
+        for _, source in blocks(page, "sh"):
+            if source.split("\n")[0] not in NO_SCRIPTS:
+                found.setdefault(name_of(page), []).extend(
+                    command for line in source.splitlines() if (command := line.partition(" #")[0].strip())
+                )
+    return found
+
+
+RUN = [(page, command) for page, each in commands().items() for command in each if command not in NOT_RUN]
+PYTHON = [
+    (f"{name_of(page)}:{line + 1}", source)
+    for page in PAGES
+    for line, source in blocks(page, "python")
+    if source.split("\n")[0] not in NO_SCRIPTS
+]
+
+
+@pytest.fixture
+def furnished(place: Place) -> Place:
+    """A folder with what the commands name."""
+    place.write("print('loss is nan, an error')", "train.py")
+    place.write("", "package/train.py")
+    program = Path(place.write("#!/bin/sh\nexit 0\n", "a.out"))
+    program.chmod(0o755)
+    place.write(f'#!/bin/sh\nexec "{sys.executable}" -P -m phalanx "$@"\n', "bin/phalanx")
+    place.write(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n', "bin/python")
+    for name in ("phalanx", "python"):
+        (place.folder / "bin" / name).chmod(0o755)
+    place.env |= {
+        "PATH": f"{place.folder / 'bin'}:{place.env['PATH']}",
+        "HOME": str(place.folder),
+        "XDG_STATE_HOME": "",
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(place.folder)]),
+    }
+    return place
+
+
+@pytest.mark.parametrize("page,command", RUN, ids=[command for _, command in RUN])
+def test_a_command_of_the_pages_works(furnished: Place, page: str, command: str) -> None:
+    place = furnished
+    if command.startswith("phalanx logs"):
+        for options in ("--run-id 20261120-1446", "--log-dir logs --run-id night"):
+            assert place.program("sh", "-c", f"phalanx run --nproc-per-node 4 {options} train.py").status == 0
+        (night,) = (place.folder / "logs").glob("night_*")
+        night.rename(place.folder / "logs" / "night_x1b2")
+    where = ROOT if "benchmarks" in command else place.folder
+    done = place.program("bash", "-c", f'cd "{where}" && {command}')
+    assert done.status == 0, (page, done)
+
+
+@pytest.mark.parametrize("name,source", PYTHON, ids=[name for name, _ in PYTHON])
+def test_a_block_of_python_runs(place: Place, name: str, source: str) -> None:
+    script = place.write(GRANTED + source)
+    done = place.run("--nproc-per-node", 2, "--on-expiry", "report", script)
+    assert done.status == 0, (name, done)
+
+
+def test_the_tables_have_no_stale_entries() -> None:
+    there = {command for each in commands().values() for command in each}
+    assert set(NOT_RUN) <= there
+    firsts = {source.split("\n")[0] for page in PAGES for kind in ("sh", "python") for _, source in blocks(page, kind)}
+    assert set(NO_SCRIPTS) <= firsts
+    transcripts = tool("transcripts").scenarios()
+    for why in NO_SCRIPTS.values():
+        assert why.split("`")[1] in transcripts
+    for why in NOT_RUN.values():
+        assert all((ROOT / word).exists() for word in why.replace(",", "").split() if word.startswith("tests/"))

@@ -1,0 +1,244 @@
+"""What holds for the whole source: which module may import which, and what no module does."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src"
+MODULES = sorted(SOURCE.rglob("*.py"))
+SCRIPTS = sorted(
+    path
+    for folder in ("src", "tests", "examples", "benchmarks")
+    for path in (ROOT / folder).rglob("*.py")
+    if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+)
+
+WINGS = (
+    *("_base", "_evidence", "_logs", "_stacks", "_timers", "_placement", "_engine", "_outcomes", "_runs", "_group"),
+)
+"""The packages that hold one subject each, from the ground up."""
+
+FACES = ("errors", "timer", "multiprocessing", "spawn", "cli")
+"""The packages whose names users know, which stand on the wings, from the ground up."""
+
+LAYERS = (*WINGS, *FACES)
+"""Each may import itself and what stands before it."""
+
+MOST_LINES = 400
+"""Of one module."""
+
+KEPT_APART = {
+    "src/phalanx/_runs/record.py": {"msgspec"},
+    "src/phalanx/_runs/catalog.py": set[str](),
+    "src/phalanx/_runs/prune.py": set[str](),
+    "src/phalanx/cli/_following.py": set[str](),
+    "src/phalanx/cli/_reader.py": set[str](),
+    "src/phalanx/cli/logs.py": {"click"},  # a command: loaded when it is called
+}
+"""Modules that load a library as they are loaded, or a module that does: so nobody else imports them on the way."""
+
+ONE_PLACE = {
+    "msgspec": "src/phalanx/_runs/record.py",
+    "re2": "src/phalanx/_logs/patterns.py",
+    "rich": "src/phalanx/cli/runs.py",
+}
+"""Libraries with one use, and the module that has it."""
+
+FLOORS = [module for module in MODULES if module.relative_to(SOURCE / "phalanx").parts[0] in LAYERS]
+
+
+def name_of(path: Path) -> str:
+    """Where a file stands, for the test's name."""
+    return str(path.relative_to(ROOT))
+
+
+def nodes(path: Path) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+
+
+def imports(path: Path, tree: Iterator[ast.AST]) -> Iterator[str]:
+    """The absolute names of what the nodes import: `from a import b` counts as `a.b`, because b may be a module."""
+    package = path.relative_to(SOURCE).parts[:-1]
+    for node in tree:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def module_name(path: Path) -> str:
+    """The name by which a file of the source is imported."""
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
+
+
+NAMES = {module_name(path) for path in MODULES}
+
+
+def ours(path: Path) -> set[str]:
+    """The modules of ours that a module imports anywhere: at the top, in a function, for types alone."""
+    found = set()
+    for name in imports(path, nodes(path)):
+        module = name
+        while module and module not in NAMES:
+            module = module.rpartition(".")[0]
+        if module not in ("", "phalanx"):
+            found.add(module)
+    return found - {module_name(path)}
+
+
+def at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that run when the module is imported: no bodies of functions, no `if TYPE_CHECKING`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from at_import(child)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("path", FLOORS, ids=name_of)
+def test_imports_point_down_only(path: Path) -> None:
+    floor = LAYERS.index(path.relative_to(SOURCE / "phalanx").parts[0])
+    allowed = LAYERS[: floor + 1]
+    for name in imports(path, nodes(path)):
+        top, _, rest = name.partition(".")
+        if top == "phalanx" and rest != "__version__":
+            assert rest.split(".")[0] in allowed, f"{name_of(path)} imports {name}: from here only {allowed} is below"
+
+
+@pytest.mark.once
+def test_every_package_has_its_layer() -> None:
+    assert {path.name for path in (SOURCE / "phalanx").iterdir() if (path / "__init__.py").exists()} == set(LAYERS)
+
+
+@pytest.mark.once
+def test_no_modules_import_each_other() -> None:
+    """Not even for types alone, or in a function."""
+    graph = {module_name(path): ours(path) for path in MODULES}
+
+    def below(name: str) -> set[str]:
+        seen: set[str] = set()
+        rest = list(graph[name])
+        while rest:
+            if (other := rest.pop()) not in seen:
+                seen.add(other)
+                rest += graph[other]
+        return seen
+
+    assert [name for name in graph if name in below(name)] == []
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_a_module_is_short(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").count("\n")
+    assert lines <= MOST_LINES
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("path", [path for path in MODULES if path.parent.name != "phalanx"], ids=name_of)
+def test_names_with_an_underscore_stay_where_they_are(path: Path) -> None:
+    """No file of a wing has one; a face's module that has one is for that face; a module's name, for that module."""
+    layer = path.relative_to(SOURCE / "phalanx").parts[0]
+    assert layer in FACES or not path.name.startswith("_") or path.name == "__init__.py"
+    for name in imports(path, nodes(path)):
+        top, _, rest = name.partition(".")
+        parts = rest.split(".")
+        if top == "phalanx" and len(parts) > 1:
+            private = [part for part in parts[1:] if part.startswith("_")]
+            allowed = parts[1:2] if parts[0] == layer and layer in FACES else []
+            assert private in ([], allowed), f"{name_of(path)} imports {name}"
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_nothing_of_others_is_imported_before_it_is_needed(path: Path) -> None:
+    own = {"phalanx", *sys.stdlib_module_names}
+    if path.is_relative_to(SOURCE / "phalanx" / "cli"):
+        own |= {"click"}  # the command line's own library; nothing below it may load it
+    own |= KEPT_APART.get(name_of(path), set())
+    names = {name.split(".")[0] for name in imports(path, at_import(ast.parse(path.read_text(encoding="utf-8"))))}
+    assert names <= own
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_what_loads_others_is_itself_loaded_when_needed(path: Path) -> None:
+    """Nobody but those that are kept apart, too, imports one of them on the way."""
+    if name_of(path) in KEPT_APART:
+        return
+    apart = {name.removeprefix("src/").removesuffix(".py").replace("/", ".") for name in KEPT_APART}
+    names = imports(path, at_import(ast.parse(path.read_text(encoding="utf-8"))))
+    assert not {name for name in names if any(f"{name}.".startswith(f"{module}.") for module in apart)}
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_a_library_of_others_is_used_in_its_one_place(path: Path) -> None:
+    names = {name.split(".")[0] for name in imports(path, nodes(path))}
+    for library, place in ONE_PLACE.items():
+        assert library not in names or name_of(path) == place, f"{library} is for {place}"
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_nobody_sleeps(path: Path) -> None:
+    assert "time.sleep" not in imports(path, nodes(path))
+    calls = [ast.unparse(node.func) for node in nodes(path) if isinstance(node, ast.Call)]
+    assert "time.sleep" not in calls
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_a_module_says_what_it_is(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{name_of(path)} has no docstring"
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
+def test_every_ignored_finding_carries_a_code_and_a_reason(path: Path) -> None:
+    """Written so: `# noqa: S102 - the script is the user's` or `# type: ignore[attr]  # absent before 3.13`."""
+    reasoned = re.compile(
+        r"# (ruff: |flake8: )?noqa: [A-Z]+[0-9]+(, ?[A-Z]+[0-9]+)*\W+\w.{7,}|# type: ignore\[[\w, -]+\]\W+\w.{7,}"
+    )
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
+        if token.type == tokenize.COMMENT and re.search(r"#.*(\bnoqa\b|type: *ignore)", token.string):
+            assert reasoned.search(token.string), f"{name_of(path)}:{token.start[0]}: no reason: {token.string}"
+
+
+@pytest.mark.once
+def test_every_rule_that_is_off_carries_a_reason() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    lint = tomllib.loads(text)["tool"]["ruff"]["lint"]
+    rules = [*lint["ignore"], *(rule for rules in lint["per-file-ignores"].values() for rule in rules)]
+    for rule in rules:
+        assert re.search(rf'^    "{rule}", +# \w.+', text, re.MULTILINE), f"{rule} is off without a reason"
+
+
+@pytest.mark.parametrize("module", ["phalanx", "phalanx.errors", "phalanx.multiprocessing", "phalanx.spawn"])
+def test_an_import_loads_the_standard_library_only(module: str) -> None:
+    code = (
+        "import sys; before = set(sys.modules); "
+        f"import {module}; "
+        "print(*sorted({name.split('.')[0] for name in set(sys.modules) - before} - sys.stdlib_module_names))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert out.split() == ["phalanx"]

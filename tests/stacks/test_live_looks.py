@@ -1,0 +1,47 @@
+"""A look at a live rank harms nobody: ten kinds of threads that never stand still, looked at again and again."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from phalanx._engine.worker import script as script_module
+from phalanx._stacks import collect, dump, py_spy, request
+from phalanx.multiprocessing import start_processes
+from tests.support import busy
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.helpers import Ready
+
+# A look that takes the frames of all threads by a signal kills within the first three, on 3.11, 3.12 and 3.13.
+LOOKS = int(os.environ.get("PHALANX_TEST_LOOKS", "5"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["py-spy", "signal"])
+def test_no_look_harms_a_worker(way: str, ready: Ready, logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way == "signal":
+        monkeypatch.setattr(py_spy, "find", lambda: "")
+    script = script_module.__file__
+    args = {rank: (script, busy.__file__, str(rank), ready.address) for rank in range(len(busy.KINDS))}
+    with start_processes("busy", sys.executable, args, log_dir=str(logs)) as group:
+        ready.wait(len(args))
+        shown: set[int] = set()
+        for look in itertools.count(1):
+            targets = [request.Target(rank, pid, group.logs.error_files[rank]) for rank, pid in group.pids().items()]
+            with collect.Collection(targets, 0.5) as collection:
+                collection.begin()
+                collection.wait()
+                shown |= {rank for rank, text in collection.finish().items() if dump.parse(text)}
+            assert group.wait(0) is None, "a look has ended a worker"
+            if look >= LOOKS and shown == set(args):
+                break
+            assert look < 20 * LOOKS, shown  # on a machine that is busy, not every look is in time
+        group.close(signal.SIGKILL)

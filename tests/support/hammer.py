@@ -1,0 +1,196 @@
+"""Hammers a table of timers: many processes that nest blocks, fork, exec, are killed and stopped; and some that hang.
+
+``python -m tests.support.hammer --blocks 10000000 --processes 64`` prints what was done, and fails if a process was
+killed that did not hang, one that did was not killed, or anything is left in the table.
+
+Each process enters and leaves its share of blocks, nested to a random depth, and at random: forks a child that does the
+same for a while; forks one that is killed within a block, by its parent; forks one that hangs in a block, and waits for
+it to be killed by the server; loads the module of `expires` anew; replaces itself by execve(2), and goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from typing import Any
+
+from phalanx import timer
+from phalanx._base import clock
+from phalanx.timer import SharedTimerClient, SharedTimerServer
+
+LONG, HANG = 30.0, 0.3  # seconds: of blocks that are left in time, and of those that are not
+WATCHED = 60.0  # seconds in which one that hangs has to be killed, on however busy a machine
+NAMES = ("forked", "killed", "hung", "reloaded", "executed", "stopped")
+
+
+class Failed(Exception):  # noqa: N818 - a word of its own for each would tell no more
+    """What must not happen has happened."""
+
+
+def nest(blocks: int, client: Any, chance: random.Random) -> None:
+    """Enter and leave so many blocks."""
+    while blocks > 0:
+        depth = min(blocks, chance.randint(1, 6))
+        with ExitStack() as stack:
+            for _ in range(depth):
+                stack.enter_context(timer.expires(LONG, client=client))
+        blocks -= depth
+
+
+def in_a_fork(work: Any) -> int:
+    """Run something in a child, which ends with 0 if it comes to its end. Returns its pid."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return pid
+
+
+def expect(pid: int, code: int) -> None:
+    found = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if found != code:
+        raise Failed(f"a process that was to end with {code} has ended with {found}")
+
+
+def child_that_leaves(client: Any, chance: random.Random) -> None:
+    expect(in_a_fork(lambda: nest(chance.randint(1, 200), client, chance)), 0)
+
+
+def child_that_is_killed(client: Any, chance: random.Random) -> None:
+    reader, writer = os.pipe()
+
+    def work() -> None:
+        with timer.expires(HANG, client=client), timer.expires(LONG, client=client):
+            os.write(writer, b".")
+            time.sleep(1000)
+
+    pid = in_a_fork(work)
+    os.close(writer)
+    os.read(reader, 1)  # the end, should it hang for so long already: then the server has killed it
+    os.kill(pid, signal.SIGKILL)
+    expect(pid, -signal.SIGKILL)
+    os.close(reader)
+    nest(chance.randint(1, 50), client, chance)
+
+
+def child_that_hangs(client: Any, _chance: random.Random) -> None:
+    def work() -> None:
+        with timer.expires(LONG, client=client), timer.expires(HANG, client=client):
+            time.sleep(1000)
+
+    pid = in_a_fork(work)
+    pidfd = os.pidfd_open(pid)
+    import select
+
+    if not select.select([pidfd], [], [], WATCHED)[0]:
+        os.kill(pid, signal.SIGKILL)
+        raise Failed(f"a process that hangs was not killed within {WATCHED:g} s")
+    os.close(pidfd)
+    expect(pid, -signal.SIGKILL)
+
+
+def child_that_is_stopped(client: Any, chance: random.Random) -> None:
+    """For less than its blocks may take."""
+    pid = in_a_fork(lambda: nest(2000, client, chance))
+    for _ in range(5):
+        os.kill(pid, signal.SIGSTOP)
+        os.kill(pid, signal.SIGCONT)
+    expect(pid, 0)
+
+
+def work(address: str, left: int, seed: int, done: dict[str, int], one_in: int) -> None:
+    """A process of the hammer. Prints what it has done as its last line."""
+    chance = random.Random(seed)  # noqa: S311 - what is done next, and no secret
+    client = SharedTimerClient(address)
+    while left > 0:
+        share = min(left, chance.randint(1, 2 * one_in))
+        nest(share, client, chance)
+        left -= share
+        what = chance.choice(NAMES)
+        done[what] = done.get(what, 0) + 1
+        if what == "forked":
+            child_that_leaves(client, chance)
+        elif what == "killed":
+            child_that_is_killed(client, chance)
+        elif what == "hung":
+            child_that_hangs(client, chance)
+        elif what == "stopped":
+            child_that_is_stopped(client, chance)
+        elif what == "reloaded":
+            for name in ("_routing", "_beats", "_expires"):
+                importlib.reload(sys.modules[f"phalanx.timer.{name}"])
+            vars(timer).pop("expires", None)  # what the package has kept of it
+        else:
+            words = [f"{name}={count}" for name, count in done.items()]
+            argv = [
+                sys.executable,
+                "-m",
+                "tests.support.hammer",
+                "--work",
+                address,
+                str(left),
+                str(seed + 1),
+                str(one_in),
+                *words,
+            ]
+            with timer.expires(LONG, client=client):  # an exec gives it back, as a death does
+                os.execv(sys.executable, argv)
+    sys.stdout.write(" ".join(f"{name}={count}" for name, count in done.items()) + "\n")
+
+
+def hammer(blocks: int, processes: int, seed: int = 0, one_in: int = 20000) -> dict[str, int]:
+    """Run it all. Returns how often each thing was done. Raises Failed."""
+    total: dict[str, int] = {}
+    with SharedTimerServer(seats=4 * processes) as server:
+        argv = [sys.executable, "-m", "tests.support.hammer", "--work", server.address, str(blocks // processes)]
+        workers = [
+            subprocess.Popen([*argv, str(seed * 10**6 + 1000 * number), str(one_in)], stdout=subprocess.PIPE, text=True)
+            for number in range(processes)
+        ]
+        ends = [(worker.communicate()[0], worker.returncode) for worker in workers]
+        for text, code in ends:
+            if code:
+                raise Failed(f"a worker has ended with {code}: {text}")
+            for word in text.split():
+                name, _, count = word.partition("=")
+                total[name] = total.get(name, 0) + int(count)
+        table = server._table
+        assert table is not None
+        live = [seat for seat in range(table.seats) if table.holder(seat)]
+        due = [key for key in table.look(clock.now_ns() + int(1e15))[0] if table.holder(key[0])]
+        if live or due:
+            raise Failed(f"left in the table: {len(live)} seats that are taken, {len(due)} timers")
+    return total
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--work"]:
+        address, left, seed, one_in, *words = sys.argv[2:]
+        done = {name: int(count) for name, _, count in (word.partition("=") for word in words)}
+        work(address, int(left), int(seed), done, int(one_in))
+        return
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--blocks", type=int, default=10_000_000)
+    parser.add_argument("--processes", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--one-in", type=int, default=20_000, help="blocks between two other things, on average")
+    given = parser.parse_args()
+    before = time.monotonic()
+    total = hammer(given.blocks, given.processes, given.seed, given.one_in)
+    took = time.monotonic() - before
+    sys.stdout.write(f"{given.blocks} blocks in {given.processes} processes, {took:.0f} s: {total}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Heartbeats of groups, end to end: whose they are, when nobody expects them, and how many may send them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.support import hang_workers
+from tests.timers.test_timer_group import Events, result_of, start
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.helpers import Gate, Ready
+
+HANG_TIMEOUT = 0.5
+IN_TIME = 1.2
+"""Seconds without a heartbeat for workers that are in time: a machine that is busy may hold one up for a while."""
+
+LONG = 1.5
+"""Seconds after which a heartbeat that is expected has been missed."""
+
+RUN = (sys.executable, "-m", "phalanx", "run")
+
+
+@pytest.fixture
+def events() -> Events:
+    return Events()
+
+
+@pytest.fixture(autouse=True)
+def _temporary(own_temporary_folder: None) -> None:
+    """Groups that failed leave their evidence."""
+
+
+def begin(
+    function: Any, args: tuple[Any, ...], events: Events, method: str = "fork", seconds: float = HANG_TIMEOUT
+) -> Any:
+    return start(function, args, events, hang_timeout=seconds, start_method=method)
+
+
+# --- ranks of several processes
+
+
+def test_a_scope_of_the_parent_extends_the_heartbeat_of_its_child(events: Events, ready: Ready, gate: Gate) -> None:
+    with begin(hang_workers.share_a_scope, (ready.address, gate.address), events, seconds=IN_TIME) as group:
+        ready.wait()
+        assert group.wait(LONG) is None
+        gate.open()
+        assert result_of(group).return_values == {0: "done"}
+    assert "timer.expired" not in events.names()
+
+
+def test_a_scope_that_a_dead_process_has_left_behind_hides_no_hang(events: Events) -> None:
+    with begin(hang_workers.leave_a_scope_behind, (), events) as group:
+        failure = result_of(group).failures[0]
+    assert failure.exitcode == -signal.SIGKILL
+    assert failure.message == f"Hang: no heartbeat for {HANG_TIMEOUT:g} s (the last at step 3)"
+
+
+@pytest.mark.slow
+def test_more_processes_than_a_rank_of_loaders_has(events: Events, ready: Ready, gate: Gate) -> None:
+    count = 72
+    args = (ready.address, gate.address, count)
+    group = start(hang_workers.beat_with_many_below, args, events, hang_timeout=60, start_method="fork")
+    ready.wait(count + 1)
+    gate.open()
+    assert result_of(group).return_values == {0: "{0}"}
+
+
+# --- rest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["plain", "child"])
+def test_who_rests_may_take_any_time(way: str, events: Events, ready: Ready, gate: Gate) -> None:
+    """And so may the processes below it."""
+    with begin(hang_workers.beat_and_rest, (ready.address, gate.address, way), events, seconds=IN_TIME) as group:
+        ready.wait()
+        assert group.wait(LONG) is None
+        gate.open()
+        assert result_of(group).return_values == {0: "done"}
+    assert "timer.expired" not in events.names()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way, step", [("beat", 5), ("block", 4)])
+def test_after_a_rest_heartbeats_are_expected_again(
+    way: str, step: int, events: Events, ready: Ready, gate: Gate
+) -> None:
+    with begin(hang_workers.beat_and_rest, (ready.address, gate.address, way), events, seconds=IN_TIME) as group:
+        ready.wait()
+        assert group.wait(LONG) is None
+        gate.open()
+        failure = result_of(group).failures[0]
+    assert failure.message == f"Hang: no heartbeat for {IN_TIME:g} s (the last at step {step})"
+
+
+@pytest.mark.slow
+def test_a_rest_shields_no_parent(events: Events, ready: Ready, gate: Gate) -> None:
+    with begin(hang_workers.rest_below, (ready.address, gate.address), events, seconds=IN_TIME) as group:
+        ready.wait()
+        failure = result_of(group).failures[0]
+    assert failure.message == f"Hang: no heartbeat for {IN_TIME:g} s (the last at step 6)"
+
+
+# --- the end of a program rests by itself
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+@pytest.mark.parametrize("way", ["handler", "thread", "handler, exits"])
+def test_what_outlasts_a_function_may_take_any_time(
+    method: str, way: str, events: Events, ready: Ready, gate: Gate
+) -> None:
+    with begin(hang_workers.end_slowly, (ready.address, gate.address, way), events, method, IN_TIME) as group:
+        ready.wait()
+        assert group.wait(LONG) is None
+        gate.open()
+        result = result_of(group)
+    assert result.state == "succeeded"
+    assert "timer.expired" not in events.names()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["handler, fails", "handler, exits badly"])
+def test_a_teardown_that_hangs_after_a_failure_is_found(way: str, events: Events, ready: Ready, gate: Gate) -> None:
+    with begin(hang_workers.end_slowly, (ready.address, gate.address, way), events) as group:
+        assert result_of(group).failures[0].exitcode == -signal.SIGKILL
+    assert "timer.expired" in events.names()
+
+
+SCRIPT = "from tests.support import hang_workers\nhang_workers.end_slowly({address!r}, {gate!r}, {way!r})\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way, code", [("handler", 0), ("thread, exits", 0), ("handler, fails", 137)])
+def test_what_outlasts_a_script(way: str, code: int, ready: Ready, gate: Gate, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(address=ready.address, gate=gate.address, way=way))
+    seconds = IN_TIME if code == 0 else HANG_TIMEOUT
+    command = [*RUN, "--log-dir", str(tmp_path / "logs"), "--hang-timeout", str(seconds), str(script)]
+    path = os.pathsep.join(filter(None, sys.path))
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+    ) as run:
+        if code == 0:
+            ready.wait()
+            with pytest.raises(subprocess.TimeoutExpired):
+                run.wait(LONG)
+            gate.open()
+        _out, err = run.communicate(timeout=60)
+    assert run.returncode == code, err
+    assert ("no heartbeat" in err) == (code != 0)

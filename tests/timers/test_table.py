@@ -1,0 +1,1473 @@
+"""The table of deadlines: both of its ends, in one and in several processes, and when the watcher is woken."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from phalanx._base import clock, procfs
+from phalanx._base.suspension import Pauses
+from phalanx._timers import client, escalation, layout
+from phalanx._timers import table as table_module
+from phalanx._timers.client import Seat
+from phalanx._timers.escalation import Escalation
+from phalanx._timers.hang import Hang
+from phalanx._timers.layout import FIRST, NEVER, SLOTS, TEXT_LIMIT, decode, encode
+from phalanx._timers.scheduler import MOST, TimerScheduler
+from phalanx._timers.table import TimerTable
+from phalanx._timers.timer import Timer
+from phalanx.timer import SharedTimerClient, SharedTimerServer, expires
+from tests.support.helpers import TIMEOUT, alive, wait_gone
+from tests.support.workers import run_script
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ALL = NEVER - 1
+"""A moment at which every deadline is over."""
+
+TEXT = encode("load", "train.py:7")
+
+
+@pytest.fixture
+def table() -> Iterator[TimerTable]:
+    it = TimerTable(8)
+    yield it
+    it.close()
+
+
+def seat_at(table: TimerTable, rank: int = 0) -> Seat:
+    return Seat(f"{table.address}:{rank}")
+
+
+def due(table: TimerTable, now: int = ALL) -> list[Timer]:
+    return [timer for timer in map(table.read, table.look(now)[0]) if timer is not None]
+
+
+def news(table: TimerTable) -> list[tuple[int, int, int]]:
+    table.look(0)
+    return table.newly_armed()
+
+
+def armed(table: TimerTable) -> list[tuple[str, int]]:
+    return [(timer.scope, timer.deadline) for timer in due(table)]
+
+
+def rung(table: TimerTable) -> bool:
+    """Whether somebody has rung; it is quiet afterwards."""
+    poll = select.poll()
+    poll.register(table.fileno(), select.POLLIN)
+    found = bool(poll.poll(0))
+    table.clear_bell()
+    return found
+
+
+class Child:
+    """A fork that holds a seat: it says so, and obeys until the end of the test."""
+
+    def __init__(self, work: Callable[[Child], None]) -> None:
+        self._in, self._out = os.pipe(), os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._be(work)
+        os.close(self._in[0])
+        os.close(self._out[1])
+        self._left = False
+
+    def _be(self, work: Callable[[Child], None]) -> NoReturn:
+        try:
+            os.close(self._in[1])
+            work(self)
+        finally:
+            os._exit(0)
+
+    def say(self) -> None:
+        os.write(self._out[1], b".")
+
+    def wait(self) -> None:
+        """In the child: until it is told to go on, or the test is over."""
+        os.read(self._in[0], 1)
+
+    def stay(self) -> None:
+        """In the child: do nothing else."""
+        self.say()
+        self.wait()
+
+    def told(self, seconds: float = TIMEOUT) -> bool:
+        """Whether it says something within a time."""
+        if not select.select([self._out[0]], [], [], seconds)[0]:
+            return False
+        return bool(os.read(self._out[0], 1))
+
+    def go_on(self) -> None:
+        os.write(self._in[1], b".")
+
+    def end(self, number: int = signal.SIGKILL) -> None:
+        if not self._left:
+            self._left = True
+            os.kill(self.pid, number)
+            os.waitpid(self.pid, 0)
+            os.close(self._in[1])
+            os.close(self._out[0])
+
+    def __enter__(self) -> Self:
+        assert self.told()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+def holder_of(table: TimerTable, scope: str, deadline: int = 5, rank: int = 0) -> Child:
+    """A process that has one timer."""
+
+    def work(child: Child) -> None:
+        seat_at(table, rank).arm(deadline, 3, encode(scope, "x.py:1"))
+        child.say()
+        child.wait()
+
+    return Child(work)
+
+
+# --- seats
+
+
+def test_what_is_stored_is_seen(table: TimerTable) -> None:
+    with seat_at(table, 3) as seat:
+        slot = seat.arm(50, 20, TEXT, thread=77)
+        assert table.look(49) == ([], 50)
+        assert table.look(50) == table.look(60) == ([(3, slot, 50)], NEVER)
+        (timer,) = due(table)
+        assert timer == Timer(3, slot, 50, 20, 77, "load", "train.py:7")
+        assert table.is_still_set(timer)
+        assert table.holder(3) == os.getpid()
+        assert table.rank(3) == 3
+        seat.disarm(slot)
+        assert not table.is_still_set(timer)
+        assert table.read((3, slot, 50)) is None
+        assert table.look(ALL) == ([], NEVER)
+    assert table.holder(2) == 0
+
+
+def test_a_slot_is_used_again_with_another_text(table: TimerTable) -> None:
+    with seat_at(table) as seat:
+        slot = 0
+        for number in range(50):
+            slot = seat.arm(number, 1, encode("s" * number, f"f.py:{number}"))
+            assert armed(table) == [("s" * number, number)]
+            seat.disarm(slot)
+        assert slot == FIRST
+
+
+def test_processes_of_one_rank_have_seats_of_their_own(table: TimerTable) -> None:
+    with contextlib.ExitStack() as stack:
+        children = [stack.enter_context(holder_of(table, f"{number}", rank=1)) for number in range(3)]
+        timers = due(table)
+        assert sorted(timer.scope for timer in timers) == ["0", "1", "2"]
+        assert {table.holder(timer.seat) for timer in timers} == {child.pid for child in children}
+        assert [table.rank(timer.seat) for timer in timers] == [1, 1, 1]
+        assert {timer.seat for timer in timers} == {1, 2, 3}
+
+
+def test_when_all_seats_are_taken_the_next_one_is_told_so() -> None:
+    table = TimerTable(2)
+    with contextlib.closing(table), holder_of(table, "a"), holder_of(table, "b") as second:
+        with pytest.raises(OSError, match="2 processes of the group have timers already: that is the most") as caught:
+            seat_at(table)
+        assert caught.value.errno == errno.ENOSPC
+        second.end()
+        with seat_at(table) as seat:
+            seat.arm(9, 1, TEXT)
+            assert ("load", 9) in armed(table)
+
+
+def test_who_has_ended_holds_nothing(table: TimerTable) -> None:
+    with holder_of(table, "a") as child:
+        assert table.holder(0) == child.pid
+        child.end()
+        assert table.holder(0) == 0
+
+
+def test_a_fork_has_neither_the_seat_nor_the_timers(table: TimerTable) -> None:
+    with seat_at(table) as seat:
+        slot = seat.arm(5, 3, TEXT)
+
+        def work(child: Child) -> None:
+            seat.disarm(slot)
+            seat.arm(1, 1, encode("the child's", ""))
+            seat.beat(7)
+            child.say()
+            child.wait()
+
+        with Child(work) as child:
+            assert armed(table) == [("load", 5)]
+            assert table.holder(0) == os.getpid()
+            child.end()
+        assert armed(table) == [("load", 5)]
+        assert table.holder(0) == os.getpid()
+
+
+def test_the_most_timers(table: TimerTable) -> None:
+    with seat_at(table) as seat:
+        slots = [seat.arm(number, 1, TEXT) for number in range(1, SLOTS + 1)]
+        assert len(set(slots)) == SLOTS
+        with pytest.raises(RuntimeError, match="1024 timers run in this process: that is the most"):
+            seat.arm(5, 1, TEXT)
+        over, then = table.look(500)
+        assert len(over) == 500
+        assert then == 501
+        seat.disarm(slots[0])
+        assert seat.arm(5, 1, TEXT) == slots[0]
+        for slot in slots:
+            seat.disarm(slot)
+        assert table.look(ALL) == ([], NEVER)
+
+
+def test_what_is_given_after_the_end_goes_nowhere(table: TimerTable) -> None:
+    seat = seat_at(table)
+    slot = seat.arm(5, 1, TEXT)
+    seat.close()
+    seat.close()
+    seat.disarm(slot)
+    seat.disarm(seat.arm(1, 1, encode("other", "")))
+    seat.beat(1)
+    with pytest.raises(RuntimeError, match=GONE):
+        seat.arm(clock.now_ns() + clock.NS, clock.NS, TEXT)
+    with seat_at(table):
+        assert armed(table) == []
+
+
+@pytest.mark.parametrize("address", ["", "1:2:3", "1:2:3:x", "1:2:3:4:5"])
+def test_an_address_that_is_none(address: str) -> None:
+    with pytest.raises(ValueError, match="PHALANX_TIMERS: expected PID:MEMORY:BELL:RANK, got '"):
+        Seat(address)
+
+
+def test_a_table_that_is_not_there(table: TimerTable, tmp_path: Path) -> None:
+    address = f"{table.address}:0"
+    pid, memory, bell = table.address.split(":")
+    (tmp_path / "file").write_bytes(bytes(100))
+    with open(tmp_path / "file", "r+b") as file, pytest.raises(OSError, match="that is no table of timers"):
+        Seat(f"{pid}:{file.fileno()}:{bell}:0")
+    with open(tmp_path / "empty", "w+b") as file, pytest.raises(OSError, match="cannot be opened"):
+        Seat(f"{pid}:{file.fileno()}:{bell}:0")
+    table.close()
+    with pytest.raises(OSError, match=rf"cannot be opened \(/proc/{pid}/fd/{memory}: .*\); is the launcher there\?"):
+        Seat(address)
+
+
+def test_nobody_can_cut_the_memory_short(table: TimerTable) -> None:
+    with seat_at(table) as seat, pytest.raises(PermissionError):
+        os.ftruncate(seat._fds[0], 8)
+
+
+def test_a_program_that_closes_all_gets_no_byte_of_ours_into_its_files(table: TimerTable, tmp_path: Path) -> None:
+    seat = seat_at(table)
+    fds = list(seat._fds)
+    path = tmp_path / "precious"
+    path.touch()
+    for fd in fds:
+        os.close(fd)
+    slot = seat.arm(1, 1, TEXT)
+    assert rung(table)
+    seat.disarm(slot)
+    with open(path, "wb") as file:
+        for fd in set(fds) - {file.fileno()}:
+            os.dup2(file.fileno(), fd)
+        seat.arm(1, 1, TEXT)
+        assert rung(table)
+        assert path.read_bytes() == b""
+        seat.close()
+        for fd in set(fds) - {file.fileno()}:
+            os.close(fd)  # it was left alone
+
+
+def test_a_program_that_closes_all_keeps_its_seat(table: TimerTable) -> None:
+    """Its lock is gone; nobody else may take the seat, for its timers would be theirs."""
+
+    def close_all(child: Child) -> None:
+        seat = seat_at(table)
+        for fd in seat._fds:
+            os.close(fd)
+        seat.arm(5, 3, encode("without a lock", ""))
+        child.say()
+        child.wait()
+        os.execv("/bin/sleep", ["sleep", "1000"])
+
+    def wait_for_exec(pid: int) -> None:
+        while Path(f"/proc/{pid}/comm").read_text() != "sleep\n":
+            os.sched_yield()
+
+    with Child(close_all) as child:
+        assert table.holder(0) == child.pid
+        with holder_of(table, "the next one") as other:
+            assert [table.holder(timer.seat) for timer in due(table)] == [child.pid, other.pid]
+        child.go_on()
+        wait_for_exec(child.pid)
+        assert table.holder(0) == 0  # another program, which has no timers
+        with seat_at(table):
+            assert table.holder(0) == os.getpid()
+
+
+def test_what_a_seat_has_from_before_is_not_of_who_is_about_to_take_it(
+    table: TimerTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with holder_of(table, "a") as child:
+        child.end()
+    (left,) = due(table)
+
+    def work(child: Child) -> None:
+        def told(*_args: object, **_options: object) -> NoReturn:
+            child.say()
+            child.wait()
+            os._exit(0)
+
+        monkeypatch.setattr(Seat, "_is_used_without_lock", told)  # it has the lock, and has not come to clear the seat
+        seat_at(table)
+
+    with Child(work):
+        assert left.seat == 0
+        assert table.is_still_set(left)
+        assert table.holder(0) == 0
+
+
+# --- the watcher's process forks, and ends
+
+SERVER = """
+import ctypes, os, signal, sys
+from phalanx.timer import SharedTimerServer
+server = SharedTimerServer()
+server.start()
+said = os.pipe()
+child = os.fork() if sys.argv[1] == "python" else ctypes.PyDLL(None).fork()
+if child == 0:
+    os.write(said[1], b".")  # it has let go of what it lets go of
+    while True:
+        signal.pause()
+os.read(said[0], 1)
+print(child, server.address, flush=True)
+try:
+    sys.stdin.readline()
+    server.stop()
+    print("stopped", flush=True)
+    sys.stdin.readline()
+finally:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+"""
+
+CLIENT = """
+import signal, sys
+from phalanx._base import clock
+from phalanx.timer import SharedTimerClient
+client = SharedTimerClient(sys.argv[1])
+client.acquire("before", clock.wall() + 60)
+if sys.argv[2] == "default":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+else:
+    signal.signal(signal.SIGPIPE, lambda *_: sys.exit("a handler of the program's"))
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    client.acquire("after", clock.wall() + 30)  # earlier than what it knows of, so it rings
+except RuntimeError as error:
+    print(error, flush=True)
+assert not signal.sigpending() and not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+"""
+
+GONE = "nobody watches timers any more: their server has stopped"
+
+
+@contextlib.contextmanager
+def program(text: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python program that is spoken with line by line."""
+    command = [sys.executable, "-W", "ignore", "-c", text, *arguments]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def hear(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def tell(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("go on\n")
+    process.stdin.flush()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["stop", "SIGKILL"])
+@pytest.mark.parametrize("disposition", ["default", "handler"])
+def test_who_rings_at_a_server_that_is_gone_is_told_and_lives(end: str, disposition: str) -> None:
+    """A fork of the server's lives on: one that Python knows of, which holds nothing, or another, which does."""
+    with program(SERVER, "python" if end == "SIGKILL" else "c") as server:
+        fork, address = hear(server).split()
+        try:
+            with program(CLIENT, address, disposition) as client:
+                assert hear(client) == "ready"
+                if end == "stop":
+                    tell(server)
+                    assert hear(server) == "stopped"
+                else:
+                    server.kill()
+                    server.wait()
+                assert alive(int(fork))
+                tell(client)
+                assert hear(client) == GONE
+                assert client.wait(TIMEOUT) == 0
+        finally:
+            os.kill(int(fork), signal.SIGKILL)
+            assert not wait_gone([int(fork)])
+
+
+def test_a_fork_of_the_process_that_made_a_table_holds_none_of_it(table: TimerTable) -> None:
+    fds = [*table._fds]
+    address = table.address
+
+    def work(child: Child) -> None:
+        assert not [fd for fd in fds if client.file_identity(fd) != (0, 0)]
+        assert table.address == address
+        seat_at(table).arm(5, 3, encode("the child's", ""))
+        table.close()  # the parent's is open
+        child.say()
+        child.wait()
+
+    with Child(work):
+        assert armed(table) == [("the child's", 5)]
+        with seat_at(table) as seat:
+            seat.wake_watcher()
+        assert rung(table)
+
+
+def test_a_table_of_another_processs_making_is_closed_for_oneself_alone(table: TimerTable) -> None:
+    """A keeper that ends leaves the workers their time of grace."""
+    other = TimerTable.from_descriptors((os.dup(table._fds[0]), os.dup(table._fds[1])), *table.size, by_rank=True)
+    with seat_at(table) as seat:
+        other.close()
+        seat.wake_watcher()
+        table.close()
+        with pytest.raises(RuntimeError, match=GONE):
+            seat.wake_watcher()
+
+
+# --- a client dies
+
+
+@pytest.mark.slow
+def test_a_client_killed_at_any_instruction_harms_nobody() -> None:
+    """Each leaves its seat as it was at that moment; none of it is anybody's, and the next one finds it clean."""
+    table = TimerTable(1)
+    chance = Random(5)  # noqa: S311 - for moments, and the same ones in each run
+
+    def work(child: Child) -> None:
+        seat = seat_at(table)
+        texts = [encode(f"scope {number}", f"x.py:{number}") for number in range(40)]
+        child.say()
+        while True:
+            slots = [seat.arm(number + 1, 1, text) for number, text in enumerate(texts)]
+            seat.beat(4)
+            for slot in slots:
+                seat.disarm(slot)
+
+    with contextlib.closing(table):
+        for _ in range(25):
+            with Child(work) as child:
+                child.told(chance.uniform(0, 0.003))  # it says no more: a wait
+                assert table.holder(0) == child.pid
+                child.end()
+            for timer in due(table):
+                assert table.holder(timer.seat) == 0
+            news(table)
+        with seat_at(table) as seat:
+            assert table.look(ALL) == ([], NEVER)
+            slot = seat.arm(7, 1, TEXT)
+            assert armed(table) == [("load", 7)]
+            seat.disarm(slot)
+            assert table.look(ALL) == ([], NEVER)
+
+
+# --- the bell
+
+
+def test_only_an_earlier_deadline_rings(table: TimerTable) -> None:
+    with seat_at(table) as seat:
+        table.publish(100)
+        for deadline in (101, 100):
+            seat.arm(deadline, 1, TEXT)
+            assert not rung(table)
+        seat.arm(99, 1, TEXT)
+        assert rung(table)
+        table.publish(NEVER)
+        seat.arm(ALL, 1, TEXT)
+        assert rung(table)
+        table.publish(-5)
+        seat.arm(1, 1, TEXT)
+        assert not rung(table)
+
+
+@pytest.mark.slow
+def test_a_bell_that_is_full_keeps_nobody_waiting(table: TimerTable) -> None:
+    with seat_at(table) as seat:
+        for _ in range(70_000):
+            seat.wake_watcher()
+        assert rung(table)
+        assert not rung(table)
+
+
+def test_to_ring_after_the_watcher_has_gone() -> None:
+    table = TimerTable(1)
+    with seat_at(table) as seat:
+        slot = seat.arm(5, 1, TEXT)
+        table.close()
+        with pytest.raises(RuntimeError, match="nobody watches timers any more: their server has stopped"):
+            seat.arm(5, 1, TEXT)
+        seat.disarm(slot)
+        seat.beat(1)
+        assert len(seat.free) == SLOTS
+
+
+def test_a_client_in_the_servers_own_process_is_told_that_it_has_stopped() -> None:
+    with SharedTimerServer() as server:
+        client = SharedTimerClient(server.address)
+        with expires(60, client=client):
+            pass
+    with pytest.raises(RuntimeError, match=GONE):
+        client.acquire("late", clock.wall() + 1)
+    with pytest.raises(RuntimeError, match=GONE), expires(1, client=client):
+        pass
+
+
+def test_a_watcher_that_is_late_is_rung(table: TimerTable) -> None:
+    with seat_at(table) as seat:
+        now = 5 * layout.LATE
+        for published, late in ((now - layout.LATE, False), (now - layout.LATE - 1, True)):
+            table.publish(published)
+            seat.disarm(seat.arm(now + 10, 10, TEXT))
+            assert rung(table) == late
+
+
+def test_a_heartbeat_rings_if_it_is_the_earliest_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    moment = 1000
+    monkeypatch.setattr(clock, "now_ns", lambda: moment)
+    table = TimerTable(1, hang=1e-6)
+    with contextlib.closing(table), seat_at(table) as seat:
+        table.publish(3000)
+        seat.beat(41)
+        assert rung(table)
+        assert table.look(2000) == ([(0, 0, 2000)], NEVER)
+        (timer,) = due(table, 2000)
+        assert (timer.slot, timer.deadline, timer.span, timer.step) == (0, 2000, 1000, 41)
+        assert table.look(1999) == ([], 2000)
+        table.publish(2000)
+        moment = 1500
+        seat.beat(42)
+        assert not rung(table)
+        assert not table.is_still_set(timer)
+        assert table.look(2499) == ([], 2500)
+
+
+def test_a_scope_extends_the_heartbeat_and_its_end_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    moment = 1000
+    monkeypatch.setattr(clock, "now_ns", lambda: moment)
+    table = TimerTable(1, hang=1e-6)
+    with contextlib.closing(table), seat_at(table) as seat:
+        seat.beat(1)
+        slot = seat.arm(50_000, 49_000, TEXT)
+        assert table.look(2000) == ([], 50_000)
+        table.publish(50_000)
+        table.clear_bell()
+        moment = 5000
+        seat.disarm(slot)
+        assert rung(table), "it hangs from 6000 on, and nobody would look before 50000"
+        assert table.look(5999) == ([], 6000)
+        (late,) = due(table, 6000)
+        assert late.slot == 0
+        moment = 7000  # it enters a scope without a beat: that may take longer, too
+        seat.arm(90_000, 83_000, TEXT)
+        assert not table.is_still_set(late)
+
+
+@pytest.mark.parametrize("hang", [1e30, 1e10, float(sys.maxsize)])
+def test_a_heartbeat_that_nobody_will_live_to_miss(hang: float) -> None:
+    table = TimerTable(1, hang)
+    with contextlib.closing(table), seat_at(table) as seat:
+        seat.beat(1)
+        over, then = table.look(clock.now_ns())
+        assert over == []
+        assert then <= NEVER
+
+
+def of_ranks(hang: float = 1e-6) -> TimerTable:
+    """One whose heartbeats are those of ranks."""
+    return TimerTable(8, hang, by_rank=True)
+
+
+def at_the_table(table: TimerTable, rank: int, work: Callable[[Seat], object]) -> Child:
+    """A process that has a seat, and does something with it."""
+
+    def sit(child: Child) -> None:
+        work(seat_at(table, rank))
+        child.say()
+        child.wait()
+
+    return Child(sit)
+
+
+def test_a_heartbeat_is_its_ranks_and_so_is_every_scope(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look that finds what is due, and the one before the kill, ask the same."""
+    moment = 1000
+    monkeypatch.setattr(clock, "now_ns", lambda: moment)
+    table = of_ranks()
+    with contextlib.closing(table), seat_at(table, 0) as seat:
+        seat.beat(1)
+        timer = Timer(0, 0, 2000, 1000, 0, "heartbeat", "")
+        assert table.look(2000)[0] == [(0, 0, 2000)]
+        assert table.is_still_set(timer)
+        moment = 1500
+        with at_the_table(table, 0, lambda other: other.beat(1)), at_the_table(table, 1, lambda other: other.beat(9)):
+            assert table.look(2000)[0] == []
+            assert not table.is_still_set(timer), "its rank has beaten, by another process"
+            assert table.look(2500)[0] == [(0, 0, 2500), (1, 0, 2500), (2, 0, 2500)]
+        with at_the_table(table, 0, lambda other: other.arm(90_000, 80_000, TEXT)) as parent:
+            assert [key for key in table.look(60_000)[0] if key[0] == 0] == []
+            assert not table.is_still_set(Timer(0, 0, 2500, 1000, 0, "heartbeat", ""))
+            parent.end()
+            (key,) = [key for key in table.look(60_000)[0] if key[0] == 0]
+            assert key == (0, 0, 2500), "a scope of the dead puts nothing off"
+            assert table.is_still_set(Timer(0, 0, 2500, 1000, 0, "heartbeat", ""))
+
+
+def test_a_scope_of_another_process_is_looked_at_again_for_it_may_die(monkeypatch: pytest.MonkeyPatch) -> None:
+    moment = 1000
+    monkeypatch.setattr(clock, "now_ns", lambda: moment)
+    table = of_ranks()
+    with contextlib.closing(table), seat_at(table, 0) as seat:
+        seat.beat(1)
+        with at_the_table(table, 0, lambda other: other.arm(90_000, 80_000, TEXT)):
+            assert table.look(5000) == ([], 6000)
+
+
+def test_who_rests_is_not_expected_until_its_next_beat(monkeypatch: pytest.MonkeyPatch) -> None:
+    moment = 1000
+    monkeypatch.setattr(clock, "now_ns", lambda: moment)
+    table = of_ranks()
+    with contextlib.closing(table), seat_at(table, 0) as seat:
+        assert not seat.rest()
+        assert table.look(ALL) == ([], NEVER)
+        seat.beat(7)
+        timer = Timer(0, 0, 2000, 1000, 0, "heartbeat", "", 7)
+        assert table.is_still_set(timer)
+        assert seat.rest()
+        assert not seat.rest()
+        assert table.look(ALL) == ([], NEVER)
+        assert not table.is_still_set(timer)
+        assert table.resting() == {os.getpid()}
+        table.publish(NEVER)
+        table.clear_bell()
+        slot = seat.arm(50_000, 49_000, TEXT)
+        seat.disarm(slot)  # whose end is a beat to those who send any, and ends no rest
+        assert table.look(ALL) == ([], NEVER)
+        table.publish(NEVER)
+        table.clear_bell()
+        seat.beat(8)
+        assert rung(table), "nobody would look"
+        assert table.look(2000)[0] == [(0, 0, 2000)]
+        assert table.resting() == set()
+        seat.give_up_beats()
+        assert table.look(ALL) == ([], NEVER)
+        assert table.resting() == set()
+
+
+# --- how far the table is in use
+
+
+class Opcodes:
+    """Calls something before instruction number ``at`` of a function, as a signal handler or another thread would."""
+
+    def __init__(self, function: Any, at: int, what: Callable[[], object]) -> None:
+        self.code = function.__code__
+        self.left = at
+        self.what = what
+
+    def __call__(self, frame: Any, event: str, _arg: object) -> Any:
+        if frame.f_code is not self.code:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "call" and sys.version_info[:2] == (3, 12):
+            sys.settrace(self)  # it heeds the above from then on
+        elif event == "opcode":
+            self.left -= 1
+            if self.left == 0:
+                self.what()
+        return self
+
+    def __enter__(self) -> Self:
+        self.before = sys.gettrace()
+        sys.settrace(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self.before)
+
+
+def test_another_timer_that_is_set_at_any_moment_of_a_write_hides_none() -> None:
+    """Nested as by a signal handler in the same thread; another thread may go on at the same places."""
+    for at in range(1, 1000):
+        table = TimerTable(1)
+        with contextlib.closing(table), seat_at(table) as seat:
+            for _ in range(3):
+                seat.arm(1000, 1, TEXT)
+            inner: list[int] = []
+            with Opcodes(Seat.write_text, at, lambda: inner.extend(seat.arm(2, 1, TEXT) for _ in range(70))) as opcodes:  # noqa: B023 - called at once
+                outer = seat.arm(1, 1, TEXT)
+            assert {slot for _, slot, _ in table.look(10)[0]} == {outer, *inner}, at
+        if opcodes.left > 0:
+            assert at > 10, "no instruction was ever seen"
+            return
+    pytest.fail("it has no end")
+
+
+def test_many_threads_set_timers_and_each_is_seen(table: TimerTable) -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(5):
+            with seat_at(table) as seat:
+                barrier = threading.Barrier(8)
+
+                def work() -> None:
+                    barrier.wait()  # noqa: B023 - joined below
+                    for number in range(100):
+                        seat.arm(1, 1, encode(f"{number}", ""))
+
+                threads = [threading.Thread(target=work) for _ in range(8)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+                assert len(table.look(1)[0]) == 800
+    finally:
+        sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("seats", [1, 16, 17, 16384, 20000])
+def test_every_seat_is_looked_at(seats: int) -> None:
+    table = TimerTable(seats)
+    with contextlib.closing(table):
+        for rank in sorted({0, seats // 2, seats - 1}):
+            with seat_at(table, rank) as seat:
+                slots = [seat.arm(5, 1, TEXT) for _ in range(SLOTS)]
+                assert table.look(5)[0] == [(rank, slot, 5) for slot in slots]
+        assert os.fstat(table.descriptors[0]).st_blocks * 512 < 4 << 20, "what nobody sits in takes no memory"
+
+
+def test_a_large_table_takes_no_address_space() -> None:
+    def size() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = size()
+    with contextlib.closing(TimerTable(16384)):
+        assert size() - before < 8 << 20
+
+
+LIMITED = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
+from phalanx._timers.client import Seat
+from phalanx._timers.table import TimerTable
+try:
+    table = TimerTable(16384)
+except OSError as error:
+    print(error)
+else:
+    with Seat(f"{table.address}:5000") as seat:
+        seat.arm(5, 1, b"load")
+        print(table.seats, len(table.look(5)[0]))
+"""
+
+
+@pytest.mark.parametrize(
+    "limit, said", [(64 << 20, r"\d\d\d 1\n"), (1 << 10, r"\[Errno 27\] RLIMIT_FSIZE is too low .*\n")]
+)
+def test_a_limit_on_files_makes_the_table_smaller(limit: int, said: str, tmp_path: Path) -> None:
+    done = run_script(tmp_path, LIMITED, str(limit))
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(said, done.stdout)
+
+
+# --- texts
+
+
+@pytest.mark.slow
+@given(st.text(), st.text())
+def test_a_text_fits_and_names_what_it_is_of(scope: str, place: str) -> None:
+    text = encode(scope, place)
+    assert len(text) <= TEXT_LIMIT
+    first, second = (part.encode("utf-8", "replace").decode() for part in (scope, place))
+    if "\x1f" not in first and len((first + second).encode()) < TEXT_LIMIT:
+        assert decode(text) == (first, second)
+
+
+@pytest.mark.slow
+@given(st.integers(0, 600), st.integers(0, 600), st.sampled_from("aä€😀"))
+def test_of_a_long_text_the_ends_are_kept(many: int, more: int, letter: str) -> None:
+    text = encode("<" + letter * many + ">", letter * more + "/train.py:41")
+    assert len(text) <= TEXT_LIMIT
+    scope, place = decode(text)
+    assert scope.startswith("<")
+    assert scope.endswith(">")
+    assert place.endswith("/train.py:41")
+
+
+@pytest.mark.once
+@given(st.binary())
+def test_any_bytes_can_be_read(data: bytes) -> None:
+    assert all(isinstance(part, str) for part in decode(data))
+
+
+# --- garbage
+
+
+@pytest.mark.once
+@given(data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_garbage_in_the_memory_is_no_danger(data: Any) -> None:
+    table = TimerTable(3, hang=1.0, by_rank=data.draw(st.booleans()))
+    with contextlib.closing(table):
+        head, memory = (8 + 3) * 8, table.descriptors[0]
+        with seat_at(table, 0) as one, seat_at(table, 1):
+            for number in range(3):
+                one.arm(number, 1, TEXT)
+            marks = st.one_of(st.integers(0, 7).map(lambda flag: 1 << 8 * flag), st.integers(-(1 << 63), NEVER))
+            for seat in range(3):
+                table._words[8 + seat] = data.draw(marks)
+            for _ in range(data.draw(st.integers(1, 6))):
+                what = data.draw(st.binary(min_size=1, max_size=64))
+                end = os.fstat(memory).st_size - len(what)
+                at = data.draw(st.integers(16, head) | st.integers(table._head_size, end))
+                os.pwrite(memory, what, at)
+            then = 0
+            for now in (0, 1 << 40, ALL):
+                over, then = table.look(now)
+                assert then > now
+                for timer in filter(None, map(table.read, over)):
+                    table.is_still_set(timer)
+                    table.holder(timer.seat)
+                    table.rank(timer.seat)
+                    repr(timer)
+            table.publish(then)
+            news(table)
+            table.clear_bell()
+
+
+# --- the scheduler, against a model
+
+
+class FakeLoop:
+    """A loop that moves when it is told, on a clock of whole milliseconds."""
+
+    def __init__(self) -> None:
+        self.watched: dict[int, Callable[[int], None]] = {}
+        self.calls: list[Callable[[], None]] = []
+        self.deadlines: list[tuple[int, Entry]] = []
+        self.waited_from, self.waited_until = float("inf"), -float("inf")
+        self.pauses = Pauses()
+
+    def wait(self, began: int, until: int, now: int) -> None:
+        """A wait that was to end at ``until``, and has ended now."""
+        self.waited_from, self.waited_until = began / clock.NS, now / clock.NS
+        self.pauses.note(self.waited_from, until / clock.NS, self.waited_until)
+
+    def watch_for_pauses(self, moment: float) -> None:
+        """Tests say when a wait ends."""
+
+    def watch(self, fd: int, callback: Callable[[int], None]) -> None:
+        self.watched[fd] = callback
+
+    def forget(self, fd: int) -> None:
+        self.watched.pop(fd, None)
+
+    def call(self, action: Callable[[], None]) -> None:
+        self.calls.append(action)
+
+    def at(self, moment: float, action: Callable[[], None]) -> Entry:
+        entry = Entry(action)
+        self.deadlines.append((round(moment * 1000) * 1_000_000, entry))
+        return entry
+
+    def after(self, seconds: float, action: Callable[[], None]) -> Entry:
+        return self.at(clock.now() + seconds, action)
+
+    def next(self) -> int | None:
+        self.deadlines = [each for each in self.deadlines if each[1].action is not None]
+        return min((at for at, _ in self.deadlines), default=None)
+
+    def serve(self, now: int) -> None:
+        """Everything that is to be done at a moment."""
+        while True:
+            ready = select.select(list(self.watched), [], [], 0)[0]
+            for fd in ready:
+                self.watched[fd](1)
+            calls, self.calls = self.calls, []
+            for action in calls:
+                action()
+            due = [entry for at, entry in self.deadlines if at <= now and entry.action is not None]
+            for entry in due:
+                if entry.action is not None:  # else an earlier one has called it off
+                    entry.action()
+                    entry.action = None
+            if not (ready or calls or due):
+                return
+
+
+class Entry:
+    def __init__(self, action: Callable[[], None]) -> None:
+        self.action: Callable[[], None] | None = action
+
+    def cancel(self) -> None:
+        self.action = None
+
+
+MS = 1_000_000
+HANG = 40
+
+
+class Watching(RuleBasedStateMachine):
+    """Two clients, a scheduler, and what should be seen: each expiry once, and at its very moment."""
+
+    by_rank = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.now = 1000 * MS
+        self.patch.setattr(clock, "now_ns", lambda: self.now)
+        self.table = TimerTable(2, HANG / 1000, by_rank=self.by_rank)
+        self.seats = [seat_at(self.table, 0)]
+        # The kernel knows locks by process, and this is one: so the second client has its seat by hand.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("fcntl.lockf", lambda *_args: None)
+            self.seats.append(seat_at(self.table, 0 if self.by_rank else 1))
+        self.loop = FakeLoop()
+        self.seen: list[tuple[int, int, int, int]] = []
+        self.expected: list[tuple[int, int, int, int]] = []
+        self.running: dict[tuple[int, int], int] = {}
+        self.beats: dict[int, int] = {}
+        self.resting: set[int] = set()
+        self.left: dict[int, int] = {}
+        self.told: dict[tuple[int, int, int], int] = {}
+        self.rearming: dict[tuple[int, int], int] = {}
+        self.scheduler = TimerScheduler(self.table, self.loop, self.on_expired)  # type: ignore[arg-type]  # a loop for this test
+
+    @initialize()
+    def open(self) -> None:
+        self.scheduler.open()
+        self.settle()
+
+    def on_expired(self, timers: list[Timer]) -> None:
+        self.seen += [(timer.seat, timer.slot, timer.deadline, self.now) for timer in timers]
+
+    # the model
+
+    def due(self) -> Iterator[tuple[int, int, int]]:
+        for (seat, slot), deadline in self.running.items():
+            if deadline <= self.now:
+                yield seat, slot, deadline
+        for seat, beat in self.beats.items():
+            if seat in self.resting:
+                continue
+            own = [deadline for (other, _), deadline in self.running.items() if self.by_rank or other == seat]
+            limit = (max([*self.beats.values(), *self.left.values()]) if self.by_rank else beat) + HANG * MS
+            limit = max([limit, *own]) if limit <= self.now else limit
+            if limit <= self.now:
+                yield seat, 0, limit
+
+    def settle(self) -> None:
+        self.loop.serve(self.now)
+        due = set(self.due())
+        self.told = {key: moment for key, moment in self.told.items() if key in due}
+        for key in due:
+            if self.told.get(key, 0) <= self.now:
+                self.told[key] = NEVER
+                self.expected.append((*key, self.now))
+
+    def later(self, moment: int) -> None:
+        """Let time pass, moment by moment of either side."""
+        while True:
+            wakes = [*self.running.values(), *(beat + HANG * MS for beat in self.beats.values()), *self.told.values()]
+            inside = [wake for wake in (*wakes, self.loop.next() or 0) if self.now < wake <= moment]
+            if not inside:
+                break
+            self.now = min(inside)
+            self.settle()
+        self.now = moment
+        self.settle()
+
+    # what happens
+
+    def store(self) -> None:
+        self.later(self.now + MS)  # no two deadlines are equal in slot and moment
+
+    @rule(seat=st.integers(0, 1), span=st.integers(0, 200))
+    def take(self, seat: int, span: int) -> None:
+        self.store()
+        slot = self.seats[seat].arm(self.now + span * MS, span * MS, TEXT)
+        self.running[seat, slot] = self.now + span * MS
+        self.settle()
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def give(self, data: Any) -> None:
+        self.store()
+        seat, slot = data.draw(st.sampled_from(sorted(self.running)))
+        del self.running[seat, slot]
+        self.seats[seat].disarm(slot)
+        self.left[seat] = self.now
+        if seat in self.beats:
+            self.beats[seat] = self.now
+        self.settle()
+
+    @rule(seat=st.integers(0, 1))
+    def beat(self, seat: int) -> None:
+        self.seats[seat].beat(1)
+        self.beats[seat] = self.now
+        self.resting.discard(seat)
+        self.settle()
+
+    @rule(seat=st.integers(0, 1))
+    def rest(self, seat: int) -> None:
+        assert self.seats[seat].rest() == (seat in self.beats and seat not in self.resting)
+        self.resting.add(seat)
+        self.settle()
+
+    @precondition(lambda self: self.told)
+    @rule(data=st.data(), span=st.integers(0, 60))
+    def rearm(self, data: Any, span: int) -> None:
+        seat, slot, deadline = key = data.draw(st.sampled_from(sorted(self.told)))
+        self.scheduler.rearm(Timer(seat, slot, deadline, 0, 0, "", ""), self.now + span * MS)
+        self.told[key] = self.now + span * MS
+        self.settle()
+
+    @rule(span=st.integers(0, 150))
+    def wait(self, span: int) -> None:
+        self.later(self.now + span * MS)
+
+    @invariant()
+    def all_is_seen_once_and_at_once(self) -> None:
+        assert sorted(self.seen) == sorted(self.expected)
+
+    @invariant()
+    def the_next_look_is_not_too_late(self) -> None:
+        future = [deadline for deadline in self.running.values() if deadline > self.now]
+        assert self.table._words[layout.HEAD_WAKE] <= min(future, default=NEVER)
+
+    def teardown(self) -> None:
+        self.scheduler.close()
+        for seat in self.seats:
+            seat.close()
+        self.table.close()
+        self.patch.undo()
+
+
+class WatchingOneRank(Watching):
+    """Both are of one rank, whose heartbeats are its own."""
+
+    by_rank = True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Watching, WatchingOneRank])
+def test_the_lookout_sees_each_expiry_once_and_at_once(kind: type[Watching]) -> None:
+    run_state_machine_as_test(kind, settings=settings(max_examples=40, stateful_step_count=30, deadline=None))
+
+
+def test_what_is_set_while_the_lookout_says_when_it_looks_next_is_seen(table: TimerTable) -> None:
+    """The client still reads the old moment, which is earlier, and so does not ring."""
+    loop = FakeLoop()
+    now = clock.now_ns()
+    due = now + 3600 * clock.NS
+    scheduler = TimerScheduler(table, loop, pytest.fail)  # type: ignore[arg-type]  # as above
+    publish = table.publish
+    with seat_at(table) as seat, pytest.MonkeyPatch.context() as patch:
+
+        def publish_late(moment: int) -> None:
+            if not armed(table):
+                seat.arm(due, due - now, TEXT)
+            publish(moment)
+
+        publish(now)
+        patch.setattr(table, "publish", publish_late)
+        scheduler.open()
+        assert not rung(table)
+        assert loop.next() == pytest.approx(due, abs=MS)
+        assert table._words[layout.HEAD_WAKE] == due
+        scheduler.close()
+
+
+class Watched:
+    """A scheduler on a clock of its own, and what it has seen."""
+
+    def __init__(self, table: TimerTable, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000 * clock.NS
+        monkeypatch.setattr(clock, "now_ns", lambda: self.now)
+        self.loop = FakeLoop()
+        self.seen: list[int] = []
+        self.scheduler = TimerScheduler(table, self.loop, self.on_expired)  # type: ignore[arg-type]  # as above
+        self.scheduler.open()
+        self.loop.serve(self.now)
+
+    def on_expired(self, timers: list[Timer]) -> None:
+        self.seen += [timer.slot for timer in timers]
+
+    def take(self, seat: Seat, seconds: float) -> int:
+        span = int(seconds * clock.NS)
+        return seat.arm(self.now + span, span, TEXT)
+
+    def pass_by(self, seconds: float, *, waiting: bool) -> None:
+        """Time passes, in a wait until the next deadline, or in a callback of ours."""
+        began, self.now = self.now, self.now + int(seconds * clock.NS)
+        if waiting:
+            self.loop.wait(began, self.loop.next() or NEVER, self.now)
+        else:
+            self.loop.wait(began, NEVER, began)  # it ended at once
+        self.loop.serve(self.now)
+
+
+@pytest.fixture
+def watched(table: TimerTable, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    it = Watched(table, monkeypatch)
+    yield it
+    it.scheduler.close()
+
+
+def test_who_was_stopped_with_the_lookout_has_its_time_once_more(table: TimerTable, watched: Watched) -> None:
+    with seat_at(table) as seat:
+        slot = watched.take(seat, 50)
+        seat.disarm(watched.take(seat, 60))
+        watched.pass_by(0, waiting=True)
+        for _ in range(3):  # however often that happens
+            watched.pass_by(3600, waiting=True)
+            assert watched.seen == []
+            assert watched.loop.next() == watched.now + 50 * clock.NS
+        watched.pass_by(50, waiting=True)
+        assert watched.seen == [slot]
+
+
+def test_a_deadline_is_put_off_by_what_a_short_pause_took(table: TimerTable, watched: Watched) -> None:
+    with seat_at(table) as seat:
+        slot = watched.take(seat, 50)
+        watched.pass_by(0, waiting=True)
+        began = watched.now
+        watched.now += 6 * clock.NS + 300 * MS
+        watched.loop.wait(began, began + 6 * clock.NS, watched.now)  # one part of a wait; a pause that lay within it
+        watched.pass_by(43.7, waiting=True)
+        assert watched.seen == []
+        assert watched.loop.next() == watched.now + 300 * MS
+        watched.pass_by(0.3, waiting=True)
+        assert watched.seen == [slot]
+
+
+def test_a_pause_that_ends_just_before_a_deadline_is_no_hang(table: TimerTable, watched: Watched) -> None:
+    with seat_at(table) as seat:
+        slot = watched.take(seat, 4)
+        watched.pass_by(0, waiting=True)
+        began = watched.now
+        watched.now += 3900 * MS
+        watched.loop.wait(began, began + 500 * MS, watched.now)
+        watched.pass_by(0.1, waiting=True)
+        assert watched.seen == []
+        watched.pass_by(3.9, waiting=True)
+        assert watched.seen == [slot]
+
+
+@pytest.mark.parametrize("delay", [2.5, 0.5])
+def test_what_callbacks_of_ours_have_taken_is_nobodys_pause(delay: float, table: TimerTable, watched: Watched) -> None:
+    with seat_at(table) as seat:
+        slot = watched.take(seat, 50)
+        watched.pass_by(0, waiting=True)
+        watched.pass_by(50 + delay, waiting=False)
+        assert watched.seen == [slot]
+
+
+@pytest.mark.parametrize("delay, spared", [(0.04, False), (0.5, True), (30, True)])
+def test_what_was_set_just_before_we_were_stopped_has_rung_in_vain(
+    delay: float, spared: bool, table: TimerTable, watched: Watched
+) -> None:
+    """No deadline was known then, so the wait was to last, and ends by the bell: it has not overrun."""
+    began = watched.now
+    with seat_at(table) as seat:
+        watched.now += clock.NS
+        slot = watched.take(seat, 0.01)
+        watched.now += int(delay * clock.NS)
+        watched.loop.wait(began, NEVER, watched.now)
+        watched.loop.serve(watched.now)
+        assert watched.seen == ([] if spared else [slot])
+        watched.pass_by(0.01, waiting=True)
+        assert watched.seen == [slot]
+
+
+@pytest.mark.parametrize("paused", [True, False])
+def test_a_heartbeat_that_a_block_extends_is_put_off_by_what_that_block_has_lost(
+    paused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = TimerTable(2, hang=10, by_rank=True)
+    watched = Watched(table, monkeypatch)
+    with seat_at(table) as seat:
+        seat.beat(1)
+        watched.take(seat, 1000)
+        watched.pass_by(0, waiting=True)
+        watched.pass_by(10, waiting=True)
+        began = watched.now
+        watched.now += 590 * clock.NS
+        watched.loop.wait(began, (began + 100 * clock.NS) if paused else NEVER, watched.now)
+        watched.pass_by(400, waiting=True)
+        assert sorted(watched.seen) == ([] if paused else [0, FIRST])
+        if paused:
+            watched.pass_by(590, waiting=True)
+            assert sorted(watched.seen) == [0, FIRST]
+    watched.scheduler.close()
+    table.close()
+
+
+def test_a_lookout_that_is_closed_is_quiet(table: TimerTable) -> None:
+    loop = FakeLoop()
+    seen: list[Timer] = []
+    scheduler = TimerScheduler(table, loop, seen.extend)  # type: ignore[arg-type]  # as above
+    scheduler.open()
+    scheduler.close()
+    scheduler.close()
+    assert loop.watched == {}
+    assert loop.next() is None
+
+
+def test_new_slots_are_told_once(table: TimerTable) -> None:
+    with seat_at(table) as seat:
+        assert news(table) == []
+        slot = seat.arm(5, 1, TEXT)
+        assert news(table) == [(0, slot, 5)]
+        seat.disarm(slot)
+        seat.disarm(seat.arm(6, 1, TEXT))
+        assert news(table) == []
+        seat.arm(5, 1, TEXT)
+        seat.disarm(seat.arm(5, 1, TEXT))
+        assert news(table) == []  # it has gone already
+
+
+def test_what_a_later_holder_of_a_seat_sets_is_new_again(table: TimerTable) -> None:
+    for _ in range(2):
+        with holder_of(table, "a") as child:
+            assert [table.holder(seat) for seat, _slot, _deadline in news(table)] == [child.pid]
+            assert news(table) == []
+
+
+def noted(function: Callable[..., Any], name: str, calls: list[str]) -> Callable[..., Any]:
+    """The function, noting that it is called."""
+
+    def note(*args: Any) -> Any:
+        calls.append(name)
+        return function(*args)
+
+    return note
+
+
+def test_many_that_expire_are_handed_over_a_few_in_a_turn_and_read_once(
+    table: TimerTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = FakeLoop()
+    lots: list[list[Timer]] = []
+    asked: list[str] = []
+    for name in ("look", "read"):
+        monkeypatch.setattr(table, name, noted(getattr(table, name), name, asked))
+    scheduler = TimerScheduler(table, loop, lots.append)  # type: ignore[arg-type]  # as above
+    now = clock.now_ns()
+    with seat_at(table) as seat:
+        for number in range(SLOTS):
+            seat.arm(now - number, 1, TEXT)
+        scheduler.open()
+        assert len(lots) == 1, "others have their turn"
+        loop.serve(clock.now_ns())
+        assert {len(lot) for lot in lots} == {MOST}
+        timers = [timer for lot in lots for timer in lot]
+        assert [timer.deadline for timer in timers] == list(range(now - SLOTS + 1, now + 1)), "the oldest first"
+        assert asked.count("read") == 2 * SLOTS, "as new, and as expired"
+        looks = asked.count("look")
+        for timer in timers:
+            scheduler.rearm(timer, clock.now_ns() + 3600 * clock.NS)
+        loop.serve(clock.now_ns())
+        assert asked.count("look") == looks
+        assert loop.next() == pytest.approx(clock.now_ns() + 3600 * clock.NS, abs=TIMEOUT * clock.NS)
+    scheduler.close()
+
+
+def test_whose_timers_are_is_found_out_once_for_many(table: TimerTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process below the worker, which is this one here, hangs in many blocks."""
+    asked: list[str] = []
+    told: list[tuple[object, ...]] = []
+    struck: list[tuple[int, int]] = []
+    monkeypatch.setattr(escalation, "_ancestors", noted(escalation._ancestors, "ancestors", asked))
+    monkeypatch.setattr(table, "holder", noted(table.holder, "holder", asked))
+    pids = noted(lambda: {0: os.getpid()}, "pids", asked)
+
+    def work(child: Child) -> None:
+        with seat_at(table) as seat:
+            for number in range(MOST):
+                seat.arm(number + 1, 1, TEXT)
+            child.say()
+            child.wait()
+
+    loop = FakeLoop()
+    with Child(work) as child:
+        it = Escalation(
+            table,
+            [("terminate", 0.0)],
+            loop,  # type: ignore[arg-type]  # as above
+            pids,
+            lambda *what: struck.append(what),
+            lambda *what: told.append(what),
+        )
+        it.open()
+        assert [message[0] for message in told] == ["armed", "expired", "hang"]
+        assert [len(message[-1]) for message in told] == [MOST] * 3  # type: ignore[arg-type]  # these are timers
+        assert asked.count("ancestors") == 2
+        assert asked.count("holder") == asked.count("pids") == 3
+        it.evidence_taken(1)
+        assert struck == [(os.getpid(), signal.SIGTERM)] * MOST
+        assert wait_gone([child.pid]) == set()
+
+
+def test_a_seat_that_names_a_process_outside_the_group_has_nobody_signalled(table: TimerTable) -> None:
+    """A process that hung below the worker has ended, its number is another's, and the worker has written that down."""
+    struck: list[tuple[int, int]] = []
+
+    def work(child: Child) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        with seat_at(table, 5) as seat:
+            seat.arm(1, 1, TEXT)
+            child.say()
+            child.wait()
+
+    with Child(Child.stay) as worker, Child(work) as outsider:
+        pids = {0: worker.pid}
+        it = Escalation(table, [], FakeLoop(), lambda: pids, lambda *what: struck.append(what), lambda *_: None)  # type: ignore[arg-type]  # as above
+        (timer,) = due(table)
+        it._signal([Hang(0, outsider.pid, False, timer)], signal.SIGTERM)
+        assert struck == [(worker.pid, signal.SIGTERM)]
+        assert not procfs.signal_set(procfs.status(outsider.pid), "ShdPnd") & 1 << signal.SIGTERM - 1
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+@pytest.mark.parametrize("first", ["report", "terminate"])
+def test_a_step_is_put_off_for_who_was_stopped_with_us(
+    first: str, stopped: bool, table: TimerTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a report, and after a signal that it has survived, too."""
+    now = 1000 * clock.NS
+    monkeypatch.setattr(clock, "now_ns", lambda: now)
+    monkeypatch.setattr(clock, "now", lambda: now / clock.NS)
+    told: list[str] = []
+    loop = FakeLoop()
+    with seat_at(table) as seat:
+        seat.arm(now, 1, TEXT)
+        steps = [(first, 0.0), ("kill", 60.0)]
+        pids = {0: os.getpid()}
+        it = Escalation(table, steps, loop, lambda: pids, lambda *_: None, lambda what, *_: told.append(what))  # type: ignore[arg-type]  # as above
+        it.open()
+        it.evidence_taken(1)
+        assert told == ["armed", "expired", "hang", *(["struck"] if first == "terminate" else [])]
+        began, now = now, now + 3600 * clock.NS
+        loop.wait(began, (began + clock.NS) if stopped else NEVER, now)
+        loop.serve(now)
+        assert told.count("hang") == (1 if stopped else 2)
+        began, now = now, now + 60 * clock.NS
+        loop.wait(began, now, now)
+        loop.serve(now)
+        assert told.count("hang") == 2
+    it.close()
+
+
+def test_a_step_waits_in_parts_so_that_a_pause_is_seen(table: TimerTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000 * clock.NS
+    monkeypatch.setattr(clock, "now_ns", lambda: now)
+    monkeypatch.setattr(clock, "now", lambda: now / clock.NS)
+    loop = FakeLoop()
+    with seat_at(table) as seat:
+        seat.arm(now, 1, TEXT)
+        steps = [("report", 0.0), ("report", 80.0)]
+        it = Escalation(table, steps, loop, lambda: {0: os.getpid()}, pytest.fail, lambda *_: None)  # type: ignore[arg-type]  # as above
+        it.open()
+        assert loop.next() == now + 10 * clock.NS
+    it.close()
+
+
+def test_the_dead_are_waited_for() -> None:
+    """What the other tests rely on: their children are gone when they are."""
+    with Child(lambda child: child.say()) as child:
+        child.end()
+    assert wait_gone([child.pid]) == set()
+
+
+def test_a_table_for_a_thousand_ranks_takes_next_to_no_address_space() -> None:
+    """The file has 4.6 GB of holes, of which the watcher maps the head, and a worker its own seat."""
+    code = (
+        "import resource\n"
+        "from phalanx._base import clock; from phalanx._timers.client import Seat\n"
+        "from phalanx._timers.layout import encode\n"
+        "from phalanx._timers.table import TimerTable\n"
+        "pages = int(open('/proc/self/statm').read().split()[0])\n"
+        "limit = pages * resource.getpagesize() + (16 << 20)\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
+        "table = TimerTable(16384, 60.0, by_rank=True)\n"
+        "with Seat(table.address + ':1023') as seat:\n"
+        "    slot = seat.arm(clock.now_ns() + 1, 1, encode('s', 'p'))\n"
+        "    assert len(table.look(clock.now_ns())[0]) == 1\n"
+        "table.close()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_worker_that_fills_the_whole_table_is_told_of_in_bounded_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_module, "_AT_A_TIME", 256)
+    with contextlib.closing(TimerTable(64)) as table, Seat(f"{table.address}:63") as honest:
+        honest.arm(5, 1, encode("honest", "p"))
+        fd = table.descriptors[0]
+        os.pwrite(fd, b"\1" * 8, layout.HEAD_USED * 8)
+        for seat in range(63):
+            os.pwrite(fd, b"\1" * 8, (layout.HEAD_MARKS + seat) * 8)
+            os.pwrite(fd, (1).to_bytes(8, sys.byteorder) * (FIRST + SLOTS), table._head_size + seat * layout.SEAT_SIZE)
+        due, then = table.look(10)
+        assert len(due) == 63 * 4 + 1
+        assert [key[2] for key in due if key[0] == 63] == [5]
+        assert then <= 10 + clock.NS
+        assert len(table.newly_armed()) == 63 * 4 + 1
+        for seat in range(63):  # those that were told of are cleared: then there are the others
+            os.pwrite(fd, NEVER.to_bytes(8, sys.byteorder) * (FIRST + 4), table._head_size + seat * layout.SEAT_SIZE)
+        assert not set(due) - {due[-1]} & set(table.look(10)[0])

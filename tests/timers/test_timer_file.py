@@ -1,0 +1,1241 @@
+"""Timers over a named pipe: server, client, and whom they may strike. Real processes, and no wait by time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import pickle
+import queue
+import re
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Self
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from phalanx._base import clock
+from phalanx._evidence.error_file import message_of, read_error_file, write_error_file, written_by
+from phalanx.timer import _file_client, _pipe, debug_info_logging
+from phalanx.timer._file import FileTimerClient, FileTimerRequest, FileTimerServer
+from phalanx.timer._victim import ExitedError, RefusedError, Victim, hang_of
+from tests.support.helpers import TIMEOUT, alive, wait_gone
+from tests.support.timer_workers import let_pass, stop, wait_asleep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+LONG = 3600.0
+HOUR = 3600.0
+
+_CHILD = """
+import os, sys, time, threading, signal
+from phalanx.timer._file_client import FileTimerClient
+path = sys.argv[1]
+client = FileTimerClient(path)
+for line in sys.stdin:
+    exec(line.replace(chr(0), chr(10)))
+    print("done", flush=True)
+"""
+
+
+class Child:
+    """A worker that does what the test says, line by line, and tells when it has done so."""
+
+    def __init__(self, path: str, **environ: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _CHILD, path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | environ,
+        )
+        self.pid = self._process.pid
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+        self._process.wait()
+
+    def begin(self, code: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(code.replace("\n", "\0") + "\n")
+        self._process.stdin.flush()
+
+    def end(self) -> str:
+        """What the child printed until it was done."""
+        assert self._process.stdout is not None
+        said = ""
+        for line in self._process.stdout:
+            if line == "done\n":
+                return said
+            said += line
+        raise AssertionError(f"the child is gone: {self._process.wait(TIMEOUT)}: {said}")
+
+    def do(self, code: str) -> str:
+        self.begin(code)
+        return self.end()
+
+    def exitcode(self) -> int:
+        return self._process.wait(TIMEOUT)
+
+    def leave(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        assert self.exitcode() == 0
+
+
+class Events:
+    """What a server told its owner."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._queue: queue.Queue[tuple[str, FileTimerRequest | None]] = queue.Queue()
+
+    def __call__(self, name: str, request: FileTimerRequest | None) -> None:
+        self.names.append(name)
+        self._queue.put((name, request))
+
+    def wait(self, name: str) -> FileTimerRequest:
+        while True:
+            got, request = self._queue.get(timeout=TIMEOUT)
+            if got == name:
+                assert request is not None
+                return request
+
+
+def settle(server: FileTimerServer) -> None:
+    """Have the server take all that is in the pipe, and return when it has."""
+    done = threading.Event()
+    loop = server._loop
+    assert loop is not None
+
+    def drain() -> None:
+        server._drain()
+        done.set()
+
+    loop.call(drain)
+    assert done.wait(TIMEOUT)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "timers")
+
+
+@pytest.fixture
+def events() -> Events:
+    return Events()
+
+
+@pytest.fixture
+def server(path: str, events: Events) -> Iterator[FileTimerServer]:
+    with FileTimerServer(path, "run", 60, log_event=events) as it:
+        yield it
+
+
+@pytest.fixture
+def client(path: str) -> Iterator[FileTimerClient]:
+    it = FileTimerClient(path)
+    yield it
+    it.close()
+
+
+@pytest.fixture
+def child(server: FileTimerServer, path: str) -> Iterator[Child]:  # noqa: ARG001 - it must run
+    with Child(path) as it:
+        yield it
+
+
+def write(path: str, *lines: object) -> None:
+    """Write lines as a program in any language would."""
+    fd = os.open(path, os.O_WRONLY)
+    data = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+    os.write(fd, b"\n".join([*data, b""]))
+    os.close(fd)
+
+
+def request(pid: int, scope: str = "s", after: float = LONG, number: int = signal.SIGKILL, **more: object) -> object:
+    fields = {"version": 1, "pid": pid, "scope_id": scope, "expiration_time": time.time() + after, "signal": number}
+    return fields | more
+
+
+# Requests.
+
+
+def test_requests_are_equal_when_all_their_fields_are() -> None:
+    one = FileTimerRequest(1, "a", 2.0, 9)
+    assert one == FileTimerRequest(worker_pid=1, scope_id="a", expiration_time=2.0, signal=9)
+    assert one != FileTimerRequest(1, "a", 2.0, 15)
+    assert one != FileTimerRequest(1, "a", 2.0)
+    assert one != (1, "a", 2.0, 9)
+    assert (one.worker_pid, one.worker_id, one.version, FileTimerRequest(1, "a", 2.0).signal) == (1, 1, 1, 0)
+    assert len({one, FileTimerRequest(1, "a", 2.0, 9)}) == 1
+    assert pickle.loads(pickle.dumps(one)) == one
+
+
+def test_a_request_is_a_line_of_json_with_the_historical_keys() -> None:
+    assert json.loads(FileTimerRequest(7, "ä\n", 1.5, signal.SIGTERM).to_json()) == {
+        "version": 1,
+        "pid": 7,
+        "scope_id": "ä\n",
+        "expiration_time": 1.5,
+        "signal": 15,
+    }
+
+
+@pytest.mark.parametrize(
+    "line, why",
+    [
+        (b"{", "not JSON"),
+        (b"[" * 4000, "not JSON"),
+        (b"\xff", "not JSON"),
+        (b"[1]", "not a JSON object"),
+        ({"version": 2}, "version"),
+        ({"scope_id": 3}, "scope_id"),
+        ({"pid": True}, "pid"),
+        ({"pid": 1 << 40}, "pid"),
+        ({"pid": None}, "missing"),
+        ({"signal": 65}, "signal"),
+        ({"signal": 9.0}, "signal"),
+        ({"signal": None}, "missing"),
+        ({"expiration_time": "soon"}, "expiration_time"),
+        ({"expiration_time": None}, "missing"),
+        ({"expiration_time": float("nan")}, "finite"),
+        ({"expiration_time": float("inf")}, "finite"),
+        ({"expiration_time": 10**400}, "finite"),
+        ({"monotonic": []}, "monotonic"),
+        ({"born": -1}, "born"),
+    ],
+)
+def test_a_damaged_request_is_refused_with_the_reason(line: Any, why: str) -> None:
+    if isinstance(line, dict):
+        line = json.dumps({**json.loads(FileTimerRequest(7, "s", 1, 9).to_json()), **line})
+    with pytest.raises(ValueError, match=why):
+        FileTimerRequest.from_json(line)
+
+
+# The pipe.
+
+
+def test_the_pipe_is_there_when_start_returns_and_is_removed_at_stop(path: str, client: FileTimerClient) -> None:
+    server = FileTimerServer(path, 60)
+    assert not os.path.exists(path)
+    for _ in range(2):
+        server.start()
+        mode = os.lstat(path).st_mode
+        assert (stat.S_ISFIFO(mode), stat.S_IMODE(mode)) == (True, 0o600)
+        client.acquire("scope", time.time() + LONG)
+        server.start()  # it runs already, and goes on
+        server.stop()
+        assert not os.path.exists(path)
+        server.stop()
+
+
+def test_the_historical_signatures(path: str) -> None:
+    torch = FileTimerServer(path, "run", 5.0, False, print)
+    assert (torch._run_id, torch._max_interval, torch._daemon, torch._log_event) == ("run", 5.0, False, print)
+    older = FileTimerServer(path, 5, False)
+    assert (older._run_id, older._max_interval, older._daemon) == ("", 5, False)
+    named = FileTimerServer(file_path=path, run_id="run", max_interval=1, daemon=True, log_event=None)
+    assert (named._max_interval, named._daemon) == (1, True)
+    assert FileTimerServer(path, "run")._max_interval == 10
+    for wrong in (0, -1, float("nan")):
+        with pytest.raises(ValueError, match="max_interval"):
+            FileTimerServer(path, "run", wrong)
+
+
+def _symlink(path: str) -> None:
+    os.mkfifo(path + ".real", 0o600)
+    os.symlink(path + ".real", path)
+
+
+def _file(path: str) -> None:
+    with open(path, "w"):
+        pass
+
+
+def _open_to_all(path: str) -> None:
+    os.mkfifo(path)
+    os.chmod(path, 0o622)  # noqa: S103 - that is what is tested
+
+
+@pytest.mark.parametrize(
+    "make, why",
+    [(_symlink, "symbolic link"), (_file, "not a named pipe"), (os.mkdir, "not a named pipe"), (_open_to_all, "0622")],
+)
+def test_what_is_not_our_pipe_is_refused_and_left_alone(path: str, make: Callable[[str], None], why: str) -> None:
+    make(path)
+    before = os.lstat(path)
+    server = FileTimerServer(path, "run")
+    with pytest.raises(OSError, match=why):
+        server.start()
+    server.stop()
+    assert os.lstat(path) == before
+
+
+def test_another_users_pipe_is_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(path, 0o600)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(OSError, match="another user"):
+        FileTimerServer(path, "run").start()
+
+
+def test_a_second_live_server_is_refused(server: FileTimerServer, path: str, child: Child) -> None:
+    with pytest.raises(OSError, match="another timer server"):
+        FileTimerServer(path, "run").start()
+    child.do("client.acquire('s', time.time() + 3600)")
+    settle(server)
+    assert (child.pid, "s") in server._timers
+
+
+def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        FileTimerServer(str(tmp_path / "no" / "timers"), "run").start()
+
+
+# Expiry.
+
+
+def test_a_late_worker_is_killed_promptly_whatever_max_interval_is(
+    events: Events, child: Child, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    explained: list[object] = []
+    monkeypatch.setattr(debug_info_logging, "log_debug_info_for_expired_timers", lambda *given: explained.append(given))
+    child.begin("client.acquire('train.py:41', time.time() + 0.02)")
+    assert child.exitcode() == -signal.SIGKILL
+    struck = events.wait("worker.reaped")
+    assert (struck.worker_pid, struck.scope_id, struck.signal) == (child.pid, "train.py:41", signal.SIGKILL)
+    assert events.names[:3] == ["watchdog started", "timer.expired", "worker.reaped"]
+    said = next(record.getMessage() for record in caplog.records if record.levelno == logging.ERROR)
+    assert f"pid {child.pid}: 'train.py:41' was not left in time; " in said
+    assert "SIGKILL" in said
+    assert struck._deadline is not None
+    assert clock.now() - struck._deadline < TIMEOUT  # nowhere near max_interval, on the slowest machine
+
+
+def test_what_the_server_knows_is_explained_with_the_run(
+    server: FileTimerServer, path: str, child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    explained: list[object] = []
+    monkeypatch.setattr(debug_info_logging, "log_debug_info_for_expired_timers", lambda *given: explained.append(given))
+    write(path, request(child.pid, "b", -1), request(child.pid, "a", -2))  # none is judged without the other
+    child.exitcode()
+    server.run_once()
+    assert explained == [("run", {child.pid: ["a", "b"]})]
+
+
+def test_the_failure_names_the_scope(server: FileTimerServer, path: str, tmp_path: Path) -> None:
+    assert server._thread is not None
+    error_file = str(tmp_path / "error.json")
+    with Child(path, TORCHELASTIC_ERROR_FILE=error_file) as child:
+        child.begin("client.acquire('all_reduce', time.time() + 0.02)")
+        assert child.exitcode() == -signal.SIGKILL
+        data, why = read_error_file(error_file)
+        assert data is not None, why
+        assert written_by(data) == child.pid
+        assert data["message"]["extraInfo"]["observer"] == "timer"
+        assert "'all_reduce'" in data["message"]["message"]
+        info = data["message"]["extraInfo"]
+        assert info["scope"] == "all_reduce"
+        assert "over its deadline" in info["detail"]
+
+
+def test_a_file_of_the_users_is_no_error_file(server: FileTimerServer, path: str, tmp_path: Path) -> None:
+    """The worker has a file open that is called as ours are; beside it lies another of the user's."""
+    assert server._thread is not None
+    model, error_file = tmp_path / "model", tmp_path / "error.json"
+    model.write_bytes(b"weights")
+    (tmp_path / "model.stacks").write_bytes(b"# stacks of layers\n")
+    with Child(path, TORCHELASTIC_ERROR_FILE=str(error_file)) as child:
+        child.do(f"kept = open({str(model) + '.stacks'!r})")
+        child.begin("client.acquire('s', time.time())")
+        assert child.exitcode() == -signal.SIGKILL
+    assert model.read_bytes() == b"weights"
+    assert written_by(read_error_file(str(error_file))[0]) == child.pid
+
+
+def test_what_is_no_error_file_is_left_where_one_was_asked_for(
+    server: FileTimerServer, path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert server._thread is not None
+    model = tmp_path / "model"
+    model.write_bytes(b"weights")
+    with Child(path, TORCHELASTIC_ERROR_FILE=str(model)) as child:
+        child.begin("client.acquire('s', time.time())")
+        assert child.exitcode() == -signal.SIGKILL
+    assert model.read_bytes() == b"weights"
+    assert f"{model} is no error file, and is left as it is" in caplog.text
+
+
+def test_what_a_worker_has_recorded_itself_is_kept(server: FileTimerServer, path: str, tmp_path: Path) -> None:
+    assert server._thread is not None
+    error_file = str(tmp_path / "error.json")
+    with Child(path, TORCHELASTIC_ERROR_FILE=error_file) as child:
+        write_error_file(error_file, "ValueError: first", "", pid=child.pid)
+        child.begin("client.acquire('s', time.time())")
+        child.exitcode()
+        data, _ = read_error_file(error_file)
+        assert data is not None
+        assert data["message"]["message"] == "ValueError: first"
+
+
+def test_who_reads_another_ranks_stacks_is_not_accused_in_its_place(
+    server: FileTimerServer, path: str, tmp_path: Path
+) -> None:
+    assert server._thread is not None
+    theirs, own = tmp_path / "3" / "error.json", tmp_path / "error.json"
+    theirs.parent.mkdir()
+    with Child(path, TORCHELASTIC_ERROR_FILE=str(own)) as child:
+        number = int(child.do(f"kept = open({str(theirs) + '.stacks'!r}, 'a+'); print(kept.fileno())").split()[0])
+        stacks = theirs.with_name("error.json.stacks")
+        stacks.write_text(f"# stacks on signals 52 and 53, descriptor {number + 1}, process 4242\n")
+        child.do(f"again = open({str(stacks)!r})")  # which has that number, and is for reading
+        child.begin("client.acquire('s', time.time())")
+        assert child.exitcode() == -signal.SIGKILL
+    assert not theirs.exists()
+    assert written_by(read_error_file(str(own))[0]) == child.pid
+
+
+def test_what_a_process_above_the_worker_has_recorded_is_kept(
+    server: FileTimerServer, path: str, tmp_path: Path
+) -> None:
+    assert server._thread is not None
+    error_file = str(tmp_path / "error.json")
+    with Child(path, TORCHELASTIC_ERROR_FILE=error_file) as child:
+        write_error_file(error_file, "ValueError: first", "", pid=child.pid)
+        child.do(
+            "middle = os.fork()\n"
+            "if not middle:\n"
+            "    worker = os.fork()\n"
+            "    if not worker: client.acquire('s', time.time()); time.sleep(1000)\n"
+            "    os._exit(os.waitpid(worker, 0)[1])\n"
+            "assert os.waitpid(middle, 0)[1] == signal.SIGKILL << 8"
+        )
+    assert message_of(read_error_file(error_file)[0]) == "ValueError: first"
+
+
+def test_several_scopes_of_one_worker_are_one_kill(
+    server: FileTimerServer, path: str, events: Events, child: Child, caplog: pytest.LogCaptureFixture
+) -> None:
+    moment = clock.now() - 1
+    lines = [
+        request(child.pid, scope, -1, number, monotonic=moment) for scope, number in [("a", 0), ("b", 9), ("c", 9)]
+    ]
+    write(path, *lines)
+    assert child.exitcode() == -signal.SIGKILL
+    events.wait("worker.reaped")
+    server.run_once()
+    assert events.names.count("timer.expired") == 3
+    assert events.names.count("worker.reaped") == 1
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(said) == 1
+    late = r"was not left in time; [\d.]+ s over"
+    assert re.search(f"'a' {late}; 'b' {late}; 'c' {late}", said[0])
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_a_signal_that_is_none_reports_and_spares(
+    server: FileTimerServer, path: str, events: Events, child: Child, tmp_path: Path, number: int
+) -> None:
+    write(path, request(child.pid, "other"), request(child.pid, "s", -1, number))
+    assert events.wait("timer.expired").scope_id == "s"
+    assert alive(child.pid)
+    assert child.do("print('well')") == "well\n"
+    settle(server)
+    assert list(server._timers) == [(child.pid, "other")]
+    assert "worker.reaped" not in events.names
+    assert list(tmp_path.iterdir()) == [tmp_path / "timers"]
+
+
+def test_another_signal_is_the_one_that_is_sent(path: str, server: FileTimerServer, child: Child) -> None:
+    assert server._thread is not None
+    write(path, request(child.pid, "s", -1, signal.SIGTERM))
+    assert child.exitcode() == -signal.SIGTERM
+
+
+def test_a_release_in_time_spares_and_leaves_nothing(server: FileTimerServer, child: Child) -> None:
+    child.do("[client.acquire(f's{i}', time.time() + 3600) for i in range(1000)]")
+    settle(server)
+    assert len(server._timers) == 1000
+    child.do("[client.release(f's{i}') for i in range(1000)]; client.release('never taken')")
+    settle(server)
+    assert not server._timers
+    assert server._request_count == 2001
+
+
+@pytest.mark.slow
+def test_a_process_has_ten_thousand_timers_at_the_most(
+    server: FileTimerServer, child: Child, caplog: pytest.LogCaptureFixture
+) -> None:
+    child.do("[client.acquire(f's{i}', time.time() + 3600) for i in range(10_001)]")
+    settle(server)
+    assert len(server._timers) == 10_000
+    assert "refused: its process has 10000 timers already" in caplog.text
+    child.do("client.release('s0'); client.acquire('more', time.time() + 3600)")
+    settle(server)
+    assert (child.pid, "more") in server._timers
+    child.leave()
+    settle(server)
+
+
+def test_a_release_that_waits_in_the_pipe_at_the_deadline_counts(
+    server: FileTimerServer, path: str, events: Events, child: Child
+) -> None:
+    """The server is late, not the worker: what was sent before the timers are judged is heard first."""
+    loop = server._loop
+    assert loop is not None
+
+    def late() -> None:
+        server._take(json.dumps(request(child.pid, "s", -1)).encode() + b"\n")
+        write(path, request(child.pid, "s", expiration_time=-1))
+
+    loop.call(late)
+    settle(server)
+    assert server._request_count == 2
+    settle(server)
+    assert "timer.expired" not in events.names
+    assert alive(child.pid)
+
+
+def test_a_timer_that_is_taken_again_moves(server: FileTimerServer, child: Child) -> None:
+    child.do("client.acquire('s', time.time() + 3600); client.acquire('s', time.time() + 7200)")
+    settle(server)
+    (timer,) = server._timers.values()
+    assert timer._deadline is not None
+    assert timer._deadline > clock.now() + 7000
+
+
+def test_timers_of_a_worker_that_has_exited_are_dropped(server: FileTimerServer, child: Child) -> None:
+    child.do("client.acquire('s', time.time() + 3600)")
+    settle(server)
+    victim = server._victims[child.pid]
+    assert not victim.has_exited()
+    child.leave()
+    settle(server)
+    server.run_once()
+    assert not server._timers
+    assert victim.fd == -1
+
+
+def test_a_worker_that_left_before_it_was_heard_is_no_cause_for_alarm(
+    path: str, events: Events, caplog: pytest.LogCaptureFixture
+) -> None:
+    with FileTimerServer(path, "run", log_event=events) as server, Child(path) as child:
+        child.leave()
+        write(path, request(child.pid))
+        settle(server)
+        assert not server._timers
+    assert events.names == ["watchdog started", "watchdog stopped"]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_timer_is_not_for_the_next_owner_of_the_pid(server: FileTimerServer, path: str, child: Child) -> None:
+    child.do("client.acquire('s', time.time() + 3600)")
+    settle(server)
+    mine = server._victims[child.pid].start
+    write(path, request(child.pid, "old", -1, born=mine - 1))
+    write(path, request(child.pid, "s", born=mine - 1, expiration_time=-1))
+    settle(server)
+    assert list(server._timers) == [(child.pid, "s")]
+    assert alive(child.pid)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [HOUR, -HOUR])
+def test_a_step_of_the_wall_clock_kills_and_spares_no_one(
+    server: FileTimerServer, path: str, monkeypatch: pytest.MonkeyPatch, step: float
+) -> None:
+    with Child(path) as long, Child(path) as short, Child(path) as foreign:
+        long.do("client.acquire('long', time.time() + 600)")
+        write(path, request(foreign.pid, "foreign", 600))
+        short.begin("client.acquire('short', time.time() + 0.1)")
+        settle(server)
+        wall = clock.wall
+        monkeypatch.setattr(clock, "wall", lambda: wall() + step)
+        assert short.exitcode() == -signal.SIGKILL
+        settle(server)
+        assert sorted(scope for _, scope in server._timers) == ["foreign", "long"]
+        assert alive(long.pid)
+        assert alive(foreign.pid)
+
+
+def test_the_client_converts_where_it_is(server: FileTimerServer, client: FileTimerClient, child: Child) -> None:
+    client._self = (os.getpid(), 0)
+    sent: list[FileTimerRequest] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client, "_send_request", sent.append)
+        client._acquire("exact", 123.25)
+        client.acquire("edge", clock.wall() + 60)
+        client.release("edge")
+    assert sent[0]._deadline == 123.25
+    assert sent[1]._deadline is not None
+    assert abs(sent[1]._deadline - clock.now() - 60) < 5
+    assert (sent[2]._deadline, sent[2].expiration_time, sent[2].signal) == (None, -1, 0)
+    child.do("client._acquire('exact', 1e9)")
+    settle(server)
+    assert server._timers[child.pid, "exact"]._deadline == 1e9
+
+
+# Whom it may strike.
+
+
+def test_who_is_not_ours_to_strike_is_refused(
+    server: FileTimerServer, path: str, events: Events, caplog: pytest.LogCaptureFixture
+) -> None:
+    outside = [1, 0, -1, -2, os.getpid(), os.getppid()]
+    for pid in outside:
+        write(path, request(pid, "s", -1))
+        assert events.wait("request.refused").worker_pid == pid
+    settle(server)
+    assert not server._timers
+    assert "timer.expired" not in events.names
+    refusals = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+    assert len(refusals) == len(outside)
+    assert "own process" in refusals[4]
+    assert "descends from" in refusals[5]
+
+
+def test_the_reasons_of_a_refusal() -> None:
+    thread = threading.Event()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        victim = Victim(process.pid)
+        assert (victim.pid, victim.has_exited()) == (process.pid, False)
+        process.communicate(b"\n")
+        assert victim.has_exited()
+        assert victim.reap(signal.SIGKILL, [hang_of(victim.pid, "s", 0.0)]) is False
+        assert victim.send(signal.SIGTERM) is False
+        victim.close()
+        victim.close()
+    with pytest.raises(ExitedError):
+        Victim(process.pid)
+    other = threading.Thread(target=thread.wait)
+    other.start()
+    with pytest.raises(RefusedError):
+        Victim(other.native_id or 0)
+    thread.set()
+    other.join()
+    with pytest.raises(RefusedError):
+        Victim(1 << 80)
+
+
+@pytest.mark.slow
+def test_another_users_process_is_refused_unless_we_started_it(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+    stranger = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: stranger)
+    victim = Victim(child.pid)  # a child of ours
+    victim.close()
+    code = f"import os; os.geteuid = lambda: {stranger}; from phalanx.timer._victim import Victim; Victim({child.pid})"
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert "RefusedError" in done.stderr
+    assert "another user's" in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: the server's, and a child that becomes another user")
+def test_a_child_that_has_become_another_user_cannot_have_a_process_of_roots_struck(
+    path: str, server: FileTimerServer, events: Events, child: Child
+) -> None:
+    done = subprocess.run(["/bin/sh", "-c", "sleep 600 >/dev/null & echo $!"], check=True, stdout=subprocess.PIPE)
+    orphan = int(done.stdout)
+    fd = os.pidfd_open(orphan)
+    try:
+        with Child(path) as nobody:
+            nobody.do("pipe = os.open(path, os.O_WRONLY); os.setgroups([]); os.setgid(65534); os.setuid(65534)")
+            nobody.do(
+                f"try:\n os.kill({orphan}, 9)\nexcept PermissionError:\n pass\nelse:\n raise SystemExit('it may')"
+            )
+            for pid in (orphan, child.pid):
+                line = f'{{"pid": {pid}, "scope_id": "s", "expiration_time": 1.0, "signal": 9}}\n'
+                nobody.do(f"os.write(pipe, {line.encode()!r})")
+            assert child.exitcode() == -signal.SIGKILL  # it was asked for after the other
+            refused = events.wait("request.refused")
+            assert refused is not None
+            assert refused.worker_pid == orphan
+            settle(server)
+            assert alive(orphan)
+        with pytest.raises(RefusedError, match="root's, as this server is, and none that this server started"):
+            Victim(orphan)
+        Victim(orphan, senders=True).close()
+    finally:
+        signal.pidfd_send_signal(fd, signal.SIGKILL)
+        os.close(fd)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+def test_an_error_file_of_another_user_is_not_written_by_root(
+    path: str, server: FileTimerServer, tmp_path: Path
+) -> None:
+    assert server._thread is not None
+    target = tmp_path / "precious"
+    sleeper = subprocess.Popen(
+        ["/bin/sh", "-c", "echo; read x"],
+        user=12345,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={"TORCHELASTIC_ERROR_FILE": str(target)},
+    )
+    with sleeper:
+        assert sleeper.stdout is not None
+        sleeper.stdout.readline()
+        write(path, request(sleeper.pid, "s", -1))
+        assert sleeper.wait(TIMEOUT) == -signal.SIGKILL
+    assert not target.exists()
+
+
+def test_what_goes_wrong_with_the_evidence_does_not_keep_the_kill(
+    child: Child, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no evidence")
+
+    monkeypatch.setattr(Victim, "_stacks", fail)
+    monkeypatch.setattr(debug_info_logging, "log_debug_info_for_expired_timers", fail)
+    child.begin("client.acquire('s', time.time())")
+    assert child.exitcode() == -signal.SIGKILL
+    assert "no evidence" in caplog.text
+
+
+# Callbacks, progress.
+
+
+@pytest.mark.slow
+def test_an_exception_of_the_owner_is_harmless(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(_name: str, _request: FileTimerRequest | None) -> None:
+        raise RuntimeError("the owner's mistake")
+
+    with FileTimerServer(path, "run", log_event=fail) as server:
+        for _ in range(2):
+            with Child(path) as child:
+                child.begin("client.acquire('s', time.time())")
+                assert child.exitcode() == -signal.SIGKILL
+        settle(server)
+    assert "the owner's mistake" in caplog.text
+
+
+def test_the_owner_may_stop_the_server_from_its_callback(path: str) -> None:
+    def stop(name: str, _request: FileTimerRequest | None) -> None:
+        if name == "worker.reaped":
+            thread.append(server._thread)
+            server.stop()
+
+    thread: list[threading.Thread | None] = []
+    server = FileTimerServer(path, "run", log_event=stop)
+    server.start()
+    with Child(path) as child:
+        child.begin("client.acquire('s', time.time())")
+        child.exitcode()
+    while not thread:
+        pass
+    assert thread[0] is not None
+    thread[0].join(TIMEOUT)
+    assert not os.path.exists(path)
+
+
+def test_progress_is_now_while_it_waits_and_old_while_it_hangs(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = FileTimerServer(path, "run")
+    assert abs(server.get_last_progress_time() - time.time()) <= TIMEOUT
+    seen: list[float] = []
+    with server, Child(path) as child:
+        assert abs(server.get_last_progress_time() - time.time()) <= TIMEOUT
+        now = clock.now
+
+        def later(_name: str, _request: FileTimerRequest | None) -> None:
+            monkeypatch.setattr(clock, "now", lambda: now() + 100)
+            seen.append(server.get_last_progress_time() - time.time())
+            monkeypatch.undo()
+
+        server._log_event = later
+        write(path, request(1))
+        settle(server)
+        child.leave()
+    assert -100 - TIMEOUT < seen[0] < -97
+
+
+@pytest.mark.slow
+def test_run_once_serves_what_is_there_and_ends(path: str, client: FileTimerClient) -> None:
+    server = FileTimerServer(path, "run")
+    server.run_once()
+    server.start()
+    with Child(path) as child, Child(path) as late:
+        child.do("client.acquire('s', time.time() + 3600)")
+        write(path, request(late.pid, "s", -1))
+        server.run_once()
+        assert late.exitcode() == -signal.SIGKILL
+        assert list(server._timers) == [(child.pid, "s")]
+        assert server._request_count == 2
+    assert not os.path.exists(path)
+    server.stop()
+    assert client._fds == {}
+
+
+# The client.
+
+
+@pytest.mark.slow
+def test_a_flood_of_twenty_workers_is_taken_without_an_error(server: FileTimerServer, path: str) -> None:
+    with contextlib.ExitStack() as stack:
+        children = [stack.enter_context(Child(path)) for _ in range(20)]
+        for child in children:
+            child.begin(
+                "for i in range(5000):\n    client.acquire('scope', time.time() + 3600)\n    client.release('scope')\n"
+            )
+        for child in children:
+            assert child.end() == ""
+        settle(server)
+        assert (server._request_count, server._timers) == (200_000, {})
+
+
+def test_a_full_pipe_is_waited_for_and_then_an_error(
+    path: str, client: FileTimerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_file_client, "_FULL_PATIENCE", 0.02)
+    pipe, _ = _pipe.create(path)  # a server that does not read
+    try:
+        with pytest.raises(TimeoutError, match="FileTimerServer is stopped"):
+            any(map(client.release, ["s" * 3000] * 100_000))
+        monkeypatch.setattr(_file_client, "_FULL_PATIENCE", TIMEOUT)
+        waiting = threading.Thread(target=client.release, args=("last",))
+        waiting.start()
+        lines = _pipe.Lines()
+        got: list[bytes] = []
+        while not any(b"last" in line for line in got):
+            with contextlib.suppress(BlockingIOError):
+                got = lines.feed(os.read(pipe, 1 << 16))
+        waiting.join()
+    finally:
+        os.close(pipe)
+        os.unlink(path)
+
+
+def test_no_server_is_waited_for_and_then_an_error(
+    path: str, client: FileTimerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_file_client, "_ABSENT_PATIENCE", 0.02)
+    with pytest.raises(BrokenPipeError, match="start FileTimerServer"):
+        client.acquire("s", time.time() + 1)
+    os.mkfifo(path, 0o600)  # left by one that was killed
+    with pytest.raises(BrokenPipeError, match="start FileTimerServer"):
+        client.acquire("s", time.time() + 1)
+    os.unlink(path)
+    _file(path)
+    with pytest.raises(OSError, match="not a named pipe"):
+        client.acquire("s", time.time() + 1)
+
+
+@pytest.mark.parametrize("left_over", [False, True])
+def test_a_server_that_comes_late_is_waited_for(path: str, events: Events, left_over: bool) -> None:
+    if left_over:
+        os.mkfifo(path, 0o600)
+    with Child(path) as child:
+        child.begin("client.acquire('s', time.time() + 3600)")
+        with FileTimerServer(path, "run", log_event=events) as server:
+            child.end()
+            settle(server)
+            assert list(server._timers) == [(child.pid, "s")]
+
+
+_WITHOUT_INOTIFY = """
+import ctypes
+from phalanx.timer import _pipe
+if what == "none":  # really: in a user namespace of its own, whose limit is its own, too (user_namespaces(7))
+    CLONE_NEWUSER = 0x10000000
+    if ctypes.CDLL(None).unshare(CLONE_NEWUSER) != 0:
+        print("no user namespace")
+    else:
+        with open("/proc/sys/user/max_inotify_instances", "w") as file:
+            file.write("0")
+elif what == "no watches":
+    def none_left(*_):
+        raise OSError(28, "no inotify watch to be had")
+    _pipe.linux.inotify_add = none_left
+attempt = _pipe._attempt
+def tell(path):
+    fd = attempt(path)
+    if fd is None:
+        print("not yet", flush=True)
+    return fd
+_pipe._attempt = tell
+"""
+
+
+@pytest.mark.parametrize("what", ["none", "no watches"])
+@pytest.mark.parametrize("left_over", [False, True])
+def test_a_server_that_comes_late_is_waited_for_without_inotify(
+    path: str, events: Events, what: str, left_over: bool
+) -> None:
+    if left_over:
+        os.mkfifo(path, 0o600)
+    with Child(path) as child:
+        if child.do(f"what = {what!r}" + _WITHOUT_INOTIFY):
+            pytest.skip("this process may make no user namespace")
+        child.begin("client.acquire('s', time.time() + 3600)")
+        assert child._process.stdout is not None
+        for _ in range(3):  # so it has begun to wait, and looks again
+            assert child._process.stdout.readline() == "not yet\n"
+        with FileTimerServer(path, "run", log_event=events) as server:
+            child.end()
+            settle(server)
+            assert list(server._timers) == [(child.pid, "s")]
+
+
+def test_a_client_finds_the_next_server(child: Child, server: FileTimerServer) -> None:
+    child.do("client.acquire('first', time.time() + 3600)")
+    server.stop()
+    assert not server._timers
+    server.start()
+    child.do("client.acquire('second', time.time() + 3600)")
+    settle(server)
+    assert list(server._timers) == [(child.pid, "second")]
+
+
+@pytest.mark.slow
+def test_threads_and_forks_share_a_client_across_servers(child: Child, server: FileTimerServer) -> None:
+    child.do("client.acquire('main', time.time() + 3600)")
+    child.begin(
+        "go = True\n"
+        "errors = []\n"
+        "def work(n):\n"
+        "    try:\n"
+        "        while go:\n"
+        "            client.acquire(f't{n}', time.time() + 3600)\n"
+        "            client.release(f't{n}')\n"
+        "    except BaseException as exc:\n"
+        "        errors.append(exc)\n"
+        "threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]\n"
+        "[thread.start() for thread in threads]\n"
+    )
+    child.end()
+    for _ in range(3):
+        server.stop()
+        server.start()
+    child.do("go = False\n[thread.join() for thread in threads]\nassert not errors, errors\n")
+    before = len(os.listdir(f"/proc/{child.pid}/fd"))
+    child.do("assert not os.system('true')")
+    said = child.do(
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    client.acquire('fork', time.time() + 3600)\n"
+        "    signal.pause()\n"
+        "print(pid)\n"
+    )
+    fork = int(said)
+    try:
+        child.do("client.acquire('main', time.time() + 3600)")
+        while (fork, "fork") not in server._timers:
+            settle(server)
+        settle(server)
+        assert set(server._timers) == {(fork, "fork"), (child.pid, "main")}
+    finally:
+        os.kill(fork, signal.SIGKILL)
+        child.do("os.waitpid(pid, 0)")
+    assert len(os.listdir(f"/proc/{child.pid}/fd")) == before
+
+
+def test_a_program_that_dies_of_broken_pipes_does_not_die_of_ours(child: Child, server: FileTimerServer) -> None:
+    child.do("signal.signal(signal.SIGPIPE, signal.SIG_DFL); client.acquire('s', time.time() + 3600)")
+    server.stop()
+    server.start()
+    child.do("client.acquire('s', time.time() + 3600)")
+    child.do("assert signal.SIGPIPE not in signal.sigpending() | signal.pthread_sigmask(signal.SIG_BLOCK, ())")
+    settle(server)
+    assert list(server._timers) == [(child.pid, "s")]
+
+
+def test_a_scope_of_any_length_and_content_fits(server: FileTimerServer, child: Child) -> None:
+    child.do("scopes = ['x' * 9999, 'x' * 9998, chr(0x1F600) * 3000, chr(0xD800) * 700, 'a' + chr(10) + 'b', '']")
+    child.do("[client.acquire(scope, time.time() + 3600) for scope in scopes]")
+    settle(server)
+    assert len(server._timers) == 6
+    child.do("[client.release(scope) for scope in scopes]")
+    settle(server)
+    assert not server._timers
+
+
+def test_bad_arguments_are_refused_by_the_client(path: str, client: FileTimerClient) -> None:
+    with pytest.raises(ValueError, match="signal"):
+        FileTimerClient(path, 65)
+    with pytest.raises(TypeError, match="scope_id"):
+        client.acquire(3, 1.0)  # type: ignore[arg-type]  # that is what is tested
+    with pytest.raises(ValueError, match="expiration_time"):
+        client.acquire("s", float("nan"))
+    with pytest.raises(ValueError, match="4096 bytes"):
+        client._send_request(FileTimerRequest(1, "x" * 5000, 1.0))
+
+
+def test_a_client_can_be_pickled(path: str) -> None:
+    copy = pickle.loads(pickle.dumps(FileTimerClient(path, signal.SIGTERM)))
+    assert (copy._file_path, copy.signal) == (path, signal.SIGTERM)
+
+
+# Servers that die.
+
+_SERVER = """
+import os, sys
+from phalanx.timer._file import FileTimerServer
+server = FileTimerServer(sys.argv[1], "run", 60)
+server.start()
+if len(sys.argv) > 2 and os.fork() == 0:
+    os.write(1, b"%d\\n" % os.getpid())
+    server.stop()  # the parent's: nothing happens
+    sys.stdin.read()
+    os._exit(0)
+os.write(1, b"up\\n")
+sys.stdin.read()
+"""
+
+# As root, a server strikes only who is below it; here the children are the test's, and it is of no interest.
+_SERVER_OF_ALL = f"from phalanx.timer._victim import Victim\nVictim._is_below = lambda _: True\n{_SERVER}"
+
+
+@contextlib.contextmanager
+def other_server(path: str, *more: str, text: str = _SERVER) -> Iterator[subprocess.Popen[str]]:
+    arguments = [sys.executable, "-W", "ignore", "-c", text, path, *more]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process
+        finally:
+            process.kill()
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_and_started_again_costs_no_worker(
+    path: str, events: Events, caplog: pytest.LogCaptureFixture
+) -> None:
+    with contextlib.ExitStack() as stack, caplog.at_level(logging.WARNING):
+        first = stack.enter_context(other_server(path))
+        assert line_of(first) == "up"
+        children = [stack.enter_context(Child(path)) for _ in range(3)]
+        for child in children:
+            child.do(
+                "go = True\n"
+                "def work():\n"
+                "    while go:\n"
+                "        client.acquire('s', time.time() + 3600)\n"
+                "        client.release('s')\n"
+                "thread = threading.Thread(target=work)\n"
+                "thread.start()\n"
+            )
+        inode = os.stat(path).st_ino
+        first.kill()
+        first.wait()
+        with FileTimerServer(path, "run", 60, log_event=events) as server:
+            assert os.stat(path).st_ino == inode
+            for child in children:
+                child.do("go = False; thread.join()")
+            settle(server)
+            assert not server._timers
+            assert server._request_count > 0
+            children[0].begin("client.acquire('after', time.time() + 0.01)")
+            assert children[0].exitcode() == -signal.SIGKILL
+            assert events.wait("worker.reaped").scope_id == "after"
+            assert [alive(child.pid) for child in children[1:]] == [True, True]
+        assert "damaged" not in caplog.text
+
+
+@pytest.mark.slow
+def test_a_server_that_was_stopped_spares_who_was_in_time_and_strikes_who_was_not(path: str) -> None:
+    """A paused virtual machine: the server and its workers have lost the same time."""
+    text = _SERVER_OF_ALL.replace(
+        "server = FileTimerServer(",
+        "class Telling(FileTimerServer):\n"
+        "    def register_timers(self, timer_requests):\n"
+        "        super().register_timers(timer_requests)\n"
+        "        os.write(1, b'taken\\n' * len(timer_requests))\n"
+        "server = Telling(",
+    )
+    with other_server(path, text=text) as server, Child(path) as prompt, Child(path) as late:
+        assert line_of(server) == "up"
+        span = 3.0
+        prompt.do(f"client.acquire('s', time.time() + {span})")
+        late.do(f"client.acquire('s', time.time() + {span})")
+        start = clock.now()
+        for _ in range(2):
+            assert line_of(server) == "taken"
+        wait_asleep(server.pid)
+        assert clock.now() - start < span - 0.2, "too slow a machine for this test"
+        for pid in (server.pid, prompt.pid, late.pid):
+            os.kill(pid, signal.SIGSTOP)
+        let_pass(start + span + 1.2)
+        for pid in (prompt.pid, late.pid, server.pid):
+            os.kill(pid, signal.SIGCONT)
+        resumed = clock.now()
+        prompt.do("client.release('s')")
+        assert late.exitcode() == -signal.SIGKILL
+        assert span - 0.5 < clock.now() - resumed
+        assert alive(prompt.pid)
+
+
+@pytest.mark.slow
+def test_a_timer_that_was_taken_just_before_the_server_was_stopped_has_its_time(path: str) -> None:
+    """The server waited without end, so its wait has not overrun, and it hears of the timer when that is over."""
+    with other_server(path, text=_SERVER_OF_ALL) as server, Child(path) as child:
+        assert line_of(server) == "up"
+        wait_asleep(server.pid)
+        stop(server.pid)
+        child.do("client.acquire('s', time.time() + 1)")
+        os.kill(child.pid, signal.SIGSTOP)
+        let_pass(clock.now() + 1.5)
+        resumed = clock.now()
+        for pid in (child.pid, server.pid):
+            os.kill(pid, signal.SIGCONT)
+        assert child.exitcode() == -signal.SIGKILL
+        assert clock.now() - resumed >= 1
+
+
+def test_a_deadline_is_put_off_by_the_time_in_which_the_server_was_away(server: FileTimerServer, child: Child) -> None:
+    child.do("client.acquire('s', time.time() + 600); client.acquire('short', time.time() + 60)")
+    child.do("client.release('short')")
+    settle(server)
+    (timer,) = server._timers.values()
+    loop = server._loop
+    assert loop is not None
+    deadline = timer._deadline
+    assert deadline is not None
+    taken = timer._received
+    loop.pauses.note(taken + 1, taken + 2, taken + 2.3)  # late for a moment
+    loop.pauses.note(taken + 10, taken + 20, taken + 100)  # and away for a while
+    assert server._late(deadline) == {}
+    assert server._late(deadline + 90.2) == {}
+    assert server._late(deadline + 90.4) == {child.pid: [timer]}
+    assert timer._deadline == deadline
+
+
+@pytest.mark.slow
+def test_a_fork_of_the_server_does_not_keep_its_pipe(path: str) -> None:
+    with other_server(path, "fork") as first:
+        said = {line_of(first), line_of(first)}
+        fork = int(next(iter(said - {"up"})))
+        assert os.path.exists(path)
+        first.kill()
+        first.wait()
+        assert alive(fork)
+        with FileTimerServer(path, "run"), Child(path) as child:
+            child.begin("client.acquire('s', time.time())")
+            assert child.exitcode() == -signal.SIGKILL
+        assert first.stdin is not None
+        first.stdin.close()
+        assert not wait_gone([fork])
+
+
+# The parser.
+
+
+def test_damaged_and_oversized_lines_are_logged_and_skipped(
+    server: FileTimerServer, path: str, child: Child, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(path, b"garbage", b"", b"x" * 4096, b"y" * 100_000, request(child.pid, "after"))
+    settle(server)
+    assert list(server._timers) == [(child.pid, "after")]
+    assert caplog.text.count("damaged") == 1
+    assert caplog.text.count("more than 4096 bytes") >= 1
+    for _ in range(50):
+        write(path, b"garbage")
+    server.stop()
+    assert 8 <= caplog.text.count("damaged") <= 10
+    assert "more warnings about the timer pipe were left out" in caplog.text
+
+
+@pytest.mark.once
+@given(st.lists(st.one_of(st.binary(max_size=60), st.sampled_from([b"\n", b"a" * 5000, b"b" * 4095, b"c\nd\n"]))))
+def test_lines_are_the_same_however_the_bytes_come(chunks: list[bytes]) -> None:
+    lines = _pipe.Lines()
+    got = []
+    for chunk in chunks:
+        got += lines.feed(chunk)
+        assert len(lines._rest) < _pipe.LINE_LIMIT
+    whole = b"".join(chunks).split(b"\n")
+    assert got == [line for line in whole[:-1] if len(line) < _pipe.LINE_LIMIT]
+    assert lines.oversized == sum(len(line) >= _pipe.LINE_LIMIT for line in whole)
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[list[int]]:
+    """Three real children, whose pids the fuzzer knows."""
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE)).pid for _ in range(3)]
+
+
+def _mutated(line: bytes, cuts: list[tuple[int, bytes]]) -> bytes:
+    for where, what in cuts:
+        at = where % (len(line) + 1)
+        line = line[:at] + what + line[at + len(what) :]
+    return line
+
+
+@pytest.mark.once
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(data=st.data())
+def test_no_bytes_make_the_server_raise_or_strike_an_outsider(
+    data: st.DataObject, group: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal itself is caught: a mutated pid may be anybody's, and this test runs as somebody."""
+    struck: list[int] = []
+    outsiders = {0, 1, -1, os.getpid(), os.getppid()}
+    values = st.one_of(
+        st.sampled_from([*group, *outsiders]),
+        st.integers(),
+        st.floats(),
+        st.none(),
+        st.text(max_size=20),
+        st.lists(st.integers(), max_size=2),
+    )
+    valid = st.builds(
+        request,
+        st.sampled_from([*group, *outsiders]),
+        st.text(max_size=20),
+        st.floats(-100, 100),
+        st.sampled_from([0, -1, 9, 15]),
+    )
+    odd = st.dictionaries(
+        st.sampled_from(["version", "pid", "scope_id", "expiration_time", "signal", "monotonic", "born"]), values
+    )
+    line = st.one_of(
+        st.binary(max_size=200),
+        valid.map(json.dumps).map(str.encode),
+        odd.map(json.dumps).map(str.encode),
+        st.builds(lambda fields, more: json.dumps({**fields, **more}).encode(), st.builds(dict, valid), odd),
+        st.builds(
+            _mutated,
+            valid.map(json.dumps).map(str.encode),
+            st.lists(st.tuples(st.integers(0, 300), st.binary(max_size=3)), max_size=3),
+        ),
+    )
+    stream = b"\n".join(data.draw(st.lists(line, max_size=8))) + b"\n"
+    server = FileTimerServer(str(tmp_path / "none"), "run", log_event=lambda _name, _request: None)
+    with monkeypatch.context() as patch:
+
+        def send(self: Victim, _number: int) -> bool:
+            struck.append(self.pid)
+            return True
+
+        patch.setattr(Victim, "send", send)
+        patch.setattr(Victim, "_report", lambda *_: ("", []))
+        size = data.draw(st.integers(1, 400))
+        for at in range(0, len(stream), size):
+            server._take(stream[at : at + size])
+        server._expire()
+    for victim in server._victims.values():
+        assert victim.pid not in outsiders
+        victim.close()
+    assert not outsiders & set(struck)
+    assert all(alive(pid) for pid in group)

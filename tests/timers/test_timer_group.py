@@ -1,0 +1,1151 @@
+"""Timers of a group, end to end: what hangs is found, explained and ended, and nobody else is."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from phalanx._base import clock, procfs
+from phalanx._evidence.error_file import read_error_file, timer_detail
+from phalanx._stacks import collect, dump, py_spy, request, stack_files, wrappers
+from phalanx._stacks.snapshot import Snapshot
+from phalanx._timers import escalation, layout
+from phalanx._timers.client import Seat
+from phalanx._timers.hang import Hang
+from phalanx._timers.hang_reporter import HangReporter
+from phalanx._timers.table import TimerTable
+from phalanx._timers.timer import Timer
+from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
+from phalanx.timer import SharedTimerClient, SharedTimerServer, TimerSpecs, _shared
+from tests.support import hang_workers
+from tests.support.disks import until
+from tests.support.helpers import TIMEOUT, alive, wait_gone
+from tests.support.timer_workers import wait_asleep
+from tests.support.waits import wait_long_for_stacks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from phalanx.multiprocessing import PContext, RunProcsResult
+    from tests.support.helpers import Gate, Ready
+
+RUN = (sys.executable, "-m", "phalanx", "run")
+HANG = r"Hang: 'load' \(.*hang_workers\.py:\d+\) was not left within 0\.1 s"
+
+
+class Events:
+    """What the group tells of its timers; tests wait for it."""
+
+    def __init__(self) -> None:
+        self.all: list[dict[str, Any]] = []
+        self._more = threading.Condition()
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        with self._more:
+            self.all.append(event)
+            self._more.notify_all()
+
+    def names(self, rank: int | None = None) -> list[str]:
+        return [event["name"] for event in self.all if rank in (None, event.get("rank"))]
+
+    def wait_for_refusal(self, count: int = 1) -> dict[str, Any]:
+        return self.wait("request.refused", count)
+
+    def wait(self, name: str, count: int = 1, rank: int | None = None) -> dict[str, Any]:
+        with self._more:
+            assert self._more.wait_for(lambda: self.names(rank).count(name) >= count, TIMEOUT), self.all
+        return [event for event in self.all if event["name"] == name and rank in (None, event.get("rank"))][count - 1]
+
+
+@pytest.fixture
+def events() -> Events:
+    return Events()
+
+
+@pytest.fixture(autouse=True)
+def _temporary(own_temporary_folder: None) -> None:
+    """Groups that failed leave their evidence."""
+
+
+@pytest.fixture(autouse=True)
+def patience() -> Iterator[pytest.MonkeyPatch]:
+    """Stacks are waited for, until a test calls ``patience.undo()``."""
+    with pytest.MonkeyPatch.context() as patched:
+        wait_long_for_stacks(patched.setattr)
+        yield patched
+
+
+def wait_before_the_second_step(monkeypatch: pytest.MonkeyPatch, condition: Callable[[Hang], bool]) -> None:
+    """Have a keeper that is a fork of this process take the second step of a hang when something is so, not sooner."""
+    take = escalation.Escalation._take_step
+
+    def wait_and_take(self: escalation.Escalation, step: int, hangs: list[Hang]) -> None:
+        until = clock.now() + TIMEOUT
+        while step == 1 and clock.now() < until and not all(map(condition, hangs)):
+            os.sched_yield()
+        take(self, step, hangs)
+
+    monkeypatch.setattr(escalation.Escalation, "_take_step", wait_and_take)
+
+
+def start(
+    function: Callable[..., Any] | str, args: Any, events: Events | None, nprocs: int = 1, **options: Any
+) -> PContext:
+    specs = {"on_expiry": options.pop("on_expiry", "kill"), "hang_timeout": options.pop("hang_timeout", None)}
+    envs = {rank: {"RANK": str(rank)} for rank in range(nprocs)}
+    return start_processes("hang", function, args, envs, timers=TimerSpecs(**specs, on_event=events), **options)
+
+
+def result_of(group: PContext) -> RunProcsResult:
+    result = group.wait(60)
+    assert result is not None
+    return result
+
+
+# --- the demonstration
+
+DEMO = """
+import os, socket, threading
+from phalanx import timer
+
+def all_reduce():
+    threading.Event().wait()
+
+def read_batch(lock):
+    with timer.expires(after=0.2, scope="read the batch"):
+        lock.acquire()
+
+if os.environ["RANK"] == "3":
+    {gate}
+    lock = threading.Lock()
+    lock.acquire()
+    read_batch(lock)
+{ready}
+all_reduce()
+"""
+
+
+def line_of(text: str, program: str) -> int:
+    return next(number for number, line in enumerate(program.splitlines(), 1) if text in line)
+
+
+@pytest.mark.slow
+def test_one_of_four_ranks_is_stuck_in_a_lock(ready: Ready, gate: Gate, tmp_path: Path) -> None:
+    program = DEMO.format(gate=gate.python(), ready=ready.python())
+    script = tmp_path / "train.py"
+    script.write_text(program)
+    code = "from tests.support.waits import wait_long_for_stacks as wait; wait(); from phalanx.cli import main; main()"
+    options = ["--nproc-per-node", "4", "--log-dir", str(tmp_path / "logs"), "--on-expiry", "report,kill:0.05"]
+    command = [sys.executable, "-c", code, "run", *options]
+    with subprocess.Popen([*command, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        pids = ready.pids(3)
+        for pid in pids:
+            wait_asleep(pid)  # in all_reduce, which follows
+        gate.open()
+        _out, err = run.communicate(timeout=60)
+    assert run.returncode == 137, err
+    assert wait_gone(pids) == set()
+    place = f"{script}:{line_of('timer.expires', program)}"
+    what = re.escape(f"'read the batch' ({place}) was not left within 0.2 s")
+    hung = f"rank 3: {what}; "
+    late = r"[\d.]+ m?s over"
+    where = re.escape(
+        f"3 of 4 ranks wait in all_reduce (train.py:{line_of('.wait()', program)}); "
+        f"rank 3 is in read_batch (train.py:{line_of('        lock.acquire()', program)})"
+    )
+    lines = err.splitlines()
+    assert [line for line in lines if re.fullmatch(f"phalanx: {hung}{late}", line)], err
+    assert [line for line in lines if re.fullmatch(f"phalanx: {hung}{late}; {where}; SIGKILL", line)], err
+    report = err[err.index("Root Cause") :]
+    assert re.search(r"rank +: 3 \(local_rank: 3\)\n +exitcode +: -9 .*\(SIGKILL\)", report)
+    assert re.search(f"error +: Hang: {what}\n", report)
+    detail = rf"{late} its deadline\n +{where}\n +stacks of all ranks: stacks-1\.txt in each rank's folder"
+    assert re.search(f"detail +: {detail}", report)
+    assert "in read_batch" in report[report.index("traceback") :]
+    (folder,) = (tmp_path / "logs").glob("*/attempt_0")
+    for rank in range(4):
+        text = (folder / str(rank) / "stacks-1.txt").read_text()
+        assert ("in read_batch" if rank == 3 else "in all_reduce") in text
+    told = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert [event["name"] for event in told] == ["timer.armed", "timer.expired", "worker.reaped"]
+    for event in told:
+        assert event["rank"] == 3
+        assert event["scope"] == "read the batch"
+        assert event["place"] == place
+        assert abs(event["timestamp"] - clock.wall()) < 60
+    assert told[0]["overdue"] == 0
+    assert 0 < told[1]["overdue"] < told[2]["overdue"]
+    assert 0 < told[2]["monotonic_ns"] - told[0]["monotonic_ns"] < 60 * clock.NS
+    assert told[2]["signal"] == 9
+
+
+# --- kinds of workers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+def test_a_function_that_hangs(method: str, events: Events, gate: Gate) -> None:
+    group = start(hang_workers.hang_or_wait, (0.1, gate.address), events, 2, start_method=method)
+    failure = result_of(group).root_cause
+    assert failure is not None
+    assert failure.local_rank == 0
+    assert failure.exitcode == -signal.SIGKILL
+    assert re.fullmatch(HANG, failure.message)
+    assert "over its deadline\n" in failure.detail
+    assert "in stuck" in failure.traceback
+    assert events.names() == ["timer.armed", "timer.expired", "worker.reaped"]
+
+
+@pytest.mark.slow
+def test_a_binary_shows_what_the_kernel_knows_of_it(events: Events, ready: Ready, logs: Path) -> None:
+    program = f"from tests import hang_workers as h; {ready.python()}; h.hang()"
+    args = {0: ("-c", f'{sys.executable} -c "$0"; :', program), 1: ("-c", "exec sleep 600")}
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    env = {rank: {"PYTHONPATH": path} for rank in range(2)}
+    # `hang` begins at once, so rank 1 may be a shell yet when rank 0 expires: it is no Python then, either, and has
+    # none below it.
+    group = start_processes(
+        "hang", "/bin/sh", args, env, logs_specs=DefaultLogsSpecs(str(logs)), timers=TimerSpecs(on_event=events)
+    )
+    failure = result_of(group).root_cause
+    assert failure is not None
+    assert failure.local_rank == 0
+    expired = events.wait("timer.expired")
+    assert expired["rank"] == 0
+    assert expired["pid"] != group.pids()[0]
+    assert f", in process {expired['pid']} below the worker" in failure.message
+    assert not alive(expired["pid"])
+    assert failure.exitcode == -signal.SIGKILL, "the shell got over the end of its child"
+    (asked,) = logs.glob("*/attempt_0/0/stacks-1.txt")
+    assert "hang_workers.py" in asked.read_text(), "the program below the shell shows its stacks"
+    (file,) = logs.glob("*/attempt_0/1/stacks-1.txt")
+    text = file.read_text()
+    assert text.startswith("# no Python stack: ")
+    assert "State:" in text or "exited" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["child", "orphan"])
+def test_a_process_below_the_worker_hangs(way: str, events: Events, ready: Ready) -> None:
+    group = start(hang_workers.fork_a_child_that_hangs, (ready.address, way), events, start_method="fork")
+    (child,) = ready.pids()
+    failure = result_of(group).root_cause
+    assert failure is not None
+    assert re.search(
+        rf"'below' \(.*\) was not left within 0\.1 s, in process {child} below the worker", failure.message
+    )
+    assert events.wait("worker.reaped")["pid"] == child
+    assert wait_gone([child]) == set()
+    assert " in hang\n" in failure.traceback, "these are the stacks of the process that hangs"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outside", [True, False], ids=["py-spy", "signal"])
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_each_process_below_the_worker_shows_stacks_of_its_own(
+    method: str, outside: bool, events: Events, ready: Ready, logs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not outside:
+        monkeypatch.setattr(py_spy, "find", lambda: "")
+    group = start(hang_workers.hang_below, (method, ready.address), events, log_dir=str(logs))
+    failure = result_of(group).root_cause
+    assert failure is not None
+    child = events.wait("timer.expired")["pid"]
+    assert child in ready.pids(2)
+    assert f", in process {child} below the worker" in failure.message
+    assert re.search(r"\n  File .* in stuck\n  File .* in hang\n  File .* in hang_there\n", failure.traceback)
+    assert "rank 0 is in stuck (hang_workers.py:" in failure.detail
+    assert f"\nprocess {group.pids()[0]} of the same rank is in hang_below (hang_workers.py:" in failure.detail
+    (file,) = logs.glob("**/0/stacks-1.txt")
+    assert f"# process {group.pids()[0]} of the same rank\n" in file.read_text()
+
+
+@pytest.mark.slow
+def test_the_second_python_of_a_shell_shows_stacks_of_its_own(
+    events: Events, logs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody can be read from outside, each has to offer its own."""
+    monkeypatch.setattr(py_spy, "find", lambda: "")
+    first = "from phalanx import timer; timer.expires(60).__enter__()"
+    second = "from tests.support import hang_workers; hang_workers.hang()"
+    script = f'"{sys.executable}" -c "{first}"; "{sys.executable}" -c "{second}"; true'
+    group = start("/bin/sh", {0: ("-c", script)}, events, log_dir=str(logs))
+    failure = result_of(group).root_cause
+    assert failure is not None
+    assert " in hang\n" in failure.traceback
+    pid = events.wait("worker.reaped")["pid"]
+    (file,) = logs.glob(f"**/0/error.json.stacks.{pid}")
+    assert f", process {pid}\n" in file.read_text()
+
+
+def test_of_two_hangs_of_a_rank_none_is_lost(tmp_path: Path) -> None:
+    error_file = str(tmp_path / "error.json")
+    said: list[str] = []
+    table = TimerTable(1)
+    report = HangReporter(table, [("kill", 0.0)], {0: error_file}, lambda _events: None, None, said.append)
+    hangs = [
+        Hang(0, 1000 + number, False, Timer(number, 1, 5_000_000_000, 10**9, 0, scope, "t.py:4"))
+        for number, scope in enumerate(["first", "second"])
+    ]
+    told = [hang.to_tuple() for hang in hangs]
+    report.on_message("struck", int(signal.SIGKILL), 6_000_000_000, told, workers={0: os.getpid()}, ended={})
+    report.finish()
+    report.close()
+    detail = timer_detail(error_file)
+    message = read_error_file(error_file)[0]["message"]["message"]  # type: ignore[index]  # it is there
+    assert message == "Hang: 'first' (t.py:4) was not left within 1 s, in process 1000 below the worker"
+    also = (
+        "\nalso: 'second' (t.py:4) was not left within 1 s, in process 1001 below the worker; 1.0 s over its deadline"
+    )
+    assert also in detail
+    assert [line.partition(";")[0] for line in said] == [
+        "rank 0: 'first' (t.py:4) was not left within 1 s, in process 1000 below the worker",
+        "rank 0: 'second' (t.py:4) was not left within 1 s, in process 1001 below the worker",
+    ]
+
+
+@pytest.mark.slow
+def test_an_exception_that_was_handled_is_not_why_a_rank_hangs(events: Events) -> None:
+    failure = result_of(start(hang_workers.handle_and_hang, (), events)).root_cause
+    assert failure is not None
+    assert re.fullmatch(HANG, failure.message)
+    assert "\nit had recorded ValueError: bad sample before, and gone on" in failure.detail
+
+
+@pytest.mark.slow
+def test_an_exception_is_the_cause_of_what_hangs_on_its_way(events: Events) -> None:
+    failure = result_of(start(hang_workers.fail_and_hang, (), events)).root_cause
+    assert failure is not None
+    assert failure.message == "ValueError: bad sample"
+
+
+def test_dumps_without_end_keep_the_newest(tmp_path: Path) -> None:
+    for number in range(1, 51):
+        assert stack_files.write(str(tmp_path), f"dump {number}") == str(tmp_path / f"stacks-{number}.txt")
+    kept = sorted(int(path.stem.partition("-")[2]) for path in tmp_path.glob("stacks-*"))
+    assert kept == list(range(51 - stack_files.KEPT, 51))
+    assert (tmp_path / "stacks-50.txt").read_text() == "dump 50"
+
+
+@pytest.mark.slow
+def test_events_are_told_while_logs_are_chatty(events: Events, gate: Gate) -> None:
+    group = start(hang_workers.chat_and_hang, (gate.address,), events, nprocs=2, on_expiry="report", tee=Std.ALL)
+    for rank in range(2):
+        events.wait("timer.expired", 3, rank)
+    assert group.wait(0) is None  # it goes on, and so do its logs
+    gate.open(2)
+    assert not result_of(group).is_failed()
+
+
+@pytest.mark.slow
+def test_a_process_below_the_worker_that_dies_is_no_reason_to_kill_it(
+    events: Events, ready: Ready, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_before_the_second_step(monkeypatch, lambda hang: not alive(hang.pid))
+    with start(
+        hang_workers.fork_a_child_that_dies, (ready.address,), events, on_expiry="report,kill:0.1", start_method="fork"
+    ) as group:
+        (child,) = ready.pids()
+        assert events.wait("timer.expired")["pid"] == child
+        os.kill(child, signal.SIGKILL)
+        assert wait_gone([child]) == set()
+        assert group.wait(0.3) is None
+    assert events.names().count("worker.reaped") == 0
+
+
+# --- steps
+
+
+@pytest.mark.slow
+def test_what_follows_an_expiry_in_order(events: Events, logs: Path) -> None:
+    group = start(
+        hang_workers.hang_in_spite_of_sigterm,
+        (0.05,),
+        events,
+        on_expiry="report,dump:0.05,terminate:0.05,kill:0.1",
+        logs_specs=DefaultLogsSpecs(str(logs)),
+    )
+    result = result_of(group)
+    assert result.failures[0].exitcode == -signal.SIGKILL
+    assert events.names() == ["timer.armed", "timer.expired", "worker.reaped", "worker.reaped"]
+    late = [event["overdue"] for event in events.all]
+    assert late[2] >= 0.1
+    assert late[2] + 0.1 <= late[3]
+    assert [event["signal"] for event in events.all[2:]] == [signal.SIGTERM, signal.SIGKILL]
+    assert list(logs.glob("*/attempt_0/0/stacks-1.txt"))
+    (path,) = logs.glob("*/attempt_0/events.jsonl")
+    assert [json.loads(line) for line in path.read_text().splitlines()] == events.all
+
+
+@pytest.mark.slow
+def test_sigterm_may_be_enough(events: Events) -> None:
+    failure = result_of(start(hang_workers.hang, (), events, on_expiry=["terminate", ("kill", 60)])).failures[0]
+    assert failure.exitcode == -signal.SIGTERM
+    assert re.fullmatch(HANG, failure.message)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["report", "dump"])
+def test_after_a_report_the_timer_is_armed_again(step: str, events: Events, gate: Gate, logs: Path) -> None:
+    args = (0.05, gate.address, gate.address)
+    group = start(
+        hang_workers.pass_late,
+        args,
+        events,
+        on_expiry=step,
+        logs_specs=DefaultLogsSpecs(str(logs)),
+        start_method="fork",
+    )
+    third = events.wait("timer.expired", 3)
+    assert third["overdue"] >= 0.1
+    gate.open(2)
+    result = result_of(group)
+    assert result.return_values == {0: "done"}
+    assert set(events.names()) <= {"timer.armed", "timer.expired", "timer.left"}
+    assert bool(list(logs.glob("*/attempt_0/0/stacks-*.txt"))) == (step == "dump")
+
+
+@pytest.mark.slow
+def test_who_leaves_the_block_between_two_steps_is_let_go(
+    events: Events, ready: Ready, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second, out = tmp_path / "second", tmp_path / "out"
+    os.mkfifo(second)
+    wait_before_the_second_step(monkeypatch, lambda _hang: out.exists())
+    args = (0.05, gate.address, str(second), ready.address)
+    group = start(hang_workers.pass_late, args, events, on_expiry="report,kill:0.1", start_method="fork")
+    events.wait("timer.expired")
+    gate.open()
+    ready.wait()
+    out.touch()
+    left = events.wait("timer.left")
+    assert left["scope"] == "slow"
+    with open(second, "wb", 0) as stream:
+        stream.write(b".")
+    assert result_of(group).return_values == {0: "done"}
+    assert events.names() == ["timer.armed", "timer.expired", "timer.left"]
+
+
+@pytest.mark.slow
+def test_who_has_left_before_the_evidence_is_there_is_told_of_once(
+    events: Events, ready: Ready, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the next step: a launcher that is late with the evidence of a report has nothing to say of it."""
+    second, out, steps = tmp_path / "second", tmp_path / "out", [tmp_path / "step 0", tmp_path / "step 1"]
+    os.mkfifo(second)
+    take, testified = escalation.Escalation._take_step, escalation.Escalation.evidence_taken
+
+    def take_and_say(self: escalation.Escalation, step: int, hangs: list[Hang]) -> None:
+        take(self, step, hangs)
+        steps[step].touch()
+
+    def testify_late(self: escalation.Escalation, serial: int) -> None:
+        until(out.exists)
+        testified(self, serial)
+
+    monkeypatch.setattr(escalation.Escalation, "_take_step", take_and_say)
+    monkeypatch.setattr(escalation.Escalation, "evidence_taken", testify_late)
+    args = (0.05, gate.address, str(second), ready.address)
+    group = start(hang_workers.pass_late, args, events, on_expiry="report,kill:0.1", start_method="fork")
+    until(steps[0].exists)
+    gate.open()
+    ready.wait()
+    out.touch()
+    until(steps[1].exists)
+    with open(second, "wb", 0) as stream:
+        stream.write(b".")
+    assert result_of(group).return_values == {0: "done"}
+    assert events.names() == ["timer.armed", "timer.expired", "timer.left"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [KeyError, SystemExit, KeyboardInterrupt])
+def test_a_listener_that_raises_hears_of_every_event_and_that_is_logged_once(
+    kind: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[tuple[str, str]] = []
+
+    def listener(event: dict[str, Any]) -> None:
+        heard.append((event["name"], threading.current_thread().name))
+        raise kind(event["name"])
+
+    with caplog.at_level(logging.WARNING, "phalanx.timer"):
+        group = start_processes("hang", hang_workers.hang, (), nprocs=1, timers=TimerSpecs(on_event=listener))
+        assert result_of(group).failures[0].exitcode == -signal.SIGKILL
+    assert heard == [(name, "phalanx-observer") for name in ("timer.armed", "timer.expired", "worker.reaped")]
+    (record,) = (record for record in caplog.records if "on_event" in record.getMessage())
+    assert record.getMessage() == "on_event raised at timer.armed"
+    assert record.exc_info is not None
+    assert record.exc_info[0] is kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", ["terminate", "terminate,kill:600"])
+def test_who_has_survived_and_goes_on_is_not_blamed_for_what_fails_later(
+    steps: str, events: Events, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(escalation, "_SURVIVED", 0.05)  # in the keeper, which is a fork of this process
+    args = (gate.address,)
+    group = start(hang_workers.survive_or_fail, args, events, 2, on_expiry=steps, start_method="fork")
+    assert events.wait("timer.left")["rank"] == 0
+    gate.open()
+    result = result_of(group)
+    assert result.root_cause is not None
+    assert result.root_cause.message == "ValueError: loss is nan"
+    assert [result.outcomes[rank].state for rank in range(2)] == ["stopped", "failed"]
+    assert events.names(0) == ["timer.armed", "timer.expired", "worker.reaped", "timer.left"]
+
+
+@pytest.mark.slow
+def test_of_who_has_survived_and_fails_without_a_word_the_hang_is_told(
+    events: Events, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(escalation, "_SURVIVED", 0.05)  # as above
+    group = start(hang_workers.survive_and_exit, (gate.address,), events, on_expiry="terminate", start_method="fork")
+    events.wait("timer.left")
+    gate.open()
+    failure = result_of(group).failures[0]
+    assert failure.message == "exited with code 3; no error was recorded"
+    assert re.fullmatch(r"it had hung before: 'deaf' \(.*\) was not left within 0\.1 s; .*", failure.detail)
+
+
+@pytest.mark.slow
+def test_as_many_timers_as_there_can_be_expire_and_hold_up_nothing(
+    events: Events, gate: Gate, patience: pytest.MonkeyPatch
+) -> None:
+    patience.undo()  # the stacks are taken four times in a row
+    count = layout.SLOTS
+    group = start(hang_workers.hold_many_or_fail, (count, gate.address), events, 2, on_expiry="report")
+    events.wait("timer.expired", count)
+    gate.open()
+    result = result_of(group)
+    assert result.root_cause is not None
+    assert result.root_cause.local_rank == 1
+    assert result.root_cause.exitcode == 3
+    assert result.outcomes[0].state == "stopped"
+
+
+# --- heartbeats
+
+
+@pytest.mark.slow
+def test_no_heartbeat_is_a_hang_once_there_has_been_one(events: Events, gate: Gate) -> None:
+    """The second rank never beats: it may be starting, and its clock is the first rank's expiries."""
+    with start(
+        _beat_or_not, (gate.address,), events, 2, on_expiry="report", hang_timeout=0.1, start_method="fork"
+    ) as group:
+        assert events.wait("timer.expired", 3)["overdue"] >= 0
+        gate.open(2)
+        assert result_of(group).return_values == {0: None, 1: "fine"}
+    assert {event["rank"] for event in events.all} == {0}
+
+
+@pytest.mark.slow
+def test_it_is_the_rank_that_has_to_beat_and_not_each_of_its_processes(events: Events) -> None:
+    group = start(hang_workers.beat_with_a_silent_child, (), events, on_expiry="report", hang_timeout=0.2)
+    (child,) = result_of(group).return_values.values()
+    # On a machine that is busy enough, the worker may miss a beat itself.
+    assert {event["pid"] for event in events.all if event["name"] == "timer.expired"} <= {group.pids()[0]}
+    assert child != group.pids()[0]
+
+
+def _beat_or_not(gate: str) -> str | None:
+    if os.environ["RANK"] == "1":
+        return hang_workers.never_beat(gate)
+    hang_workers.beat_once(41, gate)
+    return None
+
+
+@pytest.mark.slow
+def test_the_failure_names_the_last_step(events: Events, gate: Gate) -> None:
+    group = start(hang_workers.beat_once, (41, gate.address), events, hang_timeout=0.1)
+    failure = result_of(group).root_cause
+    assert failure is not None
+    assert failure.exitcode == -signal.SIGKILL
+    assert failure.message == "Hang: no heartbeat for 0.1 s (the last at step 41)"
+    assert "in beat_once" in failure.traceback or "in pass_gate" in failure.traceback
+    assert events.all[-1]["scope"] == "heartbeat"
+
+
+@pytest.mark.slow
+def test_a_block_extends_the_heartbeat_and_what_hangs_after_it_is_found(
+    events: Events, ready: Ready, gate: Gate, tmp_path: Path
+) -> None:
+    second = tmp_path / "second"
+    os.mkfifo(second)
+    args = (ready.address, gate.address, str(second))
+    with start(hang_workers.beat_and_take_long, args, events, hang_timeout=0.1, start_method="fork") as group:
+        ready.wait()
+        assert group.wait(0.4) is None
+        assert "timer.expired" not in events.names()
+        before = clock.now_ns()
+        gate.open()
+        failure = result_of(group).failures[0]
+    assert failure.message == "Hang: no heartbeat for 0.1 s (the last at step 7)"
+    assert events.wait("timer.expired")["monotonic_ns"] - before >= 0.1 * clock.NS * 0.9
+
+
+# --- whom it leaves alone
+
+
+def test_a_group_that_is_being_stopped_is_not_disturbed(events: Events, ready: Ready) -> None:
+    group = start(hang_workers.hang_when_stopped, (ready.address,), events)
+    ready.wait()
+    group.close(timeout=0.4)
+    assert "timer.expired" not in events.names()
+    assert "worker.reaped" not in events.names()
+
+
+@pytest.mark.slow
+def test_a_stranger_at_the_table_is_refused(
+    events: Events, ready: Ready, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One is the launcher itself, one a child of it that has nothing to do with the group."""
+    with (
+        caplog.at_level(logging.WARNING, "phalanx.timer"),
+        start(hang_workers.say_where_the_table_is, (ready.address, gate.address), events, start_method="fork") as group,
+    ):
+        (address,) = ready.wait()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                seat = Seat(address)
+                seat.arm(1, 1, layout.encode("a stranger's", ""))
+                signal.pause()
+            finally:
+                os._exit(1)
+        try:
+            assert events.wait_for_refusal()["pid"] == pid
+            with Seat(address) as own:
+                own.arm(1, 1, layout.encode("the launcher's", ""))
+                assert events.wait_for_refusal(2)["pid"] == os.getpid()
+            assert alive(pid)
+            gate.open()
+            assert not result_of(group).is_failed()
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    assert f"process {pid} is not in the group: its timers are not watched" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hours", [1, -1])
+def test_a_step_of_the_wall_clock_changes_nothing(
+    hours: int, events: Events, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wall = clock.wall
+    group = start(hang_workers.step_the_clock_and_hang, (hours, gate.address), events, 2, start_method="fork")
+    monkeypatch.setattr(clock, "wall", lambda: wall() - 3600 * hours)
+    failure = result_of(group).root_cause
+    assert failure is not None
+    assert re.fullmatch(HANG, failure.message)
+    assert events.names(1) in ([], ["timer.armed"])
+    assert 0 <= events.wait("timer.expired")["overdue"] < TIMEOUT
+
+
+@pytest.mark.slow
+def test_without_timers_nobody_watches() -> None:
+    group = start_processes("hang", hang_workers.hang, (0.1,), nprocs=1, start_method="fork")
+    failure = result_of(group).failures[0]
+    assert "NobodyWatchesError" in failure.message or "nobody watches timers" in failure.message
+
+
+@pytest.mark.parametrize("timers", ["kill", 5, {"on_expiry": "kill"}])
+def test_what_are_no_specs(timers: Any) -> None:
+    with pytest.raises(TypeError, match="timers: expected a TimerSpecs, got "):
+        start_processes("hang", hang_workers.hang, (), nprocs=1, timers=timers)
+
+
+@pytest.mark.parametrize(
+    "given, error",
+    [
+        ({"on_expiry": "nonsense"}, "on_expiry: 'nonsense' is no step"),
+        ({"on_expiry": "kill,report"}, "on_expiry: 'report' comes after 'kill'"),
+        ({"on_expiry": "kill,kill"}, "on_expiry: 'kill' comes after 'kill'"),
+        ({"on_expiry": "report:x"}, "on_expiry: 'report:x': 'x' is no number of seconds"),
+        ({"on_expiry": "report:-1"}, "on_expiry: expected a time of 0 seconds or more, got -1"),
+        ({"on_expiry": []}, "on_expiry: expected at least one of report, dump, terminate, kill"),
+        ({"on_expiry": [("kill", 1, 2)]}, "on_expiry: expected names, or pairs"),
+        ({"on_expiry": [("kill", True)]}, "on_expiry: expected seconds, got True"),
+        ({"hang_timeout": 0}, "hang_timeout: expected more than 0 seconds, got 0"),
+        ({"hang_timeout": -1}, "hang_timeout: expected more than 0 seconds, got -1"),
+        ({"hang_timeout": float("nan")}, "hang_timeout: expected more than 0 seconds, got nan"),
+        ({"hang_timeout": "5"}, "hang_timeout: expected seconds, got '5'"),
+        ({"on_event": 5}, "on_event: expected a function of one dict, got 5"),
+    ],
+)
+def test_specs_that_make_no_sense(given: dict[str, Any], error: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(error)):
+        TimerSpecs(**given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "option, error",
+    [
+        ("--on-expiry=nonsense", "'nonsense' is no step; expected report, dump, terminate, kill"),
+        ("--hang-timeout=x", "'x': expected seconds, like 60 or 0.5"),
+        ("--hang-timeout=inf", "expected more than 0 seconds, got inf"),
+    ],
+)
+def test_an_option_that_makes_no_sense(option: str, error: str, tmp_path: Path) -> None:
+    command = [*RUN, "--log-dir", str(tmp_path / "logs"), option, "--no-python", "touch", str(tmp_path / "started")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert option.partition("=")[0] in done.stderr
+    assert error in done.stderr
+    assert list(tmp_path.glob("*")) in ([], [tmp_path / "temporary"])
+
+
+@pytest.mark.slow
+def test_hang_timeout_on_the_command_line(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import signal; from phalanx import timer\ntimer.progress(step=3)\nwhile True: signal.pause()\n")
+    command = [*RUN, "--log-dir", str(tmp_path / "logs"), "--hang-timeout", "0.1", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 137
+    assert "rank 0: no heartbeat for 0.1 s (the last at step 3); " in done.stderr
+    assert "Hang: no heartbeat for 0.1 s (the last at step 3)" in done.stderr
+
+
+# --- the pair that stands alone
+
+
+@pytest.mark.slow
+def test_a_late_child_is_reaped_and_a_prompt_one_spared(ready: Ready) -> None:
+    with SharedTimerServer() as server:
+        client = SharedTimerClient(server.address)
+        late = start_processes("late", hang_workers.take_with, (client, 0.2, ready.address), nprocs=1)
+        prompt = start_processes("prompt", hang_workers.be_prompt_with, (client, ready.address), nprocs=1)
+        failure = result_of(late).failures[0]
+        assert failure.exitcode == -signal.SIGKILL
+        assert re.fullmatch(
+            r"Hang: 'by argument' \(.*hang_workers\.py:\d+\) was not left within 0\.2 s", failure.message
+        )
+        assert "over its deadline" in failure.detail
+        assert "in stuck" in failure.traceback
+        assert result_of(prompt).return_values == {0: "spared"}
+
+
+@pytest.mark.slow
+def test_a_fork_of_a_client_is_reaped_and_its_parent_is_not(ready: Ready) -> None:
+    with SharedTimerServer() as server:
+        args = (SharedTimerClient(server.address), ready.address)
+        group = start_processes("fork", hang_workers.fork_with, args, nprocs=1, start_method="fork")
+        assert result_of(group).return_values == {0: "-9"}
+
+
+HOST = """
+import os, sys
+from phalanx.timer import SharedTimerServer
+with SharedTimerServer() as server:
+    print(server.address, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_server_never_kills_whom_it_descends_from() -> None:
+    host = subprocess.Popen(
+        [sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    with host:
+        assert host.stdin is not None
+        assert host.stdout is not None
+        assert host.stderr is not None
+        address = host.stdout.readline().strip()
+        with Seat(f"{address}:0") as seat:
+            seat.arm(1, 1, layout.encode("ours", ""))
+            assert f"pid {os.getpid()} is a process that this server descends from" in host.stderr.readline()
+        host.stdin.close()
+        assert host.wait(TIMEOUT) == 0
+
+
+def test_a_server_never_kills_itself(caplog: pytest.LogCaptureFixture) -> None:
+    told = threading.Event()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "own process" in record.getMessage():
+                told.set()
+
+    logger = logging.getLogger("phalanx.timer")
+    handler = Handler()
+    logger.addHandler(handler)
+    try:
+        with caplog.at_level(logging.ERROR), SharedTimerServer() as server:
+            client = SharedTimerClient(server.address)
+            client.acquire("mine", clock.wall() - 5)
+            assert told.wait(TIMEOUT)
+            client.release("mine")
+            client.release("mine")
+    finally:
+        logger.removeHandler(handler)
+
+
+def test_start_and_stop() -> None:
+    server = SharedTimerServer()
+    server.stop()
+    with pytest.raises(RuntimeError, match="the timer server has not been started"):
+        _ = server.address
+    for _ in range(2):
+        server.start()
+        address = server.address
+        server.start()  # it runs already, and goes on
+        assert server.address == address
+        assert address.startswith(f"{os.getpid()}:")
+        server.stop()
+        server.stop()
+
+
+def scopes(server: SharedTimerServer) -> list[str]:
+    """Those of all timers that are set."""
+    table = server._table
+    assert table is not None
+    timers = map(table.read, table.look(layout.NEVER - 1)[0])
+    return [timer.scope for timer in timers if timer is not None]
+
+
+def test_a_server_that_is_started_again_has_clients_again() -> None:
+    """Its address may be the same as before; the memory is not."""
+    server = SharedTimerServer()
+    for _ in range(2):
+        with server:
+            client = SharedTimerClient(server.address)
+            client.acquire("load", clock.wall() + 60)
+            assert scopes(server) == ["load"]
+        client.release("load")
+        with pytest.raises(RuntimeError, match="nobody watches timers any more"):
+            client.acquire("load", clock.wall() + 60)
+
+
+def test_clients_of_one_process_do_not_disturb_one_another() -> None:
+    with SharedTimerServer() as server:
+        assert server._table is not None
+        first, second = SharedTimerClient(server.address), SharedTimerClient(server.address)
+        first.acquire("a", clock.wall() + 60)
+        second.acquire("a", clock.wall() + 70)
+        second.acquire("b", clock.wall() + 70)
+        assert scopes(server) == ["a", "a", "b"]
+        first.release("a")
+        first.release("b")
+        assert scopes(server) == ["a", "b"]
+        second.acquire("b", clock.wall() + 80)
+        assert len(scopes(server)) == 2
+        assert server._table.holder(0) == os.getpid()
+
+
+@pytest.mark.parametrize(
+    "given, error",
+    [
+        ({"seats": 0}, "seats: expected 1 or more, got 0"),
+        ({"max_interval": -1}, "max_interval: expected a time of 0 seconds or more, got -1"),
+        ({"hang_timeout": 0}, "hang_timeout: expected more than 0 seconds, got 0"),
+        ({"hang_timeout": float("inf")}, "hang_timeout: expected more than 0 seconds, got inf"),
+    ],
+)
+def test_a_server_that_makes_no_sense(given: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        SharedTimerServer(**given)
+
+
+def test_a_client_whose_server_has_gone() -> None:
+    with SharedTimerServer() as server:
+        address = server.address
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="is the launcher there"):
+            SharedTimerClient(address).acquire("load", clock.wall() + 60)
+
+
+# --- what goes wrong meanwhile
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_stopped_sees_sigterm(events: Events) -> None:
+    group = start(hang_workers.stop_within_a_block, (), events, on_expiry="terminate", start_method="fork")
+    failure = result_of(group).failures[0]
+    assert failure.exitcode == -signal.SIGTERM
+    assert failure.message.startswith("Hang: 'stopped' ")
+
+
+@pytest.mark.slow
+def test_a_full_disk_keeps_nobody_from_being_ended_and_the_reason_is_told(
+    events: Events, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_args: object, **_options: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    # Before the start: rank 0 hangs at once, and it is this process that writes of it.
+    monkeypatch.setattr("phalanx._evidence.error_file.write_error_file", full)
+    monkeypatch.setattr(stack_files, "write", full)
+    group = start(hang_workers.hang_or_wait, (0.1, gate.address), events, 2, start_method="fork")
+    failure = result_of(group).root_cause
+    assert failure is not None
+    assert failure.local_rank == 0
+    assert failure.exitcode == -signal.SIGKILL
+    assert re.match(HANG, failure.detail)
+
+
+@pytest.mark.slow
+def test_without_descriptors_the_keeper_ends_who_hangs(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(_pid: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    group = start(hang_workers.hang, (), events, start_method="fork")
+    monkeypatch.setattr("posix.pidfd_open", none_left)  # which `Process` calls
+    failure = result_of(group).failures[0]
+    assert failure.exitcode == -signal.SIGKILL
+    assert re.fullmatch(HANG, failure.message)
+
+
+@pytest.mark.slow
+def test_who_cannot_be_looked_up_is_looked_up_again(
+    events: Events, ready: Ready, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def once(pid: int) -> list[int]:
+        tried.append(pid)
+        if len(tried) == 1:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return ancestors(pid)
+
+    ancestors = escalation._ancestors
+    monkeypatch.setattr(escalation, "_ancestors", once)  # in the keeper, which is a fork of this process
+    monkeypatch.setattr(escalation, "_RETRY", 50_000_000)
+    group = start(hang_workers.fork_a_child_that_hangs, (ready.address, "child"), events, start_method="fork")
+    (child,) = ready.pids()
+    assert result_of(group).is_failed()
+    assert events.wait("worker.reaped")["pid"] == child
+    assert "request.refused" not in events.names()
+
+
+@pytest.mark.slow
+def test_a_program_that_closes_all_is_watched_all_the_same(events: Events) -> None:
+    failure = result_of(start(hang_workers.close_all_and_hang, (), events)).failures[0]
+    assert failure.exitcode == -signal.SIGKILL
+    assert re.fullmatch(HANG, failure.message)
+
+
+@pytest.mark.slow
+def test_what_a_worker_raises_that_has_survived_is_kept_with_its_hang(
+    events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(escalation, "_SURVIVED", TIMEOUT)  # as above: it is to end first, however slowly
+    group = start(hang_workers.survive_and_raise, (), events, on_expiry="terminate", start_method="fork")
+    failure = result_of(group).failures[0]
+    assert failure.exitcode == 1
+    assert failure.message.startswith("Hang: 'deaf' ")
+    assert "Afterwards:\nTraceback" in failure.traceback
+    assert "ValueError: later" in failure.traceback
+
+
+@pytest.mark.slow
+def test_the_hang_is_on_record_before_sigterm_can_have_consequences(
+    events: Events, logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = tmp_path / "found"
+
+    def end(self: escalation.Escalation, hang: Hang, worker: int, number: int) -> None:
+        found.write_text("".join(path.read_text() for path in logs.glob("*/attempt_0/0/error.json")))
+        ended(self, hang, worker, number)
+
+    ended = escalation.Escalation._signal_rank
+    monkeypatch.setattr(escalation.Escalation, "_signal_rank", end)  # in the keeper, which is a fork of this process
+    group = start(
+        hang_workers.hang,
+        (),
+        events,
+        on_expiry="terminate",
+        logs_specs=DefaultLogsSpecs(str(logs)),
+        start_method="fork",
+    )
+    assert result_of(group).failures[0].exitcode == -signal.SIGTERM
+    assert "Hang: 'load'" in found.read_text()
+
+
+@pytest.mark.slow
+def test_the_stacks_of_many_ranks_are_read_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 300
+    reads: list[str] = []
+
+    def read(text: str) -> list[dump.Thread]:
+        reads.append(text)
+        return parse(text)
+
+    parse = dump.parse
+    monkeypatch.setattr(dump, "parse", read)
+    it = Snapshot({})
+    it.texts = dict.fromkeys(
+        range(count), 'Current thread 0x01 (most recent call first):\n  File "t.py", line 4 in f\n'
+    )
+    it._main = {rank: rank for rank in range(count)}
+    for rank in range(count):
+        assert it.sum_up(hang_of(rank, rank, thread=1)) == f"all {count} ranks are in f (t.py:4)"
+        assert it.outliers() == set()
+    assert len(reads) <= 3 * count
+
+
+def in_(function: str, head: str = "Thread 0x01") -> str:
+    return f'{head} (most recent call first):\n  File "t.py", line 4 in {function}\n'
+
+
+@pytest.fixture
+def says(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
+    """What each process shows of which somebody wants the stacks: text by pid."""
+    texts: dict[int, str] = {}
+
+    class Collection:
+        def __init__(self, targets: Iterable[request.Target], _seconds: float) -> None:
+            self._pids = [target.pid for target in targets]
+
+        def begin(self) -> None:
+            pass
+
+        wait = close = begin
+
+        def finish(self) -> dict[int, str]:
+            return {pid: texts[pid] for pid in self._pids}
+
+    monkeypatch.setattr(collect, "Collection", Collection)
+    monkeypatch.setattr(wrappers, "working_process", lambda pid: pid)
+    monkeypatch.setattr(procfs, "descendants", lambda _pids, _limit: [])
+    return texts
+
+
+FILES = {rank: f"/nowhere/{rank}/error.json" for rank in range(4)}
+
+
+def test_who_hangs_next_does_not_find_the_ends_that_the_first_kill_has_led_to(says: dict[int, str]) -> None:
+    it = Snapshot(FILES)
+    says.update({10: in_("reduce"), 11: in_("read"), 12: in_("fetch")})
+    first, second = hang_of(0, 10), hang_of(1, 12)
+    it.take({0: 10, 1: 11}, [first], doomed=True).close()
+    says.update(dict.fromkeys((10, 11), f"{dump.NO_STACK}{dump.GONE}\n"))
+    it.take({0: 10, 1: 11}, [second], doomed=True).close()
+    assert it.sum_up(first) == "rank 1 is in fetch (t.py:4); rank 0 is in reduce (t.py:4)"
+    assert it.sum_up(second).split("\n") == [
+        "rank 0 is in reduce (t.py:4); rank 1 is in fetch (t.py:4)",
+        "process 11 of the same rank is in read (t.py:4)",
+    ]
+    unseen = "rank 0 is in reduce (t.py:4); rank 1 shows no Python stack (it was not looked at)"
+    assert it.sum_up(hang_of(1, 13)).partition("\n")[0] == unseen
+
+
+def test_a_rank_is_where_the_thread_is_that_hangs(says: dict[int, str]) -> None:
+    it = Snapshot(FILES)
+    says.update(dict.fromkeys(range(10, 14), in_("fetch", "Thread 0x02") + "\n" + in_("train")))
+    hangs = [hang_of(rank, 10 + rank, thread=2) for rank in range(3)]
+    it.take({rank: 10 + rank for rank in range(4)}, hangs, doomed=True).close()
+    assert it.sum_up(hangs[0]) == "3 of 4 ranks, rank 0 among them, are in fetch (t.py:4); rank 3 is in train (t.py:4)"
+    assert it.outliers() == {3}
+    last = hang_of(3, 13, thread=2)
+    it.take({rank: 10 + rank for rank in range(4)}, [last], doomed=True).close()
+    assert it.sum_up(last) == "all 4 ranks are in fetch (t.py:4)"
+    assert it.outliers() == set()
+
+
+def within(path: str, function: str) -> str:
+    """A main thread that is in a function of an installed package, which is called by `step`."""
+    head = "Thread 0x01 (most recent call first):\n"
+    return f'{head}  File "/x/site-packages/{path}", line 9 in {function}\n  File "t.py", line 7 in step\n'
+
+
+ALL_REDUCE = within("torch/distributed/distributed_c10d.py", "all_reduce")
+BACKWARD = within("torch/autograd/graph.py", "_engine_run_backward")
+FUNCTIONAL = f"""Thread 0x01 (most recent call first):
+  File "/x/site-packages/torch/_ops.py", line 882 in redispatch
+  File "/x/site-packages/torch/_library/autograd.py", line 41 in forward_no_grad
+  File "/x/site-packages/torch/_ops.py", line 1279 in __call__
+{within("torch/distributed/_functional_collectives.py", "wait_tensor").partition(chr(10))[2]}"""
+
+
+@pytest.mark.parametrize(
+    "texts, found",
+    [
+        ((ALL_REDUCE, in_("read")), {1}),
+        ((in_("read"), BACKWARD), {0}),
+        ((FUNCTIONAL, ALL_REDUCE.replace("step", "one")), set()),
+        ((FUNCTIONAL, in_("read")), {1}),
+        ((within("torch/_ops.py", "__call__"), ALL_REDUCE.replace("step", "one")), {0}),
+        ((BACKWARD, within("torch/utils/data/dataloader.py", "__next__")), {1}),  # one place of the user's
+        ((ALL_REDUCE, in_("read"), in_("fetch"), f"{dump.NO_STACK}it offers none\n"), {1, 2}),
+        ((in_("read"), in_("fetch")), set()),
+        ((ALL_REDUCE.replace("step", "one"), BACKWARD), set()),
+        ((f"{dump.NO_STACK}it offers none\n", ALL_REDUCE), set()),
+    ],
+)
+def test_who_waits_for_others_is_not_what_they_wait_for(
+    texts: tuple[str, ...], found: set[int], says: dict[int, str]
+) -> None:
+    """Where no place has most of the ranks, as with two; and where all are in the user's call of a framework."""
+    it = Snapshot(FILES)
+    says.update(dict(enumerate(texts, 10)))
+    hangs = [hang_of(rank, 10 + rank) for rank in range(len(texts))]
+    it.take({rank: 10 + rank for rank in range(len(texts))}, hangs, doomed=True).close()
+    assert it.outliers() == found
+
+
+def test_who_waits_is_told_by_the_thread_that_hangs(says: dict[int, str]) -> None:
+    it = Snapshot(FILES)
+    text = ALL_REDUCE.replace("0x01", "0x02") + "\n" + in_("read")
+    says.update(dict.fromkeys((10, 11), text))
+    hangs = [hang_of(0, 10, thread=2), hang_of(1, 11, thread=1)]
+    it.take({0: 10, 1: 11}, hangs, doomed=True).close()
+    assert it.outliers() == {1}
+    assert [ident for ident in (0, 1, 2, 3) if dump.waits_for_peers(text, ident)] == [
+        2
+    ]  # else the main thread, the last
+
+
+def test_of_a_thread_that_nobody_could_read_no_other_is_told_in_its_place(says: dict[int, str]) -> None:
+    it = Snapshot(FILES)
+    says[10] = in_("train")
+    says[11] = f"# {dump.MAIN_ALONE}\n" + in_("train", "Stack")
+    gone, unknown = hang_of(0, 10, thread=2), hang_of(1, 11, thread=2)
+    it.take({0: 10, 1: 11}, [gone, unknown], doomed=False).close()
+    why = "the thread that hangs is not among those that could be read"
+    assert it.sum_up(gone) == f"rank 1 is in train (t.py:4); rank 0 shows no Python stack ({why})"
+    assert it.sum_up(unknown).endswith(
+        "; rank 1 is in train (t.py:4); of rank 1 it is the main thread, which need not be the one that hangs"
+    )
+
+
+def hang_of(rank: int, pid: int, *, thread: int = 0, deadline: int = 1) -> Hang:
+    return Hang(rank, pid, True, Timer(0, 1, deadline, 1, thread, "", "t.py:4"))
+
+
+@pytest.mark.slow
+def test_no_descriptor_of_a_snapshot_outlives_its_taking() -> None:
+    before = os.listdir("/proc/self/fd")
+    hangs = [hang_of(0, os.getpid())]
+    with Snapshot({0: "/nowhere/error.json"}).take({0: os.getpid()}, hangs, doomed=False):
+        pass
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_fork_while_another_thread_takes_a_seat_takes_its_own() -> None:
+    with SharedTimerServer() as server, SharedTimerClient(server.address).seat, _shared._opening:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                signal.alarm(10)
+                thread = threading.Thread(target=lambda: SharedTimerClient(server.address).seat)
+                thread.start()
+                thread.join()
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -1,0 +1,608 @@
+"""The contract for timer pairs of one's own: what the server's thread does with a queue and a server of anybody's."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.util
+import itertools
+import logging
+import math
+import multiprocessing
+import os
+import pickle
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from phalanx._base import clock
+from phalanx._timers import layout
+from phalanx.timer import (
+    FileTimerClient,
+    FileTimerServer,
+    LocalTimerClient,
+    LocalTimerServer,
+    RequestQueue,
+    SharedTimerClient,
+    SharedTimerServer,
+    TimerClient,
+    TimerRequest,
+    TimerServer,
+    _shared,
+    expires,
+)
+from phalanx.timer._watchdog import Agenda, Watchdog, received
+from tests.support import timer_workers
+from tests.support.helpers import TIMEOUT, wait_gone
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from phalanx._timers.client import Seat
+    from tests.support.helpers import Ready
+
+ROOT = Path(__file__).resolve().parents[2]
+SPAWN = multiprocessing.get_context("spawn")
+EXAMPLE = ROOT / "examples" / "datagram_timer.py"
+
+
+class ThreadQueue(RequestQueue):
+    """As people write it: over `queue.Queue`, with no way to wake it."""
+
+    def __init__(self) -> None:
+        self.requests: queue.Queue[Any] = queue.Queue()
+        self.timeouts: list[float] = []
+
+    def size(self) -> int:
+        return self.requests.qsize()
+
+    def get(self, size: int, timeout: float) -> list[TimerRequest]:
+        self.timeouts.append(timeout)
+        found: list[TimerRequest] = []
+        with contextlib.suppress(queue.Empty):
+            while len(found) < size:
+                found += [self.requests.get(timeout > 0, timeout)]
+        return found
+
+
+class ListServer(TimerServer):
+    """As people port it: the methods have the original's signatures, and compare numbers."""
+
+    def __init__(self, max_interval: float = 0.2, daemon: bool = True) -> None:
+        self.inbox = ThreadQueue()
+        super().__init__(self.inbox, max_interval, daemon)
+        self._timers: dict[tuple[Any, str], TimerRequest] = {}
+        self.looked = 0.0
+        self.registered: queue.Queue[TimerRequest] = queue.Queue()
+        self.reaped: queue.Queue[tuple[Any, float]] = queue.Queue()
+        self.cleared: queue.Queue[set[Any]] = queue.Queue()
+        self.answer: Callable[[Any], bool] = lambda _worker: True
+
+    def register_timers(self, timer_requests: list[TimerRequest]) -> None:
+        for request in timer_requests:
+            key = request.worker_id, request.scope_id
+            if request.expiration_time < 0:
+                self._timers.pop(key, None)
+            else:
+                self._timers[key] = request
+            self.registered.put(request)
+
+    def clear_timers(self, worker_ids: set[Any]) -> None:
+        for key in list(self._timers):
+            if key[0] in worker_ids:
+                del self._timers[key]
+        self.cleared.put(worker_ids)
+
+    def get_expired_timers(self, deadline: float) -> dict[Any, list[TimerRequest]]:
+        expired: dict[Any, list[TimerRequest]] = {}
+        self.looked = deadline
+        for request in self._timers.values():
+            if request.expiration_time <= deadline:
+                expired.setdefault(request.worker_id, []).append(request)
+        return expired
+
+    def _reap_worker(self, worker_id: Any) -> bool:
+        self.reaped.put((worker_id, clock.now()))
+        return self.answer(worker_id)
+
+    def ask(self, worker: Any, scope: str, after: float) -> float:
+        """Put a request as a foreign client does: Unix time alone. Returns the deadline on the monotonic clock."""
+        deadline = clock.now() + after
+        self.inbox.requests.put(TimerRequest(worker, scope, clock.wall() + after))
+        return deadline
+
+
+@pytest.fixture
+def server() -> Iterator[ListServer]:
+    with ListServer() as it:
+        yield it
+
+
+def test_a_request_is_a_value() -> None:
+    request = TimerRequest("worker", "scope", 5.0)
+    request._deadline = 3.0
+    assert request == TimerRequest("worker", "scope", 5.0)
+    assert hash(request) == hash(TimerRequest("worker", "scope", 5.0))
+    assert request != TimerRequest("worker", "scope", -1)
+    assert request != ("worker", "scope", 5.0)
+    assert repr(request) == "TimerRequest(worker_id='worker', scope_id='scope', expiration_time=5.0)"
+    assert not hasattr(request, "__dict__")
+    copy = pickle.loads(pickle.dumps(request))
+    assert copy == request
+    assert copy._deadline == 3.0
+
+
+@pytest.mark.parametrize("interval", [0, -1, math.nan])
+def test_an_interval_that_is_none_is_refused(interval: float) -> None:
+    with pytest.raises(ValueError, match="max_interval: expected more than 0 seconds"):
+        ListServer(interval)
+
+
+def test_requests_become_monotonic_at_the_edge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "now", lambda: 1000.0)
+    monkeypatch.setattr(clock, "wall", lambda: 5e8)
+    foreign = received(TimerRequest(1, "scope", 5e8 + 7))
+    assert foreign is not None
+    assert foreign.expiration_time == 1007
+    own = TimerRequest(1, "scope", 5e8 + 3600)
+    own._deadline = 1003.0
+    converted = received(own)
+    assert converted is not None
+    assert converted.expiration_time == 1003
+    assert own.expiration_time == 5e8 + 3600  # the caller's is not changed
+    long_over = received(TimerRequest(1, "scope", 0.0))
+    assert long_over is not None
+    assert long_over.expiration_time == 0  # expired, and no release
+    release = TimerRequest(1, "scope", -1)
+    assert received(release) is release
+
+
+@pytest.mark.parametrize("thing", ["text", TimerRequest([], "scope", 5), TimerRequest(1, "scope", math.nan)], ids=repr)
+def test_what_is_no_request_is_skipped_and_logged(thing: Any, caplog: pytest.LogCaptureFixture) -> None:
+    assert received(thing) is None
+    assert "not a timer request, skipped" in caplog.text
+
+
+def test_the_agenda_keeps_nothing_of_what_was_released() -> None:
+    agenda = Agenda()
+    for number in range(1000):
+        agenda.take([TimerRequest(number, "scope", 100.0 + number), TimerRequest(number, "scope", -1)], 0.0)
+    assert not agenda._moments
+    assert agenda.next(100.0) == math.inf
+
+
+def test_a_late_worker_is_reaped_and_its_timers_are_cleared(
+    server: ListServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "phalanx.timer"):
+        server.ask("fine", "far", 60)
+        deadline = server.ask("late", "near", 0.05)
+        worker, moment = server.reaped.get(timeout=TIMEOUT)
+        assert server.cleared.get(timeout=TIMEOUT) == {"late"}
+    assert worker == "late"
+    assert deadline <= moment
+    assert list(server._timers) == [("fine", "far")]
+    assert "worker late has 1 expired timer: near" in caplog.text
+    assert "worker late is reaped" in caplog.text
+
+
+def test_expiry_is_prompt_whatever_the_interval_is() -> None:
+    server = ListServer(60)
+    late = []
+    with server:
+        for number in range(5):
+            deadline = server.ask(number, "scope", 0.02)
+            late.append(server.reaped.get(timeout=TIMEOUT)[1] - deadline)
+        assert server._watchdog is not None
+        server._watchdog._stopping.set()
+        server.inbox.requests.put("wake")  # `stop` cannot wake this queue
+    assert 0 <= min(late) < 5  # and not when that interval is over
+
+
+def test_a_release_spares() -> None:
+    server = ListServer(0.1)
+    server.ask("worker", "outer", 60)
+    server.ask("worker", "inner", 0.1)
+    server.inbox.requests.put(TimerRequest("worker", "inner", -1))  # in time, since the server does not run yet
+    server.ask("sentinel", "scope", 0.15)
+    with server:
+        assert server.reaped.get(timeout=TIMEOUT)[0] == "sentinel"
+
+
+def test_a_release_that_waits_in_the_queue_is_seen_before_anyone_is_reaped() -> None:
+    class OneByOne(ThreadQueue):
+        def size(self) -> int:
+            return min(1, self.requests.qsize())
+
+    server = ListServer()
+    server._request_queue = server.inbox = OneByOne()
+    server.ask("released", "scope", -0.5)  # the server was late: it finds both, the deadline being over
+    server.inbox.requests.put(TimerRequest("other", "scope", -1))
+    server.inbox.requests.put(TimerRequest("released", "scope", -1))
+    server.ask("late", "scope", -0.1)
+    with server:
+        assert server.reaped.get(timeout=TIMEOUT)[0] == "late"
+
+
+def test_the_server_sleeps_until_the_next_deadline(server: ListServer) -> None:
+    counts: list[int] = []
+
+    def count(_worker: Any) -> bool:
+        counts.append(len(server.inbox.timeouts))
+        return True
+
+    server.answer = count
+    server.ask("worker", "scope", 0.3)
+    assert server.cleared.get(timeout=TIMEOUT) == {"worker"}
+    assert counts[0] <= 8  # bounded by the interval of 0.2 s; and not one more
+
+
+def test_who_cannot_be_reaped_keeps_its_timers_and_is_tried_again() -> None:
+    server = ListServer(0.1)
+    looks: list[float] = []
+
+    def reap(_worker: Any) -> bool:
+        looks.append(server.looked)
+        return len(looks) > 1  # not the first time
+
+    server.answer = reap
+    with server:
+        server.ask("worker", "scope", 0.01)
+        assert server.cleared.get(timeout=TIMEOUT) == {"worker"}
+    first, second = looks
+    assert second - first >= 0.09
+
+
+@pytest.mark.parametrize("method", ["get", "size", "register_timers", "get_expired_timers", "clear_timers"])
+def test_a_server_that_raises_goes_on_and_does_not_spin(
+    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = ListServer(0.1)
+    target = server.inbox if method in {"get", "size"} else server
+    original = getattr(target, method)
+    calls: list[float] = []
+    until_then: list[int] = []
+
+    def count(_worker: Any) -> bool:
+        until_then.append(len(calls))
+        return True
+
+    def broken(*args: Any) -> Any:
+        calls.append(clock.now())
+        if len(calls) <= 2 or calls[-1] < due:
+            if method == "register_timers":  # what it has lost is lost
+                server.ask("worker", "again", 0.0)
+            raise ZeroDivisionError(method)
+        return original(*args)
+
+    monkeypatch.setattr(target, method, broken)
+    server.answer = count
+    due = clock.now() + 0.2
+    with server:
+        server.ask("worker", "scope", 0.2)
+        assert server.cleared.get(timeout=TIMEOUT)
+    assert "ZeroDivisionError" in caplog.text
+    assert f"{method} failed" in caplog.text or "broken failed" in caplog.text
+    assert until_then[0] < 40
+
+
+def test_who_raises_while_reaping_counts_as_reaped(server: ListServer, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(worker: Any) -> bool:
+        raise OSError(f"not {worker}")
+
+    server.answer = refuse
+    server.ask("worker", "scope", 0.01)
+    assert server.cleared.get(timeout=TIMEOUT) == {"worker"}
+    assert "not worker" in caplog.text
+
+
+def test_a_wait_that_was_too_long_gives_the_time_once_more_and_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue that is late whenever it is asked, and by how much: no worker lives for ever by it."""
+    now = 1000.0
+
+    class Late(ThreadQueue):
+        late = 0.0
+
+        def get(self, size: int, timeout: float) -> list[TimerRequest]:
+            nonlocal now
+            now += timeout and timeout + self.late
+            return super().get(size, 0)
+
+    monkeypatch.setattr(clock, "now", lambda: now)
+    monkeypatch.setattr(clock, "wall", lambda: 5e8 + now)
+    server = ListServer(60)
+    server._request_queue = server.inbox = inbox = Late()
+    watchdog = Watchdog(server, inbox, 60, daemon=True)
+
+    def turn(late: float = 0.0) -> float:
+        inbox.late = late
+        watchdog._turn()
+        inbox.late = 0.0
+        return now
+
+    def reaped() -> list[tuple[Any, float]]:
+        return [server.reaped.get_nowait() for _ in range(server.reaped.qsize())]
+
+    for late, more in ((0.3, 0.0), (0.01, 0.0), (5.0, 20.0), (1.5, 20.0)):
+        start = turn()
+        server.ask("late", "scope", 20)
+        server.ask("late", "released", 20)
+        watchdog._take(0.0)
+        turn(late)
+        assert now == pytest.approx(start + 20 + late)
+        if more:
+            assert reaped() == []
+            server.inbox.requests.put(TimerRequest("late", "released", -1))
+            moment = now + more
+            turn(late)  # late once more
+            while now < moment and not server.reaped.qsize():
+                turn(late)
+        ((worker, moment),) = reaped()
+        assert worker == "late"
+        assert moment < start + 20 + more + 4 * late + 1
+        assert moment >= start + 20 + late + more
+        assert server._timers == {}
+
+
+def test_a_wait_that_was_too_long_spares_none_that_was_late_before_it() -> None:
+    server = ListServer(60)
+    watchdog = Watchdog(server, server.inbox, 60, daemon=True)
+    now = clock.now()
+    server._timers["late", "scope"] = TimerRequest("late", "scope", now - 10)
+    watchdog._pauses.note(now - 2.2, now - 2, now)
+    assert list(watchdog._expired(now)) == ["late"]
+    server._timers["late", "scope"] = TimerRequest("late", "scope", now - 1)
+    assert list(watchdog._expired(now)) == []
+    assert list(watchdog._expired(now + 1.1)) == ["late"]
+
+
+@pytest.mark.parametrize("step", [3600, -3600])
+def test_a_step_of_the_wall_clock_kills_no_one_and_spares_no_one(
+    server: ListServer, monkeypatch: pytest.MonkeyPatch, step: float
+) -> None:
+    server.ask("fine", "scope", 60)
+    deadline = server.ask("late", "scope", 0.1)
+    for _ in range(2):
+        server.registered.get(timeout=TIMEOUT)
+    monkeypatch.setattr(clock, "wall", lambda: time.time() + step)
+    worker, moment = server.reaped.get(timeout=TIMEOUT)
+    assert worker == "late"
+    assert deadline <= moment  # and no hour later, or nobody would have been reaped by now
+    assert ("fine", "scope") in server._timers
+
+
+def test_starting_and_stopping(caplog: pytest.LogCaptureFixture) -> None:
+    server = ListServer(0.1)
+    server.stop()  # not started: nothing to do
+    server.start()
+    server.start()  # it runs already, and goes on: one thread
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "phalanx-timers")
+    assert thread.daemon
+    server.stop()
+    server.stop()
+    assert not thread.is_alive()
+    with server:  # once more
+        server.ask("worker", "scope", 0.0)
+        server.reaped.get(timeout=TIMEOUT)
+    assert not caplog.records[1:]
+
+
+def test_a_server_may_stop_itself() -> None:
+    server = ListServer(0.1)
+
+    def stop(_worker: Any) -> bool:
+        server.stop()
+        return True
+
+    server.answer = stop
+    server.start()
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "phalanx-timers")
+    server.ask("worker", "scope", 0.0)
+    thread.join(TIMEOUT)
+    assert not thread.is_alive()
+
+
+def test_a_client_of_ones_own_gets_unix_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Client(TimerClient):
+        def acquire(self, scope_id: str, expiration_time: float) -> None:
+            self.taken = scope_id, expiration_time
+
+        def release(self, scope_id: str) -> None: ...
+
+    monkeypatch.setattr(clock, "wall", lambda: 5e8)
+    client = Client()
+    with expires(3, "scope", client):
+        assert client.taken == ("scope", 5e8 + 3)
+
+
+def test_the_example_is_the_one_in_the_documentation() -> None:
+    text = EXAMPLE.read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "timers.md").read_text(encoding="utf-8")
+    assert f"```python\n{text}```" in page
+    assert len([line for line in text.splitlines() if line]) < 60
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-W", "error", str(EXAMPLE)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "the worker ended with -9\n"
+    assert re.fullmatch(r"worker \d+ has 1 expired timer: a step that hangs\n", done.stderr)
+
+
+def test_a_worker_is_reaped_in_time_by_the_example(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("datagram_timer", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as inbox:
+        inbox.bind(str(tmp_path / "timers"))
+        with example.DatagramServer(inbox), subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as worker:
+            start = clock.now()
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as outbox:
+                text = f"{worker.pid} {clock.wall() + 0.2} a scope with spaces"
+                outbox.sendto(text.encode(), str(tmp_path / "timers"))
+                outbox.sendto(f"{os.getppid()} {clock.wall()} not a child".encode(), str(tmp_path / "timers"))
+            assert not wait_gone([worker.pid])
+            assert clock.now() - start >= 0.2
+            assert worker.wait() == -signal.SIGKILL
+
+
+# --- all pairs
+
+
+@pytest.fixture(params=["local", "file", "shared"])
+def client(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+    """A client of a server that runs in this process."""
+    path = str(tmp_path / "timers")
+    if request.param == "local":
+        queue: Any = SPAWN.SimpleQueue()
+        with LocalTimerServer(queue):
+            yield LocalTimerClient(queue)
+        queue._reader.close()
+        queue._writer.close()
+    elif request.param == "file":
+        with FileTimerServer(path):
+            yield FileTimerClient(path)
+    else:
+        with SharedTimerServer() as server:
+            yield SharedTimerClient(server.address)
+
+
+@pytest.mark.slow
+def test_forks_and_threads_of_a_client_have_timers_of_their_own(client: Any, ready: Ready) -> None:
+    worker = SPAWN.Process(target=timer_workers.fork_and_hang, args=(client, ready.address))
+    worker.start()
+    assert ready.wait(4) == ["-9", "-9", "-9", "well"]
+    worker.join()
+    assert worker.exitcode == 0
+    worker.close()
+
+
+@pytest.mark.slow
+def test_a_server_without_a_descriptor_is_not_rid_of_who_hangs(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither when it hears of the timer, nor when that expires, but a second later there is one."""
+    asked: list[int] = []
+    open_it = os.pidfd_open
+
+    def pidfd_open(pid: int) -> int:
+        asked.append(pid)
+        if len(asked) < 3:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return open_it(pid)
+
+    monkeypatch.setattr("posix.pidfd_open", pidfd_open)  # which `Process` calls
+    worker = SPAWN.Process(target=timer_workers.hang, args=(client,))
+    worker.start()
+    worker.join(TIMEOUT)
+    code = worker.exitcode
+    worker.kill()
+    worker.join()
+    worker.close()
+    assert code == -signal.SIGKILL
+    assert len(set(asked[:3])) == 1
+
+
+# --- the pair in shared memory
+
+
+def scopes(server: SharedTimerServer) -> list[str]:
+    """Those of all timers that are set."""
+    table = server._table
+    assert table is not None
+    return sorted(timer.scope for timer in map(table.read, table.look(layout.NEVER - 1)[0]) if timer is not None)
+
+
+def test_a_negative_time_releases() -> None:
+    with SharedTimerServer() as server:
+        client = SharedTimerClient(server.address)
+        client.acquire("load", -1)  # not held
+        client.acquire("load", clock.wall() + 60)
+        client.acquire("other", clock.wall() + 60)
+        client.acquire("load", -1)
+        assert scopes(server) == ["other"]
+
+
+@pytest.mark.parametrize("moment", [math.nan, math.inf, -math.inf])
+def test_a_moment_that_is_none(moment: float) -> None:
+    with SharedTimerServer() as server:
+        client = SharedTimerClient(server.address)
+        with pytest.raises(ValueError, match="expiration_time: expected a moment"):
+            client.acquire("load", moment)
+        client.acquire("load", 1e300)  # later than can be told apart from later ones
+        assert scopes(server) == ["load"]
+        assert len(client.seat.free) == layout.SLOTS - 1
+
+
+def test_threads_that_use_a_client_for_the_first_time_lose_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    opening, other, taken = itertools.count(), threading.Event(), threading.Event()
+
+    def seat_at(address: str) -> Seat:
+        seat = original(address)
+        if next(opening):
+            other.set()
+            assert taken.wait(TIMEOUT)
+        else:
+            other.wait(0.2)  # the time for another thread to come here, too: none should
+        return seat
+
+    def work(scope: str) -> None:
+        client.acquire(scope, clock.wall() + 60)
+        taken.set()
+
+    original = _shared._seat_at
+    monkeypatch.setattr(_shared, "_seat_at", seat_at)
+    with SharedTimerServer() as server:
+        client = SharedTimerClient(server.address)
+        threads = [threading.Thread(target=work, args=(scope,)) for scope in "ab"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert scopes(server) == ["a", "b"]
+        for scope in "ab":
+            client.release(scope)
+        assert scopes(server) == []
+
+
+def test_a_server_in_a_fork_is_nobodys() -> None:
+    """It hangs at no lock of another thread's, and leaves the parent's alone; the child may take timers, and serve."""
+    with SharedTimerServer() as server, server._loop._gate:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                signal.alarm(20)
+                thread = threading.Thread(target=_use_in_a_fork, args=(server,))
+                thread.start()
+                thread.join()
+                code = 0 if server._address else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        client = SharedTimerClient(server.address)
+        client.acquire("load", clock.wall() + 60)
+        assert scopes(server) == ["load"]
+
+
+def _use_in_a_fork(server: SharedTimerServer) -> None:
+    client = SharedTimerClient(server.address)
+    client.acquire("the child's", clock.wall() + 60)
+    client.release("the child's")
+    server.stop()
+    server.stop()
+    server.start()
+    assert server.address.startswith(f"{os.getpid()}:")
+    server.stop()
+    server.start()
