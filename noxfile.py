@@ -78,9 +78,9 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def quick(session: nox.Session) -> None:
-    """The tests on the default Python, without those that take long or mean the same on each Python."""
+    """The tests on the default Python, two at a time, without those that take long or mean the same on each Python."""
     install(session, "test")
-    run_tests(session, "-m", "not torch and not once and not slow")
+    run_tests(session, "-n", "2", "-m", "not torch and not once and not slow")
 
 
 @nox.session(python=SUPPORTED)

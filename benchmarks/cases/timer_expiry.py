@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -79,9 +80,10 @@ class _Sent:
 
     def __init__(self) -> None:
         self.moments: list[int] = []
+        c_half = importlib.import_module("_signal")  # of `signal`: where ours looks the call up
         self._real: dict[tuple[Any, str], Callable[..., None]] = {
             (os, "kill"): os.kill,
-            (signal, "pidfd_send_signal"): signal.pidfd_send_signal,
+            (c_half, "pidfd_send_signal"): c_half.pidfd_send_signal,
         }
 
     def __enter__(self) -> Self:

@@ -18,7 +18,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from phalanx._base import clock
-from phalanx._base.clock import FakeClock
 from phalanx._base.control_chars import Colours, escape_json, sanitise
 from phalanx._base.stderr import tell
 from phalanx._logs.formats import Json, Text
@@ -28,6 +27,7 @@ from phalanx._logs.render import View
 from phalanx._logs.terminal import PlainOutput, TerminalOutput, visible
 from phalanx.errors import ChildFailedError, ProcessFailure
 from phalanx.spawn import ProcessRaisedException, spawn
+from tests.support.fake_clock import FakeClock
 from tests.support.helpers import TIMEOUT
 from tests.support.pump_tools import Memory
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from phalanx._base import clock, linux
-from phalanx._base.clock import FakeClock
 from phalanx._logs.rotated import rotated_files
 from phalanx._logs.timeline_format import CUT
 from phalanx._logs.timeline_reader import read as read_timeline
@@ -28,6 +27,7 @@ from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, Std, start_p
 from tests.cli.test_log_options import start_sh
 from tests.cli.test_run import LIMIT, Done, Launcher, Place, refused
 from tests.runs.test_runs import wait_for_record
+from tests.support.fake_clock import FakeClock
 from tests.support.helpers import Gate
 
 if TYPE_CHECKING:

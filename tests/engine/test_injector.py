@@ -15,7 +15,7 @@ from tests.injector.planted import PLANTED, plant
 ROOT = Path(__file__).parents[2]
 AT_ONCE = "3"
 """So many runs are made at the same time, because they mostly wait."""
-PLANS = "5722c035"
+PLANS = "ff066825"
 
 
 def inject(*arguments: str) -> subprocess.Popen[str]:

@@ -180,7 +180,7 @@ from phalanx.multiprocessing import start_processes
 os.mkfifo("there")
 with start_processes("g", "sh", ("-c", "sleep 600 & echo > there; wait"), nprocs=1) as group:
     open("there").read()
-    assert group._supervisor._chored.finish(20)
+    assert group._supervisor._chored.drain(20)
     before = set(sys.modules)
     group.close(timeout=0.1)
     assert group._supervisor.mirror.leftovers

@@ -185,7 +185,7 @@ def test_the_first_value_and_the_first_evidence_count(end: End) -> None:
     end.take()
     sender, _other = end.ended()
     assert (sender.result, sender.sent_evidence, end.dropped) == (VALUE, ("text 1", "", 1), 2)
-    sender.given.close()
+    sender.received_fds.close()
     with pytest.raises(BrokenPipeError):  # nobody holds the reading end
         os.write(writer, b"x")
     os.close(writer)

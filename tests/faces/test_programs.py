@@ -33,7 +33,7 @@ from tests.support import leaks
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parents[1]
 PROGRAMS = HERE / "programs"
 QUICK = "fork"
 ALL = os.environ.get("PROGRAMS") == "all"
@@ -116,7 +116,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         wanted += [(each["program"], face, each["method"], words) for face in (f"torch-{each['face']}", each["face"])]
     # Without the mark: what runs beside a test, for a later one, is no leak of it.
     process = subprocess.Popen(
-        [sys.executable, str(HERE / "program_runs.py")],
+        [sys.executable, str(HERE / "support" / "program_runs.py")],
         env={name: value for name, value in os.environ.items() if name != leaks.MARK},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx._base import clock
-from phalanx._base.clock import FakeClock
 from phalanx._base.rank_ranges import format_ranks
 from phalanx._logs import dedup, tracebacks
 from phalanx._logs.dedup import Dedup
@@ -23,6 +22,7 @@ from phalanx._logs.terminal import PlainOutput
 from phalanx._logs.tracebacks import HEAD, QUIET, Tracebacks
 from phalanx.multiprocessing import ConsoleSpecs
 from tests.cli.test_log_options import fold_patiently, group
+from tests.support.fake_clock import FakeClock
 from tests.support.pump_tools import Memory, source
 from tests.support.timer_workers import wait_asleep
 

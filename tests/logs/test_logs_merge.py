@@ -25,7 +25,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from phalanx._base import clock
-from phalanx._base.clock import FakeClock
 from phalanx._logs import timeline_writer
 from phalanx._logs.growth import Growth
 from phalanx._logs.timeline_format import APART
@@ -33,6 +32,7 @@ from phalanx._logs.timeline_writer import TimelineWriter
 from phalanx._runs.catalog import RunDir
 from phalanx.cli._reader import Reader
 from phalanx.multiprocessing import ConsoleSpecs
+from tests.support.fake_clock import FakeClock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

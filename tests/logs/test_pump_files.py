@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from phalanx._base import clock, linux
-from phalanx._base.clock import FakeClock
 from phalanx._base.loop import Loop
 from phalanx._logs import pump, sink, unshown
 from phalanx._logs.dedup import Dedup
@@ -34,6 +33,7 @@ from phalanx._logs.terminal import PlainOutput, TerminalOutput
 from phalanx._logs.timeline_format import GREW
 from phalanx._logs.timeline_reader import read as read_timeline
 from phalanx._logs.timeline_writer import TimelineWriter
+from tests.support.fake_clock import FakeClock
 from tests.support.helpers import TIMEOUT
 from tests.support.pump_tools import Memory, Rotated, append, read_all, rig, source, until
 from tests.support.screen import Emulator

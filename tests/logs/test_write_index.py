@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from phalanx._base import clock
-from phalanx._base.clock import FakeClock
 from phalanx._logs import rotated, timeline_format, timeline_reader, timeline_trimming, timeline_writer
 from phalanx._logs.follower import Follower
 from phalanx._logs.growth import Growth
@@ -24,6 +23,7 @@ from phalanx._logs.rotated import NEWEST
 from phalanx._logs.timeline_format import APART, CLOCK, CUT, FIRST, GREW, HEAD, NUMBER, RECORD, ROTATED, SECOND, pack
 from phalanx._logs.timeline_writer import BURST, DOUBLING, SPACING, TimelineWriter
 from tests.logs.test_rotated_files import compress, rotate
+from tests.support.fake_clock import FakeClock
 from tests.support.pump_tools import append, rig
 
 if TYPE_CHECKING:

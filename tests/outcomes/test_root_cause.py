@@ -452,7 +452,7 @@ def test_an_oom_kill_is_called_so_because_the_kernel_says_so(which: str, memory_
 @pytest.mark.parametrize("teardown", [0.05, TIMEOUT])
 @pytest.mark.parametrize("kind", ["script", *METHODS])
 def test_sys_exit_is_dated_when_it_leaves_the_users_code(tmp_path: Path, kind: str, teardown: float) -> None:
-    """A peer that only saw its connection close is not the cause; nor is the culprit one that we stopped."""
+    """A peer that only saw its connection close is not the cause; nor is one that we stopped."""
     path = str(tmp_path / "socket")
     settle = 0.1 if teardown == TIMEOUT else TIMEOUT
     if kind == "script":

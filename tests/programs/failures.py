@@ -19,8 +19,8 @@ class OwnError(Exception):
         self.code = code
 
 
-def fail(rank: int, how: str, culprit: int) -> None:
-    if rank != culprit:
+def fail(rank: int, how: str, failing: int) -> None:
+    if rank != failing:
         signal.pause()  # until the group is stopped
     if how == "raise":
         raise OwnError(7, "not this way")

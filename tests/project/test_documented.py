@@ -40,12 +40,13 @@ pytestmark = pytest.mark.once
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src"
 GUIDE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+REFERENCE = (ROOT / "docs" / "reference" / "index.md").read_text(encoding="utf-8")
 NAME = re.compile(r"`([A-Za-z_]\w*)`")
 
 
 def table(heading: str) -> list[list[str]]:
-    """The cells of the first table below a heading of the guide, without its head."""
-    below = GUIDE.partition(f"\n{heading}\n")[2]
+    """The cells of the first table below a heading of the guide, or of the reference, without its head."""
+    below = (GUIDE + REFERENCE).partition(f"\n{heading}\n")[2]
     found = re.search(r"(?:^\|.*\|\n)+", below, re.MULTILINE)
     assert found, heading
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in found[0].splitlines()[2:]]
@@ -95,8 +96,8 @@ def test_the_table_has_what_a_function_finds(method: str, monkeypatch: pytest.Mo
 # --- variables that are read
 
 UNNAMED = {
-    "terminal.py: name": {"LINES", "COLUMNS"},
-    "_nproc.py: name": {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"},
+    "tty.py: name": {"LINES", "COLUMNS"},
+    "accelerators.py: name": {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"},
     "_command.py: name": set[str](),  # those of options
     "fork_process.py: name": set[str](),  # all: a fork takes over the environment of its group
 }
@@ -139,12 +140,13 @@ def constants(path: Path) -> dict[str, str]:
 def test_the_table_has_what_phalanx_reads() -> None:
     paths = sorted(SOURCE.rglob("*.py"))
     modules = {path.stem: constants(path) for path in paths}
+    everywhere = {name: text for names in modules.values() for name, text in names.items() if name.endswith("_ENV")}
     found, unnamed = set(), set()
     for path in paths:
         for key in environ_keys(ast.parse(path.read_text(encoding="utf-8"))):
             text = ast.unparse(key)
             module, _, name = text.rpartition(".")
-            known = (modules[module] if module else constants(path)).get(name)
+            known = (modules[module] if module else everywhere | constants(path)).get(name)
             if isinstance(key, ast.Constant):
                 found.add(str(key.value))
             elif known is not None:

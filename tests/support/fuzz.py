@@ -215,7 +215,7 @@ class Fuzz:
         worker = mirror.workers[0]
         assert worker.sent_evidence is None or sum(map(len, worker.sent_evidence[:2])) <= worker_messages.PACKET
         assert not isinstance(worker.result, bytes) or len(worker.result) <= max(worker_messages.PACKET, _LARGE)
-        worker.given.close()
+        worker.received_fds.close()
         for fd in dropped:
             os.close(fd)
 

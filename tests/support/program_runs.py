@@ -24,7 +24,7 @@ AT_ONCE = 3
 """Of two cores: a program of torch's waits now and then, and then another may go on."""
 LIMIT = 90.0
 """Seconds for one run, after which it is killed and has failed."""
-PROGRAMS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "programs")
+PROGRAMS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "programs")
 
 # What a launcher above us, or a developer's shell, may have set.
 REMOVED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}

@@ -1105,11 +1105,11 @@ class WatchingOneRank(Watching):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Watching, WatchingOneRank])
-def test_the_lookout_sees_each_expiry_once_and_at_once(kind: type[Watching]) -> None:
+def test_the_scheduler_sees_each_expiry_once_and_at_once(kind: type[Watching]) -> None:
     run_state_machine_as_test(kind, settings=settings(max_examples=40, stateful_step_count=30, deadline=None))
 
 
-def test_what_is_set_while_the_lookout_says_when_it_looks_next_is_seen(table: TimerTable) -> None:
+def test_what_is_set_while_the_scheduler_says_when_it_looks_next_is_seen(table: TimerTable) -> None:
     """The client still reads the old moment, which is earlier, and so does not ring."""
     loop = FakeLoop()
     now = clock.now_ns()
@@ -1168,7 +1168,7 @@ def watched(table: TimerTable, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watc
     it.scheduler.close()
 
 
-def test_who_was_stopped_with_the_lookout_has_its_time_once_more(table: TimerTable, watched: Watched) -> None:
+def test_who_was_stopped_with_the_scheduler_has_its_time_once_more(table: TimerTable, watched: Watched) -> None:
     with seat_at(table) as seat:
         slot = watched.take(seat, 50)
         seat.disarm(watched.take(seat, 60))
@@ -1257,7 +1257,7 @@ def test_a_heartbeat_that_a_block_extends_is_put_off_by_what_that_block_has_lost
     table.close()
 
 
-def test_a_lookout_that_is_closed_is_quiet(table: TimerTable) -> None:
+def test_a_scheduler_that_is_closed_is_quiet(table: TimerTable) -> None:
     loop = FakeLoop()
     seen: list[Timer] = []
     scheduler = TimerScheduler(table, loop, seen.extend)  # type: ignore[arg-type]  # as above

@@ -209,7 +209,7 @@ def test_a_function_that_hangs(method: str, events: Events, gate: Gate) -> None:
 
 @pytest.mark.slow
 def test_a_binary_shows_what_the_kernel_knows_of_it(events: Events, ready: Ready, logs: Path) -> None:
-    program = f"from tests import hang_workers as h; {ready.python()}; h.hang()"
+    program = f"from tests.support import hang_workers as h; {ready.python()}; h.hang()"
     args = {0: ("-c", f'{sys.executable} -c "$0"; :', program), 1: ("-c", "exec sleep 600")}
     path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
     env = {rank: {"PYTHONPATH": path} for rank in range(2)}

@@ -14,7 +14,7 @@ _LIGHT = (
     "traceback",
     *("phalanx._base.process", "phalanx._base.std_streams"),
     "phalanx._evidence.recording",
-    "phalanx._timers.escalation",
+    *("phalanx._timers.escalation", "phalanx._timers.table"),
     *(f"phalanx._engine.keeper.{name}" for name in ("fork_process", "guard", "rotated_logs", "start_group", "sweep")),
     *(f"phalanx._engine.pickling.{name}" for name in ("by_value", "picklers", "rebuild", "results", "unpicklable")),
     "phalanx._engine.rotation.log_writer",

@@ -41,7 +41,6 @@ class WorkerRecord:
         "exit_ns",
         "exiting_early",
         "exiting_ns",
-        "given",
         "hang",
         "hung",
         "max_rss_kib",
@@ -49,6 +48,7 @@ class WorkerRecord:
         "order",
         "pid",
         "rank",
+        "received_fds",
         "result",
         "sent_evidence",
         "signalled",
@@ -75,7 +75,7 @@ class WorkerRecord:
         self.max_rss_kib = 0
         self.cpu_seconds = 0.0
         self.result: bytes | Exception | None = None  # pickled; or why it could not be received, or is none
-        self.given = ReceivedFds()  # the descriptors that came with it
+        self.received_fds = ReceivedFds()  # the descriptors that came with it
         self.sent_evidence: tuple[str, str, int] | None = (
             None  # evidence that it could not write: message, traceback, moment
         )
@@ -89,11 +89,11 @@ class WorkerRecord:
 class _Said:
     """What a process has sent, which may be a worker: its first value, and its first evidence."""
 
-    __slots__ = ("given", "result", "sent_evidence", "wrong")
+    __slots__ = ("received_fds", "result", "sent_evidence", "wrong")
 
     def __init__(self) -> None:
         self.result: bytes | Exception | None = None
-        self.given = ReceivedFds()
+        self.received_fds = ReceivedFds()
         self.sent_evidence: tuple[str, str, int] | None = None
         self.wrong = ""  # why its first malformed packet is one
 
@@ -175,7 +175,7 @@ class Mirror:
         elif packet.letter == worker_messages.LARGE:
             return partial(_read, said, packet.fds, drop)
         else:
-            said.result, said.given = packet.content, ReceivedFds(packet.fds)
+            said.result, said.received_fds = packet.content, ReceivedFds(packet.fds)
         return None
 
     def _of(self, pid: int) -> _Said | None:
@@ -189,7 +189,11 @@ class Mirror:
         for worker in self.workers.values():
             said = self._said.pop(worker.pid, None)
             if worker.exit is not None and said is not None:
-                worker.result, worker.given, worker.sent_evidence = said.result, said.given, said.sent_evidence
+                worker.result, worker.received_fds, worker.sent_evidence = (
+                    said.result,
+                    said.received_fds,
+                    said.sent_evidence,
+                )
                 if said.result is None and said.wrong:
                     worker.result = ValueError(f"rank {worker.rank} sent what is no result: {said.wrong}")
         self._said.clear()
@@ -253,7 +257,7 @@ def _read(said: _Said, fds: list[int], drop: Callable[[list[int]], None]) -> Non
         from phalanx._base import procfs, sealed_memfd
 
         said.result = sealed_memfd.read(file, procfs.available_memory())
-        said.given = ReceivedFds(fds)
+        said.received_fds = ReceivedFds(fds)
         os.close(file)
     except (OSError, MemoryError, ValueError) as error:
         if isinstance(error, ValueError):

@@ -1,4 +1,4 @@
-"""What a group is started with: defaults, and the refusal of bad input before anything starts."""
+"""The arguments of a group: their defaults, and the checks that refuse bad input before anything starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 START_METHODS = ("spawn", "forkserver", "fork")
 
 UNSET: Any = object()
-"""Stands for an argument that was left out, where None means something."""
+"""The value of an argument that was left out, where None has a meaning."""
 
 SETTLE = 0.1
 """Seconds after the first failure in which peers may leave evidence of their own before they are stopped."""
@@ -31,7 +31,7 @@ GRACE = 30.0
 
 
 IMPORT, VALUE = "import", "value"
-"""How what the main module defines comes to the workers: they run it again; or it is sent."""
+"""How workers get what the main module defines: they run the module again; or it is sent by value."""
 
 
 class RanksError(ValueError, RuntimeError):
@@ -69,7 +69,7 @@ def check_options(
     *,
     starts_warm: bool = False,
 ) -> None:
-    """Refuse what no group can be started with. Raises TypeError, ValueError."""
+    """Refuse options with which no group can be started. Raises TypeError, ValueError."""
     if not isinstance(name, str):
         msg = f"name: expected a string, got {name!r}"
         raise TypeError(msg)
@@ -87,21 +87,21 @@ def check_options(
         msg = f"preload, warm: only forks have it already, those of start_method='forkserver'; {what}"
         raise ValueError(msg)
     specs = (("console", console, ConsoleSpecs), ("placement", placement, Placement), ("timers", timers, TimerSpecs))
-    for option, given, kind in specs:
-        if not isinstance(given, (kind, NoneType)):
-            msg = f"{option}: expected a {kind.__name__}, got {given!r}"
+    for option, value, kind in specs:
+        if not isinstance(value, (kind, NoneType)):
+            msg = f"{option}: expected a {kind.__name__}, got {value!r}"
             raise TypeError(msg)
-    for option, value in (("settle", settle), ("grace", grace), ("linger", linger)):
-        seconds(option, value)
+    for option, time_span in (("settle", settle), ("grace", grace), ("linger", linger)):
+        seconds(option, time_span)
 
 
 def per_rank(args: Any, envs: Any, nprocs: int | None) -> tuple[dict[int, tuple[Any, ...]], dict[int, dict[str, str]]]:
-    """The arguments and environments of each rank, checked. What a mapping holds for a rank is looked up once."""
+    """Check the arguments and environments of each rank, and return them. Each rank is looked up in a mapping once."""
     if nprocs is not None:
         if isinstance(nprocs, bool) or not hasattr(nprocs, "__index__"):
             msg = f"nprocs: expected a whole number, got {nprocs!r}"
             raise TypeError(msg)
-        nprocs = operator.index(nprocs)  # NumPy has whole numbers of its own
+        nprocs = operator.index(nprocs)  # NumPy has integer types of its own
     if args is UNSET:
         args = ()
     shared = isinstance(args, (tuple, list))
@@ -133,13 +133,13 @@ def _ranks(which: str, mapping: Any, what: str) -> list[Any]:
 
 
 def is_sequence(values: object) -> bool:
-    """Whether something can stand for a tuple of arguments: not what iterates over letters, keys, or in any order."""
+    """Whether an object can replace a tuple of arguments: not a string, a mapping or a set."""
     is_other = isinstance(values, (str, bytes, set, frozenset)) or hasattr(values, "keys")
     return hasattr(values, "__iter__") and not is_other
 
 
 def _tuples(args: dict[int, Any]) -> dict[int, tuple[Any, ...]]:
-    """The arguments as tuples. Ranks that have the same object have the same tuple: it is pickled once."""
+    """Return the arguments as tuples. Ranks with the same object get the same tuple, which is then pickled once."""
     for rank, values in args.items():
         if not is_sequence(values):
             msg = f"args: rank {rank}: expected a tuple of arguments, got {values!r}"
@@ -151,13 +151,13 @@ def _tuples(args: dict[int, Any]) -> dict[int, tuple[Any, ...]]:
     return {rank: tuples[id(values)] for rank, values in args.items()}
 
 
-def _check_ranks(which: str, given: list[Any], count: int) -> None:
-    there = {rank for rank in given if hasattr(rank, "__index__")}
-    missing = [str(rank) for rank in range(count) if rank not in there]
-    surplus = [repr(rank) for rank in given if not hasattr(rank, "__index__") or not 0 <= rank < count]
+def _check_ranks(which: str, ranks: list[Any], count: int) -> None:
+    present = {rank for rank in ranks if hasattr(rank, "__index__")}
+    missing = [str(rank) for rank in range(count) if rank not in present]
+    surplus = [repr(rank) for rank in ranks if not hasattr(rank, "__index__") or not 0 <= rank < count]
     if missing or surplus:
         trouble = [
-            f"{', '.join(ranks)} {what}" for ranks, what in ((missing, "missing"), (surplus, "too many")) if ranks
+            f"{', '.join(names)} {what}" for names, what in ((missing, "missing"), (surplus, "too many")) if names
         ]
         msg = f"{which}: expected exactly the local ranks 0 to {count - 1}: {'; '.join(trouble)}"
         raise RanksError(msg)
@@ -187,7 +187,7 @@ def _environment(rank: int, env: Any) -> dict[str, str]:
 
 
 def check_timeout(timeout: float | None) -> None:
-    """Refuse NaN, with which a wait would last for ever. Raises ValueError."""
+    """Refuse NaN, with which a wait would never end. Raises ValueError."""
     if timeout != timeout:  # noqa: PLR0124 - true of NaN alone
         msg = f"timeout: expected seconds, got {timeout!r}"
         raise ValueError(msg)

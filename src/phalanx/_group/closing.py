@@ -1,4 +1,4 @@
-"""What is released when a group is closed or dropped: signal handlers, the warm process, temporary files."""
+"""Releases what a closed or dropped group holds: signal handlers, the warm process, temporary files."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from phalanx._logs.specs import LogsSpecs
 
 TIDY = 5.0
-"""Seconds that a `close` waits for the removal of files: the disk may not answer."""
+"""Seconds that `close` waits for the removal of files: a disk may not answer."""
 
 
 def release(supervisor: Supervisor, logs: LogsDest, specs: LogsSpecs, warm: Warm | None = None) -> None:
     """Release what a closed or dropped group holds in this process, and remove its temporary and empty files."""
-    if supervisor.owner != os.getpid():  # a fork of it, at its exit
+    if supervisor.owner != os.getpid():  # this process is a fork of the owner, and exits
         return
     try:
         host_signals.release(supervisor)
-    finally:  # a signal may come in the midst of that
+    finally:  # a signal handler may raise in the first step
         if warm is not None:
             warm.close()
     if supervisor.done:

@@ -47,7 +47,7 @@ class SubprocessContext(PContext):
     ) -> None:
         super().__init__(name, entrypoint, args, envs, logs_specs, log_line_prefixes, **options)
 
-    def _plan(self, held: ExitStack) -> Plan:  # noqa: ARG002 - a binary needs nothing held
+    def _plan(self, held: ExitStack) -> Plan:  # noqa: ARG002 - a binary needs no resources
         name = str(self.entrypoint)
         commands: dict[int, tuple[str, list[bytes], list[int]]] = {}
         found: dict[str | None, str] = {}  # by PATH

@@ -1,6 +1,6 @@
-"""A started group as its owner sees it: wait, pids, close, and the result.
+"""A started group as its owner holds it: wait, pids, close, and the result.
 
-How processes are started and stopped is the engine's business; what their ends mean, that of `_outcomes`.
+`_engine` starts and stops the processes; `_outcomes` derives the result from how they ended.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class PContext(GroupStart):
                 if self._recorder is not None:
                     self._recorder.finish()
                 self._tidy()
-        finally:  # once more: another thread was the first to close, or a signal has interrupted it
+        finally:  # again: another thread closed first, or a signal handler has raised
             host_signals.release(supervisor)
 
     def __repr__(self) -> str:
@@ -178,9 +178,9 @@ class PContext(GroupStart):
 
     def __del__(self) -> None:
         supervisor = getattr(self, "_supervisor", None)  # the constructor may have raised
-        # Not a word to `os` for one that has ended: at the interpreter's end, modules are empty.
+        # `os` is not used for a group that has ended: at the interpreter's end, modules are empty.
         if supervisor is not None and not supervisor.ended and supervisor.owner == os.getpid():
-            supervisor.kill()  # first of all: what a signal handler raises here is lost, and ends this
+            supervisor.kill()  # first: an exception of a signal handler ends this method, and is lost
             text = f"{self!r} was dropped, and is killed; close it"
             warnings.warn(text, ResourceWarning, source=self, stacklevel=1)
 
@@ -194,11 +194,11 @@ class PContext(GroupStart):
 
     @abstractmethod
     def _value(self, worker: WorkerRecord) -> Any:
-        """What a worker that succeeded returned; raises when that cannot be known."""
+        """Return the value of a worker that succeeded. Raises if it cannot be read."""
 
     def _judge(self, supervisor: Supervisor) -> RunProcsResult:
-        """Judge, for all threads that wait. If a signal interrupts this, the next thread goes on with what is there."""
-        # A fork of the launcher has one thread, and none that would release the lock.
+        """Collect the result, once for all threads that wait. If a signal interrupts this, the next one goes on."""
+        # In a fork of the launcher no other thread exists that could release the lock.
         with self._judging if supervisor.owner == os.getpid() else nullcontext():
             result = self._result
             if result is None:
@@ -209,7 +209,7 @@ class PContext(GroupStart):
                 if self._recorder is not None:
                     self._recorder.set_result(result)
                 for worker in workers:
-                    worker.given.close()  # of those who failed after they had returned
+                    worker.received_fds.close()  # of workers that failed after they had returned
             return result
 
     def _value_once(self, worker: WorkerRecord) -> Any:

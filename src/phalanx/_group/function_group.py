@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from phalanx._group.warm import Warm
     from phalanx._logs.specs import LogsSpecs
 
-_OF_FORKS = [
+_FORK_MODULES = [
     "phalanx._engine.worker.forked",
     *(f"phalanx._engine.pickling.{name}" for name in ("payload", "picklers", "results")),
 ]
-_BY_VALUE = [*_OF_FORKS, "phalanx._engine.pickling.by_value", "cloudpickle"]
-"""What every function worker of a fork server needs, and what those need whose function goes by value."""
+_BY_VALUE_MODULES = [*_FORK_MODULES, "phalanx._engine.pickling.by_value", "cloudpickle"]
+"""The modules that the keeper imports for function workers that are its forks; the second: with a call by value."""
 
 
 class MultiprocessContext(PContext):
@@ -87,7 +87,7 @@ class MultiprocessContext(PContext):
         if self.start_method == "fork":
             from phalanx._engine.worker import forked
 
-            collects = gc.isenabled()  # its guard and keeper have it off
+            collects = gc.isenabled()  # guard and keeper, its parents, switch it off
 
             def call(rank: int, fds: list[int]) -> None:
                 if collects:
@@ -104,17 +104,17 @@ class MultiprocessContext(PContext):
         )  # fmt: skip
         held.callback(packed.close)
         self._sent = packed.sent
-        given = [packed.memfd, *packed.fds]
-        # The report socket is 0, the payload 1, what multiprocessing objects hold follows.
+        passed = [packed.memfd, *packed.fds]
+        # 0 is the report socket, 1 the payload; the descriptors of multiprocessing objects follow.
         fds = {rank: [0, 1, *(2 + index for index in packed.fd_indices[rank])] for rank in args}
         if self.start_method == "forkserver":
             forks: dict[int, tuple[str, list[bytes], list[int]]] = {rank: ("", [], fds[rank]) for rank in args}
             warm, own = choose(self._preload, self._warm, self.envs)
             self._own_warm = warm if own else None
-            modules = _BY_VALUE if packed.by_value else _OF_FORKS
-            return Plan(forks, flags=interpreter.flags(), fork=True, modules=modules, fds=given, warm=warm)
+            modules = _BY_VALUE_MODULES if packed.by_value else _FORK_MODULES
+            return Plan(forks, flags=interpreter.flags(), fork=True, modules=modules, fds=passed, warm=warm)
         commands = {rank: (interpreter.executable(), self._argv(rank), fds[rank]) for rank in args}
-        return Plan(commands, fds=given)
+        return Plan(commands, fds=passed)
 
     def process_name(self, rank: int) -> str:
         """Return the name of a rank's process, like ``"SpawnProcess-1"``. The group must have been started."""
@@ -128,10 +128,10 @@ class MultiprocessContext(PContext):
         return [os.fsencode(part) for part in command]
 
     def _value(self, worker: WorkerRecord) -> Any:
-        if worker.result is None or self._numbered:  # it left by exit code 0 without returning; nobody wants a value
+        if worker.result is None or self._numbered:  # it exited with 0 before it returned; or the value is not kept
             return None
         if isinstance(worker.result, Exception):
             raise worker.result
         from phalanx._engine.pickling import results
 
-        return results.load(worker.result, worker.given, self._sent)
+        return results.load(worker.result, worker.received_fds, self._sent)

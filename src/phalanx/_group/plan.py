@@ -1,4 +1,4 @@
-"""How the workers of a group are started: by which keeper, and what each of them executes and inherits."""
+"""A group's start plan: the keeper that starts the workers, and what each worker executes and inherits."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Plan:
         commands: Local rank → the file to execute, its argv, and the indices of the descriptors that it inherits, of
             ``fds`` from 1 on; 0 is the socket on which a function worker reports.
         flags: The options of the keeper's interpreter.
-        call: Runs a worker in a fork of this process, of which the keeper is a fork then, too.
+        call: Runs a worker in a fork of this process. The keeper is such a fork as well then.
         fork: Whether workers are forks of the keeper.
-        modules: What the keeper imports before it forks.
+        modules: The modules that the keeper imports before it forks.
         fds: Descriptors for the workers.
-        warm: The process that forks the keeper, which has imported already what the workers need.
+        warm: The process that forks the keeper, and has imported already what the workers need.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Plan:
 
 
 def find_binary(name: str, rank: int, env: Mapping[str, str]) -> str:
-    """The file that a shell would run for ``name`` in the worker's environment."""
+    """Find the file that a shell would run for ``name`` in the worker's environment. Raises OSError, ValueError."""
     if not name:
         raise ValueError("entrypoint: an empty string is not the name of a binary")
     search = env.get("PATH", os.environ.get("PATH", os.defpath))

@@ -1,6 +1,6 @@
-"""The start of a group: its keeper, its folders and files, its workers; and all of it undone when a step fails.
+"""Starts a group: its keeper, its folders and files, its workers. Undoes all of it when a step fails.
 
-How processes are started is the engine's business; this says in which order, and holds signals back meanwhile.
+`_engine` starts the processes; this module has the order of the steps, and holds signals back during them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class GroupStart(ABC):
     """
 
     _begins_slowly = True
-    """Whether a worker is an interpreter first, and writes no error file before its folder can be there."""
+    """Whether a worker starts with an interpreter, so that its folder is made before it can write an error file."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class GroupStart(ABC):
         self._values: dict[int, Any] = {}
         self._starting = self._closed = False
         self._one = allocate_lock()
-        self._judging = RLock()  # what is unpickled, or a signal's handler, may call `wait` once more
+        self._judging = RLock()  # an object that is unpickled, or a signal handler, may call `wait` again
 
     def start(self) -> None:
         """Start every worker, or none.
@@ -119,7 +119,7 @@ class GroupStart(ABC):
         """
         main_module.check_guard()
         if self._signals:
-            with host_signals.delivering():  # one that has been swallowed
+            with host_signals.delivering():  # raises for a signal that came earlier and was not raised
                 pass
         with self._one:
             if self._supervisor is not None or self._starting:
@@ -132,12 +132,12 @@ class GroupStart(ABC):
             self._starting = False
 
     def _start(self) -> None:
-        template_or_default(self.console.template)  # what is wrong with it is said before anything is made
+        template_or_default(self.console.template)  # refuses a bad template before anything is made
         if self._placement is not None:
-            self._placed, said = self._placement.resolve(self.nprocs)
+            self._placed, warning = self._placement.resolve(self.nprocs)
             self._devices = self._placement.environment(self.envs)
-            if said:
-                warnings.warn(said, RuntimeWarning, stacklevel=4)  # that of who called start_processes
+            if warning:
+                warnings.warn(warning, RuntimeWarning, stacklevel=4)  # the frame that called start_processes
         with ExitStack() as held, ExitStack() as undo:
             for fd in linux.occupy_standard_descriptors():
                 held.callback(os.close, fd)
@@ -152,9 +152,9 @@ class GroupStart(ABC):
                 if self._signals:
                     host_signals.acquire(supervisor)
                 if plan.warm is None:
-                    supervisor.boot(plan.flags, plan.call)  # it gets up while we go on
+                    supervisor.boot(plan.flags, plan.call)  # it starts while this goes on
                 else:
-                    plan.warm.begin()  # it imports while we go on
+                    plan.warm.begin()  # it imports while this goes on
                     if self._own_warm is not None:
                         undo.callback(self._own_warm.close)
             self._logs_specs.folders_can_wait = self._begins_slowly
@@ -164,7 +164,7 @@ class GroupStart(ABC):
             report = self._watch(supervisor, undo)
             specs = [self._spec(rank, *command) for rank, command in plan.commands.items()]
             fork_server = self._warmed(plan.warm)
-            with hold():  # not between the start of a process and the noting of it
+            with hold():  # no signal handler runs between the start of a process and its recording
                 if fork_server is not None:
                     supervisor.boot(fork_server=fork_server)
                 undo.callback(self._can_be_closed(supervisor))
@@ -178,7 +178,7 @@ class GroupStart(ABC):
                     modules=plan.modules,
                     report=report,
                 )
-                # At `close`, or when the last reference goes: not in `wait`, whose caller waits for the result alone.
+                # Called by `close`, or when the last reference goes; not by `wait`, which needs the result alone.
                 self._tidy = weakref.finalize(self, release, supervisor, self.logs, self._logs_specs, self._own_warm)
                 undo.pop_all()
         self._wait_until_up(supervisor, self._recorder)
@@ -225,7 +225,10 @@ class GroupStart(ABC):
                 raise RuntimeError(_CLOSED_EARLY % self.name) from None
 
     def _can_be_closed(self, supervisor: Supervisor) -> Callable[[], None]:
-        """From now on there is something to be closed. Returns what takes that back. Raises RuntimeError if it was."""
+        """Let `close` close the group from now on. Returns a function that undoes this.
+
+        Raises RuntimeError if the group was closed before.
+        """
 
         def take_back() -> None:
             self._supervisor = None
@@ -238,7 +241,7 @@ class GroupStart(ABC):
 
     @abstractmethod
     def _plan(self, held: ExitStack) -> Plan:
-        """How to start the workers; refuses what cannot work. What is put into ``held`` is closed once they run."""
+        """Plan the start of the workers; refuse what cannot work. ``held`` is closed once the workers run."""
 
     def _environment(self, rank: int) -> dict[bytes, bytes]:
         envs = self.envs[rank] | self._devices.get(rank, {}) | self._watched.get(rank, {})
@@ -256,7 +259,7 @@ class GroupStart(ABC):
         return protocol.Spec(rank, os.fsencode(path), argv, env, *streams, fds, bounds, self._placed.get(rank))
 
     def _watch(self, supervisor: Supervisor, undo: ExitStack) -> HangReporter | None:
-        """Make what reports on the workers' timers, if they are to be watched."""
+        """Make the report of hangs and the table of timers, if timers are to be watched."""
         if self._timers is None:
             return None
         from phalanx._timers import group_timers
@@ -273,7 +276,7 @@ class GroupStart(ABC):
 
 
 def warn(text: str) -> None:
-    """Warn. Where nobody has set up logging, say it so that a stderr that nobody reads holds up no end of a program."""
+    """Log a warning. Without a log handler, write it to stderr, without blocking the program on a full pipe."""
     if "logging" in sys.modules:
         from logging import WARNING, getLogger
 

@@ -109,7 +109,7 @@ class Warm:
         from phalanx._engine.forkserver import ForkServer
 
         main_module.check_guard()
-        with self._one:  # of several threads that start groups, one replaces it
+        with self._one:  # of several threads that start groups, one replaces the process
             if self._fork_server is not None and not self._fork_server.usable:
                 self._let_go()
             if self._fork_server is None:
@@ -145,28 +145,28 @@ class Warm:
 
 
 def choose(
-    preload: Iterable[str] | None, given: object, envs: Mapping[int, Mapping[str, str]]
+    preload: Iterable[str] | None, warm: object, envs: Mapping[int, Mapping[str, str]]
 ) -> tuple[Warm | None, bool]:
-    """The warm process for a group of forks, if there is to be one; and whether it is the group's own.
+    """Return the warm process for a group of forks, or None; and whether it is the group's own.
 
-    Raises TypeError, ValueError: ``given`` is none that is open, or has not all that is to be preloaded.
+    Raises TypeError or ValueError if ``warm`` is not an open one, or lacks a module of ``preload``.
     """
-    wanted = check_preload(preload or ())
-    if given is not None:
-        if not isinstance(given, Warm):
-            msg = f"warm: expected an entered warm, got {given!r}"
+    modules = check_preload(preload or ())
+    if warm is not None:
+        if not isinstance(warm, Warm):
+            msg = f"warm: expected an entered warm, got {warm!r}"
             raise TypeError(msg)
-        if not given.is_open:
+        if not warm.is_open:
             raise ValueError("warm: it is not open; start the group inside its with statement")
-        missing = [name for name in wanted if name not in given.preload]
+        missing = [name for name in modules if name not in warm.preload]
         if missing:
-            msg = f"preload: {', '.join(missing)} is not among what warm has: {', '.join(given.preload) or 'nothing'}"
+            msg = f"preload: {', '.join(missing)} is not among what warm has: {', '.join(warm.preload) or 'nothing'}"
             raise ValueError(msg)
-        return given, False
+        return warm, False
     current = _current.get()
-    if current is not None and current.is_open and set(wanted) <= set(current.preload):
+    if current is not None and current.is_open and set(modules) <= set(current.preload):
         return current, False
-    return (Warm(wanted, env=shared(envs)), True) if wanted else (None, False)
+    return (Warm(modules, env=shared(envs)), True) if modules else (None, False)
 
 
 def shared(envs: Mapping[int, Mapping[str, str]]) -> dict[str, str]:
@@ -180,7 +180,7 @@ def shared(envs: Mapping[int, Mapping[str, str]]) -> dict[str, str]:
 
 
 def check_preload(preload: Iterable[object]) -> tuple[str, ...]:
-    """The names of modules. Raises TypeError, ValueError."""
+    """Return the names of modules as a tuple. Raises TypeError, ValueError."""
     if isinstance(preload, (str, bytes)) or not hasattr(preload, "__iter__"):
         like = f"; like [{preload!r}]" if isinstance(preload, str) else ""
         msg = f"preload: expected a list of modules' names, got {preload!r}{like}"
@@ -198,5 +198,5 @@ def check_preload(preload: Iterable[object]) -> tuple[str, ...]:
 
 
 def path_of(script: str, *, module: bool) -> list[str]:
-    """Where a script, or a module, finds its neighbours."""
+    """The first entry of `sys.path` for a script, or for a module: where it finds its neighbours."""
     return [os.getcwd() if module else os.path.dirname(os.path.realpath(script))]

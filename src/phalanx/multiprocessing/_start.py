@@ -140,7 +140,7 @@ def start_processes(
         RuntimeError: The folder of the older form is not empty.
         OSError: A worker could not be started. Those that had been are gone, and the message says what ran out.
     """
-    given: dict[str, Any] = {
+    historical: dict[str, Any] = {
         "start_method": start_method,
         "redirects": redirects,
         "tee": tee,
@@ -153,22 +153,22 @@ def start_processes(
         msg = f"start_processes() takes at most {most} positional arguments in this form, got {5 + len(rest)}"
         raise TypeError(msg)
     for option, value in zip(order, rest, strict=False):
-        if given[option] is not UNSET:
+        if historical[option] is not UNSET:
             msg = f"start_processes() got {option!r} twice, by position and by name"
             raise TypeError(msg)
-        given[option] = value
-    method = "spawn" if given["start_method"] is UNSET else given["start_method"]
-    prefixes = None if given["log_line_prefixes"] is UNSET else given["log_line_prefixes"]
+        historical[option] = value
+    method = "spawn" if historical["start_method"] is UNSET else historical["start_method"]
+    prefixes = None if historical["log_line_prefixes"] is UNSET else historical["log_line_prefixes"]
 
     check_options(
         name, entrypoint, method, settle, grace, linger, console, placement, timers, main,
         starts_warm=bool(preload or warm),
     )  # fmt: skip
     all_args, all_envs = per_rank(args, envs, nprocs)
-    if record and logs_specs is log_dir is None and given["redirects"] is given["tee"] is UNSET:
+    if record and logs_specs is log_dir is None and historical["redirects"] is historical["tee"] is UNSET:
         specs: LogsSpecs = recorded(None)
     else:
-        specs = _logs_specs(logs_specs, log_dir, given["redirects"], given["tee"])
+        specs = _logs_specs(logs_specs, log_dir, historical["redirects"], historical["tee"])
         if record:
             specs = recorded(specs)
     options: dict[str, Any] = {"settle": settle, "grace": grace, "linger": linger}
@@ -186,7 +186,7 @@ def start_processes(
     except SignalException as error:
         context.close(error.sigval, grace)
         raise
-    except BaseException:  # a signal handler's own exception: nobody else can close it
+    except BaseException:  # such as a signal handler's exception: the caller has no group to close
         context.close(timeout=grace)
         raise
     return context

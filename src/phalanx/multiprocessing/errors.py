@@ -1,4 +1,4 @@
-"""The names of ``torch.distributed.elastic.multiprocessing.errors``; what they are is in `phalanx.errors`."""
+"""The names of ``torch.distributed.elastic.multiprocessing.errors``, defined in `phalanx.errors`."""
 
 from __future__ import annotations
 

@@ -257,7 +257,7 @@ start_processes = spawn
 _OF_TENSORS = ("get_all_sharing_strategies", "get_sharing_strategy", "set_sharing_strategy")
 
 
-if not TYPE_CHECKING:  # else every name would be right
+if not TYPE_CHECKING:  # type checkers would accept every name
 
     def __getattr__(name: str) -> object:
         """What `multiprocessing` has, loaded when first used."""

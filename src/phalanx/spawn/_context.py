@@ -1,4 +1,4 @@
-"""What `spawn` returns without a join: the started processes, one by one and together."""
+"""The objects that `spawn` returns with ``join=False``: the context, and a handle on each process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a group failed of, as exceptions: the first failure is raised, the others are its notes.
+"""Turns the failures of a group into an exception: the first failure is raised, the others are its notes.
 
-Owns the exceptions and their words. Knows nothing of how a group is run.
+Owns the exceptions and their texts. Knows nothing of how a group is run.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ProcessExitedException(ProcessException):
 
 
 def failed(result: RunProcsResult) -> ProcessException:
-    """The first failure, with the others as notes; those that say the same together."""
+    """Make the exception for the first failure, with the others as notes, one note for equal ones."""
     first, *others = sorted(result.failures.values(), key=lambda failure: failure.first_key)
     stopped = {rank for rank, outcome in result.outcomes.items() if outcome.exitcode == -(outcome.signal_sent or 0)}
     error = _exception(first, stopped)
@@ -77,10 +77,10 @@ def failed(result: RunProcsResult) -> ProcessException:
     from phalanx._outcomes.report import DIFFERENT, first_line, signature
 
     same = signature(first)
-    told: dict[object, list[ProcessFailure]] = {same: []}
+    by_signature: dict[object, list[ProcessFailure]] = {same: []}
     for failure in others:
-        told.setdefault(signature(failure), []).append(failure)
-    for number, (kind, failures) in enumerate(told.items()):
+        by_signature.setdefault(signature(failure), []).append(failure)
+    for number, (kind, failures) in enumerate(by_signature.items()):
         if failures:
             indices = [failure.local_rank for failure in failures]
             what = _what(failures[0], stopped)
@@ -104,12 +104,13 @@ def _exception(failure: ProcessFailure, stopped: Collection[int]) -> ProcessExce
 
 
 def exited(index: int, pid: int, code: int) -> ProcessExitedException:
+    """Make the exception for a process that ended with an exit code other than 0, or by a signal."""
     name = _signal(code) if code < 0 else None
     return ProcessExitedException(f"process {index} {_how(code)}", index, pid, code, name)
 
 
 def _has_raised(failure: ProcessFailure, stopped: Collection[int]) -> bool:
-    """Whether a traceback tells it all. One that we have stopped in its teardown has raised before."""
+    """Whether the traceback is the cause. A process stopped by us while it was tearing down had raised before."""
     return bool(failure.traceback) and (failure.exitcode >= 0 or failure.local_rank in stopped)
 
 

@@ -1,6 +1,6 @@
-"""The engine's group as `spawn` needs it: signals stay the host's, and it lives on without a reference.
+"""The group that `spawn` starts: it leaves signals to the host, and runs on without a reference.
 
-Owns what becomes of such a group at the interpreter's exit, and the sentinels of its processes.
+Owns the end of such groups at the interpreter's exit, and the sentinels of their processes.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from phalanx._engine.mirror import WorkerRecord
 
 _kept: set[SpawnGroup] = set()
-"""The groups that were started without a join, and neither have been joined since nor have ended well."""
+"""The groups that were started without a join, and have neither been joined since nor succeeded."""
 
 _FIRST = 20
-"""The priority of what a child of `multiprocessing` does before all else at its end. The processes may need what goes
-next there: pools (15), the threads that feed queues (10), managers and named semaphores (0)."""
+"""The priority of our finalizer in a child of `multiprocessing`: it runs before all others. The processes may need what
+those end: pools (15), the threads that feed queues (10), managers and named semaphores (0)."""
 
 _at_end: Finalize[None] | None = None
-"""What a child of `multiprocessing` has been told to do at its end."""
+"""Our finalizer, in a child of `multiprocessing`."""
 
 
 class SpawnGroup(MultiprocessContext):
-    """The engine's group, which leaves signals to the host, and lives on without a reference."""
+    """A group of function workers that leaves signals to the host, and may run on without a reference."""
 
     def __init__(self, *args: Any, daemon: bool, **options: Any) -> None:
         super().__init__(*args, signals=False, numbered=True, daemon=daemon, **options)
@@ -48,11 +48,11 @@ class SpawnGroup(MultiprocessContext):
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process started it, and is no fork of the one that did."""
+        """Whether this process started it, and not a process of which this is a fork."""
         return self._started().owner == os.getpid()
 
     def worker(self, rank: int) -> WorkerRecord:
-        """What is known of a process, and becomes known."""
+        """The record of a process, which is updated as it runs."""
         return self._started().mirror.workers[rank]
 
     def send(self, rank: int, number: int) -> None:
@@ -69,11 +69,11 @@ class SpawnGroup(MultiprocessContext):
         self._started().stop(number, self._grace)
 
     def end(self, number: int) -> None:
-        """Stop the processes, and return when they are gone. What they left is read before it is removed."""
+        """Stop the processes, and return when they have ended. Their error files are read before they are removed."""
         if self._supervisor is None:
             return
         self.stop(number)
-        with suppress(RuntimeError):  # KeeperLostError; or it did not come to start
+        with suppress(RuntimeError):  # KeeperLostError; or the start had failed
             self.wait()
         self.close()
 
@@ -85,17 +85,17 @@ class SpawnGroup(MultiprocessContext):
             self.close(signal.SIGKILL)
 
     def close(self, death_sig: int | None = None, timeout: float = GRACE) -> None:
-        """See `PContext.close`. Nothing is left to be told."""
+        """See `PContext.close`. The exit reports no failure of the group afterwards."""
         super().close(death_sig, timeout)
         _kept.discard(self)
 
     def keep(self) -> None:
-        """Live on until all is well or told, with or without a reference, and be looked after at the exit."""
+        """Hold a reference until the group succeeds or is closed, and end it at the interpreter's exit."""
         _kept.add(self)
         self._started().done.then(self._on_done)
-        atexit.unregister(_at_exit)  # once is enough
+        atexit.unregister(_at_exit)  # it must run once
         atexit.register(_at_exit)
-        _look_after_child()
+        _register_finalizer()
 
     def _on_done(self) -> None:
         workers = self._started().mirror.workers.values()
@@ -103,7 +103,7 @@ class SpawnGroup(MultiprocessContext):
             _kept.discard(self)
 
     def error(self, *, own: bool = False) -> ProcessException | None:
-        """What a group that has ended failed of; with ``own``, only if it failed by itself."""
+        """Make the exception of a group that has ended, or None. With ``own``, only for a failure of its own."""
         result = self.wait(0)
         assert result is not None
         if result.root_cause is not None:
@@ -118,7 +118,7 @@ class SpawnGroup(MultiprocessContext):
 
 
 class Sentinel:
-    """A descriptor that becomes readable when a latch opens. Closed when neither the latch nor anybody else has it."""
+    """A descriptor that becomes readable when a latch opens. Closed when the latch and all others have dropped it."""
 
     def __init__(self, latch: Latch) -> None:
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -132,8 +132,8 @@ class Sentinel:
             os.close(self.fd)
 
 
-def _look_after_child() -> None:
-    """Have `_at_exit` run in a child of `multiprocessing` as well, which may end by os._exit without atexit."""
+def _register_finalizer() -> None:
+    """Register `_at_exit` in a child of `multiprocessing` too, which may end by os._exit without atexit."""
     global _at_end  # noqa: PLW0603 - as atexit's own list is one for the process
     processes = loaded("multiprocessing.process")
     if processes is None or processes.parent_process() is None:
@@ -146,10 +146,10 @@ def _look_after_child() -> None:
 
 
 def _at_exit() -> None:
-    """What `multiprocessing` does at the exit: stop the daemons, wait for the others, after a Ctrl-C not for long."""
-    groups = [group for group in list(_kept) if group.is_ours]  # a copy: another thread takes out those that end
-    # An interpreter has shown its exception by now. That of a child of multiprocessing is still on its way here, and
-    # from Python 3.13 on it has gone without a trace: such a child waits, until another Ctrl-C.
+    """Do what `multiprocessing` does at the exit: stop the daemons, wait for the others; after a Ctrl-C, stop all."""
+    groups = [group for group in list(_kept) if group.is_ours]  # a copy: other threads remove groups that end
+    # An interpreter has printed its exception by now, and stored it. That of a child of multiprocessing is still being
+    # handled; from Python 3.13 on nothing of it is left here: such a child waits, until another Ctrl-C.
     interrupted = issubclass(getattr(sys, "last_type", None) or object, KeyboardInterrupt)
     interrupted = interrupted or isinstance(sys.exception(), KeyboardInterrupt)
     for group in groups:
