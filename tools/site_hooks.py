@@ -168,9 +168,9 @@ def home_of(name: str, value: object) -> str:
 
 def members(cls: type) -> list[str]:
     """The public names that a class, or a private base of its own, defines; what its instances are given included."""
-    public = [each for each in cls.__mro__[1:] if each.__module__.startswith("phalanx") and home_of(each.__name__, each)]
-    theirs = {base for each in public for base in each.__mro__}
-    own = [each for each in cls.__mro__ if each.__module__.startswith("phalanx") and each not in theirs]
+    ours = [each for each in cls.__mro__ if each.__module__.startswith("phalanx")]
+    theirs = {base for each in ours if each is not cls and home_of(each.__name__, each) for base in each.__mro__}
+    own = [each for each in ours if each not in theirs]
     names = {name for each in own for name in [*vars(each), *_source()[each.__module__][each.__qualname__].members]}
     return sorted(name for name in names if not name.startswith("_"))
 

@@ -175,12 +175,12 @@ def test_what_somebody_else_has_written_there_is_no_exception(tmp_path: Path, he
     remove_empty(path)
 
 
-PID_LIMIT = st.integers(0, 40).map(str) | st.sampled_from(["", "-1", "x", "9" * 19, "9" * 30, "٣"])
+NUMBERS = st.integers(0, 40).map(str) | st.sampled_from(["", "-1", "x", "9" * 19, "9" * 30, "٣"])
 
 
 @pytest.mark.once
 @settings(deadline=None, max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(PID_LIMIT, min_size=3, max_size=4), st.binary(max_size=60))
+@given(st.lists(NUMBERS, min_size=3, max_size=4), st.binary(max_size=60))
 def test_whatever_stands_there_is_read(tmp_path: Path, numbers: list[str], rest: bytes) -> None:
     path = str(tmp_path / "error.json")
     head = "# exception of process {}, began {}, message {} bytes, traceback {} bytes\n{}".format(*numbers, "", "")

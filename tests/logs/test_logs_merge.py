@@ -241,12 +241,12 @@ def shown(folder: Path, **options: Any) -> list[dict[str, Any]]:
     return rows
 
 
-PID_LIMIT = st.sampled_from(sorted(STREAMS))
+NUMBERS = st.sampled_from(sorted(STREAMS))
 ENDS = st.sampled_from([b"\n", b"\n", b"\n", b"-", b"-" * 50 + b"\n"])
 
 
 def event(what: str, argument: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
-    return st.tuples(st.just(what), PID_LIMIT, argument, st.sampled_from([True, True, False]))
+    return st.tuples(st.just(what), NUMBERS, argument, st.sampled_from([True, True, False]))
 
 
 WHICH = st.tuples(st.integers(0, 5))

@@ -27,11 +27,12 @@ class Line(nn.Module):  # type: ignore[misc]  # torch is not followed
 
 def train(rank: int, model: Line) -> None:
     x = torch.linspace(-1, 1, 8) + rank / 100
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for _ in range(300):
-        optimizer.zero_grad()
+        model.zero_grad()
         nn.functional.mse_loss(model(x), 2 * x - 1).backward()
-        optimizer.step()
+        with torch.no_grad():  # what an optimizer does: one of torch's would take a second to import
+            for parameter in model.parameters():
+                parameter.sub_(RATE * parameter.grad)
         model.steps[rank] += 1
 
 

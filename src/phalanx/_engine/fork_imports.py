@@ -22,7 +22,7 @@ _LIGHT = (
 )
 _HEAVY = ("cloudpickle", "linecache", "phalanx._engine.pickling.pack", "tokenize")
 _OF_MULTIPROCESSING = ("multiprocessing.popen_fork", "multiprocessing.reduction", "multiprocessing.util")
-_ASKED = ("logging", "multiprocessing.resource_tracker")  # see `child`
+_ASKED = ("logging", "multiprocessing.resource_tracker")  # `worker.mp_child` changes both in a fork
 
 
 def load() -> None:

@@ -66,8 +66,8 @@ def evidence(message: bytes, stack: bytes, moment: int) -> bytes:
 def send(fd: int, body: bytes, fds: Sequence[int] = (), patience: int = -1) -> bool:
     """Send a packet over the socket ``fd``. Waits ``patience`` milliseconds for room, or for ever.
 
-    The socket's flags stay as they are: others have it, too. Returns whether it has been sent. Raises Closed when
-    nobody can read it: the launcher has gone, or somebody has shut the socket down; OSError.
+    The socket's flags stay as they are: other processes have it. Returns whether it has been sent. Raises OSError,
+    and channels.Closed when nobody can read it: the launcher has died, or the socket was shut down.
     """
     rights = b"".join(each.to_bytes(_INT, sys.byteorder) for each in fds)
     ancillary = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, rights)] if fds else []

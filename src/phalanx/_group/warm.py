@@ -1,6 +1,6 @@
-"""Starts that cost next to nothing: what workers import is imported once, and they are forks of where it was.
+"""Warm starts: a fork server imports modules once, and the workers of groups are forks that have them already.
 
-Owns whose fork server a group uses. How it imports and forks is `forkserver`'s business.
+Owns the choice of the fork server that a group uses. `forkserver` imports and forks.
 """
 
 from __future__ import annotations

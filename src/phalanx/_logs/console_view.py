@@ -58,7 +58,7 @@ def open_view(
             prefix = prefix if isinstance(prefix, bytes) else prefix(dedup.time)
             output.write(first, prefix, text[:-1].replace(b"\n", b"\n" + prefix) + b"\n")
 
-        now = lambda: view.time()  # noqa: E731, PLW0108 - `replay` replaces `time`
+        now = lambda: view.time()  # noqa: E731, PLW0108 - `View.replay` replaces `time`
         dedup = Dedup(emit, counts, time=now, by_rank=not console.fold)
         if console.fold:
             view.dedup_lines_with(dedup)

@@ -177,7 +177,7 @@ def sum_up(texts: Mapping[int, str], hung: int | None = None, ident: int = 0) ->
 
     Args:
         texts: Rank → its stacks, as `Collection.finish` returns them.
-        hung: The rank that hangs: it is always name_ranks.
+        hung: The rank that hangs: it is always named.
         ident: The thread of that rank to look at; of the others it is the main thread. Default: the main thread.
 
     >>> head = "Current thread 0x01 (most recent call first):"
@@ -224,7 +224,7 @@ def sum_up_locations(locations: Mapping[int, Location], hung: int | None = None)
     if hung is not None:  # those that wait first, and then the rank that they wait for
         groups.sort(key=lambda item: hung in item[1] and len(item[1]) == 1)
     shown = groups if len(groups) <= _SHOWN + 1 else groups[:_SHOWN]
-    # A rank that has ended is always name_ranks: it may be the one that the others wait for.
+    # A rank that has ended is always named: it may be the one that the others wait for.
     rest = [group for group in groups if group not in shown]
     named_too = [group for group in rest if hung in group[1] or isinstance(group[0], Ended)]
     size = len(locations)

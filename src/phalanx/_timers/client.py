@@ -184,7 +184,7 @@ class Seat:
         Args:
             deadline: Nanoseconds of CLOCK_MONOTONIC.
             span: Nanoseconds that the timer has in all.
-            text: Scope and location, see `encode`.
+            text: Scope and location, see `layout.encode`.
             thread: The id of the thread that is in the block; 0: unknown.
         """
         try:

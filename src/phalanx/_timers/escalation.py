@@ -93,7 +93,7 @@ class Escalation:
             self._schedule(0, hangs)
 
     def _send_hangs(self, hangs: list[Hang], *what: object) -> None:
-        """Send the launcher a message about these, if there are any. `MOST` of them fit into a packet."""
+        """Send the launcher a message about these, if there are any. `scheduler.MOST` of them fit into a packet."""
         if hangs:
             self._send(*what, clock.now_ns(), [hang.to_tuple() for hang in hangs])
 

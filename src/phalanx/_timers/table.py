@@ -190,7 +190,7 @@ class TimerTable:
 
     @property
     def address(self) -> str:
-        """Where a client finds the table: ``PID:MEMORY:BELL``. `Seat` takes it with a rank added, as ``ADDRESS:RANK``.
+        """Where a client finds the table: ``PID:MEMORY:BELL``. `client.Seat` takes it with a rank, as ``ADDRESS:RANK``.
 
         Empty, unless this is the process that has made it, or a fork of it, which may be a client.
         """

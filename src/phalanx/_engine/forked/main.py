@@ -25,7 +25,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-_OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "")  # the package
 _LEAVING = 1.0  # seconds that a thread which has been joined, and is none of Python's any more, may take to its end
 
 
@@ -79,7 +78,6 @@ def _on_preload(
     from phalanx._engine.keeper import dispositions, fork_process, guard, start_group  # noqa: F401 - what forks will need
     from phalanx._engine.pickling import payload  # noqa: F401 - what forks will need
     from phalanx._engine.worker import forked, script  # noqa: F401 - what forks will need
-    from phalanx._evidence import recording  # noqa: F401 - what forks will need
 
     forked.own_path[:] = own
     ours = list(sys.path)
@@ -135,10 +133,12 @@ def _send(channel: channels.Channel, message: channels.Message) -> None:
 def _described(error: BaseException) -> str:
     import traceback
 
+    from phalanx._evidence.describe import is_own_file
+
     trace = None if isinstance(error, main_module.UnguardedMainError) else error.__traceback__
     # Frames of this package and of the import system are left out.
     while trace is not None and (
-        trace.tb_frame.f_code.co_filename.startswith(_OURS)
+        is_own_file(trace.tb_frame.f_code.co_filename)
         or trace.tb_frame.f_code.co_filename.startswith("<frozen importlib")
         or trace.tb_frame.f_code.co_filename.endswith("importlib/__init__.py")
     ):

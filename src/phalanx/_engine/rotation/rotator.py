@@ -85,9 +85,7 @@ class Rotator:
     def _append(self, data: bytes) -> None:
         self._mid_line = not data.endswith(b"\n")
         self._size += len(data)
-        left = memoryview(data)
-        while left:
-            left = left[os.write(self._file, left) :]
+        files.write_all(self._file, data)
 
     def _rotate(self) -> None:
         """Rotate the file. ``path`` always exists meanwhile: a follower finds the old file or the new one.

@@ -31,7 +31,7 @@ class Child:
     """This process as a child of `multiprocessing`.
 
     Args:
-        state: Its state, from `ChildIdentities`.
+        state: Its state, from `mp_parent.ChildIdentities`.
         rank: Its rank.
         report: The descriptor of the report socket, on which it sends requests to its launcher.
         forked: Whether it is a fork, with the memory of its parent.
