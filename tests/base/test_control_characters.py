@@ -136,7 +136,7 @@ def test_what_ranks_write_in_turns(screen: bool, monkeypatch: pytest.MonkeyPatch
         def check(turns: list[tuple[int, bytes, bool]]) -> None:
             memory = Memory()
             output = TerminalOutput(memory, lambda: (20, 8)) if screen else PlainOutput(memory)
-            view = View(output, Text(), harmless=True)
+            view = View(output, Text(), sanitise=True)
             sources = [Source(rank, "stdout", b"[%d] " % rank) for rank in range(3)]
             for rank, data, pause in turns:
                 view.take(sources[rank], data)
@@ -319,7 +319,7 @@ def test_a_prefix_with_names_of_others() -> None:
 
 def test_json_says_the_same() -> None:
     memory = Memory()
-    view = View(PlainOutput(memory), Json(), harmless=True)
+    view = View(PlainOutput(memory), Json(), sanitise=True)
     view.take(Source(0, "stdout"), "a\x9b\u202e\x7fé\n".encode())
     sent = memory.taken()
     assert not obeyed(sent)

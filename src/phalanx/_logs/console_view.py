@@ -47,8 +47,8 @@ def open_view(
     # The descriptor is a duplicate: by the time of a write, the host may have closed its own.
     output = display.shared_output(identity(target), lambda: kind(_sink(target)))
     colour = text and tty.use_colour(fd, console.color)
-    harmless = not console.raw and tty.is_terminal(target)
-    view = View(output, Text() if text else Json(prefixes.host), console.search(), harmless=harmless)
+    sanitise = not console.raw and tty.is_terminal(target)
+    view = View(output, Text() if text else Json(prefixes.host), console.search(), sanitise=sanitise)
     if console.fold or (live and text):
         shared = lru_cache(_CACHED)(partial(prefixes.shared, colour=colour))
 

@@ -43,7 +43,7 @@ class View:
         output: Where the lines are written.
         form: `Text` or `Json`.
         select: Chooses the lines that are shown; None for all.
-        harmless: Whether control characters that a terminal would obey are written as escapes: see `control_chars`.
+        sanitise: Whether control characters that a terminal would obey are written as escapes: see `control_chars`.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class View:
         form: Text | Json,
         select: Only | Search | None = None,
         *,
-        harmless: bool = False,
+        sanitise: bool = False,
     ) -> None:
         self.output = output
         self.due = math.inf
@@ -61,7 +61,7 @@ class View:
         """Returns the time that new lines get (seconds since the epoch)."""
         self._form = form
         self._select = select
-        self._harmless = harmless and isinstance(form, Text)  # JSON escapes them anyway
+        self._sanitise = sanitise and isinstance(form, Text)  # JSON escapes them anyway
         self._dedup: Dedup | None = None
         self._tracebacks: Tracebacks | None = None
         # JSON, a pattern and a comparison need whole lines.
@@ -230,7 +230,7 @@ class View:
 
     def _escaped(self, source: Source, data: bytes) -> bytes:
         """Return the next lines of a source, or a part of one, without what a terminal would obey."""
-        return source.line.colours.render(data) if self._harmless and data else data
+        return source.line.colours.render(data) if self._sanitise and data else data
 
     def _want(self, moment: float) -> None:
         self.due = min(self.due, moment)

@@ -235,7 +235,7 @@ def _clean(text: str) -> str:
     """Make text harmless for a terminal.
 
     Colours are left out; of a line that carriage returns overwrote, the last state is kept; other control characters
-    are escape.
+    are escaped.
     """
     text = _ANSI.sub("", text).replace("\r\n", "\n")
     if "\r" in text:

@@ -132,7 +132,7 @@ class TailLog:
     def _make(self, dst: Any) -> Pump:
         select = None if self._filter is None else Only(_select(self._filter))
         target = target_of(dst)
-        view = View(PlainOutput(Sink(target)), Text(), select, harmless=tty.is_terminal(target))
+        view = View(PlainOutput(Sink(target)), Text(), select, sanitise=tty.is_terminal(target))
         streams = []
         for rank, path in self._files.items():
             prefix = self._prefixes.get(rank, f"[{self._name}{rank}]:")

@@ -75,8 +75,9 @@ def _on_preload(
     import importlib
 
     from phalanx._base import process  # noqa: F401 - what forks will need
+    from phalanx._engine import forkserver, supervisor  # noqa: F401 - workers that run the main module again import them
     from phalanx._engine.keeper import dispositions, fork_process, guard, start_group  # noqa: F401 - what forks will need
-    from phalanx._engine.pickling import payload  # noqa: F401 - what forks will need
+    from phalanx._engine.pickling import payload, results  # noqa: F401 - what forks will need
     from phalanx._engine.worker import forked, script  # noqa: F401 - what forks will need
 
     forked.own_path[:] = own
