@@ -174,9 +174,8 @@ class ForkServer:
             return
         if self._channel is not None:
             self._channel.shutdown()
-        if (
-            self._alive() and not self._ready
-        ):  # it receives nothing while it imports; what an import has started is killed as well
+        # While it imports it receives nothing: it is killed, and what an import has started as well.
+        if self._alive() and not self._ready:
             assert self._popen is not None
             try:
                 os.killpg(self._popen.pid, signal.SIGKILL)

@@ -120,9 +120,7 @@ def parse(text: str) -> list[Thread]:
         if frame is not None:
             number = 0 if frame[2] == "???" else int(frame[2])
             found[-1][2].append(Frame("???" if frame[1] is None else frame[1], number, frame[3]))
-        elif not line.startswith(
-            "  "
-        ):  # a thread ends with an empty line; "  ..." and "  <no Python frame>" are its own
+        elif not line.startswith("  "):  # "  ..." and "  <no Python frame>" are the thread's own; an empty line ends it
             open_ = False
     return [Thread(ident, current, tuple(frames)) for ident, current, frames in found]
 

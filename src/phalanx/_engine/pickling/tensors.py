@@ -39,9 +39,8 @@ def copying_reducers(
     def storage(value: Any) -> Any:
         if id(value) in keep_shared or (_has_descriptor(value) and may_share()):
             return shared[torch.UntypedStorage](value)
-        if (
-            not returns and value.device.type == "cpu" and value.is_shared()
-        ):  # by a file's name; this process outlives the receiver's use
+        # An argument that is shared by a file's name: this process outlives the receiver's use.
+        if not returns and value.device.type == "cpu" and value.is_shared():
             return shared[torch.UntypedStorage](value)
         if _from_launcher and returns and _strategy() == "file_system" and _is_the_launchers(value):
             return shared[torch.UntypedStorage](value)

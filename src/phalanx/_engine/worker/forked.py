@@ -41,9 +41,8 @@ def serve_script(argv: list[bytes]) -> None:
     sys.argv[:] = [os.fsdecode(argument) for argument in argv]
     std_streams.reopen(unbuffered=True)
     handler = sys.modules.get("faulthandler")
-    if (
-        handler is not None and handler.is_enabled()
-    ):  # by PYTHONFAULTHANDLER; the keeper has reset the signal handlers since
+    # Enabled by PYTHONFAULTHANDLER. The keeper has reset the signal handlers since.
+    if handler is not None and handler.is_enabled():
         handler.disable()
         handler.enable(2)
     _end_interpreter(_exit_code_of(script.run))

@@ -53,9 +53,7 @@ def main(rank: int) -> None:
     linux.die_with_parent(os.getppid())
     fds = [int(fd) for fd in sys.argv[-1].split(",")]
     for fd in fds:
-        os.set_inheritable(
-            fd, False
-        )  # execve(2) had to keep them; programs that the user's code starts must not inherit them
+        os.set_inheritable(fd, False)  # execve(2) had to keep it; programs that the user's code starts must not have it
     _end_spawned(recorded(lambda: run_payload(rank, fds, forked=False)))
 
 
@@ -176,9 +174,8 @@ def _begin(child: Child) -> None:
     """Read the settings of this worker, and install the handlers of fatal signals and of requests for stacks."""
     ThisWorker.child = child
     ThisWorker.error_file = os.environ.get(ERROR_FILE_ENV, "")
-    ThisWorker.stderr_logged = bool(
-        os.environ.pop("PHALANX_STDERR_LOGGED", "")
-    )  # groups that the worker starts must not inherit it
+    # Removed: groups that the worker starts must not inherit it.
+    ThisWorker.stderr_logged = bool(os.environ.pop("PHALANX_STDERR_LOGGED", ""))
     catch_fatal_signals()
     offer_stacks()
     linux.allow_ptrace()
