@@ -81,6 +81,24 @@ def test_what_the_keeper_said_before_it_left_is_heard_though_a_wish_is_unsent(re
     assert result.root_cause.exitcode == 3
 
 
+def test_an_order_to_stop_that_meets_the_end_is_not_heeded(
+    ready: Ready, gate: Gate, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Both are ready in one round of the keeper's loop: first the end of the last worker, then the order."""
+    with start_processes("g", sys.executable, ("-S", "-c", f"{ready.python()}; {gate.python()}"), nprocs=1) as group:
+        [pid] = ready.pids(1)
+        guard, keeper = helpers_of(group)
+        stop(keeper)
+        gate.open()
+        until(lambda: procfs.Stat(pid).state == "Z")
+        group.close()  # which wakes the keeper
+        assert wait_gone([keeper, guard]) == set()
+        result = group.wait(TIMEOUT)
+    assert result is not None
+    assert result.state == "succeeded"
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     "overdue",
     [lambda it: it._link.watchdog.over(clock.now()), lambda it: it._link.watchdog.replace()],

@@ -36,7 +36,7 @@ class Connection:
     Args:
         sock: The keeper's end of the socket to the launcher.
         loop: Watches all of them.
-        receive: Called with each message and its descriptors, as long as it returns true.
+        receive: Called with each message and its descriptors.
         truncated: Called when the kernel dropped descriptors of a message, because no more may be open here.
         orphaned: Called when the launcher has died, or nobody holds its end of the socket any more.
         guard_lost: Called when the guard has died.
@@ -48,7 +48,7 @@ class Connection:
         sock: _socket.socket,
         loop: Loop,
         *,
-        receive: Callable[[channels.Message, list[int]], bool],
+        receive: Callable[[channels.Message, list[int]], None],
         truncated: Callable[[], None],
         orphaned: Callable[[], None],
         guard_lost: Callable[[], None],
@@ -62,6 +62,7 @@ class Connection:
         self._guard_lost = guard_lost
         self._sent = sent
         self._launcher = self._guard = self.notes = -1
+        self._left = False
         self._pids_sent = 0
 
     def open(self, launcher: int, guard: int = -1, notes: int = -1) -> None:
@@ -75,6 +76,12 @@ class Connection:
         if guard >= 0:
             self._loop.watch(guard, self.on_guard)
         self._loop.watch(launcher, self._on_launcher)
+
+    def leave(self) -> None:
+        """Call nothing any more. What the current round of the loop has found ready, and what lies unread, is left."""
+        self._left = True
+        for fd in (self._channel.fileno(), self._launcher, self._guard):
+            self._loop.forget(fd)
 
     def descriptors(self) -> list[int]:
         """Return the open descriptors."""
@@ -107,9 +114,8 @@ class Connection:
             if events & WRITE and self._channel.flush():
                 self._loop.change(self._channel.fileno(), READ)
                 self._sent()
-            going_on = True
-            while going_on and (received := self._channel.receive()) is not None:
-                going_on = self._receive(*received)
+            while not self._left and (received := self._channel.receive()) is not None:
+                self._receive(*received)
         except channels.Closed:
             self._loop.forget(self._channel.fileno())
             self._orphaned()

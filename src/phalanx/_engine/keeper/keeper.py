@@ -125,11 +125,10 @@ class Keeper:
 
     # --- the launcher
 
-    def _on_message(self, message: channels.Message, fds: list[int]) -> bool:
-        """Do what the launcher has ordered. Returns whether more may be received."""
+    def _on_message(self, message: channels.Message, fds: list[int]) -> None:
+        """Do what the launcher has ordered."""
         verb, *fields = message
         _ON_MESSAGE[str(verb)](self, *fields, *([fds] if verb == "start" else ()))
-        return self._state != "GONE"
 
     def _on_truncated(self) -> None:
         """A message has lost its descriptors: no more may be open here."""
@@ -158,19 +157,17 @@ class Keeper:
             self._escalation.evidence_taken(serial)
 
     def _on_orphaned(self) -> None:
-        if self._state != "GONE":
-            self._last_message = _ORPHANED
-            self._see("ORPHANED")
+        self._last_message = _ORPHANED
+        self._see("ORPHANED")
 
     def _lose(self, who: str, returncode: int) -> None:
         """Kill all. If a failure or a stop came first, or no worker is left, that stays how the group ended."""
         decided = self._state not in ("WAITING", "STARTING", "RUNNING")
         if not decided:
             self._last_message = self._last_message or protocol.ended_by_loss(who, returncode)
-        if self._state not in ("ENDED", "GONE"):
+        if self._state != "ENDED":
             self._connection.send(protocol.helper_lost(who, returncode, decided))
-        if self._state != "GONE":
-            self._see("HELPER_LOST")
+        self._see("HELPER_LOST")
 
     # --- starting
 
@@ -362,6 +359,10 @@ class Keeper:
         if sent:
             self._see("REPORTED")
 
+    def _leave(self) -> None:
+        self._connection.leave()
+        self._loop.stop()
+
 
 _ACTIONS: dict[str, Callable[[Keeper], None]] = {
     "START_WORKERS": Keeper._start_workers,
@@ -378,7 +379,7 @@ _ACTIONS: dict[str, Callable[[Keeper], None]] = {
     "DRAIN": Keeper._drain,
     "ABANDON_LOGS": Keeper._abandon_logs,
     "REPORT_END": Keeper._report_end,
-    "LEAVE": lambda keeper: keeper._loop.stop(),
+    "LEAVE": Keeper._leave,
 }
 
 _ON_MESSAGE: dict[str, Callable[..., None]] = {
