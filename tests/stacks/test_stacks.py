@@ -914,6 +914,32 @@ def test_the_top_is_the_users() -> None:
     assert dump.top([]) is dump.top(dump.parse(at())) is None
 
 
+@pytest.mark.parametrize(
+    "called",
+    [("supervisor.py",), ("pickling", "pack.py"), ("keeper_client.py",), ("worker", "mp_child.py")],
+    ids=lambda called: called[-1],
+)
+def test_a_program_that_has_called_the_engine_keeps_its_frames(called: tuple[str, ...]) -> None:
+    poll = os.path.join(ROOT, "_base", "loop.py"), 47, "wait_promptly"
+    engine = os.path.join(ROOT, "_engine", *called), 7, "call"
+    face = os.path.join(ROOT, "multiprocessing", "_start.py"), 180, "start_processes"
+    user = "/u/train.py", 41, "step"
+    starter = os.path.join(ROOT, "_engine", "worker", "function.py"), 1, "_call"
+    threads = dump.parse(at(poll, engine, face, user, starter, ("<string>", 1, "<module>")))
+    assert [frame.function for frame in dump.program_frames(threads[0].frames)] == [
+        "wait_promptly", "call", "start_processes", "step"
+    ]  # fmt: skip
+    assert str(dump.top(threads)) == "step (train.py:41)"
+
+
+@pytest.mark.parametrize(
+    "starter", ["forked/main.py", "keeper/fork_process.py", "worker/forked.py", "worker/script.py"]
+)
+def test_the_frames_that_start_a_worker_are_left_out(starter: str) -> None:
+    frames = at(("/u/train.py", 41, "step"), (os.path.join(ROOT, "_engine", starter), 1, "_call"))
+    assert [frame.function for frame in dump.program_frames(dump.parse(frames)[0].frames)] == ["step"]
+
+
 def test_summing_up() -> None:
     texts = dict.fromkeys((0, 1, 2, 4, 5, 6, 7), REDUCE) | {3: READ}
     assert dump.sum_up(texts, 3) == (

@@ -31,7 +31,11 @@ _FRAME = re.compile(r'  File (?:"(.*)"|\?\?\?), line (\d{1,10}|\?\?\?) in (.*)')
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64|32)?/python\d[\d.]*t?/|^<frozen |^\?\?\?$")
 _COMMUNICATION = re.compile(r"/(?:site|dist)-packages/torch/(?:distributed/|autograd/graph\.py$)")
 _DISPATCH = re.compile(r"/(?:site|dist)-packages/torch/(?:_ops\.py$|_library/)")  # by which torch calls an operator
-_ENGINE = tuple(os.path.join(folder, "_engine", "") for folder in OWN_FOLDERS)  # what starts workers
+# What starts workers. The rest of the engine may be called by the user's program, and so have its frames below.
+_STARTERS = tuple(
+    os.path.join(folder, "_engine", name, "") for folder in OWN_FOLDERS for name in ("forked", "keeper", "worker")
+)
+_CALLED = "mp_child.py"  # the one file there that may be, too: by an import, for instance
 _SHOWN = 4  # locations that `sum_up` names one by one
 
 
@@ -165,7 +169,7 @@ def _frames_of(threads: Sequence[Thread], ident: int) -> Sequence[Frame]:
 def program_frames(frames: Sequence[Frame]) -> Sequence[Frame]:
     """Cut off the outermost frames by which Phalanx has started the user's program; unless there are no others."""
     for index, frame in enumerate(frames):
-        if index and frame.path.startswith(_ENGINE):
+        if index and frame.path.startswith(_STARTERS) and os.path.basename(frame.path) != _CALLED:
             return frames[:index]
     return frames
 
