@@ -68,6 +68,26 @@ if __name__ == "__main__":
 """
 
 
+FEW = """
+import resource, sys
+from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
+from tests.support import workers
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_NOFILE, (32, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    specs = DefaultLogsSpecs(sys.argv[1], redirects=Std.ALL)
+    with start_processes("g", workers.echo, ("x",), nprocs=12, start_method="forkserver", logs_specs=specs) as group:
+        print(len(group.wait().return_values))
+"""
+
+
+@pytest.mark.slow
+def test_forks_start_under_a_low_limit_on_open_files(tmp_path: Path) -> None:
+    """The open log files have all the numbers below the limit of the workers, which holds while they are forked."""
+    done = workers.run_script(tmp_path, FEW, str(tmp_path / "logs"))
+    assert (done.returncode, done.stdout.strip()) == (0, "12"), done.stderr
+
+
 @pytest.mark.slow
 def test_a_result_that_is_cut_hides_no_other(tmp_path: Path) -> None:
     """Ranks 1, 3 and 5 return what takes a descriptor, of which there is none; the others what does not."""

@@ -105,6 +105,7 @@ class Start:
             ignored = start_process.ignored_signals()
             needed = (start_process.DESCRIPTORS_ROTATING if spec.bounds[0] else 1 for spec in self._specs)
             limit = start_process.DescriptorLimit(sum(needed) + _SPARE_DESCRIPTORS)
+            self._import_fork()
             for number, spec in enumerate(self._specs):
                 if number % _TOGETHER == 0:
                     if not may_go_on(number > 0):
@@ -165,6 +166,15 @@ class Start:
             sys.path[:] = own
         gc.freeze()
 
+    def _import_fork(self) -> None:
+        """Import `fork_process`, if it is needed. Raises OSError, ImportError.
+
+        The limit of the workers holds during a fork, and open log files may have all the numbers below it.
+        """
+        if self._forked or any(spec.placement is not None for spec in self._specs):
+            self._doing = -1, "importing what forks them"
+            import phalanx._engine.keeper.fork_process  # noqa: F401 - see above
+
     def close(self) -> None:
         """Close the descriptors that came with the order, but for the timers' table."""
         for fd in self._fds:
@@ -203,7 +213,7 @@ def load_procfs() -> None:
 
 
 def _fork(*arguments: Any) -> int:
-    """See `fork_process.fork`, which is loaded when it is needed."""
+    """See `fork_process.fork`, which is imported by now."""
     from phalanx._engine.keeper import fork_process
 
     return fork_process.fork(*arguments)
