@@ -149,25 +149,27 @@ class Supervisor:
         self, specs: Sequence[protocol.Spec], fds: Sequence[int], *, fork: bool, modules: Sequence[str]
     ) -> None:
         theirs = self._results.open()
-        # The report socket comes first: it is the one descriptor that every function worker needs.
-        given = [theirs.fileno(), *fds]
-        timers: tuple[Any, ...] | None = None
-        if self._hang_report is not None:
-            table = self._hang_report.table
-            steps = [(name, float(wait)) for name, wait in self._hang_report.steps]
-            timers = (len(given), len(given) + 1, *table.size, steps)
-            given += table.descriptors
-        order = protocol.start(
-            fork,
-            [(name, interpreter.folder_of(name)) for name in modules],
-            self._keeper.marked.environment(),
-            [spec.pack() for spec in specs],
-            procfs.find_oom_counter(),
-            self._policy,
-            timers,
-        )
-        self._link.open(order, given)
-        theirs.close()
+        try:
+            # The report socket comes first: it is the one descriptor that every function worker needs.
+            given = [theirs.fileno(), *fds]
+            timers: tuple[Any, ...] | None = None
+            if self._hang_report is not None:
+                table = self._hang_report.table
+                steps = [(name, float(wait)) for name, wait in self._hang_report.steps]
+                timers = (len(given), len(given) + 1, *table.size, steps)
+                given += table.descriptors
+            order = protocol.start(
+                fork,
+                [(name, interpreter.folder_of(name)) for name in modules],
+                self._keeper.marked.environment(),
+                [spec.pack() for spec in specs],
+                procfs.find_oom_counter(),
+                self._policy,
+                timers,
+            )
+            self._link.open(order, given)
+        finally:
+            theirs.close()
 
     def wait_until_up(self) -> None:
         """Return when every worker runs, or raise, with none left, what went wrong: `not_started`."""
