@@ -22,11 +22,12 @@ from phalanx._engine import keeper_client as client_module
 from phalanx._engine import protocol
 from phalanx._engine.keeper import keeper as keeper_module
 from phalanx._engine.keeper_client import KeeperClient
+from phalanx._engine.keeper_link import KeeperLink
 from phalanx._engine.marked_processes import MarkedProcesses
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, PContext, SubprocessContext, start_processes
 from tests.support.helpers import TIMEOUT, alive, pass_gate, tell, wait_gone
 from tests.support.waits import shorten
-from tests.support.workers import ROOT
+from tests.support.workers import ROOT, run_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -687,6 +688,55 @@ def test_a_guard_needs_no_descriptor_to_take_over(tmp_path: Path) -> None:
         launcher.kill()
         os.kill(kept, signal.SIGKILL)
         assert wait_gone([worker, guard]) == set()
+
+
+TAKE_OVER = """
+import os, signal, sys
+from phalanx._base import channels, linux
+from phalanx._engine.keeper import guard
+from phalanx._engine.keeper.keeper import Keeper, load_end
+
+ours, theirs = channels.pair()
+serving = Keeper(theirs)
+linux.become_subreaper()
+guard.ignore_signals()
+heard, told = os.pipe()
+log_writer = os.fork()
+if log_writer == 0:
+    os.close(told)
+    os.read(heard, 1)
+    os._exit(0)
+if os.fork() == 0:  # a worker
+    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+    while True:
+        signal.pause()
+load_end()
+sys.meta_path.clear()  # in place of a disk that does not answer
+os.close(told)  # the log writer ends after the worker
+serving.take_over(os.getpid(), signal.SIGKILL, log_writer, os.pidfd_open(os.getppid()))
+channel = channels.Channel(ours)
+while (received := channel.receive()) is not None:
+    (verb, *fields), _fds = received
+print(verb, *fields)
+"""
+
+
+@pytest.mark.slow
+def test_a_guard_needs_no_disk_to_take_over(tmp_path: Path) -> None:
+    """Also where log files are rotated: the guard has started nothing that fills them."""
+    done = run_script(tmp_path, TAKE_OVER)
+    assert (done.returncode, done.stdout.strip()) == (0, f"ended_by_loss keeper {-signal.SIGKILL}"), done.stderr
+
+
+def test_an_order_that_cannot_be_sent_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_arguments: object) -> None:
+        raise OSError("no")
+
+    monkeypatch.setattr(KeeperLink, "open", fail)
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="no") as caught:
+        start_processes("g", "/bin/true", nprocs=1)
+    assert set(os.listdir("/proc/self/fd")) == before, caught  # whose traceback holds what was local
 
 
 def holds_pidfd_of(holder: int, pid: int) -> bool:

@@ -317,7 +317,7 @@ class Keeper:
         if self._last_message[:1] not in _NO_EXITS:
             self._signal_all(linux.SIGKILL)
         self._waits.arm("KILL_OVER", clock.now() + KILL_WAIT)
-        self._loop.after(PATIENCE, lambda: self._sweeper().kill_below())
+        self._loop.after(PATIENCE, lambda: self._sweeper().kill_below() if self._state == "KILLING" else None)
 
     def _sweeper(self) -> Sweep:
         if self._sweep is None:
@@ -395,6 +395,6 @@ _ON_MESSAGE: dict[str, Callable[..., None]] = {
 def load_end() -> None:
     """Import what the end needs: a disk may not answer then."""
     try:
-        import phalanx._engine.keeper.sweep  # noqa: F401 - for SWEEP
+        from phalanx._engine.keeper import rotated_logs, sweep  # noqa: F401 - the former for a guard that takes over
     except (OSError, ImportError):  # no descriptor is left, perhaps
         return
