@@ -728,6 +728,41 @@ def test_a_guard_needs_no_disk_to_take_over(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout.strip()) == (0, f"ended_by_loss keeper {-signal.SIGKILL}"), done.stderr
 
 
+TOO_LATE = """
+import os, signal
+from phalanx._base import channels, linux
+from phalanx._engine.keeper import guard
+from phalanx._engine.keeper.keeper import Keeper
+
+ours, theirs = channels.pair()
+serving = Keeper(theirs)
+linux.become_subreaper()
+guard.ignore_signals()
+log_writer = os.fork()
+if log_writer == 0:
+    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+    while True:
+        signal.pause()
+ours.close()
+run = serving._loop.run
+
+def run_late():
+    os.kill(log_writer, signal.SIGKILL)
+    os.waitid(os.P_PID, log_writer, os.WEXITED | os.WNOWAIT)
+    run()
+
+serving._loop.run = run_late
+serving.take_over(os.getpid(), signal.SIGKILL, log_writer, os.pidfd_open(os.getppid()))
+print(serving._state)
+"""
+
+
+def test_a_log_writer_that_is_lost_after_the_end_is_no_error(tmp_path: Path) -> None:
+    """The launcher's death and the log writer's are seen in one round of the loop, in this order."""
+    done = run_script(tmp_path, TOO_LATE)
+    assert (done.returncode, done.stdout.strip()) == (0, "GONE"), done.stderr
+
+
 def test_an_order_that_cannot_be_sent_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_arguments: object) -> None:
         raise OSError("no")

@@ -285,7 +285,7 @@ class Keeper:
         self._connection.note(protocol.log_writer_note(0))  # the pid may be reused
         if self._state == "DRAINING":
             self._see("DRAINED")
-        elif failed:
+        elif failed and self._state != "GONE":  # since an earlier event of this round of the loop
             self._lose("log writer", failed)
 
     # --- the actions of the table
