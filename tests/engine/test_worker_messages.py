@@ -21,6 +21,7 @@ from phalanx._engine.pickling.passed_fds import ReceivedFds
 from phalanx._engine.worker import mp_child
 from phalanx.multiprocessing import start_processes
 from tests.support.helpers import TIMEOUT, Gate, Ready, pass_gate, tell
+from tests.support.workers import run_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -377,6 +378,39 @@ def test_a_value_that_cannot_be_sent_is_not_taken_for_none(ready: Ready, gate: G
     shut = "the socket on which the launcher hears its workers has been shut down"
     said = f"BrokenPipeError: [Errno 32] the value cannot be returned: {shut}"
     assert {failure.message for failure in result.failures.values()} == {said}
+
+
+def test_a_launcher_is_waited_for_without_a_library(tmp_path: Path) -> None:
+    """The function may leave nothing to import from: no file, or no right to read it."""
+    text = """
+import os, socket, sys, time
+from phalanx._base import channels
+from phalanx._engine import mp_parent, worker_messages
+from phalanx._engine.worker.mp_child import Child
+
+ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+me = Child(mp_parent.ChildIdentities("spawn", 1).state(0), 0, ours.fileno(), forked=False)
+sys.path.clear()
+del sys.modules["select"]
+while worker_messages.send(ours.fileno(), b"x" * 1000, patience=1):
+    pass
+if os.fork() == 0:
+    time.sleep(0.2)
+    body = b""
+    while body != worker_messages.TRACKER:
+        body, fds, _flags, _address = socket.recv_fds(theirs, 1 << 16, 1)
+    time.sleep(0.2)
+    with socket.socket(fileno=fds[0]) as asker:
+        socket.send_fds(asker, [b"1"], [0])
+    os._exit(0)
+assert worker_messages.send(ours.fileno(), b"R")
+socket.setdefaulttimeout(0.1)
+assert me.ask() is not None
+ours.close()
+theirs.close()
+"""
+    done = run_script(tmp_path, text)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def nothing_to_return(_rank: int) -> NoReturn:

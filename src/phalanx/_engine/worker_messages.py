@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import _socket
 import sys
+import time
 
 from phalanx._base import channels
 
@@ -35,6 +36,7 @@ _SCM_CREDENTIALS = 2
 _INT, _MOMENT, _LENGTH = 4, 8, 4
 _HEAD = _MOMENT + _LENGTH
 _LATEST = 1 << 63
+_RETRY = 0.01  # seconds between two attempts to send without poll(2)
 
 
 class Packet:
@@ -72,16 +74,13 @@ def send(fd: int, body: bytes, fds: Sequence[int] = (), patience: int = -1) -> b
     rights = b"".join(each.to_bytes(_INT, sys.byteorder) for each in fds)
     ancillary = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, rights)] if fds else []
     sock = _socket.socket(fileno=fd)
+    until = None if patience < 0 else time.monotonic() + patience / 1000
     try:
         while True:
             try:
                 sock.sendmsg([body], ancillary, _socket.MSG_NOSIGNAL | _socket.MSG_DONTWAIT)
             except BlockingIOError:
-                import select
-
-                poll = select.poll()
-                poll.register(fd, select.POLLOUT)
-                if not poll.poll(patience):
+                if not _wait_for_room(fd, until):
                     return False
             except ConnectionError:
                 raise channels.Closed from None
@@ -89,6 +88,19 @@ def send(fd: int, body: bytes, fds: Sequence[int] = (), patience: int = -1) -> b
                 return True
     finally:
         sock.detach()
+
+
+def _wait_for_room(fd: int, until: float | None) -> bool:
+    """Wait until a socket may have room (poll(2)). Returns False once ``until`` (monotonic, seconds) has passed."""
+    left = -1.0 if until is None else max(0.0, until - time.monotonic())
+    try:
+        import select  # a shared library: 0.25 ms, for what few workers do
+    except (ImportError, OSError):  # the function has left no file to load it from, or no descriptor
+        time.sleep(_RETRY if left < 0 else min(left, _RETRY))
+        return left != 0
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    return bool(poll.poll(-1 if left < 0 else left * 1000))
 
 
 # --- in the launcher

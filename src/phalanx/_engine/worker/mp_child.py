@@ -192,11 +192,11 @@ class Child:
         try:
             worker_messages.send(report, worker_messages.TRACKER, [theirs.fileno()])
             theirs.close()
-            _wait_for_input(ours.fileno())
+            ours.setblocking(True)  # the program may have set a default timeout
             _text, ancillary, _flags, _address = ours.recvmsg(1, _socket.CMSG_SPACE(_INT), _socket.MSG_CMSG_CLOEXEC)
             for _level, _kind, data in ancillary:
                 return int.from_bytes(data[:_INT], sys.byteorder)
-        except (OSError, ImportError, channels.Closed):
+        except (OSError, channels.Closed):
             pass
         finally:
             theirs.close()
@@ -211,15 +211,6 @@ def _file(fd: int) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_dev, status.st_ino
-
-
-def _wait_for_input(fd: int) -> None:
-    """Wait until a descriptor is readable, or its other end is closed (poll(2)). Raises OSError, ImportError."""
-    import select  # a shared library: 0.25 ms, for what few workers do
-
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    poll.poll()
 
 
 def _fork_server() -> int | None:
