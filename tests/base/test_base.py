@@ -26,6 +26,7 @@ from phalanx._base.process import Process, descends_from, lineage, wait_all
 from phalanx._base.suspension import Pauses
 from tests.support.fake_clock import FakeClock
 from tests.support.helpers import TIMEOUT, wait_gone
+from tests.support.workers import run_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -678,6 +679,22 @@ def test_a_signal_reaches_the_process_that_is_held_or_nobody(ready: Ready) -> No
         assert process.has_exited()
         with pytest.raises(ProcessLookupError):
             process.signal(signal.SIGKILL)
+
+
+def test_who_cannot_load_what_reaps_later_goes_on(tmp_path: Path) -> None:
+    """No file can be opened to import from when no descriptor is left."""
+    text = """
+import sys
+import phalanx._base
+from phalanx._base import process
+
+sys.path.clear()
+phalanx._base.__path__.clear()
+assert "phalanx._base.interrupts" not in sys.modules
+process.reap_later(lambda: None)
+"""
+    done = run_script(tmp_path, text)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_processes_above_one_are_found() -> None:

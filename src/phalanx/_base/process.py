@@ -135,12 +135,12 @@ def _check(stat: procfs.Stat, start: int | None, parent: int | None) -> None:
 
 def reap_later(reap: Callable[[], object]) -> None:
     """Call ``reap``, which waits for a child that outlives SIGKILL, on a thread of its own, for which nobody waits."""
-    import threading
-
-    from phalanx._base import interrupts
-
     try:
+        import threading
+
+        from phalanx._base import interrupts
+
         with interrupts.deferred():
             threading.Thread(target=reap, name="phalanx-reaper", daemon=True).start()
-    except RuntimeError:  # no thread is to be had: it stays a zombie until this process ends
+    except (RuntimeError, ImportError, OSError):  # no thread, or no descriptor to load this: it stays a zombie for now
         return
