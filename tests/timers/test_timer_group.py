@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from phalanx._base import clock, procfs
-from phalanx._evidence.error_file import read_error_file, timer_detail
+from phalanx._evidence.error_file import read_error_file, timer_detail, write_error_file
 from phalanx._stacks import collect, dump, py_spy, request, stack_files, wrappers
 from phalanx._stacks.snapshot import Snapshot
 from phalanx._timers import escalation, layout
@@ -313,6 +313,28 @@ def test_of_two_hangs_of_a_rank_none_is_lost(tmp_path: Path) -> None:
         "rank 0: 'first' (t.py:4) was not left within 1 s, in process 1000 below the worker",
         "rank 0: 'second' (t.py:4) was not left within 1 s, in process 1001 below the worker",
     ]
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_no_signal_waits_for_stacks_of_a_rank_that_has_recorded_its_failure(tmp_path: Path, recorded: bool) -> None:
+    error_file, taken = str(tmp_path / "error.json"), threading.Event()
+    table = TimerTable(1)
+    report = HangReporter(table, [("term", 0.0)], {0: error_file}, lambda _events: None, None, lambda _text: None)
+    with subprocess.Popen(["sleep", "60"]) as worker:
+        try:
+            if recorded:
+                write_error_file(error_file, "ValueError: bad sample", "", pid=worker.pid)
+            hang = Hang(0, worker.pid, True, Timer(0, 1, 5_000_000_000, 10**9, 0, "step", "t.py:4")).to_tuple()
+            report.on_message(
+                "hang", "term", int(signal.SIGTERM), 6_000_000_000, [hang],
+                workers={0: worker.pid}, ended={}, evidence_taken=taken.set,
+            )  # fmt: skip
+            assert taken.wait(TIMEOUT)
+        finally:
+            worker.kill()
+    report.finish()
+    report.close()
+    assert [path.name for path in tmp_path.glob("stacks-*")] == ([] if recorded else ["stacks-1.txt"])
 
 
 @pytest.mark.slow

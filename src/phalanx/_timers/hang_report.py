@@ -61,6 +61,11 @@ def line(
     return f"{subject}: {'; '.join(parts)}"
 
 
+def is_recorded(path: str, writers: Collection[int]) -> bool:
+    """Whether one of ``writers`` has recorded a failure in an error file, and has not handled it since."""
+    return _stands(error_file.read_error_file(path)[0], writers)
+
+
 def write_error_file(
     path: str,
     hangs: Sequence[Hang],
@@ -96,11 +101,10 @@ def write_error_file(
     """
     first, *others = hangs
     known = error_file.read_error_file(path)[0]
-    handled = error_file.handled_at(known) is not None
-    if error_file.written_by(known) in writers and not handled:
+    if _stands(known, writers):
         return False
     lines = [_overdue(first, moment), *filter(None, where)]
-    if handled:
+    if error_file.handled_at(known) is not None:
         lines.append(f"it had recorded {_first_line(known)} before, and gone on")
     lines += [f"also: {hang.description}; {_overdue(hang, moment)}" for hang in others]
     if stacks_file:
@@ -128,6 +132,10 @@ def by_description(hangs: Sequence[Hang]) -> dict[str, list[Hang]]:
     for hang in hangs:
         same.setdefault(hang.description, []).append(hang)
     return same
+
+
+def _stands(data: dict[str, Any] | None, writers: Collection[int]) -> bool:
+    return error_file.written_by(data) in writers and error_file.handled_at(data) is None
 
 
 def _signal_name(number: int) -> str:

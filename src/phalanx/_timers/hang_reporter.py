@@ -240,6 +240,8 @@ class HangReporter:
         most is dated before all others, so that it counts as the first failure.
         """
         first = hangs[0]
+        if hang_report.is_recorded(self._error_files[first.rank], self._workers.values()):
+            return  # before the stacks are written: the signal waits for what is done here
         began = first.timer.deadline
         if first.rank in self._snapshot.outliers():
             began = min(hang.timer.deadline for hang in (first, *self._signalled.values())) - 1
