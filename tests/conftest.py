@@ -53,8 +53,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Let PYTHONDONTWRITEBYTECODE have its effect again: what tests import is not to be kept."""
+    """Let PYTHONDONTWRITEBYTECODE have its effect again: what tests import is not to be kept.
+
+    What pytest has collected stays until the end: no collection of garbage is to go through it, here or in a fork.
+    """
     sys.dont_write_bytecode = session.config.stash[_WRITES_NO_BYTECODE]
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

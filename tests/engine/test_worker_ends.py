@@ -230,7 +230,7 @@ def test_a_launcher_that_does_not_listen_is_told_for_a_bounded_time() -> None:
         before = len(os.listdir("/proc/self/fd"))
         me = Child(ChildIdentities("spawn", 1).state(0), 0, ours.fileno(), forked=False)
         send_evidence(me, "text", "stack", 5)
-        assert not worker_messages.send(ours.fileno(), b"E", patience=1)
+        assert not worker_messages.send(ours.fileno(), b"E", patience=0.001)
         assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE) == socket.SOCK_SEQPACKET  # it is open
         assert len(os.listdir("/proc/self/fd")) == before
 

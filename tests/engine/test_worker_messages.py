@@ -315,6 +315,7 @@ def floods(rank: int, ready: str, gate: str) -> int:
     if rank == 1:
         tell(ready, "floods")
         with socket.socket(fileno=report()) as own:
+            own.settimeout(TIMEOUT)  # who sends a value makes the socket of all ranks non-blocking
             while True:
                 own.send(b"?" * 1000)
     pass_gate(gate)
@@ -392,19 +393,20 @@ ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 me = Child(mp_parent.ChildIdentities("spawn", 1).state(0), 0, ours.fileno(), forked=False)
 sys.path.clear()
 del sys.modules["select"]
-while worker_messages.send(ours.fileno(), b"x" * 1000, patience=1):
+while worker_messages.send(ours.fileno(), b"x" * 1000, patience=0.001):
     pass
 if os.fork() == 0:
+    ours.close()
     time.sleep(0.2)
-    body = b""
-    while body != worker_messages.TRACKER:
+    body = b"x"
+    while body and body != worker_messages.TRACKER:
         body, fds, _flags, _address = socket.recv_fds(theirs, 1 << 16, 1)
     time.sleep(0.2)
     with socket.socket(fileno=fds[0]) as asker:
         socket.send_fds(asker, [b"1"], [0])
     os._exit(0)
-assert worker_messages.send(ours.fileno(), b"R")
 socket.setdefaulttimeout(0.1)
+assert worker_messages.send(ours.fileno(), b"R")
 assert me.ask() is not None
 ours.close()
 theirs.close()

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import _socket
 import sys
-import time
 
 from phalanx._base import channels
 
@@ -36,7 +35,7 @@ _SCM_CREDENTIALS = 2
 _INT, _MOMENT, _LENGTH = 4, 8, 4
 _HEAD = _MOMENT + _LENGTH
 _LATEST = 1 << 63
-_RETRY = 0.01  # seconds between two attempts to send without poll(2)
+_LONGEST = 2e6  # seconds that one wait takes: poll(2) counts milliseconds in an int
 
 
 class Packet:
@@ -65,22 +64,25 @@ def evidence(message: bytes, stack: bytes, moment: int) -> bytes:
                      message, stack))  # fmt: skip
 
 
-def send(fd: int, body: bytes, fds: Sequence[int] = (), patience: int = -1) -> bool:
-    """Send a packet over the socket ``fd``. Waits ``patience`` milliseconds for room, or for ever.
+def send(fd: int, body: bytes, fds: Sequence[int] = (), patience: float | None = None) -> bool:
+    """Send a packet over the socket ``fd``. Waits ``patience`` seconds for room, or for ever.
 
-    The socket's flags stay as they are: other processes have it. Returns whether it has been sent. Raises OSError,
-    and channels.Closed when nobody can read it: the launcher has died, or the socket was shut down.
+    Nothing is imported to wait: the function may have left no file to load it from. The socket is made non-blocking,
+    for all ranks: it is one that they share.
+
+    Returns whether it has been sent. Raises OSError, and channels.Closed when nobody can read it: the launcher has
+    died, or the socket was shut down.
     """
     rights = b"".join(each.to_bytes(_INT, sys.byteorder) for each in fds)
     ancillary = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, rights)] if fds else []
     sock = _socket.socket(fileno=fd)
-    until = None if patience < 0 else time.monotonic() + patience / 1000
+    sock.settimeout(_LONGEST if patience is None else patience)
     try:
         while True:
             try:
-                sock.sendmsg([body], ancillary, _socket.MSG_NOSIGNAL | _socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                if not _wait_for_room(fd, until):
+                sock.sendmsg([body], ancillary, _socket.MSG_NOSIGNAL)
+            except TimeoutError:
+                if patience is not None:
                     return False
             except ConnectionError:
                 raise channels.Closed from None
@@ -88,19 +90,6 @@ def send(fd: int, body: bytes, fds: Sequence[int] = (), patience: int = -1) -> b
                 return True
     finally:
         sock.detach()
-
-
-def _wait_for_room(fd: int, until: float | None) -> bool:
-    """Wait until a socket may have room (poll(2)). Returns False once ``until`` (monotonic, seconds) has passed."""
-    left = -1.0 if until is None else max(0.0, until - time.monotonic())
-    try:
-        import select  # a shared library: 0.25 ms, for what few workers do
-    except (ImportError, OSError):  # the function has left no file to load it from, or no descriptor
-        time.sleep(_RETRY if left < 0 else min(left, _RETRY))
-        return left != 0
-    poll = select.poll()
-    poll.register(fd, select.POLLOUT)
-    return bool(poll.poll(-1 if left < 0 else left * 1000))
 
 
 # --- in the launcher

@@ -6,6 +6,8 @@ What is noted of an orphan for the report is in `orphans`. Loaded shortly after 
 
 from __future__ import annotations
 
+import resource  # noqa: F401 - what wait4(2) returns is one of its types, and would import it at the first exit
+
 from phalanx._base import linux, procfs
 from phalanx._base.process import Process
 from phalanx._engine.keeper.child_scan import ChildScan

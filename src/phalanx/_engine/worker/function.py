@@ -37,7 +37,7 @@ _SMALL = 16 * 1024  # bytes up to which a pickled value is sent in the packet it
 _MESSAGE_LIMIT, _STACK_LIMIT = 4 * 1024, 24 * 1024  # bytes; one packet holds both (see `worker_messages`)
 _CLOSED = "the value cannot be returned: this process has closed the descriptor on which its launcher hears it"
 _SHUT = "the value cannot be returned: the socket on which the launcher hears its workers has been shut down"
-_EVIDENCE_TIMEOUT = 1000  # milliseconds to wait until the launcher has read enough for the evidence to be sent
+_EVIDENCE_TIMEOUT = 1.0  # seconds to wait until the launcher has read enough for the evidence to be sent
 
 
 class ThisWorker:
