@@ -31,6 +31,8 @@ settings.load_profile("busy")
 _WRITES_NO_BYTECODE = pytest.StashKey[bool]()
 
 os.environ.pop("VIRTUAL_ENV", None)  # of whoever runs the tests: phalanx run would tell of it
+# NumPy's threads turn in a loop for a while when it is imported, which doubles what an import takes of the processors.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 collect_ignore = ["programs", "program_runs.py"]  # scripts: importing one has effects, which is what they are about
 

@@ -119,20 +119,20 @@ def test_what_is_short_is_kept_as_it_is(tmp_path: Path) -> None:
     assert ProcessFailure(0, 77, 1, path).error_file_data == data
 
 
-HOSTILE = {
-    "many members": {"message": "m", **{str(number): number for number in range(200_000)}},
-    "a long list": {"message": "m", "list": [0] * 1_000_000},
-    "many lists": {"message": "m", "list": [[]] * 1_000_000},
-    "long names": {"message": "m", "n" * MIB: {"n" * MIB: 5}},
-    "many texts": {"message": "m", "list": ["t" * 1000] * 3000},
-    "a number": {"message": "m", "n": 10**4000},
+HOSTILE: dict[str, Callable[[], dict[str, object]]] = {
+    "many members": lambda: {str(number): number for number in range(200_000)},
+    "a long list": lambda: {"list": [0] * 1_000_000},
+    "many lists": lambda: {"list": [[]] * 1_000_000},
+    "long names": lambda: {"n" * MIB: {"n" * MIB: 5}},
+    "many texts": lambda: {"list": ["t" * 1000] * 3000},
+    "a number": lambda: {"n": 10**4000},
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_data_of_any_form_are_bounded(name: str, tmp_path: Path) -> None:
     path = tmp_path / "error.json"
-    path.write_text(json.dumps(HOSTILE[name]))
+    path.write_text(json.dumps({"message": "m", **HOSTILE[name]()}))
     assert path.stat().st_size <= READ_LIMIT
     failure = ProcessFailure(0, 77, 1, path)
     assert failure.message == "m"

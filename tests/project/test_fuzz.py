@@ -15,7 +15,7 @@ from tests.support.fuzz import TARGETS, Fuzz, changed
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-INPUTS = int(os.environ.get("PHALANX_TEST_INPUTS", "20000"))
+INPUTS = int(os.environ.get("PHALANX_TEST_INPUTS", "10000"))
 """Inputs, of all targets together."""
 
 
