@@ -15,6 +15,7 @@ from phalanx._runs import record
 from tests.cli.test_run import Done, Launcher, Place, read_until, terminal
 from tests.runs.test_runs import put, wait_for_record
 from tests.support.helpers import TIMEOUT, alive, wait_gone
+from tests.support.records import write
 
 if TYPE_CHECKING:
     from tests.support.helpers import Gate, Ready
@@ -193,7 +194,7 @@ def test_a_pid_that_is_anothers_by_now_is_left_alone(place: Place, ready: Ready,
         for started in (rank.pid_started + 1, 0):
             ranks = [msgspec.structs.replace(rank, pid_started=started)]
             attempts = [msgspec.structs.replace(run.attempts[0], ranks=ranks)]
-            record.write(str(folder), msgspec.structs.replace(run, attempts=attempts))
+            write(folder, msgspec.structs.replace(run, attempts=attempts))
             done = stack(place)
             assert done.status == 1
             assert done.out.startswith("rank 0 has ended\n")

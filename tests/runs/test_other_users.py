@@ -32,8 +32,9 @@ from phalanx._stacks import collect, py_spy, request
 from phalanx.cli.logs import logs
 from phalanx.cli.stack import stack
 from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
-from tests.runs.test_runs import example, put
+from tests.runs.test_runs import put
 from tests.support.helpers import TIMEOUT
+from tests.support.records import example, write
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,7 +97,7 @@ def forge(root: Path, pid: int, offer: str, uid: int = NOBODY) -> Path:
         (folder / "attempt_0/0").mkdir(parents=True)
         (folder / "attempt_0/0/stdout.log").write_text("forged\n")
         (folder / "attempt_0/0/error.json.stacks").write_text(offer)
-        record.write(str(folder), run)
+        write(folder, run)
     return folder
 
 

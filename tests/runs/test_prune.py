@@ -16,7 +16,6 @@ import pytest
 from phalanx._base import clock
 from phalanx._runs import catalog
 from phalanx._runs import prune as pruning
-from phalanx._runs import record as run_record
 from phalanx._runs.catalog import RunDir
 from phalanx._runs.prune import Stored, choose
 from phalanx._runs.recorder import Recorder
@@ -27,7 +26,8 @@ from tests.cli.test_log_options import sh
 from tests.cli.test_run import Done, Launcher, refused
 from tests.engine.test_lost_helpers import until
 from tests.runs.test_other_users import acting_as
-from tests.runs.test_runs import example, on_a_terminal
+from tests.runs.test_runs import on_a_terminal
+from tests.support.records import example, write
 
 if TYPE_CHECKING:
     from tests.cli.test_run import Place
@@ -54,7 +54,7 @@ def put_into(root: Path, name: str, age: float = 0.0, size: int = 0, **changes: 
     folder.mkdir(parents=True)
     now = time.time()
     fields = {"state": "succeeded", "started": now - age - 1, "ended": now - age, "exit_code": 0, **changes}
-    run_record.write(str(folder), example(**fields))
+    write(folder, example(**fields))
     (folder / "attempt_0").mkdir()
     (folder / "attempt_0" / "stdout.log").write_bytes(os.urandom(size))  # a file system may compress
     for path in (folder / "attempt_0" / "stdout.log", folder / "attempt_0", folder / "run.json", folder):
@@ -240,7 +240,7 @@ def test_what_runs_by_now_is_kept(place: Place) -> None:
     folder = put(place, "again")
     chosen = choose([pruning.measure(run) for run in catalog.find([str(place.logs)])], time.time(), keep=0)
     assert len(chosen) == 1
-    run_record.write(str(folder), example())
+    write(folder, example())
     assert pruning.remove([], chosen) == (0, 0, [])
     assert names(place) == ["again"]
 

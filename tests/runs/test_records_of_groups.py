@@ -19,8 +19,7 @@ import phalanx
 from phalanx._engine.leftovers import Leftover
 from phalanx._engine.mirror import Mirror
 from phalanx._runs import prune as pruning
-from phalanx._runs import record as run_record
-from phalanx._runs import recorder
+from phalanx._runs import record_writer, recorder
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Std, start_processes
 from tests.engine.test_lost_helpers import helpers_of, until
 from tests.logs.test_logs import OneFolder
@@ -147,13 +146,13 @@ def test_one_that_is_closed_was_stopped(logs: Path, gate: Gate) -> None:
 
 @pytest.mark.slow
 def test_its_end_is_recorded_when_it_is_closed(logs: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = run_record.write
+    write = record_writer.write
 
     def write_late(*args: Any) -> None:
         time.sleep(0.1)  # a disk that takes its time
         write(*args)
 
-    monkeypatch.setattr(run_record, "write", write_late)
+    monkeypatch.setattr(record_writer, "write", write_late)
     monkeypatch.setattr(recorder, "PATIENCE", TIMEOUT)
     with start_processes("train", work, {0: (gate.address, 0)}, record=True) as group:
         gate.open()

@@ -20,9 +20,11 @@ import msgspec
 import pytest
 
 from phalanx._base import linux, procfs
-from phalanx._runs import catalog, record
+from phalanx._engine.leftovers import Leftover
+from phalanx._runs import catalog, record, record_writer
 from tests.cli.test_run import Done, Place, read_until
 from tests.support.helpers import TIMEOUT, Gate, Ready, alive, wait_gone
+from tests.support.records import example, write
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,31 +56,32 @@ def wait_for_record(place: Place) -> Path:
     fd = linux.inotify()
     try:
         linux.inotify_add(fd, str(folder), IN_MOVED_TO)
-        if not (folder / record.FILE).exists():
+        if not (folder / record_writer.FILE).exists():
             ready, _, _ = select.select([fd], [], [], TIMEOUT)
             assert ready
     finally:
         os.close(fd)
-    return folder / record.FILE
-
-
-def example(**changes: Any) -> record.Run:
-    ranks = [record.Rank(rank=0, local_rank=0, pid=os.getpid(), state="running")]
-    run = record.begin(
-        run_id="night", name="train.py", command=["train.py", "--lr", "0.1"], started=1e9, nprocs=1, ranks=ranks
-    )
-    return msgspec.structs.replace(run, **changes)
+    return folder / record_writer.FILE
 
 
 def put(root: Path, name: str, **changes: Any) -> Path:
     """A run's folder with a record."""
     folder = root / name
     folder.mkdir(parents=True)
-    record.write(str(folder), example(**changes))
+    write(folder, example(**changes))
     return folder
 
 
 # --- what real runs say
+
+
+def test_what_is_written_has_each_field_that_is_read_and_no_other() -> None:
+    run = record.to_object(example())
+    rank = record_writer.rank(rank=1, local_rank=0, pid=7, pid_started=5, state="failed", exitcode=1, signal_sent=15)
+    left = [Leftover(9, "sleep 9", 0, 2.5, 15, -15)]
+    ended = record_writer.end(run, state="failed", exit_code=1, cause="why", ranks=[rank], leftovers=left)
+    for made in (record_writer.begin(run_id="", name="", command=[], started=0.0, nprocs=1, ranks=[rank]), ended):
+        assert record.to_object(msgspec.convert(made, record.Run)) == made
 
 
 @pytest.mark.slow
@@ -185,13 +188,24 @@ def test_a_signal_in_the_midst_of_an_import_leaves_a_record(place: Place) -> Non
 
 @pytest.mark.slow
 def test_a_signal_is_never_lost_in_the_writing(place: Place) -> None:
-    """What is imported for the record has `except Exception` in it, where an exception of ours would end."""
-    place.write("import os\ntry: os.kill(os.getpid(), 15)\nexcept Exception: pass", "early/msgspec.py")
-    path = place.env.get("PYTHONPATH", "")
-    place.env["PYTHONPATH"] = f"{place.folder}/early:{path}"
-    assert place.run(place.write("import signal; signal.pause()")).status == 143
-    place.env["PYTHONPATH"] = path
-    assert row(place)["state"] == "unknown"  # that was no msgspec
+    """There may be an `except Exception` in it, where an exception of ours would end."""
+    program = """
+import os
+from phalanx import cli
+from phalanx._runs import record_writer
+write = record_writer.write
+def interrupted(folder, run):
+    try:
+        write(folder, run)
+        if run["state"] == "running": os.kill(os.getpid(), 15)
+    except Exception: pass
+record_writer.write = interrupted
+cli.main()
+"""
+    script = place.write("import signal; signal.pause()")
+    done = place.program(sys.executable, "-c", program, "run", "--log-dir", place.logs, script)
+    assert done.status == 143
+    assert row(place)["state"] == "stopped"
 
 
 @pytest.mark.slow
@@ -295,7 +309,7 @@ def test_a_failed_write_leaves_the_old_record_and_no_rest(tmp_path: Path, monkey
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(KeyboardInterrupt):
-        record.write(str(folder), example(cause="new"))
+        write(folder, example(cause="new"))
     assert os.listdir(folder) == ["run.json"]
     assert record.read(str(folder)).cause == ""
 
@@ -313,7 +327,7 @@ def test_a_reader_never_sees_half_a_record(tmp_path: Path) -> None:
         turn = 0
         while not stop.is_set():
             turn += 1
-            record.write(str(folder), both[turn % 2])
+            write(folder, both[turn % 2])
 
     writer = threading.Thread(target=replace)
     writer.start()
@@ -399,14 +413,14 @@ def test_a_record_has_a_bound(tmp_path: Path) -> None:
     ranks = [record.Rank(rank=n, local_rank=n, pid=4194304, pid_started=10**9, state="succeeded") for n in range(4000)]
     attempts = [record.Attempt(number=n, started=1e9, ranks=ranks) for n in range(12)]
     folder = put(tmp_path, "a", attempts=attempts)
-    assert record.MOST_BYTES / 2 < (folder / "run.json").stat().st_size < record.MOST_BYTES
-    with pytest.raises(OSError, match=f"{record.MOST_BYTES} can be read"):
-        record.write(str(folder), example(attempts=attempts * 2))
+    assert record_writer.MOST_BYTES / 2 < (folder / "run.json").stat().st_size < record_writer.MOST_BYTES
+    with pytest.raises(OSError, match=f"{record_writer.MOST_BYTES} can be read"):
+        write(folder, example(attempts=attempts * 2))
     assert len(record.read(str(folder)).attempts) == 12
 
     os.truncate(folder / "run.json", 1 << 40)
     (found,) = catalog.find([str(tmp_path)])
-    assert (found.state, f"more than {record.MOST_BYTES} bytes" in found.problem) == ("unreadable", True)
+    assert (found.state, f"more than {record_writer.MOST_BYTES} bytes" in found.problem) == ("unreadable", True)
 
 
 def test_no_text_is_longer_than_an_argument_can_be(tmp_path: Path) -> None:
@@ -430,7 +444,7 @@ def test_a_link_in_the_place_of_what_is_written_first_is_not_followed(tmp_path: 
     folder = put(tmp_path, "a")
     (tmp_path / "precious").write_text("precious")
     (folder / f".run.json.{os.getpid()}").symlink_to(tmp_path / "precious")
-    record.write(str(folder), example(cause="why"))
+    write(folder, example(cause="why"))
     assert ((tmp_path / "precious").read_text(), record.read(str(folder)).cause) == ("precious", "why")
 
 
@@ -675,8 +689,11 @@ def test_what_is_not_needed_is_not_loaded() -> None:
 
 
 def test_a_record_of_many_ranks_is_small(tmp_path: Path) -> None:
-    ranks = [record.Rank(rank=n, local_rank=n, pid=100000 + n, state="running") for n in range(10_000)]
-    record.write(str(tmp_path), record.end(example(), state="failed", exit_code=1, cause="x", ranks=ranks))
+    ranks = [
+        record_writer.rank(rank=n, local_rank=n, pid=100000 + n, pid_started=n, state="running") for n in range(10_000)
+    ]
+    run = record_writer.end(record.to_object(example()), state="failed", exit_code=1, cause="x", ranks=ranks)
+    record_writer.write(str(tmp_path), run)
     assert os.path.getsize(tmp_path / "run.json") < 1.5e6
     with contextlib.closing(open(tmp_path / "run.json", "rb")) as file:
         assert json.load(file)["nprocs"] == 1

@@ -15,7 +15,7 @@ import os
 
 from phalanx._base import files
 from phalanx._base.frozen import Value
-from phalanx._runs import record
+from phalanx._runs import record, record_writer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def resolve(roots: Sequence[str], text: str | None = None) -> RunDir:
     if text is not None and os.sep in text:
         if _is_run(text) or os.path.isdir(os.path.join(text, "0")):  # start_processes(log_dir=...): only ranks
             return look(text)
-        msg = f"{text!r} is not a run's folder: it has no {record.FILE} and no attempts"
+        msg = f"{text!r} is not a run's folder: it has no {record_writer.FILE} and no attempts"
         raise UnknownRunError(msg)
     runs, where = find(roots), " or ".join(roots)
     if text is not None:
@@ -173,7 +173,7 @@ def _called(where: str, runs: list[RunDir], text: str) -> RunDir:
 def _is_run(path: str) -> bool:
     try:
         with os.scandir(path) as entries:
-            return any(entry.name == record.FILE or entry.name.startswith("attempt_") for entry in entries)
+            return any(entry.name == record_writer.FILE or entry.name.startswith("attempt_") for entry in entries)
     except PermissionError:  # another user's
         return True
     except OSError:

@@ -1,4 +1,4 @@
-"""The record of a run, ``run.json``: its format, how it is written and read, and whether the run still goes on.
+"""The record of a run, ``run.json``: its format, how it is read, and whether the run still goes on.
 
 A run's folder, as `_logs.specs` lays it out:
 
@@ -12,46 +12,28 @@ A run's folder, as `_logs.specs` lays it out:
                 stderr.log
                 error.json          how it failed: `_evidence`; beside it error.json.exit, .fatal and .stacks
 
-Each file exists only if there is something for it. The record is typed, versioned, replaced in one step, and checked
-when it is read: anybody may have written it. This is the one module that loads msgspec: it is imported when it is
-needed and not before.
+Each file exists only if there is something for it. The record is typed, versioned, replaced in one step by
+`record_writer`, and checked when it is read: anybody may have written it. This is the one module that loads msgspec: it
+is imported when it is needed and not before.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
 
 from phalanx._base import clock, files, procfs
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from phalanx._engine.leftovers import Leftover as Found
-
-FILE = "run.json"
-"""The name of the record in a run's folder."""
-
-VERSION = 1
-"""The version of the format. New fields leave it as it is; a removed field, or one with a new meaning, raises it."""
-
-MOST_BYTES = 8 << 20
-"""Bytes of a record, at most, in reading and writing: 10,000 ranks take 1.2 MB an attempt."""
+from phalanx._runs import record_writer
+from phalanx._runs.record_writer import FILE, MOST_BYTES, VERSION, RankState, State
 
 _MOST_TEXT = 128 << 10  # characters of a text: of an argument, Linux takes no more bytes
 _MOST_RANKS = 1 << 17
 _MOST_BRIEF = 4096  # characters of a command
 _MOST_PROBLEM = 500  # characters of what is wrong with a record
-
-State = Literal["running", "succeeded", "failed", "stopped", "lost"]
-RankState = Literal["running", "succeeded", "failed", "stopped", "abandoned", "lost"]
 
 # The bounds keep the values of a damaged file from breaking arithmetic and calendars later.
 Text = Annotated[str, Meta(max_length=_MOST_TEXT)]
@@ -105,11 +87,6 @@ class Leftover(Struct, frozen=True, kw_only=True):
     age: Annotated[float, Meta(ge=0)] = 0.0
     signal_sent: Count
     exitcode: ExitCode | None = None
-
-    @classmethod
-    def of(cls, found: Found) -> Leftover:
-        """Convert a leftover process of a group's result."""
-        return cls(**{name: getattr(found, name) for name in cls.__struct_fields__})
 
 
 class Attempt(Struct, frozen=True, kw_only=True):
@@ -179,36 +156,6 @@ class _Versioned(Struct):
     version: int
 
 
-def begin(
-    *, run_id: str, name: str, command: list[str], started: float, nprocs: int, ranks: list[Rank], number: int = 0,
-    earlier: Sequence[Attempt] = (),
-) -> Run:  # fmt: skip
-    """Return the record of a run that this process launches: "running", in attempt ``number``, after ``earlier`` ones.
-
-    >>> run = begin(run_id="night", name="train.py", command=["train.py"], started=1795184205.0, nprocs=4, ranks=[])
-    >>> run.state, run.pid == os.getpid(), state_now(run)
-    ('running', True, 'running')
-    """
-    cwd = ""
-    with contextlib.suppress(OSError):
-        cwd = os.getcwd()
-    return Run(
-        run_id=run_id,
-        name=name,
-        command=command,
-        cwd=cwd,
-        host=os.uname().nodename,
-        pid=os.getpid(),
-        pid_started=procfs.Stat(os.getpid()).start,
-        pid_namespace=procfs.pid_namespace(),
-        boot_id=procfs.boot_id(),
-        state="running",
-        started=earlier[0].started if earlier else started,
-        nprocs=nprocs,
-        attempts=[*earlier, Attempt(number=number, started=started, ranks=ranks)],
-    )
-
-
 def brief(run: Run) -> Run:
     """Return the record without attempts, and with 4096 characters of its command: a list of runs holds many."""
     left, command = _MOST_BRIEF, []
@@ -219,35 +166,6 @@ def brief(run: Run) -> Run:
         command.append(part)
         left -= len(part) + 1
     return msgspec.structs.replace(run, command=command, attempts=[])
-
-
-def end(
-    run: Run, *, state: State, exit_code: int, cause: str, ranks: list[Rank], leftovers: Sequence[Leftover] = ()
-) -> Run:
-    """Return the record of a run that ends now, with the final states of its last attempt's ranks."""
-    ended = max(time.time(), run.started)  # the clock may have been set back
-    last = msgspec.structs.replace(run.attempts[-1], ended=ended, ranks=ranks, leftovers=list(leftovers))
-    attempts = [*run.attempts[:-1], last]
-    return msgspec.structs.replace(run, state=state, ended=ended, exit_code=exit_code, cause=cause, attempts=attempts)
-
-
-def write(run_dir: str, run: Run) -> None:
-    """Write the record in one step: a reader sees the old one or the new one, whole.
-
-    It is not synced to the disk: after a crash of the machine the workers are dead, too. Raises OSError; then the old
-    record is unchanged, and no temporary file is left.
-    """
-    try:
-        data = msgspec.json.encode(run)
-    except UnicodeEncodeError:  # arguments and file names are bytes, and may be no UTF-8
-        data = msgspec.json.encode(_encodable(msgspec.to_builtins(run)))
-    path = os.path.join(run_dir, FILE)
-    if len(data) >= MOST_BYTES:
-        raise OSError(errno.EFBIG, f"the record has {len(data)} bytes; {MOST_BYTES} can be read", path)
-    temporary = os.path.join(run_dir, f".{FILE}.{os.getpid()}")
-    with contextlib.suppress(FileNotFoundError):  # left by a launcher that was killed, and had this pid
-        os.unlink(temporary)
-    files.replace(path, temporary, data + b"\n")
 
 
 def read(run_dir: str) -> Run:
@@ -306,9 +224,15 @@ def is_here(run: Run) -> bool:
     return run.boot_id == procfs.boot_id() and run.pid_namespace == procfs.pid_namespace()
 
 
+def to_object(value: Struct) -> dict[str, Any]:
+    """Return a part of a record, or all of it, as `record_writer` makes it."""
+    made: dict[str, Any] = msgspec.to_builtins(value)
+    return made
+
+
 def to_json(**values: Any) -> str:
     """Encode values as one line of JSON. A `Run` becomes an object of its fields."""
-    return msgspec.json.encode(_encodable(msgspec.to_builtins(values))).decode()
+    return msgspec.json.encode(record_writer.encodable(msgspec.to_builtins(values))).decode()
 
 
 def _contents(path: str) -> tuple[bytes, int]:
@@ -336,14 +260,3 @@ def _lives(pid: int, started: int) -> bool:
             pass
         return True
     return found.start == started and not found.has_exited
-
-
-def _encodable(value: Any) -> Any:
-    """Replace what UTF-8 cannot encode by backslash escapes: bytes of names and arguments that are no text."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode()
-    if isinstance(value, list):
-        return [_encodable(part) for part in value]
-    if isinstance(value, dict):
-        return {key: _encodable(part) for key, part in value.items()}
-    return value

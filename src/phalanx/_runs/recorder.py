@@ -1,13 +1,11 @@
 """Writes the ``run.json`` of a run when it starts and when it ends.
 
-Owns when the record is written, and that no error in it harms the run. `record` owns the format; it is imported once
-the workers run, so that msgspec does not delay the start.
+Owns when the record is written, and that no error in it harms the run. `record_writer` makes it.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import sys
 import time
@@ -17,6 +15,7 @@ from phalanx._base import clock, procfs
 from phalanx._base.background import SerialExecutor
 from phalanx._outcomes.outcome import Outcome
 from phalanx._outcomes.result import RunProcsResult, verdict
+from phalanx._runs import record_writer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,8 +25,9 @@ if TYPE_CHECKING:
     from phalanx._engine.mirror import Mirror
     from phalanx._engine.supervisor import Supervisor
     from phalanx._logs.layout import LogsDest
-    from phalanx._runs.record import Attempt, Rank, RankState, Run, State
+    from phalanx._runs.record_writer import RankState, State
 
+    Record = dict[str, Any]
     Seen = tuple[dict[int, int], RunProcsResult | None]
 
 PATIENCE = 5.0
@@ -72,8 +72,8 @@ class Recorder:
         self._warn = warn
         self._keep_runs = keep_runs
         self._started = time.time()
-        self._run: Run | None = None
-        self._earlier: list[Attempt] = []
+        self._run: Record | None = None
+        self._earlier: list[Record] = []
         self._failed = False
         self._aside = SerialExecutor("phalanx-record")
         self._pruning = SerialExecutor("phalanx-prune")
@@ -103,20 +103,17 @@ class Recorder:
         """Return the run's folder; "" if it has none, or none yet."""
         return os.path.dirname(os.path.dirname(self._logs().timeline))
 
-    def _write(self, make: Callable[[], Run]) -> None:
+    def _write(self, make: Callable[[], Record]) -> None:
         folder = self._folder()
         if not folder:  # the start was refused before it was made
             return
 
         def write() -> None:
             try:
-                from phalanx._runs import record
-
-                if self._run is None:
-                    with contextlib.suppress(record.UnreadableRecordError):  # mostly, there is none
-                        self._earlier = record.read(folder).attempts
+                if self._run is None and os.path.lexists(os.path.join(folder, record_writer.FILE)):
+                    self._earlier = _earlier(folder)
                 self._run = make()
-                record.write(folder, self._run)
+                record_writer.write(folder, self._run)
             except Exception as error:  # noqa: BLE001 - whatever it is, a run of days must not end for a note on it
                 self._refuse(error)
 
@@ -147,12 +144,10 @@ class Recorder:
             self._failed = True
             self._warn(f"the run goes on, but its run.json cannot be written: {why}")
 
-    def _start_record(self) -> Run:
-        from phalanx._runs import record
-
+    def _start_record(self) -> Record:
         attempt = os.path.basename(os.path.dirname(self._logs().timeline)).removeprefix("attempt_")
         number = int(attempt) if attempt.isdecimal() else 0
-        return record.begin(
+        return record_writer.begin(
             run_id=self._run_id,
             name=self._name,
             command=self._command,
@@ -160,27 +155,22 @@ class Recorder:
             nprocs=len(self._envs),
             ranks=self._ranks(self._look()[0], {}, "running"),
             number=number,
-            earlier=[one for one in self._earlier if one.number < number],
+            earlier=[one for one in self._earlier if one["number"] < number],
         )
 
-    def _end_record(self, state: State, exit_code: int, cause: str) -> Run:
-        from phalanx._runs import record
-
+    def _end_record(self, state: State, exit_code: int, cause: str) -> Record:
         run = self._run or self._start_record()
         pids, result = self._look()
         ranks = self._ranks(pids, {} if result is None else result.outcomes, "lost")
-        leftovers = [] if result is None else [record.Leftover.of(leftover) for leftover in result.leftovers]
-        return record.end(
+        leftovers = [] if result is None else result.leftovers
+        return record_writer.end(
             run, state=state, exit_code=exit_code, cause=_one_line(cause), ranks=ranks, leftovers=leftovers
         )
 
-    def _ranks(self, pids: dict[int, int], outcomes: dict[int, Outcome], otherwise: RankState) -> list[Rank]:
+    def _ranks(self, pids: dict[int, int], outcomes: dict[int, Outcome], otherwise: RankState) -> list[Record]:
         """Return every rank that was started, with its outcome, or with the state ``otherwise``."""
-        from phalanx._runs.record import Rank
-
-        starts = (
-            {} if self._run is None else {rank.local_rank: rank.pid_started for rank in self._run.attempts[-1].ranks}
-        )
+        before = [] if self._run is None else self._run["attempts"][-1]["ranks"]
+        starts = {rank["local_rank"]: rank["pid_started"] for rank in before}
         ranks = []
         for local_rank, pid in pids.items():
             rank = int(self._envs[local_rank].get("RANK") or local_rank)
@@ -192,7 +182,9 @@ class Recorder:
                 facts = {"exitcode": outcome.exitcode, "signal_sent": outcome.signal_sent, "early": outcome.early}
                 if outcome.ended_ns is not None:
                     facts["ended"] = clock.to_wall(outcome.ended_ns / clock.NS)
-            ranks.append(Rank(rank=rank, local_rank=local_rank, pid=pid, pid_started=start, state=state, **facts))
+            ranks.append(
+                record_writer.rank(rank=rank, local_rank=local_rank, pid=pid, pid_started=start, state=state, **facts)
+            )
         return ranks
 
 
@@ -277,6 +269,16 @@ def _result_of_exits(mirror: Mirror) -> RunProcsResult:
         ended = None if worker.exit is None else worker.exit_ns
         outcomes[rank] = Outcome(rank, worker.pid, state, code, worker.signalled, ended)
     return RunProcsResult(outcomes=outcomes, leftovers=mirror.leftovers)
+
+
+def _earlier(folder: str) -> list[Record]:
+    """Return the attempts of the record that is there: the run is started again. None, if it cannot be read."""
+    from phalanx._runs import record
+
+    try:
+        return [record.to_object(attempt) for attempt in record.read(folder).attempts]
+    except record.UnreadableRecordError:
+        return []
 
 
 def _started(pid: int) -> int:

@@ -1,0 +1,140 @@
+"""The record of a run, ``run.json``, as the run's own launcher makes it: begins it, ends it, writes it.
+
+A record is an object of JSON here: `record` has its fields, and checks them when it is read. The two are apart because
+msgspec, which checks, takes a tenth of the processor time of a short run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from typing import Literal
+
+from phalanx._base import files, procfs
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+    from phalanx._engine.leftovers import Leftover
+
+FILE = "run.json"
+"""The name of the record in a run's folder."""
+
+VERSION = 1
+"""The version of the format. New fields leave it as it is; a removed field, or one with a new meaning, raises it."""
+
+MOST_BYTES = 8 << 20
+"""Bytes of a record, at most, in reading and writing: 10,000 ranks take 1.2 MB an attempt."""
+
+State = Literal["running", "succeeded", "failed", "stopped", "lost"]
+RankState = Literal["running", "succeeded", "failed", "stopped", "abandoned", "lost"]
+
+
+def begin(
+    *, run_id: str, name: str, command: list[str], started: float, nprocs: int, ranks: list[dict[str, Any]],
+    number: int = 0, earlier: Sequence[dict[str, Any]] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """Return the record of a run that this process launches: "running", in attempt ``number``, after ``earlier`` ones.
+
+    >>> run = begin(run_id="night", name="train.py", command=["train.py"], started=1795184205.0, nprocs=4, ranks=[])
+    >>> run["state"], run["pid"] == os.getpid()
+    ('running', True)
+    """
+    cwd = ""
+    with contextlib.suppress(OSError):
+        cwd = os.getcwd()
+    attempt = {"number": number, "started": started, "ended": None, "ranks": ranks, "leftovers": []}
+    return {
+        "version": VERSION,
+        "run_id": run_id,
+        "name": name,
+        "command": command,
+        "cwd": cwd,
+        "host": os.uname().nodename,
+        "pid": os.getpid(),
+        "pid_started": procfs.Stat(os.getpid()).start,
+        "pid_namespace": procfs.pid_namespace(),
+        "boot_id": procfs.boot_id(),
+        "state": "running",
+        "started": earlier[0]["started"] if earlier else started,
+        "ended": None,
+        "exit_code": None,
+        "nprocs": nprocs,
+        "cause": "",
+        "attempts": [*earlier, attempt],
+    }
+
+
+def end(
+    run: dict[str, Any],
+    *,
+    state: State,
+    exit_code: int,
+    cause: str,
+    ranks: list[dict[str, Any]],
+    leftovers: Sequence[Leftover] = (),
+) -> dict[str, Any]:
+    """Return the record of a run that ends now, with the final states of its last attempt's ranks."""
+    ended = max(time.time(), run["started"])  # the clock may have been set back
+    *earlier, last = run["attempts"]
+    left = [found.__getstate__() for found in leftovers]
+    attempts = [*earlier, {**last, "ended": ended, "ranks": ranks, "leftovers": left}]
+    return {**run, "state": state, "ended": ended, "exit_code": exit_code, "cause": cause, "attempts": attempts}
+
+
+def rank(
+    *, rank: int, local_rank: int, pid: int, pid_started: int, state: RankState, exitcode: int | None = None,
+    signal_sent: int | None = None, ended: float | None = None, early: float = 0.0,
+) -> dict[str, Any]:  # fmt: skip
+    """Return one worker of an attempt, see `record.Rank`."""
+    return {
+        "rank": rank,
+        "local_rank": local_rank,
+        "pid": pid,
+        "pid_started": pid_started,
+        "state": state,
+        "exitcode": exitcode,
+        "signal_sent": signal_sent,
+        "ended": ended,
+        "early": early,
+    }
+
+
+def write(run_dir: str, run: dict[str, Any]) -> None:
+    """Write the record in one step: a reader sees the old one or the new one, whole.
+
+    It is not synced to the disk: after a crash of the machine the workers are dead, too. Raises OSError; then the old
+    record is unchanged, and no temporary file is left.
+    """
+    try:
+        data = _encode(run)
+    except UnicodeEncodeError:  # arguments and file names are bytes, and may be no UTF-8
+        data = _encode(encodable(run))
+    path = os.path.join(run_dir, FILE)
+    if len(data) >= MOST_BYTES:
+        raise OSError(errno.EFBIG, f"the record has {len(data)} bytes; {MOST_BYTES} can be read", path)
+    temporary = os.path.join(run_dir, f".{FILE}.{os.getpid()}")
+    with contextlib.suppress(FileNotFoundError):  # left by a launcher that was killed, and had this pid
+        os.unlink(temporary)
+    files.replace(path, temporary, data + b"\n")
+
+
+def encodable(value: Any) -> Any:
+    """Replace what UTF-8 cannot encode by backslash escapes: bytes of names and arguments that are no text."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, list):
+        return [encodable(part) for part in value]
+    if isinstance(value, dict):
+        return {key: encodable(part) for key, part in value.items()}
+    return value
+
+
+def _encode(run: dict[str, Any]) -> bytes:
+    import json  # for which no start is to wait
+
+    return json.dumps(run, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
