@@ -8,6 +8,7 @@ import os
 import random
 import resource
 import socket
+import sys
 import tempfile
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -413,6 +414,47 @@ theirs.close()
 """
     done = run_script(tmp_path, text)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_launcher_that_reads_nothing_is_sent_what_there_is_room_for() -> None:
+    body = worker_messages.evidence(b"x" * 28_000, b"", 5)
+    ours, theirs = channels.pair()
+    with closing(ours), closing(theirs):
+        sent = 0
+        while worker_messages.send(theirs.fileno(), body, patience=0.001):
+            sent += 1
+        assert sent > 2
+        assert not send_at_once(theirs.fileno(), body)
+
+
+def send_at_once(fd: int, body: bytes) -> bool:
+    with socket.socket(fileno=os.dup(fd)) as own:
+        try:
+            return bool(own.send(body, socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return False
+
+
+@pytest.mark.parametrize("where", ["setblocking", "settimeout", "sendmsg"])
+def test_a_signal_that_meets_who_sends_leaves_the_socket_open(where: str) -> None:
+    """A handler that raises may run after each call."""
+
+    def interrupt(_frame: object, event: str, called: object) -> None:
+        if event in ("c_return", "c_exception") and getattr(called, "__name__", "") == where:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    ours, theirs = channels.pair()
+    with closing(ours), closing(theirs):
+        while send_at_once(theirs.fileno(), b"x" * 1000):
+            pass
+        sys.setprofile(interrupt)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                worker_messages.send(theirs.fileno(), b"x", patience=0.001)
+        finally:
+            sys.setprofile(None)
+        assert theirs.getpeername() is not None
 
 
 def nothing_to_return(_rank: int) -> NoReturn:

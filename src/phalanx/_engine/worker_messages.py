@@ -67,6 +67,7 @@ def evidence(message: bytes, stack: bytes, moment: int) -> bytes:
 def send(fd: int, body: bytes, fds: Sequence[int] = (), patience: float | None = None) -> bool:
     """Send a packet over the socket ``fd``. Waits ``patience`` seconds for room, or for ever.
 
+    What there is room for is sent at once; poll(2), which waits, finds room only in a buffer that is three quarters free.
     Nothing is imported to wait: the function may have left no file to load it from. The socket is made non-blocking,
     for all ranks: it is one that they share.
 
@@ -76,11 +77,13 @@ def send(fd: int, body: bytes, fds: Sequence[int] = (), patience: float | None =
     rights = b"".join(each.to_bytes(_INT, sys.byteorder) for each in fds)
     ancillary = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, rights)] if fds else []
     sock = _socket.socket(fileno=fd)
-    sock.settimeout(_LONGEST if patience is None else patience)
     try:
+        sock.setblocking(False)
         while True:
             try:
                 sock.sendmsg([body], ancillary, _socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                sock.settimeout(_LONGEST if patience is None else patience)
             except TimeoutError:
                 if patience is not None:
                     return False
