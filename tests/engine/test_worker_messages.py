@@ -193,6 +193,20 @@ def test_the_first_value_and_the_first_evidence_count(end: End) -> None:
     os.close(writer)
 
 
+def test_no_default_timeout_is_waited_for() -> None:
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(0.01)
+    try:
+        end = End()
+    finally:
+        socket.setdefaulttimeout(before)
+    with closing(end.inbox), closing(end.theirs):
+        end.take()
+        worker_messages.send(end.theirs.fileno(), b"R" + VALUE)
+        end.take()
+        assert end.ended()[0].result == VALUE
+
+
 def test_nobody_speaks_for_another(end: End) -> None:
     """Whose a packet is the kernel says; one of a process that is no worker is nobody's."""
     pid = os.fork()

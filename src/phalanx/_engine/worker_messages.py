@@ -67,7 +67,7 @@ def evidence(message: bytes, stack: bytes, moment: int) -> bytes:
 def send(fd: int, body: bytes, fds: Sequence[int] = (), patience: float | None = None) -> bool:
     """Send a packet over the socket ``fd``. Waits ``patience`` seconds for room, or for ever.
 
-    What there is room for is sent at once; poll(2), which waits, finds room only in a buffer that is three quarters free.
+    What there is room for is sent at once; poll(2), which waits, finds it only in a buffer that is three quarters free.
     Nothing is imported to wait: the function may have left no file to load it from. The socket is made non-blocking,
     for all ranks: it is one that they share.
 
@@ -110,6 +110,7 @@ class Inbox:
         self._sock = sock
         self._taker = drop
         self._behind: Callable[[], None] | None = None
+        sock.setblocking(False)  # the program may have set a default timeout, which would be waited for
         sock.setsockopt(_socket.SOL_SOCKET, _socket.SO_PASSCRED, 1)  # before the first packet is sent
 
     def fileno(self) -> int:
@@ -128,9 +129,7 @@ class Inbox:
         space = _socket.CMSG_SPACE(3 * _INT) + _socket.CMSG_SPACE(_INT * _DESCRIPTORS)
         while True:
             try:
-                body, ancillary, flags, _address = self._sock.recvmsg(
-                    PACKET, space, _socket.MSG_CMSG_CLOEXEC | _socket.MSG_DONTWAIT
-                )
+                body, ancillary, flags, _address = self._sock.recvmsg(PACKET, space, _socket.MSG_CMSG_CLOEXEC)
                 break
             except BlockingIOError:
                 return None
