@@ -333,6 +333,14 @@ def test_ranks_that_have_numbers_of_their_own(logs: Path, monkeypatch: pytest.Mo
     assert [rank["rank"] for rank in found["attempts"][-1]["ranks"]] == [4, 5]
 
 
+def test_arguments_that_a_program_has_given_itself_are_texts(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`sys.argv` may hold anything."""
+    monkeypatch.setattr(sys, "argv", ["train.py", b"\xff", Path("data"), 0.1, float("nan")])
+    with start_processes("echo", "true", {0: ()}, record=True) as group:
+        group.wait(TIMEOUT)
+    assert record(logs)["command"] == ["train.py", "\\udcff", "data", "0.1", "nan"]
+
+
 def test_who_did_not_end() -> None:
     mirror = Mirror()
     mirror.started([(0, 1)])

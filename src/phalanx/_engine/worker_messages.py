@@ -67,9 +67,9 @@ def evidence(message: bytes, stack: bytes, moment: int) -> bytes:
 def send(fd: int, body: bytes, fds: Sequence[int] = (), patience: float | None = None) -> bool:
     """Send a packet over the socket ``fd``. Waits ``patience`` seconds for room, or for ever.
 
-    What there is room for is sent at once; poll(2), which waits, finds it only in a buffer that is three quarters free.
-    Nothing is imported to wait: the function may have left no file to load it from. The socket is made non-blocking,
-    for all ranks: it is one that they share.
+    What there is room for is sent at once: poll(2), which waits, finds room only when three quarters of the buffer are
+    free. Nothing is imported to wait: the function may have left no file to load it from. The socket is made
+    non-blocking, for all ranks: it is one that they share.
 
     Returns whether it has been sent. Raises OSError, and channels.Closed when nobody can read it: the launcher has
     died, or the socket was shut down.

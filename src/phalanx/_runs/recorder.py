@@ -19,7 +19,7 @@ from phalanx._runs import record_writer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
     from phalanx._engine.mirror import Mirror
@@ -46,7 +46,7 @@ class Recorder:
         look: Returns the pids of the workers that were started, and the group's result or None. It is called on another
             thread, and must not raise.
         run_id: The run's id.
-        command: The command line.
+        command: The command line: texts, or whatever else a program has put into its `sys.argv`.
         warn: Shows a line to the user: if the record cannot be written, once; and which runs were removed.
         keep_runs: How many runs are kept in this run's folder of runs; None: all.
     """
@@ -59,7 +59,7 @@ class Recorder:
         look: Callable[[], Seen],
         *,
         run_id: str,
-        command: list[str],
+        command: Sequence[object],
         warn: Callable[[str], None],
         keep_runs: int | None = None,
     ) -> None:
@@ -150,7 +150,7 @@ class Recorder:
         return record_writer.begin(
             run_id=self._run_id,
             name=self._name,
-            command=self._command,
+            command=[_text(part) for part in self._command],
             started=self._started,
             nprocs=len(self._envs),
             ranks=self._ranks(self._look()[0], {}, "running"),
@@ -286,6 +286,17 @@ def _started(pid: int) -> int:
         return procfs.Stat(pid).start
     except OSError:  # it has exited, or /proc hides it (hidepid, proc(5))
         return 0
+
+
+def _text(part: object) -> str:
+    """Return an argument as a text.
+
+    >>> _text(b"train.py"), _text(0.1)
+    ('train.py', '0.1')
+    """
+    if isinstance(part, str):
+        return part
+    return os.fsdecode(part) if isinstance(part, bytes) else str(part)
 
 
 def _one_line(text: str) -> str:
