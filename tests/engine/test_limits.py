@@ -70,21 +70,28 @@ if __name__ == "__main__":
 
 FEW = """
 import resource, sys
-from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
+from phalanx.multiprocessing import DefaultLogsSpecs, Placement, Std, start_processes
 from tests.support import workers
 
 if __name__ == "__main__":
+    folder, method, nice, max_size = sys.argv[1:]
     resource.setrlimit(resource.RLIMIT_NOFILE, (32, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    specs = DefaultLogsSpecs(sys.argv[1], redirects=Std.ALL)
-    with start_processes("g", workers.echo, ("x",), nprocs=12, start_method="forkserver", logs_specs=specs) as group:
+    specs = DefaultLogsSpecs(folder, redirects=Std.ALL, max_size=int(max_size) or None)
+    options = {"nprocs": 12, "placement": Placement(nice=int(nice)), "logs_specs": specs}
+    with start_processes("g", workers.echo, ("x",), start_method=method, **options) as group:
         print(len(group.wait().return_values))
 """
 
 
 @pytest.mark.slow
-def test_forks_start_under_a_low_limit_on_open_files(tmp_path: Path) -> None:
-    """The open log files have all the numbers below the limit of the workers, which holds while they are forked."""
-    done = workers.run_script(tmp_path, FEW, str(tmp_path / "logs"))
+@pytest.mark.parametrize(
+    "method, nice, max_size",
+    [("forkserver", 0, 0), ("spawn", 0, 0), ("spawn", 1, 0), ("fork", 1, 0), ("spawn", 0, 100_000)],
+    ids=["forked", "executed", "executed in a fork", "forked and placed", "rotated"],
+)
+def test_workers_start_under_a_low_limit_on_open_files(tmp_path: Path, method: str, nice: int, max_size: int) -> None:
+    """That limit holds while they are started, and log files are opened ahead."""
+    done = workers.run_script(tmp_path, FEW, str(tmp_path / "logs"), method, str(nice), str(max_size))
     assert (done.returncode, done.stdout.strip()) == (0, "12"), done.stderr
 
 

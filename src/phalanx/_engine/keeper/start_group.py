@@ -28,7 +28,7 @@ else:
     import posix as os  # the C half: `os` itself takes 1 of the 13 ms in which a keeper gets up
 
 _SPARE_DESCRIPTORS = 64  # beside those that are kept of each worker
-_TOGETHER = 32  # workers whose log files are opened at a time, and after which it is asked whether to go on
+_TOGETHER = 32  # workers whose log files are opened at a time, at most; then it is asked whether to go on
 _ERROR_FILE = b"TORCHELASTIC_ERROR_FILE"
 
 
@@ -107,12 +107,10 @@ class Start:
             limit = start_process.DescriptorLimit(sum(needed) + _SPARE_DESCRIPTORS)
             self._import_fork()
             for number, spec in enumerate(self._specs):
-                if number % _TOGETHER == 0:
+                if not opened:
                     if not may_go_on(number > 0):
                         break
-                    for ahead in self._specs[number : number + _TOGETHER]:
-                        self._doing = ahead.rank, "opening its log files"
-                        opened.append(start_process.Outputs(null, ahead.stdout, ahead.stderr, ahead.bounds))
+                    self._open_ahead(self._specs[number : number + _TOGETHER], null, limit, opened)
                 self._doing = spec.rank, "starting it"
                 with opened.pop(0) as outputs:
                     if add_rotated is not None:
@@ -138,6 +136,20 @@ class Start:
             for outputs in opened:
                 outputs.close()
         return ()
+
+    def _open_ahead(
+        self,
+        specs: list[protocol.Spec],
+        null: int,
+        limit: start_process.DescriptorLimit,
+        opened: list[start_process.Outputs],
+    ) -> None:
+        """Add what is opened for the first of these workers, one at least, to ``opened``. Raises OSError."""
+        for spec in specs:
+            self._doing = spec.rank, "opening its log files"
+            opened.append(start_process.Outputs(null, spec.stdout, spec.stderr, spec.bounds))
+            if not limit.leaves_room(opened[-1].descriptors()):
+                return
 
     def _failed(self, error: OSError | ImportError) -> protocol.Message:
         rank, doing = self._doing

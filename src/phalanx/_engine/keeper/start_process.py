@@ -28,6 +28,8 @@ DESCRIPTORS_ROTATING = 1 + 2 * 2
 """How many descriptors of a worker with rotated log files are open, in the keeper and in its log writer: its pidfd, and
 for each stream a file and the end of a pipe."""
 
+_ROOM = 2 * (1 + 2) + 2  # descriptors: for each stream a file and a pipe; and the pipe of a worker with a placement
+
 
 def ignored_signals() -> list[int]:
     """The signals that are ignored here, by Python or from whoever started the launcher (nohup, a shell's ``&``)."""
@@ -140,6 +142,13 @@ class DescriptorLimit:
         self._ours = wanted if hard == RLIM_INFINITY else min(wanted, hard)
         self._set = lambda limit: setrlimit(RLIMIT_NOFILE, (limit, hard))
         self._set(self._ours)
+
+    def leaves_room(self, fds: list[int]) -> bool:
+        """Whether one more worker's log files, opened after ``fds``, and a pipe get numbers below the workers' limit.
+
+        posix_spawn(3) duplicates no descriptor above the soft limit of that moment (EBADF).
+        """
+        return self._set is None or max(fds, default=0) + _ROOM < self._theirs
 
     def put_away(self, fd: int) -> int:
         """Move a descriptor above the limit that workers have. Returns its new number.
