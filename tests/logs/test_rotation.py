@@ -283,14 +283,18 @@ def test_a_file_that_cannot_be_set_aside_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_as_many_ranks_as_the_hard_limit_on_open_files_allows(tmp_path: Path) -> None:
-    """The soft limit is raised for the start, and is what it was in the workers."""
+    """The soft limit is raised for the start, and in the log writer, and is what it was in the workers."""
+    os.mkfifo(tmp_path / "gate")
     script = f"""
-import resource, sys
+import os, resource, sys
 from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 4096))
 specs = DefaultLogsSpecs({str(tmp_path / "logs")!r}, redirects=Std.ALL, max_size=1 << 20)
-with start_processes("g", "/bin/sh", ("-c", "ulimit -n"), nprocs=120, logs_specs=specs) as group:
+code = "read line < {tmp_path}/gate; ulimit -n"
+with start_processes("g", "/bin/sh", ("-c", code), nprocs=120, logs_specs=specs) as group:
+    gate = os.open("{tmp_path}/gate", os.O_RDWR)
+    os.write(gate, b"\\n" * 120)  # only now, when the files of all are open
     result = group.wait()
 assert result.succeeded, result
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == (256, 4096)

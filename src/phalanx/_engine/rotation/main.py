@@ -30,9 +30,21 @@ def serve(channel: channels.Channel, notes: int) -> NoReturn:
         for fd in (0, 1, 2):  # we may outlive the launcher: readers of its output wait for EOF
             os.dup2(null, fd)
         linux.close_all_but([channel.fileno()])
+        _raise_limit()
         code = _LogWriterLoop(Loop(), channel).run()
     finally:
         os._exit(code)
+
+
+def _raise_limit() -> None:
+    """Raise the soft limit on open files to the hard one: two descriptors are open for each log file."""
+    try:
+        from resource import RLIMIT_NOFILE, getrlimit, setrlimit
+
+        hard = getrlimit(RLIMIT_NOFILE)[1]
+        setrlimit(RLIMIT_NOFILE, (hard, hard))
+    except (ImportError, OSError, ValueError):  # ValueError: the kernel allows for less by now (fs.nr_open)
+        return
 
 
 class _LogWriterLoop:
