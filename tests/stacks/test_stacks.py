@@ -932,6 +932,20 @@ def test_a_program_that_has_called_the_engine_keeps_its_frames(called: tuple[str
     assert str(dump.top(threads)) == "step (train.py:41)"
 
 
+def test_a_program_that_imports_what_starts_a_worker_keeps_its_frames() -> None:
+    """Its own group may be of start method fork, and a disk may not answer."""
+    read = "<frozen importlib._bootstrap_external>", 1073, "get_data"
+    imported = os.path.join(ROOT, "_engine", "keeper", "guard.py"), 23, "<module>"
+    client = os.path.join(ROOT, "_engine", "keeper_client.py"), 67, "fork"
+    user = "/u/train.py", 41, "step"
+    starter = os.path.join(ROOT, "_engine", "worker", "function.py"), 1, "_call"
+    threads = dump.parse(at(read, imported, client, user, starter))
+    assert [frame.function for frame in dump.program_frames(threads[0].frames)] == [
+        "get_data", "<module>", "fork", "step"
+    ]  # fmt: skip
+    assert str(dump.top(threads)) == "step (train.py:41)"
+
+
 @pytest.mark.parametrize(
     "starter", ["forked/main.py", "keeper/fork_process.py", "worker/forked.py", "worker/script.py"]
 )

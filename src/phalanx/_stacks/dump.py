@@ -36,6 +36,7 @@ _STARTERS = tuple(
     os.path.join(folder, "_engine", name, "") for folder in OWN_FOLDERS for name in ("forked", "keeper", "worker")
 )
 _CALLED = "mp_child.py"  # the one file there that may be, too: by an import, for instance
+_IMPORTED = "<module>"  # the frame of a file that is being imported, as by a program that starts a group of its own
 _SHOWN = 4  # locations that `sum_up` names one by one
 
 
@@ -169,9 +170,14 @@ def _frames_of(threads: Sequence[Thread], ident: int) -> Sequence[Frame]:
 def program_frames(frames: Sequence[Frame]) -> Sequence[Frame]:
     """Cut off the outermost frames by which Phalanx has started the user's program; unless there are no others."""
     for index, frame in enumerate(frames):
-        if index and frame.path.startswith(_STARTERS) and os.path.basename(frame.path) != _CALLED:
+        if index and _is_starter(frame):
             return frames[:index]
     return frames
+
+
+def _is_starter(frame: Frame) -> bool:
+    called = os.path.basename(frame.path) == _CALLED or frame.function == _IMPORTED
+    return not called and frame.path.startswith(_STARTERS)
 
 
 def sum_up(texts: Mapping[int, str], hung: int | None = None, ident: int = 0) -> str:
