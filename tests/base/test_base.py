@@ -22,7 +22,7 @@ from phalanx._base.deadlines import Deadlines
 from phalanx._base.exit_status import Exit
 from phalanx._base.latch import Latch
 from phalanx._base.loop import READ, WRITE, Loop
-from phalanx._base.process import Process, descends_from, lineage, wait_all
+from phalanx._base.process import Process, descends_from, lineage, reap_later, wait_all
 from phalanx._base.suspension import Pauses
 from tests.support.fake_clock import FakeClock
 from tests.support.helpers import TIMEOUT, wait_gone
@@ -695,6 +695,23 @@ process.reap_later(lambda: None)
 """
     done = run_script(tmp_path, text)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_a_handler_of_the_host_raises_while_a_thread_starts_is_not_swallowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A TimeoutError, say, which is an OSError."""
+
+    def ring(_number: int, _frame: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(threading.Thread, "start", lambda _thread: signal.raise_signal(signal.SIGUSR1))
+    before = signal.signal(signal.SIGUSR1, ring)
+    try:
+        with pytest.raises(TimeoutError):
+            reap_later(lambda: None)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_the_processes_above_one_are_found() -> None:

@@ -139,8 +139,10 @@ def reap_later(reap: Callable[[], object]) -> None:
         import threading
 
         from phalanx._base import interrupts
-
+    except (ImportError, OSError):  # no descriptor is left to load them: it stays a zombie until this process ends
+        return
+    try:
         with interrupts.deferred():
             threading.Thread(target=reap, name="phalanx-reaper", daemon=True).start()
-    except (RuntimeError, ImportError, OSError):  # no thread, or no descriptor to load this: it stays a zombie for now
+    except RuntimeError:  # no thread is to be had: as above
         return
