@@ -317,7 +317,8 @@ def test_a_thread_of_which_python_knows_nothing_is_refused(modules: Modules) -> 
 
 
 @pytest.mark.slow
-def test_numpy_whose_threads_know_about_forks_is_accepted() -> None:
+def test_numpy_whose_threads_know_about_forks_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")  # else there is one thread in tests, see conftest
     assert run(multiply, 600, preload=["numpy"]) == dict.fromkeys(range(2), 600.0**3)
 
 
