@@ -422,12 +422,13 @@ def test_sentinels(ready: Ready, gate: Gate) -> None:
 @pytest.mark.slow
 def test_sentinels_of_processes_that_nobody_has_any_more(ready: Ready, gate: Gate) -> None:
     context = mp.spawn(spawned.wait, (ready.address, gate.address), 2, join=False)
-    sentinel = os.dup(context.processes[0].sentinel)
+    sentinels = [os.dup(process.sentinel) for process in context.processes]
     ready.wait(2)
     del context
     gate.open(2)
-    assert wait_for([sentinel], 20) == [sentinel]
-    os.close(sentinel)
+    for sentinel in sentinels:
+        assert wait_for([sentinel], 20) == [sentinel]
+        os.close(sentinel)
 
 
 @pytest.mark.slow
