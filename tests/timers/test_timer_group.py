@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from phalanx._base import clock, procfs
-from phalanx._evidence.error_file import read_error_file, timer_detail, write_error_file
+from phalanx._evidence.error_file import read_error_file, timer_detail, write_error_file, written_at
 from phalanx._stacks import collect, dump, py_spy, request, stack_files, wrappers
 from phalanx._stacks.snapshot import Snapshot
 from phalanx._timers import escalation, layout
@@ -313,6 +313,27 @@ def test_of_two_hangs_of_a_rank_none_is_lost(tmp_path: Path) -> None:
         "rank 0: 'first' (t.py:4) was not left within 1 s, in process 1000 below the worker",
         "rank 0: 'second' (t.py:4) was not left within 1 s, in process 1001 below the worker",
     ]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_who_waits_for_another_is_dated_after_it_whoever_is_recorded_first(
+    order: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 waits for rank 1; its timer expires half a millisecond sooner, and each is told of by itself."""
+    monkeypatch.setattr(Snapshot, "outliers", lambda _snapshot: {1})
+    files = {rank: str(tmp_path / f"{rank}.json") for rank in range(2)}
+    table = TimerTable(2)
+    report = HangReporter(table, [("kill", 0.0)], files, lambda _events: None, None, lambda _text: None)
+    for rank in order:
+        deadline = 5_000_000_000 + rank * 500_000
+        hang = Hang(rank, 1000 + rank, True, Timer(rank, 1, deadline, 10**9, 0, "step", "t.py:4"))
+        workers = {0: 1000, 1: 1001}
+        report.on_message("struck", 9, 6_000_000_000, [hang.to_tuple()], workers=workers, ended={})
+    report.finish()
+    report.close()
+    moments = [written_at(read_error_file(files[rank])[0]) for rank in range(2)]
+    assert None not in moments
+    assert moments[1] < moments[0]  # type: ignore[operator]  # none is missing
 
 
 @pytest.mark.parametrize("recorded", [False, True])

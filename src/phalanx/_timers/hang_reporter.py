@@ -237,14 +237,17 @@ class HangReporter:
         """Write a rank's error file, unless the rank has recorded a failure itself.
 
         A rank that waits for another hangs as well, and its timer may expire sooner. The rank that is elsewhere than
-        most is dated before all others, so that it counts as the first failure.
+        most is dated before all others, whoever is recorded first, so that it counts as the first failure.
         """
         first = hangs[0]
         if hang_report.is_recorded(self._error_files[first.rank], self._workers.values()):
             return  # before the stacks are written: the signal waits for what is done here
-        began = first.timer.deadline
-        if first.rank in self._snapshot.outliers():
+        outliers = self._snapshot.outliers()
+        if first.rank in outliers:
             began = min(hang.timer.deadline for hang in (first, *self._signalled.values())) - 1
+        else:
+            before = (hang.timer.deadline for hang in self._signalled.values() if hang.rank in outliers)
+            began = max([first.timer.deadline, *before])
         self._snapshot.write()
         try:
             hang_report.write_error_file(
