@@ -111,6 +111,7 @@ def test_an_interrupt_that_ends_the_reader_ends_all(place: Place, script: str, r
     assert codes(place) == [128 + signal.SIGPIPE, -signal.SIGINT]
 
 
+@pytest.mark.slow
 def test_who_reads_a_little_and_then_the_rest_gets_everything(
     place: Place,
     script: str,

@@ -203,6 +203,7 @@ def test_a_pid_that_is_anothers_by_now_is_left_alone(place: Place, ready: Ready,
     assert not list(place.logs.glob("*/attempt_0/0/*.stacks"))
 
 
+@pytest.mark.slow
 def test_on_a_terminal_it_is_coloured(place: Place, ready: Ready, gate: Gate) -> None:
     with start(place, ready, gate, n=1) as launcher:
         place.env.pop("NO_COLOR", None)

@@ -275,6 +275,7 @@ def test_a_group_that_is_dropped_is_killed_and_lets_go_of_the_signals() -> None:
     supervisor.join()
 
 
+@pytest.mark.slow
 def test_a_keeper_that_never_gets_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stuck = tmp_path / "python"
     stuck.write_text("#!/bin/sh\nexec sleep 600\n")

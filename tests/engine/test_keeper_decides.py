@@ -136,6 +136,7 @@ def test_a_launcher_that_is_stopped_meanwhile(tmp_path: Path, ready: Ready, gate
         assert goes_on(launcher) == FAILED
 
 
+@pytest.mark.slow
 def test_a_launcher_in_a_call_that_holds_the_gil(tmp_path: Path, ready: Ready, gate: Gate) -> None:
     settle, grace = 0.1, 0.5
     with launched(tmp_path, ready, gate, "one_fails", settle=settle, grace=grace, busy=BUSY) as launcher:

@@ -81,6 +81,7 @@ def test_what_the_keeper_said_before_it_left_is_heard_though_a_wish_is_unsent(re
     assert result.root_cause.exitcode == 3
 
 
+@pytest.mark.slow
 def test_an_order_to_stop_that_meets_the_end_is_not_heeded(
     ready: Ready, gate: Gate, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,6 +100,7 @@ def test_an_order_to_stop_that_meets_the_end_is_not_heeded(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overdue",
     [lambda it: it._link.watchdog.over(clock.now()), lambda it: it._link.watchdog.replace()],
@@ -143,6 +145,7 @@ def test_a_silent_keeper_is_woken_before_it_is_killed(ready: Ready, monkeypatch:
     assert not supervisor._link.watchdog.killed
 
 
+@pytest.mark.slow
 def test_a_keeper_that_we_killed_is_said_to_have_been_silent(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     shorten(monkeypatch, ANSWER_WAIT=0.3, KILL_WAIT=0.3)
     wake = KeeperClient.wake
@@ -262,6 +265,7 @@ def test_a_close_in_the_groups_own_thread_does_not_wait_for_itself(ready: Ready)
     group.close()
 
 
+@pytest.mark.slow
 def test_a_handler_that_closes_a_group_while_another_is_being_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the thread that holds what the end of the first one needs."""
     monkeypatch.setattr(display, "PATIENCE", 0.3)

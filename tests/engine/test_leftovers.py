@@ -60,6 +60,7 @@ def test_what_successful_workers_left_behind_may_finish(tmp_path: Path, ready: R
     assert done.exists()
 
 
+@pytest.mark.slow
 def test_it_is_ended_when_its_time_is_over(
     tmp_path: Path, ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +243,7 @@ def test_lines() -> None:
     assert line_of_waiting(some(6), 20, 1.5).endswith(" and 16 more of ranks 4-5")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sleeps", [False, True])
 def test_a_look_that_only_has_no_cpu_is_waited_for(monkeypatch: pytest.MonkeyPatch, sleeps: bool) -> None:
     look = MemoryReader._read_one

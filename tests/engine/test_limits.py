@@ -533,6 +533,7 @@ def test_a_fork_of_a_host_with_threads_imports_nothing(tmp_path: Path) -> None:
 # --- closes
 
 
+@pytest.mark.slow
 def test_a_second_close_shortens_the_sweep_of_the_first(ready: Ready, tmp_path: Path) -> None:
     """The worker dies at once; what is below it, in its session, takes all of the grace that it is allowed."""
     code = f"import signal; signal.signal(15, signal.SIG_IGN); {ready.python()}; signal.pause()"

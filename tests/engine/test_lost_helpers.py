@@ -252,6 +252,7 @@ def test_a_keeper_that_is_stopped_again_and_again_is_done_without(
             group.wait(0)
 
 
+@pytest.mark.slow
 def test_a_stopped_keeper_is_woken_by_a_close(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     shorten(monkeypatch, ANSWER_WAIT=0.2)
     with running("binary", ready) as group:

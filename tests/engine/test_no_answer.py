@@ -51,6 +51,7 @@ def pausing(ready: Ready) -> tuple[str, tuple[str, ...]]:
     return sys.executable, ("-S", "-c", f"import signal; {ready.python()}; signal.pause()")
 
 
+@pytest.mark.slow
 def test_folders_that_cannot_be_made_now_hold_up_no_stop(
     ready: Ready, never: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +96,7 @@ def test_folders_are_made_for_no_group_that_has_ended(gate: Gate, monkeypatch: p
     assert not made
 
 
+@pytest.mark.slow
 def test_folders_are_removed_after_the_last_that_is_made(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that a disk has held up and that comes between two removals would keep those above it."""
     asked, answer, steps = threading.Event(), threading.Event(), []

@@ -363,6 +363,7 @@ def test_a_daemon_that_holds_what_it_inherited_delays_nothing(kind: str, ready: 
     assert set(filter(alive, daemons)) == set()
 
 
+@pytest.mark.slow
 def test_the_process_below_a_shell_has_the_grace_too(ready: Ready, tmp_path: Path) -> None:
     # The shell dies of the SIGTERM at once; the program that it runs, in the same session, saves its work for a while.
     saved = tmp_path / "saved"

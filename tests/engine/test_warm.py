@@ -921,6 +921,7 @@ if os.fork() == 0:
         assert poll.poll(TIMEOUT * 1000)
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_outlives_its_kill_is_waited_for_by_nobody(
     modules: Modules, monkeypatch: pytest.MonkeyPatch
 ) -> None:

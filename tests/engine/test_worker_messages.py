@@ -396,6 +396,7 @@ def test_a_value_that_cannot_be_sent_is_not_taken_for_none(ready: Ready, gate: G
     assert {failure.message for failure in result.failures.values()} == {said}
 
 
+@pytest.mark.slow
 def test_a_launcher_is_waited_for_without_a_library(tmp_path: Path) -> None:
     """The function may leave nothing to import from: no file, or no right to read it."""
     text = """

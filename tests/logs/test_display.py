@@ -200,6 +200,7 @@ def test_a_stream_object_that_does_not_return(
             thread.join(TIMEOUT)
 
 
+@pytest.mark.slow
 def test_a_display_that_stops_in_the_midst_of_the_end(
     tmp_path: Path, ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

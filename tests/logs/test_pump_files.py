@@ -965,6 +965,7 @@ def test_the_last_lines_of_a_rotated_file(tmp_path: Path) -> None:
     assert last_lines(str(path)) == b"line 48\nline 49\n"
 
 
+@pytest.mark.slow
 def test_the_times_of_writing_get_to_their_file(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"before\n")

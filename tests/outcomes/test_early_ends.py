@@ -61,6 +61,7 @@ def test_who_did_not_succeed_is_not_early(state: str) -> None:
     assert dict(_early({**late, 3: other}, 1)) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_it_is_said_and_recorded(place: Place, ready: Ready, gate: Gate, fails: bool) -> None:
     script = place.write(f"""

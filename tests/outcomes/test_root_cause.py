@@ -256,6 +256,7 @@ def shell(*scripts: str) -> dict[int, tuple[str, ...]]:
     return {rank: ("-c", script) for rank, script in enumerate(scripts)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settle", [0.0, 0.5])
 def test_the_settle_window_is_as_long_as_was_asked_for(settle: float) -> None:
     began = time.monotonic()
@@ -338,6 +339,7 @@ def test_the_tracebacks_of_all_failed_ranks_are_kept(method: str, gate: Gate) ->
         assert failure.traceback.endswith(f"ValueError: rank {rank} fell\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGUSR1, signal.SIGSEGV])
 def test_a_worker_that_dies_of_a_signal(number: signal.Signals) -> None:
     result = run("/bin/sh", shell("exec sleep 600", f"kill -{number.value} $$"))

@@ -199,6 +199,7 @@ def test_a_main_thread_that_waits_for_threads_at_its_end(tmp_path: Path, ready: 
     assert len(dump.parse(text)) == 2
 
 
+@pytest.mark.slow
 def test_another_thread_takes_the_signal_when_the_main_thread_blocks_it(
     tmp_path: Path, ready: Ready, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,6 +338,7 @@ def test_one_that_blocks_the_signal_in_all_threads(
         assert worker.process.poll() is None
 
 
+@pytest.mark.slow
 def test_one_that_blocks_the_signal_is_read(tmp_path: Path, ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collect, "_OTHERWISE", 0.04)  # of much time, of which py-spy may need more on a busy machine
     with Worker(tmp_path, ready, f"signal.pthread_sigmask(signal.SIG_BLOCK, [{ONE}, {ALL}]); {SLEEP}") as worker:
@@ -582,6 +584,7 @@ def test_an_offer_that_cannot_be_written_leaves_no_descriptor(tmp_path: Path) ->
     subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=TIMEOUT)
 
 
+@pytest.mark.slow
 @without_py_spy
 @pytest.mark.parametrize("doomed", [False, True])
 def test_a_fork_without_an_offer_of_its_own_does_not_write_into_its_parents(

@@ -880,6 +880,7 @@ print(struck)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shared", "named"])
 def test_a_signal_handler_that_raises_at_any_moment_leaves_no_timer(kind: str, tmp_path: Path) -> None:
     done = run_script(tmp_path, SIGNALS, kind, "0.4")

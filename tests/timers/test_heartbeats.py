@@ -47,6 +47,7 @@ def begin(
 # --- ranks of several processes
 
 
+@pytest.mark.slow
 def test_a_scope_of_the_parent_extends_the_heartbeat_of_its_child(events: Events, ready: Ready, gate: Gate) -> None:
     with begin(hang_workers.share_a_scope, (ready.address, gate.address), events, seconds=IN_TIME) as group:
         ready.wait()
@@ -56,6 +57,7 @@ def test_a_scope_of_the_parent_extends_the_heartbeat_of_its_child(events: Events
     assert "timer.expired" not in events.names()
 
 
+@pytest.mark.slow
 def test_a_scope_that_a_dead_process_has_left_behind_hides_no_hang(events: Events) -> None:
     with begin(hang_workers.leave_a_scope_behind, (), events) as group:
         failure = result_of(group).failures[0]

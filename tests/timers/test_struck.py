@@ -144,6 +144,7 @@ with timer.expires(after=0.1, scope="load"):
 """
 
 
+@pytest.mark.slow
 def test_phalanx_run_exits_with_1(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)

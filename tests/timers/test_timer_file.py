@@ -872,6 +872,7 @@ _pipe._attempt = tell
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["none", "no watches"])
 @pytest.mark.parametrize("left_over", [False, True])
 def test_a_server_that_comes_late_is_waited_for_without_inotify(

@@ -642,6 +642,7 @@ def test_a_block_extends_the_heartbeat_and_what_hangs_after_it_is_found(
 # --- whom it leaves alone
 
 
+@pytest.mark.slow
 def test_a_group_that_is_being_stopped_is_not_disturbed(events: Events, ready: Ready) -> None:
     group = start(hang_workers.hang_when_stopped, (ready.address,), events)
     ready.wait()

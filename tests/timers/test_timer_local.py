@@ -166,6 +166,7 @@ def test_a_recycled_pid_is_never_signalled(mp_queue: Any) -> None:
         assert alive(worker.pid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [3600, -3600])
 def test_a_step_of_the_wall_clock_kills_no_one_and_spares_no_one(
     mp_queue: Any, monkeypatch: pytest.MonkeyPatch, step: float

@@ -233,6 +233,7 @@ def test_a_release_that_waits_in_the_queue_is_seen_before_anyone_is_reaped() -> 
         assert server.reaped.get(timeout=TIMEOUT)[0] == "late"
 
 
+@pytest.mark.slow
 def test_the_server_sleeps_until_the_next_deadline(server: ListServer) -> None:
     counts: list[int] = []
 
@@ -262,6 +263,7 @@ def test_who_cannot_be_reaped_keeps_its_timers_and_is_tried_again() -> None:
     assert second - first >= 0.09
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["get", "size", "register_timers", "get_expired_timers", "clear_timers"])
 def test_a_server_that_raises_goes_on_and_does_not_spin(
     method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -365,6 +367,7 @@ def test_a_wait_that_was_too_long_spares_none_that_was_late_before_it() -> None:
     assert list(watchdog._expired(now + 1.1)) == ["late"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [3600, -3600])
 def test_a_step_of_the_wall_clock_kills_no_one_and_spares_no_one(
     server: ListServer, monkeypatch: pytest.MonkeyPatch, step: float
@@ -431,6 +434,7 @@ def test_the_example_is_the_one_in_the_documentation() -> None:
     assert len([line for line in text.splitlines() if line]) < 60
 
 
+@pytest.mark.slow
 def test_the_example_runs(tmp_path: Path) -> None:
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     command = [sys.executable, "-W", "error", str(EXAMPLE)]
@@ -440,6 +444,7 @@ def test_the_example_runs(tmp_path: Path) -> None:
     assert re.fullmatch(r"worker \d+ has 1 expired timer: a step that hangs\n", done.stderr)
 
 
+@pytest.mark.slow
 def test_a_worker_is_reaped_in_time_by_the_example(tmp_path: Path) -> None:
     spec = importlib.util.spec_from_file_location("datagram_timer", EXAMPLE)
     assert spec is not None

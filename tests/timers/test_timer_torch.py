@@ -114,6 +114,7 @@ def test_the_same_program_over_a_queue(module: str) -> None:
         queue.join_thread()
 
 
+@pytest.mark.slow
 def test_the_same_program_over_a_pipe(tmp_path: Path) -> None:
     """Not with torch's server: that kills the process in which it runs, too."""
     path = os.fspath(tmp_path / "timers")
