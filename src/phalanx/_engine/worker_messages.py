@@ -65,7 +65,7 @@ def evidence(message: bytes, stack: bytes, moment: int) -> bytes:
 
 
 def send(fd: int, body: bytes, fds: Sequence[int] = (), patience: float | None = None) -> bool:
-    """Send a packet over the socket ``fd``. Waits ``patience`` seconds for room, or for ever.
+    """Send a packet over the socket ``fd``. Waits ``patience`` (> 0) seconds for room, or for ever.
 
     What there is room for is sent at once: poll(2), which waits, finds room only when three quarters of the buffer are
     free. Nothing is imported to wait: the function may have left no file to load it from. The socket is made
