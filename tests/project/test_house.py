@@ -29,6 +29,7 @@ SCRIPTS = sorted(
 
 WINGS = (
     *("_base", "_evidence", "_logs", "_stacks", "_timers", "_placement", "_engine", "_outcomes", "_runs", "_group"),
+    "_agent",
 )
 """The packages that hold one subject each, from the ground up."""
 

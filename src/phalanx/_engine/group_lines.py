@@ -6,6 +6,7 @@ Owns the group's part of the `display`, and the thread for lines that the displa
 from __future__ import annotations
 
 from phalanx._base.background import SerialExecutor
+from phalanx._base.latch import Latch
 from phalanx._engine.protocol import ANSWER_WAIT
 
 TYPE_CHECKING = False
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from phalanx._base.loop import Loop
     from phalanx._engine.leftovers import Leftover
     from phalanx._logs.display import GroupDisplay
     from phalanx._logs.pump import Pump
@@ -27,10 +27,13 @@ class GroupLines:
         self._writing = SerialExecutor("phalanx-lines")
         self._pump: Pump | None = None
         self._shown: GroupDisplay | None = None
+        self._after: Latch | None = None
+        self.shown = Latch()
+        """Opened when all is shown."""
 
-    def open(self, pump: Pump | None) -> None:
-        """Have the display show the lines of ``pump``, from `show_workers` on."""
-        self._pump = pump
+    def open(self, pump: Pump | None, after: Latch | None = None) -> None:
+        """Have the display show the lines of ``pump``, from `show_workers` on, and not before ``after`` opens."""
+        self._pump, self._after = pump, after
         if pump is not None:
             from phalanx._logs.display import show
 
@@ -39,16 +42,28 @@ class GroupLines:
     def show_workers(self) -> None:
         """Begin to follow the workers' files."""
         if self._shown is not None:
-            self._shown.open()
+            self._in_turn(self._shown.open)
 
     def reveal(self, rank: int) -> None:
         """Show the lines of a rank that has failed, though they were not to be shown."""
-        if self._shown is not None:
-            self._shown.reveal(rank)
+        shown = self._shown
+        if shown is not None:
+            self._in_turn(lambda: shown.reveal(rank))
 
     def say(self, text: str) -> bool:
         """Show a line among the workers'. Returns whether that is possible."""
-        return self._shown is not None and self._shown.say(text)
+        shown = self._shown
+        if shown is None or not shown.takes_messages():
+            return False
+        self._in_turn(lambda: shown.say(text))
+        return True
+
+    def _in_turn(self, action: Callable[[], None]) -> None:
+        """Call ``action`` when the group is shown whose lines come first; in the thread that shows those, or here."""
+        if self._after is None:
+            action()
+        else:
+            self._after.then(action)
 
     def announce(self, text: str, *, possible: bool = True) -> None:
         """Show a line of ours, among the workers' if that is ``possible``."""
@@ -69,26 +84,21 @@ class GroupLines:
         for line in lines_of_ended(ended, beyond):
             self.announce(line)
 
-    def drain(self, loop: Loop) -> None:
-        """Stop ``loop`` when all lines are shown, when the display does not answer, or when they take too long."""
-        shown = self._shown
-        if shown is None:
-            loop.stop()
-            return
-        from phalanx._logs import display
-
-        def look() -> None:
-            if shown.answers():
-                loop.after(display.PATIENCE, look)
-            else:
-                loop.stop()
-
-        shown.finish(lambda: loop.call(loop.stop))
-        look()
-        loop.after(shown.longest, loop.stop)
-
     def finish(self) -> None:
-        """Wait for the lines that the display could not take, `ANSWER_WAIT` at most."""
+        """Return when all lines are shown, when the display does not answer, or when they take too long.
+
+        Waits for the lines that the display cannot take as well, `ANSWER_WAIT` at most.
+        """
+        shown = self._shown
+        if shown is not None:
+            from phalanx._base import clock
+            from phalanx._logs import display
+
+            self._in_turn(lambda: shown.finish(self.shown.open))
+            until = clock.now() + shown.longest
+            while shown.answers() and (left := until - clock.now()) > 0:
+                if self.shown.wait(min(left, display.PATIENCE)):
+                    break
         self._writing.drain(ANSWER_WAIT)
 
     def close(self) -> None:

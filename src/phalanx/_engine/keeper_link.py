@@ -33,7 +33,7 @@ class KeeperLink:
     """One group's.
 
     Args:
-        loop: That of the group's thread; stopped when all is reported and shown.
+        loop: That of the group's thread; stopped when all is reported.
         client: The helper processes.
         mirror: Keeps what is reported of workers.
         display: Shows lines.
@@ -261,11 +261,9 @@ class KeeperLink:
         self._end()
 
     def _end(self) -> None:
-        """End the loop once all lines are shown: nothing more comes from the keeper."""
+        """End the loop: nothing more comes from the keeper."""
         self.ended = True
         self.watchdog.end()
-        # At EOF the socket would stay readable for as long as the display drains.
-        self._loop.forget(self._client.channel.fileno())
         if self.keeper_error is not None and not self.up and self.start_error is None:
             self.start_error = self.keeper_error
         if self.keeper_error is not None and self.result_stands:
@@ -274,7 +272,7 @@ class KeeperLink:
             self._display.announce(f"rotated log files are not complete: {self.logs_left}")
         if self._mirror.leftovers:
             self._display.announce_ended(self._mirror.leftovers, self._mirror.leftovers_beyond)
-        self._display.drain(self._loop)
+        self._loop.stop()
 
 
 _ON_MESSAGE: dict[str, Callable[..., None]] = {

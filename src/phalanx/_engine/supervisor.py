@@ -60,8 +60,11 @@ class Supervisor:
     ) -> None:
         self.owner = os.getpid()  # a fork of it has no business with the group
         self.mirror = Mirror()
-        self.ended = Latch()  # the outcome of every worker is known, and no process of theirs is left
-        self.done = Latch()  # and nothing of ours: keeper, thread, descriptors
+        self.gone = Latch()  # the outcome of every worker is known, and no process of theirs is left
+        self.ended = Latch()  # and all that they wrote is shown, or what shows it was left alone
+        self.done = Latch()  # and nothing of ours is left: keeper, thread, descriptors
+        self.last_step: int | None = None
+        """The highest step that a worker had reported, once all are gone; None: none had."""
         self._display = GroupLines(write_line)
         self._hang_report: HangReporter | None = None
         self._keeper = KeeperClient()
@@ -115,6 +118,7 @@ class Supervisor:
         fork: bool = False,
         modules: Sequence[str] = (),
         report: HangReporter | None = None,
+        after: Latch | None = None,
     ) -> None:
         """Order the start of all workers, and return: `wait_until_up` waits for it. Raises OSError, with none left.
 
@@ -126,11 +130,12 @@ class Supervisor:
             fork: Whether they are forked from the keeper, not executed.
             modules: What the keeper imports before it forks.
             report: What writes down hangs, if the workers' timers are to be watched.
+            after: Nothing is shown before this opens: the `shown` of a group whose lines come first.
         """
         self._hang_report = self._link.hang_report = report
         self._chores = chores
         try:
-            self._display.open(pump)
+            self._display.open(pump, after)
             self._send_order(specs, fds, fork=fork, modules=modules)
             self._thread = threading.Thread(target=self._run, name="phalanx", daemon=True)
             self._thread.start()
@@ -180,6 +185,11 @@ class Supervisor:
             raise error
 
     @property
+    def shown(self) -> Latch:
+        """Opened when all lines of the workers are shown, or when what shows them was left alone."""
+        return self._display.shown
+
+    @property
     def not_started(self) -> BaseException | None:
         """Why the workers never ran; None if they did, or may yet."""
         return self._link.not_started
@@ -191,7 +201,7 @@ class Supervisor:
         if self._take_charge():
             self._thread = None
             self._release()
-            for latch in (self._link.up, self.ended, self.done):
+            for latch in (self._link.up, self.gone, self.shown, self.ended, self.done):
                 latch.open()
         else:  # the group's thread releases everything
             self.kill()
@@ -235,11 +245,11 @@ class Supervisor:
 
     def say(self, text: str) -> bool:
         """Show a line of ours among the workers'. Returns whether that is possible."""
-        return not self.ended and self._display.say(text)
+        return not self.gone and self._display.say(text)
 
     def announce(self, text: str) -> None:
         """Show a line of ours, among the workers' if that is possible."""
-        self._display.announce(text, possible=not self.ended)
+        self._display.announce(text, possible=not self.gone)
 
     def kill(self) -> None:
         """Kill every process of the group. Returns at once."""
@@ -283,6 +293,9 @@ class Supervisor:
             _guarded(self._finish_threads)
             self._link.up.open()
             self.mirror.close()
+            self.gone.open()
+            _guarded(self._display.finish)
+            self.shown.open()
             self.ended.open()
             try:
                 self._release()
@@ -326,7 +339,6 @@ class Supervisor:
     def _finish_threads(self) -> None:
         """Take the last results, and wait for what other threads write down, unless it takes too long."""
         self._results.finish()
-        self._display.finish()
         self._chored.drain(ANSWER_WAIT)
         self._results.finish_threads()
         if self._hang_report is not None:
@@ -337,6 +349,7 @@ class Supervisor:
             if not executor.submit(self._hang_report.finish):
                 self._hang_report.finish()
             executor.drain(2 * hang_reporter.FINISH + ANSWER_WAIT)
+            self.last_step = self._hang_report.table.last_step()
             self.mirror.note_hangs(self._hang_report.unwritten, self._hang_report.hung)
 
 

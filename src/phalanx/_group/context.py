@@ -9,18 +9,21 @@ import os
 import signal
 import warnings
 from abc import abstractmethod
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 from phalanx._engine import host_signals
 from phalanx._group.arguments import GRACE, check_timeout
+from phalanx._group.end_fd import EndFd
 from phalanx._group.start import GroupStart
 from phalanx._outcomes.result import collect
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
     from typing import Any, Literal, Self, overload
 
+    from phalanx._base.latch import Latch
     from phalanx._engine.mirror import WorkerRecord
     from phalanx._engine.supervisor import Supervisor
     from phalanx._outcomes.result import RunProcsResult
@@ -52,6 +55,7 @@ class PContext(GroupStart):
             and ``stack``. The logs specs are `DefaultLogsSpecs` with a folder then.
         signals: Whether signals to this process raise `SignalException` while the group is open. Else they do what
             they did before; only a SIGINT that arrives during the start has to wait until the group can be closed.
+        follows: A group whose lines are shown before this one's: the attempt before. It need not have ended.
         speak: Called with each line that the group has to say, for which it has no other place; default: the logger
             ``phalanx``.
 
@@ -81,15 +85,69 @@ class PContext(GroupStart):
             KeeperLostError: The group's helper process was killed, and with it workers that had not ended.
             RuntimeError: It was not started; or by another process, of which this is a fork.
         """
-        supervisor = self._started()
         check_timeout(timeout)
-        if supervisor.owner != os.getpid() and not supervisor.ended:
+        return self._wait(self._started().ended, timeout)
+
+    def wait_gone(self, timeout: float | None = -1) -> RunProcsResult | None:
+        """Wait as `wait` does, but only until no process of the group is left: its last lines may not be shown yet.
+
+        A slow terminal can keep `wait` for 10 s longer. Arguments, result and errors are those of `wait`.
+        """
+        check_timeout(timeout)
+        return self._wait(self._started().gone, timeout)
+
+    async def wait_async(self) -> RunProcsResult:
+        """Wait as `wait` does, in a task of `asyncio`: the event loop goes on meanwhile.
+
+        A task that is cancelled waits no more; the group goes on. Raises as `wait`.
+
+        >>> import asyncio
+        >>> from phalanx.multiprocessing import start_processes
+        >>> async def main():
+        ...     with start_processes("double", lambda x: 2 * x, {0: (1,), 1: (2,)}, {0: {}, 1: {}}) as group:
+        ...         return await group.wait_async()
+        >>> asyncio.run(main()).return_values
+        {0: 2, 1: 4}
+        """
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        over = asyncio.Event()
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(over.set)
+
+        self._started().ended.then(wake)
+        await over.wait()
+        return self.wait()
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable once the group has ended, for `select` and other event loops.
+
+        It belongs to the group: nothing should be read from it, and `close` closes it. Raises RuntimeError if the group
+        has not been started or has been closed, OSError if no descriptor is left.
+        """
+        supervisor = self._started()
+        with self._one:
+            if self._end_fd is None and not supervisor.done:
+                self._end_fd = EndFd()
+                supervisor.ended.then(self._end_fd.ring)
+        if self._end_fd is None or self._end_fd.fileno() < 0:
+            msg = f"the group {self.name!r} has been closed"
+            raise RuntimeError(msg)
+        return self._end_fd.fileno()
+
+    def _wait(self, end: Latch, timeout: float | None) -> RunProcsResult | None:
+        supervisor = self._started()
+        if supervisor.owner != os.getpid() and not end:
             msg = f"the group {self.name!r} is not this process's: a fork of the one that started it hears nothing"
             raise RuntimeError(msg)
         with host_signals.delivering():
-            if not supervisor.ended.wait(-1 if timeout is None or timeout < 0 else timeout):
+            if not end.wait(-1 if timeout is None or timeout < 0 else timeout):
                 return None
-        host_signals.release(supervisor)
+        if supervisor.ended:
+            host_signals.release(supervisor)
         if supervisor.not_started is not None:
             msg = f"the group {self.name!r} was not started: {supervisor.not_started}"
             raise RuntimeError(msg)
@@ -156,12 +214,7 @@ class PContext(GroupStart):
             return
         if supervisor.owner != os.getpid():
             return
-        if not supervisor.ended:
-            death = signal.SIGTERM if death_sig is None else signal.Signals(death_sig)
-            if death == signal.SIGKILL or timeout <= 0:
-                supervisor.kill()
-            else:
-                supervisor.stop(death, timeout)
+        self.order_close(death_sig, timeout)
         supervisor.join()
         try:
             if supervisor.not_started is None:
@@ -170,6 +223,39 @@ class PContext(GroupStart):
                 self._tidy()
         finally:  # again: another thread closed first, or a signal handler has raised
             host_signals.release(supervisor)
+            if self._end_fd is not None:
+                self._end_fd.close()
+
+    def order_close(self, death_sig: signal.Signals | int | None = None, timeout: float = GRACE) -> None:
+        """Order the end of the group, as `close` does, and return at once. `wait` tells when it has ended.
+
+        A group that is not open is left as it is. Arguments and errors are those of `close`.
+        """
+        check_timeout(timeout)
+        death = signal.SIGTERM if death_sig is None else signal.Signals(death_sig)
+        supervisor = self._supervisor
+        if supervisor is None or supervisor.gone or supervisor.owner != os.getpid():
+            return
+        if death == signal.SIGKILL or timeout <= 0:
+            supervisor.kill()
+        else:
+            supervisor.stop(death, timeout)
+
+    def when_gone(self, action: Callable[[], None]) -> None:
+        """Call ``action`` once no process of the group is left, on another thread; at once, here, if that is so.
+
+        It must not raise, and not take long. Raises RuntimeError if the group has not been started.
+        """
+        self._started().gone.then(action)
+
+    def when_shown(self, action: Callable[[], None]) -> None:
+        """Call ``action`` likewise, once all lines of the workers are shown, or what shows them was left alone."""
+        self._started().shown.then(action)
+
+    @property
+    def last_step(self) -> int | None:
+        """The highest step that a rank had reported by `phalanx.timer.progress` when the group was gone; None: none."""
+        return None if self._supervisor is None else self._supervisor.last_step
 
     def __repr__(self) -> str:
         supervisor = self._supervisor

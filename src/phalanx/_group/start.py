@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx._engine.forkserver import ForkServer
+    from phalanx._group.end_fd import EndFd
     from phalanx._group.plan import Plan
     from phalanx._group.warm import Warm
     from phalanx._logs.pump import Pump
@@ -72,6 +73,7 @@ class GroupStart(ABC):
         record: bool = False,
         signals: bool = True,
         speak: Callable[[str], None] | None = None,
+        follows: GroupStart | None = None,
     ) -> None:
         self.name = name
         self.entrypoint = entrypoint
@@ -92,6 +94,9 @@ class GroupStart(ABC):
         self._grace = grace
         self._linger = linger
         self._speak = speak
+        before = None if follows is None else follows._supervisor  # noqa: SLF001 - of the same class
+        self._after = None if before is None else before.shown
+        self._end_fd: EndFd | None = None
         self._record = record
         self._recorder: GroupRecorder | None = None
         self._signals = signals
@@ -177,6 +182,7 @@ class GroupStart(ABC):
                     fork=plan.fork,
                     modules=plan.modules,
                     report=report,
+                    after=self._after,
                 )
                 # Called by `close`, or when the last reference goes; not by `wait`, which needs the result alone.
                 self._tidy = weakref.finalize(self, release, supervisor, self.logs, self._logs_specs, self._own_warm)

@@ -138,12 +138,13 @@ class GroupDisplay:
         """Begin to follow the files."""
         self._call(lambda: self._pump.open(self._loop))
 
-    def say(self, text: str) -> bool:
-        """Show a line of ours. Returns whether there is a view for it."""
-        if self._failed or not self._pump.shows_messages:
-            return False
+    def takes_messages(self) -> bool:
+        """Whether there is a view for lines of ours."""
+        return not self._failed and self._pump.shows_messages
+
+    def say(self, text: str) -> None:
+        """Show a line of ours."""
         self._call(lambda: self._pump.show_message(text))
-        return True
 
     def reveal(self, rank: int) -> None:
         """Show the last lines of the hidden streams of a local rank that failed."""

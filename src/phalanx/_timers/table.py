@@ -292,6 +292,11 @@ class TimerTable:
                     limit = last
         return limit
 
+    def last_step(self) -> int | None:
+        """Return the highest step that a process has reported with a heartbeat; None: none has reported one above 0."""
+        steps = [row[SEAT_STEP] for _seat, row in self._rows() if row[SEAT_BEAT]]
+        return max(filter(lambda step: step > 0, steps), default=None)
+
     def _rows(self) -> Iterator[tuple[int, memoryview]]:
         """Yield the seats that are or were taken, and the words of each as far as it has slots in use."""
         reach = min(_in_use(SEATS_IN_USE, self._words[HEAD_USED]), self.seats)

@@ -1,0 +1,1 @@
+"""Restarts of a group: its attempts, the policy, and what they need."""

@@ -1,0 +1,78 @@
+"""How one attempt ended: what the restart policy decides by, and what the report over attempts shows."""
+
+from __future__ import annotations
+
+from phalanx._base.frozen import Value
+
+STATES = ("succeeded", "failed", "stopped", "not started")
+
+
+class AttemptEnd(Value):
+    """How one attempt of a group ended.
+
+    Attributes:
+        state: "succeeded"; "failed"; "stopped", because somebody asked for it; or "not started".
+        rank: The global rank of the root cause; None: it has no rank, or none failed.
+        exitcode: Its exit code, negative for a signal; None: not known.
+        error: What went wrong, in one line; "": nothing.
+        step: The highest step that any rank has reported, see `phalanx.timer.progress`; None: none has.
+        survivors: How many workers have outlived SIGKILL (uninterruptible sleep).
+        number: The attempt, from 0 on.
+        began: When its start began, in seconds (monotonic).
+        ended: When no process of it was left, likewise.
+    """
+
+    __slots__ = (  # noqa: RUF023 - the order is that of the arguments
+        "state", "rank", "exitcode", "error", "step", "survivors", "number", "began", "ended",
+    )  # fmt: skip
+
+    state: str
+    rank: int | None
+    exitcode: int | None
+    error: str
+    step: int | None
+    survivors: int
+    number: int
+    began: float
+    ended: float
+
+    def __init__(
+        self,
+        state: str,
+        rank: int | None = None,
+        exitcode: int | None = None,
+        error: str = "",
+        step: int | None = None,
+        survivors: int = 0,
+        number: int = 0,
+        began: float = 0.0,
+        ended: float = 0.0,
+    ) -> None:
+        if state not in STATES:
+            msg = f"state must be one of {', '.join(STATES)}; got {state!r}"
+            raise ValueError(msg)
+        self._store(
+            state=state, rank=rank, exitcode=exitcode, error=error, step=step, survivors=survivors,
+            number=number, began=began, ended=ended,
+        )  # fmt: skip
+
+    @property
+    def uptime(self) -> float:
+        """Seconds from its start to its end."""
+        return max(0.0, self.ended - self.began)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it counts as a failure."""
+        return self.state in ("failed", "not started")
+
+    def describe(self) -> str:
+        """Return who failed, and how, in one line.
+
+        >>> AttemptEnd("failed", 2, 1, "ValueError: bad batch", 120).describe()
+        'rank 2, ValueError: bad batch, step 120'
+        """
+        parts = [f"rank {self.rank}"] if self.rank is not None else []
+        parts += [self.error] if self.error else [self.state] if not parts else []
+        parts += [f"step {self.step}"] if self.step is not None else []
+        return ", ".join(parts)

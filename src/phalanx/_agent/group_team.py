@@ -1,0 +1,108 @@
+"""A team of `attempts` whose every attempt is a group of processes."""
+
+from __future__ import annotations
+
+from phalanx._agent.attempt_end import AttemptEnd
+from phalanx._agent.attempts import Team
+from phalanx._base.stderr import mention
+from phalanx._engine.start_errors import KeeperLostError
+from phalanx._outcomes.result import RunProcsResult, verdict
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from phalanx._group.context import PContext
+
+_MOST_SHOWN = 3  # groups that have ended, and whose lines a slow console has not taken
+
+
+class GroupTeam(Team):
+    """Makes a group for each attempt. The lines of an attempt are shown before those of the next.
+
+    Args:
+        make: Makes the group of an attempt: its number, and the group of the attempt before, to be given as
+            ``follows``; None: there is none. It is not started.
+        speak: Shows a line while no group does; default: it is written to stderr. It must not wait.
+
+    Attributes:
+        group: The group of the attempt that runs, or ran last; None: none was made.
+        result: How it ended; None: it has not.
+        lost: Why its result is not complete: its keeper was lost; else None.
+    """
+
+    def __init__(
+        self, make: Callable[[int, PContext | None], PContext], *, speak: Callable[[str], None] = mention
+    ) -> None:
+        self.group: PContext | None = None
+        self.result: RunProcsResult | None = None
+        self.lost: KeeperLostError | None = None
+        self._make = make
+        self._speak = speak
+        self._before: list[PContext] = []  # groups that are gone, and not closed
+
+    def start(self, attempt: int, wake: Callable[[], None]) -> None:
+        """Make a group, and start it. Raises what these raise."""
+        before = self.group
+        if before is not None:
+            self._before.append(before)
+            self._close_before(_MOST_SHOWN)
+        self.group, self.result, self.lost = None, None, None
+        group = self.group = self._make(attempt, before)
+        group.start()
+        group.when_gone(wake)
+
+    def ended(self) -> AttemptEnd | None:
+        """See `Team`."""
+        group = self.group
+        if group is None:
+            return AttemptEnd("stopped")
+        try:
+            result = group.wait_gone(0)
+        except KeeperLostError as error:
+            self.lost = error
+            self.result = RunProcsResult(failures=dict(error.failures))
+            return self._end("failed", self.result, str(error))
+        except RuntimeError:  # it was never up: a signal came while it was being started
+            return AttemptEnd("stopped")
+        if result is None:
+            return None
+        self.result = result
+        return self._end({"abandoned": "failed"}.get(result.state, result.state), result)
+
+    def stop(self, death_signal: int, grace: float) -> None:
+        """See `Team`."""
+        if self.group is not None:
+            self.group.order_close(death_signal, grace)
+
+    def say(self, text: str) -> None:
+        """See `Team`."""
+        try:
+            if self.group is None:
+                self._speak(text)
+            elif not self.group.say(text):
+                self.group.when_shown(lambda: self._speak(text))
+        except RuntimeError:  # it was never up
+            self._speak(text)
+
+    def close(self) -> None:
+        """Close all groups: what has not ended is killed. Returns when their lines are shown, or after 10 s each."""
+        self._close_before(0)
+        if self.group is not None:
+            self.group.close(9)
+
+    def _end(self, state: str, result: RunProcsResult, error: str = "") -> AttemptEnd:
+        assert self.group is not None
+        rank, exitcode, root = None, None, result.root_cause
+        if root is not None:
+            rank, exitcode = root.local_rank if root.rank is None else root.rank, root.exitcode
+            error = next(iter(root.message.splitlines()), "")
+        elif state == "failed":
+            error = error or verdict(result)[1]
+        survivors = sum(outcome.state == "abandoned" for outcome in result.outcomes.values())
+        return AttemptEnd(state, rank, exitcode, error, self.group.last_step, survivors)
+
+    def _close_before(self, most: int) -> None:
+        """Close groups that are gone, but for the ``most`` latest, whose lines may yet be shown."""
+        while len(self._before) > most or (self._before and not self._before[0].is_open):
+            self._before.pop(0).close(9)

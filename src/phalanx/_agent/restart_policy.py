@@ -1,0 +1,238 @@
+"""Whether a group that has failed is started again, and when. Pure: it decides, and acts on nothing."""
+
+from __future__ import annotations
+
+from phalanx._base.clock import format_duration
+from phalanx._base.durations import seconds
+from phalanx._base.frozen import Value
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from phalanx._agent.attempt_end import AttemptEnd
+
+_MOST_CODE, _MOST_SIGNAL = 255, 64  # of exit codes, and of signals
+_LONGEST_EXPONENT = 64  # of the delay: more would overflow a float, and the cap holds long before
+
+
+class RestartPolicy(Value):
+    """When a group that has failed is started again.
+
+    A group's attempt is counted as a failure if a worker failed, or if a later attempt could not be started. A stop, or
+    a restart that somebody asked for, is none.
+
+    Args:
+        max_restarts: How many times the group may be started again after failures: 0 or more.
+        window: Seconds in which there may be so many restarts; older ones do not count. None: in all.
+        backoff: Seconds before the first restart; doubled with each further failure in a row. 0: at once. After an
+            attempt that ran for longer than ``backoff_cap``, it begins anew.
+        backoff_cap: Seconds that the delay never exceeds.
+        jitter: By which part (0 to 1) of itself the delay is shortened at random, at most: many jobs that failed
+            together then do not start together.
+        min_uptime: Seconds. A group that fails earlier than this after its start is failing on start;
+        failing_starts: after so many of these in a row (1 or more), it is not started again. Without effect if
+            ``min_uptime`` is 0.
+        never_on: Exit codes after which the group is not started again: of the root cause, 0 to 255; -n: signal n.
+        always_on: Exit codes after which it is, without being counted in ``max_restarts``.
+        without_progress: How many failures in a row without progress end it: no step beyond those of all attempts
+            before was reported by `phalanx.timer.progress`. None: progress is not asked for.
+
+    Raises:
+        TypeError, ValueError: What is wrong with which argument.
+
+    >>> RestartPolicy(3).max_restarts
+    3
+    >>> RestartPolicy(-1)
+    Traceback (most recent call last):
+    ValueError: max_restarts: expected a whole number, 0 or more, got -1
+    """
+
+    __slots__ = (  # noqa: RUF023 - the order is that of the arguments
+        "max_restarts", "window", "backoff", "backoff_cap", "jitter", "min_uptime", "failing_starts", "never_on",
+        "always_on", "without_progress",
+    )  # fmt: skip
+
+    max_restarts: int
+    window: float | None
+    backoff: float
+    backoff_cap: float
+    jitter: float
+    min_uptime: float
+    failing_starts: int
+    never_on: frozenset[int]
+    always_on: frozenset[int]
+    without_progress: int | None
+
+    def __init__(
+        self,
+        max_restarts: int = 0,
+        *,
+        window: float | None = None,
+        backoff: float = 0.0,
+        backoff_cap: float = 300.0,
+        jitter: float = 0.1,
+        min_uptime: float = 0.0,
+        failing_starts: int = 3,
+        never_on: Collection[int] = (),
+        always_on: Collection[int] = (),
+        without_progress: int | None = None,
+    ) -> None:
+        backoff = seconds("backoff", backoff, endless=False)
+        jitter = seconds("jitter", jitter, endless=False)
+        if jitter > 1:
+            msg = f"jitter: expected a part of the delay, 0 to 1, got {jitter!r}"
+            raise ValueError(msg)
+        both = sorted({*never_on} & {*always_on})
+        if both:
+            msg = f"never_on, always_on: exit code {both[0]} is in both"
+            raise ValueError(msg)
+        self._store(
+            max_restarts=_whole("max_restarts", max_restarts, 0),
+            window=None if window is None else seconds("window", window, zero=False, endless=False),
+            backoff=backoff,
+            backoff_cap=max(backoff, seconds("backoff_cap", backoff_cap, endless=False)),
+            jitter=jitter,
+            min_uptime=seconds("min_uptime", min_uptime, endless=False),
+            failing_starts=_whole("failing_starts", failing_starts, 1),
+            never_on=frozenset(_codes("never_on", never_on)),
+            always_on=frozenset(_codes("always_on", always_on)),
+            without_progress=None if without_progress is None else _whole("without_progress", without_progress, 1),
+        )
+
+    @property
+    def attempts(self) -> str:
+        """How many attempts there are at most, as it is said after "attempt 2"; "" if the number is not fixed."""
+        fixed = self.window is None and not self.always_on
+        return f" of {self.max_restarts + 1}" if fixed else ""
+
+
+class Decision(Value):
+    """What follows a failure.
+
+    Attributes:
+        retries: Whether another attempt follows.
+        delay: Seconds before it.
+        counted: Whether it counts in ``max_restarts``.
+        why: Why no other follows; or what is to be said of this failure; "": nothing.
+    """
+
+    __slots__ = ("retries", "delay", "counted", "why")  # noqa: RUF023 - the order is that of the arguments
+
+    retries: bool
+    delay: float
+    counted: bool
+    why: str
+
+    def __init__(self, retries: bool, delay: float = 0.0, counted: bool = True, why: str = "") -> None:  # noqa: FBT001, FBT002 - a record
+        self._store(retries=retries, delay=delay, counted=counted, why=why)
+
+
+def decide(
+    policy: RestartPolicy, ends: Sequence[AttemptEnd], restarts: Sequence[float], now: float, chance: float = 0.0
+) -> Decision:
+    """Decide what follows the failure of the last of ``ends``.
+
+    Args:
+        policy: The policy.
+        ends: How the attempts so far have ended, the latest last. Those that did not fail are passed over.
+        restarts: When it was decided to restart, of the restarts that count (monotonic seconds).
+        now: The present moment, likewise.
+        chance: A random number, 0 to 1, for the jitter.
+    """
+    last = ends[-1]
+    failures = [end for end in ends if end.failed]
+    code = last.exitcode
+    if last.survivors:
+        what = _times(last.survivors, "worker")
+        return Decision(retries=False, why=f"{what} outlived SIGKILL, and may hold what another attempt needs")
+    if code is not None and code in policy.never_on:
+        return Decision(retries=False, why=f"{_name(code)} is one after which nothing is restarted")
+    idle = _without_progress(failures, ends)
+    if policy.without_progress is not None and idle >= policy.without_progress:
+        best = max((end.step for end in ends if end.step is not None), default=None)
+        where = "no step was reported" if best is None else f"step {best} was not passed"
+        return Decision(retries=False, why=f"no progress in {_times(idle, 'attempt')}: {where}")
+    early = _count_last(failures, lambda end: end.uptime < policy.min_uptime)
+    if policy.min_uptime and early >= policy.failing_starts:
+        within = format_duration(policy.min_uptime)
+        return Decision(retries=False, why=f"failing on start: {_times(early, 'attempt')} ended within {within}")
+    counted = code is None or code not in policy.always_on
+    used = sum(policy.window is None or moment > now - policy.window for moment in restarts)
+    if counted and used >= policy.max_restarts:
+        return Decision(retries=False, why=_used_up(policy))
+    same = next((end.number for end in failures[-2:-1] if end.step is not None and end.step == last.step), None)
+    why = "" if same is None else f"same step as attempt {same + 1}"
+    return Decision(retries=True, delay=_delay(policy, failures, chance), counted=counted, why=why)
+
+
+def _without_progress(failures: Sequence[AttemptEnd], ends: Sequence[AttemptEnd]) -> int:
+    """Count the last failures in a row that have reported no step beyond those of all attempts before."""
+    count = 0
+    for end in reversed(failures):
+        before = [each.step for each in ends if each.number < end.number and each.step is not None]
+        if end.step is not None and (not before or end.step > max(before)):
+            break
+        count += 1
+    return count
+
+
+def _count_last(failures: Sequence[AttemptEnd], holds: Callable[[AttemptEnd], bool]) -> int:
+    count = 0
+    for end in reversed(failures):
+        if not holds(end):
+            break
+        count += 1
+    return count
+
+
+def _delay(policy: RestartPolicy, failures: Sequence[AttemptEnd], chance: float) -> float:
+    short = max(1, _count_last(failures, lambda end: end.uptime <= policy.backoff_cap))
+    delay = min(policy.backoff_cap, policy.backoff * 2.0 ** min(short - 1, _LONGEST_EXPONENT))
+    return delay * (1 - policy.jitter * chance)
+
+
+def _used_up(policy: RestartPolicy) -> str:
+    if policy.max_restarts == 0:
+        return ""
+    within = "" if policy.window is None else f" within {format_duration(policy.window)}"
+    return f"{_times(policy.max_restarts, 'restart')}{within}, and no more"
+
+
+def _times(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+def _name(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    from phalanx._outcomes.outcome import signal_name
+
+    return f"signal {signal_name(-code)}"
+
+
+def _whole(name: str, value: object, least: int) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        msg = f"{name}: expected a whole number, {least} or more, got {value!r}"
+        raise TypeError(msg)
+    number = int(value.__index__())
+    if number < least:
+        msg = f"{name}: expected a whole number, {least} or more, got {value!r}"
+        raise ValueError(msg)
+    return number
+
+
+def _codes(name: str, values: Collection[int]) -> list[int]:
+    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
+        msg = f"{name}: expected exit codes, like [1, 75], got {values!r}"
+        raise TypeError(msg)
+    codes = []
+    for value in values:
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            msg = f"{name}: expected exit codes, like [1, 75]; {value!r} is none"
+            raise TypeError(msg)
+        codes.append(int(value.__index__()))
+        if not -_MOST_SIGNAL <= codes[-1] <= _MOST_CODE or codes[-1] == 0:
+            msg = f"{name}: expected exit codes, 1 to {_MOST_CODE}, or -1 to -{_MOST_SIGNAL} for signals, got {value!r}"
+            raise ValueError(msg)
+    return codes
