@@ -141,7 +141,7 @@ def test_help_is_in_sections() -> None:
 @pytest.mark.parametrize(
     "variables,words",
     [
-        ({"PET_MAX_RESTARTS": "3"}, ["'--max-restarts' (PET_MAX_RESTARTS in the environment)", "it does not restart"]),
+        ({"PET_MAX_RESTARTS": "x"}, ["'--max-restarts' (PET_MAX_RESTARTS in the environment)", "like 5/1h"]),
         ({"PHALANX_NPROC_PER_NODE": "x"}, ["'--nproc-per-node' (PHALANX_NPROC_PER_NODE in the environment)", "'x'"]),
         ({"PET_NPROC_PER_NODE": "0"}, ["'--nproc-per-node' (PET_NPROC_PER_NODE in the environment)"]),
         ({"PHALANX_LOG_KEEP": "3"}, ["--log-keep: files", "(--log-keep is PHALANX_LOG_KEEP in the environment)"]),

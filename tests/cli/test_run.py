@@ -432,7 +432,15 @@ SETTINGS = {
     "on_expiry": Setting("report,kill:30", "dump", (("report", 0.0), ("kill", 30.0)), (("dump", 0.0),)),
     "nnodes": Setting("1:1", "1", "1:1", "1"),
     "node_rank": Setting("0", "0", "0", "0"),
-    "max_restarts": Setting("0", "0", "0", "0"),
+    "max_restarts": Setting("3", "5/1h", (3, None), (5, 3600.0)),
+    "backoff": Setting("1", "0.5:1m", (1.0, None), (0.5, 60.0)),
+    "backoff_jitter": Setting("0.5", "1", 0.5, 1.0),
+    "min_uptime": Setting("30", "1m:5", (30.0, 3), (60.0, 5)),
+    "max_no_progress": Setting("3", "1", 3, 1),
+    "never_restart_on": Setting("2,SIGILL", "3", [2, -4], [3]),
+    "always_restart_on": Setting("75", "kill", [75], [-9]),
+    "signals_forward": Setting("USR1,WINCH", "none", [signal.SIGUSR1, signal.SIGWINCH], []),
+    "monitor_interval": Setting("0.1", "5", 0.1, 5.0),
     "start_method": Setting("fork", "forkserver", "fork", "forkserver"),
     "master_addr": Setting("host", "other", "host", "other"),
     "master_port": Setting("29500", "1", 29500, 1),
@@ -493,7 +501,7 @@ def test_the_command_line_from_python(place: Place, capfd: pytest.CaptureFixture
     assert capfd.readouterr().out == "hello\n"
 
 
-@pytest.mark.parametrize("option", ["--nnodes=2", "--nnodes=1:4", "--node-rank=1", "--max-restarts=3"])
+@pytest.mark.parametrize("option", ["--nnodes=2", "--nnodes=1:4", "--node-rank=1"])
 def test_what_torchrun_could_do_and_this_cannot_is_refused(option: str) -> None:
     name, _, value = option.partition("=")
     with pytest.raises(click.BadParameter, match=f"'{value}': this version of phalanx run takes") as refused:

@@ -241,6 +241,17 @@ class PContext(GroupStart):
         else:
             supervisor.stop(death, timeout)
 
+    def signal(self, number: signal.Signals | int) -> None:
+        """Send a signal to every worker that runs. It is no stop: how a worker ends then is its own end.
+
+        Returns at once. A group that is not open is left as it is. Raises ValueError if ``number`` is no signal.
+        """
+        number = signal.Signals(number)
+        supervisor = self._supervisor
+        if supervisor is not None and not supervisor.gone and supervisor.owner == os.getpid():
+            for rank in supervisor.mirror.alive:
+                supervisor.send(rank, number)
+
     def when_gone(self, action: Callable[[], None]) -> None:
         """Call ``action`` once no process of the group is left, on another thread; at once, here, if that is so.
 

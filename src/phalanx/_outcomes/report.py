@@ -15,7 +15,7 @@ from phalanx._outcomes.outcome import NOT_AVAILABLE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from phalanx._outcomes.failure import ProcessFailure
     from phalanx._outcomes.outcome import Outcome
@@ -55,6 +55,8 @@ def format_report(
     outcomes: Mapping[int, Outcome] | None = None,
     log_dir: str = "",
     style: Style | None = None,
+    earlier: Sequence[str] = (),
+    gave_up: str = "",
 ) -> str:
     """Format the report on a failed group.
 
@@ -65,6 +67,8 @@ def format_report(
         log_dir: Where the logs of the run are, or ``""``.
         style: Called with the kind of a line (``"rule"``, ``"title"``, ``"heading"``, ``"field"``, ``"error"``,
             ``"text"``) and the line, returns the line to show. Default: the line as it is.
+        earlier: How the attempts before this one ended, a line each.
+        gave_up: Why no other attempt follows, or ``""``.
 
     Returns:
         Lines without a final newline. In what workers wrote, control characters become escapes, and colours are left
@@ -85,6 +89,11 @@ def format_report(
     rest = {rank: outcome for rank, outcome in (outcomes or {}).items() if rank not in failures}
     if rest:
         lines += [("rule", "-" * RULE), *_rest(rest)]
+    if earlier:
+        lines += [("rule", "-" * RULE), ("heading", "Earlier Attempts:")]
+        lines += [("text", f"  {_shorten(_clean(line))}") for line in earlier]
+    if gave_up:
+        lines += [("field", f"  gave up   : {_clean(gave_up)}")] if earlier else []
     lines.append(("rule", "=" * RULE))
     if style is None:
         return "\n".join(line for _, line in lines)

@@ -92,7 +92,8 @@ class Leftover(Struct, frozen=True, kw_only=True):
 class Attempt(Struct, frozen=True, kw_only=True):
     """One start of all ranks. ``number`` counts from 0; moments are Unix time in seconds.
 
-    ``leftovers`` are the processes that its workers left behind.
+    ``leftovers`` are the processes that its workers left behind; ``cause`` says, in one line, why another attempt
+    followed, and ``step`` is the highest step that a rank had reported by then (`phalanx.timer.progress`), or None.
     """
 
     number: Count
@@ -100,6 +101,8 @@ class Attempt(Struct, frozen=True, kw_only=True):
     ended: Moment | None = None
     ranks: Annotated[list[Rank], Meta(max_length=_MOST_RANKS)] = []
     leftovers: Annotated[list[Leftover], Meta(max_length=_MOST_RANKS)] = []
+    cause: Text = ""
+    step: int | None = None
 
 
 class Run(Struct, frozen=True, kw_only=True):
@@ -121,8 +124,9 @@ class Run(Struct, frozen=True, kw_only=True):
         started, ended: Unix time in seconds; None while it runs.
         exit_code: The launcher's; None while it runs.
         nprocs: The number of workers.
-        cause: Why it did not succeed, in one line, or "".
-        attempts: Each start of the workers, the latest last.
+        cause: Why it did not succeed, in one line, or "". While it runs: why the last attempt that failed did.
+        attempts: Each start of the workers, the latest last; at most the last 1000. Of those before the latest two,
+            only the ranks are kept that neither succeeded nor were stopped.
     """
 
     version: Count = VERSION

@@ -36,7 +36,7 @@ RankState = Literal["running", "succeeded", "failed", "stopped", "abandoned", "l
 
 def begin(
     *, run_id: str, name: str, command: list[str], started: float, nprocs: int, ranks: list[dict[str, Any]],
-    number: int = 0, earlier: Sequence[dict[str, Any]] = (),
+    number: int = 0, earlier: Sequence[dict[str, Any]] = (), cause: str = "",
 ) -> dict[str, Any]:  # fmt: skip
     """Return the record of a run that this process launches: "running", in attempt ``number``, after ``earlier`` ones.
 
@@ -47,7 +47,9 @@ def begin(
     cwd = ""
     with contextlib.suppress(OSError):
         cwd = os.getcwd()
-    attempt = {"number": number, "started": started, "ended": None, "ranks": ranks, "leftovers": []}
+    attempt = {
+        "number": number, "started": started, "ended": None, "ranks": ranks, "leftovers": [], "cause": "", "step": None,
+    }  # fmt: skip
     return {
         "version": VERSION,
         "run_id": run_id,
@@ -64,7 +66,7 @@ def begin(
         "ended": None,
         "exit_code": None,
         "nprocs": nprocs,
-        "cause": "",
+        "cause": cause,
         "attempts": [*earlier, attempt],
     }
 
@@ -79,11 +81,25 @@ def end(
     leftovers: Sequence[Leftover] = (),
 ) -> dict[str, Any]:
     """Return the record of a run that ends now, with the final states of its last attempt's ranks."""
-    ended = max(time.time(), run["started"])  # the clock may have been set back
+    run = end_attempt(run, ranks=ranks, leftovers=leftovers)
+    ended = run["attempts"][-1]["ended"]
+    return {**run, "state": state, "ended": ended, "exit_code": exit_code, "cause": cause}
+
+
+def end_attempt(
+    run: dict[str, Any],
+    *,
+    ranks: list[dict[str, Any]],
+    leftovers: Sequence[Leftover] = (),
+    cause: str = "",
+    step: int | None = None,
+) -> dict[str, Any]:
+    """Return the record of a run that goes on, with the end of its last attempt."""
     *earlier, last = run["attempts"]
+    ended = max(time.time(), run["started"])  # the clock may have been set back
     left = [found.__getstate__() for found in leftovers]
-    attempts = [*earlier, {**last, "ended": ended, "ranks": ranks, "leftovers": left}]
-    return {**run, "state": state, "ended": ended, "exit_code": exit_code, "cause": cause, "attempts": attempts}
+    known = {"cause": cause or last["cause"], "step": last["step"] if step is None else step}
+    return {**run, "attempts": [*earlier, {**last, "ended": ended, "ranks": ranks, "leftovers": left, **known}]}
 
 
 def rank(

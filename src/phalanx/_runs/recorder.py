@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
+    from phalanx._engine.leftovers import Leftover
     from phalanx._engine.mirror import Mirror
     from phalanx._engine.supervisor import Supervisor
     from phalanx._logs.layout import LogsDest
@@ -34,6 +35,7 @@ PATIENCE = 5.0
 """Seconds that the end of a run waits, at most, for the disk."""
 
 _CAUSE_LIMIT = 500  # characters
+_MOST_ATTEMPTS = 1000  # that are kept in the record; of all but the latest two, only the ranks that failed
 
 
 class Recorder:
@@ -74,15 +76,28 @@ class Recorder:
         self._started = time.time()
         self._run: Record | None = None
         self._earlier: list[Record] = []
+        self._cause = ""
+        self._pruned = False
         self._failed = False
         self._aside = SerialExecutor("phalanx-record")
         self._pruning = SerialExecutor("phalanx-prune")
 
     def record_start(self) -> None:
         """Write that the run goes on, and begin to remove old runs. Returns at once."""
-        self._write(self._start_record)
-        if self._keep_runs is not None:
+        look, logs = self._look, self._logs()
+        self._write(lambda: self._start_record(look, logs))
+        if self._keep_runs is not None and not self._pruned:
+            self._pruned = True
             self._pruning.submit(self._prune)
+
+    def follow(self, logs: Callable[[], LogsDest], look: Callable[[], Seen]) -> None:
+        """Record another attempt from now on. Arguments as of the constructor."""
+        self._logs, self._look = logs, look
+
+    def record_restart(self, cause: str, step: int | None) -> None:
+        """Write how an attempt ended that another follows. Returns at once."""
+        look, logs = self._look, self._logs()
+        self._write(lambda: self._restart_record(look, logs, _one_line(cause), step))
 
     def record_end_and_wait(self, state: State, exit_code: int, cause: str = "") -> None:
         """Write how the run ended. Returns when that is written, after `PATIENCE` seconds at most."""
@@ -91,7 +106,8 @@ class Recorder:
 
     def record_end(self, state: State, exit_code: int, cause: str = "") -> None:
         """Write how the run ended, once all of its processes have. Returns at once."""
-        self._write(lambda: self._end_record(state, exit_code, cause))
+        look, logs = self._look, self._logs()
+        self._write(lambda: self._end_record(look, logs, state, exit_code, cause))
 
     def finish(self) -> None:
         """Wait until all is written, for `PATIENCE` seconds at most."""
@@ -144,39 +160,50 @@ class Recorder:
             self._failed = True
             self._warn(f"the run goes on, but its run.json cannot be written: {why}")
 
-    def _start_record(self) -> Record:
-        attempt = os.path.basename(os.path.dirname(self._logs().timeline)).removeprefix("attempt_")
+    def _start_record(self, look: Callable[[], Seen], logs: LogsDest) -> Record:
+        attempt = os.path.basename(os.path.dirname(logs.timeline)).removeprefix("attempt_")
         number = int(attempt) if attempt.isdecimal() else 0
         return record_writer.begin(
             run_id=self._run_id,
             name=self._name,
             command=[_text(part) for part in self._command],
-            started=self._started,
+            started=self._started if self._run is None else time.time(),
             nprocs=len(self._envs),
-            ranks=self._ranks(self._look()[0], {}, "running"),
+            ranks=self._ranks(look()[0], {}, "running"),
             number=number,
             earlier=[one for one in self._earlier if one["number"] < number],
+            cause=self._cause,
         )
 
-    def _end_record(self, state: State, exit_code: int, cause: str) -> Record:
-        run = self._run or self._start_record()
-        pids, result = self._look()
-        ranks = self._ranks(pids, {} if result is None else result.outcomes, "lost")
-        leftovers = [] if result is None else result.leftovers
+    def _restart_record(self, look: Callable[[], Seen], logs: LogsDest, cause: str, step: int | None) -> Record:
+        run, ranks, leftovers = self._last_look(look, logs)
+        run = record_writer.end_attempt(run, ranks=ranks, leftovers=leftovers, cause=cause, step=step)
+        *earlier, last = run["attempts"]
+        self._earlier, self._cause = [*map(_brief, earlier), last][-_MOST_ATTEMPTS:], cause
+        return {**run, "cause": cause}
+
+    def _end_record(self, look: Callable[[], Seen], logs: LogsDest, state: State, exit_code: int, cause: str) -> Record:
+        run, ranks, leftovers = self._last_look(look, logs)
         return record_writer.end(
             run, state=state, exit_code=exit_code, cause=_one_line(cause), ranks=ranks, leftovers=leftovers
         )
 
+    def _last_look(self, look: Callable[[], Seen], logs: LogsDest) -> tuple[Record, list[Record], Sequence[Leftover]]:
+        run = self._run or self._start_record(look, logs)
+        pids, result = look()
+        ranks = self._ranks(pids, {} if result is None else result.outcomes, "lost")
+        return run, ranks, () if result is None else result.leftovers
+
     def _ranks(self, pids: dict[int, int], outcomes: dict[int, Outcome], otherwise: RankState) -> list[Record]:
         """Return every rank that was started, with its outcome, or with the state ``otherwise``."""
         before = [] if self._run is None else self._run["attempts"][-1]["ranks"]
-        starts = {rank["local_rank"]: rank["pid_started"] for rank in before}
+        starts = {(rank["local_rank"], rank["pid"]): rank["pid_started"] for rank in before}
         ranks = []
         for local_rank, pid in pids.items():
             rank = int(self._envs[local_rank].get("RANK") or local_rank)
             outcome = outcomes.get(local_rank)
             state: Any = otherwise if outcome is None else outcome.state
-            start = starts[local_rank] if local_rank in starts else _started(pid)
+            start = starts[local_rank, pid] if (local_rank, pid) in starts else _started(pid)
             facts: dict[str, Any] = {}
             if outcome is not None:
                 facts = {"exitcode": outcome.exitcode, "signal_sent": outcome.signal_sent, "early": outcome.early}
@@ -279,6 +306,11 @@ def _earlier(folder: str) -> list[Record]:
         return [record.to_object(attempt) for attempt in record.read(folder).attempts]
     except record.UnreadableRecordError:
         return []
+
+
+def _brief(attempt: Record) -> Record:
+    """Return an attempt with the ranks alone that say something: thousands of ranks in many attempts fill a record."""
+    return {**attempt, "ranks": [rank for rank in attempt["ranks"] if rank["state"] not in ("succeeded", "stopped")]}
 
 
 def _started(pid: int) -> int:

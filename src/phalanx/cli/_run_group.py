@@ -1,13 +1,19 @@
-"""A group of `phalanx run`, from its start to its end: signals, the report, the exit code."""
+"""The attempts of `phalanx run`, from the first start to the end: signals, the report, the exit code."""
 
 from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 
 import click
 
+from phalanx._agent.attempt_end import AttemptEnd
+from phalanx._agent.attempts import Attempts, Ending
+from phalanx._agent.group_team import GroupTeam
+from phalanx._agent.history import describe_attempts
 from phalanx._base import interrupts
+from phalanx._base.clock import format_duration
 from phalanx._base.stderr import mention, tell
 from phalanx._engine.host_signals import signals_to_handle
 from phalanx._outcomes.outcome import NOT_AVAILABLE
@@ -15,7 +21,6 @@ from phalanx._outcomes.result import verdict
 from phalanx.cli import _python
 from phalanx.cli._say import say
 from phalanx.multiprocessing import (
-    KeeperLostError,
     PContext,
     PreloadError,
     RunProcsResult,
@@ -26,59 +31,141 @@ from phalanx.multiprocessing.errors import ChildFailedError, record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
+    from phalanx._agent.restart_policy import RestartPolicy
     from phalanx._runs.recorder import Recorder, Seen
     from phalanx.cli._run_logs import RunLogs
 
 
-def see_through(group: PContext, recorder: Recorder, specs: RunLogs, grace: float, *, colour: bool) -> int:
-    """Start the group, wait for its end, and say what became of it. Returns the exit code."""
-    try:
-        group.start()
-        recorder.record_start()
+class RunTeam(GroupTeam):
+    """The attempts of a run, whose starts and ends `observe` has recorded.
+
+    Args:
+        make: See `GroupTeam`.
+        recorder: Writes run.json.
+        policy: When the group is started again.
+    """
+
+    def __init__(
+        self, make: Callable[[int, PContext | None], PContext], recorder: Recorder, policy: RestartPolicy
+    ) -> None:
+        super().__init__(self._make_noted)
+        self._make_group = make
+        self._recorder = recorder
+        self._policy = policy
+        self._groups: dict[int, PContext] = {}  # the latest two, by attempt
+        self._failed = AttemptEnd("failed")
+        self.stopped_in_delay = False
+        """Whether the run was stopped between two attempts."""
+
+    def _make_noted(self, attempt: int, before: PContext | None) -> PContext:
+        group = self._groups[attempt] = self._make_group(attempt, before)
+        self._groups.pop(attempt - 2, None)
+        if attempt == 0:  # its start may fail, too; a later one is followed once it runs, after the end of the one before
+            self._follow(0)
+        return group
+
+    def start(self, attempt: int, wake: Callable[[], None]) -> None:
+        """See `Team`."""
+        super().start(attempt, wake)
         # Now: at the end there may be no descriptor, or no disk. And whole: a handler's exception in the midst of an
         # import can leave the lock of the import system taken, for which the thread that writes run.json would wait.
         with interrupts.deferred():
             from phalanx.errors import format_report  # noqa: F401 - see above
 
-        result = group.wait()
-    except SignalException as error:
-        try:
-            code = _stop(group, error.sigval, grace)
-        except SignalException:  # the second has come at once
-            code = _stop(group, error.sigval, grace, at_once=True)
-        failed = _failed_before(group)
-        if failed is None:
-            recorder.record_end_and_wait("stopped", code, error.sigval.name)
-            return code
-        result = failed
-    except KeeperLostError as error:
-        say(f"Error: {error}")
-        known = RunProcsResult(failures=dict(error.failures))
-        code = verdict(known)[0] or 1
-        recorder.record_end_and_wait("failed", code, str(error))
-        _report(group.name, known, specs, colour=colour)
-        return code
+    def observe(self, name: str, facts: dict[str, Any]) -> None:
+        """Record what has happened, see `Attempts`."""
+        if name == "agent.state" and facts["state"] == "RUNNING":
+            self._follow(facts["attempt"])
+            self._recorder.record_start()
+        elif name == "attempt.ended" and facts["state"] in ("failed", "not started"):
+            self._failed = AttemptEnd(**facts)
+        elif name == "restart.decided":
+            cause = f"attempt {facts['attempt'] + 1}{self._policy.attempts}: {self._failed.describe()}"
+            self._recorder.record_restart(cause, self._failed.step)
+
+    def _follow(self, attempt: int) -> None:
+        """Record an attempt from now on."""
+        group = self._groups.get(attempt)
+        if group is not None:
+            self._recorder.follow(lambda: group.logs, lambda: look(group))
+
+    def wait_shown(self) -> None:
+        """Return when all lines of the workers are shown, or those that a slow console takes in 10 s."""
+        if self.group is not None:
+            with suppress(RuntimeError):  # it was never up; or its keeper was lost, which is known
+                self.group.wait()
+
+
+def see_through(
+    team: RunTeam, policy: RestartPolicy, recorder: Recorder, specs: RunLogs, grace: float, *, colour: bool
+) -> int:
+    """Start the group, again as the policy says, wait for the end, and say what became of it. Returns the exit code."""
+    stopped: signal.Signals | None = None
+    try:
+        with Attempts(team, policy, observe=team.observe) as attempts:
+            try:
+                ending = attempts.run()
+            except SignalException as error:
+                stopped = error.sigval
+                ending = _stop(attempts, team, stopped, grace)
+            with suppress(SignalException):  # a console that nobody reads is waited for no longer
+                team.wait_shown()
     except PreloadError as error:
         say(f"Error: {error}")
         recorder.record_end_and_wait("failed", 1, str(error))
         return 1
     except OSError as error:
-        recorder.record_end_and_wait("failed", 1, text := _in_our_words(error, group))
+        recorder.record_end_and_wait("failed", 1, text := _in_our_words(error, team.group))
         raise click.ClickException(text) from None
     except ValueError as error:
-        recorder.record_end_and_wait("failed", 2, text := _in_our_words(error, group))
+        recorder.record_end_and_wait("failed", 2, text := _in_our_words(error, team.group))
         raise click.UsageError(text) from None
     finally:
-        group.close(signal.SIGKILL)  # ended already, unless one more signal has broken out of `_stop`
+        team.close()  # ended already, unless one more signal has broken out of `_stop`
+    return _conclude(ending, stopped, team, policy, recorder, specs, colour=colour)
+
+
+def _conclude(
+    ending: Ending,
+    stopped: signal.Signals | None,
+    team: RunTeam,
+    policy: RestartPolicy,
+    recorder: Recorder,
+    specs: RunLogs,
+    *,
+    colour: bool,
+) -> int:
+    """Record how the run ended, and report what went wrong. Returns the exit code."""
+    result = team.result or RunProcsResult()
+    last = ending.ends[-1] if ending.ends else AttemptEnd("stopped")
+    attempt = f"attempt {last.number + 1}{policy.attempts}"
+    if stopped is not None and (team.stopped_in_delay or not result.failures):
+        code = 128 + stopped
+        cause = stopped.name if last.state != "failed" else f"{stopped.name}, after {attempt}: {last.describe()}"
+        recorder.record_end_and_wait("stopped", code, cause)
+        if team.stopped_in_delay:
+            _report(team, result, specs, ending, colour=colour)
+        return code
     code, cause = verdict(result)
+    if team.lost is not None:
+        say(f"Error: {team.lost}")
+        code, cause = code or 1, str(team.lost)
+    elif last.state == "not started":
+        say(f"Error: {last.error}")
+        code, cause = 1, last.error
+    if len(ending.ends) > 1:
+        cause = cause and f"{attempt}: {cause}"
+        if not code:
+            say(f"{attempt} has succeeded, after {format_duration(last.uptime)}")
     recorder.record_end_and_wait("failed" if code else "succeeded", code, cause)
-    _report(group.name, result, specs, colour=colour)
+    _report(team, result, specs, ending, colour=colour)
     return code
 
 
-def _in_our_words(error: Exception, group: PContext) -> str:
+def _in_our_words(error: Exception, group: PContext | None) -> str:
     """What the library says of the program, said of what the user has given."""
     head, text = "entrypoint: ", str(error)
     if not text.startswith(head):
@@ -87,34 +174,36 @@ def _in_our_words(error: Exception, group: PContext) -> str:
     return f"{_python.CHOICE if chosen else 'SCRIPT'}: {text.removeprefix(head)}"
 
 
-def _stop(group: PContext, first: signal.Signals, grace: float, *, at_once: bool = False) -> int:
-    """Close the group: gracefully, and at once on a further signal. Cleanup is never abandoned.
+def _stop(attempts: Attempts, team: RunTeam, first: signal.Signals, grace: float) -> Ending:
+    """End the run: gracefully, and at once on a further signal. Cleanup is never abandoned.
 
     Beyond the second there is nothing to be asked for, and a worker may send them without end: they are ignored.
     """
     death, seconds = first, grace
     while True:
         try:
-            if at_once:
-                death, seconds = signal.SIGKILL, 0.0
+            if death == signal.SIGKILL:
                 for number in signals_to_handle():
                     signal.signal(number, signal.SIG_IGN)
-            if group.is_open:
-                text = (
-                    "killing the workers"
-                    if death == signal.SIGKILL
-                    else f"stopping the workers (at most {seconds:g} s; once more to kill them)"
-                )
-                text = f"phalanx: {death.name}: {text}"
-                if not group.say(text):  # above the live lines of a terminal
-                    mention(text)
-            group.close(death, seconds)
+            _say_stop(attempts, team, death, seconds)
+            attempts.ask_stop(death, seconds)
+            return attempts.run()
         except SignalException:
-            at_once = True
-        except KeeperLostError:
-            return 128 + first
-        else:
-            return 128 + first
+            death, seconds = signal.SIGKILL, 0.0
+
+
+def _say_stop(attempts: Attempts, team: RunTeam, death: signal.Signals, seconds: float) -> None:
+    """Say what a signal has brought about, above the live lines of a terminal."""
+    if attempts.state == "WAITING":
+        team.stopped_in_delay = True
+        mention(f"phalanx: {death.name}: no other attempt is started")
+    elif team.group is not None and team.group.is_open:
+        text = f"stopping the workers (at most {seconds:g} s; once more to kill them)"
+        if death == signal.SIGKILL:
+            text = "killing the workers"
+        text = f"phalanx: {death.name}: {text}"
+        if not team.group.say(text):
+            mention(text)
 
 
 def look(group: PContext) -> Seen:
@@ -124,33 +213,28 @@ def look(group: PContext) -> Seen:
     except RuntimeError:  # it was never up
         return {}, None
     try:
-        return pids, group.wait(0)
+        return pids, group.wait_gone(0)
     except RuntimeError:  # nor is it; or its keeper was killed
         return pids, None
 
 
-def _failed_before(group: PContext) -> RunProcsResult | None:
-    """The result of a stopped group, if a rank had failed by itself before that."""
-    try:
-        result = group.wait(0)
-    except KeeperLostError as error:
-        result = RunProcsResult(failures=dict(error.failures))
-    except RuntimeError:  # it was never up
-        return None
-    return result if result is not None and result.failures else None
-
-
-def _report(name: str, result: RunProcsResult, logs: RunLogs, *, colour: bool) -> None:
+def _report(team: RunTeam, result: RunProcsResult, logs: RunLogs, ending: Ending, *, colour: bool) -> None:
     """Say what went wrong, if anything did."""
+    before = describe_attempts(ending.ends[:-1])
     if not result.failures:
         for rank, outcome in result.outcomes.items():
             if outcome.state != "succeeded" or outcome.early:
                 say(f"rank {rank}: {outcome.describe()}")
+        if ending.state == "failed":
+            for line in before:
+                say(line)
         return
 
     log_dir, failures = logs.run_log_dir or "", result.failures
     if not logs.is_kept:  # the error files have gone with the group
         failures = {rank: failure.replace(error_file=NOT_AVAILABLE) for rank, failure in failures.items()}
+    assert team.group is not None
+    name = team.group.name
 
     @record  # a launcher that is itself a worker passes the root cause on to its own error file
     def fail() -> None:
@@ -161,8 +245,8 @@ def _report(name: str, result: RunProcsResult, logs: RunLogs, *, colour: bool) -
     except ChildFailedError as error:
         from phalanx.errors import format_report
 
-        style = _style if colour else None
-        tell(format_report(name, error.failures, outcomes=error.outcomes, log_dir=log_dir, style=style))
+        more: dict[str, Any] = {"earlier": before, "gave_up": ending.why, "style": _style if colour else None}
+        tell(format_report(name, error.failures, outcomes=error.outcomes, log_dir=log_dir, **more))
 
 
 def _style(kind: str, line: str) -> str:

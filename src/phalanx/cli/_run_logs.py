@@ -23,6 +23,7 @@ class RunLogs(DefaultLogsSpecs):
 
     notes: Sequence[str] = ()
     keeps_few = False
+    _said = False
 
     def reify(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
         """See `LogsSpecs.reify`."""
@@ -31,6 +32,9 @@ class RunLogs(DefaultLogsSpecs):
         except OSError as error:
             msg = f"--log-dir: {error}"
             raise click.ClickException(msg) from None
+        if self._said:
+            return logs
+        self._said = True
         where = f"logs in {self.run_log_dir}" if self.is_kept else "no logs are kept"
         say(f"{len(envs)} worker{'s' * (len(envs) > 1)}, {where}")
         for note in self.notes:

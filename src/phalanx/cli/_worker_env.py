@@ -5,9 +5,19 @@ from __future__ import annotations
 import os
 import socket
 
+RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
+"""The variable that says which attempt a worker is in, from 0 on."""
+
 
 def worker_env(
-    rank: int, world_size: int, *, role: str, run_id: str, master_addr: str, master_port: int
+    rank: int,
+    world_size: int,
+    *,
+    role: str,
+    run_id: str,
+    master_addr: str,
+    master_port: int,
+    max_restarts: int = 0,
 ) -> dict[str, str]:
     """The variables that a worker finds, with the names and meanings that torch programs read."""
     size, me = str(world_size), str(rank)
@@ -24,8 +34,8 @@ def worker_env(
         "MASTER_ADDR": master_addr,
         "MASTER_PORT": str(master_port),
         "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
+        RESTART_COUNT: "0",
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 serves the store at MASTER_PORT, not we
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),  # as torchrun has it
     }

@@ -13,6 +13,7 @@ import time
 import click
 
 from phalanx._base.tty import use_colour
+from phalanx._group.warm import Warm, path_of, shared
 from phalanx._placement import accelerators
 from phalanx._runs.recorder import Recorder
 from phalanx.cli import _python
@@ -31,14 +32,15 @@ from phalanx.cli._options import (
     repeatable,
 )
 from phalanx.cli._placement import placement_options, take_placement
+from phalanx.cli._restarts import POLICY, forwarded, forwarding, restart_options, restart_policy
 from phalanx.cli._run_checks import check_command, check_preload, check_ranks, check_shown, timer_specs
-from phalanx.cli._run_group import look, see_through
+from phalanx.cli._run_group import RunTeam, see_through
 from phalanx.cli._run_logs import run_logs, umask_notes
 from phalanx.cli._run_options import ABSENT, ELSEWHERE, SECTIONS, LogDir, only, steps
 from phalanx.cli._say import say
 from phalanx.cli._streams import check_no_logs, check_streams
-from phalanx.cli._worker_env import free_port, worker_env
-from phalanx.multiprocessing import PContext, ScriptContext, SignalException, Std, SubprocessContext
+from phalanx.cli._worker_env import RESTART_COUNT, free_port, worker_env
+from phalanx.multiprocessing import LogsDest, PContext, ScriptContext, SignalException, Std, SubprocessContext
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -117,6 +119,7 @@ _SETTINGS = {**SETTINGS, "allow_interspersed_args": False}  # everything after t
         help="Modules to import once: the workers are forks that have them already.")  # fmt: skip
 @option("--start-method", type=click.Choice(["spawn", "forkserver", "fork"]), default="spawn", show_default=True,
          help="How functions are started. Scripts and binaries are always executed afresh.")  # fmt: skip
+@restart_options
 @placement_options
 @option("--master-addr", default="127.0.0.1", show_default=True, help="MASTER_ADDR of the workers.")
 @option("--master-port", type=Whole(0, 65535), default=0, metavar="PORT",
@@ -124,7 +127,6 @@ _SETTINGS = {**SETTINGS, "allow_interspersed_args": False}  # everything after t
 @option("--standalone", is_flag=True, hidden=True, help="Accepted: one machine without a store is what this is.")
 @option("--nnodes", default="1", hidden=True, callback=only("1", "1:1", why="it runs on one machine"))
 @option("--node-rank", default="0", hidden=True, callback=only("0", why="it runs on one machine"))
-@option("--max-restarts", default="0", hidden=True, callback=only("0", why="it does not restart"))
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(script: str, args: tuple[str, ...], **options: Any) -> None:
@@ -182,7 +184,8 @@ def _run(
     standalone: bool,  # noqa: ARG001 - this, and those below, can only say what holds here anyway
     nnodes: str,  # noqa: ARG001 - as above
     node_rank: str,  # noqa: ARG001 - as above
-    max_restarts: str,  # noqa: ARG001 - as above
+    monitor_interval: float | None,  # noqa: ARG001 - nothing polls
+    signals_forward: list[signal.Signals],
     **shown: Any,
 ) -> int:
     python = _python.executable()
@@ -194,6 +197,8 @@ def _run(
     if redirects is None and tee is None:
         tee = Std.ALL
     run_id = run_id or time.strftime("%Y%m%d-%H%M%S")
+    policy = restart_policy(**{name: shown.pop(name) for name in POLICY})
+    forwards = forwarded(signals_forward)
     placement, extra, said = take_placement(shown, nproc_per_node)
     console = console_specs(**shown)
     check_shown(nproc_per_node, console.ranks)
@@ -212,7 +217,15 @@ def _run(
     specs = run_logs(log_dir, redirects, tee, local_ranks, bounds)
     port = master_port or free_port(master_addr)
     envs = {
-        rank: worker_env(rank, nproc_per_node, role=role, run_id=run_id, master_addr=master_addr, master_port=port)
+        rank: worker_env(
+            rank,
+            nproc_per_node,
+            role=role,
+            run_id=run_id,
+            master_addr=master_addr,
+            master_port=port,
+            max_restarts=policy.max_restarts,
+        )
         | extra[rank]
         for rank in range(nproc_per_node)
     }
@@ -220,27 +233,40 @@ def _run(
     rest: dict[str, Any] = {"settle": settle, "grace": grace, "linger": linger, "placement": placement}
     rest |= {"timers": timers, "speak": say, "console": console}
     rest |= {f"duplicate_{stream}_filters": texts for stream, texts in filters.items()}
-    group: PContext
-    if no_python:
-        group = SubprocessContext(script, script, argv, envs, specs, **rest)
-    else:
-        rest |= {"module": module, "python": python, "preload": preload or ()}
-        group = ScriptContext(script, script, argv, envs, specs, **rest)
-    command = [*(["-m"] if module else []), script, *args]
+    kept = Warm(preload, path=path_of(script, module=module), flags=("-u",), env=shared(envs)) if preload else None
+
+    def make(attempt: int, before: PContext | None) -> PContext:
+        again = {rank: {**env, RESTART_COUNT: str(attempt)} for rank, env in envs.items()}
+        if no_python:
+            return SubprocessContext(script, script, argv, again, specs, follows=before, **rest)
+        return ScriptContext(
+            script, script, argv, again, specs, module=module, python=python, warm=kept, follows=before, **rest
+        )
+
+    def warn(text: str) -> None:
+        if team.group is None or not team.group.say(f"phalanx: {text}"):
+            say(text)
+
     recorder = Recorder(
-        group.name,
-        group.envs,
-        lambda: group.logs,
-        lambda: look(group),
+        script,
+        envs,
+        LogsDest,
+        lambda: ({}, None),
         run_id=run_id,
-        command=command,
-        warn=lambda text: None if group.say(f"phalanx: {text}") else say(text),
+        command=[*(["-m"] if module else []), script, *args],
+        warn=warn,
         keep_runs=keep_runs,
     )
+    team = RunTeam(make, recorder, policy)
     specs.keeps_few = keep_runs is not None
     doubts = [] if no_python else _python.doubts(script)
     specs.notes = [*specs.notes, *doubts, *said, *notes, *umask_notes(log_mode)]
-    return see_through(group, recorder, specs, grace, colour=use_colour(sys.stderr, console.color))
+    try:
+        with forwarding(forwards, team):
+            return see_through(team, policy, recorder, specs, grace, colour=use_colour(sys.stderr, console.color))
+    finally:
+        if kept is not None:
+            kept.close()
 
 
 def main(args: Sequence[str] | None = None) -> None:

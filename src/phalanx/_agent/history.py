@@ -1,0 +1,52 @@
+"""The attempts before the last one, in lines for a report: equal ones in a row are grouped."""
+
+from __future__ import annotations
+
+import time
+from itertools import groupby
+
+from phalanx._base import clock
+from phalanx._base.clock import format_duration
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from phalanx._agent.attempt_end import AttemptEnd
+
+_MOST = 20  # lines; those in the middle are left out
+
+
+def describe_attempts(ends: Sequence[AttemptEnd]) -> list[str]:
+    """Return a line for each attempt: when it ended, after which time, who failed, how, and at which step.
+
+    Attempts in a row that the same rank ended in the same way have one line.
+
+    >>> from phalanx._agent.attempt_end import AttemptEnd
+    >>> first, second = (AttemptEnd("failed", 2, 1, "ValueError: bad batch", step) for step in (7, 9))
+    >>> [line.partition(": ")[2] for line in describe_attempts([first, second])]
+    ['rank 2, ValueError: bad batch, steps 7, 9']
+    """
+    lines = []
+    for _key, group in groupby(ends, key=lambda end: (end.state, end.rank, end.exitcode, end.error)):
+        equal = list(group)
+        first, last = equal[0], equal[-1]
+        if len(equal) == 1:
+            when = f"attempt {first.number + 1}, {_moment(first)} after {format_duration(first.uptime)}"
+            lines.append(f"{when}: {first.describe()}")
+            continue
+        steps = [str(end.step) for end in equal if end.step is not None]
+        shown = [*dict.fromkeys(steps)]
+        if len(shown) > _MOST:
+            shown = [*shown[: _MOST // 2], "…", *shown[-_MOST // 2 :]]
+        said = f", step{'s' * (len(shown) > 1)} {', '.join(shown)}" if shown else ""
+        when = f"attempts {first.number + 1} to {last.number + 1}, {_moment(first)} to {_moment(last)}"
+        lines.append(f"{when}: {first.replace(step=None).describe()}{said}")
+    if len(lines) > _MOST:
+        left = len(lines) - _MOST
+        lines = [*lines[: _MOST // 2], f"... {left} more ...", *lines[-_MOST // 2 :]]
+    return lines
+
+
+def _moment(end: AttemptEnd) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(clock.to_wall(end.ended)))

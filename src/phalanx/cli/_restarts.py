@@ -1,0 +1,234 @@
+"""The options of `phalanx run` about restarts, and what they say."""
+
+from __future__ import annotations
+
+import re
+import signal
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+import click
+
+from phalanx._agent.restart_policy import RestartPolicy
+from phalanx._engine.host_signals import signals_to_handle
+from phalanx.cli._options import Whole, checking_seconds, option, read_age, reading
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any
+
+    from phalanx._agent.group_team import GroupTeam
+
+POLICY = (
+    *("max_restarts", "backoff", "backoff_jitter", "min_uptime", "max_no_progress"),
+    *("never_restart_on", "always_restart_on"),
+)
+"""The options that `restart_policy` reads."""
+
+_FORWARDED = "USR1,USR2"
+_UNFORWARDED = (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD)  # that no process handles; and what the kernel sends
+
+
+class Budget(NamedTuple):
+    """How many restarts there may be; and within how many seconds, None: in all."""
+
+    restarts: int
+    window: float | None
+
+
+def read_budget(text: str) -> Budget:
+    """Read ``--max-restarts``. Raises ValueError.
+
+    >>> read_budget("3"), read_budget("5/1h")
+    (Budget(restarts=3, window=None), Budget(restarts=5, window=3600.0))
+    """
+    count, slash, within = text.partition("/")
+    window = None
+    right = count.strip().isdecimal()
+    if right and slash:
+        with suppress(ValueError):
+            window = read_age(within) or None
+        right = window is not None
+    if not right:
+        msg = f"{text!r}: expected a number of restarts, like 3, or so many within a time, like 5/1h"
+        raise ValueError(msg)
+    return Budget(int(count), window)
+
+
+def read_pair(text: str) -> tuple[float, float | None]:
+    """Read one time, or two with a colon between them. Raises ValueError.
+
+    >>> read_pair("1"), read_pair("1:60"), read_pair("30s:1h")
+    ((1.0, None), (1.0, 60.0), (30.0, 3600.0))
+    """
+    first, colon, second = text.partition(":")
+    try:
+        return read_age(first), read_age(second) if colon else None
+    except ValueError:
+        msg = f"{text!r}: expected seconds, or two of them, like 1:60"
+        raise ValueError(msg) from None
+
+
+def read_starts(text: str) -> tuple[float, int]:
+    """Read ``--min-uptime``. Raises ValueError.
+
+    >>> read_starts("30"), read_starts("1m:5")
+    ((30.0, 3), (60.0, 5))
+    """
+    first, colon, second = text.partition(":")
+    if colon and not (second.strip().isdecimal() and int(second)):
+        msg = f"{text!r}: expected a time, and how many times in a row, like 30s:3"
+        raise ValueError(msg)
+    return read_age(first), int(second) if colon else 3
+
+
+def read_codes(text: str) -> list[int]:
+    """Read exit codes, and names of signals. Raises ValueError.
+
+    >>> read_codes("2,64"), read_codes("SIGKILL,term")
+    ([2, 64], [-9, -15])
+    """
+    codes = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        if part.isdecimal() and 0 < int(part) < 256:  # noqa: PLR2004 - exit codes have eight bits
+            codes.append(int(part))
+        else:
+            codes.append(
+                -_signal(part, f"{part!r}: expected exit codes, 1 to 255, or names of signals, like 3,SIGKILL")
+            )
+    if not codes:
+        msg = f"{text!r}: expected exit codes, 1 to 255, or names of signals, like 3,SIGKILL"
+        raise ValueError(msg)
+    return codes
+
+
+def read_signals(text: str) -> list[signal.Signals]:
+    """Read names of signals; "none" is none. Raises ValueError.
+
+    >>> [number.name for number in read_signals("USR1,SIGUSR2")], read_signals("none")
+    (['SIGUSR1', 'SIGUSR2'], [])
+    """
+    if text.strip().lower() == "none":
+        return []
+    wrong = f"{text!r}: expected names of signals, like USR1,WINCH, or none"
+    numbers = [_signal(part.strip(), wrong) for part in text.split(",") if part.strip()]
+    if not numbers:
+        raise ValueError(wrong)
+    for number in numbers:
+        if number in _UNFORWARDED:
+            msg = f"{text!r}: {number.name} cannot be passed on"
+            raise ValueError(msg)
+    return numbers
+
+
+def _signal(name: str, wrong: str) -> signal.Signals:
+    if re.fullmatch(r"[A-Za-z]\w*", name):
+        upper = name.upper()
+        try:
+            return signal.Signals[upper if upper.startswith("SIG") else f"SIG{upper}"]
+        except KeyError:
+            pass
+    raise ValueError(wrong)
+
+
+def _fraction(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1
+    if not 0 <= number <= 1:
+        msg = f"{text!r}: expected a part, 0 to 1"
+        raise ValueError(msg)
+    return number
+
+
+def restart_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Declare the options; `restart_policy` reads their values."""
+    declarations = [
+        option("--max-restarts", callback=reading(read_budget), default="0", show_default=True, metavar="N[/TIME]",
+               help="Start all workers again when one fails, so many times: 3; 5/1h: within any hour."),
+        option("--backoff", callback=reading(read_pair), default="0", show_default=True, metavar="TIME[:MOST]",
+               help="Time before a restart, doubled with each further failure in a row, up to MOST (5m)."),
+        option("--backoff-jitter", callback=reading(_fraction), default="0.1", show_default=True, metavar="PART",
+               help="By which part of itself that time is shortened at random, at most."),
+        option("--min-uptime", callback=reading(read_starts), metavar="TIME[:TIMES]",
+               help="Give up when so many attempts in a row (3) have failed earlier than this after their start."),
+        option("--max-no-progress", type=Whole(min=1), metavar="N",
+               help="Give up after N failures in a row without a step beyond all before: phalanx.timer.progress()."),
+        option("--never-restart-on", callback=reading(read_codes), metavar="CODE,...",
+               help="Exit codes and signals of the root cause after which nothing is restarted: 2,SIGILL."),
+        option("--always-restart-on", callback=reading(read_codes), metavar="CODE,...",
+               help="Those after which all are restarted, whatever --max-restarts says: 75."),
+        option("--signals-forward", callback=reading(read_signals), default=_FORWARDED, show_default=True,
+               metavar="NAME,...", help="Signals to phalanx run that are passed on to the workers; none: none are."),
+        option("--monitor-interval", type=str, callback=checking_seconds(), hidden=True,
+               help="Accepted, and without effect: nothing polls."),
+    ]  # fmt: skip
+    for declare in reversed(declarations):
+        command = declare(command)
+    return command
+
+
+def restart_policy(
+    *,
+    max_restarts: Budget,
+    backoff: tuple[float, float | None],
+    backoff_jitter: float,
+    min_uptime: tuple[float, int] | None,
+    max_no_progress: int | None,
+    never_restart_on: list[int] | None,
+    always_restart_on: list[int] | None,
+) -> RestartPolicy:
+    """What the options say. Raises UsageError."""
+    least, times = min_uptime or (0.0, 3)
+    first, most = backoff
+    if most is not None and most < first:
+        msg = f"--backoff: {first:g}:{most:g}: the second time is the longest, and cannot be below the first"
+        raise click.UsageError(msg)
+    try:
+        return RestartPolicy(
+            max_restarts.restarts,
+            window=max_restarts.window,
+            backoff=first,
+            backoff_cap=300.0 if most is None else most,
+            jitter=backoff_jitter,
+            min_uptime=least,
+            failing_starts=times,
+            never_on=never_restart_on or (),
+            always_on=always_restart_on or (),
+            without_progress=max_no_progress,
+        )
+    except ValueError as error:
+        text = str(error).replace("never_on", "--never-restart-on").replace("always_on", "--always-restart-on")
+        raise click.UsageError(text) from None
+
+
+def forwarded(chosen: list[signal.Signals]) -> list[signal.Signals]:
+    """Return the signals to be passed on. Raises UsageError for one that stops the run."""
+    handled = signals_to_handle()
+    for number in chosen:
+        if number in handled:
+            msg = f"--signals-forward: {number.name} stops the run, see TORCHELASTIC_SIGNALS_TO_HANDLE"
+            raise click.UsageError(msg)
+    return chosen
+
+
+@contextmanager
+def forwarding(chosen: list[signal.Signals], team: GroupTeam) -> Iterator[None]:
+    """Pass signals to this process on to the workers that run. One that this process ignores stays ignored."""
+
+    def forward(number: int, _frame: object) -> None:
+        group = team.group
+        if group is not None:
+            group.signal(number)
+
+    before = {}
+    try:
+        for number in chosen:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                before[number] = signal.signal(number, forward)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

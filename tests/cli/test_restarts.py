@@ -1,0 +1,232 @@
+"""`phalanx run --max-restarts`: real attempts, what the console says of them, run.json, signals and exit codes."""
+
+from __future__ import annotations
+
+import json
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.cli.test_run import RUN, Place, refused
+from tests.support.helpers import Ready, wait_gone
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FAILS = """
+    import os, sys
+    from phalanx.timer import progress
+    attempt, rank, fails, steps = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.environ["RANK"], *sys.argv[1:3]
+    progress(int(steps.split(",")[attempt]))
+    if attempt < int(fails) and rank == "1":
+        sys.exit("no luck")
+    print("attempt", attempt, "of", os.environ["TORCHELASTIC_MAX_RESTARTS"])
+    """
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def record(place: Place) -> dict[str, Any]:
+    (path,) = place.logs.glob("*/run.json")
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_twice_and_then_succeeds(place: Place) -> None:
+    done = place.run("--nproc-per-node", 2, "--max-restarts", 3, place.write(FAILS), 2, "10,10,30")
+    assert done.status == 0, done
+    assert done.out.count("attempt 2 of 3\n") == 2
+    lines = [line for line in done.err.splitlines() if line.startswith("phalanx: attempt")]
+    first, second, third = lines
+    assert first.startswith("phalanx: attempt 1 of 4 failed after ")
+    assert first.endswith(": rank 1, exited with code 1; no error was recorded, step 10; restarting")
+    assert second.startswith("phalanx: attempt 2 of 4 failed after ")
+    assert second.endswith(", step 10, same step as attempt 1; restarting")
+    assert third.startswith("phalanx: attempt 3 of 4 has succeeded, after ")
+    assert "FAILED" not in done.err
+    assert done.err.count("logs in") == 1
+    run = record(place)
+    assert (run["state"], run["exit_code"], run["cause"]) == ("succeeded", 0, "")
+    assert [one["number"] for one in run["attempts"]] == [0, 1, 2]
+    assert [one["step"] for one in run["attempts"]] == [10, 10, None]
+    assert run["attempts"][1]["cause"].startswith("attempt 2 of 4: rank 1, exited with code 1")
+    assert all(one["ended"] >= one["started"] for one in run["attempts"])
+    pids = [rank["pid"] for one in run["attempts"][1:] for rank in one["ranks"]]
+    assert len(set(pids)) == len(pids) == 4
+
+
+@pytest.mark.slow
+def test_a_run_that_uses_its_restarts_up(place: Place) -> None:
+    done = place.run("--nproc-per-node", 2, "--max-restarts", "2/1h", place.write(FAILS), 9, "10,20,30")
+    assert done.status == 1
+    assert "step 30; giving up: 2 restarts within 1h00m, and no more\n" in done.err
+    assert done.err.count("FAILED") == 1
+    earlier = done.err.partition("Earlier Attempts:\n")[2].splitlines()
+    assert earlier[0].startswith("  attempts 1 to 2, ")
+    assert earlier[0].endswith(": rank 1, exited with code 1; no error was recorded, steps 10, 20")
+    assert "/attempt_2/1/" in done.err
+    run = record(place)
+    assert (run["state"], run["exit_code"]) == ("failed", 1)
+    assert run["cause"].startswith("attempt 3: rank 1: exited with code 1")
+    assert len(run["attempts"]) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options,attempts,why",
+    [
+        (("--max-no-progress", 2), 3, "no progress in 2 attempts: step 20 was not passed"),
+        (("--min-uptime", "1h:2"), 2, "failing on start: 2 attempts ended within 1h00m"),
+        (("--never-restart-on", 1), 1, "exit code 1 is one after which nothing is restarted"),
+    ],
+    ids=["progress", "on start", "never"],
+)
+def test_a_run_that_gives_up_early(place: Place, options: tuple[object, ...], attempts: int, why: str) -> None:
+    done = place.run("--nproc-per-node", 2, "--max-restarts", 9, *options, place.write(FAILS), 9, "20,10,5,1")
+    assert done.status == 1
+    assert f"; giving up: {why}\n" in done.err
+    assert done.err.count("; restarting") == attempts - 1
+    assert len(record(place)["attempts"]) == attempts
+
+
+@pytest.mark.slow
+def test_a_code_that_always_restarts_counts_for_nothing(place: Place) -> None:
+    script = place.write("""
+        import os, sys
+        sys.exit((75, 75, 3, 0)[int(os.environ["TORCHELASTIC_RESTART_COUNT"])])
+        """)
+    done = place.run("--max-restarts", 1, "--always-restart-on", 75, script)
+    assert done.status == 0
+    assert done.err.count("; restarting") == 3
+
+
+DELAYED = ("--max-restarts", 3, "--backoff", "1h:1h", "--backoff-jitter", 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_delay_before_a_restart(place: Place, number: signal.Signals) -> None:
+    with place.start(*DELAYED, place.write("raise ValueError('bad batch')")) as launcher:
+        launcher.read_until("; restarting in 3600.0 s")
+        launcher.send(number)
+        done = launcher.end()
+    assert done.status == 128 + number
+    assert f"phalanx: {number.name}: no other attempt is started\n" in done.err
+    assert "error     : ValueError: bad batch" in done.err
+    run = record(place)
+    assert (run["state"], run["exit_code"]) == ("stopped", 128 + number)
+    assert run["cause"] == f"{number.name}, after attempt 1 of 4: rank 0, ValueError: bad batch"
+
+
+def test_a_launcher_that_is_killed_in_the_delay(place: Place) -> None:
+    with place.start(*DELAYED, place.write("raise ValueError('bad batch')")) as launcher:
+        launcher.read_until("; restarting in 3600.0 s")
+        while len(record(place)["attempts"][0]["cause"]) == 0:
+            pass
+        launcher.send(signal.SIGKILL)
+        launcher.end()
+    assert wait_gone([record(place)["attempts"][0]["ranks"][0]["pid"]]) == set()
+    shown = place.program(*RUN[:-1], "runs", "--log-dir", place.logs)
+    assert " lost " in shown.out
+    assert "attempt 1 of 4: rank 0, ValueError: bad batch" in shown.out
+
+
+def test_a_stop_in_a_later_attempt(place: Place, ready: Ready) -> None:
+    script = place.write(f"""
+        import os, signal, sys
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            sys.exit(1)
+        {ready.python()}
+        signal.sigwait([])
+        """)
+    with place.start("--max-restarts", 3, script) as launcher:
+        pids = [int(pid) for pid in ready.wait()]
+        launcher.send(signal.SIGTERM)
+        done = launcher.end()
+    assert done.status == 143
+    assert wait_gone(pids) == set()
+    assert record(place)["state"] == "stopped"
+    assert "has succeeded" not in done.err
+    assert "FAILED" not in done.err
+
+
+@pytest.mark.slow
+def test_forwarded_signals_reach_every_worker(place: Place, ready: Ready) -> None:
+    """With SIGUSR1 and SIGUSR2 that is so without any option."""
+    script = place.write(f"""
+        import signal
+        caught = {{signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH}}
+        signal.pthread_sigmask(signal.SIG_BLOCK, caught)
+        {ready.python()}
+        assert signal.sigwait(caught) == signal.SIGUSR1
+        {ready.python("'first'")}
+        print(signal.sigwait(caught).name)
+        """)
+    for options, second in (((), signal.SIGUSR2), (("--signals-forward", "USR1,winch"), signal.SIGWINCH)):
+        with place.start("--nproc-per-node", 2, *options, script) as launcher:
+            ready.wait(2)
+            launcher.send(signal.SIGUSR1)
+            ready.wait(2)
+            launcher.send(second)
+            done = launcher.end()
+        assert done.status == 0, done
+        assert done.out.count(second.name) == 2
+
+
+def test_signals_that_are_not_forwarded(place: Place, ready: Ready) -> None:
+    script = place.write(f"import signal\n{ready.python()}\nsignal.sigwait([])")
+    with place.start("--signals-forward", "none", script) as launcher:
+        pids = [int(pid) for pid in ready.wait()]
+        launcher.send(signal.SIGUSR1)
+        assert launcher.end().status == -signal.SIGUSR1
+    assert wait_gone(pids) == set()
+
+
+@pytest.mark.slow
+def test_what_preloads_outlives_the_attempts(place: Place) -> None:
+    place.write("import os\npid = os.getpid()\nprint('imported')", "shared.py")
+    script = place.write("""
+        import os, shared, sys
+        print("imported by", shared.pid)
+        sys.exit(os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
+        """)
+    done = place.run("--nproc-per-node", 2, "--max-restarts", 1, "--preload", "shared", script)
+    assert done.status == 0, done
+    importers = {line for line in done.out.splitlines() if "imported by" in line}
+    assert len({line.rpartition(" ")[2] for line in importers}) == 1
+
+
+@pytest.mark.slow
+def test_the_logs_of_every_attempt_are_kept(place: Place) -> None:
+    script = place.write("""
+        import os, sys
+        print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"])
+        sys.exit(os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
+        """)
+    assert place.run("--max-restarts", 1, script).status == 0
+    assert place.log(0) == "attempt 0\n"
+    (path,) = place.logs.glob("*/attempt_1/0/stdout.log")
+    assert path.read_text() == "attempt 1\n"
+
+
+@pytest.mark.parametrize(
+    "options,words",
+    [
+        (("--max-restarts", "-1"), ("'-1': expected a number of restarts, like 3", "5/1h")),
+        (("--max-restarts", "3/0"), ("'3/0'",)),
+        (("--backoff", "5:1"), ("--backoff: 5:1: the second time is the longest",)),
+        (("--min-uptime", "5:0"), ("like 30s:3",)),
+        (("--backoff-jitter", "2"), ("expected a part, 0 to 1",)),
+        (("--never-restart-on", "0"), ("'0': expected exit codes, 1 to 255, or names of signals",)),
+        (("--never-restart-on", "3", "--always-restart-on", "3"), ("--never-restart-on, --always-restart-on", "3")),
+        (("--signals-forward", "KILL"), ("SIGKILL cannot be passed on",)),
+        (("--signals-forward", "TERM"), ("SIGTERM stops the run",)),
+        (("--signals-forward", "USR3"), ("expected names of signals",)),
+    ],
+)
+def test_what_is_refused(place: Place, options: tuple[str, ...], words: tuple[str, ...]) -> None:
+    refused(place.run(*options, place.write("")), *words)
