@@ -111,7 +111,7 @@ DELAYED = ("--max-restarts", 3, "--backoff", "1h:1h", "--backoff-jitter", 0)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_in_the_delay_before_a_restart(place: Place, number: signal.Signals) -> None:
     with place.start(*DELAYED, place.write("raise ValueError('bad batch')")) as launcher:
-        launcher.read_until("; restarting in 3600.0 s")
+        launcher.read_until("; restarting in 1h00m")
         launcher.send(number)
         done = launcher.end()
     assert done.status == 128 + number
@@ -124,7 +124,7 @@ def test_a_signal_in_the_delay_before_a_restart(place: Place, number: signal.Sig
 
 def test_a_launcher_that_is_killed_in_the_delay(place: Place) -> None:
     with place.start(*DELAYED, place.write("raise ValueError('bad batch')")) as launcher:
-        launcher.read_until("; restarting in 3600.0 s")
+        launcher.read_until("; restarting in 1h00m")
         while len(record(place)["attempts"][0]["cause"]) == 0:
             pass
         launcher.send(signal.SIGKILL)

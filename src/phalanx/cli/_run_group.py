@@ -63,7 +63,9 @@ class RunTeam(GroupTeam):
     def _make_noted(self, attempt: int, before: PContext | None) -> PContext:
         group = self._groups[attempt] = self._make_group(attempt, before)
         self._groups.pop(attempt - 2, None)
-        if attempt == 0:  # its start may fail, too; a later one is followed once it runs, after the end of the one before
+        if (
+            attempt == 0
+        ):  # its start may fail, too; a later one is followed once it runs, after the end of the one before
             self._follow(0)
         return group
 
