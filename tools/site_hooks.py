@@ -45,6 +45,8 @@ OUTSIDE = {
 MODULES = (
     "phalanx.errors",
     "phalanx.multiprocessing",
+    "phalanx.metrics",
+    "phalanx.events",
     "phalanx.timer",
     "phalanx.timer.debug_info_logging",
     "phalanx.spawn",

@@ -1,8 +1,8 @@
 """Phalanx: groups of worker processes that start together, live together and fall together, the true cause named.
 
 The public names live in the modules that carry them: `phalanx.multiprocessing`, `phalanx.multiprocessing.errors`,
-`phalanx.spawn`, `phalanx.timer`, and the command ``phalanx run``. The modules and `phalanx.warm` are at hand here, and
-loaded when they are first used: importing this package alone imports nothing else.
+`phalanx.spawn`, `phalanx.timer`, `phalanx.metrics`, `phalanx.events`, and the command ``phalanx run``. The modules and
+`phalanx.warm` are at hand here, and loaded when they are first used: importing this package alone imports nothing else.
 
 >>> import phalanx
 >>> with phalanx.warm(preload=["json"]) as process:
@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx import errors as errors
+    from phalanx import events as events
+    from phalanx import metrics as metrics
     from phalanx import multiprocessing as multiprocessing
     from phalanx import spawn as spawn
     from phalanx import timer as timer
     from phalanx.multiprocessing import warm
 
-__all__ = ["__version__", "errors", "multiprocessing", "spawn", "timer", "warm"]
+__all__ = ["__version__", "errors", "events", "metrics", "multiprocessing", "spawn", "timer", "warm"]
 
 __version__ = "0.1.0"
 

@@ -40,6 +40,8 @@ HERE = {
     f"{ELASTIC}.multiprocessing": "phalanx.multiprocessing",
     f"{ELASTIC}.multiprocessing.errors": "phalanx.multiprocessing.errors",
     f"{ELASTIC}.timer": "phalanx.timer",
+    f"{ELASTIC}.metrics": "phalanx.metrics",
+    f"{ELASTIC}.events": "phalanx.events",
     "torch.multiprocessing": "phalanx.spawn",
 }
 """What stands in for each package."""
@@ -209,6 +211,9 @@ def _equal(section: str, key: str, there: Any, here: Any) -> bool:
         owner, _, name = key.rstrip(")").partition("(")
         field = {each.name: each for each in dataclasses.fields(torch_names.everything()[section][owner].value)}[name]
         factory: Any = field.default_factory
+        if repr(here) == "<factory>":
+            mine: Any = {each.name: each for each in dataclasses.fields(look(section, owner))}[name].default_factory
+            return bool(factory() == mine())
         return bool(factory() == getattr(look(section, owner)(), name))
     return bool(there == here)
 

@@ -33,7 +33,7 @@ WINGS = (
 )
 """The packages that hold one subject each, from the ground up."""
 
-FACES = ("errors", "timer", "multiprocessing", "spawn", "cli")
+FACES = ("errors", "timer", "metrics", "events", "multiprocessing", "spawn", "cli")
 """The packages whose names users know, which stand on the wings, from the ground up."""
 
 LAYERS = (*WINGS, *FACES)
@@ -234,7 +234,10 @@ def test_every_rule_that_is_off_carries_a_reason() -> None:
         assert re.search(rf'^    "{rule}", +# \w.+', text, re.MULTILINE), f"{rule} is off without a reason"
 
 
-@pytest.mark.parametrize("module", ["phalanx", "phalanx.errors", "phalanx.multiprocessing", "phalanx.spawn"])
+@pytest.mark.parametrize(
+    "module",
+    ["phalanx", "phalanx.errors", "phalanx.events", "phalanx.metrics", "phalanx.multiprocessing", "phalanx.spawn"],
+)
 def test_an_import_loads_the_standard_library_only(module: str) -> None:
     code = (
         "import sys; before = set(sys.modules); "

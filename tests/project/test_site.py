@@ -30,6 +30,8 @@ REFERENCE = ROOT / "docs" / "reference"
 MODULES = [
     "phalanx",
     "phalanx.errors",
+    "phalanx.events",
+    "phalanx.metrics",
     "phalanx.multiprocessing",
     "phalanx.multiprocessing.errors",
     "phalanx.multiprocessing.redirects",

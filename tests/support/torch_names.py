@@ -28,6 +28,8 @@ MODULES = {
          "subprocess_handler.subprocess_handler"],
     ),
     f"{ELASTIC}.timer": ("", ["api", "local_timer", "file_based_local_timer", "debug_info_logging"]),
+    f"{ELASTIC}.metrics": ("", ["api"]),
+    f"{ELASTIC}.events": ("", ["api", "handlers"]),
     "torch.multiprocessing": ("spawn", ["pool", "queue", "reductions"]),
 }  # fmt: skip
 """Packages: the submodule whose names count as the package's own, and those that are listed beside them."""

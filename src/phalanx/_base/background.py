@@ -6,7 +6,7 @@ Owns that thread, which starts with the first call and ends after the last.
 from __future__ import annotations
 
 import threading
-from _thread import allocate_lock
+from _thread import RLock
 from collections import deque
 from contextlib import suppress
 
@@ -35,7 +35,7 @@ class SerialExecutor:
         self._name = name
         self._most = most
         self._calls: deque[Callable[[], None]] = deque()
-        self._lock = allocate_lock()
+        self._lock = RLock()  # a signal handler, or a `__del__`, may submit while its own thread does
         self._over: Latch | None = None  # opened at the end of the thread that runs
         self._thread: threading.Thread | None = None
         self.dropped = 0

@@ -1,0 +1,557 @@
+"""`phalanx.metrics`: which handler gets what, and what a handler that raises, blocks or emits does to a program."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import io
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from phalanx import metrics
+from phalanx._base import clock
+from phalanx._base.handler_guard import MOST_NESTED, MOST_REPORTED
+from phalanx.multiprocessing import SignalException
+from tests.support.helpers import TIMEOUT
+from tests.support.told import Kept, fail, unconfigured
+from tests.support.workers import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_configured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with unconfigured(monkeypatch):
+        yield
+
+
+@pytest.fixture
+def kept() -> Kept:
+    handler = Kept()
+    metrics.configure(handler)
+    return handler
+
+
+# --- groups
+
+
+def test_a_metric_goes_to_the_handler_of_its_group() -> None:
+    everything, own = Kept(), Kept()
+    metrics.put_metric("before", 1)
+    metrics.configure(everything)
+    metrics.configure(own, "mine")
+    before = time.time()
+    metrics.put_metric("a", 1)
+    metrics.put_metric("b", 2, "mine")
+    metrics.getStream("other").add_value("c", 3)
+    assert [data[1:] for data in everything.got] == [("torchelastic", "a", 1), ("other", "c", 3)]
+    assert [data[1:] for data in own.got] == [("mine", "b", 2)]
+    assert before <= own.got[0].timestamp <= time.time()
+
+
+def test_a_stream_keeps_the_handler_that_the_group_had(kept: Kept) -> None:
+    stream = metrics.getStream("mine")
+    metrics.configure(metrics.NullMetricHandler(), "mine")
+    stream.add_value("a", 1)
+    metrics.put_metric("b", 1, "mine")
+    assert kept.names == ["a"]
+    assert stream.handler is kept
+    stream.handler = other = Kept()
+    stream.add_value("c", 1)
+    assert other.names == ["c"]
+
+
+@pytest.mark.parametrize("wrong", [None, 3, metrics.ConsoleMetricHandler, print])
+def test_what_is_no_handler_is_refused(wrong: Any) -> None:
+    for configure in (metrics.configure, metrics.BackgroundMetricHandler):
+        with pytest.raises(TypeError, match="handler: expected an object with a method emit, got"):
+            configure(wrong)
+
+
+def test_any_object_that_can_emit_is_a_handler() -> None:
+    class Own:
+        def emit(self, metric_data: metrics.MetricData) -> None:
+            found.append(metric_data.name)
+
+    found: list[str] = []
+    metrics.configure(Own())  # type: ignore[arg-type]  # as of another library
+    metrics.put_metric("a", 1)
+    assert found == ["a"]
+
+
+def test_a_metric_is_a_named_tuple() -> None:
+    data = metrics.MetricData(1.5, "g", "n", 3)
+    assert pickle.loads(pickle.dumps(data)) == data == (1.5, "g", "n", 3)
+    assert repr(data) == "MetricData(timestamp=1.5, group_name='g', name='n', value=3)"
+
+
+def test_old_names_warn(kept: Kept) -> None:
+    with pytest.warns(FutureWarning, match="call put_metric") as warnings:
+        metrics.publish_metric("g", "n", 3)
+    assert warnings[0].filename == __file__
+    with pytest.warns(FutureWarning, match="use prof") as warnings:
+        wrapped = metrics.profile("g")(fail)
+    assert warnings[0].filename == __file__
+    with pytest.raises(OSError, match="host"):
+        wrapped(0)
+    with pytest.warns(FutureWarning), pytest.raises(TypeError, match="parentheses"):
+        metrics.profile(fail)  # type: ignore[arg-type]  # what a decorator without parentheses does
+    assert kept.names == ["n", "fail.failure", "fail.duration.ms"]
+    assert {data.group_name for data in kept.got} == {"g"}
+
+
+# --- prof
+
+
+class Trainer:
+    @metrics.prof
+    def step(self, wrong: BaseException | None = None) -> int:
+        """Make a step."""
+        if wrong:
+            raise wrong
+        return 7
+
+    @metrics.prof(group="static")
+    @staticmethod
+    def fixed(value: int) -> int:
+        return value
+
+    @metrics.prof
+    @classmethod
+    def made(cls) -> type[Trainer]:
+        return cls
+
+    @metrics.prof
+    async def wait(self, wrong: BaseException | None = None) -> int:
+        await asyncio.sleep(0)
+        return self.step(wrong)
+
+
+@metrics.prof
+def function() -> None:
+    pass
+
+
+def test_names_of_functions(kept: Kept) -> None:
+    @metrics.prof()
+    def inner() -> None:
+        pass
+
+    class Called:
+        def __call__(self, value: int) -> int:
+            return value
+
+    assert Trainer().step() == 7
+    assert (Trainer.fixed(3), Trainer().fixed(4)) == (3, 4)
+    assert (Trainer.made(), Trainer().made()) == (Trainer, Trainer)
+    function()
+    inner()
+    assert metrics.prof(functools.partial(pow, 2))(5) == 32
+    assert metrics.prof(Called())(5) == 5
+    inside = f"{test_names_of_functions.__name__}.<locals>"
+    expected = ["Trainer.step", "Trainer.fixed", "Trainer.fixed", "Trainer.made", "Trainer.made"]
+    expected += ["test_metrics.function", f"{inside}.inner", "builtins.pow", f"{inside}.Called"]
+    assert kept.names == [f"{name}.{end}" for name in expected for end in ("success", "duration.ms")]
+    assert {data.group_name for data in kept.got if "fixed" in data.name} == {"static"}
+    assert Trainer.step.__doc__ == "Make a step."
+
+
+@pytest.mark.parametrize(
+    "error, ends",
+    [(ValueError("x"), ["failure", "duration.ms"]), (KeyboardInterrupt(), ["duration.ms"]),
+     (SystemExit(0), ["duration.ms"])],
+)  # fmt: skip
+def test_a_function_that_raises(kept: Kept, error: BaseException, ends: list[str]) -> None:
+    with pytest.raises(type(error)) as raised:
+        Trainer().step(error)
+    assert raised.value is error
+    assert error.__context__ is None
+    assert kept.names == [f"Trainer.step.{end}" for end in ends]
+
+
+def test_a_coroutine_is_measured_to_its_end(kept: Kept) -> None:
+    assert asyncio.run(Trainer().wait()) == 7
+    assert kept.names[2:] == ["Trainer.wait.success", "Trainer.wait.duration.ms"]
+    with pytest.raises(ValueError, match="x"):
+        asyncio.run(Trainer().wait(ValueError("x")))
+    assert kept.names[6:] == ["Trainer.wait.failure", "Trainer.wait.duration.ms"]
+
+
+def test_a_coroutine_that_is_cancelled_has_a_duration_alone(kept: Kept) -> None:
+    async def main() -> None:
+        @metrics.prof
+        async def forever() -> None:
+            begun.set()
+            await asyncio.Event().wait()
+
+        begun = asyncio.Event()
+        task = asyncio.create_task(forever())
+        await begun.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(main())
+    assert [name.rpartition("forever.")[2] for name in kept.names] == ["duration.ms"]
+
+
+def test_durations_do_not_follow_the_wall_clock(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([100.0, 100.25])
+    monkeypatch.setattr(clock, "now", lambda: next(moments))
+    monkeypatch.setattr(clock, "wall", lambda: 5.0)
+    function()
+    assert kept.got[1].value == 250
+    assert isinstance(kept.got[1].value, int)
+
+
+@pytest.mark.parametrize("wrong", ["group", 3, property(fail)])
+def test_what_is_no_function_is_refused(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"prof: expected a function, got .*; a group is given by name"):
+        metrics.prof(wrong)
+
+
+# --- handlers that fail
+
+
+def reports(caplog: pytest.LogCaptureFixture, name: str = "phalanx.metrics") -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == name]
+
+
+def test_a_handler_that_raises_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    handler = Kept(fail)
+    metrics.configure(handler)
+    metrics.configure(handler, "mine")
+    for group in ("torchelastic", "mine", "mine"):
+        metrics.put_metric("a", 1, group)
+    assert len(handler.got) == 3
+    assert reports(caplog) == ["the handler tests.support.told.Kept raised; what else it raises is not reported"]
+    assert "no such host" in caplog.text
+    metrics.configure(Kept(fail))
+    metrics.put_metric("a", 1)
+    assert len(reports(caplog)) == 2
+
+
+def test_what_a_function_does_is_not_changed_by_a_handler_that_raises() -> None:
+    handler = Kept(fail)
+    metrics.configure(handler)
+    assert Trainer().step() == 7
+    with pytest.raises(ValueError, match="x") as raised:
+        Trainer().step(ValueError("x"))
+    assert raised.value.__context__ is None
+    assert [name.rpartition("step.")[2] for name in handler.names] == [
+        "success", "duration.ms", "failure", "duration.ms",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), SignalException("x", signal.SIGTERM)])
+def test_what_ends_a_program_is_not_kept_from_it(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+    def end(_: object) -> None:
+        raise error
+
+    metrics.configure(Kept(end))
+    with pytest.raises(type(error)) as raised:
+        metrics.put_metric("a", 1)
+    assert raised.value is error
+    assert reports(caplog) == []
+
+
+def test_logging_that_raises_is_no_matter() -> None:
+    class Raises(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:  # noqa: ARG002 - it raises
+            raise OSError("logging")
+
+    handler = Raises()
+    logging.getLogger("phalanx.metrics").addHandler(handler)
+    try:
+        metrics.configure(Kept(fail))
+        metrics.put_metric("a", 1)
+    finally:
+        logging.getLogger("phalanx.metrics").removeHandler(handler)
+
+
+def test_logging_that_emits_metrics_ends(caplog: pytest.LogCaptureFixture) -> None:
+    """A failure is logged, the logging emits a metric, which fails."""
+
+    class Counts(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:  # noqa: ARG002 - it counts
+            metrics.put_metric("logged", 1)
+
+    counts = Counts()
+    kept = Kept(fail)
+    metrics.configure(kept)
+    logging.getLogger("phalanx.metrics").addHandler(counts)
+    try:
+        metrics.put_metric("a", 1)
+    finally:
+        logging.getLogger("phalanx.metrics").removeHandler(counts)
+    assert kept.names == ["a", "logged"]
+    assert len(reports(caplog)) == 1
+
+
+def test_reports_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    """A program that makes a handler for each metric keeps a bounded number of them, and of log lines."""
+    for _ in range(MOST_REPORTED + 5):
+        metrics.MetricStream("g", Kept(fail)).add_value("a", 1)
+    assert len(reports(caplog)) == MOST_REPORTED
+
+
+def test_the_console_gets_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream(io.StringIO):
+        def write(self, text: str) -> int:
+            written.append(text)
+            return len(text)
+
+    written: list[str] = []
+    monkeypatch.setattr(sys, "stdout", Stream())
+    metrics.ConsoleMetricHandler().emit(metrics.MetricData(1.5, "g", "n", 3))
+    assert written == ["[1.5][g]: n=3\n"]
+
+
+@pytest.mark.parametrize(
+    "value", [10**5000, "\ud800", object(), float("nan"), None, b"\0"], ids=lambda it: type(it).__name__
+)
+def test_values_of_all_kinds(value: Any, kept: Kept, caplog: pytest.LogCaptureFixture) -> None:
+    metrics.put_metric("a", value)
+    assert kept.got[0].value is value
+    metrics.configure(metrics.ConsoleMetricHandler())
+    metrics.put_metric("a", value)
+    assert len(reports(caplog)) == (isinstance(value, int))  # Python refuses to write so many digits
+
+
+def test_without_a_console(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    metrics.configure(metrics.ConsoleMetricHandler())
+    monkeypatch.setattr(sys, "stdout", None)
+    metrics.put_metric("a", 1)
+    assert len(reports(caplog)) == 1
+
+
+# --- handlers that emit
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_handler_may_emit_to_another_one(background: bool) -> None:
+    last = Kept()
+    metrics.configure(last, "last")
+    first = Kept(lambda data: metrics.put_metric(f"{data.name}.seen", 1, "last"))
+    handler = metrics.BackgroundMetricHandler(first) if background else first
+    metrics.configure(handler, "first")
+    metrics.put_metric("a", 1, "first")
+    if isinstance(handler, metrics.BackgroundMetricHandler):
+        assert handler.flush(TIMEOUT)
+    assert last.names == ["a.seen"]
+
+
+def test_a_handler_that_emits_to_itself_is_cut_short(caplog: pytest.LogCaptureFixture) -> None:
+    def twice(_: object) -> None:
+        metrics.put_metric("again", 1)
+        metrics.put_metric("again", 1)
+
+    handler = Kept(twice)
+    metrics.configure(handler)
+    metrics.put_metric("a", 1)
+    assert len(handler.got) == 2**MOST_NESTED - 1
+    assert reports(caplog) == [
+        "the handler tests.support.told.Kept causes calls of itself: those that are more than 8 deep are dropped"
+    ]
+    before = len(handler.got)
+    metrics.put_metric("a", 1)
+    assert len(handler.got) == 2 * before
+
+
+def test_a_handler_in_the_background_that_emits_to_itself_is_cut_short(caplog: pytest.LogCaptureFixture) -> None:
+    kept = Kept(lambda _: metrics.put_metric("again", 1))
+    handler = metrics.BackgroundMetricHandler(kept)
+    metrics.configure(handler)
+    metrics.put_metric("a", 1)
+    assert handler.flush(TIMEOUT)
+    assert kept.names == ["a", "again", "again", "again"]  # each is within two calls: to be queued, and of the handler
+    assert len(reports(caplog)) == 1
+
+
+# --- threads, forks, signals
+
+
+def test_threads_that_emit_and_configure_at_once() -> None:
+    handlers = [Kept(), Kept()]
+    metrics.configure(handlers[0], "mine")
+    every, barrier = 500, threading.Barrier(5)
+
+    def emit(number: int) -> None:
+        barrier.wait()
+        for count in range(every):
+            metrics.put_metric(f"{number}.{count}", count, "mine")
+
+    def configure() -> None:
+        barrier.wait()
+        for count in range(every):
+            metrics.configure(handlers[count % 2], "mine")
+            metrics.configure(handlers[count % 2])
+
+    threads = [threading.Thread(target=emit, args=(number,)) for number in range(4)]
+    threads.append(threading.Thread(target=configure))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    names = sorted(handlers[0].names + handlers[1].names)
+    assert names == sorted(f"{number}.{count}" for number in range(4) for count in range(every))
+
+
+@pytest.fixture
+def gated() -> Iterator[tuple[Kept, threading.Event, threading.Event]]:
+    """A handler that has begun, and goes on when it may."""
+    begun, may = threading.Event(), threading.Event()
+
+    def block(_: object) -> None:
+        begun.set()
+        may.wait()
+
+    yield Kept(block), begun, may
+    may.set()
+
+
+Gated = tuple[Kept, threading.Event, threading.Event]
+
+
+def test_in_the_background_nobody_waits(gated: Gated) -> None:
+    kept, begun, may = gated
+    handler = metrics.BackgroundMetricHandler(kept)
+    metrics.configure(handler)
+    for count in range(100):
+        metrics.put_metric(str(count), count)  # returns, though the first call does not
+    begun.wait()
+    assert not handler.flush(0)
+    assert not handler.flush(0.01)
+    may.set()
+    assert handler.flush(TIMEOUT)
+    assert handler.flush(0)
+    assert kept.names == [str(count) for count in range(100)]
+    assert threading.get_ident() not in kept.threads
+
+
+def test_what_is_too_much_for_the_background_is_dropped(gated: Gated, caplog: pytest.LogCaptureFixture) -> None:
+    kept, begun, may = gated
+    handler = metrics.BackgroundMetricHandler(kept)
+    handler._delivery._most = 3
+    metrics.configure(handler)
+    metrics.put_metric("first", 0)
+    begun.wait()
+    for count in range(5):
+        metrics.put_metric(str(count), count)
+    may.set()
+    assert handler.flush(TIMEOUT)
+    assert kept.names == ["first", "0", "1", "2"]
+    assert reports(caplog) == [
+        "the handler tests.support.told.Kept is too slow, or has no thread: what finds no room in its queue is dropped"
+    ]
+
+
+@pytest.mark.parametrize("error", [OSError("x"), SystemExit(3), KeyboardInterrupt()])
+def test_what_a_handler_raises_in_the_background(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+    def end(_: object) -> None:
+        raise error
+
+    kept = Kept(end)
+    handler = metrics.BackgroundMetricHandler(kept)
+    metrics.configure(handler)
+    metrics.put_metric("a", 1)
+    metrics.put_metric("b", 1)
+    assert handler.flush(TIMEOUT)
+    assert kept.names == ["a", "b"]
+    assert len(reports(caplog)) == 1
+
+
+def test_a_handler_that_flushes_itself_does_not_wait() -> None:
+    answers: list[bool] = []
+    handler = metrics.BackgroundMetricHandler(Kept(lambda _: answers.append(handler.flush(TIMEOUT))))
+    metrics.configure(handler)
+    metrics.put_metric("a", 1)
+    assert handler.flush(TIMEOUT)
+    assert answers == [False]
+
+
+def test_a_fork_has_a_queue_of_its_own(gated: Gated) -> None:
+    """While the parent's is full, and its thread in a call."""
+    kept, begun, may = gated
+    handler = metrics.BackgroundMetricHandler(kept)
+    metrics.configure(handler)
+    metrics.put_metric("first", 0)
+    begun.wait()
+    metrics.put_metric("second", 0)
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            kept.then = lambda data: os.write(writer, data.name.encode())
+            assert handler.flush(0)
+            metrics.put_metric("of the child", 0)
+            os._exit(0 if handler.flush(TIMEOUT) else 1)
+        finally:
+            os._exit(2)
+    os.close(writer)
+    with open(reader, "rb") as stream:
+        assert stream.read() == b"of the child"
+    assert os.waitpid(pid, 0)[1] == 0
+    may.set()
+    assert handler.flush(TIMEOUT)
+    assert kept.names == ["first", "second"]
+
+
+def test_a_signal_handler_may_emit_at_any_moment(gated: Gated) -> None:
+    """In the midst of a submission, too: the thread holds its lock."""
+    kept, begun, may = gated
+    handler = metrics.BackgroundMetricHandler(kept)
+    metrics.configure(handler)
+    metrics.put_metric("first", 0)
+    begun.wait()
+    executor = handler._delivery._executor()
+    with executor._lock:
+        metrics.put_metric("second", 0)
+    may.set()
+    assert handler.flush(TIMEOUT)
+    assert kept.names == ["first", "second"]
+
+
+EXIT = """
+import sys, threading
+from phalanx import metrics
+
+class Shown(metrics.MetricHandler):
+    def emit(self, metric_data):
+        if metric_data.value == {blocks}:
+            threading.Event().wait()
+        print(metric_data.name, flush=True)
+
+metrics.configure(metrics.BackgroundMetricHandler(Shown()))
+for count in range(100):
+    metrics.put_metric(str(count), count)
+"""
+
+
+def test_the_end_of_a_program_waits_for_the_background() -> None:
+    done = program(EXIT.format(blocks=-1))
+    assert done.stdout.split() == [str(count) for count in range(100)]
+    assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_the_end_of_a_program_waits_for_a_time() -> None:
+    done = program(EXIT.format(blocks=98))
+    assert done.stdout.split() == [str(count) for count in range(98)]
+    assert done.stderr == "phalanx-metrics: 2 not delivered in 2 s at the interpreter's exit\n"
+
+
+def program(code: str) -> subprocess.CompletedProcess[str]:
+    env = {"PYTHONPATH": f"{ROOT}/src"}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True, timeout=TIMEOUT
+    )

@@ -1,0 +1,78 @@
+"""Handlers of metrics and of logging for tests, and what puts back what was configured."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+from phalanx.events import _destinations, _post, _registry
+from phalanx.metrics import MetricHandler, NullMetricHandler, _streams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import pytest
+
+    from phalanx.metrics import MetricData
+
+
+class Kept(MetricHandler):
+    """Keeps what it gets; ``then`` is called with each."""
+
+    def __init__(self, then: Callable[[Any], object] = lambda _: None) -> None:
+        self.got: list[MetricData] = []
+        self.threads: list[int] = []
+        self.then = then
+
+    def emit(self, metric_data: MetricData) -> None:
+        self.got.append(metric_data)
+        self.threads.append(threading.get_ident())
+        self.then(metric_data)
+
+    @property
+    def names(self) -> list[str]:
+        return [data.name for data in self.got]
+
+
+class KeptRecords(logging.Handler):
+    """The same for records."""
+
+    def __init__(self, then: Callable[[Any], object] = lambda _: None) -> None:
+        super().__init__()
+        self.got: list[logging.LogRecord] = []
+        self.threads: list[int] = []
+        self.then = then
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.got.append(record)
+        self.threads.append(threading.get_ident())
+        self.then(record)
+
+    @property
+    def texts(self) -> list[str]:
+        return [record.msg for record in self.got]
+
+
+def fail(_: object) -> None:
+    raise OSError("no such host")
+
+
+@contextlib.contextmanager
+def unconfigured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let nothing be configured or registered, and nothing have been reported."""
+    monkeypatch.setattr(_streams, "_handlers", {})
+    monkeypatch.setattr(_streams, "_default", NullMetricHandler())
+    monkeypatch.setattr(_streams.GUARD, "_reported", {})
+    monkeypatch.setattr(_destinations.GUARD, "_reported", {})
+    for module, name in ((_destinations, "_made"), (_destinations, "_attached"), (_post, "_deliveries")):
+        monkeypatch.setattr(module, name, {})
+    before = dict(_registry.registered)
+    _registry.registered.clear()
+    yield
+    _registry.registered.clear()
+    _registry.registered.update(before)
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("phalanx.events.") and isinstance(logger, logging.Logger):
+            logger.handlers = []
