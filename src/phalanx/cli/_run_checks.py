@@ -92,6 +92,14 @@ def check_shown(world_size: int, ranks: Iterable[int] | None) -> None:
         raise click.UsageError(msg)
 
 
+def check_rotation(max_size: int | None, *, keep: int | None, compress: bool) -> None:
+    """Refuse what is said of files that are set aside, where none are."""
+    for name, is_given in (("--log-keep", keep is not None), ("--log-compress", compress)):
+        if is_given and max_size is None:
+            msg = f"{name}: files are set aside only with --log-max-size; give that, too, like --log-max-size 100MB"
+            raise click.UsageError(msg)
+
+
 def timer_specs(on_expiry: tuple[tuple[str, float], ...], hang_timeout: float | None) -> TimerSpecs:
     """How the group watches timers and heartbeats."""
     try:

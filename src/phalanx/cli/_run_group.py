@@ -18,9 +18,11 @@ from phalanx._base.stderr import mention, tell
 from phalanx._engine.host_signals import signals_to_handle
 from phalanx._outcomes.outcome import NOT_AVAILABLE
 from phalanx._outcomes.result import verdict
+from phalanx._runs.recorder import Recorder
 from phalanx.cli import _python
 from phalanx.cli._say import say
 from phalanx.multiprocessing import (
+    LogsDest,
     PContext,
     PreloadError,
     RunProcsResult,
@@ -35,34 +37,42 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx._agent.restart_policy import RestartPolicy
-    from phalanx._runs.recorder import Recorder, Seen
+    from phalanx._runs.recorder import Seen
+    from phalanx.cli._attempt_groups import AttemptGroups
     from phalanx.cli._run_logs import RunLogs
 
 
 class RunTeam(GroupTeam):
-    """The attempts of a run, whose starts and ends `observe` has recorded.
+    """The attempts of a run, and their record.
 
     Args:
-        make: See `GroupTeam`.
-        recorder: Writes run.json.
-        policy: When the group is started again.
+        groups: Makes the groups.
+        policy: When a group is started again.
+        run_id: The run's id.
+        keep_runs: See `Recorder`.
     """
 
-    def __init__(
-        self, make: Callable[[int, PContext | None], PContext], recorder: Recorder, policy: RestartPolicy
-    ) -> None:
+    def __init__(self, groups: AttemptGroups, policy: RestartPolicy, *, run_id: str, keep_runs: int | None) -> None:
         super().__init__(self._make_noted)
-        self._make_group = make
-        self._recorder = recorder
-        self._policy = policy
-        self._groups: dict[int, PContext] = {}  # the latest two, by attempt
-        self._failed = AttemptEnd("failed")
+        self.name = groups.script
+        self.policy = policy
+        self.recorder = Recorder(
+            groups.script, groups.envs, LogsDest, lambda: ({}, None), run_id=run_id, command=groups.command,
+            warn=self._warn, keep_runs=keep_runs,
+        )  # fmt: skip
         self.stopped_in_delay = False
         """Whether the run was stopped between two attempts."""
+        self._make_group = groups.make
+        self._latest: dict[int, PContext] = {}  # the latest two groups, by attempt
+        self._failed = AttemptEnd("failed")
+
+    def _warn(self, text: str) -> None:
+        if self.group is None or not self.group.say(f"phalanx: {text}"):
+            say(text)
 
     def _make_noted(self, attempt: int, before: PContext | None) -> PContext:
-        group = self._groups[attempt] = self._make_group(attempt, before)
-        self._groups.pop(attempt - 2, None)
+        group = self._latest[attempt] = self._make_group(attempt, before)
+        self._latest.pop(attempt - 2, None)
         if (
             attempt == 0
         ):  # its start may fail, too; a later one is followed once it runs, after the end of the one before
@@ -81,18 +91,18 @@ class RunTeam(GroupTeam):
         """Record what has happened, see `Attempts`."""
         if name == "agent.state" and facts["state"] == "RUNNING":
             self._follow(facts["attempt"])
-            self._recorder.record_start()
+            self.recorder.record_start()
         elif name == "attempt.ended" and facts["state"] in ("failed", "not started"):
             self._failed = AttemptEnd(**facts)
         elif name == "restart.decided":
-            cause = f"attempt {facts['attempt'] + 1}{self._policy.attempts}: {self._failed.describe()}"
-            self._recorder.record_restart(cause, self._failed.step)
+            cause = f"attempt {facts['attempt'] + 1}{self.policy.attempts}: {self._failed.describe()}"
+            self.recorder.record_restart(cause, self._failed.step)
 
     def _follow(self, attempt: int) -> None:
         """Record an attempt from now on."""
-        group = self._groups.get(attempt)
+        group = self._latest.get(attempt)
         if group is not None:
-            self._recorder.follow(lambda: group.logs, lambda: look(group))
+            self.recorder.follow(lambda: group.logs, lambda: look(group))
 
     def wait_shown(self) -> None:
         """Return when all lines of the workers are shown, or those that a slow console takes in 10 s."""
@@ -101,13 +111,12 @@ class RunTeam(GroupTeam):
                 self.group.wait()
 
 
-def see_through(
-    team: RunTeam, policy: RestartPolicy, recorder: Recorder, specs: RunLogs, grace: float, *, colour: bool
-) -> int:
+def see_through(team: RunTeam, specs: RunLogs, grace: float, *, colour: bool) -> int:
     """Start the group, again as the policy says, wait for the end, and say what became of it. Returns the exit code."""
     stopped: signal.Signals | None = None
+    recorder = team.recorder
     try:
-        with Attempts(team, policy, observe=team.observe) as attempts:
+        with Attempts(team, team.policy, observe=team.observe) as attempts:
             try:
                 ending = attempts.run()
             except SignalException as error:
@@ -127,27 +136,18 @@ def see_through(
         raise click.UsageError(text) from None
     finally:
         team.close()  # ended already, unless one more signal has broken out of `_stop`
-    return _conclude(ending, stopped, team, policy, recorder, specs, colour=colour)
+    return _conclude(ending, stopped, team, specs, colour=colour)
 
 
-def _conclude(
-    ending: Ending,
-    stopped: signal.Signals | None,
-    team: RunTeam,
-    policy: RestartPolicy,
-    recorder: Recorder,
-    specs: RunLogs,
-    *,
-    colour: bool,
-) -> int:
+def _conclude(ending: Ending, stopped: signal.Signals | None, team: RunTeam, specs: RunLogs, *, colour: bool) -> int:
     """Record how the run ended, and report what went wrong. Returns the exit code."""
     result = team.result or RunProcsResult()
     last = ending.ends[-1] if ending.ends else AttemptEnd("stopped")
-    attempt = f"attempt {last.number + 1}{policy.attempts}"
+    attempt = f"attempt {last.number + 1}{team.policy.attempts}"
     if stopped is not None and (team.stopped_in_delay or not result.failures):
         code = 128 + stopped
         cause = stopped.name if last.state != "failed" else f"{stopped.name}, after {attempt}: {last.describe()}"
-        recorder.record_end_and_wait("stopped", code, cause)
+        team.recorder.record_end_and_wait("stopped", code, cause)
         if team.stopped_in_delay:
             _report(team, result, specs, ending, colour=colour)
         return code
@@ -162,7 +162,7 @@ def _conclude(
         cause = cause and f"{attempt}: {cause}"
         if not code:
             say(f"{attempt} has succeeded, after {format_duration(last.uptime)}")
-    recorder.record_end_and_wait("failed" if code else "succeeded", code, cause)
+    team.recorder.record_end_and_wait("failed" if code else "succeeded", code, cause)
     _report(team, result, specs, ending, colour=colour)
     return code
 
@@ -235,8 +235,7 @@ def _report(team: RunTeam, result: RunProcsResult, logs: RunLogs, ending: Ending
     log_dir, failures = logs.run_log_dir or "", result.failures
     if not logs.is_kept:  # the error files have gone with the group
         failures = {rank: failure.replace(error_file=NOT_AVAILABLE) for rank, failure in failures.items()}
-    assert team.group is not None
-    name = team.group.name
+    name = team.name
 
     @record  # a launcher that is itself a worker passes the root cause on to its own error file
     def fail() -> None:

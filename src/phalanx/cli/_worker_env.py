@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import os
-import socket
 
+import click
+
+from phalanx._agent import master_port as master_ports
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from phalanx._agent.master_port import ReservedPort
+
+MASTER_PORT = "MASTER_PORT"
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 """The variable that says which attempt a worker is in, from 0 on."""
 
@@ -32,7 +40,7 @@ def worker_env(
         "ROLE_NAME": role,
         "ROLE_WORLD_SIZE": size,
         "MASTER_ADDR": master_addr,
-        "MASTER_PORT": str(master_port),
+        MASTER_PORT: str(master_port),
         "TORCHELASTIC_RUN_ID": run_id,
         RESTART_COUNT: "0",
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
@@ -41,11 +49,10 @@ def worker_env(
     }
 
 
-def free_port(addr: str) -> int:
-    """Find a port that is free now. Nothing can hold it until the workers bind it."""
+def reserve_port() -> ReservedPort:
+    """Reserve a port for rank 0, see `master_ports.reserve`. Raises ClickException."""
     try:
-        with socket.create_server((addr, 0)) as server:
-            return int(server.getsockname()[1])
-    except OSError:  # a name of another interface, or one that does not resolve here: any interface's will do
-        with socket.create_server(("", 0)) as server:
-            return int(server.getsockname()[1])
+        return master_ports.reserve()
+    except OSError as error:
+        msg = f"no port for MASTER_PORT: {error.strerror}; --master-port takes the number of one"
+        raise click.ClickException(msg) from None

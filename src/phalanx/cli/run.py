@@ -9,14 +9,14 @@ import os
 import signal
 import sys
 import time
+from contextlib import ExitStack
 
 import click
 
 from phalanx._base.tty import use_colour
-from phalanx._group.warm import Warm, path_of, shared
 from phalanx._placement import accelerators
-from phalanx._runs.recorder import Recorder
 from phalanx.cli import _python
+from phalanx.cli._attempt_groups import AttemptGroups
 from phalanx.cli._command import SETTINGS, Command
 from phalanx.cli._options import (
     Whole,
@@ -33,14 +33,14 @@ from phalanx.cli._options import (
 )
 from phalanx.cli._placement import placement_options, take_placement
 from phalanx.cli._restarts import POLICY, forwarded, forwarding, restart_options, restart_policy
-from phalanx.cli._run_checks import check_command, check_preload, check_ranks, check_shown, timer_specs
+from phalanx.cli._run_checks import check_command, check_preload, check_ranks, check_rotation, check_shown, timer_specs
 from phalanx.cli._run_group import RunTeam, see_through
 from phalanx.cli._run_logs import run_logs, umask_notes
 from phalanx.cli._run_options import ABSENT, ELSEWHERE, SECTIONS, LogDir, only, steps
 from phalanx.cli._say import say
 from phalanx.cli._streams import check_no_logs, check_streams
-from phalanx.cli._worker_env import RESTART_COUNT, free_port, worker_env
-from phalanx.multiprocessing import LogsDest, PContext, ScriptContext, SignalException, Std, SubprocessContext
+from phalanx.cli._worker_env import reserve_port, worker_env
+from phalanx.multiprocessing import SignalException, Std
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ _SETTINGS = {**SETTINGS, "allow_interspersed_args": False}  # everything after t
 @placement_options
 @option("--master-addr", default="127.0.0.1", show_default=True, help="MASTER_ADDR of the workers.")
 @option("--master-port", type=Whole(0, 65535), default=0, metavar="PORT",
-         help="MASTER_PORT of the workers. Default: a free port.")  # fmt: skip
+         help="MASTER_PORT of the workers. Default: a port that is reserved for the run.")  # fmt: skip
 @option("--standalone", is_flag=True, hidden=True, help="Accepted: one machine without a store is what this is.")
 @option("--nnodes", default="1", hidden=True, callback=only("1", "1:1", why="it runs on one machine"))
 @option("--node-rank", default="0", hidden=True, callback=only("0", why="it runs on one machine"))
@@ -145,7 +145,8 @@ def run(script: str, args: tuple[str, ...], **options: Any) -> None:
     PHALANX_NPROC_PER_NODE=4 (or PET_NPROC_PER_NODE).
     """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
     try:
-        sys.exit(_run(script, args, **options))
+        with ExitStack() as until_end:
+            sys.exit(_run(script, args, until_end, **options))
     except KeyboardInterrupt:  # before a group was open, or after
         sys.exit(128 + signal.SIGINT)
     except SignalException as error:  # the third, or a later one, between two lines of ours
@@ -155,6 +156,7 @@ def run(script: str, args: tuple[str, ...], **options: Any) -> None:
 def _run(
     script: str,
     args: tuple[str, ...],
+    until_end: ExitStack,
     *,
     nproc_per_node: int,
     module: bool,
@@ -210,12 +212,9 @@ def _run(
         notes = []
     else:
         notes = check_streams(nproc_per_node, redirects, tee, local_ranks, console, filters)
-    for name, is_given in (("--log-keep", log_keep is not None), ("--log-compress", log_compress)):
-        if is_given and log_max_size is None:
-            msg = f"{name}: files are set aside only with --log-max-size; give that, too, like --log-max-size 100MB"
-            raise click.UsageError(msg)
+    check_rotation(log_max_size, keep=log_keep, compress=log_compress)
     specs = run_logs(log_dir, redirects, tee, local_ranks, bounds)
-    port = master_port or free_port(master_addr)
+    reserved = None if master_port else until_end.enter_context(reserve_port())
     envs = {
         rank: worker_env(
             rank,
@@ -223,50 +222,26 @@ def _run(
             role=role,
             run_id=run_id,
             master_addr=master_addr,
-            master_port=port,
+            master_port=reserved.number if reserved else master_port,
             max_restarts=policy.max_restarts,
         )
         | extra[rank]
         for rank in range(nproc_per_node)
     }
-    argv = dict.fromkeys(envs, args)
     rest: dict[str, Any] = {"settle": settle, "grace": grace, "linger": linger, "placement": placement}
     rest |= {"timers": timers, "speak": say, "console": console}
     rest |= {f"duplicate_{stream}_filters": texts for stream, texts in filters.items()}
-    kept = Warm(preload, path=path_of(script, module=module), flags=("-u",), env=shared(envs)) if preload else None
-
-    def make(attempt: int, before: PContext | None) -> PContext:
-        again = {rank: {**env, RESTART_COUNT: str(attempt)} for rank, env in envs.items()}
-        if no_python:
-            return SubprocessContext(script, script, argv, again, specs, follows=before, **rest)
-        return ScriptContext(
-            script, script, argv, again, specs, module=module, python=python, warm=kept, follows=before, **rest
-        )
-
-    def warn(text: str) -> None:
-        if team.group is None or not team.group.say(f"phalanx: {text}"):
-            say(text)
-
-    recorder = Recorder(
-        script,
-        envs,
-        LogsDest,
-        lambda: ({}, None),
-        run_id=run_id,
-        command=[*(["-m"] if module else []), script, *args],
-        warn=warn,
-        keep_runs=keep_runs,
-    )
-    team = RunTeam(make, recorder, policy)
+    groups = AttemptGroups(
+        script, args, envs, specs, module=module, no_python=no_python, python=python, preload=preload, port=reserved,
+        options=rest,
+    )  # fmt: skip
+    until_end.callback(groups.close)
+    team = RunTeam(groups, policy, run_id=run_id, keep_runs=keep_runs)
     specs.keeps_few = keep_runs is not None
     doubts = [] if no_python else _python.doubts(script)
     specs.notes = [*specs.notes, *doubts, *said, *notes, *umask_notes(log_mode)]
-    try:
-        with forwarding(forwards, team):
-            return see_through(team, policy, recorder, specs, grace, colour=use_colour(sys.stderr, console.color))
-    finally:
-        if kept is not None:
-            kept.close()
+    with forwarding(forwards, team):
+        return see_through(team, specs, grace, colour=use_colour(sys.stderr, console.color))
 
 
 def main(args: Sequence[str] | None = None) -> None:
