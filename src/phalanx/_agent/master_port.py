@@ -40,7 +40,7 @@ _held: WeakSet[ReservedPort] = WeakSet()
 
 
 class ReservedPort:
-    """A port that is reserved until `close`, or until this process ends. A context manager.
+    """A port that is reserved until `close`, or as long as this object and this process are there. A context manager.
 
     It is not inherited: forks close it, and programs that are executed do not have it.
     """
@@ -95,7 +95,12 @@ def reserve() -> ReservedPort:
             name = _take_name(number)
             if name is None:
                 continue
-            if _is_free(number):
+            try:
+                free = _is_free(number)
+            except BaseException:
+                name.close()
+                raise
+            if free:
                 return ReservedPort(number, name)
             name.close()
     holder = _hold_any()
