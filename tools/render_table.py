@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Write the group's table and the protocol into docs/architecture.md, each between its two markers.
+"""Write the tables of group and agent and the protocol into docs/architecture.md, each between its two markers.
 
     python tools/render_table.py            # bring the page up to date
     python tools/render_table.py --check    # exit code 1 if it is not
 
-The group's table is the one that runs (`phalanx._engine.lifecycle.TABLE`), and the protocol's is made from the
-functions that build the messages (`phalanx._engine.protocol`), so the page cannot tell another story. Only the standard
-library is needed, and no installation: the source tree is found beside this folder.
+The tables are those that run (`phalanx._engine.lifecycle.TABLE`, `phalanx._agent.life.TABLE`), and the protocol's is
+made from the functions that build the messages (`phalanx._engine.protocol`), so the page cannot tell another story.
+Only the standard library is needed, and no installation: the source tree is found beside this folder.
 """
 
 from __future__ import annotations
@@ -18,27 +18,32 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import marks
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import ModuleType
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN = "<!-- group table: rendered by tools/render_table.py -->"
 END = "<!-- end of the group table -->"
+BEGIN_AGENT = "<!-- agent table: rendered by tools/render_table.py -->"
+END_AGENT = "<!-- end of the agent table -->"
 BEGIN_PROTOCOL = "<!-- protocol: rendered by tools/render_table.py -->"
 END_PROTOCOL = "<!-- end of the protocol -->"
 
 
-def render() -> str:
-    """Return the table as Markdown: for each state, what can happen, where it leads, and what is done."""
-    from phalanx._engine.lifecycle import ACTIONS, EVENTS, STATES, TABLE
-
+def render(table: ModuleType) -> str:
+    """Return a table as Markdown: for each state, what can happen, where it leads, and what is done."""
     lines = []
-    for state, meaning in STATES.items():
-        cells = [(event, *cell) for (before, event), cell in TABLE.items() if before == state]
+    for state, meaning in table.STATES.items():
+        cells = [(event, *cell) for (before, event), cell in table.TABLE.items() if before == state]
         lines += [f"**{state}**: {meaning}.", ""]
         if cells:
             lines += ["| when | it becomes | and we |", "| --- | --- | --- |"]
         for event, after, actions in cells:
             becomes = "" if after == state else after
-            lines.append(f"| {EVENTS[event]} | {becomes} | {'; '.join(ACTIONS[action] for action in actions)} |")
+            done = "; ".join(table.ACTIONS[action] for action in actions)
+            lines.append(f"| {table.EVENTS[event]} | {becomes} | {done} |")
         lines += [""] * bool(cells)
     return "\n".join(lines)
 
@@ -64,8 +69,12 @@ def render_protocol() -> str:
 
 
 def put(page: str) -> str:
-    """Return the page with both as they are now. Raises ValueError when a marker is missing, or there twice."""
-    page = marks.replace(page, BEGIN, END, f"\n{render()}\n", PAGE.name)
+    """Return the page with all as they are now. Raises ValueError when a marker is missing, or there twice."""
+    from phalanx._agent import life
+    from phalanx._engine import lifecycle
+
+    page = marks.replace(page, BEGIN, END, f"\n{render(lifecycle)}\n", PAGE.name)
+    page = marks.replace(page, BEGIN_AGENT, END_AGENT, f"\n{render(life)}\n", PAGE.name)
     return marks.replace(page, BEGIN_PROTOCOL, END_PROTOCOL, f"\n{render_protocol()}\n", PAGE.name)
 
 

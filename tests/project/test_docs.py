@@ -151,7 +151,7 @@ def test_what_differs_from_run_to_run_is_put_in_one_form() -> None:
     assert steady.put("loss 2.30, 12 epochs") == "loss 2.30, 12 epochs"
 
 
-def test_the_tables_of_group_and_protocol_are_those_in_the_code() -> None:
+def test_the_tables_of_group_agent_and_protocol_are_those_in_the_code() -> None:
     table = tool("render_table")
     assert table.main(["--check"]) == 0, "python tools/render_table.py brings it up to date"
 
@@ -159,8 +159,10 @@ def test_the_tables_of_group_and_protocol_are_those_in_the_code() -> None:
 def test_a_stale_table_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tool("render_table")
     page = tmp_path / "architecture.md"
-    protocol = f"{table.BEGIN_PROTOCOL}\nan old table\n{table.END_PROTOCOL}"
-    page.write_text(f"before\n{table.BEGIN}\nan old table\n{table.END}\n{protocol}\nafter\n")
+    marks = [(table.BEGIN, table.END), (table.BEGIN_AGENT, table.END_AGENT)]
+    marks += [(table.BEGIN_PROTOCOL, table.END_PROTOCOL)]
+    parts = "\n".join(f"{begin}\nan old table\n{end}" for begin, end in marks)
+    page.write_text(f"before\n{parts}\nafter\n")
     monkeypatch.setattr(table, "PAGE", page)
     assert table.main(["--check"]) == 1
     assert table.main([]) == 0

@@ -7,6 +7,15 @@ from phalanx._base.frozen import Value
 STATES = ("succeeded", "failed", "stopped", "not started")
 
 
+def first_line(what: object) -> str:
+    """Return the first line of a text, or of an error's text; of an error without one, what it is.
+
+    >>> first_line(OSError(11, "Resource temporarily unavailable")), first_line(KeyError())
+    ('[Errno 11] Resource temporarily unavailable', 'KeyError()')
+    """
+    return next(iter(str(what).splitlines()), "" if isinstance(what, str) else repr(what))
+
+
 class AttemptEnd(Value):
     """How one attempt of a group ended.
 

@@ -7,15 +7,17 @@ a `Team`'s business; whether a failure is followed by another attempt is `restar
 from __future__ import annotations
 
 import os
+import signal
 from abc import ABC, abstractmethod
 from collections import deque
 
 from phalanx._agent import life
-from phalanx._agent.attempt_end import AttemptEnd
+from phalanx._agent.attempt_end import AttemptEnd, first_line
 from phalanx._agent.restart_policy import Decision, RestartPolicy, decide
-from phalanx._base import clock
+from phalanx._base import clock, interrupts
 from phalanx._base.background import SerialExecutor
 from phalanx._base.clock import format_duration, format_seconds
+from phalanx._base.durations import seconds
 from phalanx._base.frozen import Value
 from phalanx._base.latch import Latch
 from phalanx._engine import host_signals
@@ -39,16 +41,27 @@ class Team(ABC):
 
     poll_seconds: float | None = None
 
+    def begin(self, attempt: int) -> None:  # noqa: B027 - there may be nothing to forget
+        """Forget the attempt before: from now on, `ended` is asked about this one. `start` follows, or a stop.
+
+        No signal interrupts it. Does not wait, and does not raise.
+        """
+
     @abstractmethod
     def start(self, attempt: int, wake: Callable[[], None]) -> None:
         """Start every worker of an attempt, or none. Raises what went wrong.
+
+        A signal may interrupt it: what has been started by then is for `ended` and `stop`.
 
         ``wake`` is to be called when `ended` may have something to say. Any thread may call it; it does not raise.
         """
 
     @abstractmethod
     def ended(self) -> AttemptEnd | None:
-        """Return how the attempt ended, once no process of it is left; None before that. Does not wait."""
+        """Return how the attempt ended, once no process of it is left; None before that. Does not wait.
+
+        "stopped" if it was never started. It may be asked again, and returns the same.
+        """
 
     @abstractmethod
     def stop(self, death_signal: int, grace: float) -> None:
@@ -119,8 +132,11 @@ class Attempts:
         self._signals = signals
         self._observe = observe
         self._observing = SerialExecutor("phalanx-events")
+        self._owner = os.getpid()
         self._state = "NEW"
+        self._due = ""  # the action that the last step has left to be done, where a signal may interrupt it
         self._number = -1  # of the attempt that runs, or ran last
+        self._under_way = False  # whether that has begun, and its end is not noted
         self._began = 0.0
         self._started: list[float] = []  # when restarts were decided that count
         self._ends: list[AttemptEnd] = []
@@ -139,7 +155,7 @@ class Attempts:
 
     @property
     def number(self) -> int:
-        """The attempt that runs, or ran last, from 0 on; -1: none was started."""
+        """The attempt that is being started, runs, or ran last, from 0 on; -1: there was none."""
         return self._number
 
     @property
@@ -148,13 +164,22 @@ class Attempts:
         return list(self._ends)
 
     def ask_stop(self, death_signal: int, grace: float) -> None:
-        """Ask for an end: within ``grace`` seconds after ``death_signal``. Returns at once; `run` carries it out."""
-        self._asked.append(("STOP", int(death_signal), float(grace), ""))
-        self.wake()
+        """Ask for an end: within ``grace`` seconds after ``death_signal``. Returns at once; `run` carries it out.
+
+        Raises TypeError or ValueError: ``death_signal`` is no signal, or ``grace`` is no time; less than 0 counts as 0.
+        """
+        self._ask("STOP", death_signal, grace, "")
 
     def ask_restart(self, death_signal: int, grace: float, why: str) -> None:
-        """Ask for another attempt, though none has failed; it does not count as a restart. Returns at once."""
-        self._asked.append(("RESTART", int(death_signal), float(grace), why))
+        """Ask for another attempt, though none has failed; it does not count as a restart. Returns at once.
+
+        Raises as `ask_stop`.
+        """
+        self._ask("RESTART", death_signal, grace, why)
+
+    def _ask(self, event: str, death_signal: int, grace: float, why: str) -> None:
+        number = int(signal.Signals(death_signal))
+        self._asked.append((event, number, seconds("grace", grace, negative=True), why))
         self.wake()
 
     def wake(self) -> None:
@@ -168,8 +193,11 @@ class Attempts:
 
         When an exception leaves it (SignalException: a signal arrived; or what the team raises), nothing has been
         stopped by that: call `ask_stop`, and `run` again. If the very first start fails, that is raised, and all is
-        over.
+        over. Raises RuntimeError in a fork of the process that made this.
         """
+        if self._owner != os.getpid():
+            msg = "the attempts are not this process's: it is a fork of the one that makes them"
+            raise RuntimeError(msg)
         if self._state == "NEW" and self._signals:
             host_signals.acquire(self)
         while self._state not in life.TERMINAL:
@@ -178,8 +206,9 @@ class Attempts:
 
     def close(self) -> None:
         """Release the signals, and wait for the observer, 5 s at most. `run` is not called again."""
-        host_signals.release(self)
-        self._observing.drain(_FLUSH)
+        if self._owner == os.getpid():
+            host_signals.release(self)
+            self._observing.drain(_FLUSH)
 
     def __enter__(self) -> Self:
         return self
@@ -189,74 +218,112 @@ class Attempts:
     ) -> None:
         self.close()
 
+    # A signal may raise between any two lines of these. What belongs together is done with signals deferred; what may
+    # take long (the team's start, stop and look, and the waits) is not, and is left in `_due` until it is done.
+
     def _turn(self) -> None:
-        """Take the next event, or wait for one."""
+        """Take one step, or wait for what leads to one."""
         self._bell = Latch()  # before the looks: what changes after them opens it
         if self._asked:
+            self._take_request()
+        elif self._due == "START_GROUP":
+            self._start_group()
+        elif self._due:
+            self._stop_group()
+        elif self._state == "NEW":
+            self._see("START")
+        elif self._state == "WAITING":
+            left = self._until - clock.now()
+            if left > 0:
+                self._wait(left)
+            else:
+                self._see("DELAY_OVER")
+        elif not self._under_way:
+            self._skip_start()
+        else:
+            end = self._team.ended()
+            if end is not None:
+                self._note_end(end)
+            else:
+                self._wait(self._team.poll_seconds)
+
+    def _wait(self, most: float | None) -> None:
+        """Wait until `wake` is called, for ``most`` seconds; None: without limit."""
+        with host_signals.delivering():
+            self._bell.wait(-1 if most is None else most)
+
+    def _take_request(self) -> None:
+        with interrupts.deferred():
             event, number, grace, why = self._asked.popleft()
-            if event == "STOP" or self._state in ("STARTING", "RUNNING"):
+            stops = "STOP_GROUP" in life.step(self._state, event)[1]
+            # Of two orders that nobody has carried out, the one with less time holds.
+            if stops and (self._due != "STOP_GROUP" or grace <= self._order[1]):
                 self._order = number, grace
             if event == "RESTART" and self._state == "RUNNING":
                 self._say(f"restarting attempt {self._number + 1}: {why}")
             self._see(event)
-            return
-        wait = self._team.poll_seconds
-        if self._state == "NEW":
-            self._see("START")
-            return
-        if self._state == "WAITING":
-            wait = self._until - clock.now()
-            if wait <= 0:
-                self._see("DELAY_OVER")
-                return
-        elif (end := self._team.ended()) is not None:
-            self._note_end(end)
-            return
-        with host_signals.delivering():
-            self._bell.wait(-1 if wait is None else wait)
 
     def _see(self, event: str) -> None:
         """Take the step of the table that ``event`` leads to."""
-        self._state, actions = life.step(self._state, event)
-        self._tell("agent.state", state=self._state, attempt=self._number)
-        for action in actions:
-            _ACTIONS[action](self)
+        with interrupts.deferred():
+            self._state, actions = life.step(self._state, event)
+            if "START_GROUP" in actions:
+                self._number += 1
+            self._tell("agent.state", state=self._state, attempt=self._number)
+            for action in actions:
+                if action == "ARM_DELAY":
+                    self._until = clock.now() + self._decision.delay
+                else:
+                    self._due = action
 
     def _start_group(self) -> None:
-        self._number += 1
-        self._began = clock.now()
+        with interrupts.deferred():
+            self._due, self._under_way = "", True
+            self._began = clock.now()
+            self._team.begin(self._number)
         try:
             self._team.start(self._number, self.wake)
         except host_signals.SignalException:  # the group is open, or none of it is left: `ended` will tell
             raise
         except Exception as error:
             if self._number == 0:
+                self._under_way = False
                 self._see("GIVE_UP")
                 raise
-            self._note_end(AttemptEnd("not started", error=str(error) or repr(error)))
-            return
-        self._see("STARTED")
+            self._note_end(AttemptEnd("not started", error=first_line(error)))
+        else:
+            self._see("STARTED")
+
+    def _skip_start(self) -> None:
+        """See the end of an attempt that was to be stopped before its start had begun."""
+        with interrupts.deferred():
+            self._number -= 1
+            self._see("GONE")
 
     def _stop_group(self) -> None:
-        self._team.stop(*self._order)
-
-    def _arm_delay(self) -> None:
-        self._until = clock.now() + self._decision.delay
+        if self._under_way:
+            self._team.stop(*self._order)
+        self._due = ""
 
     def _note_end(self, end: AttemptEnd) -> None:
         """Note how the attempt ended, and see what follows."""
-        now = clock.now()
-        end = end.replace(number=self._number, began=self._began, ended=now)
-        self._ends.append(end)
-        self._tell("attempt.ended", **end.__getstate__())
-        if self._state == "STARTING" and end.state != "not started":  # a signal came while it was being started
-            self._see("STARTED")
-        if end.state == "succeeded" and (self._state, "ALL_SUCCEEDED") in life.TABLE:
-            self._see("ALL_SUCCEEDED")
-        elif self._state in ("STOPPING", "RESTARTING") or not end.failed:
-            self._see("GONE")
-        else:
-            self._follow(end, now)
+        with interrupts.deferred():
+            stopping = self._state in ("STOPPING", "RESTARTING")
+            if stopping and end.state == "not started":  # because it was to be stopped
+                end = end.replace(state="stopped")
+            now = clock.now()
+            end = end.replace(number=self._number, began=self._began, ended=now)
+            self._under_way = False
+            self._ends.append(end)
+            self._tell("attempt.ended", **end.__getstate__())
+            if self._state == "STARTING" and end.state != "not started":  # a signal came while it was being started
+                self._see("STARTED")
+            if end.state == "succeeded" and (self._state, "ALL_SUCCEEDED") in life.TABLE:
+                self._see("ALL_SUCCEEDED")
+            elif (end.failed and not stopping) or (end.survivors and self._state == "RESTARTING"):
+                self._follow(end, now)
+            else:
+                self._see("GONE")
 
     def _follow(self, end: AttemptEnd, now: float) -> None:
         """Decide what follows a failure."""
@@ -264,8 +331,8 @@ class Attempts:
         decision = decide(self._policy, self._ends, self._started, now, chance)
         self._decision = decision
         number = self._number
-        failed = f"attempt {number + 1}{self._policy.attempts} failed after {format_duration(end.uptime)}: "
-        failed += end.describe()
+        failed = f"attempt {number + 1}{self._policy.attempts} {end.state}"
+        failed += f" after {format_duration(end.uptime)}: {end.describe()}"
         if decision.retries:
             if decision.counted:
                 self._started.append(now)
@@ -274,14 +341,14 @@ class Attempts:
             )
             delay = format_duration(decision.delay) if decision.delay >= _MINUTE else format_seconds(decision.delay)
             soon = f"restarting in {delay}" if decision.delay else "restarting"
-            self._say(", ".join(filter(None, (failed, decision.why))) + f"; {soon}")
             self._see("RETRY")
+            self._say(", ".join(filter(None, (failed, decision.why))) + f"; {soon}")
             return
         self._why = decision.why
         self._tell("agent.gave_up", attempt=number, why=decision.why)
+        self._see("GIVE_UP")
         if decision.why:
             self._say(f"{failed}; giving up: {decision.why}")
-        self._see("GIVE_UP")
 
     def _say(self, text: str) -> None:
         self._team.say(f"phalanx: {text}")
@@ -292,10 +359,3 @@ class Attempts:
             self._observing.submit(lambda: observe(name, facts))
 
     _decision = Decision(retries=False)
-
-
-_ACTIONS: dict[str, Callable[[Attempts], None]] = {
-    "START_GROUP": Attempts._start_group,
-    "STOP_GROUP": Attempts._stop_group,
-    "ARM_DELAY": Attempts._arm_delay,
-}

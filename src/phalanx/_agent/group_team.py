@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx._agent.attempt_end import AttemptEnd
+from phalanx._agent.attempt_end import AttemptEnd, first_line
 from phalanx._agent.attempts import Team
 from phalanx._base.stderr import mention
 from phalanx._engine.start_errors import KeeperLostError
@@ -39,18 +39,28 @@ class GroupTeam(Team):
         self.lost: KeeperLostError | None = None
         self._make = make
         self._speak = speak
+        self._wake: Callable[[], None] = lambda: None
+        self._wakes = False  # whether `wake` is called at the end of `group`
         self._before: list[PContext] = []  # groups that are gone, and not closed
+
+    def begin(self, attempt: int) -> None:  # noqa: ARG002 - as `Team` has it
+        """See `Team`."""
+        if self.group is not None:
+            self._before.append(self.group)
+        self.group, self.result, self.lost, self._wakes = None, None, None, False
 
     def start(self, attempt: int, wake: Callable[[], None]) -> None:
         """Make a group, and start it. Raises what these raise."""
-        before = self.group
-        if before is not None:
-            self._before.append(before)
-            self._close_before(_MOST_SHOWN)
-        self.group, self.result, self.lost = None, None, None
-        group = self.group = self._make(attempt, before)
-        group.start()
-        group.when_gone(wake)
+        self._wake = wake
+        before = self._before[-1] if self._before else None
+        self._close_before(_MOST_SHOWN)
+        self.group = self._make(attempt, before)
+        self.group.start()
+        self._wake_at_end(self.group)
+
+    def _wake_at_end(self, group: PContext) -> None:
+        group.when_gone(self._wake)
+        self._wakes = True
 
     def ended(self) -> AttemptEnd | None:
         """See `Team`."""
@@ -63,9 +73,12 @@ class GroupTeam(Team):
             self.lost = error
             self.result = RunProcsResult(failures=dict(error.failures))
             return self._end("failed", self.result, str(error))
-        except RuntimeError:  # it was never up: a signal came while it was being started
-            return AttemptEnd("stopped")
+        except RuntimeError as error:  # a signal came while it was being started
+            why = error.__cause__
+            return AttemptEnd("stopped") if why is None else AttemptEnd("not started", error=first_line(why))
         if result is None:
+            if not self._wakes:
+                self._wake_at_end(group)
             return None
         self.result = result
         return self._end({"abandoned": "failed"}.get(result.state, result.state), result)
@@ -77,16 +90,26 @@ class GroupTeam(Team):
 
     def say(self, text: str) -> None:
         """See `Team`."""
-        try:
-            if self.group is None:
+        group = self.group or (self._before[-1] if self._before else None)
+
+        def speak() -> None:
+            later = self.group  # whose lines wait for those of `group`, and must come after this
+            if later is group or later is None or not later.say(text):
                 self._speak(text)
-            elif not self.group.say(text):
-                self.group.when_shown(lambda: self._speak(text))
+
+        if group is None or group.say(text):
+            if group is None:
+                self._speak(text)
+            return
+        try:
+            group.when_shown(speak)
         except RuntimeError:  # it was never up
             self._speak(text)
 
     def close(self) -> None:
         """Close all groups: what has not ended is killed. Returns when their lines are shown, or after 10 s each."""
+        if self.group is not None:
+            self.group.order_close(9)  # before the waits for consoles
         self._close_before(0)
         if self.group is not None:
             self.group.close(9)
@@ -96,7 +119,7 @@ class GroupTeam(Team):
         rank, exitcode, root = None, None, result.root_cause
         if root is not None:
             rank, exitcode = root.local_rank if root.rank is None else root.rank, root.exitcode
-            error = next(iter(root.message.splitlines()), "")
+            error = first_line(root.message)
         elif state == "failed":
             error = error or verdict(result)[1]
         survivors = sum(outcome.state == "abandoned" for outcome in result.outcomes.values())
@@ -105,4 +128,5 @@ class GroupTeam(Team):
     def _close_before(self, most: int) -> None:
         """Close groups that are gone, but for the ``most`` latest, whose lines may yet be shown."""
         while len(self._before) > most or (self._before and not self._before[0].is_open):
-            self._before.pop(0).close(9)
+            self._before[0].close(9)
+            del self._before[0]  # not before: a signal may interrupt the wait

@@ -27,7 +27,7 @@ EVENTS = {
     "STARTED": "every worker is up",
     "ALL_SUCCEEDED": "the group is gone, and every worker has succeeded",
     "RETRY": "the group has failed or could not be started, none of it is left, and the policy allows another attempt",
-    "GIVE_UP": "the group has failed or could not be started, none of it is left, and the policy allows no other",
+    "GIVE_UP": "the group has failed or could not be started, and the policy allows no other attempt",
     "GONE": "the group that was to be stopped is gone",
     "DELAY_OVER": "the delay before the next attempt is over",
     "RESTART": "another attempt is asked for, though the group has not failed",
@@ -67,6 +67,7 @@ TABLE: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("WAITING", "RESTART"): ("WAITING", ()),
     ("WAITING", "STOP"): _END,
     ("RESTARTING", "ALL_SUCCEEDED"): _SUCCEED,
+    ("RESTARTING", "GIVE_UP"): _FAIL,  # a worker has outlived SIGKILL
     ("RESTARTING", "GONE"): _START,
     ("RESTARTING", "RESTART"): ("RESTARTING", ()),
     ("RESTARTING", "STOP"): _STOP,

@@ -25,8 +25,8 @@ class RestartPolicy(Value):
     Args:
         max_restarts: How many times the group may be started again after failures: 0 or more.
         window: Seconds in which there may be so many restarts; older ones do not count. None: in all.
-        backoff: Seconds before the first restart; doubled with each further failure in a row. 0: at once. After an
-            attempt that ran for longer than ``backoff_cap``, it begins anew.
+        backoff: Seconds before the first restart; doubled with each further failure in a row. 0: at once. With the
+            failure of an attempt that ran for longer than ``backoff_cap``, the row begins anew.
         backoff_cap: Seconds that the delay never exceeds.
         jitter: By which part (0 to 1) of itself the delay is shortened at random, at most: many jobs that failed
             together then do not start together.
@@ -37,6 +37,9 @@ class RestartPolicy(Value):
         always_on: Exit codes after which it is, without being counted in ``max_restarts``.
         without_progress: How many failures in a row without progress end it: no step beyond those of all attempts
             before was reported by `phalanx.timer.progress`. None: progress is not asked for.
+
+    ``never_on``, ``without_progress`` and ``failing_starts`` hold for the exit codes of ``always_on``, too. Of a number
+    of failures in a row, an attempt that was stopped, or restarted on request, is passed over.
 
     Raises:
         TypeError, ValueError: What is wrong with which argument.
@@ -79,11 +82,8 @@ class RestartPolicy(Value):
         without_progress: int | None = None,
     ) -> None:
         backoff = seconds("backoff", backoff, endless=False)
-        jitter = seconds("jitter", jitter, endless=False)
-        if jitter > 1:
-            msg = f"jitter: expected a part of the delay, 0 to 1, got {jitter!r}"
-            raise ValueError(msg)
-        both = sorted({*never_on} & {*always_on})
+        never, always = _codes("never_on", never_on), _codes("always_on", always_on)
+        both = sorted(never & always)
         if both:
             msg = f"never_on, always_on: exit code {both[0]} is in both"
             raise ValueError(msg)
@@ -92,11 +92,11 @@ class RestartPolicy(Value):
             window=None if window is None else seconds("window", window, zero=False, endless=False),
             backoff=backoff,
             backoff_cap=max(backoff, seconds("backoff_cap", backoff_cap, endless=False)),
-            jitter=jitter,
+            jitter=_part("jitter", jitter),
             min_uptime=seconds("min_uptime", min_uptime, endless=False),
             failing_starts=_whole("failing_starts", failing_starts, 1),
-            never_on=frozenset(_codes("never_on", never_on)),
-            always_on=frozenset(_codes("always_on", always_on)),
+            never_on=never,
+            always_on=always,
             without_progress=None if without_progress is None else _whole("without_progress", without_progress, 1),
         )
 
@@ -148,7 +148,7 @@ def decide(
         return Decision(retries=False, why=f"{what} outlived SIGKILL, and may hold what another attempt needs")
     if code is not None and code in policy.never_on:
         return Decision(retries=False, why=f"{_name(code)} is one after which nothing is restarted")
-    idle = _without_progress(failures, ends)
+    idle = 0 if policy.without_progress is None else _without_progress(failures, ends)
     if policy.without_progress is not None and idle >= policy.without_progress:
         best = max((end.step for end in ends if end.step is not None), default=None)
         where = "no step was reported" if best is None else f"step {best} was not passed"
@@ -187,8 +187,9 @@ def _count_last(failures: Sequence[AttemptEnd], holds: Callable[[AttemptEnd], bo
 
 
 def _delay(policy: RestartPolicy, failures: Sequence[AttemptEnd], chance: float) -> float:
-    short = max(1, _count_last(failures, lambda end: end.uptime <= policy.backoff_cap))
-    delay = min(policy.backoff_cap, policy.backoff * 2.0 ** min(short - 1, _LONGEST_EXPONENT))
+    short = _count_last(failures, lambda end: end.uptime <= policy.backoff_cap)
+    doubled = max(0, short - (short == len(failures)))  # a long attempt before these is the first of the row
+    delay = min(policy.backoff_cap, policy.backoff * 2.0 ** min(doubled, _LONGEST_EXPONENT))
     return delay * (1 - policy.jitter * chance)
 
 
@@ -222,7 +223,17 @@ def _whole(name: str, value: object, least: int) -> int:
     return number
 
 
-def _codes(name: str, values: Collection[int]) -> list[int]:
+def _part(name: str, value: object) -> float:
+    msg = f"{name}: expected a part of the delay, 0 to 1, got {value!r}"
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
+        raise TypeError(msg)
+    number = float(value)
+    if not 0 <= number <= 1:
+        raise ValueError(msg)
+    return number
+
+
+def _codes(name: str, values: Collection[int]) -> frozenset[int]:
     if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
         msg = f"{name}: expected exit codes, like [1, 75], got {values!r}"
         raise TypeError(msg)
@@ -235,4 +246,4 @@ def _codes(name: str, values: Collection[int]) -> list[int]:
         if not -_MOST_SIGNAL <= codes[-1] <= _MOST_CODE or codes[-1] == 0:
             msg = f"{name}: expected exit codes, 1 to {_MOST_CODE}, or -1 to -{_MOST_SIGNAL} for signals, got {value!r}"
             raise ValueError(msg)
-    return codes
+    return frozenset(codes)

@@ -62,6 +62,11 @@ class Latch:
                 self._waiters.remove(action)
                 action()
 
+    def forget(self, action: Callable[[], None]) -> None:
+        """Do not call ``action`` any more, which was given to `then`. It may be being called just now."""
+        with suppress(ValueError):
+            self._waiters.remove(action)
+
     def wait(self, timeout: float = -1) -> bool:
         """Wait until open, for at most ``timeout`` seconds (< 0: without limit). Returns whether it is open."""
         if self._open or timeout == 0:

@@ -118,8 +118,12 @@ class PContext(GroupStart):
             with suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(over.set)
 
-        self._started().ended.then(wake)
-        await over.wait()
+        ended = self._started().ended
+        ended.then(wake)
+        try:
+            await over.wait()
+        finally:
+            ended.forget(wake)
         return self.wait()
 
     def fileno(self) -> int:
@@ -150,7 +154,7 @@ class PContext(GroupStart):
             host_signals.release(supervisor)
         if supervisor.not_started is not None:
             msg = f"the group {self.name!r} was not started: {supervisor.not_started}"
-            raise RuntimeError(msg)
+            raise RuntimeError(msg) from supervisor.not_started
         with host_signals.delivering():
             result = self._result or self._judge(supervisor)
         if supervisor.keeper_error is not None and not supervisor.result_stands:
@@ -223,8 +227,10 @@ class PContext(GroupStart):
                 self._tidy()
         finally:  # again: another thread closed first, or a signal handler has raised
             host_signals.release(supervisor)
-            if self._end_fd is not None:
-                self._end_fd.close()
+            with self._one:  # `fileno` makes none from now on
+                end_fd = self._end_fd
+            if end_fd is not None:
+                end_fd.close()
 
     def order_close(self, death_sig: signal.Signals | int | None = None, timeout: float = GRACE) -> None:
         """Order the end of the group, as `close` does, and return at once. `wait` tells when it has ended.
@@ -276,7 +282,7 @@ class PContext(GroupStart):
     def __del__(self) -> None:
         supervisor = getattr(self, "_supervisor", None)  # the constructor may have raised
         # `os` is not used for a group that has ended: at the interpreter's end, modules are empty.
-        if supervisor is not None and not supervisor.ended and supervisor.owner == os.getpid():
+        if supervisor is not None and not supervisor.gone and supervisor.owner == os.getpid():
             supervisor.kill()  # first: an exception of a signal handler ends this method, and is lost
             text = f"{self!r} was dropped, and is killed; close it"
             warnings.warn(text, ResourceWarning, source=self, stacklevel=1)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any
 
+    from phalanx._base.latch import Latch
     from phalanx._engine.forkserver import ForkServer
     from phalanx._group.end_fd import EndFd
     from phalanx._group.plan import Plan
@@ -95,7 +96,9 @@ class GroupStart(ABC):
         self._linger = linger
         self._speak = speak
         before = None if follows is None else follows._supervisor  # noqa: SLF001 - of the same class
-        self._after = None if before is None else before.shown
+        self._after: Latch | None = None  # opens when this one's lines may be shown
+        if follows is not None:  # one that was not started has no lines, and may follow another
+            self._after = follows._after if before is None else before.shown  # noqa: SLF001 - as above
         self._end_fd: EndFd | None = None
         self._record = record
         self._recorder: GroupRecorder | None = None

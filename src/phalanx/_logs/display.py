@@ -180,6 +180,7 @@ class GroupDisplay:
         closed = Latch()
 
         def close() -> None:
+            self._failed = True  # what is asked of it later, when another group's lines are shown, has no effect
             try:
                 self._pump.close()
             finally:

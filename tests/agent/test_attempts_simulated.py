@@ -1,0 +1,615 @@
+"""`Attempts` with a team, a clock and waits that are simulated: whatever happens, in whatever order."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING, Self
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx._agent import attempts as attempts_module
+from phalanx._agent.attempt_end import AttemptEnd
+from phalanx._agent.attempts import Attempts, Ending, Team
+from phalanx._agent.restart_policy import RestartPolicy
+from phalanx._base import clock
+from phalanx._base.latch import Latch
+from phalanx._engine import host_signals
+from phalanx._engine.host_signals import SignalException
+from tests.support.fake_clock import FakeClock
+from tests.support.helpers import TIMEOUT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+    from typing import Any
+
+
+class Workers(Team):
+    """Workers of a test: their start can fail or be interrupted, and they end when they are told to.
+
+    Attributes:
+        up: The attempt whose workers run.
+        started: The attempts that were started.
+        orders: With which signal and which grace they were to be ended.
+        said: What was shown.
+    """
+
+    def __init__(self) -> None:
+        self.up: int | None = None
+        self.started: list[int] = []
+        self.orders: list[tuple[int, float]] = []
+        self.said: list[str] = []
+        self.end: AttemptEnd | None = AttemptEnd("stopped")
+        self.at_start: Callable[[int], None] = lambda _attempt: None
+
+    def begin(self, attempt: int) -> None:
+        assert self.up is None, "an attempt begins while one runs"
+        assert attempt not in self.started
+        self.end = AttemptEnd("stopped")
+
+    def start(self, attempt: int, wake: Callable[[], None]) -> None:
+        assert self.up is None, "two attempts run"
+        self.at_start(attempt)
+        self.up, self.end = attempt, None
+        self.started.append(attempt)
+        self.wake = wake
+
+    def ended(self) -> AttemptEnd | None:
+        return self.end
+
+    def over(self, end: AttemptEnd) -> None:
+        """They end."""
+        self.up, self.end = None, end
+
+    def stop(self, death_signal: int, grace: float) -> None:
+        self.orders.append((death_signal, grace))
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+class Obedient(Workers):
+    """Workers that end as soon as they are told to."""
+
+    def stop(self, death_signal: int, grace: float) -> None:
+        super().stop(death_signal, grace)
+        self.over(AttemptEnd("stopped"))
+
+
+class Simulated(Attempts):
+    """Attempts whose waits are a call of the test's: it lets something happen."""
+
+    def __init__(self, team: Workers, policy: RestartPolicy, happens: Callable[[float | None], None]) -> None:
+        super().__init__(team, policy, signals=False)
+        self._happens = happens
+
+    def _wait(self, most: float | None) -> None:
+        self._happens(most)
+
+
+FAILED = AttemptEnd("failed", 0, 1, "exited with code 1")
+POLICIES = st.builds(
+    RestartPolicy,
+    st.integers(0, 3),
+    window=st.none() | st.just(60.0),
+    backoff=st.sampled_from([0.0, 5.0]),
+    never_on=st.just([3]),
+    always_on=st.sampled_from([[], [75]]),
+    without_progress=st.none() | st.just(4),
+)
+ENDS = st.sampled_from(
+    [
+        *(AttemptEnd("failed", 0, code, "failed") for code in (1, 1, 1, 3, 75, -9)),
+        AttemptEnd("failed", survivors=1),
+        AttemptEnd("succeeded"),
+        AttemptEnd("stopped"),
+    ]
+)
+HAPPENINGS = st.sampled_from(["end", "end", "end", "time", "stop", "restart", "signal", "wake"])
+AT_START = st.sampled_from(["up", "up", "up", "fails", "interrupted before", "interrupted after", "asked to stop"])
+
+
+class World:
+    """Lets things happen to attempts, as hypothesis draws them."""
+
+    def __init__(self, data: st.DataObject, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.data = data
+        self.clock = FakeClock()
+        monkeypatch.setattr(clock, "now", self.clock)
+        self.policy = data.draw(POLICIES)
+        self.team = Workers()
+        self.team.at_start = self.at_start
+        self.attempts = Simulated(self.team, self.policy, self.happen)
+        self.left = 25  # happenings, before it is stopped for good
+        self.stop_asked = False
+        self.starts: list[float] = []
+
+    def ask_stop(self) -> None:
+        self.stop_asked = True
+        self.attempts.ask_stop(signal.SIGTERM, 5)
+
+    def at_start(self, attempt: int) -> None:
+        assert not self.stop_asked, "started after a stop was asked for"
+        self.starts.append(self.clock())
+        how = self.data.draw(AT_START)
+        if how == "fails":
+            raise OSError(11, "no process can be started")
+        if how == "asked to stop":  # by another thread
+            self.ask_stop()
+        if how == "interrupted after":
+            self.team.up, self.team.end = attempt, None
+            self.team.started.append(attempt)
+        if how.startswith("interrupted"):
+            raise SignalException("Process got signal: 15", signal.SIGTERM)
+
+    def happen(self, most: float | None) -> None:
+        team, what = self.team, self.data.draw(HAPPENINGS)
+        self.left -= 1
+        assert self.left > -20, "it does not end after a stop"
+        if most is None and team.up is None:
+            pytest.fail("it waits for nothing")
+        if self.left < 0 and not self.stop_asked:
+            self.ask_stop()
+        elif what == "time" or (most is not None and self.left < 0):
+            self.clock.advance(most if most is not None else 1.0)
+        elif team.up is not None and (what == "end" or self.left < 0):
+            stopped = bool(team.orders) and self.data.draw(st.booleans())
+            team.over(AttemptEnd("stopped") if stopped else self.data.draw(ENDS))
+        elif what == "stop":
+            self.ask_stop()
+        elif what == "restart":
+            self.attempts.ask_restart(signal.SIGTERM, 5, "a new machine is there")
+        elif what == "signal":
+            raise SignalException("Process got signal: 15", signal.SIGTERM)
+
+    def run(self) -> Ending:
+        while True:
+            try:
+                return self.attempts.run()
+            except SignalException:
+                if self.data.draw(st.booleans()):
+                    self.ask_stop()
+            except OSError:
+                assert self.attempts.number == 0
+
+    def check(self, ending: Ending) -> None:
+        team, policy, ends = self.team, self.policy, ending.ends
+        assert team.up is None, "a worker is left"
+        assert ending.state.upper() == self.attempts.state
+        assert [end.number for end in ends] == sorted({end.number for end in ends}), "an end is noted twice"
+        assert set(team.started) <= {end.number for end in ends}, "an end is not noted"
+        counted = self.attempts._started
+        if policy.window is None:
+            assert len(counted) <= policy.max_restarts
+        else:
+            for moment in counted:
+                inside = [each for each in counted if moment - policy.window < each <= moment]
+                assert len(inside) <= policy.max_restarts
+        if ending.state == "succeeded":
+            assert ends[-1].state == "succeeded"
+        for end in ends[:-1]:
+            assert end.survivors == 0, "another attempt beside a worker that outlived SIGKILL"
+            assert end.state != "succeeded"
+        again = self.attempts.run()
+        assert again == ending
+
+
+@given(data=st.data())
+@settings(max_examples=400)
+def test_whatever_happens(data: st.DataObject) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        world = World(data, monkeypatch)
+        world.check(world.run())
+
+
+# --- what follows what
+
+
+class Scripted(Workers):
+    """Workers whose every attempt ends at once, as told."""
+
+    def __init__(self, *ends: AttemptEnd | Exception) -> None:
+        super().__init__()
+        self.ends = list(ends)
+
+    def start(self, attempt: int, wake: Callable[[], None]) -> None:
+        end = self.ends.pop(0)
+        if isinstance(end, Exception):
+            raise end
+        super().start(attempt, wake)
+        self.over(end)
+
+
+def observed(team: Team, policy: RestartPolicy) -> tuple[Ending, list[tuple[str, dict[str, Any]]]]:
+    events: list[tuple[str, dict[str, Any]]] = []
+    with Attempts(team, policy, observe=lambda name, facts: events.append((name, facts))) as attempts:
+        ending = attempts.run()
+    return ending, events
+
+
+def test_it_fails_twice_and_succeeds() -> None:
+    team = Scripted(FAILED, FAILED, AttemptEnd("succeeded"))
+    ending, events = observed(team, RestartPolicy(3))
+    assert (ending.state, ending.why) == ("succeeded", "")
+    assert [(end.number, end.state) for end in ending.ends] == [(0, "failed"), (1, "failed"), (2, "succeeded")]
+    assert [line.partition(" after ")[0] for line in team.said] == [
+        "phalanx: attempt 1 of 4 failed",
+        "phalanx: attempt 2 of 4 failed",
+    ]
+    assert all(line.endswith("s: rank 0, exited with code 1; restarting") for line in team.said)
+    states = [(facts["state"], facts["attempt"]) for name, facts in events if name == "agent.state"]
+    assert states == [
+        *[("STARTING", 0), ("RUNNING", 0), ("WAITING", 0)],
+        *[("STARTING", 1), ("RUNNING", 1), ("WAITING", 1)],
+        *[("STARTING", 2), ("RUNNING", 2), ("SUCCEEDED", 2)],
+    ]
+    decided = [facts for name, facts in events if name == "restart.decided"]
+    assert decided[0] == {"attempt": 0, "delay": 0.0, "counted": True, "why": ""}
+    assert [name for name, _facts in events if name != "agent.state"] == [
+        *["attempt.ended", "restart.decided"] * 2,
+        "attempt.ended",
+    ]
+
+
+def test_it_gives_up() -> None:
+    team = Scripted(FAILED, FAILED)
+    ending, events = observed(team, RestartPolicy(1))
+    assert (ending.state, ending.why) == ("failed", "1 restart, and no more")
+    assert team.said[1].endswith("exited with code 1; giving up: 1 restart, and no more")
+    assert events[-2:] == [
+        ("agent.gave_up", {"attempt": 1, "why": "1 restart, and no more"}),
+        ("agent.state", {"state": "FAILED", "attempt": 1}),
+    ]
+
+
+def test_a_failure_without_restarts_says_nothing() -> None:
+    team = Scripted(FAILED)
+    ending, _events = observed(team, RestartPolicy())
+    assert (ending.state, ending.why, team.said) == ("failed", "", [])
+
+
+def test_the_first_start_fails() -> None:
+    with Attempts(Scripted(OSError("no more processes")), RestartPolicy(5)) as attempts:
+        with pytest.raises(OSError, match="no more processes"):
+            attempts.run()
+        assert attempts.state == "FAILED"
+        assert attempts.run() == Ending("failed", ())
+
+
+def test_a_later_start_fails_which_counts_as_a_failure() -> None:
+    team = Scripted(FAILED, OSError("no more processes\nat all"), AttemptEnd("succeeded"))
+    ending, _events = observed(team, RestartPolicy(2))
+    assert ending.state == "succeeded"
+    assert [(end.state, end.error) for end in ending.ends[1:]] == [
+        ("not started", "no more processes"),
+        ("succeeded", ""),
+    ]
+    assert team.said[1].startswith("phalanx: attempt 2 of 3 not started after ")
+    assert team.said[1].endswith(": no more processes; restarting")
+
+
+def test_a_later_start_fails_and_was_the_last() -> None:
+    ending, _events = observed(Scripted(FAILED, KeyError()), RestartPolicy(1))
+    assert (ending.state, ending.ends[-1].error) == ("failed", "KeyError()")
+
+
+def test_the_line_of_a_delay_and_of_a_step() -> None:
+    stuck = FAILED.replace(step=10)
+    team = Scripted(stuck, stuck, AttemptEnd("succeeded"))
+    ending, _events = observed(team, RestartPolicy(3, backoff=0.01, jitter=0))
+    assert ending.state == "succeeded"
+    assert team.said[0].endswith("exited with code 1, step 10; restarting in 10.0 ms")
+    assert team.said[1].endswith("exited with code 1, step 10, same step as attempt 1; restarting in 20.0 ms")
+
+
+def test_a_restart_beside_a_worker_that_has_outlived_sigkill_is_none() -> None:
+    team = Workers()
+
+    def happen(_most: float | None) -> None:
+        if not team.orders:
+            attempts.ask_restart(signal.SIGTERM, 5, "asked for")
+        if team.orders:
+            team.over(AttemptEnd("stopped", survivors=1))
+
+    attempts = Simulated(team, RestartPolicy(5), happen)
+    ending = attempts.run()
+    assert ending.state == "failed"
+    assert ending.why == "1 worker outlived SIGKILL, and may hold what another attempt needs"
+    assert team.started == [0]
+    assert team.said[0] == "phalanx: restarting attempt 1: asked for"
+
+
+def test_requests_are_checked_when_they_are_made() -> None:
+    attempts = Attempts(Workers(), RestartPolicy(), signals=False)
+    asks: list[Callable[..., None]] = [attempts.ask_stop, lambda number, grace: attempts.ask_restart(number, grace, "")]
+    for ask in asks:
+        with pytest.raises(ValueError, match="999 is not a valid Signals"):
+            ask(999, 1)
+        with pytest.raises(TypeError, match="grace: expected seconds, got 'a'"):
+            ask(15, "a")
+        with pytest.raises(ValueError, match="grace: expected 0 seconds or more, got nan"):
+            ask(15, float("nan"))
+    attempts.ask_stop(15, -1)
+    assert attempts.run().state == "stopped"
+
+
+def test_of_two_stops_the_shorter_grace_holds() -> None:
+    for graces in ((30, 5), (5, 30)):
+        team = Obedient()
+        attempts = Attempts(team, RestartPolicy(), signals=False)
+
+        def ask(_attempt: int, attempts: Attempts = attempts, graces: tuple[int, int] = graces) -> None:
+            for grace in graces:
+                attempts.ask_stop(signal.SIGTERM, grace)
+
+        team.at_start = ask
+        assert attempts.run().state == "stopped"
+        assert team.orders == [(15, 5)]
+
+
+def test_the_ends_can_be_asked_for_meanwhile() -> None:
+    seen: list[tuple[str, int, int]] = []
+    team = Scripted(FAILED, AttemptEnd("succeeded"))
+    attempts = Attempts(team, RestartPolicy(1))
+    team.at_start = lambda _attempt: seen.append((attempts.state, attempts.number, len(attempts.ends)))
+    with attempts:
+        assert (attempts.state, attempts.number, attempts.ends) == ("NEW", -1, [])
+        attempts.run()
+    assert seen == [("STARTING", 0, 0), ("STARTING", 1, 1)]
+
+
+# --- observers
+
+
+def test_an_observer_that_blocks_holds_nobody_up() -> None:
+    gate, events = Latch(), []
+
+    def observe(name: str, _facts: dict[str, Any]) -> None:
+        gate.wait(TIMEOUT)
+        events.append(name)
+
+    team = Scripted(*[FAILED] * 50, AttemptEnd("succeeded"))
+    with Attempts(team, RestartPolicy(50), observe=observe) as attempts:
+        assert attempts.run().state == "succeeded"
+        assert events == []
+        gate.open()
+    assert events.count("attempt.ended") == 51
+    assert events[-1] == "agent.state"
+
+
+def waits(gate: Latch) -> None:
+    gate.wait(TIMEOUT)
+
+
+def test_close_waits_for_an_observer_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts_module, "_FLUSH", 0.05)
+    gate = Latch()
+    attempts = Attempts(Scripted(AttemptEnd("succeeded")), RestartPolicy(), observe=lambda *_event: waits(gate))
+    assert attempts.run().state == "succeeded"
+    attempts.close()
+    gate.open()
+    attempts.close()
+
+
+def test_an_observer_that_raises_sees_the_rest(caplog: pytest.LogCaptureFixture) -> None:
+    events: list[str] = []
+
+    def observe(name: str, _facts: dict[str, Any]) -> None:
+        events.append(name)
+        raise ValueError(name)
+
+    with Attempts(Scripted(FAILED, AttemptEnd("succeeded")), RestartPolicy(1), observe=observe) as attempts:
+        assert attempts.run().state == "succeeded"
+    assert len(events) == 9
+    assert len(caplog.records) == 9
+
+
+# --- forks, threads
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_fork_of_the_host_has_no_attempts() -> None:
+    codes: list[int] = []
+
+    def fork(_attempt: int) -> None:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                attempts.run()
+            except RuntimeError as error:
+                attempts.close()
+                code = 0 if "not this process's" in str(error) else 2
+            finally:
+                os._exit(code if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else 3)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+    team = Scripted(AttemptEnd("succeeded"))
+    team.at_start = fork
+    with Attempts(team, RestartPolicy(), observe=lambda _name, _facts: None) as attempts:
+        assert attempts.run().state == "succeeded"
+    assert codes == [0]
+
+
+def test_on_another_thread_no_signal_is_handled() -> None:
+    endings: list[Ending] = []
+    handlers: list[object] = []
+    team = Scripted(FAILED, AttemptEnd("succeeded"))
+    team.at_start = lambda _attempt: handlers.append(signal.getsignal(signal.SIGTERM))
+
+    def work() -> None:
+        with Attempts(team, RestartPolicy(1)) as attempts:
+            endings.append(attempts.run())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(TIMEOUT)
+    assert [ending.state for ending in endings] == ["succeeded"]
+    assert handlers == [signal.SIG_DFL] * 2
+
+
+def test_who_asks_from_a_signal_handler_is_heard() -> None:
+    """With ``signals=False``, the host's own handlers stay; one that asks and returns is enough."""
+    team = Obedient()
+    attempts = Attempts(team, RestartPolicy(), signals=False)
+    before = signal.signal(signal.SIGUSR1, lambda *_: attempts.ask_stop(signal.SIGTERM, 1))
+    try:
+        team.at_start = lambda _attempt: os.kill(os.getpid(), signal.SIGUSR1)
+        assert attempts.run().state == "stopped"
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+# --- a signal between any two lines
+
+
+class Interrupter:
+    """Sends a signal to this process when the ``moment``-th line of our own source is about to run.
+
+    Args:
+        moment: Which.
+        number: The signal.
+    """
+
+    def __init__(self, moment: int, number: int = signal.SIGTERM) -> None:
+        self.left = moment
+        self.number = number
+        self.fired = ""
+
+    def __enter__(self) -> Self:
+        host_signals.acquire(self)  # `run` has not done so yet in its first lines
+        sys.settrace(self.trace)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        sys.settrace(None)
+        host_signals.release(self)
+
+    def trace(self, frame: FrameType, event: str, _argument: object) -> Any:
+        name = frame.f_code.co_filename
+        if not name.endswith(("_agent/attempts.py", "_agent/group_team.py")):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                self.fired = f"{frame.f_code.co_name}:{frame.f_lineno}"
+                sys.settrace(None)
+                os.kill(os.getpid(), self.number)
+        return self.trace
+
+
+def stopped_after(attempts: Attempts, moment: int, *, then_stop: bool = True) -> tuple[Ending, str]:
+    """Run, send a signal at that line, stop, and return how it ended, and where the signal came."""
+    with Interrupter(moment) as interrupter:
+        try:
+            ending = attempts.run()
+        except SignalException:
+            sys.settrace(None)
+            if then_stop:
+                attempts.ask_stop(signal.SIGTERM, 1)
+            ending = attempts.run()
+    return ending, interrupter.fired
+
+
+class Fails(Workers):
+    """Fails in each attempt but the ``last``; the start of the third fails."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.last = last
+
+    def start(self, attempt: int, wake: Callable[[], None]) -> None:
+        if attempt == 2:
+            raise OSError(11, "no process can be started")
+        super().start(attempt, wake)
+        self.over(AttemptEnd("succeeded") if attempt == self.last else FAILED)
+
+
+@pytest.fixture
+def many_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signals raise however soon one follows another."""
+    monkeypatch.setattr(host_signals, "_APART", 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("many_signals")
+@pytest.mark.parametrize("then_stop", [True, False])
+def test_a_signal_between_any_two_lines(then_stop: bool) -> None:
+    seen = set()
+    moment = 0
+    while True:
+        moment += 1
+        team = Fails(3)
+        with Attempts(team, RestartPolicy(3)) as attempts:
+            ending, where = stopped_after(attempts, moment, then_stop=then_stop)
+        if not where:
+            break
+        seen.add(where.partition(":")[0])
+        numbers = [end.number for end in ending.ends]
+        assert numbers == list(range(len(numbers))), where
+        assert set(team.started) <= set(numbers), where
+        assert team.up is None
+        assert len(attempts._started) <= 3
+        if then_stop:
+            assert ending.state in ("stopped", "succeeded"), where
+            assert ending.state == "stopped" or numbers == [0, 1, 2, 3], where
+        else:
+            assert ending.state in ("succeeded", "stopped"), where
+            assert ending.state == "succeeded" or ending.ends[-1].state == "stopped", where
+    assert moment > 100
+    assert {"run", "_turn", "_start_group", "_note_end", "_follow", "_see"} <= seen
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("many_signals")
+def test_a_signal_between_any_two_lines_of_a_stop() -> None:
+    moment = 0
+    while True:
+        moment += 1
+        team = Obedient()
+        attempts = Attempts(team, RestartPolicy(3))
+
+        def at_start(_attempt: int, attempts: Attempts = attempts) -> None:
+            attempts.ask_stop(signal.SIGTERM, 5)
+
+        team.at_start = at_start
+        with attempts:
+            ending, where = stopped_after(attempts, moment)
+        if not where:
+            break
+        assert ending.state == "stopped", where
+        assert len(ending.ends) <= 1, where
+        assert team.up is None, where
+    assert moment > 40
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("many_signals")
+def test_a_signal_between_any_two_lines_of_a_restart() -> None:
+    moment = 0
+    while True:
+        moment += 1
+        team = Obedient()
+        attempts = Attempts(team, RestartPolicy(3))
+
+        def at_start(attempt: int, attempts: Attempts = attempts) -> None:
+            if attempt == 0:
+                attempts.ask_restart(signal.SIGTERM, 5, "asked for")
+            else:
+                attempts.ask_stop(signal.SIGTERM, 5)
+
+        team.at_start = at_start
+        with attempts:
+            ending, where = stopped_after(attempts, moment)
+        if not where:
+            break
+        assert ending.state == "stopped", where
+        assert [end.number for end in ending.ends] == list(range(len(ending.ends))), where
+        assert len(ending.ends) <= 2, where
+        assert team.up is None, where
+    assert moment > 60
