@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from graphlib import TopologicalSorter
 
 import pytest
 
@@ -134,6 +135,59 @@ SCRIPTS: dict[str, Script] = {
         ("DRAINED", "ENDED", ("REPORT_END",)),
         ("ORPHANED", "GONE", ("LEAVE",)),
     ],
+    "the launcher goes, and the workers have the orphan grace": [
+        *STARTED,
+        ("ORPHANED_WITH_GRACE", "STOPPING", STOP),
+        ("ONE_FAILED", "STOPPING", ()),
+        ("ONE_ENDED", "STOPPING", ()),
+        ("ALL_ENDED", "SWEEPING", SWEEP),
+        *EMPTY,
+    ],
+    "the launcher goes in the midst of the start, where nobody can have begun to work": [
+        STARTED[0],
+        ("ORPHANED_WITH_GRACE", "KILLING", KILL),
+        *EMPTY,
+    ],
+    "the launcher goes in the settle window, and one ignores the orphan grace": [
+        *FAILED,
+        ("ORPHANED_WITH_GRACE", "STOPPING", STOP),
+        ("GRACE_OVER", "KILLING", KILL),
+        *EMPTY,
+    ],
+    "the launcher goes while it stops: nobody is asked twice, and the grace can only get shorter": [
+        *CLOSED,
+        ("ORPHANED_WITH_GRACE", "STOPPING", ("ARM_GRACE",)),
+        ("HELPER_LOST", "KILLING", KILL),
+        *EMPTY,
+    ],
+    "the launcher goes while it lingers, and what was left has the orphan grace": [
+        *LINGERING,
+        ("ORPHANED_WITH_GRACE", "SWEEPING", ("ARM_GRACE", *SWEEP)),
+        ("PATIENCE_OVER", "PURGING", ("SWEEP",)),
+        *EMPTY,
+    ],
+    "the launcher goes while it sweeps, and would have given time": [
+        *SWEEPING,
+        ("ORPHANED_WITH_GRACE", "SWEEPING", ("ARM_GRACE",)),
+        *EMPTY,
+    ],
+    "the launcher goes while it purges, and would have given time": [
+        *PURGING,
+        ("ORPHANED_WITH_GRACE", "PURGING", ("ARM_GRACE",)),
+        *EMPTY,
+    ],
+    "the launcher goes when all are killed already, and would have given time": [
+        *KILLED,
+        ("ORPHANED_WITH_GRACE", "KILLING", ()),
+        ("EMPTY", "DRAINING", ("DRAIN",)),
+        ("ORPHANED_WITH_GRACE", "GONE", ("LEAVE",)),
+    ],
+    "the launcher would have given time, and goes without reading the last word": [
+        *LINGERING,
+        ("EMPTY", "DRAINING", ("DRAIN",)),
+        ("DRAINED", "ENDED", ("REPORT_END",)),
+        ("ORPHANED_WITH_GRACE", "GONE", ("LEAVE",)),
+    ],
     "a helper goes when there is nothing left to do": [
         *LINGERING,
         ("EMPTY", "DRAINING", ("DRAIN",)),
@@ -204,6 +258,20 @@ def test_every_state_hears_its_owner_and_the_loss_of_launcher_and_helpers(state:
     assert (state, "STOP") in TABLE
     assert step(state, "ORPHANED")[0] == ("GONE" if state in ("DRAINING", "ENDED") else "KILLING")
     assert step(state, "HELPER_LOST")[0] == (state if state in late else "KILLING")
+    assert state == "WAITING" or (state, "ORPHANED_WITH_GRACE") in TABLE  # the policy comes with the order to start
+
+
+def test_a_life_never_goes_back() -> None:
+    before = {state: {after for (here, _event), (after, _) in TABLE.items() if here == state} for state in STATES}
+    assert [*TopologicalSorter({state: after - {state} for state, after in before.items()}).static_order()]
+
+
+@pytest.mark.parametrize("state", ["STOPPING", "SWEEPING", "PURGING", "KILLING"])
+def test_time_alone_ends_every_state_in_which_workers_are_ended(state: str) -> None:
+    for _ in STATES:
+        over = [event for event in ("PATIENCE_OVER", "GRACE_OVER", "KILL_OVER") if (state, event) in TABLE]
+        state = step(state, over[0])[0] if over else state
+    assert state == "DRAINING"
 
 
 def test_an_order_to_start_is_obeyed_in_one_state_only() -> None:

@@ -14,6 +14,7 @@ from signal import SIGCONT, SIGKILL
 
 from phalanx._base import channels, interpreter, linux, procfs
 from phalanx._base.process import Process, reap_later, wait_all
+from phalanx._engine import protocol
 from phalanx._engine.marked_processes import MarkedProcesses
 from phalanx._engine.protocol import GUARD_WAIT
 
@@ -111,6 +112,10 @@ class KeeperClient:
         if not self._guard:
             return 0
         self.wake()
+        # By EOF alone the keeper would take us for dead, and give the workers the orphan grace.
+        if self.channel.fileno() >= 0:
+            with suppress(channels.Closed):
+                self.channel.send(protocol.kill())
         # A fork of this process, even another group's keeper, may hold a copy of the socket: close(2) gives no EOF.
         self.channel.shutdown()
         self.channel.close()

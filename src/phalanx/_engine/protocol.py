@@ -173,14 +173,15 @@ def start(
     environment: dict[bytes, bytes],
     specs: list[tuple[Any, ...]],
     oom_counter: tuple[str, int],
-    policy: tuple[float, float, float, bool],
+    policy: tuple[float, float, float, bool, float],
     timers: tuple[Any, ...] | None,
 ) -> Message:
     """Start these workers. Beside it: the descriptors that the specs and the timers refer to by index.
 
     ``forked``: forks of the keeper, which loads ``modules`` (name, folder) first; ``specs``: packed `Spec`;
-    ``oom_counter``: see `procfs.find_oom_counter`; ``policy``: settle window, grace period and linger in seconds, and
-    whether the group falls together; ``timers``: two indexes of descriptors, seats, heartbeat, steps; None: no timers.
+    ``oom_counter``: see `procfs.find_oom_counter`; ``policy``: settle window, grace period and linger in seconds,
+    whether the group falls together, and the orphan grace in seconds; ``timers``: two indexes of descriptors, seats,
+    heartbeat, steps; None: no timers.
     """
     return "start", forked, modules, environment, specs, oom_counter, policy, timers
 
@@ -344,6 +345,7 @@ FROM_FORK_SERVER = (importing, failed, ready, forked, not_forked)
 # --- keeper to guard: notes in a pipe, which the guard reads only when it takes over
 
 _CRASH = b"!"
+_ORPHAN_GRACE = b"+"
 
 
 def log_writer_note(pid: int) -> bytes:
@@ -351,19 +353,30 @@ def log_writer_note(pid: int) -> bytes:
     return b"%d " % pid
 
 
+def orphan_grace_note(seconds: float) -> bytes:
+    """For how long the keeper lets the workers go on when the launcher has died."""
+    return b"%s%r " % (_ORPHAN_GRACE, seconds)
+
+
 def crash_note(story: bytes) -> bytes:
     """The traceback of the error by which the keeper ends."""
     return _CRASH + story
 
 
-def read_notes(notes: bytes) -> tuple[int, bytes]:
-    """Return the log writer's pid as noted last (0: there is none), and the story of a crash.
+def read_notes(notes: bytes) -> tuple[int, float, bytes]:
+    """Return the log writer's pid as noted last (0: there is none), the orphan grace, and the story of a crash.
 
-    >>> read_notes(log_writer_note(7) + log_writer_note(0) + crash_note(b"KeyError"))
-    (0, b'KeyError')
+    >>> read_notes(orphan_grace_note(2.5) + log_writer_note(7) + log_writer_note(0) + crash_note(b"KeyError"))
+    (0, 2.5, b'KeyError')
     """
-    pids, _, story = notes.partition(_CRASH)
-    return int(pids.split()[-1]) if pids else 0, story
+    words, _, story = notes.partition(_CRASH)
+    log_writer, orphan_grace = 0, 0.0
+    for word in words.split():
+        if word.startswith(_ORPHAN_GRACE):
+            orphan_grace = float(word[1:])
+        else:
+            log_writer = int(word)
+    return log_writer, orphan_grace, story
 
 
 # --- what a forked worker shows of itself

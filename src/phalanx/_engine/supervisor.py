@@ -46,6 +46,7 @@ class Supervisor:
         grace: Seconds between SIGTERM and SIGKILL then.
         linger: Seconds for what workers left behind that have all succeeded.
         together: Whether a failure stops the others.
+        orphan_grace: Seconds between SIGTERM and SIGKILL when this process has died; 0: SIGKILL at once.
         write_line: Takes lines of ours that the display cannot take, on a thread of its own.
     """
 
@@ -56,6 +57,7 @@ class Supervisor:
         grace: float,
         linger: float = 0.0,
         together: bool = True,
+        orphan_grace: float = 0.0,
         write_line: Callable[[str], None] | None = None,
     ) -> None:
         self.owner = os.getpid()  # a fork of it has no business with the group
@@ -72,7 +74,7 @@ class Supervisor:
         self._results = ResultReceiver(self._loop, self.mirror)
         # Plain numbers: `marshal` takes no subclass, and a NumPy float would arrive as bytes.
         policy = (float(settle), float(grace), float(linger))
-        self._policy = (*policy, together)
+        self._policy = (*policy, together, float(orphan_grace))
         self._link = KeeperLink(self._loop, self._keeper, self.mirror, self._display, self._on_running, policy)
         self._chores: Iterable[Callable[[], None]] = ()
         self._chored = SerialExecutor("phalanx-chores")

@@ -67,6 +67,7 @@ def check_options(
     timers: object = None,
     main: object = IMPORT,
     *,
+    orphan_grace: object = 0.0,
     starts_warm: bool = False,
 ) -> None:
     """Refuse options with which no group can be started. Raises TypeError, ValueError."""
@@ -93,6 +94,7 @@ def check_options(
             raise TypeError(msg)
     for option, time_span in (("settle", settle), ("grace", grace), ("linger", linger)):
         seconds(option, time_span)
+    seconds("orphan_grace", orphan_grace, endless=False)
 
 
 def per_rank(args: Any, envs: Any, nprocs: int | None) -> tuple[dict[int, tuple[Any, ...]], dict[int, dict[str, str]]]:

@@ -48,6 +48,8 @@ class PContext(GroupStart):
         grace: Seconds between SIGTERM and SIGKILL when a failure stops the others (default 30).
         linger: Seconds for which processes that workers left behind may go on when every worker has succeeded
             (default 0). After that they are ended, and it is said which, and whose they were.
+        orphan_grace: When this process is killed, or exits without closing the group: seconds between the SIGTERM that
+            every worker gets then and SIGKILL (default 0: SIGKILL at once).
         console: How the console shows what is teed.
         placement: Where the workers run, and within which bounds; default: as the caller.
         timers: How timers and heartbeats of the workers are watched; default: not at all.

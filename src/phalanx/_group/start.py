@@ -68,6 +68,7 @@ class GroupStart(ABC):
         settle: float = SETTLE,
         grace: float = GRACE,
         linger: float = 0.0,
+        orphan_grace: float = 0.0,
         console: ConsoleSpecs | None = None,
         placement: Placement | None = None,
         timers: TimerSpecs | None = None,
@@ -94,6 +95,7 @@ class GroupStart(ABC):
         self._settle = settle
         self._grace = grace
         self._linger = linger
+        self._orphan_grace = orphan_grace
         self._speak = speak
         before = None if follows is None else follows._supervisor  # noqa: SLF001 - of the same class
         self._after: Latch | None = None  # opens when this one's lines may be shown
@@ -153,8 +155,9 @@ class GroupStart(ABC):
             with hold():
                 plan = self._plan(held)
                 supervisor = Supervisor(
-                    settle=self._settle, grace=self._grace, linger=self._linger, write_line=self._speak or warn
-                )
+                    settle=self._settle, grace=self._grace, linger=self._linger, orphan_grace=self._orphan_grace,
+                    write_line=self._speak or warn,
+                )  # fmt: skip
                 undo.callback(lambda: release(supervisor, self.logs, self._logs_specs))
                 undo.callback(supervisor.abort)
                 if self._signals:

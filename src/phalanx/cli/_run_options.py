@@ -61,7 +61,7 @@ SECTIONS = (
         ("--max-restarts", "--backoff", "--backoff-jitter", "--min-uptime", "--max-no-progress", "--never-restart-on",
          "--always-restart-on"),
     ),
-    ("The end", ("--grace", "--settle", "--linger", "--drain", "--on-expiry", "--signals-forward")),
+    ("The end", ("--grace", "--settle", "--linger", "--orphan-grace", "--drain", "--on-expiry", "--signals-forward")),
     ("Where and how workers run", ("--cpu-bind", "--nice", "--rlimit", "--virtual-local-rank", "--preload",
                                    "--start-method")),
     ("What workers find in the environment", ("--role", "--master-addr", "--master-port")),

@@ -111,6 +111,8 @@ _SETTINGS = {**SETTINGS, "allow_interspersed_args": False}  # everything after t
          help="Time for the others to leave evidence after the first failure, before they are stopped.")  # fmt: skip
 @option("--linger", type=str, callback=checking_seconds(), default=10.0, show_default=True, metavar="SECONDS",
          help="Time for what workers that have all succeeded left behind (an upload), before it is ended.")  # fmt: skip
+@option("--orphan-grace", type=str, callback=checking_seconds(endless=False), default=0.0, show_default=True,
+        metavar="SECONDS", help="Time between SIGTERM and SIGKILL when phalanx run itself is killed.")  # fmt: skip
 @option("--hang-timeout", type=str, callback=checking_seconds(zero=False, endless=False), metavar="SECONDS",
          help="A rank whose last phalanx.timer.beat() is older is hung. Default: none is expected.")  # fmt: skip
 @option("--on-expiry", callback=reading(steps), default="kill", show_default=True, metavar="STEP[:SECONDS],...",
@@ -170,6 +172,7 @@ def _run(
     grace: float,
     settle: float,
     linger: float,
+    orphan_grace: float,
     master_addr: str,
     master_port: int,
     log_max_size: int | None,
@@ -228,8 +231,8 @@ def _run(
         | extra[rank]
         for rank in range(nproc_per_node)
     }
-    rest: dict[str, Any] = {"settle": settle, "grace": grace, "linger": linger, "placement": placement}
-    rest |= {"timers": timers, "speak": say, "console": console}
+    rest: dict[str, Any] = {"settle": settle, "grace": grace, "linger": linger, "orphan_grace": orphan_grace}
+    rest |= {"placement": placement, "timers": timers, "speak": say, "console": console}
     rest |= {f"duplicate_{stream}_filters": texts for stream, texts in filters.items()}
     groups = AttemptGroups(
         script, args, envs, specs, module=module, no_python=no_python, python=python, preload=preload, port=reserved,

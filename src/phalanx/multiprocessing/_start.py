@@ -39,6 +39,7 @@ def start_processes(
     settle: float = SETTLE,
     grace: float = GRACE,
     linger: float = 0.0,
+    orphan_grace: float = 0.0,
     duplicate_stdout_filters: list[str] | None = None,
     duplicate_stderr_filters: list[str] | None = None,
     console: ConsoleSpecs | None = None,
@@ -101,6 +102,8 @@ def start_processes(
         grace: Seconds (>= 0) between SIGTERM and SIGKILL when the others are stopped.
         linger: Seconds (>= 0) for which processes that workers left behind (an upload, say) may go on after every
             worker has succeeded. Then they get SIGTERM and, 50 ms later, SIGKILL; `RunProcsResult.leftovers` has them.
+        orphan_grace: When this process is killed: seconds (>= 0, finite) between the SIGTERM that every worker gets
+            then and SIGKILL. Default: SIGKILL at once.
         duplicate_stdout_filters: A list of strings. Lines of any rank's redirected stdout that contain one of them are
             also written to one file, `LogsDest.filtered_stdout`.
         duplicate_stderr_filters: The same for stderr.
@@ -162,7 +165,7 @@ def start_processes(
 
     check_options(
         name, entrypoint, method, settle, grace, linger, console, placement, timers, main,
-        starts_warm=bool(preload or warm),
+        orphan_grace=orphan_grace, starts_warm=bool(preload or warm),
     )  # fmt: skip
     all_args, all_envs = per_rank(args, envs, nprocs)
     if record and logs_specs is log_dir is None and historical["redirects"] is historical["tee"] is UNSET:
@@ -171,7 +174,7 @@ def start_processes(
         specs = _logs_specs(logs_specs, log_dir, historical["redirects"], historical["tee"])
         if record:
             specs = recorded(specs)
-    options: dict[str, Any] = {"settle": settle, "grace": grace, "linger": linger}
+    options: dict[str, Any] = {"settle": settle, "grace": grace, "linger": linger, "orphan_grace": orphan_grace}
     options |= {"console": console, "placement": placement, "timers": timers, "record": record}
     options["duplicate_stdout_filters"] = _strings("duplicate_stdout_filters", duplicate_stdout_filters)
     options["duplicate_stderr_filters"] = _strings("duplicate_stderr_filters", duplicate_stderr_filters)

@@ -38,7 +38,7 @@ class Connection:
         loop: Watches all of them.
         receive: Called with each message and its descriptors.
         truncated: Called when the kernel dropped descriptors of a message, because no more may be open here.
-        orphaned: Called when the launcher has died, or nobody holds its end of the socket any more.
+        orphaned: Called when the launcher has died, or nobody holds its end of the socket any more; perhaps twice.
         guard_lost: Called when the guard has died.
         sent: Called when all that was kept has been sent.
     """
@@ -62,7 +62,7 @@ class Connection:
         self._guard_lost = guard_lost
         self._sent = sent
         self._launcher = self._guard = self.notes = -1
-        self._left = False
+        self._left = self._silent = False
         self._pids_sent = 0
 
     def open(self, launcher: int, guard: int = -1, notes: int = -1) -> None:
@@ -82,6 +82,10 @@ class Connection:
         self._left = True
         for fd in (self._channel.fileno(), self._launcher, self._guard):
             self._loop.forget(fd)
+
+    def silence(self) -> None:
+        """Send nothing any more: nobody reads it, though a fork of the launcher may hold the other end."""
+        self._silent = True
 
     def descriptors(self) -> list[int]:
         """Return the open descriptors."""
@@ -142,6 +146,8 @@ class Connection:
 
     def send(self, message: channels.Message, fds: Sequence[int] = ()) -> bool:
         """Send a message, or keep it until there is room. Returns whether nothing waits to be sent."""
+        if self._silent:
+            return True
         try:
             sent = self._channel.send(message, fds)
         except channels.Closed:  # the socket is readable then, and `_on_channel` sees its end

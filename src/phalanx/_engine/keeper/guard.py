@@ -20,7 +20,7 @@ import errno
 import gc
 import select
 
-from phalanx._base import channels, linux
+from phalanx._base import channels, clock, linux
 from phalanx._engine import protocol
 from phalanx._engine.keeper.keeper import BUSY, Keeper, load_end
 from phalanx._engine.protocol import KILL_WAIT
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 else:
     import _signal as signal  # the C half: `signal` builds enums for 3 ms
     import posix as os  # the C half: `os` itself takes 1 of the 13 ms in which a keeper gets up
+
+_LONGEST = 2e6  # seconds: poll(2) counts milliseconds in an int
 
 
 def keep(sock: _socket.socket, call: Callable[[int, list[int]], None] | None = None, launcher: int = -1) -> None:
@@ -74,9 +76,10 @@ def keep(sock: _socket.socket, call: Callable[[int, list[int]], None] | None = N
         if keeper == 0:
             _keep(serving, sock, launcher, above, guard, notes)
         else:
-            status = _outlive(keeper, ended, launcher)
+            notes_of_keeper = _Notes(notes_read)
+            status = _outlive(keeper, ended, launcher, notes_of_keeper.read)
             if status:
-                log_writer, story = protocol.read_notes(_read_all(notes_read))
+                log_writer, _grace, story = protocol.read_notes(notes_of_keeper.read())
                 serving.take_over(keeper, status, log_writer, launcher)
                 os.write(2, story)
         os._exit(0)
@@ -102,12 +105,13 @@ def _keep(keeper: Keeper, sock: _socket.socket, launcher: int, above: int, guard
         os.write(2, story)
 
 
-def _outlive(keeper: int, ended: int, launcher: int) -> int:
+def _outlive(keeper: int, ended: int, launcher: int, read_notes: Callable[[], bytes]) -> int:
     """Wait until the keeper has ended, whose pidfd is ``ended``, and return its wait status: the guard's work.
 
-    A stopped keeper (SIGSTOP) cannot see that the launcher has died, so it is sent SIGCONT then. If it still runs when
-    all its own deadlines are over, it is killed, and the guard takes over. If SIGKILL does not end it, it sits in a
-    system call, its children cannot become the guard's, and it is taken for killed.
+    A stopped keeper (SIGSTOP) cannot see that the launcher has died, so it is sent SIGCONT then, and when the orphan
+    grace is over. If it still runs when all its own deadlines are over, it is killed, and the guard takes over. If
+    SIGKILL does not end it, it sits in a system call, its children cannot become the guard's, and it is taken for
+    killed. ``read_notes`` returns what the keeper has noted so far.
     """
     poll = select.poll()
     poll.register(ended, select.POLLIN)
@@ -117,7 +121,12 @@ def _outlive(keeper: int, ended: int, launcher: int) -> int:
     if ended not in dict(poll.poll()):
         poll.unregister(launcher)
         os.kill(keeper, signal.SIGCONT)
-        if not poll.poll((KILL_WAIT + 1) * 1000):
+        until = clock.now() + protocol.read_notes(read_notes())[1]
+        while not (gone := poll.poll(min(max(0.0, until - clock.now()), _LONGEST) * 1000)) and clock.now() < until:
+            pass
+        if not gone:
+            os.kill(keeper, signal.SIGCONT)
+        if not gone and not poll.poll((KILL_WAIT + 1) * 1000):
             os.kill(keeper, linux.SIGKILL)
             if not poll.poll(KILL_WAIT * 1000):
                 return int(linux.SIGKILL)
@@ -135,12 +144,20 @@ def _give_up(sock: _socket.socket, error: OSError | ImportError) -> NoReturn:
         os._exit(0)
 
 
-def _read_all(notes: int) -> bytes:
-    """Return the notes that the keeper has left, which fit one read; b"": none."""
-    try:
-        return os.read(notes, select.PIPE_BUF)
-    except BlockingIOError:
-        return b""
+class _Notes:
+    """What the keeper has noted in a pipe."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._read = b""
+
+    def read(self) -> bytes:
+        """Return all notes so far, which fit one read."""
+        try:
+            self._read += os.read(self._fd, select.PIPE_BUF)
+        except BlockingIOError:
+            pass
+        return self._read
 
 
 def _story(error: BaseException) -> bytes:

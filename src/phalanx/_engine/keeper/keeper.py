@@ -2,7 +2,7 @@
 
 Carries out the table of `lifecycle`: it starts, signals, kills and reaps workers, by its `children`. The policy (settle
 window, grace period, linger) comes with the order to start, so what follows is on time whatever the launcher does. When
-the launcher dies, every process that the workers started is killed.
+the launcher dies, every process that the workers started is killed, at once or after the orphan grace.
 
 Only code of this package runs here, and nothing here writes to a disk. A disk is read to open log files, until the last
 worker has started, and for imports: of what a start needs, before its order comes; of what an end needs, `BUSY` seconds
@@ -65,7 +65,7 @@ class Keeper:
             sent=lambda: self._see("REPORTED") if self._state == "ENDED" else None,
         )
         self._waits = Waits(self._loop, self._see)
-        self._together = True
+        self._together, self._orphan_grace = True, 0.0
         self._death_signal: int = signal.SIGTERM
         self._order: tuple[Any, ...] = ()
         self._children = Children(self._loop, self._on_worker_exit, self._on_reaped)
@@ -143,22 +143,20 @@ class Keeper:
         self._death_signal, self._waits.grace = number, grace
         self._see("STOP")
 
-    def _on_kill(self) -> None:
-        self._see("KILL")
-
-    def _on_set_grace(self, grace: float) -> None:
-        self._waits.set_grace(grace)
-
-    def _on_signal_worker(self, rank: int, number: int) -> None:
-        self._children.signal_rank(rank, number)
-
     def _on_evidence_taken(self, serial: int) -> None:
         if self._escalation is not None:
             self._escalation.evidence_taken(serial)
 
     def _on_orphaned(self) -> None:
+        if self._last_message == _ORPHANED:  # the pidfd has told it, and now the socket does, or the other way round
+            return
         self._last_message = _ORPHANED
-        self._see("ORPHANED")
+        self._connection.silence()
+        if self._orphan_grace > 0:
+            self._death_signal, self._waits.grace = signal.SIGTERM, self._orphan_grace
+            self._see("ORPHANED_WITH_GRACE")
+        else:
+            self._see("ORPHANED")
 
     def _lose(self, who: str, returncode: int) -> None:
         """Kill all. If a failure or a stop came first, or no worker is left, that stays how the group ended."""
@@ -176,7 +174,9 @@ class Keeper:
 
         start = start_group.Start(*self._order)
         self._order = ()
-        self._waits.settle, self._waits.grace, self._waits.linger, self._together = start.policy
+        self._waits.settle, self._waits.grace, self._waits.linger, self._together, self._orphan_grace = start.policy
+        if self._orphan_grace > 0:
+            self._connection.note(protocol.orphan_grace_note(self._orphan_grace))
         self._children.oom_counter = start.oom_counter
         self._logs, failed = start.start_log_writer(self._loop, self._connection.notes)
         if not failed:
@@ -385,9 +385,9 @@ _ACTIONS: dict[str, Callable[[Keeper], None]] = {
 _ON_MESSAGE: dict[str, Callable[..., None]] = {
     "start": Keeper._on_start,
     "stop": Keeper._on_stop,
-    "kill": Keeper._on_kill,
-    "set_grace": Keeper._on_set_grace,
-    "signal_worker": Keeper._on_signal_worker,
+    "kill": lambda keeper: keeper._see("KILL"),
+    "set_grace": lambda keeper, grace: keeper._waits.set_grace(grace),
+    "signal_worker": lambda keeper, rank, number: keeper._children.signal_rank(rank, number),
     "evidence_taken": Keeper._on_evidence_taken,
 }
 

@@ -36,7 +36,7 @@ class Start:
     """One order to start, see `protocol.start` for the arguments. ``fds`` came beside it.
 
     Attributes:
-        policy: Settle window, grace period and linger in seconds, and whether the group falls together.
+        policy: See `protocol.start`.
         oom_counter: See `Children`.
         table: The descriptors of the timers' table; (): no timers.
     """
@@ -48,7 +48,7 @@ class Start:
         environment: dict[bytes, bytes],
         specs: list[tuple[Any, ...]],
         oom_counter: tuple[str, int],
-        policy: tuple[float, float, float, bool],
+        policy: tuple[float, float, float, bool, float],
         timers: tuple[Any, ...] | None,
         fds: list[int],
     ) -> None:

@@ -1,0 +1,235 @@
+"""The launcher is killed, and the workers have the orphan grace: SIGTERM, some time, SIGKILL; and nobody is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from phalanx._base import procfs
+from phalanx.multiprocessing import KeeperLostError, start_processes
+from tests.support.helpers import TIMEOUT, Gate, Ready, alive, descendants, pass_gate, tell, wait_gone
+from tests.support.workers import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from phalanx.multiprocessing import PContext
+
+LONG = 20 * TIMEOUT
+"""An orphan grace that no test waits for."""
+
+LAUNCHER = """
+import os, sys, time
+from phalanx.multiprocessing import DefaultLogsSpecs, Std
+from tests.engine import test_orphan_grace
+from tests.support.helpers import tell
+
+kind, address, gate, folder, grace, size, forks = sys.argv[1:]
+if __name__ == "__main__":
+    specs = DefaultLogsSpecs(folder, redirects=Std.ALL, max_size=int(size) or None)
+    with test_orphan_grace.start(kind, address, gate, specs, float(grace)) as group:
+        if int(forks) and not os.fork():
+            tell(address, "forked")
+            while True:
+                time.sleep(3600)
+        group.wait()
+"""
+
+
+def saves(address: str, gate: str) -> None:
+    """At SIGTERM, say so, wait at the gate, and write much; or ignore it, as rank 1."""
+
+    def save(*_: object) -> None:
+        tell(address, "SIGTERM")
+        pass_gate(gate)
+        for number in range(2000):
+            sys.stdout.write(f"saved {number}\n")
+        sys.stdout.flush()
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, save)
+    if not os.fork():  # the grandchild, which never ends by itself
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.setsid()
+    tell(address, str(os.getpid()))
+    while True:
+        signal.pause()
+
+
+def start(kind: str, address: str, gate: str, specs: object, grace: float) -> PContext:
+    options: dict[str, Any] = {"logs_specs": specs, "nprocs": 2, "orphan_grace": grace}
+    if kind == "binary":
+        code = f"import sys; sys.path[:0] = {[ROOT, *sys.path]!r}; from tests.engine import test_orphan_grace as it; "
+        return start_processes("g", sys.executable, ("-c", f"{code}it.saves({address!r}, {gate!r})"), **options)
+    return start_processes("g", saves, (address, gate), start_method=kind, **options)
+
+
+@contextlib.contextmanager
+def launched(
+    kind: str, ready: Ready, gate: Gate, folder: Path, grace: float, *, size: int = 0, forks: bool = False
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A launcher of two workers in a process of its own."""
+    script = folder / "launcher.py"
+    script.write_text(LAUNCHER)
+    (folder / "logs").mkdir()
+    words = (kind, ready.address, gate.address, folder / "logs", grace, size, int(forks))
+    env = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": os.pathsep.join([ROOT, *filter(None, sys.path)])}
+    with subprocess.Popen([sys.executable, str(script), *map(str, words)], env=env) as launcher:
+        try:
+            yield launcher
+        finally:
+            launcher.kill()
+
+
+def everybody(launcher: subprocess.Popen[bytes], ready: Ready) -> tuple[set[int], int, int]:
+    """All processes below the launcher, its guard, and its keeper."""
+    workers = set(ready.pids(4))
+    found = descendants(launcher.pid) | workers
+    keepers = {procfs.Stat(pid).parent for pid in workers} - workers
+    [keeper] = {pid for pid in keepers if procfs.Stat(procfs.Stat(pid).parent).pid in found}
+    return found, procfs.Stat(keeper).parent, keeper
+
+
+def lines(folder: Path) -> list[str]:
+    """What the workers wrote, of all files of both ranks, the oldest first."""
+    found = []
+    for rank in ("0", "1"):
+        files = [path for path in folder.rglob("stdout.log*") if path.parent.name == rank]
+        files.sort(key=lambda path: -int(path.suffix.removeprefix(".")) if path.suffix != ".log" else 1)
+        found += sorted(line for path in files for line in path.read_text().splitlines())
+    return found
+
+
+SAVED = 2 * sorted(f"saved {number}" for number in range(2000))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["binary", "spawn", "forkserver", "fork"])
+def test_workers_have_time_to_save_when_the_launcher_was_killed(
+    kind: str, ready: Ready, gate: Gate, tmp_path: Path
+) -> None:
+    with launched(kind, ready, gate, tmp_path, LONG) as launcher:
+        found, _guard, _keeper = everybody(launcher, ready)
+        launcher.kill()
+        launcher.wait()
+        assert ready.wait(2) == ["SIGTERM", "SIGTERM"]
+        gate.open(2)
+        assert wait_gone(found) == set()  # what they left behind as well, at once: the rest of the grace is for them
+    assert lines(tmp_path) == SAVED
+
+
+@pytest.mark.slow
+def test_log_files_that_are_bounded_in_size_are_complete(ready: Ready, gate: Gate, tmp_path: Path) -> None:
+    with launched("spawn", ready, gate, tmp_path, LONG, size=4096) as launcher:
+        found, _guard, _keeper = everybody(launcher, ready)
+        launcher.kill()
+        assert ready.wait(2) == ["SIGTERM", "SIGTERM"]
+        gate.open(2)
+        assert wait_gone(found) == set()
+    assert len(list(tmp_path.rglob("stdout.log*"))) > 4
+    assert lines(tmp_path) == SAVED
+
+
+@pytest.mark.slow
+def test_the_orphan_grace_ends(ready: Ready, gate: Gate, tmp_path: Path) -> None:
+    with launched("binary", ready, gate, tmp_path, 0.5) as launcher:
+        found, _guard, _keeper = everybody(launcher, ready)
+        began = time.monotonic()
+        launcher.kill()
+        assert ready.wait(2) == ["SIGTERM", "SIGTERM"]
+        assert wait_gone(found) == set()
+        assert time.monotonic() - began >= 0.5
+    assert lines(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_without_one_they_are_killed_at_once(ready: Ready, gate: Gate, tmp_path: Path) -> None:
+    with launched("binary", ready, gate, tmp_path, 0) as launcher:
+        found, _guard, _keeper = everybody(launcher, ready)
+        launcher.kill()
+        assert wait_gone(found) == set()
+    with pytest.raises(AssertionError, match="0 of 1 messages"):
+        ready.wait(timeout=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["guard", "keeper"])
+def test_a_helper_that_is_killed_meanwhile_ends_it(who: str, ready: Ready, gate: Gate, tmp_path: Path) -> None:
+    with launched("binary", ready, gate, tmp_path, LONG) as launcher:
+        found, guard, keeper = everybody(launcher, ready)
+        launcher.kill()
+        assert ready.wait(2) == ["SIGTERM", "SIGTERM"]
+        os.kill({"guard": guard, "keeper": keeper}[who], signal.SIGKILL)
+        assert wait_gone(found) == set()
+
+
+@pytest.mark.slow
+def test_a_keeper_that_is_stopped_when_the_launcher_is_killed_is_woken(
+    ready: Ready, gate: Gate, tmp_path: Path
+) -> None:
+    with launched("binary", ready, gate, tmp_path, LONG) as launcher:
+        found, _guard, keeper = everybody(launcher, ready)
+        os.kill(keeper, signal.SIGSTOP)
+        launcher.kill()
+        assert ready.wait(2) == ["SIGTERM", "SIGTERM"]
+        gate.open(2)
+        assert wait_gone(found) == set()
+
+
+@pytest.mark.slow
+def test_a_keeper_that_is_stopped_during_the_orphan_grace_is_woken_at_its_end(
+    ready: Ready, gate: Gate, tmp_path: Path
+) -> None:
+    with launched("binary", ready, gate, tmp_path, 1.0) as launcher:
+        found, _guard, keeper = everybody(launcher, ready)
+        launcher.kill()
+        assert ready.wait(2) == ["SIGTERM", "SIGTERM"]
+        os.kill(keeper, signal.SIGSTOP)
+        assert wait_gone(found) == set()
+
+
+@pytest.mark.slow
+def test_a_fork_of_the_launcher_that_holds_the_socket_holds_up_nothing(
+    ready: Ready, gate: Gate, tmp_path: Path
+) -> None:
+    with launched("binary", ready, gate, tmp_path, LONG, forks=True) as launcher:
+        messages = ready.wait(5)
+        workers = {int(message) for message in messages if message != "forked"}
+        [own] = {pid for pid in procfs.children(launcher.pid) if len(procfs.children(pid)) == 0}
+        found = descendants(launcher.pid) | workers
+        launcher.kill()
+        assert ready.wait(2) == ["SIGTERM", "SIGTERM"]
+        gate.open(2)
+        assert wait_gone(found - {own}) == set()
+        assert alive(own)
+        os.kill(own, signal.SIGKILL)
+        assert wait_gone([own]) == set()
+
+
+def test_a_launcher_that_lives_gives_no_orphan_grace(ready: Ready) -> None:
+    code = f"import signal; signal.signal(15, signal.SIG_IGN); {ready.python()}; signal.pause()"
+
+    def fail() -> None:
+        raise IndexError
+
+    with start_processes("g", sys.executable, ("-c", code), nprocs=2, orphan_grace=LONG) as group:
+        pids = ready.pids(2)
+        supervisor = group._started()
+        supervisor._loop.call(fail)
+        with pytest.raises(KeeperLostError, match="supervisor failed: IndexError"):
+            group.wait(TIMEOUT)
+        assert [pid for pid in pids if alive(pid)] == []
+
+
+@pytest.mark.parametrize("value, error", [(-1, ValueError), (float("inf"), ValueError), ("5", TypeError)])
+def test_an_orphan_grace_is_finite(value: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"^orphan_grace: expected "):
+        start_processes("g", "true", (), nprocs=1, orphan_grace=value)
