@@ -1,13 +1,16 @@
 """Phalanx: groups of worker processes that start together, live together and fall together, the true cause named.
 
 The public names live in the modules that carry them: `phalanx.multiprocessing`, `phalanx.multiprocessing.errors`,
-`phalanx.spawn`, `phalanx.timer`, `phalanx.metrics`, `phalanx.events`, and the command ``phalanx run``. The modules and
-`phalanx.warm` are at hand here, and loaded when they are first used: importing this package alone imports nothing else.
+`phalanx.spawn`, `phalanx.timer`, `phalanx.metrics`, `phalanx.events`, and the command ``phalanx run``. The modules,
+`phalanx.warm` and `phalanx.should_stop` are at hand here, and loaded when they are first used: importing this package
+alone imports nothing else.
 
 >>> import phalanx
 >>> with phalanx.warm(preload=["json"]) as process:
 ...     process.preload
 ('json',)
+>>> phalanx.should_stop()  # a worker asks it at each step, and saves if it is true
+False
 >>> phalanx.timer.beat()  # without a group that watches heartbeats: nothing
 """
 
@@ -21,9 +24,10 @@ if TYPE_CHECKING:
     from phalanx import multiprocessing as multiprocessing
     from phalanx import spawn as spawn
     from phalanx import timer as timer
+    from phalanx._engine.worker.stop_flag import should_stop
     from phalanx.multiprocessing import warm
 
-__all__ = ["__version__", "errors", "events", "metrics", "multiprocessing", "spawn", "timer", "warm"]
+__all__ = ["__version__", "errors", "events", "metrics", "multiprocessing", "should_stop", "spawn", "timer", "warm"]
 
 __version__ = "0.1.0"
 
@@ -33,6 +37,11 @@ def __getattr__(name: str) -> "Any":
         from phalanx.multiprocessing import warm
 
         return warm
+    if name == "should_stop":
+        from phalanx._engine.worker.stop_flag import should_stop
+
+        globals()[name] = should_stop  # from now on it is found without this function
+        return should_stop
     if name in __all__:
         import importlib
 

@@ -6,6 +6,8 @@ import itertools
 from graphlib import TopologicalSorter
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from phalanx._engine.keeper import keeper
 from phalanx._engine.lifecycle import ACTIONS, EVENTS, STATES, TABLE, step
@@ -21,6 +23,7 @@ STARTED: Script = [("START", "STARTING", ("START_WORKERS",)), ("STARTED", "RUNNI
 FAILED: Script = [*STARTED, ("ONE_FAILED", "SETTLING", ("ARM_SETTLE",))]
 STOPPING: Script = [*FAILED, ("SETTLED", "STOPPING", STOP)]
 CLOSED: Script = [*STARTED, ("STOP", "STOPPING", STOP)]
+NOTICED: Script = [*STARTED, ("STOP_WITH_NOTICE", "NOTICED", ("GIVE_NOTICE",))]
 KILLED: Script = [*STARTED, ("KILL", "KILLING", KILL)]
 LINGERING: Script = [*STARTED, ("ALL_SUCCEEDED", "LINGERING", ("ARM_LINGER", "SWEEP"))]
 SWEEPING: Script = [*STARTED, ("ALL_ENDED", "SWEEPING", SWEEP)]
@@ -80,6 +83,39 @@ SCRIPTS: dict[str, Script] = {
         ("STOP", "ENDED", ()),
         ("KILL", "ENDED", ()),
         ("REPORTED", "GONE", ("LEAVE",)),
+    ],
+    "closed with notice, and all end well before it is over": [
+        *NOTICED,
+        ("ONE_ENDED", "NOTICED", ()),
+        ("ALL_SUCCEEDED", "SWEEPING", ("ARM_GRACE", *SWEEP)),
+        *EMPTY,
+    ],
+    "closed with notice, and one fails: the others keep their time": [
+        *NOTICED,
+        ("ONE_FAILED", "NOTICED", ()),
+        ("ONE_ENDED", "NOTICED", ()),
+        ("ALL_ENDED", "SWEEPING", ("ARM_GRACE", *SWEEP)),
+        *EMPTY,
+    ],
+    "closed with notice, which one ignores": [
+        *NOTICED,
+        ("ONE_ENDED", "NOTICED", ()),
+        ("NOTICE_OVER", "STOPPING", STOP),
+        ("ALL_ENDED", "SWEEPING", SWEEP),
+        *EMPTY,
+    ],
+    "closed with notice, and again": [
+        *NOTICED,
+        ("STOP", "STOPPING", STOP),
+        ("GRACE_OVER", "KILLING", KILL),
+        *EMPTY,
+    ],
+    "closed with notice, and killed": [*NOTICED, ("KILL", "KILLING", KILL), *EMPTY],
+    "closed with notice, and then the launcher goes, and the workers have the orphan grace": [
+        *NOTICED,
+        ("ORPHANED_WITH_GRACE", "STOPPING", STOP),
+        ("ALL_ENDED", "SWEEPING", SWEEP),
+        *EMPTY,
     ],
     "killed, and a worker outlives it": [
         *KILLED,
@@ -204,6 +240,7 @@ SCRIPTS: dict[str, Script] = {
             ("in the midst of the start", STARTED[:1]),
             ("while it runs", STARTED),
             ("in the settle window", FAILED),
+            ("during a notice", NOTICED),
             ("while it stops", CLOSED),
             ("while it lingers", LINGERING),
             ("while it sweeps", SWEEPING),
@@ -266,14 +303,6 @@ def test_a_life_never_goes_back() -> None:
     assert [*TopologicalSorter({state: after - {state} for state, after in before.items()}).static_order()]
 
 
-@pytest.mark.parametrize("state", ["STOPPING", "SWEEPING", "PURGING", "KILLING"])
-def test_time_alone_ends_every_state_in_which_workers_are_ended(state: str) -> None:
-    for _ in STATES:
-        over = [event for event in ("PATIENCE_OVER", "GRACE_OVER", "KILL_OVER") if (state, event) in TABLE]
-        state = step(state, over[0])[0] if over else state
-    assert state == "DRAINING"
-
-
 def test_an_order_to_start_is_obeyed_in_one_state_only() -> None:
     obeyed = {
         state for (state, event), (_after, actions) in TABLE.items() if "START_WORKERS" in actions and event == "START"
@@ -290,9 +319,46 @@ def test_nobody_is_asked_to_stop_after_a_kill() -> None:
     assert actions == {"REFUSE", "ABANDON", "DRAIN", "REPORT_END", "ABANDON_LOGS", "LEAVE"}
 
 
+@settings(max_examples=500)
+@given(st.lists(st.integers(0, 63), max_size=60))
+def test_whatever_comes_a_stop_is_never_taken_back(history: list[int]) -> None:
+    """Any history of events: a group that is asked to end is given notice once at most, never runs again, and ends."""
+    state, asked, notices = "WAITING", False, 0
+    for number in history:
+        events = [event for before, event in TABLE if before == state]
+        if not events:
+            break
+        event = events[number % len(events)]
+        state, actions = step(state, event)
+        asked |= event.startswith(("STOP", "KILL", "ORPHANED", "HELPER_LOST"))
+        notices += "GIVE_NOTICE" in actions
+        assert not asked or state not in ("WAITING", "STARTING", "RUNNING", "SETTLING", "LINGERING")
+        assert notices == 1 if state == "NOTICED" else notices <= 1
+        if event in ("ORPHANED", "HELPER_LOST", "KILL"):
+            assert state in ("KILLING", "DRAINING", "ENDED", "GONE")
+    assert not asked or ends_by_itself(state) == "GONE"
+
+
+def ends_by_itself(state: str) -> str:
+    """Where a group comes to by time alone: no worker ends, nobody orders anything, and SIGKILL is of no use."""
+    times = ("SETTLED", "NOTICE_OVER", "LINGER_OVER", "PATIENCE_OVER", "GRACE_OVER", "KILL_OVER", "DRAIN_OVER")
+    for _ in STATES:
+        event = next((event for event in (*times, "REPORTED") if (state, event) in TABLE), None)
+        if event is None:
+            return state
+        state = step(state, event)[0]
+    return state
+
+
+def test_time_alone_ends_a_group_unless_it_runs() -> None:
+    assert {state: ends_by_itself(state) for state in STATES} == {
+        state: state if state in ("WAITING", "STARTING", "RUNNING") else "GONE" for state in STATES
+    }
+
+
 def test_a_deadline_means_something_in_the_state_that_arms_it() -> None:
     arms = {"ARM_SETTLE": "SETTLED", "ARM_GRACE": "GRACE_OVER", "ARM_LINGER": "LINGER_OVER", "KILL": "KILL_OVER"}
-    arms |= {"ARM_PATIENCE": "PATIENCE_OVER", "DRAIN": "DRAIN_OVER"}
+    arms |= {"ARM_PATIENCE": "PATIENCE_OVER", "DRAIN": "DRAIN_OVER", "GIVE_NOTICE": "NOTICE_OVER"}
     for after, actions in TABLE.values():
         for action in actions:
             assert action not in arms or (after, arms[action]) in TABLE

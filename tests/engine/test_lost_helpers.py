@@ -695,7 +695,7 @@ TAKE_OVER = """
 import os, signal, sys
 from phalanx._base import channels, linux
 from phalanx._engine.keeper import guard
-from phalanx._engine.keeper.keeper import Keeper, load_end
+from phalanx._engine.keeper.keeper import Keeper
 
 ours, theirs = channels.pair()
 serving = Keeper(theirs)
@@ -711,7 +711,7 @@ if os.fork() == 0:  # a worker
     linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
     while True:
         signal.pause()
-load_end()
+guard.load_end()
 sys.meta_path.clear()  # in place of a disk that does not answer
 os.close(told)  # the log writer ends after the worker
 serving.take_over(os.getpid(), signal.SIGKILL, log_writer, os.pidfd_open(os.getppid()))
@@ -745,14 +745,14 @@ if log_writer == 0:
     while True:
         signal.pause()
 ours.close()
-run = serving._loop.run
+run = serving.loop.run
 
 def run_late():
     os.kill(log_writer, signal.SIGKILL)
     os.waitid(os.P_PID, log_writer, os.WEXITED | os.WNOWAIT)
     run()
 
-serving._loop.run = run_late
+serving.loop.run = run_late
 serving.take_over(os.getpid(), signal.SIGKILL, log_writer, os.pidfd_open(os.getppid()))
 print(serving._state)
 """

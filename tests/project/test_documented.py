@@ -72,7 +72,8 @@ def test_the_table_has_what_a_worker_finds(place: Place, options: tuple[str, ...
         print(json.dumps(dict(os.environ)))
         """)
     script = (sys.executable, show) if "--no-python" in options else (show,)
-    done = place.run("--nproc-per-node", 2, "--virtual-local-rank", "-r", 3, *options, *script)
+    asked = ("--virtual-local-rank", "--notice", "USR1:60", "-r", 3)
+    done = place.run("--nproc-per-node", 2, *asked, *options, *script)
     assert done.status == 0, done
     found = json.loads(place.log(1))
     # The C library's locale is Python's own addition, in the launcher and in the worker.

@@ -41,6 +41,7 @@ class KeeperLink:
 
     Attributes:
         settle, grace, linger: The policy, in seconds: how long the keeper may send nothing depends on it.
+        notice: Seconds from the notice of a planned stop to the death signal.
         hang_report: What writes down hangs; None: no timers are watched.
         up: Opened when all workers run, or when the group's thread ends.
         ended: Whether the last message has come, or none will.
@@ -60,6 +61,7 @@ class KeeperLink:
         policy: tuple[float, float, float],
     ) -> None:
         self.settle, self.grace, self.linger = policy
+        self.notice = 0.0
         self.hang_report: HangReporter | None = None
         self.up = Latch()
         self.ended = False
@@ -161,6 +163,7 @@ class KeeperLink:
         self._mirror.state = name
         bound = {
             "SETTLING": self.settle,
+            "NOTICED": self.notice,
             "STOPPING": self.grace + KILL_WAIT,
             "LINGERING": self.linger,
             "SWEEPING": self.grace + KILL_WAIT,
@@ -177,6 +180,9 @@ class KeeperLink:
 
     def _on_signalled(self, number: int, moment: int, ranks: list[int]) -> None:
         self._mirror.signalled(number, moment, ranks)
+
+    def _on_noticed(self, number: int, moment: int, ranks: list[int]) -> None:
+        self._mirror.noticed(number, moment, ranks)
 
     def _on_lingering(self, orphans: list[tuple[Any, ...]], count: int) -> None:
         if orphans:
@@ -282,6 +288,7 @@ _ON_MESSAGE: dict[str, Callable[..., None]] = {
     "state": KeeperLink._on_state,
     "exits": KeeperLink._on_exits,
     "signalled": KeeperLink._on_signalled,
+    "noticed": KeeperLink._on_noticed,
     "lingering": KeeperLink._on_lingering,
     "orphans": KeeperLink._on_orphans,
     "helper_lost": KeeperLink._on_helper_lost,

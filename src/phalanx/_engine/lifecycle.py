@@ -1,9 +1,10 @@
 """The life of a group, as a table. Pure: it decides, and acts on nothing. The keeper carries it out.
 
-A group starts together, lives together and falls together: the first failure opens a short window in which peers
-may leave evidence of their own, then all are asked to stop, then all are killed, and whatever any of them left behind
-is swept away. `TABLE` is the whole of it. A pair that is absent is a mistake in the keeper: `step` raises, the keeper
-ends, and the guard, which takes over by the same table, kills the group.
+A group starts together, lives together and falls together: the first failure opens a short window in which peers may
+leave evidence of their own, then all are asked to stop, then all are killed, and whatever any of them left behind is
+swept away. A planned stop may begin with a notice, and time to save. A failure has no notice; one that comes during a
+notice takes nothing of the time that the others have. `TABLE` is the whole of it. A pair that is absent is a mistake in
+the keeper: `step` raises, the keeper ends, and the guard, which takes over by the same table, kills the group.
 
 States, events and actions are plain strings: an `enum` would cost the keeper 3 of the 10 ms in which it gets up.
 """
@@ -15,6 +16,7 @@ STATES = {
     "STARTING": "the workers are being started",
     "RUNNING": "every worker is up, and none has failed",
     "SETTLING": "a worker has failed; the others may leave evidence of their own",
+    "NOTICED": "a planned stop: the workers have notice of it, and some time until the death signal",
     "STOPPING": "all workers have been sent the death signal",
     "LINGERING": "every worker has ended well; processes that they left behind may go on for a while",
     "SWEEPING": "no worker is left; what they left behind has been sent SIGTERM",
@@ -35,6 +37,8 @@ EVENTS = {
     "ALL_ENDED": "no worker is left, and one at least did not end well",
     "SETTLED": "the settle window is over",
     "STOP": "the launcher orders a graceful end, within a grace period",
+    "STOP_WITH_NOTICE": "the launcher orders the same, and the workers are to have notice of it before",
+    "NOTICE_OVER": "the time of the notice is over",
     "KILL": "the launcher orders an end at once",
     "GRACE_OVER": "the grace period is over",
     "LINGER_OVER": "the time for what successful workers left behind is over",
@@ -54,6 +58,7 @@ ACTIONS = {
     "REFUSE": "start nothing, and close the descriptors that came with the order",
     "REPORT_STARTED": "report the workers' pids",
     "ARM_SETTLE": "open the settle window",
+    "GIVE_NOTICE": "send the notice's signal to the live workers that handle it, and start its time",
     "SIGNAL": "send the death signal to the live workers",
     "ARM_GRACE": "start the grace period, or shorten the one that runs",
     "ARM_LINGER": "start the time for what is left behind",
@@ -74,6 +79,7 @@ SIGTERM, to see its worker's end and unlink the shared memory that it tracks."""
 _KILL = ("KILLING", ("KILL", "SWEEP"))
 _STOP = ("STOPPING", ("SIGNAL", "ARM_GRACE"))
 _SWEEP = ("SWEEPING", ("ARM_PATIENCE", "SWEEP"))
+_SWEEP_WITH_GRACE = ("SWEEPING", ("ARM_GRACE", "ARM_PATIENCE", "SWEEP"))
 _DRAIN = ("DRAINING", ("DRAIN",))
 _END = ("ENDED", ("REPORT_END",))
 _GO = ("GONE", ("LEAVE",))
@@ -96,6 +102,7 @@ TABLE: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("RUNNING", "ALL_SUCCEEDED"): ("LINGERING", ("ARM_LINGER", "SWEEP")),
     ("RUNNING", "ALL_ENDED"): _SWEEP,
     ("RUNNING", "STOP"): _STOP,
+    ("RUNNING", "STOP_WITH_NOTICE"): ("NOTICED", ("GIVE_NOTICE",)),
     ("RUNNING", "KILL"): _KILL,
     ("RUNNING", "ORPHANED"): _KILL,
     ("RUNNING", "ORPHANED_WITH_GRACE"): _STOP,
@@ -109,6 +116,16 @@ TABLE: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("SETTLING", "ORPHANED"): _KILL,
     ("SETTLING", "ORPHANED_WITH_GRACE"): _STOP,
     ("SETTLING", "HELPER_LOST"): _KILL,
+    ("NOTICED", "ONE_ENDED"): ("NOTICED", ()),
+    ("NOTICED", "ONE_FAILED"): ("NOTICED", ()),
+    ("NOTICED", "ALL_SUCCEEDED"): _SWEEP_WITH_GRACE,
+    ("NOTICED", "ALL_ENDED"): _SWEEP_WITH_GRACE,
+    ("NOTICED", "NOTICE_OVER"): _STOP,
+    ("NOTICED", "STOP"): _STOP,
+    ("NOTICED", "KILL"): _KILL,
+    ("NOTICED", "ORPHANED"): _KILL,
+    ("NOTICED", "ORPHANED_WITH_GRACE"): _STOP,
+    ("NOTICED", "HELPER_LOST"): _KILL,
     ("STOPPING", "ONE_ENDED"): ("STOPPING", ()),
     ("STOPPING", "ONE_FAILED"): ("STOPPING", ()),
     ("STOPPING", "ALL_SUCCEEDED"): _SWEEP,
@@ -121,10 +138,10 @@ TABLE: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("STOPPING", "HELPER_LOST"): _KILL,
     ("LINGERING", "EMPTY"): _DRAIN,
     ("LINGERING", "LINGER_OVER"): _SWEEP,
-    ("LINGERING", "STOP"): ("SWEEPING", ("ARM_GRACE", "ARM_PATIENCE", "SWEEP")),
+    ("LINGERING", "STOP"): _SWEEP_WITH_GRACE,
     ("LINGERING", "KILL"): _KILL,
     ("LINGERING", "ORPHANED"): _KILL,
-    ("LINGERING", "ORPHANED_WITH_GRACE"): ("SWEEPING", ("ARM_GRACE", "ARM_PATIENCE", "SWEEP")),
+    ("LINGERING", "ORPHANED_WITH_GRACE"): _SWEEP_WITH_GRACE,
     ("LINGERING", "HELPER_LOST"): _KILL,
     ("SWEEPING", "EMPTY"): _DRAIN,
     ("SWEEPING", "PATIENCE_OVER"): ("PURGING", ("SWEEP",)),

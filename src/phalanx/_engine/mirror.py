@@ -44,6 +44,8 @@ class WorkerRecord:
         "hang",
         "hung",
         "max_rss_kib",
+        "noticed",
+        "noticed_ns",
         "oom",
         "order",
         "pid",
@@ -65,6 +67,8 @@ class WorkerRecord:
         self.exiting_ns = 0  # when it was seen exiting, by itself; 0: it was not
         self.exiting_early = False  # whether that was when the first failure was seen
         self.order = -1
+        self.noticed: int | None = None  # the signal of the notice that it was given of a planned stop
+        self.noticed_ns = 0
         self.signalled: int | None = None
         self.signalled_ns = 0
         self.abandoned = ""
@@ -83,7 +87,19 @@ class WorkerRecord:
     @property
     def failed(self) -> bool:
         """Whether it ended badly, or after it had hung; and by itself as far as its exit tells."""
-        return self.exit is not None and (not self.exit.ok or self.struck > 0) and self.signalled is None
+        return self.exit is not None and (not self.exit.ok or self.struck > 0) and self.asked is None
+
+    @property
+    def asked(self) -> tuple[int, int] | None:
+        """The signal by which we asked it to end, and since when (ns); None: its end is its own.
+
+        After a notice alone, only an end with code 0, or by the notice's signal, answers it.
+        """
+        if self.signalled is not None:
+            return self.signalled, self.signalled_ns
+        if self.noticed is None or self.exit is None or not (self.exit.ok or self.exit.signal == self.noticed):
+            return None
+        return self.noticed, self.noticed_ns
 
 
 class _Said:
@@ -218,6 +234,11 @@ class Mirror:
             if worker.signalled is None:
                 worker.signalled_ns = moment
             worker.signalled = number
+
+    def noticed(self, number: int, moment: int, ranks: list[int]) -> None:
+        """Note that workers were given notice of a planned stop."""
+        for rank in ranks:
+            self.workers[rank].noticed, self.workers[rank].noticed_ns = number, moment
 
     def left_behind(self, entries: list[tuple[Any, ...]], beyond: int) -> None:
         """Note processes that workers left behind and the keeper ended."""

@@ -175,15 +175,17 @@ def start(
     oom_counter: tuple[str, int],
     policy: tuple[float, float, float, bool, float],
     timers: tuple[Any, ...] | None,
+    notice: tuple[int, float, int] | None,
 ) -> Message:
     """Start these workers. Beside it: the descriptors that the specs and the timers refer to by index.
 
     ``forked``: forks of the keeper, which loads ``modules`` (name, folder) first; ``specs``: packed `Spec`;
     ``oom_counter``: see `procfs.find_oom_counter`; ``policy``: settle window, grace period and linger in seconds,
     whether the group falls together, and the orphan grace in seconds; ``timers``: two indexes of descriptors, seats,
-    heartbeat, steps; None: no timers.
+    heartbeat, steps; None: no timers; ``notice``: what precedes a planned stop: a signal, seconds, and the index of the
+    descriptor of the page with the stop flag; None: nothing does.
     """
-    return "start", forked, modules, environment, specs, oom_counter, policy, timers
+    return "start", forked, modules, environment, specs, oom_counter, policy, timers, notice
 
 
 def stop(number: int, grace: float) -> Message:
@@ -246,6 +248,11 @@ def signalled(number: int, moment: int, ranks: list[int]) -> Message:
     return "signalled", number, moment, ranks
 
 
+def noticed(number: int, moment: int, ranks: list[int]) -> Message:
+    """These workers were given notice of a planned stop, by signal ``number`` as far as they handle it."""
+    return "noticed", number, moment, ranks
+
+
 def lingering(orphans: list[tuple[Any, ...]], count: int) -> Message:
     """``count`` processes that workers left behind may go on for a while: packed `Orphan` of the first ones."""
     return "lingering", orphans, count
@@ -286,7 +293,7 @@ def ended_by_loss(who: str, returncode: int) -> Message:
 
 
 TO_LAUNCHER = (
-    *(up, started, running, state, exits, signalled, lingering, orphans, helper_lost),
+    *(up, started, running, state, exits, signalled, noticed, lingering, orphans, helper_lost),
     *(start_failed, ended, ended_by_loss),
 )
 
@@ -370,14 +377,18 @@ def read_notes(notes: bytes) -> tuple[int, float, bytes]:
     (0, 2.5, b'KeyError')
     """
     words, _, story = notes.partition(_CRASH)
-    log_writer, orphan_grace = 0, 0.0
-    for word in words.split():
-        if word.startswith(_ORPHAN_GRACE):
-            orphan_grace = float(word[1:])
-        else:
-            log_writer = int(word)
-    return log_writer, orphan_grace, story
+    graces = [word[1:] for word in words.split() if word.startswith(_ORPHAN_GRACE)]
+    pids = [word for word in words.split() if not word.startswith(_ORPHAN_GRACE)]
+    return int(pids[-1]) if pids else 0, float(graces[-1]) if graces else 0.0, story
 
+
+# --- the page with the stop flag, which workers read and the keeper writes
+
+STOP_PAGE_ENV = "PHALANX_STOP_FLAG"
+"""The environment variable by which workers find the page: ``PID:DESCRIPTOR`` of the launcher."""
+
+STOP_PAGE, STOP_FLAG = b"phxstop1", 8
+"""The first bytes of the page, and the offset of the flag, a byte that is 1 as soon as a stop is planned."""
 
 # --- what a forked worker shows of itself
 

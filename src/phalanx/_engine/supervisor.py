@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx._engine.forkserver import ForkServer
+    from phalanx._engine.stop_flag import StopFlag
     from phalanx._logs.pump import Pump
     from phalanx._timers.hang_reporter import HangReporter
 
@@ -69,6 +70,7 @@ class Supervisor:
         """The highest step that a worker had reported, once all are gone; None: none had."""
         self._display = GroupLines(write_line)
         self._hang_report: HangReporter | None = None
+        self._notice: StopFlag | None = None
         self._keeper = KeeperClient()
         self._loop = Loop()
         self._results = ResultReceiver(self._loop, self.mirror)
@@ -121,6 +123,7 @@ class Supervisor:
         modules: Sequence[str] = (),
         report: HangReporter | None = None,
         after: Latch | None = None,
+        notice: StopFlag | None = None,
     ) -> None:
         """Order the start of all workers, and return: `wait_until_up` waits for it. Raises OSError, with none left.
 
@@ -133,7 +136,11 @@ class Supervisor:
             modules: What the keeper imports before it forks.
             report: What writes down hangs, if the workers' timers are to be watched.
             after: Nothing is shown before this opens: the `shown` of a group whose lines come first.
+            notice: What precedes a planned stop, if anything does. It is closed with the group.
         """
+        self._notice = notice
+        if notice is not None:
+            self._link.notice = notice.seconds
         self._hang_report = self._link.hang_report = report
         self._chores = chores
         try:
@@ -165,6 +172,10 @@ class Supervisor:
                 steps = [(name, float(wait)) for name, wait in self._hang_report.steps]
                 timers = (len(given), len(given) + 1, *table.size, steps)
                 given += table.descriptors
+            notice = None
+            if self._notice is not None:
+                notice = int(self._notice.number), float(self._notice.seconds), len(given)
+                given.append(self._notice.fd)
             order = protocol.start(
                 fork,
                 [(name, interpreter.folder_of(name)) for name in modules],
@@ -173,6 +184,7 @@ class Supervisor:
                 procfs.find_oom_counter(),
                 self._policy,
                 timers,
+                notice,
             )
             self._link.open(order, given)
         finally:
@@ -221,7 +233,10 @@ class Supervisor:
         return True
 
     def stop(self, death_signal: int, grace: float) -> None:
-        """Send ``death_signal`` to the live workers; SIGKILL follows after ``grace`` seconds. Returns at once."""
+        """Send ``death_signal`` to the live workers; SIGKILL follows after ``grace`` seconds. Returns at once.
+
+        If the group gives notice, and none has been given yet, that comes before, with its own time.
+        """
         number, seconds = int(death_signal), float(grace)
 
         def stop() -> None:
@@ -322,6 +337,8 @@ class Supervisor:
         steps = [self._close_keeper, self._display.close, self._results.close, self._loop.close]
         if self._hang_report is not None:
             steps.insert(1, self._hang_report.close)
+        if self._notice is not None:
+            steps.insert(1, self._notice.close)
         for step in steps:
             _guarded(step)
 

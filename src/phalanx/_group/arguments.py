@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import signal
 import time
 from types import NoneType
 
@@ -68,6 +69,7 @@ def check_options(
     main: object = IMPORT,
     *,
     orphan_grace: object = 0.0,
+    notice: object = None,
     starts_warm: bool = False,
 ) -> None:
     """Refuse options with which no group can be started. Raises TypeError, ValueError."""
@@ -95,6 +97,29 @@ def check_options(
     for option, time_span in (("settle", settle), ("grace", grace), ("linger", linger)):
         seconds(option, time_span)
     seconds("orphan_grace", orphan_grace, endless=False)
+    checked_notice(notice)
+
+
+def checked_notice(notice: Any) -> tuple[int, float] | None:
+    """Check the notice of a planned stop, a signal's number and seconds, and return it. Raises TypeError, ValueError.
+
+    >>> checked_notice((signal.SIGUSR1, 60))
+    (10, 60.0)
+    """
+    if notice is None:
+        return None
+    if not isinstance(notice, (tuple, list)) or len(notice) != 2:  # noqa: PLR2004 - a signal and its seconds
+        msg = f"notice: expected a pair of a signal's number and seconds, got {notice!r}"
+        raise TypeError(msg)
+    number, span = notice
+    if isinstance(number, bool) or not hasattr(number, "__index__"):
+        msg = f"notice: expected a signal's number, like signal.SIGUSR1, got {number!r}"
+        raise TypeError(msg)
+    number = operator.index(number)
+    if number not in signal.valid_signals() or number in (signal.SIGKILL, signal.SIGSTOP):
+        msg = f"notice: expected a signal that a process can handle, got {number}"
+        raise ValueError(msg)
+    return number, seconds("notice", span, zero=False, endless=False)
 
 
 def per_rank(args: Any, envs: Any, nprocs: int | None) -> tuple[dict[int, tuple[Any, ...]], dict[int, dict[str, str]]]:

@@ -50,6 +50,9 @@ class PContext(GroupStart):
             (default 0). After that they are ended, and it is said which, and whose they were.
         orphan_grace: When this process is killed, or exits without closing the group: seconds between the SIGTERM that
             every worker gets then and SIGKILL (default 0: SIGKILL at once).
+        notice: A signal's number and seconds (> 0), with which a planned stop begins: the workers that handle the
+            signal get it, `phalanx.should_stop` turns true in all of them, and they have so long before the death
+            signal. Default: none. See `close`.
         console: How the console shows what is teed.
         placement: Where the workers run, and within which bounds; default: as the caller.
         timers: How timers and heartbeats of the workers are watched; default: not at all.
@@ -64,6 +67,7 @@ class PContext(GroupStart):
     Attributes:
         nprocs: How many workers the group has.
         logs: Where output goes, as of `start`.
+        notice: The notice of a planned stop; None: there is none.
     """
 
     if TYPE_CHECKING:
@@ -195,6 +199,9 @@ class PContext(GroupStart):
     def close(self, death_sig: signal.Signals | int | None = None, timeout: float = GRACE) -> None:
         """End the group: send ``death_sig``, wait for the grace period, send SIGKILL to what is left.
 
+        With the option ``notice``, that precedes it, unless a worker has failed by itself before, ``death_sig`` is
+        SIGKILL, or this is called again meanwhile.
+
         Returns when no process of the group is left, grandchildren and daemons included. A process that outlives
         SIGKILL (uninterruptible sleep) is abandoned after 10 s, and its rank's outcome says so.
 
@@ -204,7 +211,7 @@ class PContext(GroupStart):
 
         Args:
             death_sig: The first signal; default: SIGTERM.
-            timeout: The grace period in seconds; 0 or less: SIGKILL at once.
+            timeout: The grace period in seconds; 0 or less: SIGKILL at once, or after the notice.
 
         Raises:
             ValueError: ``death_sig`` is no signal, or ``timeout`` is not a number.
@@ -244,10 +251,10 @@ class PContext(GroupStart):
         supervisor = self._supervisor
         if supervisor is None or supervisor.gone or supervisor.owner != os.getpid():
             return
-        if death == signal.SIGKILL or timeout <= 0:
+        if death == signal.SIGKILL or (timeout <= 0 and self.notice is None):
             supervisor.kill()
         else:
-            supervisor.stop(death, timeout)
+            supervisor.stop(death, max(0.0, timeout))
 
     def signal(self, number: signal.Signals | int) -> None:
         """Send a signal to every worker that runs. It is no stop: how a worker ends then is its own end.

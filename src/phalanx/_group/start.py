@@ -18,7 +18,7 @@ from phalanx._engine import host_signals, main_module, protocol
 from phalanx._engine.supervisor import Supervisor
 from phalanx._evidence.cleanup import remove_old
 from phalanx._evidence.error_file import ERROR_FILE_ENV
-from phalanx._group.arguments import GRACE, SETTLE
+from phalanx._group.arguments import GRACE, SETTLE, checked_notice
 from phalanx._group.closing import release
 from phalanx._logs.console import ConsoleSpecs
 from phalanx._logs.layout import LogsDest, checked_dest, missing_folders
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from phalanx._base.latch import Latch
     from phalanx._engine.forkserver import ForkServer
+    from phalanx._engine.stop_flag import StopFlag
     from phalanx._group.end_fd import EndFd
     from phalanx._group.plan import Plan
     from phalanx._group.warm import Warm
@@ -69,6 +70,7 @@ class GroupStart(ABC):
         grace: float = GRACE,
         linger: float = 0.0,
         orphan_grace: float = 0.0,
+        notice: tuple[int, float] | None = None,
         console: ConsoleSpecs | None = None,
         placement: Placement | None = None,
         timers: TimerSpecs | None = None,
@@ -96,6 +98,8 @@ class GroupStart(ABC):
         self._grace = grace
         self._linger = linger
         self._orphan_grace = orphan_grace
+        self.notice = checked_notice(notice)
+        self._stop_page: dict[str, str] = {}
         self._speak = speak
         before = None if follows is None else follows._supervisor  # noqa: SLF001 - of the same class
         self._after: Latch | None = None  # opens when this one's lines may be shown
@@ -173,6 +177,7 @@ class GroupStart(ABC):
             remove_old(self.logs.error_files.values())
             self._recorder = self._begin_record(supervisor, undo)
             report = self._watch(supervisor, undo)
+            stop_flag = self._make_stop_flag(undo)
             specs = [self._spec(rank, *command) for rank, command in plan.commands.items()]
             fork_server = self._warmed(plan.warm)
             with hold():  # no signal handler runs between the start of a process and its recording
@@ -189,6 +194,7 @@ class GroupStart(ABC):
                     modules=plan.modules,
                     report=report,
                     after=self._after,
+                    notice=stop_flag,
                 )
                 # Called by `close`, or when the last reference goes; not by `wait`, which needs the result alone.
                 self._tidy = weakref.finalize(self, release, supervisor, self.logs, self._logs_specs, self._own_warm)
@@ -256,7 +262,7 @@ class GroupStart(ABC):
         """Plan the start of the workers; refuse what cannot work. ``held`` is closed once the workers run."""
 
     def _environment(self, rank: int) -> dict[bytes, bytes]:
-        envs = self.envs[rank] | self._devices.get(rank, {}) | self._watched.get(rank, {})
+        envs = self.envs[rank] | self._devices.get(rank, {}) | self._watched.get(rank, {}) | self._stop_page
         env = {os.fsencode(name): os.fsencode(value) for name, value in envs.items()}
         env[ERROR_FILE_ENV.encode()] = os.fsencode(self.logs.error_files[rank])
         return env
@@ -285,6 +291,17 @@ class GroupStart(ABC):
         if report is not None:
             undo.callback(report.close)
         return report
+
+    def _make_stop_flag(self, undo: ExitStack) -> StopFlag | None:
+        """Make the page with the stop flag, if a planned stop begins with a notice."""
+        if self.notice is None:
+            return None
+        from phalanx._engine.stop_flag import StopFlag
+
+        flag = StopFlag(*self.notice)
+        undo.callback(flag.close)
+        self._stop_page = flag.environment()
+        return flag
 
 
 def warn(text: str) -> None:

@@ -77,6 +77,7 @@ class Outcome(Value):
         signal_sent: The last signal that we sent it, or None.
         ended_ns: When it ended, in nanoseconds on CLOCK_MONOTONIC; None if no exit was seen.
         early: Seconds for which the others went on after it had succeeded, if that is long; else 0.
+        notice: The signal of the notice that it was given of a planned stop, or None.
 
     Raises:
         ValueError: There is no such state.
@@ -86,7 +87,7 @@ class Outcome(Value):
     """
 
     __slots__ = (  # noqa: RUF023 (the order is that of the arguments)
-        "local_rank", "pid", "state", "exitcode", "signal_sent", "ended_ns", "early",
+        "local_rank", "pid", "state", "exitcode", "signal_sent", "ended_ns", "early", "notice",
     )  # fmt: skip
 
     local_rank: int
@@ -96,6 +97,7 @@ class Outcome(Value):
     signal_sent: int | None
     ended_ns: int | None
     early: float
+    notice: int | None
 
     def __init__(
         self,
@@ -106,12 +108,13 @@ class Outcome(Value):
         signal_sent: int | None = None,
         ended_ns: int | None = None,
         early: float = 0.0,
+        notice: int | None = None,
     ) -> None:
         if state not in STATES:
             raise ValueError(f"state must be one of {', '.join(STATES)}; got {state!r}")
         self._store(
             local_rank=local_rank, pid=pid, state=state, exitcode=exitcode, signal_sent=signal_sent,
-            ended_ns=ended_ns, early=early,
+            ended_ns=ended_ns, early=early, notice=notice,
         )  # fmt: skip
 
     def describe(self) -> str:
@@ -119,6 +122,10 @@ class Outcome(Value):
 
         >>> Outcome(0, 4242, "stopped", 0, 15).describe()
         'stopped by us (SIGTERM), exited with code 0'
+        >>> Outcome(0, 4242, "stopped", 0, notice=10).describe()
+        'stopped by us (notice SIGUSR1), exited with code 0'
+        >>> Outcome(0, 4242, "stopped", -15, 15, notice=10).describe()
+        'stopped by us (notice SIGUSR1, SIGTERM)'
         >>> Outcome(0, 4242, "failed", 3).describe()
         'failed: exited with code 3'
         >>> Outcome(0, 4242, "abandoned", None, 9).describe()
@@ -134,6 +141,9 @@ class Outcome(Value):
             return f"abandoned: pid {self.pid} still there" + (f" after {sent}" if sent else "")
         if self.state == "failed":
             return f"failed: {ending}" if ending else "failed"
-        by = f"stopped by us ({sent})" if sent else "stopped by us"
-        expected = self.exitcode is None or (self.signal_sent is not None and self.exitcode == -self.signal_sent)
+        noticed = "" if self.notice is None else f"notice {signal_name(self.notice)}"
+        signals = [name for name in (noticed, sent) if name]
+        by = f"stopped by us ({', '.join(signals)})" if signals else "stopped by us"
+        last = self.notice if self.signal_sent is None else self.signal_sent
+        expected = self.exitcode is None or (last is not None and self.exitcode == -last)
         return by if expected else f"{by}, {ending}"

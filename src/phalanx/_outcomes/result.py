@@ -151,7 +151,7 @@ def collect(
     for worker in sorted(workers, key=lambda worker: (worker.order < 0, worker.order)):
         state, failure = "abandoned", None
         well = worker.exit is not None and worker.exit.ok and not worker.struck
-        if well and (worker.signalled is None or worker.result is not None):
+        if well and (worker.asked is None or worker.result is not None):
             state, failure = _judge_success(worker, logs, values, value_of)
         elif worker.exit is not None:
             failure = _failure(worker, logs, envs[worker.rank].get("RANK", ""))
@@ -160,7 +160,9 @@ def collect(
                 state, failure = "stopped", None
         code = None if worker.exit is None else worker.exit.returncode
         ended = None if worker.exit is None else worker.exit_ns
-        outcomes[worker.rank] = Outcome(worker.rank, worker.pid, state, code, worker.signalled, ended)
+        outcomes[worker.rank] = Outcome(
+            worker.rank, worker.pid, state, code, worker.signalled, ended, notice=worker.noticed
+        )
         if failure is not None:
             failures[worker.rank] = failure
     _date_back(failures, {worker.rank: worker for worker in workers})
@@ -205,15 +207,16 @@ def _early(outcomes: Mapping[int, Outcome], began_ns: int) -> Iterator[tuple[int
 
 def _stopped(worker: WorkerRecord, failure: ProcessFailure) -> bool:
     """Whether a worker ended because we stopped it, and had not failed by itself before that."""
-    if worker.signalled is None:
+    if worker.asked is None or worker.exit is None:
         return False
+    number, asked_ns = worker.asked
     # Evidence from before our signal is of a failure of its own, whatever the signal did after that.
     began = failure.first_key if failure.evidence_ns is not None or failure.dated_ns is not None else None
-    if began is not None and began <= worker.signalled_ns:
+    if began is not None and began <= asked_ns:
         return False
     # So is an exit that had begun before it, unless it was by that signal, or with code 0.
-    began_to_exit = 0 < worker.exiting_ns <= worker.signalled_ns
-    return not (began_to_exit and worker.exit is not None and worker.exit.signal != worker.signalled) or worker.exit.ok
+    began_to_exit = 0 < worker.exiting_ns <= asked_ns
+    return not (began_to_exit and worker.exit.signal != number) or worker.exit.ok
 
 
 def _date_back(failures: dict[int, ProcessFailure], workers: Mapping[int, WorkerRecord]) -> None:
@@ -270,7 +273,7 @@ def _failure(worker: WorkerRecord, logs: LogsDest, global_rank: str) -> ProcessF
         _write_evidence(worker, logs, f"Signal {number} ({signal_name(number)}) received by PID {worker.pid}", stack)
     code, detail = worker.exit.returncode, timer_detail(path) or worker.hang or _detail(worker)
     left = read_exit(path, worker.pid) or _raised(path, worker.pid)
-    if left is not None and left[1] <= worker.signalled_ns and number == worker.signalled:
+    if left is not None and worker.asked is not None and number == worker.asked[0] and left[1] <= worker.asked[1]:
         code, detail = left[0], f"{signal_name(number or 0)}, sent by us, {WHILE_LEAVING}"
     if code == 0 and worker.struck:  # it survived the signal of an expired timer
         code = 1

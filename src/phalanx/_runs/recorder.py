@@ -291,10 +291,10 @@ def _result_of_exits(mirror: Mirror) -> RunProcsResult:
     for rank, worker in sorted(mirror.workers.items()):
         state = "abandoned"
         if worker.exit is not None:
-            state = "stopped" if worker.signalled is not None else "failed" if worker.failed else "succeeded"
+            state = "stopped" if worker.asked is not None else "failed" if worker.failed else "succeeded"
         code = None if worker.exit is None else worker.exit.returncode
         ended = None if worker.exit is None else worker.exit_ns
-        outcomes[rank] = Outcome(rank, worker.pid, state, code, worker.signalled, ended)
+        outcomes[rank] = Outcome(rank, worker.pid, state, code, worker.signalled, ended, notice=worker.noticed)
     return RunProcsResult(outcomes=outcomes, leftovers=mirror.leftovers)
 
 

@@ -16,7 +16,7 @@ from phalanx._base import interrupts
 from phalanx._base.clock import format_duration
 from phalanx._base.stderr import mention, tell
 from phalanx._engine.host_signals import signals_to_handle
-from phalanx._outcomes.outcome import NOT_AVAILABLE
+from phalanx._outcomes.outcome import NOT_AVAILABLE, signal_name
 from phalanx._outcomes.result import verdict
 from phalanx._runs.recorder import Recorder
 from phalanx.cli import _python
@@ -200,12 +200,19 @@ def _say_stop(attempts: Attempts, team: RunTeam, death: signal.Signals, seconds:
         team.stopped_in_delay = True
         mention(f"phalanx: {death.name}: no other attempt is started")
     elif team.group is not None and team.group.is_open:
-        text = f"stopping the workers (at most {seconds:g} s; once more to kill them)"
-        if death == signal.SIGKILL:
-            text = "killing the workers"
-        text = f"phalanx: {death.name}: {text}"
+        text = f"phalanx: {death.name}: {_announced(team.group, death, seconds)}"
         if not team.group.say(text):
             mention(text)
+
+
+def _announced(group: PContext, death: signal.Signals, seconds: float) -> str:
+    if death == signal.SIGKILL:
+        return "killing the workers"
+    if group.notice is None:
+        return f"stopping the workers (at most {seconds:g} s; once more to kill them)"
+    number, span = group.notice
+    spans = f"{span:g} s from now, SIGKILL at most {seconds:g} s later; once more to kill them"
+    return f"giving the workers notice of a stop by {signal_name(number)} ({death.name} {spans})"
 
 
 def look(group: PContext) -> Seen:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 
+from phalanx._group.arguments import checked_notice
 from phalanx._timers.specs import read_steps
 from phalanx.cli._options import Folder, reading
 
@@ -43,6 +45,23 @@ def steps(text: str) -> tuple[tuple[str, float], ...]:
         raise ValueError(str(error).removeprefix("on_expiry: ")) from None
 
 
+def read_notice(text: str) -> tuple[int, float]:
+    """Read ``--notice``: a signal and seconds. Raises ValueError.
+
+    >>> read_notice("USR1:60"), read_notice("SIGUSR2:0.5")
+    ((10, 60.0), (12, 0.5))
+    """
+    name, colon, span = (part.strip() for part in text.partition(":"))
+    number = signal.Signals.__members__.get(f"SIG{name.upper().removeprefix('SIG')}", 0)
+    try:
+        notice = checked_notice((number, float(span if colon else "nan")))
+    except ValueError:
+        msg = f"{text!r}: expected a signal that a process can handle and seconds, more than 0, like USR1:60"
+        raise ValueError(msg) from None
+    assert notice is not None
+    return notice
+
+
 SECTIONS = (
     ("First", ("--nproc-per-node", "--module", "--no-python", "--log-dir", "--run-id", "--hang-timeout")),
     (
@@ -61,7 +80,8 @@ SECTIONS = (
         ("--max-restarts", "--backoff", "--backoff-jitter", "--min-uptime", "--max-no-progress", "--never-restart-on",
          "--always-restart-on"),
     ),
-    ("The end", ("--grace", "--settle", "--linger", "--orphan-grace", "--drain", "--on-expiry", "--signals-forward")),
+    ("The end", ("--grace", "--settle", "--linger", "--notice", "--orphan-grace", "--drain", "--on-expiry",
+                 "--signals-forward")),
     ("Where and how workers run", ("--cpu-bind", "--nice", "--rlimit", "--virtual-local-rank", "--preload",
                                    "--start-method")),
     ("What workers find in the environment", ("--role", "--master-addr", "--master-port")),

@@ -36,7 +36,7 @@ from phalanx.cli._restarts import POLICY, forwarded, forwarding, restart_options
 from phalanx.cli._run_checks import check_command, check_preload, check_ranks, check_rotation, check_shown, timer_specs
 from phalanx.cli._run_group import RunTeam, see_through
 from phalanx.cli._run_logs import run_logs, umask_notes
-from phalanx.cli._run_options import ABSENT, ELSEWHERE, SECTIONS, LogDir, only, steps
+from phalanx.cli._run_options import ABSENT, ELSEWHERE, SECTIONS, LogDir, only, read_notice, steps
 from phalanx.cli._say import say
 from phalanx.cli._streams import check_no_logs, check_streams
 from phalanx.cli._worker_env import reserve_port, worker_env
@@ -113,6 +113,8 @@ _SETTINGS = {**SETTINGS, "allow_interspersed_args": False}  # everything after t
          help="Time for what workers that have all succeeded left behind (an upload), before it is ended.")  # fmt: skip
 @option("--orphan-grace", type=str, callback=checking_seconds(endless=False), default=0.0, show_default=True,
         metavar="SECONDS", help="Time between SIGTERM and SIGKILL when phalanx run itself is killed.")  # fmt: skip
+@option("--notice", callback=reading(read_notice), metavar="SIGNAL:SECONDS",
+        help="What a planned stop begins with: a signal, and time before SIGTERM, like USR1:60.")  # fmt: skip
 @option("--hang-timeout", type=str, callback=checking_seconds(zero=False, endless=False), metavar="SECONDS",
          help="A rank whose last phalanx.timer.beat() is older is hung. Default: none is expected.")  # fmt: skip
 @option("--on-expiry", callback=reading(steps), default="kill", show_default=True, metavar="STEP[:SECONDS],...",
@@ -173,6 +175,7 @@ def _run(
     settle: float,
     linger: float,
     orphan_grace: float,
+    notice: tuple[int, float] | None,
     master_addr: str,
     master_port: int,
     log_max_size: int | None,
@@ -232,7 +235,7 @@ def _run(
         for rank in range(nproc_per_node)
     }
     rest: dict[str, Any] = {"settle": settle, "grace": grace, "linger": linger, "orphan_grace": orphan_grace}
-    rest |= {"placement": placement, "timers": timers, "speak": say, "console": console}
+    rest |= {"notice": notice, "placement": placement, "timers": timers, "speak": say, "console": console}
     rest |= {f"duplicate_{stream}_filters": texts for stream, texts in filters.items()}
     groups = AttemptGroups(
         script, args, envs, specs, module=module, no_python=no_python, python=python, preload=preload, port=reserved,

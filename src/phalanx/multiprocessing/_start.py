@@ -40,6 +40,7 @@ def start_processes(
     grace: float = GRACE,
     linger: float = 0.0,
     orphan_grace: float = 0.0,
+    notice: tuple[int, float] | None = None,
     duplicate_stdout_filters: list[str] | None = None,
     duplicate_stderr_filters: list[str] | None = None,
     console: ConsoleSpecs | None = None,
@@ -104,6 +105,9 @@ def start_processes(
             worker has succeeded. Then they get SIGTERM and, 50 ms later, SIGKILL; `RunProcsResult.leftovers` has them.
         orphan_grace: When this process is killed: seconds (>= 0, finite) between the SIGTERM that every worker gets
             then and SIGKILL. Default: SIGKILL at once.
+        notice: A signal's number and seconds (> 0), like ``(signal.SIGUSR1, 60)``: what a planned stop, a
+            `PContext.close`, begins with. The workers that handle the signal get it, `phalanx.should_stop` turns true
+            in all of them, and they have so long before SIGTERM. Default: none.
         duplicate_stdout_filters: A list of strings. Lines of any rank's redirected stdout that contain one of them are
             also written to one file, `LogsDest.filtered_stdout`.
         duplicate_stderr_filters: The same for stderr.
@@ -165,7 +169,7 @@ def start_processes(
 
     check_options(
         name, entrypoint, method, settle, grace, linger, console, placement, timers, main,
-        orphan_grace=orphan_grace, starts_warm=bool(preload or warm),
+        orphan_grace=orphan_grace, notice=notice, starts_warm=bool(preload or warm),
     )  # fmt: skip
     all_args, all_envs = per_rank(args, envs, nprocs)
     if record and logs_specs is log_dir is None and historical["redirects"] is historical["tee"] is UNSET:
@@ -175,7 +179,7 @@ def start_processes(
         if record:
             specs = recorded(specs)
     options: dict[str, Any] = {"settle": settle, "grace": grace, "linger": linger, "orphan_grace": orphan_grace}
-    options |= {"console": console, "placement": placement, "timers": timers, "record": record}
+    options |= {"notice": notice, "console": console, "placement": placement, "timers": timers, "record": record}
     options["duplicate_stdout_filters"] = _strings("duplicate_stdout_filters", duplicate_stdout_filters)
     options["duplicate_stderr_filters"] = _strings("duplicate_stderr_filters", duplicate_stderr_filters)
     context: PContext

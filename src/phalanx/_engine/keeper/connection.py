@@ -173,6 +173,11 @@ class Connection:
         for first in range(0, len(ranks), BATCH):
             self.send(protocol.signalled(number, moment, ranks[first : first + BATCH]))
 
+    def noticed(self, number: int, moment: int, ranks: list[int]) -> None:
+        """Send which workers were given notice of a stop."""
+        for first in range(0, len(ranks), BATCH):
+            self.send(protocol.noticed(number, moment, ranks[first : first + BATCH]))
+
     def orphans(self, entries: list[tuple[Any, ...]], beyond: int) -> None:
         """Send which orphans were ended."""
         for first in range(0, len(entries), FEW):

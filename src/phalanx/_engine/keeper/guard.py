@@ -22,7 +22,7 @@ import select
 
 from phalanx._base import channels, clock, linux
 from phalanx._engine import protocol
-from phalanx._engine.keeper.keeper import BUSY, Keeper, load_end
+from phalanx._engine.keeper.keeper import Keeper
 from phalanx._engine.protocol import KILL_WAIT
 
 TYPE_CHECKING = False
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 else:
     import _signal as signal  # the C half: `signal` builds enums for 3 ms
     import posix as os  # the C half: `os` itself takes 1 of the 13 ms in which a keeper gets up
+
+BUSY = 0.1
+"""Seconds in which the processor is left to the start, and to groups that end as soon."""
 
 _LONGEST = 2e6  # seconds: poll(2) counts milliseconds in an int
 
@@ -93,6 +96,7 @@ def keep(sock: _socket.socket, call: Callable[[int, list[int]], None] | None = N
 def _keep(keeper: Keeper, sock: _socket.socket, launcher: int, above: int, guard: int, notes: int) -> None:
     """Run as the keeper. On an error of ours, exit, so that the guard takes over; without a guard, take over here."""
     try:
+        keeper.loop.after(BUSY, load_end)
         keeper.keep(launcher, above, guard, notes)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the group must not outlive its keeper
         story = _story(error)
@@ -103,6 +107,14 @@ def _keep(keeper: Keeper, sock: _socket.socket, launcher: int, above: int, guard
                 os._exit(70)
         Keeper(sock).take_over(os.getpid(), 70 << 8, keeper.log_writer, launcher)
         os.write(2, story)
+
+
+def load_end() -> None:
+    """Import what the end needs: a disk may not answer then."""
+    try:
+        from phalanx._engine.keeper import rotated_logs, sweep  # noqa: F401 - the former for a guard that takes over
+    except (OSError, ImportError):  # no descriptor is left, perhaps
+        return
 
 
 def _outlive(keeper: int, ended: int, launcher: int, read_notes: Callable[[], bytes]) -> int:

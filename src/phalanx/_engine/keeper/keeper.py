@@ -5,8 +5,8 @@ window, grace period, linger) comes with the order to start, so what follows is 
 the launcher dies, every process that the workers started is killed, at once or after the orphan grace.
 
 Only code of this package runs here, and nothing here writes to a disk. A disk is read to open log files, until the last
-worker has started, and for imports: of what a start needs, before its order comes; of what an end needs, `BUSY` seconds
-later. The `guard`, its parent, does the same by the same table when the keeper is killed.
+worker has started, and for imports: of what a start needs, before its order comes, or with it; of what an end needs,
+soon after. The `guard`, its parent, does the same by the same table when the keeper is killed.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from phalanx._engine.keeper.notice import Notice
     from phalanx._engine.keeper.rotated_logs import RotatedLogs
     from phalanx._engine.keeper.start_group import Start
     from phalanx._engine.keeper.sweep import Sweep
@@ -38,14 +39,11 @@ else:
     import _signal as signal  # the C half: `signal` builds enums for 3 ms
     import posix as os  # the C half: `os` itself takes 1 of the 13 ms in which a keeper gets up
 
-BUSY = 0.1
-"""Seconds in which the processor is left to the start, and to groups that end as soon."""
-
 _BEFORE = 0.01  # seconds before the end of the settle window in which workers are looked at once more
 _SIGINFO = 128  # bytes of one signal, of which there is one at most: SIGCHLD is not queued
 _ORPHANED = ("orphaned",)  # in place of the last message: nobody receives one
-_NO_EXITS = (_ORPHANED, ("start_failed",))  # last messages beside which no exit is reported
-_REPORTED = ("SETTLING", "STOPPING", "LINGERING", "SWEEPING", "PURGING", "KILLING", "DRAINING")
+_NO_START = ("start_failed",)  # what the last message begins with beside which no exit is reported
+_REPORTED = ("SETTLING", "NOTICED", "STOPPING", "LINGERING", "SWEEPING", "PURGING", "KILLING", "DRAINING")
 
 
 class Keeper:
@@ -53,25 +51,25 @@ class Keeper:
 
     def __init__(self, sock: _socket.socket, call: Callable[[int, list[int]], None] | None = None) -> None:
         self._call = call
-        self._loop = Loop()
+        self.loop = Loop()
         self._state = "WAITING"
         self._connection = Connection(
             sock,
-            self._loop,
+            self.loop,
             receive=self._on_message,
             truncated=self._on_truncated,
             orphaned=self._on_orphaned,
             guard_lost=lambda: self._lose("guard", -linux.SIGKILL),
             sent=lambda: self._see("REPORTED") if self._state == "ENDED" else None,
         )
-        self._waits = Waits(self._loop, self._see)
+        self._waits = Waits(self.loop, self._see)
         self._together, self._orphan_grace = True, 0.0
         self._death_signal: int = signal.SIGTERM
+        self._notice: Notice | None = None
         self._order: tuple[Any, ...] = ()
-        self._children = Children(self._loop, self._on_worker_exit, self._on_reaped)
+        self._children = Children(self.loop, self._on_worker_exit, self._on_reaped)
         self._sweep: Sweep | None = None  # from the first look on
-        self._all_well = True
-        self._more_to_reap = False
+        self._all_well, self._more_to_reap = True, False
         self._null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         self._exits: list[protocol.ExitReport] = []
         self._last_message: channels.Message = ()  # where it is not `protocol.ended`
@@ -82,13 +80,12 @@ class Keeper:
 
     def keep(self, launcher: int, guard: int, parent: int, notes: int) -> None:
         """Serve until the group is gone. ``parent`` is the guard's pid; for the others see `Connection.open`."""
-        self._loop.watch(self._signals, self._on_signal)
+        self.loop.watch(self._signals, self._on_signal)
         self._connection.open(launcher, guard, notes)
-        self._loop.after(BUSY, load_end)
         self._connection.send_up()
         if os.getppid() != parent:
             self._connection.on_guard()
-        self._loop.run()
+        self.loop.run()
 
     def take_over(self, keeper: int, status: int, log_writer: int, launcher: int) -> None:
         """Kill all, in the place of a ``keeper`` (a pid) that has ended with ``status``. ``launcher`` is a pidfd."""
@@ -98,11 +95,11 @@ class Keeper:
             from phalanx._engine.keeper.rotated_logs import RotatedLogs
 
             self._logs = RotatedLogs(log_writer)
-        self._loop.watch(self._signals, self._on_signal)
+        self.loop.watch(self._signals, self._on_signal)
         self._connection.open(launcher)
         self._see("HELPER_LOST")  # before anything is read: the order to start may lie unread in the socket
         self._reap()  # no SIGCHLD comes for children that have ended already
-        self._loop.run()
+        self.loop.run()
 
     @property
     def log_writer(self) -> int:
@@ -141,7 +138,9 @@ class Keeper:
 
     def _on_stop(self, number: int, grace: float) -> None:
         self._death_signal, self._waits.grace = number, grace
-        self._see("STOP")
+        if self._notice is not None and self._state != "RUNNING":
+            self._notice.set_flag()
+        self._see("STOP_WITH_NOTICE" if self._notice is not None and self._state == "RUNNING" else "STOP")
 
     def _on_evidence_taken(self, serial: int) -> None:
         if self._escalation is not None:
@@ -153,6 +152,8 @@ class Keeper:
         self._last_message = _ORPHANED
         self._connection.silence()
         if self._orphan_grace > 0:
+            if self._notice is not None:
+                self._notice.set_flag()
             self._death_signal, self._waits.grace = signal.SIGTERM, self._orphan_grace
             self._see("ORPHANED_WITH_GRACE")
         else:
@@ -178,7 +179,7 @@ class Keeper:
         if self._orphan_grace > 0:
             self._connection.note(protocol.orphan_grace_note(self._orphan_grace))
         self._children.oom_counter = start.oom_counter
-        self._logs, failed = start.start_log_writer(self._loop, self._connection.notes)
+        self._notice, self._logs, failed = start.prepare(self.loop, self._connection.notes)
         if not failed:
             add = None if self._logs is None else self._logs.add
             failed = start.run(
@@ -200,7 +201,7 @@ class Keeper:
         self._see("STARTED")
         start_group.load_procfs()
         if start.table:
-            self._loop.when_idle(lambda: self._watch_timers(start))
+            self.loop.when_idle(lambda: self._watch_timers(start))
 
     def _may_go_on(self, receive: bool) -> bool:  # noqa: FBT001 - as it is called by `start_group`
         self._connection.poll(lambda: self._state == "STARTING", receive=receive)
@@ -216,8 +217,7 @@ class Keeper:
         self._connection.send(protocol.running(clock.now_ns(), self.log_writer))
 
     def _watch_timers(self, start: Start) -> None:
-        strike, send = self._children.strike, self._connection.send
-        self._escalation = start.watch_timers(self._loop, self._in_charge, strike, send)
+        self._escalation = start.watch_timers(self.loop, self._in_charge, self._children.strike, self._connection.send)
 
     def _in_charge(self) -> dict[int, int]:
         """The pids of the live workers by rank; none once they are being stopped."""
@@ -226,8 +226,9 @@ class Keeper:
     def descriptors(self) -> list[int]:
         """Return the open descriptors. No worker may have any of them."""
         own = [self._null, self._signals, *self._connection.descriptors()]
-        own += [*self._loop.descriptors(), *self._children.descriptors()]
+        own += [*self.loop.descriptors(), *self._children.descriptors()]
         own += self._logs.descriptors() if self._logs is not None else []
+        own += [self._notice.page] if self._notice is not None else []
         return [fd for fd in own if fd >= 0]
 
     # --- exits
@@ -239,7 +240,7 @@ class Keeper:
     def _reap(self) -> None:
         if self._children.reap() and not self._more_to_reap:
             self._more_to_reap = True
-            self._loop.call(self._reap_more)
+            self.loop.call(self._reap_more)
         if (self._state, "EMPTY") in lifecycle.TABLE:
             self._sweep_orphans()
 
@@ -249,7 +250,7 @@ class Keeper:
 
     def _on_worker_exit(self, report: protocol.ExitReport) -> None:
         if not self._exits:  # all that this round of the loop sees goes in one message
-            self._loop.call(self._after_exits)
+            self.loop.call(self._after_exits)
         self._exits.append(report)
         failed = bool(report.status or report.struck)  # whatever its status: a worker that hung has failed
         self._all_well = self._all_well and not failed
@@ -257,7 +258,7 @@ class Keeper:
             self._see("ALL_SUCCEEDED" if self._all_well else "ALL_ENDED")
         elif failed and self._together:
             if self._state == "RUNNING":
-                self._loop.when_idle(lambda: self._note_exiting(early=True))
+                self.loop.when_idle(lambda: self._note_exiting(early=True))
             self._see("ONE_FAILED")
         else:
             self._see("ONE_ENDED")
@@ -271,7 +272,7 @@ class Keeper:
 
     def _send_exits(self) -> None:
         exits, self._exits = self._exits, []
-        if exits and self._last_message[:1] not in _NO_EXITS:
+        if exits and self._last_message[:1] != _NO_START:
             self._connection.started(self._children.started)
             self._connection.exits(exits)
 
@@ -293,13 +294,13 @@ class Keeper:
     def _arm_settle(self) -> None:
         until = self._waits.arm_settle()
         if self._waits.settle > _BEFORE:  # not when it is over: a look at many takes milliseconds
-            self._loop.at(until - _BEFORE, lambda: self._note_exiting(early=False))
+            self.loop.at(until - _BEFORE, lambda: self._note_exiting(early=False))
 
     def _arm_linger(self) -> None:
         linger = self._waits.linger
         self._waits.arm("LINGER_OVER", clock.now() + linger)
         if linger > PATIENCE:
-            self._loop.after(PATIENCE, self._report_lingering)
+            self.loop.after(PATIENCE, self._report_lingering)
 
     def _report_lingering(self) -> None:
         if self._state == "LINGERING":
@@ -313,17 +314,23 @@ class Keeper:
         self._connection.started(self._children.started)
         self._connection.signalled(number, moment, ranks)
 
+    def _give_notice(self) -> None:
+        assert self._notice is not None
+        moment = clock.now_ns()
+        self._waits.arm("NOTICE_OVER", clock.now() + self._notice.seconds)
+        self._connection.noticed(self._notice.number, moment, self._notice.give(self._children))
+
     def _kill(self) -> None:
-        if self._last_message[:1] not in _NO_EXITS:
+        if self._last_message[:1] != _NO_START:
             self._signal_all(linux.SIGKILL)
         self._waits.arm("KILL_OVER", clock.now() + KILL_WAIT)
-        self._loop.after(PATIENCE, lambda: self._sweeper().kill_below() if self._state == "KILLING" else None)
+        self.loop.after(PATIENCE, lambda: self._sweeper().kill_below() if self._state == "KILLING" else None)
 
     def _sweeper(self) -> Sweep:
         if self._sweep is None:
             from phalanx._engine.keeper.sweep import Sweep
 
-            self._sweep = Sweep(self._children, self._loop, lambda: (self._state, self.log_writer), self._see)
+            self._sweep = Sweep(self._children, self.loop, lambda: (self._state, self.log_writer), self._see)
         return self._sweep
 
     def _sweep_orphans(self) -> None:
@@ -348,7 +355,7 @@ class Keeper:
         self._logs.abandon()
 
     def _report_end(self) -> None:
-        self._loop.forget(self._signals)
+        self.loop.forget(self._signals)
         self._send_exits()
         sent = True
         if self._last_message != _ORPHANED:
@@ -361,7 +368,7 @@ class Keeper:
 
     def _leave(self) -> None:
         self._connection.leave()
-        self._loop.stop()
+        self.loop.stop()
 
 
 _ACTIONS: dict[str, Callable[[Keeper], None]] = {
@@ -369,6 +376,7 @@ _ACTIONS: dict[str, Callable[[Keeper], None]] = {
     "REFUSE": Keeper._refuse,
     "REPORT_STARTED": Keeper._report_started,
     "ARM_SETTLE": Keeper._arm_settle,
+    "GIVE_NOTICE": Keeper._give_notice,
     "SIGNAL": lambda keeper: keeper._signal_all(keeper._death_signal),
     "ARM_GRACE": lambda keeper: keeper._waits.arm_grace(),
     "ARM_LINGER": Keeper._arm_linger,
@@ -390,11 +398,3 @@ _ON_MESSAGE: dict[str, Callable[..., None]] = {
     "signal_worker": lambda keeper, rank, number: keeper._children.signal_rank(rank, number),
     "evidence_taken": Keeper._on_evidence_taken,
 }
-
-
-def load_end() -> None:
-    """Import what the end needs: a disk may not answer then."""
-    try:
-        from phalanx._engine.keeper import rotated_logs, sweep  # noqa: F401 - the former for a guard that takes over
-    except (OSError, ImportError):  # no descriptor is left, perhaps
-        return

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from phalanx._base.loop import Loop
     from phalanx._engine.keeper.children import Children
+    from phalanx._engine.keeper.notice import Notice
     from phalanx._engine.keeper.rotated_logs import RotatedLogs
     from phalanx._timers.escalation import Escalation
 else:
@@ -39,6 +40,7 @@ class Start:
         policy: See `protocol.start`.
         oom_counter: See `Children`.
         table: The descriptors of the timers' table; (): no timers.
+        notice: What precedes a planned stop: a signal, seconds, and the descriptor of the page with the stop flag.
     """
 
     def __init__(
@@ -50,11 +52,13 @@ class Start:
         oom_counter: tuple[str, int],
         policy: tuple[float, float, float, bool, float],
         timers: tuple[Any, ...] | None,
+        notice: tuple[int, float, int] | None,
         fds: list[int],
     ) -> None:
         self.policy = policy
         self.oom_counter = oom_counter
         self.table: tuple[int, ...] = () if timers is None else (fds[timers[0]], fds[timers[1]])
+        self.notice = None if notice is None else (*notice[:2], fds[notice[2]])
         self._timers = timers
         self._forked = forked
         self._modules = modules
@@ -64,8 +68,17 @@ class Start:
         self._doing = -1, ""  # the rank, and the step
         self._rotates = any(spec.bounds[0] for spec in self._specs)
 
-    def start_log_writer(self, loop: Loop, notes: int) -> tuple[RotatedLogs | None, protocol.Message]:
-        """Start what fills log files, if their size is bounded. Returns it, and () or `protocol.start_failed`."""
+    def prepare(self, loop: Loop, notes: int) -> tuple[Notice | None, RotatedLogs | None, protocol.Message]:
+        """Load what gives notice of a stop, and start what fills log files of bounded size, where they are needed.
+
+        Returns them, and () or `protocol.start_failed`. ``notes`` is a pipe, see `Connection.open`.
+        """
+        notice, failed = self._load_notice()
+        if failed:
+            return None, None, failed
+        return notice, *self._start_log_writer(loop, notes)
+
+    def _start_log_writer(self, loop: Loop, notes: int) -> tuple[RotatedLogs | None, protocol.Message]:
         if not self._rotates:
             return None, ()
         try:
@@ -188,10 +201,20 @@ class Start:
             import phalanx._engine.keeper.fork_process  # noqa: F401 - see above
 
     def close(self) -> None:
-        """Close the descriptors that came with the order, but for the timers' table."""
+        """Close the descriptors that came with the order, but for those of memory that is shared with the workers."""
+        kept = self.table if self.notice is None else (*self.table, self.notice[2])
         for fd in self._fds:
-            if fd not in self.table:
+            if fd not in kept:
                 os.close(fd)
+
+    def _load_notice(self) -> tuple[Notice | None, protocol.Message]:
+        if self.notice is None:
+            return None, ()
+        try:
+            from phalanx._engine.keeper.notice import Notice
+        except (OSError, ImportError):  # no descriptor is left
+            return None, protocol.start_failed(-1, "loading what gives notice of a stop", errno.EMFILE, "")
+        return Notice(*self.notice), ()
 
     def watch_timers(
         self,

@@ -1,7 +1,7 @@
 """Ends what workers left behind: finds the orphans among the keeper's children, and signals them.
 
 Owns the search. Signals children alone, which keep their pids until they are reaped, or processes below them by pidfd.
-What is noted of an orphan for the report is in `orphans`. Loaded shortly after the keeper got up, see `keeper.BUSY`.
+What is noted of an orphan for the report is in `orphans`. Loaded shortly after the keeper got up, see `guard.BUSY`.
 """
 
 from __future__ import annotations

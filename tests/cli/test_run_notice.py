@@ -1,0 +1,108 @@
+"""`phalanx run --notice` and `--orphan-grace`: what a stop looks like in a terminal, and what it comes to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.helpers import alive, descendants, wait_gone
+
+if TYPE_CHECKING:
+    from tests.cli.test_run import Place
+    from tests.support.helpers import Gate, Ready
+
+LOOP = """
+import os, phalanx, signal, sys
+rank = os.environ["RANK"]
+{ready}
+while not phalanx.should_stop():
+    signal.sigtimedwait([], 0.001)
+print("saved")
+{end}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_loop_that_asks_ends_before_the_notice_does(place: Place, ready: Ready, name: str) -> None:
+    script = place.write(LOOP.format(ready=ready.python(), end=""))
+    with place.start("--nproc-per-node", 2, "--notice", "USR1:600", script) as launcher:
+        pids = ready.pids(2)
+        launcher.send(signal.Signals[name])
+        done = launcher.end()
+    assert done.status == 128 + signal.Signals[name]
+    said = f"({name} 600 s from now, SIGKILL at most 30 s later; once more to kill them)"
+    assert f"phalanx: {name}: giving the workers notice of a stop by SIGUSR1 {said}\n" in done.err
+    assert sorted(done.out.splitlines()) == ["[0] saved", "[1] saved"]
+    assert "FAILED" not in done.err
+    assert not [pid for pid in pids if alive(pid)]
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_after_the_notice_is_reported(place: Place, ready: Ready) -> None:
+    end = "if rank == '1': raise OSError('disk full')"
+    script = place.write(LOOP.format(ready=ready.python(), end=end))
+    with place.start("--nproc-per-node", 2, "--notice", "SIGUSR1:600", script) as launcher:
+        ready.wait(2)
+        launcher.send(signal.SIGTERM)
+        done = launcher.end()
+    assert done.status == 1
+    assert "OSError: disk full" in done.err
+    assert "rank 0: stopped by us (notice SIGUSR1), exited with code 0" in done.err
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_kills_at_once(place: Place, ready: Ready) -> None:
+    script = place.write(f"import signal\n{ready.python()}\nwhile True: signal.pause()")
+    with place.start("--notice", "usr2:600", script) as launcher:
+        pids = ready.pids()
+        launcher.send(signal.SIGINT)
+        launcher.read_until("once more to kill them)\n")
+        launcher.send(signal.SIGINT)
+        done = launcher.end()
+    assert done.status == 130
+    assert "SIGKILL: killing the workers" in done.err
+    assert not [pid for pid in pids if alive(pid)]
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_killed_leaves_time(place: Place, ready: Ready, gate: Gate) -> None:
+    script = place.write(f"""
+        import os, signal, sys
+        def save(*_):
+            {ready.python("'SIGTERM'")}
+            {gate.python()}
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, save)
+        {ready.python()}
+        while True: signal.pause()
+        """)
+    with place.start("--orphan-grace", 600, script) as launcher:
+        ready.wait()
+        everybody = descendants(launcher.process.pid)
+        launcher.process.kill()
+        assert ready.wait() == ["SIGTERM"]
+        gate.open()
+        assert wait_gone(everybody) == set()
+
+
+@pytest.mark.parametrize("notice", ["USR1", "USR1:", ":60", "USR1:0", "USR1:-1", "USR1:inf", "KILL:60", "FOO:60", ""])
+def test_what_is_no_notice_is_refused(place: Place, notice: str) -> None:
+    done = place.run("--notice", notice, sys.executable)
+    assert done.status == 2
+    assert f"'--notice': '{notice}': expected a signal that a process can handle and seconds" in done.err
+
+
+def test_a_worker_that_launches_takes_the_flags_address_for_no_option(place: Place) -> None:
+    script = place.write("""
+        import os
+        names = [name for name in os.environ if "STOP" in name or "NOTICE" in name]
+        print(names)
+        """)
+    done = place.run("--notice", "USR1:60", "--", script)
+    assert (done.status, done.out) == (0, "[0] ['PHALANX_STOP_FLAG']\n")
+    assert os.environ.get("PHALANX_STOP_FLAG") is None
