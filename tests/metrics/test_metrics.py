@@ -22,7 +22,7 @@ from phalanx._base import clock
 from phalanx._base.handler_guard import MOST_NESTED, MOST_REPORTED
 from phalanx.multiprocessing import SignalException
 from tests.support.helpers import TIMEOUT
-from tests.support.told import Kept, fail, unconfigured
+from tests.support.told import Kept, KeptRecords, fail, unconfigured
 from tests.support.workers import ROOT
 
 if TYPE_CHECKING:
@@ -438,7 +438,16 @@ def test_in_the_background_nobody_waits(gated: Gated) -> None:
     assert threading.get_ident() not in kept.threads
 
 
-def test_what_is_too_much_for_the_background_is_dropped(gated: Gated, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_too_much_for_the_background_is_dropped(gated: Gated) -> None:
+    """It is reported, once, and who emits does not wait for logging, either."""
+    reported, may_report = threading.Event(), threading.Event()
+
+    def block(_: object) -> None:
+        reported.set()
+        may_report.wait()
+
+    told = KeptRecords(block)
+    logging.getLogger("phalanx.metrics").addHandler(told)
     kept, begun, may = gated
     handler = metrics.BackgroundMetricHandler(kept)
     handler._delivery._most = 3
@@ -450,7 +459,11 @@ def test_what_is_too_much_for_the_background_is_dropped(gated: Gated, caplog: py
     may.set()
     assert handler.flush(TIMEOUT)
     assert kept.names == ["first", "0", "1", "2"]
-    assert reports(caplog) == [
+    assert handler._delivery.dropped == 2
+    reported.wait()
+    may_report.set()
+    logging.getLogger("phalanx.metrics").removeHandler(told)
+    assert [record.getMessage() for record in told.got] == [
         "the handler tests.support.told.Kept is too slow, or has no thread: what finds no room in its queue is dropped"
     ]
 
@@ -541,6 +554,40 @@ def test_the_end_of_a_program_waits_for_the_background() -> None:
     done = program(EXIT.format(blocks=-1))
     assert done.stdout.split() == [str(count) for count in range(100)]
     assert done.stderr == ""
+
+
+IN_CHILD = """
+import multiprocessing, threading
+from phalanx import metrics
+
+class Shown(metrics.MetricHandler):
+    def emit(self, metric_data):
+        if metric_data.value == {blocks}:
+            threading.Event().wait()
+        print(metric_data.name, flush=True)
+
+def work():
+    metrics.configure(metrics.BackgroundMetricHandler(Shown()))
+    for count in range(100):
+        metrics.put_metric(str(count), count)
+
+process = multiprocessing.get_context("fork").Process(target=work)
+process.start()
+process.join()
+"""
+
+
+def test_the_end_of_a_fork_waits_for_the_background() -> None:
+    """One of `multiprocessing`, which ends by `os._exit`."""
+    done = program(IN_CHILD.format(blocks=-1))
+    assert done.stdout.split() == [str(count) for count in range(100)]
+    assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_the_end_of_a_fork_waits_for_a_time() -> None:
+    done = program(IN_CHILD.format(blocks=98))
+    assert done.stderr == "phalanx-metrics: 2 not delivered in 2 s at the interpreter's exit\n"
 
 
 @pytest.mark.slow

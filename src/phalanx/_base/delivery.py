@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import logging  # noqa: F401 - before `atexit.register`: it closes handlers at the exit, which is to come after the wait
 import os
+import sys
 import threading
 import weakref
 
@@ -27,6 +28,7 @@ PATIENCE = 2.0
 """Seconds for which the interpreter's exit waits, for all deliveries together."""
 
 _begun: list[weakref.ref[Delivery]] = []
+_gave_up = 0  # the process whose end has waited in vain
 
 
 class Delivery:
@@ -46,6 +48,9 @@ class Delivery:
         self._most = most
         self._executors: dict[int, SerialExecutor] = {}  # by process: one here, and after a fork that of the parent
         self._delivering = 0  # the ident of the thread that makes a call
+        self.dropped = 0
+        """How many calls were dropped, about: threads that drop at once may count as one."""
+        self._told = False  # that calls were dropped
         _begun.append(weakref.ref(self, _begun.remove))
 
     def post(self, whose: object, action: Callable[..., object], *args: object) -> bool:
@@ -62,7 +67,12 @@ class Delivery:
         nested = handler_guard.depth()
         if self._executor().submit(lambda: self._call(nested, whose, action, args)):
             return True
-        self._guard.report(whose, "is too slow, or has no thread: what finds no room in its queue is dropped")
+        self.dropped += 1
+        if not self._told:
+            self._told = True
+            what = "is too slow, or has no thread: what finds no room in its queue is dropped"
+            # Not here: logging calls handlers, too, and the caller does not wait for them.
+            SerialExecutor(f"{self._name}-dropped").submit(lambda: self._guard.report(whose, what))
         return False
 
     def flush(self, seconds: float) -> bool:
@@ -84,15 +94,21 @@ class Delivery:
         return 0 if executor is None else executor.pending
 
     def give_up(self) -> None:
-        """Log how many calls have not returned, if any. They are still made, as long as the process lives."""
+        """Log how many calls have not returned, and how many were dropped, if any."""
+        if os.getpid() not in self._executors:
+            return
+        if self.dropped:
+            self._guard.tell(f"{self._name}: {self.dropped} dropped")
+            self.dropped = 0
         count = self.pending + (self._delivering != 0)
-        if count and os.getpid() in self._executors:
+        if count:
             self._guard.tell(f"{self._name}: {count} not delivered in {PATIENCE:g} s at the interpreter's exit")
 
     def _executor(self) -> SerialExecutor:
         pid = os.getpid()
         found = self._executors.get(pid)
         if found is None:
+            _wait_in_child()
             new = SerialExecutor(self._name, self._most)
             found = self._executors.setdefault(pid, new)  # one step: two threads get the same
             for other in [*self._executors]:
@@ -118,10 +134,23 @@ def flush(deliveries: Iterable[Delivery], seconds: float) -> bool:
     return all(done)
 
 
+def _wait_in_child() -> None:
+    """Have the end of a process of `multiprocessing` wait, too: a fork of it ends without `atexit`."""
+    parent_process = getattr(sys.modules.get("multiprocessing.process"), "parent_process", None)
+    if parent_process is not None and parent_process() is not None:
+        from multiprocessing.util import Finalize
+
+        Finalize(None, _finish, exitpriority=0)
+
+
 def _finish() -> None:
-    """Give what waits a last chance."""
+    """Give what waits a last chance, also a second time, but not after one was in vain."""
+    global _gave_up  # noqa: PLW0603 - one for the process
+    if _gave_up == os.getpid():
+        return
     deliveries = [each for each in [ref() for ref in [*_begun]] if each is not None]
-    flush(deliveries, PATIENCE)
+    if not flush(deliveries, PATIENCE):
+        _gave_up = os.getpid()
     for each in deliveries:
         each.give_up()
 

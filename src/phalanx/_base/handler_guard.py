@@ -72,7 +72,7 @@ class Guard:
         try:
             action(*args)
         except Exception as error:
-            if hasattr(error, "sigval"):  # a SignalException, ours or torch's
+            if any(kind.__name__ == "SignalException" for kind in type(error).__mro__):  # ours or torch's
                 raise
             self.report(handler, RAISED, error)
         finally:
