@@ -19,16 +19,22 @@ class EventSource(str, Enum):  # noqa: UP042 - torch's is no StrEnum: its str() 
     """Who tells an event."""
 
     AGENT = "AGENT"
+    """The launcher."""
     WORKER = "WORKER"
+    """A worker."""
 
 
 class NodeState(str, Enum):  # noqa: UP042 - as above
     """Where a node is in its rendezvous."""
 
     INIT = "INIT"
+    """It has not begun."""
     RUNNING = "RUNNING"
+    """It has begun."""
     SUCCEEDED = "SUCCEEDED"
+    """It has ended well."""
     FAILED = "FAILED"
+    """It has ended with an error."""
 
 
 class _Text:

@@ -10,13 +10,18 @@ from collections import namedtuple
 class MetricData(
     namedtuple("MetricData", ["timestamp", "group_name", "name", "value"])  # noqa: PYI024 - `typing` takes 5 ms to import
 ):
-    """One metric, as a handler gets it: a named tuple.
-
-    ``timestamp`` is Unix time, a float; ``group_name`` and ``name`` are texts; ``value`` is what `put_metric` was
-    given, as a rule an int.
-    """
+    """One metric, as a handler gets it: a named tuple."""
 
     __slots__ = ()
+
+    timestamp: float
+    """When it was emitted, in seconds of Unix time."""
+    group_name: str
+    """Its group."""
+    name: str
+    """Its name."""
+    value: int
+    """Its value: what `put_metric` was given, also if that is no int."""
 
 
 class MetricHandler(ABC):
