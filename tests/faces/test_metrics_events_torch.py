@@ -255,8 +255,16 @@ def test_what_is_read_by_the_other() -> None:
         assert other.RdzvEvent.deserialize(event.serialize()).serialize() == event.serialize()
 
 
-def test_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+NAMES = ("torchelastic-events-", "phalanx.events.")
+"""How the loggers of destinations are called: torch's, and ours."""
+
+
+def test_what_differs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As the tables of the pages say."""
+
+    def lines() -> list[str]:
+        return capsys.readouterr().out.splitlines()
+
     ours, theirs = (importlib.import_module(f"{package}.metrics") for package in ("phalanx", ELASTIC))
 
     class Fails:
@@ -287,5 +295,14 @@ def test_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     put_handler(ours, "mine")
     put_handler(theirs, "mine")
     ours.record(event[ours], "mine")
+    assert len(lines()) == 1
     with pytest.raises(ValueError, match="debug"):
         theirs.record(theirs.Event("a", theirs.EventSource.AGENT), "mine")
+
+    monkeypatch.delenv("LOGLEVEL")
+    put_handler(theirs, "other")
+    for package, destination in ((ours, "mine"), (theirs, "other")):
+        for shown in (1, int(package is ours)):
+            package.record(package.Event("a", package.EventSource.AGENT), destination)
+            assert len(lines()) == shown
+            logging.getLogger(f"{NAMES[package is ours]}{destination}").disabled = True  # as logging.config does

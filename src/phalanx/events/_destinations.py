@@ -35,7 +35,7 @@ def register_logging_handler(destination: str, handler: logging.Handler) -> None
     """Let a destination name a handler from now on, also one that has a handler already. Torch has no such function.
 
     Args:
-        destination: The name: as in `record`, and in ``--event-log-handler``.
+        destination: The name, as `record` takes it.
         handler: Takes records whose message is the JSON text of an event.
 
     Raises:
@@ -85,6 +85,7 @@ def logger_of(destination: str) -> logging.Logger:
         others = [each for each in logger.handlers if each is not before and each is not handler]
         logger.handlers = [*others, handler]  # in one step: no record goes to both, or to neither
         _attached[destination] = handler
+    logger.disabled = False  # logging.config disables all loggers that it is not told of, unless it is asked not to
     return logger
 
 
