@@ -14,8 +14,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TORCH = "torch==2.13.0"
-NEEDS = ("filelock", "typing-extensions", "sympy", "networkx", "jinja2", "fsspec", "numpy", "setuptools>=77.0.3")
-"""What ``import torch`` needs. Its CUDA packages, gigabytes of them, are what ``--no-deps`` leaves out."""
+NEEDS = (
+    "filelock",
+    "typing-extensions",
+    "sympy",
+    "networkx",
+    "jinja2",
+    "fsspec",
+    "numpy",
+    "setuptools>=77.0.3",
+    "click",
+)
+"""What ``import torch`` needs, and ``phalanx run``, which runs there where its workers import torch. torch's CUDA
+packages, gigabytes of them, are what ``--no-deps`` leaves out."""
 
 VARIABLE = "PHALANX_PEER_PYTHON"
 FOLDER = ROOT / ".venv-peer"
@@ -44,7 +55,7 @@ def find_or_make() -> str:
 
 def _fault(python: str) -> str | None:
     """Return what is wrong with an interpreter as the peer, or nothing."""
-    command = [python, "-c", "import torch.distributed.elastic.multiprocessing"]
+    command = [python, "-c", "import click, torch.distributed.elastic.multiprocessing"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:

@@ -14,6 +14,8 @@ _MODULES = {
     "spawn_noop": "spawn_noop",
     "spawn_main": "spawn_main",
     "warm_torch": "warm_torch",
+    "restart": "restart",
+    "run_true": "run_true",
     "big_argument": "big_argument",
     "exit_to_wait": "exit_to_wait",
     "import": "import_time",

@@ -22,6 +22,8 @@ from benchmarks.cases import (
     load,
     log_delay,
     log_throughput,
+    restart,
+    run_true,
     slow_console,
     timer_cost,
     timer_expiry,
@@ -99,7 +101,7 @@ def test_absent_peer_is_an_error_that_says_why(monkeypatch: pytest.MonkeyPatch) 
         find_or_make()
 
 
-@pytest.mark.parametrize("module", [vocabulary, report])
+@pytest.mark.parametrize("module", [vocabulary, report, restart])
 def test_docstrings_are_true(module: ModuleType) -> None:
     found = doctest.testmod(module)
     assert found.attempted > 0
@@ -146,6 +148,29 @@ def test_warm_starts_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(ours.figures) == set(warm_torch.CASE.units)
     assert len(ours.figures["second start"]) == warm_torch.SECOND
     assert floor.figures["first start"][0] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_temporary_folder")
+def test_restarts_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restart, "MODULE", "json")
+    monkeypatch.setattr(restart, "WORKERS", 2)
+    monkeypatch.setattr(restart, "RESTARTS", 2)
+    ours, floor = (restart.CASE.contenders[contender]() for contender in (PHALANX, FLOOR))
+    assert set(ours.figures) | {"cold, c10d"} == set(restart.CASE.units)
+    for values in (*ours.figures.values(), floor.figures["cold"]):
+        assert len(values) == 2
+        assert min(values) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_temporary_folder")
+def test_a_whole_launcher_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for contender in (PHALANX, FLOOR):
+        monkeypatch.setitem(run_true.TIMES, contender, 1)
+        figures = run_true.CASE.contenders[contender]().figures
+        assert set(figures) == set(run_true.CASE.units)
+        assert all(len(values) == 1 and values[0] > 0 for values in figures.values())
 
 
 @pytest.mark.usefixtures("own_temporary_folder")

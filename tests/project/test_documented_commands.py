@@ -29,6 +29,9 @@ NOT_RUN = {
     "python -m benchmarks --no-peer --json result.json": "as above",
     "phalanx run --nproc-per-node 4 examples/digits.py": "tests/project/test_examples.py runs it",
     "phalanx run --nproc-per-node 2 examples/digits_ddp.py": "tests/project/test_examples.py runs it, where torch is",
+    "python examples/kill_ranks.py --preload torch,sklearn.datasets":
+        "takes a minute; tests/project/test_examples.py runs it with fewer restarts, where torch is",
+    "python examples/kill_ranks.py --launcher torchrun": "takes minutes",
     "python examples/launch_slowfast_style.py --shard-id 0 --num-shards 2 --init-method tcp://127.0.0.1:29400 &":
         "tests/project/test_examples.py runs it on a free port, where torch is",
     "python examples/launch_slowfast_style.py --shard-id 1 --num-shards 2 --init-method tcp://127.0.0.1:29400":

@@ -47,11 +47,11 @@ def start(*argv: object) -> subprocess.Popen[str]:
     )
 
 
-def finish(*programs: subprocess.Popen[str]) -> list[str]:
+def finish(*programs: subprocess.Popen[str], limit: float = LIMIT) -> list[str]:
     """Return what each program wrote to its stdout, once all have ended well."""
     try:
         # These programs write little: none can fill its pipe while another is being read.
-        outputs = [program.communicate(timeout=LIMIT) for program in programs]
+        outputs = [program.communicate(timeout=limit) for program in programs]
     finally:
         for program in programs:
             with program:  # closes the pipes and reaps
@@ -102,6 +102,17 @@ def test_digits_ddp_runs_under_torchrun(tmp_path: Path) -> None:
     options = ("--nproc-per-node", 2, "--log-dir", tmp_path, "--master-port", free_port())
     (output,) = finish(start("-m", "torch.distributed.run", *options, EXAMPLES / "digits_ddp.py"))
     assert accuracy(output, ranks=2) > 0.93
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_digits_ddp_ends_with_the_same_weights_though_ranks_are_killed() -> None:
+    options = ("--restarts", 5, "--preload", "torch,sklearn.datasets")
+    (output,) = finish(start(EXAMPLES / "kill_ranks.py", *options), limit=300.0)
+    assert "the same weights after 5 restarts" in output
+    assert len(re.findall(r"^attempt \d: SIG\w+ to rank \d", output, re.MULTILINE)) >= 5
+    assert "that went on at steps" in output
 
 
 def free_port() -> int:
