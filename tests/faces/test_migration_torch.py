@@ -21,9 +21,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from phalanx._agent.worker_env import worker_env
 from phalanx.cli import run as cli
 from phalanx.cli._run_options import ABSENT
-from phalanx.cli._worker_env import worker_env
 from phalanx.multiprocessing import DefaultLogsSpecs, MultiprocessContext, start_processes
 from tests.support import torch_names
 from tests.support.torch_names import ELASTIC, Fact, all_members, parameters

@@ -33,7 +33,7 @@ WINGS = (
 )
 """The packages that hold one subject each, from the ground up."""
 
-FACES = ("errors", "timer", "metrics", "events", "multiprocessing", "spawn", "cli")
+FACES = ("errors", "timer", "metrics", "events", "rendezvous", "multiprocessing", "spawn", "agent", "cli")
 """The packages whose names users know, which stand on the wings, from the ground up."""
 
 LAYERS = (*WINGS, *FACES)

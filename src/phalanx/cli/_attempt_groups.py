@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import click
+
+from phalanx._agent import master_port
+from phalanx._agent.worker_env import MASTER_PORT, RESTART_COUNT
 from phalanx._group.warm import Warm, path_of, shared
-from phalanx.cli._worker_env import MASTER_PORT, RESTART_COUNT
 from phalanx.multiprocessing import PContext, ScriptContext, SubprocessContext
 
 TYPE_CHECKING = False
@@ -73,3 +76,12 @@ class AttemptGroups:
         """End the process that preloads."""
         if self._warm is not None:
             self._warm.close()
+
+
+def reserve_port() -> ReservedPort:
+    """Reserve a port for rank 0, see `master_port.reserve`. Raises ClickException."""
+    try:
+        return master_port.reserve()
+    except OSError as error:
+        msg = f"no port for MASTER_PORT: {error.strerror}; --master-port takes the number of one"
+        raise click.ClickException(msg) from None

@@ -13,10 +13,11 @@ from contextlib import ExitStack
 
 import click
 
+from phalanx._agent.worker_env import worker_env
 from phalanx._base.tty import use_colour
 from phalanx._placement import accelerators
 from phalanx.cli import _python
-from phalanx.cli._attempt_groups import AttemptGroups
+from phalanx.cli._attempt_groups import AttemptGroups, reserve_port
 from phalanx.cli._command import SETTINGS, Command
 from phalanx.cli._options import (
     Whole,
@@ -39,7 +40,6 @@ from phalanx.cli._run_logs import run_logs, umask_notes
 from phalanx.cli._run_options import ABSENT, ELSEWHERE, SECTIONS, LogDir, only, read_notice, steps
 from phalanx.cli._say import say
 from phalanx.cli._streams import check_no_logs, check_streams
-from phalanx.cli._worker_env import reserve_port, worker_env
 from phalanx.multiprocessing import SignalException, Std
 
 TYPE_CHECKING = False

@@ -1,0 +1,54 @@
+"""The environment variables that workers find: of `phalanx run`, and of `phalanx.agent`."""
+
+from __future__ import annotations
+
+import os
+
+MASTER_PORT = "MASTER_PORT"
+RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
+"""The variable that says which attempt a worker is in, from 0 on."""
+
+
+def worker_env(
+    rank: int,
+    world_size: int,
+    *,
+    role: str,
+    run_id: str,
+    master_addr: str,
+    master_port: int,
+    local_rank: int | None = None,
+    local_world_size: int | None = None,
+    group_rank: int = 0,
+    group_world_size: int = 1,
+    role_rank: int | None = None,
+    role_world_size: int | None = None,
+    attempt: int = 0,
+    max_restarts: int = 0,
+    use_agent_store: bool = False,
+) -> dict[str, str]:
+    """Return the variables that a worker finds, with the names and meanings that torch programs read.
+
+    What is None is as on one machine with one role: the local rank is ``rank``, sizes are ``world_size``.
+    """
+    local_rank = rank if local_rank is None else local_rank
+    role_rank = rank if role_rank is None else role_rank
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size if local_world_size is None else local_world_size),
+        "GROUP_RANK": str(group_rank),
+        "GROUP_WORLD_SIZE": str(group_world_size),
+        "ROLE_RANK": str(role_rank),
+        "ROLE_NAME": role,
+        "ROLE_WORLD_SIZE": str(world_size if role_world_size is None else role_world_size),
+        "MASTER_ADDR": master_addr,
+        MASTER_PORT: str(master_port),
+        "TORCHELASTIC_RUN_ID": run_id,
+        RESTART_COUNT: str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        # False: rank 0 serves the store at MASTER_PORT, not we.
+        "TORCHELASTIC_USE_AGENT_STORE": str(use_agent_store),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),  # as torchrun has it
+    }

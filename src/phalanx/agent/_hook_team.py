@@ -1,0 +1,124 @@
+"""An agent's workers as a team of `attempts`: each step of an attempt is a call of one of the agent's hooks."""
+
+# ruff: noqa: SLF001 - the hooks have the names that torch gave them
+
+from __future__ import annotations
+
+from phalanx._agent.attempt_end import AttemptEnd
+from phalanx._agent.attempts import Team
+from phalanx._base.stderr import mention
+from phalanx.agent._spec import check_type
+from phalanx.agent._types import RunResult, WorkerState
+from phalanx.rendezvous import RendezvousError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Protocol
+
+    from phalanx.agent._types import WorkerGroup
+
+    class Hooks(Protocol):
+        """What a `SimpleElasticAgent` has for this."""
+
+        _stopping: bool
+
+        def get_worker_group(self) -> WorkerGroup: ...
+        def _begin_attempt(self, attempt: int, wake: Callable[[], None], *, after_failure: bool) -> None: ...
+        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult: ...
+        def _stop_workers(self, worker_group: WorkerGroup) -> None: ...
+        def _shut_down(self, death_signal: int | None, grace: float | None) -> None: ...
+        def _end_of(self, state: str, result: RunResult) -> AttemptEnd: ...
+        def _say(self, text: str) -> bool: ...
+
+
+_FAILED = (WorkerState.FAILED, WorkerState.UNHEALTHY)
+
+
+class HookTeam(Team):
+    """Starts, watches and stops the workers of an agent through its hooks.
+
+    Args:
+        agent: Whose hooks are called.
+        poll_seconds: See `Team`.
+        machines_may_come: Whether the rendezvous is asked if another machine waits.
+        ask_restart: Asks for another attempt, though none has failed. Given why.
+
+    Attributes:
+        result: What the last attempt has led to; None: it has not ended, or was stopped.
+        start_error: Why the last attempt could not be started; None if it was.
+    """
+
+    def __init__(
+        self,
+        agent: Hooks,
+        poll_seconds: float | None,
+        *,
+        machines_may_come: bool,
+        ask_restart: Callable[[str], None],
+    ) -> None:
+        self.poll_seconds = poll_seconds
+        self.result: RunResult | None = None
+        self.start_error: Exception | None = None
+        self._agent = agent
+        self._machines_may_come = machines_may_come
+        self._ask_restart = ask_restart
+        self._is_restart = False
+        self._stopped = False
+        self._fatal: RendezvousError | None = None
+
+    def start(self, attempt: int, wake: Callable[[], None]) -> None:
+        """See `Team`. What a rendezvous raises ends it all: `ended` raises it."""
+        after_failure = self.result is not None or self.start_error is not None
+        self.result, self.start_error, self._stopped, self._is_restart = None, None, False, False
+        try:
+            self._agent._begin_attempt(attempt, wake, after_failure=after_failure)
+        except RendezvousError as error:
+            if attempt == 0:
+                raise
+            self._fatal = error
+            wake()
+        except Exception as error:
+            self.start_error = error
+            raise
+
+    def ended(self) -> AttemptEnd | None:
+        """See `Team`. Raises what the hooks raise."""
+        if self._fatal is not None:
+            raise self._fatal
+        if self._stopped:
+            return AttemptEnd("stopped")
+        agent = self._agent
+        group = agent.get_worker_group()
+        result = agent._monitor_workers(group)
+        check_type("_monitor_workers", result, RunResult)
+        group.state = result.state
+        if result.state == WorkerState.SUCCEEDED:
+            self.result = result
+            return agent._end_of("succeeded", result)
+        if result.state in _FAILED:
+            agent._stop_workers(group)
+            self.result = result
+            return agent._end_of("failed", result)
+        if result.state != WorkerState.HEALTHY:
+            msg = f"_monitor_workers: a group that runs, or has ended, cannot be {result.state.value}"
+            raise RuntimeError(msg)
+        if self._machines_may_come and not self._is_restart and group.spec.rdzv_handler.num_nodes_waiting() > 0:
+            self._is_restart = True
+            self._ask_restart("another machine waits")
+        return None
+
+    def stop(self, death_signal: int, grace: float) -> None:
+        """See `Team`. Returns when the hook has."""
+        group = self._agent.get_worker_group()
+        if self._is_restart and not self._agent._stopping:
+            self._agent._stop_workers(group)
+        else:
+            self._agent._shut_down(death_signal, grace)
+        group.state = WorkerState.STOPPED
+        self._stopped = True
+
+    def say(self, text: str) -> None:
+        """See `Team`."""
+        if not self._agent._say(text):
+            mention(text)

@@ -1,0 +1,214 @@
+"""`LocalElasticAgent`: an agent whose workers are processes of this machine."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import suppress
+
+from phalanx._agent.group_team import GroupTeam
+from phalanx._agent.worker_env import worker_env
+from phalanx._engine.start_errors import KeeperLostError
+from phalanx._group.arguments import check_options
+from phalanx._group.command_group import SubprocessContext
+from phalanx._group.function_group import MultiprocessContext
+from phalanx._logs.console import ConsoleSpecs
+from phalanx._logs.prefixes import checked_template
+from phalanx._logs.specs import LogsSpecs
+from phalanx._placement.placement import Placement
+from phalanx.agent._file_timers import FileTimers
+from phalanx.agent._simple import EXIT_BARRIER_TIMEOUT, SHUTDOWN_TIMEOUT, SimpleElasticAgent
+from phalanx.agent._spec import check_type
+from phalanx.agent._types import RunResult, WorkerState
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+    from phalanx._agent.attempt_end import AttemptEnd
+    from phalanx._agent.restart_policy import RestartPolicy
+    from phalanx._group.context import PContext
+    from phalanx._group.warm import Warm
+    from phalanx._timers.specs import TimerSpecs
+    from phalanx.agent._spec import WorkerSpec
+    from phalanx.agent._types import WorkerGroup
+
+_LOCAL_RANK = "${local_rank}"
+
+
+class LocalElasticAgent(SimpleElasticAgent):
+    """Runs the workers of a `WorkerSpec` as one group of processes, and starts them again when they fail.
+
+    Each attempt is a group of its own, as `phalanx.multiprocessing.start_processes` starts one. No process of it is
+    left when the next one begins. Nothing polls, unless a subclass has a `_monitor_workers` of its own.
+
+    With ``TORCHELASTIC_ENABLE_FILE_TIMER=1``, the agent runs a `phalanx.timer.FileTimerServer`; workers find the path
+    of its pipe as ``TORCHELASTIC_TIMER_FILE``.
+
+    Args:
+        spec: What the workers are.
+        logs_specs: Where output goes.
+        start_method: How workers of a function are started: "spawn", "forkserver" or "fork". No effect on programs.
+        exit_barrier_timeout: See `SimpleElasticAgent`.
+        log_line_prefix_template: What stands before each line on the console, with ``${role_name}``, ``${rank}`` and
+            ``${local_rank}``; None for ``TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE``, or ``[rank] ``.
+        shutdown_timeout: See `SimpleElasticAgent`.
+        policy: See `SimpleElasticAgent`.
+        settle: See `phalanx.multiprocessing.start_processes`, as of the others.
+        linger: Likewise.
+        console: Likewise.
+        timers: Likewise.
+        preload: Likewise. An open `phalanx.warm` that has imported these serves all attempts.
+        warm: Likewise; it serves all attempts.
+        writable: Likewise.
+        main: Likewise.
+
+    Raises:
+        TypeError, ValueError: What is wrong with which argument.
+
+    >>> from phalanx.multiprocessing import DefaultLogsSpecs
+    >>> from phalanx.agent import WorkerSpec
+    >>> spec = WorkerSpec("trainer", 2, None, entrypoint=pow, args=(2, 3))
+    >>> LocalElasticAgent(spec, DefaultLogsSpecs()).run().return_values
+    {0: 8, 1: 8}
+    """
+
+    __module__ = "phalanx.agent"
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs_specs: LogsSpecs,
+        start_method: str = "spawn",
+        exit_barrier_timeout: float = EXIT_BARRIER_TIMEOUT,
+        log_line_prefix_template: str | None = None,
+        shutdown_timeout: float = SHUTDOWN_TIMEOUT,
+        *,
+        policy: RestartPolicy | None = None,
+        settle: float | None = None,
+        linger: float = 0.0,
+        console: ConsoleSpecs | None = None,
+        timers: TimerSpecs | None = None,
+        preload: Sequence[str] | None = None,
+        warm: Warm | None = None,
+        writable: bool = False,
+        main: str = "import",
+    ) -> None:
+        super().__init__(spec, exit_barrier_timeout, shutdown_timeout, policy=policy)
+        check_type("logs_specs", logs_specs, LogsSpecs)
+        options: dict[str, Any] = {"linger": linger, "console": console, "timers": timers}
+        options |= {} if settle is None else {"settle": settle}
+        check_options(
+            spec.role, spec.entrypoint, start_method, options.get("settle", 0.0), self._shutdown_timeout, linger,
+            console, spec.numa_options, timers, main, starts_warm=bool(preload or warm),
+        )  # fmt: skip
+        if log_line_prefix_template is not None:
+            checked_template(log_line_prefix_template, "log_line_prefix_template")
+            options["console"] = (console or ConsoleSpecs()).replace(template=log_line_prefix_template)
+        options["placement"] = spec.numa_options
+        if spec.virtual_local_rank:
+            options["placement"] = (spec.numa_options or Placement()).replace(virtual_local_rank=True)
+        options["grace"] = self._shutdown_timeout
+        options["duplicate_stdout_filters"] = spec.duplicate_stdout_filters
+        options["duplicate_stderr_filters"] = spec.duplicate_stderr_filters
+        self._options = options
+        self._function_options = {"preload": preload, "warm": warm, "writable": writable, "main": main}
+        self._start_method = start_method
+        self._logs_specs = logs_specs
+        self._file_timers = FileTimers()
+        self._groups = GroupTeam(self._make_group)
+        self._group_end: AttemptEnd | None = None
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:  # noqa: ARG002 - there is one
+        """Start the group of an attempt. Returns the process ids. Raises as `start_processes`."""
+        self._group_end = None
+        self._groups.start(self._attempt, self._wake)
+        assert self._groups.group is not None
+        return dict(self._groups.group.pids())
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002 - there is one
+        """End the group's processes, and return when none is left. What they wrote may not be shown yet."""
+        self._end_group(signal.SIGTERM, self._shutdown_timeout)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Return at once how the group is."""
+        groups = self._groups
+        end = groups.ended()
+        if end is None:
+            return RunResult(WorkerState.HEALTHY)
+        self._group_end = end
+        number = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        result = groups.result
+        if end.state == "succeeded" and result is not None:
+            values = {number[rank]: value for rank, value in sorted(result.return_values.items())}
+            return RunResult(WorkerState.SUCCEEDED, return_values=values)
+        failures = {} if result is None else {number[rank]: each for rank, each in sorted(result.failures.items())}
+        return RunResult(WorkerState.FAILED, failures=failures)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = SHUTDOWN_TIMEOUT) -> None:
+        """End what is left, show its last lines, and stop the timer server."""
+        try:
+            self._end_group(death_sig, timeout)
+        finally:
+            self._groups.close()
+            self._file_timers.stop()
+
+    def _end_group(self, death_sig: int, timeout: float) -> None:
+        group = self._groups.group
+        if group is not None and group.is_open:
+            self._groups.stop(death_sig, timeout)
+            with suppress(KeeperLostError, RuntimeError):  # with its keeper they are gone; or it was never up
+                group.wait_gone()
+
+    def _make_group(self, attempt: int, before: PContext | None) -> PContext:
+        """Make the group of an attempt from the spec and the ranks of the rendezvous."""
+        own, spec = self._worker_group, self._worker_group.spec
+        run_id = spec.rdzv_handler.get_run_id()
+        more = self._file_timers.start(run_id)
+        envs = {
+            worker.local_rank: worker_env(
+                worker.global_rank, worker.world_size, role=spec.role, run_id=run_id,
+                master_addr=str(own.master_addr), master_port=own.master_port or 0,
+                local_rank=worker.local_rank, local_world_size=spec.local_world_size,
+                group_rank=own.group_rank or 0, group_world_size=own.group_world_size or 1,
+                role_rank=worker.role_rank, role_world_size=worker.role_world_size,
+                attempt=attempt, max_restarts=spec.max_restarts,
+                use_agent_store=bool(getattr(spec.rdzv_handler, "use_agent_store", False)),
+            ) | more
+            for worker in own.workers
+        }  # fmt: skip
+        args = {rank: with_local_rank(spec.args, rank) for rank in envs}
+        options = {**self._options, "follows": before}
+        if isinstance(spec.entrypoint, str):
+            return SubprocessContext(spec.role, spec.entrypoint, args, envs, self._logs_specs, **options)
+        options |= self._function_options
+        return MultiprocessContext(
+            spec.role, spec.entrypoint, args, envs, self._start_method, self._logs_specs, **options
+        )
+
+    def _poll_seconds(self) -> float | None:
+        """Nothing polls but what is somebody's own: a `_monitor_workers`, or a rendezvous."""
+        own = type(self)._monitor_workers is not LocalElasticAgent._monitor_workers  # noqa: SLF001 - of a subclass
+        return self._worker_group.spec.monitor_interval if own or self._machines_may_come() else None
+
+    def _end_of(self, state: str, result: RunResult) -> AttemptEnd:
+        end = self._group_end
+        return super()._end_of(state, result) if end is None else end.replace(state=state)
+
+    def _say(self, text: str) -> bool:
+        self._groups.say(text)
+        return True
+
+    def _final_error(self) -> Exception | None:
+        return self._groups.lost
+
+
+def with_local_rank(args: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
+    """Replace ``${local_rank}`` in the arguments that are strings.
+
+    >>> with_local_rank(("--device", "cuda:${local_rank}", 4), 1)
+    ('--device', 'cuda:1', 4)
+    """
+    if not any(isinstance(value, str) and _LOCAL_RANK in value for value in args):
+        return args
+    return tuple(value.replace(_LOCAL_RANK, str(rank)) if isinstance(value, str) else value for value in args)

@@ -1,0 +1,308 @@
+"""`ElasticAgent` and `SimpleElasticAgent`: an agent whose workers are started, watched and stopped by its hooks.
+
+`_agent.attempts` decides what follows the end of an attempt, and when; `HookTeam` calls the hooks in their order.
+"""
+
+from __future__ import annotations
+
+import signal
+from _thread import allocate_lock
+from abc import ABC, abstractmethod
+
+from phalanx._agent.attempt_end import AttemptEnd
+from phalanx._agent.attempts import Attempts
+from phalanx._agent.restart_policy import RestartPolicy
+from phalanx._base import stderr
+from phalanx._base.durations import seconds
+from phalanx._engine.host_signals import SignalException
+from phalanx.agent._hook_team import HookTeam
+from phalanx.agent._spec import WorkerSpec, check_type
+from phalanx.agent._types import RunResult, Worker, WorkerGroup, WorkerState
+from phalanx.rendezvous import OneMachineRendezvous, RendezvousGracefulExitError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from phalanx._agent.attempts import Ending
+
+EXIT_BARRIER_TIMEOUT = 300.0
+"""Seconds that agents wait for each other at the end."""
+
+SHUTDOWN_TIMEOUT = 30
+"""Seconds between the death signal and SIGKILL."""
+
+
+class ElasticAgent(ABC):
+    """What starts the workers of one machine, watches them, and starts them again when they fail."""
+
+    __module__ = "phalanx.agent"
+
+    @abstractmethod
+    def run(self, role: str = "default") -> RunResult:
+        """Run the workers, with restarts, and return what became of them."""
+
+    @abstractmethod
+    def get_worker_group(self, role: str = "default") -> WorkerGroup:
+        """Return the workers. The object is the agent's own: it is not to be changed."""
+
+
+class SimpleElasticAgent(ElasticAgent):
+    """An agent of one group of workers. Subclass it for workers of your own kind, and write four methods.
+
+    - ``_start_workers(self, worker_group)`` starts a worker for each of ``worker_group.workers``, and returns a dict
+      from local rank to the id of the worker (any object), which becomes `Worker.id`.
+    - ``_monitor_workers(self, worker_group)`` returns a `RunResult`, and does not wait. HEALTHY: they run. SUCCEEDED:
+      all have ended well. FAILED or UNHEALTHY: the group is stopped and, if the policy allows, started again.
+    - ``_stop_workers(self, worker_group)`` ends them, and returns when none is left. It is called after each attempt
+      that has failed.
+    - ``_shutdown(self, death_sig=signal.SIGTERM, timeout=30)`` ends what is left, with ``death_sig`` and SIGKILL
+      ``timeout`` seconds later. It is called once, at the end of `run`, however that ends.
+
+    They are called by the thread that calls `run`. An exception that one of them raises leaves `run`, after
+    ``_shutdown``; but if a restart cannot be started, that is a failure of that attempt, and the policy decides.
+
+    Args:
+        spec: What the workers are.
+        exit_barrier_timeout: Seconds (>= 0) that the agents of several machines wait for each other at the end. Without
+            effect on one machine.
+        shutdown_timeout: Seconds (>= 0) between the death signal and SIGKILL.
+        policy: When the group is started again; default: ``RestartPolicy(spec.max_restarts)``.
+
+    Raises:
+        TypeError, ValueError: What is wrong with which argument.
+    """
+
+    __module__ = "phalanx.agent"
+
+    _observe: Callable[[str, dict[str, Any]], None] | None = None
+    """Is told of each event of the agent's life: see `Attempts`."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        exit_barrier_timeout: float = EXIT_BARRIER_TIMEOUT,
+        shutdown_timeout: float = SHUTDOWN_TIMEOUT,
+        *,
+        policy: RestartPolicy | None = None,
+    ) -> None:
+        check_type("spec", spec, WorkerSpec)
+        if policy is not None:
+            check_type("policy", policy, RestartPolicy)
+        self._worker_group = WorkerGroup(spec)
+        self._exit_barrier_timeout = seconds("exit_barrier_timeout", exit_barrier_timeout, negative=True)
+        self._shutdown_timeout = seconds("shutdown_timeout", shutdown_timeout)
+        self._policy = RestartPolicy(spec.max_restarts) if policy is None else policy
+        self._remaining_restarts = self._policy.max_restarts
+        self._attempt = 0
+        self._wake: Callable[[], None] = lambda: None
+        self._attempts: Attempts | None = None
+        self._run_lock = allocate_lock()
+        self._stopping = self._is_shut_down = False
+
+    def get_worker_group(self, role: str = "default") -> WorkerGroup:  # noqa: ARG002 - there is one
+        """Return the workers, as of the latest attempt. There is one group, whatever the role."""
+        return self._worker_group
+
+    def run(self, role: str = "default") -> RunResult:  # noqa: ARG002 - there is one; its name is the spec's
+        """Run the workers until all have succeeded, or until they have failed and the policy allows no restart.
+
+        In the main thread, a SIGTERM, SIGINT, SIGHUP or SIGQUIT (see ``TORCHELASTIC_SIGNALS_TO_HANDLE``) ends the
+        workers and then raises `SignalException`, during a delay between two attempts, too. A second signal kills them.
+
+        Args:
+            role: Accepted: the role is that of the spec.
+
+        Returns:
+            SUCCEEDED with the return values, FAILED (or UNHEALTHY) with the failures of the last attempt, both by
+            global rank; or STOPPED after `stop`, or if the rendezvous has no need of this machine.
+
+        Raises:
+            SignalException: A signal arrived. No worker is left.
+            RuntimeError: It runs already, in another thread.
+            RendezvousError: The rendezvous failed.
+            Exception: What the hooks raise; if the last attempt could not be started, why not.
+        """
+        if not self._run_lock.acquire(blocking=False):
+            msg = f"the agent of {self._worker_group.spec.role!r} runs already"
+            raise RuntimeError(msg)
+        try:
+            return self._run()
+        finally:
+            self._attempts = None
+            self._run_lock.release()
+
+    def stop(self, death_sig: signal.Signals | int = signal.SIGTERM, timeout: float | None = None) -> None:
+        """Ask `run`, in another thread, to end the workers. Returns at once; `run` returns STOPPED.
+
+        If nothing runs, nothing happens.
+
+        Args:
+            death_sig: The first signal.
+            timeout: Seconds until SIGKILL; None: those of ``shutdown_timeout``.
+        """
+        attempts = self._attempts
+        if attempts is not None:
+            grace = self._shutdown_timeout if timeout is None else seconds("timeout", timeout, negative=True)
+            attempts.ask_stop(signal.Signals(death_sig), grace)
+            self._stopping = True
+
+    # --- to be written by subclasses
+
+    @abstractmethod
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start every worker, or none; return an id for each, by local rank."""
+
+    @abstractmethod
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """End all workers, and return when none is left."""
+
+    @abstractmethod
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Return how the workers are. Does not wait."""
+
+    @abstractmethod
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = SHUTDOWN_TIMEOUT) -> None:
+        """End what is left of the workers, and give back what the agent holds."""
+
+    # --- may be overridden, too
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Meet the other agents, and note in the group who this one is, and its workers' ranks."""
+        spec = worker_group.spec
+        info = spec.rdzv_handler.next_rendezvous()
+        where = info.bootstrap_store_info
+        workers = self._assign_worker_ranks(info.store, info.rank, info.world_size, spec)
+        worker_group.workers = workers
+        worker_group.store = info.store
+        worker_group.group_rank, worker_group.group_world_size = info.rank, info.world_size
+        worker_group.master_addr = spec.master_addr or (where.master_addr if where else None)
+        worker_group.master_port = spec.master_port or (where.master_port if where else None)
+
+    def _assign_worker_ranks(
+        self,
+        store: Any,  # noqa: ARG002 - for overrides
+        group_rank: int,  # noqa: ARG002 - for overrides
+        group_world_size: int,
+        spec: WorkerSpec,
+    ) -> list[Worker]:
+        """Return the workers of this machine with their ranks: on one machine, all ranks are the local one.
+
+        Raises:
+            RuntimeError: There are several machines, whose workers have to be counted.
+        """
+        if group_world_size != 1:
+            msg = f"rdzv_handler: it has brought {group_world_size} machines together; this agent is for one"
+            raise RuntimeError(msg)
+        size = spec.local_world_size
+        return [Worker(rank, rank, rank, size, size) for rank in range(size)]
+
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        """Begin an attempt: the rendezvous, and the start of the workers."""
+        self._rendezvous(worker_group)
+        ids = self._start_workers(worker_group)
+        for worker in worker_group.workers:
+            worker.id = ids.get(worker.local_rank)
+        worker_group.state = WorkerState.HEALTHY
+
+    # --- ours
+
+    def _poll_seconds(self) -> float | None:
+        """How often `_monitor_workers` is called; None: only when the attempt's ``wake`` was."""
+        return self._worker_group.spec.monitor_interval
+
+    def _machines_may_come(self) -> bool:
+        return not isinstance(self._worker_group.spec.rdzv_handler, OneMachineRendezvous)
+
+    def _begin_attempt(self, attempt: int, wake: Callable[[], None], *, after_failure: bool) -> None:
+        self._wake = wake
+        self._attempt = attempt
+        if after_failure:
+            self._remaining_restarts = max(0, self._remaining_restarts - 1)
+        if attempt:
+            self._worker_group.state = WorkerState.STOPPED
+        self._initialize_workers(self._worker_group)
+
+    def _end_of(self, state: str, result: RunResult) -> AttemptEnd:
+        """What the restart policy, and the line that tells of it, are to know of an attempt's end."""
+        if state != "failed":
+            return AttemptEnd(state)
+        failures = result.failures
+        if not failures:
+            return AttemptEnd(state, error=f"the workers are {result.state.value}")
+        rank = min(failures, key=lambda rank: getattr(failures[rank], "first_key", 0))
+        message = str(getattr(failures[rank], "message", failures[rank]))
+        exitcode = getattr(failures[rank], "exitcode", None)
+        return AttemptEnd(state, rank, exitcode, next(iter(message.splitlines()), ""))
+
+    def _say(self, text: str) -> bool:  # noqa: ARG002 - for overrides
+        """Show a line between those of the workers. Return whether that is possible."""
+        return False
+
+    def _shut_down(self, death_signal: int | None = None, grace: float | None = None) -> None:
+        """Call `_shutdown`, as it takes its arguments: a ``timeout`` it has not always had."""
+        import inspect
+
+        self._is_shut_down = True
+        taken = inspect.signature(self._shutdown).parameters
+        takes_timeout = "timeout" in taken or any(each.kind is each.VAR_KEYWORD for each in taken.values())
+        timeout = self._shutdown_timeout if grace is None else grace
+        options: dict[str, Any] = {"timeout": timeout} if takes_timeout else {}
+        self._shutdown(*([] if death_signal is None else [signal.Signals(death_signal)]), **options)
+
+    def _run(self) -> RunResult:
+        def ask_restart(why: str) -> None:
+            attempts.ask_restart(signal.SIGTERM, self._shutdown_timeout, why)
+
+        team = HookTeam(
+            self, self._poll_seconds(), machines_may_come=self._machines_may_come(), ask_restart=ask_restart
+        )
+        self._stopping = self._is_shut_down = False
+        self._remaining_restarts = self._policy.max_restarts
+        with Attempts(team, self._policy, observe=self._observe) as attempts:
+            self._attempts = attempts
+            try:
+                ending = self._carry_out(attempts)
+            except RendezvousGracefulExitError:
+                ending = None
+            finally:
+                self._finish()
+                stderr.finish()
+        state = "stopped" if ending is None else ending.state
+        group = self._worker_group
+        group.state = WorkerState(state.upper())
+        if state == "failed" and (error := team.start_error or self._final_error()) is not None:
+            raise error
+        return RunResult(WorkerState.STOPPED) if team.result is None else team.result
+
+    def _carry_out(self, attempts: Attempts) -> Ending:
+        """Run to the end. On a signal, the workers are ended first, and at the next one killed."""
+        try:
+            return attempts.run()
+        except SignalException as error:
+            first = error
+        death, grace = first.sigval, self._shutdown_timeout
+        while True:
+            self._stopping = True
+            attempts.ask_stop(death, grace)
+            try:
+                attempts.run()
+            except SignalException:
+                death, grace = signal.SIGKILL, 0.0
+            else:
+                raise first
+
+    def _finish(self) -> None:
+        """Call `_shutdown` if it has not been called; a signal meanwhile has it kill."""
+        if self._is_shut_down:
+            return
+        try:
+            self._shut_down()
+        except SignalException:
+            self._shut_down(signal.SIGKILL, 0.0)
+            raise
+
+    def _final_error(self) -> Exception | None:
+        """What `run` raises in place of a result that is not complete."""
+        return None

@@ -1,0 +1,37 @@
+"""How the agents of a job find each other, and agree who is who: the names of ``torch.distributed.elastic.rendezvous``.
+
+A `RendezvousHandler` gives each agent its rank among the agents, and the address at which workers meet. Groups on one
+machine need no other agent: `OneMachineRendezvous` answers at once.
+
+>>> info = OneMachineRendezvous().next_rendezvous()
+>>> info.rank, info.world_size
+(0, 1)
+"""
+
+from __future__ import annotations
+
+from phalanx.rendezvous._errors import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+from phalanx.rendezvous._handler import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from phalanx.rendezvous._one_machine import OneMachineRendezvous
+from phalanx.rendezvous._parameters import RendezvousParameters
+
+__all__ = [
+    "OneMachineRendezvous",
+    "RendezvousClosedError",
+    "RendezvousConnectionError",
+    "RendezvousError",
+    "RendezvousGracefulExitError",
+    "RendezvousHandler",
+    "RendezvousInfo",
+    "RendezvousParameters",
+    "RendezvousStateError",
+    "RendezvousStoreInfo",
+    "RendezvousTimeoutError",
+]

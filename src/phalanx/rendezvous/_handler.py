@@ -1,0 +1,139 @@
+"""What every rendezvous handler does, and what it returns."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from contextlib import ExitStack
+
+from phalanx._agent import master_port
+from phalanx._base.frozen import Value
+from phalanx.rendezvous._errors import RendezvousStateError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, ClassVar
+
+
+class RendezvousStoreInfo(Value):
+    """Where the workers of all agents meet.
+
+    Args:
+        master_addr: The address, ``MASTER_ADDR`` of the workers.
+        master_port: The port, ``MASTER_PORT`` of the workers.
+
+    Attributes:
+        MASTER_ADDR_KEY: The key under which `build` keeps the address in a store.
+        MASTER_PORT_KEY: The same for the port.
+    """
+
+    __slots__ = ("master_addr", "master_port")
+
+    MASTER_ADDR_KEY: ClassVar[str] = "MASTER_ADDR"
+    MASTER_PORT_KEY: ClassVar[str] = "MASTER_PORT"
+
+    master_addr: str
+    master_port: int
+
+    def __init__(self, master_addr: str, master_port: int) -> None:
+        self._store(master_addr=master_addr, master_port=master_port)
+
+    @staticmethod
+    def build(rank: int, store: Any, local_addr: str | None, server_port: int | None = None) -> RendezvousStoreInfo:
+        """Agree on where the workers meet: the agent of rank 0 chooses it and tells the others through a store.
+
+        Args:
+            rank: The agent's rank. 0 writes to ``store``, the others read from it.
+            store: An object with ``set(key, value: bytes)`` and ``get(key)``, which waits for the value and returns
+                bytes. May be None for rank 0 if there are no others.
+            local_addr: The address of this machine that others reach; None or "": its name.
+            server_port: The port; None or 0: one that is free now.
+
+        Raises:
+            RendezvousStateError: What the store holds is no address, or no port.
+        """
+        address, port = RendezvousStoreInfo.MASTER_ADDR_KEY, RendezvousStoreInfo.MASTER_PORT_KEY
+        if rank == 0:
+            host = local_addr or os.uname().nodename
+            with ExitStack() as held:  # it is not held beyond this: nobody says when it is not needed any more
+                chosen = RendezvousStoreInfo(host, server_port or held.enter_context(master_port.reserve()).number)
+            if store is not None:
+                store.set(address, chosen.master_addr.encode())
+                store.set(port, str(chosen.master_port).encode())
+            return chosen
+        try:
+            return RendezvousStoreInfo(_text(store.get(address)), int(_text(store.get(port))))
+        except ValueError as error:
+            msg = f"the store holds no address at which workers meet: {error}"
+            raise RendezvousStateError(msg) from error
+
+
+def _text(value: bytes | str) -> str:
+    return value if isinstance(value, str) else value.decode()
+
+
+class RendezvousInfo(Value):
+    """What a rendezvous has agreed on.
+
+    Args:
+        store: What the agents share, with ``set`` and ``get``; None: there is none.
+        rank: This agent's rank among the agents, 0 and up.
+        world_size: How many agents there are.
+        bootstrap_store_info: Where the workers meet.
+    """
+
+    __slots__ = ("store", "rank", "world_size", "bootstrap_store_info")  # noqa: RUF023 - the order is that of the arguments
+
+    store: Any
+    rank: int
+    world_size: int
+    bootstrap_store_info: RendezvousStoreInfo | None
+
+    def __init__(
+        self, store: Any, rank: int, world_size: int, bootstrap_store_info: RendezvousStoreInfo | None
+    ) -> None:
+        self._store(store=store, rank=rank, world_size=world_size, bootstrap_store_info=bootstrap_store_info)
+
+
+class RendezvousHandler(ABC):
+    """How an agent meets the others. Subclass it for a place of your own."""
+
+    @abstractmethod
+    def get_backend(self) -> str:
+        """Return the name of the kind of rendezvous, such as ``"etcd"``."""
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether workers use the agents' store at ``MASTER_ADDR`` and ``MASTER_PORT``, and rank 0 serves none."""
+        return False
+
+    @abstractmethod
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait until the agents are complete, and return who this one is. Called before each attempt.
+
+        Raises:
+            RendezvousClosedError: There will be no other.
+            RendezvousConnectionError: The others cannot be reached.
+            RendezvousStateError: What was read makes no sense.
+            RendezvousTimeoutError: They were not complete in time.
+        """
+
+    @abstractmethod
+    def is_closed(self) -> bool:
+        """Return whether there will be no other rendezvous."""
+
+    @abstractmethod
+    def set_closed(self) -> None:
+        """Close it: from now on, `next_rendezvous` raises RendezvousClosedError for every agent."""
+
+    @abstractmethod
+    def num_nodes_waiting(self) -> int:
+        """Return how many agents have come late, and wait for the next rendezvous."""
+
+    @abstractmethod
+    def get_run_id(self) -> str:
+        """Return the id of the run, which the agents have in common."""
+
+    @abstractmethod
+    def shutdown(self) -> bool:
+        """Give back what the handler holds. Return whether that went well."""

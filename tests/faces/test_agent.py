@@ -1,0 +1,658 @@
+"""`phalanx.agent`: the workers of one machine, started again when they fail; agents of people's own."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from phalanx.agent import (
+    LocalElasticAgent,
+    RestartPolicy,
+    RunResult,
+    SimpleElasticAgent,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from phalanx.multiprocessing import DefaultLogsSpecs, Placement, SignalException, Std, UnpicklableError
+from phalanx.rendezvous import (
+    OneMachineRendezvous,
+    RendezvousClosedError,
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+)
+from phalanx.timer import (
+    FileTimerClient,
+    FileTimerServer,
+    LocalTimerClient,
+    LocalTimerServer,
+    SharedTimerClient,
+    SharedTimerServer,
+    TimerSpecs,
+)
+from tests.support import agent_workers
+from tests.support.agent_workers import Meeting, PopenAgent
+from tests.support.helpers import TIMEOUT, alive, wait_gone
+from tests.support.workers import run_script
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.support.helpers import Gate, Ready
+
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
+
+METHODS = ("spawn", "forkserver", "fork")
+
+
+def spec(entrypoint: Any, *args: Any, size: int = 2, **options: Any) -> WorkerSpec:
+    handler = options.pop("rdzv_handler", None)
+    return WorkerSpec("trainer", size, handler, entrypoint=entrypoint, args=args, **options)
+
+
+def local(entrypoint: Any, *args: Any, **options: Any) -> LocalElasticAgent:
+    """An agent whose workers are forks of this process, which is the quickest way, unless said otherwise."""
+    own = {
+        name: options.pop(name) for name in ("start_method", "policy", "timers", "shutdown_timeout") if name in options
+    }
+    logs = options.pop("logs_specs", None) or DefaultLogsSpecs()
+    return LocalElasticAgent(spec(entrypoint, *args, **options), logs, **{"start_method": "fork", **own})
+
+
+# --- what the workers are
+
+
+@pytest.mark.parametrize(
+    "argument, value, error, says",
+    [
+        ("role", 5, TypeError, "role: expected a string, got 5"),
+        ("local_world_size", 0, ValueError, "local_world_size: expected a whole number, 1 or more, got 0"),
+        ("local_world_size", "2", TypeError, "local_world_size: expected a whole number, 1 or more, got '2'"),
+        ("rdzv_handler", "c10d", TypeError, "rdzv_handler: expected a RendezvousHandler, or None, got 'c10d'"),
+        ("entrypoint", None, TypeError, "entrypoint: expected a callable, or a program's name, got None"),
+        ("args", "abc", TypeError, "args: expected a tuple of arguments, got 'abc'"),
+        ("max_restarts", -1, ValueError, "max_restarts: expected a whole number, 0 or more, got -1"),
+        ("max_restarts", True, TypeError, "max_restarts: expected a whole number, 0 or more, got True"),
+        ("monitor_interval", 0, ValueError, "monitor_interval: expected more than 0 seconds, got 0"),
+        ("monitor_interval", "1", TypeError, "monitor_interval: expected seconds, got '1'"),
+        ("master_port", 65536, ValueError, "master_port: expected a port, 0 to 65535, got 65536"),
+        ("master_addr", 1, TypeError, "master_addr: expected a string, got 1"),
+        ("local_addr", 1, TypeError, "local_addr: expected a string, got 1"),
+        ("event_log_handler", None, TypeError, "event_log_handler: expected a string, got None"),
+        ("numa_options", "node", TypeError, "numa_options: expected a phalanx._placement"),
+        ("duplicate_stdout_filters", "abc", TypeError, "duplicate_stdout_filters: expected a list of strings"),
+        ("duplicate_stderr_filters", [""], ValueError, "duplicate_stderr_filters: an empty string is in every line"),
+    ],
+)
+def test_a_spec_refuses_bad_input(argument: str, value: Any, error: type[Exception], says: str) -> None:
+    arguments = {"role": "trainer", "local_world_size": 1, "rdzv_handler": None, "entrypoint": print, argument: value}
+    with pytest.raises(error) as info:
+        WorkerSpec(**arguments)
+    assert str(info.value).startswith(says)
+
+
+def test_fn_is_the_older_name_of_entrypoint() -> None:
+    with pytest.warns(DeprecationWarning, match="fn: deprecated"):
+        assert WorkerSpec("r", 1, None, print).entrypoint is print
+    with pytest.raises(ValueError, match="fn, entrypoint: expected one of them"):
+        WorkerSpec("r", 1, None, print, len)
+
+
+def test_the_name_of_an_entrypoint() -> None:
+    assert spec("echo").get_entrypoint_name() == "echo"
+    assert spec(agent_workers.fails_until).get_entrypoint_name() == "fails_until"
+    assert "partial" in spec(functools.partial(print)).get_entrypoint_name()
+
+
+@pytest.mark.parametrize(
+    "options, error, says",
+    [
+        ({"logs_specs": "/tmp"}, TypeError, "logs_specs: expected"),
+        ({"start_method": "threads"}, ValueError, "start_method: expected one of"),
+        ({"exit_barrier_timeout": "1"}, TypeError, "exit_barrier_timeout: expected seconds"),
+        ({"shutdown_timeout": -1}, ValueError, "shutdown_timeout: expected 0 seconds or more"),
+        ({"log_line_prefix_template": "${host_name}"}, ValueError, r"log_line_prefix_template: there is no \$"),
+        ({"policy": 3}, TypeError, "policy: expected a"),
+        ({"timers": 3}, TypeError, "timers: expected a TimerSpecs"),
+        ({"settle": -1}, ValueError, "settle: expected 0 seconds or more"),
+        ({"preload": ["json"]}, ValueError, "preload, warm: only forks"),
+    ],
+)
+def test_an_agent_refuses_bad_input(options: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        LocalElasticAgent(spec(print), **{"logs_specs": DefaultLogsSpecs(), **options})
+    with pytest.raises(TypeError, match="spec: expected a"):
+        LocalElasticAgent(print, DefaultLogsSpecs())  # type: ignore[arg-type]  # what is refused
+
+
+def test_values() -> None:
+    assert [state.value for state in WorkerState] == [state.name for state in WorkerState]
+    assert [WorkerState.is_running(state) for state in WorkerState] == [False, False, True, True, False, False, False]
+    assert RunResult(WorkerState.FAILED).is_failed()
+    assert not RunResult(WorkerState.UNHEALTHY).is_failed()
+    group = WorkerGroup(spec(print))
+    assert [(worker.local_rank, worker.global_rank, worker.id) for worker in group.workers] == [
+        (0, -1, None),
+        (1, -1, None),
+    ]
+    assert (group.state, group.store, group.group_rank, group.master_port) == (WorkerState.INIT, None, None, None)
+    assert "local_rank=3" in repr(Worker(3))
+
+
+# --- the agent of this machine
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_group_that_fails_twice_is_started_three_times(method: str) -> None:
+    agent = local(agent_workers.fails_until, 2, start_method=method, max_restarts=2)
+    result = agent.run()
+    assert result == RunResult(WorkerState.SUCCEEDED, {0: (2, 0), 1: (2, 1)})
+    group = agent.get_worker_group()
+    assert group.state == WorkerState.SUCCEEDED
+    assert all(isinstance(worker.id, int) and not alive(worker.id) for worker in group.workers)
+
+
+def test_the_last_failures_are_the_result(capfd: pytest.CaptureFixture[str]) -> None:
+    result = local(agent_workers.fails_until, 9, max_restarts=1, size=1).run()
+    assert result.is_failed()
+    assert result.failures[0].message == "ValueError: rank 0, attempt 1"
+    told = capfd.readouterr().err.splitlines()
+    assert len(told) == 2
+    assert told[0].startswith("phalanx: attempt 1 of 2 failed after ")
+    assert told[0].endswith(": rank 0, ValueError: rank 0, attempt 0; restarting")
+    assert told[1].endswith("giving up: 1 restart, and no more")
+
+
+def test_only_who_failed_by_itself_is_in_the_result() -> None:
+    result = local(agent_workers.one_fails, 1, max_restarts=0).run()
+    assert {rank: failure.exitcode for rank, failure in result.failures.items()} == {1: 3}
+
+
+def test_a_program(tmp_path: Path) -> None:
+    logs = DefaultLogsSpecs(str(tmp_path), redirects=Std.ALL)
+    agent = local("sh", "-c", 'echo ${local_rank} $RANK $ROLE_NAME $$; exit "$((TORCHELASTIC_RESTART_COUNT < 1))"',
+                  logs_specs=logs, max_restarts=1)  # fmt: skip
+    assert agent.run() == RunResult(WorkerState.SUCCEEDED, {0: None, 1: None})
+    assert logs.run_log_dir is not None
+    for attempt in (0, 1):
+        with open(f"{logs.run_log_dir}/attempt_{attempt}/1/stdout.log") as stream:
+            words = stream.read().split()
+        assert words[:3] == ["1", "1", "trainer"]
+        assert words[3].isdecimal()
+
+
+def test_what_workers_find_in_their_environment() -> None:
+    names = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
+             "GROUP_WORLD_SIZE": "1", "ROLE_RANK": "1", "ROLE_NAME": "trainer", "ROLE_WORLD_SIZE": "2",
+             "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4001", "TORCHELASTIC_RUN_ID": "own run",
+             "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "3",
+             "TORCHELASTIC_USE_AGENT_STORE": "False", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}  # fmt: skip
+    found = local(agent_workers.environment, rdzv_handler=Meeting()).run().return_values[1]
+    assert {name: found.get(name) for name in names} == names
+    found = (
+        local(agent_workers.environment, master_addr="a", master_port=5, virtual_local_rank=True).run().return_values
+    )
+    assert [found[1][name] for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")] == ["a", "5", "0"]
+    assert [found[rank]["CUDA_VISIBLE_DEVICES"] for rank in (0, 1)] == ["0", "1"]
+
+
+def test_each_attempt_has_a_rendezvous_of_its_own() -> None:
+    handler = Meeting()
+    agent = local(agent_workers.fails_until, 1, rdzv_handler=handler)
+    assert agent.run().return_values == {0: (1, 0), 1: (1, 1)}
+    assert (handler.calls, agent.get_worker_group().master_port) == (2, 4002)
+
+
+def test_a_machine_that_waits_has_the_group_restarted(gate: Gate, capfd: pytest.CaptureFixture[str]) -> None:
+    handler = Meeting(waiting=1)
+    gate.open(2)
+    agent = local(agent_workers.passes, gate.address, rdzv_handler=handler, monitor_interval=0.01)
+    gate_of_the_next = threading.Thread(target=lambda: gate.open(2))
+    gate_of_the_next.start()
+    assert agent.run().return_values == {0: 0, 1: 1}
+    gate_of_the_next.join()
+    assert handler.calls in (1, 2)  # the group may have been through before it was asked
+    assert ("another machine waits" in capfd.readouterr().err) == (handler.calls == 2)
+
+
+def test_the_prefix_of_lines(capfd: pytest.CaptureFixture[str]) -> None:
+    agent = LocalElasticAgent(spec("echo", "hello", size=1), DefaultLogsSpecs(tee=Std.ALL),
+                              log_line_prefix_template="<${role_name}:${rank}> ")  # fmt: skip
+    agent.run()
+    assert capfd.readouterr().out == "<trainer:0> hello\n"
+
+
+def test_cpus_of_workers() -> None:
+    cpu = min(os.sched_getaffinity(0))
+    agent = local(os.sched_getaffinity, 0, size=1, numa_options=Placement(cpu_bind=str(cpu)))
+    assert agent.run().return_values == {0: {cpu}}
+
+
+def test_exit_codes_that_never_restart() -> None:
+    agent = local(agent_workers.one_fails, 0, policy=RestartPolicy(5, never_on=[3]))
+    assert agent.run().failures[0].exitcode == 3
+    assert agent._attempt == 0
+
+
+def test_an_agent_can_run_again() -> None:
+    agent = local(agent_workers.fails_until, 1, max_restarts=1)
+    results = [agent.run() for _ in range(2)]
+    assert results[0] == results[1] == RunResult(WorkerState.SUCCEEDED, {0: (1, 0), 1: (1, 1)})
+
+
+def test_an_agent_in_a_worker_of_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    result = local(agent_workers.runs_an_agent, start_method="spawn").run()
+    inner = ("SUCCEEDED", {0: (1, 0), 1: (1, 1)})
+    assert result.return_values == {0: inner, 1: inner}
+
+
+# --- starts that fail
+
+
+def test_what_cannot_be_pickled_is_named() -> None:
+    agent = local(print, threading.Lock(), start_method="spawn")
+    with pytest.raises(UnpicklableError, match="argument 0 of rank 0"):
+        agent.run()
+    assert agent.get_worker_group().state == WorkerState.INIT
+
+
+def test_a_first_start_that_fails_is_raised() -> None:
+    with pytest.raises(FileNotFoundError, match="no-such-program"):
+        local("no-such-program").run()
+    closed = OneMachineRendezvous()
+    closed.set_closed()
+    with pytest.raises(RendezvousClosedError):
+        local(print, rdzv_handler=closed).run()
+
+
+def test_a_later_start_that_fails_is_tried_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    program = tmp_path / "program"
+    program.write_text('#!/bin/sh\nrm "$0"\nexit 1\n')
+    program.chmod(0o755)
+    with pytest.raises(FileNotFoundError, match="program"):
+        local(str(program), size=1, max_restarts=2).run()
+    assert "attempt 2 of 3 failed after" in capfd.readouterr().err
+
+
+# --- the end that somebody asks for
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_workers_and_is_raised(ready: Ready, number: signal.Signals) -> None:
+    agent = local(agent_workers.says_and_waits, ready.address, shutdown_timeout=0.1)
+    pids: list[int] = []
+
+    def interrupt() -> None:
+        pids.extend(ready.pids(4))
+        os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(SignalException) as info:
+        agent.run()
+    thread.join()
+    assert info.value.sigval == number
+    assert not any(map(alive, pids))
+    assert agent.get_worker_group().state == WorkerState.STOPPED
+    assert signal.getsignal(number) is before
+
+
+def test_a_signal_in_a_delay() -> None:
+    agent = local(agent_workers.one_fails, 0, policy=RestartPolicy(1, backoff=600))
+
+    def interrupt() -> None:
+        _until_waiting(agent)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(SignalException):
+        agent.run()
+    thread.join()
+
+
+def _until_waiting(agent: SimpleElasticAgent) -> None:
+    pause = threading.Event()
+    for _ in range(int(TIMEOUT * 100)):
+        attempts = agent._attempts
+        if attempts is not None and attempts.state == "WAITING":
+            return
+        pause.wait(0.01)
+    pytest.fail("the delay did not begin")
+
+
+def test_an_agent_in_a_thread_can_be_stopped(ready: Ready) -> None:
+    agent = local(agent_workers.says_and_waits, ready.address)
+    results: list[RunResult] = []
+    thread = threading.Thread(target=lambda: results.append(agent.run()))
+    thread.start()
+    pids = ready.pids(4)
+    with pytest.raises(RuntimeError, match="runs already"):
+        agent.run()
+    agent.stop(signal.SIGTERM, timeout=0.1)
+    thread.join(TIMEOUT)
+    assert results == [RunResult(WorkerState.STOPPED)]
+    assert not any(map(alive, pids))
+    agent.stop()  # nothing runs
+
+
+def test_nothing_survives_an_agent_that_is_killed(tmp_path: Path, ready: Ready) -> None:
+    text = f"""
+from phalanx.agent import LocalElasticAgent, WorkerSpec
+from phalanx.multiprocessing import DefaultLogsSpecs
+from tests.support.agent_workers import says_and_waits
+import os
+from tests.support.helpers import tell
+
+if __name__ == "__main__":
+    tell({ready.address!r}, str(os.getpid()))
+    spec = WorkerSpec("trainer", 2, None, entrypoint=says_and_waits, args=({ready.address!r},))
+    LocalElasticAgent(spec, DefaultLogsSpecs()).run()
+"""
+    thread = threading.Thread(target=lambda: run_script(tmp_path, text, env={"TMPDIR": str(tmp_path)}))
+    thread.start()
+    launcher, *workers = ready.pids(5)
+    os.kill(launcher, signal.SIGKILL)
+    assert wait_gone([launcher, *workers]) == set()
+    thread.join()
+
+
+# --- timers
+
+
+@pytest.fixture(params=["local", "file", "shared", "group", "agent"])
+def pair(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """A timer server that runs in the launcher, and what the agent and the workers are given of it."""
+    entrypoint: Callable[..., int] = agent_workers.overruns
+    if request.param == "local":
+        queue = multiprocessing.get_context("spawn").Queue()
+        with LocalTimerServer(queue, max_interval=0.01):
+            yield {"entrypoint": entrypoint, "args": (LocalTimerClient(queue),)}
+        queue.close()
+        queue.join_thread()
+    elif request.param == "file":
+        path = str(tmp_path / "timers")
+        with FileTimerServer(path, "run", 0.01):
+            yield {"entrypoint": entrypoint, "args": (FileTimerClient(path),)}
+    elif request.param == "shared":
+        with SharedTimerServer() as server:
+            yield {"entrypoint": entrypoint, "args": (SharedTimerClient(server.address),)}
+    elif request.param == "group":  # neither server nor client is needed
+        yield {"entrypoint": entrypoint, "args": (None,), "timers": TimerSpecs()}
+    else:
+        monkeypatch.setenv("TORCHELASTIC_ENABLE_FILE_TIMER", "1")
+        yield {"entrypoint": agent_workers.overruns_by_environment, "args": ()}
+
+
+def test_a_worker_that_overruns_its_timer_is_killed_and_the_group_started_again(pair: dict[str, Any]) -> None:
+    entrypoint, args = pair.pop("entrypoint"), pair.pop("args")
+    result = local(entrypoint, *args, start_method="spawn", max_restarts=1, **pair).run()
+    assert result == RunResult(WorkerState.SUCCEEDED, {0: 1, 1: 1})
+
+
+def test_the_agent_puts_its_timer_server_where_the_environment_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "timers"
+    monkeypatch.setenv("TORCHELASTIC_ENABLE_FILE_TIMER", "1")
+    monkeypatch.setenv("TORCHELASTIC_TIMER_FILE", str(path))
+    assert local(agent_workers.environment, size=1).run().return_values[0]["TORCHELASTIC_TIMER_FILE"] == str(path)
+    assert not path.exists()
+    path.write_text("not a pipe")
+    with pytest.raises(OSError, match="timers"):
+        local(print).run()
+
+
+# --- agents that people write
+
+
+def popen(code: str, **options: Any) -> PopenAgent:
+    own = {name: options.pop(name) for name in ("shutdown_timeout",) if name in options}
+    return PopenAgent(spec(sys.executable, "-c", code, monitor_interval=0.01, **options), **own)
+
+
+def test_hooks_of_an_agent_of_ones_own() -> None:
+    agent = popen("import os, sys; sys.exit(os.environ['ATTEMPT'] == '0' and os.environ['RANK'] == '1')")
+    assert agent.run() == RunResult(WorkerState.SUCCEEDED, {0: None, 1: None})
+    assert agent.calls == ["start", "monitor", "stop", "start", "monitor", "shutdown SIGTERM 30"]
+    assert [worker.id for worker in agent.get_worker_group().workers] == [
+        agent.processes[0].pid,
+        agent.processes[1].pid,
+    ]
+
+
+def test_hooks_when_it_gives_up() -> None:
+    agent = popen("import os, sys; sys.exit(int(os.environ['RANK']))", max_restarts=0)
+    result = agent.run()
+    assert (result.state, list(result.failures)) == (WorkerState.FAILED, [1])
+    assert agent.calls == ["start", "monitor", "stop", "shutdown SIGTERM 30"]
+
+
+def test_a_signal_reaches_the_hook(ready: Ready) -> None:
+    agent = popen(f"{ready.python()}; import signal; signal.pause()", shutdown_timeout=7)
+
+    def interrupt() -> None:
+        ready.pids(2)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(SignalException):
+        agent.run()
+    thread.join()
+    assert agent.calls == ["start", "monitor", "shutdown SIGTERM 7"]
+
+
+class Scripted(SimpleElasticAgent):
+    """Its workers are nothing; what `_monitor_workers` returns or raises is given."""
+
+    def __init__(self, *script: Any, raising: str = "", rdzv_handler: RendezvousHandler | None = None) -> None:
+        super().__init__(spec(print, max_restarts=1, monitor_interval=0.001, rdzv_handler=rdzv_handler))
+        self.script = list(script)
+        self.raising = raising
+        self.calls: list[str] = []
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        if call == self.raising:
+            raise OSError(call)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._note(f"start {worker_group.state.value}")
+        return {}
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._note(f"stop {worker_group.state.value}")
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # noqa: ARG002 - as it is called
+        found = self.script.pop(0)
+        if isinstance(found, BaseException):
+            raise found
+        return RunResult(found) if isinstance(found, WorkerState) else found
+
+    def _shutdown(self, *_: Any, **_options: Any) -> None:
+        self._note("shutdown")
+
+
+def test_an_unhealthy_group_is_restarted() -> None:
+    agent = Scripted(WorkerState.HEALTHY, WorkerState.UNHEALTHY, WorkerState.HEALTHY, WorkerState.UNHEALTHY)
+    assert agent.run().state == WorkerState.UNHEALTHY
+    assert agent.calls == ["start INIT", "stop UNHEALTHY", "start STOPPED", "stop UNHEALTHY", "shutdown"]
+    assert agent.get_worker_group().state == WorkerState.FAILED
+
+
+@pytest.mark.parametrize(
+    "found, error, says",
+    [
+        (ZeroDivisionError("boom"), ZeroDivisionError, "boom"),
+        (KeyboardInterrupt("ctrl"), KeyboardInterrupt, "ctrl"),
+        (None, TypeError, "_monitor_workers: expected a phalanx.agent.RunResult, got None"),
+        (WorkerState.UNKNOWN, RuntimeError, "cannot be UNKNOWN"),
+        (WorkerState.STOPPED, RuntimeError, "cannot be STOPPED"),
+    ],
+)
+def test_a_monitor_that_raises_ends_it(found: Any, error: type[BaseException], says: str) -> None:
+    agent = Scripted(WorkerState.HEALTHY, found)
+    with pytest.raises(error, match=says):
+        agent.run()
+    assert agent.calls == ["start INIT", "shutdown"]
+    agent.script = [WorkerState.SUCCEEDED]
+    assert agent.run().state == WorkerState.SUCCEEDED
+
+
+@pytest.mark.parametrize(
+    "raising, calls",
+    [
+        ("start INIT", ["start INIT", "shutdown"]),
+        ("stop FAILED", ["start INIT", "stop FAILED", "shutdown"]),
+        ("start STOPPED", ["start INIT", "stop FAILED", "start STOPPED", "shutdown"]),
+        ("shutdown", ["start INIT", "stop FAILED", "start STOPPED", "shutdown"]),
+    ],
+)
+def test_a_hook_that_raises_ends_it(raising: str, calls: list[str]) -> None:
+    agent = Scripted(WorkerState.FAILED, WorkerState.SUCCEEDED, raising=raising)
+    with pytest.raises(OSError, match=raising):
+        agent.run()
+    assert agent.calls == calls
+
+
+def test_a_shutdown_of_an_older_signature() -> None:
+    class Older(Scripted):
+        def _shutdown(self, death_sig: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002 - as it was
+            self._note("shutdown")
+
+    agent = Older(WorkerState.SUCCEEDED)
+    assert agent.run().state == WorkerState.SUCCEEDED
+    assert agent.calls == ["start INIT", "shutdown"]
+
+
+def test_an_agent_that_is_not_needed_ends_quietly() -> None:
+    class NotNeeded(Meeting):
+        def next_rendezvous(self) -> RendezvousInfo:
+            raise RendezvousGracefulExitError
+
+    agent = Scripted(rdzv_handler=NotNeeded())
+    assert agent.run() == RunResult(WorkerState.STOPPED)
+    assert agent.calls == ["shutdown"]
+
+
+def test_a_rendezvous_that_fails_later_ends_it() -> None:
+    class Closing(Meeting):
+        def next_rendezvous(self) -> RendezvousInfo:
+            if self.calls:
+                raise RendezvousClosedError
+            return super().next_rendezvous()
+
+    with pytest.raises(RendezvousClosedError):
+        Scripted(WorkerState.FAILED, rdzv_handler=Closing()).run()
+
+
+def test_several_machines_are_refused() -> None:
+    class Two(Meeting):
+        def next_rendezvous(self) -> RendezvousInfo:
+            return RendezvousInfo(None, 0, 2, None)
+
+    with pytest.raises(RuntimeError, match="rdzv_handler: it has brought 2 machines together"):
+        Scripted(rdzv_handler=Two()).run()
+
+
+def test_an_agent_with_a_look_of_its_own() -> None:
+    """A subclass of `LocalElasticAgent` that looks at its workers itself is asked again and again."""
+
+    class Looking(LocalElasticAgent):
+        looks = 0
+
+        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            self.looks += 1
+            if self.looks == 3 and self._attempt == 0:
+                return RunResult(WorkerState.UNHEALTHY)
+            return super()._monitor_workers(worker_group)
+
+    agent = Looking(spec(_unhealthy_at_first, monitor_interval=0.01), DefaultLogsSpecs(), "fork")
+    assert agent.run() == RunResult(WorkerState.SUCCEEDED, {0: 1, 1: 1})
+    assert agent.looks > 3
+
+
+def _unhealthy_at_first() -> int:
+    if agent_workers.attempt() == 0:
+        signal.pause()
+    return agent_workers.attempt()
+
+
+# --- the rendezvous of one machine
+
+
+def test_the_rendezvous_of_one_machine() -> None:
+    handler = OneMachineRendezvous("run", "10.1.1.1", 5)
+    info = handler.next_rendezvous()
+    assert (info.rank, info.world_size, info.store) == (0, 1, None)
+    assert info.bootstrap_store_info == RendezvousStoreInfo("10.1.1.1", 5)
+    assert (handler.get_run_id(), handler.get_backend(), handler.num_nodes_waiting()) == ("run", "one-machine", 0)
+    assert not handler.use_agent_store
+    assert OneMachineRendezvous().get_run_id()
+    assert handler.shutdown()
+    assert handler.is_closed()
+    with pytest.raises(RendezvousClosedError, match="'run'"):
+        handler.next_rendezvous()
+
+
+class Shelf(dict[str, bytes]):
+    """A store."""
+
+    def set(self, key: str, value: bytes) -> None:
+        self[key] = value
+
+    def get(self, key: str) -> bytes:  # type: ignore[override]  # as stores have it
+        return self[key]
+
+
+def test_where_workers_meet_is_told_through_a_store() -> None:
+    store = Shelf()
+    chosen = RendezvousStoreInfo.build(0, store, "10.2.2.2", 7)
+    assert chosen == RendezvousStoreInfo.build(1, store, None) == RendezvousStoreInfo("10.2.2.2", 7)
+    free = RendezvousStoreInfo.build(0, None, None)
+    assert (free.master_addr, free.master_port > 0) == (os.uname().nodename, True)
+    store["MASTER_PORT"] = b"none"
+    with pytest.raises(RendezvousStateError, match="no address"):
+        RendezvousStoreInfo.build(1, store, None)
+
+
+def test_parameters_of_a_rendezvous() -> None:
+    it = RendezvousParameters("etcd", "host:1", "run", 1, 2, on="Yes", off="0", many="12", none=None, odd="maybe")
+    assert [it.get_as_bool(key) for key in ("on", "off", "none", "absent")] == [True, False, None, None]
+    assert (it.get("on"), it.get("absent", 4), it.get_as_bool("absent", True)) == ("Yes", 4, True)
+    assert (it.get_as_int("many"), it.get_as_int("none"), it.get_as_int("absent", 9)) == (12, None, 9)
+    for read in (it.get_as_bool, it.get_as_int):
+        with pytest.raises(ValueError, match="odd: expected"):
+            read("odd")
+    for arguments, says in (
+        (("", "e", "r", 1, 1), "backend"), (("b", "e", "r", 0, 1), "min_nodes"), (("b", "e", "r", 2, 1), "max_nodes"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=says):
+            RendezvousParameters(*arguments)
+
+
+def test_importing_the_agent_loads_the_standard_library_only() -> None:
+    code = (
+        "import sys; import phalanx.agent, phalanx.rendezvous; "
+        "print(*sorted({name.split('.')[0] for name in sys.modules} - sys.stdlib_module_names))"
+    )
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=False,
+                          env={**os.environ, "PYTHONPATH": ""})  # fmt: skip
+    assert "torch" not in done.stdout

@@ -1,0 +1,55 @@
+"""A program with agents of torch's needs other imports, and prints the same."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import phalanx.agent
+import phalanx.rendezvous
+
+pytestmark = pytest.mark.torch
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "agents.py"
+
+
+def run(library: str, part: str, folder: Path) -> list[str]:
+    assert phalanx.__file__
+    env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    env |= {"TMPDIR": str(folder), "PYTHONPATH": str(Path(phalanx.__file__).parents[1])}
+    command = [sys.executable, str(PROGRAM), library, part]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["values", "hooks", "groups"])
+def test_the_same_program_prints_the_same(part: str, tmp_path: Path) -> None:
+    here, there = (run(library, part, tmp_path) for library in ("phalanx", "torch"))
+    assert here == there
+    assert len(here) > 10
+
+
+def parameters(function: Any) -> list[tuple[str, Any]]:
+    return [
+        (name, each.default)
+        for name, each in inspect.signature(function).parameters.items()
+        if each.kind is not each.KEYWORD_ONLY
+    ]
+
+
+def test_the_hooks_are_those_of_torch() -> None:
+    """What people override has its names and its arguments."""
+    there = importlib.import_module("torch.distributed.elastic.agent.server").SimpleElasticAgent
+    hooks = ("_start_workers", "_stop_workers", "_monitor_workers", "_shutdown", "_rendezvous", "_initialize_workers")
+    for name in (*hooks, "_assign_worker_ranks", "__init__", "run", "get_worker_group"):
+        assert parameters(getattr(phalanx.agent.SimpleElasticAgent, name)) == parameters(getattr(there, name)), name
+    assert phalanx.agent.SimpleElasticAgent.__abstractmethods__ == there.__abstractmethods__
