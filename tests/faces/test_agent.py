@@ -286,7 +286,7 @@ def test_a_later_start_that_fails_is_tried_again(tmp_path: Path, capfd: pytest.C
     program.chmod(0o755)
     with pytest.raises(FileNotFoundError, match="program"):
         local(str(program), size=1, max_restarts=2).run()
-    assert "attempt 2 of 3 failed after" in capfd.readouterr().err
+    assert "attempt 2 of 3 not started after" in capfd.readouterr().err
 
 
 # --- the end that somebody asks for

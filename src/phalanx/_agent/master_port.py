@@ -64,19 +64,16 @@ class ReservedPort:
         """
         if self._holder.family == _socket.AF_UNIX and not _is_free(self.number):
             with suppress(OSError):
-                other = reserve()
+                number, holder = _choose()
                 self._holder.close()
-                self.number, self._holder = other.number, other.let_go()
+                self.number, self._holder = number, holder
         return self.number
-
-    def let_go(self) -> _socket.socket:
-        """Return the socket that holds the port, for another one to keep."""
-        _held.discard(self)
-        return self._holder
 
     def close(self) -> None:
         """End the reservation. Idempotent."""
         self._holder.close()
+
+    __del__ = close
 
 
 def reserve() -> ReservedPort:
@@ -90,6 +87,11 @@ def reserve() -> ReservedPort:
     Raises:
         OSError: No port is free, or no descriptor.
     """
+    return ReservedPort(*_choose())
+
+
+def _choose() -> tuple[int, _socket.socket]:
+    """Return a port, and the socket that holds it. Raises OSError."""
     with suppress(OSError):  # there are no Unix sockets, or a security policy forbids abstract names
         for number in _numbers():
             name = _take_name(number)
@@ -101,10 +103,10 @@ def reserve() -> ReservedPort:
                 name.close()
                 raise
             if free:
-                return ReservedPort(number, name)
+                return number, name
             name.close()
     holder = _hold_any()
-    return ReservedPort(int(holder.getsockname()[1]), holder)
+    return int(holder.getsockname()[1]), holder
 
 
 def _numbers() -> Iterator[int]:

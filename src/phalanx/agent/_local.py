@@ -122,6 +122,7 @@ class LocalElasticAgent(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:  # noqa: ARG002 - there is one
         """Start the group of an attempt. Returns the process ids. Raises as `start_processes`."""
         self._group_end = None
+        self._groups.begin(self._attempt)
         self._groups.start(self._attempt, self._wake)
         assert self._groups.group is not None
         return dict(self._groups.group.pids())

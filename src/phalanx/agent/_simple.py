@@ -267,7 +267,12 @@ class SimpleElasticAgent(ElasticAgent):
             except RendezvousGracefulExitError:
                 ending = None
             finally:
-                self._finish()
+                try:
+                    self._finish()
+                finally:
+                    handler = self._worker_group.spec.rdzv_handler
+                    if isinstance(handler, OneMachineRendezvous):
+                        handler.give_back()
                 stderr.finish()
         state = "stopped" if ending is None else ending.state
         group = self._worker_group

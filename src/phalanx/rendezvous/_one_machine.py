@@ -19,7 +19,7 @@ class OneMachineRendezvous(RendezvousHandler):
     Args:
         run_id: The id of the run; "": the date and time.
         master_addr: Where the workers meet.
-        master_port: The port; 0: one that is reserved until `shutdown`.
+        master_port: The port; 0: one that is reserved until `give_back` or `shutdown`.
     """
 
     def __init__(self, run_id: str = "", master_addr: str = "127.0.0.1", master_port: int = 0) -> None:
@@ -46,6 +46,12 @@ class OneMachineRendezvous(RendezvousHandler):
         where = RendezvousStoreInfo(self._addr, port)
         return RendezvousInfo(None, 0, 1, where)
 
+    def give_back(self) -> None:
+        """End the reservation of the port, until the next rendezvous: no worker is left."""
+        reserved, self._reserved = self._reserved, None
+        if reserved is not None:
+            reserved.close()
+
     def is_closed(self) -> bool:
         """See `RendezvousHandler.is_closed`."""
         return self._closed
@@ -65,7 +71,5 @@ class OneMachineRendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         """Close it. Returns True."""
         self._closed = True
-        reserved, self._reserved = self._reserved, None
-        if reserved is not None:
-            reserved.close()
+        self.give_back()
         return True
