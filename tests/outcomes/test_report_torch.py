@@ -70,7 +70,7 @@ def test_environment_report_and_error_file_are_those_of_torchrun(place: Place) -
         [*torchrun, script, "theirs-"], cwd=place.folder, env=told, input="", capture_output=True, text=True,
         timeout=LIMIT, check=False,
     )  # fmt: skip
-    here = place.run("--nproc-per-node", 2, "-r", 3, script, "ours-")
+    here = place.run("--nproc-per-node", 2, "--notice", "USR1:60", "-r", 3, script, "ours-")
     assert (there.returncode, here.status) == (1, 1), (there.stderr, here)
 
     stdins = [os.readlink(place.folder / f"{name}0") for name in ("theirs-stdin", "ours-stdin")]
