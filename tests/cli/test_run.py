@@ -428,6 +428,8 @@ SETTINGS = {
     "grace": Setting("1.5", "0", 1.5, 0.0),
     "settle": Setting("1.5", "0", 1.5, 0.0),
     "linger": Setting("1.5", "0", 1.5, 0.0),
+    "notice": Setting("USR1:60", "SIGUSR2:0.5", (10, 60.0), (12, 0.5)),
+    "orphan_grace": Setting("1.5", "0", 1.5, 0.0),
     "hang_timeout": Setting("1.5", "600", 1.5, 600.0),
     "on_expiry": Setting("report,kill:30", "dump", (("report", 0.0), ("kill", 30.0)), (("dump", 0.0),)),
     "nnodes": Setting("1:1", "1", "1:1", "1"),
