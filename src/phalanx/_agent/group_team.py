@@ -93,8 +93,10 @@ class GroupTeam(Team):
         group = self.group or (self._before[-1] if self._before else None)
 
         def speak() -> None:
-            later = self.group  # whose lines wait for those of `group`, and must come after this
-            if later is group or later is None or not later.say(text):
+            # The lines of the next group wait for those of `group`, and must come after this one.
+            groups = [*self._before, *filter(None, (self.group,))]
+            later = groups[groups.index(group) + 1 :] if group in groups else []
+            if not any(each.say_before(text) for each in later):
                 self._speak(text)
 
         if group is None or group.say(text):

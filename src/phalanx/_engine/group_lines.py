@@ -58,6 +58,14 @@ class GroupLines:
         self._in_turn(lambda: shown.say(text))
         return True
 
+    def say_before(self, text: str) -> bool:
+        """Show a line at once, before those that wait for their turn. Returns whether that is possible."""
+        shown = self._shown
+        if shown is None or not shown.takes_messages():
+            return False
+        shown.say(text)
+        return True
+
     def _in_turn(self, action: Callable[[], None]) -> None:
         """Call ``action`` when the group is shown whose lines come first; in the thread that shows those, or here."""
         if self._after is None:

@@ -264,6 +264,10 @@ class Supervisor:
         """Show a line of ours among the workers'. Returns whether that is possible."""
         return not self.gone and self._display.say(text)
 
+    def say_before(self, text: str) -> bool:
+        """Show a line of ours before the workers', when the group that these wait for is shown. Likewise."""
+        return not self.shown and self._display.say_before(text)
+
     def announce(self, text: str) -> None:
         """Show a line of ours, among the workers' if that is possible."""
         self._display.announce(text, possible=not self.gone)

@@ -107,6 +107,9 @@ class PContext(GroupStart):
 
         A task that is cancelled waits no more; the group goes on. Raises as `wait`.
 
+        SIGINT: if the group was started before ``asyncio.run``, SignalException leaves that. A group that is started
+        inside is better given ``signals=False``: asyncio cancels its main task then, and raises KeyboardInterrupt.
+
         >>> import asyncio
         >>> from phalanx.multiprocessing import start_processes
         >>> async def main():
@@ -186,6 +189,13 @@ class PContext(GroupStart):
     def say(self, text: str) -> bool:
         """Show the line ``text`` on the console, between lines of the workers. Return whether that is possible."""
         return self._supervisor is not None and self._supervisor.say(text)
+
+    def say_before(self, text: str) -> bool:
+        """Show the line ``text`` before those of the workers: for `when_shown` of the group that this one follows.
+
+        Return whether that is possible.
+        """
+        return self._supervisor is not None and self._supervisor.say_before(text)
 
     @property
     def is_open(self) -> bool:
