@@ -187,6 +187,22 @@ def test_signals_that_are_not_forwarded(place: Place, ready: Ready) -> None:
 
 
 @pytest.mark.slow
+def test_long_messages_are_one_short_line_each(place: Place) -> None:
+    script = place.write("""
+        import os
+        raise ValueError(("x" * 9000, "\\n\\n below")[int(os.environ["TORCHELASTIC_RESTART_COUNT"])])
+        """)
+    done = place.run("--max-restarts", 1, "--redirects", 3, script)
+    first, second = (line for line in done.err.splitlines() if line.startswith("phalanx: attempt"))
+    assert len(first) < 700
+    assert "rank 0, ValueError: xxxxx" in first
+    assert first.endswith("xxxxx…; restarting")
+    assert ": rank 0, ValueError:; giving up" in second
+    (earlier,) = (line for line in done.err.splitlines() if line.startswith("  attempt 1, "))
+    assert earlier.endswith("…")
+
+
+@pytest.mark.slow
 def test_what_preloads_outlives_the_attempts(place: Place) -> None:
     place.write("import os\npid = os.getpid()\nprint('imported')", "shared.py")
     script = place.write("""

@@ -7,15 +7,6 @@ from phalanx._base.frozen import Value
 STATES = ("succeeded", "failed", "stopped", "not started")
 
 
-def first_line(what: object) -> str:
-    """Return the first line of a text, or of an error's text; of an error without one, what it is.
-
-    >>> first_line(OSError(11, "Resource temporarily unavailable")), first_line(KeyError())
-    ('[Errno 11] Resource temporarily unavailable', 'KeyError()')
-    """
-    return next(iter(str(what).splitlines()), "" if isinstance(what, str) else repr(what))
-
-
 class AttemptEnd(Value):
     """How one attempt of a group ended.
 
@@ -23,7 +14,7 @@ class AttemptEnd(Value):
         state: "succeeded"; "failed"; "stopped", because somebody asked for it; or "not started".
         rank: The global rank of the root cause; None: it has no rank, or none failed.
         exitcode: Its exit code, negative for a signal; None: not known.
-        error: What went wrong, in one line; "": nothing.
+        error: What went wrong, in one line (see `one_line`); "": nothing.
         step: The highest step that any rank has reported, see `phalanx.timer.progress`; None: none has.
         survivors: How many workers have outlived SIGKILL (uninterruptible sleep).
         number: The attempt, from 0 on.

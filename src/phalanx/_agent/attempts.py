@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 
 from phalanx._agent import life
-from phalanx._agent.attempt_end import AttemptEnd, first_line
+from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._agent.restart_policy import Decision, RestartPolicy, decide
 from phalanx._base import clock, interrupts
 from phalanx._base.background import SerialExecutor
@@ -20,6 +20,7 @@ from phalanx._base.clock import format_duration, format_seconds
 from phalanx._base.durations import seconds
 from phalanx._base.frozen import Value
 from phalanx._base.latch import Latch
+from phalanx._base.one_line import one_line
 from phalanx._engine import host_signals
 
 TYPE_CHECKING = False
@@ -290,7 +291,7 @@ class Attempts:
                 self._under_way = False
                 self._see("GIVE_UP")
                 raise
-            self._note_end(AttemptEnd("not started", error=first_line(error)))
+            self._note_end(AttemptEnd("not started", error=one_line(error)))
         else:
             self._see("STARTED")
 

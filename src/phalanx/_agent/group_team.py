@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from phalanx._agent.attempt_end import AttemptEnd, first_line
+from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._agent.attempts import Team
+from phalanx._base.one_line import one_line
 from phalanx._base.stderr import mention
 from phalanx._engine.start_errors import KeeperLostError
 from phalanx._outcomes.result import RunProcsResult, verdict
@@ -75,7 +76,7 @@ class GroupTeam(Team):
             return self._end("failed", self.result, str(error))
         except RuntimeError as error:  # a signal came while it was being started
             why = error.__cause__
-            return AttemptEnd("stopped") if why is None else AttemptEnd("not started", error=first_line(why))
+            return AttemptEnd("stopped") if why is None else AttemptEnd("not started", error=one_line(why))
         if result is None:
             if not self._wakes:
                 self._wake_at_end(group)
@@ -121,9 +122,9 @@ class GroupTeam(Team):
         rank, exitcode, root = None, None, result.root_cause
         if root is not None:
             rank, exitcode = root.local_rank if root.rank is None else root.rank, root.exitcode
-            error = first_line(root.message)
+            error = one_line(root.message)
         elif state == "failed":
-            error = error or verdict(result)[1]
+            error = one_line(error or verdict(result)[1])
         survivors = sum(outcome.state == "abandoned" for outcome in result.outcomes.values())
         return AttemptEnd(state, rank, exitcode, error, self.group.last_step, survivors)
 

@@ -13,6 +13,7 @@ import weakref
 
 from phalanx._base import clock, procfs
 from phalanx._base.background import SerialExecutor
+from phalanx._base.one_line import one_line
 from phalanx._outcomes.outcome import Outcome
 from phalanx._outcomes.result import RunProcsResult, verdict
 from phalanx._runs import record_writer
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 PATIENCE = 5.0
 """Seconds that the end of a run waits, at most, for the disk."""
 
-_CAUSE_LIMIT = 500  # characters
 _MOST_ATTEMPTS = 1000  # that are kept in the record; of all but the latest two, only the ranks that failed
 
 
@@ -97,7 +97,7 @@ class Recorder:
     def record_restart(self, cause: str, step: int | None) -> None:
         """Write how an attempt ended that another follows. Returns at once."""
         look, logs = self._look, self._logs()
-        self._write(lambda: self._restart_record(look, logs, _one_line(cause), step))
+        self._write(lambda: self._restart_record(look, logs, one_line(cause), step))
 
     def record_end_and_wait(self, state: State, exit_code: int, cause: str = "") -> None:
         """Write how the run ended. Returns when that is written, after `PATIENCE` seconds at most."""
@@ -185,7 +185,7 @@ class Recorder:
     def _end_record(self, look: Callable[[], Seen], logs: LogsDest, state: State, exit_code: int, cause: str) -> Record:
         run, ranks, leftovers = self._last_look(look, logs)
         return record_writer.end(
-            run, state=state, exit_code=exit_code, cause=_one_line(cause), ranks=ranks, leftovers=leftovers
+            run, state=state, exit_code=exit_code, cause=one_line(cause), ranks=ranks, leftovers=leftovers
         )
 
     def _last_look(self, look: Callable[[], Seen], logs: LogsDest) -> tuple[Record, list[Record], Sequence[Leftover]]:
@@ -329,13 +329,3 @@ def _text(part: object) -> str:
     if isinstance(part, str):
         return part
     return os.fsdecode(part) if isinstance(part, bytes) else str(part)
-
-
-def _one_line(text: str) -> str:
-    r"""Return the first line that is not empty, cut to a bounded length.
-
-    >>> _one_line("\n  ValueError: bad shape\n  (see above)")
-    'ValueError: bad shape'
-    """
-    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
-    return line if len(line) <= _CAUSE_LIMIT else f"{line[: _CAUSE_LIMIT - 1]}…"
