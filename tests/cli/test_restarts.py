@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -184,6 +185,49 @@ def test_signals_that_are_not_forwarded(place: Place, ready: Ready) -> None:
         launcher.send(signal.SIGUSR1)
         assert launcher.end().status == -signal.SIGUSR1
     assert wait_gone(pids) == set()
+
+
+def test_attempts_that_cannot_be_started(place: Place) -> None:
+    """The binary removes itself: each later attempt has its place in the record, and counts as a failure."""
+    script = place.write('#!/bin/sh\nrm -- "$0"\nexit 3\n', "once.sh")
+    os.chmod(script, 0o700)
+    done = place.run("--max-restarts", 2, "--no-python", script)
+    assert done.status == 1
+    assert "phalanx: attempt 2 of 3 not started after " in done.err
+    assert f"phalanx: Error: SCRIPT: no such binary: {script!r}\n" in done.err
+    run = record(place)
+    assert [one["number"] for one in run["attempts"]] == [0, 1, 2]
+    assert [len(one["ranks"]) for one in run["attempts"]] == [1, 0, 0]
+    first, second, _third = (one["cause"] for one in run["attempts"])
+    assert first == "attempt 1 of 3: rank 0, exited with code 3; no error was recorded"
+    assert second.startswith("attempt 2 of 3: entrypoint: no such binary: ")
+    assert run["cause"].startswith("attempt 3 of 3: entrypoint: no such binary: ")
+
+
+@pytest.mark.slow
+def test_a_module_that_cannot_be_preloaded_again(place: Place) -> None:
+    place.write(
+        """
+        import os
+        open("imported", "x")  # fails the second time
+        """,
+        "once.py",
+    )
+    script = place.write("""
+        import os, signal
+        def parent(pid):
+            with open(f"/proc/{pid}/stat") as file:
+                return int(file.read().rpartition(")")[2].split()[1])
+        os.kill(parent(parent(os.getppid())), signal.SIGKILL)  # the fork server, which has started guard and keeper
+        os._exit(3)
+        """)
+    done = place.run("--max-restarts", 1, "--preload", "once", script)
+    assert done.status == 1
+    assert "not started after 0." in done.err
+    error = done.err.partition("phalanx: Error: ")[2]
+    assert error.startswith("preload: 'once' could not be imported\n")
+    assert "FileExistsError" in error
+    assert record(place)["cause"] == "attempt 2 of 2: preload: 'once' could not be imported"
 
 
 @pytest.mark.slow

@@ -94,6 +94,12 @@ class Recorder:
         """Record another attempt from now on. Arguments as of the constructor."""
         self._logs, self._look = logs, look
 
+    def record_not_started(self, number: int) -> None:
+        """Write that an attempt has begun of which no worker could be started. Returns at once."""
+        self._look = look = _nothing
+        logs = self._logs()
+        self._write(lambda: self._start_record(look, logs, number))
+
     def record_restart(self, cause: str, step: int | None) -> None:
         """Write how an attempt ended that another follows. Returns at once."""
         look, logs = self._look, self._logs()
@@ -160,9 +166,10 @@ class Recorder:
             self._failed = True
             self._warn(f"the run goes on, but its run.json cannot be written: {why}")
 
-    def _start_record(self, look: Callable[[], Seen], logs: LogsDest) -> Record:
-        attempt = os.path.basename(os.path.dirname(logs.timeline)).removeprefix("attempt_")
-        number = int(attempt) if attempt.isdecimal() else 0
+    def _start_record(self, look: Callable[[], Seen], logs: LogsDest, number: int | None = None) -> Record:
+        if number is None:
+            attempt = os.path.basename(os.path.dirname(logs.timeline)).removeprefix("attempt_")
+            number = int(attempt) if attempt.isdecimal() else 0
         return record_writer.begin(
             run_id=self._run_id,
             name=self._name,
@@ -213,6 +220,11 @@ class Recorder:
                 record_writer.rank(rank=rank, local_rank=local_rank, pid=pid, pid_started=start, state=state, **facts)
             )
         return ranks
+
+
+def _nothing() -> Seen:
+    """What is seen of a group that was not started."""
+    return {}, None
 
 
 class GroupRecorder:

@@ -60,6 +60,9 @@ class RunTeam(GroupTeam):
             groups.script, groups.envs, LogsDest, lambda: ({}, None), run_id=run_id, command=groups.command,
             warn=self._warn, keep_runs=keep_runs,
         )  # fmt: skip
+        self.not_started: Exception | None = None
+        """Why the last attempt could not be started; None: it was."""
+        self._followed = -1  # the attempt that is recorded
         self.stopped_in_delay = False
         """Whether the run was stopped between two attempts."""
         self._make_group = groups.make
@@ -81,7 +84,12 @@ class RunTeam(GroupTeam):
 
     def start(self, attempt: int, wake: Callable[[], None]) -> None:
         """See `Team`."""
-        super().start(attempt, wake)
+        self.not_started = None
+        try:
+            super().start(attempt, wake)
+        except Exception as error:
+            self.not_started = error
+            raise
         # Now: at the end there may be no descriptor, or no disk. And whole: a handler's exception in the midst of an
         # import can leave the lock of the import system taken, for which the thread that writes run.json would wait.
         with interrupts.deferred():
@@ -92,16 +100,30 @@ class RunTeam(GroupTeam):
         if name == "agent.state" and facts["state"] == "RUNNING":
             self._follow(facts["attempt"])
             self.recorder.record_start()
-        elif name == "attempt.ended" and facts["state"] in ("failed", "not started"):
-            self._failed = AttemptEnd(**facts)
+        elif name == "attempt.ended":
+            end = AttemptEnd(**facts)
+            if end.failed:
+                self._failed = end
+            if end.number > self._followed:
+                self._record_unfollowed(end)
         elif name == "restart.decided":
             cause = f"attempt {facts['attempt'] + 1}{self.policy.attempts}: {self._failed.describe()}"
             self.recorder.record_restart(cause, self._failed.step)
+
+    def _record_unfollowed(self, end: AttemptEnd) -> None:
+        """Record an attempt that was not started, or that was to be stopped before all of it was."""
+        group = self._latest.get(end.number)
+        if end.state == "not started" or group is None or not group.logs.timeline:
+            self.recorder.record_not_started(end.number)
+        else:
+            self._follow(end.number)
+            self.recorder.record_start()
 
     def _follow(self, attempt: int) -> None:
         """Record an attempt from now on."""
         group = self._latest.get(attempt)
         if group is not None:
+            self._followed = attempt
             self.recorder.follow(lambda: group.logs, lambda: look(group))
 
     def wait_shown(self) -> None:
@@ -156,7 +178,8 @@ def _conclude(ending: Ending, stopped: signal.Signals | None, team: RunTeam, spe
         say(f"Error: {team.lost}")
         code, cause = code or 1, str(team.lost)
     elif last.state == "not started":
-        say(f"Error: {last.error}")
+        error = last.error if team.not_started is None else _in_our_words(team.not_started, team.group)
+        say(f"Error: {error}")
         code, cause = 1, last.error
     if len(ending.ends) > 1:
         cause = cause and f"{attempt}: {cause}"
