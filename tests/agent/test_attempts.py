@@ -170,7 +170,7 @@ def in_state(state: str, action: Callable[[], object]) -> Callable[[str, dict[st
 @pytest.mark.parametrize("state", ["STARTING", "RUNNING", "WAITING", "RESTARTING", "STOPPING"])
 def test_a_stop_that_another_thread_asks_for(state: str) -> None:
     """Whenever it comes, nothing is started afterwards."""
-    team = shells(lambda attempt: "exit 1" if attempt == 0 and state == "WAITING" else f"trap '' TERM; sleep 600 & wait")
+    team = shells(lambda attempt: "exit 1" if attempt == 0 and state == "WAITING" else "trap '' TERM; sleep 600 & wait")
     asked = Latch()
 
     def ask() -> None:
@@ -203,7 +203,7 @@ def stopped_by_signals(attempts: Attempts, *orders: tuple[int, float]) -> Ending
 
 @pytest.mark.parametrize("state", ["STARTING", "RUNNING", "WAITING", "RESTARTING"])
 def test_a_signal_to_this_process(state: str) -> None:
-    team = shells(lambda attempt: "exit 1" if attempt == 0 and state == "WAITING" else f"trap '' TERM; sleep 600 & wait")
+    team = shells(lambda attempt: "exit 1" if attempt == 0 and state == "WAITING" else "trap '' TERM; sleep 600 & wait")
     options = {"backoff": 600, "backoff_cap": 600, "jitter": 0}
     observe = in_state(state, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with attempted(team, 3, observe=observe, **options) as attempts:
@@ -222,7 +222,7 @@ def signals_when(ready: Ready) -> None:
 
 
 def test_a_second_signal_kills(ready: Ready) -> None:
-    team = shells(tells(ready, f"trap '' TERM; echo; sleep 600 & wait"))
+    team = shells(tells(ready, "trap '' TERM; echo; sleep 600 & wait"))
     observe = in_state("STOPPING", lambda: os.kill(os.getpid(), signal.SIGINT))
     with attempted(team, 3, observe=observe) as attempts:
         killing = threading.Thread(target=signals_when, args=(ready,))

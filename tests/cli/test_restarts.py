@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import subprocess
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.cli.test_run import RUN, Place, refused
-from tests.support.helpers import Ready, wait_gone
+from tests.support.helpers import Gate, Ready, wait_gone
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -185,6 +187,31 @@ def test_signals_that_are_not_forwarded(place: Place, ready: Ready) -> None:
         launcher.send(signal.SIGUSR1)
         assert launcher.end().status == -signal.SIGUSR1
     assert wait_gone(pids) == set()
+
+
+@pytest.mark.slow
+def test_lines_of_ours_stay_in_order_on_a_slow_console(place: Place, ready: Ready, gate: Gate) -> None:
+    """Each stands between the lines of its attempt and those of the next: also if it was said before all are shown."""
+    script = place.write(f"""
+        import os, sys
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        print("begin", attempt)
+        for number in range(3000):  # more than fits into a pipe
+            print("-" * 90)
+        print("end", attempt, flush=True)
+        if attempt < "3":
+            sys.exit(1)
+        {ready.python()}
+        {gate.python()}
+        """)
+    with place.start("--max-restarts", 3, script, stderr=subprocess.STDOUT) as launcher:
+        ready.wait()
+        shown = launcher.read_until("[0] end 3", "stdout")
+        gate.open()
+        assert launcher.end().status == 0
+    found = re.findall(r"^(?:phalanx: attempt \d|\[0\] begin \d|\[0\] end \d)", shown, re.MULTILINE)
+    expected = [(f"[0] begin {n}", f"[0] end {n}", f"phalanx: attempt {n + 1}") for n in range(4)]
+    assert found == [line for lines in expected for line in lines][:-1]
 
 
 def test_attempts_that_cannot_be_started(place: Place) -> None:
