@@ -1,9 +1,9 @@
 """Phalanx: groups of worker processes that start together, live together and fall together, the true cause named.
 
 The public names live in the modules that carry them: `phalanx.multiprocessing`, `phalanx.multiprocessing.errors`,
-`phalanx.spawn`, `phalanx.timer`, `phalanx.metrics`, `phalanx.events`, and the command ``phalanx run``. The modules,
-`phalanx.warm` and `phalanx.should_stop` are at hand here, and loaded when they are first used: importing this package
-alone imports nothing else.
+`phalanx.spawn`, `phalanx.agent`, `phalanx.rendezvous`, `phalanx.timer`, `phalanx.metrics`, `phalanx.events`, and the
+command ``phalanx run``. The modules, `phalanx.warm` and `phalanx.should_stop` are at hand here, and loaded when they
+are first used: importing this package alone imports nothing else.
 
 >>> import phalanx
 >>> with phalanx.warm(preload=["json"]) as process:
@@ -18,16 +18,30 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from phalanx import agent as agent
     from phalanx import errors as errors
     from phalanx import events as events
     from phalanx import metrics as metrics
     from phalanx import multiprocessing as multiprocessing
+    from phalanx import rendezvous as rendezvous
     from phalanx import spawn as spawn
     from phalanx import timer as timer
     from phalanx._engine.worker.stop_flag import should_stop
     from phalanx.multiprocessing import warm
 
-__all__ = ["__version__", "errors", "events", "metrics", "multiprocessing", "should_stop", "spawn", "timer", "warm"]
+__all__ = [
+    "__version__",
+    "agent",
+    "errors",
+    "events",
+    "metrics",
+    "multiprocessing",
+    "rendezvous",
+    "should_stop",
+    "spawn",
+    "timer",
+    "warm",
+]
 
 __version__ = "0.1.0"
 

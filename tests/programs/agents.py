@@ -177,15 +177,23 @@ def echo(*values: Any) -> tuple[Any, ...]:
     return values
 
 
-def wait_for_signal(launcher: int) -> None:
-    if os.environ["RANK"] == "0":
-        os.kill(launcher, signal.SIGTERM)
+def wait() -> None:
     threading.Event().wait()
 
 
-def run(title: str, it: WorkerSpec, **options: Any) -> None:
+def signal_when_up(agent: LocalElasticAgent) -> None:
+    """Signal this process once the workers are up: torch can lose a signal that comes while it starts them."""
+    pause = threading.Event()
+    while agent.get_worker_group().state != WorkerState.HEALTHY:
+        pause.wait(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def run(title: str, it: WorkerSpec, *, signalled: bool = False, **options: Any) -> None:
     print("#", title)
     agent = LocalElasticAgent(it, DefaultLogsSpecs(tee=options.pop("tee", Std.NONE)), start_method="fork", **options)
+    if signalled:
+        threading.Thread(target=signal_when_up, args=(agent,)).start()
     try:
         result = agent.run()
         print(result.state, result.is_failed(), sorted(result.return_values.items()))
@@ -204,7 +212,7 @@ def groups() -> None:
     run("arguments", spec(echo, "${local_rank}", 5, "cuda:${local_rank}", ("${local_rank}",)))
     run("a program", spec("sh", "-c", "exit $((RANK * ${local_rank} * 3))", max_restarts=0))
     run("another program", spec("sh", "-c", "exit $((TORCHELASTIC_RESTART_COUNT == 0))"))
-    run("a signal", spec(wait_for_signal, os.getpid()))
+    run("a signal", spec(wait), signalled=True)
     run("no such program", spec("there-is-no-such-program"))
     prefix = "<${role_name} ${rank} ${local_rank}> "
     run("prefixes", spec("sh", "-c", "test $RANK = 0 || echo hello"), tee=Std.ALL, log_line_prefix_template=prefix)

@@ -236,7 +236,15 @@ def test_every_rule_that_is_off_carries_a_reason() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["phalanx", "phalanx.errors", "phalanx.events", "phalanx.metrics", "phalanx.multiprocessing", "phalanx.spawn"],
+    [
+        "phalanx",
+        "phalanx.agent",
+        "phalanx.errors",
+        "phalanx.events",
+        "phalanx.metrics",
+        "phalanx.multiprocessing",
+        "phalanx.spawn",
+    ],
 )
 def test_an_import_loads_the_standard_library_only(module: str) -> None:
     code = (

@@ -29,6 +29,7 @@ REFERENCE = ROOT / "docs" / "reference"
 
 MODULES = [
     "phalanx",
+    "phalanx.agent",
     "phalanx.errors",
     "phalanx.events",
     "phalanx.metrics",
@@ -36,6 +37,7 @@ MODULES = [
     "phalanx.multiprocessing.errors",
     "phalanx.multiprocessing.redirects",
     "phalanx.multiprocessing.tail_log",
+    "phalanx.rendezvous",
     "phalanx.spawn",
     "phalanx.timer",
     "phalanx.timer.debug_info_logging",

@@ -56,6 +56,21 @@ def says_and_waits(address: str) -> None:
     signal.pause()
 
 
+def outlives_sigterm(address: str) -> None:
+    """Say when a SIGTERM can come, and when it has come; go on."""
+    signal.signal(signal.SIGTERM, lambda *_: tell(address, "SIGTERM"))
+    tell(address, "waits")
+    while True:
+        signal.pause()
+
+
+def waits_in_the_first_attempt(address: str) -> int:
+    if attempt() == 0:
+        tell(address, "waits")
+        signal.pause()
+    return attempt()
+
+
 def passes(gate: str) -> int:
     pass_gate(gate)
     return rank()

@@ -14,6 +14,7 @@ import inspect
 import logging
 import re
 import textwrap
+import typing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,12 +31,18 @@ MODULES = {
     f"{ELASTIC}.timer": ("", ["api", "local_timer", "file_based_local_timer", "debug_info_logging"]),
     f"{ELASTIC}.metrics": ("", ["api"]),
     f"{ELASTIC}.events": ("", ["api", "handlers"]),
+    f"{ELASTIC}.agent.server": ("", ["api", "local_elastic_agent", "health_check_server"]),
+    f"{ELASTIC}.rendezvous": ("", ["api", "dynamic_rendezvous", "registry", "utils"]),
     "torch.multiprocessing": ("spawn", ["pool", "queue", "reductions"]),
 }  # fmt: skip
 """Packages: the submodule whose names count as the package's own, and those that are listed beside them."""
 
-OUTSIDE = {"torch.multiprocessing": ["pool", "queue", "reductions"]}
-"""Submodules that are listed, but not what is in them: they are about tensors, and not about starting processes."""
+OUTSIDE = {
+    "torch.multiprocessing": ["pool", "queue", "reductions"],  # about tensors
+    f"{ELASTIC}.rendezvous": ["dynamic_rendezvous", "registry", "utils"],  # about many machines
+    f"{ELASTIC}.agent.server": ["health_check_server"],
+}
+"""Submodules that are listed, but not what is in them."""
 
 SOURCES = [
     "distributed/run.py",
@@ -91,6 +98,10 @@ def parameters(function: Any) -> dict[str, inspect.Parameter]:
     """The parameters of a function, method or class, without ``self``, and with those that go to a base class."""
     if isinstance(function, (staticmethod, classmethod)):
         function = function.__func__
+    if inspect.isclass(function) and issubclass(function, BaseException) and "__init__" not in vars(function):
+        return {}
+    if typing.get_origin(function) is not None:  # the name of a type
+        return {}
     found = dict(inspect.signature(function).parameters)
     if inspect.isfunction(function) and next(iter(found), "") in ("self", "cls"):
         del found[next(iter(found))]

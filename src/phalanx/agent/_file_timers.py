@@ -10,7 +10,7 @@ TIMER_FILE_ENV = "TORCHELASTIC_TIMER_FILE"
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.timer._file import FileTimerServer
+    from phalanx.timer import FileTimerServer
 
 
 class FileTimers:

@@ -41,11 +41,11 @@ class ElasticAgent(ABC):
 
     @abstractmethod
     def run(self, role: str = "default") -> RunResult:
-        """Run the workers, with restarts, and return what became of them."""
+        """Run the workers of a ``role``, with restarts, and return what became of them."""
 
     @abstractmethod
     def get_worker_group(self, role: str = "default") -> WorkerGroup:
-        """Return the workers. The object is the agent's own: it is not to be changed."""
+        """Return the workers of a ``role``. The object is the agent's own: it is not to be changed."""
 
 
 class SimpleElasticAgent(ElasticAgent):
@@ -145,8 +145,8 @@ class SimpleElasticAgent(ElasticAgent):
         attempts = self._attempts
         if attempts is not None:
             grace = self._shutdown_timeout if timeout is None else seconds("timeout", timeout, negative=True)
-            attempts.ask_stop(signal.Signals(death_sig), grace)
             self._stopping = True
+            attempts.ask_stop(signal.Signals(death_sig), grace)
 
     # --- to be written by subclasses
 

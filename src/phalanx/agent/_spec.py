@@ -135,7 +135,7 @@ class WorkerSpec(Value):
 def check_type(name: str, value: object, kind: type) -> None:
     """Refuse a value of another type. Raises TypeError."""
     if not isinstance(value, kind):
-        msg = f"{name}: expected a {kind.__module__}.{kind.__name__}, got {value!r}"
+        msg = f"{name}: expected a {kind.__name__}, got {value!r}"
         raise TypeError(msg)
 
 

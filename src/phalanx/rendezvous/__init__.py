@@ -3,9 +3,11 @@
 A `RendezvousHandler` gives each agent its rank among the agents, and the address at which workers meet. Groups on one
 machine need no other agent: `OneMachineRendezvous` answers at once.
 
->>> info = OneMachineRendezvous().next_rendezvous()
+>>> handler = OneMachineRendezvous()
+>>> info = handler.next_rendezvous()
 >>> info.rank, info.world_size
 (0, 1)
+>>> handler.give_back()
 """
 
 from __future__ import annotations

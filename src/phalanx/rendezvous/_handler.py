@@ -51,6 +51,7 @@ class RendezvousStoreInfo(Value):
 
         Raises:
             RendezvousStateError: What the store holds is no address, or no port.
+            OSError: No port is free.
         """
         address, port = RendezvousStoreInfo.MASTER_ADDR_KEY, RendezvousStoreInfo.MASTER_PORT_KEY
         if rank == 0:

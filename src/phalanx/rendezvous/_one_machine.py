@@ -34,7 +34,12 @@ class OneMachineRendezvous(RendezvousHandler):
         return "one-machine"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return rank 0 of 1, at once. Raises RendezvousClosedError after `set_closed` or `shutdown`."""
+        """Return rank 0 of 1, at once.
+
+        Raises:
+            RendezvousClosedError: After `set_closed` or `shutdown`.
+            OSError: No port is free.
+        """
         if self._closed:
             msg = f"the rendezvous of run {self._run_id!r} is closed"
             raise RendezvousClosedError(msg)

@@ -21,7 +21,7 @@ class RendezvousParameters(Value):
         min_nodes: How many agents there are at least, 1 or more.
         max_nodes: How many there are at most, ``min_nodes`` or more.
         local_addr: The address of this machine.
-        **config: What else the backend takes.
+        **kwargs: What else the backend takes, kept in ``config``.
 
     Raises:
         ValueError: What is wrong with which argument.
@@ -48,7 +48,7 @@ class RendezvousParameters(Value):
         min_nodes: int,
         max_nodes: int,
         local_addr: str | None = None,
-        **config: Any,
+        **kwargs: Any,
     ) -> None:
         if not backend or not isinstance(backend, str):
             msg = f"backend: expected the name of a kind of rendezvous, got {backend!r}"
@@ -61,15 +61,18 @@ class RendezvousParameters(Value):
             raise ValueError(msg)
         self._store(
             backend=backend, endpoint=endpoint, run_id=run_id, min_nodes=min_nodes, max_nodes=max_nodes,
-            config=config, local_addr=local_addr,
+            config=kwargs, local_addr=local_addr,
         )  # fmt: skip
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return what ``config`` has for a key, or ``default``."""
+        """Return what ``config`` has for ``key``, or ``default``."""
         return self.config.get(key, default)
 
     def get_as_bool(self, key: str, default: bool | None = None) -> bool | None:  # noqa: FBT001 - the historical signature
-        """Return it as a truth value: 1, true, t, yes, y, or 0, false, f, no, n, in any case. Raises ValueError."""
+        """Return what ``config`` has for ``key``, or ``default``, as a truth value.
+
+        1, true, t, yes, y and 0, false, f, no, n are taken, in any case. Raises ValueError for another text.
+        """
         value = self.get(key, default)
         if value is None or isinstance(value, bool):
             return value
@@ -80,7 +83,7 @@ class RendezvousParameters(Value):
         raise ValueError(msg)
 
     def get_as_int(self, key: str, default: int | None = None) -> int | None:
-        """Return it as a whole number. Raises ValueError."""
+        """Return what ``config`` has for ``key``, or ``default``, as a whole number. Raises ValueError."""
         value = self.get(key, default)
         try:
             return None if value is None else int(value)
