@@ -97,7 +97,10 @@ class PContext(GroupStart):
     def wait_gone(self, timeout: float | None = -1) -> RunProcsResult | None:
         """Wait as `wait` does, but only until no process of the group is left: its last lines may not be shown yet.
 
-        A slow terminal can keep `wait` for 10 s longer. Arguments, result and errors are those of `wait`.
+        A slow terminal can keep `wait` for 10 s longer. Returns and raises what `wait` does.
+
+        Args:
+            timeout: Seconds; 0 asks without blocking; negative or None waits for ever.
         """
         check_timeout(timeout)
         return self._wait(self._started().gone, timeout)
@@ -254,7 +257,14 @@ class PContext(GroupStart):
     def order_close(self, death_sig: signal.Signals | int | None = None, timeout: float = GRACE) -> None:
         """Order the end of the group, as `close` does, and return at once. `wait` tells when it has ended.
 
-        A group that is not open is left as it is. Arguments and errors are those of `close`.
+        A group that is not open is left as it is.
+
+        Args:
+            death_sig: See `close`.
+            timeout: See `close`.
+
+        Raises:
+            ValueError: As `close`.
         """
         check_timeout(timeout)
         death = signal.SIGTERM if death_sig is None else signal.Signals(death_sig)
