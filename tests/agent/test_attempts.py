@@ -247,6 +247,8 @@ class Interrupter:
         name = frame.f_code.co_filename
         if "/_agent/" not in name and not name.endswith(("_group/start.py", "_group/context.py")):
             return None
+        if frame.f_code.co_name == "__del__":  # what is raised there is lost
+            return None
         if event == "line" and not linecache.getline(name, frame.f_lineno).lstrip().startswith("with "):
             self.left -= 1
             if self.left == 0:

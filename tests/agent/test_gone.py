@@ -180,6 +180,7 @@ def test_select_takes_groups_themselves(gate: Gate) -> None:
 def test_the_first_question_may_come_after_the_end() -> None:
     with start_processes("g", "true", (), nprocs=1) as group:
         group.wait()
+        assert group._started().done.wait(TIMEOUT)
         assert is_readable(group.fileno())
     with pytest.raises(RuntimeError, match="the group 'g' has been closed"):
         group.fileno()

@@ -146,7 +146,7 @@ class PContext(GroupStart):
         """
         supervisor = self._started()
         with self._one:
-            if self._end_fd is None and not supervisor.done:
+            if self._end_fd is None and not self._is_closed:
                 self._end_fd = EndFd()
                 supervisor.ended.then(self._end_fd.ring)
         if self._end_fd is None or self._end_fd.fileno() < 0:
@@ -249,8 +249,8 @@ class PContext(GroupStart):
                 self._tidy()
         finally:  # again: another thread closed first, or a signal handler has raised
             host_signals.release(supervisor)
-            with self._one:  # `fileno` makes none from now on
-                end_fd = self._end_fd
+            with self._one:
+                self._is_closed, end_fd = True, self._end_fd
             if end_fd is not None:
                 end_fd.close()
 

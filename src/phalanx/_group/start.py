@@ -106,6 +106,7 @@ class GroupStart(ABC):
         if follows is not None:  # one that was not started has no lines, and may follow another
             self._after = follows._after if before is None else before.shown  # noqa: SLF001 - as above
         self._end_fd: EndFd | None = None
+        self._is_closed = False  # there will be no `_end_fd` any more
         self._record = record
         self._recorder: GroupRecorder | None = None
         self._signals = signals
