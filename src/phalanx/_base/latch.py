@@ -63,7 +63,11 @@ class Latch:
                 action()
 
     def forget(self, action: Callable[[], None]) -> None:
-        """Do not call ``action`` any more, which was given to `then`. It may be being called just now."""
+        """Do not call ``action`` any more, which was given to `then`. It may be being called just now.
+
+        >>> gate, action = Latch(), lambda: print("opened")
+        >>> gate.then(action); gate.forget(action); gate.open(); gate.forget(action)
+        """
         with suppress(ValueError):
             self._waiters.remove(action)
 
