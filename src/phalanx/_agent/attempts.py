@@ -201,8 +201,9 @@ class Attempts:
             raise RuntimeError(msg)
         if self._state == "NEW" and self._signals:
             host_signals.acquire(self)
-        while self._state not in life.TERMINAL:
-            self._turn()
+        with host_signals.delivering():  # what leaves here has been delivered, and is not raised again by the next call
+            while self._state not in life.TERMINAL:
+                self._turn()
         return Ending(self._state.lower(), tuple(self._ends), self._why)
 
     def close(self) -> None:
