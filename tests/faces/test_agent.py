@@ -261,6 +261,16 @@ def test_an_agent_in_a_worker_of_an_agent(tmp_path: Path, monkeypatch: pytest.Mo
     assert result.return_values == {0: inner, 1: inner}
 
 
+def test_what_is_preloaded_is_imported_once_for_all_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "counted.py").write_text(f"with open({str(tmp_path / 'imports')!r}, 'a') as out: out.write('once ')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    agent = LocalElasticAgent(spec(agent_workers.fails_until, 2), DefaultLogsSpecs(), "forkserver", preload=["counted"])
+    assert agent.run().return_values == {0: (2, 0), 1: (2, 1)}
+    assert (tmp_path / "imports").read_text() == "once "
+    assert agent.run().return_values == {0: (2, 0), 1: (2, 1)}
+    assert (tmp_path / "imports").read_text() == "once once "
+
+
 # --- starts that fail
 
 
@@ -327,6 +337,19 @@ def test_a_signal_in_a_delay() -> None:
     thread.join()
 
 
+def test_a_stop_in_a_delay() -> None:
+    agent = local(agent_workers.one_fails, 0, policy=RestartPolicy(1, backoff=600))
+
+    def stop() -> None:
+        _until_waiting(agent)
+        agent.stop()
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    assert agent.run() == RunResult(WorkerState.STOPPED)
+    thread.join()
+
+
 def _until_waiting(agent: SimpleElasticAgent) -> None:
     pause = threading.Event()
     for _ in range(int(TIMEOUT * 100)):
@@ -335,6 +358,19 @@ def _until_waiting(agent: SimpleElasticAgent) -> None:
             return
         pause.wait(0.01)
     pytest.fail("the delay did not begin")
+
+
+def test_a_signal_during_a_start_leaves_workers_their_time(ready: Ready) -> None:
+    class Signalled(LocalElasticAgent):
+        def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+            ids = super()._start_workers(worker_group)
+            ready.wait()
+            os.kill(os.getpid(), signal.SIGTERM)
+            return ids
+
+    with pytest.raises(SignalException):
+        Signalled(spec(agent_workers.ends_at_sigterm, ready.address, size=1), DefaultLogsSpecs(), "fork").run()
+    assert ready.wait() == ["has had its time"]
 
 
 def test_a_second_signal_kills(ready: Ready) -> None:

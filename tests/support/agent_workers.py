@@ -64,6 +64,20 @@ def outlives_sigterm(address: str) -> None:
         signal.pause()
 
 
+def ends_at_sigterm(address: str) -> None:
+    """Say when a SIGTERM can come. When it has come, take a while, and say so."""
+
+    def end(*_: Any) -> None:
+        threading.Event().wait(0.2)
+        tell(address, "has had its time")
+        sys.exit()
+
+    signal.signal(signal.SIGTERM, end)
+    tell(address, "waits")
+    while True:
+        signal.pause()
+
+
 def waits_in_the_first_attempt(address: str) -> int:
     if attempt() == 0:
         tell(address, "waits")

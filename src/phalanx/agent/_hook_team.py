@@ -63,16 +63,20 @@ class HookTeam(Team):
         self._agent = agent
         self._machines_may_come = machines_may_come
         self._ask_restart = ask_restart
+        self._after_failure = False
         self._is_restart = False
         self._stopped = False
         self._fatal: RendezvousError | None = None
 
+    def begin(self, attempt: int) -> None:  # noqa: ARG002 - `start` is told as well
+        """See `Team`."""
+        self._after_failure = self.result is not None or self.start_error is not None
+        self.result, self.start_error, self._stopped, self._is_restart = None, None, False, False
+
     def start(self, attempt: int, wake: Callable[[], None]) -> None:
         """See `Team`. What a rendezvous raises ends it all: `ended` raises it."""
-        after_failure = self.result is not None or self.start_error is not None
-        self.result, self.start_error, self._stopped, self._is_restart = None, None, False, False
         try:
-            self._agent._begin_attempt(attempt, wake, after_failure=after_failure)
+            self._agent._begin_attempt(attempt, wake, after_failure=self._after_failure)
         except RendezvousError as error:
             if attempt == 0:
                 raise
@@ -84,10 +88,10 @@ class HookTeam(Team):
 
     def ended(self) -> AttemptEnd | None:
         """See `Team`. Raises what the hooks raise."""
-        if self._fatal is not None:
-            raise self._fatal
         if self._stopped:
             return AttemptEnd("stopped")
+        if self._fatal is not None:
+            raise self._fatal
         agent = self._agent
         group = agent.get_worker_group()
         result = agent._monitor_workers(group)

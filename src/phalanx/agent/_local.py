@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from phalanx._agent.group_team import GroupTeam
 from phalanx._agent.worker_env import worker_env
@@ -11,6 +11,7 @@ from phalanx._engine.start_errors import KeeperLostError
 from phalanx._group.arguments import check_options
 from phalanx._group.command_group import SubprocessContext
 from phalanx._group.function_group import MultiprocessContext
+from phalanx._group.warm import check_preload, choose
 from phalanx._logs.console import ConsoleSpecs
 from phalanx._logs.prefixes import checked_template
 from phalanx._logs.specs import LogsSpecs
@@ -58,7 +59,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         linger: Likewise.
         console: Likewise.
         timers: Likewise.
-        preload: Likewise. An open `phalanx.warm` that has imported these serves all attempts.
+        preload: Likewise; the process that imports them serves all attempts.
         warm: Likewise; it serves all attempts.
         writable: Likewise.
         main: Likewise.
@@ -112,7 +113,9 @@ class LocalElasticAgent(SimpleElasticAgent):
         options["duplicate_stdout_filters"] = spec.duplicate_stdout_filters
         options["duplicate_stderr_filters"] = spec.duplicate_stderr_filters
         self._options = options
-        self._function_options = {"preload": preload, "warm": warm, "writable": writable, "main": main}
+        self._function_options: dict[str, Any] = {"warm": warm, "writable": writable, "main": main}
+        self._preload = check_preload(preload or ())
+        self._held = ExitStack()  # until the end of `run`
         self._start_method = start_method
         self._logs_specs = logs_specs
         self._file_timers = FileTimers()
@@ -153,6 +156,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         finally:
             self._groups.close()
             self._file_timers.stop()
+            self._held.close()
 
     def _end_group(self, death_sig: int, timeout: float) -> None:
         group = self._groups.group
@@ -183,6 +187,11 @@ class LocalElasticAgent(SimpleElasticAgent):
         if isinstance(spec.entrypoint, str):
             return SubprocessContext(spec.role, spec.entrypoint, args, envs, self._logs_specs, **options)
         options |= self._function_options
+        if self._preload:
+            warm, is_own = choose(self._preload, options["warm"], envs)
+            if is_own and warm is not None:  # the next attempt finds it: it is the innermost one that is open
+                self._held.enter_context(warm)
+            options["warm"] = warm
         return MultiprocessContext(
             spec.role, spec.entrypoint, args, envs, self._start_method, self._logs_specs, **options
         )

@@ -279,7 +279,7 @@ class SimpleElasticAgent(ElasticAgent):
         group.state = WorkerState(state.upper())
         if state == "failed" and (error := team.start_error or self._final_error()) is not None:
             raise error
-        return RunResult(WorkerState.STOPPED) if team.result is None else team.result
+        return RunResult(WorkerState.STOPPED) if state == "stopped" or team.result is None else team.result
 
     def _carry_out(self, attempts: Attempts) -> Ending:
         """Run to the end. On a signal, the workers are ended first, and at the next one killed."""
