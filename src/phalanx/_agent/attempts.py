@@ -134,6 +134,7 @@ class Attempts:
         self._observe = observe
         self._observing = SerialExecutor("phalanx-events")
         self._owner = os.getpid()
+        self._entered = False  # whether `run` has been called
         self._state = "NEW"
         self._due = ""  # the action that the last step has left to be done, where a signal may interrupt it
         self._number = -1  # of the attempt that runs, or ran last
@@ -196,14 +197,16 @@ class Attempts:
         stopped by that: call `ask_stop`, and `run` again. If the very first start fails, that is raised, and all is
         over. Raises RuntimeError in a fork of the process that made this.
         """
+        again, self._entered = self._entered, True
+        if again:  # what left an earlier call has been delivered, and is not raised again
+            host_signals.forget_raised()
         if self._owner != os.getpid():
             msg = "the attempts are not this process's: it is a fork of the one that makes them"
             raise RuntimeError(msg)
         if self._state == "NEW" and self._signals:
             host_signals.acquire(self)
-        with host_signals.delivering():  # what leaves here has been delivered, and is not raised again by the next call
-            while self._state not in life.TERMINAL:
-                self._turn()
+        while self._state not in life.TERMINAL:
+            self._turn()
         return Ending(self._state.lower(), tuple(self._ends), self._why)
 
     def close(self) -> None:

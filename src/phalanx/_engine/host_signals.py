@@ -148,6 +148,12 @@ def delivering() -> Iterator[None]:
         raise
 
 
+def forget_raised() -> None:
+    """Do not raise again an exception that was raised: its receiver acts on it. On the main thread."""
+    if threading.current_thread() is threading.main_thread():
+        _pending.clear()
+
+
 @contextmanager
 def postpone() -> Iterator[None]:
     """Defer SIGINT to the end of the block: for a group that leaves signals to its host."""
