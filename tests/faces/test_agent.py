@@ -327,7 +327,7 @@ def test_a_signal_in_a_delay() -> None:
     agent = local(agent_workers.one_fails, 0, policy=RestartPolicy(1, backoff=600))
 
     def interrupt() -> None:
-        _until_waiting(agent)
+        _until(lambda: _is_waiting(agent))
         os.kill(os.getpid(), signal.SIGTERM)
 
     thread = threading.Thread(target=interrupt)
@@ -341,7 +341,7 @@ def test_a_stop_in_a_delay() -> None:
     agent = local(agent_workers.one_fails, 0, policy=RestartPolicy(1, backoff=600))
 
     def stop() -> None:
-        _until_waiting(agent)
+        _until(lambda: _is_waiting(agent))
         agent.stop()
 
     thread = threading.Thread(target=stop)
@@ -350,14 +350,18 @@ def test_a_stop_in_a_delay() -> None:
     thread.join()
 
 
-def _until_waiting(agent: SimpleElasticAgent) -> None:
+def _until(condition: Callable[[], bool]) -> None:
+    """Look again and again: for what no descriptor tells."""
     pause = threading.Event()
     for _ in range(int(TIMEOUT * 100)):
-        attempts = agent._attempts
-        if attempts is not None and attempts.state == "WAITING":
+        if condition():
             return
         pause.wait(0.01)
-    pytest.fail("the delay did not begin")
+    pytest.fail("it has not come to that")
+
+
+def _is_waiting(agent: SimpleElasticAgent) -> bool:
+    return agent._attempts is not None and agent._attempts.state == "WAITING"
 
 
 def test_a_signal_during_a_start_leaves_workers_their_time(ready: Ready) -> None:
@@ -392,6 +396,7 @@ def test_a_second_signal_kills(ready: Ready) -> None:
 def test_a_keeper_that_is_killed_ends_an_attempt(ready: Ready) -> None:
     def lose_the_keeper() -> None:
         ready.wait()
+        _until(lambda: agent.get_worker_group().state == WorkerState.HEALTHY)  # else it would be a start that failed
         os.kill(_keeper(agent), signal.SIGKILL)
 
     agent = local(agent_workers.waits_in_the_first_attempt, ready.address, size=1, max_restarts=1)
