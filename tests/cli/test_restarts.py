@@ -180,6 +180,22 @@ def test_forwarded_signals_reach_every_worker(place: Place, ready: Ready) -> Non
         assert done.out.count(second.name) == 2
 
 
+@pytest.mark.slow
+def test_a_signal_that_is_forwarded_does_not_take_the_place_of_the_exit_code(place: Place, ready: Ready) -> None:
+    """However late it comes: they come until the launcher is gone."""
+    script = place.write(f"""
+        import signal
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        {ready.python()}
+        """)
+    with place.start(script) as launcher:
+        ready.wait()
+        while launcher.process.poll() is None:
+            launcher.send(signal.SIGUSR1)
+        done = launcher.end()
+    assert done.status == 0, done
+
+
 def test_signals_that_are_not_forwarded(place: Place, ready: Ready) -> None:
     script = place.write(f"import signal\n{ready.python()}\nsignal.sigwait([])")
     with place.start("--signals-forward", "none", script) as launcher:

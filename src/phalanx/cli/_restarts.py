@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import re
 import signal
 from contextlib import contextmanager, suppress
@@ -216,7 +217,10 @@ def forwarded(chosen: list[signal.Signals]) -> list[signal.Signals]:
 
 @contextmanager
 def forwarding(chosen: list[signal.Signals], team: GroupTeam) -> Iterator[None]:
-    """Pass signals to this process on to the workers that run. One that this process ignores stays ignored."""
+    """Pass signals to this process on to the workers that run. One that this process ignores stays ignored.
+
+    One that would kill this process does nothing after the end, either: it would take the place of the exit code.
+    """
 
     def forward(number: int, _frame: object) -> None:
         group = team.group
@@ -231,4 +235,7 @@ def forwarding(chosen: list[signal.Signals], team: GroupTeam) -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if handler != signal.SIG_DFL:
+                signal.signal(number, handler)
+            else:  # the interpreter's end would restore it, for the time that it takes
+                atexit.register(signal.signal, number, signal.SIG_IGN)
