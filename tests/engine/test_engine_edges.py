@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import random
@@ -17,6 +18,7 @@ from phalanx._base import interrupts
 from phalanx._base.latch import Latch
 from phalanx._base.loop import Loop
 from phalanx._engine.host_signals import acquire, release
+from phalanx._engine.mirror import Mirror
 from phalanx._engine.pickling.pack import pack
 from phalanx._engine.pickling.payload import Payload
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, SignalException, start_processes
@@ -299,3 +301,27 @@ def test_folders_for_evidence_alone_are_made_once_the_workers_run(ready: Ready, 
         assert all(os.path.isdir(os.path.dirname(path)) for path in group.logs.error_files.values())
         gate.open(4)
         assert not group.wait().is_failed()
+
+
+def test_workers_can_be_counted_while_others_start() -> None:
+    """As a signal handler does that passes a signal on, while the group's thread hears of workers."""
+    mirror, over = Mirror(), threading.Event()
+
+    def start() -> None:
+        for rank in itertools.count():
+            if over.is_set():
+                return
+            mirror.started([(rank, rank + 1)])
+            if rank % 2000 == 0:
+                mirror.workers.clear()
+
+    thread, before = threading.Thread(target=start), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        for _ in range(50000):
+            assert len(mirror.alive) <= 2000
+    finally:
+        sys.setswitchinterval(before)
+        over.set()
+        thread.join()

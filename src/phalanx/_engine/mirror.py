@@ -135,7 +135,8 @@ class Mirror:
     @property
     def alive(self) -> dict[int, int]:
         """The pids of the workers that have not exited, by rank."""
-        return {rank: worker.pid for rank, worker in self.workers.items() if worker.exit is None}
+        workers = self.workers.copy()  # at once: another thread adds those that start
+        return {rank: worker.pid for rank, worker in workers.items() if worker.exit is None}
 
     @property
     def ended(self) -> dict[int, str]:
