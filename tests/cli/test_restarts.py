@@ -206,6 +206,15 @@ def test_signals_that_are_not_forwarded(place: Place, ready: Ready) -> None:
 
 
 @pytest.mark.slow
+def test_attempts_that_were_killed_alike_have_one_line(place: Place) -> None:
+    done = place.run("--max-restarts", 3, "--no-python", "/bin/sh", "-c", "kill -9 $$")
+    assert done.status == 137
+    (earlier,) = (line for line in done.err.splitlines() if line.startswith("  attempt"))
+    assert earlier.startswith("  attempts 1 to 3, ")
+    assert earlier.endswith(": rank 0, Signal 9 (SIGKILL) received by PID …")
+
+
+@pytest.mark.slow
 def test_lines_of_ours_stay_in_order_on_a_slow_console(place: Place, ready: Ready, gate: Gate) -> None:
     """Each stands between the lines of its attempt and those of the next: also if it was said before all are shown."""
     script = place.write(f"""

@@ -20,7 +20,8 @@ _MOST = 20  # lines; those in the middle are left out
 def describe_attempts(ends: Sequence[AttemptEnd]) -> list[str]:
     """Return a line for each attempt: when it ended, after which time, who failed, how, and at which step.
 
-    Attempts in a row that the same rank ended in the same way have one line.
+    Attempts in a row that the same rank ended in the same way have one line: process ids and addresses in the error do
+    not count, see `mask`.
 
     >>> from phalanx._agent.attempt_end import AttemptEnd
     >>> first, second = (AttemptEnd("failed", 2, 1, "ValueError: bad batch", step) for step in (7, 9))
@@ -28,7 +29,7 @@ def describe_attempts(ends: Sequence[AttemptEnd]) -> list[str]:
     ['rank 2, ValueError: bad batch, steps 7, 9']
     """
     lines = []
-    for _key, group in groupby(ends, key=lambda end: (end.state, end.rank, end.exitcode, end.error)):
+    for (_state, _rank, _code, masked), group in groupby(ends, key=_kind):
         equal = list(group)
         first, last = equal[0], equal[-1]
         if len(equal) == 1:
@@ -41,11 +42,19 @@ def describe_attempts(ends: Sequence[AttemptEnd]) -> list[str]:
             shown = [*shown[: _MOST // 2], "…", *shown[-_MOST // 2 :]]
         said = f", step{'s' * (len(shown) > 1)} {', '.join(shown)}" if shown else ""
         when = f"attempts {first.number + 1} to {last.number + 1}, {_moment(first)} to {_moment(last)}"
-        lines.append(f"{when}: {first.replace(step=None).describe()}{said}")
+        error = first.error if all(end.error == first.error for end in equal) else masked
+        lines.append(f"{when}: {first.replace(step=None, error=error).describe()}{said}")
     if len(lines) > _MOST:
         left = len(lines) - _MOST
         lines = [*lines[: _MOST // 2], f"... {left} more ...", *lines[-_MOST // 2 :]]
     return lines
+
+
+def _kind(end: AttemptEnd) -> tuple[str, int | None, int | None, str]:
+    """What equal attempts have in common."""
+    from phalanx._outcomes.report import mask  # not at the start of every run
+
+    return end.state, end.rank, end.exitcode, mask(end.error)
 
 
 def _moment(end: AttemptEnd) -> str:

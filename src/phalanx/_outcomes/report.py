@@ -179,14 +179,24 @@ def _masked(text: str, failure: ProcessFailure) -> str:
     text = _without_native(text)
     if len(text) > COMPARED:
         text = f"{text[: COMPARED // 2]}\n…\n{text[-COMPARED // 2 :]}"
+    text = mask(text)
+    if "s over" in text or "s before" in text:
+        text = _TIMES.sub(r"… \1 \2", text)
+    return (re.sub(rf"\b{failure.pid}\b", "…", text) if failure.pid > 0 else text).rstrip()
+
+
+def mask(text: str) -> str:
+    """Leave out of a text the numbers by which equal failures differ.
+
+    >>> mask("Signal 9 (SIGKILL) received by PID 4711")
+    'Signal 9 (SIGKILL) received by PID …'
+    """
     small = _small(text)
     for pattern in _MASKS:
         masked = _without_numbers(text, small, pattern)
         if masked is not text:
             text, small = masked, _small(masked)
-    if "s over" in text or "s before" in text:
-        text = _TIMES.sub(r"… \1 \2", text)
-    return (re.sub(rf"\b{failure.pid}\b", "…", text) if failure.pid > 0 else text).rstrip()
+    return text
 
 
 def _small(text: str) -> str:
