@@ -312,12 +312,12 @@ import resource, sys, threading
 from phalanx.cli import run
 from phalanx.multiprocessing import PContext
 
-wait = PContext.wait
+wait = PContext.wait_gone
 def with_none(self, *args):
     if threading.current_thread() is threading.main_thread():  # what writes run.json looks at the group, too
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
     return wait(self, *args)
-PContext.wait = with_none
+PContext.wait_gone = with_none
 sys.argv = ["run", "--log-dir", {str(tmp_path / "logs")!r}, {str(script)!r}]
 run.main()
 """

@@ -250,7 +250,7 @@ class GroupRecorder:
     def started(self) -> None:
         """Note that the workers run, or will; and write the record again when they have ended."""
         self._recorder.record_start()
-        self._supervisor.gone.then(self._note_end)
+        self._supervisor.ended.then(self._note_end)
 
     def not_started(self, kind: object, error: BaseException | None, trace: object = None) -> None:
         """Write that the workers could not be started. Can be used as an `__exit__`."""
@@ -284,7 +284,7 @@ class GroupRecorder:
     def _look(self) -> Seen:
         mirror = self._supervisor.mirror
         pids = {rank: worker.pid for rank, worker in sorted(mirror.workers.items())}
-        return pids, self._result or (_result_of_exits(mirror) if self._supervisor.gone else None)
+        return pids, self._result or (_result_of_exits(mirror) if self._supervisor.ended else None)
 
 
 _recorders: weakref.WeakSet[GroupRecorder] = weakref.WeakSet()
