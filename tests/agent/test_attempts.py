@@ -453,6 +453,7 @@ def most(seen: list[tuple[int, int]]) -> tuple[int, int]:
     return max(fds for fds, _ in seen), max(threads for _, threads in seen)
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_many_attempts_leave_nothing() -> None:
     """Neither descriptors nor threads grow in number, nor memory, while they go on."""
@@ -478,6 +479,7 @@ def test_many_attempts_leave_nothing() -> None:
     assert memory[1] - memory[0] < 4 << 20
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_nothing_grows_while_nobody_reads_the_console(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

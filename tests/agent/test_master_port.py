@@ -355,6 +355,7 @@ sys.exit(done.returncode)
 """
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_the_kernel_gives_it_to_nobody_else_though_ports_run_out(tmp_path: Path, own_network: tuple[str, ...]) -> None:
     done = run_script(tmp_path, FEW, prefix=own_network, timeout=180)
