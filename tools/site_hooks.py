@@ -47,6 +47,7 @@ MODULES = (
     "phalanx.multiprocessing",
     "phalanx.metrics",
     "phalanx.events",
+    "phalanx.launcher",
     "phalanx.timer",
     "phalanx.timer.debug_info_logging",
     "phalanx.spawn",

@@ -1,9 +1,9 @@
 """Phalanx: groups of worker processes that start together, live together and fall together, the true cause named.
 
 The public names live in the modules that carry them: `phalanx.multiprocessing`, `phalanx.multiprocessing.errors`,
-`phalanx.spawn`, `phalanx.agent`, `phalanx.rendezvous`, `phalanx.timer`, `phalanx.metrics`, `phalanx.events`, and the
-command ``phalanx run``. The modules, `phalanx.warm` and `phalanx.should_stop` are at hand here, and loaded when they
-are first used: importing this package alone imports nothing else.
+`phalanx.spawn`, `phalanx.launcher`, `phalanx.agent`, `phalanx.rendezvous`, `phalanx.timer`, `phalanx.metrics`,
+`phalanx.events`, and the command ``phalanx run``. The modules, `phalanx.warm` and `phalanx.should_stop` are at hand
+here, and loaded when they are first used: importing this package alone imports nothing else.
 
 >>> import phalanx
 >>> with phalanx.warm(preload=["json"]) as process:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from phalanx import agent as agent
     from phalanx import errors as errors
     from phalanx import events as events
+    from phalanx import launcher as launcher
     from phalanx import metrics as metrics
     from phalanx import multiprocessing as multiprocessing
     from phalanx import rendezvous as rendezvous
@@ -34,6 +35,7 @@ __all__ = [
     "agent",
     "errors",
     "events",
+    "launcher",
     "metrics",
     "multiprocessing",
     "rendezvous",

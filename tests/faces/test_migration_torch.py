@@ -44,6 +44,7 @@ HERE = {
     f"{ELASTIC}.events": "phalanx.events",
     f"{ELASTIC}.agent.server": "phalanx.agent",
     f"{ELASTIC}.rendezvous": "phalanx.rendezvous",
+    "torch.distributed.launcher": "phalanx.launcher",
     "torch.multiprocessing": "phalanx.spawn",
 }
 """What stands in for each package."""
@@ -70,7 +71,7 @@ BY_POSITION_TOO = {(f"{ELASTIC}.multiprocessing", "start_processes(start_method)
 """What the signature does not show, and a test of its own does: it stands at two places, by the form of the call."""
 
 
-NEEDED: dict[str, list[Any]] = {"RunResult": ["HEALTHY"]}
+NEEDED: dict[str, list[Any]] = {"LaunchConfig": [1, 1, 1], "RunResult": ["HEALTHY"]}
 """What a class has to be given, to look at what it is without the rest."""
 
 

@@ -32,6 +32,7 @@ MODULES = [
     "phalanx.agent",
     "phalanx.errors",
     "phalanx.events",
+    "phalanx.launcher",
     "phalanx.metrics",
     "phalanx.multiprocessing",
     "phalanx.multiprocessing.errors",

@@ -33,6 +33,7 @@ MODULES = {
     f"{ELASTIC}.events": ("", ["api", "handlers"]),
     f"{ELASTIC}.agent.server": ("", ["api", "local_elastic_agent", "health_check_server"]),
     f"{ELASTIC}.rendezvous": ("", ["api", "dynamic_rendezvous", "registry", "utils"]),
+    "torch.distributed.launcher": ("api", []),
     "torch.multiprocessing": ("spawn", ["pool", "queue", "reductions"]),
 }  # fmt: skip
 """Packages: the submodule whose names count as the package's own, and those that are listed beside them."""

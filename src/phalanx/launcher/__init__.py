@@ -1,0 +1,16 @@
+"""Runs a function or a program on every worker of a job, with restarts: the names of ``torch.distributed.launcher``.
+
+The job is on one machine: ``min_nodes`` and ``max_nodes`` are 1. `phalanx.agent` runs it.
+
+>>> from phalanx.launcher import LaunchConfig, elastic_launch
+>>> config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d", rdzv_endpoint="localhost:0")
+>>> elastic_launch(config, pow)(2, 5)
+{0: 32, 1: 32}
+"""
+
+from __future__ import annotations
+
+from phalanx.launcher._config import LaunchConfig
+from phalanx.launcher._launch import elastic_launch, launch_agent
+
+__all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]

@@ -1,0 +1,129 @@
+"""Refuses what cannot be launched on one machine, by the name of the field, before anything starts."""
+
+from __future__ import annotations
+
+import operator
+import os
+import signal
+from dataclasses import replace
+
+from phalanx._logs.specs import LogsSpecs
+from phalanx.launcher._config import LaunchConfig
+from phalanx.rendezvous import OneMachineRendezvous
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
+_MOST_PORT = 65535
+_TEXTS = ("run_id", "rdzv_endpoint", "rdzv_backend", "signals_to_handle")
+_MAPPINGS = ("rdzv_configs", "metrics_cfg")
+
+
+class NamedRendezvous(OneMachineRendezvous):
+    """A rendezvous on one machine with the name of the backend that was asked for."""
+
+    def __init__(self, backend: str, run_id: str, master_addr: str, master_port: int) -> None:
+        super().__init__(run_id, master_addr, master_port)
+        self._backend = backend
+
+    def get_backend(self) -> str:
+        """Return the name that was asked for."""
+        return self._backend
+
+
+def checked(config: Any) -> LaunchConfig:
+    """Return a copy, in which ``logs_specs`` and ``shutdown_timeout`` are not None. Raises TypeError."""
+    if not isinstance(config, LaunchConfig):
+        msg = f"config: expected a phalanx.launcher.LaunchConfig, got {config!r}"
+        raise TypeError(msg)
+    copy = replace(config)
+    if not isinstance(copy.logs_specs, LogsSpecs):
+        msg = f"logs_specs: expected a LogsSpecs, or None, got {config.logs_specs!r}"
+        raise TypeError(msg)
+    return copy
+
+
+def rendezvous_of(config: LaunchConfig) -> NamedRendezvous:
+    """Check what `phalanx.agent` does not check, and make the rendezvous. Raises TypeError and ValueError."""
+    for name, kind, what in [
+        *((name, str, "a string") for name in _TEXTS),
+        *((name, dict, "a dict") for name in _MAPPINGS),
+    ]:
+        value = getattr(config, name)
+        if not isinstance(value, kind):
+            msg = f"{name}: expected {what}, got {value!r}"
+            raise TypeError(msg)
+    _whole("nproc_per_node", config.nproc_per_node)
+    least, most = _whole("min_nodes", config.min_nodes), _whole("max_nodes", config.max_nodes)
+    if most < least:
+        msg = f"max_nodes: expected min_nodes ({least}) or more, got {most}"
+        raise ValueError(msg)
+    if most > 1:
+        msg = f"max_nodes: expected 1, got {most}: a job is on one machine"
+        raise ValueError(msg)
+    if config.rdzv_backend not in BACKENDS:
+        msg = f"rdzv_backend: expected one of {', '.join(BACKENDS)}, got {config.rdzv_backend!r}"
+        raise ValueError(msg)
+    if (rank := config.rdzv_configs.get("rank", 0)) not in (0, "0"):
+        msg = f"rdzv_configs: expected the rank 0, got {rank!r}: there is no other machine"
+        raise ValueError(msg)
+    _check_signals(config.signals_to_handle)
+    host, port = _split(config.rdzv_endpoint)
+    if not _is_here(host):
+        msg = (
+            f"rdzv_endpoint: expected an address of this machine, got {config.rdzv_endpoint!r}: a job is on one machine"
+        )
+        raise ValueError(msg)
+    if config.rdzv_backend != "static":
+        host, port = "", 0
+    return NamedRendezvous(config.rdzv_backend, config.run_id, host or "127.0.0.1", port)
+
+
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        msg = f"{name}: expected a whole number, 1 or more, got {value!r}"
+        raise TypeError(msg)
+    if (number := operator.index(value)) < 1:
+        msg = f"{name}: expected a whole number, 1 or more, got {value!r}"
+        raise ValueError(msg)
+    return number
+
+
+def _check_signals(names: str) -> None:
+    for name in filter(None, (part.strip() for part in names.split(","))):
+        if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
+            msg = f"signals_to_handle: expected names of signals that can be handled, like SIGTERM, got {name!r}"
+            raise ValueError(msg)
+
+
+def _split(endpoint: str) -> tuple[str, int]:
+    """Return the host and the port of ``host``, ``host:port``, ``[host]:port`` or an IPv6 address; "" and 0: none."""
+    host, colon, text = endpoint.strip().rpartition(":")
+    if not colon or (":" in host and not host.endswith("]")) or text.endswith("]"):
+        host, text = endpoint.strip(), "0"
+    if not (text.isdecimal() and text.isascii() and int(text) <= _MOST_PORT):
+        msg = f"rdzv_endpoint: expected a port, 0 to {_MOST_PORT}, after the last colon, got {endpoint!r}"
+        raise ValueError(msg)
+    return host.removeprefix("[").removesuffix("]"), int(text)
+
+
+def _is_here(host: str) -> bool:
+    """Whether it names this machine: a socket can be bound to an address of it."""
+    if host in ("", "localhost", os.uname().nodename):
+        return True
+    import socket
+
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    for family, kind, _, _, address in found:
+        try:
+            with socket.socket(family, kind) as bound:
+                bound.bind(address)
+        except OSError:
+            continue
+        return True
+    return False

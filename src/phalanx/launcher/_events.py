@@ -1,0 +1,116 @@
+"""An agent that posts an event for each step of its life, with the names and the metadata that torch's has."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from phalanx._base import clock
+from phalanx.agent import LocalElasticAgent, RunResult, WorkerState
+from phalanx.events import post
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from phalanx.agent import Worker, WorkerGroup, WorkerSpec
+
+_NAME = "torchelastic.worker.status"
+_MS = 1000
+
+
+class TellingAgent(LocalElasticAgent):
+    """Posts events to the destination of its spec: of the agent, and of each worker.
+
+    The agent's are RENDEZVOUS and ASSIGN_WORKER_RANKS before each attempt, and at the end SUCCEEDED (`run` has
+    returned, whatever became of the workers) or FAILED (it has raised). The workers' are START in each attempt, and
+    those of the last one: SUCCEEDED, FAILED, or TERMINATED (ended because others have failed).
+    """
+
+    _began = _step_began = 0.0
+
+    def run(self, role: str = "default") -> RunResult:
+        """See `SimpleElasticAgent.run`."""
+        self._began = clock.now()
+        try:
+            result = super().run(role)
+        except BaseException:
+            from traceback import format_exc
+
+            self._tell("FAILED", raw_error=format_exc())
+            raise
+        for worker in self._worker_group.workers if result.state != WorkerState.STOPPED else ():
+            failure = result.failures.get(worker.global_rank)
+            if failure is not None:
+                self._tell(
+                    "FAILED", worker, failure=failure, raw_error=json.dumps(failure.error_file_data, default=repr)
+                )
+            else:
+                self._tell("TERMINATED" if result.is_failed() else "SUCCEEDED", worker)
+        self._tell("SUCCEEDED")
+        return result
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self._step_began = clock.now()
+        super()._rendezvous(worker_group)
+
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        self._tell_step("RENDEZVOUS")
+        workers = super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
+        self._tell_step("ASSIGN_WORKER_RANKS")
+        return workers
+
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        super()._initialize_workers(worker_group)
+        for worker in worker_group.workers:
+            self._tell("START", worker)
+
+    def _tell_step(self, state: str) -> None:
+        now = clock.now()
+        self._tell(state, duration_ms=(now - self._step_began) * _MS)
+        self._step_began = now
+
+    def _tell(
+        self,
+        state: str,
+        worker: Worker | None = None,
+        failure: Any = None,
+        raw_error: str | None = None,
+        duration_ms: float | None = None,
+    ) -> None:
+        """Post one event: of a worker, or of the agent."""
+        group = self._worker_group
+        spec = group.spec
+        if spec.event_log_handler == "null":  # `Event` takes a while to load
+            return
+        from phalanx.events import Event, EventSource
+
+        what = os.path.basename(spec.get_entrypoint_name())
+        more: dict[str, Any] = {"group_world_size": group.group_world_size, "entry_point": what}
+        if worker is not None:
+            more |= {
+                "local_rank": [worker.local_rank],
+                "role_rank": [worker.role_rank],
+                "role_world_size": [worker.role_world_size],
+                "exit_code": [failure and failure.exitcode],
+                "worker_pid": [failure and failure.pid],
+            }
+        metadata: dict[str, Any] = {
+            "run_id": spec.rdzv_handler.get_run_id(),
+            "global_rank": worker and worker.global_rank,
+            "group_rank": group.group_rank,
+            "worker_id": worker and str(worker.id),
+            "role": spec.role,
+            "hostname": os.uname().nodename,
+            "state": state,
+            "total_run_time": int(clock.now() - self._began),
+            "rdzv_backend": spec.rdzv_handler.get_backend(),
+            "raw_error": raw_error,
+            "metadata": json.dumps(more),
+            "agent_restarts": self._policy.max_restarts - self._remaining_restarts,
+            "duration_ms": duration_ms,
+        }
+        source = EventSource.AGENT if worker is None else EventSource.WORKER
+        post(Event(f"{_NAME}.{state}", source, metadata=metadata), spec.event_log_handler)

@@ -1,0 +1,110 @@
+"""`elastic_launch` and `launch_agent`: run a job to its end."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from phalanx import events, metrics
+from phalanx._engine.host_signals import SIGNALS_ENV
+from phalanx.agent import WorkerSpec
+from phalanx.errors import ChildFailedError
+from phalanx.launcher._checks import checked, rendezvous_of
+from phalanx.launcher._events import TellingAgent
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any
+
+    from phalanx.launcher._config import LaunchConfig
+
+
+class elastic_launch:  # noqa: N801 - torch's name
+    """Runs a function or a program on every worker, when it is called with the arguments.
+
+    Args:
+        config: What the job is. It may be used again.
+        entrypoint: A function; or a program, by its name (found on PATH) or its path.
+
+    >>> from phalanx.launcher import LaunchConfig
+    >>> elastic_launch(LaunchConfig(1, 1, 1), "true")()
+    {0: None}
+    """
+
+    __module__ = "phalanx.launcher"
+
+    def __init__(self, config: LaunchConfig, entrypoint: Callable[..., Any] | str | None) -> None:
+        self._config = config
+        self._entrypoint = entrypoint
+
+    def __call__(self, *args: Any) -> dict[int, Any]:
+        """Run the workers to their end. See `launch_agent`."""
+        return launch_agent(self._config, self._entrypoint, list(args))
+
+
+def launch_agent(
+    config: LaunchConfig, entrypoint: Callable[..., Any] | str | None, args: Sequence[Any]
+) -> dict[int, Any]:
+    """Run a job to its end, with restarts.
+
+    Args:
+        config: What the job is. It is not changed.
+        entrypoint: See `elastic_launch`.
+        args: The positional arguments. In strings, ``${local_rank}`` stands for the worker's local rank.
+
+    Returns:
+        What each worker returned (None for a program), by global rank.
+
+    Raises:
+        TypeError, ValueError: What is wrong with which field; nothing has been started.
+        phalanx.events.UnknownDestinationError: ``event_log_handler`` names no destination. It is a KeyError.
+        ChildFailedError: Workers have failed, and there was no restart left. It has the failures by global rank.
+        SignalException: A signal arrived. No worker is left.
+        Exception: What `phalanx.agent.SimpleElasticAgent.run` raises otherwise.
+    """
+    config = checked(config)
+    logs_specs, shutdown_timeout = config.logs_specs, config.shutdown_timeout
+    assert logs_specs is not None
+    assert shutdown_timeout is not None
+    handler = rendezvous_of(config)
+    spec = WorkerSpec(
+        config.role,
+        config.nproc_per_node,
+        handler,
+        entrypoint=entrypoint,
+        args=tuple(args),
+        max_restarts=config.max_restarts,
+        monitor_interval=config.monitor_interval,
+        local_addr=config.local_addr,
+        event_log_handler=config.event_log_handler,
+        numa_options=config.numa_options,
+        duplicate_stdout_filters=config.duplicate_stdout_filters,
+        duplicate_stderr_filters=config.duplicate_stderr_filters,
+        virtual_local_rank=config.virtual_local_rank,
+    )
+    agent = TellingAgent(
+        spec,
+        logs_specs,
+        config.start_method,
+        log_line_prefix_template=config.log_line_prefix_template,
+        shutdown_timeout=shutdown_timeout,
+    )
+    try:
+        events.get_logging_handler(config.event_log_handler)
+    except events.UnknownDestinationError as error:
+        msg = f"event_log_handler: {error}"
+        raise events.UnknownDestinationError(msg) from None
+    metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
+    os.environ[SIGNALS_ENV] = config.signals_to_handle
+    result = agent.run()
+    if result.is_failed():
+        raise ChildFailedError(_name_of(spec), result.failures)
+    return result.return_values
+
+
+def _name_of(spec: WorkerSpec) -> str:
+    """Return what a report calls the job: the script, where the program is this Python."""
+    if spec.entrypoint == sys.executable:
+        return next((str(arg) for arg in spec.args if not str(arg).startswith("-")), sys.executable)
+    return spec.get_entrypoint_name()

@@ -1,0 +1,252 @@
+"""`phalanx.launcher`: jobs on one machine, by a config."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from phalanx import events
+from phalanx.errors import ChildFailedError
+from phalanx.launcher import LaunchConfig, elastic_launch, launch_agent
+from phalanx.launcher._checks import rendezvous_of
+from phalanx.multiprocessing import DefaultLogsSpecs, Std
+from tests.support.workers import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("own_temporary_folder", "own_signals")
+
+STANDALONE = LaunchConfig(
+    min_nodes=1,
+    max_nodes=1,
+    nproc_per_node=2,
+    rdzv_backend="c10d",
+    rdzv_endpoint="localhost:0",
+    max_restarts=0,
+    start_method="fork",
+)
+
+
+@pytest.fixture
+def own_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch sets this variable for the process."""
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM")
+
+
+def config(**changes: Any) -> LaunchConfig:
+    return dataclasses.replace(STANDALONE, logs_specs=None, **changes)
+
+
+def product(factor: int) -> int:
+    return factor * int(os.environ["RANK"])
+
+
+def fails_twice() -> str:
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] < "2" and os.environ["RANK"] == "1":
+        sys.exit(5)
+    return os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+
+def where() -> tuple[str, str]:
+    return os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+
+
+def test_the_same_config_twice() -> None:
+    own = config()
+    before = dict(vars(own))
+    assert [elastic_launch(own, product)(factor) for factor in (2, 3)] == [{0: 0, 1: 2}, {0: 0, 1: 3}]
+    assert vars(own) == before
+
+
+def test_a_thread() -> None:
+    found: list[dict[int, int]] = []
+    thread = threading.Thread(target=lambda: found.append(launch_agent(config(), product, [4])))
+    thread.start()
+    thread.join()
+    assert found == [{0: 0, 1: 4}]
+
+
+def test_restarts() -> None:
+    assert elastic_launch(config(max_restarts=2), fails_twice)() == {0: "2", 1: "2"}
+    with pytest.raises(ChildFailedError) as info:
+        elastic_launch(config(max_restarts=1), fails_twice)()
+    assert info.value.name == "fails_twice"
+    assert {rank: failure.exitcode for rank, failure in info.value.failures.items()} == {1: 5}
+
+
+@pytest.mark.parametrize(
+    "entrypoint, args, name",
+    [
+        ("sh", ("-c", "exit 3"), "sh"),
+        (sys.executable, ("-u", "-S", "/not/there.py", "x"), "/not/there.py"),
+        (sys.executable, ("-Q",), sys.executable),
+    ],
+)
+def test_programs_that_fail(entrypoint: str, args: tuple[str, ...], name: str, tmp_path: Path) -> None:
+    logs = DefaultLogsSpecs(str(tmp_path), redirects=Std.ALL)
+    with pytest.raises(ChildFailedError) as info:
+        elastic_launch(dataclasses.replace(config(nproc_per_node=1), logs_specs=logs), entrypoint)(*args)
+    assert info.value.name == name
+
+
+def test_programs(capfd: pytest.CaptureFixture[str]) -> None:
+    assert elastic_launch(config(), "echo")("rank", "${local_rank}") == {0: None, 1: None}
+    assert sorted(capfd.readouterr().out.splitlines()) == ["rank 0", "rank 1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["", "-"])
+def test_functions_of_main(start: str, tmp_path: Path) -> None:
+    """Also those of a program that comes by stdin, as a notebook's cells do, and a lambda."""
+    program = """
+from phalanx.launcher import LaunchConfig, elastic_launch
+
+def double(x):
+    return 2 * x
+
+if __name__ == "__main__":
+    config = LaunchConfig(1, 1, 1, max_restarts=0)
+    print(elastic_launch(config, double)(2), elastic_launch(config, lambda: 5)())
+"""
+    path = tmp_path / "program.py"
+    path.write_text(program)
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}/src"}
+    command = [sys.executable, start or str(path)]
+    done = subprocess.run(command, input=program, env=env, capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout == "{0: 4} {0: 5}\n"
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d", "etcd", "etcd-v2"])
+@pytest.mark.parametrize("endpoint", ["", "localhost", "localhost:0", "[::1]:0", "127.0.0.2", os.uname().nodename])
+def test_endpoints_of_this_machine(backend: str, endpoint: str) -> None:
+    own = config(rdzv_backend=backend, rdzv_endpoint=endpoint)
+    handler = rendezvous_of(own)
+    place = handler.next_rendezvous().bootstrap_store_info
+    handler.shutdown()
+    assert handler.get_backend() == backend
+    assert place is not None
+    assert place.master_port > 0
+    host = endpoint.removesuffix(":0").strip("[]") if backend == "static" else ""
+    assert place.master_addr == (host or "127.0.0.1")
+
+
+def test_a_static_endpoint_is_where_workers_meet() -> None:
+    own = config(rdzv_backend="static", rdzv_endpoint="localhost:29511", rdzv_configs={"rank": 0}, nproc_per_node=1)
+    assert elastic_launch(own, where)() == {0: ("localhost", "29511")}
+
+
+@pytest.mark.parametrize(
+    "changes, error, says",
+    [
+        ({"nproc_per_node": 0}, ValueError, "nproc_per_node: expected a whole number, 1 or more, got 0"),
+        ({"nproc_per_node": "2"}, TypeError, "nproc_per_node: expected a whole number, 1 or more, got '2'"),
+        ({"min_nodes": True}, TypeError, "min_nodes: expected a whole number"),
+        ({"min_nodes": 2}, ValueError, "max_nodes: expected min_nodes (2) or more, got 1"),
+        ({"max_nodes": 2}, ValueError, "max_nodes: expected 1, got 2: a job is on one machine"),
+        ({"rdzv_backend": "zeus"}, ValueError, "rdzv_backend: expected one of static, c10d, etcd, etcd-v2, got 'zeus'"),
+        ({"rdzv_backend": None}, TypeError, "rdzv_backend: expected a string, got None"),
+        ({"rdzv_endpoint": "192.0.2.1:29400"}, ValueError, "rdzv_endpoint: expected an address of this machine"),
+        ({"rdzv_endpoint": "a..b"}, ValueError, "rdzv_endpoint: expected an address of this machine"),
+        ({"rdzv_endpoint": "localhost:x"}, ValueError, "rdzv_endpoint: expected a port, 0 to 65535, after"),
+        ({"rdzv_endpoint": "localhost:65536"}, ValueError, "rdzv_endpoint: expected a port, 0 to 65535, after"),
+        ({"rdzv_configs": {"rank": 1}}, ValueError, "rdzv_configs: expected the rank 0, got 1"),
+        ({"rdzv_configs": None}, TypeError, "rdzv_configs: expected a dict, got None"),
+        ({"metrics_cfg": "x"}, TypeError, "metrics_cfg: expected a dict, got 'x'"),
+        ({"signals_to_handle": "SIGTERM,TERM"}, ValueError, "signals_to_handle: expected names of signals"),
+        ({"signals_to_handle": "SIGKILL"}, ValueError, "signals_to_handle: expected names of signals"),
+        ({"event_log_handler": "consle"}, KeyError, "event_log_handler: there is no event handler 'consle'"),
+        ({"max_restarts": -1}, ValueError, "max_restarts: expected a whole number"),
+        ({"start_method": "threads"}, ValueError, "start_method: expected one of"),
+        ({"shutdown_timeout": -1}, ValueError, "shutdown_timeout: expected 0 seconds or more"),
+        ({"numa_options": "node"}, TypeError, "numa_options: expected a"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(
+    changes: dict[str, Any], error: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "posix_spawn", None)
+    monkeypatch.setattr(os, "fork", None)
+    with pytest.raises(error) as info:
+        elastic_launch(config(**changes), product)(1)
+    assert str(info.value).startswith(says)
+    assert os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] == "SIGTERM"
+
+
+def test_what_is_no_config_and_no_entrypoint() -> None:
+    for entrypoint in (None, ["/bin/echo"]):
+        with pytest.raises(TypeError, match="entrypoint: expected a callable, or a program's name, got"):
+            elastic_launch(config(), entrypoint)()  # type: ignore[arg-type]  # what is refused
+    with pytest.raises(TypeError, match=r"config: expected a phalanx\.launcher\.LaunchConfig, got 3"):
+        elastic_launch(3, product)(1)  # type: ignore[arg-type]  # as above
+    own = config()
+    own.logs_specs = "/tmp"  # type: ignore[assignment]  # as above
+    with pytest.raises(TypeError, match="logs_specs: expected a LogsSpecs, or None, got '/tmp'"):
+        launch_agent(own, product, [1])
+
+
+def test_what_is_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"timeout": 3, "other": 1}
+    assert LaunchConfig(1, 1, 1).rdzv_configs == {"timeout": 900}
+    assert LaunchConfig(1, 1, 1, rdzv_configs=given).rdzv_configs == given
+    assert LaunchConfig(1, 1, 1, rdzv_configs=given, rdzv_timeout=7).rdzv_configs == {"timeout": 7, "other": 1}
+    assert given["timeout"] == 3
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "12")
+    assert LaunchConfig(1, 1, 1).shutdown_timeout == 12
+    assert LaunchConfig(1, 1, 1, shutdown_timeout=0).shutdown_timeout == 0
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "soon")
+    with pytest.raises(ValueError, match="TORCH_ELASTIC_SHUTDOWN_TIMEOUT: expected whole seconds, got 'soon'"):
+        LaunchConfig(1, 1, 1)
+
+
+class Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[dict[str, Any]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.events.append(json.loads(record.getMessage()))
+
+
+@pytest.fixture
+def kept() -> Iterator[Kept]:
+    handler = Kept()
+    events.register_logging_handler("kept", handler)
+    yield handler
+    events.register_logging_handler("kept", logging.NullHandler())
+
+
+def test_events(kept: Kept) -> None:
+    with pytest.raises(ChildFailedError):
+        elastic_launch(config(max_restarts=1, event_log_handler="kept"), fails_twice)()
+    assert events.flush(60)
+    told = [
+        (event["source"], event["metadata"]["state"], event["metadata"]["global_rank"]) for event in kept.events
+    ]  # fmt: skip
+    attempt: list[Any] = [("AGENT", "RENDEZVOUS", None), ("AGENT", "ASSIGN_WORKER_RANKS", None)]
+    attempt += [("WORKER", "START", 0), ("WORKER", "START", 1)]
+    end = [("WORKER", "TERMINATED", 0), ("WORKER", "FAILED", 1), ("AGENT", "SUCCEEDED", None)]
+    assert told == [*attempt, *attempt, *end]
+    failed = kept.events[-2]
+    assert failed["name"] == "torchelastic.worker.status.FAILED"
+    more = json.loads(failed["metadata"]["metadata"])
+    assert (more["exit_code"], more["entry_point"]) == ([5], "fails_twice")
+    assert failed["metadata"]["agent_restarts"] == 1
+
+
+def test_an_event_of_an_error(kept: Kept) -> None:
+    with pytest.raises(FileNotFoundError):
+        elastic_launch(config(event_log_handler="kept"), "/not/there")()
+    assert events.flush(60)
+    last = kept.events[-1]
+    assert (last["source"], last["metadata"]["state"]) == ("AGENT", "FAILED")
+    assert "no such binary: '/not/there'" in last["metadata"]["raw_error"]
