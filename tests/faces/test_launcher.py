@@ -9,11 +9,12 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx import events
+from phalanx import events, metrics
 from phalanx.errors import ChildFailedError
 from phalanx.launcher import LaunchConfig, elastic_launch, launch_agent
 from phalanx.launcher._checks import rendezvous_of
@@ -241,6 +242,32 @@ def test_events(kept: Kept) -> None:
     more = json.loads(failed["metadata"]["metadata"])
     assert (more["exit_code"], more["entry_point"]) == ([5], "fails_twice")
     assert failed["metadata"]["agent_restarts"] == 1
+
+
+class Put(metrics.MetricHandler):
+    def __init__(self) -> None:
+        self.values: dict[str, int] = {}
+
+    def emit(self, metric_data: metrics.MetricData) -> None:
+        self.values[metric_data.name] = metric_data.value
+
+
+@pytest.mark.parametrize(
+    "restarts, ended, flakiness", [(3, "run_success_with_retries", 50), (1, "run_failed_with_retries", 100)]
+)
+def test_metrics(restarts: int, ended: str, flakiness: int) -> None:
+    handler = Put()
+    metrics.configure(handler, "torchelastic")
+    try:
+        with suppress(ChildFailedError):
+            elastic_launch(config(max_restarts=restarts, role="trainer"), fails_twice)()
+    finally:
+        metrics.configure(metrics.NullMetricHandler(), "torchelastic")
+    assert {name for name, value in handler.values.items() if value == 1} == {
+        f"workers.trainer.{name}" for name in ("run_total", ended)
+    }
+    assert handler.values["workers.trainer.flakiness"] == flakiness
+    assert len(handler.values) == 6
 
 
 def test_an_event_of_an_error(kept: Kept) -> None:

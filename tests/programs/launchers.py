@@ -12,10 +12,12 @@ import tempfile
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or sys.argv[1] != "torch":
+    from phalanx import metrics
     from phalanx.errors import ChildFailedError
     from phalanx.launcher import LaunchConfig, elastic_launch, launch_agent
     from phalanx.multiprocessing import DefaultLogsSpecs, SignalException, Std
 else:
+    from torch.distributed.elastic import metrics
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher import LaunchConfig, elastic_launch
@@ -59,6 +61,12 @@ def config(**changes: Any) -> LaunchConfig:
     return dataclasses.replace(base, **changes)
 
 
+class Totals(metrics.MetricHandler):
+    def emit(self, metric_data: Any) -> None:
+        if ".run_" in metric_data.name or metric_data.name.endswith(".flakiness"):
+            print(metric_data.group_name, metric_data.name, metric_data.value)
+
+
 def show(title: str, entrypoint: Any, *args: Any, **changes: Any) -> None:
     try:
         print(title, sorted(elastic_launch(config(**changes), entrypoint)(*args).items()))
@@ -69,6 +77,7 @@ def show(title: str, entrypoint: Any, *args: Any, **changes: Any) -> None:
 
 
 def main() -> None:
+    metrics.configure(Totals())
     os.environ["LAUNCHER"] = str(os.getpid())
     print(LaunchConfig(1, 1, 1).rdzv_configs, LaunchConfig(1, 1, 1, rdzv_timeout=7, rdzv_configs={"a": 1}).rdzv_configs)
     print(LaunchConfig(1, 1, 1).shutdown_timeout, LaunchConfig(1, 1, 1).logs_specs is not None)

@@ -9,8 +9,8 @@ from phalanx import events, metrics
 from phalanx._engine.host_signals import SIGNALS_ENV
 from phalanx.agent import WorkerSpec
 from phalanx.errors import ChildFailedError
+from phalanx.launcher._agent import TellingAgent
 from phalanx.launcher._checks import checked, rendezvous_of
-from phalanx.launcher._events import TellingAgent
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""An agent that posts an event for each step of its life, with the names and the metadata that torch's has."""
+"""An agent that tells of its life by events, and of its end by metrics, with the names that torch's have."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 from phalanx._base import clock
 from phalanx.agent import LocalElasticAgent, RunResult, WorkerState
 from phalanx.events import post
+from phalanx.metrics import put_metric
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _NAME = "torchelastic.worker.status"
 _MS = 1000
+_ENDS = ("run_success_with_retries", "run_success_no_retries", "run_failed_with_retries", "run_failed_no_retries")
 
 
 class TellingAgent(LocalElasticAgent):
@@ -25,6 +27,8 @@ class TellingAgent(LocalElasticAgent):
     The agent's are RENDEZVOUS and ASSIGN_WORKER_RANKS before each attempt, and at the end SUCCEEDED (`run` has
     returned, whatever became of the workers) or FAILED (it has raised). The workers' are START in each attempt, and
     those of the last one: SUCCEEDED, FAILED, or TERMINATED (ended because others have failed).
+
+    The metrics are put when `run` returns, and no worker is left: a handler holds up nobody.
     """
 
     _began = _step_began = 0.0
@@ -48,7 +52,21 @@ class TellingAgent(LocalElasticAgent):
             else:
                 self._tell("TERMINATED" if result.is_failed() else "SUCCEEDED", worker)
         self._tell("SUCCEEDED")
+        self._measure(result)
         return result
+
+    def _measure(self, result: RunResult) -> None:
+        """Put the metrics of a run that was not stopped."""
+        if result.state == WorkerState.STOPPED:
+            return
+        failed, most = result.is_failed(), self._policy.max_restarts
+        restarts = most - self._remaining_restarts
+        ended = f"run_{'failed' if failed else 'success'}_{'with' if restarts else 'no'}_retries"
+        metrics = {"flakiness": 100 if failed else 100 * restarts // (most + 1), "run_total": 1}
+        for name in _ENDS:
+            metrics[name] = int(name == ended)
+        for name, value in metrics.items():
+            put_metric(f"workers.{self._worker_group.spec.role}.{name}", value)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._step_began = clock.now()
