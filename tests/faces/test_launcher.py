@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ from phalanx import events, metrics
 from phalanx.errors import ChildFailedError
 from phalanx.launcher import LaunchConfig, elastic_launch, launch_agent
 from phalanx.launcher._checks import rendezvous_of
-from phalanx.multiprocessing import DefaultLogsSpecs, Std
+from phalanx.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from tests.support.workers import ROOT
 
 if TYPE_CHECKING:
@@ -83,6 +84,8 @@ def test_restarts() -> None:
         elastic_launch(config(max_restarts=1), fails_twice)()
     assert info.value.name == "fails_twice"
     assert {rank: failure.exitcode for rank, failure in info.value.failures.items()} == {1: 5}
+    assert {rank: outcome.state for rank, outcome in info.value.outcomes.items() if rank == 1} == {1: "failed"}
+    assert "fails_twice FAILED" in str(info.value)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +101,7 @@ def test_programs_that_fail(entrypoint: str, args: tuple[str, ...], name: str, t
     with pytest.raises(ChildFailedError) as info:
         elastic_launch(dataclasses.replace(config(nproc_per_node=1), logs_specs=logs), entrypoint)(*args)
     assert info.value.name == name
+    assert os.path.dirname(info.value.log_dir) == str(tmp_path)
 
 
 def test_programs(capfd: pytest.CaptureFixture[str]) -> None:
@@ -268,6 +272,22 @@ def test_metrics(restarts: int, ended: str, flakiness: int) -> None:
     }
     assert handler.values["workers.trainer.flakiness"] == flakiness
     assert len(handler.values) == 6
+
+
+def ends(launcher: int) -> None:
+    os.kill(launcher, signal.SIGTERM)
+    signal.pause()
+
+
+def test_an_event_of_a_signal(kept: Kept) -> None:
+    """It may come before the workers' events of a start have been told."""
+    with pytest.raises(SignalException) as info:
+        elastic_launch(config(nproc_per_node=1, event_log_handler="kept"), ends)(os.getpid())
+    assert info.value.sigval == signal.SIGTERM
+    assert events.flush(60)
+    last = kept.events[-1]
+    assert (last["source"], last["metadata"]["state"]) == ("AGENT", "FAILED")
+    assert "SignalException" in last["metadata"]["raw_error"]
 
 
 def test_an_event_of_an_error(kept: Kept) -> None:

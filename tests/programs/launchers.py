@@ -95,7 +95,7 @@ def main() -> None:
         show(f"{changes}", product, 1, **changes)
     show("nothing", None)
     show("a list", ["/bin/echo"])
-    show("signal", ends_its_launcher, event_log_handler="console", nproc_per_node=1)
+    show("signal", ends_its_launcher, nproc_per_node=1)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import os
 
 from phalanx._base import clock
 from phalanx.agent import LocalElasticAgent, RunResult, WorkerState
+from phalanx.errors import ChildFailedError
 from phalanx.events import post
 from phalanx.metrics import put_metric
 
@@ -54,6 +55,15 @@ class TellingAgent(LocalElasticAgent):
         self._tell("SUCCEEDED")
         self._measure(result)
         return result
+
+    def error(self, name: str, result: RunResult) -> ChildFailedError:
+        """Make the error of a run that has failed: with what became of every worker, and where its logs are."""
+        groups, folder = self._groups, getattr(self._logs_specs, "run_log_dir", None) or ""
+        outcomes = {} if groups.result is None else groups.result.outcomes  # on one machine, local ranks are global
+        files = [] if groups.group is None else [*groups.group.error_files.values()]
+        if not (os.path.isdir(folder) and all(file.startswith(os.path.join(folder, "")) for file in files)):
+            folder = ""  # of another job, with the same config
+        return ChildFailedError(name, result.failures, outcomes=outcomes, log_dir=folder)
 
     def _measure(self, result: RunResult) -> None:
         """Put the metrics of a run that was not stopped."""

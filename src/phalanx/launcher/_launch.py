@@ -8,7 +8,6 @@ import sys
 from phalanx import events, metrics
 from phalanx._engine.host_signals import SIGNALS_ENV
 from phalanx.agent import WorkerSpec
-from phalanx.errors import ChildFailedError
 from phalanx.launcher._agent import TellingAgent
 from phalanx.launcher._checks import checked, rendezvous_of
 
@@ -99,7 +98,7 @@ def launch_agent(
     os.environ[SIGNALS_ENV] = config.signals_to_handle
     result = agent.run()
     if result.is_failed():
-        raise ChildFailedError(_name_of(spec), result.failures)
+        raise agent.error(_name_of(spec), result)
     return result.return_values
 
 
