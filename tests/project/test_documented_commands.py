@@ -46,11 +46,15 @@ NO_SCRIPTS = {
 """Blocks that are files, by their first line, and where they are run."""
 
 GRANTED = """
+import phalanx
 import phalanx.spawn as mp
 from phalanx import timer
-batches, model, step, rank = [1, 2], None, 0, 0
+from types import SimpleNamespace
+batches, model, step, rank, first, last = [1, 2], None, 0, 0, 0, 2
+torch = SimpleNamespace(tensor=float)
 def nothing(*_): return []
 read_batch = all_reduce = save = train = evaluate = train_one_epoch = upload = nothing
+dist = SimpleNamespace(all_reduce=nothing, ReduceOp=SimpleNamespace(MAX=0))
 """
 """What the blocks of Python take for granted."""
 
