@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import re
 import signal
 import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -198,6 +201,30 @@ def test_a_signal_that_is_forwarded_does_not_take_the_place_of_the_exit_code(pla
     assert done.status == 0, done
 
 
+def test_a_program_has_its_handlers_back_after_a_run(place: Place) -> None:
+    """It may have started the run on another thread, too, where no handler can be set; and some are not Python's."""
+    place.write("", "nothing.py")
+    script = place.write("""
+        import faulthandler, signal, threading
+        from phalanx.cli.run import main
+        def run():
+            try:
+                main(["--log-dir", "/dev/null", "nothing.py"])
+            except SystemExit as error:
+                codes.append(error.code)
+        codes = []
+        faulthandler.register(signal.SIGUSR2)
+        run()
+        print(signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL)
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        print(codes)
+        """)
+    done = place.program(sys.executable, script)
+    assert (done.status, done.out) == (0, "True\n[0, 0]\n"), done
+
+
 def test_signals_that_are_not_forwarded(place: Place, ready: Ready) -> None:
     script = place.write(f"import signal\n{ready.python()}\nsignal.sigwait([])")
     with place.start("--signals-forward", "none", script) as launcher:
@@ -239,6 +266,44 @@ def test_lines_of_ours_stay_in_order_on_a_slow_console(place: Place, ready: Read
     found = re.findall(r"^(?:phalanx: attempt \d|\[0\] begin \d|\[0\] end \d)", shown, re.MULTILINE)
     expected = [(f"[0] begin {n}", f"[0] end {n}", f"phalanx: attempt {n + 1}") for n in range(4)]
     assert found == [line for lines in expected for line in lines][:-1]
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal, see proc_pid_status(5)."""
+    with open(f"/proc/{pid}/status") as status:
+        (mask,) = (line.split()[1] for line in status if line.startswith("SigCgt:"))
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+@pytest.mark.slow
+def test_signals_are_handled_until_the_end_is_recorded(place: Place, ready: Ready) -> None:
+    """Else a signal that comes when the workers have ended kills the launcher, and the run counts as lost."""
+    script = place.write(f"""
+        import os, sys
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            sys.exit(1)
+        {ready.python()}
+        """)
+    console, full = os.pipe()
+    fcntl.fcntl(full, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(full, b"-" * 4096)  # from now on, each line of ours takes half a second
+    try:
+        with place.start("--max-restarts", 1, script, stderr=full) as launcher:
+            ready.wait()
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError, ValueError):  # it has ended
+                while catches(launcher.process.pid, signal.SIGTERM):
+                    pass
+            assert record(place)["state"] == "succeeded"
+            assert launcher.end().status == 0
+    finally:
+        os.close(console)
+        os.close(full)
+
+
+@pytest.mark.parametrize("name", ["TERM", "SIGKILL"])
+def test_signals_to_handle_that_are_wrong(place: Place, name: str) -> None:
+    place.env["TORCHELASTIC_SIGNALS_TO_HANDLE"] = name
+    refused(place.run(place.write("")), "TORCHELASTIC_SIGNALS_TO_HANDLE: ", name)
 
 
 def test_attempts_that_cannot_be_started(place: Place) -> None:

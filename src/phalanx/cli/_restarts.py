@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import re
 import signal
+import threading
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -207,7 +208,10 @@ def restart_policy(
 
 def forwarded(chosen: list[signal.Signals]) -> list[signal.Signals]:
     """Return the signals to be passed on. Raises UsageError for one that stops the run."""
-    handled = signals_to_handle()
+    try:
+        handled = signals_to_handle()
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
     for number in chosen:
         if number in handled:
             msg = f"--signals-forward: {number.name} stops the run, see TORCHELASTIC_SIGNALS_TO_HANDLE"
@@ -217,9 +221,10 @@ def forwarded(chosen: list[signal.Signals]) -> list[signal.Signals]:
 
 @contextmanager
 def forwarding(chosen: list[signal.Signals], team: GroupTeam) -> Iterator[None]:
-    """Pass signals to this process on to the workers that run. One that this process ignores stays ignored.
+    """Pass signals to this process on to the workers that run; from the main thread only, where handlers can be set.
 
-    One that would kill this process does nothing after the end, either: it would take the place of the exit code.
+    One that this process ignores stays ignored, and a handler of C code's stays. One that would kill this process does
+    nothing after the end, either: it would take the place of the exit code. See `restoring`.
     """
 
     def forward(number: int, _frame: object) -> None:
@@ -227,15 +232,33 @@ def forwarding(chosen: list[signal.Signals], team: GroupTeam) -> Iterator[None]:
         if group is not None:
             group.signal(number)
 
-    before = {}
+    def ignore(number: int) -> None:
+        if signal.getsignal(number) is forward:
+            signal.signal(number, signal.SIG_IGN)
+
+    before: dict[int, Any] = {}
+    if threading.current_thread() is not threading.main_thread():
+        chosen = []
     try:
         for number in chosen:
-            if signal.getsignal(number) != signal.SIG_IGN:
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
                 before[number] = signal.signal(number, forward)
         yield
     finally:
-        for number, handler in before.items():
+        for taken, handler in before.items():
             if handler != signal.SIG_DFL:
-                signal.signal(number, handler)
+                signal.signal(taken, handler)
             else:  # the interpreter's end would restore it, for the time that it takes
-                atexit.register(signal.signal, number, signal.SIG_IGN)
+                atexit.register(ignore, taken)
+
+
+@contextmanager
+def restoring() -> Iterator[None]:
+    """Have the handlers of all signals as before, afterwards: for a program that goes on when a run has ended."""
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None and signal.getsignal(number) != handler:
+                signal.signal(number, handler)

@@ -15,6 +15,7 @@ from phalanx._agent.history import describe_attempts
 from phalanx._base import interrupts
 from phalanx._base.clock import format_duration
 from phalanx._base.stderr import mention, tell
+from phalanx._engine import host_signals
 from phalanx._engine.host_signals import signals_to_handle
 from phalanx._outcomes.outcome import NOT_AVAILABLE, signal_name
 from phalanx._outcomes.result import verdict
@@ -34,12 +35,14 @@ from phalanx.multiprocessing.errors import ChildFailedError, record
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any
+    from typing import Any, TypeVar
 
     from phalanx._agent.restart_policy import RestartPolicy
     from phalanx._runs.recorder import Seen
     from phalanx.cli._attempt_groups import AttemptGroups
     from phalanx.cli._run_logs import RunLogs
+
+    T = TypeVar("T")
 
 
 class RunTeam(GroupTeam):
@@ -135,30 +138,57 @@ class RunTeam(GroupTeam):
 
 def see_through(team: RunTeam, specs: RunLogs, grace: float, *, colour: bool) -> int:
     """Start the group, again as the policy says, wait for the end, and say what became of it. Returns the exit code."""
-    stopped: signal.Signals | None = None
     recorder = team.recorder
     try:
-        with Attempts(team, team.policy, observe=team.observe) as attempts:
-            try:
-                ending = attempts.run()
-            except SignalException as error:
-                stopped = error.sigval
-                ending = _stop(attempts, team, stopped, grace)
-            with suppress(SignalException):  # a console that nobody reads is waited for no longer
-                team.wait_shown()
-    except PreloadError as error:
-        say(f"Error: {error}")
-        recorder.record_end_and_wait("failed", 1, str(error))
-        return 1
-    except OSError as error:
-        recorder.record_end_and_wait("failed", 1, text := _in_our_words(error, team.group))
-        raise click.ClickException(text) from None
-    except ValueError as error:
-        recorder.record_end_and_wait("failed", 2, text := _in_our_words(error, team.group))
-        raise click.UsageError(text) from None
+        try:
+            ending, stopped = _run_all(team, grace)
+        except PreloadError as error:
+            say(f"Error: {error}")
+            recorder.record_end_and_wait("failed", 1, str(error))
+            return 1
+        except OSError as error:
+            recorder.record_end_and_wait("failed", 1, text := _in_our_words(error, team.group))
+            raise click.ClickException(text) from None
+        except ValueError as error:
+            recorder.record_end_and_wait("failed", 2, text := _in_our_words(error, team.group))
+            raise click.UsageError(text) from None
+        with suppress(SignalException):  # a console that nobody reads is waited for no longer
+            team.wait_shown()
+            team.close()
+        # No worker is left. A signal changes nothing any more: else it could keep the end from being recorded.
+        return _undisturbed(lambda: _conclude(ending, stopped, team, specs, colour=colour))
     finally:
-        team.close()  # ended already, unless one more signal has broken out of `_stop`
-    return _conclude(ending, stopped, team, specs, colour=colour)
+        try:
+            with suppress(SignalException):
+                team.close()  # closed already, unless an exception came
+        finally:
+            host_signals.release(team)
+
+
+def _run_all(team: RunTeam, grace: float) -> tuple[Ending, signal.Signals | None]:
+    """Carry all attempts out. Returns how it ended, and by which signal it was stopped, or None.
+
+    Signals raise SignalException from then on, until ``team`` is released.
+    """
+    stopped: signal.Signals | None = None
+    with Attempts(team, team.policy, observe=team.observe) as attempts:
+        host_signals.acquire(team)
+        try:
+            ending = attempts.run()
+        except SignalException as error:
+            stopped = error.sigval
+            ending = _stop(attempts, team, stopped, grace)
+        _undisturbed(attempts.close)  # what the observer has still to record comes before the end
+    return ending, stopped
+
+
+def _undisturbed(step: Callable[[], T]) -> T:
+    """Return what ``step`` returns. A signal that comes meanwhile has no effect."""
+    done: list[T] = []
+    while not done:  # one may have come just before the signals were deferred
+        with suppress(SignalException), interrupts.deferred():
+            done.append(step())
+    return done[0]
 
 
 def _conclude(ending: Ending, stopped: signal.Signals | None, team: RunTeam, specs: RunLogs, *, colour: bool) -> int:

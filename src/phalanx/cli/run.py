@@ -33,7 +33,7 @@ from phalanx.cli._options import (
     repeatable,
 )
 from phalanx.cli._placement import placement_options, take_placement
-from phalanx.cli._restarts import POLICY, forwarded, forwarding, restart_options, restart_policy
+from phalanx.cli._restarts import POLICY, forwarded, forwarding, restart_options, restart_policy, restoring
 from phalanx.cli._run_checks import check_command, check_preload, check_ranks, check_rotation, check_shown, timer_specs
 from phalanx.cli._run_group import RunTeam, see_through
 from phalanx.cli._run_logs import run_logs, umask_notes
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
+_NAME = "phalanx run"
 _SETTINGS = {**SETTINGS, "allow_interspersed_args": False}  # everything after the script is the script's
 
 
@@ -255,8 +256,9 @@ def main(args: Sequence[str] | None = None) -> None:
 
     Raises SystemExit with the exit code, which is 0 for a success, too.
     """
-    run(args, prog_name="phalanx run")
+    with restoring():
+        run(args, prog_name=_NAME)
 
 
 if __name__ == "__main__":
-    main()
+    run(prog_name=_NAME)
