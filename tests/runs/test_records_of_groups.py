@@ -382,3 +382,16 @@ def test_a_record_needs_a_folder(log_dir: str | None) -> None:
             start(OneFolder("logs"))
     with pytest.raises(ValueError, match="record: it is kept in a run's folder"):
         start_processes("x", "true", nprocs=1, redirects=Std.OUT, record=True)
+
+
+def test_a_clock_that_was_set_back_since_an_attempt_began() -> None:
+    """No attempt ends before it begins."""
+    facts: Any = {"run_id": "r", "name": "n", "command": ["n"], "nprocs": 1, "ranks": []}
+    first = record_writer.begin(started=time.time(), **facts)
+    (earlier,) = record_writer.end_attempt(first, ranks=[])["attempts"]
+    second = record_writer.begin(started=time.time() + 3600, number=1, earlier=[earlier], **facts)
+    for run in (
+        record_writer.end_attempt(second, ranks=[]),
+        record_writer.end(second, state="succeeded", exit_code=0, cause="", ranks=[]),
+    ):
+        assert run["attempts"][1]["ended"] == run["attempts"][1]["started"]

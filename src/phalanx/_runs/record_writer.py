@@ -96,7 +96,7 @@ def end_attempt(
 ) -> dict[str, Any]:
     """Return the record of a run that goes on, with the end of its last attempt."""
     *earlier, last = run["attempts"]
-    ended = max(time.time(), run["started"])  # the clock may have been set back
+    ended = max(time.time(), run["started"], last["started"])  # the clock may have been set back
     left = [found.__getstate__() for found in leftovers]
     known = {"cause": cause or last["cause"], "step": last["step"] if step is None else step}
     return {**run, "attempts": [*earlier, {**last, "ended": ended, "ranks": ranks, "leftovers": left, **known}]}
