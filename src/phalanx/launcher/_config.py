@@ -44,8 +44,8 @@ class LaunchConfig:
         local_addr: The address of this machine. Without effect on one machine.
         event_log_handler: The destination of the agent's events, see `phalanx.events`.
         numa_options: A `phalanx.multiprocessing.Placement`: the CPUs and the limits of each worker.
-        signals_to_handle: Names of signals with commas between them: on these, the workers are ended. They are
-            this process's ``TORCHELASTIC_SIGNALS_TO_HANDLE`` from the launch on.
+        signals_to_handle: Names of signals with commas between them: on these, the workers are ended. For a launch in
+            the main thread they are this process's ``TORCHELASTIC_SIGNALS_TO_HANDLE``, until it has ended.
         duplicate_stdout_filters: See `phalanx.agent.WorkerSpec`.
         duplicate_stderr_filters: Likewise.
         virtual_local_rank: Likewise.

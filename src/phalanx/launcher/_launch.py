@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+from contextlib import contextmanager
 
 from phalanx import events, metrics
 from phalanx._engine.host_signals import SIGNALS_ENV
@@ -13,7 +15,7 @@ from phalanx.launcher._checks import checked, rendezvous_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from typing import Any
 
     from phalanx.launcher._config import LaunchConfig
@@ -95,11 +97,31 @@ def launch_agent(
         msg = f"event_log_handler: {error}"
         raise events.UnknownDestinationError(msg) from None
     metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
-    os.environ[SIGNALS_ENV] = config.signals_to_handle
-    result = agent.run()
+    with _handling(config.signals_to_handle):
+        result = agent.run()
     if result.is_failed():
         raise agent.error(_name_of(spec), result)
     return result.return_values
+
+
+@contextmanager
+def _handling(names: str) -> Iterator[None]:
+    """Have the agent and its workers find these signals in the environment, as torch's do; as before afterwards.
+
+    Not in another thread than the main one, where no handler is set: others may be launching there.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = os.environ.get(SIGNALS_ENV)
+    os.environ[SIGNALS_ENV] = names
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(SIGNALS_ENV, None)
+        else:
+            os.environ[SIGNALS_ENV] = before
 
 
 def _name_of(spec: WorkerSpec) -> str:
