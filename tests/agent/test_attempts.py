@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from phalanx._group.context import PContext
     from tests.support.helpers import Gate, Ready
 
-pytestmark = pytest.mark.usefixtures("own_temporary_folder")
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("own_temporary_folder")]  # the same on each Python
 
 SLEEPS = "exec sleep 600"
 

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = pytest.mark.usefixtures("own_temporary_folder", "own_signals")
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.usefixtures("own_temporary_folder", "own_signals"),
+]  # the same on each Python
 
 STANDALONE = LaunchConfig(
     min_nodes=1,
