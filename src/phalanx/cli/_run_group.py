@@ -79,9 +79,7 @@ class RunTeam(GroupTeam):
     def _make_noted(self, attempt: int, before: PContext | None) -> PContext:
         group = self._latest[attempt] = self._make_group(attempt, before)
         self._latest.pop(attempt - 2, None)
-        if (
-            attempt == 0
-        ):  # its start may fail, too; a later one is followed once it runs, after the end of the one before
+        if attempt == 0:  # its start may fail, too; a later one is followed once the end of the one before is recorded
             self._follow(0)
         return group
 
