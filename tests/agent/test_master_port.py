@@ -118,6 +118,7 @@ def test_a_port_with_connections_in_time_wait_is_not_chosen(number: int) -> None
 # --- nobody else is given it
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_ports_that_programs_of_the_kernel_or_the_administrator_choose_are_left_out(
     settings: Callable[[str, str], None],
@@ -233,6 +234,7 @@ for _ in range(count):
 """
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_200_launchers_of_two_users_have_200_ports(tmp_path: Path) -> None:
     done = run_script(tmp_path, MANY, "200", "65534" if os.geteuid() == 0 else "0", timeout=180)
@@ -386,6 +388,7 @@ with socket.socket() as server:
 """
 
 
+@pytest.mark.once
 @outside
 @pytest.mark.slow
 def test_runs_at_the_same_time_have_ports_of_their_own_until_they_end(place: Place, ready: Ready, gate: Gate) -> None:
@@ -402,6 +405,7 @@ def test_runs_at_the_same_time_have_ports_of_their_own_until_they_end(place: Pla
     assert not any(map(is_reserved, numbers))
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_port_that_the_user_names_is_taken_as_it_is(place: Place) -> None:
     with reserve() as port:

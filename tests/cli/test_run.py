@@ -176,6 +176,7 @@ def test_the_environment_of_the_workers(place: Place) -> None:
         }
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_how_nccl_handles_errors_is_left_as_it_is_set(place: Place) -> None:
     place.env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
@@ -183,6 +184,7 @@ def test_how_nccl_handles_errors_is_left_as_it_is_set(place: Place) -> None:
     assert place.run(script).out == "[0] 3\n"
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_the_ranks_meet_at_the_master_port(place: Place) -> None:
     script = place.write("""
@@ -204,6 +206,7 @@ def test_the_ranks_meet_at_the_master_port(place: Place) -> None:
     assert sorted(done.out.split("\n")) == ["", "[0] met", "[1] met", "[2] met"]
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_master_that_the_user_names(place: Place) -> None:
     script = place.write("import os; print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])")
@@ -536,6 +539,7 @@ def test_what_is_no_time_is_refused_in_the_environment_as_well(place: Place) -> 
     refused(place.run(place.write("")), "'--grace'", "expected 0 seconds or more, got nan")
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_options_in_the_environment_of_a_real_run(place: Place) -> None:
     place.env |= {"PET_NPROC_PER_NODE": "2", "PHALANX_LOG_DIR": str(place.folder / "by env"), "PHALANX_TEE": "1"}
@@ -741,6 +745,7 @@ def test_without_a_writable_home_logs_go_to_a_temporary_folder(place: Place) -> 
     assert len(list(temporary.glob("phalanx-*/*/attempt_0/0/stdout.log"))) == 1
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_output_arrives_while_the_worker_runs(place: Place, gate: Gate) -> None:
     speak = "import sys\nprint('now')\nprint('and here', file=sys.stderr)"
@@ -752,6 +757,7 @@ def test_output_arrives_while_the_worker_runs(place: Place, gate: Gate) -> None:
         assert launcher.end()[:2] == (0, "[0] then\n")
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_only_whole_lines_are_shown(place: Place) -> None:
     script = place.write("""
@@ -843,6 +849,7 @@ def test_a_terminal_that_nobody_reads_holds_up_neither_the_workers_nor_the_end(
     assert [path.stat().st_size for path in place.logs.glob("*/attempt_0/0/stdout.log")] == [51 * 2_000] * 4
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_reader_that_leaves_early_does_not_end_the_run(place: Place, ready: Ready, gate: Gate) -> None:
     script = place.write(f"""
@@ -1053,6 +1060,7 @@ def test_a_signal_to_the_launcher_stops_the_workers(place: Place, ready: Ready, 
     assert not [pid for pid in pids if alive(pid)]
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_workers_that_will_not_go_are_killed_when_the_grace_is_over(place: Place, ready: Ready) -> None:
     script = place.write(STUBBORN.format(ready=ready.python("f'{os.getpid()} {child.pid}'")))
@@ -1065,6 +1073,7 @@ def test_workers_that_will_not_go_are_killed_when_the_grace_is_over(place: Place
     assert not [pid for pid in pids if alive(pid)]
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_under_nohup_a_hangup_changes_nothing(place: Place, ready: Ready, gate: Gate) -> None:
     text = ready.python("__import__('signal').getsignal(1) == __import__('signal').SIG_DFL")
@@ -1078,6 +1087,7 @@ def test_under_nohup_a_hangup_changes_nothing(place: Place, ready: Ready, gate: 
     assert "SIGHUP" not in done.err
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_no_worker_survives_a_launcher_that_is_killed(place: Place, ready: Ready) -> None:
     script = place.write(STUBBORN.format(ready=ready.python("f'{os.getpid()} {child.pid} {os.getppid()}'")))
@@ -1087,6 +1097,7 @@ def test_no_worker_survives_a_launcher_that_is_killed(place: Place, ready: Ready
         assert not wait_gone(pids)
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_daemon_of_a_worker_delays_nothing_and_does_not_survive(place: Place, ready: Ready) -> None:
     script = place.write(f"""
@@ -1103,6 +1114,7 @@ def test_a_daemon_of_a_worker_delays_nothing_and_does_not_survive(place: Place, 
 # --- launchers above and below
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_run_inside_a_run(place: Place) -> None:
     inner = place.write("import os; print('inner', os.environ['RANK'], os.environ['WORLD_SIZE'])", "inner.py")
@@ -1114,6 +1126,7 @@ def test_a_run_inside_a_run(place: Place) -> None:
     assert sorted(done.out.splitlines()) == expected
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_the_root_cause_passes_from_an_inner_run_to_the_outer(place: Place) -> None:
     inner = place.write("import os; assert os.environ['RANK'] != '1', 'the inner cause'", "inner.py")
@@ -1125,6 +1138,7 @@ def test_the_root_cause_passes_from_an_inner_run_to_the_outer(place: Place) -> N
     assert f'File "{inner}", line 1' in report
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_the_error_file_of_a_launcher_above_receives_the_root_cause(place: Place) -> None:
     above = place.folder / "above.json"

@@ -106,6 +106,7 @@ FAILED = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 def test_a_launcher_that_is_stopped_holds_up_no_stop_and_no_kill(
@@ -121,6 +122,7 @@ def test_a_launcher_that_is_stopped_holds_up_no_stop_and_no_kill(
         assert goes_on(launcher) == FAILED
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["settling", "stopping"])
 def test_a_launcher_that_is_stopped_meanwhile(tmp_path: Path, ready: Ready, gate: Gate, when: str) -> None:
@@ -157,6 +159,7 @@ def busy(launcher: subprocess.Popen[str], _ready: Ready) -> None:
     assert launcher.poll() is None
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [stopped, busy])
 def test_a_hung_rank_is_killed_at_its_deadline(

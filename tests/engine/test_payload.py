@@ -181,6 +181,7 @@ def test_arrays_of_a_fork_are_copied_when_they_are_written_to() -> None:
     assert does.describe(arrays) == before
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_writable_arrays_are_each_workers_own(method: str, ready: Ready, gate: Gate) -> None:
     array = some(MIB, np.float64)
@@ -196,6 +197,7 @@ def test_writable_arrays_are_each_workers_own(method: str, ready: Ready, gate: G
     assert array[-1] == last
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_an_array_that_nobody_may_write_to_stays_so_for_workers_that_may() -> None:
     assert run("spawn", does.write_to, read_only(some()), some(), writable=True) == [[REFUSED, "written"]] * 2
@@ -208,6 +210,7 @@ def in_a_box(array: Any) -> Any:
     return Box([{"deep": (array,)}])
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", SENT)
 def test_arrays_inside_of_other_things_are_shared_as_well(start_method: str) -> None:
@@ -221,6 +224,7 @@ def test_arrays_inside_of_other_things_are_shared_as_well(start_method: str) -> 
     ]
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", SENT)
 def test_arrays_that_belong_to_the_function_are_shared_as_well(start_method: str) -> None:
@@ -237,6 +241,7 @@ def test_arrays_that_belong_to_the_function_are_shared_as_well(start_method: str
         assert one[0]
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_arrays_of_the_function_and_of_each_rank_are_told_apart() -> None:
     own = {rank: (some(2 * MIB + rank), some(MIB, np.float64)) for rank in range(3)}
@@ -256,6 +261,7 @@ def test_the_same_large_bytes_twice_are_one_object() -> None:
     assert run("spawn", lambda one, two: one is two, large, large) == [True, True]
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", ["function", "value"])
 def test_what_is_no_argument_is_each_workers_own_to_write_to(sent: str) -> None:
@@ -293,6 +299,7 @@ def test_bytes_arrive_as_they_were(method: str) -> None:
         assert [type(value) for value in values[:-1]] == [type(value) for value in sent]
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_bytearrays_may_be_written_to() -> None:
     def write(data: bytearray) -> bytes:
@@ -328,6 +335,7 @@ def packed(arguments: dict[int, tuple[Any, ...]], **options: Any) -> int:
         os.close(memfd)
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [some, lambda n: read_only(some(n)), lambda n: some(n).tobytes(), bytearray],
                          ids=["array", "read-only array", "bytes", "bytearray"])  # fmt: skip
@@ -341,6 +349,7 @@ def test_what_several_ranks_have_is_there_once(kind: Callable[[int], Any]) -> No
     assert packed({rank: (large, rank, kind(2 * MIB)) for rank in range(8)}) < 8.2 * MIB + 8 * 2 * MIB
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_views_of_one_array_are_there_each(method: str) -> None:
     base = some(8 * MIB)
@@ -355,6 +364,7 @@ def pss_kb(pid: int) -> int:
         return sum(int(line.split()[1]) for line in file if line.startswith("Pss:"))
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", SENT)
 def test_four_workers_hold_one_copy(start_method: str, ready: Ready, gate: Gate) -> None:
@@ -376,6 +386,7 @@ def test_four_workers_hold_one_copy(start_method: str, ready: Ready, gate: Gate)
     assert grown * 1024 < 3.5 * array.nbytes
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_many_arrays_take_few_descriptors() -> None:
     arrays = [np.zeros(MIB, np.uint8) for _ in range(40)]
@@ -383,6 +394,7 @@ def test_many_arrays_take_few_descriptors() -> None:
     assert many[0] - none[0] == 1
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_what_several_ranks_have_is_one_descriptor() -> None:
     pipes = [multiprocessing.Pipe() for _ in range(10)]
@@ -401,6 +413,7 @@ def test_what_several_ranks_have_is_one_descriptor() -> None:
     assert [pipes[9][0].recv() for _ in range(3)] == ["common"] * 3
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_the_launcher_keeps_nothing() -> None:
     for start_method in METHODS:
@@ -409,6 +422,7 @@ def test_the_launcher_keeps_nothing() -> None:
         assert does.memfds() == ""
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_worker_keeps_what_the_launcher_has_let_go_of(method: str, ready: Ready, gate: Gate) -> None:
     array = some(4 * MIB)
@@ -427,6 +441,7 @@ def test_a_worker_keeps_what_the_launcher_has_let_go_of(method: str, ready: Read
     assert result.return_values == {0: expected, 1: expected}
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("method", SENT)
 @pytest.mark.parametrize("writable", [False, True])
@@ -454,6 +469,7 @@ def test_arrays_come_back(name: str, come_back: dict[str, Any], arrays: dict[str
     assert found.dtype == arrays[name].dtype
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_large_results_in_everything(method: str) -> None:
     def make(n: int) -> Any:

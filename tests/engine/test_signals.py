@@ -336,7 +336,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("times", [20, pytest.param(100, marks=pytest.mark.once)])
+@pytest.mark.parametrize("times", [5, pytest.param(100, marks=pytest.mark.once)])
 def test_a_warm_start_changes_the_umask_for_nobody(tmp_path: Path, times: int) -> None:
     """Not for a moment: another thread's file would be writable for all."""
     folder = tmp_path / "files"

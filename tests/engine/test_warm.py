@@ -672,6 +672,7 @@ STARTS = {
 }  # fmt: skip
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "way, number",

@@ -83,6 +83,7 @@ def unshare() -> str:
     return "unshare"
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 @pytest.mark.parametrize("how", ["ends", "closed", "killed"])

@@ -47,6 +47,7 @@ def drops_and_raises() -> NoReturn:
     raise ValueError("after the drop")
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @as_root
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])

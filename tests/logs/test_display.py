@@ -59,6 +59,7 @@ os._exit(3)
 """
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [("--log-format", "json"), ("--grep", "^[0-9]+ (s|t)"), ("--fold",), ()])
 def test_a_flood_hides_no_failure(tmp_path: Path, ready: Ready, gate: Gate, options: tuple[str, ...]) -> None:
@@ -173,6 +174,7 @@ def test_a_stream_object_that_does_not_do_all_that_a_file_does(
     assert {"[0] a line", "[1] a line"}.issuperset(seen[0].splitlines())
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_stream_object_that_does_not_return(
     tmp_path: Path, ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -200,6 +202,7 @@ def test_a_stream_object_that_does_not_return(
             thread.join(TIMEOUT)
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_display_that_stops_in_the_midst_of_the_end(
     tmp_path: Path, ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -294,6 +297,7 @@ def hangs(address: str) -> None:
             signal.pause()
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_listener_that_does_not_return(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hung rank is killed, and the end of the group waits for the listener no longer than it says."""
@@ -354,6 +358,7 @@ with start_processes("g", sys.executable, ("-S", "-c", code), nprocs=2, logs_spe
 """
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of the system call is this machine's")
 @pytest.mark.parametrize(
@@ -408,6 +413,7 @@ def watch(fd: int, screen: Emulator) -> None:
         screen.feed(os.read(fd, 512).decode())
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_two_groups_on_one_terminal_cut_no_line_and_erase_no_bar(tmp_path: Path) -> None:
     """Its reader is slow, so that much is written in pieces."""

@@ -329,6 +329,7 @@ LINES = st.sampled_from(
 SAID = st.lists(st.tuples(st.integers(0, 5), LINES, st.sampled_from([0.0, 0.05, 0.3])), max_size=40)
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @given(SAID, st.sampled_from([1, 4096]), st.data())
 def test_nothing_is_lost_and_each_rank_keeps_its_order(
@@ -383,6 +384,7 @@ def patient(place: Place) -> None:
     fold_patiently(place, "from phalanx._logs import tracebacks; tracebacks.QUIET = 60.0")
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_one_is_shown_while_its_worker_goes_on(place: Place, gate: Gate) -> None:
     """What stands after it, and what has no end, too."""
@@ -458,6 +460,7 @@ def test_equal_failures(place: Place) -> None:
     assert logs.count("Traceback") == 4  # what they wrote, and not what was shown
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.usefixtures("patient")
 def test_ranks_that_were_hidden_until_they_failed(place: Place) -> None:

@@ -393,6 +393,7 @@ def test_scripts_are_placed(place: Place) -> None:
         assert json.loads(place.log(rank)) == [[cpu], NICER, [[97, 97], [0, 0]]]
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_each_part_by_itself() -> None:
     plain = look_around()
@@ -403,6 +404,7 @@ def test_each_part_by_itself() -> None:
     assert finished(look_around, placement=core).return_values[0] == [*plain[:2], [plain[2][0], (0, 0)]]
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_unit_and_no_limit() -> None:
     placement = Placement(rlimits={"fsize": "1.5GiB", "as": "64GiB"})
@@ -412,6 +414,7 @@ def test_a_unit_and_no_limit() -> None:
         assert finished(limits, ("CPU",), placement=placement).return_values[0] == ((1000, -1),)
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_few_open_files_leave_room_for_those_of_the_start(place: Place) -> None:
     """The limit comes last: neither the log files nor the import of what sets it fall under it."""
@@ -481,6 +484,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["binary", *METHODS])
 def test_nobody_placed_is_left_when_the_launcher_was_killed(kind: str, ready: Ready, tmp_path: Path) -> None:
@@ -516,6 +520,7 @@ def test_a_failed_exec_is_named(tmp_path: Path) -> None:
             starts(str(script))
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("entrypoint", ["true", *METHODS])
 def test_a_placement_that_fails_is_named(entrypoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -652,6 +657,7 @@ def test_the_number_of_threads_goes_by_what_each_rank_has(monkeypatch: pytest.Mo
     assert "(8 CPUs)" in found("none", 2, 12.0)[1]
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_shared_cores_are_said(place: Place) -> None:
     count = len(ALLOWED) + 1

@@ -137,6 +137,7 @@ def test_a_run_that_fails_names_the_cause(place: Place, gate: Gate) -> None:
     assert states == [("stopped", -15, 15), ("failed", 1, None), ("stopped", -15, 15)]
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_run_that_dies_of_a_signal(place: Place) -> None:
     place.run("--no-python", "sh", "-c", "kill -9 $$")
@@ -146,6 +147,7 @@ def test_a_run_that_dies_of_a_signal(place: Place) -> None:
     assert run["command"] == ["sh", "-c", "kill -9 $$"]
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_run_that_is_interrupted(place: Place, ready: Ready, gate: Gate) -> None:
     script = place.write(f"{ready.python()}; {gate.python()}")
@@ -208,6 +210,7 @@ cli.main()
     assert row(place)["state"] == "stopped"
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_launcher_that_is_killed_leaves_a_lost_run(place: Place, ready: Ready, gate: Gate) -> None:
     script = place.write(f"{ready.python()}; {gate.python()}")
@@ -223,6 +226,7 @@ def test_a_launcher_that_is_killed_leaves_a_lost_run(place: Place, ready: Ready,
     assert re.search(r"  lost +\S+ +- +2 +-  \S", runs(place).out)
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_start_that_fails(place: Place) -> None:
     """The interpreter cannot be executed: found out when the folder is there already."""
@@ -243,6 +247,7 @@ def test_a_refused_run_leaves_nothing(place: Place) -> None:
     assert runs(place) == (0, f"no runs in {place.logs}\n", "")
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_keeper_that_is_killed(place: Place, ready: Ready, gate: Gate) -> None:
     parent = ready.python("__import__('os').getppid()")
@@ -270,6 +275,7 @@ def test_arguments_that_are_no_text(place: Place) -> None:
 # --- a record that cannot be written
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_full_disk_harms_nobody_and_is_said_once(place: Place) -> None:
     done = place.run("-t", 0, "-r", 0, "--no-python", "sh", "-c", "echo hello; exit 3",

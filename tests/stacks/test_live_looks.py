@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tests.support.helpers import Ready
 
 # A look that takes the frames of all threads by a signal kills within the first three, on 3.11, 3.12 and 3.13.
-LOOKS = int(os.environ.get("PHALANX_TEST_LOOKS", "5"))
+LOOKS = int(os.environ.get("PHALANX_TEST_LOOKS", "3"))
 
 
 @pytest.mark.slow

@@ -53,20 +53,10 @@ def hang(client: Any) -> None:
 
 
 def fork_and_hang(client: Any, address: str) -> None:
-    """Fork while other threads take timers from a client; say how the child ended, whose thread hangs."""
-    stopping = threading.Event()
-
-    def take() -> None:
-        while not stopping.is_set():
-            with timer.expires(60, "the parent's", client):
-                pass
-
-    threads = [threading.Thread(target=take) for _ in range(2)]
-    for thread in threads:
-        thread.start()
+    """Fork while other threads take timers from a client; say how each child ended, whose thread hangs."""
     with timer.expires(60, "around", client):
         for _ in range(3):
-            pid = os.fork()
+            pid = _fork_while_others_take(client)
             if not pid:
                 try:
                     hanging = threading.Thread(target=_hang, args=(client,))
@@ -76,10 +66,28 @@ def fork_and_hang(client: Any, address: str) -> None:
                 finally:
                     os._exit(70)
             tell(address, str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
-    stopping.set()
-    for thread in threads:
-        thread.join()
     tell(address, "well")
+
+
+def _fork_while_others_take(client: Any) -> int:
+    """Fork as two threads take timer after timer, and let the parent's threads end then."""
+    under_way, stopping = threading.Semaphore(0), threading.Event()
+
+    def take() -> None:
+        while not stopping.is_set():
+            with timer.expires(60, "the parent's", client):
+                under_way.release()
+
+    threads = [threading.Thread(target=take) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(20):
+        under_way.acquire()
+    if pid := os.fork():
+        stopping.set()
+        for thread in threads:
+            thread.join()
+    return pid
 
 
 def _hang(client: Any) -> None:

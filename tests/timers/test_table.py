@@ -422,6 +422,7 @@ def tell(process: subprocess.Popen[str]) -> None:
     process.stdin.flush()
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["stop", "SIGKILL"])
 @pytest.mark.parametrize("disposition", ["default", "handler"])
@@ -532,6 +533,7 @@ def test_only_an_earlier_deadline_rings(table: TimerTable) -> None:
         assert not rung(table)
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_bell_that_is_full_keeps_nobody_waiting(table: TimerTable) -> None:
     with seat_at(table) as seat:
@@ -1103,6 +1105,7 @@ class WatchingOneRank(Watching):
     by_rank = True
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Watching, WatchingOneRank])
 def test_the_scheduler_sees_each_expiry_once_and_at_once(kind: type[Watching]) -> None:

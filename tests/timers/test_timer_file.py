@@ -478,6 +478,7 @@ def test_a_release_in_time_spares_and_leaves_nothing(server: FileTimerServer, ch
     assert server._request_count == 2001
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_process_has_ten_thousand_timers_at_the_most(
     server: FileTimerServer, child: Child, caplog: pytest.LogCaptureFixture
@@ -555,6 +556,7 @@ def test_a_timer_is_not_for_the_next_owner_of_the_pid(server: FileTimerServer, p
     assert alive(child.pid)
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [HOUR, -HOUR])
 def test_a_step_of_the_wall_clock_kills_and_spares_no_one(
@@ -785,6 +787,7 @@ def test_run_once_serves_what_is_there_and_ends(path: str, client: FileTimerClie
 # The client.
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_flood_of_twenty_workers_is_taken_without_an_error(server: FileTimerServer, path: str) -> None:
     with contextlib.ExitStack() as stack:
@@ -872,6 +875,7 @@ _pipe._attempt = tell
 """
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["none", "no watches"])
 @pytest.mark.parametrize("left_over", [False, True])
@@ -1018,6 +1022,7 @@ def line_of(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_server_that_is_killed_and_started_again_costs_no_worker(
     path: str, events: Events, caplog: pytest.LogCaptureFixture
@@ -1053,6 +1058,7 @@ def test_a_server_that_is_killed_and_started_again_costs_no_worker(
         assert "damaged" not in caplog.text
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_server_that_was_stopped_spares_who_was_in_time_and_strikes_who_was_not(path: str) -> None:
     """A paused virtual machine: the server and its workers have lost the same time."""
@@ -1086,6 +1092,7 @@ def test_a_server_that_was_stopped_spares_who_was_in_time_and_strikes_who_was_no
         assert alive(prompt.pid)
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_timer_that_was_taken_just_before_the_server_was_stopped_has_its_time(path: str) -> None:
     """The server waited without end, so its wait has not overrun, and it hears of the timer when that is over."""

@@ -144,7 +144,10 @@ def test_each_worker_has_its_own_scopes(mp_queue: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pid", [1, 0, -5, os.getpid(), os.getppid(), 1 << 30, "text"])
+@pytest.mark.parametrize(
+    "pid",
+    [1, 0, -5, pytest.param(os.getpid(), id="ourselves"), pytest.param(os.getppid(), id="our-parent"), 1 << 30, "text"],
+)
 def test_who_must_not_be_killed_is_refused(mp_queue: Any, pid: Any, caplog: pytest.LogCaptureFixture) -> None:
     with LocalTimerServer(mp_queue) as server, sleeper() as worker:
         for _ in range(2):
@@ -416,6 +419,7 @@ def hosted(mp_queue: Any, ready: Ready, gate: Gate) -> Iterator[tuple[int, Any]]
     other._writer.close()
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_servers_that_were_stopped_spare_who_was_in_time_and_strike_who_was_not(
     mp_queue: Any, ready: Ready, gate: Gate
@@ -444,6 +448,7 @@ def test_servers_that_were_stopped_spare_who_was_in_time_and_strike_who_was_not(
         assert alive(prompt.pid)
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_timer_that_was_taken_just_before_the_server_was_stopped_has_its_time(
     mp_queue: Any, ready: Ready, gate: Gate
