@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import subprocess
@@ -10,12 +11,12 @@ import sys
 import tokenize
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src"
@@ -67,11 +68,33 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def nodes(path: Path) -> Iterator[ast.AST]:
-    return ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+class Facts(NamedTuple):
+    """What the tests want to know of a module, which is parsed once for all of them."""
+
+    imported: tuple[str, ...]
+    """Names that it imports anywhere: at the top, in a function, for types alone."""
+    imported_at_once: tuple[str, ...]
+    """Names that it imports when it is imported."""
+    called: frozenset[str]
+    """What stands before the brackets of its calls, where that is a name."""
+    documented: bool
 
 
-def imports(path: Path, tree: Iterator[ast.AST]) -> Iterator[str]:
+@functools.cache
+def facts(path: Path) -> Facts:
+    """Parse a module."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = list(ast.walk(tree))
+    calls = (node.func for node in nodes if isinstance(node, ast.Call))
+    return Facts(
+        tuple(imports(path, nodes)),
+        tuple(imports(path, at_import(tree))),
+        frozenset(ast.unparse(each) for each in calls if isinstance(each, ast.Name | ast.Attribute)),
+        bool(ast.get_docstring(tree)),
+    )
+
+
+def imports(path: Path, tree: Iterable[ast.AST]) -> Iterator[str]:
     """The absolute names of what the nodes import: `from a import b` counts as `a.b`, because b may be a module."""
     package = path.relative_to(SOURCE).parts[:-1]
     for node in tree:
@@ -94,7 +117,7 @@ NAMES = {module_name(path) for path in MODULES}
 def ours(path: Path) -> set[str]:
     """The modules of ours that a module imports anywhere: at the top, in a function, for types alone."""
     found = set()
-    for name in imports(path, nodes(path)):
+    for name in facts(path).imported:
         module = name
         while module and module not in NAMES:
             module = module.rpartition(".")[0]
@@ -119,7 +142,7 @@ def at_import(node: ast.AST) -> Iterator[ast.AST]:
 def test_imports_point_down_only(path: Path) -> None:
     floor = LAYERS.index(path.relative_to(SOURCE / "phalanx").parts[0])
     allowed = LAYERS[: floor + 1]
-    for name in imports(path, nodes(path)):
+    for name in facts(path).imported:
         top, _, rest = name.partition(".")
         if top == "phalanx" and rest != "__version__":
             assert rest.split(".")[0] in allowed, f"{name_of(path)} imports {name}: from here only {allowed} is below"
@@ -160,7 +183,7 @@ def test_names_with_an_underscore_stay_where_they_are(path: Path) -> None:
     """No file of a wing has one; a face's module that has one is for that face; a module's name, for that module."""
     layer = path.relative_to(SOURCE / "phalanx").parts[0]
     assert layer in FACES or not path.name.startswith("_") or path.name == "__init__.py"
-    for name in imports(path, nodes(path)):
+    for name in facts(path).imported:
         top, _, rest = name.partition(".")
         parts = rest.split(".")
         if top == "phalanx" and len(parts) > 1:
@@ -176,8 +199,7 @@ def test_nothing_of_others_is_imported_before_it_is_needed(path: Path) -> None:
     if path.is_relative_to(SOURCE / "phalanx" / "cli"):
         own |= {"click"}  # the command line's own library; nothing below it may load it
     own |= KEPT_APART.get(name_of(path), set())
-    names = {name.split(".")[0] for name in imports(path, at_import(ast.parse(path.read_text(encoding="utf-8"))))}
-    assert names <= own
+    assert {name.split(".")[0] for name in facts(path).imported_at_once} <= own
 
 
 @pytest.mark.once
@@ -187,14 +209,14 @@ def test_what_loads_others_is_itself_loaded_when_needed(path: Path) -> None:
     if name_of(path) in KEPT_APART:
         return
     apart = {name.removeprefix("src/").removesuffix(".py").replace("/", ".") for name in KEPT_APART}
-    names = imports(path, at_import(ast.parse(path.read_text(encoding="utf-8"))))
+    names = facts(path).imported_at_once
     assert not {name for name in names if any(f"{name}.".startswith(f"{module}.") for module in apart)}
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_a_library_of_others_is_used_in_its_one_place(path: Path) -> None:
-    names = {name.split(".")[0] for name in imports(path, nodes(path))}
+    names = {name.split(".")[0] for name in facts(path).imported}
     for library, place in ONE_PLACE.items():
         assert library not in names or name_of(path) == place, f"{library} is for {place}"
 
@@ -202,15 +224,14 @@ def test_a_library_of_others_is_used_in_its_one_place(path: Path) -> None:
 @pytest.mark.once
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_nobody_sleeps(path: Path) -> None:
-    assert "time.sleep" not in imports(path, nodes(path))
-    calls = [ast.unparse(node.func) for node in nodes(path) if isinstance(node, ast.Call)]
-    assert "time.sleep" not in calls
+    assert "time.sleep" not in facts(path).imported
+    assert "time.sleep" not in facts(path).called
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_a_module_says_what_it_is(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{name_of(path)} has no docstring"
+    assert facts(path).documented, f"{name_of(path)} has no docstring"
 
 
 @pytest.mark.once
@@ -220,8 +241,12 @@ def test_every_ignored_finding_carries_a_code_and_a_reason(path: Path) -> None:
     reasoned = re.compile(
         r"# (ruff: |flake8: )?noqa: [A-Z]+[0-9]+(, ?[A-Z]+[0-9]+)*\W+\w.{7,}|# type: ignore\[[\w, -]+\]\W+\w.{7,}"
     )
-    for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
-        if token.type == tokenize.COMMENT and re.search(r"#.*(\bnoqa\b|type: *ignore)", token.string):
+    ignored = re.compile(r"#.*(\bnoqa\b|type: *ignore)")
+    text = path.read_text(encoding="utf-8")
+    if not ignored.search(text):
+        return
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT and ignored.search(token.string):
             assert reasoned.search(token.string), f"{name_of(path)}:{token.start[0]}: no reason: {token.string}"
 
 
