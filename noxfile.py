@@ -95,7 +95,8 @@ def once(session: nox.Session) -> None:
     """The tests that need torch, and those that mean the same on each Python."""
     install(session, "test")
     install_torch(session)
-    run_tests(session, "-m", "torch or once")
+    # As much as three other sessions have to do; it would be the last that runs, alone.
+    run_tests(session, "-n", "3", "-m", "torch or once")
 
 
 def install_torch(session: nox.Session) -> None:
@@ -151,7 +152,8 @@ def floors(session: nox.Session) -> None:
     if len(files) != len(FLOOR_TESTS):
         session.error(f"of {', '.join(FLOOR_TESTS)} there are only {', '.join(files)}")
     session.run("uv", "pip", "freeze", external=True)
-    session.run("python", "-m", "pytest", "-m", "not torch and not once", *files, env={"PYTHONDONTWRITEBYTECODE": None})
+    choice = "not torch and (not once or not slow)"  # of what is the same on each Python, what the command line refuses
+    session.run("python", "-m", "pytest", "-m", choice, *files, env={"PYTHONDONTWRITEBYTECODE": None})
 
 
 @nox.session

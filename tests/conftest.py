@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import tempfile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 # How long an example takes, or its making, is the machine's business: it may be busy.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
+
+_TOGETHER = ("tests/engine/test_workers_torch.py", "tests/faces/test_programs.py")
+"""Files whose tests look at what one run has found."""
 
 _WRITES_NO_BYTECODE = pytest.StashKey[bool]()
 
@@ -71,6 +74,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("torch"):
                 item.add_marker(skip)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let one process run all cases of a test, and all tests of a file in which they share what takes long."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if file in _TOGETHER else nodeid.partition("[")[0]
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture

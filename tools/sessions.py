@@ -182,7 +182,10 @@ def interrupted(number: int, _frame: FrameType | None) -> NoReturn:
 
 
 def together(todo: list[Session]) -> None:
-    """Run the sessions, four at a time where there are two processors, for they mostly wait."""
+    """Run the sessions, five at a time where there are two processors, for they mostly wait.
+
+    So `make test` begins with all that run tests, and with one that goes on to lint and the like: they end together.
+    """
     left = collections.deque(todo)
     marked = len(todo) > 1
 
@@ -196,7 +199,7 @@ def together(todo: list[Session]) -> None:
                 say(f"{session.name}: {'failed' if session.failed else 'passed'}")
 
     several = len(os.sched_getaffinity(0)) > 1
-    lanes = [threading.Thread(target=lane, daemon=True) for _ in range(min(len(todo), 4 if several else 1))]
+    lanes = [threading.Thread(target=lane, daemon=True) for _ in range(min(len(todo), 5 if several else 1))]
     for thread in lanes:
         thread.start()
     try:

@@ -29,8 +29,11 @@ if TYPE_CHECKING:
 
 
 def make_socket(path: str) -> None:
+    folder, name = os.path.split(path)
+    fd = os.open(folder, os.O_PATH)
     with socket.socket(socket.AF_UNIX) as sock:
-        sock.bind(path)
+        sock.bind(f"/proc/self/fd/{fd}/{name}")  # a path in an address has 108 bytes at the most, see unix(7)
+    os.close(fd)
 
 
 KINDS: dict[str, Callable[[str], object]] = {

@@ -357,7 +357,9 @@ def make_a_queue() -> Any:
 
 def use_a_fork_server() -> None:
     import multiprocessing
+    import tempfile
 
+    tempfile.tempdir = None  # a fork has the test's, which may be too long for the path of a socket
     process = multiprocessing.get_context("forkserver").Process(target=nothing)
     process.start()
     process.join()
