@@ -81,6 +81,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Let one process run all cases of a test, and all tests of a file in which they share what takes long."""
     from xdist.scheduler import LoadScopeScheduling
 
+    assert all((config.rootpath / file).exists() for file in _TOGETHER)
+
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
