@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from phalanx.cli import _run_options
 from phalanx.cli._command import meant
 from phalanx.cli._commands import cli
+from phalanx.cli._declare import sections
+from phalanx.cli._run_config import RunConfig
 from phalanx.cli.run import run
 from tests.cli.test_run import Done, Place, refused
 
@@ -48,7 +49,7 @@ def phalanx(place: Place, *argv: object) -> Done:
         (["run", "--nproc_per", "4", "x.py"], "there is no option '--nproc-per'; did you mean '--nproc-per-node'?"),
         (
             ["run", "--log", "x", "x.py"],
-            "there is no option '--log'; did you mean '--log-dir' or '--log-format' or '--log-",
+            "there is no option '--log'; did you mean '--log-dir' or '--log-max-size' or '--log-",
         ),
         (["run", "--redirect", "3", "x.py"], "there is no option '--redirect'; did you mean '--redirects'?"),
         (["run", "--hang-timout", "3", "x.py"], "there is no option '--hang-timout'; did you mean '--hang-timeout'?"),
@@ -118,10 +119,10 @@ def test_help_is_in_sections() -> None:
     """Each option is in one, and those that people need first are first."""
     shown = CliRunner().invoke(run, ["--help"]).output
     headings = re.findall(r"^([A-Z].*):$", shown, re.MULTILINE)
-    assert headings[:2] == ["First", "What the console shows"]
+    assert headings[:2] == ["Workers", "Restarts"]
     assert headings[-1] == "Other"
     assert "SCRIPT\n" not in shown.partition("\nOther:")[2]  # the text says what it is
-    in_sections = [name for _, names in _run_options.SECTIONS for name in names]
+    in_sections = [name for _, names in sections(RunConfig) for name in names]
     assert len(set(in_sections)) == len(in_sections)
     visible = {
         next(opt for opt in param.opts if opt.startswith("--"))
@@ -131,7 +132,6 @@ def test_help_is_in_sections() -> None:
     assert set(in_sections) == visible
     for name in in_sections:
         assert len(re.findall(rf"^  (?:-\w, )?{name}\b(?!-)", shown, re.MULTILINE)) == 1, name
-    assert len(dict(_run_options.SECTIONS)["First"]) == 6
     assert "\nOptions:\n" in CliRunner().invoke(cli, ["logs", "--help"]).output
 
 

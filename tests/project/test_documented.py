@@ -99,7 +99,7 @@ def test_the_table_has_what_a_function_finds(method: str, monkeypatch: pytest.Mo
 UNNAMED = {
     "tty.py: name": {"LINES", "COLUMNS"},
     "accelerators.py: name": {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"},
-    "_command.py: name": set[str](),  # those of options
+    "_declare.py: name": set[str](),  # those of options
     "fork_process.py: name": set[str](),  # all: a fork takes over the environment of its group
 }
 """Where the source reads variables without naming them there, and which these are."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import signal
 import sys
 
 import click
-from click.core import ParameterSource
 
 from phalanx._base.tty import printable
+from phalanx.cli._declare import origin
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -173,24 +172,24 @@ def _naming_variables(ctx: click.Context) -> Iterator[None]:
     try:
         yield
     except click.ClickException as error:
-        set_by = _set_by_environment(ctx)
+        set_by = _set_by_others(ctx)
         param = getattr(error, "param", None)
         if isinstance(error, click.BadParameter) and isinstance(param, click.Option):
             if param.opts[-1] in set_by:
-                error.param_hint = f"'{_long(param)}' ({set_by[param.opts[-1]]} in the environment)"
+                error.param_hint = f"'{_long(param)}' ({set_by[param.opts[-1]]})"
         else:
             found = [option for option in set_by if re.search(rf"{option}(?![\w-])", error.message)]
-            text = ", ".join(f"{option} is {set_by[option]} in the environment" for option in found)
+            text = ", ".join(f"{option} is {set_by[option]}" for option in found)
             if text:
                 error.message = f"{error.message} ({text})"  # type: ignore[misc]  # as above
         raise
 
 
-def _set_by_environment(ctx: click.Context) -> dict[str, str]:
-    """The options that the environment has set, by their long names, and the variable that each comes from."""
+def _set_by_others(ctx: click.Context) -> dict[str, str]:
+    """The options that nobody has typed, by their long names, and where each comes from."""
     found = {}
     for param in ctx.command.params:
-        if ctx.get_parameter_source(param.name or "") is ParameterSource.ENVIRONMENT:
-            variable = next(name for name in param.envvar or () if os.environ.get(name))
-            found.update(dict.fromkeys((opt for opt in param.opts if opt.startswith("--")), variable))
+        where = origin(ctx, param)
+        if where:
+            found.update(dict.fromkeys((opt for opt in param.opts if opt.startswith("--")), where))
     return found

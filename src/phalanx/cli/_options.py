@@ -1,4 +1,4 @@
-"""What options of several commands have in common: how they are declared and read, and those of the console."""
+"""How the values of options are read, as far as several commands have them."""
 
 from __future__ import annotations
 
@@ -8,26 +8,15 @@ import click
 
 from phalanx._base import byte_size
 from phalanx._base.durations import seconds
-from phalanx._logs.prefixes import TEMPLATE_ENV, template_of_environment
 from phalanx._logs.specs import checked_mode
-from phalanx.multiprocessing import ConsoleSpecs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable
     from typing import Any
 
 _MOST_RANKS = 1 << 20
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-
-
-def option(*names: str, also: Sequence[str] = (), **settings: Any) -> Callable[[Any], Any]:
-    """An option that the environment can set, as PHALANX_NAME, or as PET_NAME, where torchrun's users have it.
-
-    ``also`` are further variables, which are read where neither of these is set.
-    """
-    long = next(name for name in names if name.startswith("--")).lstrip("-").upper().replace("-", "_")
-    return click.option(*names, envvar=[f"PHALANX_{long}", f"PET_{long}", *also], show_envvar=False, **settings)
 
 
 def reading(read: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
@@ -40,26 +29,6 @@ def reading(read: Callable[[str], Any]) -> Callable[[click.Context, click.Parame
             raise click.BadParameter(str(error)) from None
 
     return callback
-
-
-class _Each(click.types.StringParamType):
-    """The value of an option that can be given again; in the environment, one a line: patterns have spaces in them."""
-
-    def split_envvar_value(self, rv: str) -> list[str]:
-        """See `click.ParamType`."""
-        return [line for line in rv.split("\n") if line]
-
-
-def repeatable(
-    *names: str, read: Callable[[str], Iterable[Any]] = lambda text: (text,), **settings: Any
-) -> Callable[[Any], Any]:
-    """An option that adds to what was selected before. ``read`` gives what one value selects; the whole is a list."""
-
-    def read_all(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> list[Any] | None:
-        found = [reading(read)(ctx, param, value) for value in values]
-        return [*dict.fromkeys(item for items in found for item in items)] if found else None
-
-    return option(*names, type=_Each(), multiple=True, callback=read_all, **settings)
 
 
 class Whole(click.IntRange):
@@ -87,10 +56,10 @@ class Folder(click.Path):
         return super().convert(value, param, ctx)
 
 
-def checking_seconds(*, zero: bool = True, endless: bool = True) -> Callable[..., Any]:
-    """A callback that reads seconds, and refuses what is no time, as the library does: see `seconds`."""
+def time_of(*, zero: bool = True, endless: bool = True) -> Callable[[str], float]:
+    """Return a function that reads seconds, and refuses what is no time, as the library does: see `seconds`."""
 
-    def check(text: str) -> float:
+    def read(text: str) -> float:
         try:
             number = float(text)
         except ValueError:
@@ -101,7 +70,7 @@ def checking_seconds(*, zero: bool = True, endless: bool = True) -> Callable[...
         except ValueError as error:
             raise ValueError(str(error).removeprefix(": ")) from None
 
-    return reading(check)
+    return read
 
 
 def read_ranks(text: str) -> set[int]:
@@ -176,86 +145,3 @@ def read_strings(text: str) -> list[str]:
         msg = f"{text!r}: expected one or more, between commas"
         raise ValueError(msg)
     return parts
-
-
-def console_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Declare the options of how lines are shown; `console_specs` reads their values."""
-    lines = Whole(min=0)
-    declarations = [
-        repeatable("--ranks", "--rank", read=read_ranks, metavar="RANK,...",
-                   help="Global ranks whose output is shown, like 0,4-7."),
-        repeatable("--grep", metavar="REGEX",
-                   help="Show only lines in which this regular expression (or another --grep's) is found."),
-        repeatable("--exclude", metavar="REGEX", help="Show no line in which this is found. Can be repeated."),
-        option("-i", "--ignore-case", is_flag=True, help="Have --grep and --exclude take large letters for small."),
-        option("-A", "--after-context", type=lines, metavar="N",
-               help="Show N lines of the same rank and stream after each that --grep finds."),
-        option("-B", "--before-context", type=lines, metavar="N", help="Show N before it."),
-        option("-C", "--context", type=lines, metavar="N", help="Show N before and after it."),
-        option("--fold", is_flag=True, help="Show lines that are equal across ranks once, as [0-7] ..."),
-        option("--timestamps", is_flag=True, help="Put the time before each line, ISO 8601 with milliseconds."),
-        option("--elapsed", is_flag=True, help="Put the seconds since the start before each line."),
-        option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True,
-               help="json: one JSON object a line, with time, rank, stream and text."),
-        option("--log-line-prefix-template", metavar="TEXT",
-               help="What stands before each line: ${role_name} ${rank} ${local_rank} ${host} ${time}."),
-        option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True,
-               help="Colours. auto: not with NO_COLOR, else with FORCE_COLOR, else on a terminal."),
-        option("--raw", is_flag=True,
-               help="Send a terminal what it would obey (titles, moves of the cursor), instead of showing it."),
-    ]  # fmt: skip
-    for declare in reversed(declarations):
-        command = declare(command)
-    return command
-
-
-def console_specs(
-    *,
-    ranks: list[int] | None,
-    grep: list[str] | None,
-    exclude: list[str] | None,
-    ignore_case: bool,
-    after_context: int | None,
-    before_context: int | None,
-    context: int | None,
-    fold: bool,
-    timestamps: bool,
-    elapsed: bool,
-    log_format: str,
-    log_line_prefix_template: str | None,
-    color: str,
-    **more: Any,
-) -> ConsoleSpecs:
-    """What the console options say. Raises UsageError."""
-    if timestamps and elapsed:
-        raise click.UsageError("--timestamps and --elapsed exclude each other")
-    try:
-        if log_line_prefix_template is None:
-            log_line_prefix_template = template_of_environment()
-        return ConsoleSpecs(
-            ranks=ranks,
-            grep=grep,
-            exclude=exclude,
-            ignore_case=ignore_case,
-            before=(context or 0) if before_context is None else before_context,
-            after=(context or 0) if after_context is None else after_context,
-            fold=fold,
-            timestamps="iso" if timestamps else "elapsed" if elapsed else None,
-            format=log_format,
-            template=log_line_prefix_template,
-            color=color,
-            **more,
-        )
-    except ValueError as error:
-        named = {
-            "format:": "--log-format:",
-            "template:": "--log-line-prefix-template:",
-            "fold, format:": "--fold:",
-            "before:": "--before-context:" if before_context else "--context:",
-            "after:": "--after-context:" if after_context else "--context:",
-            "ignore_case:": "--ignore-case:",
-        }
-        text = str(error)
-        head = next((name for name in named if text.startswith(name)), "")
-        text = named[head] + text[len(head) :] if head else text if text.startswith(TEMPLATE_ENV) else f"--{text}"
-        raise click.UsageError(text) from None

@@ -11,13 +11,9 @@ import click
 
 from phalanx._placement import accelerators, topology
 from phalanx._placement.placement import divide
-from phalanx.cli._options import Whole, option, reading
+from phalanx.cli._declare import LIST, PLACEMENT, WHOLE, Declared, Flag, Maybe, Option
+from phalanx.cli._options import Whole
 from phalanx.multiprocessing import Placement
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
 
 THREADS = "OMP_NUM_THREADS"
 
@@ -43,32 +39,47 @@ def read_limits(text: str) -> dict[str, str | tuple[str, str]]:
     return limits
 
 
-def placement_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Declare the options; `take_placement` reads their values."""
-    declarations = [
-        option("--cpu-bind", default="none", show_default=True, metavar="none|core|numa|LIST",
-               help="CPUs of each worker: whole cores, a NUMA node, or a list for each, as 0-3;4-7."),
-        option("--nice", type=Whole(-20, 19), default=0, metavar="N",
-               help="Added to the nice value of the workers."),
-        option("--rlimit", callback=reading(read_limits), metavar="NAME=VALUE,...",
-               help="Resource limits of each worker, like nofile=4096,as=8GiB."),
-        option("--virtual-local-rank", is_flag=True,
-               help="Each worker sees one device, at index 0, and LOCAL_RANK is 0."),
-    ]  # fmt: skip
-    for declare in reversed(declarations):
-        command = declare(command)
-    return command
+class PlacementOptions(Declared):
+    """Where workers run, and within which bounds."""
 
-
-def take_placement(options: dict[str, Any], nprocs: int) -> tuple[Placement, dict[int, dict[str, str]], list[str]]:
-    """Take the placement options out of ``options``.
-
-    Returns what they say, the variables for each rank that follow from it, and lines for the user. Raises UsageError.
-    """
-    cpu_bind, nice, rlimits, virtual = (
-        options.pop(name) for name in ("cpu_bind", "nice", "rlimit", "virtual_local_rank")
+    cpu_bind = Option(
+        str,
+        section=PLACEMENT,
+        default="none",
+        metavar="none|core|numa|LIST",
+        sentence="CPUs of each worker: whole cores, a NUMA node, or a list for each, as 0-3;4-7.",
     )
-    placement = Placement(cpu_bind, nice, rlimits or {}, virtual)
+    nice = Option(
+        int,
+        section=PLACEMENT,
+        kind=Whole(-20, 19),
+        default="0",
+        metavar="N",
+        written=WHOLE,
+        shows_default=False,
+        sentence="Added to the nice value of the workers.",
+    )
+    rlimit = Maybe(
+        read_limits,
+        section=PLACEMENT,
+        metavar="NAME=VALUE,...",
+        written=LIST,
+        sentence="Resource limits of each worker, like nofile=4096,as=8GiB.",
+    )
+    virtual_local_rank = Flag(
+        section=PLACEMENT,
+        torchrun="--virtual-local-rank",
+        sentence="Each worker sees one device, at index 0, and LOCAL_RANK is 0.",
+    )
+
+
+def place(chosen: PlacementOptions, nprocs: int) -> tuple[Placement, dict[int, dict[str, str]], list[str]]:
+    """Return what the options say, the variables for each rank that follow from it, and lines for the user.
+
+    Raises UsageError.
+    """
+    cpu_bind, virtual = chosen.cpu_bind, chosen.virtual_local_rank
+    placement = Placement(cpu_bind, chosen.nice, chosen.rlimit or {}, virtual)
     try:
         shares, said = divide(cpu_bind, nprocs)
         if cpu_bind != "none":  # as found now: what is said below is what will be

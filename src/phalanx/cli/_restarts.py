@@ -13,22 +13,16 @@ import click
 
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._engine.host_signals import signals_to_handle
-from phalanx.cli._options import Whole, checking_seconds, option, read_age, reading
+from phalanx.cli._declare import LIST, NUMBER, RESTARTS, TEXT, WHOLE, Declared, Maybe, Option
+from phalanx.cli._options import Whole, read_age, time_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from typing import Any
 
     from phalanx._agent.group_team import GroupTeam
 
-POLICY = (
-    *("max_restarts", "backoff", "backoff_jitter", "min_uptime", "max_no_progress"),
-    *("never_restart_on", "always_restart_on"),
-)
-"""The options that `restart_policy` reads."""
-
-_FORWARDED = "USR1,USR2"
 _UNFORWARDED = (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD)  # that no process handles; and what the kernel sends
 
 
@@ -145,61 +139,92 @@ def _fraction(text: str) -> float:
     return number
 
 
-def restart_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Declare the options; `restart_policy` reads their values."""
-    declarations = [
-        option("--max-restarts", callback=reading(read_budget), default="0", show_default=True, metavar="N[/TIME]",
-               help="Start all workers again when one fails, so many times: 3; 5/1h: within any hour."),
-        option("--backoff", callback=reading(read_pair), default="0", show_default=True, metavar="TIME[:MOST]",
-               help="Time before a restart, doubled with each further failure in a row, up to MOST (5m)."),
-        option("--backoff-jitter", callback=reading(_fraction), default="0.1", show_default=True, metavar="PART",
-               help="By which part of itself that time is shortened at random, at most."),
-        option("--min-uptime", callback=reading(read_starts), metavar="TIME[:TIMES]",
-               help="Give up when so many attempts in a row (3) have failed earlier than this after their start."),
-        option("--max-no-progress", type=Whole(min=1), metavar="N",
-               help="Give up after N failures in a row without a step beyond all before: phalanx.timer.progress()."),
-        option("--never-restart-on", callback=reading(read_codes), metavar="CODE,...",
-               help="Exit codes and signals of the root cause after which nothing is restarted: 2,SIGILL."),
-        option("--always-restart-on", callback=reading(read_codes), metavar="CODE,...",
-               help="Those after which all are restarted, whatever --max-restarts says: 75."),
-        option("--signals-forward", callback=reading(read_signals), default=_FORWARDED, show_default=True,
-               metavar="NAME,...", help="Signals to phalanx run that are passed on to the workers; none: none are."),
-        option("--monitor-interval", type=str, callback=checking_seconds(), hidden=True,
-               help="Accepted, and without effect: nothing polls."),
-    ]  # fmt: skip
-    for declare in reversed(declarations):
-        command = declare(command)
-    return command
+class RestartOptions(Declared):
+    """When a group is started again."""
+
+    max_restarts = Option(
+        read_budget,
+        section=RESTARTS,
+        default="0",
+        metavar="N[/TIME]",
+        written=TEXT + WHOLE,
+        torchrun="--max-restarts",
+        sentence="Start all workers again when one fails, so many times: 3; 5/1h: within any hour.",
+    )
+    backoff = Option(
+        read_pair,
+        section=RESTARTS,
+        default="0",
+        metavar="TIME[:MOST]",
+        written=TEXT + NUMBER,
+        sentence="Time before a restart, doubled with each further failure in a row, up to MOST (5m).",
+    )
+    backoff_jitter = Option(
+        _fraction,
+        section=RESTARTS,
+        default="0.1",
+        metavar="PART",
+        written=NUMBER,
+        sentence="By which part of itself that time is shortened at random, at most.",
+    )
+    min_uptime = Maybe(
+        read_starts,
+        section=RESTARTS,
+        metavar="TIME[:TIMES]",
+        written=TEXT + NUMBER,
+        sentence="Give up when so many attempts in a row (3) have failed earlier than this after their start.",
+    )
+    max_no_progress = Maybe(
+        int,
+        section=RESTARTS,
+        kind=Whole(min=1),
+        metavar="N",
+        written=WHOLE,
+        sentence="Give up after N failures in a row without a step beyond all before: phalanx.timer.progress().",
+    )
+    never_restart_on = Maybe(
+        read_codes,
+        section=RESTARTS,
+        metavar="CODE,...",
+        written=LIST,
+        sentence="Exit codes and signals of the root cause after which nothing is restarted: 2,SIGILL.",
+    )
+    always_restart_on = Maybe(
+        read_codes,
+        section=RESTARTS,
+        metavar="CODE,...",
+        written=LIST,
+        sentence="Those after which all are restarted, whatever --max-restarts says: 75.",
+    )
+    monitor_interval = Maybe(
+        time_of(),
+        section="",
+        metavar="SECONDS",
+        written=NUMBER,
+        torchrun="--monitor-interval",
+        sentence="Accepted, and without effect: nothing polls.",
+    )
 
 
-def restart_policy(
-    *,
-    max_restarts: Budget,
-    backoff: tuple[float, float | None],
-    backoff_jitter: float,
-    min_uptime: tuple[float, int] | None,
-    max_no_progress: int | None,
-    never_restart_on: list[int] | None,
-    always_restart_on: list[int] | None,
-) -> RestartPolicy:
+def restart_policy(chosen: RestartOptions) -> RestartPolicy:
     """What the options say. Raises UsageError."""
-    least, times = min_uptime or (0.0, 3)
-    first, most = backoff
+    least, times = chosen.min_uptime or (0.0, 3)
+    first, most = chosen.backoff
     if most is not None and most < first:
         msg = f"--backoff: {first:g}:{most:g}: the second time is the longest, and cannot be below the first"
         raise click.UsageError(msg)
     try:
         return RestartPolicy(
-            max_restarts.restarts,
-            window=max_restarts.window,
+            chosen.max_restarts.restarts,
+            window=chosen.max_restarts.window,
             backoff=first,
             backoff_cap=300.0 if most is None else most,
-            jitter=backoff_jitter,
+            jitter=chosen.backoff_jitter,
             min_uptime=least,
             failing_starts=times,
-            never_on=never_restart_on or (),
-            always_on=always_restart_on or (),
-            without_progress=max_no_progress,
+            never_on=chosen.never_restart_on or (),
+            always_on=chosen.always_restart_on or (),
+            without_progress=chosen.max_no_progress,
         )
     except ValueError as error:
         text = str(error).replace("never_on", "--never-restart-on").replace("always_on", "--always-restart-on")

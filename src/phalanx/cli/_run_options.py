@@ -1,4 +1,4 @@
-"""What is particular in the options of `phalanx run`: their order in the help, and those of other launchers."""
+"""How the values of options are read that `phalanx run` alone has, and options of other launchers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 
 from phalanx._group.arguments import checked_notice
 from phalanx._timers.specs import read_steps
-from phalanx.cli._options import Folder, reading
+from phalanx.cli._options import Folder
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import click
 
 
-def only(*accepted: str, why: str) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """An option of torchrun's that people have in their scripts, as far as its value says what holds here anyway."""
+def only(*accepted: str, why: str) -> Callable[[str], str]:
+    """Return a function that reads an option of torchrun's, as far as its value says what holds here anyway."""
 
     def read(text: str) -> str:
         if text not in accepted:
@@ -26,7 +26,7 @@ def only(*accepted: str, why: str) -> Callable[[click.Context, click.Parameter, 
             raise ValueError(msg)
         return text
 
-    return reading(read)
+    return read
 
 
 class LogDir(Folder):
@@ -61,31 +61,6 @@ def read_notice(text: str) -> tuple[int, float]:
     assert notice is not None
     return notice
 
-
-SECTIONS = (
-    ("First", ("--nproc-per-node", "--module", "--no-python", "--log-dir", "--run-id", "--hang-timeout")),
-    (
-        "What the console shows",
-        ("--redirects", "--tee", "--local-ranks-filter", "--ranks", "--grep", "--exclude", "--ignore-case",
-         "--after-context", "--before-context", "--context", "--fold", "--timestamps", "--elapsed", "--log-format",
-         "--log-line-prefix-template", "--color", "--raw"),
-    ),
-    (
-        "Log files",
-        ("--log-max-size", "--log-keep", "--log-compress", "--log-mode", "--keep-runs", "--duplicate-stdout-filters",
-         "--duplicate-stderr-filters"),
-    ),
-    (
-        "Restarts",
-        ("--max-restarts", "--backoff", "--backoff-jitter", "--min-uptime", "--max-no-progress", "--never-restart-on",
-         "--always-restart-on"),
-    ),
-    ("The end", ("--grace", "--settle", "--linger", "--notice", "--orphan-grace", "--drain", "--on-expiry",
-                 "--signals-forward")),
-    ("Where and how workers run", ("--cpu-bind", "--nice", "--rlimit", "--virtual-local-rank", "--preload",
-                                   "--start-method")),
-    ("What workers find in the environment", ("--role", "--master-addr", "--master-port")),
-)  # fmt: skip
 
 _ONE_MACHINE = "not there yet: it is about many machines, and this runs on one; leave it out"
 ABSENT = {

@@ -16,8 +16,10 @@ import click
 
 from phalanx._runs.catalog import UnknownRunError, find, resolve
 from phalanx.cli._command import SETTINGS, Command
+from phalanx.cli._console import ConsoleOptions, console_specs
+from phalanx.cli._declare import click_options
 from phalanx.cli._interrupts import Interrupts
-from phalanx.cli._options import Folder, Whole, console_options, console_specs, read_age, reading
+from phalanx.cli._options import Folder, Whole, read_age, reading
 from phalanx.cli._reader import STREAMS, Reader, attempt_folders
 from phalanx.cli._runs_folders import places
 
@@ -75,7 +77,7 @@ def _names(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list
 @click.option("--attempt", type=Whole(min=0), metavar="N", help="Which start of the workers. Default: the last.")
 @click.option("--stderr", "stream", flag_value="stderr", help="Only stderr.")
 @click.option("--stdout", "stream", flag_value="stdout", help="Only stdout.")
-@console_options
+@click_options(ConsoleOptions)
 def logs(
     run: str | None,
     *,
@@ -98,7 +100,7 @@ def logs(
 
     RUN is the name of a run's folder, the beginning of one, a run id, or the path of a folder; phalanx runs lists them.
     """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
-    console = console_specs(**shown)
+    console = console_specs(ConsoleOptions(**shown))
     if follow and until is not None:
         raise click.UsageError("--follow and --until exclude each other: what comes is later")
     if since is not None and until is not None and since >= until:

@@ -1,0 +1,287 @@
+"""The options of `phalanx run`: each is declared here, or in one of the classes that `RunConfig` has as bases."""
+
+from __future__ import annotations
+
+import click
+
+from phalanx._placement import accelerators
+from phalanx.cli._console import ConsoleOptions
+from phalanx.cli._declare import (
+    CONSOLE,
+    END,
+    LIST,
+    LOGS,
+    MACHINES,
+    NUMBER,
+    TEXT,
+    TIMERS,
+    WHOLE,
+    WORKERS,
+    Declared,
+    Flag,
+    Many,
+    Maybe,
+    Option,
+)  # fmt: skip
+from phalanx.cli._options import Whole, read_mode, read_ranks, read_size, read_strings, time_of
+from phalanx.cli._placement import PlacementOptions
+from phalanx.cli._restarts import RestartOptions, read_signals
+from phalanx.cli._run_options import LogDir, only, read_notice, steps
+from phalanx.multiprocessing import Std
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+_ONE_MACHINE = "it runs on one machine"
+
+
+class WorkerOptions(Declared):
+    """What is started, how often, and what it is called."""
+
+    nproc_per_node = Option(
+        accelerators.count,
+        section=WORKERS,
+        default="1",
+        metavar="N|auto|cpu|gpu",
+        written=TEXT + WHOLE,
+        torchrun="--nproc-per-node",
+        sentence="Workers on this machine.",
+    )
+    module = Flag("-m", section=WORKERS, torchrun="--module", sentence="SCRIPT is a module, as for python -m.")
+    no_python = Flag(section=WORKERS, torchrun="--no-python", sentence="SCRIPT is a binary, started as it is.")
+    run_id = Maybe(str, section=WORKERS, metavar="NAME", sentence="What the run is called. Default: the date and time.")
+    role = Option(str, section=WORKERS, default="default", torchrun="--role", sentence="ROLE_NAME of the workers.")
+    preload = Maybe(
+        read_strings,
+        section=WORKERS,
+        metavar="MODULE,...",
+        written=LIST,
+        sentence="Modules to import once: the workers are forks that have them already.",
+    )
+    start_method = Option(
+        str,
+        section=WORKERS,
+        kind=click.Choice(["spawn", "forkserver", "fork"]),
+        default="spawn",
+        torchrun="--start-method",
+        sentence="How functions are started. Scripts and binaries are always executed afresh.",
+    )
+
+
+class LogOptions(Declared):
+    """Where output goes, and what is kept of it."""
+
+    redirects = Maybe(
+        Std.from_str,
+        "-r",
+        section=LOGS,
+        metavar="STREAMS",
+        written=TEXT + WHOLE,
+        torchrun="--redirects",
+        sentence="Streams that go to files only: 1 stdout, 2 stderr, 3 both; or by local rank, 0:3,1:2.",
+    )
+    tee = Maybe(
+        Std.from_str,
+        "-t",
+        section=LOGS,
+        metavar="STREAMS",
+        written=TEXT + WHOLE,
+        torchrun="--tee",
+        sentence="Streams that go to files and to the console. Default: 3.",
+    )
+    log_dir = Maybe(
+        str,
+        section=LOGS,
+        kind=LogDir(),
+        torchrun="--log-dir",
+        sentence="Folder for the runs' logs; /dev/null: none are kept. Default: ~/.local/state/phalanx/runs.",
+    )
+    log_max_size = Maybe(
+        read_size,
+        section=LOGS,
+        metavar="SIZE",
+        written=TEXT + WHOLE,
+        sentence="Set log files aside when they would grow beyond, as stdout.log.1, ...: 100MB, 1GiB.",
+    )
+    log_keep = Maybe(
+        int,
+        section=LOGS,
+        kind=Whole(min=1),
+        metavar="N",
+        written=WHOLE,
+        sentence="Keep N of each log that were set aside; remove the oldest. Default: all are kept.",
+    )
+    log_compress = Flag(section=LOGS, sentence="Compress log files that were set aside, to stdout.log.1.gz, ...")
+    log_mode = Maybe(
+        read_mode,
+        section=LOGS,
+        metavar="MODE",
+        sentence="Permissions of the run's folders, for colleagues: 750, 755. Default: 700.",
+    )
+    keep_runs = Maybe(
+        int,
+        section=LOGS,
+        kind=Whole(min=1),
+        metavar="N",
+        written=WHOLE,
+        sentence="Remove runs in the folder but for the newest N, this one among them. Default: all are kept.",
+    )
+    duplicate_stdout_filters = Many(
+        read_strings,
+        section=LOGS,
+        metavar="TEXT,...",
+        torchrun="--duplicate-stdout-filters",
+        sentence="Write lines that hold one of these also to filtered_stdout.log, for all ranks.",
+    )
+    duplicate_stderr_filters = Many(
+        read_strings,
+        section=LOGS,
+        metavar="TEXT,...",
+        torchrun="--duplicate-stderr-filters",
+        sentence="The same for stderr.",
+    )
+    local_ranks_filter = Many(
+        read_ranks,
+        section=CONSOLE,
+        metavar="RANK,...",
+        torchrun="--local-ranks-filter",
+        sentence="Local ranks whose output the console shows.",
+    )
+
+
+class EndOptions(Declared):
+    """What ends a run, and how long each step of that takes."""
+
+    hang_timeout = Maybe(
+        time_of(zero=False, endless=False),
+        section=TIMERS,
+        metavar="SECONDS",
+        written=NUMBER,
+        sentence="A rank whose last phalanx.timer.beat() is older is hung. Default: none is expected.",
+    )
+    on_expiry = Option(
+        steps,
+        section=TIMERS,
+        default="kill",
+        metavar="STEP[:SECONDS],...",
+        written=LIST,
+        sentence="What follows when a timer expires: report, dump, terminate, kill.",
+    )
+    grace = Option(
+        time_of(),
+        "--shutdown-timeout",
+        section=END,
+        default="30",
+        metavar="SECONDS",
+        written=NUMBER,
+        variables=("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
+        torchrun="--shutdown-timeout",
+        sentence="Time between SIGTERM and SIGKILL.",
+    )
+    settle = Option(
+        time_of(),
+        section=END,
+        default="0.1",
+        metavar="SECONDS",
+        written=NUMBER,
+        sentence="Time for the others to leave evidence after the first failure, before they are stopped.",
+    )
+    linger = Option(
+        time_of(),
+        section=END,
+        default="10",
+        metavar="SECONDS",
+        written=NUMBER,
+        sentence="Time for what workers that have all succeeded left behind (an upload), before it is ended.",
+    )
+    notice = Maybe(
+        read_notice,
+        section=END,
+        metavar="SIGNAL:SECONDS",
+        sentence="What a planned stop begins with: a signal, and time before SIGTERM, like USR1:60.",
+    )
+    orphan_grace = Option(
+        time_of(endless=False),
+        section=END,
+        default="0",
+        metavar="SECONDS",
+        written=NUMBER,
+        sentence="Time between SIGTERM and SIGKILL when phalanx run itself is killed.",
+    )
+    drain = Option(
+        time_of(),
+        section=END,
+        default="10",
+        metavar="SECONDS",
+        written=NUMBER,
+        sentence="Time that the end waits, at most, for a console that reads slowly.",
+    )
+    signals_forward = Option(
+        read_signals,
+        section=END,
+        default="USR1,USR2",
+        metavar="NAME,...",
+        written=LIST,
+        sentence="Signals to phalanx run that are passed on to the workers; none: none are.",
+    )
+
+
+class MachineOptions(Declared):
+    """Where workers meet, and what torchrun's users say of machines."""
+
+    master_addr = Option(
+        str, section=MACHINES, default="127.0.0.1", torchrun="--master-addr", sentence="MASTER_ADDR of the workers."
+    )
+    master_port = Option(
+        int,
+        section=MACHINES,
+        kind=Whole(0, 65535),
+        default="0",
+        metavar="PORT",
+        written=WHOLE,
+        shows_default=False,
+        torchrun="--master-port",
+        sentence="MASTER_PORT of the workers. Default: a port that is reserved for the run.",
+    )
+    standalone = Flag(
+        section="", torchrun="--standalone", sentence="Accepted: one machine without a store is what this is."
+    )
+    nnodes = Option(
+        only("1", "1:1", why=_ONE_MACHINE),
+        section="",
+        default="1",
+        written=TEXT + WHOLE,
+        torchrun="--nnodes",
+        sentence="Accepted: 1, or 1:1.",
+    )
+    node_rank = Option(
+        only("0", why=_ONE_MACHINE),
+        section="",
+        default="0",
+        written=TEXT + WHOLE,
+        torchrun="--node-rank",
+        sentence="Accepted: 0.",
+    )
+
+
+class RunConfig(
+    WorkerOptions, RestartOptions, LogOptions, ConsoleOptions, EndOptions, PlacementOptions, MachineOptions
+):
+    """What `phalanx run` was asked for, whoever said it: the command line, a job file, the environment, or nobody.
+
+    Args:
+        script: The script, the module or the binary.
+        args: Its arguments.
+        env: Variables for all workers, beside those that they get anyway.
+        options: The values of all options.
+    """
+
+    script: str
+    args: tuple[str, ...]
+    env: dict[str, str]
+
+    def __init__(self, script: str, args: tuple[str, ...], env: Mapping[str, str], **options: Any) -> None:
+        super().__init__(**options)
+        vars(self).update(script=script, args=args, env=dict(env))
