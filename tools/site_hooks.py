@@ -48,6 +48,7 @@ MODULES = (
     "phalanx.metrics",
     "phalanx.events",
     "phalanx.launcher",
+    "phalanx.run",
     "phalanx.timer",
     "phalanx.timer.debug_info_logging",
     "phalanx.spawn",

@@ -2,8 +2,8 @@
 
 The public names live in the modules that carry them: `phalanx.multiprocessing`, `phalanx.multiprocessing.errors`,
 `phalanx.spawn`, `phalanx.launcher`, `phalanx.agent`, `phalanx.rendezvous`, `phalanx.timer`, `phalanx.metrics`,
-`phalanx.events`, and the command ``phalanx run``. The modules, `phalanx.warm` and `phalanx.should_stop` are at hand
-here, and loaded when they are first used: importing this package alone imports nothing else.
+`phalanx.events`, `phalanx.run`, and the command ``phalanx run``. The modules, `phalanx.warm` and `phalanx.should_stop`
+are at hand here, and loaded when they are first used: importing this package alone imports nothing else.
 
 >>> import phalanx
 >>> with phalanx.warm(preload=["json"]) as process:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from phalanx import metrics as metrics
     from phalanx import multiprocessing as multiprocessing
     from phalanx import rendezvous as rendezvous
+    from phalanx import run as run
     from phalanx import spawn as spawn
     from phalanx import timer as timer
     from phalanx._engine.worker.stop_flag import should_stop
@@ -39,6 +40,7 @@ __all__ = [
     "metrics",
     "multiprocessing",
     "rendezvous",
+    "run",
     "should_stop",
     "spawn",
     "timer",

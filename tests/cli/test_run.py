@@ -24,6 +24,7 @@ import phalanx
 from phalanx._placement import accelerators, devices
 from phalanx.cli.run import main
 from phalanx.cli.run import run as command
+from phalanx.errors import ChildFailedError
 from phalanx.multiprocessing import Std
 from tests.support.helpers import TIMEOUT, Gate, Ready, alive, wait_gone
 
@@ -469,7 +470,8 @@ def parsed(*argv: str) -> dict[str, Any]:
 
 
 def test_every_option_is_among_these() -> None:
-    assert {name for name in parsed("script.py") if name not in ("script", "args")} == {*SETTINGS, *FLAGS}
+    others = ("script", "args", "print_config", "dry_run")
+    assert {name for name in parsed("script.py") if name not in others} == {*SETTINGS, *FLAGS}
 
 
 @pytest.mark.once
@@ -499,11 +501,36 @@ def test_the_grace_by_the_names_that_torchrun_has(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_command_line_from_python(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
-    script = place.write("print('hello')")
-    with pytest.raises(SystemExit) as ended:
-        main(["--log-dir", "/dev/null", str(script)])
-    assert ended.value.code == 0
+    logs = ("--log-dir", "/dev/null")
+    main([*logs, str(place.write("print('hello')"))])
     assert capfd.readouterr().out == "hello\n"
+    with pytest.raises(ChildFailedError) as failed:
+        main([*logs, "--nproc-per-node", "2", str(place.write("import os; os.environ['RANK'] == '0' or exit(3)"))])
+    assert {rank: failure.exitcode for rank, failure in failed.value.failures.items()} == {1: 3}
+    assert "FAILED" in capfd.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main([*logs, "no_such.py"])
+    assert ended.value.code == 2
+
+
+@pytest.mark.torch
+def test_the_command_line_from_python_is_as_torchs(place: Place) -> None:
+    place.write("import sys; sys.exit(int(sys.argv[1]))", "ends.py")
+    script = place.write("""
+        import sys
+        try:
+            if sys.argv[1] == "torch":
+                from torch.distributed.run import main
+            else:
+                from phalanx.run import main
+            print(main(["--log-dir", sys.argv[1], "--nproc-per-node", "2", "ends.py", sys.argv[2]]))
+        except Exception as error:
+            print(type(error).__name__, sorted({failure.exitcode for failure in error.failures.values()}))
+        """)
+    for code, said in (("0", "None\n"), ("3", "ChildFailedError [3]\n")):
+        for which in ("torch", "phalanx"):
+            done = place.program(sys.executable, script, which, code)
+            assert (done.status, done.out) == (0, said), (which, done)
 
 
 @pytest.mark.parametrize("option", ["--nnodes=2", "--nnodes=1:4", "--node-rank=1"])

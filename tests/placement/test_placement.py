@@ -591,9 +591,9 @@ def test_fewer_devices_than_ranks_are_counted(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(accelerators, "count_gpus", lambda: 2)
     options = PlacementOptions(cpu_bind="none", nice=0, rlimit=None, virtual_local_rank=True)
-    assert place(options, 2)[0] == Placement(virtual_local_rank=True)
+    assert place(options, 2, {})[0] == Placement(virtual_local_rank=True)
     with pytest.raises(Exception, match="--virtual-local-rank: rank 2 has no device: there are 2 for 3 ranks"):
-        place(options, 3)
+        place(options, 3, {})
 
 
 @pytest.mark.once
@@ -644,7 +644,7 @@ def test_the_number_of_threads_goes_by_what_each_rank_has(monkeypatch: pytest.Mo
 
     def found(bind: str, nprocs: int, quota: float | None = None) -> tuple[list[str], str]:
         monkeypatch.setattr(topology, "quota", lambda: quota)
-        placement, envs, lines = cli.place(cli.PlacementOptions(cpu_bind=bind, **options), nprocs)
+        placement, envs, lines = cli.place(cli.PlacementOptions(cpu_bind=bind, **options), nprocs, {})
         assert (placement.cpu_bind == "none") == (bind == "none")
         return [env["OMP_NUM_THREADS"] for env in envs.values()], lines[-1]
 

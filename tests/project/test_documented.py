@@ -100,6 +100,7 @@ UNNAMED = {
     "tty.py: name": {"LINES", "COLUMNS"},
     "accelerators.py: name": {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"},
     "_declare.py: name": set[str](),  # those of options
+    "_dry_run.py: name": set[str](),  # those of workers, to leave out what they have anyway
     "fork_process.py: name": set[str](),  # all: a fork takes over the environment of its group
 }
 """Where the source reads variables without naming them there, and which these are."""

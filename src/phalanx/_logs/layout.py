@@ -139,14 +139,27 @@ def lay_out(
     With ``folders_can_wait``, folders of ranks without a stream in a file are not made: see `missing_folders`.
     """
     redirected, teed = to_map(redirects, nprocs), to_map(tee, nprocs)
+    for rank in range(nprocs):
+        if redirected[rank] | teed[rank] or not folders_can_wait:
+            _make_empty(os.path.join(folder, str(rank)))
+    return name_files(folder, nprocs, redirects, tee, local_ranks_filter)
+
+
+def name_files(
+    folder: str,
+    nprocs: int,
+    redirects: Std | Mapping[int, Std],
+    tee: Std | Mapping[int, Std],
+    local_ranks_filter: set[int] | None = None,
+) -> LogsDest:
+    """Name the files in ``<folder>/<rank>/`` for every rank."""
+    redirected, teed = to_map(redirects, nprocs), to_map(tee, nprocs)
     streams: dict[Std, dict[int, str]] = {Std.OUT: {}, Std.ERR: {}}
     tees: dict[Std, dict[int, str]] = {Std.OUT: {}, Std.ERR: {}}
     hidden: dict[Std, dict[int, str]] = {Std.OUT: {}, Std.ERR: {}}
     errors = {}
     for rank in range(nprocs):
         rank_dir = os.path.join(folder, str(rank))
-        if redirected[rank] | teed[rank] or not folders_can_wait:
-            _make_empty(rank_dir)
         shown = local_ranks_filter is None or rank in local_ranks_filter
         for stream, name in ((Std.OUT, "stdout.log"), (Std.ERR, "stderr.log")):
             path = os.path.join(rank_dir, name)
@@ -176,6 +189,13 @@ def lay_out_nothing(
     """Name no log files, and error files side by side in a new temporary folder. Raises OSError."""
     import tempfile
 
+    return name_nothing(tempfile.mkdtemp(prefix="phalanx_"), nprocs, redirects, tee, shown)
+
+
+def name_nothing(
+    folder: str, nprocs: int, redirects: Std | Mapping[int, Std], tee: Std | Mapping[int, Std], shown: set[int] | None
+) -> LogsDest:
+    """Name no log files, and error files side by side in ``folder``."""
     dropped, teed = to_map(redirects, nprocs), to_map(tee, nprocs)
 
     def stream(rank: int, kind: Std) -> str:
@@ -183,7 +203,6 @@ def lay_out_nothing(
         return SYS_STREAM if is_shown else os.devnull
 
     ranks = range(nprocs)
-    folder = tempfile.mkdtemp(prefix="phalanx_")
     return LogsDest(
         {rank: stream(rank, Std.OUT) for rank in ranks},
         {rank: stream(rank, Std.ERR) for rank in ranks},

@@ -8,7 +8,7 @@ import stat
 from abc import ABC, abstractmethod
 
 from phalanx._base import files
-from phalanx._logs.layout import lay_out, lay_out_nothing
+from phalanx._logs.layout import lay_out, lay_out_nothing, name_files, name_nothing
 from phalanx._logs.std import Std
 
 TYPE_CHECKING = False
@@ -54,6 +54,12 @@ def _name_of(run_id: str) -> str:
     while len(os.fsencode(name)) > _MOST_NAME:
         name = name[:-1]
     return name
+
+
+def _temporary() -> str:
+    import tempfile
+
+    return tempfile.gettempdir()
 
 
 class LogsSpecs(ABC):
@@ -199,6 +205,16 @@ class DefaultLogsSpecs(LogsSpecs):
         self._set_mode(reversed(made))  # the outermost last: until then, nobody else can reach those in it
         bounds: dict[str, Any] = {"max_size": self._max_size, "keep": self._keep, "compress": self._compress}
         return logs.replace(timeline=os.path.join(folder, "timeline"), **bounds)
+
+    def preview(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
+        """Name the files as the first `reify` would, and make none. A ``*`` stands for what makes a name unique."""
+        which = len(envs), self._redirects, self._tee, self._local_ranks_filter
+        if not self.is_kept:
+            return name_nothing(os.path.join(_temporary(), "phalanx_*"), *which)
+        run_id = envs[0].get("TORCHELASTIC_RUN_ID") or self.run_id or "run"
+        root = self._root_log_dir or os.path.join(_temporary(), "phalanx_*")
+        attempt = envs[0].get("TORCHELASTIC_RESTART_COUNT") or "0"
+        return name_files(os.path.join(os.path.abspath(root), f"{_name_of(run_id)}_*", f"attempt_{attempt}"), *which)
 
     def tidy(self, logs: LogsDest) -> None:
         """See `LogsSpecs.tidy`."""

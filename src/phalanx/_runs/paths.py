@@ -19,16 +19,22 @@ class NoHomeError(LookupError):
     """The user has no home folder."""
 
 
-def folder_for_new_runs(mode: int | None = None) -> tuple[str | None, bool]:
+def folder_for_new_runs(mode: int | None = None, *, make: bool = True) -> tuple[str | None, bool]:
     """Return a folder in which a run can be kept, and whether it is the temporary one. None if there is none.
 
-    The folder is made if it is missing. The temporary one has mode 0o700, with the bits of ``mode`` added if given.
+    The folder is made if it is missing, unless ``make`` is false. The temporary one has mode 0o700, with the bits of
+    ``mode`` added if given.
     """
     with contextlib.suppress(OSError, NoHomeError):
         folder = default_folder()
-        os.makedirs(folder, exist_ok=True)
-        if os.access(folder, os.W_OK):
+        if not make and can_be_made(folder):
             return folder, False
+        if make:
+            os.makedirs(folder, exist_ok=True)
+            if os.access(folder, os.W_OK):
+                return folder, False
+    if not make:
+        return _temporary_folder(), True
     try:
         files.make_folder(folder := _temporary_folder(), _PRIVATE)
         if mode is not None:
@@ -36,6 +42,13 @@ def folder_for_new_runs(mode: int | None = None) -> tuple[str | None, bool]:
     except OSError:
         return None, True
     return folder, True
+
+
+def can_be_made(folder: str) -> bool:
+    """Whether a folder is there and can be written to, or could be made. Makes none."""
+    while not os.path.lexists(folder) and folder != os.path.dirname(folder):
+        folder = os.path.dirname(folder)
+    return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
 
 
 def search_folders() -> tuple[str, ...]:

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
         values: dict[str, Any]
 
-        def where(self, name: str) -> str: ...
+        script: str | None
+        args: tuple[str, ...]
+        env: dict[str, str]
+
+        def where(self, *path: str) -> str: ...
 
 
 T = TypeVar("T")
@@ -305,7 +309,7 @@ def origin(ctx: click.Context, param: click.Parameter) -> str:
     source = ctx.get_parameter_source(param.name or "")
     job = job_of(ctx)
     if source is ParameterSource.DEFAULT_MAP and job is not None:
-        return job.where(param.name or "")
+        return f"in {job.where(param.name or '')}"
     if source is not ParameterSource.ENVIRONMENT:
         return ""
     names: Iterator[str] = (name for name in param.envvar or () if os.environ.get(name))

@@ -15,6 +15,10 @@ from phalanx.cli._declare import LIST, PLACEMENT, WHOLE, Declared, Flag, Maybe, 
 from phalanx.cli._options import Whole
 from phalanx.multiprocessing import Placement
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 THREADS = "OMP_NUM_THREADS"
 
 
@@ -73,10 +77,12 @@ class PlacementOptions(Declared):
     )
 
 
-def place(chosen: PlacementOptions, nprocs: int) -> tuple[Placement, dict[int, dict[str, str]], list[str]]:
+def place(
+    chosen: PlacementOptions, nprocs: int, env: Mapping[str, str]
+) -> tuple[Placement, dict[int, dict[str, str]], list[str]]:
     """Return what the options say, the variables for each rank that follow from it, and lines for the user.
 
-    Raises UsageError.
+    ``env`` are variables that all workers get. Raises UsageError.
     """
     cpu_bind, virtual = chosen.cpu_bind, chosen.virtual_local_rank
     placement = Placement(cpu_bind, chosen.nice, chosen.rlimit or {}, virtual)
@@ -86,12 +92,12 @@ def place(chosen: PlacementOptions, nprocs: int) -> tuple[Placement, dict[int, d
             lists = ";".join(topology.format_list(cpus) for cpus in shares)
             placement = placement.replace(cpu_bind=lists)
         placement.resolve(nprocs)
-        placement.environment({rank: {} for rank in range(nprocs)})
+        placement.environment(dict.fromkeys(range(nprocs), env))
         _check_devices(nprocs, virtual=virtual)
     except ValueError as error:
         raise click.UsageError(_by_option(str(error))) from None
     lines = [_by_option(said)] if said else []
-    if nprocs == 1 or THREADS in os.environ:
+    if nprocs == 1 or THREADS in os.environ or THREADS in env:
         return placement, {rank: {} for rank in range(nprocs)}, lines
     threads, line = _threads(shares)
     return placement, {rank: {THREADS: str(count)} for rank, count in enumerate(threads)}, [*lines, line]

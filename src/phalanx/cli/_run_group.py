@@ -65,6 +65,8 @@ class RunTeam(GroupTeam):
         )  # fmt: skip
         self.not_started: Exception | None = None
         """Why the last attempt could not be started; None: it was."""
+        self.error: ChildFailedError | None = None
+        """The failures that the report is about; None: there are none."""
         self._followed = -1  # the attempt that is recorded
         self.stopped_in_delay = False
         """Whether the run was stopped between two attempts."""
@@ -145,10 +147,10 @@ def see_through(team: RunTeam, specs: RunLogs, grace: float, *, colour: bool) ->
             recorder.record_end_and_wait("failed", 1, str(error))
             return 1
         except OSError as error:
-            recorder.record_end_and_wait("failed", 1, text := _in_our_words(error, team.group))
+            recorder.record_end_and_wait("failed", 1, text := in_our_words(error, team.group))
             raise click.ClickException(text) from None
         except ValueError as error:
-            recorder.record_end_and_wait("failed", 2, text := _in_our_words(error, team.group))
+            recorder.record_end_and_wait("failed", 2, text := in_our_words(error, team.group))
             raise click.UsageError(text) from None
         with suppress(SignalException):  # a console that nobody reads is waited for no longer
             team.wait_shown()
@@ -206,7 +208,7 @@ def _conclude(ending: Ending, stopped: signal.Signals | None, team: RunTeam, spe
         say(f"Error: {team.lost}")
         code, cause = code or 1, str(team.lost)
     elif last.state == "not started":
-        error = last.error if team.not_started is None else _in_our_words(team.not_started, team.group)
+        error = last.error if team.not_started is None else in_our_words(team.not_started, team.group)
         say(f"Error: {error}")
         code, cause = 1, last.error
     if len(ending.ends) > 1:
@@ -218,7 +220,7 @@ def _conclude(ending: Ending, stopped: signal.Signals | None, team: RunTeam, spe
     return code
 
 
-def _in_our_words(error: Exception, group: PContext | None) -> str:
+def in_our_words(error: Exception, group: PContext | None) -> str:
     """What the library says of the program, said of what the user has given."""
     head, text = "entrypoint: ", str(error)
     if not text.startswith(head):
@@ -304,6 +306,7 @@ def _report(team: RunTeam, result: RunProcsResult, logs: RunLogs, ending: Ending
     except ChildFailedError as error:
         from phalanx.errors import format_report
 
+        team.error = error
         more: dict[str, Any] = {"earlier": before, "gave_up": ending.why, "style": _style if colour else None}
         tell(format_report(name, error.failures, outcomes=error.outcomes, log_dir=log_dir, **more))
 

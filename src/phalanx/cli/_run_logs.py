@@ -61,11 +61,13 @@ def run_logs(
     tee: Std | Mapping[int, Std],
     ranks: set[int] | None,
     bounds: Mapping[str, Any],
+    *,
+    makes_folder: bool,
 ) -> RunLogs:
     """Logs in ``log_dir``, or in the default place."""
     said = []
     if log_dir is None:
-        log_dir, is_temporary = folder_for_new_runs(bounds["mode"])
+        log_dir, is_temporary = folder_for_new_runs(bounds["mode"], make=makes_folder)
         if is_temporary:
             said = [f"the home folder cannot be written to; runs are kept in {log_dir or 'a temporary folder'}"]
     try:

@@ -5,46 +5,75 @@ Owns the options, the workers' environment and the exit code. Knows nothing of h
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
-import time
 from contextlib import ExitStack
 
 import click
 
-from phalanx._agent.worker_env import worker_env
 from phalanx._base.tty import use_colour
-from phalanx.cli import _python
-from phalanx.cli._attempt_groups import AttemptGroups, reserve_port
+from phalanx.cli._attempt_groups import reserve_port
 from phalanx.cli._command import SETTINGS, Command
-from phalanx.cli._console import console_specs
-from phalanx.cli._declare import click_options, sections
-from phalanx.cli._placement import place
-from phalanx.cli._restarts import forwarded, forwarding, restart_policy, restoring
-from phalanx.cli._run_checks import check_command, check_preload, check_ranks, check_rotation, check_shown, timer_specs
+from phalanx.cli._declare import click_options, job_of, sections, set_job
+from phalanx.cli._restarts import forwarding, restoring
 from phalanx.cli._run_config import RunConfig
 from phalanx.cli._run_group import RunTeam, see_through
-from phalanx.cli._run_logs import run_logs, umask_notes
 from phalanx.cli._run_options import ABSENT, ELSEWHERE
-from phalanx.cli._say import say
-from phalanx.cli._streams import check_no_logs, check_streams
-from phalanx.multiprocessing import SignalException, Std
+from phalanx.cli._run_plan import RunPlan
+from phalanx.multiprocessing import SignalException
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
+    from phalanx.multiprocessing.errors import ChildFailedError
+
 _NAME = "phalanx run"
+_ABSENT = {**ELSEWHERE, **ABSENT}
+_ASKING = ("Job files", ["--job-file", "--print-config", "--dry-run"])
 _SETTINGS = {**SETTINGS, "allow_interspersed_args": False}  # everything after the script is the script's
 
 
-@click.command(cls=Command, context_settings=_SETTINGS, sections=sections(RunConfig), absent={**ELSEWHERE, **ABSENT})
+def _read_job(ctx: click.Context, _param: click.Parameter, paths: tuple[str, ...]) -> None:
+    if not paths or ctx.resilient_parsing:
+        return
+    if len(paths) > 1:
+        msg = f"there can be one job file, and there are {len(paths)}: {', '.join(paths)}"
+        raise click.BadParameter(msg)
+    from phalanx.cli import _job_file
+
+    set_job(ctx, _job_file.read(paths[0], RunConfig, _ABSENT))
+
+
+@click.command(cls=Command, context_settings=_SETTINGS, sections=[*sections(RunConfig), _ASKING], absent=_ABSENT)
 @click_options(RunConfig)
-@click.argument("script")
+@click.option(
+    "-f",
+    "--job-file",
+    type=click.Path(readable=False),
+    multiple=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_read_job,
+    metavar="FILE",
+    help="Read options, SCRIPT and ARGS from a job file. The command line goes before it.",
+)
+@click.option("--print-config", is_flag=True, help="Print the options that hold as a job file; start nothing.")
+@click.option("--dry-run", is_flag=True, help="Print what each rank would be given; start nothing.")
+@click.argument("script", required=False, metavar="SCRIPT")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def run(script: str, args: tuple[str, ...], **options: Any) -> None:
+@click.pass_context
+def run(
+    ctx: click.Context,
+    /,
+    script: str | None,
+    args: tuple[str, ...],
+    *,
+    print_config: bool,
+    dry_run: bool,
+    **options: Any,
+) -> None:
     """Run SCRIPT as a group of workers on this machine.
 
     \b
@@ -59,83 +88,89 @@ def run(script: str, args: tuple[str, ...], **options: Any) -> None:
     Exit code: 0, or that of the root cause (128 + n for signal n). Every option can be set by the environment, as
     PHALANX_NPROC_PER_NODE=4 (or PET_NPROC_PER_NODE).
     """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
+    if print_config and dry_run:
+        raise click.UsageError("--print-config and --dry-run exclude each other")
+    config = _config(ctx, script, args, options)
     try:
         with ExitStack() as until_end:
-            sys.exit(_run(RunConfig(script, args, {}, **options), until_end))
+            plan = RunPlan(config, makes_folder=not (print_config or dry_run))
+            if print_config:
+                _print_config(ctx, plan)
+            elif dry_run:
+                _dry_run(plan)
+            else:
+                sys.exit(_run(plan, until_end))
     except KeyboardInterrupt:  # before a group was open, or after
         sys.exit(128 + signal.SIGINT)
     except SignalException as error:  # the third, or a later one, between two lines of ours
         sys.exit(128 + error.sigval)
 
 
-def _run(config: RunConfig, until_end: ExitStack) -> int:
-    nprocs, script, no_python = config.nproc_per_node, config.script, config.no_python
-    python = _python.executable()
-    check_command(script, module=config.module, no_python=no_python)
-    check_preload(config.preload, no_python=no_python, python=python)
-    local_ranks = None if config.local_ranks_filter is None else set(config.local_ranks_filter)
-    redirects, tee = config.redirects, config.tee
-    check_ranks(nprocs, redirects, tee, local_ranks)
-    timers = timer_specs(config.on_expiry, config.hang_timeout)
-    if redirects is None and tee is None:
-        tee = Std.ALL
-    run_id = config.run_id or time.strftime("%Y%m%d-%H%M%S")
-    policy = restart_policy(config)
-    forwards = forwarded(config.signals_forward)
-    placement, extra, said = place(config, nprocs)
-    console = console_specs(config, drain=config.drain)
-    check_shown(nprocs, console.ranks)
-    redirects, tee = redirects or Std.NONE, tee or Std.NONE
-    filters = {"stdout": config.duplicate_stdout_filters, "stderr": config.duplicate_stderr_filters}
-    bounds = {
-        "max_size": config.log_max_size, "keep": config.log_keep, "compress": config.log_compress,
-        "mode": config.log_mode,
-    }  # fmt: skip
-    if config.log_dir == os.devnull:
-        check_no_logs(console, filters, {**bounds, "keep_runs": config.keep_runs})
-        notes = []
-    else:
-        notes = check_streams(nprocs, redirects, tee, local_ranks, console, filters)
-    check_rotation(config.log_max_size, keep=config.log_keep, compress=config.log_compress)
-    specs = run_logs(config.log_dir, redirects, tee, local_ranks, bounds)
-    reserved = None if config.master_port else until_end.enter_context(reserve_port())
-    envs = {
-        rank: worker_env(
-            rank,
-            nprocs,
-            role=config.role,
-            run_id=run_id,
-            master_addr=config.master_addr,
-            master_port=reserved.number if reserved else config.master_port,
-            max_restarts=policy.max_restarts,
-        )
-        | extra[rank]
-        for rank in range(nprocs)
-    }
-    rest: dict[str, Any] = {"settle": config.settle, "grace": config.grace, "linger": config.linger}
-    rest |= {"orphan_grace": config.orphan_grace, "notice": config.notice, "placement": placement, "timers": timers}
-    rest |= {"speak": say, "console": console}
-    rest |= {f"duplicate_{stream}_filters": texts for stream, texts in filters.items()}
-    groups = AttemptGroups(
-        script, config.args, envs, specs, module=config.module, no_python=no_python, python=python,
-        preload=config.preload, port=reserved, options=rest,
-    )  # fmt: skip
+class _WorkersFailed(SystemExit):
+    """The end of a run whose workers have failed: ``error`` has the failures."""
+
+    def __init__(self, code: int, error: ChildFailedError) -> None:
+        super().__init__(code)
+        self.error = error
+
+
+def _run(plan: RunPlan, until_end: ExitStack) -> int:
+    reserved = None if plan.config.master_port else until_end.enter_context(reserve_port())
+    groups = plan.groups(reserved)
     until_end.callback(groups.close)
-    team = RunTeam(groups, policy, run_id=run_id, keep_runs=config.keep_runs)
-    specs.keeps_few = config.keep_runs is not None
-    doubts = [] if no_python else _python.doubts(script)
-    specs.notes = [*specs.notes, *doubts, *said, *notes, *umask_notes(config.log_mode)]
-    with forwarding(forwards, team):
-        return see_through(team, specs, config.grace, colour=use_colour(sys.stderr, console.color))
+    team = RunTeam(groups, plan.policy, run_id=plan.run_id, keep_runs=plan.config.keep_runs)
+    with forwarding(plan.forwarded, team):
+        code = see_through(team, plan.specs, plan.config.grace, colour=use_colour(sys.stderr, plan.console.color))
+    if team.error is not None:
+        raise _WorkersFailed(code, team.error)
+    return code
+
+
+def _print_config(ctx: click.Context, plan: RunPlan) -> None:
+    from phalanx.cli._dry_run import rehearse
+    from phalanx.cli._print_config import as_job_file
+    from phalanx.cli._put import put
+
+    rehearse(plan)
+    put(as_job_file(ctx, plan.config))
+
+
+def _dry_run(plan: RunPlan) -> None:
+    from phalanx.cli._dry_run import show
+
+    show(plan)
+
+
+def _config(ctx: click.Context, script: str | None, args: tuple[str, ...], options: dict[str, Any]) -> RunConfig:
+    """Return what was asked for. A script on the command line takes the place of the job file's and its arguments."""
+    job = job_of(ctx)
+    if script is None and job is not None:
+        script, args = job.script, job.args
+    if script is None:
+        param = next(param for param in ctx.command.params if param.name == "script")
+        raise click.MissingParameter(ctx=ctx, param=param)
+    return RunConfig(script, args, job.env if job is not None else {}, **options)
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """``python -m phalanx.cli.run``: where ``python -m torch.distributed.run`` stood. ``args``: as on a command line.
+    """Run a script as ``phalanx run`` does, and return when it has succeeded: for programs that called torchrun's main.
 
-    Raises SystemExit with the exit code, which is 0 for a success, too.
+    Args:
+        args: As on a command line; None: those of this process.
+
+    Raises:
+        ChildFailedError: Workers have failed; the report is on stderr.
+        SystemExit: The arguments are wrong, or ask for help; nothing could be started; or a signal stopped the run. Its
+            code is that of ``phalanx run``.
     """
     with restoring():
-        run(args, prog_name=_NAME)
+        try:
+            run(args, prog_name=_NAME)
+        except _WorkersFailed as end:
+            raise end.error from None
+        except SystemExit as end:
+            if end.code:
+                raise
 
 
 if __name__ == "__main__":

@@ -1,0 +1,136 @@
+"""``phalanx run --dry-run``: what each rank would be given, of a run that is not started. Loaded only for that."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shlex
+from contextlib import ExitStack
+
+import click
+
+from phalanx._agent.worker_env import MASTER_PORT
+from phalanx._base.rank_ranges import name_ranks
+from phalanx._base.tty import printable
+from phalanx._engine.protocol import STOP_PAGE_ENV
+from phalanx._evidence.error_file import ERROR_FILE_ENV
+from phalanx._logs.layout import SYS_STREAM
+from phalanx._placement import topology
+from phalanx._runs.paths import can_be_made
+from phalanx._timers.layout import TIMERS_ENV
+from phalanx.cli._attempt_groups import reserve_port
+from phalanx.cli._put import put
+from phalanx.cli._run_group import in_our_words
+from phalanx.cli._say import say
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from phalanx._logs.layout import LogsDest
+    from phalanx.cli._run_plan import RunPlan
+
+_MARK = "PHALANX_GROUP"
+_LATER = "chosen at the start"
+
+
+def rehearse(plan: RunPlan) -> dict[int, dict[str, Any]]:
+    """Return what each rank would be given. Everything that a start would refuse by itself is refused here, too.
+
+    Nothing is started, and no folder is made; the port is given back. Raises click.ClickException.
+    """
+    config, folder = plan.config, plan.specs.root_log_dir
+    if folder is not None and plan.specs.is_kept and not can_be_made(os.path.abspath(folder)):
+        msg = f"--log-dir: {PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)}"
+        raise click.ClickException(msg)
+    with ExitStack() as until_end:
+        port = None if config.master_port else until_end.enter_context(reserve_port())
+        groups = plan.groups(port)
+        until_end.callback(groups.close)
+        group = groups.make(0, None)
+        try:
+            previewed = group.preview()
+        except OSError as error:
+            raise click.ClickException(in_our_words(error, group)) from None
+        except ValueError as error:
+            raise click.UsageError(in_our_words(error, group)) from None
+    logs = plan.specs.preview(group.envs)
+    later = {_MARK, TIMERS_ENV, *([MASTER_PORT] if port else []), *([STOP_PAGE_ENV] if config.notice else [])}
+    ranks = {}
+    for rank, (argv, devices, bounds) in previewed.items():
+        cpus, nice, limits = bounds or ([], 0, [])
+        env: dict[str, str | None] = {**group.envs[rank], **devices, ERROR_FILE_ENV: logs.error_files[rank]}
+        env |= dict.fromkeys(later)
+        ranks[rank] = {
+            "rank": rank,
+            "argv": [plan.python, "-u", *argv] if config.preload else argv,
+            "preloaded": config.preload or [],
+            "environment": {name: env[name] for name in sorted(env) if env[name] != os.environ.get(name, "")
+                            or name not in os.environ},
+            "cpus": cpus or sorted(os.sched_getaffinity(0)),
+            "nice": nice,
+            "limits": {name: [soft, hard] for name, _, soft, hard in limits},
+            **_streams(logs, rank),
+        }  # fmt: skip
+    return ranks
+
+
+def _streams(logs: LogsDest, rank: int) -> dict[str, dict[str, Any]]:
+    """Where the streams of a rank would go."""
+    found = {}
+    for name, paths, teed in (("stdout", logs.stdouts, logs.tee_stdouts), ("stderr", logs.stderrs, logs.tee_stderrs)):
+        path = paths[rank]
+        found[name] = {"file": path or None, "console": path == SYS_STREAM or rank in teed}
+    return found
+
+
+def show(plan: RunPlan) -> None:
+    """Print what each rank would be given. Raises click.ClickException."""
+    ranks = rehearse(plan)
+    if plan.config.log_format == "json":
+        put("".join(f"{json.dumps(facts)}\n" for facts in ranks.values()))
+        return
+    for note in plan.specs.notes:
+        say(note)
+    put("".join(f"{line}\n" for line in _lines(ranks)))
+
+
+def _lines(ranks: dict[int, dict[str, Any]]) -> list[str]:
+    """What is equal for all ranks once, and then what is not, rank by rank."""
+    each = {rank: _described(facts) for rank, facts in ranks.items()}
+    first = each[0]
+    common = [fact for fact in first if len(each) > 1 and all(fact in facts for facts in each.values())]
+    lines = [f"{len(ranks)} worker{'s' * (len(ranks) > 1)} would be started"]
+    if common:
+        lines += [f"{name_ranks(ranks)}:", *_aligned(common)]
+    for rank, facts in each.items():
+        lines += [f"rank {rank}:", *_aligned([fact for fact in facts if fact not in common])]
+    return lines
+
+
+def _aligned(facts: list[tuple[str, str]]) -> list[str]:
+    lines, last = [], ""
+    for head, text in facts:
+        lines.append(f"  {head if head != last else '':<12} {printable(text)}")
+        last = head
+    return lines
+
+
+def _described(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """What a rank would be given, as lines: what each is about, and the text."""
+    found = [("command", shlex.join(facts["argv"]))]
+    if facts["preloaded"]:
+        found.append(("", f"(a fork of an interpreter that has imported {', '.join(facts['preloaded'])})"))
+    for name, value in facts["environment"].items():
+        found.append(("environment", f"{name}: {_LATER}" if value is None else f"{name}={shlex.quote(value)}"))
+    found.append(("CPUs", topology.format_list(facts["cpus"])))
+    if facts["nice"]:
+        found.append(("nice", f"{facts['nice']:+d}"))
+    for name, (soft, hard) in facts["limits"].items():
+        text = " : ".join("unlimited" if value < 0 else str(value) for value in dict.fromkeys((soft, hard)))
+        found.append(("limit", f"{name} {text}"))
+    for name in ("stdout", "stderr"):
+        path, console = facts[name]["file"], facts[name]["console"]
+        found.append((name, " and ".join(filter(None, (path, "the console" if console else "")))))
+    return found

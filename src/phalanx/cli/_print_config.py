@@ -1,0 +1,101 @@
+"""``phalanx run --print-config``: the options that hold, as a job file. Loaded only for that."""
+
+from __future__ import annotations
+
+import re
+
+import click
+from click.core import ParameterSource
+
+from phalanx.cli._declare import SECTIONS, WHOLE, Flag, declarations, given, job_of, origin
+from phalanx.cli._run_config import RunConfig
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from typing import Any
+
+    from phalanx.cli._declare import Option
+
+_ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
+_WIDTH = 40
+_LINE = "command line"
+
+
+def as_job_file(ctx: click.Context, config: RunConfig) -> str:
+    """Return a job file that says what the options say, and in comments who has said it. Raises UsageError."""
+    lines = ["# What phalanx run was asked for: phalanx run -f FILE reads it.", ""]
+    lines += _program(ctx, config)
+    for heading in (*SECTIONS, ""):
+        every = [declared for declared in declarations(RunConfig) if declared.section == heading]
+        lines += ["", f"# {heading or 'Accepted, without effect'}"]
+        lines += [
+            _commented(f"{declared.long[2:]} = {text}", _said(ctx, declared)) for declared, text in _set(ctx, every)
+        ]
+        unset = [declared.long[2:] for declared in every if _text(ctx, declared) is None]
+        lines += [f"# not set: {', '.join(unset)}"] if unset else []
+    job = job_of(ctx)
+    if config.env and job is not None:
+        lines += ["", "[env]", *(_commented(f"{name} = {_string(text)}", job.where("env", name))
+                                 for name, text in config.env.items())]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def _program(ctx: click.Context, config: RunConfig) -> Iterator[str]:
+    job = job_of(ctx)
+    typed = job is None or ctx.params["script"] is not None
+    for key, text in (("script", _string(config.script)), ("args", _list(config.args))):
+        yield _commented(f"{key} = {text}", _LINE if typed or job is None else job.where(key))
+
+
+def _set(ctx: click.Context, every: Iterable[Option[Any]]) -> Iterator[tuple[Option[Any], str]]:
+    for declared in every:
+        text = _text(ctx, declared)
+        if text is not None:
+            yield declared, text
+
+
+def _said(ctx: click.Context, declared: Option[Any]) -> str:
+    """Who has said it."""
+    if ctx.get_parameter_source(declared.name) is ParameterSource.COMMANDLINE:
+        return _LINE
+    param = next(param for param in ctx.command.params if param.name == declared.name)
+    return origin(ctx, param).removeprefix("in ").removesuffix(" in the environment") or "default"
+
+
+def _text(ctx: click.Context, declared: Option[Any]) -> str | None:
+    """Return the value as a job file has it; None: there is none."""
+    if isinstance(declared, Flag):
+        return str(bool(ctx.params[declared.name])).lower()
+    value = given(ctx, declared)
+    if value is None or ctx.params[declared.name] is None:
+        return None
+    if isinstance(value, tuple):
+        return _list(value)
+    if int in declared.written and (declared.written == WHOLE or re.fullmatch(r"0|-?[1-9]\d{0,17}", value)):
+        return str(int(value))
+    if float in declared.written and (str not in declared.written or re.fullmatch(r"\d{1,9}\.\d{1,9}", value)):
+        return repr(float(value))
+    return _string(value)
+
+
+def _list(values: Iterable[str]) -> str:
+    return f"[{', '.join(map(_string, values))}]"
+
+
+def _string(text: str) -> str:
+    """Write a string of TOML. Raises UsageError for one that no job file can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        msg = f"--print-config: {text!r} is not UTF-8, and no job file can hold it"
+        raise click.UsageError(msg) from None
+    escaped = "".join(
+        _ESCAPES.get(char) or (char if char >= " " and char != "\x7f" else f"\\u{ord(char):04x}") for char in text
+    )
+    return f'"{escaped}"'
+
+
+def _commented(text: str, said: str) -> str:
+    printed = "".join(char if char.isprintable() else "?" for char in said)  # a path can have any characters
+    return f"{text:<{_WIDTH}} # {printed}"
