@@ -206,7 +206,7 @@ class Declared:
         if sorted(values) != sorted(names):
             msg = f"{type(self).__name__}: expected {', '.join(names)}; got {', '.join(values)}"
             raise TypeError(msg)
-        vars(self).update(values)
+        vars(self).update((name, values[name]) for name in names)
 
     def __setattr__(self, name: str, value: object) -> None:
         msg = f"{type(self).__name__} is frozen: {name!r} cannot be set"

@@ -28,7 +28,7 @@ MOST_BYTES = 1 << 20
 """The size that a job file may have."""
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", list: "a list of strings"}
-_KINDS = {**_WORDS, dict: "a table"}
+_KINDS: dict[type, str] = {list: "a list", dict: "a table"}
 _MOST = 1 << 63  # TOML's integers have 64 bits
 _FREE = {"TORCH_NCCL_ASYNC_ERROR_HANDLING"}  # of which workers get what is set
 _OURS = {"TORCHELASTIC_ERROR_FILE", "PHALANX_GROUP", "PHALANX_TIMERS", "PHALANX_STOP_FLAG"}
@@ -70,7 +70,7 @@ class JobFile:
         except RecursionError:
             self._refuse("values are nested too deep")
         except ValueError as error:
-            self._refuse(_of_toml(str(error)))
+            self._refuse(_of_toml(str(error), text))
         for key, value in document.items():
             self._take(key, value)
         if "args" in document and "script" not in document:
@@ -187,7 +187,7 @@ def read(path: str, kind: type[Declared], absent: Mapping[str, str]) -> JobFile:
         msg = f"{path}: {error.strerror}; a job file is a regular file"
         raise click.UsageError(msg) from None
     except (OSError, ValueError) as error:
-        msg = f"{path}: {getattr(error, 'strerror', None) or error}"
+        msg = f"{path or repr(path)}: {getattr(error, 'strerror', None) or error}"
         raise click.UsageError(msg) from None
     if len(data) > MOST_BYTES:
         msg = f"{path}: a job file has {MOST_BYTES:,} bytes at most"
@@ -247,9 +247,9 @@ def _shown(value: Any) -> str:
     return _KINDS.get(type(value), "a date or a time")
 
 
-def _of_toml(text: str) -> str:
+def _of_toml(error: str, text: str) -> str:
     """Turn what the parser says into ``, line N: what``."""
-    found = re.fullmatch(r"(.*) \(at line (\d+), column (\d+)\)", text, re.DOTALL)
-    if found:
-        return f", line {found[2]}, column {found[3]}: {found[1][0].lower()}{found[1][1:]}"
-    return f"{text[0].lower()}{text[1:]}".replace(" (at end of document)", ", at the end of the file")
+    what, _, where = error.partition(" (at ")
+    found = re.fullmatch(r"line (\d+), column (\d+)\)", where)
+    line = found[0].removesuffix(")") if found else f"line {text.rstrip().count(chr(10)) + 1}"
+    return f", {line}: {what[0].lower()}{what[1:]}"

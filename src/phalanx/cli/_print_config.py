@@ -70,7 +70,7 @@ def _text(ctx: click.Context, declared: Option[Any]) -> str | None:
     value = given(ctx, declared)
     if value is None or ctx.params[declared.name] is None:
         return None
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, list)):
         return _list(value)
     if int in declared.written and (declared.written == WHOLE or re.fullmatch(r"0|-?[1-9]\d{0,17}", value)):
         return str(int(value))

@@ -1,0 +1,157 @@
+"""`phalanx run --print-config`: what it prints is read back to the same, says who has said what, and starts nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+from typing import TYPE_CHECKING, Any
+
+import click
+import pytest
+
+from phalanx.cli._declare import declarations
+from phalanx.cli._print_config import as_job_file
+from phalanx.cli._run_config import RunConfig
+from phalanx.cli.run import run
+from tests.cli.test_run import FLAGS, SETTINGS, refused
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.cli.test_run import Place
+
+pytestmark = pytest.mark.once
+
+NAMES = [declared.name for declared in declarations(RunConfig)]
+
+
+def printed(*argv: object) -> tuple[str, dict[str, Any]]:
+    """What is printed for a command line, and the values of the options."""
+    ctx = run.make_context("phalanx run", [*map(str, argv), "x.py"])
+    values = {name: ctx.params[name] for name in NAMES}
+    return as_job_file(ctx, RunConfig("x.py", ("a", 'b"\n\\ \x7fü'), {}, **values)), values
+
+
+def said(text: str, key: str) -> str:
+    """Who has said it."""
+    (line,) = (line for line in text.splitlines() if line.startswith(f"{key} = "))
+    return line.rpartition(" # ")[2]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_is_printed_is_read_back_to_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting, key, job = SETTINGS[name], name.replace("_", "-"), tmp_path / "job.toml"
+    for text, value in ((setting.text, setting.value), (setting.other, setting.as_other)):
+        shown, values = printed(f"--{key}", text)
+        assert values[name] == value
+        assert said(shown, key) == "command line"
+        job.write_text(shown)
+        again, from_file = printed("-f", job)
+        assert from_file == values
+        line = shown.splitlines().index(next(row for row in shown.splitlines() if row.startswith(f"{key} = "))) + 1
+        assert said(again, key) == f"{job}, line {line}"
+        monkeypatch.setenv(f"PET_{name.upper()}", text)
+        shown, by_variable = printed()
+        assert by_variable == values
+        assert said(shown, key) == f"PET_{name.upper()}"
+        monkeypatch.delenv(f"PET_{name.upper()}")
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, job = name.replace("_", "-"), tmp_path / "job.toml"
+    shown, _ = printed()
+    assert said(shown, key) == "default"
+    job.write_text(shown)
+    monkeypatch.setenv(f"PHALANX_{name.upper()}", "1")
+    assert printed("-f", job)[1][name] is False
+    shown, values = printed()
+    assert (values[name], said(shown, key)) == (True, f"PHALANX_{name.upper()}")
+    monkeypatch.delenv(f"PHALANX_{name.upper()}")
+    job.write_text(shown)
+    assert printed("-f", job)[1] == values
+
+
+def test_every_option_is_printed_or_said_not_to_be_set() -> None:
+    shown, values = printed("--grep", "a'b", "--grep", "c\td", "--grace", "1e1")
+    document = tomllib.loads(shown)
+    assert document["grep"] == ["a'b", "c\td"]
+    assert document["grace"] == 10
+    assert (document["script"], document["args"]) == ("x.py", ["a", 'b"\n\\ \x7fü'])
+    unset = [name for line in shown.splitlines() if line.startswith("# not set: ") for name in line[11:].split(", ")]
+    keys = [key for key in document if key not in ("script", "args")]
+    assert sorted([*keys, *unset]) == sorted(name.replace("_", "-") for name in NAMES)
+    assert {name.replace("-", "_") for name in unset} == {name for name in NAMES if values[name] is None}
+
+
+@pytest.mark.slow
+def test_a_real_one(place: Place) -> None:
+    """From a file, the environment and the command line to a file; and that file says the same of itself."""
+    place.write("", "train ü.py")
+    place.env["PHALANX_SETTLE"] = "0.5"
+    place.write('script = "train ü.py"\nargs = ["-x"]\nnproc-per-node = "cpu"\n\n[env]\nA = 1\n', "job.toml")
+    place.env["HOME"] = str(place.folder / "home")
+    place.env.pop("XDG_STATE_HOME", None)
+    before = sorted(os.listdir(place.folder))
+    done = place.run("-f", "job.toml", "--grace", "5", "--print-config", logs=False)
+    assert (done.status, done.err) == (0, ""), done
+    assert sorted(os.listdir(place.folder)) == before  # no folder was made
+    for key, text, who in (
+        ("script", '"train ü.py"', "job.toml, line 1"),
+        ("args", '["-x"]', "job.toml, line 2"),
+        ("nproc-per-node", '"cpu"', "job.toml, line 3"),
+        ("A", '"1"', "job.toml, line 6"),
+        ("grace", "5", "command line"),
+        ("settle", "0.5", "PHALANX_SETTLE"),
+        ("linger", "10", "default"),
+    ):
+        assert f"{key} = {text:<{37 - len(key)}} # {who}\n" in done.out
+    place.write(done.out, "again.toml")
+    del place.env["PHALANX_SETTLE"]
+    again = place.run("-f", "again.toml", "--print-config", logs=False)
+    assert tomllib.loads(again.out) == tomllib.loads(done.out)
+    assert "again.toml, line " in again.out
+    assert "default" not in again.out.replace('"default"', "")
+
+
+@pytest.mark.slow
+def test_what_a_run_refuses_is_refused(place: Place) -> None:
+    script = place.write("")
+    for option in ("--print-config", "--dry-run"):
+        refused(place.run(option, "no_such.py"), "script 'no_such.py' does not exist")
+        refused(place.run(option, "--grace", "x", script), "'--grace'")
+        refused(place.run(option, "--ranks", "3", script), "--ranks: there is no rank 3")
+        refused(place.run(option, "--nice", "-3", "--cpu-bind", "0-999999", script), "--cpu-bind: '0-999999'")
+        done = place.run(option, "--no-python", "no-such-program")
+        real = place.run("--no-python", "no-such-program")
+        assert (done.status, done.out) == (real.status, "") == (1, "")
+        assert "SCRIPT: no such binary: 'no-such-program'" in done.err
+        refused(place.run(option, "--log-dir", script, script, logs=False), "--log-dir")
+        refused(place.run(option), "Missing argument 'SCRIPT'")
+    refused(place.run("--print-config", "--dry-run", script), "--print-config and --dry-run exclude each other")
+
+
+def test_what_no_job_file_can_hold(place: Place) -> None:
+    script = os.fsencode(place.write(""))
+    name = script.replace(b"script", b"\xff")
+    os.rename(script, name)
+    done = place.program(sys.executable, "-m", "phalanx", "run", "--print-config", os.fsdecode(name))
+    refused(done, "is not UTF-8, and no job file can hold it")
+
+
+@pytest.mark.slow
+def test_a_stdout_that_takes_nothing(place: Place) -> None:
+    script = place.write("")
+    for option in ("--print-config", "--dry-run"):
+        with open("/dev/full", "w") as full, place.start(option, script, stdout=full) as launcher:
+            done = launcher.end()
+        assert (done.status, done.err) == (1, "Error: stdout: No space left on device\n"), done
+
+
+def test_options_that_ask_are_of_the_command_line_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("JOB_FILE", "PRINT_CONFIG", "DRY_RUN"):
+        monkeypatch.setenv(f"PHALANX_{name}", "1")
+    values = run.make_context("phalanx run", ["x.py"]).params
+    assert (values["print_config"], values["dry_run"]) == (False, False)
+    assert all(not param.envvar for param in run.params if isinstance(param, click.Option) and param.name not in NAMES)
