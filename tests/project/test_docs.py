@@ -19,6 +19,8 @@ import pytest
 
 from phalanx._base import clock
 from phalanx._logs.dedup import Dedup
+from phalanx.cli._job_file import JobFile
+from phalanx.cli._run_config import RunConfig
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -102,7 +104,7 @@ def test_python_blocks_compile(page: Path) -> None:
         compile("\n" * line + source, name_of(page), "exec")
 
 
-KINDS = {"python", "pycon", "console", "sh", "json", ""}
+KINDS = {"python", "pycon", "console", "sh", "json", "toml", ""}
 """The blocks that tests look at; and what is shown: a file's content, or a part of a text."""
 
 
@@ -154,6 +156,25 @@ def test_what_differs_from_run_to_run_is_put_in_one_form() -> None:
 def test_the_tables_of_group_agent_and_protocol_are_those_in_the_code() -> None:
     table = tool("render_table")
     assert table.main(["--check"]) == 0, "python tools/render_table.py brings it up to date"
+
+
+def test_the_options_are_those_that_are_declared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = tool("render_options")
+    assert options.main(["--check"]) == 0, "python tools/render_options.py brings it up to date"
+    page = tmp_path / "cli.md"
+    page.write_text(f"before\n{options.BEGIN}\nold\n{options.END}\nafter\n")
+    monkeypatch.setattr(options, "PAGE", page)
+    assert [options.main(arguments) for arguments in (["--check"], [], ["--check"])] == [1, 0, 0]
+    assert page.read_text().startswith(f"before\n{options.BEGIN}\n")
+    assert page.read_text().endswith(f"{options.END}\nafter\n")
+    assert "| `--no-python` | boolean |" in page.read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_blocks_of_toml_are_job_files(page: Path) -> None:
+    for _, source in blocks(page, "toml"):
+        name = source.split("\n")[0].removeprefix("# ")
+        JobFile(name, source, RunConfig, {})
 
 
 def test_a_stale_table_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

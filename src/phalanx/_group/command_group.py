@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 
 from phalanx._base import interpreter
 from phalanx._engine import worker as worker_package
@@ -13,11 +14,11 @@ from phalanx._group.warm import Warm, path_of, shared
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from contextlib import ExitStack
     from typing import Any
 
     from phalanx._engine.mirror import WorkerRecord
     from phalanx._logs.specs import LogsSpecs
+    from phalanx._placement.placement import WorkerBounds
 
 
 class SubprocessContext(PContext):
@@ -46,6 +47,28 @@ class SubprocessContext(PContext):
         **options: Any,
     ) -> None:
         super().__init__(name, entrypoint, args, envs, logs_specs, log_line_prefixes, **options)
+
+    def preview(self) -> dict[int, tuple[list[str], dict[str, str], WorkerBounds | None]]:
+        """Return what each worker would be given; nothing is started.
+
+        Returns:
+            By local rank: the command; the variables that the placement adds; and its CPUs, nice value and limits, None
+            for those of the launcher.
+
+        Raises:
+            OSError, ValueError: What `start` would raise for the arguments.
+        """
+        placed: dict[int, WorkerBounds | None] = {}
+        devices: dict[int, dict[str, str]] = {}
+        if self._placement is not None:
+            placed, _ = self._placement.resolve(self.nprocs)
+            devices = self._placement.environment(self.envs)
+        with ExitStack() as held:
+            commands = self._plan(held).commands
+        return {
+            rank: ([os.fsdecode(word) for word in argv], devices.get(rank, {}), placed.get(rank))
+            for rank, (_, argv, _) in commands.items()
+        }
 
     def _plan(self, held: ExitStack) -> Plan:  # noqa: ARG002 - a binary needs no resources
         name = str(self.entrypoint)

@@ -118,23 +118,6 @@ class GroupStart(ABC):
         self._one = allocate_lock()
         self._judging = RLock()  # an object that is unpickled, or a signal handler, may call `wait` again
 
-    def preview(self) -> dict[int, tuple[list[str], dict[str, str], WorkerBounds | None]]:
-        """Return what each worker would execute, what its placement adds to its environment, and where it would run.
-
-        Starts nothing. Raises what `start` raises for arguments that cannot be: OSError, ValueError.
-        """
-        placed: dict[int, WorkerBounds | None] = {}
-        devices: dict[int, dict[str, str]] = {}
-        if self._placement is not None:
-            placed, _ = self._placement.resolve(self.nprocs)
-            devices = self._placement.environment(self.envs)
-        with ExitStack() as held:
-            commands = self._plan(held).commands
-        return {
-            rank: ([os.fsdecode(word) for word in argv], devices.get(rank, {}), placed.get(rank))
-            for rank, (_, argv, _) in commands.items()
-        }
-
     def start(self) -> None:
         """Start every worker, or none.
 

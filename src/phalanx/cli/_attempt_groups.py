@@ -63,7 +63,7 @@ class AttemptGroups:
         if not no_python:
             self._options |= {"module": module, "python": python, "warm": self._warm}
 
-    def make(self, attempt: int, before: PContext | None) -> PContext:
+    def make(self, attempt: int, before: PContext | None) -> SubprocessContext:
         """Make the group of an attempt, which is shown after that of the attempt ``before``."""
         own = {RESTART_COUNT: str(attempt)}
         if attempt and self._port is not None:

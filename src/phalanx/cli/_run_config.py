@@ -95,6 +95,7 @@ class LogOptions(Declared):
         str,
         section=LOGS,
         kind=LogDir(),
+        metavar="FOLDER",
         torchrun="--log-dir",
         sentence="Folder for the runs' logs; /dev/null: none are kept. Default: ~/.local/state/phalanx/runs.",
     )
