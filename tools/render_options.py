@@ -52,7 +52,7 @@ def _row(declared: Option[Any]) -> str:
     spelled = ", ".join(f"`{name}`" for name in (*letters, *declared.longs))
     metavar = "" if bool in declared.written else f" {_escaped(declared.metavar or _choices(declared))}"
     kinds = " or ".join(KINDS[kind] for kind in KINDS if kind in declared.written).replace("integer or float", "number")
-    default = "" if declared.default is None else f"`{_escaped(declared.default)}`"
+    default = "" if not declared.default else f"`{_escaped(declared.default)}`"
     torchrun = f"`{declared.torchrun}`" if declared.torchrun else ""
     further = f" Also {', '.join(f'`{name}`' for name in declared.further)}." if declared.further else ""
     return f"| {spelled}{metavar} | {kinds} | {default} | {torchrun} | {_escaped(declared.sentence)}{further} |"
