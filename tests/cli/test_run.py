@@ -1190,7 +1190,8 @@ def test_the_ways_to_call_it(place: Place) -> None:
     script = place.write("print('x')")
     logs = ("--log-dir", str(place.logs))
     beside = Path(sys.executable).with_name("phalanx")
-    ways: list[list[str]] = [[sys.executable, "-m", "phalanx.cli.run"], [sys.executable, "-m", "phalanx", "run"]]
+    ways: list[list[str]] = [[sys.executable, "-m", name] for name in ("phalanx.cli.run", "phalanx.run")]
+    ways.append([sys.executable, "-m", "phalanx", "run"])
     if beside.exists():
         ways.append([str(beside), "run"])
     for way in ways:
