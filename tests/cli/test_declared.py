@@ -100,14 +100,16 @@ def test_defaults_are_those_of_the_library() -> None:
 
 # --- the launcher
 
-OTHER: dict[str, Any] = {"run_id": "", "role": "default_role", "max_restarts": 3, "monitor_interval": 0.1}
+OTHER: dict[str, Any] = {
+    "run_id": "", "role": "default_role", "max_restarts": 3, "monitor_interval": 0.1, "rdzv_backend": "etcd",
+}  # fmt: skip
 """Fields of LaunchConfig that are called as an option is, and have another default: that of torch's LaunchConfig."""
 
 
 def fields() -> dict[str, Any]:
     """The fields of LaunchConfig that are called as an option is, and have a default."""
     made = LaunchConfig(1, 1, 1)
-    called = {"shutdown_timeout": "grace"}
+    called = {"shutdown_timeout": "grace", "logs_specs": "(an object)"}
     return {
         called.get(field.name, field.name): getattr(made, field.name)
         for field in dataclasses.fields(LaunchConfig)

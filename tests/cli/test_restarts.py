@@ -233,7 +233,7 @@ def test_signals_that_are_not_forwarded(place: Place, ready: Ready) -> None:
 
 @pytest.mark.slow
 def test_attempts_that_were_killed_alike_have_one_line(place: Place) -> None:
-    done = place.run("--max-restarts", 3, "--no-python", "/bin/sh", "-c", "kill -9 $$")
+    done = place.run("--max-restarts", 3, "--no-python", "/bin/sh", "-c", "kill -9 $$$$")
     assert done.status == 137
     (earlier,) = (line for line in done.err.splitlines() if line.startswith("  attempt"))
     assert earlier.startswith("  attempts 1 to 3, ")
@@ -297,10 +297,12 @@ def test_signals_are_handled_until_the_end_is_recorded(place: Place, ready: Read
         os.close(full)
 
 
-@pytest.mark.parametrize("name", ["TERM", "SIGKILL"])
+@pytest.mark.parametrize("name", ["TREM", "SIGKILL", "SIGCHLD", "SIGTERM,STOP", ","])
 def test_signals_to_handle_that_are_wrong(place: Place, name: str) -> None:
     place.env["TORCHELASTIC_SIGNALS_TO_HANDLE"] = name
-    refused(place.run(place.write("")), "TORCHELASTIC_SIGNALS_TO_HANDLE: ", name)
+    words = "'--signals-to-handle' (TORCHELASTIC_SIGNALS_TO_HANDLE in the environment)"
+    refused(place.run(place.write("")), words, name)
+    refused(place.run("--signals-to-handle", name, place.write("")), "'--signals-to-handle': ", name)
 
 
 def test_attempts_that_cannot_be_started(place: Place) -> None:

@@ -450,10 +450,20 @@ SETTINGS = {
     "start_method": Setting("fork", "forkserver", "fork", "forkserver"),
     "master_addr": Setting("host", "other", "host", "other"),
     "master_port": Setting("29500", "1", 29500, 1),
+    "local_addr": Setting("127.0.0.1", "localhost", "127.0.0.1", "localhost"),
+    "rdzv_id": Setting("night", "7", "night", "7"),
+    "rdzv_backend": Setting("c10d", "etcd-v2", "c10d", "etcd-v2"),
+    "rdzv_endpoint": Setting("localhost:0", "[::1]:29500", ("localhost", 0), ("::1", 29500)),
+    "rdzv_conf": Setting("timeout=60,is_host=1", "a=b", {"timeout": "60", "is_host": "1"}, {"a": "b"}),
+    "signals_to_handle": Setting("SIGTERM,usr1", "none", [signal.SIGTERM, signal.SIGUSR1], []),
+    "numa_binding": Setting("node", "core-complex", "node", "core-complex"),
+    "logs_specs": Setting("mine", "yours", "mine", "yours"),
+    "event_log_handler": Setting("console", "mine", "console", "mine"),
 }
 FLAGS = (
     "module",
     "no_python",
+    "run_path",
     "standalone",
     "fold",
     "timestamps",
@@ -536,7 +546,7 @@ def test_the_command_line_from_python_is_as_torchs(place: Place) -> None:
 @pytest.mark.parametrize("option", ["--nnodes=2", "--nnodes=1:4", "--node-rank=1"])
 def test_what_torchrun_could_do_and_this_cannot_is_refused(option: str) -> None:
     name, _, value = option.partition("=")
-    with pytest.raises(click.BadParameter, match=f"'{value}': this version of phalanx run takes") as refused:
+    with pytest.raises(click.BadParameter, match=f"'{value}': many machines are not there yet; ") as refused:
         parsed(option, "script.py")
     assert refused.value.param is not None
     assert name in refused.value.param.opts
@@ -1178,7 +1188,7 @@ def test_the_error_file_of_a_launcher_above_receives_the_root_cause(place: Place
     above.unlink()
     assert place.run(place.write("")).status == 0
     assert not above.exists()
-    assert place.run("--no-python", "sh", "-c", "kill -9 $$").status == 137
+    assert place.run("--no-python", "sh", "-c", "kill -9 $$$$").status == 137
     assert "Signal 9 (SIGKILL)" in above.read_text()
 
 

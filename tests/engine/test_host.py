@@ -83,7 +83,7 @@ def test_an_unknown_signal_is_refused_before_anything_starts(tmp_path: Path) -> 
     place = Place(tmp_path / "place")
     place.env["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGNONE"
     done = place.run("--no-python", "touch", "started")
-    refused(done, "TORCHELASTIC_SIGNALS_TO_HANDLE: 'SIGNONE' is not the name of a signal (like SIGTERM)")
+    refused(done, "TORCHELASTIC_SIGNALS_TO_HANDLE in the environment): 'SIGTERM,SIGNONE': expected names of")
     assert list(place.folder.iterdir()) == []
 
 

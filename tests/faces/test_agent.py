@@ -184,7 +184,7 @@ def test_only_who_failed_by_itself_is_in_the_result() -> None:
 
 def test_a_program(tmp_path: Path) -> None:
     logs = DefaultLogsSpecs(str(tmp_path), redirects=Std.ALL)
-    agent = local("sh", "-c", 'echo ${local_rank} $RANK $ROLE_NAME $$; exit "$((TORCHELASTIC_RESTART_COUNT < 1))"',
+    agent = local("sh", "-c", 'echo ${local_rank} $RANK $ROLE_NAME $$$$; exit "$((TORCHELASTIC_RESTART_COUNT < 1))"',
                   logs_specs=logs, max_restarts=1)  # fmt: skip
     assert agent.run() == RunResult(WorkerState.SUCCEEDED, {0: None, 1: None})
     assert logs.run_log_dir is not None

@@ -66,6 +66,12 @@ def where() -> tuple[str, str]:
     return os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
 
 
+def test_the_address_of_this_machine() -> None:
+    for backend, expected in (("c10d", "127.0.0.3"), ("static", "localhost")):
+        own = config(nproc_per_node=1, rdzv_backend=backend, local_addr="127.0.0.3")
+        assert elastic_launch(own, where)()[0][0] == expected
+
+
 def test_the_same_config_twice() -> None:
     own = config()
     before = dict(vars(own))

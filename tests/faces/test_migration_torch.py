@@ -63,6 +63,8 @@ VALUES = {
     "--duplicate-stderr-filters": "a",
     "--master-port": "29500",
     "--shutdown-timeout": "5",
+    "--local-addr": "localhost",
+    "--numa-binding": "node",
 }
 """A value for each option whose default cannot be given on the command line."""
 

@@ -440,7 +440,7 @@ def _without(signals: int, line: str) -> str:
 @pytest.mark.parametrize("before", ["", "trap '' HUP INT TERM USR1;"])
 def test_a_placed_worker_starts_as_others_do(place: Place, before: str) -> None:
     place.env["GIVEN"] = "x"
-    argv = ("--no-python", "sh", "-c", STATE, "name", "a b")
+    argv = ("--no-python", "sh", "-c", STATE.replace("$$", "$$$$"), "name", "a b")
     plain, placed = (
         place.run(*options, *argv, head=("sh", "-c", f'{before} exec "$@"', "sh")).out.splitlines()
         for options in ((), ("--cpu-bind", str(FIRST)))
@@ -590,7 +590,7 @@ def test_fewer_devices_than_ranks_are_counted(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(accelerators, "count_gpus", lambda: 2)
-    options = PlacementOptions(cpu_bind="none", nice=0, rlimit=None, virtual_local_rank=True)
+    options = PlacementOptions(cpu_bind="none", numa_binding=None, nice=0, rlimit=None, virtual_local_rank=True)
     assert place(options, 2, {})[0] == Placement(virtual_local_rank=True)
     with pytest.raises(Exception, match="--virtual-local-rank: rank 2 has no device: there are 2 for 3 ranks"):
         place(options, 3, {})
@@ -640,7 +640,7 @@ def test_the_number_of_threads_goes_by_what_each_rank_has(monkeypatch: pytest.Mo
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
-    options = {"nice": 0, "rlimit": None, "virtual_local_rank": False}
+    options: dict[str, Any] = {"numa_binding": None, "nice": 0, "rlimit": None, "virtual_local_rank": False}
 
     def found(bind: str, nprocs: int, quota: float | None = None) -> tuple[list[str], str]:
         monkeypatch.setattr(topology, "quota", lambda: quota)

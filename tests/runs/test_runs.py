@@ -140,11 +140,11 @@ def test_a_run_that_fails_names_the_cause(place: Place, gate: Gate) -> None:
 @pytest.mark.once
 @pytest.mark.slow
 def test_a_run_that_dies_of_a_signal(place: Place) -> None:
-    place.run("--no-python", "sh", "-c", "kill -9 $$")
+    place.run("--no-python", "sh", "-c", "kill -9 $$$$")
     run = row(place)["run"]
     assert (run["state"], run["exit_code"]) == ("failed", 137)
     assert run["cause"].startswith("rank 0: Signal 9 (SIGKILL) received by PID ")
-    assert run["command"] == ["sh", "-c", "kill -9 $$"]
+    assert run["command"] == ["sh", "-c", "kill -9 $$$$"]
 
 
 @pytest.mark.once

@@ -193,3 +193,12 @@ class PopenAgent(SimpleElasticAgent):
             if process.poll() is None:
                 process.send_signal(number)
             process.wait()
+
+
+def ask_health(port: int) -> str:
+    """Ask the agent how it is."""
+    import urllib.request
+
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}") as answer:
+        text: str = answer.read().decode()
+    return text

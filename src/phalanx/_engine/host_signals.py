@@ -16,12 +16,12 @@ from phalanx._base import clock, interrupts, linux
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from types import FrameType
     from typing import Any
 
 SIGNALS_ENV = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-_DEFAULT = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+DEFAULT = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 _APART = 0.05  # seconds for two signals; under a flood of them no handler could finish its work
 
 _open: set[object] = set()  # the groups that are open: what a set does is one step, for threads and for signal handlers
@@ -30,6 +30,7 @@ _known: dict[int, tuple[Any, bytes | None]] = {}  # the same, for good
 _pending: list[int] = []  # the signal whose exception was raised, and has not left a wait of ours
 _raised = [-_APART, -_APART]  # when signals have raised, the last two
 _hooked = False
+_chosen: tuple[signal.Signals, ...] | None = None  # by a caller; None: see the environment
 
 
 class SignalException(Exception):  # noqa: N818 - torch's name
@@ -56,8 +57,10 @@ def signals_to_handle() -> list[signal.Signals]:
 
     Raises ValueError for a name that is no signal, or one that cannot be handled.
     """
+    if _chosen is not None:
+        return list(_chosen)
     wanted: list[signal.Signals] = []
-    for name in filter(None, (part.strip() for part in os.environ.get(SIGNALS_ENV, _DEFAULT).split(","))):
+    for name in filter(None, (part.strip() for part in os.environ.get(SIGNALS_ENV, DEFAULT).split(","))):
         try:
             number = signal.Signals[name]
         except KeyError:
@@ -68,6 +71,20 @@ def signals_to_handle() -> list[signal.Signals]:
             raise ValueError(msg)
         wanted.append(number)
     return wanted
+
+
+@contextmanager
+def choosing(wanted: Iterable[signal.Signals]) -> Iterator[None]:
+    """Have `signals_to_handle` return these, in place of what the environment says; on the main thread only."""
+    global _chosen  # noqa: PLW0603 - handlers are the process's
+    if threading.current_thread() is not threading.main_thread():  # where none is set
+        yield
+        return
+    before, _chosen = _chosen, tuple(wanted)
+    try:
+        yield
+    finally:
+        _chosen = before
 
 
 def acquire(owner: object) -> None:

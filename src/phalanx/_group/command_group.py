@@ -58,11 +58,7 @@ class SubprocessContext(PContext):
         Raises:
             OSError, ValueError: What `start` would raise for the arguments.
         """
-        placed: dict[int, WorkerBounds | None] = {}
-        devices: dict[int, dict[str, str]] = {}
-        if self._placement is not None:
-            placed, _ = self._placement.resolve(self.nprocs)
-            devices = self._placement.environment(self.envs)
+        placed, devices = self._preview_placement()
         with ExitStack() as held:
             commands = self._plan(held).commands
         return {
@@ -94,7 +90,7 @@ class ScriptContext(SubprocessContext):
 
     Args:
         name: See `PContext`.
-        script: The script's path, or the module's name.
+        script: The script's path, or the module's name; or those of each local rank.
         args: The command line of each local rank.
         envs: See `PContext`.
         logs_specs: See `PContext`.
@@ -112,7 +108,7 @@ class ScriptContext(SubprocessContext):
     def __init__(
         self,
         name: str,
-        script: str,
+        script: str | Mapping[int, str],
         args: Mapping[int, tuple[Any, ...]],
         envs: Mapping[int, Mapping[str, str]],
         logs_specs: LogsSpecs,
@@ -124,14 +120,15 @@ class ScriptContext(SubprocessContext):
         warm: Warm | None = None,
         **options: Any,
     ) -> None:
-        head: tuple[str, ...] = ("-m", script) if module else (script,)
+        scripts = dict.fromkeys(args, script) if isinstance(script, str) else script
+        head: tuple[str, ...] = ("-m",) if module else ()
         if not preload and warm is None:
             head = ("-u", os.path.join(worker_package.__path__[0], "script.py"), *head)
-        argv = {rank: (*head, *values) for rank, values in args.items()}
+        argv = {rank: (*head, scripts[rank], *values) for rank, values in args.items()}
         super().__init__(name, python or interpreter.executable(), argv, envs, logs_specs, log_line_prefixes, **options)
         self._warm = warm
         if preload and warm is None:
-            path = path_of(script, module=module)
+            path = path_of(next(iter(scripts.values())), module=module)
             self._warm = self._own_warm = Warm(preload, path=path, flags=("-u",), env=shared(envs))
 
     def _plan(self, held: ExitStack) -> Plan:

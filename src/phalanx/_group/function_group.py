@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from phalanx._engine.mirror import WorkerRecord
     from phalanx._group.warm import Warm
     from phalanx._logs.specs import LogsSpecs
+    from phalanx._placement.placement import WorkerBounds
 
 _FORK_MODULES = [
     "phalanx._engine.worker.forked",
@@ -115,6 +116,11 @@ class MultiprocessContext(PContext):
             return Plan(forks, flags=interpreter.flags(), fork=True, modules=modules, fds=passed, warm=warm)
         commands = {rank: (interpreter.executable(), self._argv(rank), fds[rank]) for rank in args}
         return Plan(commands, fds=passed)
+
+    def preview(self) -> dict[int, tuple[list[str], dict[str, str], WorkerBounds | None]]:
+        """Return what each worker would be given, as `SubprocessContext.preview`; no command: it calls a function."""
+        placed, devices = self._preview_placement()
+        return {rank: ([], devices.get(rank, {}), placed.get(rank)) for rank in self.args}
 
     def process_name(self, rank: int) -> str:
         """Return the name of a rank's process, like ``"SpawnProcess-1"``. The group must have been started."""

@@ -202,6 +202,12 @@ class GroupStart(ABC):
                 undo.pop_all()
         self._wait_until_up(supervisor, self._recorder)
 
+    def _preview_placement(self) -> tuple[dict[int, WorkerBounds | None], dict[int, dict[str, str]]]:
+        """Return where each worker would run, and the variables that follow from that. Raises ValueError."""
+        if self._placement is None:
+            return {}, {}
+        return self._placement.resolve(self.nprocs)[0], self._placement.environment(self.envs)
+
     def _make_pump(self) -> Pump | None:
         """Make what follows the log files; None, and nothing is loaded for it, if no stream goes to a file."""
         if not any((*self.logs.stdouts.values(), *self.logs.stderrs.values())):

@@ -23,6 +23,9 @@ SYSTEM = "/sys/devices/system"
 WAYS = ("none", "core", "numa")
 """The divisions that need no list."""
 
+NEAR_GPUS = ("node", "socket", "exclusive", "core-complex")
+"""The ways of `phalanx._placement.numa`, which are torchrun's."""
+
 
 class Topology(Value):
     """The CPUs that may be used, by number; by core, in the order of nodes; and by NUMA node.
@@ -49,14 +52,14 @@ def read(allowed: Iterable[int], root: str = SYSTEM) -> Topology:
     entry is a core of its own, and all CPUs without a node are together one node.
     """
     cpus = set(allowed)
-    cpus = cpus.intersection(_list_in(os.path.join(root, "cpu/online"))) or cpus
+    cpus = cpus.intersection(list_in(os.path.join(root, "cpu/online"))) or cpus
     nodes = _nodes(cpus, root)
     order = {cpu: number for number, node in enumerate(nodes) for cpu in node}
     cores: set[tuple[int, ...]] = set()
     seen: set[int] = set()
     for cpu in sorted(cpus):
         if cpu not in seen:
-            core = (_siblings(cpu, root) & cpus - seen) | {cpu}
+            core = (siblings(cpu, root) & cpus - seen) | {cpu}
             cores.add(tuple(sorted(core)))
             seen |= core
     ordered = sorted(cores, key=lambda core: (order[core[0]], core[0]))
@@ -196,24 +199,25 @@ def _nodes(cpus: set[int], root: str) -> list[tuple[int, ...]]:
     left = set(cpus)
     nodes = []
     for number in numbers:
-        node = _list_in(os.path.join(folder, f"node{number}/cpulist")) & left
+        node = list_in(os.path.join(folder, f"node{number}/cpulist")) & left
         left -= node
         if node:  # else it has memory alone, or CPUs that may not be used
             nodes.append(tuple(sorted(node)))
     return [*nodes, tuple(sorted(left))] if left else nodes
 
 
-def _siblings(cpu: int, root: str) -> set[int]:
+def siblings(cpu: int, root: str) -> set[int]:
     """Read the CPUs that share ``cpu``'s core. ``thread_siblings_list`` is the name before Linux 5.3."""
     folder = os.path.join(root, f"cpu/cpu{cpu}/topology")
-    return _list_in(f"{folder}/core_cpus_list") or _list_in(f"{folder}/thread_siblings_list")
+    return list_in(f"{folder}/core_cpus_list") or list_in(f"{folder}/thread_siblings_list")
 
 
 def _is_number(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) <= 6  # noqa: PLR2004 - no machine has a million CPUs
 
 
-def _list_in(path: str) -> set[int]:
+def list_in(path: str) -> set[int]:
+    """Read a file that holds a list of CPUs; none, if it cannot be read."""
     try:
         return set(parse_list(_text(path)))
     except ValueError:

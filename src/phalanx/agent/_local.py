@@ -5,7 +5,10 @@ from __future__ import annotations
 import signal
 from contextlib import ExitStack, suppress
 
+from phalanx._agent.file_timers import FileTimers
 from phalanx._agent.group_team import GroupTeam
+from phalanx._agent.health import Health, address_of_environment
+from phalanx._agent.worker_args import with_local_rank
 from phalanx._agent.worker_env import worker_env
 from phalanx._engine.start_errors import KeeperLostError
 from phalanx._group.arguments import check_options
@@ -16,7 +19,6 @@ from phalanx._logs.console import ConsoleSpecs
 from phalanx._logs.prefixes import checked_template
 from phalanx._logs.specs import LogsSpecs
 from phalanx._placement.placement import Placement
-from phalanx.agent._file_timers import FileTimers
 from phalanx.agent._simple import EXIT_BARRIER_TIMEOUT, SHUTDOWN_TIMEOUT, SimpleElasticAgent
 from phalanx.agent._spec import check_type
 from phalanx.agent._types import RunResult, WorkerState
@@ -27,14 +29,13 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx._agent.attempt_end import AttemptEnd
+    from phalanx._agent.file_timers import Server
     from phalanx._agent.restart_policy import RestartPolicy
     from phalanx._group.context import PContext
     from phalanx._group.warm import Warm
     from phalanx._timers.specs import TimerSpecs
     from phalanx.agent._spec import WorkerSpec
     from phalanx.agent._types import WorkerGroup
-
-_LOCAL_RANK = "${local_rank}"
 
 
 class LocalElasticAgent(SimpleElasticAgent):
@@ -45,6 +46,8 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     With ``TORCHELASTIC_ENABLE_FILE_TIMER=1``, the agent runs a `phalanx.timer.FileTimerServer`; workers find the path
     of its pipe as ``TORCHELASTIC_TIMER_FILE``.
+
+    With ``TORCHELASTIC_HEALTH_CHECK_PORT``, a port or an address and a port, it answers there over HTTP how it is.
 
     Args:
         spec: What the workers are.
@@ -118,7 +121,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._held = ExitStack()  # until the end of `run`
         self._start_method = start_method
         self._logs_specs = logs_specs
-        self._file_timers = FileTimers()
+        self._file_timers = FileTimers(_make_server)
+        self._health = Health(None)
         self._groups = GroupTeam(self._make_group)
         self._group_end: AttemptEnd | None = None
 
@@ -158,6 +162,24 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._file_timers.stop()
             self._held.close()
 
+    def _run(self) -> RunResult:
+        """Run, and answer how it is meanwhile, if the environment asks for that."""
+        spec, before = self._worker_group.spec, self._observe
+        run_id = spec.rdzv_handler.get_run_id()
+        with Health(address_of_environment(), run_id=run_id, max_restarts=self._policy.max_restarts) as health:
+            self._health = health
+
+            def observe(name: str, facts: dict[str, Any]) -> None:
+                health.observe(name, facts)
+                if before is not None:
+                    before(name, facts)
+
+            self._observe = observe
+            try:
+                return super()._run()
+            finally:
+                self._observe = before
+
     def _end_group(self, death_sig: int, timeout: float) -> None:
         group = self._groups.group
         if group is not None and group.is_open:
@@ -169,7 +191,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         """Make the group of an attempt from the spec and the ranks of the rendezvous."""
         own, spec = self._worker_group, self._worker_group.spec
         run_id = spec.rdzv_handler.get_run_id()
-        more = self._file_timers.start(run_id)
+        more = self._file_timers.start(run_id) | self._health.variables()
         envs = {
             worker.local_rank: worker_env(
                 worker.global_rank, worker.world_size, role=spec.role, run_id=run_id,
@@ -213,12 +235,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         return self._groups.lost
 
 
-def with_local_rank(args: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
-    """Replace ``${local_rank}`` in the arguments that are strings.
+def _make_server(path: str, run_id: str) -> Server:
+    from phalanx.timer import FileTimerServer
 
-    >>> with_local_rank(("--device", "cuda:${local_rank}", 4), 1)
-    ('--device', 'cuda:1', 4)
-    """
-    if not any(isinstance(value, str) and _LOCAL_RANK in value for value in args):
-        return args
-    return tuple(value.replace(_LOCAL_RANK, str(rank)) if isinstance(value, str) else value for value in args)
+    return FileTimerServer(path, run_id)

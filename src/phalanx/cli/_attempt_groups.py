@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import click
 
 from phalanx._agent import master_port
+from phalanx._agent.worker_args import with_local_rank
 from phalanx._agent.worker_env import MASTER_PORT, RESTART_COUNT
+from phalanx._group.arguments import VALUE
+from phalanx._group.function_group import MultiprocessContext
 from phalanx._group.warm import Warm, path_of, shared
 from phalanx.multiprocessing import PContext, ScriptContext, SubprocessContext
 
@@ -30,6 +35,8 @@ class AttemptGroups:
         no_python: Whether it is a binary.
         python: The interpreter of the others.
         preload: Modules to import once, for all attempts.
+        run_path: How workers are started that run the script by `runpy.run_path`, see `MultiprocessContext`; "": each
+            runs it as an interpreter of its own does.
         port: The reserved MASTER_PORT; None: the user has given one.
         options: The options of `PContext`.
     """
@@ -45,6 +52,7 @@ class AttemptGroups:
         no_python: bool,
         python: str,
         preload: Sequence[str] | None,
+        run_path: str,
         port: ReservedPort | None,
         options: Mapping[str, Any],
     ) -> None:
@@ -52,30 +60,61 @@ class AttemptGroups:
         self.envs = envs
         self.command = [*(["-m"] if module else []), script, *args]
         """What the record of the run says was started."""
-        self._argv = dict.fromkeys(envs, args)
+        self._args = {rank: with_local_rank(args, rank) for rank in envs}
+        self._scripts = [script] * len(envs) if no_python else scripts_of(script, len(envs))
         self._specs = specs
         self._no_python = no_python
+        self._run_path = run_path
         self._port = port
         self._options = dict(options)
         self._warm: Warm | None = None
+        self._held = ExitStack()
         if preload:
-            self._warm = Warm(preload, path=path_of(script, module=module), flags=("-u",), env=shared(envs))
-        if not no_python:
+            self._warm = Warm(preload, path=path_of(self._scripts[0], module=module), flags=("-u",), env=shared(envs))
+        if run_path:
+            self._options |= {"warm": self._warm, "main": VALUE}
+        elif not no_python:
             self._options |= {"module": module, "python": python, "warm": self._warm}
 
-    def make(self, attempt: int, before: PContext | None) -> SubprocessContext:
+    def make(self, attempt: int, before: PContext | None) -> SubprocessContext | MultiprocessContext:
         """Make the group of an attempt, which is shown after that of the attempt ``before``."""
         own = {RESTART_COUNT: str(attempt)}
         if attempt and self._port is not None:
             own[MASTER_PORT] = str(self._port.renew())
         envs = {rank: {**env, **own} for rank, env in self.envs.items()}
-        kind = SubprocessContext if self._no_python else ScriptContext
-        return kind(self.script, self.script, self._argv, envs, self._specs, follows=before, **self._options)
+        options = {**self._options, "follows": before}
+        if self._run_path:
+            from phalanx._engine.worker.run_path import run_path
+
+            calls = {rank: tuple(self.called(rank)) for rank in envs}
+            return MultiprocessContext(self.script, run_path, calls, envs, self._run_path, self._specs, **options)
+        if self._no_python:
+            return SubprocessContext(self.script, self.script, self._args, envs, self._specs, **options)
+        return ScriptContext(self.script, dict(enumerate(self._scripts)), self._args, envs, self._specs, **options)
+
+    def warm_up(self) -> None:
+        """Have the process that preloads up for functions; scripts wait for it by themselves. Raises PreloadError."""
+        if self._run_path and self._warm is not None and not self._warm.is_open:
+            self._held.enter_context(self._warm)
+
+    def called(self, rank: int) -> list[str]:
+        """Return what a rank's script finds as its command line, which `make` gives to `runpy.run_path`."""
+        return [self._scripts[rank], *self._args[rank]]
 
     def close(self) -> None:
         """End the process that preloads."""
+        self._held.close()
         if self._warm is not None:
             self._warm.close()
+
+
+def scripts_of(script: str, nprocs: int) -> list[str]:
+    """Return the script of each local rank: as with torchrun, ``${local_rank}`` stands for that in its name, too.
+
+    >>> scripts_of("worker_${local_rank}.py", 2)
+    ['worker_0.py', 'worker_1.py']
+    """
+    return [with_local_rank((script,), rank)[0] for rank in range(nprocs)]
 
 
 def reserve_port() -> ReservedPort:

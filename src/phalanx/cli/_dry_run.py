@@ -45,8 +45,8 @@ def rehearse(plan: RunPlan) -> dict[int, dict[str, Any]]:
         msg = f"--log-dir: {PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)}"
         raise click.ClickException(msg)
     with ExitStack() as until_end:
-        port = None if config.master_port else until_end.enter_context(reserve_port())
-        groups = plan.groups(port)
+        port = None if plan.meeting.master_port else until_end.enter_context(reserve_port())
+        groups = plan.groups(port, {})
         until_end.callback(groups.close)
         group = groups.make(0, None)
         try:
@@ -64,7 +64,8 @@ def rehearse(plan: RunPlan) -> dict[int, dict[str, Any]]:
         env |= dict.fromkeys(later)
         ranks[rank] = {
             "rank": rank,
-            "argv": [plan.python, "-u", *argv] if config.preload else argv,
+            "argv": groups.called(rank) if config.run_path else [plan.python, "-u", *argv] if config.preload else argv,
+            "run_path": config.start_method if config.run_path else None,
             "preloaded": config.preload or [],
             "environment": {name: env[name] for name in sorted(env) if env[name] != os.environ.get(name, "")
                             or name not in os.environ},
@@ -120,6 +121,8 @@ def _aligned(facts: list[tuple[str, str]]) -> list[str]:
 def _described(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """What a rank would be given, as lines: what each is about, and the text."""
     found = [("command", shlex.join(facts["argv"]))]
+    if facts["run_path"]:
+        found.append(("", f"(by runpy.run_path, in a worker that {facts['run_path']} starts)"))
     if facts["preloaded"]:
         found.append(("", f"(a fork of an interpreter that has imported {', '.join(facts['preloaded'])})"))
     for name, value in facts["environment"].items():

@@ -53,6 +53,13 @@ class PlacementOptions(Declared):
         metavar="none|core|numa|LIST",
         sentence="CPUs of each worker: whole cores, a NUMA node, or a list for each, as 0-3;4-7.",
     )
+    numa_binding = Maybe(
+        str,
+        section=PLACEMENT,
+        kind=click.Choice(topology.NEAR_GPUS),
+        torchrun="--numa-binding",
+        sentence="CPUs of each worker near the GPU of its local rank: of its node, its socket, a part of the node.",
+    )
     nice = Option(
         int,
         section=PLACEMENT,
@@ -84,11 +91,13 @@ def place(
 
     ``env`` are variables that all workers get. Raises UsageError.
     """
-    cpu_bind, virtual = chosen.cpu_bind, chosen.virtual_local_rank
+    cpu_bind, near, virtual = chosen.cpu_bind, chosen.numa_binding, chosen.virtual_local_rank
+    if near and cpu_bind != "none":
+        raise click.UsageError("--numa-binding and --cpu-bind exclude each other: each says on which CPUs workers run")
     placement = Placement(cpu_bind, chosen.nice, chosen.rlimit or {}, virtual)
     try:
-        shares, said = divide(cpu_bind, nprocs)
-        if cpu_bind != "none":  # as found now: what is said below is what will be
+        shares, said = (_near_gpus(near, nprocs), "") if near else divide(cpu_bind, nprocs)
+        if near or cpu_bind != "none":  # as found now: what is said below is what will be
             lists = ";".join(topology.format_list(cpus) for cpus in shares)
             placement = placement.replace(cpu_bind=lists)
         placement.resolve(nprocs)
@@ -101,6 +110,16 @@ def place(
         return placement, {rank: {} for rank in range(nprocs)}, lines
     threads, line = _threads(shares)
     return placement, {rank: {THREADS: str(count)} for rank, count in enumerate(threads)}, [*lines, line]
+
+
+def _near_gpus(mode: str, nprocs: int) -> list[tuple[int, ...]]:
+    from phalanx._placement import numa
+
+    try:
+        return numa.bind(mode, nprocs, os.sched_getaffinity(0))
+    except ValueError as error:
+        msg = f"numa_binding: {error}"
+        raise ValueError(msg) from None
 
 
 def _threads(shares: list[tuple[int, ...]]) -> tuple[list[int], str]:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import click
 
 from phalanx._agent.restart_policy import RestartPolicy
-from phalanx._engine.host_signals import signals_to_handle
 from phalanx.cli._declare import LIST, NUMBER, RESTARTS, TEXT, WHOLE, Declared, Maybe, Option
 from phalanx.cli._options import Whole, read_age, time_of
 
@@ -22,6 +21,9 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx._agent.group_team import GroupTeam
+
+DEFAULT_FORWARDED = [signal.SIGUSR1, signal.SIGUSR2]
+"""The signals that are passed on if nobody says which."""
 
 _UNFORWARDED = (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD)  # that no process handles; and what the kernel sends
 
@@ -116,6 +118,28 @@ def read_signals(text: str) -> list[signal.Signals]:
             msg = f"{text!r}: {number.name} cannot be passed on"
             raise ValueError(msg)
     return numbers
+
+
+def read_handled(text: str) -> list[signal.Signals]:
+    """Read names of signals that stop a run; "none" is none. Raises ValueError.
+
+    >>> [number.name for number in read_handled("SIGTERM,INT")], read_handled("none")
+    (['SIGTERM', 'SIGINT'], [])
+    """
+    if text.strip().lower() == "none":
+        return []
+    wrong = f"{text!r}: expected names of signals, like SIGTERM,SIGINT, or none"
+    numbers = [_signal(part.strip(), wrong) for part in text.split(",") if part.strip()]
+    if not numbers:
+        raise ValueError(wrong)
+    for number in numbers:
+        if number in (signal.SIGKILL, signal.SIGSTOP):
+            msg = f"{text!r}: {number.name} cannot be handled by any process"
+            raise ValueError(msg)
+        if number == signal.SIGCHLD:
+            msg = f"{text!r}: SIGCHLD tells of children that end, and would stop every run"
+            raise ValueError(msg)
+    return list(dict.fromkeys(numbers))
 
 
 def _signal(name: str, wrong: str) -> signal.Signals:
@@ -231,15 +255,13 @@ def restart_policy(chosen: RestartOptions) -> RestartPolicy:
         raise click.UsageError(text) from None
 
 
-def forwarded(chosen: list[signal.Signals]) -> list[signal.Signals]:
+def forwarded(chosen: list[signal.Signals], handled: list[signal.Signals]) -> list[signal.Signals]:
     """Return the signals to be passed on. Raises UsageError for one that stops the run."""
-    try:
-        handled = signals_to_handle()
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
+    if chosen == DEFAULT_FORWARDED:  # nobody has asked for these, and somebody for those
+        return [number for number in chosen if number not in handled]
     for number in chosen:
         if number in handled:
-            msg = f"--signals-forward: {number.name} stops the run, see TORCHELASTIC_SIGNALS_TO_HANDLE"
+            msg = f"--signals-forward: {number.name} stops the run, see --signals-to-handle"
             raise click.UsageError(msg)
     return chosen
 

@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-def check_preload(preload: list[str] | None, *, no_python: bool, python: str) -> None:
+def check_preload(preload: list[str] | None, *, no_python: bool, python: str, run_path: str = "") -> None:
     """Refuse modules that cannot be imported for workers to have them."""
     if not preload:
         return
     if no_python:
         raise click.UsageError("--preload and --no-python exclude each other: a binary imports nothing")
+    if run_path not in ("", "forkserver"):
+        raise click.UsageError("--preload: with --run-path, workers are forks with --start-method forkserver only")
     if python != sys.executable:
         msg = f"--preload: workers are forks of this interpreter, {sys.executable}; PYTHON_EXEC is {python}"
         raise click.UsageError(msg)

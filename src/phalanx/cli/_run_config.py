@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from phalanx._engine import host_signals
 from phalanx._placement import accelerators
 from phalanx.cli._console import ConsoleOptions
 from phalanx.cli._declare import (
@@ -11,7 +12,6 @@ from phalanx.cli._declare import (
     END,
     LIST,
     LOGS,
-    MACHINES,
     NUMBER,
     TEXT,
     TIMERS,
@@ -23,18 +23,17 @@ from phalanx.cli._declare import (
     Maybe,
     Option,
 )  # fmt: skip
+from phalanx.cli._machines import MachineOptions
 from phalanx.cli._options import Whole, read_mode, read_ranks, read_size, read_strings, time_of
 from phalanx.cli._placement import PlacementOptions
-from phalanx.cli._restarts import RestartOptions, read_signals
-from phalanx.cli._run_options import LogDir, only, read_notice, steps
+from phalanx.cli._restarts import DEFAULT_FORWARDED, RestartOptions, read_handled, read_signals
+from phalanx.cli._run_options import LogDir, read_notice, steps
 from phalanx.multiprocessing import Std
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
-
-_ONE_MACHINE = "it runs on one machine"
 
 
 class WorkerOptions(Declared):
@@ -51,6 +50,11 @@ class WorkerOptions(Declared):
     )
     module = Flag("-m", section=WORKERS, torchrun="--module", sentence="SCRIPT is a module, as for python -m.")
     no_python = Flag(section=WORKERS, torchrun="--no-python", sentence="SCRIPT is a binary, started as it is.")
+    run_path = Flag(
+        section=WORKERS,
+        torchrun="--run-path",
+        sentence="Run SCRIPT by runpy.run_path, in workers that are started as --start-method says.",
+    )
     run_id = Maybe(str, section=WORKERS, metavar="NAME", sentence="What the run is called. Default: the date and time.")
     role = Option(str, section=WORKERS, default="default", torchrun="--role", sentence="ROLE_NAME of the workers.")
     preload = Maybe(
@@ -66,7 +70,7 @@ class WorkerOptions(Declared):
         kind=click.Choice(["spawn", "forkserver", "fork"]),
         default="spawn",
         torchrun="--start-method",
-        sentence="How functions are started. Scripts and binaries are always executed afresh.",
+        sentence="How workers of --run-path are started. Other scripts, and binaries, are executed afresh.",
     )
 
 
@@ -99,6 +103,13 @@ class LogOptions(Declared):
         torchrun="--log-dir",
         sentence="Folder for the runs' logs; /dev/null: none are kept. Default: ~/.local/state/phalanx/runs.",
     )
+    logs_specs = Maybe(
+        str,
+        section=LOGS,
+        metavar="NAME",
+        torchrun="--logs-specs",
+        sentence="A plugin that says which files there are: an entry point of torchrun.logs_specs.",
+    )
     log_max_size = Maybe(
         read_size,
         section=LOGS,
@@ -115,6 +126,14 @@ class LogOptions(Declared):
         sentence="Keep N of each log that were set aside; remove the oldest. Default: all are kept.",
     )
     log_compress = Flag(section=LOGS, sentence="Compress log files that were set aside, to stdout.log.1.gz, ...")
+    event_log_handler = Option(
+        str,
+        section=LOGS,
+        default="null",
+        metavar="NAME",
+        torchrun="--event-log-handler",
+        sentence="Where the events of torchrun's agent go: console, or an entry point of phalanx.event_handlers.",
+    )
     log_mode = Maybe(
         read_mode,
         section=LOGS,
@@ -219,51 +238,23 @@ class EndOptions(Declared):
         written=NUMBER,
         sentence="Time that the end waits, at most, for a console that reads slowly.",
     )
+    signals_to_handle = Option(
+        read_handled,
+        section=END,
+        default=host_signals.DEFAULT,
+        metavar="NAME,...",
+        written=LIST,
+        variables=(host_signals.SIGNALS_ENV,),
+        torchrun="--signals-to-handle",
+        sentence="Signals to phalanx run that stop the run; none: none does.",
+    )
     signals_forward = Option(
         read_signals,
         section=END,
-        default="USR1,USR2",
+        default=",".join(number.name.removeprefix("SIG") for number in DEFAULT_FORWARDED),
         metavar="NAME,...",
         written=LIST,
         sentence="Signals to phalanx run that are passed on to the workers; none: none are.",
-    )
-
-
-class MachineOptions(Declared):
-    """Where workers meet, and what torchrun's users say of machines."""
-
-    master_addr = Option(
-        str, section=MACHINES, default="127.0.0.1", torchrun="--master-addr", sentence="MASTER_ADDR of the workers."
-    )
-    master_port = Option(
-        int,
-        section=MACHINES,
-        kind=Whole(0, 65535),
-        default="0",
-        metavar="PORT",
-        written=WHOLE,
-        shows_default=False,
-        torchrun="--master-port",
-        sentence="MASTER_PORT of the workers. Default: a port that is reserved for the run.",
-    )
-    standalone = Flag(
-        section="", torchrun="--standalone", sentence="Accepted: one machine without a store is what this is."
-    )
-    nnodes = Option(
-        only("1", "1:1", why=_ONE_MACHINE),
-        section="",
-        default="1",
-        written=TEXT + WHOLE,
-        torchrun="--nnodes",
-        sentence="Accepted: 1, or 1:1.",
-    )
-    node_rank = Option(
-        only("0", why=_ONE_MACHINE),
-        section="",
-        default="0",
-        written=TEXT + WHOLE,
-        torchrun="--node-rank",
-        sentence="Accepted: 0.",
     )
 
 

@@ -34,7 +34,7 @@ from phalanx.multiprocessing.errors import ChildFailedError, record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Any, TypeVar
 
     from phalanx._agent.restart_policy import RestartPolicy
@@ -53,9 +53,18 @@ class RunTeam(GroupTeam):
         policy: When a group is started again.
         run_id: The run's id.
         keep_runs: See `Recorder`.
+        observers: Are called with what happens, as `observe` is.
     """
 
-    def __init__(self, groups: AttemptGroups, policy: RestartPolicy, *, run_id: str, keep_runs: int | None) -> None:
+    def __init__(
+        self,
+        groups: AttemptGroups,
+        policy: RestartPolicy,
+        *,
+        run_id: str,
+        keep_runs: int | None,
+        observers: Sequence[Callable[[str, dict[str, Any]], None]] = (),
+    ) -> None:
         super().__init__(self._make_noted)
         self.name = groups.script
         self.policy = policy
@@ -70,20 +79,27 @@ class RunTeam(GroupTeam):
         self._followed = -1  # the attempt that is recorded
         self.stopped_in_delay = False
         """Whether the run was stopped between two attempts."""
-        self._make_group = groups.make
+        self._groups = groups
         self._latest: dict[int, PContext] = {}  # the latest two groups, by attempt
         self._failed = AttemptEnd("failed")
+        self._observers = observers
+        self.envs = groups.envs
 
     def _warn(self, text: str) -> None:
         if self.group is None or not self.group.say(f"phalanx: {text}"):
             say(text)
 
     def _make_noted(self, attempt: int, before: PContext | None) -> PContext:
-        group = self._latest[attempt] = self._make_group(attempt, before)
+        self._groups.warm_up()
+        group = self._latest[attempt] = self._groups.make(attempt, before)
         self._latest.pop(attempt - 2, None)
         if attempt == 0:  # its start may fail, too; a later one is followed once the end of the one before is recorded
             self._follow(0)
         return group
+
+    def pids(self) -> dict[int, int]:
+        """Return the process ids of the attempt that runs, or ran last; none, if it was never up."""
+        return {} if self.group is None else look(self.group)[0]
 
     def start(self, attempt: int, wake: Callable[[], None]) -> None:
         """See `Team`."""
@@ -100,6 +116,8 @@ class RunTeam(GroupTeam):
 
     def observe(self, name: str, facts: dict[str, Any]) -> None:
         """Record what has happened, see `Attempts`."""
+        for each in self._observers:
+            each(name, facts)
         if name == "agent.state" and facts["state"] == "RUNNING":
             self._follow(facts["attempt"])
             self.recorder.record_start()

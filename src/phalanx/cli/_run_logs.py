@@ -25,22 +25,27 @@ class RunLogs(DefaultLogsSpecs):
     keeps_few = False
     _said = False
 
+    def name_files(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
+        """Create the folders, and name the files. Raises OSError."""
+        return super().reify(envs)
+
     def reify(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
         """See `LogsSpecs.reify`."""
         try:
-            logs = super().reify(envs)
+            logs = self.name_files(envs)
         except OSError as error:
             msg = f"--log-dir: {error}"
             raise click.ClickException(msg) from None
         if self._said:
             return logs
         self._said = True
-        where = f"logs in {self.run_log_dir}" if self.is_kept else "no logs are kept"
+        where = f"logs in {self.run_log_dir}" if self.run_log_dir else "no logs are kept"
         say(f"{len(envs)} worker{'s' * (len(envs) > 1)}, {where}")
         for note in self.notes:
             say(note)
-        kept = _count_in(os.path.dirname(self.run_log_dir)) if self.run_log_dir else 0
-        if kept > MANY and not self.keeps_few:
+        look = self.run_log_dir and not self.keeps_few
+        kept = _count_in(os.path.dirname(self.run_log_dir or "")) if look else 0
+        if kept > MANY:
             where = os.path.dirname(self.run_log_dir or "")
             more = "phalanx runs prune removes old runs, --keep-runs N keeps so many"
             say(f"{kept:,} folders are in {where}; {more}")

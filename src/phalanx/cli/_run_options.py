@@ -11,22 +11,9 @@ from phalanx.cli._options import Folder
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import Any
 
     import click
-
-
-def only(*accepted: str, why: str) -> Callable[[str], str]:
-    """Return a function that reads an option of torchrun's, as far as its value says what holds here anyway."""
-
-    def read(text: str) -> str:
-        if text not in accepted:
-            msg = f"{text!r}: this version of phalanx run takes {' or '.join(accepted)} only; {why}"
-            raise ValueError(msg)
-        return text
-
-    return read
 
 
 class LogDir(Folder):
@@ -62,19 +49,7 @@ def read_notice(text: str) -> tuple[int, float]:
     return notice
 
 
-_ONE_MACHINE = "not there yet: it is about many machines, and this runs on one; leave it out"
-ABSENT = {
-    "--rdzv-backend": _ONE_MACHINE,
-    "--rdzv-endpoint": _ONE_MACHINE,
-    "--rdzv-id": f"{_ONE_MACHINE}, or name the run with --run-id",
-    "--rdzv-conf": _ONE_MACHINE,
-    "--local-addr": _ONE_MACHINE,
-    "--run-path": "leave it out: here, every script runs in an interpreter of its own, as python -u runs it",
-    "--numa-binding": "torchrun binds so to NUMA nodes; here it is --cpu-bind numa",
-    "--signals-to-handle": "set TORCHELASTIC_SIGNALS_TO_HANDLE",
-    "--event-log-handler": "torchrun records events of its agent; here, run.json and events.jsonl of a run have them",
-    "--logs-specs": "torchrun finds a class by entry point; from Python, start_processes takes logs_specs",
-}
+ABSENT: dict[str, str] = {}
 """Options of torchrun's that are not there, and why."""
 
 ELSEWHERE = {

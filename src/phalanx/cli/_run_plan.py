@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 
 from phalanx._agent.worker_env import worker_env
+from phalanx._engine.host_signals import SIGNALS_ENV
 from phalanx.cli import _python
-from phalanx.cli._attempt_groups import AttemptGroups
+from phalanx.cli._attempt_groups import AttemptGroups, scripts_of
 from phalanx.cli._console import console_specs
+from phalanx.cli._machines import meet
 from phalanx.cli._placement import place
 from phalanx.cli._restarts import forwarded, restart_policy
 from phalanx.cli._run_checks import check_command, check_preload, check_ranks, check_rotation, check_shown, timer_specs
@@ -19,10 +22,14 @@ from phalanx.multiprocessing import Std
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import Any
 
     from phalanx._agent.master_port import ReservedPort
     from phalanx.cli._run_config import RunConfig
+    from phalanx.cli._run_events import RunEvents
+
+_SILENT = ("null", "dynamic_rendezvous")  # destinations of events that lead nowhere
 
 
 class RunPlan:
@@ -38,9 +45,13 @@ class RunPlan:
     def __init__(self, config: RunConfig, *, makes_folder: bool) -> None:
         nprocs = config.nproc_per_node
         self.config = config
-        self.python = _python.executable()
-        check_command(config.script, module=config.module, no_python=config.no_python)
-        check_preload(config.preload, no_python=config.no_python, python=self.python)
+        # As with torchrun, --run-path goes before these.
+        self._run_path = config.start_method if config.run_path else ""
+        self._module, self._no_python = (given and not self._run_path for given in (config.module, config.no_python))
+        self.python = sys.executable if self._run_path else _python.executable()
+        for script in [config.script] if self._no_python else scripts_of(config.script, nprocs):
+            check_command(script, module=self._module, no_python=self._no_python)
+        check_preload(config.preload, no_python=self._no_python, python=self.python, run_path=self._run_path)
         local_ranks = None if config.local_ranks_filter is None else set(config.local_ranks_filter)
         redirects, tee = config.redirects, config.tee
         check_ranks(nprocs, redirects, tee, local_ranks)
@@ -48,9 +59,10 @@ class RunPlan:
         if redirects is None and tee is None:
             tee = Std.ALL
         redirects, tee = redirects or Std.NONE, tee or Std.NONE
-        self.run_id = config.run_id or time.strftime("%Y%m%d-%H%M%S")
+        self.meeting = meet(config, config.run_id)
+        self.run_id = self.meeting.run_id or time.strftime("%Y%m%d-%H%M%S")
         self.policy = restart_policy(config)
-        self.forwarded = forwarded(config.signals_forward)
+        self.forwarded = forwarded(config.signals_forward, config.signals_to_handle)
         self._placement, self._extra, said = place(config, nprocs, config.env)
         self.console = console_specs(config, drain=config.drain)
         check_shown(nprocs, self.console.ranks)
@@ -65,36 +77,62 @@ class RunPlan:
         else:
             notes = check_streams(nprocs, redirects, tee, local_ranks, self.console, filters)
         check_rotation(config.log_max_size, keep=config.log_keep, compress=config.log_compress)
-        self.specs = run_logs(config.log_dir, redirects, tee, local_ranks, bounds, makes_folder=makes_folder)
-        self.specs.keeps_few = config.keep_runs is not None
-        doubts = [] if config.no_python else _python.doubts(config.script)
-        self.specs.notes = [*self.specs.notes, *doubts, *said, *notes, *umask_notes(config.log_mode)]
+        streams = redirects, tee, local_ranks
+        if config.logs_specs is None:
+            self.specs = run_logs(config.log_dir, *streams, bounds, makes_folder=makes_folder)
+        else:
+            from phalanx.cli._own_logs import own_logs
+
+            self.specs = own_logs(
+                config.logs_specs, config.log_dir, *streams, {**bounds, "keep_runs": config.keep_runs}
+            )
+        self.specs.keeps_few = self.specs.keeps_few or config.keep_runs is not None
+        self.events = self._events(config)
+        doubts = [] if self._no_python else _python.doubts(config.script)
+        said = [*self.meeting.notes, *doubts, *said]
+        self.specs.notes = [*self.specs.notes, *said, *notes, *umask_notes(config.log_mode)]
         self._filters = filters
 
-    def groups(self, port: ReservedPort | None) -> AttemptGroups:
-        """Return what makes the groups of all attempts. ``port``: what is reserved; None: the user has given one."""
+    def _events(self, config: RunConfig) -> RunEvents | None:
+        """Return what posts the run's events; None: nobody wants them."""
+        if config.event_log_handler in _SILENT:
+            return None
+        from phalanx.cli._run_events import run_events
+
+        return run_events(config.event_log_handler, run_id=self.run_id, role=config.role, backend=config.rdzv_backend)
+
+    def groups(self, port: ReservedPort | None, variables: Mapping[str, str]) -> AttemptGroups:
+        """Return what makes the groups of all attempts.
+
+        Args:
+            port: What is reserved; None: the user has given one.
+            variables: What all workers find besides.
+        """
         config = self.config
         options: dict[str, Any] = {"settle": config.settle, "grace": config.grace, "linger": config.linger}
         options |= {"orphan_grace": config.orphan_grace, "notice": config.notice, "placement": self._placement}
         options |= {"timers": self._timers, "speak": say, "console": self.console}
         options |= {f"duplicate_{stream}_filters": texts for stream, texts in self._filters.items()}
         return AttemptGroups(
-            config.script, config.args, self._envs(port), self.specs, module=config.module, no_python=config.no_python,
-            python=self.python, preload=config.preload, port=port, options=options,
+            config.script, config.args, self._envs(port, variables), self.specs, module=self._module,
+            no_python=self._no_python, python=self.python, preload=config.preload, run_path=self._run_path, port=port,
+            options=options,
         )  # fmt: skip
 
-    def _envs(self, port: ReservedPort | None) -> dict[int, dict[str, str]]:
+    def _envs(self, port: ReservedPort | None, variables: Mapping[str, str]) -> dict[int, dict[str, str]]:
         config = self.config
+        same = {SIGNALS_ENV: ",".join(number.name for number in config.signals_to_handle), **variables}
         return {
             rank: worker_env(
                 rank,
                 config.nproc_per_node,
                 role=config.role,
                 run_id=self.run_id,
-                master_addr=config.master_addr,
-                master_port=config.master_port if port is None else port.number,
+                master_addr=self.meeting.master_addr,
+                master_port=self.meeting.master_port if port is None else port.number,
                 max_restarts=self.policy.max_restarts,
             )
+            | same
             | self._extra[rank]
             | config.env
             for rank in range(config.nproc_per_node)

@@ -13,10 +13,12 @@ if TYPE_CHECKING:
 
     from phalanx.multiprocessing import ConsoleSpecs
 
-_BOUNDS = {
+BOUNDS = {
     "max_size": "--log-max-size", "keep": "--log-keep", "compress": "--log-compress", "mode": "--log-mode",
     "keep_runs": "--keep-runs",
 }  # fmt: skip
+"""What is said of log files, and the options that say it."""
+
 _NAMES = {Std.OUT: "stdout", Std.ERR: "stderr"}
 
 
@@ -63,7 +65,7 @@ def check_no_logs(console: ConsoleSpecs, filters: Mapping[str, list[str] | None]
     """Refuse options that need the logs, where none are kept. Raises UsageError."""
     options = list(_chosen(console))
     options += [f"--duplicate-{name}-filters" for name, texts in filters.items() if texts]
-    options += [_BOUNDS[name] for name, value in bounds.items() if value]
+    options += [BOUNDS[name] for name, value in bounds.items() if value]
     if options:
         msg = f"--log-dir /dev/null: no logs are kept; {', '.join(options)} would have nothing to be about"
         raise click.UsageError(msg)

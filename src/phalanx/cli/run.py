@@ -5,6 +5,7 @@ Owns the options, the workers' environment and the exit code. Knows nothing of h
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from contextlib import ExitStack
 import click
 
 from phalanx._base.tty import use_colour
+from phalanx._engine.host_signals import choosing
 from phalanx.cli._attempt_groups import reserve_port
 from phalanx.cli._command import SETTINGS, Command
 from phalanx.cli._declare import click_options, job_of, sections, set_job
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
+    from phalanx.cli._services import Services
     from phalanx.multiprocessing.errors import ChildFailedError
 
 _NAME = "phalanx run"
@@ -115,15 +118,30 @@ class _WorkersFailed(SystemExit):
 
 
 def _run(plan: RunPlan, until_end: ExitStack) -> int:
-    reserved = None if plan.config.master_port else until_end.enter_context(reserve_port())
-    groups = plan.groups(reserved)
+    services = _services(plan, until_end)
+    reserved = None if plan.meeting.master_port else until_end.enter_context(reserve_port())
+    groups = plan.groups(reserved, services.variables if services else {})
     until_end.callback(groups.close)
-    team = RunTeam(groups, plan.policy, run_id=plan.run_id, keep_runs=plan.config.keep_runs)
-    with forwarding(plan.forwarded, team):
+    observers = [each.observe for each in (services, plan.events) if each]
+    team = RunTeam(groups, plan.policy, run_id=plan.run_id, keep_runs=plan.config.keep_runs, observers=observers)
+    if plan.events is not None:
+        plan.events.team = team
+        until_end.callback(plan.events.close)
+    with choosing(plan.config.signals_to_handle), forwarding(plan.forwarded, team):
         code = see_through(team, plan.specs, plan.config.grace, colour=use_colour(sys.stderr, plan.console.color))
     if team.error is not None:
         raise _WorkersFailed(code, team.error)
     return code
+
+
+def _services(plan: RunPlan, until_end: ExitStack) -> Services | None:
+    """Start what the environment asks for beside the workers; None: nothing, and what makes it is not loaded."""
+    if os.environ.keys().isdisjoint({"TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_HEALTH_CHECK_PORT", "LOGLEVEL"}):
+        return None
+    from phalanx.cli._services import Services, log_shown
+
+    until_end.enter_context(log_shown())
+    return until_end.enter_context(Services(plan.run_id, plan.policy.max_restarts))
 
 
 def _print_config(ctx: click.Context, plan: RunPlan) -> None:

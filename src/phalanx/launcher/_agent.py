@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from phalanx.agent import Worker, WorkerGroup, WorkerSpec
 
-_NAME = "torchelastic.worker.status"
-_MS = 1000
 _ENDS = ("run_success_with_retries", "run_success_no_retries", "run_failed_with_retries", "run_failed_no_retries")
 
 
@@ -97,7 +95,7 @@ class TellingAgent(LocalElasticAgent):
 
     def _tell_step(self, state: str) -> None:
         now = clock.now()
-        self._tell(state, duration_ms=(now - self._step_began) * _MS)
+        self._tell(state, duration=now - self._step_began)
         self._step_began = now
 
     def _tell(
@@ -106,39 +104,33 @@ class TellingAgent(LocalElasticAgent):
         worker: Worker | None = None,
         failure: Any = None,
         raw_error: str | None = None,
-        duration_ms: float | None = None,
+        duration: float | None = None,
     ) -> None:
         """Post one event: of a worker, or of the agent."""
         group = self._worker_group
         spec = group.spec
         if spec.event_log_handler == "null":  # `Event` takes a while to load
             return
+        from phalanx._agent.status_events import NAME, WorkerFacts, metadata
         from phalanx.events import Event, EventSource
 
-        what = os.path.basename(spec.get_entrypoint_name())
-        more: dict[str, Any] = {"group_world_size": group.group_world_size, "entry_point": what}
-        if worker is not None:
-            more |= {
-                "local_rank": [worker.local_rank],
-                "role_rank": [worker.role_rank],
-                "role_world_size": [worker.role_world_size],
-                "exit_code": [failure and failure.exitcode],
-                "worker_pid": [failure and failure.pid],
-            }
-        metadata: dict[str, Any] = {
-            "run_id": spec.rdzv_handler.get_run_id(),
-            "global_rank": worker and worker.global_rank,
-            "group_rank": group.group_rank,
-            "worker_id": worker and str(worker.id),
-            "role": spec.role,
-            "hostname": os.uname().nodename,
-            "state": state,
-            "total_run_time": int(clock.now() - self._began),
-            "rdzv_backend": spec.rdzv_handler.get_backend(),
-            "raw_error": raw_error,
-            "metadata": json.dumps(more),
-            "agent_restarts": self._policy.max_restarts - self._remaining_restarts,
-            "duration_ms": duration_ms,
-        }
+        facts = None if worker is None else WorkerFacts(
+            str(worker.id), worker.global_rank, worker.local_rank, worker.role_rank, worker.role_world_size,
+            failure and failure.exitcode, failure and failure.pid,
+        )  # fmt: skip
+        told = metadata(
+            state,
+            run_id=spec.rdzv_handler.get_run_id(),
+            role=spec.role,
+            entry_point=spec.get_entrypoint_name(),
+            backend=spec.rdzv_handler.get_backend(),
+            group_rank=group.group_rank,
+            group_world_size=group.group_world_size,
+            total=clock.now() - self._began,
+            restarts=self._policy.max_restarts - self._remaining_restarts,
+            worker=facts,
+            raw_error=raw_error,
+            duration=duration,
+        )
         source = EventSource.AGENT if worker is None else EventSource.WORKER
-        post(Event(f"{_NAME}.{state}", source, metadata=metadata), spec.event_log_handler)
+        post(Event(f"{NAME}.{state}", source, metadata=told), spec.event_log_handler)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import operator
-import os
 import signal
 from dataclasses import replace
 
+from phalanx._agent.endpoint import BACKENDS, is_here, split_endpoint
 from phalanx._logs.specs import LogsSpecs
 from phalanx.launcher._config import LaunchConfig
 from phalanx.rendezvous import OneMachineRendezvous
@@ -15,8 +15,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
-_MOST_PORT = 65535
 _TEXTS = ("run_id", "rdzv_endpoint", "rdzv_backend", "signals_to_handle")
 _MAPPINGS = ("rdzv_configs", "metrics_cfg")
 
@@ -70,14 +68,18 @@ def rendezvous_of(config: LaunchConfig) -> NamedRendezvous:
         msg = f"rdzv_configs: expected the rank 0, got {rank!r}: there is no other machine"
         raise ValueError(msg)
     _check_signals(config.signals_to_handle)
-    host, port = _split(config.rdzv_endpoint)
-    if not _is_here(host):
+    try:
+        host, port = split_endpoint(config.rdzv_endpoint)
+    except ValueError as error:
+        msg = f"rdzv_endpoint: {error}"
+        raise ValueError(msg) from None
+    if not is_here(host):
         msg = (
             f"rdzv_endpoint: expected an address of this machine, got {config.rdzv_endpoint!r}: a job is on one machine"
         )
         raise ValueError(msg)
     if config.rdzv_backend != "static":
-        host, port = "", 0
+        host, port = config.local_addr or "", 0
     return NamedRendezvous(config.rdzv_backend, config.run_id, host or "127.0.0.1", port)
 
 
@@ -96,34 +98,3 @@ def _check_signals(names: str) -> None:
         if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
             msg = f"signals_to_handle: expected names of signals that can be handled, like SIGTERM, got {name!r}"
             raise ValueError(msg)
-
-
-def _split(endpoint: str) -> tuple[str, int]:
-    """Return the host and the port of ``host``, ``host:port``, ``[host]:port`` or an IPv6 address; "" and 0: none."""
-    host, colon, text = endpoint.strip().rpartition(":")
-    if not colon or (":" in host and not host.endswith("]")) or text.endswith("]"):
-        host, text = endpoint.strip(), "0"
-    if not (text.isdecimal() and text.isascii() and int(text) <= _MOST_PORT):
-        msg = f"rdzv_endpoint: expected a port, 0 to {_MOST_PORT}, after the last colon, got {endpoint!r}"
-        raise ValueError(msg)
-    return host.removeprefix("[").removesuffix("]"), int(text)
-
-
-def _is_here(host: str) -> bool:
-    """Whether it names this machine: a socket can be bound to an address of it."""
-    if host in ("", "localhost", os.uname().nodename):
-        return True
-    import socket
-
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return False
-    for family, kind, _, _, address in found:
-        try:
-            with socket.socket(family, kind) as bound:
-                bound.bind(address)
-        except OSError:
-            continue
-        return True
-    return False

@@ -41,7 +41,7 @@ class LaunchConfig:
         start_method: How workers of a function are started: "spawn", "forkserver" or "fork".
         log_line_prefix_template: See `phalanx.agent.LocalElasticAgent`.
         metrics_cfg: Texts by name, for `phalanx.metrics.initialize_metrics`.
-        local_addr: The address of this machine. Without effect on one machine.
+        local_addr: The address of this machine: ``MASTER_ADDR``, unless the backend is "static"; None: 127.0.0.1.
         event_log_handler: The destination of the agent's events, see `phalanx.events`.
         numa_options: A `phalanx.multiprocessing.Placement`: the CPUs and the limits of each worker.
         signals_to_handle: Names of signals with commas between them: on these, the workers are ended. For a launch in

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from phalanx._agent.endpoint import FALSE, TRUE
 from phalanx._base.frozen import Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
-
-_TRUE, _FALSE = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")
 
 
 class RendezvousParameters(Value):
@@ -77,8 +76,8 @@ class RendezvousParameters(Value):
         if value is None or isinstance(value, bool):
             return value
         text = str(value).lower()
-        if text in (*_TRUE, *_FALSE) and isinstance(value, str | int):
-            return text in _TRUE
+        if text in (*TRUE, *FALSE) and isinstance(value, str | int):
+            return text in TRUE
         msg = f"{key}: expected yes or no, got {value!r}"
         raise ValueError(msg)
 

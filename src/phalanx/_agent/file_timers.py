@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import os
-import uuid
 
 ENABLE_FILE_TIMER_ENV = "TORCHELASTIC_ENABLE_FILE_TIMER"
 TIMER_FILE_ENV = "TORCHELASTIC_TIMER_FILE"
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from phalanx.timer import FileTimerServer
+    from collections.abc import Callable
+    from typing import Protocol
+
+    class Server(Protocol):
+        """A `phalanx.timer.FileTimerServer`."""
+
+        def start(self) -> None: ...
+        def stop(self) -> None: ...
 
 
 class FileTimers:
-    """Runs a `FileTimerServer` from the first attempt to the end, if the environment asks for one.
+    """Runs a `phalanx.timer.FileTimerServer` from the first attempt to the end, if the environment asks for one.
 
     Its pipe is at ``TORCHELASTIC_TIMER_FILE``, or else at a path of its own among the temporary files. Workers find
     that variable, and make their `FileTimerClient` of it.
+
+    Args:
+        make: Makes the server of a path and the id of the run.
     """
 
-    def __init__(self) -> None:
-        self._server: FileTimerServer | None = None
+    def __init__(self, make: Callable[[str, str], Server]) -> None:
+        self._make = make
+        self._server: Server | None = None
         self._path = ""
 
     def start(self, run_id: str) -> dict[str, str]:
@@ -29,13 +39,16 @@ class FileTimers:
         if os.environ.get(ENABLE_FILE_TIMER_ENV) != "1":
             return {}
         if self._server is None:
+            import uuid
             from tempfile import gettempdir
 
-            from phalanx.timer import FileTimerServer
-
             self._path = os.environ.get(TIMER_FILE_ENV) or os.path.join(gettempdir(), f"phalanx_timer_{uuid.uuid4()}")
-            server = FileTimerServer(self._path, run_id)
-            server.start()
+            server = self._make(self._path, run_id)
+            try:
+                server.start()
+            except OSError as error:
+                why = error.strerror if isinstance(error.errno, int) else error.errno
+                raise OSError(None, f"{TIMER_FILE_ENV}: {self._path}: {why}") from error
             self._server = server
         return {TIMER_FILE_ENV: self._path}
 
