@@ -65,6 +65,11 @@ class Stat:
         self.start = int(fields[19])
 
     @property
+    def exiting(self) -> bool:
+        """Whether it is exiting or dumping core, or is a zombie."""
+        return bool(self.flags & (_PF_EXITING | _PF_DUMPCORE))
+
+    @property
     def has_exited(self) -> bool:
         """Whether its main thread has exited and is not reaped (a zombie). Other threads of it may run on."""
         return self.state in ("Z", "X")
@@ -83,7 +88,7 @@ def has_exited(pid: int) -> bool:
 def is_exiting(pid: int) -> bool:
     """Whether a process is exiting or dumping core (PF_* of the kernel's sched.h), or is a zombie. False if unknown."""
     try:
-        return bool(Stat(pid).flags & (_PF_EXITING | _PF_DUMPCORE))
+        return Stat(pid).exiting
     except OSError:
         return False
 

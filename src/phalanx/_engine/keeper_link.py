@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from phalanx._base.loop import Loop
     from phalanx._engine.group_lines import GroupLines
     from phalanx._engine.keeper_client import KeeperClient
-    from phalanx._engine.mirror import Mirror
+    from phalanx._engine.mirror import Mirror, WorkerRecord
     from phalanx._timers.hang_reporter import HangReporter
 
 
@@ -43,6 +43,8 @@ class KeeperLink:
         settle, grace, linger: The policy, in seconds: how long the keeper may send nothing depends on it.
         notice: Seconds from the notice of a planned stop to the death signal.
         hang_report: What writes down hangs; None: no timers are watched.
+        stands_alone: Returns whether a failure was not brought about by a peer's end. It may take a disk; None: nobody
+            asks. It is called by ``on_thread``.
         up: Opened when all workers run, or when the group's thread ends.
         ended: Whether the last message has come, or none will.
         keeper_error: Why the group was killed, if a helper process had died.
@@ -63,6 +65,8 @@ class KeeperLink:
         self.settle, self.grace, self.linger = policy
         self.notice = 0.0
         self.hang_report: HangReporter | None = None
+        self.stands_alone: Callable[[WorkerRecord], bool] | None = None
+        self.on_thread: Callable[[Callable[[], None]], object] = lambda _job: None
         self.up = Latch()
         self.ended = False
         self.keeper_error: KeeperLostError | None = None
@@ -177,6 +181,19 @@ class KeeperLink:
         for worker in self._mirror.exits(reports):
             if worker.failed:
                 self._display.reveal(worker.rank)
+                self._judge(worker)
+
+    def _judge(self, worker: WorkerRecord) -> None:
+        """Tell the keeper whether the settle window may end early: for the first failure, unless it was a hang's."""
+        judge, self.stands_alone = self.stands_alone, None
+        if judge is None or worker.struck:
+            return
+
+        def look() -> None:
+            if judge(worker):
+                self._loop.call(lambda: None if self.ended else self.send(protocol.conclusive(worker.rank)))
+
+        self.on_thread(look)
 
     def _on_signalled(self, number: int, moment: int, ranks: list[int]) -> None:
         self._mirror.signalled(number, moment, ranks)

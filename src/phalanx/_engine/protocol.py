@@ -1,4 +1,4 @@
-"""What launcher, keeper, guard and fork server send each other: verbs, fields, directions, and the waits between them.
+"""What launcher, keeper and guard send each other: verbs, fields, directions, and the waits between them.
 
 A message is a tuple: the verb, then its fields. Each function below builds the message of its own name, and its
 parameters are the fields, in order. Descriptors travel beside a message (SCM_RIGHTS, unix(7)); the docstring names
@@ -16,7 +16,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from phalanx._engine.main_module import Source
     from phalanx._logs.rotated import Bounds
     from phalanx._placement.placement import WorkerBounds
 
@@ -40,9 +39,6 @@ itself: a disk that does not answer holds up nobody else."""
 
 GUARD_WAIT = 2.0
 """Seconds after a SIGKILL in which the launcher waits for the guard, before it leaves the waiting to a thread."""
-
-FORK_WAIT = 60.0
-"""Seconds that the fork server has to fork a guard: the launcher postpones signals meanwhile."""
 
 
 # --- the records
@@ -213,7 +209,12 @@ def evidence_taken(serial: int) -> Message:
     return "evidence_taken", serial
 
 
-TO_KEEPER = (start, stop, kill, set_grace, signal_worker, evidence_taken)
+def conclusive(rank: int) -> Message:
+    """The failure of this worker, the first that was seen, was not brought about by the end of a peer."""
+    return "conclusive", rank
+
+
+TO_KEEPER = (start, stop, kill, set_grace, signal_worker, evidence_taken, conclusive)
 
 # --- keeper to launcher; from the guard, where it has taken over
 
@@ -300,54 +301,6 @@ TO_LAUNCHER = (
 TIMER_VERBS = ("armed", "expired", "hang", "struck", "left", "refused", "unwatched")
 """What the keeper's `escalation` sends of timers. The launcher passes these on to its `hang_report`, which knows their
 fields; of each it answers ``hang`` alone, with `evidence_taken`."""
-
-# --- launcher to fork server
-
-
-def preload(path: list[str], modules: list[str], main: Source | None, arguments: list[str]) -> Message:
-    """Import ``modules`` with ``path`` in front of `sys.path`; "__main__" is ``main``, with ``arguments``."""
-    return "preload", path, modules, main, arguments
-
-
-def fork(serial: int, page: str, umask: int) -> Message:
-    """Fork a guard. Beside it: the guard's end of its socket, its working directory, its stdout and stderr.
-
-    ``page`` is the name of a page that is mapped in it and its forks, see `marked_processes`.
-    """
-    return "fork", serial, page, umask
-
-
-TO_FORK_SERVER = (preload, fork)
-
-# --- fork server to launcher
-
-
-def importing(module: str) -> Message:
-    """The import of a module begins."""
-    return "importing", module
-
-
-def failed(module: str, why: str, traceback: str) -> Message:
-    """A module could not be imported, or must not be preloaded. The fork server is of no use."""
-    return "failed", module, why, traceback
-
-
-def ready() -> Message:
-    """All modules are imported."""
-    return ("ready",)
-
-
-def forked(serial: int, pid: int) -> Message:
-    """The answer to `fork`: the guard's pid. Beside it: its pidfd, unless it has gone already."""
-    return "forked", serial, pid
-
-
-def not_forked(serial: int, number: int) -> Message:
-    """The answer to `fork`: the errno of fork(2)."""
-    return "not_forked", serial, number
-
-
-FROM_FORK_SERVER = (importing, failed, ready, forked, not_forked)
 
 # --- keeper to guard: notes in a pipe, which the guard reads only when it takes over
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx._engine.forkserver import ForkServer
+    from phalanx._engine.mirror import WorkerRecord
     from phalanx._engine.stop_flag import StopFlag
     from phalanx._logs.pump import Pump
     from phalanx._timers.hang_reporter import HangReporter
@@ -124,6 +125,7 @@ class Supervisor:
         report: HangReporter | None = None,
         after: Latch | None = None,
         notice: StopFlag | None = None,
+        stands_alone: Callable[[WorkerRecord], bool] | None = None,
     ) -> None:
         """Order the start of all workers, and return: `wait_until_up` waits for it. Raises OSError, with none left.
 
@@ -137,7 +139,9 @@ class Supervisor:
             report: What writes down hangs, if the workers' timers are to be watched.
             after: Nothing is shown before this opens: the `shown` of a group whose lines come first.
             notice: What precedes a planned stop, if anything does. It is closed with the group.
+            stands_alone: See `KeeperLink`.
         """
+        self._link.stands_alone, self._link.on_thread = stands_alone, self._chored.submit
         self._notice = notice
         if notice is not None:
             self._link.notice = notice.seconds

@@ -12,6 +12,7 @@ import weakref
 from _thread import RLock, allocate_lock
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
+from functools import partial
 
 from phalanx._base import interrupts, linux
 from phalanx._engine import host_signals, main_module, protocol
@@ -23,6 +24,7 @@ from phalanx._group.closing import release
 from phalanx._logs.console import ConsoleSpecs
 from phalanx._logs.layout import LogsDest, checked_dest, missing_folders
 from phalanx._logs.prefixes import template_or_default
+from phalanx._outcomes.result import stands_alone
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -196,6 +198,7 @@ class GroupStart(ABC):
                     report=report,
                     after=self._after,
                     notice=stop_flag,
+                    stands_alone=partial(stands_alone, logs=self.logs, sends_evidence=callable(self.entrypoint)),
                 )
                 # Called by `close`, or when the last reference goes; not by `wait`, which needs the result alone.
                 self._tidy = weakref.finalize(self, release, supervisor, self.logs, self._logs_specs, self._own_warm)

@@ -226,10 +226,7 @@ def _date_back(failures: dict[int, ProcessFailure], workers: Mapping[int, Worker
     its exit is seen, and the kernel may take long to release its memory or GPU. In that time a peer sees the
     connection close, fails and exits.
     """
-    import re
-
-    gone = re.compile(_PEER_GONE, re.IGNORECASE)
-    cut_off = {rank for rank, each in failures.items() if each.evidence_ns is not None and gone.search(each.message)}
+    cut_off = {rank for rank, failure in failures.items() if _is_cut_off(failure)}
     for rank in failures.keys() - cut_off:
         failure, worker = failures[rank], workers[rank]
         began = [moment for moment in (failure.evidence_ns, failure.dated_ns) if moment is not None]
@@ -246,6 +243,33 @@ def _date_back(failures: dict[int, ProcessFailure], workers: Mapping[int, Worker
                 before.append(moment - 1)
         if before:
             failures[rank] = failure.replace(dated_ns=min([*before, *began]))
+
+
+def _is_cut_off(failure: ProcessFailure) -> bool:
+    """Whether a worker has recorded that it lost a connection."""
+    import re
+
+    return failure.evidence_ns is not None and bool(re.search(_PEER_GONE, failure.message, re.IGNORECASE))
+
+
+def stands_alone(worker: WorkerRecord, logs: LogsDest, *, sends_evidence: bool) -> bool:
+    """Whether the failure that was seen first is the root cause, whatever peers may leave that have left nothing yet.
+
+    What they leave from now on is later than its own evidence, or its exit. Only of a failure by a lost connection may
+    the cause be recorded later than the failure itself, see `_date_back`.
+
+    Args:
+        worker: The one that failed.
+        logs: The paths of its files.
+        sends_evidence: Whether an exception that it could not write down was sent, and is not known here.
+    """
+    assert worker.exit is not None
+    path, code = logs.error_files[worker.rank], worker.exit.returncode
+    told = read_fallback(path, worker.pid)
+    failure = ProcessFailure(worker.rank, worker.pid, code, path, observed_ns=worker.exit_ns, told=told)
+    if failure.evidence_ns is None and code > 0 and sends_evidence:
+        return False
+    return not failure.unreadable and not _is_cut_off(failure)
 
 
 def _judge_success(

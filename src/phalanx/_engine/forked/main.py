@@ -1,7 +1,7 @@
 """The process that preloads: it imports modules, checks that a fork of it works, and forks guards on request.
 
-Its client in the launcher is `forkserver`; what the two send each other is in `protocol`. Its forks become guard and
-keeper as any others do. It watches over none of them, and no group needs it once its keeper is forked.
+Its client in the launcher is `forkserver`; what the two send each other is in `fork_protocol`. Its forks become guard
+and keeper as any others do. It watches over none of them, and no group needs it once its keeper is forked.
 
     launcher -- fork server -- guard -- keeper -- workers (forks, warm)
 
@@ -19,7 +19,7 @@ import sys
 import threading
 
 from phalanx._base import channels, clock, linux
-from phalanx._engine import main_module, protocol
+from phalanx._engine import fork_protocol, main_module
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ def main(fd: int, path: list[str]) -> None:
         while (received := channel.receive_by(None, [launcher])) is not None:
             (verb, *fields), fds = received
             if verb == "preload":
-                _on_preload(channel, path, *fields)  # type: ignore[arg-type]  # as `protocol.preload` has them
+                _on_preload(channel, path, *fields)  # type: ignore[arg-type]  # as `fork_protocol.preload` has them
             else:
-                _on_fork(channel, launcher, fds, *fields)  # type: ignore[arg-type]  # as `protocol.fork` has them
+                _on_fork(channel, launcher, fds, *fields)  # type: ignore[arg-type]  # as `fork_protocol.fork` has them
         os._exit(0)
     except channels.Closed:
         os._exit(0)
@@ -85,7 +85,7 @@ def _on_preload(
     sys.path[:] = [*path, *own]
     with dispositions.preloaded:
         for name in modules:
-            channel.send(protocol.importing(name))
+            channel.send(fork_protocol.importing(name))
             try:
                 if name == "__main__":
                     assert main is not None
@@ -95,11 +95,11 @@ def _on_preload(
                     importlib.import_module(name)
             except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher is told
                 how = "run again" if name == "__main__" else "imported"
-                _send(channel, protocol.failed(name, f"could not be {how}", _described(error)))
+                _send(channel, fork_protocol.failed(name, f"could not be {how}", _described(error)))
                 return
             why = _cannot_fork()
             if why:
-                _send(channel, protocol.failed(name, why, ""))
+                _send(channel, fork_protocol.failed(name, why, ""))
                 return
     sys.path[:] = ours
     linux.prctl(linux.PR_SET_PDEATHSIG, 0)
@@ -107,7 +107,7 @@ def _on_preload(
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the guards that we fork; launchers hold pidfds
     gc.collect()
     gc.freeze()
-    _send(channel, protocol.ready())
+    _send(channel, fork_protocol.ready())
 
 
 def _run_again(main: main_module.Source) -> None:
@@ -192,7 +192,7 @@ def _on_fork(channel: channels.Channel, launcher: int, fds: list[int], serial: i
         pid = os.fork()
     except OSError as error:
         pid = -1
-        channel.send(protocol.not_forked(serial, error.errno or 0))
+        channel.send(fork_protocol.not_forked(serial, error.errno or 0))
     if pid == 0:
         try:
             channel.close()
@@ -214,6 +214,6 @@ def _on_fork(channel: channels.Channel, launcher: int, fds: list[int], serial: i
             own = [os.pidfd_open(pid)]
         except OSError:  # it has died: the launcher sees EOF on its socket
             own = []
-        channel.send(protocol.forked(serial, pid), own)
+        channel.send(fork_protocol.forked(serial, pid), own)
         for fd in own:
             os.close(fd)

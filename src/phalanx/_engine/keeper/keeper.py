@@ -18,6 +18,7 @@ from phalanx._base.loop import Loop
 from phalanx._engine import lifecycle, protocol
 from phalanx._engine.keeper.children import Children
 from phalanx._engine.keeper.connection import BATCH, FEW, Connection
+from phalanx._engine.keeper.settling import Settling
 from phalanx._engine.keeper.waits import Waits
 from phalanx._engine.lifecycle import PATIENCE
 from phalanx._engine.protocol import DRAIN_WAIT, KILL_WAIT
@@ -39,7 +40,6 @@ else:
     import _signal as signal  # the C half: `signal` builds enums for 3 ms
     import posix as os  # the C half: `os` itself takes 1 of the 13 ms in which a keeper gets up
 
-_BEFORE = 0.01  # seconds before the end of the settle window in which workers are looked at once more
 _SIGINFO = 128  # bytes of one signal, of which there is one at most: SIGCHLD is not queued
 _ORPHANED = ("orphaned",)  # in place of the last message: nobody receives one
 _NO_START = ("start_failed",)  # what the last message begins with beside which no exit is reported
@@ -68,6 +68,9 @@ class Keeper:
         self._notice: Notice | None = None
         self._order: tuple[Any, ...] = ()
         self._children = Children(self.loop, self._on_worker_exit, self._on_reaped)
+        self._settling = Settling(
+            self._children, self.loop, self._waits, lambda: self._state == "SETTLING", lambda: self._see("QUIET")
+        )
         self._sweep: Sweep | None = None  # from the first look on
         self._all_well, self._more_to_reap = True, False
         self._null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
@@ -257,14 +260,9 @@ class Keeper:
         if not self._children.workers:
             self._see("ALL_SUCCEEDED" if self._all_well else "ALL_ENDED")
         elif failed and self._together:
-            if self._state == "RUNNING":
-                self.loop.when_idle(lambda: self._note_exiting(early=True))
             self._see("ONE_FAILED")
         else:
             self._see("ONE_ENDED")
-
-    def _note_exiting(self, *, early: bool) -> None:
-        self._children.note_exiting(lambda: self._state == "SETTLING", early=early)
 
     def _after_exits(self) -> None:
         self._send_exits()
@@ -290,11 +288,6 @@ class Keeper:
             self._lose("log writer", failed)
 
     # --- the actions of the table
-
-    def _arm_settle(self) -> None:
-        until = self._waits.arm_settle()
-        if self._waits.settle > _BEFORE:  # not when it is over: a look at many takes milliseconds
-            self.loop.at(until - _BEFORE, lambda: self._note_exiting(early=False))
 
     def _arm_linger(self) -> None:
         linger = self._waits.linger
@@ -375,7 +368,7 @@ _ACTIONS: dict[str, Callable[[Keeper], None]] = {
     "START_WORKERS": Keeper._start_workers,
     "REFUSE": Keeper._refuse,
     "REPORT_STARTED": Keeper._report_started,
-    "ARM_SETTLE": Keeper._arm_settle,
+    "ARM_SETTLE": lambda keeper: keeper._settling.begin(),
     "GIVE_NOTICE": Keeper._give_notice,
     "SIGNAL": lambda keeper: keeper._signal_all(keeper._death_signal),
     "ARM_GRACE": lambda keeper: keeper._waits.arm_grace(),
@@ -397,4 +390,5 @@ _ON_MESSAGE: dict[str, Callable[..., None]] = {
     "set_grace": lambda keeper, grace: keeper._waits.set_grace(grace),
     "signal_worker": lambda keeper, rank, number: keeper._children.signal_rank(rank, number),
     "evidence_taken": Keeper._on_evidence_taken,
+    "conclusive": lambda keeper, rank: keeper._settling.conclude(rank),
 }
