@@ -9,6 +9,9 @@ import os
 import sys
 from time import monotonic, sleep
 
+RUNS = 2.0
+"""Seconds for which all ranks run before rank 0 fails, as in the midst of a job: whoever prepares for it has done so."""
+
 LOOKS = 0.1
 """Seconds between the looks of a launcher that polls: rank 0 fails at moments that are spread over them."""
 
@@ -41,7 +44,7 @@ def main(folder: str, module: str, restarts: int) -> None:
     heard = 1
     while heard < ranks:
         heard += len(os.read(fifo, ranks))
-    sleep(0.2 + LOOKS * (attempt % PARTS) / PARTS)  # the launcher is to wait by then
+    sleep(RUNS + LOOKS * (attempt % PARTS) / PARTS)
     note(folder, attempt, "exit")
     os._exit(1)
 

@@ -71,6 +71,7 @@ def _phalanx() -> Sample:
     return Sample(
         {
             "cold": _restarts(OURS),
+            "cold, no standby": _restarts((*OURS, "--no-standby")),
             "cold, settle 0": _restarts((*OURS, *at_once)),
             "imports": _restarts((*OURS, *preload), MODULE),
             "imports, settle 0": _restarts((*OURS, *preload, *at_once), MODULE),
@@ -111,6 +112,7 @@ CASE = Case(
     f"the floor is kill, wait and {WORKERS} x Popen; {len(os.sched_getaffinity(0))} cores",
     units={
         "cold": "ms",
+        "cold, no standby": "ms",
         "cold, settle 0": "ms",
         "cold, c10d": "ms",
         "imports": "ms",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._agent.attempts import Team
+from phalanx._base import interrupts
 from phalanx._base.one_line import one_line
 from phalanx._base.stderr import mention
 from phalanx._engine.start_errors import KeeperLostError
+from phalanx._group.start import NotReleasedError
 from phalanx._outcomes.result import RunProcsResult, verdict
 
 TYPE_CHECKING = False
@@ -54,9 +56,15 @@ class GroupTeam(Team):
         """Make a group, and start it. Raises what these raise."""
         self._wake = wake
         before = self._before[-1] if self._before else None
-        self.group = self._make(attempt, before)
-        self.group.start()
-        self._wake_at_end(self.group)
+        with interrupts.deferred():  # it may be there already, made ready ahead
+            group = self.group = self._make(attempt, before)
+        try:
+            group.start()
+        except NotReleasedError:  # it was, and has broken since
+            group.close(9)
+            group = self.group = self._make(attempt, before)
+            group.start()
+        self._wake_at_end(group)
         self._close_before(_MOST_SHOWN)  # after the start: it waits until the guard has ended, which takes 5 to 10 ms
 
     def _wake_at_end(self, group: PContext) -> None:

@@ -106,6 +106,12 @@ class RestartPolicy(Value):
         fixed = self.window is None and not self.always_on
         return f" of {self.max_restarts + 1}" if fixed else ""
 
+    def may_follow(self, attempt: int) -> bool:
+        """Whether a failure of the attempt, from 0 on, may be followed by another attempt."""
+        return (
+            attempt < self.max_restarts or (self.window is not None and self.max_restarts > 0) or bool(self.always_on)
+        )
+
 
 class Decision(Value):
     """What follows a failure.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from phalanx._base import channels, clock
+from phalanx._base import channels, clock, procfs
 from phalanx._base.latch import Latch
 from phalanx._base.loop import READ, WRITE
 from phalanx._base.process import Process
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from phalanx._engine.group_lines import GroupLines
     from phalanx._engine.keeper_client import KeeperClient
     from phalanx._engine.mirror import Mirror, WorkerRecord
+    from phalanx._logs.pump import Pump
     from phalanx._timers.hang_reporter import HangReporter
 
 
@@ -45,6 +46,7 @@ class KeeperLink:
         hang_report: What writes down hangs; None: no timers are watched.
         stands_alone: Returns whether a failure was not brought about by a peer's end. It may take a disk; None: nobody
             asks. It is called by ``on_thread``.
+        parked: Whether the group is a standby, from the order to start until it is released.
         up: Opened when all workers run, or when the group's thread ends.
         ended: Whether the last message has come, or none will.
         keeper_error: Why the group was killed, if a helper process had died.
@@ -67,6 +69,7 @@ class KeeperLink:
         self.hang_report: HangReporter | None = None
         self.stands_alone: Callable[[WorkerRecord], bool] | None = None
         self.on_thread: Callable[[Callable[[], None]], object] = lambda _job: None
+        self.parked = False
         self.up = Latch()
         self.ended = False
         self.keeper_error: KeeperLostError | None = None
@@ -81,6 +84,7 @@ class KeeperLink:
         self._running = running
         self._received = 0  # messages
         self._was_up = False
+        self._waits = False  # the workers are there, and wait
         self._killed_by_loss = False  # a helper was lost before anything else had ended the group
 
     @property
@@ -137,7 +141,7 @@ class KeeperLink:
             self.watchdog.watch(self._client.guard)
 
     def _start_over(self) -> None:
-        if not self.up:
+        if not (self.up or self._waits):
             self.watchdog.over(clock.now())
 
     def _receive_now(self) -> int:
@@ -155,8 +159,26 @@ class KeeperLink:
     def _on_started(self, pids: list[tuple[int, int]]) -> None:
         self._mirror.started(pids)
 
+    def _on_parked(self) -> None:
+        self._waits = True
+        self._release()
+
+    def release(self, make_pump: Callable[[], Pump | None], after: Latch | None) -> None:
+        """Let the workers of a standby begin, as soon as they are there, and show lines from now on."""
+        if self.parked and not self.ended:
+            self._display.open(make_pump(), after)
+            self._display.muted = self.parked = False
+            self._release()
+
+    def _release(self) -> None:
+        if self._waits and not self.parked:
+            self._waits = False
+            self.send(protocol.release(procfs.find_oom_counter()))
+            self.watchdog.expect(0)
+
     def _on_running(self, moment: int, log_writer: int) -> None:
         self._was_up = True
+        self.watchdog.expect_nothing()
         self._mirror.running(moment)
         self.log_writer = log_writer
         self._display.show_workers()
@@ -266,6 +288,11 @@ class KeeperLink:
             self.send(order)
             self._loop.after(ANSWER_WAIT, lambda: None if self.ended else self._client.wake())
 
+    def kill(self) -> None:
+        """Order the end of every process."""
+        self.send_end(protocol.kill())
+        self.watchdog.expect(KILL_WAIT)
+
     # --- the end
 
     def _lose(self, why: str = "") -> None:
@@ -301,6 +328,7 @@ class KeeperLink:
 _ON_MESSAGE: dict[str, Callable[..., None]] = {
     "up": KeeperLink._on_up,
     "started": KeeperLink._on_started,
+    "parked": KeeperLink._on_parked,
     "running": KeeperLink._on_running,
     "state": KeeperLink._on_state,
     "exits": KeeperLink._on_exits,

@@ -126,6 +126,7 @@ class Supervisor:
         after: Latch | None = None,
         notice: StopFlag | None = None,
         stands_alone: Callable[[WorkerRecord], bool] | None = None,
+        parked: bool = False,
     ) -> None:
         """Order the start of all workers, and return: `wait_until_up` waits for it. Raises OSError, with none left.
 
@@ -140,15 +141,17 @@ class Supervisor:
             after: Nothing is shown before this opens: the `shown` of a group whose lines come first.
             notice: What precedes a planned stop, if anything does. It is closed with the group.
             stands_alone: See `KeeperLink`.
+            parked: Whether the workers wait for `release`. There is no ``pump`` before that.
         """
         self._link.stands_alone, self._link.on_thread = stands_alone, self._chored.submit
         self._notice = notice
-        if notice is not None:
-            self._link.notice = notice.seconds
+        self._link.notice = 0.0 if notice is None else notice.seconds
         self._hang_report = self._link.hang_report = report
         self._chores = chores
         try:
-            self._display.open(pump, after)
+            self._display.muted = self._link.parked = parked
+            if not parked:
+                self._display.open(pump, after)
             self._send_order(specs, fds, fork=fork, modules=modules)
             self._thread = threading.Thread(target=self._run, name="phalanx", daemon=True)
             self._thread.start()
@@ -189,10 +192,15 @@ class Supervisor:
                 self._policy,
                 timers,
                 notice,
+                self._link.parked,
             )
             self._link.open(order, given)
         finally:
             theirs.close()
+
+    def release(self, make_pump: Callable[[], Pump | None], after: Latch | None) -> None:
+        """Let the workers of a parked group begin: `wait_until_up` waits for that. ``after``: see `start`."""
+        self._loop.call(partial(self._link.release, make_pump, after))
 
     def wait_until_up(self) -> None:
         """Return when every worker runs, or raise, with none left, what went wrong: `not_started`."""
@@ -278,12 +286,7 @@ class Supervisor:
 
     def kill(self) -> None:
         """Kill every process of the group. Returns at once."""
-
-        def kill() -> None:
-            self._link.send_end(protocol.kill())
-            self._link.watchdog.expect(KILL_WAIT)
-
-        self._loop.call(kill)
+        self._loop.call(self._link.kill)
 
     def join(self) -> None:
         """Wait until nothing of the group is left in this process; not in the group's own thread."""

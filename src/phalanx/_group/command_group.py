@@ -133,7 +133,7 @@ class ScriptContext(SubprocessContext):
 
     def _plan(self, held: ExitStack) -> Plan:
         if self._warm is None:
-            return super()._plan(held)
+            return Plan(super()._plan(held).commands, can_wait=True)
         forks: dict[int, tuple[str, list[bytes], list[int]]] = {
             rank: ("", [os.fsencode(str(value)) for value in values], []) for rank, values in self.args.items()
         }

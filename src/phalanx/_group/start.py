@@ -24,6 +24,8 @@ from phalanx._group.closing import release
 from phalanx._logs.console import ConsoleSpecs
 from phalanx._logs.layout import LogsDest, checked_dest, missing_folders
 from phalanx._logs.prefixes import template_or_default
+from phalanx._logs.specs import DefaultLogsSpecs
+from phalanx._logs.unnamed import UnnamedLogs
 from phalanx._outcomes.result import stands_alone
 
 TYPE_CHECKING = False
@@ -45,7 +47,12 @@ if TYPE_CHECKING:
     from phalanx._timers.hang_reporter import HangReporter
     from phalanx._timers.specs import TimerSpecs
 
+_MOST_PASSED = 200  # descriptors of log files beside an order to start: unix(7) allows 253 in all
 _CLOSED_EARLY = "the group %r was closed while it was starting"
+
+
+class NotReleasedError(RuntimeError):
+    """A group could not be parked, or a parked one could not be released: it is to be started in the ordinary way."""
 
 
 class GroupStart(ABC):
@@ -114,6 +121,7 @@ class GroupStart(ABC):
         self._signals = signals
         self._own_warm: Warm | None = None
         self._supervisor: Supervisor | None = None
+        self._unnamed: UnnamedLogs | None = None  # while the group is parked
         self._result: RunProcsResult | None = None
         self._values: dict[int, Any] = {}
         self._starting = self._closed = False
@@ -139,16 +147,67 @@ class GroupStart(ABC):
             with host_signals.delivering():  # raises for a signal that came earlier and was not raised
                 pass
         with self._one:
-            if self._supervisor is not None or self._starting:
+            unnamed, self._unnamed = self._unnamed, None
+            if (self._supervisor is not None and unnamed is None) or self._starting:
                 msg = f"the group {self.name!r} has been started before"
                 raise RuntimeError(msg)
-            self._starting, self._closed = True, False
+            self._starting, self._closed = unnamed is None, False
         try:
-            self._start()
+            if unnamed is None:
+                self._start()
+            else:
+                self._release(unnamed)
         finally:
             self._starting = False
 
-    def _start(self) -> None:
+    def park(self) -> None:
+        """Start everything but the workers' program. Their interpreters wait for `start`, or for `close`.
+
+        Until then nothing of the group is in its log folder. Returns before they are there. Raises as `start`, and
+        NotReleasedError if that cannot be: the group is no Python script's, forks its workers, or its logs cannot wait.
+        """
+        self._starting, self._closed = True, False
+        try:
+            self._start(parked=True)
+        finally:
+            self._starting = False
+
+    def _release(self, unnamed: UnnamedLogs) -> None:
+        """Let the workers of a parked group begin. Raises NotReleasedError, and the group is closed."""
+        supervisor, made = self._supervisor, None
+        assert supervisor is not None
+        assert isinstance(self._logs_specs, DefaultLogsSpecs)
+        try:
+            with interrupts.deferred() if self._signals else host_signals.postpone(), unnamed:
+                if not supervisor.gone:
+                    made = self._logs_specs.reify(self.envs)
+                if made != self.logs:
+                    raise NotReleasedError("the group has ended, or its folder is gone")  # noqa: TRY301 - as what else fails
+                unnamed.name()
+                supervisor.release(self._make_pump, self._after)
+            self._wait_until_up(supervisor, None)
+        except Exception as error:
+            if isinstance(error, host_signals.SignalException):
+                raise
+            self._logs_specs.unmake(self.logs, made=made is not None)
+            supervisor.abort()
+            raise NotReleasedError(str(error)) from error
+
+    def _foresee(self, held: ExitStack, plan: Plan) -> UnnamedLogs:
+        """Name the files that the group will have, and open them without a name. Raises NotReleasedError, OSError."""
+        if not plan.can_wait:
+            raise NotReleasedError("its workers are not started with an interpreter of their own")
+        specs = self._logs_specs
+        logs = specs.foresee(self.envs) if isinstance(specs, DefaultLogsSpecs) else None
+        if logs is None or logs.max_size or self._record:
+            raise NotReleasedError("its logs cannot wait")
+        self.logs = logs
+        unnamed = held.enter_context(UnnamedLogs(logs, os.path.dirname(os.path.dirname(logs.timeline))))
+        if len(unnamed.descriptors()) > _MOST_PASSED:
+            raise NotReleasedError("it has too many log files")
+        return unnamed
+
+    def _start(self, *, parked: bool = False) -> None:
         template_or_default(self.console.template)  # refuses a bad template before anything is made
         if self._placement is not None:
             self._placed, warning = self._placement.resolve(self.nprocs)
@@ -176,21 +235,23 @@ class GroupStart(ABC):
                     if self._own_warm is not None:
                         undo.callback(self._own_warm.close)
             self._logs_specs.folders_can_wait = self._begins_slowly
-            self.logs = checked_dest(self._logs_specs.reify(self.envs), self.envs, self._logs_specs)
-            remove_old(self.logs.error_files.values())
+            unnamed = self._foresee(undo, plan) if parked else None
+            if unnamed is None:
+                self.logs = checked_dest(self._logs_specs.reify(self.envs), self.envs, self._logs_specs)
+                remove_old(self.logs.error_files.values())
             self._recorder = self._begin_record(supervisor, undo)
             report = self._watch(supervisor, undo)
             stop_flag = self._make_stop_flag(undo)
-            specs = [self._spec(rank, *command) for rank, command in plan.commands.items()]
+            specs, files = self._specs(plan, unnamed)
             fork_server = self._warmed(plan.warm)
             with hold():  # no signal handler runs between the start of a process and its recording
                 if fork_server is not None:
                     supervisor.boot(fork_server=fork_server)
                 undo.callback(self._can_be_closed(supervisor))
-                pump = self._make_pump()
+                pump = None if parked else self._make_pump()
                 supervisor.start(
                     specs,
-                    plan.fds,
+                    [*plan.fds, *files],
                     pump,
                     missing_folders(self.logs),
                     fork=plan.fork,
@@ -199,11 +260,14 @@ class GroupStart(ABC):
                     after=self._after,
                     notice=stop_flag,
                     stands_alone=partial(stands_alone, logs=self.logs, sends_evidence=callable(self.entrypoint)),
+                    parked=parked,
                 )
                 # Called by `close`, or when the last reference goes; not by `wait`, which needs the result alone.
                 self._tidy = weakref.finalize(self, release, supervisor, self.logs, self._logs_specs, self._own_warm)
+                self._unnamed = unnamed
                 undo.pop_all()
-        self._wait_until_up(supervisor, self._recorder)
+        if not parked:
+            self._wait_until_up(supervisor, self._recorder)
 
     def _preview_placement(self) -> tuple[dict[int, WorkerBounds | None], dict[int, dict[str, str]]]:
         """Return where each worker would run, and the variables that follow from that. Raises ValueError."""
@@ -277,14 +341,23 @@ class GroupStart(ABC):
         env[ERROR_FILE_ENV.encode()] = os.fsencode(self.logs.error_files[rank])
         return env
 
-    def _spec(self, rank: int, path: str, argv: list[bytes], fds: list[int]) -> protocol.Spec:
+    def _specs(self, plan: Plan, unnamed: UnnamedLogs | None) -> tuple[list[protocol.Spec], list[int]]:
+        """What to start for each rank, and the log files that are open already."""
+        files = {} if unnamed is None else unnamed.descriptors()
+        places = {path: number for number, path in enumerate(files, 1 + len(plan.fds))}
+        return [self._spec(rank, *command, places) for rank, command in plan.commands.items()], [*files.values()]
+
+    def _spec(
+        self, rank: int, path: str, argv: list[bytes], fds: list[int], open_logs: Mapping[str, int]
+    ) -> protocol.Spec:
+        """What to start for a rank. ``open_logs``: the indexes of log files that are open already, by path."""
         logs = self.logs
         env = self._environment(rank)
         if logs.stderrs[rank] and not isinstance(self.entrypoint, str):
             env[b"PHALANX_STDERR_LOGGED"] = b"1"
-        streams = (logs.stdouts[rank] or None, logs.stderrs[rank] or None)
+        stdout, stderr = (open_logs.get(log, log or None) for log in (logs.stdouts[rank], logs.stderrs[rank]))
         bounds = (logs.max_size, logs.keep, logs.compress)
-        return protocol.Spec(rank, os.fsencode(path), argv, env, *streams, fds, bounds, self._placed.get(rank))
+        return protocol.Spec(rank, os.fsencode(path), argv, env, stdout, stderr, fds, bounds, self._placed.get(rank))
 
     def _watch(self, supervisor: Supervisor, undo: ExitStack) -> HangReporter | None:
         """Make the report of hangs and the table of timers, if timers are to be watched."""

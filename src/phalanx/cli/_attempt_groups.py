@@ -7,6 +7,7 @@ from contextlib import ExitStack
 import click
 
 from phalanx._agent import master_port
+from phalanx._agent.standby import Standby
 from phalanx._agent.worker_args import with_local_rank
 from phalanx._agent.worker_env import MASTER_PORT, RESTART_COUNT
 from phalanx._group.arguments import VALUE
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class AttemptGroups:
-    """Makes groups. What preloads outlives them; `close` ends it.
+    """Makes groups. What preloads outlives them, and what is made ready for the next attempt; `close` ends both.
 
     Args:
         script: The script, the module or the binary.
@@ -38,6 +39,7 @@ class AttemptGroups:
         run_path: How workers are started that run the script by `runpy.run_path`, see `MultiprocessContext`; "": each
             runs it as an interpreter of its own does.
         port: The reserved MASTER_PORT; None: the user has given one.
+        standby: Whether the next attempt may be made ready while one runs.
         options: The options of `PContext`.
     """
 
@@ -54,6 +56,7 @@ class AttemptGroups:
         preload: Sequence[str] | None,
         run_path: str,
         port: ReservedPort | None,
+        standby: bool,
         options: Mapping[str, Any],
     ) -> None:
         self.script = script
@@ -67,6 +70,11 @@ class AttemptGroups:
         self._run_path = run_path
         self._port = port
         self._options = dict(options)
+        self.standby: Standby | None = None
+        """The group of the next attempt; None: nothing is made ready, or there would be nothing to gain."""
+        if standby and not no_python and not preload and not run_path:
+            self.standby = Standby(self._make_ahead)
+        self._port_ahead: ReservedPort | None = None  # of the standby
         self._warm: Warm | None = None
         self._held = ExitStack()
         if preload:
@@ -78,9 +86,28 @@ class AttemptGroups:
 
     def make(self, attempt: int, before: PContext | None) -> SubprocessContext | MultiprocessContext:
         """Make the group of an attempt, which is shown after that of the attempt ``before``."""
-        own = {RESTART_COUNT: str(attempt)}
+        ready = None if self.standby is None else self.standby.take(attempt)
+        ahead, self._port_ahead = self._port_ahead, None
+        if ahead is not None:
+            if ready is not None and self._port is not None:
+                self._port.replace(ahead)
+            ahead.close()
+        if ready is not None:
+            assert isinstance(ready, SubprocessContext)  # as `_make` makes them
+            return ready
         if attempt and self._port is not None:
-            own[MASTER_PORT] = str(self._port.renew())
+            self._port.renew()
+        return self._make(attempt, before, self._port)
+
+    def _make_ahead(self, attempt: int, before: PContext) -> PContext:
+        """Make the group of an attempt while another runs, which has the present port. Raises OSError: none is free."""
+        self._port_ahead = None if self._port is None else master_port.reserve()
+        return self._make(attempt, before, self._port_ahead)
+
+    def _make(self, attempt: int, before: PContext | None, port: ReservedPort | None) -> SubprocessContext | MultiprocessContext:
+        own = {RESTART_COUNT: str(attempt)}
+        if port is not None:
+            own[MASTER_PORT] = str(port.number)
         envs = {rank: {**env, **own} for rank, env in self.envs.items()}
         options = {**self._options, "follows": before}
         if self._run_path:
@@ -102,7 +129,11 @@ class AttemptGroups:
         return [self._scripts[rank], *self._args[rank]]
 
     def close(self) -> None:
-        """End the process that preloads."""
+        """End the process that preloads, and the standby."""
+        if self.standby is not None:
+            self.standby.close()
+        if self._port_ahead is not None:
+            self._port_ahead.close()
         self._held.close()
         if self._warm is not None:
             self._warm.close()

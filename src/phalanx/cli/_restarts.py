@@ -12,7 +12,7 @@ from typing import NamedTuple
 import click
 
 from phalanx._agent.restart_policy import RestartPolicy
-from phalanx.cli._declare import LIST, NUMBER, RESTARTS, TEXT, WHOLE, Declared, Maybe, Option
+from phalanx.cli._declare import LIST, NUMBER, RESTARTS, TEXT, WHOLE, Declared, Flag, Maybe, Option
 from phalanx.cli._options import Whole, read_age, time_of
 
 TYPE_CHECKING = False
@@ -219,6 +219,10 @@ class RestartOptions(Declared):
         metavar="CODE,...",
         written=LIST,
         sentence="Those after which all are restarted, whatever --max-restarts says: 75.",
+    )
+    no_standby = Flag(
+        section=RESTARTS,
+        sentence="Do not boot the interpreters of the next attempt while one runs: a restart starts them.",
     )
     monitor_interval = Maybe(
         time_of(),

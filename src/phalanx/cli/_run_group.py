@@ -80,6 +80,7 @@ class RunTeam(GroupTeam):
         self.stopped_in_delay = False
         """Whether the run was stopped between two attempts."""
         self._groups = groups
+        self._standby = groups.standby
         self._latest: dict[int, PContext] = {}  # the latest two groups, by attempt
         self._failed = AttemptEnd("failed")
         self._observers = observers
@@ -109,10 +110,39 @@ class RunTeam(GroupTeam):
         except Exception as error:
             self.not_started = error
             raise
+        if self._standby is not None and self.group is not None and self.policy.may_follow(attempt):
+            self._standby.expect(attempt + 1, self.group)
         # Now: at the end there may be no descriptor, or no disk. And whole: a handler's exception in the midst of an
         # import can leave the lock of the import system taken, for which the thread that writes run.json would wait.
         with interrupts.deferred():
             from phalanx.errors import format_report  # noqa: F401 - see above
+
+    def ended(self) -> AttemptEnd | None:
+        """See `Team`."""
+        end = super().ended()
+        if self._standby is not None:
+            if end is None:
+                self.poll_seconds = self._standby.tend()
+            elif not end.failed:
+                self._standby.drop()
+        return end
+
+    def stop(self, death_signal: int, grace: float) -> None:
+        """See `Team`."""
+        self.drop_standby()
+        super().stop(death_signal, grace)
+
+    def drop_standby(self) -> None:
+        """Order the end of what is ready for a next attempt: there is none."""
+        if self._standby is not None:
+            self._standby.drop()
+
+    def close(self) -> None:
+        """See `GroupTeam`."""
+        self.drop_standby()  # before the waits for consoles
+        super().close()
+        if self._standby is not None:
+            self._standby.close()
 
     def observe(self, name: str, facts: dict[str, Any]) -> None:
         """Record what has happened, see `Attempts`."""
@@ -196,6 +226,7 @@ def _run_all(team: RunTeam, grace: float) -> tuple[Ending, signal.Signals | None
         except SignalException as error:
             stopped = error.sigval
             ending = _stop(attempts, team, stopped, grace)
+        team.drop_standby()
         _undisturbed(attempts.close)  # what the observer has still to record comes before the end
     return ending, stopped
 

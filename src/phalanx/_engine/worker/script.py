@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from types import CodeType
     from typing import Any
 
+_STANDBY_ENV = "PHALANX_STANDBY"  # the descriptor to wait on, as `keeper.parking` has it
+
 _theirs = {}  # what this interpreter knows already by the name of our package
 if not __package__:  # run by its path: empty modules stand for our package and its wings, so that no `__init__` runs
     if not getattr(sys.flags, "safe_path", False):
@@ -48,8 +50,38 @@ def main() -> None:
     """Run the program that ``sys.argv`` names, in a process that the keeper has just started."""
     linux.die_with_parent(os.getppid())
     linux.allow_ptrace()
+    if _STANDBY_ENV in os.environ:
+        _wait_for_release(int(os.environ.pop(_STANDBY_ENV)))
     del sys.argv[0]
     run()
+
+
+def _wait_for_release(gate: int) -> None:
+    """Wait, as part of a standby, until the group is released. Ends the process if it never will be: EOF.
+
+    Nothing of the program has been read by now, and no file of the attempt is written. Meanwhile, the process has
+    another name (proc_pid_comm(5)): `ps -o comm` and `top` tell it from a worker that runs.
+    """
+    import faulthandler  # noqa: F401 - needed at once, then
+
+    if sys.argv[1] == "-m":
+        import runpy  # noqa: F401 - it takes some milliseconds
+    name = _rename(b"phalanx-standby")
+    if not os.read(gate, 1):
+        os._exit(0)
+    os.close(gate)
+    _rename(name)
+
+
+def _rename(name: bytes) -> bytes:
+    """Give this process another name, where /proc is there. Returns the one before."""
+    try:
+        with open("/proc/self/comm", "r+b", buffering=0) as file:
+            before = file.read().rstrip(b"\n")
+            file.write(name)
+    except OSError:
+        return b""
+    return before
 
 
 def run() -> None:
