@@ -215,7 +215,7 @@ class DefaultLogsSpecs(LogsSpecs):
         return self._described(folder, named)
 
     def unmake(self, logs: LogsDest, *, made: bool) -> None:
-        """Forget an attempt that never began, so that it can be reified again; and remove its folder, if it was made."""
+        """Forget an attempt that never began: it can be reified again. Remove its folder, if it was ``made``."""
         folder = os.path.dirname(logs.timeline)
         if made:
             import shutil
