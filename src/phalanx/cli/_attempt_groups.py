@@ -104,7 +104,9 @@ class AttemptGroups:
         self._port_ahead = None if self._port is None else master_port.reserve()
         return self._make(attempt, before, self._port_ahead)
 
-    def _make(self, attempt: int, before: PContext | None, port: ReservedPort | None) -> SubprocessContext | MultiprocessContext:
+    def _make(
+        self, attempt: int, before: PContext | None, port: ReservedPort | None
+    ) -> SubprocessContext | MultiprocessContext:
         own = {RESTART_COUNT: str(attempt)}
         if port is not None:
             own[MASTER_PORT] = str(port.number)
