@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx._agent.attempts import Attempts, Ending
+from phalanx._agent.attempt_end import Ending
+from phalanx._agent.attempts import Attempts
 from phalanx._agent.group_team import GroupTeam
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._base.latch import Latch

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx._agent import attempts as attempts_module
-from phalanx._agent.attempt_end import AttemptEnd
-from phalanx._agent.attempts import Attempts, Ending, Team
+from phalanx._agent.attempt_end import AttemptEnd, Ending
+from phalanx._agent.attempts import Attempts, Team
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._base import clock
 from phalanx._base.latch import Latch

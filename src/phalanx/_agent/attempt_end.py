@@ -1,4 +1,4 @@
-"""How one attempt ended: what the restart policy decides by, and what the report over attempts shows."""
+"""How one attempt ended, and all of them: what the restart policy decides by, and what the report shows."""
 
 from __future__ import annotations
 
@@ -76,3 +76,22 @@ class AttemptEnd(Value):
         parts += [self.error] if self.error else [self.state] if not parts else []
         parts += [f"step {self.step}"] if self.step is not None else []
         return ", ".join(parts)
+
+
+class Ending(Value):
+    """How it all ended.
+
+    Attributes:
+        state: "succeeded", "failed" or "stopped".
+        ends: How each attempt ended, the latest last.
+        why: Why no other attempt followed a failure; "": none was allowed in the first place.
+    """
+
+    __slots__ = ("state", "ends", "why")  # noqa: RUF023 - the order is that of the arguments
+
+    state: str
+    ends: tuple[AttemptEnd, ...]
+    why: str
+
+    def __init__(self, state: str, ends: tuple[AttemptEnd, ...], why: str = "") -> None:
+        self._store(state=state, ends=ends, why=why)

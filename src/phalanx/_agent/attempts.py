@@ -6,19 +6,19 @@ a `Team`'s business; whether a failure is followed by another attempt is `restar
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from abc import ABC, abstractmethod
 from collections import deque
 
 from phalanx._agent import life
-from phalanx._agent.attempt_end import AttemptEnd
+from phalanx._agent.attempt_end import AttemptEnd, Ending
+from phalanx._agent.history import describe_failure, describe_restart
 from phalanx._agent.restart_policy import Decision, RestartPolicy, decide
 from phalanx._base import clock, interrupts
 from phalanx._base.background import SerialExecutor
-from phalanx._base.clock import format_duration, format_seconds
 from phalanx._base.durations import seconds
-from phalanx._base.frozen import Value
 from phalanx._base.latch import Latch
 from phalanx._base.one_line import one_line
 from phalanx._engine import host_signals
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Any, Self
 
-_MINUTE = 60
 _FLUSH = 5.0  # seconds that `close` waits for an observer
 
 
@@ -54,8 +53,12 @@ class Team(ABC):
 
         A signal may interrupt it: what has been started by then is for `ended` and `stop`.
 
-        ``wake`` is to be called when `ended` may have something to say. Any thread may call it; it does not raise.
+        ``wake`` is to be called when `ended` or `is_up` may have something to say. Any thread may; it does not raise.
         """
+
+    def is_up(self) -> bool:
+        """Return whether every worker runs, after a `start` that has not waited for that. Raises as `start`."""
+        return True
 
     @abstractmethod
     def ended(self) -> AttemptEnd | None:
@@ -76,25 +79,6 @@ class Team(ABC):
         """Show a line of ours, after the lines of an attempt that has ended. Does not wait."""
 
 
-class Ending(Value):
-    """How it all ended.
-
-    Attributes:
-        state: "succeeded", "failed" or "stopped".
-        ends: How each attempt ended, the latest last.
-        why: Why no other attempt followed a failure; "": none was allowed in the first place.
-    """
-
-    __slots__ = ("state", "ends", "why")  # noqa: RUF023 - the order is that of the arguments
-
-    state: str
-    ends: tuple[AttemptEnd, ...]
-    why: str
-
-    def __init__(self, state: str, ends: tuple[AttemptEnd, ...], why: str = "") -> None:
-        self._store(state=state, ends=ends, why=why)
-
-
 class Attempts:
     """The attempts of one team, from the first start to the last end. A context manager, which `close`s it.
 
@@ -102,6 +86,7 @@ class Attempts:
         team: What is started.
         policy: When it is started again after a failure.
         signals: Whether signals to this process raise `SignalException` out of `run`, between two attempts, too.
+        name: What the lines say of which team they are, if there are several; "": nothing.
         observe: Called with the name of each event and its facts, in order, on a thread of its own: it holds up nobody.
             ``agent.state`` (state, attempt), ``attempt.ended`` (the fields of `AttemptEnd`), ``restart.decided``
             (attempt, delay, counted, why) and ``agent.gave_up`` (attempt, why); moments are monotonic seconds.
@@ -127,10 +112,12 @@ class Attempts:
         *,
         signals: bool = True,
         observe: Callable[[str, dict[str, Any]], None] | None = None,
+        name: str = "",
     ) -> None:
         self._team = team
         self._policy = policy
         self._signals = signals
+        self._name = name
         self._observe = observe
         self._observing = SerialExecutor("phalanx-events")
         self._owner = os.getpid()
@@ -139,6 +126,7 @@ class Attempts:
         self._due = ""  # the action that the last step has left to be done, where a signal may interrupt it
         self._number = -1  # of the attempt that runs, or ran last
         self._under_way = False  # whether that has begun, and its end is not noted
+        self._ordered = False  # whether its start has been ordered
         self._began = 0.0
         self._started: list[float] = []  # when restarts were decided that count
         self._ends: list[AttemptEnd] = []
@@ -147,6 +135,7 @@ class Attempts:
         self._asked: deque[tuple[str, int, float, str]] = deque()  # by any thread: event, signal, grace, why
         self._order = 0, 0.0  # the signal and the grace of the stop
         self._bell = Latch()
+        self._woken: Callable[[], None] = lambda: None
 
     # --- any thread
 
@@ -164,6 +153,12 @@ class Attempts:
     def ends(self) -> list[AttemptEnd]:
         """How the attempts have ended that have."""
         return list(self._ends)
+
+    @property
+    def ending(self) -> Ending | None:
+        """How it all ended; None: it has not."""
+        over = self._state in life.TERMINAL
+        return Ending(self._state.lower(), tuple(self._ends), self._why) if over else None
 
     def ask_stop(self, death_signal: int, grace: float) -> None:
         """Ask for an end: within ``grace`` seconds after ``death_signal``. Returns at once; `run` carries it out.
@@ -187,6 +182,7 @@ class Attempts:
     def wake(self) -> None:
         """Have `run` look at once at what has become of the team."""
         self._bell.open()
+        self._woken()
 
     # --- one thread
 
@@ -205,9 +201,24 @@ class Attempts:
             raise RuntimeError(msg)
         if self._state == "NEW" and self._signals:
             host_signals.acquire(self)
-        while self._state not in life.TERMINAL:
+        while (ending := self.ending) is None:
             self._turn()
-        return Ending(self._state.lower(), tuple(self._ends), self._why)
+        return ending
+
+    def when_woken(self, action: Callable[[], None]) -> None:
+        """Have `wake` call ``action``: for whoever calls `advance`. It must not raise, nor take long."""
+        self._woken = action
+
+    def advance(self) -> float:
+        """Take all steps that can be taken now, where `run` would wait for the next: for `SideBySide`.
+
+        Returns for how many seconds there is nothing to do unless `wake` is called; inf: for ever. Raises as `run`.
+        """
+        while self._state not in life.TERMINAL:
+            seconds = self._step()
+            if seconds is not None:
+                return seconds
+        return math.inf
 
     def close(self) -> None:
         """Release the signals, and wait for the observer, 5 s at most. `run` is not called again."""
@@ -224,11 +235,17 @@ class Attempts:
         self.close()
 
     # A signal may raise between any two lines of these. What belongs together is done with signals deferred; what may
-    # take long (the team's start, stop and look, and the waits) is not, and is left in `_due` until it is done.
+    # take long (the team's start, stop and look, the waits) is not, and is left in `_due` until it is done.
 
     def _turn(self) -> None:
         """Take one step, or wait for what leads to one."""
         self._bell = Latch()  # before the looks: what changes after them opens it
+        seconds = self._step()
+        if seconds is not None:
+            self._wait(None if seconds == math.inf else seconds)
+
+    def _step(self) -> float | None:
+        """Take one step; or return for how many seconds none can be taken unless `wake` is called, inf: for ever."""
         if self._asked:
             self._take_request()
         elif self._due == "START_GROUP":
@@ -240,17 +257,16 @@ class Attempts:
         elif self._state == "WAITING":
             left = self._until - clock.now()
             if left > 0:
-                self._wait(left)
-            else:
-                self._see("DELAY_OVER")
+                return left
+            self._see("DELAY_OVER")
         elif not self._under_way:
             self._skip_start()
-        else:
+        elif not (self._ordered and self._state == "STARTING" and self._see_up()):
             end = self._team.ended()
-            if end is not None:
-                self._note_end(end)
-            else:
-                self._wait(self._team.poll_seconds)
+            if end is None:
+                return math.inf if self._team.poll_seconds is None else self._team.poll_seconds
+            self._note_end(end)
+        return None
 
     def _wait(self, most: float | None) -> None:
         """Wait until `wake` is called, for ``most`` seconds; None: without limit."""
@@ -283,7 +299,7 @@ class Attempts:
 
     def _start_group(self) -> None:
         with interrupts.deferred():
-            self._due, self._under_way = "", True
+            self._due, self._under_way, self._ordered = "", True, False
             self._began = clock.now()
             self._team.begin(self._number)
         try:
@@ -291,13 +307,34 @@ class Attempts:
         except host_signals.SignalException:  # the group is open, or none of it is left: `ended` will tell
             raise
         except Exception as error:
-            if self._number == 0:
-                self._under_way = False
-                self._see("GIVE_UP")
+            if self._note_failed_start(error):
                 raise
-            self._note_end(AttemptEnd("not started", error=one_line(error)))
         else:
+            self._ordered = True
+            self._see_up()
+
+    def _see_up(self) -> bool:
+        """See that every worker runs, or that none does. Returns whether either is so."""
+        try:
+            is_up = self._team.is_up()
+        except host_signals.SignalException:
+            raise
+        except Exception as error:
+            if self._note_failed_start(error):
+                raise
+            return True
+        if is_up:
             self._see("STARTED")
+        return is_up
+
+    def _note_failed_start(self, error: Exception) -> bool:
+        """See that a start has failed. Returns whether it was the first: then all is over."""
+        if self._number:
+            self._note_end(AttemptEnd("not started", error=one_line(error)))
+            return False
+        self._under_way = False
+        self._see("GIVE_UP")
+        return True
 
     def _skip_start(self) -> None:
         """See the end of an attempt that was to be stopped before its start had begun."""
@@ -336,18 +373,15 @@ class Attempts:
         decision = decide(self._policy, self._ends, self._started, now, chance)
         self._decision = decision
         number = self._number
-        failed = f"attempt {number + 1}{self._policy.attempts} {end.state}"
-        failed += f" after {format_duration(end.uptime)}: {end.describe()}"
+        failed = describe_failure(end.replace(rank=None) if self._name else end, self._policy.attempts)
         if decision.retries:
             if decision.counted:
                 self._started.append(now)
             self._tell(
                 "restart.decided", attempt=number, delay=decision.delay, counted=decision.counted, why=decision.why
             )
-            delay = format_duration(decision.delay) if decision.delay >= _MINUTE else format_seconds(decision.delay)
-            soon = f"restarting in {delay}" if decision.delay else "restarting"
             self._see("RETRY")
-            self._say(", ".join(filter(None, (failed, decision.why))) + f"; {soon}")
+            self._say(f"{', '.join(filter(None, (failed, decision.why)))}; {describe_restart(decision.delay)}")
             return
         self._why = decision.why
         self._tell("agent.gave_up", attempt=number, why=decision.why)
@@ -356,7 +390,7 @@ class Attempts:
             self._say(f"{failed}; giving up: {decision.why}")
 
     def _say(self, text: str) -> None:
-        self._team.say(f"phalanx: {text}")
+        self._team.say(f"phalanx: {self._name}{': ' * bool(self._name)}{text}")
 
     def _tell(self, name: str, **facts: Any) -> None:
         observe = self._observe

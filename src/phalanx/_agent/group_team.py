@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from phalanx._group.context import PContext
 
-_MOST_SHOWN = 3  # groups that have ended, and whose lines a slow console has not taken
+MOST_SHOWN = 3
+"""How many groups may have ended whose lines a slow console has not taken, when another is started."""
 
 
 class GroupTeam(Team):
@@ -65,7 +66,7 @@ class GroupTeam(Team):
             group = self.group = self._make(attempt, before)
             group.start()
         self._wake_at_end(group)
-        self._close_before(_MOST_SHOWN)  # after the start: it waits until the guard has ended, which takes 5 to 10 ms
+        self._close_before(MOST_SHOWN)  # after the start: it waits until the guard has ended, which takes 5 to 10 ms
 
     def _wake_at_end(self, group: PContext) -> None:
         group.when_gone(self._wake)

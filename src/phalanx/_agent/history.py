@@ -1,4 +1,4 @@
-"""The attempts before the last one, in lines for a report: equal ones in a row are grouped."""
+"""Attempts in words: the line of a failure, and those before the last one in a report, where equal ones are grouped."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from itertools import groupby
 
 from phalanx._base import clock
-from phalanx._base.clock import format_duration
+from phalanx._base.clock import format_duration, format_seconds
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -15,6 +15,28 @@ if TYPE_CHECKING:
     from phalanx._agent.attempt_end import AttemptEnd
 
 _MOST = 20  # lines; those in the middle are left out
+_MINUTE = 60
+
+
+def describe_failure(end: AttemptEnd, attempts: str) -> str:
+    """Return a line on an attempt that has failed, of so many, see `RestartPolicy.attempts`.
+
+    >>> from phalanx._agent.attempt_end import AttemptEnd
+    >>> describe_failure(AttemptEnd("failed", 2, 1, "ValueError: bad batch", ended=3.0), " of 4")
+    'attempt 1 of 4 failed after 3.0s: rank 2, ValueError: bad batch'
+    """
+    return f"attempt {end.number + 1}{attempts} {end.state} after {format_duration(end.uptime)}: {end.describe()}"
+
+
+def describe_restart(delay: float) -> str:
+    """Return when another attempt follows, in seconds from now.
+
+    >>> describe_restart(0), describe_restart(2.5), describe_restart(90)
+    ('restarting', 'restarting in 2.5 s', 'restarting in 1m30s')
+    """
+    if not delay:
+        return "restarting"
+    return f"restarting in {format_duration(delay) if delay >= _MINUTE else format_seconds(delay)}"
 
 
 def describe_attempts(ends: Sequence[AttemptEnd]) -> list[str]:

@@ -211,6 +211,11 @@ class Supervisor:
             raise error
 
     @property
+    def up(self) -> Latch:
+        """Opened when every worker runs, or when it is known why none does: `not_started`."""
+        return self._link.up
+
+    @property
     def shown(self) -> Latch:
         """Opened when all lines of the workers are shown, or when what shows them was left alone."""
         return self._display.shown

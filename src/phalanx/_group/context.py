@@ -142,8 +142,9 @@ class PContext(GroupStart):
     def fileno(self) -> int:
         """Return a descriptor that is readable once the group has ended, for `select` and other event loops.
 
-        It belongs to the group: nothing should be read from it, and `close` closes it. Raises RuntimeError if the group
-        has not been started or has been closed, OSError if no descriptor is left.
+        It belongs to the group: nothing should be read from it, and `close` closes it. A SignalException out of another
+        loop's wait is raised once more by the next `wait`: it may have been swallowed meanwhile. Raises RuntimeError if
+        the group has not been started or has been closed, OSError if no descriptor is left.
         """
         supervisor = self._started()
         with self._one:
@@ -297,6 +298,10 @@ class PContext(GroupStart):
         It must not raise, and not take long. Raises RuntimeError if the group has not been started.
         """
         self._started().gone.then(action)
+
+    def when_up(self, action: Callable[[], None]) -> None:
+        """Call ``action`` likewise, once `is_up` says that every worker runs, or why none does."""
+        self._started().up.then(action)
 
     def when_shown(self, action: Callable[[], None]) -> None:
         """Call ``action`` likewise, once all lines of the workers are shown, or what shows them was left alone."""

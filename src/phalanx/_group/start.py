@@ -142,6 +142,12 @@ class GroupStart(ABC):
             RuntimeError: The group has been started before, or another thread closes it meanwhile.
             Exception: What the logs specs raise.
         """
+        self.launch()
+        assert self._supervisor is not None
+        self._wait_until_up(self._supervisor, self._recorder)
+
+    def launch(self) -> None:
+        """Do as `start`, but return when the workers are ordered: `is_up` tells when they run. Raises as `start`."""
         main_module.check_guard()
         if self._signals:
             with host_signals.delivering():  # raises for a signal that came earlier and was not raised
@@ -159,6 +165,16 @@ class GroupStart(ABC):
                 self._release(unnamed)
         finally:
             self._starting = False
+
+    def is_up(self) -> bool:
+        """Whether every worker runs, after `launch`. Raises as `start` if they cannot be started."""
+        supervisor = self._supervisor
+        if supervisor is None:
+            msg = f"the group {self.name!r} has not been started"
+            raise RuntimeError(msg)
+        if supervisor.up:
+            self._wait_until_up(supervisor, None)
+        return bool(supervisor.up)
 
     def park(self) -> None:
         """Start everything but the workers' program. Their interpreters wait for `start`, or for `close`.
@@ -210,10 +226,11 @@ class GroupStart(ABC):
     def _start(self, *, parked: bool = False) -> None:
         template_or_default(self.console.template)  # refuses a bad template before anything is made
         if self._placement is not None:
-            self._placed, warning = self._placement.resolve(self.nprocs)
+            placed, warning = self._placement.resolve(self.nprocs)
+            self._placed = dict(zip(sorted(self.envs), placed.values(), strict=True))
             self._devices = self._placement.environment(self.envs)
             if warning:
-                warnings.warn(warning, RuntimeWarning, stacklevel=4)  # the frame that called start_processes
+                warnings.warn(warning, RuntimeWarning, stacklevel=5)  # the frame that called start_processes
         with ExitStack() as held, ExitStack() as undo:
             for fd in linux.occupy_standard_descriptors():
                 held.callback(os.close, fd)
@@ -266,8 +283,6 @@ class GroupStart(ABC):
                 self._tidy = weakref.finalize(self, release, supervisor, self.logs, self._logs_specs, self._own_warm)
                 self._unnamed = unnamed
                 undo.pop_all()
-        if not parked:
-            self._wait_until_up(supervisor, self._recorder)
 
     def _preview_placement(self) -> tuple[dict[int, WorkerBounds | None], dict[int, dict[str, str]]]:
         """Return where each worker would run, and the variables that follow from that. Raises ValueError."""

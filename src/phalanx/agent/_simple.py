@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from phalanx._agent.attempts import Ending
+    from phalanx._agent.attempt_end import Ending
 
 EXIT_BARRIER_TIMEOUT = 300.0
 """Seconds that agents wait for each other at the end."""

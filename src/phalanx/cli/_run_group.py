@@ -8,8 +8,8 @@ from contextlib import suppress
 
 import click
 
-from phalanx._agent.attempt_end import AttemptEnd
-from phalanx._agent.attempts import Attempts, Ending
+from phalanx._agent.attempt_end import AttemptEnd, Ending
+from phalanx._agent.attempts import Attempts
 from phalanx._agent.group_team import GroupTeam
 from phalanx._agent.history import describe_attempts
 from phalanx._base import interrupts
