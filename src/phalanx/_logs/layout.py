@@ -13,7 +13,7 @@ from phalanx._logs.std import Std, to_map
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 SYS_STREAM = ""
 """In place of a path: the stream stays the launcher's own."""
@@ -128,37 +128,37 @@ def checked_dest(logs: object, ranks: Iterable[int], specs: object) -> LogsDest:
 
 def lay_out(
     folder: str,
-    nprocs: int,
+    ranks: Collection[int],
     redirects: Std | Mapping[int, Std],
     tee: Std | Mapping[int, Std],
     local_ranks_filter: set[int] | None = None,
     folders_can_wait: bool = False,  # noqa: FBT001, FBT002 - the caller's attribute has this name
 ) -> LogsDest:
-    """Make ``<folder>/<rank>/`` for every rank, and name the files in it. Raises OSError.
+    """Make ``<folder>/<rank>/`` for each of the local ``ranks``, and name the files in it. Raises OSError.
 
     With ``folders_can_wait``, folders of ranks without a stream in a file are not made: see `missing_folders`.
     """
-    redirected, teed = to_map(redirects, nprocs), to_map(tee, nprocs)
-    for rank in range(nprocs):
+    redirected, teed = _by_rank(redirects, ranks), _by_rank(tee, ranks)
+    for rank in sorted(ranks):
         if redirected[rank] | teed[rank] or not folders_can_wait:
             _make_empty(os.path.join(folder, str(rank)))
-    return name_files(folder, nprocs, redirects, tee, local_ranks_filter)
+    return name_files(folder, ranks, redirects, tee, local_ranks_filter)
 
 
 def name_files(
     folder: str,
-    nprocs: int,
+    ranks: Collection[int],
     redirects: Std | Mapping[int, Std],
     tee: Std | Mapping[int, Std],
     local_ranks_filter: set[int] | None = None,
 ) -> LogsDest:
-    """Name the files in ``<folder>/<rank>/`` for every rank."""
-    redirected, teed = to_map(redirects, nprocs), to_map(tee, nprocs)
+    """Name the files in ``<folder>/<rank>/`` for each of the local ``ranks``."""
+    redirected, teed = _by_rank(redirects, ranks), _by_rank(tee, ranks)
     streams: dict[Std, dict[int, str]] = {Std.OUT: {}, Std.ERR: {}}
     tees: dict[Std, dict[int, str]] = {Std.OUT: {}, Std.ERR: {}}
     hidden: dict[Std, dict[int, str]] = {Std.OUT: {}, Std.ERR: {}}
     errors = {}
-    for rank in range(nprocs):
+    for rank in sorted(ranks):
         rank_dir = os.path.join(folder, str(rank))
         shown = local_ranks_filter is None or rank in local_ranks_filter
         for stream, name in ((Std.OUT, "stdout.log"), (Std.ERR, "stderr.log")):
@@ -184,30 +184,37 @@ def name_files(
 
 
 def lay_out_nothing(
-    nprocs: int, redirects: Std | Mapping[int, Std], tee: Std | Mapping[int, Std], shown: set[int] | None
+    ranks: Collection[int], redirects: Std | Mapping[int, Std], tee: Std | Mapping[int, Std], shown: set[int] | None
 ) -> LogsDest:
     """Name no log files, and error files side by side in a new temporary folder. Raises OSError."""
     import tempfile
 
-    return name_nothing(tempfile.mkdtemp(prefix="phalanx_"), nprocs, redirects, tee, shown)
+    return name_nothing(tempfile.mkdtemp(prefix="phalanx_"), ranks, redirects, tee, shown)
 
 
 def name_nothing(
-    folder: str, nprocs: int, redirects: Std | Mapping[int, Std], tee: Std | Mapping[int, Std], shown: set[int] | None
+    folder: str,
+    ranks: Collection[int],
+    redirects: Std | Mapping[int, Std],
+    tee: Std | Mapping[int, Std],
+    shown: set[int] | None,
 ) -> LogsDest:
     """Name no log files, and error files side by side in ``folder``."""
-    dropped, teed = to_map(redirects, nprocs), to_map(tee, nprocs)
+    dropped, teed = _by_rank(redirects, ranks), _by_rank(tee, ranks)
 
     def stream(rank: int, kind: Std) -> str:
         is_shown = (shown is None or rank in shown) and (kind in teed[rank] or kind not in dropped[rank])
         return SYS_STREAM if is_shown else os.devnull
 
-    ranks = range(nprocs)
     return LogsDest(
         {rank: stream(rank, Std.OUT) for rank in ranks},
         {rank: stream(rank, Std.ERR) for rank in ranks},
         error_files={rank: os.path.join(folder, f"{rank}.json") for rank in ranks},
     )
+
+
+def _by_rank(streams: Std | Mapping[int, Std], ranks: Collection[int]) -> dict[int, Std]:
+    return to_map(streams, max(ranks, default=0) + 1)
 
 
 def _make_empty(folder: str) -> None:

@@ -130,6 +130,8 @@ class DefaultLogsSpecs(LogsSpecs):
     folder is made in the same run's folder; for an attempt that has its folder already, a new run's folder is made. A
     temporary folder that is empty when the group has ended (nothing redirected, no failure) is removed.
 
+    Where `ranks_come_singly` is set, the ranks of an attempt may be reified one by one, into the attempt's one folder.
+
     With ``log_dir=os.devnull`` nothing is kept: redirected output is dropped, other streams are the launcher's own
     (also those that are teed), and error files are removed once the result holds what they contain.
 
@@ -145,6 +147,9 @@ class DefaultLogsSpecs(LogsSpecs):
         mode: Permissions of the run's folder and the folders in it, like 0o750; a set-group-ID bit that they inherit
             stays. None: nobody else can enter the run's folder (0o700). Files get 0o666 less the umask.
     """
+
+    ranks_come_singly = False
+    """Whether a rank can be started again by itself."""
 
     def __init__(
         self,
@@ -185,12 +190,13 @@ class DefaultLogsSpecs(LogsSpecs):
     def reify(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
         """See `LogsSpecs.reify`."""
         if not self.is_kept:
-            return lay_out_nothing(len(envs), self._redirects, self._tee, self._local_ranks_filter)
+            return lay_out_nothing(envs, self._redirects, self._tee, self._local_ranks_filter)
         any_env = envs[min(envs)] if envs else {}
         run_id = any_env.get("TORCHELASTIC_RUN_ID") or self.run_id or "run"
         attempt = any_env.get("TORCHELASTIC_RESTART_COUNT") or "0"
         made: list[str] = []
-        if self._run_log_dir is None or attempt in self._attempts:
+        again = attempt in self._attempts and not self.ranks_come_singly
+        if self._run_log_dir is None or again:
             made = self._make_run_dir(_name_of(run_id))
             self._run_log_dir = made[-1]
             self._attempts = set()
@@ -200,7 +206,7 @@ class DefaultLogsSpecs(LogsSpecs):
         files.make_folder(folder)
         self._attempts.add(attempt)
         can_wait = self.folders_can_wait and self._mode is None
-        logs = lay_out(folder, len(envs), self._redirects, self._tee, self._local_ranks_filter, can_wait)
+        logs = lay_out(folder, envs, self._redirects, self._tee, self._local_ranks_filter, can_wait)
         made += [folder, *map(os.path.dirname, logs.error_files.values())]
         self._set_mode(reversed(made))  # the outermost last: until then, nobody else can reach those in it
         return self._described(folder, logs)
@@ -319,4 +325,4 @@ class FolderLogsSpecs(LogsSpecs):
             raise RuntimeError(msg)
         # Where other users may make folders, ours must not come later: theirs could be there first.
         can_wait = self.folders_can_wait and not files.is_shared(os.stat(folder))
-        return lay_out(os.path.abspath(folder), len(envs), self._redirects, self._tee, None, can_wait)
+        return lay_out(os.path.abspath(folder), envs, self._redirects, self._tee, None, can_wait)

@@ -23,6 +23,7 @@ class RunLogs(DefaultLogsSpecs):
 
     notes: Sequence[str] = ()
     keeps_few = False
+    workers = 0  # of the run, where those of `reify` are not all
     _said = False
 
     def name_files(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
@@ -40,7 +41,8 @@ class RunLogs(DefaultLogsSpecs):
             return logs
         self._said = True
         where = f"logs in {self.run_log_dir}" if self.run_log_dir else "no logs are kept"
-        say(f"{len(envs)} worker{'s' * (len(envs) > 1)}, {where}")
+        count = self.workers or len(envs)
+        say(f"{count} worker{'s' * (count > 1)}, {where}")
         for note in self.notes:
             say(note)
         look = self.run_log_dir and not self.keeps_few
