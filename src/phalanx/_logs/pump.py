@@ -14,6 +14,7 @@ from phalanx._base import clock
 from phalanx._base.control_chars import sanitise
 from phalanx._base.stderr import tell
 from phalanx._logs import unshown  # now: at the end, there may be no descriptor left for an import
+from phalanx._logs.pump_end import STUCK, PumpEnd
 from phalanx._logs.sink import TURN
 from phalanx._logs.tail import last_lines
 from phalanx._logs.watch import FileWatch
@@ -30,11 +31,8 @@ if TYPE_CHECKING:
     from phalanx._logs.stream import Stream
     from phalanx._logs.timeline_writer import TimelineWriter
 
-STUCK = 5.0
-"""Seconds without any progress after which the end of a group stops waiting for a console that does not read."""
-
 DRAIN = 10.0
-"""Seconds after which it stops waiting for one that reads too slowly."""
+"""Seconds after which the end of a group stops waiting for a console that reads too slowly."""
 
 _MOST_REVEALED = 8  # ranks
 _MOST_OPEN = 256  # descriptors, or a quarter of what may be open; further files are opened anew at each turn
@@ -42,8 +40,25 @@ _TURN = 0.02  # seconds after which the files that have not been read yet wait f
 _FLUSH = 1.0  # seconds after which a record of the timeline is in its file
 
 
+class PumpPart:
+    """The streams of one of several groups that share a pump.
+
+    Args:
+        streams: The files that are followed.
+        views: Where their lines go, and nobody else's.
+        timeline: Notes when the files grow; None: nothing does. Parts may share it.
+    """
+
+    def __init__(self, streams: list[Stream], views: list[View], timeline: TimelineWriter | None) -> None:
+        self.streams = streams
+        self.views = views
+        self.timeline = timeline
+        for stream in streams:
+            stream.timeline = timeline
+
+
 class Pump:
-    """Shows the log files of a group. Lives on a loop, and on no thread of its own.
+    """Shows the log files of a group; or of several, see `add_part`. Lives on a loop, and on no thread of its own.
 
     Args:
         streams: The files that are followed.
@@ -66,25 +81,24 @@ class Pump:
         self._views = list(views)
         self._message_view = message_view
         self._sinks: list[Sink] = list(dict.fromkeys(view.output.sink for view in self._views))
-        self._timeline = timeline
+        self._timelines = [] if timeline is None else [timeline]  # each as often as parts have it
+        for stream in self._streams:
+            stream.timeline = timeline
         self._drain = drain
         self._buffer = bytearray(TURN)
         self._stream_of = {source: stream for stream in self._streams for _view, source in stream.views}
         self._dirty: dict[Stream, None] = {}  # those that may have unread bytes, in the order of their turns
         self._open: deque[Follower] = deque()
         self._most_open = min(_MOST_OPEN, os.sysconf("SC_OPEN_MAX") // 4)
-        self._revealed: set[int] = set()
-        self._to_reveal: set[int] = set()
+        self._revealed: set[Stream] = set()
+        self._to_reveal: dict[Stream, None] = {}
         self._closed = False
         self._loop: Loop | None = None
         self._watch: FileWatch | None = None
         self._timer: Deadline | None = None
         self._scheduled = False
-        self._finished: Callable[[], None] | None = None  # set from `finish` on
-        self._all_seen = False  # whether all has been read, and every line ended
-        self._until = self._stuck = 0.0  # when the end gives up waiting: at the latest; and if nothing is written
-        self._progress = 0  # bytes that all sinks had written at the last look
-        self._gave_up = False  # on sinks with a slow reader, not on files of ours
+        self._ends: list[PumpEnd] = []  # that are under way
+        self._over = False  # whether `finish` has been called, and every line is ended
         self.unfit: set[str] = set()
         """Paths of files that have been reported as unreadable."""
 
@@ -92,6 +106,10 @@ class Pump:
     def shows_messages(self) -> bool:
         """Whether `show_message` has a view."""
         return self._message_view is not None
+
+    def show_messages_in(self, view: View | None) -> None:
+        """Have `show_message` write to a view."""
+        self._message_view = view
 
     @property
     def longest(self) -> float:
@@ -126,42 +144,88 @@ class Pump:
 
     def show_message(self, text: str) -> None:
         """Show a line of ours, above the unfinished lines; on stderr, if there is no view for it."""
-        if self._loop is None or self._all_seen or self._message_view is None:
+        if self._loop is None or self._over or self._message_view is None:
             tell(text)
             return
         self._message_view.output.write(None, sanitise(text).encode(errors="backslashreplace") + b"\n")
         self._run_soon()
 
-    def reveal(self, rank: int) -> None:
+    def add_part(self, part: PumpPart) -> None:
+        """Follow the files of another group, after `open`. Raises OSError."""
+        assert self._loop is not None
+        for view in part.views:
+            self._views.append(view)
+            self._sinks.append(view.output.sink)
+            view.output.sink.open(self._loop, self._run)
+        if part.timeline is not None:
+            self._timelines.append(part.timeline)
+        for stream in part.streams:
+            self.add(stream)
+
+    def finish_part(self, part: PumpPart, done: Callable[[], None]) -> None:
+        """Show what is still in a part's files, then call ``done``, in bounded time. Reports lines that are not."""
+        self._begin_end(PumpEnd(part.streams, part.views, self._drain, done))
+
+    def remove_part(self, part: PumpPart) -> None:
+        """Close what a part has, and what is shared stays."""
+        if part.timeline is not None:
+            self._timelines.remove(part.timeline)
+            if part.timeline not in self._timelines:
+                part.timeline.rest()
+        sources = {source for stream in part.streams for _view, source in stream.all_views}
+        for stream in part.streams:
+            self._streams.remove(stream)
+            self._dirty.pop(stream, None)
+            self._to_reveal.pop(stream, None)
+            if self._watch is not None:
+                self._watch.remove(stream)
+            stream.follower.close()
+        for source in sources:
+            self._stream_of.pop(source, None)
+        for view in self._views:
+            view.forget(sources)
+        for view in part.views:
+            self._views.remove(view)
+            self._sinks.remove(view.output.sink)
+            view.output.sink.close(self._run)
+        self._ends = [end for end in self._ends if end.streams is not part.streams]
+
+    def reveal(self, rank: int, streams: Iterable[Stream] | None = None) -> None:
         """Show the last lines of the hidden streams of a local rank that failed, whatever the filters choose.
 
         Those of a log that is rotated are shown at the end: the log writer may not have written them yet.
         """
-        if len(self._revealed) >= _MOST_REVEALED or rank in self._revealed:
-            return
-        for stream in self._streams:
-            if stream.hidden_in is not None and stream.number // 2 == rank:
-                if stream.follower.rotates and self._finished is None:
-                    self._to_reveal.add(rank)
-                    return
-                self._revealed.add(rank)
-                view, source = stream.hidden_in
-                view.reveal_hidden(source, last_lines(stream.follower.path, rotates=stream.follower.rotates))
+        found = self._streams if streams is None else streams
+        for stream in [stream for stream in found if stream.hidden_in is not None and stream.number // 2 == rank]:
+            if stream.follower.rotates and not stream.ends:
+                self._to_reveal[stream] = None
+            else:
+                self._reveal(stream)
         self._run_soon()
+
+    def _reveal(self, stream: Stream) -> None:
+        ranks = {each.number // 2 for each in self._revealed}
+        if stream not in self._revealed and (len(ranks) < _MOST_REVEALED or stream.number // 2 in ranks):
+            assert stream.hidden_in is not None
+            self._revealed.add(stream)
+            view, source = stream.hidden_in
+            view.reveal_hidden(source, last_lines(stream.follower.path, rotates=stream.follower.rotates))
 
     def finish(self, done: Callable[[], None]) -> None:
         """Show what is still in the files, then call ``done``, in bounded time. Reports lines that are not shown."""
+        self._begin_end(PumpEnd(self._streams, self._views, self._drain, done, whole=True))
+
+    def _begin_end(self, end: PumpEnd) -> None:
         if self._loop is None:  # never opened: the group did not start
-            done()
+            end.done()
             return
-        self._finished = done
-        for rank in sorted(self._to_reveal):
-            self.reveal(rank)
-        for stream in self._streams:
+        self._ends.append(end)
+        for stream in end.streams:
+            stream.ends = True
+            if stream in self._to_reveal:
+                self._reveal(stream)
             self._note_growth(stream)
-        now = clock.now()
-        self._until, self._stuck = now + self._drain, now + STUCK
-        self._progress = self._written()
+        end.begin(self._written())
         self._run_soon()
 
     def close(self) -> None:
@@ -171,8 +235,8 @@ class Pump:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        if self._timeline is not None:
-            self._timeline.close()
+        for timeline in self._timelines:
+            timeline.close()
         for stream in self._streams:
             stream.follower.close()
         for view in self._views:
@@ -181,18 +245,22 @@ class Pump:
             sink.close(self._run)
         if self._watch is not None:
             self._watch.close()
+        ends, self._ends = self._ends, []
+        for end in ends:
+            end.done()
 
     def _note_growth(self, stream: Stream) -> None:
         """Have a stream read, and note its size in the timeline."""
-        if stream.wanted and not (self._gave_up and not stream.to_file):
+        if stream.wanted:
             self._dirty[stream] = None
-        if self._timeline is not None and stream.number >= 0:
+        timeline = stream.timeline
+        if timeline is not None and stream.number >= 0:
             try:
                 sizes = stream.growth.look()
             except OSError:
                 return
             for number, size in sizes:
-                self._timeline.note(stream.number, size, number)
+                timeline.note(stream.number, size, number)
 
     # --- turns
 
@@ -216,14 +284,17 @@ class Pump:
             if view.due <= clock.now():
                 view.tick()
             view.settle()
-        if self._finished is not None and not self._dirty and not self._all_seen:
-            self._end_lines()
+        for end in self._ends:
+            if not end.all_seen and not any(stream in self._dirty for stream in end.streams):
+                end.end_lines()
+                self._over = self._over or end.whole
         for sink in self._sinks:
             sink.flush()
         if busy:
             self._run_soon()
-        elif self._all_seen:
-            self._leave_if_written()
+        for end in [end for end in self._ends if end.all_seen]:
+            if not end.waits(self._sinks):
+                self._leave(end)
         self._arm()
 
     def _take_turns(self) -> bool:
@@ -268,10 +339,11 @@ class Pump:
     def _arm(self) -> None:
         """Have `_run` called when there is something to show, to note, or to give up."""
         due = min([view.due for view in self._views], default=float("inf"))
-        if self._timeline is not None and self._timeline.unwritten:
-            due = min(due, self._timeline.since + _FLUSH)
-        if self._finished is not None:
-            due = min(due, self._until, self._stuck)
+        for timeline in self._timelines:
+            if timeline.unwritten:
+                due = min(due, timeline.since + _FLUSH)
+        for end in self._ends:
+            due = min(due, end.until, end.stuck)
         timer = self._timer
         if timer is not None and timer.pending:
             if timer.at <= due:
@@ -282,69 +354,34 @@ class Pump:
             self._timer = self._loop.at(due, self._on_time)
 
     def _on_time(self) -> None:
-        if self._timeline is not None and self._timeline.since + _FLUSH <= clock.now():
-            self._timeline.flush()
-        if self._finished is not None:
-            self._check_progress()
+        now = clock.now()
+        for timeline in self._timelines:
+            if timeline.unwritten and timeline.since + _FLUSH <= now:
+                timeline.flush()
+        for end in list(self._ends):
+            if end.is_late(now, self._written()):
+                self._give_up(end, now)
         self._run()
 
     # --- the end
 
-    def _end_lines(self) -> None:
-        """End every source: all files have been read."""
-        views = [view for view in self._views if view.output.sink.path or not self._gave_up]
-        for stream in self._streams:
-            for view, source in stream.views:
-                if view in views:
-                    view.finish(source)
-        for view in views:
-            view.close()
-        self._all_seen = True
-
-    def _leave_if_written(self) -> None:
-        sinks = [] if self._gave_up else self._sinks
-        if self._finished is not None and not any(sink.holds(self._stream_of) for sink in sinks):
-            self._leave()
-
-    def _leave(self) -> None:
-        finished, self._finished = self._finished, None
-        if finished is not None:
+    def _leave(self, end: PumpEnd) -> None:
+        self._ends.remove(end)
+        if end.whole:
             unshown.report_refused(self._sinks)
-            finished()
+        end.done()
 
     def _written(self) -> int:
         return sum(sink.written for sink in self._sinks)
 
-    def _check_progress(self) -> None:
-        now = clock.now()
-        if now < self._until and self._written() > self._progress:
-            self._progress = self._written()
-            self._stuck = now + STUCK
-        elif now >= min(self._until, self._stuck):
-            self._give_up(now)
-
-    def _give_up(self, now: float) -> None:
+    def _give_up(self, end: PumpEnd, now: float) -> None:
         """Stop waiting for slow readers, then, the second time, for files of ours whose disk takes nothing."""
-        self._report_missing()
-        if self._gave_up:
-            self._leave()
+        end.report_missing(self._dirty, self._views, self._sinks)
+        if end.gave_up:
+            self._leave(end)
             return
-        self._gave_up = True
-        self._dirty = {stream: None for stream in self._dirty if stream.to_file}
-        self._until = self._stuck = now + STUCK
-
-    def _report_missing(self) -> None:
-        streams = [stream for stream in self._streams if self._gave_up or not stream.to_file]
-        left = unshown.count_unread(streams, self._dirty)
-        for stream, unread in left.items():
-            if unread == (0, False):  # its last line may have no end: it waits to be written like any other then
-                for view, source in stream.views:
-                    view.finish(source)
-        for view in self._views:
-            view.release()
-        pending: dict[object, int] = {}
-        for sink in self._sinks:
-            pending |= sink.pending()
-            if not sink.shared and (self._gave_up or not sink.path):  # a shared one goes on when its reader does
-                sink.give_up()
-        unshown.report_missing(left, pending)
+        end.give_up(now)
+        for stream in end.streams:
+            if not stream.to_file:
+                stream.given_up = True
+                self._dirty.pop(stream, None)

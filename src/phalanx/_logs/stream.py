@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from phalanx._logs.follower import Follower
     from phalanx._logs.line_state import Source
     from phalanx._logs.render import View
+    from phalanx._logs.timeline_writer import TimelineWriter
 
 
 class Stream:
@@ -37,13 +38,24 @@ class Stream:
         self.views = tuple(views)
         self.number = number
         self.hidden_in = hidden_in
+        self.timeline: TimelineWriter | None = None
+        """What notes when the file grows."""
+        self.ends = False
+        """Whether nothing is written any more: what is in the file is the rest."""
+        self.given_up = False
+        """Whether its reader was too slow, and nothing more is shown."""
         self.unfit: UnfitError | None = None
         """Why what stands under the file's name cannot be read."""
 
     @property
+    def all_views(self) -> tuple[tuple[View, Source], ...]:
+        """Its views, and the one in which it is hidden."""
+        return self.views if self.hidden_in is None else (*self.views, self.hidden_in)
+
+    @property
     def wanted(self) -> bool:
         """Whether any of its views can still be written to."""
-        return any(not view.output.sink.broken for view, _source in self.views)
+        return not self.given_up and any(not view.output.sink.broken for view, _source in self.views)
 
     @property
     def to_file(self) -> bool:

@@ -188,6 +188,14 @@ class TimelineWriter:
             self._file.close()
             self._file, self._size = trimmed
 
+    def rest(self) -> None:
+        """Close the file, as long as nothing grows."""
+        self._release(max(clock.now(), self._last))
+        self.flush()
+        if self._file is not None and self._trimming is None:
+            self._file.close()
+            self._file = None
+
     def close(self) -> None:
         """Write the records that are left, and close the file. Idempotent."""
         if not self._given_up:
