@@ -386,8 +386,8 @@ class Attempts:
         self._why = decision.why
         self._tell("agent.gave_up", attempt=number, why=decision.why)
         self._see("GIVE_UP")
-        if decision.why:
-            self._say(f"{failed}; giving up: {decision.why}")
+        if decision.why or self._name:  # others may go on for long
+            self._say(f"{failed}; {': '.join(filter(None, ('giving up', decision.why)))}")
 
     def _say(self, text: str) -> None:
         self._team.say(f"phalanx: {self._name}{': ' * bool(self._name)}{text}")

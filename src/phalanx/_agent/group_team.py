@@ -98,6 +98,12 @@ class GroupTeam(Team):
         if self.group is not None:
             self.group.order_close(death_signal, grace)
 
+    def signal(self, number: int) -> None:
+        """Send a signal to every worker that runs, see `PContext.signal`."""
+        group = self.group
+        if group is not None:
+            group.signal(number)
+
     def say(self, text: str) -> None:
         """See `Team`."""
         group = self.group or (self._before[-1] if self._before else None)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from itertools import groupby
+from operator import attrgetter
 
 from phalanx._base import clock
 from phalanx._base.clock import format_duration, format_seconds
+from phalanx._base.rank_ranges import name_ranks
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from phalanx._agent.attempt_end import AttemptEnd
 
@@ -39,6 +41,29 @@ def describe_restart(delay: float) -> str:
     return f"restarting in {format_duration(delay) if delay >= _MINUTE else format_seconds(delay)}"
 
 
+def describe_workers(ends: Mapping[int, Sequence[AttemptEnd]]) -> list[str]:
+    """Return lines on attempts of workers that are started again one by one, by rank: equal ones are grouped.
+
+    Workers whose attempts have ended alike, whenever, have one line in all.
+
+    >>> from phalanx._agent.attempt_end import AttemptEnd
+    >>> failed = AttemptEnd("failed", 2, 1, "ValueError: bad batch")
+    >>> [line.partition(", ")[0] for line in describe_workers({2: [failed], 3: [failed, failed.replace(number=1)]})]
+    ['rank 2: attempt 1', 'rank 3: attempts 1 to 2']
+    >>> [line.partition(", ")[0] for line in describe_workers({2: [failed], 3: [failed]})]
+    ['ranks 2-3: attempt 1']
+    """
+    alike: dict[object, list[int]] = {}
+    for rank, its in sorted(ends.items()):
+        if its:
+            alike.setdefault(tuple(_kind(end.replace(rank=None)) for end in its), []).append(rank)
+    return [
+        f"{name_ranks(ranks)}: {line}"
+        for ranks in alike.values()
+        for line in _describe([[end.replace(rank=None) for end in ends[rank]] for rank in ranks])
+    ]
+
+
 def describe_attempts(ends: Sequence[AttemptEnd]) -> list[str]:
     """Return a line for each attempt: when it ended, after which time, who failed, how, and at which step.
 
@@ -50,33 +75,47 @@ def describe_attempts(ends: Sequence[AttemptEnd]) -> list[str]:
     >>> [line.partition(": ")[2] for line in describe_attempts([first, second])]
     ['rank 2, ValueError: bad batch, steps 7, 9']
     """
-    lines = []
-    for (_state, _rank, _code, masked), group in groupby(ends, key=_kind):
-        equal = list(group)
-        first, last = equal[0], equal[-1]
-        if len(equal) == 1:
-            when = f"attempt {first.number + 1}, {_moment(first)} after {format_duration(first.uptime)}"
-            lines.append(f"{when}: {first.describe()}")
-            continue
-        steps = [str(end.step) for end in equal if end.step is not None]
-        shown = [*dict.fromkeys(steps)]
-        if len(shown) > _MOST:
-            shown = [*shown[: _MOST // 2], "…", *shown[-_MOST // 2 :]]
-        said = f", step{'s' * (len(shown) > 1)} {', '.join(shown)}" if shown else ""
-        when = f"attempts {first.number + 1} to {last.number + 1}, {_moment(first)} to {_moment(last)}"
-        error = first.error if all(end.error == first.error for end in equal) else masked
-        lines.append(f"{when}: {first.replace(step=None, error=error).describe()}{said}")
+    return _describe([ends])
+
+
+def _describe(histories: Sequence[Sequence[AttemptEnd]]) -> list[str]:
+    """Return the lines on one history; or on several, in which each attempt has ended as in the first."""
+    lines, at = [], 0
+    for _same, group in groupby(histories[0], key=_kind):
+        upto = at + len(list(group))
+        lines.append(_line([end for history in histories for end in history[at:upto]]))
+        at = upto
     if len(lines) > _MOST:
         left = len(lines) - _MOST
         lines = [*lines[: _MOST // 2], f"... {left} more ...", *lines[-_MOST // 2 :]]
     return lines
 
 
+def _line(equal: list[AttemptEnd]) -> str:
+    """Return a line on ends of one kind."""
+    first = equal[0]
+    numbers = sorted({end.number + 1 for end in equal})
+    which = f"attempt {numbers[0]}" if len(numbers) == 1 else f"attempts {numbers[0]} to {numbers[-1]}"
+    if len(equal) == 1:
+        return f"{which}, {_moment(first)} after {format_duration(first.uptime)}: {first.describe()}"
+    steps = [*dict.fromkeys(str(end.step) for end in equal if end.step is not None)]
+    if len(steps) > _MOST:
+        steps = [*steps[: _MOST // 2], "…", *steps[-_MOST // 2 :]]
+    said = f", step{'s' * (len(steps) > 1)} {', '.join(steps)}" if steps else ""
+    when = f"{which}, {' to '.join(_moment(find(equal, key=attrgetter('ended'))) for find in (min, max))}"
+    error = first.error if all(end.error == first.error for end in equal) else _masked(first)
+    return f"{when}: {first.replace(step=None, error=error).describe()}{said}"
+
+
 def _kind(end: AttemptEnd) -> tuple[str, int | None, int | None, str]:
     """What equal attempts have in common."""
+    return end.state, end.rank, end.exitcode, _masked(end)
+
+
+def _masked(end: AttemptEnd) -> str:
     from phalanx._outcomes.report import mask  # not at the start of every run
 
-    return end.state, end.rank, end.exitcode, mask(end.error)
+    return mask(end.error)
 
 
 def _moment(end: AttemptEnd) -> str:

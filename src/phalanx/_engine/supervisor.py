@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from phalanx._engine.forkserver import ForkServer
     from phalanx._engine.mirror import WorkerRecord
     from phalanx._engine.stop_flag import StopFlag
+    from phalanx._logs.display import PartDisplay
     from phalanx._logs.pump import Pump
     from phalanx._timers.hang_reporter import HangReporter
 
@@ -117,7 +118,7 @@ class Supervisor:
         self,
         specs: Sequence[protocol.Spec],
         fds: Sequence[int] = (),
-        pump: Pump | None = None,
+        pump: Pump | PartDisplay | None = None,
         chores: Iterable[Callable[[], None]] = (),
         *,
         fork: bool = False,

@@ -62,6 +62,7 @@ class PContext(GroupStart):
         signals: Whether signals to this process raise `SignalException` while the group is open. Else they do what
             they did before; only a SIGINT that arrives during the start has to wait until the group can be closed.
         follows: A group whose lines are shown before this one's: the attempt before. It need not have ended.
+        run_lines: Shows the lines, in place of a display of the group's own: for groups that are one run's.
         speak: Called with each line that the group has to say, for which it has no other place; default: the logger
             ``phalanx``.
 

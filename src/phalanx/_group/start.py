@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from phalanx._engine.stop_flag import StopFlag
     from phalanx._group.end_fd import EndFd
     from phalanx._group.plan import Plan
+    from phalanx._group.run_lines import RunLines
     from phalanx._group.warm import Warm
+    from phalanx._logs.display import PartDisplay
     from phalanx._logs.pump import Pump
     from phalanx._logs.specs import LogsSpecs
     from phalanx._outcomes.result import RunProcsResult
@@ -87,6 +89,7 @@ class GroupStart(ABC):
         signals: bool = True,
         speak: Callable[[str], None] | None = None,
         follows: GroupStart | None = None,
+        run_lines: RunLines | None = None,
     ) -> None:
         self.name = name
         self.entrypoint = entrypoint
@@ -110,6 +113,7 @@ class GroupStart(ABC):
         self.notice = checked_notice(notice)
         self._stop_page: dict[str, str] = {}
         self._speak = speak
+        self._run_lines = run_lines
         before = None if follows is None else follows._supervisor  # noqa: SLF001 - of the same class
         self._after: Latch | None = None  # opens when this one's lines may be shown
         if follows is not None:  # one that was not started has no lines, and may follow another
@@ -290,10 +294,12 @@ class GroupStart(ABC):
             return {}, {}
         return self._placement.resolve(self.nprocs)[0], self._placement.environment(self.envs)
 
-    def _make_pump(self) -> Pump | None:
+    def _make_pump(self) -> Pump | PartDisplay | None:
         """Make what follows the log files; None, and nothing is loaded for it, if no stream goes to a file."""
         if not any((*self.logs.stdouts.values(), *self.logs.stderrs.values())):
             return None
+        if self._run_lines is not None:
+            return self._run_lines.part(self.logs, self._filters)
         from phalanx._logs.group_pump import make_pump
 
         return make_pump(self.logs, self.envs, self.log_line_prefixes, self.console, self._filters)

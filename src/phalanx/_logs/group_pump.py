@@ -1,4 +1,4 @@
-"""Makes the pump of a group: which log files are followed, and on which outputs their lines are shown."""
+"""Makes the pump of a group, or of several: which log files are followed, and where their lines are shown."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from phalanx._logs.follower import Follower
 from phalanx._logs.prefixes import Prefixes
 from phalanx._logs.pump import Pump
+from phalanx._logs.pump_part import PumpPart
 from phalanx._logs.stream import Stream
 from phalanx._logs.timeline_writer import TimelineWriter
 
@@ -37,29 +38,71 @@ def make_pump(
         console: How the console shows the lines.
         filters: By stream, the strings of which a line must contain one to be copied into the file of all ranks.
     """
-    views = _Views(logs, envs, prefixes, console)
+    views = _Views(envs, prefixes, console)
     try:
-        streams = _streams(views, logs, console, filters)
+        streams, copies = _streams(views, logs, console, filters)
     except BaseException:
         views.close()
         raise
-    rotated = {it.number: it.follower.path for it in streams if it.follower.rotates and it.number >= 0}
-    timeline = TimelineWriter(logs.timeline, rotated) if logs.timeline else None
-    return Pump(streams, views.all, timeline, message_view=views.message_view(), drain=console.drain)
+    for stream in streams:
+        for view, source in stream.views:
+            if view not in copies:
+                views.counts[source.stream] += 1
+    timeline = TimelineWriter(logs.timeline, _rotated(streams)) if logs.timeline else None
+    return Pump(streams, [*views.all, *copies], timeline, message_view=views.message_view(), drain=console.drain)
+
+
+class SharedPump:
+    """Makes one pump for groups that are made one after another, and its parts.
+
+    Args:
+        envs: The environments of the workers of all groups, by local rank. No two groups have one at the same time.
+        console: How the console shows the lines.
+    """
+
+    def __init__(self, envs: Mapping[int, Mapping[str, str]], console: ConsoleSpecs) -> None:
+        self._views = _Views(envs, None, console)
+        count = len(envs if console.ranks is None else console.ranks)
+        self._views.counts.update(stdout=count, stderr=count)  # from the start on, whoever is there by then
+        self._console = console
+        self._timelines: dict[str, TimelineWriter] = {}
+        self.pump = Pump([], [], drain=console.drain)
+
+    def part(self, logs: LogsDest, filters: Mapping[str, list[str] | None]) -> PumpPart:
+        """Make the part of a group. Arguments as of `make_pump`."""
+        known = len(self._views.all)
+        streams, copies = _streams(self._views, logs, self._console, filters)
+        timeline = None
+        if logs.timeline:
+            timeline = self._timelines.setdefault(logs.timeline, TimelineWriter(logs.timeline, {}))
+        part = PumpPart(streams, copies, timeline, rotated=_rotated(streams), shared=self._views.all[known:])
+        self.pump.show_messages_in(self._views.message_view())
+        return part
+
+    def close(self) -> None:
+        """Close the timelines, once the pump is closed."""
+        for timeline in self._timelines.values():
+            timeline.close()
+
+
+def _rotated(streams: Iterable[Stream]) -> dict[int, str]:
+    """Return the paths of the logs that are rotated, by their numbers."""
+    return {it.number: it.follower.path for it in streams if it.follower.rotates and it.number >= 0}
 
 
 def _streams(
     views: _Views, logs: LogsDest, console: ConsoleSpecs, filters: Mapping[str, list[str] | None]
-) -> list[Stream]:
-    """Return every log file of a group, with the views that show it."""
-    streams = []
+) -> tuple[list[Stream], list[View]]:
+    """Return every log file of a group, with the views that show it; and the views that copy some of the lines."""
+    streams, copies = [], []
     for number, (name, paths, shown, hidden) in enumerate(
         (
             ("stdout", logs.stdouts, logs.tee_stdouts, logs.hidden_stdouts),
             ("stderr", logs.stderrs, logs.tee_stderrs, logs.hidden_stderrs),
         )
     ):
-        filtered = views.filtered(name, filters.get(name))
+        filtered = _filtered(logs.filtered_stdout if name == "stdout" else logs.filtered_stderr, filters.get(name))
+        copies += [] if filtered is None else [filtered]
         for rank, path in sorted(paths.items()):
             if not path or path == os.devnull:
                 continue
@@ -71,7 +114,6 @@ def _streams(
                     hidden_in = (view, views.source(rank, name, view))
                     if rank in shown and (console.ranks is None or views.global_rank(rank) in console.ranks):
                         viewed.append(hidden_in)
-                        views.count(name)
                         hidden_in = None
             rotates = bool(logs.max_size)
             number_ = 2 * rank + number
@@ -79,26 +121,25 @@ def _streams(
             if filtered is not None:  # a stream of its own: it does not wait for the console
                 source = views.source(rank, name, filtered)
                 streams.append(Stream(Follower(path, rotates=rotates), [(filtered, source)]))
-    return streams
+    return streams, copies
 
 
 class _Views:
-    """The views of one group. Each is opened when the first stream needs it."""
+    """The views on the console. Each is opened when the first stream needs it."""
 
     def __init__(
         self,
-        logs: LogsDest,
         envs: Mapping[int, Mapping[str, str]],
         prefixes: Mapping[int, str] | None,
         console: ConsoleSpecs,
     ) -> None:
-        self._logs = logs
         self._envs = envs
         self._console = console
         self._prefixes = Prefixes(envs, prefixes, template=console.template, timestamps=console.timestamps)
         self._by_output: dict[object, View | None] = {}
         self._coloured: set[View] = set()
-        self._counts = {"stdout": 0, "stderr": 0}
+        self.counts = {"stdout": 0, "stderr": 0}
+        """How many sources of each stream are shown."""
         self.all: list[View] = []
 
     def global_rank(self, rank: int) -> int:
@@ -109,10 +150,6 @@ class _Views:
         from phalanx._logs.line_state import Source
 
         return Source(self.global_rank(rank), name, self._prefixes.of(rank, colour=view in self._coloured))
-
-    def count(self, name: str) -> None:
-        """Count one more shown source of a stream."""
-        self._counts[name] += 1
 
     def console(self, name: str) -> View | None:
         """Return the view of a stream on the launcher's stream of that name. If both streams are one, so are the views.
@@ -127,34 +164,12 @@ class _Views:
         target = target_of(stream)
         output = identity(target)
         if output not in self._by_output:
-            view, coloured = open_view(target, self._console, self._prefixes, self._counts, live=True)
+            view, coloured = open_view(target, self._console, self._prefixes, self.counts, live=True)
             if coloured:
                 self._coloured.add(view)
             self.all.append(view)
             self._by_output[output] = view
         return self._by_output[output]
-
-    def filtered(self, name: str, needles: list[str] | None) -> View | None:
-        """Open the view on the file for lines of all ranks that contain one of ``needles``; None without needles."""
-        if not needles:
-            return None
-        from phalanx._logs.formats import Text
-        from phalanx._logs.render import View
-        from phalanx._logs.search import Only
-        from phalanx._logs.sink import Sink
-        from phalanx._logs.terminal import PlainOutput
-
-        path = self._logs.filtered_stdout if name == "stdout" else self._logs.filtered_stderr
-        wanted = [os.fsencode(needle) for needle in needles]
-
-        def select(block: bytes) -> bytes:
-            if not any(needle in block for needle in wanted):
-                return b""
-            return _joined(line for line in block[:-1].split(b"\n") if any(needle in line for needle in wanted))
-
-        view = View(PlainOutput(Sink(path)), Text(), Only(select))
-        self.all.append(view)
-        return view
 
     def message_view(self) -> View | None:
         """Return the view for our own messages: that on stderr. None if that has none, or if the format is JSON."""
@@ -168,6 +183,26 @@ class _Views:
         """Close what was opened, if no pump will."""
         for view in self.all:
             view.output.sink.close()
+
+
+def _filtered(path: str, needles: list[str] | None) -> View | None:
+    """Make the view on the file for lines of all ranks that contain one of ``needles``; None without needles."""
+    if not needles:
+        return None
+    from phalanx._logs.formats import Text
+    from phalanx._logs.render import View
+    from phalanx._logs.search import Only
+    from phalanx._logs.sink import Sink
+    from phalanx._logs.terminal import PlainOutput
+
+    wanted = [os.fsencode(needle) for needle in needles]
+
+    def select(block: bytes) -> bytes:
+        if not any(needle in block for needle in wanted):
+            return b""
+        return _joined(line for line in block[:-1].split(b"\n") if any(needle in line for needle in wanted))
+
+    return View(PlainOutput(Sink(path)), Text(), Only(select))
 
 
 def _joined(lines: Iterable[bytes]) -> bytes:

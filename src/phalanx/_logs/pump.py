@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from phalanx._base.deadlines import Deadline
     from phalanx._base.loop import Loop
     from phalanx._logs.follower import Follower
+    from phalanx._logs.pump_part import PumpPart
     from phalanx._logs.render import View
     from phalanx._logs.sink import Sink
     from phalanx._logs.stream import Stream
@@ -38,23 +39,6 @@ _MOST_REVEALED = 8  # ranks
 _MOST_OPEN = 256  # descriptors, or a quarter of what may be open; further files are opened anew at each turn
 _TURN = 0.02  # seconds after which the files that have not been read yet wait for the next turn
 _FLUSH = 1.0  # seconds after which a record of the timeline is in its file
-
-
-class PumpPart:
-    """The streams of one of several groups that share a pump.
-
-    Args:
-        streams: The files that are followed.
-        views: Where their lines go, and nobody else's.
-        timeline: Notes when the files grow; None: nothing does. Parts may share it.
-    """
-
-    def __init__(self, streams: list[Stream], views: list[View], timeline: TimelineWriter | None) -> None:
-        self.streams = streams
-        self.views = views
-        self.timeline = timeline
-        for stream in streams:
-            stream.timeline = timeline
 
 
 class Pump:
@@ -153,21 +137,29 @@ class Pump:
     def add_part(self, part: PumpPart) -> None:
         """Follow the files of another group, after `open`. Raises OSError."""
         assert self._loop is not None
-        for view in part.views:
+        part.added = True
+        for view in (*part.shared, *part.views):
             self._views.append(view)
-            self._sinks.append(view.output.sink)
-            view.output.sink.open(self._loop, self._run)
+            if view.output.sink not in self._sinks:
+                self._sinks.append(view.output.sink)
+                view.output.sink.open(self._loop, self._run)
         if part.timeline is not None:
+            part.timeline.add(part.rotated)
             self._timelines.append(part.timeline)
         for stream in part.streams:
             self.add(stream)
 
     def finish_part(self, part: PumpPart, done: Callable[[], None]) -> None:
         """Show what is still in a part's files, then call ``done``, in bounded time. Reports lines that are not."""
-        self._begin_end(PumpEnd(part.streams, part.views, self._drain, done))
+        if part.added:
+            self._begin_end(PumpEnd(part.streams, part.views, self._drain, done))
+        else:
+            done()
 
     def remove_part(self, part: PumpPart) -> None:
-        """Close what a part has, and what is shared stays."""
+        """Close what a part has; what is shared stays."""
+        if not part.added:
+            return
         if part.timeline is not None:
             self._timelines.remove(part.timeline)
             if part.timeline not in self._timelines:

@@ -235,7 +235,7 @@ class DefaultLogsSpecs(LogsSpecs):
 
     def preview(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
         """Name the files as the first `reify` would, and make none. A ``*`` stands for what makes a name unique."""
-        which = len(envs), self._redirects, self._tee, self._local_ranks_filter
+        which = envs, self._redirects, self._tee, self._local_ranks_filter
         if not self.is_kept:
             return name_nothing(os.path.join(_temporary(), "phalanx_*"), *which)
         run_id = envs[0].get("TORCHELASTIC_RUN_ID") or self.run_id or "run"

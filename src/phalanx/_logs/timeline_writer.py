@@ -56,11 +56,18 @@ class TimelineWriter:
         self._release_at = math.inf  # when records are made of these
         self._size = 0
         self._trimming: Trimming | None = None
-        if logs:
+        if logs is not None:
+            self.add(logs)
+        self._given_up = False
+
+    def add(self, logs: Mapping[int, str]) -> None:
+        """Have it write of further logs, whose paths are given if they are rotated, by stream number."""
+        if logs and self._trimming is None:
             from phalanx._logs.timeline_trimming import Trimming
 
-            self._trimming = Trimming(path, logs)
-        self._given_up = False
+            self._trimming = Trimming(self.path)
+        if self._trimming is not None:
+            self._trimming.add(logs)
 
     @property
     def unwritten(self) -> bool:

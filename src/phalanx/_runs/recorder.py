@@ -121,6 +121,10 @@ class Recorder:
             self._refuse(f"the disk has not answered for {PATIENCE:g} s")
         self._pruning.drain(PATIENCE)  # runs that are left are removed by the next run
 
+    def command(self) -> list[str]:
+        """Return the command line as texts."""
+        return [_text(part) for part in self._command]
+
     def _folder(self) -> str:
         """Return the run's folder; "" if it has none, or none yet."""
         return os.path.dirname(os.path.dirname(self._logs().timeline))
@@ -173,7 +177,7 @@ class Recorder:
         return record_writer.begin(
             run_id=self._run_id,
             name=self._name,
-            command=[_text(part) for part in self._command],
+            command=self.command(),
             started=self._started if self._run is None else time.time(),
             nprocs=len(self._envs),
             ranks=self._ranks(look()[0], {}, "running"),
@@ -210,7 +214,7 @@ class Recorder:
             rank = int(self._envs[local_rank].get("RANK") or local_rank)
             outcome = outcomes.get(local_rank)
             state: Any = otherwise if outcome is None else outcome.state
-            start = starts[local_rank, pid] if (local_rank, pid) in starts else _started(pid)
+            start = starts[local_rank, pid] if (local_rank, pid) in starts else start_of(pid)
             facts: dict[str, Any] = {}
             if outcome is not None:
                 facts = {"exitcode": outcome.exitcode, "signal_sent": outcome.signal_sent, "early": outcome.early}
@@ -325,7 +329,8 @@ def _brief(attempt: Record) -> Record:
     return {**attempt, "ranks": [rank for rank in attempt["ranks"] if rank["state"] not in ("succeeded", "stopped")]}
 
 
-def _started(pid: int) -> int:
+def start_of(pid: int) -> int:
+    """Return when a process started, in clock ticks since boot; 0 if that cannot be known."""
     try:
         return procfs.Stat(pid).start
     except OSError:  # it has exited, or /proc hides it (hidepid, proc(5))

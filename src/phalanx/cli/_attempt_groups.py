@@ -60,7 +60,7 @@ class AttemptGroups:
         options: Mapping[str, Any],
     ) -> None:
         self.script = script
-        self.envs = envs
+        self.envs = {rank: dict(env) for rank, env in envs.items()}
         self.command = [*(["-m"] if module else []), script, *args]
         """What the record of the run says was started."""
         self._args = {rank: with_local_rank(args, rank) for rank in envs}
@@ -69,7 +69,7 @@ class AttemptGroups:
         self._no_python = no_python
         self._run_path = run_path
         self._port = port
-        self._options = dict(options)
+        self.options = dict(options)
         self.standby: Standby | None = None
         """The group of the next attempt; None: nothing is made ready, or there would be nothing to gain."""
         if standby and not no_python and not preload and not run_path:
@@ -80,9 +80,9 @@ class AttemptGroups:
         if preload:
             self._warm = Warm(preload, path=path_of(self._scripts[0], module=module), flags=("-u",), env=shared(envs))
         if run_path:
-            self._options |= {"warm": self._warm, "main": VALUE}
+            self.options |= {"warm": self._warm, "main": VALUE}
         elif not no_python:
-            self._options |= {"module": module, "python": python, "warm": self._warm}
+            self.options |= {"module": module, "python": python, "warm": self._warm}
 
     def make(self, attempt: int, before: PContext | None) -> SubprocessContext | MultiprocessContext:
         """Make the group of an attempt, which is shown after that of the attempt ``before``."""
@@ -123,7 +123,7 @@ class AttemptGroups:
         if port is not None:
             own[MASTER_PORT] = str(port.number)
         envs = {rank: {**env, **own} for rank, env in envs.items()}
-        options = {**self._options, **more, "follows": before}
+        options = {**self.options, **more, "follows": before}
         if self._run_path:
             from phalanx._engine.worker.run_path import run_path
 

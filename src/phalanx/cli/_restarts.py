@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx._agent.group_team import GroupTeam
+    from phalanx.cli._run_config import RunConfig
+    from phalanx.cli._worker_groups import WorkerTeams
 
 DEFAULT_FORWARDED = [signal.SIGUSR1, signal.SIGUSR2]
 """The signals that are passed on if nobody says which."""
@@ -166,6 +168,13 @@ def _fraction(text: str) -> float:
 class RestartOptions(Declared):
     """When a group is started again."""
 
+    restart = Option(
+        str,
+        section=RESTARTS,
+        kind=click.Choice(["gang", "worker"]),
+        default="gang",
+        sentence="What is started again when a worker fails: all workers, or that one, while the others go on.",
+    )
     max_restarts = Option(
         read_budget,
         section=RESTARTS,
@@ -173,7 +182,7 @@ class RestartOptions(Declared):
         metavar="N[/TIME]",
         written=TEXT + WHOLE,
         torchrun="--max-restarts",
-        sentence="Start all workers again when one fails, so many times: 3; 5/1h: within any hour.",
+        sentence="Start all workers again when one fails (or that one, see --restart), so many times: 3; 5/1h.",
     )
     backoff = Option(
         read_pair,
@@ -259,6 +268,12 @@ def restart_policy(chosen: RestartOptions) -> RestartPolicy:
         raise click.UsageError(text) from None
 
 
+def check_restart(chosen: RunConfig) -> None:
+    """Refuse what is said of a whole gang, where workers are started again one by one. Raises UsageError."""
+    if chosen.restart == "worker" and chosen.settle != type(chosen).settle.default_value():
+        raise click.UsageError("--settle and --restart worker exclude each other: no worker is stopped for another")
+
+
 def forwarded(chosen: list[signal.Signals], handled: list[signal.Signals]) -> list[signal.Signals]:
     """Return the signals to be passed on. Raises UsageError for one that stops the run."""
     if chosen == DEFAULT_FORWARDED:  # nobody has asked for these, and somebody for those
@@ -271,7 +286,7 @@ def forwarded(chosen: list[signal.Signals], handled: list[signal.Signals]) -> li
 
 
 @contextmanager
-def forwarding(chosen: list[signal.Signals], team: GroupTeam) -> Iterator[None]:
+def forwarding(chosen: list[signal.Signals], team: GroupTeam | WorkerTeams) -> Iterator[None]:
     """Pass signals to this process on to the workers that run; from the main thread only, where handlers can be set.
 
     One that this process ignores stays ignored, and a handler of C code's stays. One that would kill this process does
@@ -279,9 +294,7 @@ def forwarding(chosen: list[signal.Signals], team: GroupTeam) -> Iterator[None]:
     """
 
     def forward(number: int, _frame: object) -> None:
-        group = team.group
-        if group is not None:
-            group.signal(number)
+        team.signal(number)
 
     def ignore(number: int) -> None:
         if signal.getsignal(number) is forward:

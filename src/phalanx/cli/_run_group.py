@@ -204,7 +204,7 @@ def see_through(team: RunTeam, specs: RunLogs, grace: float, *, colour: bool) ->
             team.wait_shown()
             team.close()
         # No worker is left. A signal changes nothing any more: else it could keep the end from being recorded.
-        return _undisturbed(lambda: _conclude(ending, stopped, team, specs, colour=colour))
+        return undisturbed(lambda: _conclude(ending, stopped, team, specs, colour=colour))
     finally:
         try:
             with suppress(SignalException):
@@ -227,11 +227,11 @@ def _run_all(team: RunTeam, grace: float) -> tuple[Ending, signal.Signals | None
             stopped = error.sigval
             ending = _stop(attempts, team, stopped, grace)
         team.drop_standby()
-        _undisturbed(attempts.close)  # what the observer has still to record comes before the end
+        undisturbed(attempts.close)  # what the observer has still to record comes before the end
     return ending, stopped
 
 
-def _undisturbed(step: Callable[[], T]) -> T:
+def undisturbed(step: Callable[[], T]) -> T:
     """Return what ``step`` returns. A signal that comes meanwhile has no effect."""
     done: list[T] = []
     while not done:  # one may have come just before the signals were deferred
@@ -302,12 +302,13 @@ def _say_stop(attempts: Attempts, team: RunTeam, death: signal.Signals, seconds:
         team.stopped_in_delay = True
         mention(f"phalanx: {death.name}: no other attempt is started")
     elif team.group is not None and team.group.is_open:
-        text = f"phalanx: {death.name}: {_announced(team.group, death, seconds)}"
+        text = f"phalanx: {death.name}: {announced(team.group, death, seconds)}"
         if not team.group.say(text):
             mention(text)
 
 
-def _announced(group: PContext, death: signal.Signals, seconds: float) -> str:
+def announced(group: PContext, death: signal.Signals, seconds: float) -> str:
+    """Return what is said of a stop of the workers."""
     if death == signal.SIGKILL:
         return "killing the workers"
     if group.notice is None:
@@ -341,10 +342,19 @@ def _report(team: RunTeam, result: RunProcsResult, logs: RunLogs, ending: Ending
                 say(line)
         return
 
+    team.error = report_failures(team.name, result, logs, before, ending.why, colour=colour)
+
+
+def report_failures(
+    name: str, result: RunProcsResult, logs: RunLogs, earlier: list[str], why: str, *, colour: bool
+) -> ChildFailedError:
+    """Show the report on a run that has failed: with lines on ``earlier`` attempts, and why no other followed.
+
+    Returns it, as an exception.
+    """
     log_dir, failures = logs.run_log_dir or "", result.failures
     if not logs.is_kept:  # the error files have gone with the group
         failures = {rank: failure.replace(error_file=NOT_AVAILABLE) for rank, failure in failures.items()}
-    name = team.name
 
     @record  # a launcher that is itself a worker passes the root cause on to its own error file
     def fail() -> None:
@@ -355,12 +365,14 @@ def _report(team: RunTeam, result: RunProcsResult, logs: RunLogs, ending: Ending
     except ChildFailedError as error:
         from phalanx.errors import format_report
 
-        team.error = error
-        more: dict[str, Any] = {"earlier": before, "gave_up": ending.why, "style": _style if colour else None}
+        more: dict[str, Any] = {"earlier": earlier, "gave_up": why, "style": style if colour else None}
         tell(format_report(name, error.failures, outcomes=error.outcomes, log_dir=log_dir, **more))
+        return error
+    raise AssertionError
 
 
-def _style(kind: str, line: str) -> str:
+def style(kind: str, line: str) -> str:
+    """Give a line of the report its looks."""
     looks: dict[str, dict[str, Any]] = {
         "rule": {"dim": True},
         "title": {"fg": "red", "bold": True},

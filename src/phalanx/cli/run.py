@@ -122,13 +122,24 @@ def _run(plan: RunPlan, until_end: ExitStack) -> int:
     reserved = None if plan.meeting.master_port else until_end.enter_context(reserve_port())
     groups = plan.groups(reserved, services.variables if services else {})
     until_end.callback(groups.close)
+    config, colour = plan.config, use_colour(sys.stderr, plan.console.color)
     observers = [each.observe for each in (services, plan.events) if each]
-    team = RunTeam(groups, plan.policy, run_id=plan.run_id, keep_runs=plan.config.keep_runs, observers=observers)
-    if plan.events is not None:
-        plan.events.team = team
-        until_end.callback(plan.events.close)
-    with choosing(plan.config.signals_to_handle), forwarding(plan.forwarded, team):
-        code = see_through(team, plan.specs, plan.config.grace, colour=use_colour(sys.stderr, plan.console.color))
+    team: RunTeam | WorkerTeams
+    if config.restart == "worker":
+        from phalanx.cli._run_workers import see_workers_through
+        from phalanx.cli._worker_groups import WorkerTeams
+
+        names = {"run_id": plan.run_id, "keep_runs": config.keep_runs}
+        team = WorkerTeams(groups, plan.specs, plan.policy, plan.console, **names)
+        with choosing(config.signals_to_handle), forwarding(plan.forwarded, team):
+            code = see_workers_through(team, plan.specs, config.grace, colour=colour)
+    else:
+        team = RunTeam(groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs, observers=observers)
+        if plan.events is not None:
+            plan.events.team = team
+            until_end.callback(plan.events.close)
+        with choosing(config.signals_to_handle), forwarding(plan.forwarded, team):
+            code = see_through(team, plan.specs, config.grace, colour=colour)
     if team.error is not None:
         raise _WorkersFailed(code, team.error)
     return code

@@ -1,0 +1,206 @@
+"""The workers of `phalanx run --restart worker`: each is a group of its own, and is started again by itself."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from phalanx._agent.attempts import Attempts
+from phalanx._agent.side_by_side import SideBySide
+from phalanx._agent.worker_team import WorkerTeam
+from phalanx._group.run_lines import RunLines
+from phalanx._runs.workers_recorder import WorkersRecorder
+from phalanx.cli._say import say
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import signal
+    from collections.abc import Callable
+    from typing import Any
+
+    from phalanx._agent.attempt_end import AttemptEnd, Ending
+    from phalanx._agent.restart_policy import RestartPolicy
+    from phalanx._logs.console import ConsoleSpecs
+    from phalanx._outcomes.result import RunProcsResult
+    from phalanx._placement.placement import Placement
+    from phalanx.cli._attempt_groups import AttemptGroups
+    from phalanx.cli._run_logs import RunLogs
+    from phalanx.multiprocessing import PContext
+
+
+class OneWorker(WorkerTeam):
+    """The attempts of one worker.
+
+    Args:
+        rank: Its local rank.
+        make: Makes the group of an attempt.
+        speak: Shows a line while no group of it does.
+
+    Attributes:
+        not_started: Why the last attempt could not be started; None: it was.
+        last_result: How the last attempt ended that has; None: none has.
+    """
+
+    def __init__(
+        self, rank: int, make: Callable[[int, PContext | None], PContext], speak: Callable[[str], None]
+    ) -> None:
+        super().__init__(make, speak=speak)
+        self.rank = rank
+        self.not_started: Exception | None = None
+        self.last_result: RunProcsResult | None = None
+        self.seen: dict[int, PContext] = {}
+        """The groups of attempts that are not recorded as ended yet."""
+
+    def start(self, attempt: int, wake: Callable[[], None]) -> None:
+        """See `Team`."""
+        self.not_started = None
+        super().start(attempt, wake)
+
+    def is_up(self) -> bool:
+        """See `Team`."""
+        try:
+            return super().is_up()
+        except Exception as error:
+            self.not_started = error
+            raise
+
+    def ended(self) -> AttemptEnd | None:
+        """See `Team`."""
+        end = super().ended()
+        if end is not None and self.result is not None:
+            self.last_result = self.result
+        return end
+
+
+class WorkerTeams:
+    """The teams of all workers, and their record.
+
+    Args:
+        groups: Makes the groups.
+        specs: Where output goes.
+        policy: When a worker is started again.
+        console: How the console shows the lines.
+        run_id: The run's id.
+        keep_runs: See `Recorder`.
+    """
+
+    def __init__(
+        self,
+        groups: AttemptGroups,
+        specs: RunLogs,
+        policy: RestartPolicy,
+        console: ConsoleSpecs,
+        *,
+        run_id: str,
+        keep_runs: int | None,
+    ) -> None:
+        specs.ranks_come_singly, specs.workers = True, len(groups.envs)
+        self.name = groups.script
+        self.policy = policy
+        self.lines = RunLines(groups.envs, console)
+        self.recorder = WorkersRecorder(
+            groups.script, groups.envs, run_id=run_id, command=groups.command, warn=self._warn, keep_runs=keep_runs
+        )
+        self._groups = groups
+        self._own = _placed(groups)
+        self.teams = {rank: OneWorker(rank, partial(self._make, rank), self._speak) for rank in sorted(groups.envs)}
+        self.attempts = {
+            rank: Attempts(
+                team, policy, signals=False, observe=partial(self._observe, team), name=f"rank {self.number(rank)}"
+            )
+            for rank, team in self.teams.items()
+        }
+        self.side_by_side = SideBySide(self.attempts.values())
+
+    def number(self, rank: int) -> int:
+        """Return the rank in the job of a local rank."""
+        return self.recorder.global_rank(rank)
+
+    def _make(self, rank: int, attempt: int, before: PContext | None) -> PContext:
+        # There are no others that could leave evidence, or that it has to stop.
+        group = self._groups.make_one(rank, attempt, before, settle=0.0, run_lines=self.lines, **self._own[rank])
+        self.teams[rank].seen[attempt] = group
+        return group
+
+    def _speak(self, text: str) -> None:
+        if not self.lines.say(text):
+            say(text.removeprefix("phalanx: "))
+
+    def _warn(self, text: str) -> None:
+        self._speak(f"phalanx: {text}")
+
+    def say(self, text: str) -> None:
+        """Show a line of ours, above the live lines of a terminal. Does not wait."""
+        self._speak(text)
+
+    def signal(self, number: signal.Signals | int) -> None:
+        """Send a signal to every worker that runs, see `PContext.signal`."""
+        for team in self.teams.values():
+            team.signal(number)
+
+    def _observe(self, team: OneWorker, name: str, facts: dict[str, Any]) -> None:
+        """Record what has happened to a worker, see `Attempts`."""
+        if name == "agent.state" and facts["state"] == "RUNNING":
+            group = team.seen.get(facts["attempt"])
+            if group is not None:
+                self._record_start(team, facts["attempt"], group)
+        elif name == "attempt.ended":
+            group = team.seen.pop(facts["number"], None)
+            outcome, leftovers = None, ()
+            if group is not None:
+                try:
+                    result = group.wait_gone(0)
+                except RuntimeError:  # it was never up; or its keeper was lost
+                    result = None
+                if result is not None:
+                    outcome, leftovers = result.outcomes.get(team.rank), result.leftovers
+            cause = ""
+            if facts["state"] in ("failed", "not started"):
+                number = f"attempt {facts['number'] + 1}{self.policy.attempts}"
+                cause = f"rank {self.number(team.rank)}: {number}: {facts['error']}"
+            self.recorder.record_worker_end(
+                team.rank, facts["number"], outcome, leftovers=leftovers, cause=cause, step=facts["step"]
+            )
+
+    def _record_start(self, team: OneWorker, attempt: int, group: PContext) -> None:
+        try:
+            pid = group.pids()[team.rank]
+        except (RuntimeError, KeyError):  # it was never up
+            return
+        self.recorder.record_worker_start(team.rank, attempt, pid, group.logs)
+
+    @property
+    def endings(self) -> dict[int, Ending]:
+        """How the workers have ended that have, by local rank."""
+        return {rank: ending for rank, each in self.attempts.items() if (ending := each.ending) is not None}
+
+    @property
+    def results(self) -> dict[int, RunProcsResult]:
+        """How the latest attempt of each worker has ended, by local rank."""
+        return {rank: team.last_result for rank, team in self.teams.items() if team.last_result is not None}
+
+    @property
+    def any_group(self) -> PContext | None:
+        """A group of one of the workers; None: there is none."""
+        return next((team.group for team in self.teams.values() if team.group is not None), None)
+
+    def close(self) -> None:
+        """Close all groups: what has not ended is killed. Returns when all lines are shown, or after 10 s each."""
+        for team in self.teams.values():
+            if team.group is not None:
+                team.group.order_close(9)  # before the waits for consoles
+        for team in self.teams.values():
+            team.close()
+        self.lines.close()
+
+
+def _placed(groups: AttemptGroups) -> dict[int, dict[str, Any]]:
+    """Return the options of each worker's group that say where it runs: its part of what is for all."""
+    placement: Placement = groups.options["placement"]
+    lists = placement.cpu_bind.split(";") if placement.cpu_bind != "none" else []
+    devices = placement.environment(groups.envs)
+    own: dict[int, dict[str, Any]] = {}
+    for index, rank in enumerate(sorted(groups.envs)):
+        cpus = {"cpu_bind": lists[index]} if lists else {}
+        own[rank] = {"placement": placement.replace(virtual_local_rank=False, **cpus)}
+        groups.envs[rank].update(devices[rank])
+    return own
