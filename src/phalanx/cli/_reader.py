@@ -1,4 +1,4 @@
-"""The files of a run's attempt, and their way to the console: merged in the order of time, then followed."""
+"""The files of a run's attempts, and their way to the console: merged in the order of time, then followed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from phalanx.cli._following import Following
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from phalanx._runs.catalog import RunDir
     from phalanx.multiprocessing import ConsoleSpecs
@@ -52,12 +52,12 @@ def _numbered(folder: str, prefix: str = "") -> list[int]:
 
 
 class Reader:
-    """The files of a run's attempt, and their way to the console.
+    """The files of a run's attempt, or of several, and their way to the console.
 
     Args:
         found: The run.
-        attempt: Which, and whether it has been ``chosen``: else those that come after it are followed, too.
-        folder: Its folder; it need not be there yet.
+        folders: The folders of the attempts, by number; they need not be there yet.
+        chosen: Whether somebody has chosen them: else those that come later are followed, too.
         console, streams: What is shown.
         follow: Whether to go on as the run does, until it ends.
 
@@ -67,8 +67,7 @@ class Reader:
     def __init__(
         self,
         found: RunDir,
-        attempt: int,
-        folder: str,
+        folders: Mapping[int, str],
         console: ConsoleSpecs,
         streams: tuple[str, ...] = STREAMS,
         *,
@@ -77,13 +76,14 @@ class Reader:
     ) -> None:
         self._found = found
         self._follows = follow and found.state in ("running", "unknown")
-        self._attempt, self._chosen = attempt, chosen
-        self._timeline = os.path.join(folder, NAME)
+        self._attempt, self._chosen = min(folders), chosen
+        self._timelines = {number: os.path.join(folder, NAME) for number, folder in folders.items()}
         self._console = console
         self._streams = streams
-        self._envs = _envs(found, attempt, folder)
+        envs = {number: _envs(found, number, folder) for number, folder in folders.items()}
+        self._envs = {rank: env for its in envs.values() for rank, env in its.items()}
         self._unfit: dict[str, str] = {}
-        for rank, env in self._envs.items():
+        for folder, rank, env in [(folders[number], *its) for number in folders for its in envs[number].items()]:
             wanted = console.ranks is None or int(env["RANK"]) in console.ranks
             self._unfit |= _check(os.path.join(folder, str(rank)), streams if wanted else ())
         for path, why in list(self._unfit.items())[:_MOST_NAMED]:
@@ -100,11 +100,13 @@ class Reader:
         self._view, self._colour = open_view(target_of(sys.stdout), console, self._prefixes, self._counts)
         self._sink = self._view.output.sink
         self._known: set[tuple[int, int]] = set()
-        self._sources: dict[int, Source] = {}
-        self._followers: dict[int, Follower] = {}
-        for rank in self._envs:
-            for number, follower, source in self._add(attempt, folder, rank, self._envs):
-                self._followers[number], self._sources[number] = follower, source
+        self._reached: dict[int, int] = {}  # the attempt of each local rank from which the latest lines are
+        self._sources: dict[tuple[int, int], Source] = {}
+        self._followers: dict[tuple[int, int], Follower] = {}
+        for attempt, folder in folders.items():
+            for rank in envs[attempt]:
+                for number, follower, source in self._add(attempt, folder, rank, envs[attempt]):
+                    self._followers[attempt, number], self._sources[attempt, number] = follower, source
         self._loop = Loop()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._loop.watch(self._bell, lambda _events: self._loop.forget(self._bell))
@@ -158,8 +160,9 @@ class Reader:
         if lines is not None:
             view.output.sink = TailSink(min(lines, sys.maxsize))
         last: dict[Source, float] = {}
-        for moment, number, data in merge(self._followers, self._timeline):
-            source = self._sources[number]
+        for moment, stream, data in merge(self._followers, self._timelines):
+            source = self._sources[stream]
+            self._end_earlier(stream, last)
             last[source] = moment
             if not since <= moment < until:
                 view.skip(source, data)
@@ -184,6 +187,15 @@ class Reader:
         while not sink.idle and not self._over:
             self._loop.once()
 
+    def _end_earlier(self, stream: tuple[int, int], last: dict[Source, float]) -> None:
+        """End the last lines that the worker has written in earlier attempts."""
+        attempt, number = stream
+        if attempt > self._reached.get(number // 2, self._attempt):
+            for (earlier, other), source in self._sources.items():
+                if earlier < attempt and other // 2 == number // 2 and last.pop(source, None) is not None:
+                    self._view.finish(source)
+            self._reached[number // 2] = attempt
+
     def _make_room(self) -> None:
         while not self._sink.make_room() and not self._over:
             self._loop.once()
@@ -200,11 +212,12 @@ class Reader:
         """When the run started, or wrote something first (seconds since the epoch)."""
         if self._found.run is not None:
             return self._found.run.started
-        return next((record[0] for record in read_timeline(self._timeline)), self._found.started)
+        firsts = [next((record[0] for record in read_timeline(path)), None) for path in self._timelines.values()]
+        return min((first for first in firsts if first is not None), default=self._found.started)
 
     def _follow(self, held: contextlib.ExitStack) -> None:
         streams = [
-            Stream(follower, [(self._view, self._sources[number])]) for number, follower in self._followers.items()
+            Stream(follower, [(self._view, self._sources[stream])]) for stream, follower in self._followers.items()
         ]
         pump = Pump(streams, [self._view], drain=math.inf)
         pump.unfit |= self._unfit.keys()

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
     from phalanx._agent.attempt_end import AttemptEnd, Ending
     from phalanx._agent.restart_policy import RestartPolicy
+    from phalanx._engine.leftovers import Leftover
     from phalanx._logs.console import ConsoleSpecs
+    from phalanx._outcomes.outcome import Outcome
     from phalanx._outcomes.result import RunProcsResult
     from phalanx._placement.placement import Placement
     from phalanx.cli._attempt_groups import AttemptGroups
@@ -145,7 +147,8 @@ class WorkerTeams:
                 self._record_start(team, facts["attempt"], group)
         elif name == "attempt.ended":
             group = team.seen.pop(facts["number"], None)
-            outcome, leftovers = None, ()
+            outcome: Outcome | None = None
+            leftovers: tuple[Leftover, ...] = ()
             if group is not None:
                 try:
                     result = group.wait_gone(0)

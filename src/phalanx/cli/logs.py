@@ -74,7 +74,12 @@ def _names(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list
 )
 @click.option("--until", callback=reading(read_since), metavar="TIME",
               help="Only what was written before: as of --since.")  # fmt: skip
-@click.option("--attempt", type=Whole(min=0), metavar="N", help="Which start of the workers. Default: the last.")
+@click.option(
+    "--attempt",
+    type=Whole(min=0),
+    metavar="N",
+    help="Which start of the workers. Default: the last; all, if they are restarted one by one.",
+)
 @click.option("--stderr", "stream", flag_value="stderr", help="Only stderr.")
 @click.option("--stdout", "stream", flag_value="stdout", help="Only stdout.")
 @click_options(ConsoleOptions)
@@ -117,9 +122,11 @@ def logs(
             known = ", ".join(map(str, sorted(attempts)))
             msg = f"--attempt: {found.name} has no attempt {number}; its attempts are {known}"
             raise click.UsageError(msg)
-        folder = attempts.get(number) or os.path.join(found.path, f"attempt_{number}")
-        chosen = (stream,) if stream else STREAMS
-        reader = Reader(found, number, folder, console, chosen, chosen=attempt is not None, follow=follow)
+        folders = {number: attempts.get(number) or os.path.join(found.path, f"attempt_{number}")}
+        if attempt is None and found.run is not None and found.run.restart == "worker":
+            folders = attempts or folders
+        streams = (stream,) if stream else STREAMS
+        reader = Reader(found, folders, console, streams, chosen=attempt is not None, follow=follow)
     except UnknownRunError as error:
         raise click.ClickException(str(error)) from None
     except OSError as error:

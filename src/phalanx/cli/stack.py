@@ -78,8 +78,7 @@ def stack(run: str | None, *, ranks: tuple[int, ...], native: bool, log_dir: str
     found = _resolve(places(log_dir), run)
     assert found.run is not None
     asked = _ranks(found.run, set(ranks))
-    folder = os.path.join(found.path, f"attempt_{found.run.attempts[-1].number}")
-    texts = _collect(folder, asked, native=native, owner=None if found.is_ours else found.owner)
+    texts = _collect(found.path, asked, native=native, owner=None if found.is_ours else found.owner)
     colour = use_colour(sys.stdout)
     click.echo(_style(printable(sum_up(texts)), colour, bold=True), color=colour)
     for group, text in group_equal(texts, _alike):
@@ -137,26 +136,28 @@ def _latest(where: tuple[str, ...]) -> RunDir:
     return found
 
 
-def _ranks(run: Run, wanted: set[int]) -> list[Rank]:
-    known = run.attempts[-1].ranks
-    unknown = sorted(wanted - {rank.rank for rank in known})
+def _ranks(run: Run, wanted: set[int]) -> list[tuple[int, Rank]]:
+    """The ranks that are meant, each with the number of its latest attempt. Raises UsageError."""
+    attempts = run.attempts if run.restart == "worker" else run.attempts[-1:]
+    known = {rank.rank: (attempt.number, rank) for attempt in attempts for rank in attempt.ranks}
+    unknown = sorted(wanted - known.keys())
     if unknown:
         raise click.UsageError(f"--rank: this run has no rank {', '.join(map(str, unknown))}")
-    return [rank for rank in known if not wanted or rank.rank in wanted]
+    return [known[rank] for rank in sorted(known) if not wanted or rank in wanted]
 
 
-def _collect(folder: str, ranks: list[Rank], *, native: bool, owner: int | None) -> dict[int, str]:
+def _collect(path: str, ranks: list[tuple[int, Rank]], *, native: bool, owner: int | None) -> dict[int, str]:
     """Look at the ranks that live: rank → text. With an ``owner``, whose run it is, only at processes of that user."""
     from phalanx._stacks.py_spy import preload
 
     preload()
     texts: dict[int, str] = {}
     for first in range(0, len(ranks), _AT_ONCE):
-        texts |= _look(folder, ranks[first : first + _AT_ONCE], native=native, owner=owner)
+        texts |= _look(path, ranks[first : first + _AT_ONCE], native=native, owner=owner)
     return texts
 
 
-def _look(folder: str, ranks: list[Rank], *, native: bool, owner: int | None) -> dict[int, str]:
+def _look(path: str, ranks: list[tuple[int, Rank]], *, native: bool, owner: int | None) -> dict[int, str]:
     """A process is looked at only while it is held by a pidfd, and is the one.
 
     With an ``owner``, nobody is sent a signal: what the run's files say of that is another user's word.
@@ -168,7 +169,7 @@ def _look(folder: str, ranks: list[Rank], *, native: bool, owner: int | None) ->
     texts: dict[int, str] = {}
     with contextlib.ExitStack() as held:
         targets = []
-        for rank in ranks:
+        for attempt, rank in ranks:
             try:
                 process = _hold(rank, held, owner)
             except ProcessLookupError:
@@ -176,7 +177,8 @@ def _look(folder: str, ranks: list[Rank], *, native: bool, owner: int | None) ->
             except OSError as error:
                 texts[rank.rank] = f"{NO_STACK}it could not be asked: {error.strerror}\n"
             else:
-                error_file = "" if owner is not None else os.path.join(folder, str(rank.local_rank), "error.json")
+                beside = os.path.join(path, f"attempt_{attempt}", str(rank.local_rank), "error.json")
+                error_file = "" if owner is not None else beside
                 pid = working_process(rank.pid)
                 known = process if pid == rank.pid else None
                 targets.append(Target(rank.rank, pid, error_file, native=native, process=known))
@@ -188,7 +190,7 @@ def _look(folder: str, ranks: list[Rank], *, native: bool, owner: int | None) ->
             raise click.ClickException(str(error.strerror)) from None
         collection.wait()
         found = collection.finish()
-        return texts | {rank.rank: found[rank.rank] for rank in ranks if rank.rank in found}
+        return texts | {rank.rank: found[rank.rank] for _attempt, rank in ranks if rank.rank in found}
 
 
 def _hold(rank: Rank, held: contextlib.ExitStack, owner: int | None) -> Process:
