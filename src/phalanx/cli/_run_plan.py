@@ -13,7 +13,7 @@ from phalanx.cli._attempt_groups import AttemptGroups, scripts_of
 from phalanx.cli._console import console_specs
 from phalanx.cli._machines import meet
 from phalanx.cli._placement import place
-from phalanx.cli._restarts import forwarded, restart_policy
+from phalanx.cli._restarts import check_restart, forwarded, restart_policy
 from phalanx.cli._run_checks import check_command, check_preload, check_ranks, check_rotation, check_shown, timer_specs
 from phalanx.cli._run_logs import run_logs, umask_notes
 from phalanx.cli._say import say
@@ -61,6 +61,7 @@ class RunPlan:
         redirects, tee = redirects or Std.NONE, tee or Std.NONE
         self.meeting = meet(config, config.run_id)
         self.run_id = self.meeting.run_id or time.strftime("%Y%m%d-%H%M%S")
+        check_restart(config)
         self.policy = restart_policy(config)
         self.forwarded = forwarded(config.signals_forward, config.signals_to_handle)
         self._placement, self._extra, said = place(config, nprocs, config.env)

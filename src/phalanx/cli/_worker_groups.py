@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import contextmanager
 from functools import partial
+
+import click
 
 from phalanx._agent.attempts import Attempts
 from phalanx._agent.side_by_side import SideBySide
@@ -14,7 +18,7 @@ from phalanx.cli._say import say
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import signal
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
     from typing import Any
 
     from phalanx._agent.attempt_end import AttemptEnd, Ending
@@ -27,6 +31,9 @@ if TYPE_CHECKING:
     from phalanx.cli._attempt_groups import AttemptGroups
     from phalanx.cli._run_logs import RunLogs
     from phalanx.multiprocessing import PContext
+
+
+_EACH, _FEW = 16, 128  # descriptors that a group takes, with its timers, and a start of one again; and all else
 
 
 class OneWorker(WorkerTeam):
@@ -83,6 +90,7 @@ class WorkerTeams:
         console: How the console shows the lines.
         run_id: The run's id.
         keep_runs: See `Recorder`.
+        limits: Resource limits of the workers, where the user has given none.
     """
 
     def __init__(
@@ -94,6 +102,7 @@ class WorkerTeams:
         *,
         run_id: str,
         keep_runs: int | None,
+        limits: Mapping[str, Any],
     ) -> None:
         specs.ranks_come_singly, specs.workers = True, len(groups.envs)
         self.name = groups.script
@@ -103,7 +112,7 @@ class WorkerTeams:
             groups.script, groups.envs, run_id=run_id, command=groups.command, warn=self._warn, keep_runs=keep_runs
         )
         self._groups = groups
-        self._own = _placed(groups)
+        self._own = _placed(groups, limits)
         self.teams = {rank: OneWorker(rank, partial(self._make, rank), self._speak) for rank in sorted(groups.envs)}
         self.attempts = {
             rank: Attempts(
@@ -196,14 +205,38 @@ class WorkerTeams:
         self.lines.close()
 
 
-def _placed(groups: AttemptGroups) -> dict[int, dict[str, Any]]:
+@contextmanager
+def more_descriptors(count: int) -> Iterator[dict[str, Any]]:
+    """Raise this process's soft limit on open files, if it is too low for so many groups.
+
+    Returns limits for the workers, who are to have it as it was. Raises UsageError: the hard limit is too low.
+    """
+    needed = _FEW + _EACH * count
+    if needed <= os.sysconf("SC_OPEN_MAX"):
+        yield {}
+        return
+    from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit, setrlimit
+
+    soft, hard = getrlimit(RLIMIT_NOFILE)
+    if hard not in (RLIM_INFINITY, max(hard, needed)):
+        msg = f"--restart worker: {count} workers take {needed} open files, and the limit is {hard} (ulimit -Hn)"
+        raise click.UsageError(msg)
+    setrlimit(RLIMIT_NOFILE, (needed, hard))
+    try:
+        yield {"nofile": (soft, "unlimited" if hard == RLIM_INFINITY else hard)}
+    finally:
+        setrlimit(RLIMIT_NOFILE, (soft, hard))
+
+
+def _placed(groups: AttemptGroups, limits: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     """Return the options of each worker's group that say where it runs: its part of what is for all."""
     placement: Placement = groups.options["placement"]
     lists = placement.cpu_bind.split(";") if placement.cpu_bind != "none" else []
     devices = placement.environment(groups.envs)
+    placement = placement.replace(virtual_local_rank=False, rlimits={**limits, **dict(placement.rlimits)})
     own: dict[int, dict[str, Any]] = {}
     for index, rank in enumerate(sorted(groups.envs)):
         cpus = {"cpu_bind": lists[index]} if lists else {}
-        own[rank] = {"placement": placement.replace(virtual_local_rank=False, **cpus)}
+        own[rank] = {"placement": placement.replace(**cpus)}
         groups.envs[rank].update(devices[rank])
     return own

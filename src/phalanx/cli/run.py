@@ -127,7 +127,7 @@ def _run(plan: RunPlan, until_end: ExitStack) -> int:
     team: RunTeam | WorkerTeams
     if config.restart == "worker":
         from phalanx.cli._run_workers import see_workers_through
-        from phalanx.cli._worker_groups import WorkerTeams
+        from phalanx.cli._worker_groups import WorkerTeams, more_descriptors
 
         names = {"run_id": plan.run_id, "keep_runs": config.keep_runs}
         team = WorkerTeams(groups, plan.specs, plan.policy, plan.console, **names)
