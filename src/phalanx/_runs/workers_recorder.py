@@ -29,7 +29,11 @@ _MOST = 20_000  # entries, of workers and their attempts; beyond, each worker's 
 
 
 class WorkersRecorder(Recorder):
-    """Writes the record of such a run. Arguments as of `Recorder`. Methods may be called from any thread."""
+    """Writes the record of such a run. Arguments as of `Recorder`; any thread may call it.
+
+    Attributes:
+        logs: The files of one of its groups; without a timeline, as long as there is none.
+    """
 
     def __init__(
         self,
@@ -41,8 +45,16 @@ class WorkersRecorder(Recorder):
         warn: Callable[[str], None],
         keep_runs: int | None = None,
     ) -> None:
+        self.logs = LogsDest()
         super().__init__(
-            name, envs, LogsDest, lambda: ({}, None), run_id=run_id, command=command, warn=warn, keep_runs=keep_runs
+            name,
+            envs,
+            lambda: self.logs,
+            lambda: ({}, None),
+            run_id=run_id,
+            command=command,
+            warn=warn,
+            keep_runs=keep_runs,
         )
         self._one = allocate_lock()
         self._attempts: dict[int, Record] = {}  # by number; "ranks" is a dict, by local rank
@@ -51,7 +63,7 @@ class WorkersRecorder(Recorder):
         self._asked = False  # whether the record will be written anyway
         self._why = ""
 
-    def record_worker_start(self, local_rank: int, number: int, pid: int, logs: LogsDest) -> None:
+    def record_worker_start(self, local_rank: int, number: int, pid: int) -> None:
         """Write that an attempt of a worker runs. Returns at once."""
         entry = record_writer.rank(
             rank=self.global_rank(local_rank), local_rank=local_rank, pid=pid, pid_started=0, state="running"
@@ -66,7 +78,6 @@ class WorkersRecorder(Recorder):
             if self._count > _MOST:
                 self._forget_old()
         if first:
-            self.follow(lambda: logs, lambda: ({}, None))
             self.record_start()
         self._write_soon()
 

@@ -72,6 +72,7 @@ def _run_all(teams: WorkerTeams, grace: float) -> signal.Signals | None:
             stopped = error.sigval
             _stop(teams, stopped, grace)
         except Exception:
+            teams.note_folder(teams.any_group)
             _stop(teams, signal.SIGKILL, 0.0, announces=False)
             raise
         undisturbed(carrying.close)  # what the observers have still to record comes before the end

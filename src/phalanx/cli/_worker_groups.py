@@ -132,6 +132,11 @@ class WorkerTeams:
         self.teams[rank].seen[attempt] = group
         return group
 
+    def note_folder(self, group: PContext | None) -> None:
+        """Have the run recorded where a group has its logs, if that is not known."""
+        if group is not None and not self.recorder.logs.timeline:
+            self.recorder.logs = group.logs
+
     def _speak(self, text: str) -> None:
         if not self.lines.say(text):
             say(text.removeprefix("phalanx: "))
@@ -178,7 +183,8 @@ class WorkerTeams:
             pid = group.pids()[team.rank]
         except (RuntimeError, KeyError):  # it was never up
             return
-        self.recorder.record_worker_start(team.rank, attempt, pid, group.logs)
+        self.note_folder(group)
+        self.recorder.record_worker_start(team.rank, attempt, pid)
 
     @property
     def endings(self) -> dict[int, Ending]:
