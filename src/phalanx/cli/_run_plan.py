@@ -117,7 +117,7 @@ class RunPlan:
         return AttemptGroups(
             config.script, config.args, self._envs(port, variables), self.specs, module=self._module,
             no_python=self._no_python, python=self.python, preload=config.preload, run_path=self._run_path, port=port,
-            standby=not config.no_standby, options=options,
+            standby=config.restart != "worker" and not config.no_standby, options=options,
         )  # fmt: skip
 
     def _envs(self, port: ReservedPort | None, variables: Mapping[str, str]) -> dict[int, dict[str, str]]:

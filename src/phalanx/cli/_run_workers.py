@@ -147,7 +147,7 @@ def _report(
         say(f"Error: rank {teams.number(rank)}: {lost[rank].ends[-1].error}")
     if failures:
         joined = joined.replace(failures=failures)
-        report_failures(teams.name, joined, specs, lines, _reasons(teams, lost), colour=colour)
+        teams.error = report_failures(teams.name, joined, specs, lines, _reasons(teams, lost), colour=colour)
         return
     for line in (*lines, *_recovered(teams)):
         say(line)

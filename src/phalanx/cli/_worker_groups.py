@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from phalanx.cli._attempt_groups import AttemptGroups
     from phalanx.cli._run_logs import RunLogs
     from phalanx.multiprocessing import PContext
+    from phalanx.multiprocessing.errors import ChildFailedError
 
 
 _EACH, _FEW = 16, 128  # descriptors that a group takes, with its timers, and a start of one again; and all else
@@ -106,6 +107,8 @@ class WorkerTeams:
     ) -> None:
         specs.ranks_come_singly, specs.workers = True, len(groups.envs)
         self.name = groups.script
+        self.error: ChildFailedError | None = None
+        """What the report is about, if workers have failed."""
         self.policy = policy
         self.lines = RunLines(groups.envs, console)
         self.recorder = WorkersRecorder(

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx.cli._services import Services
+    from phalanx.cli._worker_groups import WorkerTeams
     from phalanx.multiprocessing.errors import ChildFailedError
 
 _NAME = "phalanx run"
@@ -129,7 +130,8 @@ def _run(plan: RunPlan, until_end: ExitStack) -> int:
         from phalanx.cli._run_workers import see_workers_through
         from phalanx.cli._worker_groups import WorkerTeams, more_descriptors
 
-        names = {"run_id": plan.run_id, "keep_runs": config.keep_runs}
+        limits = until_end.enter_context(more_descriptors(config.nproc_per_node))
+        names: dict[str, Any] = {"run_id": plan.run_id, "keep_runs": config.keep_runs, "limits": limits}
         team = WorkerTeams(groups, plan.specs, plan.policy, plan.console, **names)
         with choosing(config.signals_to_handle), forwarding(plan.forwarded, team):
             code = see_workers_through(team, plan.specs, config.grace, colour=colour)
