@@ -87,7 +87,7 @@ class Steady:
         (r"(?m)^(    .*\S +)(threading)\.py:\d+$", r"\1\2.py:359"),
         (r"\d+(?:\.\d+)? m?s over", "2.3 ms over"),
         (r"\d+\.\d s old", "1.1 s old"),
-        (r"(failed|succeeded,) after \d+\.\ds", r"\1 after 2.1s"),
+        (r"(failed|succeeded,|\d\d) after \d+\.\ds", r"\1 after 2.1s"),
         (r"restarting in \d+\.\d m?s", "restarting in 1.9 s"),
         (r"(attempts? \d[\d to]*, )\d\d:\d\d:\d\d", r"\g<1>14:46:10"),
         (r"(, 14:46:10 to )\d\d:\d\d:\d\d", r"\g<1>14:48:22"),
