@@ -489,7 +489,7 @@ def test_logs_follow_and_stacks_of_the_latest_attempts(place: Place, ready: Read
         with Launcher(
             [*command, "logs", "--log-dir", str(place.logs), "-f"], cwd=place.folder, env=place.env
         ) as reader:
-            read_until(reader.process.stdout.fileno(), "[1] begin 2\n", TIMEOUT)  # type: ignore[union-attr]  # a pipe
+            read_until(reader.process.stdout.fileno(), "[1] begin 2\n", TIMEOUT)  # type: ignore[union-attr]  # it is a pipe
             shown = place.program(*command, "stack", "--log-dir", place.logs)
             gate.open(3)
             done = reader.end()

@@ -41,6 +41,7 @@ NOT_RUN = {
 
 NO_SCRIPTS = {
     "# train.py": "fails: the transcript `session` is of it",
+    "# serve.py": "fails: the transcript `one-by-one` is of it",
     "# steps.sh": "the transcript `buffers` is of it",
 }
 """Blocks that are files, by their first line, and where they are run."""

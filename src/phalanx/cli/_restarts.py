@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx._agent.group_team import GroupTeam
-    from phalanx.cli._run_config import RunConfig
     from phalanx.cli._worker_groups import WorkerTeams
 
 DEFAULT_FORWARDED = [signal.SIGUSR1, signal.SIGUSR2]
@@ -182,7 +181,7 @@ class RestartOptions(Declared):
         metavar="N[/TIME]",
         written=TEXT + WHOLE,
         torchrun="--max-restarts",
-        sentence="Start all workers again when one fails (or that one, see --restart), so many times: 3; 5/1h.",
+        sentence="Start all workers again when one fails, so many times: 3; 5/1h: within any hour.",
     )
     backoff = Option(
         read_pair,
@@ -266,12 +265,6 @@ def restart_policy(chosen: RestartOptions) -> RestartPolicy:
     except ValueError as error:
         text = str(error).replace("never_on", "--never-restart-on").replace("always_on", "--always-restart-on")
         raise click.UsageError(text) from None
-
-
-def check_restart(chosen: RunConfig) -> None:
-    """Refuse what is said of a whole gang, where workers are started again one by one. Raises UsageError."""
-    if chosen.restart == "worker" and chosen.settle != type(chosen).settle.default_value():
-        raise click.UsageError("--settle and --restart worker exclude each other: no worker is stopped for another")
 
 
 def forwarded(chosen: list[signal.Signals], handled: list[signal.Signals]) -> list[signal.Signals]:

@@ -94,6 +94,12 @@ def check_shown(world_size: int, ranks: Iterable[int] | None) -> None:
         raise click.UsageError(msg)
 
 
+def check_restart(restart: str, *, settles: bool) -> None:
+    """Refuse what is said of a whole gang, where workers are restarted one by one."""
+    if restart == "worker" and settles:
+        raise click.UsageError("--settle and --restart worker exclude each other: no worker is stopped for another")
+
+
 def check_rotation(max_size: int | None, *, keep: int | None, compress: bool) -> None:
     """Refuse what is said of files that are set aside, where none are."""
     for name, is_given in (("--log-keep", keep is not None), ("--log-compress", compress)):

@@ -13,8 +13,16 @@ from phalanx.cli._attempt_groups import AttemptGroups, scripts_of
 from phalanx.cli._console import console_specs
 from phalanx.cli._machines import meet
 from phalanx.cli._placement import place
-from phalanx.cli._restarts import check_restart, forwarded, restart_policy
-from phalanx.cli._run_checks import check_command, check_preload, check_ranks, check_rotation, check_shown, timer_specs
+from phalanx.cli._restarts import forwarded, restart_policy
+from phalanx.cli._run_checks import (
+    check_command,
+    check_preload,
+    check_ranks,
+    check_restart,
+    check_rotation,
+    check_shown,
+    timer_specs,
+)
 from phalanx.cli._run_logs import run_logs, umask_notes
 from phalanx.cli._say import say
 from phalanx.cli._streams import check_no_logs, check_streams
@@ -61,7 +69,7 @@ class RunPlan:
         redirects, tee = redirects or Std.NONE, tee or Std.NONE
         self.meeting = meet(config, config.run_id)
         self.run_id = self.meeting.run_id or time.strftime("%Y%m%d-%H%M%S")
-        check_restart(config)
+        check_restart(config.restart, settles=config.settle != type(config).settle.default_value())
         self.policy = restart_policy(config)
         self.forwarded = forwarded(config.signals_forward, config.signals_to_handle)
         self._placement, self._extra, said = place(config, nprocs, config.env)
