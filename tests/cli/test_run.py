@@ -438,6 +438,7 @@ SETTINGS = {
     "on_expiry": Setting("report,kill:30", "dump", (("report", 0.0), ("kill", 30.0)), (("dump", 0.0),)),
     "nnodes": Setting("1:1", "1", "1:1", "1"),
     "node_rank": Setting("0", "0", "0", "0"),
+    "restart": Setting("worker", "gang", "worker", "gang"),
     "max_restarts": Setting("3", "5/1h", (3, None), (5, 3600.0)),
     "backoff": Setting("1", "0.5:1m", (1.0, None), (0.5, 60.0)),
     "backoff_jitter": Setting("0.5", "1", 0.5, 1.0),

@@ -28,7 +28,7 @@ VERSION = 1
 """The version of the format. New fields leave it as it is; a removed field, or one with a new meaning, raises it."""
 
 MOST_BYTES = 8 << 20
-"""Bytes of a record, at most, in reading and writing: 10,000 ranks take 1.2 MB an attempt."""
+"""Bytes of a record, at most, in reading and writing: 10,000 ranks take 1.5 MB an attempt."""
 
 State = Literal["running", "succeeded", "failed", "stopped", "lost"]
 RankState = Literal["running", "succeeded", "failed", "stopped", "abandoned", "lost"]
@@ -67,6 +67,7 @@ def begin(
         "exit_code": None,
         "nprocs": nprocs,
         "cause": cause,
+        "restart": "gang",
         "attempts": [*earlier, attempt],
     }
 
@@ -117,6 +118,7 @@ def rank(
         "signal_sent": signal_sent,
         "ended": ended,
         "early": early,
+        "cause": "",
     }
 
 
