@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.cli.test_log_options import feed_until
+from tests.cli.test_log_options import feed_until, fold_patiently
 from tests.cli.test_run import LIMIT, Launcher, Place, read_until, refused, terminal
 from tests.support.helpers import TIMEOUT, Gate, Ready, alive, wait_gone
 from tests.support.screen import Emulator
@@ -354,42 +354,32 @@ def test_lines_of_an_attempt_come_before_those_of_the_next(place: Place) -> None
         assert lines[: len(expected)] == expected
 
 
-def test_filters_and_equal_tracebacks_are_those_of_one_console(place: Place, ready: Ready, gate: Gate) -> None:
-    body = f"""
-    {ready.python()}
-    {gate.python()}
+def test_filters_are_those_of_one_console(place: Place) -> None:
+    body = """
     print("own", rank)
     print("same")
-    if 0 < rank < 10:
+    """
+    options = ("--nproc-per-node", 11, "--ranks", "0-9", "--exclude", "same", "--duplicate-stdout-filters", "same")
+    done = place.run(*WORKER, *options, script(place, body))
+    assert done.status == 0, done
+    assert sorted(done.out.splitlines()) == [f" [{rank}] own {rank}" for rank in range(10)]
+    (path,) = place.logs.glob("*/attempt_0/filtered_stdout.log")
+    assert sorted(path.read_text().splitlines()) == sorted(f"{f'[{rank}]':>4} same" for rank in range(11))
+
+
+@pytest.mark.parametrize("options", [("--fold",), ()], ids=["fold", "tracebacks"])
+def test_equal_lines_of_all_workers_are_one(place: Place, options: tuple[str, ...]) -> None:
+    """Of groups that end at different times, in each attempt anew."""
+    fold_patiently(place)
+    body = """
+    if attempt < 2:
         raise ValueError("all alike")
     """
-    path = script(place, body)
-    options = ("--nproc-per-node", 11, "--ranks", "0-9", "--exclude", "same", "--duplicate-stdout-filters", "same")
-    with start(place, *options, path) as launcher:
-        ready.wait(11)
-        gate.open(11)
-        done = launcher.end()
+    done = place.run(*WORKER, "--nproc-per-node", 4, "--max-restarts", 1, *options, script(place, body))
     assert done.status == 1
-    assert sorted(done.out.splitlines()) == [f" [{rank}] own {rank}" for rank in range(10)]
-    blocks = re.findall(r"^ *(\[[\d,-]+\]) ValueError: all alike$", done.err, re.MULTILINE)
-    assert blocks
-    assert any("-" in block or "," in block for block in blocks), "no two were shown as one"
-    (path_,) = place.logs.glob("*/attempt_0/filtered_stdout.log")
-    assert sorted(path_.read_text().splitlines()) == sorted(f"{f'[{rank}]':>4} same" for rank in range(11))
-
-
-def test_equal_lines_of_all_workers_are_one(place: Place, ready: Ready, gate: Gate) -> None:
-    body = f"""
-    {ready.python()}
-    {gate.python()}
-    print("one for all")
-    """
-    with start(place, "--nproc-per-node", 4, "--fold", script(place, body)) as launcher:
-        ready.wait(4)
-        gate.open(4)
-        done = launcher.end()
-    (first, *_) = re.findall(r"\[(.*)\] one for all", done.out)
-    assert "-" in first or "," in first, done.out
+    shown = done.err.partition("=====")[0].splitlines()
+    assert [line for line in shown if line.endswith("] ValueError: all alike")] == ["[0-3] ValueError: all alike"] * 2
+    assert sum("restarting" in line for line in shown) == 4
 
 
 def test_bars_of_workers_that_start_again_are_live_lines(place: Place, ready: Ready, gate: Gate) -> None:

@@ -46,8 +46,7 @@ class OneWorker(WorkerTeam):
         speak: Shows a line while no group of it does.
 
     Attributes:
-        not_started: Why the last attempt could not be started; None: it was.
-        last_result: How the last attempt ended that has; None: none has.
+        last_result: How the last attempt has ended; None: it runs, or was not started.
     """
 
     def __init__(
@@ -55,23 +54,14 @@ class OneWorker(WorkerTeam):
     ) -> None:
         super().__init__(make, speak=speak)
         self.rank = rank
-        self.not_started: Exception | None = None
         self.last_result: RunProcsResult | None = None
         self.seen: dict[int, PContext] = {}
         """The groups of attempts that are not recorded as ended yet."""
 
-    def start(self, attempt: int, wake: Callable[[], None]) -> None:
+    def begin(self, attempt: int) -> None:
         """See `Team`."""
-        self.not_started = None
-        super().start(attempt, wake)
-
-    def is_up(self) -> bool:
-        """See `Team`."""
-        try:
-            return super().is_up()
-        except Exception as error:
-            self.not_started = error
-            raise
+        super().begin(attempt)
+        self.last_result = None
 
     def ended(self) -> AttemptEnd | None:
         """See `Team`."""
