@@ -275,8 +275,9 @@ def test_a_second_signal_kills_all(place: Place, ready: Ready) -> None:
     with start(place, "--nproc-per-node", 3, "--grace", 600, script(place, body)) as launcher:
         pids = ready.pids(3)
         launcher.send(signal.SIGTERM)
-        for _ in range(3):
-            launcher.read_until("no\n", "stdout")
+        shown = ""
+        while shown.count("no\n") < 3:
+            shown += launcher.read_until("no\n", "stdout")
         launcher.send(signal.SIGINT)
         done = launcher.end()
     assert done.status == 143

@@ -11,6 +11,7 @@ import click
 from phalanx._agent.attempts import Attempts
 from phalanx._agent.side_by_side import SideBySide
 from phalanx._agent.worker_team import WorkerTeam
+from phalanx._base import interrupts
 from phalanx._group.run_lines import RunLines
 from phalanx._runs.workers_recorder import WorkersRecorder
 from phalanx.cli._say import say
@@ -62,6 +63,14 @@ class OneWorker(WorkerTeam):
         """See `Team`."""
         super().begin(attempt)
         self.last_result = None
+
+    def is_up(self) -> bool:
+        """See `Team`."""
+        is_up = super().is_up()
+        if is_up:  # now, and whole: see `RunTeam.start`
+            with interrupts.deferred():
+                from phalanx.errors import format_report  # noqa: F401 - at the end there may be no descriptor for it
+        return is_up
 
     def ended(self) -> AttemptEnd | None:
         """See `Team`."""
