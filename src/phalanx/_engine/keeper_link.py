@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from phalanx._engine.group_lines import GroupLines
     from phalanx._engine.keeper_client import KeeperClient
     from phalanx._engine.mirror import Mirror, WorkerRecord
+    from phalanx._logs.display import PartDisplay
     from phalanx._logs.pump import Pump
     from phalanx._timers.hang_reporter import HangReporter
 
@@ -163,7 +164,7 @@ class KeeperLink:
         self._waits = True
         self._release()
 
-    def release(self, make_pump: Callable[[], Pump | None], after: Latch | None) -> None:
+    def release(self, make_pump: Callable[[], Pump | PartDisplay | None], after: Latch | None) -> None:
         """Let the workers of a standby begin, as soon as they are there, and show lines from now on."""
         if self.parked and not self.ended:
             self._display.open(make_pump(), after)

@@ -199,7 +199,7 @@ class Supervisor:
         finally:
             theirs.close()
 
-    def release(self, make_pump: Callable[[], Pump | None], after: Latch | None) -> None:
+    def release(self, make_pump: Callable[[], Pump | PartDisplay | None], after: Latch | None) -> None:
         """Let the workers of a parked group begin: `wait_until_up` waits for that. ``after``: see `start`."""
         self._loop.call(partial(self._link.release, make_pump, after))
 

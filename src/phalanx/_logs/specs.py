@@ -217,7 +217,7 @@ class DefaultLogsSpecs(LogsSpecs):
         if not self.is_kept or self._run_log_dir is None or attempt in self._attempts:
             return None
         folder = os.path.join(self._run_log_dir, f"attempt_{attempt}")
-        named = name_files(folder, len(envs), self._redirects, self._tee, self._local_ranks_filter)
+        named = name_files(folder, envs, self._redirects, self._tee, self._local_ranks_filter)
         return self._described(folder, named)
 
     def unmake(self, logs: LogsDest, *, made: bool) -> None:

@@ -65,7 +65,7 @@ class OwnLogs(RunLogs):
 
     def preview(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
         """Name no file: what the plugin's object would name, it would make as well."""
-        return name_nothing("(a plugin's)", len(envs), Std.NONE, Std.NONE, None)
+        return name_nothing("(a plugin's)", envs, Std.NONE, Std.NONE, None)
 
     def tidy(self, logs: LogsDest) -> None:
         """See `LogsSpecs.tidy`."""
