@@ -221,6 +221,16 @@ def test_a_script_by_its_path_goes_before_a_module(place: Place) -> None:
     assert (done.status, place.log(0)) == (0, "__main__\n")
 
 
+def test_a_script_by_its_path_that_is_not_started(place: Place) -> None:
+    place.write("")
+    done = place.run("--dry-run", "--run-path", "--start-method", "fork", "script.py", "a${local_rank}", "--x")
+    assert done.status == 0, done
+    assert (
+        "  command      script.py a0 --x\n               (by runpy.run_path, in a worker that fork starts)" in done.out
+    )
+    assert not place.logs.exists()
+
+
 # --- what the environment asks for
 
 
@@ -283,7 +293,8 @@ def test_a_run_says_how_it_is(place: Place, ready: Ready, port: int) -> None:
 
 def test_a_health_port_that_is_none_or_taken(place: Place, port: int) -> None:
     place.env["TORCHELASTIC_HEALTH_CHECK_PORT"] = "eighty"
-    refused(place.run(place.write("")), "TORCHELASTIC_HEALTH_CHECK_PORT: expected a port, 1 to 65535")
+    for asked in ((), ("--dry-run",)):
+        refused(place.run(*asked, place.write("")), "TORCHELASTIC_HEALTH_CHECK_PORT: expected a port, 1 to 65535")
     place.env["TORCHELASTIC_HEALTH_CHECK_PORT"] = str(port)
     with socket.create_server(("127.0.0.1", port)):
         done = place.run(place.write(""))

@@ -100,6 +100,18 @@ def check_restart(restart: str, *, settles: bool) -> None:
         raise click.UsageError("--settle and --restart worker exclude each other: no worker is stopped for another")
 
 
+def health_address() -> tuple[str, int] | None:
+    """Return where the run is to answer how it is, by the environment; None: nowhere."""
+    if "TORCHELASTIC_HEALTH_CHECK_PORT" not in os.environ:
+        return None
+    from phalanx._agent.health import address_of_environment
+
+    try:
+        return address_of_environment()
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+
+
 def check_rotation(max_size: int | None, *, keep: int | None, compress: bool) -> None:
     """Refuse what is said of files that are set aside, where none are."""
     for name, is_given in (("--log-keep", keep is not None), ("--log-compress", compress)):

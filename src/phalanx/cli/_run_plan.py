@@ -21,6 +21,7 @@ from phalanx.cli._run_checks import (
     check_restart,
     check_rotation,
     check_shown,
+    health_address,
     timer_specs,
 )
 from phalanx.cli._run_logs import run_logs, umask_notes
@@ -97,6 +98,7 @@ class RunPlan:
             )
         self.specs.keeps_few = self.specs.keeps_few or config.keep_runs is not None
         self.events = self._events(config)
+        self.health_address = health_address()
         doubts = [] if self._no_python else _python.doubts(config.script)
         said = [*self.meeting.notes, *doubts, *said]
         self.specs.notes = [*self.specs.notes, *said, *notes, *umask_notes(config.log_mode)]

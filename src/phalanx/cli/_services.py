@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import click
 
 from phalanx._agent.file_timers import FileTimers
-from phalanx._agent.health import Health, address_of_environment
+from phalanx._agent.health import Health
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,22 +26,17 @@ class Services:
     """The services of a run. A context manager, which ends them.
 
     Args:
+        address: Where it answers how it is, see `health_address`.
         run_id: The id of the run.
         max_restarts: How many restarts there may be.
 
     Attributes:
         variables: What workers find in the environment because of them.
 
-    Raises:
-        UsageError: A variable of the environment has a wrong value.
-        ClickException: A service cannot be started.
+    Raises ClickException: a service cannot be started.
     """
 
-    def __init__(self, run_id: str, max_restarts: int) -> None:
-        try:
-            address = address_of_environment()
-        except ValueError as error:
-            raise click.UsageError(str(error)) from None
+    def __init__(self, address: tuple[str, int] | None, run_id: str, max_restarts: int) -> None:
         self._health = Health(address, run_id=run_id, max_restarts=max_restarts)
         self._timers = FileTimers(_make_server)
         try:

@@ -154,7 +154,7 @@ def _services(plan: RunPlan, until_end: ExitStack) -> Services | None:
     from phalanx.cli._services import Services, log_shown
 
     until_end.enter_context(log_shown())
-    return until_end.enter_context(Services(plan.run_id, plan.policy.max_restarts))
+    return until_end.enter_context(Services(plan.health_address, plan.run_id, plan.policy.max_restarts))
 
 
 def _print_config(ctx: click.Context, plan: RunPlan) -> None:
