@@ -290,9 +290,8 @@ class GroupStart(ABC):
 
     def _preview_placement(self) -> tuple[dict[int, WorkerBounds | None], dict[int, dict[str, str]]]:
         """Return where each worker would run, and the variables that follow from that. Raises ValueError."""
-        if self._placement is None:
-            return {}, {}
-        return self._placement.resolve(self.nprocs)[0], self._placement.environment(self.envs)
+        placement = self._placement
+        return ({}, {}) if placement is None else (placement.resolve(self.nprocs)[0], placement.environment(self.envs))
 
     def _make_pump(self) -> Pump | PartDisplay | None:
         """Make what follows the log files; None, and nothing is loaded for it, if no stream goes to a file."""
