@@ -167,9 +167,9 @@ class KeeperLink:
     def release(self, make_pump: Callable[[], Pump | PartDisplay | None], after: Latch | None) -> None:
         """Let the workers of a standby begin, as soon as they are there, and show lines from now on."""
         if self.parked and not self.ended:
-            self._display.open(make_pump(), after)
             self._display.muted = self.parked = False
-            self._release()
+            self._release()  # first: the workers begin while the display is made
+            self._display.open(make_pump(), after)
 
     def _release(self) -> None:
         if self._waits and not self.parked:

@@ -63,10 +63,15 @@ def _wait_for_release(gate: int) -> None:
     another name (proc_pid_comm(5)): `ps -o comm` and `top` tell it from a worker that runs.
     """
     import faulthandler  # noqa: F401 - needed at once, then
+    import select
 
+    compile("", "", "exec")  # the first one makes the types of `_ast`, in 1 ms
     if sys.argv[1] == "-m":
         import runpy  # noqa: F401 - it takes some milliseconds
     name = _rename(b"phalanx-standby")
+    waiting = select.poll()
+    waiting.register(gate, select.POLLIN)
+    waiting.poll()  # wakes all at once; of those that wait in a read(2), each would wake the next one, on its own CPU
     if not os.read(gate, 1):
         os._exit(0)
     os.close(gate)
