@@ -24,7 +24,7 @@ def _report() -> dict[str, float]:
     ended = monotonic_ns()
     if FINDING not in run.stderr:
         raise RuntimeError(f"the report has no {FINDING!r}: {run.stderr[-500:]}")
-    (path,) = folder.glob("*/*/events.jsonl")
+    (path,) = folder.glob("*/events.jsonl")
     events = [json.loads(line) for line in path.read_text().splitlines()]
     deadline = min(
         event["monotonic_ns"] - event["overdue"] * 1e9 for event in events if event["name"] == "timer.expired"

@@ -28,6 +28,7 @@ from phalanx.multiprocessing import DefaultLogsSpecs, MultiprocessContext, Signa
 from phalanx.timer import TimerSpecs, progress
 from tests.support.attempt_groups import shells
 from tests.support.helpers import TIMEOUT, alive, wait_gone
+from tests.support.streams import observed_by
 from tests.support.waits import when_we_wait
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def attempted(team: GroupTeam, restarts: int = 0, **options: Any) -> Iterator[At
     observe = options.pop("observe", None)
     policy = RestartPolicy(restarts, **options)
     try:
-        with Attempts(team, policy, observe=observe) as attempts:
+        with observed_by(observe) as events, Attempts(team, policy, events=events) as attempts:
             yield attempts
     finally:
         team.close()

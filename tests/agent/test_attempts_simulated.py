@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx._agent import attempts as attempts_module
 from phalanx._agent.attempt_end import AttemptEnd, Ending
 from phalanx._agent.attempts import Attempts, Team
 from phalanx._agent.restart_policy import RestartPolicy
@@ -22,6 +21,7 @@ from phalanx._engine import host_signals
 from phalanx._engine.host_signals import SignalException
 from tests.support.fake_clock import FakeClock
 from tests.support.helpers import TIMEOUT
+from tests.support.streams import observed_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -227,7 +227,11 @@ class Scripted(Workers):
 
 def observed(team: Team, policy: RestartPolicy) -> tuple[Ending, list[tuple[str, dict[str, Any]]]]:
     events: list[tuple[str, dict[str, Any]]] = []
-    with Attempts(team, policy, observe=lambda name, facts: events.append((name, facts))) as attempts:
+
+    def observe(name: str, facts: dict[str, Any]) -> None:
+        events.append((name, facts))
+
+    with observed_by(observe) as stream, Attempts(team, policy, events=stream) as attempts:
         ending = attempts.run()
     return ending, events
 
@@ -249,7 +253,10 @@ def test_it_fails_twice_and_succeeds() -> None:
         *[("STARTING", 2), ("RUNNING", 2), ("SUCCEEDED", 2)],
     ]
     decided = [facts for name, facts in events if name == "restart.decided"]
-    assert decided[0] == {"attempt": 0, "delay": 0.0, "counted": True, "why": ""}
+    assert decided[0] == {
+        "attempt": 0, "delay": 0.0, "counted": True, "why": "", "step": None,
+        "cause": "attempt 1 of 4: rank 0, exited with code 1",
+    }  # fmt: skip
     assert [name for name, _facts in events if name != "agent.state"] == [
         *["attempt.ended", "restart.decided"] * 2,
         "attempt.ended",
@@ -374,26 +381,13 @@ def test_an_observer_that_blocks_holds_nobody_up() -> None:
         events.append(name)
 
     team = Scripted(*[FAILED] * 50, AttemptEnd("succeeded"))
-    with Attempts(team, RestartPolicy(50), observe=observe) as attempts:
-        assert attempts.run().state == "succeeded"
+    with observed_by(observe) as stream:
+        with Attempts(team, RestartPolicy(50), events=stream) as attempts:
+            assert attempts.run().state == "succeeded"
         assert events == []
         gate.open()
     assert events.count("attempt.ended") == 51
     assert events[-1] == "agent.state"
-
-
-def waits(gate: Latch) -> None:
-    gate.wait(TIMEOUT)
-
-
-def test_close_waits_for_an_observer_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempts_module, "_FLUSH", 0.05)
-    gate = Latch()
-    attempts = Attempts(Scripted(AttemptEnd("succeeded")), RestartPolicy(), observe=lambda *_event: waits(gate))
-    assert attempts.run().state == "succeeded"
-    attempts.close()
-    gate.open()
-    attempts.close()
 
 
 def test_an_observer_that_raises_sees_the_rest(caplog: pytest.LogCaptureFixture) -> None:
@@ -403,10 +397,11 @@ def test_an_observer_that_raises_sees_the_rest(caplog: pytest.LogCaptureFixture)
         events.append(name)
         raise ValueError(name)
 
-    with Attempts(Scripted(FAILED, AttemptEnd("succeeded")), RestartPolicy(1), observe=observe) as attempts:
+    team = Scripted(FAILED, AttemptEnd("succeeded"))
+    with observed_by(observe) as stream, Attempts(team, RestartPolicy(1), events=stream) as attempts:
         assert attempts.run().state == "succeeded"
     assert len(events) == 9
-    assert len(caplog.records) == 9
+    assert [record.getMessage() for record in caplog.records] == ["on_event raised at agent.state"]
 
 
 # --- forks, threads
@@ -431,7 +426,7 @@ def test_a_fork_of_the_host_has_no_attempts() -> None:
 
     team = Scripted(AttemptEnd("succeeded"))
     team.at_start = fork
-    with Attempts(team, RestartPolicy(), observe=lambda _name, _facts: None) as attempts:
+    with observed_by(lambda *_event: None) as stream, Attempts(team, RestartPolicy(), events=stream) as attempts:
         assert attempts.run().state == "succeeded"
     assert codes == [0]
 

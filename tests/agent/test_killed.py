@@ -31,6 +31,7 @@ from phalanx._agent.attempts import Attempts
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx.multiprocessing import Std
 from tests.support.attempt_groups import shells
+from tests.support.streams import observed_by
 
 folder, states = sys.argv[1], int(sys.argv[2])
 
@@ -49,8 +50,9 @@ def observe(name, facts):
 
 for run in range(1000):
     team = shells(script, 2, os.path.join(folder, str(run)), record=True, specs={"redirects": Std.ALL})
-    with Attempts(team, RestartPolicy(3, backoff=0.05), observe=observe) as attempts:
-        attempts.run()
+    with observed_by(observe) as events:
+        with Attempts(team, RestartPolicy(3, backoff=0.05), events=events) as attempts:
+            attempts.run()
     team.close()
 """
 

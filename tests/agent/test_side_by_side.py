@@ -20,6 +20,8 @@ from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._agent.side_by_side import SideBySide
 from phalanx._agent.worker_team import WorkerTeam
 from phalanx._engine import host_signals
+from phalanx._events.listener import Listener
+from phalanx._events.stream import EventStream
 from phalanx.multiprocessing import DefaultLogsSpecs, SignalException, SubprocessContext, start_processes
 from tests.support.helpers import TIMEOUT, Gate, Ready, alive, wait_gone
 
@@ -154,7 +156,7 @@ def shell_team(script: str | Callable[[int], str], said: list[str] | None = None
 def carried(teams: list[WorkerTeam], restarts: int = 0, **policy: Any) -> Iterator[SideBySide]:
     try:
         attempts = [
-            Attempts(team, RestartPolicy(restarts, **policy), signals=False, name=f"rank {rank}")
+            Attempts(team, RestartPolicy(restarts, **policy), signals=False, worker=rank, events=EventStream())
             for rank, team in enumerate(teams)
         ]
         with SideBySide(attempts) as side_by_side:
@@ -162,6 +164,20 @@ def carried(teams: list[WorkerTeam], restarts: int = 0, **policy: Any) -> Iterat
     finally:
         for team in teams:
             team.close()
+        for each in attempts:
+            close_events(each)
+
+
+def close_events(attempts: Attempts) -> None:
+    """End the threads that observe these attempts."""
+    assert attempts._events is not None
+    assert attempts._events.close(TIMEOUT) == []
+
+
+def observe(attempts: Attempts, observer: Callable[[str, dict[str, Any]], object]) -> None:
+    """Have ``observer`` called with the name of each event of these attempts and its facts, on a thread of its own."""
+    assert attempts._events is not None
+    attempts._events.subscribe("observer", Listener(lambda event: observer(event["name"], event), "tests"))
 
 
 def states(endings: list[Ending]) -> list[str]:
@@ -185,7 +201,7 @@ def test_attempts_of_different_lengths_end_for_themselves(gates: list[Gate]) -> 
             if name == "agent.state" and facts["state"] == "SUCCEEDED":
                 carrying.attempts[-1].ask_stop(signal.SIGTERM, 5)
 
-        carrying.attempts[0]._observe = watch
+        observe(carrying.attempts[0], watch)
         gates[-1].open()
         endings = carrying.run()
     assert states(endings) == ["succeeded"] * MANY + ["failed", "stopped"]
@@ -206,7 +222,7 @@ def test_a_delay_of_one_delays_no_other(gate: Gate) -> None:
     teams = [shell_team("exit 3", said), shell_team(f"test $ATTEMPT = 1 || exit 4; head -c 1 {gate.address}", said)]
     policies = RestartPolicy(1, backoff=600, backoff_cap=600, jitter=0), RestartPolicy(1)
     attempts = [
-        Attempts(team, policy, signals=False, name=f"rank {n}")
+        Attempts(team, policy, signals=False, worker=n, events=EventStream())
         for n, (team, policy) in enumerate(zip(teams, policies, strict=True))
     ]
     with SideBySide(attempts) as carrying:
@@ -215,7 +231,7 @@ def test_a_delay_of_one_delays_no_other(gate: Gate) -> None:
             if name == "agent.state" and facts["state"] == "SUCCEEDED":
                 attempts[0].ask_stop(signal.SIGTERM, 5)
 
-        attempts[1]._observe = stop
+        observe(attempts[1], stop)
         gate.open()
         assert states(carrying.run()) == ["stopped", "succeeded"]
     for team in teams:
@@ -301,7 +317,7 @@ def test_a_signal_stops_all_within_one_grace_and_a_second_kills(ready: Ready) ->
                 sent.append(facts)
                 os.kill(os.getpid(), signal.SIGINT)
 
-        carrying.attempts[-1]._observe = again
+        observe(carrying.attempts[-1], again)
         thread = threading.Thread(target=send)
         thread.start()
         endings = stopped_by_signals(carrying, (signal.SIGTERM, 600), (signal.SIGKILL, 0))
@@ -428,7 +444,7 @@ def test_a_signal_between_two_lines_of_groups_that_start_and_restart(monkeypatch
                 if name == "agent.state" and (facts["state"], facts["attempt"]) == ("RUNNING", 1):
                     carrying.attempts[0].ask_stop(signal.SIGTERM, 5)
 
-            carrying.attempts[0]._observe = stop_second
+            observe(carrying.attempts[0], stop_second)
             names = [f"_agent/{name}.py" for name in ("worker_team", "group_team", "attempts", "side_by_side")]
             names += ["_group/start.py", "_group/context.py"]
             with Interrupter(moment, *names) as interrupter:

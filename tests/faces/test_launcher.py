@@ -276,11 +276,21 @@ def test_metrics(restarts: int, ended: str, flakiness: int) -> None:
             elastic_launch(config(max_restarts=restarts, role="trainer"), fails_twice)()
     finally:
         metrics.configure(metrics.NullMetricHandler(), "torchelastic")
-    assert {name for name, value in handler.values.items() if value == 1} == {
-        f"workers.trainer.{name}" for name in ("run_total", ended)
+    of_workers = {name: value for name, value in handler.values.items() if name.startswith("workers.trainer.")}
+    assert {name.removeprefix("workers.trainer."): value for name, value in of_workers.items() if value} == {
+        "run_total": 1,
+        ended: 1,
+        "flakiness": flakiness,
+        "healthy": 1,
+        "failed": 1,
+        **({"succeeded": 1, "remaining_restarts": 1} if "success" in ended else {}),
     }
-    assert handler.values["workers.trainer.flakiness"] == flakiness
-    assert len(handler.values) == 6
+    steps = ["_assign_worker_ranks", "_rendezvous", "_initialize_workers", "run"]
+    names = [f"SimpleElasticAgent.{name}" for name in steps]
+    names += [f"LocalElasticAgent.{name}" for name in ("_start_workers", "_stop_workers")]
+    assert {name for name in handler.values if name not in of_workers} == {
+        f"{name}.{what}" for name in names for what in ("success", "duration.ms")
+    }
 
 
 def ends(launcher: int) -> None:

@@ -29,7 +29,19 @@ SCRIPTS = sorted(
 )
 
 WINGS = (
-    *("_base", "_evidence", "_logs", "_stacks", "_timers", "_placement", "_engine", "_outcomes", "_runs", "_group"),
+    *(
+        "_base",
+        "_events",
+        "_evidence",
+        "_logs",
+        "_stacks",
+        "_timers",
+        "_placement",
+        "_engine",
+        "_outcomes",
+        "_runs",
+        "_group",
+    ),
     "_agent",
 )
 """The packages that hold one subject each, from the ground up."""

@@ -21,7 +21,6 @@ from phalanx._runs.prune import Stored, choose
 from phalanx._runs.recorder import Recorder
 from phalanx.cli import _runs_folders
 from phalanx.cli import runs as runs_module
-from phalanx.multiprocessing import LogsDest
 from tests.cli.test_log_options import sh
 from tests.cli.test_run import Done, Launcher, refused
 from tests.engine.test_lost_helpers import until
@@ -435,8 +434,8 @@ def test_what_is_one_too_many_and_cannot_be_removed_is_told(monkeypatch: pytest.
 
     monkeypatch.setattr(pruning, "prune", fail)
     said: list[str] = []
-    logs = LogsDest(timeline="/runs/x/attempt_0/timeline")
-    recorder = Recorder("x", {}, lambda: logs, lambda: ({}, None), run_id="", command=[], warn=said.append, keep_runs=3)
+    recorder = Recorder("x", {}, run_id="", command=[], warn=said.append, keep_runs=3)
+    recorder._folder = "/runs/x"
     recorder._prune()
     assert said == ["--keep-runs: [Errno 13] /runs, 3"]
 

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import phalanx
-from phalanx._engine.leftovers import Leftover
-from phalanx._engine.mirror import Mirror
+from phalanx._events import agent_kinds, kinds
 from phalanx._runs import prune as pruning
 from phalanx._runs import record_writer, recorder
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Std, start_processes
@@ -104,28 +103,6 @@ def test_its_failure_is_the_cause(logs: Path, gate: Gate) -> None:
     found = record(logs)
     assert (found["state"], found["exit_code"], found["cause"]) == ("failed", 1, "rank 1: ValueError: no luck")
     assert states(logs) == ("failed", ["succeeded", "failed"])
-
-
-@pytest.mark.once
-@pytest.mark.slow
-def test_what_is_known_later_is_not_said_before(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that sees the end is slow, and writes what it has seen after the result has been written."""
-    seen, ended, judged = recorder._result_of_exits, threading.Event(), threading.Event()
-
-    def see(mirror: Mirror) -> Any:
-        ended.set()
-        judged.wait(TIMEOUT)
-        return seen(mirror)
-
-    def fail() -> None:
-        raise ValueError("no luck")
-
-    monkeypatch.setattr(recorder, "_result_of_exits", see)
-    with start_processes("train", fail, {0: ()}, record=True) as group:
-        assert ended.wait(TIMEOUT)
-        group.wait(TIMEOUT)
-        judged.set()
-    assert record(logs)["cause"] == "rank 0: ValueError: no luck"
 
 
 @pytest.mark.once
@@ -350,13 +327,48 @@ def test_arguments_that_a_program_has_given_itself_are_texts(logs: Path, monkeyp
     assert record(logs)["command"] == ["train.py", "\\udcff", "data", "0.1", "nan"]
 
 
-def test_who_did_not_end() -> None:
-    mirror = Mirror()
-    mirror.started([(0, 1)])
-    mirror.leftovers = [Leftover(2, "x", 0, 1.0, signal.SIGTERM, None)]
-    seen = recorder._result_of_exits(mirror)
-    assert seen.outcomes[0].state == "abandoned"
-    assert list(seen.leftovers) == mirror.leftovers
+def test_who_did_not_end(tmp_path: Path) -> None:
+    facts: dict[str, Any] = {"run_id": "r", "command": ["x"], "warn": print}
+    write = recorder.Recorder("x", {0: {}}, is_one_group=True, **facts)
+    left = {"rank": 0, "pid": 2, "command": "y", "age": 1.0, "signal": signal.SIGTERM, "exitcode": None}
+    events: list[kinds.Event] = [
+        kinds.GroupStarting(0, 1, nprocs=1, folder=str(tmp_path)),
+        kinds.WorkerStarted(0, 2, rank=0, pid=1),
+        kinds.Swept(0, 3, **left),
+        kinds.GroupGone(0, 4, survivors=[0], lost=""),
+    ]
+    write(events)
+    found = json.loads((tmp_path / "run.json").read_text())
+    assert (found["state"], found["cause"]) == ("failed", "rank 0: abandoned: pid 1 still there")
+    assert [rank["state"] for rank in found["attempts"][0]["ranks"]] == ["abandoned"]
+    (leftover,) = found["attempts"][0]["leftovers"]
+    assert leftover == {
+        "pid": 2, "command": "y", "local_rank": 0, "age": 1.0, "signal_sent": signal.SIGTERM, "exitcode": None,
+    }  # fmt: skip
+
+
+def test_an_attempt_that_is_prepared_ahead_is_recorded_when_it_begins(tmp_path: Path) -> None:
+    """And one that ends without a failure, because another was asked for, is kept."""
+    facts: dict[str, Any] = {"run_id": "r", "command": ["x"], "warn": print}
+    write = recorder.Recorder("x", {0: {}}, **facts)
+
+    def attempts() -> list[tuple[int, list[tuple[int, str]]]]:
+        found = json.loads((tmp_path / "run.json").read_text())["attempts"]
+        return [(each["number"], [(rank["pid"], rank["state"]) for rank in each["ranks"]]) for each in found]
+
+    def group(attempt: int) -> list[kinds.Event]:
+        return [
+            kinds.GroupStarting(attempt, 1, nprocs=1, folder=str(tmp_path)),
+            kinds.WorkerStarted(attempt, 2, rank=0, pid=100 + attempt),
+            kinds.GroupRunning(attempt, 3),
+        ]
+
+    write([agent_kinds.AgentState(0, 0, state="STARTING"), *group(0), *group(1)])
+    assert attempts() == [(0, [(100, "running")])]
+    exited: dict[str, Any] = dict.fromkeys(kinds.WorkerExited.__match_args__[3:])
+    exited |= {"rank": 0, "pid": 100, "state": "stopped", "exitcode": -15, "signal_sent": 15}
+    write([kinds.WorkerExited(0, 4, **exited), agent_kinds.AgentState(1, 5, state="STARTING")])
+    assert attempts() == [(0, [(100, "stopped")]), (1, [(101, "running")])]
 
 
 def test_two_groups_with_the_same_specs_have_two_records(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def put(root: Path, name: str, **changes: Any) -> Path:
 def test_what_is_written_has_each_field_that_is_read_and_no_other() -> None:
     run = record.to_object(example())
     rank = record_writer.rank(rank=1, local_rank=0, pid=7, pid_started=5, state="failed", exitcode=1, signal_sent=15)
-    left = [Leftover(9, "sleep 9", 0, 2.5, 15, -15)]
+    left = [Leftover(9, "sleep 9", 0, 2.5, 15, -15).__getstate__()]
     ended = record_writer.end(run, state="failed", exit_code=1, cause="why", ranks=[rank], leftovers=left)
     for made in (record_writer.begin(run_id="", name="", command=[], started=0.0, nprocs=1, ranks=[rank]), ended):
         assert record.to_object(msgspec.convert(made, record.Run)) == made
@@ -283,6 +283,7 @@ def test_a_full_disk_harms_nobody_and_is_said_once(place: Place) -> None:
     assert done.status == 3
     assert done.out == "hello\n"
     assert done.err.count("run.json cannot be written") == 1
+    assert done.err.count("events.jsonl cannot be written") == 1
     assert "Traceback" not in done.err
     (found,) = rows(place)
     assert (found["state"], found["run"]) == ("unknown", None)

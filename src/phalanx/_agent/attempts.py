@@ -17,11 +17,11 @@ from phalanx._agent.attempt_end import AttemptEnd, Ending
 from phalanx._agent.history import describe_failure, describe_restart
 from phalanx._agent.restart_policy import Decision, RestartPolicy, decide
 from phalanx._base import clock, interrupts
-from phalanx._base.background import SerialExecutor
 from phalanx._base.durations import seconds
 from phalanx._base.latch import Latch
 from phalanx._base.one_line import one_line
 from phalanx._engine import host_signals
+from phalanx._events import agent_kinds, kinds
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Any, Self
 
-_FLUSH = 5.0  # seconds that `close` waits for an observer
+    from phalanx._events.stream import EventStream
 
 
 class Team(ABC):
@@ -86,10 +86,8 @@ class Attempts:
         team: What is started.
         policy: When it is started again after a failure.
         signals: Whether signals to this process raise `SignalException` out of `run`, between two attempts, too.
-        name: What the lines say of which team they are, if there are several; "": nothing.
-        observe: Called with the name of each event and its facts, in order, on a thread of its own: it holds up nobody.
-            ``agent.state`` (state, attempt), ``attempt.ended`` (the fields of `AttemptEnd`), ``restart.decided``
-            (attempt, delay, counted, why) and ``agent.gave_up`` (attempt, why); moments are monotonic seconds.
+        worker: The rank whose attempts these are, which the lines and the events say; None: a whole gang's.
+        events: Where it emits what it does: `AgentState`, `AttemptEnded`, `RestartDecided` and `GaveUp`.
 
     >>> from phalanx._agent.restart_policy import RestartPolicy
     >>> class Fails(Team):
@@ -111,15 +109,15 @@ class Attempts:
         policy: RestartPolicy,
         *,
         signals: bool = True,
-        observe: Callable[[str, dict[str, Any]], None] | None = None,
-        name: str = "",
+        worker: int | None = None,
+        events: EventStream | None = None,
     ) -> None:
         self._team = team
         self._policy = policy
         self._signals = signals
-        self._name = name
-        self._observe = observe
-        self._observing = SerialExecutor("phalanx-events")
+        self._worker = worker
+        self._name = "" if worker is None else f"rank {worker}"
+        self._events = events
         self._owner = os.getpid()
         self._entered = False  # whether `run` has been called
         self._state = "NEW"
@@ -221,10 +219,9 @@ class Attempts:
         return math.inf
 
     def close(self) -> None:
-        """Release the signals, and wait for the observer, 5 s at most. `run` is not called again."""
+        """Release the signals. `run` is not called again."""
         if self._owner == os.getpid():
             host_signals.release(self)
-            self._observing.drain(_FLUSH)
 
     def __enter__(self) -> Self:
         return self
@@ -290,7 +287,7 @@ class Attempts:
             self._state, actions = life.step(self._state, event)
             if "START_GROUP" in actions:
                 self._number += 1
-            self._tell("agent.state", state=self._state, attempt=self._number)
+            self._emit(agent_kinds.AgentState, state=self._state)
             for action in actions:
                 if action == "ARM_DELAY":
                     self._until = clock.now() + self._decision.delay
@@ -357,7 +354,10 @@ class Attempts:
             end = end.replace(number=self._number, began=self._began, ended=now)
             self._under_way = False
             self._ends.append(end)
-            self._tell("attempt.ended", **end.__getstate__())
+            self._emit(
+                agent_kinds.AttemptEnded, state=end.state, rank=end.rank, exitcode=end.exitcode, error=end.error,
+                step=end.step, survivors=end.survivors, seconds=end.uptime,
+            )  # fmt: skip
             if self._state == "STARTING" and end.state != "not started":  # a signal came while it was being started
                 self._see("STARTED")
             if end.state == "succeeded" and (self._state, "ALL_SUCCEEDED") in life.TABLE:
@@ -372,19 +372,20 @@ class Attempts:
         chance = int.from_bytes(os.urandom(4)) / (1 << 32)  # `random` would take 3 ms to import
         decision = decide(self._policy, self._ends, self._started, now, chance)
         self._decision = decision
-        number = self._number
         failed = describe_failure(end.replace(rank=None) if self._name else end, self._policy.attempts)
         if decision.retries:
             if decision.counted:
                 self._started.append(now)
-            self._tell(
-                "restart.decided", attempt=number, delay=decision.delay, counted=decision.counted, why=decision.why
-            )
+            cause = f"attempt {self._number + 1}{self._policy.attempts}: {end.describe()}"
+            self._emit(
+                agent_kinds.RestartDecided, delay=decision.delay, counted=decision.counted, cause=cause,
+                step=end.step, why=decision.why,
+            )  # fmt: skip
             self._see("RETRY")
             self._say(f"{', '.join(filter(None, (failed, decision.why)))}; {describe_restart(decision.delay)}")
             return
         self._why = decision.why
-        self._tell("agent.gave_up", attempt=number, why=decision.why)
+        self._emit(agent_kinds.GaveUp, why=decision.why)
         self._see("GIVE_UP")
         if decision.why or self._name:  # others may go on for long
             self._say(f"{failed}; {': '.join(filter(None, ('giving up', decision.why)))}")
@@ -392,9 +393,8 @@ class Attempts:
     def _say(self, text: str) -> None:
         self._team.say(f"phalanx: {self._name}{': ' * bool(self._name)}{text}")
 
-    def _tell(self, name: str, **facts: Any) -> None:
-        observe = self._observe
-        if observe is not None:
-            self._observing.submit(lambda: observe(name, facts))
+    def _emit(self, kind: type[kinds.Event], **fields: Any) -> None:
+        if self._events is not None:
+            self._events.emit(kind, self._number, clock.now_ns(), worker=self._worker, **fields)
 
     _decision = Decision(retries=False)

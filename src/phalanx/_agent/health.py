@@ -12,6 +12,7 @@ import threading
 
 from phalanx._agent.endpoint import split_endpoint
 from phalanx._base import clock
+from phalanx._events.agent_kinds import AgentState
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from typing import Any, Self
 
     from phalanx._base.loop import Loop
+    from phalanx._events.kinds import Event
 
 PORT_ENV = "TORCHELASTIC_HEALTH_CHECK_PORT"
 """The variable: a port, or an address of this machine and a port. An empty one is as none."""
@@ -84,10 +86,11 @@ class Health:
                 error.errno, f"{PORT_ENV}: {where}: {(error.strerror or str(error)).partition(' (while ')[0]}"
             ) from None
 
-    def observe(self, name: str, facts: dict[str, Any]) -> None:
-        """Note what has happened, see `Attempts`."""
-        if name == "agent.state":
-            self.note(facts["state"], facts["attempt"])
+    def observe(self, events: list[Event]) -> None:
+        """Note what has happened: an observer of the run's events. Of workers on their own, the latest is told."""
+        for event in events:
+            if isinstance(event, AgentState):
+                self.note(event.state, event.attempt)
 
     def note(self, state: str, attempt: int) -> None:
         """Have the agent's state told from now on. Any thread may call this.

@@ -97,3 +97,15 @@ def _write(fd: int, data: memoryview, most: int) -> None:
         else:
             data = data[count:]
             _writer.written += count
+
+
+def warn(text: str) -> None:
+    """Log a warning. Without a log handler, write it to stderr, without blocking the program on a full pipe."""
+    if "logging" in sys.modules:
+        from logging import WARNING, getLogger
+
+        logger = getLogger("phalanx")
+        if logger.hasHandlers() or not logger.isEnabledFor(WARNING):
+            logger.warning("%s", text)
+            return
+    tell(f"phalanx: {text}")

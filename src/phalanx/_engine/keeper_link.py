@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx._base.loop import Loop
+    from phalanx._engine.group_events import GroupEvents
     from phalanx._engine.group_lines import GroupLines
     from phalanx._engine.keeper_client import KeeperClient
     from phalanx._engine.mirror import Mirror, WorkerRecord
@@ -48,6 +49,7 @@ class KeeperLink:
         stands_alone: Returns whether a failure was not brought about by a peer's end. It may take a disk; None: nobody
             asks. It is called by ``on_thread``.
         parked: Whether the group is a standby, from the order to start until it is released.
+        events: Emits what is reported; None: nobody observes it.
         up: Opened when all workers run, or when the group's thread ends.
         ended: Whether the last message has come, or none will.
         keeper_error: Why the group was killed, if a helper process had died.
@@ -71,6 +73,7 @@ class KeeperLink:
         self.stands_alone: Callable[[WorkerRecord], bool] | None = None
         self.on_thread: Callable[[Callable[[], None]], object] = lambda _job: None
         self.parked = False
+        self.events: GroupEvents | None = None
         self.up = Latch()
         self.ended = False
         self.keeper_error: KeeperLostError | None = None
@@ -118,6 +121,8 @@ class KeeperLink:
                     self._on_timer(str(verb), *fields)
                 else:
                     _ON_MESSAGE[str(verb)](self, *fields, *([fds] if verb == "up" else ()))
+                if self.events is not None:
+                    self.events.heard(str(verb), fields, self._mirror)
         except channels.Closed:
             self._loop.forget(channel.fileno())
             if not self.ended:
@@ -157,7 +162,7 @@ class KeeperLink:
             self._client.keeper = Process(pid, fds[0])
             self.watchdog.watch(self._client.keeper)
 
-    def _on_started(self, pids: list[tuple[int, int]]) -> None:
+    def _on_started(self, pids: list[tuple[int, int]], moment: int) -> None:  # noqa: ARG002 - as `protocol` has it
         self._mirror.started(pids)
 
     def _on_parked(self) -> None:
@@ -309,6 +314,8 @@ class KeeperLink:
         self._client.channel.close()  # frees a descriptor for the look at /proc
         rest = start_errors.of_the_rest(self._client.marked.kill(KILL_WAIT, self.log_writer))
         self.keeper_error = KeeperLostError(f"{why}; {rest}")
+        if self.events is not None:
+            self.events.heard("lost", [self.keeper_error], self._mirror)
         self._end()
 
     def _end(self) -> None:

@@ -231,9 +231,9 @@ def up(pid: int) -> Message:
     return "up", pid
 
 
-def started(pids: list[tuple[int, int]]) -> Message:
+def started(pids: list[tuple[int, int]], moment: int) -> Message:
     """These workers have been started: rank and pid. Comes before any other message that names their ranks."""
-    return "started", pids
+    return "started", pids, moment
 
 
 def parked() -> Message:

@@ -18,6 +18,7 @@ from phalanx._base.background import SerialExecutor
 from phalanx._base.latch import Latch
 from phalanx._base.loop import Loop
 from phalanx._engine import protocol, start_errors
+from phalanx._engine.group_end import guarded, load_for_end
 from phalanx._engine.group_lines import GroupLines
 from phalanx._engine.keeper_client import KeeperClient
 from phalanx._engine.keeper_link import KeeperLink
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx._engine.forkserver import ForkServer
+    from phalanx._engine.group_events import GroupEvents
     from phalanx._engine.mirror import WorkerRecord
     from phalanx._engine.stop_flag import StopFlag
     from phalanx._logs.display import PartDisplay
@@ -128,6 +130,7 @@ class Supervisor:
         notice: StopFlag | None = None,
         stands_alone: Callable[[WorkerRecord], bool] | None = None,
         parked: bool = False,
+        events: GroupEvents | None = None,
     ) -> None:
         """Order the start of all workers, and return: `wait_until_up` waits for it. Raises OSError, with none left.
 
@@ -143,8 +146,10 @@ class Supervisor:
             notice: What precedes a planned stop, if anything does. It is closed with the group.
             stands_alone: See `KeeperLink`.
             parked: Whether the workers wait for `release`. There is no ``pump`` before that.
+            events: Emits what happens, if anybody observes it.
         """
         self._link.stands_alone, self._link.on_thread = stands_alone, self._chored.submit
+        self._link.events = events
         self._notice = notice
         self._link.notice = 0.0 if notice is None else notice.seconds
         self._hang_report = self._link.hang_report = report
@@ -322,13 +327,18 @@ class Supervisor:
                 f"the group's supervisor failed: {error!r}"
             )
             error_of.__cause__ = error
-            _guarded(self._close_keeper)  # before any latch opens
+            guarded(self._close_keeper)  # before any latch opens
         finally:
-            _guarded(self._finish_threads)
+            guarded(self._finish_threads)
             self._link.up.open()
             self.mirror.close()
+            events = self._link.events
+            if events is not None:
+                events.gone(self.mirror, self.not_started, None if self.result_stands else self.keeper_error)
             self.gone.open()
-            _guarded(self._display.finish)
+            guarded(self._display.finish)
+            if events is not None:
+                events.wait_for_users(self.announce)
             self.shown.open()
             self.ended.open()
             try:
@@ -341,7 +351,7 @@ class Supervisor:
         self._loop.after(_SOON, self._load_late)
 
     def _load_late(self) -> None:
-        self._chored.submit(_load)
+        self._chored.submit(load_for_end)
 
     def _do_chores(self) -> None:
         for chore in self._chores:
@@ -352,12 +362,9 @@ class Supervisor:
     def _release(self) -> None:
         """Release every descriptor and process: the keeper first, for its end ends the workers."""
         steps = [self._close_keeper, self._display.close, self._results.close, self._loop.close]
-        if self._hang_report is not None:
-            steps.insert(1, self._hang_report.close)
-        if self._notice is not None:
-            steps.insert(1, self._notice.close)
+        steps[1:1] = [part.close for part in (self._notice, self._hang_report) if part is not None]
         for step in steps:
-            _guarded(step)
+            guarded(step)
 
     def _close_keeper(self) -> None:
         self._keeper.close(KILL_WAIT + DRAIN_WAIT + ANSWER_WAIT, self._link.log_writer)
@@ -387,19 +394,3 @@ class Supervisor:
             executor.drain(2 * hang_reporter.FINISH + ANSWER_WAIT)
             self.last_step = self._hang_report.table.last_step()
             self.mirror.note_hangs(self._hang_report.unwritten, self._hang_report.hung)
-
-
-def _guarded(step: Callable[[], object]) -> None:
-    """Do one of several steps: a failed one must not keep the others from being tried."""
-    try:
-        step()
-    except Exception as error:  # noqa: BLE001 - see above
-        from phalanx._base.stderr import mention
-
-        mention(f"phalanx: at the end of a group: {error!r}")
-
-
-def _load() -> None:
-    """Import what the end needs: a disk may not answer then."""
-    from phalanx._base import stderr  # noqa: F401 - see above
-    from phalanx._engine import leftovers  # noqa: F401 - see above

@@ -17,6 +17,7 @@ from phalanx._timers.specs import TimerSpecs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
 START_METHODS = ("spawn", "forkserver", "fork")
@@ -120,6 +121,14 @@ def checked_notice(notice: Any) -> tuple[int, float] | None:
         msg = f"notice: expected a signal that a process can handle, got {number}"
         raise ValueError(msg)
     return number, seconds("notice", span, zero=False, endless=False)
+
+
+def checked_listener(on_event: Any) -> Callable[[dict[str, Any]], object] | None:
+    """Check a function that is to be called with events, and return it. Raises TypeError."""
+    if on_event is not None and not callable(on_event):
+        msg = f"on_event: expected a function of one dict, got {on_event!r}"
+        raise TypeError(msg)
+    return on_event  # type: ignore[no-any-return]  # what it takes cannot be checked
 
 
 def per_rank(args: Any, envs: Any, nprocs: int | None) -> tuple[dict[int, tuple[Any, ...]], dict[int, dict[str, str]]]:

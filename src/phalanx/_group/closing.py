@@ -10,6 +10,7 @@ from phalanx._evidence.cleanup import remove_empty
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from phalanx._engine.group_events import GroupEvents
     from phalanx._engine.supervisor import Supervisor
     from phalanx._group.warm import Warm
     from phalanx._logs.layout import LogsDest
@@ -19,7 +20,13 @@ TIDY = 5.0
 """Seconds that `close` waits for the removal of files: a disk may not answer."""
 
 
-def release(supervisor: Supervisor, logs: LogsDest, specs: LogsSpecs, warm: Warm | None = None) -> None:
+def release(
+    supervisor: Supervisor,
+    logs: LogsDest,
+    specs: LogsSpecs,
+    warm: Warm | None = None,
+    events: GroupEvents | None = None,
+) -> None:
     """Release what a closed or dropped group holds in this process, and remove its temporary and empty files."""
     if supervisor.owner != os.getpid():  # this process is a fork of the owner, and exits
         return
@@ -28,6 +35,8 @@ def release(supervisor: Supervisor, logs: LogsDest, specs: LogsSpecs, warm: Warm
     finally:  # a signal handler may raise in the first step
         if warm is not None:
             warm.close()
+        if events is not None:
+            supervisor.done.then(events.end)
     if supervisor.done:
         supervisor.last_chore(lambda: _remove(logs, specs), TIDY)
     stderr.finish()

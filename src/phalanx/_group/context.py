@@ -15,7 +15,7 @@ from phalanx._engine import host_signals
 from phalanx._group.arguments import GRACE, check_timeout
 from phalanx._group.end_fd import EndFd
 from phalanx._group.start import GroupStart
-from phalanx._outcomes.result import collect
+from phalanx._outcomes.result import collect, verdict
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -65,6 +65,10 @@ class PContext(GroupStart):
         run_lines: Shows the lines, in place of a display of the group's own: for groups that are one run's.
         speak: Called with each line that the group has to say, for which it has no other place; default: the logger
             ``phalanx``.
+        on_event: See `start_processes`.
+        events: The stream of a run of which this group is an attempt: it gets the group's events. ``record``,
+            ``on_event`` and that of ``timers`` have no effect then. Default: a stream of its own, if one of these is
+            given.
 
     Attributes:
         nprocs: How many workers the group has.
@@ -247,8 +251,8 @@ class PContext(GroupStart):
         supervisor.join()
         try:
             if supervisor.not_started is None:
-                if self._recorder is not None:
-                    self._recorder.finish()
+                if self._events is not None:
+                    self._events.close(supervisor.announce)
                 self._tidy()
         finally:  # again: another thread closed first, or a signal handler has raised
             host_signals.release(supervisor)
@@ -348,8 +352,9 @@ class PContext(GroupStart):
                 began = supervisor.mirror.began_ns
                 result = collect(workers, self.logs, self.envs, self._value_once, leftovers, began)
                 result = self._result = self._result or result
-                if self._recorder is not None:
-                    self._recorder.set_result(result)
+                if self._events is not None:
+                    lost = None if supervisor.result_stands else supervisor.keeper_error
+                    self._events.ended(result.state, *verdict(result), result, lost)
                 for worker in workers:
                     worker.received_fds.close()  # of workers that failed after they had returned
             return result

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 import weakref
 from _thread import RLock, allocate_lock
@@ -15,17 +14,18 @@ from contextlib import ExitStack
 from functools import partial
 
 from phalanx._base import interrupts, linux
+from phalanx._base.stderr import warn
 from phalanx._engine import host_signals, main_module, protocol
 from phalanx._engine.supervisor import Supervisor
 from phalanx._evidence.cleanup import remove_old
 from phalanx._evidence.error_file import ERROR_FILE_ENV
-from phalanx._group.arguments import GRACE, SETTLE, checked_notice
+from phalanx._group import parking
+from phalanx._group.arguments import GRACE, SETTLE, checked_listener, checked_notice
 from phalanx._group.closing import release
 from phalanx._logs.console import ConsoleSpecs
 from phalanx._logs.layout import LogsDest, checked_dest, missing_folders
 from phalanx._logs.prefixes import template_or_default
 from phalanx._logs.specs import DefaultLogsSpecs
-from phalanx._logs.unnamed import UnnamedLogs
 from phalanx._outcomes.result import stands_alone
 
 TYPE_CHECKING = False
@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
     from phalanx._base.latch import Latch
     from phalanx._engine.forkserver import ForkServer
+    from phalanx._engine.group_events import GroupEvents
     from phalanx._engine.stop_flag import StopFlag
+    from phalanx._events.stream import EventStream
     from phalanx._group.end_fd import EndFd
     from phalanx._group.plan import Plan
     from phalanx._group.run_lines import RunLines
@@ -43,18 +45,13 @@ if TYPE_CHECKING:
     from phalanx._logs.display import PartDisplay
     from phalanx._logs.pump import Pump
     from phalanx._logs.specs import LogsSpecs
+    from phalanx._logs.unnamed import UnnamedLogs
     from phalanx._outcomes.result import RunProcsResult
     from phalanx._placement.placement import Placement, WorkerBounds
-    from phalanx._runs.recorder import GroupRecorder
     from phalanx._timers.hang_reporter import HangReporter
     from phalanx._timers.specs import TimerSpecs
 
-_MOST_PASSED = 200  # descriptors of log files beside an order to start: unix(7) allows 253 in all
 _CLOSED_EARLY = "the group %r was closed while it was starting"
-
-
-class NotReleasedError(RuntimeError):
-    """A group could not be parked, or a parked one could not be released: it is to be started in the ordinary way."""
 
 
 class GroupStart(ABC):
@@ -90,6 +87,8 @@ class GroupStart(ABC):
         speak: Callable[[str], None] | None = None,
         follows: GroupStart | None = None,
         run_lines: RunLines | None = None,
+        on_event: Callable[[dict[str, Any]], object] | None = None,
+        events: EventStream | None = None,
     ) -> None:
         self.name = name
         self.entrypoint = entrypoint
@@ -121,7 +120,9 @@ class GroupStart(ABC):
         self._end_fd: EndFd | None = None
         self._is_closed = False  # there will be no `_end_fd` any more
         self._record = record
-        self._recorder: GroupRecorder | None = None
+        self._on_event = checked_listener(on_event)
+        self._stream = events
+        self._events: GroupEvents | None = None
         self._signals = signals
         self._own_warm: Warm | None = None
         self._supervisor: Supervisor | None = None
@@ -148,7 +149,7 @@ class GroupStart(ABC):
         """
         self.launch()
         assert self._supervisor is not None
-        self._wait_until_up(self._supervisor, self._recorder)
+        self._wait_until_up(self._supervisor)
 
     def launch(self) -> None:
         """Do as `start`, but return when the workers are ordered: `is_up` tells when they run. Raises as `start`."""
@@ -177,7 +178,7 @@ class GroupStart(ABC):
             msg = f"the group {self.name!r} has not been started"
             raise RuntimeError(msg)
         if supervisor.up:
-            self._wait_until_up(supervisor, None)
+            self._wait_until_up(supervisor)
         return bool(supervisor.up)
 
     def park(self) -> None:
@@ -202,30 +203,18 @@ class GroupStart(ABC):
                 if not supervisor.gone:
                     made = self._logs_specs.reify(self.envs)
                 if made != self.logs:
-                    raise NotReleasedError("the group has ended, or its folder is gone")  # noqa: TRY301 - as what else fails
+                    raise parking.NotReleasedError("the group has ended, or its folder is gone")  # noqa: TRY301 - as what else fails
                 unnamed.name()
+                if self._events is not None:
+                    self._events.release()
                 supervisor.release(self._make_pump, self._after)
-            self._wait_until_up(supervisor, None)
+            self._wait_until_up(supervisor)
         except Exception as error:
             if isinstance(error, host_signals.SignalException):
                 raise
             self._logs_specs.unmake(self.logs, made=made is not None)
             supervisor.abort()
-            raise NotReleasedError(str(error)) from error
-
-    def _foresee(self, held: ExitStack, plan: Plan) -> UnnamedLogs:
-        """Name the files that the group will have, and open them without a name. Raises NotReleasedError, OSError."""
-        if not plan.can_wait:
-            raise NotReleasedError("its workers are not started with an interpreter of their own")
-        specs = self._logs_specs
-        logs = specs.foresee(self.envs) if isinstance(specs, DefaultLogsSpecs) else None
-        if logs is None or logs.max_size or self._record:
-            raise NotReleasedError("its logs cannot wait")
-        self.logs = logs
-        unnamed = held.enter_context(UnnamedLogs(logs, os.path.dirname(os.path.dirname(logs.timeline))))
-        if len(unnamed.descriptors()) > _MOST_PASSED:
-            raise NotReleasedError("it has too many log files")
-        return unnamed
+            raise parking.NotReleasedError(str(error)) from error
 
     def _start(self, *, parked: bool = False) -> None:
         template_or_default(self.console.template)  # refuses a bad template before anything is made
@@ -256,11 +245,14 @@ class GroupStart(ABC):
                     if self._own_warm is not None:
                         undo.callback(self._own_warm.close)
             self._logs_specs.folders_can_wait = self._begins_slowly
-            unnamed = self._foresee(undo, plan) if parked else None
-            if unnamed is None:
+            unnamed: UnnamedLogs | None = None
+            if parked:
+                self.logs, unnamed = parking.foresee(self._logs_specs, self.envs, plan, record=self._record)
+                undo.enter_context(unnamed)
+            else:
                 self.logs = checked_dest(self._logs_specs.reify(self.envs), self.envs, self._logs_specs)
                 remove_old(self.logs.error_files.values())
-            self._recorder = self._begin_record(supervisor, undo)
+            events = self._events = self._begin_events(supervisor, undo, parked=parked)
             report = self._watch(supervisor, undo)
             stop_flag = self._make_stop_flag(undo)
             specs, files = self._specs(plan, unnamed)
@@ -282,9 +274,12 @@ class GroupStart(ABC):
                     notice=stop_flag,
                     stands_alone=partial(stands_alone, logs=self.logs, sends_evidence=callable(self.entrypoint)),
                     parked=parked,
+                    events=events,
                 )
                 # Called by `close`, or when the last reference goes; not by `wait`, which needs the result alone.
-                self._tidy = weakref.finalize(self, release, supervisor, self.logs, self._logs_specs, self._own_warm)
+                self._tidy = weakref.finalize(
+                    self, release, supervisor, self.logs, self._logs_specs, self._own_warm, events
+                )
                 self._unnamed = unnamed
                 undo.pop_all()
 
@@ -303,30 +298,30 @@ class GroupStart(ABC):
 
         return make_pump(self.logs, self.envs, self.log_line_prefixes, self.console, self._filters)
 
-    def _wait_until_up(self, supervisor: Supervisor, recorder: GroupRecorder | None) -> None:
+    def _wait_until_up(self, supervisor: Supervisor) -> None:
         try:
             supervisor.wait_until_up()  # a signal ends this wait at once, and the group is open
         except BaseException as error:
             if error is supervisor.not_started:
-                if recorder is not None:
-                    recorder.not_started(type(error), error)
-                    recorder = None
                 self._tidy()
                 self._supervisor = None
             raise
-        finally:
-            if recorder is not None:
-                recorder.started()
 
-    def _begin_record(self, supervisor: Supervisor, undo: ExitStack) -> GroupRecorder | None:
-        if not self._record:
+    def _begin_events(self, supervisor: Supervisor, undo: ExitStack, *, parked: bool) -> GroupEvents | None:
+        """Begin to emit events, if anybody observes them."""
+        if self._stream is None and not self._record and self._timers is None and self._on_event is None:
             return None
-        from phalanx._runs.recorder import GroupRecorder
+        from phalanx._group import observers
 
-        run_id = getattr(self._logs_specs, "run_id", "")
-        recorder = GroupRecorder(self.name, self.envs, self.logs, supervisor, run_id or self.name)
-        undo.push(recorder.not_started)
-        return recorder
+        events = observers.begin(
+            self.name, self.envs, self.logs, self._logs_specs, supervisor,
+            stream=self._stream, record=self._record, timers=self._timers, on_event=self._on_event,
+            parked=parked,
+        )  # fmt: skip
+        if events is not None:
+            undo.callback(events.end)
+            undo.push(events.not_started)
+        return events
 
     def _warmed(self, warm: Warm | None) -> ForkServer | None:
         """Wait until all is imported. Raises PreloadError; RuntimeError if the group is closed meanwhile."""
@@ -385,11 +380,9 @@ class GroupStart(ABC):
             return None
         from phalanx._timers import group_timers
 
-        # Events are kept where the log folder is the caller's, and not a temporary one.
-        keep = getattr(self._logs_specs, "root_log_dir", None) is not None
         report, self._watched = group_timers.watch(
             self._timers, self.logs, self.envs, supervisor.say,
-            keep=keep, stacks=getattr(self._logs_specs, "is_kept", True), speak=self._speak,
+            stacks=getattr(self._logs_specs, "is_kept", True), speak=self._speak,
         )  # fmt: skip
         if report is not None:
             undo.callback(report.close)
@@ -405,17 +398,3 @@ class GroupStart(ABC):
         undo.callback(flag.close)
         self._stop_page = flag.environment()
         return flag
-
-
-def warn(text: str) -> None:
-    """Log a warning. Without a log handler, write it to stderr, without blocking the program on a full pipe."""
-    if "logging" in sys.modules:
-        from logging import WARNING, getLogger
-
-        logger = getLogger("phalanx")
-        if logger.hasHandlers() or not logger.isEnabledFor(WARNING):
-            logger.warning("%s", text)
-            return
-    from phalanx._base.stderr import tell
-
-    tell(f"phalanx: {text}")

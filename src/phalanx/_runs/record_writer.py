@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
-    from phalanx._engine.leftovers import Leftover
-
 FILE = "run.json"
 """The name of the record in a run's folder."""
 
@@ -79,7 +77,7 @@ def end(
     exit_code: int,
     cause: str,
     ranks: list[dict[str, Any]],
-    leftovers: Sequence[Leftover] = (),
+    leftovers: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """Return the record of a run that ends now, with the final states of its last attempt's ranks."""
     run = end_attempt(run, ranks=ranks, leftovers=leftovers)
@@ -91,16 +89,15 @@ def end_attempt(
     run: dict[str, Any],
     *,
     ranks: list[dict[str, Any]],
-    leftovers: Sequence[Leftover] = (),
+    leftovers: Sequence[dict[str, Any]] = (),
     cause: str = "",
     step: int | None = None,
 ) -> dict[str, Any]:
     """Return the record of a run that goes on, with the end of its last attempt."""
     *earlier, last = run["attempts"]
     ended = max(time.time(), run["started"], last["started"])  # the clock may have been set back
-    left = [found.__getstate__() for found in leftovers]
     known = {"cause": cause or last["cause"], "step": last["step"] if step is None else step}
-    return {**run, "attempts": [*earlier, {**last, "ended": ended, "ranks": ranks, "leftovers": left, **known}]}
+    return {**run, "attempts": [*earlier, {**last, "ended": ended, "ranks": ranks, "leftovers": [*leftovers], **known}]}
 
 
 def rank(

@@ -1,19 +1,18 @@
-"""Writes the ``run.json`` of a run when it starts and when it ends.
+"""Writes the ``run.json`` of a run, from the run's events alone.
 
 Owns when the record is written, and that no error in it harms the run. `record_writer` makes it.
 """
 
 from __future__ import annotations
 
-import atexit
 import os
-import sys
-import time
-import weakref
+from typing import cast
 
 from phalanx._base import clock, procfs
 from phalanx._base.background import SerialExecutor
 from phalanx._base.one_line import one_line
+from phalanx._events import agent_kinds, kinds
+from phalanx._events.event_file import EventLog
 from phalanx._outcomes.outcome import Outcome
 from phalanx._outcomes.result import RunProcsResult, verdict
 from phalanx._runs import record_writer
@@ -23,129 +22,253 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
-    from phalanx._engine.leftovers import Leftover
-    from phalanx._engine.mirror import Mirror
-    from phalanx._engine.supervisor import Supervisor
-    from phalanx._logs.layout import LogsDest
-    from phalanx._runs.record_writer import RankState, State
+    from phalanx._events.kinds import Event
+    from phalanx._events.stream import EventStream
+    from phalanx._runs.record_writer import State
 
     Record = dict[str, Any]
-    Seen = tuple[dict[int, int], RunProcsResult | None]
 
 PATIENCE = 5.0
 """Seconds that the end of a run waits, at most, for the disk."""
+
+FILES = "phalanx-record"
+"""The thread that writes a run's files."""
 
 _MOST_ATTEMPTS = 1000  # that are kept in the record; of all but the latest two, only the ranks that failed
 
 
 class Recorder:
-    """Writes the record of one run. Made before the run's start.
+    """Writes the record of one run. An observer of the run's `EventStream`: its thread may wait for a disk.
 
     Args:
         name: The name of the script, module or function.
         envs: The environment variables of each local rank.
-        logs: Returns the group's files.
-        look: Returns the pids of the workers that were started, and the group's result or None. It is called on another
-            thread, and must not raise.
         run_id: The run's id.
         command: The command line: texts, or whatever else a program has put into its `sys.argv`.
         warn: Shows a line to the user: if the record cannot be written, once; and which runs were removed.
         keep_runs: How many runs are kept in this run's folder of runs; None: all.
+        is_one_group: Whether the end of a group is that of the run: no `RunEnded` comes.
     """
 
     def __init__(
         self,
         name: str,
         envs: Mapping[int, Mapping[str, str]],
-        logs: Callable[[], LogsDest],
-        look: Callable[[], Seen],
         *,
         run_id: str,
         command: Sequence[object],
         warn: Callable[[str], None],
         keep_runs: int | None = None,
+        is_one_group: bool = False,
     ) -> None:
         self._name = name
         self._envs = envs
-        self._logs = logs
-        self._look = look
         self._run_id = run_id
         self._command = command
         self._warn = warn
         self._keep_runs = keep_runs
-        self._started = time.time()
+        self._is_one_group = is_one_group
+        self._folder = ""
         self._run: Record | None = None
+        self._ranks: dict[int, Record] = {}  # of the latest attempt, by local rank
+        self._outcomes: dict[int, Outcome] = {}  # of those that have exited
+        self._leftovers: list[Record] = []
         self._earlier: list[Record] = []
         self._cause = ""
+        self._attempt = -1  # that the agent has begun
+        self._ahead: list[Event] = []  # of later ones
+        self._has_changed = self._is_over = False
         self._pruned = False
         self._failed = False
-        self._aside = SerialExecutor("phalanx-record")
         self._pruning = SerialExecutor("phalanx-prune")
 
-    def record_start(self) -> None:
-        """Write that the run goes on, and begin to remove old runs. Returns at once."""
-        look, logs = self._look, self._logs()
-        self._write(lambda: self._start_record(look, logs))
-        if self._keep_runs is not None and not self._pruned:
-            self._pruned = True
-            self._pruning.submit(self._prune)
+    def __call__(self, events: list[Event]) -> None:
+        """Note these, and write the record if they change what readers want to know at once."""
+        for event in events:
+            try:
+                self._note(event)
+            except Exception as error:  # noqa: BLE001 - whatever it is, a run of days must not end for a note on it
+                self._refuse(error)
+        if self._has_changed and self._run is not None:
+            try:
+                record_writer.write(self._folder, self._record())
+                self._has_changed = False
+            except Exception as error:  # noqa: BLE001 - as above
+                self._refuse(error)
 
-    def follow(self, logs: Callable[[], LogsDest], look: Callable[[], Seen]) -> None:
-        """Record another attempt from now on. Arguments as of the constructor."""
-        self._logs, self._look = logs, look
+    def _note(self, event: Event) -> None:
+        """Note an event; one of an attempt that the agent has not begun, when it has: its group is prepared ahead."""
+        if not self._is_one_group and event.attempt > self._attempt:
+            if not (isinstance(event, agent_kinds.AgentState) and event.state == "STARTING"):
+                self._ahead.append(event)
+                return
+            self._attempt = event.attempt
+            ahead, self._ahead = self._ahead, []
+            for each in ahead:
+                self._note(each)
+        note = _NOTES.get(type(event))
+        if note is not None:
+            note(self, event)
 
-    def record_not_started(self, number: int) -> None:
-        """Write that an attempt has begun of which no worker could be started. Returns at once."""
-        self._look = look = _nothing
-        logs = self._logs()
-        self._write(lambda: self._start_record(look, logs, number))
-
-    def record_restart(self, cause: str, step: int | None) -> None:
-        """Write how an attempt ended that another follows. Returns at once."""
-        look, logs = self._look, self._logs()
-        self._write(lambda: self._restart_record(look, logs, one_line(cause), step))
-
-    def record_end_and_wait(self, state: State, exit_code: int, cause: str = "") -> None:
-        """Write how the run ended. Returns when that is written, after `PATIENCE` seconds at most."""
-        self.record_end(state, exit_code, cause)
-        self.finish()
-
-    def record_end(self, state: State, exit_code: int, cause: str = "") -> None:
-        """Write how the run ended, once all of its processes have. Returns at once."""
-        look, logs = self._look, self._logs()
-        self._write(lambda: self._end_record(look, logs, state, exit_code, cause))
-
-    def finish(self) -> None:
-        """Wait until all is written, for `PATIENCE` seconds at most."""
-        if not self._aside.drain(PATIENCE):
+    def finish(self, stream: EventStream) -> None:
+        """Wait until all that was emitted is written, for `PATIENCE` seconds at most, and old runs are removed."""
+        if FILES in stream.drain(PATIENCE, (FILES,)):
             self._refuse(f"the disk has not answered for {PATIENCE:g} s")
         self._pruning.drain(PATIENCE)  # runs that are left are removed by the next run
 
-    def command(self) -> list[str]:
-        """Return the command line as texts."""
-        return [_text(part) for part in self._command]
+    # --- what happens
 
-    def _folder(self) -> str:
-        """Return the run's folder; "" if it has none, or none yet."""
-        return os.path.dirname(os.path.dirname(self._logs().timeline))
-
-    def _write(self, make: Callable[[], Record]) -> None:
-        folder = self._folder()
-        if not folder:  # the start was refused before it was made
+    def on_starting(self, event: kinds.GroupStarting) -> None:
+        """Begin an attempt."""
+        if not event.folder:
             return
+        if event.folder != self._folder:
+            self._folder, self._run = event.folder, None
+        if self._run is not None and self._run["attempts"][-1]["ended"] is None:  # no failure has ended it
+            self._keep_attempt("", None)
+        self._begin(event.attempt, event.time)
+        self._prune_once()
 
-        def write() -> None:
-            try:
-                if self._run is None and os.path.lexists(os.path.join(folder, record_writer.FILE)):
-                    self._earlier = _earlier(folder)
-                self._run = make()
-                record_writer.write(folder, self._run)
-            except Exception as error:  # noqa: BLE001 - whatever it is, a run of days must not end for a note on it
-                self._refuse(error)
+    def _begin(self, number: int, started: float) -> None:
+        """Begin the record of an attempt."""
+        if self._run is None and os.path.lexists(os.path.join(self._folder, record_writer.FILE)):
+            self._earlier = _earlier(self._folder)
+        self._ranks, self._outcomes, self._leftovers = {}, {}, []
+        self._is_over = False
+        self._run = record_writer.begin(
+            run_id=self._run_id,
+            name=self._name,
+            command=[_text(part) for part in self._command],
+            started=started,
+            nprocs=len(self._envs),
+            ranks=[],
+            number=number,
+            earlier=[one for one in self._earlier if one["number"] < number],
+            cause=self._cause,
+        )
+        self._has_changed = True
 
-        # A disk that does not answer must delay neither a signal nor the end.
-        if not self._aside.submit(write):
-            write()
+    def on_started(self, event: kinds.WorkerStarted) -> None:
+        """Note a worker."""
+        self._ranks[event.rank] = record_writer.rank(
+            rank=int(self._envs[event.rank].get("RANK") or event.rank),
+            local_rank=event.rank,
+            pid=event.pid,
+            pid_started=start_of(event.pid),
+            state="running",
+        )
+
+    def on_running(self, event: kinds.GroupRunning) -> None:  # noqa: ARG002 - that it has come is enough
+        """Write that the run goes on."""
+        self._note_ranks()
+
+    def on_exited(self, event: kinds.WorkerExited) -> None:
+        """Note how a worker has ended."""
+        self._outcomes[event.rank] = Outcome(
+            event.rank, event.pid, event.state, event.exitcode, event.signal_sent, event.moment, notice=event.notice
+        )
+
+    def on_swept(self, event: kinds.Swept) -> None:
+        """Note what it left behind."""
+        self._leftovers.append({
+            "pid": event.pid, "command": event.command, "local_rank": event.rank, "age": event.age,
+            "signal_sent": event.signal, "exitcode": event.exitcode,
+        })  # fmt: skip
+
+    def on_gone(self, event: kinds.GroupGone) -> None:
+        """End the record of a run of one group: what its result is may never be asked."""
+        for rank in event.survivors:
+            self._outcomes[rank] = Outcome(rank, self._ranks[rank]["pid"], "abandoned")
+        if self._is_one_group and not self._is_over:
+            outcomes = dict(sorted(self._outcomes.items()))
+            for rank, known in self._ranks.items() if not event.lost else ():
+                outcomes.setdefault(rank, Outcome(rank, known["pid"], "abandoned"))
+            result = RunProcsResult(outcomes=outcomes)
+            if event.lost:
+                self._end("failed", verdict(result)[0] or 1, event.lost)
+            else:
+                self._end_group(result.state, *verdict(result))
+
+    def on_ended(self, event: kinds.GroupEnded) -> None:
+        """Note the result, which knows more than the exits."""
+        found: dict[int, Outcome] = event.result.outcomes
+        self._outcomes = {rank: one for rank, one in found.items() if not event.lost or one.state != "abandoned"}
+        if self._is_one_group:
+            self._end_group(event.state, event.exitcode, event.cause)
+        else:
+            self._note_ranks()
+
+    def on_not_started(self, event: kinds.GroupNotStarted) -> None:
+        """End the record of a run of one group."""
+        if self._is_one_group:
+            self._end("failed", 1, event.error)
+
+    def on_attempt_ended(self, event: agent_kinds.AttemptEnded) -> None:
+        """Have an attempt in the record of which not even the start had begun."""
+        if self._run is not None and event.attempt > self._run["attempts"][-1]["number"]:
+            self._begin(event.attempt, event.time - event.seconds)
+
+    def on_restart(self, event: agent_kinds.RestartDecided) -> None:
+        """End an attempt that another follows."""
+        if self._run is not None:
+            self._cause = self._run["cause"] = one_line(event.cause)
+            self._keep_attempt(self._cause, event.step)
+
+    def on_run_ended(self, event: agent_kinds.RunEnded) -> None:
+        """End the record."""
+        self._end(cast("State", event.state), event.exitcode, event.cause)
+
+    # --- the record
+
+    def _end_group(self, state: str, exitcode: int, cause: str) -> None:
+        """End the record of a run of one group."""
+        self._end("stopped" if state == "stopped" else "failed" if exitcode else "succeeded", exitcode, cause)
+
+    def _end(self, state: State, exit_code: int, cause: str) -> None:
+        if self._run is not None:
+            self._run = record_writer.end(
+                self._run, state=state, exit_code=exit_code, cause=one_line(cause), ranks=self._known("lost"),
+                leftovers=self._leftovers,
+            )  # fmt: skip
+            self._has_changed = self._is_over = True
+
+    def _keep_attempt(self, cause: str, step: int | None) -> None:
+        """End an attempt, and keep it with those before it."""
+        assert self._run is not None
+        self._run = record_writer.end_attempt(
+            self._run, ranks=self._known("lost"), leftovers=self._leftovers, cause=cause, step=step
+        )
+        *earlier, last = self._run["attempts"]
+        self._earlier = [*map(_brief, earlier), last][-_MOST_ATTEMPTS:]
+        self._has_changed = True
+
+    def _note_ranks(self) -> None:
+        if self._run is not None:
+            self._run["attempts"][-1]["ranks"] = self._known("running")
+            self._has_changed = True
+
+    def _known(self, otherwise: str) -> list[Record]:
+        """Return every rank that was started, with its outcome, or with the state ``otherwise``."""
+        ranks = []
+        for local_rank, known in sorted(self._ranks.items()):
+            outcome = self._outcomes.get(local_rank)
+            facts: dict[str, Any] = {"state": otherwise}
+            if outcome is not None:
+                facts = {name: getattr(outcome, name) for name in ("state", "exitcode", "signal_sent", "early")}
+                if outcome.ended_ns is not None:
+                    facts["ended"] = clock.to_wall(outcome.ended_ns / clock.NS)
+            ranks.append(known | facts)
+        return ranks
+
+    def _record(self) -> Record:
+        """Return what is to be written."""
+        assert self._run is not None
+        return self._run
+
+    def _prune_once(self) -> None:
+        if self._keep_runs is not None and not self._pruned:
+            self._pruned = True
+            self._pruning.submit(self._prune)
 
     def _prune(self) -> None:
         """Remove the oldest runs beyond ``keep_runs``. It may take long; the run's end waits for `PATIENCE` at most."""
@@ -154,7 +277,7 @@ class Recorder:
 
         assert self._keep_runs is not None
         try:
-            removed, freed, failed = prune(os.path.dirname(self._folder()), self._keep_runs)
+            removed, freed, failed = prune(os.path.dirname(self._folder), self._keep_runs)
         except OSError as error:
             self._warn(f"--keep-runs: {error}")
             return
@@ -170,148 +293,34 @@ class Recorder:
             self._failed = True
             self._warn(f"the run goes on, but its run.json cannot be written: {why}")
 
-    def _start_record(self, look: Callable[[], Seen], logs: LogsDest, number: int | None = None) -> Record:
-        if number is None:
-            attempt = os.path.basename(os.path.dirname(logs.timeline)).removeprefix("attempt_")
-            number = int(attempt) if attempt.isdecimal() else 0
-        return record_writer.begin(
-            run_id=self._run_id,
-            name=self._name,
-            command=self.command(),
-            started=self._started if self._run is None else time.time(),
-            nprocs=len(self._envs),
-            ranks=self._ranks(look()[0], {}, "running"),
-            number=number,
-            earlier=[one for one in self._earlier if one["number"] < number],
-            cause=self._cause,
-        )
 
-    def _restart_record(self, look: Callable[[], Seen], logs: LogsDest, cause: str, step: int | None) -> Record:
-        run, ranks, leftovers = self._last_look(look, logs)
-        run = record_writer.end_attempt(run, ranks=ranks, leftovers=leftovers, cause=cause, step=step)
-        *earlier, last = run["attempts"]
-        self._earlier, self._cause = [*map(_brief, earlier), last][-_MOST_ATTEMPTS:], cause
-        return {**run, "cause": cause}
-
-    def _end_record(self, look: Callable[[], Seen], logs: LogsDest, state: State, exit_code: int, cause: str) -> Record:
-        run, ranks, leftovers = self._last_look(look, logs)
-        return record_writer.end(
-            run, state=state, exit_code=exit_code, cause=one_line(cause), ranks=ranks, leftovers=leftovers
-        )
-
-    def _last_look(self, look: Callable[[], Seen], logs: LogsDest) -> tuple[Record, list[Record], Sequence[Leftover]]:
-        run = self._run or self._start_record(look, logs)
-        pids, result = look()
-        ranks = self._ranks(pids, {} if result is None else result.outcomes, "lost")
-        return run, ranks, () if result is None else result.leftovers
-
-    def _ranks(self, pids: dict[int, int], outcomes: dict[int, Outcome], otherwise: RankState) -> list[Record]:
-        """Return every rank that was started, with its outcome, or with the state ``otherwise``."""
-        before = [] if self._run is None else self._run["attempts"][-1]["ranks"]
-        starts = {(rank["local_rank"], rank["pid"]): rank["pid_started"] for rank in before}
-        ranks = []
-        for local_rank, pid in pids.items():
-            rank = int(self._envs[local_rank].get("RANK") or local_rank)
-            outcome = outcomes.get(local_rank)
-            state: Any = otherwise if outcome is None else outcome.state
-            start = starts[local_rank, pid] if (local_rank, pid) in starts else start_of(pid)
-            facts: dict[str, Any] = {}
-            if outcome is not None:
-                facts = {"exitcode": outcome.exitcode, "signal_sent": outcome.signal_sent, "early": outcome.early}
-                if outcome.ended_ns is not None:
-                    facts["ended"] = clock.to_wall(outcome.ended_ns / clock.NS)
-            ranks.append(
-                record_writer.rank(rank=rank, local_rank=local_rank, pid=pid, pid_started=start, state=state, **facts)
-            )
-        return ranks
+_NOTES: dict[type[Event], Callable[[Recorder, Any], None]] = {
+    kinds.GroupStarting: Recorder.on_starting,
+    kinds.WorkerStarted: Recorder.on_started,
+    kinds.GroupRunning: Recorder.on_running,
+    kinds.WorkerExited: Recorder.on_exited,
+    kinds.Swept: Recorder.on_swept,
+    kinds.GroupGone: Recorder.on_gone,
+    kinds.GroupEnded: Recorder.on_ended,
+    kinds.GroupNotStarted: Recorder.on_not_started,
+    agent_kinds.AttemptEnded: Recorder.on_attempt_ended,
+    agent_kinds.RestartDecided: Recorder.on_restart,
+    agent_kinds.RunEnded: Recorder.on_run_ended,
+}
 
 
-def _nothing() -> Seen:
-    """What is seen of a group that was not started."""
-    return {}, None
+def observe(stream: EventStream, warn: Callable[[str], None], recorder: Recorder | None) -> None:
+    """Have the events of a stream written: all to `EVENTS`, and, with a ``recorder``, what they say to ``run.json``."""
+    log = EventLog(warn)
 
+    def take(events: list[Event]) -> None:
+        try:
+            log(events)
+        finally:
+            if recorder is not None:
+                recorder(events)
 
-class GroupRecorder:
-    """Writes the record of a group that Python code started, whether or not somebody waits for the group.
-
-    The first record is written before the workers start: otherwise that of an earlier attempt in the same folder would
-    say that the run has ended. It refers to the group's supervisor, and not to the group: so a group that is no longer
-    referenced ends. In a fork of the process that started the group, it does nothing.
-    """
-
-    def __init__(
-        self, name: str, envs: Mapping[int, Mapping[str, str]], logs: LogsDest, supervisor: Supervisor, run_id: str
-    ) -> None:
-        self._supervisor = supervisor
-        self._result: RunProcsResult | None = None
-        command = [part for part in sys.argv if part] or [name]
-        self._recorder = Recorder(
-            name, envs, lambda: logs, self._look, run_id=run_id, command=command, warn=supervisor.announce
-        )
-        self._recorder.record_start()
-        _recorders.add(self)
-
-    def started(self) -> None:
-        """Note that the workers run, or will; and write the record again when they have ended."""
-        self._recorder.record_start()
-        self._supervisor.ended.then(self._note_end)
-
-    def not_started(self, kind: object, error: BaseException | None, trace: object = None) -> None:
-        """Write that the workers could not be started. Can be used as an `__exit__`."""
-        del trace
-        self._recorder.record_end("failed", 1, str(error) or str(kind))
-
-    def set_result(self, result: RunProcsResult) -> None:
-        """Write the group's result, which names the causes."""
-        if self._supervisor.owner == os.getpid():
-            self._result = result
-            self._note_end()
-
-    def finish(self) -> None:
-        """Wait until all is written, for `PATIENCE` seconds at most."""
-        if self._supervisor.owner == os.getpid():
-            self._recorder.finish()
-
-    def _note_end(self) -> None:
-        lost = None if self._supervisor.result_stands else self._supervisor.keeper_error
-        judged = self._result
-        result = judged or _result_of_exits(self._supervisor.mirror)
-        code, cause = verdict(result)
-        if lost is not None:
-            self._recorder.record_end("failed", code or 1, str(lost))
-        else:
-            state: State = "stopped" if result.state == "stopped" else "failed" if code else "succeeded"
-            self._recorder.record_end(state, code, cause)
-        if self._result is not judged:  # another thread has set it, and may have written first
-            self._note_end()
-
-    def _look(self) -> Seen:
-        mirror = self._supervisor.mirror
-        pids = {rank: worker.pid for rank, worker in sorted(mirror.workers.items())}
-        return pids, self._result or (_result_of_exits(mirror) if self._supervisor.ended else None)
-
-
-_recorders: weakref.WeakSet[GroupRecorder] = weakref.WeakSet()
-
-
-@atexit.register
-def _finish_all() -> None:
-    """Wait for the last records of groups that were not closed."""
-    for recorder in list(_recorders):
-        recorder.finish()
-
-
-def _result_of_exits(mirror: Mirror) -> RunProcsResult:
-    """Return a result from the workers' exits alone, before the group has collected its own."""
-    outcomes = {}
-    for rank, worker in sorted(mirror.workers.items()):
-        state = "abandoned"
-        if worker.exit is not None:
-            state = "stopped" if worker.asked is not None else "failed" if worker.failed else "succeeded"
-        code = None if worker.exit is None else worker.exit.returncode
-        ended = None if worker.exit is None else worker.exit_ns
-        outcomes[rank] = Outcome(rank, worker.pid, state, code, worker.signalled, ended, notice=worker.noticed)
-    return RunProcsResult(outcomes=outcomes, leftovers=mirror.leftovers)
+    stream.subscribe(FILES, take)
 
 
 def _earlier(folder: str) -> list[Record]:

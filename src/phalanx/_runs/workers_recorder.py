@@ -1,4 +1,4 @@
-"""Writes the record of a run whose workers are started again one by one: `record_writer` makes it, `recorder` writes.
+"""Writes the record of a run whose workers are started again one by one, from the run's events.
 
 Attempt 2 of such a run has the workers that were started for the third time, while others are in their first attempt.
 """
@@ -6,11 +6,11 @@ Attempt 2 of such a run has the workers that were started for the third time, wh
 from __future__ import annotations
 
 import time
-from _thread import allocate_lock
+from typing import cast
 
 from phalanx._base import clock
 from phalanx._base.one_line import one_line
-from phalanx._logs.layout import LogsDest
+from phalanx._events import agent_kinds, kinds
 from phalanx._outcomes.result import RunProcsResult
 from phalanx._runs import record_writer
 from phalanx._runs.recorder import Recorder, start_of
@@ -20,19 +20,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
-    from phalanx._engine.leftovers import Leftover
-    from phalanx._outcomes.outcome import Outcome
+    from phalanx._events.kinds import Event
     from phalanx._runs.record_writer import State
-    from phalanx._runs.recorder import Record, Seen
+    from phalanx._runs.recorder import Record
 
 _MOST = 20_000  # entries, of workers and their attempts; beyond, each worker's latest two stay
 
 
 class WorkersRecorder(Recorder):
-    """Writes the record of such a run. Arguments as of `Recorder`; any thread may call it.
+    """Writes the record of such a run. An observer of the run's `EventStream`. Arguments as of `Recorder`.
 
-    Attributes:
-        logs: The files of one of its groups; without a timeline, as long as there is none.
+    Args:
+        attempts: See `RestartPolicy.attempts`.
     """
 
     def __init__(
@@ -44,75 +43,102 @@ class WorkersRecorder(Recorder):
         command: Sequence[object],
         warn: Callable[[str], None],
         keep_runs: int | None = None,
+        attempts: str = "",
     ) -> None:
-        self.logs = LogsDest()
-        super().__init__(
-            name,
-            envs,
-            lambda: self.logs,
-            lambda: ({}, None),
-            run_id=run_id,
-            command=command,
-            warn=warn,
-            keep_runs=keep_runs,
-        )
-        self._one = allocate_lock()
+        super().__init__(name, envs, run_id=run_id, command=command, warn=warn, keep_runs=keep_runs)
+        self._of = attempts
+        self._local = {self.global_rank(rank): rank for rank in envs}
         self._attempts: dict[int, Record] = {}  # by number; "ranks" is a dict, by local rank
         self._latest: dict[int, int] = {}  # the latest attempt of each local rank
         self._count = 0
-        self._asked = False  # whether the record will be written anyway
-        self._why = ""
+        self._ending: Record = {}  # how the run has ended
 
-    def record_worker_start(self, local_rank: int, number: int, pid: int) -> None:
-        """Write that an attempt of a worker runs. Returns at once."""
-        entry = record_writer.rank(
-            rank=self.global_rank(local_rank), local_rank=local_rank, pid=pid, pid_started=0, state="running"
-        )
-        with self._one:
-            first = not self._latest
-            attempt = self._attempts.setdefault(number, _attempt(number))
-            attempt["ranks"][local_rank] = entry
-            attempt["ended"] = None
-            self._latest[local_rank] = number
-            self._count += 1
-            if self._count > _MOST:
-                self._forget_old()
-        if first:
-            self.record_start()
-        self._write_soon()
+    def _note(self, event: Event) -> None:
+        note = _NOTES.get(type(event))
+        if note is not None:
+            note(self, event)
 
-    def record_worker_end(
-        self,
-        local_rank: int,
-        number: int,
-        outcome: Outcome | None,
-        *,
-        leftovers: Sequence[Leftover] = (),
-        cause: str = "",
-        step: int | None = None,
-    ) -> None:
-        """Write how an attempt of a worker ended, and if it failed, why. Returns at once."""
-        with self._one:
-            attempt = self._attempts.get(number)
-            entry = None if attempt is None else attempt["ranks"].get(local_rank)
-            if attempt is not None and entry is not None:
-                ended = time.time()
-                facts: dict[str, Any] = {"state": "lost"}
-                if outcome is not None:
-                    facts = {"state": outcome.state, "exitcode": outcome.exitcode, "signal_sent": outcome.signal_sent}
-                    if outcome.ended_ns is not None:
-                        ended = clock.to_wall(outcome.ended_ns / clock.NS)
-                attempt["ranks"][local_rank] = {**entry, **facts, "ended": ended, "cause": one_line(cause)}
-                attempt["leftovers"] += [found.__getstate__() for found in leftovers]
-                attempt["step"] = max((it for it in (attempt["step"], step) if it is not None), default=None)
-                if all(rank["state"] != "running" for rank in attempt["ranks"].values()):
-                    attempt["ended"] = max(time.time(), attempt["started"])
-            self._why = one_line(cause) or self._why
-        self._write_soon()
+    def on_starting(self, event: kinds.GroupStarting) -> None:
+        """Begin the record with the first of all groups."""
+        if event.folder and self._run is None:
+            self._folder = event.folder
+            self._begin(event.attempt, event.time)
+            self._prune_once()
+
+    def on_started(self, event: kinds.WorkerStarted) -> None:
+        """Note that an attempt of a worker runs."""
+        attempt = self._attempts.setdefault(event.attempt, _attempt(event))
+        attempt["ranks"][event.rank] = record_writer.rank(
+            rank=self.global_rank(event.rank), local_rank=event.rank, pid=event.pid, pid_started=start_of(event.pid),
+            state="running",
+        )  # fmt: skip
+        attempt["ended"] = None
+        self._latest[event.rank] = event.attempt
+        self._count += 1
+        if self._count > _MOST:
+            self._forget_old()
+        self._has_changed = True
+
+    def on_exited(self, event: kinds.WorkerExited) -> None:
+        """Note how it ended."""
+        facts = {"state": event.state, "exitcode": event.exitcode, "signal_sent": event.signal_sent}
+        self._know(event.attempt, event.rank, **facts, ended=event.time)
+
+    def on_swept(self, event: kinds.Swept) -> None:
+        """Note what a worker left behind."""
+        if event.attempt in self._attempts:
+            self._attempts[event.attempt]["leftovers"].append({
+                "pid": event.pid, "command": event.command, "local_rank": event.rank, "age": event.age,
+                "signal_sent": event.signal, "exitcode": event.exitcode,
+            })  # fmt: skip
+
+    def on_gone(self, event: kinds.GroupGone) -> None:
+        """Note a worker that has outlived SIGKILL."""
+        for rank in event.survivors:
+            self._know(event.attempt, rank, state="abandoned", ended=event.time)
+
+    def on_ended(self, event: kinds.GroupEnded) -> None:
+        """Note the result, which knows more than the exit."""
+        for rank, outcome in event.result.outcomes.items():
+            if not event.lost or outcome.state != "abandoned":
+                ended = event.time if outcome.ended_ns is None else clock.to_wall(outcome.ended_ns / clock.NS)
+                facts = {name: getattr(outcome, name) for name in ("state", "exitcode", "signal_sent")}
+                self._know(event.attempt, rank, **facts, ended=ended)
+
+    def on_attempt_ended(self, event: agent_kinds.AttemptEnded) -> None:
+        """Note that an attempt of a worker is over, and if it failed, why."""
+        assert event.worker is not None
+        cause = ""
+        if event.state in ("failed", "not started"):
+            cause = one_line(f"rank {event.worker}: attempt {event.attempt + 1}{self._of}: {event.error}")
+            self._cause = cause
+        rank = self._local[event.worker]
+        entry = self._entry(event.attempt, rank)
+        if entry is not None:
+            lost = {"state": "lost", "ended": event.time} if entry["state"] == "running" else {}
+            self._know(event.attempt, rank, cause=cause, **lost)
+            attempt = self._attempts[event.attempt]
+            attempt["step"] = max((it for it in (attempt["step"], event.step) if it is not None), default=None)
+            if all(each["state"] != "running" for each in attempt["ranks"].values()):
+                attempt["ended"] = max(time.time(), attempt["started"])
+        self._has_changed = True
+
+    def on_run_ended(self, event: agent_kinds.RunEnded) -> None:
+        """End the record."""
+        self._end(cast("State", event.state), event.exitcode, event.cause)
 
     def global_rank(self, local_rank: int) -> int:
         """Return the rank in the job."""
         return int(self._envs[local_rank].get("RANK") or local_rank)
+
+    def _entry(self, number: int, local_rank: int) -> Record | None:
+        attempt = self._attempts.get(number)
+        return None if attempt is None else attempt["ranks"].get(local_rank)
+
+    def _know(self, number: int, local_rank: int, **facts: Any) -> None:
+        entry = self._entry(number, local_rank)
+        if entry is not None:
+            entry.update(facts)
 
     def _forget_old(self) -> None:
         for number in sorted(self._attempts):
@@ -125,54 +151,39 @@ class WorkersRecorder(Recorder):
             if self._count <= _MOST:
                 return
 
-    def _write_soon(self) -> None:
-        """Have the record written: once for what comes while it waits."""
-        if not self._asked:
-            self._asked = True
-            self._write(self._record)
+    def _end(self, state: State, exit_code: int, cause: str) -> None:
+        if self._run is not None:
+            ended = max(time.time(), self._run["started"])
+            self._ending = {"state": state, "ended": ended, "exit_code": exit_code, "cause": one_line(cause)}
+            self._has_changed = True
 
-    def _start_record(self, look: Callable[[], Seen], logs: LogsDest, number: int | None = None) -> Record:  # noqa: ARG002 - as of `Recorder`
-        return self._record()
+    def _record(self) -> Record:
+        assert self._run is not None
+        attempts = [
+            {**one, "ranks": [self._known_of(entry) for _rank, entry in sorted(one["ranks"].items())]}
+            for _number, one in sorted(self._attempts.items())
+        ] or self._run["attempts"]  # none was started
+        return {**self._run, "restart": "worker", "attempts": attempts, "cause": self._cause, **self._ending}
 
-    def _end_record(self, look: Callable[[], Seen], logs: LogsDest, state: State, exit_code: int, cause: str) -> Record:  # noqa: ARG002 - likewise
-        run = self._record(otherwise="lost")
-        ended = max(time.time(), run["started"])
-        return {**run, "state": state, "ended": ended, "exit_code": exit_code, "cause": one_line(cause)}
-
-    def _record(self, otherwise: str = "running") -> Record:
-        """Make the record, on the thread that writes. Who is not known to have ended is in the state ``otherwise``."""
-        with self._one:
-            self._asked = False
-            found = [(number, list(one["ranks"].items())) for number, one in self._attempts.items()]
-        starts = {  # which takes a look at /proc for each
-            (number, rank): start_of(entry["pid"])
-            for number, ranks in found
-            for rank, entry in ranks
-            if entry["state"] == "running" and not entry["pid_started"]
-        }
-        with self._one:
-            for (number, rank), start in starts.items():
-                entry = self._attempts[number]["ranks"][rank]
-                self._attempts[number]["ranks"][rank] = {**entry, "pid_started": start}
-            attempts = [
-                {**one, "ranks": [_ended(entry, otherwise) for _rank, entry in sorted(one["ranks"].items())]}
-                for _number, one in sorted(self._attempts.items())
-            ]
-            why = self._why
-        run = self._run or record_writer.begin(
-            run_id=self._run_id, name=self._name, command=self.command(), started=self._started, nprocs=len(self._envs),
-            ranks=[],
-        )  # fmt: skip
-        return {**run, "restart": "worker", "attempts": attempts, "cause": why}
+    def _known_of(self, entry: Record) -> Record:
+        return {**entry, "state": "lost"} if self._ending and entry["state"] == "running" else entry
 
 
-def _attempt(number: int) -> Record:
-    began = {"number": number, "started": time.time(), "ended": None}
+_NOTES: dict[type[Event], Callable[[WorkersRecorder, Any], None]] = {
+    kinds.GroupStarting: WorkersRecorder.on_starting,
+    kinds.WorkerStarted: WorkersRecorder.on_started,
+    kinds.WorkerExited: WorkersRecorder.on_exited,
+    kinds.Swept: WorkersRecorder.on_swept,
+    kinds.GroupGone: WorkersRecorder.on_gone,
+    kinds.GroupEnded: WorkersRecorder.on_ended,
+    agent_kinds.AttemptEnded: WorkersRecorder.on_attempt_ended,
+    agent_kinds.RunEnded: WorkersRecorder.on_run_ended,
+}
+
+
+def _attempt(event: kinds.WorkerStarted) -> Record:
+    began = {"number": event.attempt, "started": event.time, "ended": None}
     return {**began, "ranks": {}, "leftovers": [], "cause": "", "step": None}
-
-
-def _ended(entry: Record, otherwise: str) -> Record:
-    return {**entry, "state": otherwise} if entry["state"] == "running" else entry
 
 
 def result_of(results: Mapping[int, RunProcsResult]) -> RunProcsResult:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
 from phalanx._base.control_chars import sanitise
-from phalanx._timers.event_file import EVENTS, EventFile
 from phalanx._timers.hang_reporter import HangReporter
 from phalanx._timers.layout import TIMERS_ENV
 from phalanx._timers.table import TimerTable
@@ -27,7 +24,6 @@ def watch(
     ranks: Collection[int],
     say: Callable[[str], bool],
     *,
-    keep: bool,
     stacks: bool = True,
     speak: Callable[[str], None] | None = None,
 ) -> tuple[HangReporter | None, dict[int, dict[str, str]]]:
@@ -41,7 +37,6 @@ def watch(
         logs: The group's log files.
         ranks: Its local ranks.
         say: Shows a line on the group's consoles, and returns whether that was possible.
-        keep: Whether events are written to a file beside the logs.
         stacks: Whether stacks are written to files beside the error files.
         speak: Shows a line if ``say`` cannot. Default: it is logged.
     """
@@ -53,14 +48,12 @@ def watch(
             raise OSError(error.errno, f"timers cannot be watched: {error.strerror}") from error
         _log(f"timers are not watched: {error.strerror}")
         return None, {}
-    path = os.path.join(os.path.dirname(logs.timeline), EVENTS) if keep and logs.timeline else ""
-    write = EventFile(path).write if path else lambda _events: None
 
     def show(text: str) -> None:
         if not say(f"phalanx: {text}"):
             (speak or _log)(sanitise(text))
 
-    reporter = HangReporter(table, specs.on_expiry, logs.error_files, write, specs.on_event, show, stacks=stacks)
+    reporter = HangReporter(table, specs.on_expiry, logs.error_files, show, stacks=stacks)
     return reporter, {rank: {TIMERS_ENV: f"{table.address}:{rank}"} for rank in ranks}
 
 

@@ -1,17 +1,16 @@
-"""Reports on the timers of one group: takes the stacks of all ranks, writes error files, lines and events.
+"""Reports on the timers of one group: takes the stacks of all ranks, writes error files and lines.
 
 Runs in the launcher. Which timers have expired, and what follows, is decided in the keeper (`escalation`), which waits
 for the stacks, though not for long. All of this takes disks and other processes, so it has a thread of its own. The
-listener to events is the caller's code, and has another. The words are in `hang_report`.
+words are in `hang_report`, the events in `_engine.group_events`.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-from functools import partial
 
-from phalanx._base import clock, procfs
+from phalanx._base import procfs
 from phalanx._base.background import SerialExecutor
 from phalanx._base.rank_ranges import name_ranks
 from phalanx._evidence.error_file import remove_timer_evidence
@@ -26,11 +25,10 @@ if TYPE_CHECKING:
 
     from phalanx._timers.table import TimerTable
 
-    Event = dict[str, Any]
     Packed = tuple[Any, ...]  # see `Hang.to_tuple`
 
 FINISH = 5.0
-"""Seconds that the end of a group waits for the reports, and for a listener that does not return."""
+"""Seconds that the end of a group waits for the reports."""
 
 
 class HangReporter:
@@ -40,8 +38,6 @@ class HangReporter:
         table: The group's table; closed with this.
         steps: What follows an expiry, in order: name and delay in seconds.
         error_files: Each rank's. Its folder takes the rank's stacks, if they are to be kept.
-        emit: Called with events, in their order: it writes them to a file.
-        listener: Called with each event, one after the other, on a thread of its own; or None.
         show: Shows a line.
         stacks: Whether the stacks are kept.
 
@@ -55,8 +51,6 @@ class HangReporter:
         table: TimerTable,
         steps: Sequence[tuple[str, float]],
         error_files: Mapping[int, str],
-        emit: Callable[[list[Event]], None],
-        listener: Callable[[Event], None] | None,
         show: Callable[[str], None],
         *,
         stacks: bool = True,
@@ -66,16 +60,11 @@ class HangReporter:
         self.unwritten: dict[int, str] = {}
         self.hung: dict[int, str] = {}
         self._error_files = error_files
-        self._emit = emit
-        self._listener = listener
         self._show = show
         self._snapshot = Snapshot(error_files, keep=stacks)
         self._workers: dict[int, int] = {}
         self._signalled: dict[tuple[int, int, int, int], Hang] = {}  # those that have not gone on since
-        self._events: list[Event] = []
-        self._raised = False  # whether the listener has raised
         self._background = SerialExecutor("phalanx-hangs")
-        self._observer = SerialExecutor("phalanx-observer")
 
     def on_message(
         self,
@@ -103,18 +92,13 @@ class HangReporter:
             else:
                 self._step(*arguments, workers=workers, ended=ended, evidence_taken=evidence_taken)
 
-        if not self._call(report) and evidence_taken is not None:
+        if not self._background.submit(report) and evidence_taken is not None:
             evidence_taken()
 
     def finish(self) -> None:
-        """Wait until all is written and shown, for at most `FINISH` for each of the two threads."""
-        late = [
-            what
-            for what, background in (("evidence", self._background), ("on_event", self._observer))
-            if not background.drain(FINISH)
-        ]
-        for what in late:
-            self._show(f"{what} of timers is not complete: that takes too long")
+        """Wait until all is written and shown, for at most `FINISH`."""
+        if not self._background.drain(FINISH):
+            self._show("evidence of timers is not complete: that takes too long")
 
     def close(self) -> None:
         """Close the table. Idempotent."""
@@ -122,25 +106,12 @@ class HangReporter:
 
     # --- on the thread of its own
 
-    def _call(self, action: Callable[[], None]) -> bool:
-        def call() -> None:
-            try:
-                action()
-            finally:
-                if not self._background.pending:  # else the next call comes first: a kill may wait for it
-                    self._flush()
-
-        return self._background.submit(call)
-
-    def _armed(self, moment: int, packed: list[Packed]) -> None:
+    def _armed(self, _moment: int, _packed: list[Packed]) -> None:
         """Timers are set in slots that were not in use before (and have not expired)."""
-        for hang in map(Hang.from_tuple, packed):
-            self._add_hang_event("timer.armed", hang, moment, overdue=0.0)
         self._snapshot.preload()
 
-    def _expired(self, moment: int, packed: list[Packed]) -> None:
-        for hang in map(Hang.from_tuple, packed):
-            self._add_hang_event("timer.expired", hang, moment)
+    def _expired(self, _moment: int, _packed: list[Packed]) -> None:
+        """Wait for the step that follows."""
 
     def _step(
         self,
@@ -199,12 +170,10 @@ class HangReporter:
         quiet = bool(self._signalled) and not any(hang.key in self._signalled for hang in hangs)
         self._record_all(hangs, moment)
         self._snapshot.write()
-        for hang in hangs:
-            self._add_hang_event("worker.reaped", hang, moment, signal=number)
         if not quiet:
             self._show_lines(hangs, "", number, moment)
 
-    def _left(self, moment: int, packed: list[Packed]) -> None:
+    def _left(self, _moment: int, packed: list[Packed]) -> None:
         """Workers have left the blocks in which they hung."""
         hangs = list(map(Hang.from_tuple, packed))
         for hang in hangs:
@@ -212,14 +181,12 @@ class HangReporter:
                 # It survived the signal. If it fails later, it records that itself, or the report has this text.
                 remove_timer_evidence(self._error_files[hang.rank])
                 self.unwritten[hang.rank] = f"it had hung before: {hang.description}; and had gone on since"
-            self._add_hang_event("timer.left", hang, moment)
         for description, those in hang_report.by_description(hangs).items():
             has = "they have" if len({hang.rank for hang in those}) > 1 else "it has"
             self._show(f"{name_ranks(hang.rank for hang in those)}: {description}; {has} gone on since")
 
-    def _refused(self, pid: int, scope: str, location: str) -> None:
+    def _refused(self, pid: int, _scope: str, _location: str) -> None:
         self._show(f"process {pid} is not in the group: its timers are not watched")
-        self._add_event("request.refused", clock.now_ns(), pid=pid, scope=scope, place=location)
 
     def _unwatched(self, why: str) -> None:
         self._show(f"timers are not watched: {why}")
@@ -273,34 +240,6 @@ class HangReporter:
                 none = "none" if self._snapshot.keep else "not kept, for no logs are"
                 where.append(f"stacks: {self._snapshot.files.get(first.rank) or none}")
             self._show(hang_report.line(name_ranks(hang.rank for hang in those), those, moment, where, number))
-
-    def _add_hang_event(self, name: str, hang: Hang, moment: int, **facts: Any) -> None:
-        timer = hang.timer
-        known = {"rank": hang.rank, "pid": hang.pid, "scope": timer.scope or timer.location, "place": timer.location}
-        self._add_event(name, moment, **{**known, "overdue": hang.overdue(moment), **facts})
-
-    def _add_event(self, name: str, moment: int, **facts: Any) -> None:
-        timestamp = clock.to_wall(moment / clock.NS)
-        self._events.append({"name": name, "timestamp": timestamp, "monotonic_ns": moment, **facts})
-
-    def _flush(self) -> None:
-        events, self._events = self._events, []
-        if events:
-            self._emit(events)
-        if self._listener is not None:
-            for event in events:
-                self._observer.submit(partial(self._call_listener, self._listener, event))
-
-    def _call_listener(self, listener: Callable[[Event], None], event: Event) -> None:
-        """Call the listener. The first exception that it raises is logged; it gets all later events all the same."""
-        try:
-            listener(event)
-        except BaseException:  # this thread is there for the listener alone
-            if not self._raised:
-                self._raised = True
-                from logging import getLogger
-
-                getLogger("phalanx.timer").exception("on_event raised at %s", event["name"])
 
 
 _REPORT: dict[str, Callable[..., None]] = {

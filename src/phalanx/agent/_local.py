@@ -11,7 +11,8 @@ from phalanx._agent.health import Health, address_of_environment
 from phalanx._agent.worker_args import with_local_rank
 from phalanx._agent.worker_env import worker_env
 from phalanx._engine.start_errors import KeeperLostError
-from phalanx._group.arguments import check_options
+from phalanx._group import observers
+from phalanx._group.arguments import check_options, checked_listener
 from phalanx._group.command_group import SubprocessContext
 from phalanx._group.function_group import MultiprocessContext
 from phalanx._group.warm import check_preload, choose
@@ -19,18 +20,21 @@ from phalanx._logs.console import ConsoleSpecs
 from phalanx._logs.prefixes import checked_template
 from phalanx._logs.specs import LogsSpecs
 from phalanx._placement.placement import Placement
+from phalanx._runs.recorder import observe
 from phalanx.agent._simple import EXIT_BARRIER_TIMEOUT, SHUTDOWN_TIMEOUT, SimpleElasticAgent
 from phalanx.agent._spec import check_type
+from phalanx.agent._telling import step
 from phalanx.agent._types import RunResult, WorkerState
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from typing import Any
 
     from phalanx._agent.attempt_end import AttemptEnd
     from phalanx._agent.file_timers import Server
     from phalanx._agent.restart_policy import RestartPolicy
+    from phalanx._events.stream import EventStream
     from phalanx._group.context import PContext
     from phalanx._group.warm import Warm
     from phalanx._timers.specs import TimerSpecs
@@ -66,6 +70,9 @@ class LocalElasticAgent(SimpleElasticAgent):
         warm: Likewise; it serves all attempts.
         writable: Likewise.
         main: Likewise.
+        on_event: Called with each event of the run, a dict: a line of ``events.jsonl``, see the guide to logs. On a
+            thread of its own, in order: it holds up neither a stop nor a restart, but the end of `run` waits for it,
+            5 s at most. The first exception that it raises is logged.
 
     Raises:
         TypeError, ValueError: What is wrong with which argument.
@@ -97,6 +104,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         warm: Warm | None = None,
         writable: bool = False,
         main: str = "import",
+        on_event: Callable[[dict[str, Any]], object] | None = None,
     ) -> None:
         super().__init__(spec, exit_barrier_timeout, shutdown_timeout, policy=policy)
         check_type("logs_specs", logs_specs, LogsSpecs)
@@ -116,16 +124,19 @@ class LocalElasticAgent(SimpleElasticAgent):
         options["duplicate_stdout_filters"] = spec.duplicate_stdout_filters
         options["duplicate_stderr_filters"] = spec.duplicate_stderr_filters
         self._options = options
+        self._timers, self._on_event = timers, checked_listener(on_event)
         self._function_options: dict[str, Any] = {"warm": warm, "writable": writable, "main": main}
         self._preload = check_preload(preload or ())
         self._held = ExitStack()  # until the end of `run`
         self._start_method = start_method
+        self._forks = start_method == "fork" and not isinstance(spec.entrypoint, str)
         self._logs_specs = logs_specs
         self._file_timers = FileTimers(_make_server)
         self._health = Health(None)
         self._groups = GroupTeam(self._make_group)
         self._group_end: AttemptEnd | None = None
 
+    @step
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:  # noqa: ARG002 - there is one
         """Start the group of an attempt. Returns the process ids. Raises as `start_processes`."""
         self._group_end = None
@@ -134,6 +145,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         assert self._groups.group is not None
         return dict(self._groups.group.pids())
 
+    @step
     def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002 - there is one
         """End the group's processes, and return when none is left. What they wrote may not be shown yet."""
         self._end_group(signal.SIGTERM, self._shutdown_timeout)
@@ -164,21 +176,12 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _run(self) -> RunResult:
         """Run, and answer how it is meanwhile, if the environment asks for that."""
-        spec, before = self._worker_group.spec, self._observe
-        run_id = spec.rdzv_handler.get_run_id()
-        with Health(address_of_environment(), run_id=run_id, max_restarts=self._policy.max_restarts) as health:
+        run_id, address = self._worker_group.spec.rdzv_handler.get_run_id(), address_of_environment()
+        with Health(address, run_id=run_id, max_restarts=self._policy.max_restarts) as health:
             self._health = health
-
-            def observe(name: str, facts: dict[str, Any]) -> None:
-                health.observe(name, facts)
-                if before is not None:
-                    before(name, facts)
-
-            self._observe = observe
-            try:
-                return super()._run()
-            finally:
-                self._observe = before
+            if address is not None and self._events is not None:
+                self._events.subscribe("phalanx-health", health.observe)
+            return super()._run()
 
     def _end_group(self, death_sig: int, timeout: float) -> None:
         group = self._groups.group
@@ -205,7 +208,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             for worker in own.workers
         }  # fmt: skip
         args = {rank: with_local_rank(spec.args, rank) for rank in envs}
-        options = {**self._options, "follows": before}
+        options = {**self._options, "follows": before, "events": self._events}
         if isinstance(spec.entrypoint, str):
             return SubprocessContext(spec.role, spec.entrypoint, args, envs, self._logs_specs, **options)
         options |= self._function_options
@@ -217,6 +220,12 @@ class LocalElasticAgent(SimpleElasticAgent):
         return MultiprocessContext(
             spec.role, spec.entrypoint, args, envs, self._start_method, self._logs_specs, **options
         )
+
+    def _observe(self, events: EventStream) -> None:
+        super()._observe(events)
+        if observers.keeps_events(self._logs_specs):
+            observe(events, lambda text: self._groups.say(f"phalanx: {text}"), None)
+        observers.listen(events, self._timers, self._on_event)
 
     def _poll_seconds(self) -> float | None:
         """Nothing polls but what is somebody's own: a `_monitor_workers`, or a rendezvous."""

@@ -12,11 +12,14 @@ from abc import ABC, abstractmethod
 from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._agent.attempts import Attempts
 from phalanx._agent.restart_policy import RestartPolicy
-from phalanx._base import stderr
+from phalanx._base import clock, stderr
 from phalanx._base.durations import seconds
 from phalanx._engine.host_signals import SignalException
+from phalanx._events import agent_kinds, kinds
+from phalanx._events.stream import EventStream
 from phalanx.agent._hook_team import HookTeam
 from phalanx.agent._spec import WorkerSpec, check_type
+from phalanx.agent._telling import StatusEvents, StatusMetrics, step
 from phalanx.agent._types import RunResult, Worker, WorkerGroup, WorkerState
 from phalanx.rendezvous import OneMachineRendezvous, RendezvousGracefulExitError
 
@@ -76,8 +79,10 @@ class SimpleElasticAgent(ElasticAgent):
 
     __module__ = "phalanx.agent"
 
-    _observe: Callable[[str, dict[str, Any]], None] | None = None
-    """Is told of each event of the agent's life: see `Attempts`."""
+    _forks = False
+    """Whether it starts its workers as forks of this process, which has no threads of ours the first time then."""
+    _is_launched = False
+    """Whether its end is that of a job, which `StatusEvents` tells."""
 
     def __init__(
         self,
@@ -98,6 +103,7 @@ class SimpleElasticAgent(ElasticAgent):
         self._attempt = 0
         self._wake: Callable[[], None] = lambda: None
         self._attempts: Attempts | None = None
+        self._events: EventStream | None = None  # of the run that is under way
         self._run_lock = allocate_lock()
         self._stopping = self._is_shut_down = False
 
@@ -122,15 +128,17 @@ class SimpleElasticAgent(ElasticAgent):
             SignalException: A signal arrived. No worker is left.
             RuntimeError: It runs already, in another thread.
             RendezvousError: The rendezvous failed.
+            phalanx.events.UnknownDestinationError: ``event_log_handler`` of the spec names no destination, which is a
+                KeyError; nothing has been started.
             Exception: What the hooks raise; if the last attempt could not be started, why not.
         """
         if not self._run_lock.acquire(blocking=False):
             msg = f"the agent of {self._worker_group.spec.role!r} runs already"
             raise RuntimeError(msg)
         try:
-            return self._run()
+            return self._observed_run()
         finally:
-            self._attempts = None
+            self._attempts = self._events = None
             self._run_lock.release()
 
     def stop(self, death_sig: signal.Signals | int = signal.SIGTERM, timeout: float | None = None) -> None:
@@ -168,18 +176,24 @@ class SimpleElasticAgent(ElasticAgent):
 
     # --- may be overridden, too
 
+    @step
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Meet the other agents, and note in the group who this one is, and its workers' ranks."""
         spec = worker_group.spec
+        began = clock.now()
         info = spec.rdzv_handler.next_rendezvous()
         where = info.bootstrap_store_info
+        met = clock.now()
+        self._emit_status("RENDEZVOUS", met - began)
         workers = self._assign_worker_ranks(info.store, info.rank, info.world_size, spec)
+        self._emit_status("ASSIGN_WORKER_RANKS", clock.now() - met)
         worker_group.workers = workers
         worker_group.store = info.store
         worker_group.group_rank, worker_group.group_world_size = info.rank, info.world_size
         worker_group.master_addr = spec.master_addr or (where.master_addr if where else None)
         worker_group.master_port = spec.master_port or (where.master_port if where else None)
 
+    @step
     def _assign_worker_ranks(
         self,
         store: Any,  # noqa: ARG002 - for overrides
@@ -198,6 +212,7 @@ class SimpleElasticAgent(ElasticAgent):
         size = spec.local_world_size
         return [Worker(rank, rank, rank, size, size) for rank in range(size)]
 
+    @step
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         """Begin an attempt: the rendezvous, and the start of the workers."""
         self._rendezvous(worker_group)
@@ -222,7 +237,12 @@ class SimpleElasticAgent(ElasticAgent):
             self._remaining_restarts = max(0, self._remaining_restarts - 1)
         if attempt:
             self._worker_group.state = WorkerState.STOPPED
-        self._initialize_workers(self._worker_group)
+        try:
+            self._initialize_workers(self._worker_group)
+        finally:
+            if self._events is not None:
+                self._events.begin()
+        self._emit_status("START", 0.0, tuple(self._worker_group.workers))
 
     def _end_of(self, state: str, result: RunResult) -> AttemptEnd:
         """What the restart policy, and the line that tells of it, are to know of an attempt's end."""
@@ -251,6 +271,53 @@ class SimpleElasticAgent(ElasticAgent):
         options: dict[str, Any] = {"timeout": timeout} if takes_timeout else {}
         self._shutdown(*([] if death_signal is None else [signal.Signals(death_signal)]), **options)
 
+    def _observe(self, events: EventStream) -> None:
+        """Have the events of a run observed that begins."""
+        spec = self._worker_group.spec
+        if spec.event_log_handler != "null":
+            events.subscribe("phalanx-status", StatusEvents(spec, is_launched=self._is_launched))
+        events.subscribe("phalanx-measures", StatusMetrics(spec.role, self._policy.max_restarts))
+
+    def _emit(self, kind: type[kinds.Event], **fields: Any) -> None:
+        """Emit an event of this agent that happens now. Outside `run`, nobody observes it."""
+        if self._events is not None:
+            self._events.emit(kind, self._attempt, clock.now_ns(), **fields)
+
+    def _emit_status(self, status: str, seconds: float, workers: tuple[Worker, ...] = ()) -> None:
+        group, restarts = self._worker_group, self._policy.max_restarts - self._remaining_restarts
+        self._emit(
+            agent_kinds.AgentStatus, status=status, seconds=seconds, restarts=restarts, group_rank=group.group_rank,
+            group_world_size=group.group_world_size, workers=workers,
+        )  # fmt: skip
+
+    def _observed_run(self) -> RunResult:
+        """Run, with a stream of events that all hear to whom this agent tells something."""
+        events = EventStream(is_held=self._forks)
+        try:
+            self._observe(events)
+            self._events, self._attempt, began = events, 0, clock.now()
+            state, error, result = "RAISED", "", None
+            try:
+                result = self._run()
+                state = result.state.value
+            except BaseException:
+                from traceback import format_exc
+
+                error = format_exc()
+                raise
+            finally:
+                restarts = self._policy.max_restarts - self._remaining_restarts
+                self._emit(agent_kinds.AgentEnded, state=state, restarts=restarts, error=error, result=result)
+                self._emit(
+                    agent_kinds.AgentStep,
+                    step="SimpleElasticAgent.run",
+                    seconds=clock.now() - began,
+                    failed=result is None,
+                )
+            return result
+        finally:
+            events.close()
+
     def _run(self) -> RunResult:
         def ask_restart(why: str) -> None:
             attempts.ask_restart(signal.SIGTERM, self._shutdown_timeout, why)
@@ -260,7 +327,7 @@ class SimpleElasticAgent(ElasticAgent):
         )
         self._stopping = self._is_shut_down = False
         self._remaining_restarts = self._policy.max_restarts
-        with Attempts(team, self._policy, observe=self._observe) as attempts:
+        with Attempts(team, self._policy, events=self._events) as attempts:
             self._attempts = attempts
             try:
                 ending = self._carry_out(attempts)

@@ -35,7 +35,7 @@ class WorkerSpec(Value):
         master_port: ``MASTER_PORT``; None or 0: that of the rendezvous.
         master_addr: ``MASTER_ADDR``; None: that of the rendezvous.
         local_addr: The address of this machine, for the rendezvous; None: its name. Without effect on one machine.
-        event_log_handler: Where events go.
+        event_log_handler: Where events go: a destination of `phalanx.events`. Each is posted on a thread of its own.
         numa_options: A `phalanx.multiprocessing.Placement`: the CPUs and the limits of each worker.
         duplicate_stdout_filters: A list of strings. Lines of any rank's redirected stdout that contain one of them are
             also written to one file.

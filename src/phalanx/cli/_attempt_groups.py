@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx._agent.master_port import ReservedPort
+    from phalanx._events.stream import EventStream
     from phalanx.cli._run_logs import RunLogs
 
 
@@ -83,6 +84,10 @@ class AttemptGroups:
             self.options |= {"warm": self._warm, "main": VALUE}
         elif not no_python:
             self.options |= {"module": module, "python": python, "warm": self._warm}
+
+    def emit_into(self, events: EventStream) -> None:
+        """Have the groups that are made from now on emit their events into this stream."""
+        self.options["events"] = events
 
     def make(self, attempt: int, before: PContext | None) -> SubprocessContext | MultiprocessContext:
         """Make the group of an attempt, which is shown after that of the attempt ``before``."""

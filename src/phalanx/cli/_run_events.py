@@ -8,14 +8,17 @@ import click
 
 from phalanx._agent.status_events import NAME, WorkerFacts, metadata
 from phalanx._base import clock
-from phalanx.events import Event, EventSource, UnknownDestinationError, flush, get_logging_handler, post
+from phalanx._events import agent_kinds, kinds
+from phalanx.events import Event as Posted
+from phalanx.events import EventSource, UnknownDestinationError, flush, get_logging_handler, post
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import Any
 
+    from phalanx._events.kinds import Event
     from phalanx._outcomes.failure import ProcessFailure
-    from phalanx.cli._run_group import RunTeam
 
 _FLUSH = 5.0  # seconds that the end waits for the handler
 
@@ -32,76 +35,89 @@ class RunEvents:
         run_id: The id of the run.
         role: What the workers are called.
         backend: The name of the rendezvous' kind.
+        entry_point: What they run.
+        nprocs: How many there are.
     """
 
-    def __init__(self, destination: str, *, run_id: str, role: str, backend: str) -> None:
-        self.team: RunTeam | None = None
+    def __init__(
+        self, destination: str, *, run_id: str, role: str, backend: str, entry_point: str, nprocs: int
+    ) -> None:
         self._destination = destination
+        self._ranks = range(nprocs)
         self._same: dict[str, Any] = {
             "run_id": run_id,
             "role": role,
             "backend": backend,
+            "entry_point": entry_point,
             "group_rank": 0,
             "group_world_size": 1,
         }
-        self._began = clock.now()
+        self._began = clock.now_ns()
         self._attempt = 0
+        self._pids: dict[int, int] = {}
+        self._failures: Mapping[int, ProcessFailure] = {}
+        self._not_started = ""
 
-    def observe(self, name: str, facts: dict[str, Any]) -> None:
-        """Post what follows from what has happened, see `Attempts`."""
-        if name != "agent.state" or self.team is None:
-            return
-        state, self._attempt = facts["state"], max(0, facts["attempt"])
-        if state == "STARTING":
-            self._tell("RENDEZVOUS", duration=0.0)
-            self._tell("ASSIGN_WORKER_RANKS", duration=0.0)
-        elif state == "RUNNING":
-            for rank in self.team.envs:
-                self._tell("START", rank=rank)
-        elif state == "STOPPED":
-            self._tell("FAILED", raw_error="stopped")
-        elif state in ("SUCCEEDED", "FAILED"):
-            self._tell_end()
+    def __call__(self, events: list[Event]) -> None:
+        """Post what follows from these: an observer of the run's events."""
+        for event in events:
+            if isinstance(event, kinds.WorkerStarted):
+                self._pids[event.rank] = event.pid
+            elif isinstance(event, kinds.GroupNotStarted):
+                self._not_started = event.error
+            elif isinstance(event, kinds.GroupEnded):
+                self._failures = event.result.failures
+            elif isinstance(event, agent_kinds.AgentState):
+                self._on_state(event)
 
     def close(self) -> None:
         """Wait until the handler has all events, for 5 s at most."""
         flush(_FLUSH)
 
-    def _tell_end(self) -> None:
-        assert self.team is not None
-        if self.team.not_started is not None:
-            self._tell("FAILED", raw_error=str(self.team.not_started))
+    def _on_state(self, event: agent_kinds.AgentState) -> None:
+        self._attempt = max(0, event.attempt)
+        if event.state == "STARTING":
+            self._pids, self._failures, self._not_started = {}, {}, ""
+            self._tell(event, "RENDEZVOUS", duration=0.0)
+            self._tell(event, "ASSIGN_WORKER_RANKS", duration=0.0)
+        elif event.state == "RUNNING":
+            for rank in self._ranks:
+                self._tell(event, "START", rank=rank)
+        elif event.state == "STOPPED":
+            self._tell(event, "FAILED", raw_error="stopped")
+        elif event.state in ("SUCCEEDED", "FAILED"):
+            self._tell_end(event)
+
+    def _tell_end(self, event: Event) -> None:
+        if self._not_started:
+            self._tell(event, "FAILED", raw_error=self._not_started)
             return
-        result = self.team.result
-        failures = {} if result is None else result.failures
-        for rank in self.team.envs:
-            failure = failures.get(rank)
+        for rank in self._ranks:
+            failure = self._failures.get(rank)
             if failure is not None:
                 error = json.dumps(failure.error_file_data, default=repr)
-                self._tell("FAILED", rank=rank, failure=failure, raw_error=error)
+                self._tell(event, "FAILED", rank=rank, failure=failure, raw_error=error)
             else:
-                self._tell("TERMINATED" if failures else "SUCCEEDED", rank=rank)
-        self._tell("SUCCEEDED")
+                self._tell(event, "TERMINATED" if self._failures else "SUCCEEDED", rank=rank)
+        self._tell(event, "SUCCEEDED")
 
-    def _tell(self, state: str, rank: int | None = None, failure: ProcessFailure | None = None, **more: Any) -> None:
+    def _tell(
+        self, event: Event, state: str, rank: int | None = None, failure: ProcessFailure | None = None, **more: Any
+    ) -> None:
         """Post one event: of the worker ``rank``, or of the agent."""
-        assert self.team is not None
         worker = None
         if rank is not None:
-            world = len(self.team.envs)
             worker = WorkerFacts(
-                str(self.team.pids().get(rank)), rank, rank, rank, world, None if failure is None else failure.exitcode,
-                None if failure is None else failure.pid,
+                str(self._pids.get(rank)), rank, rank, rank, len(self._ranks),
+                None if failure is None else failure.exitcode, None if failure is None else failure.pid,
             )  # fmt: skip
-        total = clock.now() - self._began
-        told = metadata(
-            state, **self._same, entry_point=self.team.name, total=total, restarts=self._attempt, worker=worker, **more
-        )  # fmt: skip
+        total = (event.moment - self._began) / clock.NS
+        told = metadata(state, **self._same, total=total, restarts=self._attempt, worker=worker, **more)
         source = EventSource.AGENT if worker is None else EventSource.WORKER
-        post(Event(f"{NAME}.{state}", source, metadata=told), self._destination)
+        post(Posted(f"{NAME}.{state}", source, metadata=told), self._destination)
 
 
-def run_events(destination: str, **facts: str) -> RunEvents:
+def run_events(destination: str, **facts: Any) -> RunEvents:
     """Return what posts events to a destination, see `RunEvents`. Raises UsageError."""
     try:
         get_logging_handler(destination)

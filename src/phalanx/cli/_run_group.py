@@ -21,9 +21,9 @@ from phalanx._outcomes.outcome import NOT_AVAILABLE, signal_name
 from phalanx._outcomes.result import verdict
 from phalanx._runs.recorder import Recorder
 from phalanx.cli import _python
+from phalanx.cli._run_record import RunRecord
 from phalanx.cli._say import say
 from phalanx.multiprocessing import (
-    LogsDest,
     PContext,
     PreloadError,
     RunProcsResult,
@@ -34,26 +34,26 @@ from phalanx.multiprocessing.errors import ChildFailedError, record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from typing import Any, TypeVar
 
     from phalanx._agent.restart_policy import RestartPolicy
-    from phalanx._runs.recorder import Seen
     from phalanx.cli._attempt_groups import AttemptGroups
     from phalanx.cli._run_logs import RunLogs
+    from phalanx.cli._run_record import Observers
 
     T = TypeVar("T")
 
 
 class RunTeam(GroupTeam):
-    """The attempts of a run, and their record.
+    """The attempts of a run, their events, and what is recorded of these.
 
     Args:
         groups: Makes the groups.
         policy: When a group is started again.
         run_id: The run's id.
         keep_runs: See `Recorder`.
-        observers: Are called with what happens, as `observe` is.
+        observers: See `RunRecord`.
     """
 
     def __init__(
@@ -63,48 +63,41 @@ class RunTeam(GroupTeam):
         *,
         run_id: str,
         keep_runs: int | None,
-        observers: Sequence[Callable[[str, dict[str, Any]], None]] = (),
+        observers: Observers,
     ) -> None:
-        super().__init__(self._make_noted)
+        recorder = Recorder(
+            groups.script, groups.envs, run_id=run_id, command=groups.command, warn=self._warn, keep_runs=keep_runs
+        )
+        self.record = RunRecord(recorder, self._warn, observers)
+        super().__init__(self._make_warm)
+        groups.emit_into(self.record.stream)
+        self._groups = groups
         self.name = groups.script
         self.policy = policy
-        self.recorder = Recorder(
-            groups.script, groups.envs, LogsDest, lambda: ({}, None), run_id=run_id, command=groups.command,
-            warn=self._warn, keep_runs=keep_runs,
-        )  # fmt: skip
+        self._number = -1  # of the latest attempt
         self.not_started: Exception | None = None
         """Why the last attempt could not be started; None: it was."""
         self.error: ChildFailedError | None = None
         """The failures that the report is about; None: there are none."""
-        self._followed = -1  # the attempt that is recorded
         self.stopped_in_delay = False
         """Whether the run was stopped between two attempts."""
-        self._groups = groups
         self._standby = groups.standby
-        self._latest: dict[int, PContext] = {}  # the latest two groups, by attempt
-        self._failed = AttemptEnd("failed")
-        self._observers = observers
-        self.envs = groups.envs
 
     def _warn(self, text: str) -> None:
         if self.group is None or not self.group.say(f"phalanx: {text}"):
             say(text)
 
-    def _make_noted(self, attempt: int, before: PContext | None) -> PContext:
+    def _make_warm(self, attempt: int, before: PContext | None) -> PContext:
         self._groups.warm_up()
-        group = self._latest[attempt] = self._groups.make(attempt, before)
-        self._latest.pop(attempt - 2, None)
-        if attempt == 0:  # its start may fail, too; a later one is followed once the end of the one before is recorded
-            self._follow(0)
-        return group
+        return self._groups.make(attempt, before)
 
-    def pids(self) -> dict[int, int]:
-        """Return the process ids of the attempt that runs, or ran last; none, if it was never up."""
-        return {} if self.group is None else look(self.group)[0]
+    def record_end(self, state: str, exitcode: int, cause: str = "") -> None:
+        """Record how the run has ended, see `RunRecord.end`."""
+        self.record.end(self._number, state, exitcode, cause)
 
     def start(self, attempt: int, wake: Callable[[], None]) -> None:
         """See `Team`."""
-        self.not_started = None
+        self._number, self.not_started = attempt, None
         try:
             super().start(attempt, wake)
         except Exception as error:
@@ -144,39 +137,6 @@ class RunTeam(GroupTeam):
         if self._standby is not None:
             self._standby.close()
 
-    def observe(self, name: str, facts: dict[str, Any]) -> None:
-        """Record what has happened, see `Attempts`."""
-        for each in self._observers:
-            each(name, facts)
-        if name == "agent.state" and facts["state"] == "RUNNING":
-            self._follow(facts["attempt"])
-            self.recorder.record_start()
-        elif name == "attempt.ended":
-            end = AttemptEnd(**facts)
-            if end.failed:
-                self._failed = end
-            if end.number > self._followed:
-                self._record_unfollowed(end)
-        elif name == "restart.decided":
-            cause = f"attempt {facts['attempt'] + 1}{self.policy.attempts}: {self._failed.describe()}"
-            self.recorder.record_restart(cause, self._failed.step)
-
-    def _record_unfollowed(self, end: AttemptEnd) -> None:
-        """Record an attempt that was not started, or that was to be stopped before all of it was."""
-        group = self._latest.get(end.number)
-        if end.state == "not started" or group is None or not group.logs.timeline:
-            self.recorder.record_not_started(end.number)
-        else:
-            self._follow(end.number)
-            self.recorder.record_start()
-
-    def _follow(self, attempt: int) -> None:
-        """Record an attempt from now on."""
-        group = self._latest.get(attempt)
-        if group is not None:
-            self._followed = attempt
-            self.recorder.follow(lambda: group.logs, lambda: look(group))
-
     def wait_shown(self) -> None:
         """Return when all lines of the workers are shown, or those that a slow console takes in 10 s."""
         if self.group is not None:
@@ -186,19 +146,19 @@ class RunTeam(GroupTeam):
 
 def see_through(team: RunTeam, specs: RunLogs, grace: float, *, colour: bool) -> int:
     """Start the group, again as the policy says, wait for the end, and say what became of it. Returns the exit code."""
-    recorder = team.recorder
+    team.record.begin()
     try:
         try:
             ending, stopped = _run_all(team, grace)
         except PreloadError as error:
             say(f"Error: {error}")
-            recorder.record_end_and_wait("failed", 1, str(error))
+            team.record_end("failed", 1, str(error))
             return 1
         except OSError as error:
-            recorder.record_end_and_wait("failed", 1, text := in_our_words(error, team.group))
+            team.record_end("failed", 1, text := in_our_words(error, team.group))
             raise click.ClickException(text) from None
         except ValueError as error:
-            recorder.record_end_and_wait("failed", 2, text := in_our_words(error, team.group))
+            team.record_end("failed", 2, text := in_our_words(error, team.group))
             raise click.UsageError(text) from None
         with suppress(SignalException):  # a console that nobody reads is waited for no longer
             team.wait_shown()
@@ -211,6 +171,7 @@ def see_through(team: RunTeam, specs: RunLogs, grace: float, *, colour: bool) ->
                 team.close()  # closed already, unless an exception came
         finally:
             host_signals.release(team)
+            team.record.close()
 
 
 def _run_all(team: RunTeam, grace: float) -> tuple[Ending, signal.Signals | None]:
@@ -219,7 +180,7 @@ def _run_all(team: RunTeam, grace: float) -> tuple[Ending, signal.Signals | None
     Signals raise SignalException from then on, until ``team`` is released.
     """
     stopped: signal.Signals | None = None
-    with Attempts(team, team.policy, observe=team.observe) as attempts:
+    with Attempts(team, team.policy, events=team.record.stream) as attempts:
         host_signals.acquire(team)
         try:
             ending = attempts.run()
@@ -227,7 +188,6 @@ def _run_all(team: RunTeam, grace: float) -> tuple[Ending, signal.Signals | None
             stopped = error.sigval
             ending = _stop(attempts, team, stopped, grace)
         team.drop_standby()
-        undisturbed(attempts.close)  # what the observer has still to record comes before the end
     return ending, stopped
 
 
@@ -248,7 +208,7 @@ def _conclude(ending: Ending, stopped: signal.Signals | None, team: RunTeam, spe
     if stopped is not None and (team.stopped_in_delay or not result.failures):
         code = 128 + stopped
         cause = stopped.name if last.state != "failed" else f"{stopped.name}, after {attempt}: {last.describe()}"
-        team.recorder.record_end_and_wait("stopped", code, cause)
+        team.record_end("stopped", code, cause)
         if team.stopped_in_delay:
             _report(team, result, specs, ending, colour=colour)
         return code
@@ -264,7 +224,7 @@ def _conclude(ending: Ending, stopped: signal.Signals | None, team: RunTeam, spe
         cause = cause and f"{attempt}: {cause}"
         if not code:
             say(f"{attempt} has succeeded, after {format_duration(last.uptime)}")
-    team.recorder.record_end_and_wait("failed" if code else "succeeded", code, cause)
+    team.record_end("failed" if code else "succeeded", code, cause)
     _report(team, result, specs, ending, colour=colour)
     return code
 
@@ -316,18 +276,6 @@ def announced(group: PContext, death: signal.Signals, seconds: float) -> str:
     number, span = group.notice
     spans = f"{span:g} s from now, SIGKILL at most {seconds:g} s later; once more to kill them"
     return f"giving the workers notice of a stop by {signal_name(number)} ({death.name} {spans})"
-
-
-def look(group: PContext) -> Seen:
-    """What is known of a group now."""
-    try:
-        pids = group.pids()
-    except RuntimeError:  # it was never up
-        return {}, None
-    try:
-        return pids, group.wait_gone(0)
-    except RuntimeError:  # nor is it; or its keeper was killed
-        return pids, None
 
 
 def _report(team: RunTeam, result: RunProcsResult, logs: RunLogs, ending: Ending, *, colour: bool) -> None:

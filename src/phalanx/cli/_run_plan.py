@@ -110,7 +110,10 @@ class RunPlan:
             return None
         from phalanx.cli._run_events import run_events
 
-        return run_events(config.event_log_handler, run_id=self.run_id, role=config.role, backend=config.rdzv_backend)
+        return run_events(
+            config.event_log_handler, run_id=self.run_id, role=config.role, backend=config.rdzv_backend,
+            entry_point=config.script, nprocs=config.nproc_per_node,
+        )  # fmt: skip
 
     def groups(self, port: ReservedPort | None, variables: Mapping[str, str]) -> AttemptGroups:
         """Return what makes the groups of all attempts.

@@ -31,19 +31,19 @@ def see_workers_through(teams: WorkerTeams, specs: RunLogs, grace: float, *, col
 
     Returns the exit code.
     """
-    recorder = teams.recorder
+    teams.record.begin()
     try:
         try:
             stopped = _run_all(teams, grace)
         except PreloadError as error:
             say(f"Error: {error}")
-            recorder.record_end_and_wait("failed", 1, str(error))
+            teams.record_end("failed", 1, str(error))
             return 1
         except OSError as error:
-            recorder.record_end_and_wait("failed", 1, text := in_our_words(error, teams.any_group))
+            teams.record_end("failed", 1, text := in_our_words(error, teams.any_group))
             raise click.ClickException(text) from None
         except ValueError as error:
-            recorder.record_end_and_wait("failed", 2, text := in_our_words(error, teams.any_group))
+            teams.record_end("failed", 2, text := in_our_words(error, teams.any_group))
             raise click.UsageError(text) from None
         with suppress(SignalException):  # a console that nobody reads is waited for no longer
             teams.close()
@@ -55,6 +55,7 @@ def see_workers_through(teams: WorkerTeams, specs: RunLogs, grace: float, *, col
                 teams.close()  # closed already, unless an exception came
         finally:
             host_signals.release(teams)
+            teams.record.close()
 
 
 def _run_all(teams: WorkerTeams, grace: float) -> signal.Signals | None:
@@ -72,10 +73,8 @@ def _run_all(teams: WorkerTeams, grace: float) -> signal.Signals | None:
             stopped = error.sigval
             _stop(teams, stopped, grace)
         except Exception:
-            teams.note_folder(teams.any_group)
             _stop(teams, signal.SIGKILL, 0.0, announces=False)
             raise
-        undisturbed(carrying.close)  # what the observers have still to record comes before the end
     return stopped
 
 
@@ -120,13 +119,13 @@ def _conclude(teams: WorkerTeams, stopped: signal.Signals | None, specs: RunLogs
     joined = result_of(teams.results)
     if first is not None:
         code, cause = _verdict(teams, first, lost[first].ends[-1])
-        teams.recorder.record_end_and_wait("failed", code, cause)
+        teams.record_end("failed", code, cause)
     elif stopped is not None:
         code = 128 + stopped
-        teams.recorder.record_end_and_wait("stopped", code, stopped.name)
+        teams.record_end("stopped", code, stopped.name)
     else:
         code, cause = verdict(joined)
-        teams.recorder.record_end_and_wait("failed" if code else "succeeded", code, cause)
+        teams.record_end("failed" if code else "succeeded", code, cause)
     _report(teams, joined, lost, specs, colour=colour, stopped=stopped is not None)
     return code
 

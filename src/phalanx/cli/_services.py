@@ -13,9 +13,10 @@ from phalanx._agent.health import Health
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from typing import Any, Self
+    from typing import Self
 
     from phalanx._agent.file_timers import Server
+    from phalanx._events.kinds import Event
 
 
 LEVEL_ENV = "LOGLEVEL"
@@ -49,9 +50,9 @@ class Services:
             self._stop()
             raise
 
-    def observe(self, name: str, facts: dict[str, Any]) -> None:
-        """Note what has happened, see `Attempts`."""
-        self._health.observe(name, facts)
+    def observe(self, events: list[Event]) -> None:
+        """Note what has happened: an observer of the run's events."""
+        self._health.observe(events)
 
     def __enter__(self) -> Self:
         return self

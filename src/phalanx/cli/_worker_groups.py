@@ -14,6 +14,7 @@ from phalanx._agent.worker_team import WorkerTeam
 from phalanx._base import interrupts
 from phalanx._group.run_lines import RunLines
 from phalanx._runs.workers_recorder import WorkersRecorder
+from phalanx.cli._run_record import RunRecord
 from phalanx.cli._say import say
 
 TYPE_CHECKING = False
@@ -24,13 +25,12 @@ if TYPE_CHECKING:
 
     from phalanx._agent.attempt_end import AttemptEnd, Ending
     from phalanx._agent.restart_policy import RestartPolicy
-    from phalanx._engine.leftovers import Leftover
     from phalanx._logs.console import ConsoleSpecs
-    from phalanx._outcomes.outcome import Outcome
     from phalanx._outcomes.result import RunProcsResult
     from phalanx._placement.placement import Placement
     from phalanx.cli._attempt_groups import AttemptGroups
     from phalanx.cli._run_logs import RunLogs
+    from phalanx.cli._run_record import Observers
     from phalanx.multiprocessing import PContext
     from phalanx.multiprocessing.errors import ChildFailedError
 
@@ -56,8 +56,6 @@ class OneWorker(WorkerTeam):
         super().__init__(make, speak=speak)
         self.rank = rank
         self.last_result: RunProcsResult | None = None
-        self.seen: dict[int, PContext] = {}
-        """The groups of attempts that are not recorded as ended yet."""
 
     def begin(self, attempt: int) -> None:
         """See `Team`."""
@@ -91,6 +89,7 @@ class WorkerTeams:
         run_id: The run's id.
         keep_runs: See `Recorder`.
         limits: Resource limits of the workers, where the user has given none.
+        observers: See `RunRecord`.
     """
 
     def __init__(
@@ -103,6 +102,7 @@ class WorkerTeams:
         run_id: str,
         keep_runs: int | None,
         limits: Mapping[str, Any],
+        observers: Observers,
     ) -> None:
         specs.ranks_come_singly, specs.workers = True, len(groups.envs)
         self.name = groups.script
@@ -110,34 +110,30 @@ class WorkerTeams:
         """What the report is about, if workers have failed."""
         self.policy = policy
         self.lines = RunLines(groups.envs, console)
-        self.recorder = WorkersRecorder(
-            groups.script, groups.envs, run_id=run_id, command=groups.command, warn=self._warn, keep_runs=keep_runs
-        )
+        recorder = WorkersRecorder(
+            groups.script, groups.envs, run_id=run_id, command=groups.command, warn=self._warn, keep_runs=keep_runs,
+            attempts=policy.attempts,
+        )  # fmt: skip
+        self.record = RunRecord(recorder, self._warn, observers)
+        self.number = recorder.global_rank
+        """Returns the rank in the job of a local rank."""
+        groups.emit_into(self.record.stream)
         self._groups = groups
         self._own = _placed(groups, limits)
         self.teams = {rank: OneWorker(rank, partial(self._make, rank), self._speak) for rank in sorted(groups.envs)}
         self.attempts = {
-            rank: Attempts(
-                team, policy, signals=False, observe=partial(self._observe, team), name=f"rank {self.number(rank)}"
-            )
+            rank: Attempts(team, policy, signals=False, events=self.record.stream, worker=self.number(rank))
             for rank, team in self.teams.items()
         }
         self.side_by_side = SideBySide(self.attempts.values())
 
-    def number(self, rank: int) -> int:
-        """Return the rank in the job of a local rank."""
-        return self.recorder.global_rank(rank)
-
     def _make(self, rank: int, attempt: int, before: PContext | None) -> PContext:
         # There are no others that could leave evidence, or that it has to stop.
-        group = self._groups.make_one(rank, attempt, before, settle=0.0, run_lines=self.lines, **self._own[rank])
-        self.teams[rank].seen[attempt] = group
-        return group
+        return self._groups.make_one(rank, attempt, before, settle=0.0, run_lines=self.lines, **self._own[rank])
 
-    def note_folder(self, group: PContext | None) -> None:
-        """Have the run recorded where a group has its logs, if that is not known."""
-        if group is not None and not self.recorder.logs.timeline:
-            self.recorder.logs = group.logs
+    def record_end(self, state: str, exitcode: int, cause: str = "") -> None:
+        """Record how the run has ended, see `RunRecord.end`."""
+        self.record.end(max(each.number for each in self.attempts.values()), state, exitcode, cause)
 
     def _speak(self, text: str) -> None:
         if not self.lines.say(text):
@@ -154,39 +150,6 @@ class WorkerTeams:
         """Send a signal to every worker that runs, see `PContext.signal`."""
         for team in self.teams.values():
             team.signal(number)
-
-    def _observe(self, team: OneWorker, name: str, facts: dict[str, Any]) -> None:
-        """Record what has happened to a worker, see `Attempts`."""
-        if name == "agent.state" and facts["state"] == "RUNNING":
-            group = team.seen.get(facts["attempt"])
-            if group is not None:
-                self._record_start(team, facts["attempt"], group)
-        elif name == "attempt.ended":
-            group = team.seen.pop(facts["number"], None)
-            outcome: Outcome | None = None
-            leftovers: tuple[Leftover, ...] = ()
-            if group is not None:
-                try:
-                    result = group.wait_gone(0)
-                except RuntimeError:  # it was never up; or its keeper was lost
-                    result = None
-                if result is not None:
-                    outcome, leftovers = result.outcomes.get(team.rank), result.leftovers
-            cause = ""
-            if facts["state"] in ("failed", "not started"):
-                number = f"attempt {facts['number'] + 1}{self.policy.attempts}"
-                cause = f"rank {self.number(team.rank)}: {number}: {facts['error']}"
-            self.recorder.record_worker_end(
-                team.rank, facts["number"], outcome, leftovers=leftovers, cause=cause, step=facts["step"]
-            )
-
-    def _record_start(self, team: OneWorker, attempt: int, group: PContext) -> None:
-        try:
-            pid = group.pids()[team.rank]
-        except (RuntimeError, KeyError):  # it was never up
-            return
-        self.note_folder(group)
-        self.recorder.record_worker_start(team.rank, attempt, pid)
 
     @property
     def endings(self) -> dict[int, Ending]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
+    from phalanx.cli._run_record import Observer
     from phalanx.cli._services import Services
     from phalanx.cli._worker_groups import WorkerTeams
     from phalanx.multiprocessing.errors import ChildFailedError
@@ -124,22 +125,29 @@ def _run(plan: RunPlan, until_end: ExitStack) -> int:
     groups = plan.groups(reserved, services.variables if services else {})
     until_end.callback(groups.close)
     config, colour = plan.config, use_colour(sys.stderr, plan.console.color)
-    observers = [each.observe for each in (services, plan.events) if each]
+    observers: dict[str, Observer] = {}
+    if services is not None and plan.health_address is not None:
+        observers["phalanx-health"] = services.observe
+    if plan.events is not None:
+        observers["phalanx-status"] = plan.events
+        until_end.callback(plan.events.close)
     team: RunTeam | WorkerTeams
     if config.restart == "worker":
         from phalanx.cli._run_workers import see_workers_through
         from phalanx.cli._worker_groups import WorkerTeams, more_descriptors
 
         limits = until_end.enter_context(more_descriptors(config.nproc_per_node))
-        names: dict[str, Any] = {"run_id": plan.run_id, "keep_runs": config.keep_runs, "limits": limits}
+        names: dict[str, Any] = {
+            "run_id": plan.run_id,
+            "keep_runs": config.keep_runs,
+            "limits": limits,
+            "observers": observers,
+        }
         team = WorkerTeams(groups, plan.specs, plan.policy, plan.console, **names)
         with choosing(config.signals_to_handle), forwarding(plan.forwarded, team):
             code = see_workers_through(team, plan.specs, config.grace, colour=colour)
     else:
         team = RunTeam(groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs, observers=observers)
-        if plan.events is not None:
-            plan.events.team = team
-            until_end.callback(plan.events.close)
         with choosing(config.signals_to_handle), forwarding(plan.forwarded, team):
             code = see_through(team, plan.specs, config.grace, colour=colour)
     if team.error is not None:

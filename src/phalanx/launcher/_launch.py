@@ -7,10 +7,10 @@ import sys
 import threading
 from contextlib import contextmanager
 
-from phalanx import events, metrics
+from phalanx import metrics
 from phalanx._engine.host_signals import SIGNALS_ENV
 from phalanx.agent import WorkerSpec
-from phalanx.launcher._agent import TellingAgent
+from phalanx.launcher._agent import LaunchedAgent
 from phalanx.launcher._checks import checked, rendezvous_of
 
 TYPE_CHECKING = False
@@ -84,18 +84,13 @@ def launch_agent(
         duplicate_stderr_filters=config.duplicate_stderr_filters,
         virtual_local_rank=config.virtual_local_rank,
     )
-    agent = TellingAgent(
+    agent = LaunchedAgent(
         spec,
         logs_specs,
         config.start_method,
         log_line_prefix_template=config.log_line_prefix_template,
         shutdown_timeout=shutdown_timeout,
     )
-    try:
-        events.get_logging_handler(config.event_log_handler)
-    except events.UnknownDestinationError as error:
-        msg = f"event_log_handler: {error}"
-        raise events.UnknownDestinationError(msg) from None
     metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
     with _handling(config.signals_to_handle):
         result = agent.run()

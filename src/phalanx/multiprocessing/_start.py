@@ -51,6 +51,7 @@ def start_processes(
     placement: Placement | None = None,
     timers: TimerSpecs | None = None,
     record: bool = False,
+    on_event: Callable[[dict[str, Any]], object] | None = None,
 ) -> PContext:
     r"""Start N copies of a function or of a program as one group, and return the group.
 
@@ -129,6 +130,9 @@ def start_processes(
         record: Whether to keep a ``run.json`` in the run's folder, so that ``phalanx runs``, ``phalanx logs`` and
             ``phalanx stack`` find the group. Needs a `DefaultLogsSpecs` with a ``log_dir``, or no ``logs_specs``: then
             all streams are teed, and the logs are where those of ``phalanx run`` are.
+        on_event: Called with each event of the group, a dict: a line of ``events.jsonl``, see the guide to logs. On a
+            thread of its own, in order: it holds up no worker and no stop, but `PContext.wait` waits for it, 5 s at
+            most. The first exception that it raises is logged.
 
     Returns:
         The started group: a `MultiprocessContext` for a callable, a `SubprocessContext` for a program.
@@ -180,6 +184,7 @@ def start_processes(
             specs = recorded(specs)
     options: dict[str, Any] = {"settle": settle, "grace": grace, "linger": linger, "orphan_grace": orphan_grace}
     options |= {"notice": notice, "console": console, "placement": placement, "timers": timers, "record": record}
+    options["on_event"] = on_event
     options["duplicate_stdout_filters"] = _strings("duplicate_stdout_filters", duplicate_stdout_filters)
     options["duplicate_stderr_filters"] = _strings("duplicate_stderr_filters", duplicate_stderr_filters)
     context: PContext

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import select
 
-from phalanx._base import channels
+from phalanx._base import channels, clock
 from phalanx._base.loop import READ, WRITE
 from phalanx._engine import protocol
 
@@ -161,7 +161,7 @@ class Connection:
         fresh = pids[self._pids_sent :]
         self._pids_sent += len(fresh)
         for first in range(0, len(fresh), BATCH):
-            self.send(protocol.started(fresh[first : first + BATCH]))
+            self.send(protocol.started(fresh[first : first + BATCH], clock.now_ns()))
 
     def parked(self, pids: list[tuple[int, int]]) -> None:
         """Send that all workers are there, and wait. ``pids``: see `started`."""

@@ -1,0 +1,238 @@
+"""Emits the events of one group: makes them of what the keeper reports, in its order.
+
+The `keeper_link` calls `heard` after the `mirror` has taken a message; that is one append. The events are made later,
+on the threads of those who observe. What an exit means is read from the mirror: a worker's record does not change once
+its exit is known.
+"""
+
+from __future__ import annotations
+
+from _thread import allocate_lock
+
+from phalanx._base import clock
+from phalanx._engine import leftovers, start_errors
+from phalanx._events import kinds
+from phalanx._events.stream import PATIENCE
+from phalanx._timers.hang import Hang
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from phalanx._engine.mirror import Mirror, WorkerRecord
+    from phalanx._events.kinds import Event
+    from phalanx._events.stream import EventStream
+
+
+class GroupEvents:
+    """One group's. Methods may be called from any thread, and return at once.
+
+    Args:
+        stream: Where its events go.
+        attempt: The number of its attempt.
+        is_own: Whether the stream is this group's alone.
+        nprocs, folder: See `GroupStarting`.
+    """
+
+    def __init__(
+        self, stream: EventStream, attempt: int, *, is_own: bool = False, nprocs: int = 0, folder: str = ""
+    ) -> None:
+        self.stream = stream
+        self.attempt = attempt
+        self._is_own = is_own
+        self._starting: dict[str, Any] = {"nprocs": nprocs, "folder": folder}
+        self._held: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] | None = None
+        self._one = allocate_lock()
+
+    def starting(self) -> None:
+        """Emit that the group starts."""
+        self.emit(kinds.GroupStarting, **self._starting)
+
+    def hold(self) -> None:
+        """Keep what happens until `release`: the group is started ahead, and may never begin."""
+        self._held = []
+
+    def release(self) -> None:
+        """Emit that the group starts, and then what has happened since `hold`."""
+        with self._one:
+            held, self._held = self._held or [], None
+            self.starting()
+            for make, args, fields in held:
+                self.stream.emit(make, *args, **fields)
+
+    def emit(self, kind: type[Event], **fields: Any) -> None:
+        """Emit an event that happens now."""
+        self._put(kind, **fields)
+
+    def _put(self, make: Callable[..., Any], *more: Any, **fields: Any) -> None:
+        args = (self.attempt, clock.now_ns(), *more)
+        if self._held is not None:
+            with self._one:
+                if self._held is not None:
+                    self._held.append((make, args, fields))
+                    return
+        self.stream.emit(make, *args, **fields)
+
+    def heard(self, verb: str, fields: list[Any], mirror: Mirror) -> None:
+        """Emit what a message of the keeper says, which ``mirror`` has taken already."""
+        make = _OF_MESSAGE.get(verb)
+        if make is not None:
+            self._put(make, mirror, *fields)
+
+    def not_started(self, kind: object, error: BaseException | None, trace: object = None) -> None:
+        """Emit that the workers could not be started. Can be used as an `__exit__`."""
+        del trace
+        self.emit(kinds.GroupNotStarted, error=str(error) or str(kind))
+
+    def gone(self, mirror: Mirror, not_started: BaseException | None, lost: BaseException | None) -> None:
+        """Emit that no process of the group is left."""
+        if not_started is not None:
+            self.not_started(type(not_started), not_started)
+            return
+        survivors = [worker.rank for worker in mirror.workers.values() if worker.abandoned]
+        self.emit(kinds.GroupGone, survivors=survivors, lost="" if lost is None else str(lost))
+
+    def ended(self, state: str, exitcode: int, cause: str, result: object, lost: BaseException | None) -> None:
+        """Emit what became of the group."""
+        if lost is not None:
+            state, exitcode, cause = "failed", exitcode or 1, str(lost)
+        is_lost = lost is not None
+        self.emit(kinds.GroupEnded, state=state, exitcode=exitcode, cause=cause, lost=is_lost, result=result)
+
+    def wait_for_users(self, announce: Callable[[str], None]) -> None:
+        """Wait for the user's functions, if the stream is this group's alone. Announce that they take too long."""
+        if self._is_own and self.stream.drain(PATIENCE, (self.stream.USERS,)):
+            announce(f"on_event has not taken all events for {PATIENCE:g} s after the end")
+
+    def close(self, announce: Callable[[str], None]) -> None:
+        """Wait for the observers, and end their threads, if the stream is this group's alone. Announce who is late."""
+        late = self.stream.close(PATIENCE) if self._is_own else []
+        if late:
+            announce(f"not all events were taken in {PATIENCE:g} s by {', '.join(late)}")
+
+    def end(self) -> None:
+        """End the observers' threads likewise, once they have nothing left to do. Returns at once."""
+        if self._is_own:
+            self.stream.end()
+
+
+def _started(attempt: int, _now: int, _mirror: Mirror, pids: list[tuple[int, int]], moment: int) -> list[Event]:
+    return [kinds.WorkerStarted(attempt, moment, rank=rank, pid=pid) for rank, pid in pids]
+
+
+def _running(attempt: int, _now: int, _mirror: Mirror, moment: int, _log_writer: int) -> list[Event]:
+    return [kinds.GroupRunning(attempt, moment)]
+
+
+def _state(attempt: int, _now: int, _mirror: Mirror, name: str, moment: int) -> list[Event]:
+    return [kinds.GroupState(attempt, moment, state=name)]
+
+
+def _exits(attempt: int, _now: int, mirror: Mirror, reports: list[tuple[Any, ...]]) -> list[Event]:
+    return [_exited(attempt, mirror.workers[report[0]]) for report in reports]
+
+
+def _exited(attempt: int, worker: WorkerRecord) -> Event:
+    assert worker.exit is not None
+    return kinds.WorkerExited(
+        attempt,
+        worker.exit_ns,
+        rank=worker.rank,
+        pid=worker.pid,
+        state="stopped" if worker.asked is not None else "failed" if worker.failed else "succeeded",
+        how=worker.exit.description,
+        exitcode=worker.exit.returncode,
+        signal_sent=worker.signalled,
+        notice=worker.noticed,
+        timer_signal=worker.struck,
+        oom=worker.oom,
+        max_rss_kib=worker.max_rss_kib,
+        cpu_seconds=worker.cpu_seconds,
+    )
+
+
+def _signalled(
+    attempt: int, _now: int, mirror: Mirror, number: int, moment: int, ranks: list[int], kind: type[Event] | None = None
+) -> list[Event]:
+    kind = kind or kinds.WorkerSignalled
+    return [kind(attempt, moment, rank=rank, pid=mirror.workers[rank].pid, signal=number) for rank in ranks]
+
+
+def _noticed(attempt: int, now: int, mirror: Mirror, number: int, moment: int, ranks: list[int]) -> list[Event]:
+    return _signalled(attempt, now, mirror, number, moment, ranks, kinds.WorkerNoticed)
+
+
+def _orphans(attempt: int, now: int, _mirror: Mirror, entries: list[tuple[Any, ...]], beyond: int) -> list[Event]:
+    swept: list[Event] = [
+        kinds.Swept(
+            attempt, now, rank=left.local_rank, pid=left.pid, command=left.command, age=left.age,
+            signal=left.signal_sent, exitcode=left.exitcode,
+        )
+        for left in map(leftovers.of, entries)
+    ]  # fmt: skip
+    return [*swept, kinds.SweptMore(attempt, now, count=beyond)] if beyond else swept
+
+
+def _helper_lost(attempt: int, now: int, mirror: Mirror, who: str, returncode: int, decided: object) -> list[Event]:
+    return _ended_by_loss(attempt, now, mirror, who, returncode) if decided else []  # else that message follows
+
+
+def _ended_by_loss(attempt: int, now: int, _mirror: Mirror, who: str, returncode: int) -> list[Event]:
+    return [kinds.GroupLost(attempt, now, error=start_errors.of_helper(who, returncode))]
+
+
+def _lost(attempt: int, now: int, _mirror: Mirror, error: BaseException) -> list[Event]:
+    return [kinds.GroupLost(attempt, now, error=str(error))]
+
+
+def _timer(kind: type[Event]) -> Callable[..., list[Event]]:
+    def make(attempt: int, _now: int, _mirror: Mirror, moment: int, packed: list[tuple[Any, ...]]) -> list[Event]:
+        hangs = map(Hang.from_tuple, packed)
+        if kind is kinds.TimerArmed:
+            return [kind(attempt, moment, **_of_timer(hang, moment) | {"overdue": 0.0}) for hang in hangs]
+        return [kind(attempt, moment, **_of_timer(hang, moment)) for hang in hangs]
+
+    return make
+
+
+def _struck(
+    attempt: int, _now: int, _mirror: Mirror, number: int, moment: int, packed: list[tuple[Any, ...]]
+) -> list[Event]:
+    hangs = map(Hang.from_tuple, packed)
+    return [kinds.WorkerReaped(attempt, moment, **_of_timer(hang, moment), signal=number) for hang in hangs]
+
+
+def _of_timer(hang: Hang, moment: int) -> dict[str, Any]:
+    timer = hang.timer
+    known = {"rank": hang.rank, "pid": hang.pid, "scope": timer.scope or timer.location, "place": timer.location}
+    return {**known, "overdue": hang.overdue(moment)}
+
+
+def _refused(attempt: int, now: int, _mirror: Mirror, pid: int, scope: str, location: str) -> list[Event]:
+    return [kinds.RequestRefused(attempt, now, pid=pid, scope=scope, place=location)]
+
+
+def _unwatched(attempt: int, now: int, _mirror: Mirror, why: str) -> list[Event]:
+    return [kinds.TimersUnwatched(attempt, now, why=why)]
+
+
+_OF_MESSAGE: dict[str, Callable[..., list[Event]]] = {
+    "started": _started,
+    "running": _running,
+    "state": _state,
+    "exits": _exits,
+    "signalled": _signalled,
+    "noticed": _noticed,
+    "orphans": _orphans,
+    "helper_lost": _helper_lost,
+    "ended_by_loss": _ended_by_loss,
+    "lost": _lost,
+    "armed": _timer(kinds.TimerArmed),
+    "expired": _timer(kinds.TimerExpired),
+    "left": _timer(kinds.TimerLeft),
+    "struck": _struck,
+    "refused": _refused,
+    "unwatched": _unwatched,
+}
+"""By the verb of the message, see `protocol`; ``lost`` is the link's own: both helpers have died."""

@@ -1,0 +1,136 @@
+"""The kinds of events that an agent emits: what becomes of its attempts, and what it decides."""
+
+from __future__ import annotations
+
+from phalanx._events.kinds import Event
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+
+class AgentState(Event):
+    """The agent has entered a state of `phalanx._agent.life`. ``worker``: see `AttemptEnded`."""
+
+    __slots__ = ("worker", "state")  # noqa: RUF023 - the order is that of the line
+    name = "agent.state"
+    worker: int | None
+    state: str
+
+
+class AgentStep(Event):
+    """A method of an agent has returned, or ``failed``: has raised. ``step``: its name. It took so many ``seconds``."""
+
+    __slots__ = ("step", "seconds", "failed")  # noqa: RUF023 - the order is that of the line
+    name = "agent.step"
+    step: str
+    seconds: float
+    failed: bool
+
+
+class AgentStatus(Event):
+    """How far an agent has come with an attempt.
+
+    Attributes:
+        status: "RENDEZVOUS", "ASSIGN_WORKER_RANKS" or "START": that is done.
+        seconds: How long it took; of START, 0.
+        restarts: How many there were before this attempt.
+        group_rank, group_world_size: Which agent this is, of how many.
+        workers: Its workers, with their ranks; of START alone.
+    """
+
+    __slots__ = (  # noqa: RUF023 - as above
+        "status", "seconds", "restarts", "group_rank", "group_world_size", "workers",
+    )  # fmt: skip
+    name = "agent.status"
+    KEPT = ("workers",)
+    status: str
+    seconds: float
+    restarts: int
+    group_rank: int | None
+    group_world_size: int | None
+    workers: tuple[Any, ...]
+
+
+class AgentEnded(Event):
+    """An agent's `run` ends.
+
+    Attributes:
+        state: The `WorkerState` that it returns; "RAISED": it raises ``error``.
+        restarts: How many there were.
+        error: With its traceback; "".
+        result: Its `RunResult`; None: it raises.
+    """
+
+    __slots__ = ("state", "restarts", "error", "result")  # noqa: RUF023 - as above
+    name = "agent.ended"
+    KEPT = ("result",)
+    state: str
+    restarts: int
+    error: str
+    result: Any
+
+
+class AttemptEnded(Event):
+    """An attempt is over, and none of it is left.
+
+    Attributes:
+        worker: The rank whose attempt it is, where workers are restarted one by one; None: all of the group.
+        state: "succeeded", "failed", "stopped", or "not started".
+        rank, exitcode, error: The root cause, if one failed: its global rank, exit code, and the error in one line.
+        step: The highest step that a rank had reported; None: none had.
+        survivors: How many workers have outlived SIGKILL.
+        seconds: From the beginning of its start to its end.
+    """
+
+    __slots__ = ("worker", "state", "rank", "exitcode", "error", "step", "survivors", "seconds")  # noqa: RUF023 - as above
+    name = "attempt.ended"
+    worker: int | None
+    state: str
+    rank: int | None
+    exitcode: int | None
+    error: str
+    step: int | None
+    survivors: int
+    seconds: float
+
+
+class RestartDecided(Event):
+    """After this attempt another follows, ``delay`` seconds later.
+
+    Attributes:
+        worker: See `AttemptEnded`.
+        delay: Seconds.
+        counted: Whether it counts as a restart.
+        cause: Why the attempt failed, in one line.
+        step: The highest step that a rank had reported; None: none had.
+        why: Why the delay is what it is, or why it does not count; "".
+    """
+
+    __slots__ = ("worker", "delay", "counted", "cause", "step", "why")  # noqa: RUF023 - as above
+    name = "restart.decided"
+    worker: int | None
+    delay: float
+    counted: bool
+    cause: str
+    step: int | None
+    why: str
+
+
+class GaveUp(Event):
+    """After this attempt no other follows. ``why``: "" if none was allowed in the first place."""
+
+    __slots__ = ("why", "worker")
+    name = "agent.gave_up"
+    worker: int | None
+    why: str
+
+
+class RunEnded(Event):
+    """The run has ended: "succeeded", "failed" or "stopped", with the launcher's ``exitcode``, and the ``cause``."""
+
+    __slots__ = ("state", "exitcode", "cause")  # noqa: RUF023 - as above
+    name = "run.ended"
+    state: str
+    exitcode: int
+    cause: str

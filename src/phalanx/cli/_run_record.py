@@ -1,0 +1,54 @@
+"""The events of a run of `phalanx run`, and who takes them: the files in the run's folder, and other observers."""
+
+from __future__ import annotations
+
+from phalanx._base import clock
+from phalanx._events import agent_kinds
+from phalanx._events.stream import EventStream
+from phalanx._runs.recorder import observe
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from phalanx._events.kinds import Event
+    from phalanx._runs.recorder import Recorder
+
+    Observer = Callable[[list[Event]], object]
+    Observers = Mapping[str, Observer]
+
+_LAST = 0.2  # seconds for what is emitted after the end of the run is recorded, where an exception came instead
+
+
+class RunRecord:
+    """The stream of a run's events, which are written from `begin` on.
+
+    Args:
+        recorder: Writes the record.
+        warn: Shows a line to the user.
+        observers: Take the events, too, each on a thread of the name that is its key.
+
+    Attributes:
+        stream: Where what happens is emitted.
+    """
+
+    def __init__(self, recorder: Recorder, warn: Callable[[str], None], observers: Observers) -> None:
+        self.stream = EventStream()
+        self._recorder = recorder
+        self._warn = warn
+        self._observers = observers
+
+    def begin(self) -> None:
+        """Begin to write what happens."""
+        observe(self.stream, self._warn, self._recorder)
+        for name, take in self._observers.items():
+            self.stream.subscribe(name, take)
+
+    def end(self, attempt: int, state: str, exitcode: int, cause: str = "") -> None:
+        """Write how the run has ended. Returns when all is written, after 5 s at most if the disk does not answer."""
+        self.stream.emit(agent_kinds.RunEnded, attempt, clock.now_ns(), state=state, exitcode=exitcode, cause=cause)
+        self._recorder.finish(self.stream)
+
+    def close(self) -> None:
+        """End the threads, once they have taken all, or after 0.2 s."""
+        self.stream.close(_LAST)
