@@ -111,6 +111,8 @@ def test_options_without_effect_are_named(place: Place, options: list[str], said
         (["--event-log-handler=consle"], ["there is no event handler 'consle': there are 'console', 'dynamic_rend"]),
         (["--logs-specs=mine"], ["there is no 'mine' among the entry points of torchrun.logs_specs and phalanx.logs_"]),
         (["--logs-specs=mine", "--log-mode=750"], ["--logs-specs mine: it is for the plugin", "leave --log-mode out"]),
+        (["--restart=worker", "--logs-specs=mine"], ["--logs-specs and --restart worker exclude each other"]),
+        (["--restart=worker", "--event-log-handler=console"], ["--event-log-handler and --restart worker exclude"]),
         (["--run-path", "--preload=json"], ["--preload: with --run-path, workers are forks with --start-method fork"]),
     ],
     ids=lambda value: " ".join(value) if str(value).startswith("['--") else "",
@@ -219,6 +221,21 @@ def test_a_script_by_its_path_goes_before_a_module(place: Place) -> None:
     script = place.write("print(__name__)")
     done = place.run("--run-path", "-m", "--no-python", "-r", 1, script)
     assert (done.status, place.log(0)) == (0, "__main__\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+def test_a_script_by_its_path_in_workers_that_are_restarted_one_by_one(place: Place, method: str) -> None:
+    script = place.write("""
+        import os, sys
+        print(sys.argv[1:], os.environ["TORCHELASTIC_RESTART_COUNT"])
+        sys.exit(os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
+        """)
+    more = ("--preload", "json") if method == "forkserver" else ()
+    options = ("--run-path", "--start-method", method, *more, "--restart", "worker", "--max-restarts", 1)
+    done = place.run(*options, "--nproc-per-node", 2, script, "x${local_rank}")
+    assert done.status == 0, done
+    assert sorted(done.out.splitlines()) == ["[0] ['x0'] 0", "[1] ['x1'] 0", "[1] ['x1'] 1"]
 
 
 def test_a_script_by_its_path_that_is_not_started(place: Place) -> None:

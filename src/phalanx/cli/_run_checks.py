@@ -94,10 +94,15 @@ def check_shown(world_size: int, ranks: Iterable[int] | None) -> None:
         raise click.UsageError(msg)
 
 
-def check_restart(restart: str, *, settles: bool) -> None:
-    """Refuse what is said of a whole gang, where workers are restarted one by one."""
-    if restart == "worker" and settles:
+def check_restart(restart: str, *, settles: bool, given: Iterable[str] = ()) -> None:
+    """Refuse what is said of a whole gang, where workers are restarted one by one. ``given``: such options."""
+    if restart != "worker":
+        return
+    if settles:
         raise click.UsageError("--settle and --restart worker exclude each other: no worker is stopped for another")
+    for option in given:
+        msg = f"{option} and --restart worker exclude each other: it is about attempts of all workers together"
+        raise click.UsageError(msg)
 
 
 def health_address() -> tuple[str, int] | None:

@@ -70,7 +70,12 @@ class RunPlan:
         redirects, tee = redirects or Std.NONE, tee or Std.NONE
         self.meeting = meet(config, config.run_id)
         self.run_id = self.meeting.run_id or time.strftime("%Y%m%d-%H%M%S")
-        check_restart(config.restart, settles=config.settle != type(config).settle.default_value())
+        whole = {"--logs-specs": config.logs_specs, "--event-log-handler": config.event_log_handler not in _SILENT}
+        check_restart(
+            config.restart,
+            settles=config.settle != type(config).settle.default_value(),
+            given=[name for name, is_given in whole.items() if is_given],
+        )
         self.policy = restart_policy(config)
         self.forwarded = forwarded(config.signals_forward, config.signals_to_handle)
         self._placement, self._extra, said = place(config, nprocs, config.env)

@@ -128,6 +128,7 @@ class WorkerTeams:
         self.side_by_side = SideBySide(self.attempts.values())
 
     def _make(self, rank: int, attempt: int, before: PContext | None) -> PContext:
+        self._groups.warm_up()
         # There are no others that could leave evidence, or that it has to stop.
         return self._groups.make_one(rank, attempt, before, settle=0.0, run_lines=self.lines, **self._own[rank])
 
