@@ -234,6 +234,8 @@ def test_a_delay_of_one_delays_no_other(gate: Gate) -> None:
         observe(attempts[1], stop)
         gate.open()
         assert states(carrying.run()) == ["stopped", "succeeded"]
+    for each in attempts:
+        close_events(each)
     for team in teams:
         team.close()
     assert sorted(line.partition(" after ")[0] for line in said) == [
