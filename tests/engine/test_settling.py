@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tests.support.helpers import Gate, Ready
 
 WINDOW = 0.8
-"""Seconds: a tenth is long enough for a shell to do something in it, on a machine that is busy."""
+"""Seconds: a twentieth is long enough for a shell to do something in it, on a machine that is busy."""
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,7 @@ def test_who_sleeps_is_stopped_early(how: str) -> None:
     with start_processes("quiet", "/bin/sh", shells(how, *["exec sleep 600"] * 3), settle=WINDOW) as group:
         result = ended(group)
     assert span(group) < WINDOW * 0.95
-    assert span(group) >= WINDOW / 10
+    assert span(group) >= WINDOW / 20
     assert cause(result) == 0
     assert list(result.failures) == [0]
 
@@ -112,7 +112,7 @@ def test_a_worker_that_is_stopped_has_the_whole_window(tmp_path: Path) -> None:
 
 
 def test_a_second_failure_keeps_the_window_open() -> None:
-    # Both are told of before the first tenth is over; of the second, nobody has judged what brought it about.
+    # Both are told of before the first look; of the second, nobody has judged what brought it about.
     scripts = shells("exit 3", "exec sleep 600", "exit 4")
     with start_processes("two", "/bin/sh", scripts, settle=WINDOW) as group:
         result = ended(group)
@@ -141,7 +141,7 @@ def test_a_peer_that_sleeps_in_a_handler_is_named_if_its_end_brought_about_the_f
     ready: Ready, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outcomes, "_UNWINDING", 10 * 10**9)  # for how long a handler may take, on any machine
-    # Rank 1 is gone long before rank 0 has recorded anything, and rank 0 uses no CPU time for several tenths.
+    # Rank 1 is gone long before rank 0 has recorded anything, and rank 0 uses no CPU time for several looks.
     path = str(tmp_path / "sock")
     args = {rank: (rank, path, ready.address, gate.address, WINDOW / 2) for rank in range(2)}
     with start_processes("handler", closes_and_sleeps, args, start_method="fork", settle=WINDOW) as group:

@@ -42,7 +42,7 @@ EVENTS = {
     "ALL_SUCCEEDED": "no worker is left, and every one ended well",
     "ALL_ENDED": "no worker is left, and one at least did not end well",
     "SETTLED": "the settle window is over",
-    "QUIET": "the settle window is short, and for a tenth of it no other worker has done anything",
+    "QUIET": "the settle window is short, and for a twentieth of it no other worker has done anything",
     "STOP": "the launcher orders a graceful end, within a grace period",
     "STOP_WITH_NOTICE": "the launcher orders the same, and the workers are to have notice of it before",
     "NOTICE_OVER": "the time of the notice is over",

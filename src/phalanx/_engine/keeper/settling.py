@@ -3,9 +3,9 @@
 A worker that is on its way to a failure of its own (a traceback, a teardown) uses the processor. So a short window is
 over as soon as that can be ruled out: the first failure was not brought about by a peer, which the launcher says, who
 can read its evidence; no other worker has exited, or is on its way out; and each of them sleeps, and has used no CPU
-time for a tenth of the window. A worker that would have failed later in the window, and slept in that tenth, is stopped
-instead; the cause that is named is the same (`_outcomes.result.stands_alone`). The processes that a worker has started
-are not looked at.
+time for a twentieth of the window. A worker that would have failed later in the window, and slept in that time, is
+stopped instead; the cause that is named is the same (`_outcomes.result.stands_alone`). The processes that a worker has
+started are not looked at.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SHORT = 1.0
 """Seconds: a longer window is for peers whose own timeouts run out, and is kept."""
 
-LOOKS = 10
+LOOKS = 20
 """The parts of a window, after each of which it may end."""
 
 MOST = 128
