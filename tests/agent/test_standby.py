@@ -218,8 +218,14 @@ def test_when_another_attempt_may_follow() -> None:
 
 @pytest.mark.parametrize(
     "chosen,has_one",
-    [({}, True), ({"standby": False}, False), ({"no_python": True}, False), ({"preload": ["json"]}, False)],
-    ids=["a script", "not wanted", "a binary", "forks"],
+    [
+        ({}, True),
+        ({"standby": False}, False),
+        ({"no_python": True}, False),
+        ({"preload": ["json"]}, False),
+        ({"run_path": "spawn"}, False),
+    ],
+    ids=["a script", "not wanted", "a binary", "forks", "functions"],
 )
 def test_who_has_a_standby(tmp_path: Path, chosen: dict[str, Any], has_one: bool) -> None:
     options: dict[str, Any] = {
@@ -229,6 +235,7 @@ def test_who_has_a_standby(tmp_path: Path, chosen: dict[str, Any], has_one: bool
         "preload": None,
         "port": None,
         "standby": True,
+        "run_path": "",
     }
     groups = AttemptGroups("x", (), {0: {}}, RunLogs(str(tmp_path)), options={}, **(options | chosen))
     assert (groups.standby is not None) is has_one

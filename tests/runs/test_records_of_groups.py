@@ -363,11 +363,11 @@ def test_an_attempt_that_is_prepared_ahead_is_recorded_when_it_begins(tmp_path: 
             kinds.GroupRunning(attempt, 3),
         ]
 
-    write([agent_kinds.AgentState(0, 0, state="STARTING"), *group(0), *group(1)])
+    write([agent_kinds.AgentState(0, 0, worker=None, state="STARTING"), *group(0), *group(1)])
     assert attempts() == [(0, [(100, "running")])]
     exited: dict[str, Any] = dict.fromkeys(kinds.WorkerExited.__match_args__[3:])
     exited |= {"rank": 0, "pid": 100, "state": "stopped", "exitcode": -15, "signal_sent": 15}
-    write([kinds.WorkerExited(0, 4, **exited), agent_kinds.AgentState(1, 5, state="STARTING")])
+    write([kinds.WorkerExited(0, 4, **exited), agent_kinds.AgentState(1, 5, worker=None, state="STARTING")])
     assert attempts() == [(0, [(100, "stopped")]), (1, [(101, "running")])]
 
 

@@ -144,8 +144,6 @@ def _run(plan: RunPlan, until_end: ExitStack) -> int:
             "observers": observers,
         }
         team = WorkerTeams(groups, plan.specs, plan.policy, plan.console, **names)
-        if services is not None:
-            services.observe("agent.state", {"state": "RUNNING", "attempt": 0})
         with choosing(config.signals_to_handle), forwarding(plan.forwarded, team):
             code = see_workers_through(team, plan.specs, config.grace, colour=colour)
     else:
