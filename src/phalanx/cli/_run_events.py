@@ -56,19 +56,23 @@ class RunEvents:
         self._attempt = 0
         self._pids: dict[int, int] = {}
         self._failures: Mapping[int, ProcessFailure] = {}
-        self._not_started = ""
+        self._is_starting = self._has_failed_start = False  # of the latest attempt
 
     def __call__(self, events: list[Event]) -> None:
         """Post what follows from these: an observer of the run's events."""
         for event in events:
             if isinstance(event, kinds.WorkerStarted):
                 self._pids[event.rank] = event.pid
+            elif isinstance(event, kinds.GroupStarting):
+                self._is_starting = True
             elif isinstance(event, kinds.GroupNotStarted):
-                self._not_started = event.error
+                self._is_starting = False
             elif isinstance(event, kinds.GroupEnded):
                 self._failures = event.result.failures
             elif isinstance(event, agent_kinds.AgentState):
                 self._on_state(event)
+            elif isinstance(event, agent_kinds.RunEnded) and self._has_failed_start:
+                self._tell(event, "FAILED", raw_error=event.cause)
 
     def close(self) -> None:
         """Wait until the handler has all events, for 5 s at most."""
@@ -77,7 +81,7 @@ class RunEvents:
     def _on_state(self, event: agent_kinds.AgentState) -> None:
         self._attempt = max(0, event.attempt)
         if event.state == "STARTING":
-            self._pids, self._failures, self._not_started = {}, {}, ""
+            self._pids, self._failures, self._is_starting = {}, {}, False
             self._tell(event, "RENDEZVOUS", duration=0.0)
             self._tell(event, "ASSIGN_WORKER_RANKS", duration=0.0)
         elif event.state == "RUNNING":
@@ -89,8 +93,8 @@ class RunEvents:
             self._tell_end(event)
 
     def _tell_end(self, event: Event) -> None:
-        if self._not_started:
-            self._tell(event, "FAILED", raw_error=self._not_started)
+        self._has_failed_start = not self._is_starting
+        if self._has_failed_start:  # the end of the run says why
             return
         for rank in self._ranks:
             failure = self._failures.get(rank)
