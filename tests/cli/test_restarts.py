@@ -332,11 +332,14 @@ def test_a_module_that_cannot_be_preloaded_again(place: Place) -> None:
         "once.py",
     )
     script = place.write("""
-        import os, signal
+        import os, select, signal
         def parent(pid):
             with open(f"/proc/{pid}/stat") as file:
                 return int(file.read().rpartition(")")[2].split()[1])
-        os.kill(parent(parent(os.getppid())), signal.SIGKILL)  # the fork server, which has started guard and keeper
+        server = parent(parent(os.getppid()))  # the fork server, which has started guard and keeper
+        died = os.pidfd_open(server)
+        os.kill(server, signal.SIGKILL)
+        select.select([died], [], [])  # before the next attempt, which would ask it for a fork
         os._exit(3)
         """)
     done = place.run("--max-restarts", 1, "--preload", "once", script)

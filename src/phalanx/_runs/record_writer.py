@@ -78,9 +78,10 @@ def end(
     cause: str,
     ranks: list[dict[str, Any]],
     leftovers: Sequence[dict[str, Any]] = (),
+    when: float | None = None,
 ) -> dict[str, Any]:
-    """Return the record of a run that ends now, with the final states of its last attempt's ranks."""
-    run = end_attempt(run, ranks=ranks, leftovers=leftovers)
+    """Return the record of a run that has ended, with the final states of its last attempt's ranks."""
+    run = end_attempt(run, ranks=ranks, leftovers=leftovers, when=when)
     ended = run["attempts"][-1]["ended"]
     return {**run, "state": state, "ended": ended, "exit_code": exit_code, "cause": cause}
 
@@ -92,10 +93,13 @@ def end_attempt(
     leftovers: Sequence[dict[str, Any]] = (),
     cause: str = "",
     step: int | None = None,
+    when: float | None = None,
 ) -> dict[str, Any]:
-    """Return the record of a run that goes on, with the end of its last attempt."""
+    """Return the record of a run that goes on, with the end of its last attempt: ``when``, or now."""
     *earlier, last = run["attempts"]
-    ended = max(time.time(), run["started"], last["started"])  # the clock may have been set back
+    ended = max(
+        time.time() if when is None else when, run["started"], last["started"]
+    )  # the clock may have been set back
     known = {"cause": cause or last["cause"], "step": last["step"] if step is None else step}
     return {**run, "attempts": [*earlier, {**last, "ended": ended, "ranks": ranks, "leftovers": [*leftovers], **known}]}
 

@@ -125,7 +125,7 @@ class Recorder:
         if event.folder != self._folder:
             self._folder, self._run = event.folder, None
         if self._run is not None and self._run["attempts"][-1]["ended"] is None:  # no failure has ended it
-            self._keep_attempt("", None)
+            self._keep_attempt("", None, event.time)
         self._begin(event.attempt, event.time)
         self._prune_once()
 
@@ -185,23 +185,23 @@ class Recorder:
                 outcomes.setdefault(rank, Outcome(rank, known["pid"], "abandoned"))
             result = RunProcsResult(outcomes=outcomes)
             if event.lost:
-                self._end("failed", verdict(result)[0] or 1, event.lost)
+                self._end("failed", verdict(result)[0] or 1, event.lost, event.time)
             else:
-                self._end_group(result.state, *verdict(result))
+                self._end_group(result.state, *verdict(result), event.time)
 
     def on_ended(self, event: kinds.GroupEnded) -> None:
         """Note the result, which knows more than the exits."""
         found: dict[int, Outcome] = event.result.outcomes
         self._outcomes = {rank: one for rank, one in found.items() if not event.lost or one.state != "abandoned"}
         if self._is_one_group:
-            self._end_group(event.state, event.exitcode, event.cause)
+            self._end_group(event.state, event.exitcode, event.cause, event.time)
         else:
             self._note_ranks()
 
     def on_not_started(self, event: kinds.GroupNotStarted) -> None:
         """End the record of a run of one group."""
         if self._is_one_group:
-            self._end("failed", 1, event.error)
+            self._end("failed", 1, event.error, event.time)
 
     def on_attempt_ended(self, event: agent_kinds.AttemptEnded) -> None:
         """Have an attempt in the record of which not even the start had begun."""
@@ -212,31 +212,31 @@ class Recorder:
         """End an attempt that another follows."""
         if self._run is not None:
             self._cause = self._run["cause"] = one_line(event.cause)
-            self._keep_attempt(self._cause, event.step)
+            self._keep_attempt(self._cause, event.step, event.time)
 
     def on_run_ended(self, event: agent_kinds.RunEnded) -> None:
         """End the record."""
-        self._end(cast("State", event.state), event.exitcode, event.cause)
+        self._end(cast("State", event.state), event.exitcode, event.cause, event.time)
 
     # --- the record
 
-    def _end_group(self, state: str, exitcode: int, cause: str) -> None:
+    def _end_group(self, state: str, exitcode: int, cause: str, when: float) -> None:
         """End the record of a run of one group."""
-        self._end("stopped" if state == "stopped" else "failed" if exitcode else "succeeded", exitcode, cause)
+        self._end("stopped" if state == "stopped" else "failed" if exitcode else "succeeded", exitcode, cause, when)
 
-    def _end(self, state: State, exit_code: int, cause: str) -> None:
+    def _end(self, state: State, exit_code: int, cause: str, when: float) -> None:
         if self._run is not None:
             self._run = record_writer.end(
                 self._run, state=state, exit_code=exit_code, cause=one_line(cause), ranks=self._known("lost"),
-                leftovers=self._leftovers,
+                leftovers=self._leftovers, when=when,
             )  # fmt: skip
             self._has_changed = self._is_over = True
 
-    def _keep_attempt(self, cause: str, step: int | None) -> None:
+    def _keep_attempt(self, cause: str, step: int | None, when: float) -> None:
         """End an attempt, and keep it with those before it."""
         assert self._run is not None
         self._run = record_writer.end_attempt(
-            self._run, ranks=self._known("lost"), leftovers=self._leftovers, cause=cause, step=step
+            self._run, ranks=self._known("lost"), leftovers=self._leftovers, cause=cause, step=step, when=when
         )
         *earlier, last = self._run["attempts"]
         self._earlier = [*map(_brief, earlier), last][-_MOST_ATTEMPTS:]

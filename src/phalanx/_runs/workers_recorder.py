@@ -5,7 +5,6 @@ Attempt 2 of such a run has the workers that were started for the third time, wh
 
 from __future__ import annotations
 
-import time
 from typing import cast
 
 from phalanx._base import clock
@@ -120,12 +119,12 @@ class WorkersRecorder(Recorder):
             attempt = self._attempts[event.attempt]
             attempt["step"] = max((it for it in (attempt["step"], event.step) if it is not None), default=None)
             if all(each["state"] != "running" for each in attempt["ranks"].values()):
-                attempt["ended"] = max(time.time(), attempt["started"])
+                attempt["ended"] = max(event.time, attempt["started"])
         self._has_changed = True
 
     def on_run_ended(self, event: agent_kinds.RunEnded) -> None:
         """End the record."""
-        self._end(cast("State", event.state), event.exitcode, event.cause)
+        self._end(cast("State", event.state), event.exitcode, event.cause, event.time)
 
     def global_rank(self, local_rank: int) -> int:
         """Return the rank in the job."""
@@ -151,9 +150,9 @@ class WorkersRecorder(Recorder):
             if self._count <= _MOST:
                 return
 
-    def _end(self, state: State, exit_code: int, cause: str) -> None:
+    def _end(self, state: State, exit_code: int, cause: str, when: float) -> None:
         if self._run is not None:
-            ended = max(time.time(), self._run["started"])
+            ended = max(when, self._run["started"])
             self._ending = {"state": state, "ended": ended, "exit_code": exit_code, "cause": one_line(cause)}
             self._has_changed = True
 
