@@ -473,6 +473,7 @@ FLAGS = (
     "log_compress",
     "raw",
     "virtual_local_rank",
+    "no_standby",
 )
 
 

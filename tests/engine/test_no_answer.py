@@ -313,7 +313,7 @@ def test_a_launcher_without_descriptors_reports_all_the_same(tmp_path: Path) -> 
     script.write_text("raise ValueError('planted')")
     launcher = f"""
 import resource, sys, threading
-from phalanx.cli import run
+from phalanx.cli import main
 from phalanx.multiprocessing import PContext
 
 wait = PContext.wait_gone
@@ -322,8 +322,8 @@ def with_none(self, *args):
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
     return wait(self, *args)
 PContext.wait_gone = with_none
-sys.argv = ["run", "--log-dir", {str(tmp_path / "logs")!r}, {str(script)!r}]
-run.main()
+sys.argv = ["phalanx", "run", "--log-dir", {str(tmp_path / "logs")!r}, {str(script)!r}]
+main()
 """
     done = subprocess.run(
         [sys.executable, "-c", launcher], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False

@@ -212,7 +212,7 @@ class DefaultLogsSpecs(LogsSpecs):
         return self._described(folder, logs)
 
     def foresee(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest | None:
-        """Return what `reify` will return for a further attempt, and make nothing; None if that is not known."""
+        """Return what `reify` will return for ``envs`` of a further attempt, and make nothing; None: not known."""
         attempt = envs[min(envs)].get("TORCHELASTIC_RESTART_COUNT") or "0"
         if not self.is_kept or self._run_log_dir is None or attempt in self._attempts:
             return None
@@ -221,7 +221,7 @@ class DefaultLogsSpecs(LogsSpecs):
         return self._described(folder, named)
 
     def unmake(self, logs: LogsDest, *, made: bool) -> None:
-        """Forget an attempt that never began: it can be reified again. Remove its folder, if it was ``made``."""
+        """Forget the attempt of ``logs``, which never began, and remove its folder if it was ``made``."""
         folder = os.path.dirname(logs.timeline)
         if made:
             import shutil
@@ -234,7 +234,7 @@ class DefaultLogsSpecs(LogsSpecs):
         return logs.replace(timeline=os.path.join(folder, "timeline"), **bounds)
 
     def preview(self, envs: Mapping[int, Mapping[str, str]]) -> LogsDest:
-        """Name the files as the first `reify` would, and make none. A ``*`` stands for what makes a name unique."""
+        """Name the files as the first `reify` of ``envs`` would, and make none. ``*``: what makes a name unique."""
         which = envs, self._redirects, self._tee, self._local_ranks_filter
         if not self.is_kept:
             return name_nothing(os.path.join(_temporary(), "phalanx_*"), *which)
