@@ -121,6 +121,31 @@ def test_a_latch_lets_all_waiters_through() -> None:
     assert latch.wait(1e300)
 
 
+def test_a_latch_calls_actions_in_the_order_in_which_they_were_given() -> None:
+    """One that is given while another thread calls the first of them, too; and one by an action itself."""
+    latch, called = Latch(), list[str]()
+    began, go_on = threading.Event(), threading.Event()
+
+    def first() -> None:
+        began.set()
+        go_on.wait(TIMEOUT)
+        latch.then(lambda: called.append("fourth"))
+        called.append("first")
+
+    latch.then(first)
+    latch.then(lambda: called.append("second"))
+    thread = threading.Thread(target=latch.open)
+    thread.start()
+    assert began.wait(TIMEOUT)
+    latch.then(lambda: called.append("third"))
+    assert not called
+    go_on.set()
+    thread.join(TIMEOUT)
+    assert called == ["first", "second", "third", "fourth"]
+    latch.then(lambda: called.append("at once"))
+    assert called[-1] == "at once"
+
+
 def _start_and_wait(thread: threading.Thread, latch: Latch) -> None:
     thread.start()
     latch.wait(TIMEOUT)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 
-from phalanx._base import clock
+from phalanx._base import clock, interrupts
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ class Latch:
     def __init__(self) -> None:
         self._open = False
         self._waiters: deque[Callable[[], None]] = deque()
+        self._actions: deque[Callable[[], None]] = deque()
+        self._calling = allocate_lock()  # held by the thread that calls an action; nobody waits for it
 
     def __bool__(self) -> bool:
         return self._open
@@ -40,6 +42,7 @@ class Latch:
     def open(self) -> None:
         """Wake all threads that wait, and let later ones through. Idempotent."""
         self._open = True
+        self._call()
         while True:
             try:
                 wake = self._waiters.popleft()
@@ -50,17 +53,33 @@ class Latch:
     def then(self, action: Callable[[], None]) -> None:
         """Call ``action``, which must not raise, once the latch opens, in that thread; at once if it is open.
 
+        Actions are called one after the other, in the order in which they were given: while a thread calls one, it
+        calls those that come meanwhile as well.
+
         >>> gate = Latch()
         >>> gate.then(lambda: print("opened")); gate.open()
         opened
         >>> gate.then(lambda: print("at once"))
         at once
         """
-        self._waiters.append(action)
+        self._actions.append(action)
         if self._open:  # since the append: `open` may have missed the action, or may be calling it
-            with suppress(ValueError):
-                self._waiters.remove(action)
-                action()
+            self._call()
+
+    def _call(self) -> None:
+        """Call the actions; none, if another thread is at it, or this one further up."""
+        while self._actions:
+            with interrupts.deferred():  # an exception must not leave the lock taken
+                if not self._calling.acquire(blocking=False):
+                    return  # who has it looks again after the release
+                try:
+                    try:
+                        action = self._actions.popleft()
+                    except IndexError:  # the other thread has called it, or it was forgotten
+                        return
+                    action()
+                finally:
+                    self._calling.release()
 
     def forget(self, action: Callable[[], None]) -> None:
         """Do not call ``action`` any more, which was given to `then`. It may be being called just now.
@@ -69,7 +88,7 @@ class Latch:
         >>> gate.then(action); gate.forget(action); gate.open(); gate.forget(action)
         """
         with suppress(ValueError):
-            self._waiters.remove(action)
+            self._actions.remove(action)
 
     def wait(self, timeout: float = -1) -> bool:
         """Wait until open, for at most ``timeout`` seconds (< 0: without limit). Returns whether it is open."""
