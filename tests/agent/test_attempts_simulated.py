@@ -254,7 +254,7 @@ def test_it_fails_twice_and_succeeds() -> None:
     ]
     decided = [facts for name, facts in events if name == "restart.decided"]
     assert decided[0] == {
-        "attempt": 0, "worker": None, "delay": 0.0, "counted": True, "why": "", "step": None,
+        "attempt": 0, "delay": 0.0, "counted": True, "why": "", "step": None,
         "cause": "attempt 1 of 4: rank 0, exited with code 1",
     }  # fmt: skip
     assert [name for name, _facts in events if name != "agent.state"] == [
@@ -269,8 +269,8 @@ def test_it_gives_up() -> None:
     assert (ending.state, ending.why) == ("failed", "1 restart, and no more")
     assert team.said[1].endswith("exited with code 1; giving up: 1 restart, and no more")
     assert events[-2:] == [
-        ("agent.gave_up", {"attempt": 1, "worker": None, "why": "1 restart, and no more"}),
-        ("agent.state", {"attempt": 1, "worker": None, "state": "FAILED"}),
+        ("agent.gave_up", {"attempt": 1, "why": "1 restart, and no more"}),
+        ("agent.state", {"attempt": 1, "state": "FAILED"}),
     ]
 
 

@@ -330,7 +330,7 @@ def test_arguments_that_a_program_has_given_itself_are_texts(logs: Path, monkeyp
 def test_who_did_not_end(tmp_path: Path) -> None:
     facts: dict[str, Any] = {"run_id": "r", "command": ["x"], "warn": print}
     write = recorder.Recorder("x", {0: {}}, is_one_group=True, **facts)
-    left = {"rank": 0, "pid": 2, "command": "y", "age": 1.0, "signal": signal.SIGTERM, "exitcode": None}
+    left: dict[str, Any] = {"rank": 0, "pid": 2, "command": "y", "age": 1.0, "signal": signal.SIGTERM, "exitcode": None}
     events: list[kinds.Event] = [
         kinds.GroupStarting(0, 1, nprocs=1, folder=str(tmp_path)),
         kinds.WorkerStarted(0, 2, rank=0, pid=1),
@@ -363,11 +363,11 @@ def test_an_attempt_that_is_prepared_ahead_is_recorded_when_it_begins(tmp_path: 
             kinds.GroupRunning(attempt, 3),
         ]
 
-    write([agent_kinds.AgentState(0, 0, worker=None, state="STARTING"), *group(0), *group(1)])
+    write([agent_kinds.AgentState(0, 0, state="STARTING"), *group(0), *group(1)])
     assert attempts() == [(0, [(100, "running")])]
-    exited: dict[str, Any] = dict.fromkeys(kinds.WorkerExited.__match_args__[3:])
+    exited: dict[str, Any] = dict.fromkeys(kinds.WorkerExited.__match_args__[4:])
     exited |= {"rank": 0, "pid": 100, "state": "stopped", "exitcode": -15, "signal_sent": 15}
-    write([kinds.WorkerExited(0, 4, **exited), agent_kinds.AgentState(1, 5, worker=None, state="STARTING")])
+    write([kinds.WorkerExited(0, 4, **exited), agent_kinds.AgentState(1, 5, state="STARTING")])
     assert attempts() == [(0, [(100, "stopped")]), (1, [(101, "running")])]
 
 

@@ -8,6 +8,7 @@ its exit is known.
 from __future__ import annotations
 
 from _thread import allocate_lock
+from functools import partial
 
 from phalanx._base import clock
 from phalanx._engine import leftovers, start_errors
@@ -32,15 +33,24 @@ class GroupEvents:
         stream: Where its events go.
         attempt: The number of its attempt.
         is_own: Whether the stream is this group's alone.
+        worker: See `Event`.
         nprocs, folder: See `GroupStarting`.
     """
 
     def __init__(
-        self, stream: EventStream, attempt: int, *, is_own: bool = False, nprocs: int = 0, folder: str = ""
+        self,
+        stream: EventStream,
+        attempt: int,
+        *,
+        is_own: bool = False,
+        worker: int | None = None,
+        nprocs: int = 0,
+        folder: str = "",
     ) -> None:
         self.stream = stream
         self.attempt = attempt
         self._is_own = is_own
+        self._worker = worker
         self._starting: dict[str, Any] = {"nprocs": nprocs, "folder": folder}
         self._held: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] | None = None
         self._one = allocate_lock()
@@ -67,6 +77,8 @@ class GroupEvents:
 
     def _put(self, make: Callable[..., Any], *more: Any, **fields: Any) -> None:
         args = (self.attempt, clock.now_ns(), *more)
+        if self._worker is not None:
+            make = partial(_assigned, self._worker, make)
         if self._held is not None:
             with self._one:
                 if self._held is not None:
@@ -115,6 +127,14 @@ class GroupEvents:
         """End the observers' threads likewise, once they have nothing left to do. Returns at once."""
         if self._is_own:
             self.stream.end()
+
+
+def _assigned(worker: int, make: Callable[..., Any], *args: Any, **fields: Any) -> list[Event]:
+    made = make(*args, **fields)
+    events: list[Event] = made if isinstance(made, list) else [made]
+    for event in events:
+        event.assign(worker)
+    return events
 
 
 def _started(attempt: int, _now: int, _mirror: Mirror, pids: list[tuple[int, int]], moment: int) -> list[Event]:

@@ -10,11 +10,10 @@ if TYPE_CHECKING:
 
 
 class AgentState(Event):
-    """The agent has entered a state of `phalanx._agent.life`. ``worker``: see `AttemptEnded`."""
+    """The agent has entered a state of `phalanx._agent.life`."""
 
-    __slots__ = ("worker", "state")  # noqa: RUF023 - the order is that of the line
+    __slots__ = ("state",)
     name = "agent.state"
-    worker: int | None
     state: str
 
 
@@ -75,7 +74,6 @@ class AttemptEnded(Event):
     """An attempt is over, and none of it is left.
 
     Attributes:
-        worker: The rank whose attempt it is, where workers are restarted one by one; None: all of the group.
         state: "succeeded", "failed", "stopped", or "not started".
         rank, exitcode, error: The root cause, if one failed: its global rank, exit code, and the error in one line.
         step: The highest step that a rank had reported; None: none had.
@@ -83,9 +81,8 @@ class AttemptEnded(Event):
         seconds: From the beginning of its start to its end.
     """
 
-    __slots__ = ("worker", "state", "rank", "exitcode", "error", "step", "survivors", "seconds")  # noqa: RUF023 - as above
+    __slots__ = ("state", "rank", "exitcode", "error", "step", "survivors", "seconds")  # noqa: RUF023 - as above
     name = "attempt.ended"
-    worker: int | None
     state: str
     rank: int | None
     exitcode: int | None
@@ -99,7 +96,6 @@ class RestartDecided(Event):
     """After this attempt another follows, ``delay`` seconds later.
 
     Attributes:
-        worker: See `AttemptEnded`.
         delay: Seconds.
         counted: Whether it counts as a restart.
         cause: Why the attempt failed, in one line.
@@ -107,9 +103,8 @@ class RestartDecided(Event):
         why: Why the delay is what it is, or why it does not count; "".
     """
 
-    __slots__ = ("worker", "delay", "counted", "cause", "step", "why")  # noqa: RUF023 - as above
+    __slots__ = ("delay", "counted", "cause", "step", "why")  # noqa: RUF023 - as above
     name = "restart.decided"
-    worker: int | None
     delay: float
     counted: bool
     cause: str
@@ -120,9 +115,8 @@ class RestartDecided(Event):
 class GaveUp(Event):
     """After this attempt no other follows. ``why``: "" if none was allowed in the first place."""
 
-    __slots__ = ("why", "worker")
+    __slots__ = ("why",)
     name = "agent.gave_up"
-    worker: int | None
     why: str
 
 

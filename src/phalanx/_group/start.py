@@ -316,7 +316,7 @@ class GroupStart(ABC):
         events = observers.begin(
             self.name, self.envs, self.logs, self._logs_specs, supervisor,
             stream=self._stream, record=self._record, timers=self._timers, on_event=self._on_event,
-            parked=parked,
+            parked=parked, is_one_of_many=self._run_lines is not None,
         )  # fmt: skip
         if events is not None:
             undo.callback(events.end)
