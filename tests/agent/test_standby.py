@@ -156,6 +156,54 @@ def test_a_worker_that_has_waited_finds_what_any_worker_finds(place: Place, read
     assert found[0] == found[1]
 
 
+IMPORTING = """
+import json, os, sys
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if attempt == 0:
+    {ready}
+    open({gate!r}, "rb", 0).read(1)
+    os.makedirs({folder!r})
+    for path in ({folder!r} + "/made.py", sys.path[0] + "/select.py"):
+        open(path, "w").close()
+    sys.exit(3)
+import made, select
+print(json.dumps({{"files": [select.__file__, made.__file__]}}))
+"""
+
+
+@pytest.mark.once
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--no-standby",)], ids=["standby", "none"])
+def test_a_worker_that_has_waited_imports_what_any_worker_imports(
+    place: Place, ready: Ready, gate: Gate, options: tuple[str, ...]
+) -> None:
+    """The program makes a module in its own folder, named as one that we use, and a folder of PYTHONPATH."""
+    folder = str(place.folder / "made")
+    place.env["PYTHONPATH"] = f"{place.env.get('PYTHONPATH', '')}:{folder}"
+    path = place.write(IMPORTING.format(ready=ready.python(), gate=gate.address, folder=folder))
+    with place.start("--nproc-per-node", 1, "--max-restarts", 1, *options, path) as launcher:
+        ready.wait(1)
+        if not options:
+            until(lambda: len(standbys(place)) == 1)
+        gate.open(1)
+        done = launcher.end()
+    assert done.status == 0, done
+    assert told(place) == [{"files": [str(place.folder / "select.py"), f"{folder}/made.py"]}]
+
+
+@pytest.mark.once
+@pytest.mark.slow
+def test_an_interpreter_that_waits_says_nothing_of_ctrl_c(place: Place, ready: Ready, gate: Gate) -> None:
+    with begin(place, ready, "--redirects", 0, written(place, ready, gate)) as launcher:  # it writes to the launcher's
+        for pid in standbys(place):
+            os.kill(pid, signal.SIGINT)
+        until(lambda: not standbys(place))
+        gate.open(WORKERS)
+        done = launcher.end()
+    assert done.status == 0, done
+    assert "KeyboardInterrupt" not in done.err
+
+
 @pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["a worker", "its keeper"])

@@ -62,13 +62,19 @@ def _wait_for_release(gate: int) -> None:
     Nothing of the program has been read by now, and no file of the attempt is written. Meanwhile, the process has
     another name (proc_pid_comm(5)): `ps -o comm` and `top` tell it from a worker that runs.
     """
+    import _signal  # type: ignore[import-not-found]  # the C half: `signal` itself takes 1 ms
     import faulthandler  # noqa: F401 - needed at once, then
+
+    known = "select" in sys.modules
     import select
 
     compile("", "", "exec")  # the first one makes the types of `_ast`, in 1 ms
     if sys.argv[1] == "-m":
         import runpy  # noqa: F401 - it takes some milliseconds
     name = _rename(b"phalanx-standby")
+    interrupted = _signal.getsignal(_signal.SIGINT)
+    if interrupted is _signal.default_int_handler:  # Ctrl-C in a terminal: no traceback of this file
+        _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
     waiting = select.poll()
     waiting.register(gate, select.POLLIN)
     waiting.poll()  # wakes all at once; of those that wait in a read(2), each would wake the next one, on its own CPU
@@ -76,6 +82,12 @@ def _wait_for_release(gate: int) -> None:
         os._exit(0)
     os.close(gate)
     _rename(name)
+    if not known:  # the program may have a module of that name in its folder
+        del sys.modules["select"]
+    for path in [path for path, finder in sys.path_importer_cache.items() if finder is None]:
+        del sys.path_importer_cache[path]  # a folder of PYTHONPATH that was not there may be there by now
+    if interrupted is _signal.default_int_handler:
+        _signal.signal(_signal.SIGINT, interrupted)
 
 
 def _rename(name: bytes) -> bytes:
