@@ -16,7 +16,7 @@ from phalanx._outcomes import result as outcomes
 from phalanx.multiprocessing import start_processes
 from tests.support.disks import until
 from tests.support.helpers import TIMEOUT
-from tests.support.settling_workers import closes_and_sleeps, leaves_nothing, raises
+from tests.support.settling_workers import closes_and_sleeps, is_slow_to_record, leaves_nothing, raises
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -129,6 +129,15 @@ def test_a_failure_that_left_no_word_where_one_may_be_on_its_way_keeps_the_windo
         gate.open()
         ended(group)
     assert span(group) >= WINDOW
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_a_worker_that_sleeps_while_it_records_an_earlier_failure_has_the_whole_window(method: str, gate: Gate) -> None:
+    args = {rank: (rank, gate.address, WINDOW / 2) for rank in range(2)}
+    with start_processes("slow", is_slow_to_record, args, start_method=method, settle=WINDOW) as group:
+        result = ended(group)
+    assert cause(result) == 0
+    assert sorted(result.failures) == [0, 1]
 
 
 def test_a_window_of_more_than_a_second_is_kept() -> None:

@@ -34,6 +34,30 @@ def raises(rank: int, gate: str, ready: str) -> NoReturn:
         signal.pause()
 
 
+class SlowError(Exception):
+    """Tells when somebody asks for its text, and takes its time."""
+
+    def __init__(self, fifo: str, asleep: float) -> None:
+        super().__init__()
+        self._fifo, self._asleep = fifo, asleep
+
+    def __str__(self) -> str:
+        if self._fifo:
+            with open(self._fifo, "wb", 0) as stream:
+                stream.write(b".")
+            self._fifo = ""
+            time.sleep(self._asleep)
+        return "the cause"
+
+
+def is_slow_to_record(rank: int, gate: str, asleep: float) -> NoReturn:
+    """Rank 0 raises what takes long to be recorded, and sleeps in that; meanwhile rank 1 fails, and is gone first."""
+    if rank == 0:
+        raise SlowError(gate, asleep)
+    pass_gate(gate)
+    raise ValueError("what followed")
+
+
 def closes_and_sleeps(rank: int, path: str, ready: str, gate: str, asleep: float) -> NoReturn:
     """Rank 0 raises, and is held up in a handler once its connection is closed; so rank 1 is the first to be gone."""
     with socket.socket(socket.AF_UNIX) as sock:

@@ -255,7 +255,8 @@ def _is_cut_off(failure: ProcessFailure) -> bool:
 def stands_alone(worker: WorkerRecord, logs: LogsDest, *, sends_evidence: bool) -> bool:
     """Whether the failure that was seen first is the root cause, whatever peers may leave that have left nothing yet.
 
-    What they leave from now on is later than its own evidence, or its exit. Only of a failure by a lost connection may
+    What they leave from now on is later than its own evidence, or its exit, unless they record it already
+    (`linux.RECORDING`). Only of a failure by a lost connection may
     the cause be recorded later than the failure itself, see `_date_back`.
 
     Args:

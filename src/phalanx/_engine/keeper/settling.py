@@ -98,11 +98,14 @@ class Settling:
     def _all_sleep(self) -> bool:
         """Whether the main thread of each live worker waits for something.
 
-        One that waits for a processor, or for a disk, that is stopped, or on its way out, may have something to say.
+        One that waits for a processor, or for a disk, that is stopped, or on its way out, may have something to say;
+        one that records an exception has. Its failure may have begun before the first one that was seen.
         """
-        from phalanx._base import procfs
+        from phalanx._base import linux, procfs
 
+        recording = linux.text_of(linux.RECORDING)
         try:
-            return all(stat.state == "S" and not stat.exiting for stat in map(procfs.Stat, self._children.workers))
+            stats = map(procfs.Stat, self._children.workers)
+            return all(stat.state == "S" and not stat.exiting and stat.comm != recording for stat in stats)
         except OSError:
             return False

@@ -71,7 +71,7 @@ def _wait_for_release(gate: int) -> None:
     compile("", "", "exec")  # the first one makes the types of `_ast`, in 1 ms
     if sys.argv[1] == "-m":
         import runpy  # noqa: F401 - it takes some milliseconds
-    name = _rename(b"phalanx-standby")
+    name = linux.set_comm(b"phalanx-standby")
     interrupted = _signal.getsignal(_signal.SIGINT)
     if interrupted is _signal.default_int_handler:  # Ctrl-C in a terminal: no traceback of this file
         _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
@@ -81,24 +81,13 @@ def _wait_for_release(gate: int) -> None:
     if not os.read(gate, 1):
         os._exit(0)
     os.close(gate)
-    _rename(name)
+    linux.set_comm(name)
     if not known:  # the program may have a module of that name in its folder
         del sys.modules["select"]
     for path in [path for path, finder in sys.path_importer_cache.items() if finder is None]:
         del sys.path_importer_cache[path]  # a folder of PYTHONPATH that was not there may be there by now
     if interrupted is _signal.default_int_handler:
         _signal.signal(_signal.SIGINT, interrupted)
-
-
-def _rename(name: bytes) -> bytes:
-    """Give this process another name, where /proc is there. Returns the one before."""
-    try:
-        with open("/proc/self/comm", "r+b", buffering=0) as file:
-            before = file.read().rstrip(b"\n")
-            file.write(name)
-    except OSError:
-        return b""
-    return before
 
 
 def run() -> None:
