@@ -1333,7 +1333,7 @@ def test_a_fork_does_not_wait_for_the_resource_trackers_lock(tmp_path: Path) -> 
 
 
 def _child(report: int) -> mp_child.Child:
-    return mp_child.Child(ChildIdentities("spawn", 1).state(0), 0, report, forked=False)
+    return mp_child.Child(ChildIdentities("spawn", [0]).state(0), 0, report, forked=False)
 
 
 def test_a_worker_asks_for_the_resource_tracker_when_there_is_room() -> None:

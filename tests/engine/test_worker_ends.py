@@ -231,7 +231,7 @@ def test_a_launcher_that_does_not_listen_is_told_for_a_bounded_time() -> None:
             while True:
                 ours.send(b"x" * 1000)
         before = len(os.listdir("/proc/self/fd"))
-        me = Child(ChildIdentities("spawn", 1).state(0), 0, ours.fileno(), forked=False)
+        me = Child(ChildIdentities("spawn", [0]).state(0), 0, ours.fileno(), forked=False)
         send_evidence(me, "text", "stack", 5)
         assert not worker_messages.send(ours.fileno(), b"E", patience=0.001)
         assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE) == socket.SOCK_SEQPACKET  # it is open

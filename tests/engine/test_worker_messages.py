@@ -409,7 +409,7 @@ from phalanx._engine import mp_parent, worker_messages
 from phalanx._engine.worker.mp_child import Child
 
 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-me = Child(mp_parent.ChildIdentities("spawn", 1).state(0), 0, ours.fileno(), forked=False)
+me = Child(mp_parent.ChildIdentities("spawn", [0]).state(0), 0, ours.fileno(), forked=False)
 sys.path.clear()
 del sys.modules["select"]
 while worker_messages.send(ours.fileno(), b"x" * 1000, patience=0.001):

@@ -13,6 +13,7 @@ from phalanx._base.loaded_modules import loaded
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from typing import Any
 
 _KINDS = {"spawn": "SpawnProcess", "forkserver": "ForkServerProcess", "fork": "ForkProcess"}
@@ -29,18 +30,18 @@ class ChildIdentities:
 
     Args:
         method: The start method.
-        count: The number of workers.
+        ranks: The local ranks of the workers.
         daemon: Whether they are daemons, which may have no children of their own by `multiprocessing`.
     """
 
-    def __init__(self, method: str, count: int, *, daemon: bool = False) -> None:
+    def __init__(self, method: str, ranks: Iterable[int], *, daemon: bool = False) -> None:
         from multiprocessing import process
 
         current: Any = process.current_process()
         counter = process._process_counter  # type: ignore[attr-defined]  # the stubs lack it
         key = bytes(current.authkey)
         self.method = method
-        self._identities = [(*current._identity, next(counter)) for _ in range(count)]
+        self._identities = {rank: (*current._identity, next(counter)) for rank in ranks}
         util = loaded("multiprocessing.util")
         level = None if util is None or util._logger is None else util._logger.getEffectiveLevel()
         self._shared = (method, current.name, os.getpid(), key, daemon, level, bool(util and util._log_to_stderr))

@@ -84,7 +84,7 @@ class MultiprocessContext(PContext):
     def _plan(self, held: ExitStack) -> Plan:
         function, args = self.entrypoint, self.args
         assert callable(function)
-        identities = self._identities = ChildIdentities(self.start_method, self.nprocs, daemon=self.daemon)
+        identities = self._identities = ChildIdentities(self.start_method, args, daemon=self.daemon)
         if self.start_method == "fork":
             from phalanx._engine.worker import forked
 

@@ -84,7 +84,7 @@ def pack(
 
     Raises UnpicklableError, which names what cannot be pickled.
     """
-    identities = identities or mp_parent.ChildIdentities("spawn", len(arguments))
+    identities = identities or mp_parent.ChildIdentities("spawn", arguments)
     with Spawning() as spawning:
         parts, sent = pickle_call(function, arguments, spawning, main)
     blobs, index = _lay_out(parts)
@@ -94,7 +94,7 @@ def pack(
     index |= {"writable": writable, "numbered": numbered, "main": main}
     index["envs"] = {rank: dict(env) for rank, env in (envs or {}).items() if env}
     index["private"] = {rank: len(code.buffers + called.buffers) for rank, (code, called, _arguments) in parts.items()}
-    index["children"] = {rank: identities.state(number) for number, rank in enumerate(arguments)}
+    index["children"] = {rank: identities.state(rank) for rank in arguments}
     numbers = {rank: [number for part in three for number in part.fds] for rank, three in parts.items()}
     passed = spawning.fds
     tracker = mp_parent.resource_tracker()
