@@ -441,6 +441,28 @@ def test_a_console_that_nobody_reads_delays_no_restart(place: Place, ready: Read
     assert done.out.count("-" * 99) == 12000
 
 
+@pytest.mark.slow
+def test_the_wait_for_a_console_is_no_part_of_an_attempt(place: Place, ready: Ready) -> None:
+    """The fifth attempt waits until lines of the first are shown, or given up; it has failed on start all the same."""
+    body = f"""
+    sys.stdout.write("-" * 99 + "\\n")
+    for _ in range(3000):
+        print("-" * 99)
+    sys.stdout.flush()
+    {ready.python()}
+    sys.exit(1)
+    """
+    options = ("--max-restarts", 9, "--min-uptime", "2.5:5", "--drain", 3)
+    with start(place, *options, script(place, body)) as launcher:
+        ready.wait(5)
+        done = launcher.end()
+    assert done.status == 1, done
+    assert "giving up: failing on start: 5 attempts ended within 2.5s" in done.err
+    run = record(place)
+    assert len(run["attempts"]) == 5, "and no more"
+    assert run["attempts"][4]["started"] - run["attempts"][3]["started"] > 2.5, "it has waited"
+
+
 # --- the other commands
 
 

@@ -64,7 +64,7 @@ class Team(ABC):
     def ended(self) -> AttemptEnd | None:
         """Return how the attempt ended, once no process of it is left; None before that. Does not wait.
 
-        "stopped" if it was never started. It may be asked again, and returns the same.
+        "stopped" if it was never started. It may be asked again, and returns the same. A ``began`` of its own holds.
         """
 
     @abstractmethod
@@ -351,7 +351,7 @@ class Attempts:
             if stopping and end.state == "not started":  # because it was to be stopped
                 end = end.replace(state="stopped")
             now = clock.now()
-            end = end.replace(number=self._number, began=self._began, ended=now)
+            end = end.replace(number=self._number, began=max(self._began, end.began), ended=now)
             self._under_way = False
             self._ends.append(end)
             self._emit(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from phalanx._agent.group_team import MOST_SHOWN, GroupTeam
-from phalanx._base import interrupts
+from phalanx._base import clock, interrupts
 from phalanx._base.background import SerialExecutor
 
 TYPE_CHECKING = False
@@ -30,6 +30,7 @@ class WorkerTeam(GroupTeam):
         self._aside = SerialExecutor("phalanx-close")
         self._closed: deque[PContext] = deque()  # groups of `_before`
         self._pending = -1  # the attempt that is to be launched; -1: none
+        self._began = 0.0  # when the latest launch was (seconds, monotonic)
 
     def begin(self, attempt: int) -> None:
         """See `Team`."""
@@ -61,7 +62,7 @@ class WorkerTeam(GroupTeam):
         self._forget_closed()
         if len(self._before) > MOST_SHOWN:  # `_close` wakes
             return
-        attempt, self._pending = self._pending, -1
+        attempt, self._pending, self._began = self._pending, -1, clock.now()
         self.group = self._make(attempt, self._before[-1] if self._before else None)
         self.group.launch()
         self.group.when_up(self._wake)
@@ -74,7 +75,8 @@ class WorkerTeam(GroupTeam):
 
     def ended(self) -> AttemptEnd | None:
         """See `Team`."""
-        return super().ended() if self._pending < 0 else None
+        end = super().ended() if self._pending < 0 else None
+        return end and end.replace(began=self._began)  # what it had to wait for is no part of it
 
     def stop(self, death_signal: int, grace: float) -> None:
         """See `Team`."""

@@ -88,13 +88,12 @@ class MultiprocessContext(PContext):
         if self.start_method == "fork":
             from phalanx._engine.worker import forked
 
-            number = {rank: index for index, rank in enumerate(args)}  # a group may have one rank of several
             collects = gc.isenabled()  # guard and keeper, its parents, switch it off
 
             def call(rank: int, fds: list[int]) -> None:
                 if collects:
                     gc.enable()
-                forked.call(function, args[rank], rank, fds, identities.state(number[rank]), numbered=self._numbered)
+                forked.call(function, args[rank], rank, fds, identities.state(rank), numbered=self._numbered)
 
             return Plan({rank: ("", [], [0]) for rank in args}, call=call, fork=True)
         from phalanx._engine.pickling.pack import pack
@@ -126,7 +125,7 @@ class MultiprocessContext(PContext):
     def process_name(self, rank: int) -> str:
         """Return the name of a rank's process, like ``"SpawnProcess-1"``. The group must have been started."""
         assert self._identities is not None
-        return self._identities.name(list(self.args).index(rank))
+        return self._identities.name(rank)
 
     def _argv(self, rank: int) -> list[bytes]:
         command = interpreter.command(

@@ -14,7 +14,6 @@ from phalanx.events import EventSource, UnknownDestinationError, flush, get_logg
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from typing import Any
 
     from phalanx._events.kinds import Event
@@ -25,6 +24,8 @@ _FLUSH = 5.0  # seconds that the end waits for the handler
 
 class RunEvents:
     """Posts events: of the agent, and of each worker.
+
+    With workers that are restarted one by one, the agent's first two come once, and each worker's when they happen.
 
     The agent's are RENDEZVOUS and ASSIGN_WORKER_RANKS before each attempt, and at the end SUCCEEDED (whatever became
     of the workers) or FAILED (it was stopped, or could not start them). The workers' are START in each attempt, and
@@ -55,8 +56,10 @@ class RunEvents:
         self._began = clock.now_ns()
         self._attempt = 0
         self._pids: dict[int, int] = {}
-        self._failures: Mapping[int, ProcessFailure] = {}
+        self._failures: dict[int, ProcessFailure] = {}
+        self._errors: dict[int, str] = {}  # of workers on their own, by rank
         self._is_starting = self._has_failed_start = False  # of the latest attempt
+        self._has_begun = self._is_stopped = self._is_single = False
 
     def __call__(self, events: list[Event]) -> None:
         """Post what follows from these: an observer of the run's events."""
@@ -68,42 +71,75 @@ class RunEvents:
             elif isinstance(event, kinds.GroupNotStarted):
                 self._is_starting = False
             elif isinstance(event, kinds.GroupEnded):
-                self._failures = event.result.failures
+                self._failures.update(event.result.failures)
+            elif isinstance(event, agent_kinds.AttemptEnded) and event.worker is not None:
+                self._errors[event.worker] = event.error
             elif isinstance(event, agent_kinds.AgentState):
-                self._on_state(event)
-            elif isinstance(event, agent_kinds.RunEnded) and self._has_failed_start:
-                self._tell(event, "FAILED", raw_error=event.cause)
+                self._attempt = max(0, event.attempt)
+                if event.worker is None:
+                    self._on_state(event)
+                else:
+                    self._on_worker(event, event.worker)
+            elif isinstance(event, agent_kinds.RunEnded):
+                self._on_end(event)
 
     def close(self) -> None:
         """Wait until the handler has all events, for 5 s at most."""
         flush(_FLUSH)
 
     def _on_state(self, event: agent_kinds.AgentState) -> None:
-        self._attempt = max(0, event.attempt)
         if event.state == "STARTING":
             self._pids, self._failures, self._is_starting = {}, {}, False
-            self._tell(event, "RENDEZVOUS", duration=0.0)
-            self._tell(event, "ASSIGN_WORKER_RANKS", duration=0.0)
+            self._tell_begin(event)
         elif event.state == "RUNNING":
             for rank in self._ranks:
                 self._tell(event, "START", rank=rank)
         elif event.state == "STOPPED":
             self._tell(event, "FAILED", raw_error="stopped")
         elif event.state in ("SUCCEEDED", "FAILED"):
-            self._tell_end(event)
+            self._has_failed_start = not self._is_starting
+            if not self._has_failed_start:  # else the end of the run says why
+                for rank in self._ranks:
+                    if not self._tell_failure(event, rank):
+                        self._tell(event, "TERMINATED" if self._failures else "SUCCEEDED", rank=rank)
+                self._tell(event, "SUCCEEDED")
 
-    def _tell_end(self, event: Event) -> None:
-        self._has_failed_start = not self._is_starting
-        if self._has_failed_start:  # the end of the run says why
-            return
-        for rank in self._ranks:
-            failure = self._failures.get(rank)
-            if failure is not None:
-                error = json.dumps(failure.error_file_data, default=repr)
-                self._tell(event, "FAILED", rank=rank, failure=failure, raw_error=error)
-            else:
-                self._tell(event, "TERMINATED" if self._failures else "SUCCEEDED", rank=rank)
-        self._tell(event, "SUCCEEDED")
+    def _on_worker(self, event: agent_kinds.AgentState, rank: int) -> None:
+        """Post what follows from what has become of a worker that is restarted by itself."""
+        self._is_single = True
+        if event.state == "STARTING":
+            self._failures.pop(rank, None)
+            if not self._has_begun:
+                self._tell_begin(event)
+        elif event.state == "RUNNING":
+            self._tell(event, "START", rank=rank)
+        elif event.state == "STOPPED":
+            self._is_stopped = True
+        elif event.state == "SUCCEEDED":
+            self._tell(event, "SUCCEEDED", rank=rank)
+        elif event.state == "FAILED" and rank in self._errors and not self._tell_failure(event, rank):
+            self._tell(event, "FAILED", rank=rank, raw_error=self._errors[rank])  # not started; or its keeper was lost
+
+    def _on_end(self, event: agent_kinds.RunEnded) -> None:
+        """Post the end of the agent, if it has not been."""
+        if self._has_failed_start or (self._is_single and not self._is_starting):
+            self._tell(event, "FAILED", raw_error=event.cause)
+        elif self._is_single:
+            error = "stopped" if self._is_stopped else None
+            self._tell(event, "FAILED" if error else "SUCCEEDED", raw_error=error)
+
+    def _tell_begin(self, event: Event) -> None:
+        self._has_begun = True
+        self._tell(event, "RENDEZVOUS", duration=0.0)
+        self._tell(event, "ASSIGN_WORKER_RANKS", duration=0.0)
+
+    def _tell_failure(self, event: Event, rank: int) -> bool:
+        """Post the failure of a worker. Returns whether it has failed."""
+        failure = self._failures.get(rank)
+        if failure is not None:
+            error = json.dumps(failure.error_file_data, default=repr)
+            self._tell(event, "FAILED", rank=rank, failure=failure, raw_error=error)
+        return failure is not None
 
     def _tell(
         self, event: Event, state: str, rank: int | None = None, failure: ProcessFailure | None = None, **more: Any

@@ -70,12 +70,8 @@ class RunPlan:
         redirects, tee = redirects or Std.NONE, tee or Std.NONE
         self.meeting = meet(config, config.run_id)
         self.run_id = self.meeting.run_id or time.strftime("%Y%m%d-%H%M%S")
-        whole = {"--logs-specs": config.logs_specs, "--event-log-handler": config.event_log_handler not in _SILENT}
-        check_restart(
-            config.restart,
-            settles=config.settle != type(config).settle.default_value(),
-            given=[name for name, is_given in whole.items() if is_given],
-        )
+        settles = config.settle != type(config).settle.default_value()
+        check_restart(config.restart, settles=settles, given=["--logs-specs"] if config.logs_specs else [])
         self.policy = restart_policy(config)
         self.forwarded = forwarded(config.signals_forward, config.signals_to_handle)
         self._placement, self._extra, said = place(config, nprocs, config.env)
