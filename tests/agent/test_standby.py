@@ -17,7 +17,7 @@ import pytest
 
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._base import clock, procfs
-from phalanx._group.parking import NotReleasedError
+from phalanx._engine.start_errors import NotReleasedError
 from phalanx.cli._attempt_groups import AttemptGroups
 from phalanx.cli._run_logs import RunLogs
 from phalanx.multiprocessing import DefaultLogsSpecs, PContext, ScriptContext, Std, SubprocessContext

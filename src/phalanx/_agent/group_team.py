@@ -7,8 +7,7 @@ from phalanx._agent.attempts import Team
 from phalanx._base import interrupts
 from phalanx._base.one_line import one_line
 from phalanx._base.stderr import mention
-from phalanx._engine.start_errors import KeeperLostError
-from phalanx._group.parking import NotReleasedError
+from phalanx._engine.start_errors import KeeperLostError, NotReleasedError
 from phalanx._outcomes.result import RunProcsResult, verdict
 
 TYPE_CHECKING = False

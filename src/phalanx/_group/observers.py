@@ -7,7 +7,6 @@ import sys
 
 from phalanx._engine.group_events import GroupEvents
 from phalanx._events import kinds
-from phalanx._events.listener import Listener
 from phalanx._events.stream import EventStream
 
 TYPE_CHECKING = False
@@ -28,6 +27,10 @@ OF_TIMERS = (kinds.TimerEvent, kinds.RequestRefused)
 
 def listen(stream: EventStream, timers: TimerSpecs | None, on_event: Function | None) -> None:
     """Have the user's functions called with the events of a stream."""
+    if on_event is None and (timers is None or timers.on_event is None):
+        return
+    from phalanx._events.listener import Listener
+
     if timers is not None and timers.on_event is not None:
         stream.subscribe(EventStream.USERS, Listener(timers.on_event, "phalanx.timer", OF_TIMERS))
     if on_event is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from phalanx._engine.start_errors import NotReleasedError
 from phalanx._logs.specs import DefaultLogsSpecs
 from phalanx._logs.unnamed import UnnamedLogs
 
@@ -16,10 +17,6 @@ if TYPE_CHECKING:
     from phalanx._logs.specs import LogsSpecs
 
 _MOST_PASSED = 200  # descriptors of log files beside an order to start: unix(7) allows 253 in all
-
-
-class NotReleasedError(RuntimeError):
-    """A group could not be parked, or a parked one could not be released: it is to be started in the ordinary way."""
 
 
 def foresee(

@@ -16,10 +16,10 @@ from functools import partial
 from phalanx._base import interrupts, linux
 from phalanx._base.stderr import warn
 from phalanx._engine import host_signals, main_module, protocol
+from phalanx._engine.start_errors import NotReleasedError
 from phalanx._engine.supervisor import Supervisor
 from phalanx._evidence.cleanup import remove_old
 from phalanx._evidence.error_file import ERROR_FILE_ENV
-from phalanx._group import parking
 from phalanx._group.arguments import GRACE, SETTLE, checked_listener, checked_notice
 from phalanx._group.closing import release
 from phalanx._logs.console import ConsoleSpecs
@@ -117,8 +117,7 @@ class GroupStart(ABC):
         self._after: Latch | None = None  # opens when this one's lines may be shown
         if follows is not None:  # one that was not started has no lines, and may follow another
             self._after = follows._after if before is None else before.shown  # noqa: SLF001 - as above
-        self._end_fd: EndFd | None = None
-        self._is_closed = False  # there will be no `_end_fd` any more
+        self._end_fd: EndFd | None = None  # once `_is_closed`, there will be none any more
         self._record = record
         self._on_event = checked_listener(on_event)
         self._stream = events
@@ -129,7 +128,7 @@ class GroupStart(ABC):
         self._unnamed: UnnamedLogs | None = None  # while the group is parked
         self._result: RunProcsResult | None = None
         self._values: dict[int, Any] = {}
-        self._starting = self._closed = False
+        self._starting = self._closed = self._is_closed = False
         self._one = allocate_lock()
         self._judging = RLock()  # an object that is unpickled, or a signal handler, may call `wait` again
 
@@ -184,8 +183,8 @@ class GroupStart(ABC):
     def park(self) -> None:
         """Start everything but the workers' program. Their interpreters wait for `start`, or for `close`.
 
-        Until then nothing of the group is in its log folder. Returns before they are there. Raises as `start`, and
-        NotReleasedError if that cannot be: the group is no Python script's, forks its workers, or its logs cannot wait.
+        Until then nothing is in its log folder. Returns before they are there. Raises as `start`; NotReleasedError if
+        that cannot be: the group is no Python script's, forks its workers, or its logs cannot wait.
         """
         self._starting, self._closed = True, False
         try:
@@ -196,25 +195,24 @@ class GroupStart(ABC):
     def _release(self, unnamed: UnnamedLogs) -> None:
         """Let the workers of a parked group begin. Raises NotReleasedError, and the group is closed."""
         supervisor, made = self._supervisor, None
-        assert supervisor is not None
-        assert isinstance(self._logs_specs, DefaultLogsSpecs)
+        assert supervisor is not None and isinstance(self._logs_specs, DefaultLogsSpecs)  # noqa: PT018 - of `_start`
         try:
             with interrupts.deferred() if self._signals else host_signals.postpone(), unnamed:
                 if not supervisor.gone:
                     made = self._logs_specs.reify(self.envs)
                 if made != self.logs:
-                    raise parking.NotReleasedError("the group has ended, or its folder is gone")  # noqa: TRY301 - as what else fails
+                    raise NotReleasedError("the group has ended, or its folder is gone")  # noqa: TRY301 - as others
                 unnamed.name()
                 if self._events is not None:
                     self._events.release()
                 supervisor.release(self._make_pump, self._after)
             self._wait_until_up(supervisor)
+        except host_signals.SignalException:
+            raise
         except Exception as error:
-            if isinstance(error, host_signals.SignalException):
-                raise
             self._logs_specs.unmake(self.logs, made=made is not None)
             supervisor.abort()
-            raise parking.NotReleasedError(str(error)) from error
+            raise NotReleasedError(str(error)) from error
 
     def _start(self, *, parked: bool = False) -> None:
         template_or_default(self.console.template)  # refuses a bad template before anything is made
@@ -247,6 +245,8 @@ class GroupStart(ABC):
             self._logs_specs.folders_can_wait = self._begins_slowly
             unnamed: UnnamedLogs | None = None
             if parked:
+                from phalanx._group import parking
+
                 self.logs, unnamed = parking.foresee(self._logs_specs, self.envs, plan, record=self._record)
                 undo.enter_context(unnamed)
             else:

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 import click
 
 from phalanx._agent import master_port
-from phalanx._agent.standby import Standby
 from phalanx._agent.worker_args import with_local_rank
 from phalanx._agent.worker_env import MASTER_PORT, RESTART_COUNT
 from phalanx._group.arguments import VALUE
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx._agent.master_port import ReservedPort
+    from phalanx._agent.standby import Standby
     from phalanx._events.stream import EventStream
     from phalanx.cli._run_logs import RunLogs
 
@@ -74,6 +74,8 @@ class AttemptGroups:
         self.standby: Standby | None = None
         """The group of the next attempt; None: nothing is made ready, or there would be nothing to gain."""
         if standby and not no_python and not preload and not run_path:
+            from phalanx._agent.standby import Standby
+
             self.standby = Standby(self._make_ahead)
         self._port_ahead: ReservedPort | None = None  # of the standby
         self._warm: Warm | None = None

@@ -128,10 +128,11 @@ class RunPlan:
         options |= {"orphan_grace": config.orphan_grace, "notice": config.notice, "placement": self._placement}
         options |= {"timers": self._timers, "speak": say, "console": self.console}
         options |= {f"duplicate_{stream}_filters": texts for stream, texts in self._filters.items()}
+        stands_by = config.restart != "worker" and not config.no_standby and self.policy.may_follow(0)
         return AttemptGroups(
             config.script, config.args, self._envs(port, variables), self.specs, module=self._module,
             no_python=self._no_python, python=self.python, preload=config.preload, run_path=self._run_path, port=port,
-            standby=config.restart != "worker" and not config.no_standby, options=options,
+            standby=stands_by, options=options,
         )  # fmt: skip
 
     def _envs(self, port: ReservedPort | None, variables: Mapping[str, str]) -> dict[int, dict[str, str]]:
