@@ -140,3 +140,13 @@ def test_no_folder_is_made_and_one_that_cannot_be_is_refused(place: Place) -> No
     assert "Error: --log-dir: " in done.err
     assert "Error: --log-dir: " in real.err
     refused(place.run("--dry-run", "--log-dir", script, script, logs=False), "--log-dir")
+
+
+def test_variables_of_what_a_run_has_beside_its_workers(place: Place) -> None:
+    script = place.write("")
+    place.env |= {"TORCHELASTIC_ENABLE_FILE_TIMER": "1", "TORCHELASTIC_HEALTH_CHECK_PORT": "8099"}
+    lines = [" ".join(line.split()) for line in place.run("--dry-run", script).out.splitlines()]
+    assert "TORCHELASTIC_TIMER_FILE: chosen at the start" in lines
+    assert "TORCHELASTIC_HEALTH_CHECK_PORT=''" in lines
+    place.env["TORCHELASTIC_TIMER_FILE"] = str(place.folder / "timer")
+    assert "TORCHELASTIC_TIMER_FILE: chosen" not in place.run("--dry-run", script).out

@@ -1474,3 +1474,9 @@ def test_a_worker_that_fills_the_whole_table_is_told_of_in_bounded_pieces(monkey
         for seat in range(63):  # those that were told of are cleared: then there are the others
             os.pwrite(fd, NEVER.to_bytes(8, sys.byteorder) * (FIRST + 4), table._head_size + seat * layout.SEAT_SIZE)
         assert not set(due) - {due[-1]} & set(table.look(10)[0])
+
+
+def test_a_hang_timeout_beyond_all_clocks() -> None:
+    """It is the longest that fits; `phalanx run --hang-timeout 1e308` raised OverflowError."""
+    table = TimerTable(1, hang=1e308)
+    table.close()

@@ -129,7 +129,7 @@ class TimerTable:
     """
 
     def __init__(self, seats: int, hang: float | None = None, *, by_rank: bool = False) -> None:
-        span = NEVER if hang is None else min(int(hang * clock.NS), LONGEST)
+        span = NEVER if hang is None else int(min(hang * clock.NS, LONGEST))
         seats = _seats_that_fit(seats)
         if seats < 1:
             raise OSError(errno.EFBIG, f"RLIMIT_FSIZE is too low for a table of timers ({os.strerror(errno.EFBIG)})")

@@ -10,6 +10,8 @@ from contextlib import ExitStack
 
 import click
 
+from phalanx._agent.file_timers import ENABLE_FILE_TIMER_ENV, TIMER_FILE_ENV
+from phalanx._agent.health import PORT_ENV
 from phalanx._agent.worker_env import MASTER_PORT
 from phalanx._base.rank_ranges import name_ranks
 from phalanx._base.tty import printable
@@ -46,7 +48,7 @@ def rehearse(plan: RunPlan) -> dict[int, dict[str, Any]]:
         raise click.ClickException(msg)
     with ExitStack() as until_end:
         port = None if plan.meeting.master_port else until_end.enter_context(reserve_port())
-        groups = plan.groups(port, {})
+        groups = plan.groups(port, {PORT_ENV: ""} if plan.health_address else {})
         until_end.callback(groups.close)
         group = groups.make(0, None)
         try:
@@ -57,6 +59,10 @@ def rehearse(plan: RunPlan) -> dict[int, dict[str, Any]]:
             raise click.UsageError(in_our_words(error, group)) from None
     logs = plan.specs.preview(group.envs)
     later = {_MARK, TIMERS_ENV, *([MASTER_PORT] if port else []), *([STOP_PAGE_ENV] if config.notice else [])}
+    if os.environ.get(ENABLE_FILE_TIMER_ENV) == "1" and not (
+        os.environ.get(TIMER_FILE_ENV) or TIMER_FILE_ENV in config.env
+    ):
+        later.add(TIMER_FILE_ENV)
     ranks = {}
     for rank, (argv, devices, bounds) in previewed.items():
         cpus, nice, limits = bounds or ([], 0, [])

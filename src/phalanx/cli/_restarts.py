@@ -29,6 +29,9 @@ DEFAULT_FORWARDED = [signal.SIGUSR1, signal.SIGUSR2]
 _UNFORWARDED = (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD)  # that no process handles; and what the kernel sends
 
 
+_MOST = 1 << 63  # of what a job file can hold
+
+
 class Budget(NamedTuple):
     """How many restarts there may be; and within how many seconds, None: in all."""
 
@@ -44,7 +47,7 @@ def read_budget(text: str) -> Budget:
     """
     count, slash, within = text.partition("/")
     window = None
-    right = count.strip().isdecimal()
+    right = count.strip().isdecimal() and int(count) < _MOST
     if right and slash:
         with suppress(ValueError):
             window = read_age(within) or None
