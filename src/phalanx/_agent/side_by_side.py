@@ -100,7 +100,7 @@ class SideBySide:
                 self._bell.wait(-1 if left == math.inf else left)
 
     def close(self) -> None:
-        """Release the signals, and wait for the observers, 5 s at most each. `run` is not called again."""
+        """Release the signals. `run` is not called again."""
         if self._owner == os.getpid():
             host_signals.release(self)
             for each in self.attempts:

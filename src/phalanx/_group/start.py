@@ -183,7 +183,7 @@ class GroupStart(ABC):
     def park(self) -> None:
         """Start everything but the workers' program. Their interpreters wait for `start`, or for `close`.
 
-        Until then nothing is in its log folder. Returns before they are there. Raises as `start`; NotReleasedError if
+        Until then nothing is in its log folder. Returns before they are there. Raises as `start`; RuntimeError if
         that cannot be: the group is no Python script's, forks its workers, or its logs cannot wait.
         """
         self._starting, self._closed = True, False
