@@ -192,7 +192,6 @@ def test_an_option_that_was_typed_is_not_the_environments(place: Place) -> None:
     [
         (["--master-port", "x", "SCRIPT"], "'x': expected a whole number, 0 to 65535"),
         (["--keep-runs", "0", "SCRIPT"], "'0': expected a whole number, 1 or more"),
-        (["--keep-runs", str(1 << 63), "SCRIPT"], f"'{1 << 63}': the number is too large"),
         (["--max-restarts", str(1 << 63), "SCRIPT"], "expected a number of restarts"),
         (["--nproc-per-node", "99999999999", "SCRIPT"], "'99999999999': there cannot be so many workers"),
         (["--nproc-per-node", "9" * 5000, "SCRIPT"], "9': there cannot be so many workers"),

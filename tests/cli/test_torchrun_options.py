@@ -259,7 +259,8 @@ def test_a_timer_server_for_the_workers(place: Place) -> None:
         print(os.environ["TORCHELASTIC_TIMER_FILE"], flush=True)
         if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             with expires(after=0.05, scope="the step"):
-                signal.pause()
+                while True:  # the signal that asks for its stack ends a pause
+                    signal.pause()
         """)
     pipe = place.folder / "timers"
     place.env |= {"TORCHELASTIC_ENABLE_FILE_TIMER": "1", "TORCHELASTIC_TIMER_FILE": str(pipe)}

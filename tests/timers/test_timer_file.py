@@ -1191,7 +1191,7 @@ def _mutated(line: bytes, cuts: list[tuple[int, bytes]]) -> bytes:
 
 
 @pytest.mark.once
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_no_bytes_make_the_server_raise_or_strike_an_outsider(
     data: st.DataObject, group: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
