@@ -95,8 +95,8 @@ def once(session: nox.Session) -> None:
     """The tests that need torch, and those that mean the same on each Python."""
     install(session, "test")
     install_torch(session)
-    # As much as three other sessions have to do; it would be the last that runs, alone.
-    run_tests(session, "-n", "3", "-m", "torch or once")
+    # As much as two other sessions have to do and more; it would be the last that runs, alone.
+    run_tests(session, "-n", "2", "-m", "torch or once")
 
 
 def install_torch(session: nox.Session) -> None:

@@ -21,12 +21,11 @@ import pytest
 
 from phalanx._base.background import SerialExecutor
 from phalanx._base.loop import Loop
-from phalanx._engine import keeper_link
+from phalanx._engine import group_events, keeper_link
 from phalanx._logs import display, pump
 from phalanx._logs.pump import Pump
 from phalanx._logs.sink import Sink
 from phalanx._logs.terminal import PlainOutput
-from phalanx._timers import hang_reporter
 from phalanx.multiprocessing import ConsoleSpecs, DefaultLogsSpecs, KeeperLostError, Std, start_processes
 from phalanx.timer import TimerSpecs
 from tests.support import workers
@@ -301,7 +300,7 @@ def hangs(address: str) -> None:
 @pytest.mark.slow
 def test_a_listener_that_does_not_return(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hung rank is killed, and the end of the group waits for the listener no longer than it says."""
-    monkeypatch.setattr(hang_reporter, "FINISH", 0.3)
+    monkeypatch.setattr(group_events, "PATIENCE", 0.3)
     go_on = threading.Event()
 
     def wait(_event: object) -> None:

@@ -50,6 +50,7 @@ class GroupEvents:
         self.stream = stream
         self.attempt = attempt
         self._is_own = is_own
+        self._late: tuple[str, ...] = ()  # who is waited for no longer
         self._worker = worker
         self._starting: dict[str, Any] = {"nprocs": nprocs, "folder": folder}
         self._held: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] | None = None
@@ -115,11 +116,12 @@ class GroupEvents:
     def wait_for_users(self, announce: Callable[[str], None]) -> None:
         """Wait for the user's functions, if the stream is this group's alone. Announce that they take too long."""
         if self._is_own and self.stream.drain(PATIENCE, (self.stream.USERS,)):
+            self._late = (self.stream.USERS,)
             announce(f"on_event has not taken all events for {PATIENCE:g} s after the end")
 
     def close(self, announce: Callable[[str], None]) -> None:
         """Wait for the observers, and end their threads, if the stream is this group's alone. Announce who is late."""
-        late = self.stream.close(PATIENCE) if self._is_own else []
+        late = self.stream.close(PATIENCE, but=self._late) if self._is_own else []
         if late:
             announce(f"not all events were taken in {PATIENCE:g} s by {', '.join(late)}")
 

@@ -130,16 +130,17 @@ class EventStream:
             for lane in self._lanes:
                 lane.end()
 
-    def close(self, seconds: float = PATIENCE) -> list[str]:
-        """Drain it, and end the threads. Returns as `drain`. Idempotent."""
+    def close(self, seconds: float = PATIENCE, *, but: tuple[str, ...] = ()) -> list[str]:
+        """Drain it, and end the threads. Returns as `drain`. Idempotent. ``but``: those that are not waited for."""
         self.begin()
+        names = tuple(lane.name for lane in self._lanes if lane.name not in but)
         try:
-            late = self.drain(seconds)
+            late = self.drain(seconds, names) if names else []
         finally:
             self.end()
         _open.discard(self)
         for lane in self._lanes:
-            if lane.name not in late:
+            if lane.name not in (*late, *but):
                 lane.join()
         return late
 
