@@ -20,7 +20,7 @@ from phalanx._events import agent_kinds, kinds
 from phalanx._runs import prune as pruning
 from phalanx._runs import record_writer, recorder
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, Std, start_processes
-from tests.engine.test_lost_helpers import helpers_of, until
+from tests.engine.test_lost_helpers import helpers_of, lose_both, until
 from tests.logs.test_logs import OneFolder
 from tests.support.helpers import TIMEOUT, pass_gate, tell
 from tests.support.timer_workers import wait_asleep
@@ -145,8 +145,7 @@ def test_its_end_is_recorded_when_it_is_closed(logs: Path, gate: Gate, monkeypat
 @pytest.mark.slow
 def test_one_that_loses_its_keeper_has_failed(logs: Path, gate: Gate) -> None:
     with start_processes("train", work, {0: (gate.address, 0)}, record=True) as group:
-        for pid in helpers_of(group):
-            os.kill(pid, signal.SIGKILL)
+        lose_both(group)
         with pytest.raises(KeeperLostError):
             group.wait(TIMEOUT)
     found = record(logs)

@@ -15,7 +15,7 @@ from phalanx._base.latch import Latch
 from phalanx.agent import LocalElasticAgent, WorkerSpec
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, start_processes
 from phalanx.timer import TimerSpecs
-from tests.engine.test_lost_helpers import helpers_of
+from tests.engine.test_lost_helpers import helpers_of, lose_both
 from tests.support import hang_workers
 from tests.support.helpers import TIMEOUT, pass_gate
 
@@ -142,8 +142,7 @@ def test_a_group_whose_helpers_are_both_lost() -> None:
     heard = Heard()
     with start_processes("g", "sleep", ("600",), nprocs=2, on_event=heard) as group:
         heard.wait("group.running")
-        for pid in helpers_of(group):
-            os.kill(pid, signal.SIGKILL)
+        lose_both(group)
         with pytest.raises(KeeperLostError):
             group.wait(TIMEOUT)
     assert [line for line in heard.lines if not line.startswith("worker.exited")][:5] == [*STARTED, "group.lost"]

@@ -86,7 +86,10 @@ def wait_gone(pids: Iterable[int], timeout: float = TIMEOUT) -> set[int]:
 def tell(address: str, text: str) -> None:
     """Say something to the test that waits at `Ready.address`. For workers that are functions."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-        sock.sendto(text.encode(), address)
+        sock.connect(address)
+        fd = sock.detach()  # a signal may come as soon as that is said: a socket left open by it would be warned of
+    os.write(fd, text.encode())
+    os.close(fd)
 
 
 class Ready:

@@ -126,8 +126,8 @@ def _temporary_files() -> set[str]:
 def _walk(name: str) -> Iterator[str]:
     """A temporary file or folder, and what is in it: at most ten names, with their sizes."""
     root = Path(tempfile.gettempdir())
-    for path in itertools.islice(itertools.chain([root / name], (root / name).rglob("*")), 10):
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # it may be on its way out
+        for path in itertools.islice(itertools.chain([root / name], (root / name).rglob("*")), 10):
             yield f"{path.relative_to(root)} ({path.lstat().st_size} bytes)"
 
 
@@ -192,7 +192,7 @@ class Snapshot:
             *_difference(self.facts, after.facts),
             *(f"os.environ: {line}" for line in _difference(self.environment, after.environment)),
             *(
-                f"temporary file is left: {', '.join(_walk(name))}"
+                f"temporary file is left: {', '.join(_walk(name)) or name}"
                 for name in sorted(after.temporary_files - self.temporary_files)
             ),
         ]

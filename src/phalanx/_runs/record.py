@@ -130,7 +130,7 @@ class Run(Struct, frozen=True, kw_only=True):
         restart: What is started again when a worker fails: "gang", all workers, or "worker", that one.
         attempts: Each start of the workers, the latest last; at most the last 1000. Of those before the latest two,
             only the ranks are kept that neither succeeded nor were stopped. If workers are started again one by one,
-            each attempt has the workers that were started so often, and all are kept, up to 20,000 starts.
+            each attempt has the workers that were started so often, and all are kept, up to 4000 starts.
     """
 
     version: Count = VERSION

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from phalanx._runs.record_writer import State
     from phalanx._runs.recorder import Record
 
-_MOST = 20_000  # entries, of workers and their attempts; beyond, each worker's latest two stay
+_MOST = 4000  # entries, of workers and their attempts; beyond, each worker's latest two stay
 
 
 class WorkersRecorder(Recorder):
