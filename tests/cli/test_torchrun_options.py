@@ -18,6 +18,7 @@ from phalanx.agent import LocalElasticAgent, WorkerSpec
 from phalanx.cli import run as cli
 from phalanx.multiprocessing import DefaultLogsSpecs
 from tests.cli.test_run import refused
+from tests.engine.test_lost_helpers import until
 from tests.support import agent_workers
 
 if TYPE_CHECKING:
@@ -533,6 +534,7 @@ def test_events_of_workers_that_are_restarted_singly(place: Place, ready: Ready)
     (place.folder / "told").unlink()
     with place.start(*options, script, "wait") as launcher:
         ready.wait()
+        until(lambda: (place.folder / "told").exists() and told(0) != [])
         launcher.send(signal.SIGTERM)
         launcher.end()
     assert [one[0] for one in told(None)] == [*begin, "FAILED"]

@@ -117,7 +117,7 @@ def test_a_second_failure_keeps_the_window_open() -> None:
     with start_processes("two", "/bin/sh", scripts, settle=WINDOW) as group:
         result = ended(group)
     if len(result.failures) == 2:  # else the second had no time for its failure, on a machine that is very busy
-        assert span(group) >= WINDOW
+        assert max(span(group, failed=0), span(group, failed=2)) >= WINDOW  # from whichever was the first
 
 
 def test_a_failure_that_left_no_word_where_one_may_be_on_its_way_keeps_the_window_open(

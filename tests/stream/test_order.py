@@ -171,7 +171,8 @@ def test_a_group_that_hangs(logs: Path) -> None:
 
 def test_a_group_that_leaves_something_behind() -> None:
     heard = Heard()
-    with start_processes("g", "/bin/sh", ("-c", "sleep 600 & exit 0"), nprocs=1, on_event=heard) as group:
+    leaves = "sleep 600 & until grep -q ^sleep /proc/$!/cmdline; do :; done; exit 0"
+    with start_processes("g", "/bin/sh", ("-c", leaves), nprocs=1, on_event=heard) as group:
         group.wait()
     (swept,) = [event for event in heard.events if event["name"] == "group.swept"]
     assert (swept["rank"], swept["command"]) == (0, "sleep 600")
