@@ -485,6 +485,7 @@ def client(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
             yield SharedTimerClient(server.address)
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_forks_and_threads_of_a_client_have_timers_of_their_own(client: Any, ready: Ready) -> None:
     worker = SPAWN.Process(target=timer_workers.fork_and_hang, args=(client, ready.address))
