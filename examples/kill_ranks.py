@@ -49,20 +49,35 @@ def checkpoint(folder: Path) -> Path:
     return folder / "checkpoint.pt"
 
 
-def place(pid: int) -> tuple[int, int] | None:
-    """Return attempt and rank of a process that writes to a worker's log, else nothing.
+def logs(folder: Path) -> dict[tuple[int, int], Path]:
+    """Return the files that the workers' output is redirected to, by attempt and rank: attempt_N/RANK/stdout.log."""
+    found = folder.glob("logs/**/attempt_*/*/stdout.log")
+    return {(int(log.parts[-3].partition("_")[2]), int(log.parts[-2])): log for log in found}
 
-    Both launchers redirect a worker's output to attempt_N/RANK/stdout.log. The environment of a process that was forked
-    from a preloaded one is not in /proc/PID/environ.
+
+def places(folder: Path) -> dict[tuple[int, int], tuple[int, int]]:
+    """Return the attempts and ranks that there have been, by device and inode of the file of their output.
+
+    Nothing else tells who a process is under both launchers: the environment of one that was forked from a preloaded
+    one is not in /proc/PID/environ, and a file that had no name yet when it was opened has none in /proc/PID/fd.
     """
+    found = {}
+    for where, log in logs(folder).items():
+        status = log.stat()
+        found[status.st_dev, status.st_ino] = where
+    return found
+
+
+def place(pid: int, known: dict[tuple[int, int], tuple[int, int]]) -> tuple[int, int] | None:
+    """Return attempt and rank of a process that writes to a worker's log, else nothing."""
     try:
-        found = re.search(r"/attempt_(\d+)/(\d+)/stdout\.log$", os.readlink(f"/proc/{pid}/fd/1"))
+        status = os.stat(f"/proc/{pid}/fd/1")
     except OSError:  # it has gone, or it is of another user
         return None
-    return (int(found[1]), int(found[2])) if found else None
+    return known.get((status.st_dev, status.st_ino))
 
 
-def workers(launcher: int) -> dict[tuple[int, int], int]:
+def workers(launcher: int, known: dict[tuple[int, int], tuple[int, int]]) -> dict[tuple[int, int], int]:
     """Return the pids of the workers below a launcher, by attempt and rank."""
     parents = {}
     for entry in filter(str.isdigit, os.listdir("/proc")):
@@ -75,20 +90,20 @@ def workers(launcher: int) -> dict[tuple[int, int], int]:
         above = pid
         while above in parents and above != launcher:
             above = parents[above]
-        where = place(pid) if above == launcher else None
-        if where and place(parent) != where:  # else it is a process that a worker has started
+        where = place(pid, known) if above == launcher else None
+        if where and place(parent, known) != where:  # else it is a process that a worker has started
             found[where] = pid
     return found
 
 
-def kill(pid: int, where: tuple[int, int], name: str) -> bool:
+def kill(pid: int, where: tuple[int, int], name: str, known: dict[tuple[int, int], tuple[int, int]]) -> bool:
     """Send a signal, and tell whether it was sent: not to a process that has got the pid since (pidfd_open(2))."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
         return False
     try:
-        if place(pid) != where:
+        if place(pid, known) != where:
             return False
         signal.pidfd_send_signal(handle, signal.Signals[f"SIG{name}"])
     except ProcessLookupError:
@@ -125,7 +140,8 @@ def disturb(program: subprocess.Popen[bytes], folder: Path, restarts: int, inter
     """Kill a rank of each attempt until there have been so many restarts; stop when the launcher has ended."""
     attempt, signalled = 0, 0.0
     while program.poll() is None:
-        found = workers(program.pid)
+        known = places(folder)
+        found = workers(program.pid, known)
         latest = max((number for number, _ in found), default=-1)
         if latest >= restarts:
             return
@@ -137,7 +153,7 @@ def disturb(program: subprocess.Popen[bytes], folder: Path, restarts: int, inter
         moment = wait(program, Saves(checkpoint(folder)), interval)
         where = CHANCE.choice(sorted(there))
         name = CHANCE.choice(SIGNALS)
-        if kill(there[where], where, name):
+        if kill(there[where], where, name, known):
             print(f"attempt {latest}: SIG{name} to rank {where[1]}, {moment}", flush=True)
         attempt, signalled = latest + 1, time.monotonic()
 
@@ -156,13 +172,11 @@ def wait(program: subprocess.Popen[bytes], saves: Saves, interval: float) -> str
 
 def outcome(folder: Path) -> tuple[int, str, list[int]]:
     """Return the last attempt's number, the hash of the weights of all its ranks, and where attempts went on."""
-    logs: dict[tuple[int, int], str] = {}
-    for log in folder.glob("logs/**/attempt_*/*/stdout.log"):
-        logs[int(log.parts[-3].partition("_")[2]), int(log.parts[-2])] = log.read_text()
-    last = max(number for number, _ in logs)
-    hashes = {"".join(re.findall(r"done, weights (\w+)", logs[last, rank])) for rank in range(RANKS)}
+    texts = {where: log.read_text() for where, log in logs(folder).items()}
+    last = max(number for number, _ in texts)
+    hashes = {"".join(re.findall(r"done, weights (\w+)", texts[last, rank])) for rank in range(RANKS)}
     assert len(hashes) == 1, f"the ranks ended with different weights: {hashes}"
-    resumed = [re.search(r"goes on at step (\d+)", text) for (_, rank), text in sorted(logs.items()) if rank == 0]
+    resumed = [re.search(r"goes on at step (\d+)", text) for (_, rank), text in sorted(texts.items()) if rank == 0]
     return last, hashes.pop(), [int(found[1]) for found in resumed if found]
 
 
