@@ -23,7 +23,6 @@ import time
 from pathlib import Path
 
 SCRIPT = Path(__file__).with_name("digits_ddp.py")
-RANKS = 4
 CHANCE = random.Random()  # noqa: S311 - no secret
 SIGNALS = ("KILL", "TERM", "INT", "HUP", "QUIT", "SEGV", "ABRT", "BUS", "FPE", "ILL")
 MOST = (
@@ -35,13 +34,14 @@ LOOK = 0.005  # seconds from one look at the processes to the next
 PATIENCE = 60.0  # seconds until a signal is sent again: a program may survive some of them
 
 
-def command(launcher: str, folder: Path, steps: int, restarts: int, preload: str) -> list[str]:
+def command(options: argparse.Namespace, folder: Path, steps: int, restarts: int) -> list[str]:
     """Return the command line of a launcher. What both of them call the same is written once."""
-    ours = ["phalanx", "run", *(["--preload", preload] if preload else [])]
-    start = ours if launcher == "phalanx" else ["torch.distributed.run", "--standalone"]
-    options = ["--nproc-per-node", RANKS, "--max-restarts", restarts, "--redirects", 3, "--log-dir", folder / "logs"]
+    ours = ["phalanx", "run", *(["--preload", options.preload] if options.preload else [])]
+    start = ours if options.launcher == "phalanx" else ["torch.distributed.run", "--standalone"]
+    group = ["--nproc-per-node", options.ranks, "--max-restarts", restarts]
+    output = ["--redirects", 3, "--log-dir", folder / "logs"]
     script = [SCRIPT, "--steps", steps, "--checkpoint", checkpoint(folder)]
-    return [sys.executable, "-m", *map(str, (*start, *options, *script))]
+    return [sys.executable, "-m", *map(str, (*start, *group, *output, *script))]
 
 
 def checkpoint(folder: Path) -> Path:
@@ -136,7 +136,7 @@ class Saves:
         return self.count
 
 
-def disturb(program: subprocess.Popen[bytes], folder: Path, restarts: int, interval: float) -> None:
+def disturb(program: subprocess.Popen[bytes], folder: Path, restarts: int, ranks: int, interval: float) -> None:
     """Kill a rank of each attempt until there have been so many restarts; stop when the launcher has ended."""
     attempt, signalled = 0, 0.0
     while program.poll() is None:
@@ -147,7 +147,7 @@ def disturb(program: subprocess.Popen[bytes], folder: Path, restarts: int, inter
             return
         there = {where: pid for where, pid in found.items() if where[0] == latest}
         fresh = latest >= attempt
-        if len(there) < RANKS or not (fresh or time.monotonic() > signalled + PATIENCE):
+        if len(there) < ranks or not (fresh or time.monotonic() > signalled + PATIENCE):
             time.sleep(LOOK)
             continue
         moment = wait(program, Saves(checkpoint(folder)), interval)
@@ -170,34 +170,36 @@ def wait(program: subprocess.Popen[bytes], saves: Saves, interval: float) -> str
     return f"{saves.count} checkpoints on"
 
 
-def outcome(folder: Path) -> tuple[int, str, list[int]]:
+def outcome(folder: Path, ranks: int) -> tuple[int, str, list[int]]:
     """Return the last attempt's number, the hash of the weights of all its ranks, and where attempts went on."""
     texts = {where: log.read_text() for where, log in logs(folder).items()}
     last = max(number for number, _ in texts)
-    hashes = {"".join(re.findall(r"done, weights (\w+)", texts[last, rank])) for rank in range(RANKS)}
+    hashes = {"".join(re.findall(r"done, weights (\w+)", texts[last, rank])) for rank in range(ranks)}
     assert len(hashes) == 1, f"the ranks ended with different weights: {hashes}"
     resumed = [re.search(r"goes on at step (\d+)", text) for (_, rank), text in sorted(texts.items()) if rank == 0]
     return last, hashes.pop(), [int(found[1]) for found in resumed if found]
 
 
-def train(launcher: str, folder: Path, restarts: int, steps: int, options: argparse.Namespace) -> str:
+def train(options: argparse.Namespace, folder: Path, steps: int, restarts: int) -> str:
     """Train under a launcher, with so many restarts; return the hash of the weights."""
     folder.mkdir()
     began = time.monotonic()
     # torch 2.13's torchrun keeps one store for all attempts, in which gloo then finds the addresses of ranks that are
     # dead ("Gloo connectFullMesh failed"); with this, rank 0 of each attempt has a store of its own.
     env = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    with subprocess.Popen(command(launcher, folder, steps, restarts, options.preload), env=env) as program:
+    with subprocess.Popen(command(options, folder, steps, restarts), env=env) as program:
         try:
-            disturb(program, folder, restarts, options.interval)
+            disturb(program, folder, restarts, options.ranks, options.interval)
             program.wait()
         finally:
             program.terminate()  # where we were interrupted: it stops its workers
     if program.returncode:
         sys.exit(f"the launcher ended with {program.returncode}")
-    seen, weights, resumed = outcome(folder)
+    seen, weights, resumed = outcome(folder, options.ranks)
     took = time.monotonic() - began
-    print(f"{launcher}: {seen} restarts in {took:.1f} s", *(["that went on at steps", resumed] if resumed else []))
+    print(
+        f"{options.launcher}: {seen} restarts in {took:.1f} s", *(["that went on at steps", resumed] if resumed else [])
+    )
     print(f"weights {weights}", flush=True)
     if seen < restarts:
         sys.exit(f"the training ended after {seen} restarts: it needs more --steps")
@@ -208,6 +210,7 @@ def main() -> None:
     """Train twice and compare."""
     parser = argparse.ArgumentParser(description="Kill ranks of a training that is restarted; compare its weights.")
     parser.add_argument("--launcher", choices=("phalanx", "torchrun"), default="phalanx")
+    parser.add_argument("--ranks", type=int, default=4, help="default: 4")
     parser.add_argument("--restarts", type=int, default=20)
     parser.add_argument("--steps", type=int, help=f"default: {STEPS} for each restart")
     parser.add_argument("--interval", type=float, default=0.3, help="most seconds until a kill (default: 0.3)")
@@ -219,8 +222,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # some of these signals would leave core files
     steps = options.steps or STEPS * options.restarts
     with tempfile.TemporaryDirectory() as folder:
-        undisturbed = train(options.launcher, Path(folder, "undisturbed"), 0, steps, options)
-        disturbed = train(options.launcher, Path(folder, "disturbed"), options.restarts, steps, options)
+        undisturbed = train(options, Path(folder, "undisturbed"), steps, 0)
+        disturbed = train(options, Path(folder, "disturbed"), steps, options.restarts)
     if disturbed != undisturbed:
         sys.exit("the weights differ")
     print(f"the same weights after {options.restarts} restarts", flush=True)

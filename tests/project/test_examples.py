@@ -109,7 +109,7 @@ def test_digits_ddp_runs_under_torchrun(tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 def test_digits_ddp_ends_with_the_same_weights_though_ranks_are_killed() -> None:
     # By this seed, each of the two ranks is killed when the attempt has saved a checkpoint.
-    (output,) = finish(start(EXAMPLES / "kill_ranks.py", "--restarts", 2, "--seed", 34), limit=300.0)
+    (output,) = finish(start(EXAMPLES / "kill_ranks.py", "--ranks", 2, "--restarts", 2, "--seed", 88), limit=300.0)
     assert "the same weights after 2 restarts" in output
     assert len(re.findall(r"^attempt \d: SIG\w+ to rank \d", output, re.MULTILINE)) >= 2
     assert "that went on at steps" in output

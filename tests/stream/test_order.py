@@ -171,7 +171,7 @@ def test_a_group_that_hangs(logs: Path) -> None:
 
 def test_a_group_that_leaves_something_behind() -> None:
     heard = Heard()
-    leaves = "sleep 600 & until grep -q ^sleep /proc/$!/cmdline; do :; done; exit 0"
+    leaves = "sleep 600 & until grep -aq ^sleep /proc/$!/cmdline; do :; done; exit 0"
     with start_processes("g", "/bin/sh", ("-c", leaves), nprocs=1, on_event=heard) as group:
         group.wait()
     (swept,) = [event for event in heard.events if event["name"] == "group.swept"]
