@@ -25,9 +25,8 @@ from pathlib import Path
 SCRIPT = Path(__file__).with_name("digits_ddp.py")
 CHANCE = random.Random()  # noqa: S311 - no secret
 SIGNALS = ("KILL", "TERM", "INT", "HUP", "QUIT", "SEGV", "ABRT", "BUS", "FPE", "ILL")
-MOST = (
-    8  # checkpoints that an attempt may reach: it is killed then, so that no machine is too fast for all the restarts
-)
+# Checkpoints that an attempt may reach: it is killed then, so that no machine is too fast for all the restarts.
+MOST = 8
 EARLY = 0.25  # of the kills come while the ranks start
 STEPS = 60  # per restart: more than that many checkpoints, of five steps each
 LOOK = 0.005  # seconds from one look at the processes to the next
@@ -197,9 +196,8 @@ def train(options: argparse.Namespace, folder: Path, steps: int, restarts: int) 
         sys.exit(f"the launcher ended with {program.returncode}")
     seen, weights, resumed = outcome(folder, options.ranks)
     took = time.monotonic() - began
-    print(
-        f"{options.launcher}: {seen} restarts in {took:.1f} s", *(["that went on at steps", resumed] if resumed else [])
-    )
+    went_on = ["that went on at steps", resumed] if resumed else []
+    print(f"{options.launcher}: {seen} restarts in {took:.1f} s", *went_on)
     print(f"weights {weights}", flush=True)
     if seen < restarts:
         sys.exit(f"the training ended after {seen} restarts: it needs more --steps")

@@ -308,7 +308,7 @@ def parked(tmp_path: Path, ready: Ready, code: int = 0, **options: Any) -> tuple
     groups = []
     for attempt in range(2):
         envs = {rank: {"TORCHELASTIC_RESTART_COUNT": str(attempt)} for rank in range(WORKERS)}
-        args = dict.fromkeys(envs, (str(attempt and code),))  # of the first, each has its say
+        args = dict.fromkeys(envs, (str(code if attempt else 0),))  # the first says all that it has to say
         groups.append(ScriptContext("parked", str(script), args, envs, specs, **options))
     first, second = groups
     with first:

@@ -9,8 +9,7 @@ the start methods; ``# not:`` pairs and methods that do not go together; ``# arg
 line; ``# why:`` the reason for what is left out.
 
 Importing torch takes a process two seconds, and under "spawn" each worker does it. So the tutorial runs under
-everything but one ("spawn" with the pair that is not its main one), and the others with their main pair under `QUICK`,
-where no process imports it anew. With ``PROGRAMS=all``
+everything, and the others with their main pair under `QUICK`, where no process imports it anew. With ``PROGRAMS=all``
 in the environment all run under everything, in some minutes; the table of docs/compatibility.md is of that. Programs
 run in the order of the tests, some at a time, in a process of their own (``program_runs.py``). It has imported torch
 before it forks to become one of torch's launchers; their workers are started as torch does it.
@@ -52,11 +51,6 @@ def head(program: str) -> dict[str, list[str]]:
     return found
 
 
-def is_chosen(program: str, main: bool, method: str) -> bool:
-    """Whether a program runs with a pair, its main one or not, under a method, where not all are asked for."""
-    return (main or method != "spawn") if program == "tutorial" else (main and method == QUICK)
-
-
 def cases() -> list[tuple[str, str, str]]:
     """Every program, face of Phalanx and method that is run."""
     heads = {path.stem: head(path.stem) for path in sorted(PROGRAMS.glob("*.py"))}
@@ -67,7 +61,7 @@ def cases() -> list[tuple[str, str, str]]:
         for face in about["faces"]
         for method in about["methods"]
         if f"{face}-{method}" not in about.get("not", ())
-        and (ALL or is_chosen(program, face == about["faces"][0], method))
+        and (ALL or program == "tutorial" or (face == about["faces"][0] and method == QUICK))
     ]
 
 

@@ -107,11 +107,22 @@ def test_digits_ddp_runs_under_torchrun(tmp_path: Path) -> None:
 @pytest.mark.torch
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_digits_ddp_ends_with_the_same_weights_though_ranks_are_killed() -> None:
-    # By this seed, each of the two ranks is killed when the attempt has saved a checkpoint.
-    (output,) = finish(start(EXAMPLES / "kill_ranks.py", "--ranks", 2, "--restarts", 2, "--seed", 88), limit=300.0)
-    assert "the same weights after 2 restarts" in output
-    assert len(re.findall(r"^attempt \d: SIG\w+ to rank \d", output, re.MULTILINE)) >= 2
+@pytest.mark.parametrize(
+    "ranks, restarts, options",
+    [
+        pytest.param(4, 5, ("--preload", "torch,torch._dynamo,sklearn.datasets"), id="preload"),
+        pytest.param(2, 2, (), id="standby"),
+    ],
+)
+def test_digits_ddp_ends_with_the_same_weights_though_ranks_are_killed(
+    ranks: int, restarts: int, options: tuple[str, ...]
+) -> None:
+    # By this seed, the first two kills come once the attempt has saved a checkpoint.
+    words = ("--ranks", ranks, "--restarts", restarts, "--seed", 88, *options)
+    (output,) = finish(start(EXAMPLES / "kill_ranks.py", *words), limit=300.0)
+    assert f"the same weights after {restarts} restarts" in output
+    assert len(re.findall(r"^attempt \d: SIG\w+ to rank \d", output, re.MULTILINE)) >= restarts
+    assert len(re.findall(r"^attempt [01]: .* [1-9]\d* checkpoints on$", output, re.MULTILINE)) >= 2
     assert "that went on at steps" in output
 
 

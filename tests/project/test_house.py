@@ -76,8 +76,13 @@ FLOORS = [module for module in MODULES if module.relative_to(SOURCE / "phalanx")
 
 
 def name_of(path: Path) -> str:
-    """Where a file stands, for the test's name."""
+    """Where a file stands, as messages name it."""
     return str(path.relative_to(ROOT))
+
+
+def layer_of(path: Path) -> str:
+    """The package of a module of `FLOORS`."""
+    return path.relative_to(SOURCE / "phalanx").parts[0]
 
 
 class Facts(NamedTuple):
@@ -150,14 +155,15 @@ def at_import(node: ast.AST) -> Iterator[ast.AST]:
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("path", FLOORS, ids=name_of)
-def test_imports_point_down_only(path: Path) -> None:
-    floor = LAYERS.index(path.relative_to(SOURCE / "phalanx").parts[0])
-    allowed = LAYERS[: floor + 1]
-    for name in facts(path).imported:
-        top, _, rest = name.partition(".")
-        if top == "phalanx" and rest != "__version__":
-            assert rest.split(".")[0] in allowed, f"{name_of(path)} imports {name}: from here only {allowed} is below"
+def test_imports_point_down_only() -> None:
+    wrong = []
+    for path in FLOORS:
+        allowed = LAYERS[: LAYERS.index(layer_of(path)) + 1]
+        for name in facts(path).imported:
+            top, _, rest = name.partition(".")
+            if top == "phalanx" and rest != "__version__" and rest.split(".")[0] not in allowed:
+                wrong.append(f"{name_of(path)} imports {name}: from here only {allowed} is below")
+    assert not wrong
 
 
 @pytest.mark.once
@@ -183,83 +189,84 @@ def test_no_modules_import_each_other() -> None:
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_a_module_is_short(path: Path) -> None:
-    lines = path.read_text(encoding="utf-8").count("\n")
-    assert lines <= MOST_LINES
+def test_a_module_is_short() -> None:
+    lines = {name_of(path): path.read_text(encoding="utf-8").count("\n") for path in MODULES}
+    assert not {name: count for name, count in lines.items() if count > MOST_LINES}
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("path", [path for path in MODULES if path.parent.name != "phalanx"], ids=name_of)
-def test_names_with_an_underscore_stay_where_they_are(path: Path) -> None:
+def test_names_with_an_underscore_stay_where_they_are() -> None:
     """No file of a wing has one; a face's module that has one is for that face; a module's name, for that module."""
-    layer = path.relative_to(SOURCE / "phalanx").parts[0]
-    assert layer in FACES or not path.name.startswith("_") or path.name == "__init__.py"
-    for name in facts(path).imported:
-        top, _, rest = name.partition(".")
-        parts = rest.split(".")
-        if top == "phalanx" and len(parts) > 1:
+    wrong = []
+    for path in FLOORS:
+        layer = layer_of(path)
+        if layer not in FACES and path.name.startswith("_") and path.name != "__init__.py":
+            wrong.append(name_of(path))
+        for name in facts(path).imported:
+            top, _, rest = name.partition(".")
+            parts = rest.split(".")
             private = [part for part in parts[1:] if part.startswith("_")]
             allowed = parts[1:2] if parts[0] == layer and layer in FACES else []
-            assert private in ([], allowed), f"{name_of(path)} imports {name}"
+            if top == "phalanx" and private not in ([], allowed):
+                wrong.append(f"{name_of(path)} imports {name}")
+    assert not wrong
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_nothing_of_others_is_imported_before_it_is_needed(path: Path) -> None:
-    own = {"phalanx", *sys.stdlib_module_names}
-    if path.is_relative_to(SOURCE / "phalanx" / "cli"):
-        own |= {"click"}  # the command line's own library; nothing below it may load it
-    own |= KEPT_APART.get(name_of(path), set())
-    assert {name.split(".")[0] for name in facts(path).imported_at_once} <= own
+def test_nothing_of_others_is_imported_before_it_is_needed() -> None:
+    wrong = {}
+    for path in MODULES:
+        own = {"phalanx", *sys.stdlib_module_names} | KEPT_APART.get(name_of(path), set())
+        if path.is_relative_to(SOURCE / "phalanx" / "cli"):
+            own |= {"click"}  # the command line's own library; nothing below it may load it
+        if others := {name.split(".")[0] for name in facts(path).imported_at_once} - own:
+            wrong[name_of(path)] = others
+    assert not wrong
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_what_loads_others_is_itself_loaded_when_needed(path: Path) -> None:
+def test_what_loads_others_is_itself_loaded_when_needed() -> None:
     """Nobody but those that are kept apart, too, imports one of them on the way."""
-    if name_of(path) in KEPT_APART:
-        return
-    apart = {name.removeprefix("src/").removesuffix(".py").replace("/", ".") for name in KEPT_APART}
-    names = facts(path).imported_at_once
-    assert not {name for name in names if any(f"{name}.".startswith(f"{module}.") for module in apart)}
+    apart = tuple(f"{module_name(ROOT / name)}." for name in KEPT_APART)
+    names = [(name_of(path), name) for path in MODULES for name in facts(path).imported_at_once]
+    assert not {(path, name) for path, name in names if path not in KEPT_APART and f"{name}.".startswith(apart)}
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_a_library_of_others_is_used_in_its_one_place(path: Path) -> None:
-    names = {name.split(".")[0] for name in facts(path).imported}
-    for library, place in ONE_PLACE.items():
-        assert library not in names or name_of(path) == place, f"{library} is for {place}"
+def test_a_library_of_others_is_used_in_its_one_place() -> None:
+    names = [(name_of(path), name.split(".")[0]) for path in MODULES for name in facts(path).imported]
+    assert {(path, name) for path, name in names if name in ONE_PLACE} == {
+        (place, library) for library, place in ONE_PLACE.items()
+    }
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_nobody_sleeps(path: Path) -> None:
-    assert "time.sleep" not in facts(path).imported
-    assert "time.sleep" not in facts(path).called
+def test_nobody_sleeps() -> None:
+    assert not [name_of(path) for path in MODULES if "time.sleep" in facts(path).called.union(facts(path).imported)]
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_a_module_says_what_it_is(path: Path) -> None:
-    assert facts(path).documented, f"{name_of(path)} has no docstring"
+def test_a_module_says_what_it_is() -> None:
+    assert not [name_of(path) for path in MODULES if not facts(path).documented]
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
-def test_every_ignored_finding_carries_a_code_and_a_reason(path: Path) -> None:
+def test_every_ignored_finding_carries_a_code_and_a_reason() -> None:
     """Written so: `# noqa: S102 - the script is the user's` or `# type: ignore[attr]  # absent before 3.13`."""
     reasoned = re.compile(
         r"# (ruff: |flake8: )?noqa: [A-Z]+[0-9]+(, ?[A-Z]+[0-9]+)*\W+\w.{7,}|# type: ignore\[[\w, -]+\]\W+\w.{7,}"
     )
     ignored = re.compile(r"#.*(\bnoqa\b|type: *ignore)")
-    text = path.read_text(encoding="utf-8")
-    if not ignored.search(text):
-        return
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT and ignored.search(token.string):
-            assert reasoned.search(token.string), f"{name_of(path)}:{token.start[0]}: no reason: {token.string}"
+    wrong = []
+    for path in SCRIPTS:
+        text = path.read_text(encoding="utf-8")
+        if not ignored.search(text):
+            continue
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        comments = [(each.start[0], each.string) for each in tokens if each.type == tokenize.COMMENT]
+        unreasoned = [each for each in comments if ignored.search(each[1]) and not reasoned.search(each[1])]
+        wrong += [f"{name_of(path)}:{line}: {comment}" for line, comment in unreasoned]
+    assert not wrong
 
 
 @pytest.mark.once
