@@ -31,6 +31,7 @@ SCRIPTS = sorted(
 WINGS = (
     *(
         "_base",
+        "_store",
         "_events",
         "_evidence",
         "_logs",
@@ -43,6 +44,7 @@ WINGS = (
         "_group",
     ),
     "_agent",
+    "_rendezvous",
 )
 """The packages that hold one subject each, from the ground up."""
 

@@ -1,0 +1,164 @@
+"""What a store of shared keys does, and what it tells: the part of etcd's API (version 3) that agents need.
+
+A key has a value (bytes), and the store's revision at which it was made (``created``) and last written (``modified``).
+Every transaction that writes makes a new revision, greater than all before it: revisions order what happens in a job,
+for the clocks of its machines are never compared. See https://etcd.io/docs/v3.5/learning/api/.
+
+`Store` is the interface; `phalanx._store.etcd` and `phalanx._store.hub` are the stores.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+OWN, JOB = "own", "job"
+"""Leases: a key of ``OWN`` goes with the agent that wrote it, one of ``JOB`` with the last agent of the job."""
+
+
+class Entry(NamedTuple):
+    """A key that is there."""
+
+    key: str
+    value: bytes
+    created: int
+    modified: int
+
+
+class Absent(NamedTuple):
+    """The condition that a key is not there."""
+
+    key: str
+
+
+class Unchanged(NamedTuple):
+    """The condition that a key was last written at the revision ``modified``."""
+
+    key: str
+    modified: int
+
+
+class Created(NamedTuple):
+    """The condition that a key was made at the revision ``created``: it has not been deleted and made again."""
+
+    key: str
+    created: int
+
+
+class Put(NamedTuple):
+    """Write a key. ``lease``: with whom it goes, `OWN` or `JOB`."""
+
+    key: str
+    value: bytes
+    lease: str
+
+
+class Delete(NamedTuple):
+    """Delete a key, if it is there."""
+
+    key: str
+
+
+class Transaction(NamedTuple):
+    """Writes that are made together, if all conditions hold; else none is."""
+
+    conditions: tuple[Absent | Unchanged | Created, ...]
+    writes: tuple[Put | Delete, ...]
+
+
+class Snapshot(NamedTuple):
+    """All keys below a prefix at a revision: the first answer to a watch, and another one after a gap in it."""
+
+    prefix: str
+    revision: int
+    entries: tuple[Entry, ...]
+
+
+class Changed(NamedTuple):
+    """What one revision has written below a watched prefix. Nothing is told twice, or out of order."""
+
+    prefix: str
+    revision: int
+    written: tuple[Entry, ...]
+    deleted: tuple[str, ...]
+
+
+class Done(NamedTuple):
+    """The end of a transaction. ``made``: whether its conditions held; None: not known, the store was lost."""
+
+    ticket: int
+    made: bool | None
+    revision: int
+
+
+class Fetched(NamedTuple):
+    """The answer to a fetch. ``entries``: None: the store could not be asked."""
+
+    ticket: int
+    entries: tuple[Entry, ...] | None
+
+
+class Away(NamedTuple):
+    """The store does not answer. It is tried again, until `Back`. ``why``: one line."""
+
+    why: str
+
+
+class Back(NamedTuple):
+    """The store answers again; or for the first time. The watches go on by themselves."""
+
+
+class LeaseLost(NamedTuple):
+    """The lease of this agent has expired: its keys of `OWN` are gone. There is a new one: they can be put again."""
+
+
+class Refused(NamedTuple):
+    """The store will not have this agent: a certificate, a password or the job's secret is wrong. Nothing follows."""
+
+    why: str
+
+
+StoreEvent = Snapshot | Changed | Done | Fetched | Away | Back | LeaseLost | Refused
+
+
+class Store(ABC):
+    """A connection to a store. Its methods do not wait, and may be called by any thread, `close` alone excepted."""
+
+    @abstractmethod
+    def open(self, deliver: Callable[[StoreEvent], None]) -> None:
+        """Begin to connect. Called once, before all else.
+
+        ``deliver`` is called with what happens, by a thread of the store's, one call at a time. It must not wait.
+
+        Raises ValueError or OSError for what is wrong before anything is connected to: a file that cannot be read.
+        """
+
+    @abstractmethod
+    def watch(self, prefix: str) -> None:
+        """Have the keys below a prefix told: a `Snapshot`, and each `Changed` from then on, whatever interrupts."""
+
+    @abstractmethod
+    def unwatch(self, prefix: str) -> None:
+        """End a watch. What is on its way may still be told."""
+
+    @abstractmethod
+    def submit(self, ticket: int, transaction: Transaction) -> None:
+        """Have a transaction made; `Done` tells the end, once for each ``ticket``, within seconds.
+
+        While the store is away, that is soon, with ``made`` None. A transaction is never made twice.
+        """
+
+    @abstractmethod
+    def fetch(self, ticket: int, prefix: str) -> None:
+        """Have the keys below a prefix read once; `Fetched` tells them, or that they could not be read."""
+
+    @abstractmethod
+    def close(self, seconds: float, *, ends_job: bool = False) -> None:
+        """Give the lease back, so that the keys of `OWN` go at once, and end. Waits at most ``seconds``. Idempotent.
+
+        ``ends_job``: the lease `JOB` and the keys that go with it, too.
+        """
