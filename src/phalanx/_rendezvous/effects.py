@@ -1,0 +1,78 @@
+"""What a node of a job asks of whoever carries it out: of its store, of its workers, of the user's console."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from phalanx._rendezvous.records import Job, Stop
+    from phalanx._store.store import Entry, Transaction
+
+
+class Watch(NamedTuple):
+    """Watch the keys below a prefix."""
+
+    prefix: str
+
+
+class Unwatch(NamedTuple):
+    """Watch them no more."""
+
+    prefix: str
+
+
+class Submit(NamedTuple):
+    """Have a transaction made."""
+
+    ticket: int
+    transaction: Transaction
+
+
+class Fetch(NamedTuple):
+    """Read the keys below a prefix."""
+
+    ticket: int
+    prefix: str
+
+
+class Start(NamedTuple):
+    """Start the workers of the job's generation, as the node of that group rank."""
+
+    job: Job
+    rank: int
+
+
+class End(NamedTuple):
+    """End the workers. ``stop``: why; None: the job has gone on without this node."""
+
+    stop: Stop | None
+
+
+class Heard(NamedTuple):
+    """Something is to be said: why a generation ends, or what the leader has decided."""
+
+    what: Stop | Job
+
+
+class Finish(NamedTuple):
+    """The node has left.
+
+    Attributes:
+        state: "succeeded", "failed" or "stopped": how the job ended. "left": it goes on without this node. "refused":
+            it did not take this node. "timeout": nothing was decided in time. "unreachable": the store was not there.
+            "damaged": what the store holds cannot be.
+        why: In one line, where there is something to be said.
+        job: The job as it was last; None: there was none.
+        evidence: What the workers of the last generation have left, if it has failed.
+        ends_job: Whether nobody else is left.
+    """
+
+    state: str
+    why: str = ""
+    job: Job | None = None
+    evidence: tuple[Entry, ...] = ()
+    ends_job: bool = False
+
+
+Effect = Watch | Unwatch | Submit | Fetch | Start | End | Heard | Finish

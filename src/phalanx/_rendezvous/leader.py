@@ -1,0 +1,74 @@
+"""The leader of a job: makes the decisions of `membership` transactions of the store. Pure.
+
+The agent whose id ``job/leader`` holds leads, for as long as that key is there: it goes with the agent's lease. Each
+transaction has the condition that it is the same key still, and that the job is as the decision has found it: a leader
+that was stopped or cut off, and does not know that another one leads, changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+
+from phalanx._rendezvous import membership, records
+from phalanx._rendezvous.membership import Notes
+from phalanx._rendezvous.records import Job, Refusal
+from phalanx._store.store import JOB, Absent, Created, Delete, Put, Transaction, Unchanged
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from phalanx._rendezvous.membership import Rules
+    from phalanx._rendezvous.records import Node, Stop
+    from phalanx._rendezvous.store_view import StoreView
+
+
+class Leader:
+    """What a leader has noted, and decides.
+
+    Args:
+        me: Its own entry: a job that is not there yet is made with its numbers of nodes.
+        rules: What the job holds to.
+        chance: Returns a random number, 0 to 1.
+
+    Attributes:
+        decided: The revision that its last decision has made; nothing is decided before that is told.
+    """
+
+    def __init__(self, me: Node, rules: Rules, chance: Callable[[], float]) -> None:
+        self._nodes = me.min_nodes, me.max_nodes
+        self._rules = rules
+        self._chance = chance
+        self._notes: Notes | None = None
+        self.decided = 0
+
+    def decide(self, view: StoreView, now: float) -> tuple[Transaction | None, float]:
+        """Return what is to be written now, and when to ask again. None: nothing. Raises DamagedError."""
+        if not view.told(records.NODES) or self.decided > view.told(records.JOB):
+            return None, math.inf
+        mine = Created(records.LEADER, view.leader()[1])
+        job, modified = view.job()
+        if job is None:
+            first = _put(records.STATE, Job(0, "forming", *self._nodes))
+            return Transaction((mine, Absent(records.STATE)), (first,)), math.inf
+        if self._notes is None:
+            self._notes = Notes(job, now)
+        stop = view.stop(job.generation)
+        made = membership.decide(job, stop, view.nodes, self._notes, now, self._rules, self._chance())
+        conditions: list[Absent | Created | Unchanged] = [mine, Unchanged(records.STATE, modified)]
+        writes: list[Put | Delete] = [
+            _put(f"{records.REFUSED}{node}", Refusal(why)) for node, why in made.refused if not view.refusal(node)
+        ]
+        if made.job is not None:
+            writes.append(_put(records.STATE, made.job))
+            old = f"{records.STOP}{job.generation - 1}"  # a node that has not seen it sees a later generation
+            writes += [Delete(old)] if view.entry(old) else []
+        if made.stop is not None:
+            key = f"{records.STOP}{job.generation}"
+            conditions.append(Absent(key))
+            writes.append(_put(key, made.stop))
+        return Transaction(tuple(conditions), tuple(writes)) if writes else None, made.wake
+
+
+def _put(key: str, record: Job | Stop | Refusal) -> Put:
+    return Put(key, records.write(record), JOB)

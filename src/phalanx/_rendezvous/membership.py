@@ -1,0 +1,358 @@
+"""Who takes part in a generation of a job, and what follows when one ends. Pure: the leader decides, and `node` acts.
+
+`decide` is given what the store holds, and returns what is to be written, if anything is. It holds:
+
+- a node takes part only while its entry is there and says that it is ready;
+- while a generation runs, the first `Stop` that is written ends it, whoever writes it; the next one is formed when each
+  node of it has ended its workers, has gone, or has had `Rules.end_timeout` for it;
+- nodes that stay keep their ranks where that leaves no gap; the ranks of those that are gone go to whoever is ready;
+- what follows a failure is the restart policy's, once for the whole job; a node that is lost, or goes, or comes, costs
+  no restart while the minimum is there.
+
+Moments are of the leader's monotonic clock. What was noted by another leader is not known: waits begin anew.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from phalanx._agent import restart_policy
+from phalanx._agent.attempt_end import AttemptEnd
+from phalanx._base.clock import format_duration
+from phalanx._rendezvous.records import MOST_ENDS, VERSION, End, Job, Stop, Verdict, one_line, replace
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from phalanx._agent.restart_policy import RestartPolicy
+    from phalanx._rendezvous.records import Node
+
+
+PATIENCE = 30.0
+"""Seconds after which a node is refused whose rank another one has."""
+
+
+class Rules(NamedTuple):
+    """What a job is to hold to.
+
+    Attributes:
+        policy: When a failure is followed by another generation.
+        join_timeout: Seconds that a generation may be waited for while there are too few nodes.
+        last_call: Seconds after the minimum is there in which more nodes may come, before the first generation.
+        rejoin_delay: Seconds between the coming of a node and the end of the generation that runs without it.
+        end_timeout: Seconds after which a node that has not ended its workers is not waited for.
+        exclude_after: After so many root causes in a row a node is left out; 0: never.
+    """
+
+    policy: RestartPolicy
+    join_timeout: float = 600.0
+    last_call: float = 30.0
+    rejoin_delay: float = 30.0
+    end_timeout: float = 90.0
+    exclude_after: int = 0
+
+
+class Seen(NamedTuple):
+    """A node as the store has it: its entry, and the revision at which that was made."""
+
+    node: Node
+    created: int
+
+
+class Notes:
+    """When a leader saw what, by its own clock: of one generation, but for the restarts."""
+
+    def __init__(self, job: Job, now: float) -> None:
+        self.restarts = [now - age for age in job.restarts]
+        """When restarts were decided that count."""
+        self.twice: float | None = None
+        """Since when two nodes have the same rank: one may be the other one's successor, and that one's lease run."""
+        self.turn(job, now)
+
+    def turn(self, job: Job, now: float) -> None:
+        """Note that the job is in another phase."""
+        self.of = job.generation, job.phase
+        self.since = now
+        self.enough: float | None = None  # since when the minimum is there
+        self.more: float | None = None  # since when nodes wait that could take part
+        self.ending: float | None = None  # since when a `Stop` is there
+
+
+class Decision(NamedTuple):
+    """What is to be written.
+
+    Attributes:
+        job: What follows; None: it stays.
+        stop: Why the generation that runs ends; None: it does not.
+        refused: Why which nodes are not taken.
+        wake: When to decide again, though nothing has changed; inf: never.
+    """
+
+    job: Job | None = None
+    stop: Stop | None = None
+    refused: tuple[tuple[str, str], ...] = ()
+    wake: float = math.inf
+
+
+def decide(
+    job: Job,
+    stop: Stop | None,
+    nodes: Mapping[str, Seen],
+    notes: Notes,
+    now: float,
+    rules: Rules,
+    chance: float = 0.0,
+) -> Decision:
+    """Decide what follows.
+
+    Args:
+        job: The job as it is.
+        stop: Why its generation ends; None: nobody has said.
+        nodes: The nodes whose entries are there, by their ids.
+        notes: The leader's; they are brought up to date.
+        now: The present moment (monotonic seconds).
+        rules: What is held to.
+        chance: A random number, 0 to 1, for the jitter of a delay.
+    """
+    if notes.of != (job.generation, job.phase):
+        notes.turn(job, now)
+    if job.phase == "over":
+        return Decision()
+    refused = refusals(job, nodes, notes, now)
+    nodes = {name: seen for name, seen in nodes.items() if name not in refused}
+    if job.phase == "running":
+        told = _while_running(job, stop, nodes, notes, now, rules)
+        if told is not None:
+            return told._replace(refused=tuple(refused.items()))
+        assert stop is not None
+        following = _follow(job, stop, nodes, notes, now, rules, chance)
+        notes.turn(following, now)
+        stop = None
+    else:
+        following = job
+    formed, wake = _form(following, stop, nodes, notes, now, rules)
+    if formed is not job and formed.phase != "forming":
+        notes.turn(formed, now)
+    return Decision(None if formed == job else formed, None, tuple(refused.items()), wake)
+
+
+def refusals(job: Job, nodes: Mapping[str, Seen], notes: Notes, now: float) -> dict[str, str]:
+    """Return why which nodes cannot take part."""
+    found: dict[str, str] = {}
+    for name, (node, _) in nodes.items():
+        wanted, given = _span(job.min_nodes, job.max_nodes), _span(node.min_nodes, node.max_nodes)
+        if node.version != VERSION:
+            found[name] = f"the agents of this job write entries of version {VERSION}, and this one {node.version}"
+        elif wanted != given:
+            found[name] = f"the job is one of {wanted} nodes, and this node was told {given}"
+        elif name in job.excluded:
+            found[name] = f"its workers were the root cause of {_times(job.times)} in a row"
+        elif node.order >= job.max_nodes:
+            found[name] = f"its node rank is {node.order}, and the job has {wanted} nodes: 0 to {job.max_nodes - 1}"
+    twice = _twice(nodes)
+    if not twice:
+        notes.twice = None
+        return found
+    if notes.twice is None:
+        notes.twice = now
+    if now >= notes.twice + PATIENCE:
+        for name, first in twice.items():
+            host = nodes[first].node.host
+            found[name] = f"its node rank is {nodes[name].node.order}, and so is that of host {host}, which came first"
+    return found
+
+
+def _twice(nodes: Mapping[str, Seen]) -> dict[str, str]:
+    """Return the nodes whose rank another one has that came first, and that one."""
+    first: dict[int, str] = {}
+    return {
+        name: first[order]
+        for name, (node, _) in sorted(nodes.items(), key=lambda item: item[1].created)
+        if (order := node.order) >= 0 and first.setdefault(order, name) != name
+    }
+
+
+def _while_running(
+    job: Job, stop: Stop | None, nodes: Mapping[str, Seen], notes: Notes, now: float, rules: Rules
+) -> Decision | None:
+    """Decide while a generation runs; None: it has ended because of ``stop``."""
+    if stop is not None:
+        if notes.ending is None:
+            notes.ending = now
+        until = notes.ending + rules.end_timeout
+        if now < until and any(name in nodes and not _has_ended(job, nodes[name].node) for name in _ids(job)):
+            return Decision(wake=until)
+        return None
+    for member in job.members:
+        if member.id not in nodes:
+            error = f"node {job.rank_of(member.id)} is lost: its agent on host {member.host} is gone, or cut off"
+            return Decision(stop=Stop(job.generation, "lost", member.id, member.host, one_line(error)))
+    if all(_has_ended(job, nodes[name].node) and nodes[name].node.state == "done" for name in _ids(job)):
+        return Decision(job=replace(job, phase="over", verdict=Verdict("succeeded"), delay=0.0))
+    return _look_for_more(job, nodes, notes, now, rules)
+
+
+def _look_for_more(job: Job, nodes: Mapping[str, Seen], notes: Notes, now: float, rules: Rules) -> Decision:
+    """End the generation, some time after nodes have come that can take part."""
+    members = set(_ids(job))
+    come = [name for name in _ready(job, nodes) if name not in members]
+    if not come or len(job.members) >= job.max_nodes:
+        notes.more = None
+        return Decision()
+    if notes.more is None:
+        notes.more = now
+    until = notes.more + rules.rejoin_delay
+    if now < until:
+        return Decision(wake=until)
+    first = nodes[come[0]].node
+    who = f"host {first.host}" if len(come) == 1 else f"{len(come)} hosts"
+    error = f"{who} can take part, and takes part from now on"
+    return Decision(stop=Stop(job.generation, "grow", first.id, first.host, one_line(error)))
+
+
+def _follow(
+    job: Job, stop: Stop, nodes: Mapping[str, Seen], notes: Notes, now: float, rules: Rules, chance: float
+) -> Job:
+    """Return what follows a generation whose workers are gone."""
+    its = [nodes[name].node for name in _ids(job) if name in nodes and nodes[name].node.generation == job.generation]
+    end = End(
+        job.generation, stop.kind, stop.node, stop.host, stop.error, stop.rank, stop.exitcode,
+        uptime=max((node.uptime for node in its), default=0.0),
+        step=max((node.step for node in its if node.step is not None), default=None),
+        survivors=sum(node.survivors for node in its),
+    )  # fmt: skip
+    job = _blame(job, stop, rules)
+    following = replace(job, generation=job.generation + 1, phase="forming", delay=0.0, address="", port=0)
+    enough = len(_ready(following, nodes)) >= job.min_nodes
+    uncounted = stop.kind == "grow" or (stop.kind in ("lost", "left") and enough)
+    end = replace(end, failed=stop.kind != "signal" and (not uncounted or end.survivors > 0))
+    ends = (*job.ends, end)[-MOST_ENDS:]
+    following = replace(following, ends=ends, restarts=_ages(notes, now))
+    if stop.kind == "signal":
+        return _over(following, "stopped", "", stop)
+    if not end.failed:
+        return following
+    decision = restart_policy.decide(rules.policy, [_attempt(each) for each in ends], notes.restarts, now, chance)
+    if not decision.retries:
+        return _over(following, "failed", decision.why, stop)
+    if decision.counted:
+        notes.restarts.append(now)
+    return replace(following, delay=decision.delay, restarts=_ages(notes, now))
+
+
+def _form(
+    job: Job, stop: Stop | None, nodes: Mapping[str, Seen], notes: Notes, now: float, rules: Rules
+) -> tuple[Job, float]:
+    """Return a job whose next generation is formed, if it can be, and when to look again."""
+    if job.phase == "over":
+        return job, math.inf
+    if stop is not None and stop.kind == "signal":
+        return _over(job, "stopped", "", stop), math.inf
+    ready = _ready(job, nodes)
+    if len(ready) < job.min_nodes:
+        notes.enough = None
+        until = notes.since + job.delay + rules.join_timeout
+        if now < until:
+            return job, until
+        last = job.ends[-1] if job.ends else None
+        missing = f"{_count(len(ready))} of {job.min_nodes} came within {format_duration(rules.join_timeout)}"
+        return _over(job, "failed", missing, _stop_of(last) if last else None), math.inf
+    if notes.enough is None:
+        notes.enough = now
+    # More may come before the first generation alone: later ones are awaited by workers that could run.
+    until = max(notes.since + job.delay, notes.enough + (0.0 if job.ends else rules.last_call))
+    if now < (notes.since + job.delay if len(ready) >= job.max_nodes else until):
+        return job, (notes.since + job.delay if len(ready) >= job.max_nodes else until)
+    chosen = _ranked(job, ready, nodes)
+    first = nodes[chosen[0]].node
+    members = tuple(nodes[name].node.member for name in chosen)
+    return replace(job, phase="running", members=members, address=first.address, port=first.port, delay=0.0), math.inf
+
+
+def _ranked(job: Job, ready: list[str], nodes: Mapping[str, Seen]) -> list[str]:
+    """Return who takes part, by rank."""
+    there = set(ready)
+    before = [name for name in _ids(job) if name in there]
+    count = min(len(ready), job.max_nodes)
+    stays = set(before)
+    chosen = (before + [name for name in ready if name not in stays])[:count]
+    if any(nodes[name].node.order >= 0 for name in chosen):
+        return sorted(chosen, key=lambda name: nodes[name].node.order % (1 << 32))  # those without one come last
+    places: list[str | None] = [None] * count
+    left = []
+    ranks = {member.id: rank for rank, member in enumerate(job.members)}
+    for name in chosen:
+        rank = ranks.get(name, -1)
+        if 0 <= rank < count:
+            places[rank] = name
+        else:
+            left.append(name)
+    return [left.pop(0) if name is None else name for name in places]
+
+
+def _ready(job: Job, nodes: Mapping[str, Seen]) -> list[str]:
+    """Return the nodes that can take part in the generation that is to come, in the order in which they came."""
+    last = job.generation - (job.phase == "forming")
+    ranks = {member.id: rank for rank, member in enumerate(job.members)}
+    twice = _twice(nodes)
+    return [
+        name
+        for name, (node, _) in sorted(nodes.items(), key=lambda item: item[1].created)
+        if node.state == "ready" and name not in twice and name not in job.excluded
+        if name not in ranks or node.generation >= last
+    ]
+
+
+def _has_ended(job: Job, node: Node) -> bool:
+    """Whether the workers that a node runs of a generation are gone."""
+    return node.generation >= job.generation and node.state != "running"
+
+
+def _blame(job: Job, stop: Stop, rules: Rules) -> Job:
+    """Note whose workers were the root cause; leave a node out for which that is so too often."""
+    if stop.kind not in ("failure", "hang"):
+        return job
+    times = job.times + 1 if job.blamed == stop.node else 1
+    excluded = job.excluded
+    if rules.exclude_after and times >= rules.exclude_after and stop.node not in excluded:
+        excluded = (*excluded, stop.node)
+    return replace(job, blamed=stop.node, times=times, excluded=excluded)
+
+
+def _attempt(end: End) -> AttemptEnd:
+    """Return the end of a generation as the restart policy knows it."""
+    return AttemptEnd(
+        "failed" if end.failed else "stopped", end.rank, end.exitcode, end.error, end.step, end.survivors,
+        end.generation, 0.0, end.uptime,
+    )  # fmt: skip
+
+
+def _over(job: Job, state: str, why: str, stop: Stop | None) -> Job:
+    verdict = Verdict(state, one_line(why), stop)  # type: ignore[arg-type] # the states are those of a verdict
+    return replace(job, phase="over", verdict=verdict, delay=0.0)
+
+
+def _stop_of(end: End) -> Stop:
+    return Stop(end.generation, end.kind, end.node, end.host, end.error, end.rank, end.exitcode)
+
+
+def _ages(notes: Notes, now: float) -> tuple[float, ...]:
+    return tuple(max(0.0, now - moment) for moment in notes.restarts)
+
+
+def _ids(job: Job) -> list[str]:
+    return [member.id for member in job.members]
+
+
+def _span(least: int, most: int) -> str:
+    return str(least) if least == most else f"{least} to {most}"
+
+
+def _count(number: int) -> str:
+    return f"{number} node" if number == 1 else f"{number} nodes"
+
+
+def _times(number: int) -> str:
+    return f"{number} failure" if number == 1 else f"{number} failures"

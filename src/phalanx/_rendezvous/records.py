@@ -1,0 +1,257 @@
+"""What the agents of a job write into their store, as typed values, and how these are written and read.
+
+Below the prefix of the job (keys, in the words of `phalanx._store.store`):
+
+    job/leader              the id of the agent that decides                                lease OWN
+    job/state               `Job`: the generation, who takes part in it, what came before   lease JOB
+    job/stop/GENERATION     `Stop`: why a generation ends; the first to write it has said   lease JOB
+    job/refused/NODE        `Refusal`: why a node is not taken                              lease JOB
+    nodes/NODE              `Node`: an agent, and how far it is                             lease OWN
+    evidence/GENERATION/NODE  what its workers have left, see `evidence`                    lease JOB
+
+Each agent watches ``job/``; the leader alone watches ``nodes/``, too. So an agent takes part at a price that does not
+depend on how many there are: an entry of its own, one write for each generation, and what it hears of ``job/``.
+
+Anybody who reaches the store may have written it: what is read is checked for its types and bounds, and executed never.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+from msgspec.structs import replace
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from phalanx._store.store import Entry
+
+__all__ = ["replace"]  # with all that is defined here; nobody else loads msgspec
+
+VERSION = 1
+"""Of the format. Agents of another one are refused."""
+
+LEADER, STATE, STOP, REFUSED = "job/leader", "job/state", "job/stop/", "job/refused/"
+JOB, NODES, EVIDENCE = "job/", "nodes/", "evidence/"
+
+MOST_NODES = 1 << 16
+MOST_ENDS = 100
+"""Ends of generations that are kept."""
+MOST_LINE = 2000
+"""Characters of an error in one line."""
+
+_Id = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[\w.-]+$")]
+_Text = Annotated[str, Meta(max_length=MOST_LINE)]
+_Count = Annotated[int, Meta(ge=0, lt=2**31)]
+_Some = Annotated[int, Meta(ge=1, le=1 << 20)]
+_Port = Annotated[int, Meta(ge=0, le=65535)]
+_Generation = Annotated[int, Meta(ge=-1, lt=2**31)]
+_Code = Annotated[int, Meta(gt=-(2**31), lt=2**31)]
+_Seconds = Annotated[float, Meta(ge=0, lt=1e12)]
+
+NodeState = Literal["ready", "running", "done"]
+Kind = Literal["failure", "hang", "lost", "left", "grow", "signal"]
+
+
+class Member(Struct, frozen=True):
+    """A node as a generation has it.
+
+    Attributes:
+        id: Its agent.
+        host: The name of its machine.
+        nproc: How many workers it runs.
+        role: What they are called.
+    """
+
+    id: _Id
+    host: _Text
+    nproc: _Some
+    role: _Text
+
+
+class Node(Struct, frozen=True):
+    """An agent, and how far it is.
+
+    Attributes:
+        id, host, nproc, role: See `Member`.
+        address: Where its machine is reached.
+        port: A port of it that is free for rank 0 of the workers, in the next generation.
+        order: Its rank among the nodes, if somebody has given it one; -1: nobody has.
+        min_nodes, max_nodes: How many nodes it was told there are.
+        state: "ready": it has no workers, and can take part. "running": its workers run. "done": they have succeeded.
+        generation: The one whose workers run, or have ended here last; -1: none.
+        outcome: How its workers ended: "failed", "stopped", "succeeded", "not started"; "": there were none.
+        uptime: For how many seconds they ran.
+        step: The highest step that they have reported; None: they have not.
+        survivors: How many have outlived SIGKILL.
+        version: See `VERSION`.
+    """
+
+    id: _Id
+    host: _Text
+    address: _Text
+    nproc: _Some
+    role: _Text = "default"
+    port: _Port = 0
+    order: Annotated[int, Meta(ge=-1, lt=MOST_NODES)] = -1
+    min_nodes: Annotated[int, Meta(ge=1, le=MOST_NODES)] = 1
+    max_nodes: Annotated[int, Meta(ge=1, le=MOST_NODES)] = 1
+    state: NodeState = "ready"
+    generation: _Generation = -1
+    outcome: Literal["", "failed", "stopped", "succeeded", "not started"] = ""
+    uptime: _Seconds = 0.0
+    step: int | None = None
+    survivors: _Count = 0
+    version: int = VERSION
+
+    @property
+    def member(self) -> Member:
+        """The node as a generation has it."""
+        return Member(self.id, self.host, self.nproc, self.role)
+
+
+class Stop(Struct, frozen=True):
+    """Why a generation ends.
+
+    Attributes:
+        generation: Which.
+        kind: "failure" of a worker; "hang": a timer has expired; "lost": a node is gone; "left": a node goes; "grow":
+            nodes have come; "signal": somebody asked for it.
+        node, host: The node that it is about, and its machine.
+        error: What happened, in one line.
+        rank: The rank in the job of the worker that failed; None: it is about none.
+        exitcode: Its exit code, negative for a signal; None: not known.
+        signal: The number of the signal that somebody sent; 0: none.
+    """
+
+    generation: _Generation
+    kind: Kind
+    node: _Id
+    host: _Text
+    error: _Text = ""
+    rank: _Count | None = None
+    exitcode: _Code | None = None
+    signal: Annotated[int, Meta(ge=0, le=64)] = 0
+
+
+class End(Struct, frozen=True):
+    """How a generation ended.
+
+    Attributes:
+        generation: Which.
+        kind, node, host, error, rank, exitcode: See `Stop`.
+        failed: Whether it counts as a failure.
+        uptime: For how many seconds it ran, where it ran longest.
+        step: The highest step that was reported.
+        survivors: How many workers have outlived SIGKILL.
+    """
+
+    generation: _Generation
+    kind: Kind
+    node: _Id
+    host: _Text
+    error: _Text = ""
+    rank: _Count | None = None
+    exitcode: _Code | None = None
+    failed: bool = False
+    uptime: _Seconds = 0.0
+    step: int | None = None
+    survivors: _Count = 0
+
+
+class Verdict(Struct, frozen=True):
+    """How the job ended.
+
+    Attributes:
+        state: "succeeded"; "failed"; "stopped": somebody asked for it.
+        why: Why no other generation follows, or what was missing; "": nothing is to be said.
+        stop: What the last generation ended with; None: it has succeeded, or there was none.
+    """
+
+    state: Literal["succeeded", "failed", "stopped"]
+    why: _Text = ""
+    stop: Stop | None = None
+
+
+class Job(Struct, frozen=True):
+    """The job, as its leader has decided last.
+
+    Attributes:
+        generation: The one that runs, or is to come; from 0 on.
+        phase: "forming": it is to come; "running"; "over": no other comes.
+        members: Who takes part in it, by group rank; while it is forming, who took part in the last one.
+        min_nodes, max_nodes: How many nodes take part.
+        address, port: Where rank 0 of the workers listens.
+        ends: How the generations before ended, the latest last: `MOST_ENDS` at most.
+        restarts: Before how many seconds restarts were decided that count, as of the writing of this.
+        delay: Seconds before the generation that is to come.
+        blamed: The node whose workers were the root cause last.
+        times: How many times in a row that was so.
+        excluded: Nodes that are left out for it.
+        verdict: How it ended; None: it has not.
+        version: See `VERSION`.
+    """
+
+    generation: _Generation
+    phase: Literal["forming", "running", "over"]
+    min_nodes: Annotated[int, Meta(ge=1, le=MOST_NODES)]
+    max_nodes: Annotated[int, Meta(ge=1, le=MOST_NODES)]
+    members: Annotated[tuple[Member, ...], Meta(max_length=MOST_NODES)] = ()
+    address: _Text = ""
+    port: _Port = 0
+    ends: Annotated[tuple[End, ...], Meta(max_length=MOST_ENDS)] = ()
+    restarts: Annotated[tuple[_Seconds, ...], Meta(max_length=1 << 16)] = ()
+    delay: _Seconds = 0.0
+    blamed: _Text = ""
+    times: _Count = 0
+    excluded: Annotated[tuple[_Id, ...], Meta(max_length=MOST_NODES)] = ()
+    verdict: Verdict | None = None
+    version: int = VERSION
+
+    def rank_of(self, node: str) -> int:
+        """Return the group rank of a node; -1: it does not take part."""
+        return next((rank for rank, member in enumerate(self.members) if member.id == node), -1)
+
+
+class Refusal(Struct, frozen=True):
+    """Why a node is not taken, in one line."""
+
+    why: _Text
+
+
+class DamagedError(ValueError):
+    """What a key holds cannot be what an agent has written."""
+
+
+Record = TypeVar("Record", Node, Job, Stop, Refusal)
+
+_encoder = msgspec.json.Encoder()
+_decoders = {kind: msgspec.json.Decoder(kind) for kind in (Node, Job, Stop, Refusal)}
+
+
+def write(record: Struct) -> bytes:
+    """Return a record as the value of a key."""
+    return _encoder.encode(record)
+
+
+def read(kind: type[Record], entry: Entry) -> Record:
+    """Return the record that a key holds. Raises DamagedError, which names the key and what is wrong.
+
+    >>> from phalanx._store.store import Entry
+    >>> read(Refusal, Entry("job/refused/a", b'{"why": "full"}', 1, 1))
+    Refusal(why='full')
+    >>> read(Refusal, Entry("job/refused/a", b'[]', 1, 1))
+    Traceback (most recent call last):
+    phalanx._rendezvous.records.DamagedError: job/refused/a: Expected `object`, got `array`
+    """
+    try:
+        return _decoders[kind].decode(entry.value)  # type: ignore[return-value] # the decoder is that of the kind
+    except msgspec.MsgspecError as error:
+        msg = f"{entry.key}: {error}"
+        raise DamagedError(msg) from None
+
+
+def one_line(text: str) -> str:
+    """Cut a line to what a record takes."""
+    return text if len(text) <= MOST_LINE else f"{text[: MOST_LINE - 1]}…"

@@ -1,0 +1,107 @@
+"""What an agent knows of the keys of its job, from what its store has told. Pure.
+
+A watch tells each change once, and in order; what a broken one tells may come twice, or late. Of two statements on a
+key, the one with the higher revision holds.
+"""
+
+from __future__ import annotations
+
+from phalanx._rendezvous import records
+from phalanx._rendezvous.membership import Seen
+from phalanx._rendezvous.records import DamagedError, Job, Node, Refusal, Stop
+from phalanx._store.store import Changed
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from phalanx._store.store import Entry, Snapshot
+
+
+class StoreView:
+    """The keys below ``job/``; and those below ``nodes/``, while they are watched."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry] = {}
+        self._deleted: dict[str, int] = {}  # when keys were deleted
+        self._told: dict[str, int] = {}  # up to which revision the keys below a prefix are known
+        self._job: tuple[int, Job | None] = -1, None
+        self._nodes: dict[str, Seen] = {}
+
+    def take(self, event: Snapshot | Changed) -> None:
+        """Take what the store has told."""
+        self._told[event.prefix] = max(event.revision, self._told.get(event.prefix, 0))
+        if isinstance(event, Changed):
+            told, gone = event.written, dict.fromkeys(event.deleted, event.revision)
+        else:
+            told = event.entries
+            there = {entry.key for entry in told}
+            gone = {key: event.revision for key in self._entries if key.startswith(event.prefix) and key not in there}
+            self._deleted = {key: at for key, at in self._deleted.items() if at > event.revision}
+        for key, revision in gone.items():
+            if revision > self._known(key):
+                self._entries.pop(key, None)
+                self._deleted[key] = revision
+                self._nodes.pop(key.removeprefix(records.NODES), None)
+        for entry in told:
+            if entry.modified > self._known(entry.key):
+                self._entries[entry.key] = entry
+                self._deleted.pop(entry.key, None)
+                if entry.key.startswith(records.NODES):
+                    self._see_node(entry)
+
+    def _known(self, key: str) -> int:
+        entry = self._entries.get(key)
+        return self._deleted.get(key, -1) if entry is None else entry.modified
+
+    def _see_node(self, entry: Entry) -> None:
+        name = entry.key.removeprefix(records.NODES)
+        try:
+            node = records.read(Node, entry)
+        except DamagedError:  # somebody else's: no node that takes part
+            self._nodes.pop(name, None)
+            return
+        if node.id == name:
+            self._nodes[name] = Seen(node, entry.created)
+
+    def forget(self, prefix: str) -> None:
+        """Forget the keys below a prefix, which is not watched any more."""
+        self._told.pop(prefix, None)
+        for key in [key for key in self._entries if key.startswith(prefix)]:
+            del self._entries[key]
+            self._nodes.pop(key.removeprefix(records.NODES), None)
+
+    def told(self, prefix: str) -> int:
+        """Return up to which revision the keys below a prefix are known; 0: they are not."""
+        return self._told.get(prefix, 0)
+
+    def entry(self, key: str) -> Entry | None:
+        """Return a key; None: it is not there."""
+        return self._entries.get(key)
+
+    @property
+    def nodes(self) -> dict[str, Seen]:
+        """The nodes, by their ids."""
+        return self._nodes
+
+    def job(self) -> tuple[Job | None, int]:
+        """Return the job and the revision of its key; None and 0: there is none yet. Raises DamagedError."""
+        entry = self._entries.get(records.STATE)
+        if entry is None:
+            return None, 0
+        if self._job[0] != entry.modified:
+            self._job = entry.modified, records.read(Job, entry)
+        return self._job[1], entry.modified
+
+    def stop(self, generation: int) -> Stop | None:
+        """Return why a generation ends; None: nobody has said. Raises DamagedError."""
+        entry = self._entries.get(f"{records.STOP}{generation}")
+        return None if entry is None else records.read(Stop, entry)
+
+    def refusal(self, node: str) -> str:
+        """Return why a node is not taken; "": it may be."""
+        entry = self._entries.get(f"{records.REFUSED}{node}")
+        return "" if entry is None else records.read(Refusal, entry).why
+
+    def leader(self) -> tuple[str, int]:
+        """Return the id of the leader, and the revision at which it became that; "" and 0: there is none."""
+        entry = self._entries.get(records.LEADER)
+        return ("", 0) if entry is None else (entry.value.decode("utf-8", "replace"), entry.created)

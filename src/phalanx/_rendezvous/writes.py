@@ -1,0 +1,52 @@
+"""What an agent has asked of its store, and has no answer to: one thing of each kind at a time. Pure."""
+
+from __future__ import annotations
+
+from phalanx._store.store import Done
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from phalanx._store.store import Fetched
+
+AGAIN = 1.0
+"""Seconds after which a write is tried again whose conditions did not hold, if no watch has told why by then."""
+
+
+class Writes:
+    """The requests that are under way."""
+
+    def __init__(self) -> None:
+        self._ticket = 0
+        self._open: dict[str, int] = {}
+        self._closed: dict[str, float] = {}
+
+    def begin(self, what: str) -> int:
+        """Note that something is being asked. Returns the ticket."""
+        self._ticket += 1
+        self._open[what] = self._ticket
+        return self._ticket
+
+    def is_open(self, what: str) -> bool:
+        """Whether something has been asked, and not been answered."""
+        return what in self._open
+
+    def drop(self, what: str) -> None:
+        """Heed no answer to what has been asked."""
+        self._open.pop(what, None)
+
+    def end(self, event: Done | Fetched, now: float) -> str:
+        """Note an answer. Returns to what it is one; "": to nothing that is asked any more."""
+        what = next((what for what, ticket in self._open.items() if ticket == event.ticket), "")
+        if what:
+            del self._open[what]
+            if isinstance(event, Done) and event.made is False:
+                self._closed[what] = now + AGAIN
+        return what
+
+    def closed_until(self, what: str) -> float:
+        """Return until when it is not to be asked again: what it is based on has changed, and that is not told yet."""
+        return self._closed.get(what, 0.0)
+
+    def reopen(self) -> None:
+        """Let all be asked again: a watch has told of a change."""
+        self._closed.clear()
