@@ -56,8 +56,11 @@ def phalanx(place: Place, *argv: object) -> Done:
         (["run", "--nnode", "2", "x.py"], "there is no option '--nnode'; did you mean '--nnodes'"),
         (["run", "-z", "x.py"], "there is no option '-z'"),
         (["run", "--rdzv-backend", "c10", "x.py"], "'c10': expected one of static, c10d, etcd, etcd-v2"),
-        (["run", "--rdzv-endpoint", "192.0.2.1:29500", __file__], "another machine than this; many machines are not"),
-        (["run", "--nnodes", "2", "x.py"], "many machines are not there yet; this version of phalanx run takes 1 or"),
+        (
+            ["run", "--rdzv-endpoint", "192.0.2.1:29500", __file__],
+            "another machine than this; this is the only machine",
+        ),
+        (["run", "--nnodes", "2", __file__], "of many machines, this version of phalanx run takes etcd only"),
         (["logs", "--tail", "3"], "--tail: it is --lines here, or -n"),
         (["run", "--standal", "x.py"], "there is no option '--standal'; did you mean '--standalone'?"),
         (["run", "--rdzv", "x", "x.py"], "; did you mean '--rdzv-id' or '--rdzv-backend' or '--rdzv-"),

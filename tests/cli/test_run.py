@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import os
 import pty
 import re
@@ -436,8 +437,11 @@ SETTINGS = {
     "orphan_grace": Setting("1.5", "0", 1.5, 0.0),
     "hang_timeout": Setting("1.5", "600", 1.5, 600.0),
     "on_expiry": Setting("report,kill:30", "dump", (("report", 0.0), ("kill", 30.0)), (("dump", 0.0),)),
-    "nnodes": Setting("1:1", "1", "1:1", "1"),
-    "node_rank": Setting("0", "0", "0", "0"),
+    "nnodes": Setting("1:4", "2", (1, 4), (2, 2)),
+    "node_rank": Setting("1", "0", 1, 0),
+    "rejoin_delay": Setting("5", "0.5", 5.0, 0.5),
+    "exclude_after": Setting("3", "1", 3, 1),
+    "exit_barrier_timeout": Setting("60", "inf", 60.0, math.inf),
     "restart": Setting("worker", "gang", "worker", "gang"),
     "max_restarts": Setting("3", "5/1h", (3, None), (5, 3600.0)),
     "backoff": Setting("1", "0.5:1m", (1.0, None), (0.5, 60.0)),
@@ -454,7 +458,7 @@ SETTINGS = {
     "local_addr": Setting("127.0.0.1", "localhost", "127.0.0.1", "localhost"),
     "rdzv_id": Setting("night", "7", "night", "7"),
     "rdzv_backend": Setting("c10d", "etcd-v2", "c10d", "etcd-v2"),
-    "rdzv_endpoint": Setting("localhost:0", "[::1]:29500", ("localhost", 0), ("::1", 29500)),
+    "rdzv_endpoint": Setting("localhost:0", "[::1]:29500,b", [("localhost", 0)], [("::1", 29500), ("b", 0)]),
     "rdzv_conf": Setting("timeout=60,is_host=1", "a=b", {"timeout": "60", "is_host": "1"}, {"a": "b"}),
     "signals_to_handle": Setting("SIGTERM,usr1", "none", [signal.SIGTERM, signal.SIGUSR1], []),
     "numa_binding": Setting("node", "core-complex", "node", "core-complex"),
@@ -545,10 +549,10 @@ def test_the_command_line_from_python_is_as_torchs(place: Place) -> None:
             assert (done.status, done.out) == (0, said), (which, done)
 
 
-@pytest.mark.parametrize("option", ["--nnodes=2", "--nnodes=1:4", "--node-rank=1"])
-def test_what_torchrun_could_do_and_this_cannot_is_refused(option: str) -> None:
+@pytest.mark.parametrize("option", ["--nnodes=0", "--nnodes=4:1", "--nnodes=2:", "--nnodes=1:70000", "--node-rank=-1"])
+def test_numbers_of_machines_that_cannot_be(option: str) -> None:
     name, _, value = option.partition("=")
-    with pytest.raises(click.BadParameter, match=f"'{value}': many machines are not there yet; ") as refused:
+    with pytest.raises(click.BadParameter, match=f"'{value}': expected ") as refused:
         parsed(option, "script.py")
     assert refused.value.param is not None
     assert name in refused.value.param.opts

@@ -90,10 +90,16 @@ def test_options_without_effect_are_named(place: Place, options: list[str], said
     assert f"phalanx: without effect {said}\n" in done.err
 
 
+ETCD = ("--rdzv-backend=etcd", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x")
+
+
 @pytest.mark.parametrize(
     "options, words",
     [
-        (["--rdzv-endpoint=192.0.2.1:29500"], ["--rdzv-endpoint: '192.0.2.1'", "many machines are not there yet"]),
+        (
+            ["--rdzv-endpoint=192.0.2.1:29500"],
+            ["--rdzv-endpoint: '192.0.2.1'", "this is the only machine, see --nnodes"],
+        ),
         (["--rdzv-endpoint=localhost:port"], ["--rdzv-endpoint", "expected a port, 0 to 65535"]),
         (["--rdzv-endpoint=tcp://localhost:1"], ["expected the name or the address of a machine and a port"]),
         (["--rdzv-backend=c10"], ["'c10': expected one of static, c10d, etcd, etcd-v2"]),
@@ -101,12 +107,26 @@ def test_options_without_effect_are_named(place: Place, options: list[str], said
         (["--rdzv-conf=timeout=60,"], ["the trouble is with ''"]),
         (["--rdzv-conf=timeout=1m"], ["timeout: expected a whole number, got '1m'"]),
         (["--rdzv-conf=is_host=2"], ["is_host: expected yes or no, got '2'"]),
-        (["--rdzv-conf=is_host=false"], ["is_host=false: many machines are not there yet"]),
-        (["--rdzv-conf=rank=1"], ["rank=1: many machines are not there yet"]),
+        (["--rdzv-conf=is_host=false"], ["--rdzv-conf: is_host=false: this is the only machine, see --nnodes"]),
+        (["--rdzv-conf=rank=1"], ["--rdzv-conf: rank=1: this is the only machine, see --nnodes"]),
         (["--rdzv-id=a", "--run-id=b"], ["--run-id is 'b', and --rdzv-id is 'a'"]),
         (["--local-addr=192.0.2.1"], ["'192.0.2.1': expected the name or an address of this machine"]),
-        (["--nnodes=2"], ["'2': many machines are not there yet"]),
-        (["--node-rank=1"], ["'1': many machines are not there yet"]),
+        (["--node-rank=1"], ["--node-rank: 1: this is the only machine, see --nnodes; its rank is 0"]),
+        (["--nnodes=2"], ["--rdzv-backend: 'static': of many machines", "takes etcd only: --rdzv-backend etcd"]),
+        (["--nnodes=2", *ETCD, "--rdzv-endpoint="], ["--rdzv-endpoint: expected where the etcd is, like host:2379"]),
+        (["--nnodes=2", "--rdzv-backend=etcd", "--rdzv-endpoint=127.0.0.1"], ["--run-id: the machines of a job find"]),
+        (["--nnodes=1:2", *ETCD, "--node-rank=1"], ["--node-rank: ranks are given by hand to a fixed number"]),
+        (["--nnodes=2", *ETCD, "--node-rank=2"], ["--node-rank: expected 0 to 1, for --nnodes 2; got 2"]),
+        (["--nnodes=2", *ETCD, "--rdzv-conf=lease_ttl=1"], ["lease_ttl: expected whole seconds, 2 to 86400, got '1'"]),
+        (["--nnodes=2", *ETCD, "--rdzv-conf=password=x"], ["password: it would be seen by all users of this machine"]),
+        (["--nnodes=2", *ETCD, "--rdzv-conf=user=x"], ["--rdzv-conf: user and password_file belong together"]),
+        (["--nnodes=2", *ETCD, "--rdzv-conf=cert=/dev/null"], ["--rdzv-conf: cert and key belong together"]),
+        (
+            ["--nnodes=2", *ETCD, "--rdzv-conf=user=x,password_file=/nowhere/x"],
+            ["password_file: /nowhere/x: No such f"],
+        ),
+        (["--nnodes=2", *ETCD, "--rdzv-conf=ca=/nowhere/x"], ["--rdzv-conf: ca: /nowhere/x: No such file"]),
+        (["--nnodes=2", *ETCD, "--restart=worker"], ["--nnodes and --restart worker exclude each other"]),
         (["--numa-binding=node", "--cpu-bind=core"], ["--numa-binding and --cpu-bind exclude each other"]),
         (["--numa-binding=nodes"], ["'nodes' is not one of 'node', 'socket', 'exclusive', 'core-complex'"]),
         (["--event-log-handler=consle"], ["there is no event handler 'consle': there are 'console', 'dynamic_rend"]),

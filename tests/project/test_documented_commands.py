@@ -36,6 +36,8 @@ NOT_RUN = {
         "tests/project/test_examples.py runs it on a free port, where torch is",
     "python examples/launch_slowfast_style.py --shard-id 1 --num-shards 2 --init-method tcp://127.0.0.1:29400":
         "as above",
+    "phalanx run --nnodes 2 --rdzv-backend etcd --rdzv-endpoint store:2379 --run-id night7 --nproc-per-node 8 train.py":
+        "needs an etcd; tests/machines runs its like on three hosts",
 }  # fmt: skip
 """Commands that are not run here, and why."""
 

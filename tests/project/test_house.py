@@ -58,8 +58,16 @@ MOST_LINES = 400
 """Of one module."""
 
 KEPT_APART = {
-    **{f"src/phalanx/_rendezvous/{name}.py": set[str]() for name in ("leader", "membership", "node", "store_view")},
+    **{
+        f"src/phalanx/{name}.py": set[str]()
+        for name in (
+            *(f"_rendezvous/{name}" for name in ("job_run", "leader", "membership", "node", "store_view")),
+            *("_store/etcd/etcd_store", "_store/etcd/session", "cli/_node_team", "cli/_run_node"),
+        )
+    },
+    "src/phalanx/_rendezvous/evidence.py": {"msgspec"},
     "src/phalanx/_rendezvous/records.py": {"msgspec"},
+    "src/phalanx/_store/etcd/api.py": {"google", "grpc"},
     "src/phalanx/_runs/record.py": {"msgspec"},
     "src/phalanx/_runs/catalog.py": set[str](),
     "src/phalanx/_runs/prune.py": set[str](),
@@ -70,7 +78,9 @@ KEPT_APART = {
 """Modules that load a library as they are loaded, or a module that does: so nobody else imports them on the way."""
 
 PLACES = {
-    "msgspec": {"src/phalanx/_runs/record.py", "src/phalanx/_rendezvous/records.py"},
+    "google": {"src/phalanx/_store/etcd/api.py"},
+    "grpc": {"src/phalanx/_store/etcd/api.py"},
+    "msgspec": {f"src/phalanx/{name}.py" for name in ("_rendezvous/evidence", "_rendezvous/records", "_runs/record")},
     "re2": {"src/phalanx/_logs/patterns.py"},
     "rich": {"src/phalanx/cli/runs.py"},
 }

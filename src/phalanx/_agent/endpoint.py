@@ -8,7 +8,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
+BACKENDS = ("static", "c10d", "etcd", "etcd-v2", "etcd-v3")
 """The rendezvous backends of torchrun. On one machine they are all the same: nothing is connected to."""
 
 _MOST_PORT = 65535

@@ -226,7 +226,7 @@ def _date_back(failures: dict[int, ProcessFailure], workers: Mapping[int, Worker
     its exit is seen, and the kernel may take long to release its memory or GPU. In that time a peer sees the
     connection close, fails and exits.
     """
-    cut_off = {rank for rank, failure in failures.items() if _is_cut_off(failure)}
+    cut_off = {rank for rank, failure in failures.items() if is_cut_off(failure)}
     for rank in failures.keys() - cut_off:
         failure, worker = failures[rank], workers[rank]
         began = [moment for moment in (failure.evidence_ns, failure.dated_ns) if moment is not None]
@@ -245,7 +245,7 @@ def _date_back(failures: dict[int, ProcessFailure], workers: Mapping[int, Worker
             failures[rank] = failure.replace(dated_ns=min([*before, *began]))
 
 
-def _is_cut_off(failure: ProcessFailure) -> bool:
+def is_cut_off(failure: ProcessFailure) -> bool:
     """Whether a worker has recorded that it lost a connection."""
     import re
 
@@ -270,7 +270,7 @@ def stands_alone(worker: WorkerRecord, logs: LogsDest, *, sends_evidence: bool) 
     failure = ProcessFailure(worker.rank, worker.pid, code, path, observed_ns=worker.exit_ns, told=told)
     if failure.evidence_ns is None and code > 0 and sends_evidence:
         return False
-    return not failure.unreadable and not _is_cut_off(failure)
+    return not failure.unreadable and not is_cut_off(failure)
 
 
 def _judge_success(

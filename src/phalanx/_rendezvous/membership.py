@@ -217,6 +217,7 @@ def _follow(
 ) -> Job:
     """Return what follows a generation whose workers are gone."""
     its = [nodes[name].node for name in _ids(job) if name in nodes and nodes[name].node.generation == job.generation]
+    stop = _in_full(stop, its)
     end = End(
         job.generation, stop.kind, stop.node, stop.host, stop.error, stop.rank, stop.exitcode,
         uptime=max((node.uptime for node in its), default=0.0),
@@ -240,6 +241,14 @@ def _follow(
     if decision.counted:
         notes.restarts.append(now)
     return replace(following, delay=decision.delay, restarts=_ages(notes, now))
+
+
+def _in_full(stop: Stop, nodes: list[Node]) -> Stop:
+    """Return why a generation has ended, in the words that its node has found for it since."""
+    for node in nodes:
+        if node.id == stop.node and node.error and stop.kind == "failure":
+            return replace(stop, error=node.error, rank=node.rank, exitcode=node.exitcode)
+    return stop
 
 
 def _form(

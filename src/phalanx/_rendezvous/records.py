@@ -85,6 +85,7 @@ class Node(Struct, frozen=True):
         uptime: For how many seconds they ran.
         step: The highest step that they have reported; None: they have not.
         survivors: How many have outlived SIGKILL.
+        error, rank, exitcode: The first failure among them, see `Stop`; "" and None: there was none.
         version: See `VERSION`.
     """
 
@@ -103,6 +104,9 @@ class Node(Struct, frozen=True):
     uptime: _Seconds = 0.0
     step: int | None = None
     survivors: _Count = 0
+    error: _Text = ""
+    rank: _Count | None = None
+    exitcode: _Code | None = None
     version: int = VERSION
 
     @property

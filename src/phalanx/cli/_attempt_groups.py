@@ -87,6 +87,11 @@ class AttemptGroups:
         elif not no_python:
             self.options |= {"module": module, "python": python, "warm": self._warm}
 
+    @property
+    def log_dir(self) -> str:
+        """The folder of the run's logs; "": there is none, or it is not made yet."""
+        return self._specs.run_log_dir or ""
+
     def emit_into(self, events: EventStream) -> None:
         """Have the groups that are made from now on emit their events into this stream."""
         self.options["events"] = events

@@ -12,7 +12,7 @@ import click
 
 from phalanx._agent.file_timers import ENABLE_FILE_TIMER_ENV, TIMER_FILE_ENV
 from phalanx._agent.health import PORT_ENV
-from phalanx._agent.worker_env import MASTER_PORT
+from phalanx._agent.worker_env import MASTER_PORT, RESTART_COUNT
 from phalanx._base.rank_ranges import name_ranks
 from phalanx._base.tty import printable
 from phalanx._engine.protocol import STOP_PAGE_ENV
@@ -34,6 +34,12 @@ if TYPE_CHECKING:
     from phalanx.cli._run_plan import RunPlan
 
 _MARK = "PHALANX_GROUP"
+AGREED = (
+    *("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR"),
+    *(MASTER_PORT, RESTART_COUNT),
+)
+"""What many machines agree on."""
+
 _LATER = "chosen at the start"
 
 
@@ -58,7 +64,13 @@ def rehearse(plan: RunPlan) -> dict[int, dict[str, Any]]:
         except ValueError as error:
             raise click.UsageError(in_our_words(error, group)) from None
     logs = plan.specs.preview(group.envs)
-    later = {_MARK, TIMERS_ENV, *([MASTER_PORT] if port else []), *([STOP_PAGE_ENV] if config.notice else [])}
+    later = {
+        _MARK,
+        TIMERS_ENV,
+        *([MASTER_PORT] if port else []),
+        *(AGREED if plan.meeting.machines else ()),
+        *([STOP_PAGE_ENV] if config.notice else []),
+    }
     if os.environ.get(ENABLE_FILE_TIMER_ENV) == "1" and not (
         os.environ.get(TIMER_FILE_ENV) or TIMER_FILE_ENV in config.env
     ):

@@ -294,13 +294,13 @@ def _report(team: RunTeam, result: RunProcsResult, logs: RunLogs, ending: Ending
 
 
 def report_failures(
-    name: str, result: RunProcsResult, logs: RunLogs, earlier: list[str], why: str, *, colour: bool
+    name: str, result: RunProcsResult, logs: RunLogs, earlier: list[str], why: str, *, colour: bool, log_dir: str = ""
 ) -> ChildFailedError:
     """Show the report on a run that has failed: with lines on ``earlier`` attempts, and why no other followed.
 
-    Returns it, as an exception.
+    ``log_dir``: the folder of the logs; default: the run's. Returns the report, as an exception.
     """
-    log_dir, failures = logs.run_log_dir or "", result.failures
+    log_dir, failures = log_dir or logs.run_log_dir or "", result.failures
     if not logs.is_kept:  # the error files have gone with the group
         failures = {rank: failure.replace(error_file=NOT_AVAILABLE) for rank, failure in failures.items()}
 

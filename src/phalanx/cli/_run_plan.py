@@ -6,6 +6,8 @@ import os
 import sys
 import time
 
+import click
+
 from phalanx._agent.worker_env import worker_env
 from phalanx._engine.host_signals import SIGNALS_ENV
 from phalanx.cli import _python
@@ -70,6 +72,8 @@ class RunPlan:
         redirects, tee = redirects or Std.NONE, tee or Std.NONE
         self.meeting = meet(config, config.run_id)
         self.run_id = self.meeting.run_id or time.strftime("%Y%m%d-%H%M%S")
+        if self.meeting.machines is not None and config.restart == "worker":
+            raise click.UsageError("--nnodes and --restart worker exclude each other: many machines restart as one")
         settles = config.settle != type(config).settle.default_value()
         check_restart(config.restart, settles=settles, given=["--logs-specs"] if config.logs_specs else [])
         self.policy = restart_policy(config)
@@ -128,7 +132,12 @@ class RunPlan:
         options |= {"orphan_grace": config.orphan_grace, "notice": config.notice, "placement": self._placement}
         options |= {"timers": self._timers, "speak": say, "console": self.console}
         options |= {f"duplicate_{stream}_filters": texts for stream, texts in self._filters.items()}
-        stands_by = config.restart != "worker" and not config.no_standby and self.policy.may_follow(0)
+        stands_by = (
+            self.meeting.machines is None
+            and config.restart != "worker"
+            and not config.no_standby
+            and self.policy.may_follow(0)
+        )
         return AttemptGroups(
             config.script, config.args, self._envs(port, variables), self.specs, module=self._module,
             no_python=self._no_python, python=self.python, preload=config.preload, run_path=self._run_path, port=port,
@@ -136,17 +145,35 @@ class RunPlan:
         )  # fmt: skip
 
     def _envs(self, port: ReservedPort | None, variables: Mapping[str, str]) -> dict[int, dict[str, str]]:
+        number = self.meeting.master_port if port is None else port.number
+        where = {"master_addr": self.meeting.master_addr, "master_port": number}
+        return self.envs(0, self.config.nproc_per_node, variables, **where)
+
+    def envs(
+        self, first: int, world_size: int, variables: Mapping[str, str], **place: Any
+    ) -> dict[int, dict[str, str]]:
+        """Return the environments of the workers of this machine, by local rank.
+
+        Args:
+            first: The rank of local rank 0; ``first_in_role``: among the workers of its role.
+            world_size: How many workers there are on all machines.
+            variables: What all workers find besides.
+            place: See `worker_env`.
+        """
         config = self.config
+        first_in_role = place.pop("first_in_role", first)
         same = {SIGNALS_ENV: ",".join(number.name for number in config.signals_to_handle), **variables}
         return {
             rank: worker_env(
-                rank,
-                config.nproc_per_node,
+                first + rank,
+                world_size,
                 role=config.role,
                 run_id=self.run_id,
-                master_addr=self.meeting.master_addr,
-                master_port=self.meeting.master_port if port is None else port.number,
+                local_rank=rank,
+                local_world_size=config.nproc_per_node,
+                role_rank=first_in_role + rank,
                 max_restarts=self.policy.max_restarts,
+                **place,
             )
             | same
             | self._extra[rank]

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
+    from phalanx._rendezvous.settings import Machines
     from phalanx.cli._run_record import Observer
     from phalanx.cli._services import Services
     from phalanx.cli._worker_groups import WorkerTeams
@@ -121,6 +122,8 @@ class _WorkersFailed(SystemExit):
 
 def _run(plan: RunPlan, until_end: ExitStack) -> int:
     services = _services(plan, until_end)
+    if plan.meeting.machines is not None:
+        return _run_node(plan, plan.meeting.machines, services, until_end)
     reserved = None if plan.meeting.master_port else until_end.enter_context(reserve_port())
     groups = plan.groups(reserved, services.variables if services else {})
     until_end.callback(groups.close)
@@ -152,6 +155,16 @@ def _run(plan: RunPlan, until_end: ExitStack) -> int:
             code = see_through(team, plan.specs, config.grace, colour=colour)
     if team.error is not None:
         raise _WorkersFailed(code, team.error)
+    return code
+
+
+def _run_node(plan: RunPlan, machines: Machines, services: Services | None, until_end: ExitStack) -> int:
+    """Run this machine's part of a job of many."""
+    from phalanx.cli._run_node import run_node
+
+    code, error = run_node(plan, machines, services, until_end)
+    if error is not None:
+        raise _WorkersFailed(code, error)
     return code
 
 

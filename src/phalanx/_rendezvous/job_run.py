@@ -1,0 +1,285 @@
+"""Carries out what `node` decides: tells the store and the workers what to do, and the node what they say.
+
+The counterpart of `phalanx._agent.attempts` for a job of many machines. Owns the one thread on which a node decides,
+and what it waits for; what is said about it is `NodeTeam`'s business, and so are the workers.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from abc import abstractmethod
+from collections import deque
+
+from phalanx._agent.attempts import Team
+from phalanx._base import clock, interrupts
+from phalanx._base.latch import Latch
+from phalanx._base.one_line import one_line
+from phalanx._engine import host_signals
+from phalanx._rendezvous import effects
+from phalanx._store.store import Away, Back
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+    from typing import Any, Self
+
+    from phalanx._agent.attempt_end import AttemptEnd
+    from phalanx._rendezvous.effects import Effect, Finish
+    from phalanx._rendezvous.node import Participant
+    from phalanx._rendezvous.records import Job, Node, Stop
+    from phalanx._store.store import Store, StoreEvent
+
+CLOSE = 3.0
+"""Seconds for which the end waits for the store."""
+
+
+class NodeTeam(Team):
+    """The workers of one node: a `Team` that is told who it is in each generation, and tells how its workers ended."""
+
+    @abstractmethod
+    def assign(self, job: Job, rank: int) -> None:
+        """Take the place of the node with that group rank in the job's generation. `begin` and `start` follow."""
+
+    @abstractmethod
+    def when_failed(self, call: Callable[[int, Stop], None]) -> None:
+        """Have ``call`` called when a worker fails, with its generation and what is to be said, on any thread."""
+
+    @abstractmethod
+    def account(self, end: AttemptEnd) -> tuple[Node, Stop | None, bytes]:
+        """Return how an attempt has ended.
+
+        That is the node's entry, but for its state; why its generation is to end, if its workers failed; and the
+        evidence that they left.
+        """
+
+    @abstractmethod
+    def end(self, stop: Stop | None) -> None:
+        """End the workers because of ``stop``; None: because the job has gone on without them. `ended` tells when."""
+
+    @abstractmethod
+    def heard(self, what: Job | Stop) -> None:
+        """Say what has been decided, or what has happened."""
+
+    @abstractmethod
+    def store_is(self, why: str | None) -> None:
+        """Say that the store does not answer, and why; None: it answers."""
+
+
+class JobRun:
+    """The run of a node, from its entry into the job to its end. A context manager, which `close`s it.
+
+    Args:
+        node: What decides.
+        store: Where the nodes meet; it is opened, and closed.
+        team: The workers.
+    """
+
+    def __init__(self, node: Participant, store: Store, team: NodeTeam) -> None:
+        self._node = node
+        self._store = store
+        self._team = team
+        self._owner = os.getpid()
+        self._told: deque[tuple[Callable[..., list[Effect]], tuple[Any, ...]]] = deque()  # by any thread
+        self._due: deque[Effect] = deque()  # what is to be carried out
+        self._bell = Latch()
+        self._entered = self._has_begun = self._is_open = False
+        self._number = -1  # the generation whose workers are there, or were last
+        self._under_way = self._is_up = self._has_failed = False
+        self._order: tuple[int, float] | None = None  # a signal for the workers, and their grace
+        self.finish: Finish | None = None
+        """How it has ended; None: it has not."""
+
+    # --- any thread
+
+    def ask_stop(self, death_signal: int, error: str, grace: float) -> None:
+        """Ask for the end of the whole job, on all nodes. Returns at once; `run` carries it out."""
+        self._tell(self._see_stop, death_signal, error, grace)
+
+    def ask_leave(self, why: str) -> None:
+        """Ask for this node's departure. The job goes on without it, if there are nodes enough."""
+        self._tell(self._node.ask_leave, why)
+
+    def wake(self) -> None:
+        """Have `run` look at once at what has become of the workers."""
+        self._bell.open()
+
+    def _tell(self, call: Callable[..., list[Effect]], *args: Any) -> None:
+        self._told.append((call, args))
+        self.wake()
+
+    def _hear(self, event: StoreEvent) -> None:
+        self._tell(self._see_store, event)
+
+    def _hear_failure(self, generation: int, stop: Stop) -> None:
+        self._tell(self._see_failure, generation, stop)
+
+    # --- one thread
+
+    def run(self) -> Finish:
+        """Carry on until this node has left the job, and return how.
+
+        When an exception leaves it (SignalException: a signal has arrived), nothing has been stopped by that: call
+        `ask_stop`, and `run` again. Raises what opening the store raises, with nothing started.
+        """
+        if self._entered:
+            host_signals.forget_raised()
+        self._entered = True
+        host_signals.acquire(self)
+        while self.finish is None:
+            self._turn()
+        return self.finish
+
+    def close(self) -> None:
+        """Leave the store, and release the signals. `run` is not called again."""
+        if self._owner != os.getpid():
+            return
+        try:
+            if self._is_open:
+                self._store.close(CLOSE, ends_job=self.finish is not None and self.finish.ends_job)
+        finally:
+            host_signals.release(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # A signal may raise between any two lines of these: see `Attempts`.
+
+    def _turn(self) -> None:
+        self._bell = Latch()  # before the looks: what changes after them opens it
+        seconds = self._step()
+        if seconds is not None:
+            with host_signals.delivering():
+                self._bell.wait(-1 if seconds == math.inf else seconds)
+
+    def _step(self) -> float | None:
+        """Take one step; or return for how many seconds none can be taken unless `wake` is called, inf: for ever."""
+        if not self._has_begun:
+            self._begin()
+        elif self._due:
+            self._carry_out()
+        elif self._told:
+            with interrupts.deferred():
+                call, args = self._told.popleft()
+                self._due += call(*args, clock.now())
+        elif self._under_way and self._look():
+            pass
+        elif clock.now() >= self._node.wake:
+            with interrupts.deferred():
+                self._due += self._node.tick(clock.now())
+        else:
+            left = max(0.0, self._node.wake - clock.now())
+            polls = self._team.poll_seconds if self._under_way else None
+            return left if polls is None else min(left, polls)
+        return None
+
+    def _begin(self) -> None:
+        with interrupts.deferred():
+            self._has_begun = True
+            self._team.when_failed(self._hear_failure)
+            self._store.open(self._hear)
+            self._is_open = True
+            self._due += self._node.begin(clock.now())
+
+    def _carry_out(self) -> None:
+        """Carry out what is due first. What may take long is not done with signals deferred."""
+        with interrupts.deferred():
+            effect = self._due.popleft()
+            if isinstance(effect, effects.Start):
+                self._number, self._under_way = effect.job.generation, True
+                self._is_up = self._has_failed = False
+                self._order = None
+                self._team.assign(effect.job, effect.rank)
+                self._team.begin(self._number)
+            elif isinstance(effect, effects.Finish):
+                self.finish = effect
+            else:
+                self._pass_on(effect)
+        if isinstance(effect, effects.Start):
+            self._start()
+        elif isinstance(effect, effects.End):
+            self._end_workers(effect.stop)
+
+    def _pass_on(self, effect: Effect) -> None:
+        if isinstance(effect, effects.Submit):
+            self._store.submit(effect.ticket, effect.transaction)
+        elif isinstance(effect, effects.Fetch):
+            self._store.fetch(effect.ticket, effect.prefix)
+        elif isinstance(effect, effects.Watch):
+            self._store.watch(effect.prefix)
+        elif isinstance(effect, effects.Unwatch):
+            self._store.unwatch(effect.prefix)
+        elif isinstance(effect, effects.Heard):
+            self._team.heard(effect.what)
+
+    def _start(self) -> None:
+        try:
+            self._team.start(self._number, self.wake)
+        except host_signals.SignalException:  # the group is open, or none of it is left: `ended` will tell
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other nodes hear of it
+            self._note_failed_start(error)
+
+    def _look(self) -> bool:
+        """See what has become of the workers. Returns whether anything has."""
+        if not self._is_up:
+            try:
+                self._is_up = self._team.is_up()
+            except host_signals.SignalException:
+                raise
+            except Exception as error:  # noqa: BLE001 - as above
+                self._note_failed_start(error)
+                return True
+        end = self._team.ended()
+        if end is None:
+            return False
+        self._note_end(end)
+        return True
+
+    def _note_failed_start(self, error: Exception) -> None:
+        from phalanx._agent.attempt_end import AttemptEnd
+
+        self._note_end(AttemptEnd("not started", error=one_line(error)))
+
+    def _note_end(self, end: AttemptEnd) -> None:
+        """Tell the node that no worker is left."""
+        with interrupts.deferred():
+            self._under_way = False
+            now = clock.now()
+            me, stop, evidence = self._team.account(end)
+            if stop is not None and not self._has_failed and self._node.state != "WAITING":
+                self._due += self._node.workers_failed(stop, now)
+            self._due += self._node.workers_gone(me, evidence, now)
+
+    def _see_store(self, event: StoreEvent, now: float) -> list[Effect]:
+        if isinstance(event, Away | Back):
+            self._team.store_is(event.why if isinstance(event, Away) else None)
+        return self._node.store_told(event, now)
+
+    def _see_stop(self, death_signal: int, error: str, grace: float, now: float) -> list[Effect]:
+        """Ask the node for the end of the job; the workers here need not wait for what it says."""
+        self._order = death_signal, grace
+        due = self._node.ask_stop(death_signal, error, grace, now)
+        ends = any(isinstance(effect, effects.End) for effect in due)
+        return due if ends or not self._under_way else [*due, effects.End(None)]
+
+    def _see_failure(self, generation: int, stop: Stop, now: float) -> list[Effect]:
+        """Tell the node that a worker has failed: of the generation that runs, the first one."""
+        if generation != self._number or not self._under_way or self._has_failed:
+            return []
+        self._has_failed = True
+        return self._node.workers_failed(stop, now)
+
+    def _end_workers(self, stop: Stop | None) -> None:
+        if not self._under_way:
+            return
+        if self._order is not None:
+            self._team.stop(*self._order)
+        else:
+            self._team.end(stop)

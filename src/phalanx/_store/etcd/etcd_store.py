@@ -1,0 +1,378 @@
+"""`EtcdStore`: the keys of a job in an etcd, version 3.4 or later, over gRPC.
+
+One thread per store runs an asyncio loop: a session with one member at a time, with the stream that keeps the leases
+alive, a stream for each watch, and one transaction after another. What breaks ends the session: `Away` says so, and the
+next member is tried, within a second. A watch goes on from the revision that it has told last; where etcd has compacted
+that, all is read anew.
+
+A request that was lost on its way may have been made: it is not repeated, but for those that etcd has refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+import threading
+from collections import deque
+from contextlib import suppress
+
+from phalanx._base import clock
+from phalanx._store.etcd import api
+from phalanx._store.etcd.session import BROKEN, BrokenError, RefusedError, Session
+from phalanx._store.store import (
+    JOB,
+    OWN,
+    Absent,
+    Away,
+    Back,
+    Changed,
+    Created,
+    Done,
+    Entry,
+    Fetched,
+    LeaseLost,
+    Put,
+    Refused,
+    Snapshot,
+    Store,
+)  # fmt: skip
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from phalanx._store.etcd.settings import EtcdSettings
+    from phalanx._store.store import StoreEvent, Transaction
+
+_PAUSE = (0.05, 1.0)  # seconds between two tries to connect: the first, and the longest
+_code = api.grpc.StatusCode
+
+
+class EtcdStore(Store):
+    """The keys of a job in an etcd.
+
+    Args:
+        settings: How it is reached.
+    """
+
+    def __init__(self, settings: EtcdSettings) -> None:
+        self._settings = settings
+        self._prefix = settings.prefix.encode()
+        self._owner = os.getpid()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._early: deque[Callable[[], None]] = deque()
+        self._lock = threading.Lock()
+        self._session: Session | None = None
+        self._watched: dict[str, _Watched] = {}
+        self._queue: asyncio.Queue[tuple[int, Transaction]] = asyncio.Queue()
+        self._lease = 0
+        self._closing: asyncio.Event | None = None
+        self._until = 0.0
+        self._ends_job = False
+        self._token: tuple[tuple[str, str], ...] = ()
+
+    # --- any thread
+
+    def open(self, deliver: Callable[[StoreEvent], None]) -> None:
+        """See `Store`."""
+        self._deliver = deliver
+        files = self._settings.credentials() if self._settings.is_secure else None
+        self._credentials = None if files is None else api.grpc.ssl_channel_credentials(*files)
+        self._thread = threading.Thread(target=self._run, name="phalanx-store", daemon=True)
+        self._thread.start()
+
+    def watch(self, prefix: str) -> None:
+        """See `Store`."""
+        self._call(lambda: self._watch(prefix))
+
+    def unwatch(self, prefix: str) -> None:
+        """See `Store`."""
+        self._call(lambda: self._unwatch(prefix))
+
+    def submit(self, ticket: int, transaction: Transaction) -> None:
+        """See `Store`."""
+        self._call(lambda: self._queue.put_nowait((ticket, transaction)))
+
+    def fetch(self, ticket: int, prefix: str) -> None:
+        """See `Store`."""
+        self._call(lambda: self._begin_fetch(ticket, prefix))
+
+    def close(self, seconds: float, *, ends_job: bool = False) -> None:
+        """See `Store`."""
+        thread = self._thread
+        if thread is None or self._owner != os.getpid():
+            return
+        self._ends_job, self._until = ends_job, clock.now() + seconds
+
+        def close() -> None:
+            assert self._closing is not None
+            self._closing.set()
+
+        self._call(close)
+        thread.join(seconds + 1.0)
+
+    def _call(self, action: Callable[[], None]) -> None:
+        """Have an action carried out by the store's thread, as soon as that is up; if it is over, not at all."""
+        if self._owner != os.getpid():
+            return
+        with self._lock:
+            if self._loop is None:
+                self._early.append(action)
+                return
+        with suppress(RuntimeError):  # it is over
+            self._loop.call_soon_threadsafe(action)
+
+    # --- the store's thread
+
+    def _run(self) -> None:
+        asyncio.run(self._main())
+
+    async def _main(self) -> None:
+        self._closing = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        with self._lock:
+            self._loop = asyncio.get_running_loop()
+        while self._early:
+            self._early.popleft()()
+        main = asyncio.ensure_future(self._carry_on())
+        writer = asyncio.ensure_future(self._write_all())
+        closing = asyncio.ensure_future(self._closing.wait())
+        await asyncio.wait((main, closing), return_when=asyncio.FIRST_COMPLETED)
+        await closing  # refused: nothing follows but that
+        await self._leave()
+        for task in (main, writer, *self._tasks):
+            task.cancel()
+        await asyncio.gather(main, writer, *self._tasks, return_exceptions=True)
+
+    def _begin_fetch(self, ticket: int, prefix: str) -> None:
+        task = asyncio.ensure_future(self._fetch(ticket, prefix))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _carry_on(self) -> None:
+        """Have one session after another, until etcd refuses us."""
+        pause, why, is_away = _PAUSE[0], "", False
+        for endpoint in itertools.cycle(self._settings.endpoints):
+            session = Session(self._settings, endpoint, self._credentials)
+            try:
+                await self._greet(session)
+                self._session = session
+                self._deliver(Back())
+                pause, is_away = _PAUSE[0], False
+                await self._stay(session)
+            except RefusedError as error:
+                self._deliver(Refused(str(error)))
+                return
+            except BROKEN as error:
+                why = _words(error, endpoint)
+            finally:
+                self._session = None
+                await session.close()
+            if not is_away:
+                self._deliver(Away(why))
+                is_away = True
+            await asyncio.sleep(pause * (1 + random.random()) / 2)  # noqa: S311 - it spreads retries
+            pause = min(2 * pause, _PAUSE[1])
+
+    async def _greet(self, session: Session) -> None:
+        """Connect, and see to the leases."""
+        await session.authenticate()
+        lost = self._lease and not await session.keep(self._lease)
+        if lost or not self._lease:
+            self._lease = await session.grant(self._settings.ttl)
+        await session.grant(self._settings.job_ttl, self._settings.job_lease)
+        if lost:
+            self._deliver(LeaseLost())
+
+    async def _stay(self, session: Session) -> None:
+        """Keep the leases, and follow the watches, until something breaks. Raises what that is."""
+        for watched in self._watched.values():
+            self._follow(session, watched)
+        keeps = asyncio.ensure_future(self._keep(session))
+        broken = asyncio.ensure_future(session.broken.wait())
+        try:
+            await asyncio.wait((keeps, broken), return_when=asyncio.FIRST_COMPLETED)
+            if keeps.done():
+                keeps.result()
+            raise session.why or BrokenError("the session has ended")
+        finally:
+            tasks: list[asyncio.Future[Any]] = [keeps, broken, *session.followers]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _keep(self, session: Session) -> None:
+        """Keep the leases alive. A lease that is gone is made anew."""
+        while True:
+            await asyncio.sleep(self._settings.ttl / 3)
+            if not await session.keep(self._lease):
+                await self._renew(session)
+            if not await session.keep(self._settings.job_lease):
+                await session.grant(self._settings.job_ttl, self._settings.job_lease)
+
+    async def _renew(self, session: Session) -> None:
+        self._lease = await session.grant(self._settings.ttl)
+        self._deliver(LeaseLost())
+
+    # --- watches
+
+    def _watch(self, prefix: str) -> None:
+        watched = self._watched[prefix] = _Watched(prefix)
+        if self._session is not None:
+            self._follow(self._session, watched)
+
+    def _unwatch(self, prefix: str) -> None:
+        watched = self._watched.pop(prefix, None)
+        if watched is not None and watched.follower is not None:
+            watched.follower.cancel()
+
+    def _follow(self, session: Session, watched: _Watched) -> None:
+        if watched.follower is not None:
+            watched.follower.cancel()
+        watched.follower = asyncio.ensure_future(self._tell(session, watched))
+        session.followers.append(watched.follower)
+
+    async def _tell(self, session: Session, watched: _Watched) -> None:
+        """Tell all keys below a prefix, and what becomes of them. What breaks ends the session."""
+        try:
+            while True:
+                if watched.revision < 0:
+                    entries, revision = await self._read(session, watched.prefix)
+                    watched.revision = revision
+                    self._deliver(Snapshot(watched.prefix, revision, entries))
+                await self._tell_changes(session, watched)
+        except BROKEN as error:
+            session.end(error)
+
+    async def _tell_changes(self, session: Session, watched: _Watched) -> None:
+        """Tell what changes, until the stream ends: etcd has compacted what was to be told."""
+        async for response in session.watch(self._prefix + watched.prefix.encode(), watched.revision + 1):
+            if response.canceled:
+                if not response.compact_revision:
+                    raise BrokenError(response.cancel_reason or "etcd has ended a watch")
+                watched.revision = -1
+                return
+            for revision, events in itertools.groupby(response.events, key=lambda event: event.kv.mod_revision):
+                written, deleted = [], []
+                for event in events:
+                    if event.type == api.DELETE:
+                        deleted.append(self._name(event.kv.key))
+                    else:
+                        written.append(self._entry(event.kv))
+                watched.revision = revision
+                self._deliver(Changed(watched.prefix, revision, tuple(written), tuple(deleted)))
+        raise BrokenError("etcd has ended a watch")
+
+    async def _read(self, session: Session, prefix: str) -> tuple[tuple[Entry, ...], int]:
+        answer = await session.range(self._prefix + prefix.encode())
+        return tuple(self._entry(kv) for kv in answer.kvs), answer.header.revision
+
+    def _entry(self, kv: Any) -> Entry:
+        return Entry(self._name(kv.key), kv.value, kv.create_revision, kv.mod_revision)
+
+    def _name(self, key: bytes) -> str:
+        return key[len(self._prefix) :].decode("utf-8", "replace")
+
+    # --- requests
+
+    async def _write_all(self) -> None:
+        """Make one transaction after another, in their order."""
+        while True:
+            ticket, transaction = await self._queue.get()
+            try:
+                self._deliver(await self._write(ticket, transaction))
+            finally:
+                self._queue.task_done()
+
+    async def _write(self, ticket: int, transaction: Transaction) -> Done:
+        session = self._session
+        if session is None:
+            return Done(ticket, None, 0)
+        for again in (False, True):
+            try:
+                answer = await session.txn(self._request(transaction))
+            except api.aio.AioRpcError as error:
+                if again or not await self._can_repeat(session, error):
+                    session.note(error)
+                    return Done(ticket, None, 0)
+            else:
+                return Done(ticket, answer.succeeded, answer.header.revision)
+        raise AssertionError
+
+    async def _can_repeat(self, session: Session, error: api.aio.AioRpcError) -> bool:
+        """See why etcd has not made a transaction. Returns whether it may be asked for again: the reason is mended."""
+        try:
+            if error.code() == _code.UNAUTHENTICATED and self._settings.user:  # the token has expired
+                await session.authenticate()
+                return True
+            if error.code() == _code.NOT_FOUND:  # a lease
+                await session.grant(self._settings.job_ttl, self._settings.job_lease)
+                if not await session.keep(self._lease):
+                    await self._renew(session)  # what was to be written with the old one is out of date
+                    return False
+                return True
+        except (RefusedError, *BROKEN) as other:
+            session.end(other)
+        return False
+
+    def _request(self, transaction: Transaction) -> Any:
+        made = api.messages["TxnRequest"]()
+        for condition in transaction.conditions:
+            key = self._prefix + condition.key.encode()
+            compare = made.compare.add(result=api.EQUAL, target=api.CREATE, key=key)
+            if isinstance(condition, Absent):
+                compare.create_revision = 0
+            elif isinstance(condition, Created):
+                compare.create_revision = condition.created
+            else:
+                compare.target, compare.mod_revision = api.MOD, condition.modified
+        leases = {OWN: self._lease, JOB: self._settings.job_lease}
+        for write in transaction.writes:
+            key = self._prefix + write.key.encode()
+            if isinstance(write, Put):
+                put = made.success.add().request_put
+                put.key, put.value, put.lease = key, write.value, leases[write.lease]
+            else:
+                made.success.add().request_delete_range.key = key
+        return made
+
+    async def _fetch(self, ticket: int, prefix: str) -> None:
+        entries = None
+        if self._session is not None:
+            try:
+                entries, _ = await self._read(self._session, prefix)
+            except BROKEN as error:
+                if self._session is not None:
+                    self._session.end(error)
+        self._deliver(Fetched(ticket, entries))
+
+    async def _leave(self) -> None:
+        """Give the leases back, once what was submitted is made."""
+        session = self._session
+        if session is None:
+            return
+        with suppress(*BROKEN):
+            async with asyncio.timeout(max(0.1, self._until - clock.now())):
+                await self._queue.join()
+                for lease in (self._lease, *((self._settings.job_lease,) if self._ends_job else ())):
+                    if lease:
+                        await session.revoke(lease)
+
+
+class _Watched:
+    """A prefix that is watched, and up to which revision it has been told; -1: all is to be read."""
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self.revision = -1
+        self.follower: asyncio.Future[None] | None = None
+
+
+def _words(error: Exception, endpoint: str) -> str:
+    if isinstance(error, api.aio.AioRpcError):
+        return f"{endpoint}: {error.code().name.lower()}: {error.details()}"
+    return f"{endpoint}: {str(error) or 'no answer in time'}"

@@ -1,0 +1,140 @@
+"""A session with one member of an etcd, over one channel: what it is asked, and what it says."""
+
+from __future__ import annotations
+
+import asyncio
+
+from phalanx._store.etcd import api
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from typing import Any
+
+    from phalanx._store.etcd.settings import EtcdSettings
+
+MOST_BYTES = 64 << 20
+"""Of an answer of etcd's that is taken."""
+
+_LEADER = (("hasleader", "true"),)  # has etcd end a stream of a member that has lost its leader
+
+_code = api.grpc.StatusCode
+_NEVER = (_code.UNAUTHENTICATED, _code.PERMISSION_DENIED, _code.UNIMPLEMENTED)
+
+
+class RefusedError(Exception):
+    """Etcd does not have us, and will not."""
+
+
+class BrokenError(Exception):
+    """The session has broken."""
+
+
+BROKEN = (BrokenError, api.aio.AioRpcError, TimeoutError)
+"""What is raised when a session has broken."""
+
+
+class Session:
+    """What one member of the etcd is asked, over one channel."""
+
+    def __init__(self, settings: EtcdSettings, endpoint: str, credentials: Any) -> None:
+        options = (
+            ("grpc.max_receive_message_length", MOST_BYTES),
+            ("grpc.max_send_message_length", MOST_BYTES),
+            ("grpc.enable_retries", 0),
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.enable_http_proxy", 0),
+        )
+        make = api.aio.insecure_channel if credentials is None else api.aio.secure_channel
+        self._channel = make(endpoint, *(() if credentials is None else (credentials,)), options=options)
+        self._settings = settings
+        self._endpoint = endpoint
+        self._metadata: tuple[tuple[str, str], ...] = ()
+        self._keeper: Any = None
+        self.broken = asyncio.Event()
+        self.why: Exception | None = None
+        self.followers: list[asyncio.Future[None]] = []
+
+    def end(self, why: Exception) -> None:
+        """End the session: what uses it has broken."""
+        self.why = self.why or why
+        self.broken.set()
+
+    def note(self, error: api.aio.AioRpcError) -> None:
+        """End the session, unless etcd has answered, and only refused a request."""
+        answered = (_code.INVALID_ARGUMENT, _code.NOT_FOUND, _code.FAILED_PRECONDITION, _code.OUT_OF_RANGE)
+        if error.code() not in answered:
+            self.end(error)
+
+    async def _ask(self, method: api.Method, **fields: Any) -> Any:
+        request = fields.pop("request", None) or api.messages[method.request](**fields)
+        return await api.unary(self._channel, method)(request, timeout=self._settings.timeout, metadata=self._metadata)
+
+    async def authenticate(self) -> None:
+        """Say who we are. Raises RefusedError."""
+        settings = self._settings
+        if not settings.user:
+            return
+        self._metadata = ()
+        try:
+            answer = await self._ask(api.AUTHENTICATE, name=settings.user, password=settings.password)
+        except api.aio.AioRpcError as error:
+            if error.code() in (_code.INVALID_ARGUMENT, _code.FAILED_PRECONDITION, *_NEVER):
+                msg = f"etcd at {self._endpoint} refuses the user {settings.user!r}: {error.details()}"
+                raise RefusedError(msg) from None
+            raise
+        self._metadata = (("token", answer.token),)
+
+    async def grant(self, ttl: int, lease: int = 0) -> int:
+        """Have a lease made, if it is not there. Returns its id. Raises RefusedError."""
+        try:
+            return int((await self._ask(api.GRANT, TTL=ttl, ID=lease)).ID)
+        except api.aio.AioRpcError as error:
+            if error.code() == _code.FAILED_PRECONDITION and lease:  # it is there
+                return lease
+            if error.code() in _NEVER:
+                msg = f"etcd at {self._endpoint} refuses this agent: {error.details()}"
+                raise RefusedError(msg) from None
+            raise
+
+    async def keep(self, lease: int) -> bool:
+        """Keep a lease alive. Returns whether it is there."""
+        if self._keeper is None:
+            self._keeper = api.stream(self._channel, api.KEEP_ALIVE)(metadata=(*self._metadata, *_LEADER))
+        async with asyncio.timeout(self._settings.timeout):
+            await self._keeper.write(api.messages["LeaseKeepAliveRequest"](ID=lease))
+            answer = await self._keeper.read()
+        if answer is api.aio.EOF:
+            raise BrokenError("etcd has ended the stream of leases")
+        return bool(answer.TTL > 0)
+
+    async def revoke(self, lease: int) -> None:
+        """Give a lease back."""
+        await self._ask(api.REVOKE, ID=lease)
+
+    async def txn(self, request: Any) -> Any:
+        """Make a transaction."""
+        return await self._ask(api.TXN, request=request)
+
+    async def range(self, prefix: bytes) -> Any:
+        """Read all keys below a prefix."""
+        return await self._ask(api.RANGE, key=prefix, range_end=api.end_of(prefix))
+
+    async def watch(self, prefix: bytes, revision: int) -> AsyncIterator[Any]:
+        """Yield what etcd tells of the keys below a prefix, from a revision on."""
+        call = api.stream(self._channel, api.WATCH)(metadata=(*self._metadata, *_LEADER))
+        try:
+            create = api.messages["WatchCreateRequest"](
+                key=prefix, range_end=api.end_of(prefix), start_revision=revision
+            )  # fmt: skip
+            await call.write(api.messages["WatchRequest"](create_request=create))
+            while (response := await call.read()) is not api.aio.EOF:
+                yield response
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        """Close the channel."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+        await self._channel.close()

@@ -1,0 +1,221 @@
+"""The run of one node of a job of many machines, from its entry to its end: signals, the report, the exit code."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import sys
+from contextlib import suppress
+
+import click
+
+from phalanx._base.clock import format_duration
+from phalanx._base.tty import use_colour
+from phalanx._engine import host_signals
+from phalanx._engine.host_signals import choosing, signals_to_handle
+from phalanx._outcomes.result import RunProcsResult, verdict
+from phalanx._rendezvous.evidence import JobEvidence
+from phalanx._rendezvous.job_run import JobRun
+from phalanx._rendezvous.node import Participant
+from phalanx._rendezvous.records import Node
+from phalanx.cli._attempt_groups import reserve_port
+from phalanx.cli._node_team import MachineTeam, first_rank, told
+from phalanx.cli._restarts import forwarding
+from phalanx.cli._run_group import report_failures, undisturbed
+from phalanx.cli._say import say
+from phalanx.multiprocessing import SignalException
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from contextlib import ExitStack
+
+    from phalanx._rendezvous.effects import Finish
+    from phalanx._rendezvous.records import End, Job
+    from phalanx._rendezvous.settings import Machines
+    from phalanx._store.store import Store
+    from phalanx.cli._run_logs import RunLogs
+    from phalanx.cli._run_plan import RunPlan
+    from phalanx.cli._run_record import Observer
+    from phalanx.cli._services import Services
+    from phalanx.multiprocessing.errors import ChildFailedError
+
+_MOST = 20  # earlier attempts that a report has
+
+
+def run_node(
+    plan: RunPlan, machines: Machines, services: Services | None, until_end: ExitStack
+) -> tuple[int, ChildFailedError | None]:
+    """Run this machine's part of a job of many. Returns the exit code, and what the report is about."""
+    try:
+        store = machines.store(plan.run_id)
+    except ImportError as error:
+        msg = f"--rdzv-backend {machines.backend}: {error}; pip install 'phalanx[etcd]'"
+        raise click.ClickException(msg) from None
+    port = until_end.enter_context(reserve_port())
+    variables = services.variables if services else {}
+    groups = plan.groups(None, variables)
+    until_end.callback(groups.close)
+    config = plan.config
+    observers: dict[str, Observer] = {} if plan.events is None else {"phalanx-status": plan.events}
+    if plan.events is not None:
+        until_end.callback(plan.events.close)
+    if services is not None and plan.health_address is not None:
+        observers["phalanx-health"] = services.observe
+    host = os.uname().nodename
+    try:
+        address = machines.own_address()
+    except OSError as error:
+        msg = f"--rdzv-endpoint: {error}"
+        raise click.ClickException(msg) from None
+    me = Node(
+        _id(host), host, address, config.nproc_per_node, config.role, port.number,
+        min_nodes=machines.min_nodes, max_nodes=machines.max_nodes,
+    )  # fmt: skip
+
+    def envs(job: Job, rank: int) -> Mapping[int, Mapping[str, str]]:
+        role = config.role
+        world = sum(member.nproc for member in job.members)
+        return plan.envs(
+            first_rank(job, rank), world, variables, first_in_role=first_rank(job, rank, role),
+            role_world_size=first_rank(job, len(job.members), role), group_rank=rank,
+            group_world_size=len(job.members), master_addr=job.address, master_port=job.port,
+            attempt=job.generation,
+        )  # fmt: skip
+
+    team = MachineTeam(
+        me, port, envs, groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs, observers=observers,
+        where=machines.where, grace=config.grace,
+    )  # fmt: skip
+    notice = 0.0 if config.notice is None else config.notice[1]
+    rules = machines.rules(plan.policy, config.grace, notice)
+    node = Participant(me, rules, barrier=machines.barrier, chance=random.random)
+    colour = use_colour(sys.stderr, plan.console.color)
+    with choosing(config.signals_to_handle), forwarding(plan.forwarded, team):
+        code = see_node_through(node, store, team, plan.specs, config.grace, colour=colour)
+    return code, team.error
+
+
+def _id(host: str) -> str:
+    """Return an id for this agent that no other one has, now or later."""
+    name = re.sub(r"[^\w.-]", "_", host, flags=re.ASCII)[:64]
+    return f"{name}-{os.getpid()}-{os.urandom(4).hex()}"
+
+
+def see_node_through(
+    node: Participant, store: Store, team: MachineTeam, logs: RunLogs, grace: float, *, colour: bool
+) -> int:
+    """Take part in the job until it is over, and say what became of it. Returns the exit code."""
+    team.record.begin()
+    try:
+        try:
+            finish = _run_all(JobRun(node, store, team), team, grace)
+        except (OSError, ValueError) as error:
+            team.record_end("failed", 1, str(error))
+            raise click.ClickException(str(error)) from None
+        with suppress(SignalException):  # a console that nobody reads is waited for no longer
+            team.wait_shown()
+            team.close()
+        return undisturbed(lambda: _conclude(finish, team, logs, colour=colour))
+    finally:
+        try:
+            with suppress(SignalException):
+                team.close()
+        finally:
+            host_signals.release(team)
+            team.record.close()
+
+
+def _run_all(run: JobRun, team: MachineTeam, grace: float) -> Finish:
+    with run:
+        host_signals.acquire(team)
+        try:
+            return run.run()
+        except SignalException as error:
+            return _stop(run, team, error.sigval, grace)
+
+
+def _stop(run: JobRun, team: MachineTeam, first: signal.Signals, grace: float) -> Finish:
+    """End the job: gracefully, and at once on a further signal. See `_run_group`."""
+    death, seconds = first, grace
+    while True:
+        try:
+            if death == signal.SIGKILL:
+                for number in signals_to_handle():
+                    signal.signal(number, signal.SIG_IGN)
+                team.say("phalanx: killing the workers")
+            else:
+                team.say(
+                    f"phalanx: {death.name}: stopping the job on all nodes (at most {seconds:g} s; once more to kill)"
+                )
+            run.ask_stop(death, first.name, seconds)
+            return run.run()
+        except SignalException:
+            death, seconds = signal.SIGKILL, 0.0
+
+
+def _conclude(finish: Finish, team: MachineTeam, logs: RunLogs, *, colour: bool) -> int:
+    """Record how the run has ended, and report what went wrong. Returns the exit code."""
+    job = finish.job
+    if finish.state == "succeeded":
+        return _succeed(job, team)
+    stop = None if job is None or job.verdict is None else job.verdict.stop
+    if finish.state == "stopped":
+        number = stop.signal if stop is not None else 0
+        code = 128 + (number or signal.SIGTERM)
+        cause = "stopped" if stop is None else told(stop)
+        say(f"the job was stopped: {cause}")
+        team.record_end("stopped", code, cause)
+        return code
+    if finish.state != "failed" or job is None:
+        say(f"Error: {_failing(finish, team)}")
+        team.record_end("failed", 1, _failing(finish, team))
+        return 1
+    left = JobEvidence(finish.evidence, stop)
+    for line in (*left.errors, *left.damaged):
+        say(f"Error: {line}")
+    earlier = [_earlier(end, team) for end in job.ends[:-1]][-_MOST:]
+    if not left.failures:
+        for line in earlier:
+            say(line)
+        cause = told(stop) if stop is not None else finish.why
+        why = f"; {finish.why}" if finish.why and finish.why != cause else ""
+        say(f"Error: {cause}{why}")
+        team.record_end("failed", 1, cause)
+        return 1
+    result = RunProcsResult(failures=dict(left.failures), outcomes=dict(left.outcomes))
+    code, cause = verdict(result)
+    team.record_end("failed", code, cause)
+    logs_of = left.log_dir or logs.run_log_dir or ""
+    team.error = report_failures(
+        team.name, result, logs, earlier, finish.why, colour=colour, log_dir=logs_of
+    )  # fmt: skip
+    return code
+
+
+def _succeed(job: Job | None, team: MachineTeam) -> int:
+    if job is not None and job.generation:
+        say(f"attempt {job.generation + 1}{team.attempts} has succeeded")
+    team.record_end("succeeded", 0)
+    return 0
+
+
+def _failing(finish: Finish, team: MachineTeam) -> str:
+    """Return why this node has had no part in the end of the job."""
+    where = team.where
+    if finish.state == "unreachable":
+        return f"{where} has not answered in time: {team.away}"
+    if finish.state == "timeout":
+        return f"nobody has decided in time who takes part ({where})"
+    if finish.state == "damaged":
+        return f"what {where} holds of the job cannot be read: {finish.why}"
+    if finish.state == "refused":
+        return f"this node is not taken: {finish.why}"
+    return f"this node has left the job: {finish.why or 'it has ended without it'}"
+
+
+def _earlier(end: End, team: MachineTeam) -> str:
+    step = "" if end.step is None else f", step {end.step}"
+    return f"attempt {end.generation + 1}{team.attempts}, after {format_duration(end.uptime)}: {told(end)}{step}"
