@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from tests.cli.test_run import Place
     from tests.support.helpers import Gate, Ready
 
+pytestmark = pytest.mark.once
+
 EVERYWHERE = ((socket.AF_INET, ""), (socket.AF_INET6, "::"))
 LOOPBACK = ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"))
 
@@ -118,7 +120,6 @@ def test_a_port_with_connections_in_time_wait_is_not_chosen(number: int) -> None
 # --- nobody else is given it
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_ports_that_programs_of_the_kernel_or_the_administrator_choose_are_left_out(
     settings: Callable[[str, str], None],
@@ -234,7 +235,6 @@ for _ in range(count):
 """
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_200_launchers_of_two_users_have_200_ports(tmp_path: Path) -> None:
     done = run_script(tmp_path, MANY, "200", "65534" if os.geteuid() == 0 else "0", timeout=180)
@@ -357,7 +357,6 @@ sys.exit(done.returncode)
 """
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_the_kernel_gives_it_to_nobody_else_though_ports_run_out(tmp_path: Path, own_network: tuple[str, ...]) -> None:
     done = run_script(tmp_path, FEW, prefix=own_network, timeout=180)
@@ -388,7 +387,6 @@ with socket.socket() as server:
 """
 
 
-@pytest.mark.once
 @outside
 @pytest.mark.slow
 def test_runs_at_the_same_time_have_ports_of_their_own_until_they_end(place: Place, ready: Ready, gate: Gate) -> None:
@@ -405,7 +403,6 @@ def test_runs_at_the_same_time_have_ports_of_their_own_until_they_end(place: Pla
     assert not any(map(is_reserved, numbers))
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_port_that_the_user_names_is_taken_as_it_is(place: Place) -> None:
     with reserve() as port:

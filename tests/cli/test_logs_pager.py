@@ -20,6 +20,8 @@ from tests.support.screen import Emulator
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.once
+
 COUNT = 40_000
 
 # A shell's part: both programs in the foreground of a terminal. It notes their exit codes.
@@ -74,7 +76,6 @@ def script(place: Place, ready: Ready, gate: Gate) -> str:
         """)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_pager_goes_on_after_an_interrupt(
     place: Place,
@@ -112,7 +113,6 @@ def test_an_interrupt_that_ends_the_reader_ends_all(place: Place, script: str, r
     assert codes(place) == [128 + signal.SIGPIPE, -signal.SIGINT]
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_who_reads_a_little_and_then_the_rest_gets_everything(
     place: Place,
@@ -135,7 +135,6 @@ def test_who_reads_a_little_and_then_the_rest_gets_everything(
 # --- following, and its end
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["launcher is killed", "run fails", "reader is interrupted", "reader is told to end"])
 def test_following_ends(place: Place, ready: Ready, gate: Gate, how: str) -> None:
@@ -161,7 +160,6 @@ def test_following_ends(place: Place, ready: Ready, gate: Gate, how: str) -> Non
                 assert follower.end() == (-signal.SIGTERM, "", "")
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_following_ends_with_its_reader(place: Place, ready: Ready, gate: Gate) -> None:
     with place.start("-r", 3, place.write(f"print('one')\n{ready.python()}\n{gate.python()}")) as launcher:
@@ -172,7 +170,6 @@ def test_following_ends_with_its_reader(place: Place, ready: Ready, gate: Gate) 
         launcher.end()
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["prompt> ", "\\r bar 10", ""])
 def test_an_interrupt_leaves_a_terminal_tidy(place: Place, ready: Ready, gate: Gate, text: str) -> None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from tests.support.helpers import Gate, Ready
 
+pytestmark = pytest.mark.once
+
 SLACK = TIMEOUT
 """Seconds beyond what is promised that a loaded machine may take."""
 
@@ -106,7 +108,6 @@ FAILED = {
 }
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 def test_a_launcher_that_is_stopped_holds_up_no_stop_and_no_kill(
@@ -122,7 +123,6 @@ def test_a_launcher_that_is_stopped_holds_up_no_stop_and_no_kill(
         assert goes_on(launcher) == FAILED
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["settling", "stopping"])
 def test_a_launcher_that_is_stopped_meanwhile(tmp_path: Path, ready: Ready, gate: Gate, when: str) -> None:
@@ -159,7 +159,6 @@ def busy(launcher: subprocess.Popen[str], _ready: Ready) -> None:
     assert launcher.poll() is None
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [stopped, busy])
 def test_a_hung_rank_is_killed_at_its_deadline(

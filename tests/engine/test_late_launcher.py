@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from phalanx.multiprocessing import PContext
     from tests.support.helpers import Gate, Ready
 
-pytestmark = pytest.mark.usefixtures("own_temporary_folder")
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("own_temporary_folder")]
 LARGE = 1 << 20
 
 
@@ -62,7 +62,6 @@ def failing_at(gate: Gate, ready: Ready, *, stays: bool = False) -> PContext:
     return start_processes("g", sys.executable, args)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_what_the_keeper_said_before_it_left_is_heard_though_a_wish_is_unsent(ready: Ready, gate: Gate) -> None:
     with failing_at(gate, ready) as group:
@@ -82,7 +81,6 @@ def test_what_the_keeper_said_before_it_left_is_heard_though_a_wish_is_unsent(re
     assert result.root_cause.exitcode == 3
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_an_order_to_stop_that_meets_the_end_is_not_heeded(
     ready: Ready, gate: Gate, capfd: pytest.CaptureFixture[str]
@@ -102,7 +100,6 @@ def test_an_order_to_stop_that_meets_the_end_is_not_heeded(
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "overdue",
@@ -148,7 +145,6 @@ def test_a_silent_keeper_is_woken_before_it_is_killed(ready: Ready, monkeypatch:
     assert not supervisor._link.watchdog.killed
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_keeper_that_we_killed_is_said_to_have_been_silent(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     shorten(monkeypatch, ANSWER_WAIT=0.3, KILL_WAIT=0.3)
@@ -164,7 +160,6 @@ def test_a_keeper_that_we_killed_is_said_to_have_been_silent(ready: Ready, monke
         monkeypatch.setattr(KeeperClient, "wake", wake)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_keeper_that_is_lost_after_a_failure_does_not_hide_it(ready: Ready, gate: Gate) -> None:
     """What became of the others since is not known."""
@@ -200,7 +195,6 @@ def returns_much(rank: int, address: str, gate: str) -> bytes:
     return bytes(LARGE)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_large_result_holds_up_no_stop(ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     reading, go_on = threading.Event(), threading.Event()
@@ -271,7 +265,6 @@ def test_a_close_in_the_groups_own_thread_does_not_wait_for_itself(ready: Ready)
     group.close()
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_handler_that_closes_a_group_while_another_is_being_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the thread that holds what the end of the first one needs."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tests.support.disks import Disk
     from tests.support.helpers import Gate, Ready
 
-pytestmark = pytest.mark.usefixtures("own_temporary_folder")
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("own_temporary_folder")]
 RUN = (sys.executable, "-m", "phalanx", "run")
 
 
@@ -117,7 +117,6 @@ def test_a_close_ends_the_lingering(ready: Ready, way: str) -> None:
     assert [(left.command, left.exitcode) for left in result.leftovers] == [("sleep 600", -9 if way == "kill" else -15)]
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 @pytest.mark.parametrize("way", [fork_plain, fork_session, fork_daemon])
@@ -147,7 +146,6 @@ def test_one_that_ignores_sigterm_is_killed(ready: Ready) -> None:
     assert [(left.pid, left.signal_sent, left.exitcode) for left in result.leftovers] == [(pid, 9, -9)]
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_what_ends_by_itself_is_not_told(tmp_path: Path) -> None:
     """A resource tracker ignores SIGTERM, and ends when its worker has: it may have to be waited for."""
@@ -157,7 +155,6 @@ def test_what_ends_by_itself_is_not_told(tmp_path: Path) -> None:
     assert "ended what was left behind" not in done.stdout + done.stderr
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_many_are_counted() -> None:
     script = "for i in $(seq 100); do setsid sleep 600 & done; exit 0"
@@ -172,7 +169,6 @@ def test_many_are_counted() -> None:
 # --- what a person is told
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_phalanx_run_waits_and_says_for_whom(tmp_path: Path, ready: Ready, gate: Gate) -> None:
     script = tmp_path / "train.sh"
@@ -193,7 +189,6 @@ def test_phalanx_run_waits_and_says_for_whom(tmp_path: Path, ready: Ready, gate:
     assert (tmp_path / "done").exists()
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_what_was_ended_is_on_the_console_and_in_run_json(tmp_path: Path, ready: Ready, gate: Gate) -> None:
     script = tmp_path / "train.sh"
@@ -248,7 +243,6 @@ def test_lines() -> None:
     assert line_of_waiting(some(6), 20, 1.5).endswith(" and 16 more of ranks 4-5")
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("sleeps", [False, True])
 def test_a_look_that_only_has_no_cpu_is_waited_for(monkeypatch: pytest.MonkeyPatch, sleeps: bool) -> None:
@@ -272,7 +266,6 @@ def test_a_look_that_only_has_no_cpu_is_waited_for(monkeypatch: pytest.MonkeyPat
         os.waitpid(fork, 0)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_look_that_has_no_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is awake all the time."""
@@ -306,7 +299,6 @@ libc.munmap(page, 4096)  # waits for that one, with the lock of all of its memor
 """
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_what_waits_for_a_disk_holds_up_nobody_who_looks_at_it(
     disk: Disk, ready: Ready, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from tests.support.helpers import Gate, Ready
 
-pytestmark = pytest.mark.usefixtures("own_temporary_folder")
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("own_temporary_folder")]
 
 
 @pytest.fixture
@@ -51,7 +51,6 @@ def pausing(ready: Ready) -> tuple[str, tuple[str, ...]]:
     return sys.executable, ("-S", "-c", f"import signal; {ready.python()}; signal.pause()")
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_folders_that_cannot_be_made_now_hold_up_no_stop(
     ready: Ready, never: threading.Event, monkeypatch: pytest.MonkeyPatch
@@ -204,7 +203,6 @@ def ask_for_a_tracker(gate: str) -> int:
     return 3
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_resource_tracker_that_does_not_start_holds_up_no_result(
     gate: Gate, never: threading.Event, monkeypatch: pytest.MonkeyPatch
@@ -245,7 +243,6 @@ def run(tmp_path: Path, ready: Ready, setting: str) -> Iterator[subprocess.Popen
             process.kill()
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_record_that_cannot_be_written_now_holds_back_no_signal(tmp_path: Path, ready: Ready, gate: Gate) -> None:
     """Neither as the workers start nor at the end."""
@@ -266,7 +263,6 @@ def test_a_record_that_cannot_be_written_now_holds_back_no_signal(tmp_path: Path
         assert process.wait(TIMEOUT) == 128 + signal.SIGTERM
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_console_that_takes_nothing_holds_back_no_signal(tmp_path: Path, ready: Ready, gate: Gate) -> None:
     """Here it is a stand-in whose flush does not return; a terminal of another user, or a socket, are no better."""

@@ -20,6 +20,8 @@ from tests.support.workers import ROOT
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.once
+
 EMPTY = "mount -t tmpfs none /proc"
 
 # One in a session of its own, one twice forked, and one that heeds no SIGTERM. All are so before the worker goes on.
@@ -83,7 +85,6 @@ def unshare() -> str:
     return "unshare"
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 @pytest.mark.parametrize("how", ["ends", "closed", "killed"])

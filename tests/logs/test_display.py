@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from tests.support.helpers import Gate, Ready
 
-pytestmark = pytest.mark.usefixtures("own_temporary_folder")
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("own_temporary_folder")]
 RUN = (sys.executable, "-m", "phalanx", "run")
 SLACK = 10.0
 
@@ -58,7 +58,6 @@ os._exit(3)
 """
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [("--log-format", "json"), ("--grep", "^[0-9]+ (s|t)"), ("--fold",), ()])
 def test_a_flood_hides_no_failure(tmp_path: Path, ready: Ready, gate: Gate, options: tuple[str, ...]) -> None:
@@ -173,7 +172,6 @@ def test_a_stream_object_that_does_not_do_all_that_a_file_does(
     assert {"[0] a line", "[1] a line"}.issuperset(seen[0].splitlines())
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_stream_object_that_does_not_return(
     tmp_path: Path, ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -201,7 +199,6 @@ def test_a_stream_object_that_does_not_return(
             thread.join(TIMEOUT)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_display_that_stops_in_the_midst_of_the_end(
     tmp_path: Path, ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -296,7 +293,6 @@ def hangs(address: str) -> None:
             signal.pause()
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_listener_that_does_not_return(ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hung rank is killed, and the end of the group waits for the listener no longer than it says."""
@@ -357,7 +353,6 @@ with start_processes("g", sys.executable, ("-S", "-c", code), nprocs=2, logs_spe
 """
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of the system call is this machine's")
 @pytest.mark.parametrize(
@@ -412,7 +407,6 @@ def watch(fd: int, screen: Emulator) -> None:
         screen.feed(os.read(fd, 512).decode())
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_two_groups_on_one_terminal_cut_no_line_and_erase_no_bar(tmp_path: Path) -> None:
     """Its reader is slow, so that much is written in pieces."""

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from tests.support.disks import Disk
     from tests.support.helpers import Gate, Ready
 
+pytestmark = pytest.mark.once
+
 ROUNDS = int(os.environ.get("PHALANX_ROUNDS", "5"))
 METHODS = KINDS[1:]
 MEMORY = "/sys/fs/cgroup/memory"
@@ -101,7 +103,6 @@ def part_as_program(rank: int, ready: str, gate: str, hears: str) -> tuple[str, 
     return ("-I", "-S", "-c", up + rest)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_is_named_when_another_fails_20_ms_later(kind: str, ready: Ready, gate: Gate, tmp_path: Path) -> None:
@@ -181,7 +182,6 @@ def test_with_which_code_an_exception_ends_a_process(
     assert _raised(str(path), 7) == expected
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 def test_who_was_killed_comes_before_whose_connection_broke(
@@ -429,7 +429,6 @@ print(sorted(result.failures), result.root_cause.exitcode, result.root_cause.det
 """
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["hungry", "killed"])
 def test_an_oom_kill_is_called_so_because_the_kernel_says_so(which: str, memory_cgroup: str) -> None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from tests.support.helpers import Gate, Ready
 
+pytestmark = pytest.mark.once
+
 HANG_TIMEOUT = 0.5
 IN_TIME = 1.2
 """Seconds without a heartbeat for workers that are in time: a machine that is busy may hold one up for a while."""
@@ -57,7 +59,6 @@ def test_a_scope_of_the_parent_extends_the_heartbeat_of_its_child(events: Events
     assert "timer.expired" not in events.names()
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_scope_that_a_dead_process_has_left_behind_hides_no_hang(events: Events) -> None:
     with begin(hang_workers.leave_a_scope_behind, (), events) as group:
@@ -66,7 +67,6 @@ def test_a_scope_that_a_dead_process_has_left_behind_hides_no_hang(events: Event
     assert failure.message == f"Hang: no heartbeat for {HANG_TIMEOUT:g} s (the last at step 3)"
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_more_processes_than_a_rank_of_loaders_has(events: Events, ready: Ready, gate: Gate) -> None:
     count = 72
@@ -80,7 +80,6 @@ def test_more_processes_than_a_rank_of_loaders_has(events: Events, ready: Ready,
 # --- rest
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["plain", "child"])
 def test_who_rests_may_take_any_time(way: str, events: Events, ready: Ready, gate: Gate) -> None:
@@ -93,7 +92,6 @@ def test_who_rests_may_take_any_time(way: str, events: Events, ready: Ready, gat
     assert "timer.expired" not in events.names()
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("way, step", [("beat", 5), ("block", 4)])
 def test_after_a_rest_heartbeats_are_expected_again(
@@ -107,7 +105,6 @@ def test_after_a_rest_heartbeats_are_expected_again(
     assert failure.message == f"Hang: no heartbeat for {IN_TIME:g} s (the last at step {step})"
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_rest_shields_no_parent(events: Events, ready: Ready, gate: Gate) -> None:
     with begin(hang_workers.rest_below, (ready.address, gate.address), events, seconds=IN_TIME) as group:

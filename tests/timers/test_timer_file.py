@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+pytestmark = pytest.mark.once
+
 LONG = 3600.0
 HOUR = 3600.0
 
@@ -478,7 +480,6 @@ def test_a_release_in_time_spares_and_leaves_nothing(server: FileTimerServer, ch
     assert server._request_count == 2001
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_process_has_ten_thousand_timers_at_the_most(
     server: FileTimerServer, child: Child, caplog: pytest.LogCaptureFixture
@@ -556,7 +557,6 @@ def test_a_timer_is_not_for_the_next_owner_of_the_pid(server: FileTimerServer, p
     assert alive(child.pid)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [HOUR, -HOUR])
 def test_a_step_of_the_wall_clock_kills_and_spares_no_one(
@@ -787,7 +787,6 @@ def test_run_once_serves_what_is_there_and_ends(path: str, client: FileTimerClie
 # The client.
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_flood_of_twenty_workers_is_taken_without_an_error(server: FileTimerServer, path: str) -> None:
     with contextlib.ExitStack() as stack:
@@ -875,7 +874,6 @@ _pipe._attempt = tell
 """
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["none", "no watches"])
 @pytest.mark.parametrize("left_over", [False, True])
@@ -1022,7 +1020,6 @@ def line_of(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_server_that_is_killed_and_started_again_costs_no_worker(
     path: str, events: Events, caplog: pytest.LogCaptureFixture
@@ -1058,7 +1055,6 @@ def test_a_server_that_is_killed_and_started_again_costs_no_worker(
         assert "damaged" not in caplog.text
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_server_that_was_stopped_spares_who_was_in_time_and_strikes_who_was_not(path: str) -> None:
     """A paused virtual machine: the server and its workers have lost the same time."""
@@ -1092,7 +1088,6 @@ def test_a_server_that_was_stopped_spares_who_was_in_time_and_strikes_who_was_no
         assert alive(prompt.pid)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_timer_that_was_taken_just_before_the_server_was_stopped_has_its_time(path: str) -> None:
     """The server waited without end, so its wait has not overrun, and it hears of the timer when that is over."""
@@ -1163,7 +1158,6 @@ def test_damaged_and_oversized_lines_are_logged_and_skipped(
     assert "more warnings about the timer pipe were left out" in caplog.text
 
 
-@pytest.mark.once
 @given(st.lists(st.one_of(st.binary(max_size=60), st.sampled_from([b"\n", b"a" * 5000, b"b" * 4095, b"c\nd\n"]))))
 def test_lines_are_the_same_however_the_bytes_come(chunks: list[bytes]) -> None:
     lines = _pipe.Lines()
@@ -1190,7 +1184,6 @@ def _mutated(line: bytes, cuts: list[tuple[int, bytes]]) -> bytes:
     return line
 
 
-@pytest.mark.once
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_no_bytes_make_the_server_raise_or_strike_an_outsider(
