@@ -227,7 +227,9 @@ def _follow(
     job = _blame(job, stop, rules)
     following = replace(job, generation=job.generation + 1, phase="forming", delay=0.0, address="", port=0)
     enough = len(_ready(following, nodes)) >= job.min_nodes
-    uncounted = stop.kind == "grow" or (stop.kind in ("lost", "left") and enough)
+    # Where nobody is left of those that took part, who comes now begins anew.
+    anew = not any(name in nodes for name in _ids(job))
+    uncounted = stop.kind == "grow" or (stop.kind in ("lost", "left") and (enough or anew))
     end = replace(end, failed=stop.kind != "signal" and (not uncounted or end.survivors > 0))
     ends = (*job.ends, end)[-MOST_ENDS:]
     following = replace(following, ends=ends, restarts=_ages(notes, now))

@@ -69,6 +69,7 @@ class Participant:
         self._ended = -1  # the generation whose end was said
         self._heard: tuple[int, str] = (-1, "")
         self._read: tuple[Entry, ...] | None = None
+        self._lost_job = False  # whether the job has ended without this node, and nothing is left of it
         self._leaves = ""  # why this node goes
 
     # --- what happens
@@ -96,9 +97,11 @@ class Participant:
             self._away = now if self._away is None else self._away
         elif isinstance(event, store.Back):
             self._away = None
+            self._writes.reopen()
         elif isinstance(event, store.LeaseLost):
             self._entered = None
             self._writes.drop("enter")  # it may have been made with the lease that is lost
+            self._writes.reopen()
         else:
             self._finish(Finish("refused", event.why, self._job()))
         return self._settle()
@@ -117,9 +120,8 @@ class Participant:
         succeeded = me.outcome == "succeeded"
         self._me = replace(me, state="ready", generation=generation)
         self._evidence = evidence
-        if not succeeded and self.state == "RUNNING" and self._tell is None:
-            error = "its workers are gone"
-            self._tell = Stop(generation, "failure", me.id, me.host, error)
+        if not succeeded and self.state == "RUNNING":
+            self._tell = self._tell or Stop(generation, "failure", me.id, me.host, "its workers are gone")
         self._see("SUCCEEDED" if succeeded else "GONE")
         return self._settle()
 
@@ -148,11 +150,6 @@ class Participant:
         """See that it is `wake`, or later."""
         self._now = now
         return self._settle()
-
-    @property
-    def is_away(self) -> bool:
-        """Whether the store does not answer."""
-        return self._away is not None
 
     @property
     def generation(self) -> int:
@@ -204,7 +201,9 @@ class Participant:
             self._finish(Finish("refused", refused, self._job()))
             return
         job = self._job()
-        if job is None:
+        if self._is_gone(job):
+            self._see_gone()
+        if job is None or self._lost_job:
             return
         if self._heard != (job.generation, job.phase):
             self._heard = job.generation, job.phase
@@ -224,6 +223,17 @@ class Participant:
         if self.state == "WAITING" and is_next:
             self._take_part(job)
 
+    def _is_gone(self, job: Job | None) -> bool:
+        """Whether the job that this node has seen is over, and nothing of it is left in the store."""
+        if not self._view.told(records.JOB):
+            return False
+        return self._heard[0] >= 0 if job is None else job.generation < self._me.generation
+
+    def _see_gone(self) -> None:
+        self._lost_job = True
+        if self.state in ("WAITING", "RUNNING", "STOPPING", "DONE"):
+            self._see("OVER")
+
     def _take_part(self, job: Job) -> None:
         """Begin a generation, unless it has ended already."""
         if self._asked is None and not self._leaves and self._view.stop(job.generation) is None:
@@ -237,7 +247,7 @@ class Participant:
 
     def _lead(self) -> None:
         """Decide what follows, if this node leads."""
-        leads = self._view.leader()[0] == self._me.id
+        leads = self._view.leader()[0] == self._me.id and not self._lost_job
         if leads != (self._leader is not None):
             self._leader = Leader(self._me, self._rules, self._chance) if leads else None
             if not leads:
@@ -270,15 +280,15 @@ class Participant:
             self._submit("lead", Transaction((Absent(records.LEADER),), (put,)))
         self._write_stop()
         if self.state == "LEAVING" and self._read is None and not self._writes.is_open("read"):
-            generation = self._evidence_of()
-            if generation < 0:
-                self._read = ()
-            else:
+            job = self._job()
+            generation = -1 if job is None or self._lost_job else job.with_evidence
+            self._read = () if generation < 0 else None
+            if generation >= 0:
                 self._effects.append(Fetch(self._writes.begin("read"), f"{records.EVIDENCE}{generation}/"))
 
     def _can_lead(self) -> bool:
         """Whether nobody leads, and this node may."""
-        is_here = self._entered is not None and self.state != "CLOSING"
+        is_here = self._entered is not None and self.state != "CLOSING" and not self._lost_job
         return is_here and self._view.told(records.JOB) > 0 and not self._view.leader()[0]
 
     def _write_stop(self) -> None:
@@ -344,8 +354,7 @@ class Participant:
             self._entry_lease, self._entered = JOB, None
             self._writes.drop("enter")
             self._write()
-        is_written = self._entered == self._me
-        if is_written or self._now >= until + PATIENCE:
+        if self._entered == self._me or self._now >= until + PATIENCE:
             self._see("BARRIER")
         else:
             self.wake = min(self.wake, until + PATIENCE)
@@ -369,21 +378,13 @@ class Participant:
 
     # --- the end
 
-    def _evidence_of(self) -> int:
-        """Return the generation whose evidence is to be read; -1: none."""
-        job = self._job()
-        verdict = None if job is None else job.verdict
-        stop = None if verdict is None else verdict.stop
-        return -1 if stop is None or stop.kind == "signal" else stop.generation
-
     def _leave(self) -> None:
         """Leave: the job is over, or goes on without this node."""
         job = self._job()
-        verdict = None if job is None or self.is_away else job.verdict
+        verdict = None if job is None or self._away is not None or self._lost_job else job.verdict
         if verdict is None:
             state = "stopped" if self._asked is not None else "left"
-            if self.state == "LEFT" and self._me.state == "done":
-                state = "succeeded"
+            state = "succeeded" if self._me.state == "done" else state
             self._finish(Finish(state, self._leaves, job))
             return
         alone = self._leader is not None and all(name == self._me.id for name in self._view.nodes)

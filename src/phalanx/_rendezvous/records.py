@@ -213,6 +213,12 @@ class Job(Struct, frozen=True):
     verdict: Verdict | None = None
     version: int = VERSION
 
+    @property
+    def with_evidence(self) -> int:
+        """The generation with whose failure the job has ended; -1: there is none."""
+        stop = None if self.verdict is None else self.verdict.stop
+        return -1 if stop is None or stop.kind == "signal" else stop.generation
+
     def rank_of(self, node: str) -> int:
         """Return the group rank of a node; -1: it does not take part."""
         return next((rank for rank, member in enumerate(self.members) if member.id == node), -1)

@@ -28,10 +28,12 @@ class StoreView:
 
     def take(self, event: Snapshot | Changed) -> None:
         """Take what the store has told."""
-        self._told[event.prefix] = max(event.revision, self._told.get(event.prefix, 0))
         if isinstance(event, Changed):
+            if event.prefix in self._told:  # before the first snapshot, most is not known
+                self._told[event.prefix] = max(event.revision, self._told[event.prefix])
             told, gone = event.written, dict.fromkeys(event.deleted, event.revision)
         else:
+            self._told[event.prefix] = max(event.revision, self._told.get(event.prefix, 0))
             told = event.entries
             there = {entry.key for entry in told}
             gone = {key: event.revision for key in self._entries if key.startswith(event.prefix) and key not in there}

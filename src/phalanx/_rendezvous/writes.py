@@ -9,7 +9,10 @@ if TYPE_CHECKING:
     from phalanx._store.store import Fetched
 
 AGAIN = 1.0
-"""Seconds after which a write is tried again whose conditions did not hold, if no watch has told why by then."""
+"""Seconds after which a write is tried again that was not made, if nothing has told why by then."""
+
+TOLD = ("lead", "stop")
+"""Writes of which a watch tells: that they were made is not enough, for it may come first."""
 
 
 class Writes:
@@ -39,14 +42,14 @@ class Writes:
         what = next((what for what, ticket in self._open.items() if ticket == event.ticket), "")
         if what:
             del self._open[what]
-            if isinstance(event, Done) and event.made is False:
+            if isinstance(event, Done) and (not event.made or what in TOLD):
                 self._closed[what] = now + AGAIN
         return what
 
     def closed_until(self, what: str) -> float:
-        """Return until when it is not to be asked again: what it is based on has changed, and that is not told yet."""
+        """Return until when it is not to be asked again: it was not made, and why is not told yet."""
         return self._closed.get(what, 0.0)
 
     def reopen(self) -> None:
-        """Let all be asked again: a watch has told of a change."""
+        """Let all be asked again: something has changed."""
         self._closed.clear()

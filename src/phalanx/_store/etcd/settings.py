@@ -23,7 +23,7 @@ class EtcdSettings(NamedTuple):
     endpoints: tuple[str, ...]
     prefix: str
     ttl: int = 5
-    job_ttl: int = 60
+    job_ttl: int = 300
     timeout: float = 3.0
     ca: str = ""
     cert: str = ""

@@ -1,0 +1,651 @@
+"""A simulated job: nodes that decide as real ones do, a store like an etcd, and what goes wrong, all by a seed.
+
+`python -m tests.rendezvous.simulator 0 1000` runs the seeds from 0 to 999, and names the rules that were broken;
+`python -m tests.rendezvous.simulator 17` tells the story of one. The same seed is always the same story.
+
+Time is simulated. What goes wrong: nodes crash, are stopped and go on, are cut off, return as new ones; their leases
+run out while they live; the store is away, or starts again; answers are lost though a write was made; what a watch
+tells comes late, twice, or out of order; workers fail, several at once, succeed, and take long to end; somebody presses
+Ctrl-C, or takes a node out.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from phalanx._agent.restart_policy import RestartPolicy
+from phalanx._rendezvous import effects, records
+from phalanx._rendezvous.membership import Rules
+from phalanx._rendezvous.node import Participant
+from phalanx._rendezvous.records import Job, Stop, replace
+from phalanx._store.store import (
+    OWN,
+    Absent,
+    Away,
+    Back,
+    Changed,
+    Created,
+    Delete,
+    Done,
+    Entry,
+    Fetched,
+    LeaseLost,
+    Put,
+    Snapshot,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from phalanx._store.store import StoreEvent, Transaction
+
+TTL = 5.0
+"""Seconds of a lease."""
+
+GRACE = 3.0
+"""Seconds that workers take to end, at most."""
+
+CALM = 60.0
+"""Seconds after which nothing goes wrong any more."""
+
+END = 2000.0
+"""Seconds after which every node has left, or is broken."""
+
+MOST_REQUESTS = 60
+"""Of one node within a second."""
+
+
+class BrokenError(AssertionError):
+    """A rule was broken."""
+
+
+class Setting(NamedTuple):
+    """A job: how many nodes there are, and what it holds to."""
+
+    least: int
+    most: int
+    nodes: int
+    restarts: int = 3
+    faults: int = 0
+    failing: float = 0.0
+    """The chance that workers of a node fail."""
+    ordered: bool = False
+    """Whether nodes are given their ranks."""
+    exclude_after: int = 0
+    lasts: float = 8.0
+    """Seconds for which workers run, at most."""
+
+
+class Simulation:
+    """One job, from the first node's coming to the last one's leaving."""
+
+    def __init__(self, setting: Setting, seed: int, tell: Callable[[str], None] = lambda _: None) -> None:
+        self.setting = setting
+        self.random = random.Random(seed)  # noqa: S311 - a story is the same each time
+        self.now = 0.0
+        self._tell = tell
+        self._queue: list[tuple[float, int, Callable[[], object]]] = []
+        self._count = 0
+        self.store = SimulatedStore(self)
+        self.nodes: list[SimulatedNode] = []
+        self.formed: dict[int, Job] = {}
+        self.stops: dict[int, bytes] = {}
+        self.all_formed: list[Job] = []  # of earlier jobs of the same id, too
+        self.all_stops: set[bytes] = set()
+
+    def tell(self, text: str) -> None:
+        """Tell what happens."""
+        self._tell(f"{self.now:9.3f} {text}")
+
+    def at(self, seconds: float, action: Callable[[], object]) -> None:
+        """Have something happen in so many seconds."""
+        self._count += 1
+        heapq.heappush(self._queue, (self.now + seconds, self._count, action))
+
+    def chance(self, probability: float) -> bool:
+        """Whether something happens of that probability."""
+        return self.random.random() < probability
+
+    def add(self, order: int = -1) -> SimulatedNode:
+        """Make a node, which comes at once."""
+        number = len(self.nodes)
+        setting = self.setting
+        me = records.Node(
+            f"n{number}", f"h{number}", f"10.0.0.{number}", 1 + number % 3, port=1000 + number, order=order,
+            min_nodes=setting.least, max_nodes=setting.most,
+        )  # fmt: skip
+        node = SimulatedNode(self, me)
+        self.nodes.append(node)
+        node.begin()
+        return node
+
+    def run(self) -> Simulation:
+        """Carry on until nothing is left to happen. Raises BrokenError."""
+        setting, calm = self.setting, CALM if self.setting.faults else 0.0
+        for number in range(setting.nodes):
+            order = number if setting.ordered else -1
+            self.at(self.random.uniform(0, 3), partial(self.add, order))
+        for _ in range(setting.faults):
+            self.at(self.random.uniform(0, calm), self._go_wrong)
+        self.at(calm, self._calm_down)
+        while self._queue and self.now < END:
+            self.now, _, action = heapq.heappop(self._queue)
+            action()
+        for node in self.nodes:
+            if node.is_alive and node.finish is None:
+                raise BrokenError(f"{node.name} has not left: {node.node.state} of generation {node.node.generation}")
+        if not self.setting.faults:  # else a job may have been followed by another one, of those that came late
+            ends = {node.finish.state for node in self.nodes if node.finish is not None} - {"refused"}
+            if len(ends) > 1:
+                raise BrokenError(f"the nodes disagree on how the job has ended: {ends}")
+        return self
+
+    def _go_wrong(self) -> None:
+        live = [node for node in self.nodes if node.is_alive and node.finish is None]
+        if not live:
+            return
+        node, span = self.random.choice(live), self.random.choice([0.5, 3.0, 8.0, 20.0])
+        troubles: dict[str, Callable[[], object]] = {
+            "crash": node.crash,
+            "return": lambda: (node.crash(), self.at(span, lambda: self.add(node.order))),  # type: ignore[func-returns-value] # two things
+            "stop": lambda: node.pause(span),
+            "cut": lambda: node.cut(span),
+            "store": lambda: self.store.go_away(span),
+            "restart": lambda: self.store.go_away(0.2),
+            "interrupt": node.interrupt,
+            "leave": node.go,
+            "expire": lambda: self.store.expire(node),
+            "fail": lambda: [each.fail() for each in live if each is node or self.chance(0.5)],  # type: ignore[func-returns-value] # several
+        }
+        what = self.random.choices(list(troubles), weights=[1, 1, 2, 2, 1, 1, 0.3, 0.3, 1, 1])[0]
+        self.tell(f"{node.name}: {what} ({span} s)")
+        troubles[what]()
+
+    def _calm_down(self) -> None:
+        """End what has gone wrong; and see that the job has nodes enough."""
+        self.tell("calm")
+        for node in self.nodes:
+            node.heal()
+
+    # --- what must hold
+
+    def see_write(self, key: str, value: bytes) -> None:
+        """Check what is written."""
+        if key.startswith(records.STOP):
+            generation = int(key.removeprefix(records.STOP))
+            self.all_stops.add(value)
+            if self.stops.setdefault(generation, value) != value:
+                raise BrokenError(f"why generation {generation} ends was written twice")
+        if key != records.STATE:
+            return
+        job = records.read(Job, Entry(key, value, 1, 1))
+        before = max(self.formed, default=-1)
+        if job.generation < before or (job.phase == "forming" and job.generation == before):
+            raise BrokenError(f"the job goes back to generation {job.generation}, {job.phase}, from {before}")
+        if job.phase == "running" and self.formed.get(job.generation, job).members != job.members:
+            raise BrokenError(f"generation {job.generation} is formed twice")
+        if job.phase == "running" and job.generation not in self.formed:
+            if job.generation <= before:
+                raise BrokenError(f"generation {job.generation} is formed after {before}")
+            if before >= 0 and before not in self.stops:
+                raise BrokenError(f"generation {job.generation} is formed, and {before} has not been ended")
+            self._see_formed(job)
+        failed = sum(end.failed for end in job.ends)
+        if failed > self.setting.restarts + 1 or len(job.restarts) > self.setting.restarts:
+            raise BrokenError(
+                f"{failed} failures, {len(job.restarts)} restarts, and {self.setting.restarts} are allowed"
+            )
+
+    def see_deleted(self, key: str) -> None:
+        """See that a job is over, and gone: what comes now is another one."""
+        if key == records.STATE:
+            self.formed, self.stops = {}, {}
+
+    def _see_formed(self, job: Job) -> None:
+        ids = [member.id for member in job.members]
+        if len(set(ids)) != len(ids):
+            raise BrokenError(f"generation {job.generation} has a node twice: {ids}")
+        if not self.setting.least <= len(ids) <= self.setting.most:
+            raise BrokenError(f"generation {job.generation} has {len(ids)} nodes")
+        last = self.formed.get(max(self.formed, default=-1))
+        names = {node.name: node for node in self.nodes}
+        for member in [] if last is None else last.members:
+            node = names[member.id]
+            is_there = node.has_lease and node.leased < node.started
+            if node.workers is not None and is_there and not node.is_late:
+                raise BrokenError(f"generation {job.generation} is formed, and the workers of {node.name} are there")
+        first = names[ids[0]]
+        if job.address != first.address:
+            raise BrokenError(f"generation {job.generation} meets at {job.address}, and rank 0 is on {first.address}")
+        self.formed[job.generation] = job
+        self.all_formed.append(job)
+
+    def see_start(self, node: SimulatedNode, job: Job, rank: int) -> None:
+        """Check that a node may start workers."""
+        if node.workers is not None:
+            raise BrokenError(f"{node.name} starts generation {job.generation}, and has workers of {node.workers}")
+        if not any(
+            (job.members, job.address, job.port) == (one.members, one.address, one.port)
+            for one in self.all_formed
+            if one.generation == job.generation
+        ):
+            raise BrokenError(f"{node.name} starts another generation {job.generation} than was formed")
+        if job.members[rank].id != node.name:
+            raise BrokenError(f"{node.name} takes rank {rank} of {job.members[rank].id}")
+
+    def see_end(self, node: SimulatedNode, stop: Stop | None) -> None:
+        """Check that a node has to end its workers."""
+        if node.asked:
+            return
+        job = self.store.job()
+        if stop is None and job is not None and job.generation <= node.node.generation and job.phase != "over":
+            raise BrokenError(f"{node.name} ends its workers, and the job has not gone on without it")
+        if stop is not None and records.write(stop) not in self.all_stops:
+            raise BrokenError(f"{node.name} has heard of another end of generation {stop.generation} than was written")
+
+
+class SimulatedStore:
+    """Keys with revisions, transactions, leases and watches."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self._entries: dict[str, Entry] = {}
+        self._owners: dict[str, SimulatedNode | None] = {}
+        self._revision = 1
+        self.is_away = False
+
+    def has(self, key: str) -> bool:
+        """Whether a key is there."""
+        return key in self._entries
+
+    def job(self) -> Job | None:
+        """The job, if it is there."""
+        entry = self._entries.get(records.STATE)
+        return None if entry is None else records.read(Job, entry)
+
+    def below(self, prefix: str) -> tuple[int, tuple[Entry, ...]]:
+        """The revision, and the keys below a prefix."""
+        return self._revision, tuple(entry for key, entry in self._entries.items() if key.startswith(prefix))
+
+    def make(self, node: SimulatedNode, transaction: Transaction) -> tuple[bool, int]:
+        """Make a transaction, if its conditions hold."""
+        for condition in transaction.conditions:
+            entry = self._entries.get(condition.key)
+            if isinstance(condition, Absent):
+                holds = entry is None
+            elif isinstance(condition, Created):
+                holds = entry is not None and entry.created == condition.created
+            else:
+                holds = entry is not None and entry.modified == condition.modified
+            if not holds:
+                return False, self._revision
+        self._write(transaction.writes, node)
+        return True, self._revision
+
+    def _write(self, writes: Iterable[Put | Delete], node: SimulatedNode | None) -> None:
+        self._revision += 1
+        written, deleted = [], []
+        for write in writes:
+            if isinstance(write, Put):
+                before = self._entries.get(write.key)
+                created = self._revision if before is None else before.created
+                entry = self._entries[write.key] = Entry(write.key, write.value, created, self._revision)
+                self._owners[write.key] = node if write.lease == OWN else None
+                written.append(entry)
+                self._simulation.see_write(write.key, write.value)
+            elif self._entries.pop(write.key, None) is not None:
+                deleted.append(write.key)
+                self._simulation.see_deleted(write.key)
+        for each in self._simulation.nodes:
+            each.see_changed(self._revision, written, deleted)
+
+    def expire(self, node: SimulatedNode) -> None:
+        """End a node's lease."""
+        keys = [key for key, owner in self._owners.items() if owner is node and key in self._entries]
+        if keys:
+            self._simulation.tell(f"{node.name}: its lease has run out")
+            self._write([Delete(key) for key in keys], None)
+        node.has_lease = False
+
+    def end_job(self) -> None:
+        """Delete what goes with the job's lease."""
+        self._write([Delete(key) for key in list(self._entries) if self._owners.get(key) is None], None)
+
+    def go_away(self, span: float) -> None:
+        """Answer nobody for a while. Leases begin anew then."""
+        if self.is_away:
+            return
+        self.is_away = True
+        for node in self._simulation.nodes:
+            node.lose_store()
+
+        def back() -> None:
+            self.is_away = False
+            for node in self._simulation.nodes:
+                node.heard = self._simulation.now
+                node.find_store()
+
+        self._simulation.at(span, back)
+
+
+class SimulatedNode:
+    """A node: what it decides is a real `Participant`'s; its workers, its store and its troubles are simulated."""
+
+    def __init__(self, simulation: Simulation, me: records.Node) -> None:
+        self._simulation = simulation
+        self._me = me
+        self.name, self.address, self.order = me.id, me.address, me.order
+        setting = simulation.setting
+        rules = Rules(
+            RestartPolicy(setting.restarts), join_timeout=120.0, last_call=5.0, rejoin_delay=2.0, end_timeout=30.0,
+            exclude_after=setting.exclude_after,
+        )  # fmt: skip
+        self.node = Participant(me, rules, barrier=60.0, chance=simulation.random.random)
+        self.is_alive, self.is_late, self.asked = True, False, False
+        self.workers: int | None = None  # the generation whose workers are there
+        self.finish: effects.Finish | None = None
+        self.submitted = 0
+        self.leased = self.started = simulation.now  # since when it has its lease, and its workers
+        self.has_lease = True
+        self.heard = simulation.now  # when the store has heard of it last
+        self._is_cut = self._is_stopped = self._is_connected = False
+        self._missed: list[Callable[[], object]] = []  # while it was stopped
+        self._watches: dict[str, int] = {}
+        self._recent: list[float] = []
+
+    def begin(self) -> None:
+        """Come."""
+        self._simulation.tell(f"{self.name} comes")
+        self.do(self.node.begin(self._simulation.now))
+        self.find_store()
+        self._keep()
+
+    def _keep(self) -> None:
+        """Keep the lease alive, and see it end if it is not."""
+        if not self.is_alive and not self.has_lease:
+            return
+        now = self._simulation.now
+        if self._is_connected and self.is_alive and self.finish is None and not self._is_stopped:
+            self.heard = now
+        elif now - self.heard > TTL and not self._simulation.store.is_away and self.has_lease:
+            self._simulation.store.expire(self)
+        self._simulation.at(TTL / 3, self._keep)
+
+    # --- the store
+
+    def find_store(self) -> None:
+        """Reach the store, after a while."""
+        if self._is_connected or self._is_cut or self._simulation.store.is_away or not self.is_alive:
+            return
+        self._is_connected = True
+        if not self.has_lease:
+            self.has_lease, self.leased = True, self._simulation.now
+            self._later(lambda: self._see(LeaseLost()))
+        self._later(lambda: self._see(Back()))
+        for prefix in self._watches:
+            self._snapshot(prefix)
+
+    def lose_store(self) -> None:
+        """Reach the store no more; in a while, the node knows."""
+        if self._is_connected:
+            self._is_connected = False
+            self._later(self._miss_store, self._simulation.random.uniform(0, 3))
+
+    def _miss_store(self) -> None:
+        if not self._is_connected:
+            self._see(Away("cut"))
+
+    def _see(self, event: StoreEvent) -> None:
+        if self.is_alive and self.finish is None:
+            self.do(self.node.store_told(event, self._simulation.now))
+
+    def _later(self, action: Callable[[], object], seconds: float | None = None) -> None:
+        """Have something happen here, once it has come so far; if the node is stopped, when it goes on."""
+
+        def arrive() -> None:
+            if self._is_stopped:
+                self._missed.append(action)
+            else:
+                action()
+
+        self._simulation.at(self._delay() if seconds is None else seconds, arrive)
+
+    def _delay(self) -> float:
+        chance = self._simulation.random
+        return chance.uniform(0.3, 1.5) if chance.random() < 0.02 else chance.uniform(0.001, 0.01)
+
+    def _snapshot(self, prefix: str) -> None:
+        revision, entries = self._simulation.store.below(prefix)
+        self._later(lambda: self._see(Snapshot(prefix, revision, entries)))
+
+    def see_changed(self, revision: int, written: list[Entry], deleted: list[str]) -> None:
+        """Be told what was written, if it is watched: now and then late, or twice."""
+        for prefix in self._watches if self._is_connected else ():
+            event = Changed(
+                prefix,
+                revision,
+                tuple(entry for entry in written if entry.key.startswith(prefix)),
+                tuple(key for key in deleted if key.startswith(prefix)),
+            )
+            if event.written or event.deleted:
+                for _ in range(2 if self._simulation.chance(0.02) else 1):
+                    self._later(partial(self._see, event))
+
+    def _submit(self, effect: effects.Submit) -> None:
+        simulation = self._simulation
+        self.submitted += 1
+        self._recent = [moment for moment in self._recent if moment > simulation.now - 1] + [simulation.now]
+        if len(self._recent) > MOST_REQUESTS:
+            raise BrokenError(f"{self.name} asks the store for {len(self._recent)} things within a second")
+
+        def arrive() -> None:
+            if not (self._is_connected and self.is_alive) or simulation.store.is_away:
+                self._later(lambda: self._see(Done(effect.ticket, None, 0)))
+                return
+            leases = {write.lease for write in effect.transaction.writes if isinstance(write, Put)}
+            if not self.has_lease and OWN in leases:  # etcd refuses a lease that is not there
+                self.has_lease = True
+                self.heard = self.leased = simulation.now
+                self._later(lambda: self._see(LeaseLost()))
+                self._later(lambda: self._see(Done(effect.ticket, None, 0)))
+                return
+            made, revision = simulation.store.make(self, effect.transaction)
+            is_lost = simulation.setting.faults and simulation.chance(0.01)
+            self._later(lambda: self._see(Done(effect.ticket, None if is_lost else made, 0 if is_lost else revision)))
+
+        is_late = simulation.setting.faults and simulation.chance(0.03)
+        simulation.at(simulation.random.uniform(1, 20) if is_late else self._delay(), arrive)
+
+    def _fetch(self, effect: effects.Fetch) -> None:
+        def arrive() -> None:
+            away = simulation.store.is_away or not self._is_connected
+            entries = None if away else simulation.store.below(effect.prefix)[1]
+            self._later(lambda: self._see(Fetched(effect.ticket, entries)))
+
+        simulation = self._simulation
+        simulation.at(self._delay(), arrive)
+
+    # --- what the node asks for
+
+    def do(self, due: list[effects.Effect]) -> None:
+        """Carry out what the node has decided."""
+        for effect in due:
+            if isinstance(effect, effects.Start):
+                self._start(effect.job, effect.rank)
+            elif isinstance(effect, effects.End):
+                self._simulation.see_end(self, effect.stop)
+                self._end()
+            elif isinstance(effect, effects.Finish):
+                self._leave(effect)
+            else:
+                self._ask(effect)
+        wake = self.node.wake
+        if wake < math.inf and self.finish is None:
+            self._later(self._tick, max(0.0, wake - self._simulation.now))
+
+    def _ask(self, effect: effects.Effect) -> None:
+        """Ask the store for something."""
+        if isinstance(effect, effects.Submit):
+            self._submit(effect)
+        elif isinstance(effect, effects.Fetch):
+            self._fetch(effect)
+        elif isinstance(effect, effects.Watch):
+            self._watches[effect.prefix] = 0
+            if self._is_connected:
+                self._snapshot(effect.prefix)
+        elif isinstance(effect, effects.Unwatch):
+            self._watches.pop(effect.prefix, None)
+
+    def _tick(self) -> None:
+        if self.is_alive and self.finish is None and self.node.wake <= self._simulation.now:
+            self.do(self.node.tick(self._simulation.now))
+
+    def _leave(self, finish: effects.Finish) -> None:
+        self._simulation.tell(f"{self.name} leaves: {finish.state} {finish.why}")
+        if self.workers is not None:
+            raise BrokenError(f"{self.name} leaves, and has workers of generation {self.workers}")
+        self.finish = finish
+        if self._is_connected and not self._simulation.store.is_away:
+            self._simulation.store.expire(self)
+            if finish.ends_job:
+                self._simulation.store.end_job()
+
+    # --- the workers
+
+    def _start(self, job: Job, rank: int) -> None:
+        simulation = self._simulation
+        simulation.tell(f"{self.name} starts generation {job.generation} as {rank} of {len(job.members)}")
+        simulation.see_start(self, job, rank)
+        self.workers, self.is_late, self.started = job.generation, False, simulation.now
+        lasts = simulation.random.uniform(0.1, simulation.setting.lasts)
+        fails = simulation.chance(simulation.setting.failing)
+        generation = job.generation
+        self._later(lambda: self.fail(generation) if fails else self._succeed(generation), lasts)
+
+    def fail(self, generation: int | None = None) -> None:
+        """Have a worker fail."""
+        runs = self.workers if generation is None else generation
+        if not self.is_alive or self.workers is None or self.workers != runs or self.node.state != "RUNNING":
+            return
+        self._simulation.tell(f"{self.name}: a worker fails")
+        stop = Stop(runs, "failure", self.name, self._me.host, "ValueError", 0, 1)
+        self.do(self.node.workers_failed(stop, self._simulation.now))
+        self._end()
+
+    def _succeed(self, generation: int) -> None:
+        if self.is_alive and self.workers == generation and self.node.state == "RUNNING":
+            self._go("succeeded")
+
+    def _end(self) -> None:
+        generation = self.workers
+        span = self._simulation.random.uniform(0, GRACE)
+        if self._simulation.chance(0.02):  # beyond what the leader waits for
+            span, self.is_late = 40.0, True
+        self._later(partial(self._go_of, generation), span)
+
+    def _go_of(self, generation: int | None) -> None:
+        if self.workers == generation:
+            self._go("stopped")
+
+    def _go(self, outcome: str) -> None:
+        if not self.is_alive or self.workers is None:
+            return
+        self.workers = None
+        me = replace(self._me, outcome=outcome, uptime=1.0)
+        self.do(self.node.workers_gone(me, b"evidence", self._simulation.now))
+
+    # --- what goes wrong
+
+    def interrupt(self) -> None:
+        """Have somebody press Ctrl-C here."""
+        self.asked = True
+        self.do(self.node.ask_stop(2, "SIGINT", GRACE, self._simulation.now))
+
+    def go(self) -> None:
+        """Have somebody take the node out of the job."""
+        self.asked = True
+        self.do(self.node.ask_leave("drained", self._simulation.now))
+
+    def crash(self) -> None:
+        """Be gone: the workers end with their agent."""
+        self.is_alive, self.workers, self._is_connected = False, None, False
+
+    def pause(self, span: float) -> None:
+        """Be stopped, the workers with it, for a while."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        self._simulation.at(span, self._continue)
+
+    def _continue(self) -> None:
+        if not self._is_stopped:
+            return
+        self._is_stopped = False
+        if not self.has_lease and self._is_connected:
+            self._is_connected = False
+            self.find_store()
+        missed, self._missed = self._missed, []
+        for action in missed:
+            action()
+
+    def cut(self, span: float) -> None:
+        """Reach nobody for a while."""
+        self._is_cut = True
+        self.lose_store()
+        self._simulation.at(span, self._join)
+
+    def _join(self) -> None:
+        self._is_cut = False
+        self.find_store()
+
+    def heal(self) -> None:
+        """Be well again."""
+        self._continue()
+        self._join()
+
+
+def setting_of(seed: int) -> Setting:
+    """The job of a seed."""
+    chance = random.Random(-seed - 1)  # noqa: S311 - as above
+    most = chance.randint(1, 6)
+    least = chance.choice([most, chance.randint(1, most)])
+    return Setting(
+        least, most, max(1, most + chance.choice([-1, 0, 0, 1, 2])), chance.choice([0, 1, 3, 10]),
+        chance.choice([0, 1, 3, 8, 16]), chance.choice([0.0, 0.05, 0.3]), least == most and chance.random() < 0.3,
+        chance.choice([0, 0, 2]),
+    )  # fmt: skip
+
+
+def play(seed: int, tell: Callable[[str], None] = lambda _: None) -> Simulation:
+    """Play the story of a seed. Raises BrokenError."""
+    return Simulation(setting_of(seed), seed, tell).run()
+
+
+def _say(text: object) -> None:
+    sys.stdout.write(f"{text}\n")
+
+
+def main(args: list[str]) -> int:
+    """Play the seeds between two numbers, or tell the story of one."""
+    if len(args) == 1:
+        _say(setting_of(int(args[0])))
+        play(int(args[0]), _say)
+        return 0
+    broken = 0
+    for seed in range(int(args[0]), int(args[1])):
+        try:
+            play(seed)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is told with its seed
+            broken += 1
+            _say(f"seed {seed}: {type(error).__name__}: {error}")
+    _say(f"{broken} of {int(args[1]) - int(args[0])} stories broke a rule")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,278 @@
+"""What a leader decides, in single cases; `test_simulator` has them all together."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from phalanx._agent.restart_policy import RestartPolicy
+from phalanx._rendezvous.membership import PATIENCE, Decision, Notes, Rules, Seen, decide
+from phalanx._rendezvous.records import VERSION, End, Job, Member, Node, Stop, replace
+
+pytestmark = pytest.mark.once
+
+RULES = Rules(RestartPolicy(1), join_timeout=600.0, last_call=30.0, rejoin_delay=10.0, end_timeout=90.0)
+
+
+def node(name: str, least: int = 2, most: int = 2, **facts: Any) -> Node:
+    facts = {"address": f"10.0.0.{name}", "port": 1000, **facts}
+    return Node(name, f"host-{name}", nproc=2, min_nodes=least, max_nodes=most, **facts)
+
+
+def seen(*nodes: Node) -> dict[str, Seen]:
+    return {one.id: Seen(one, index) for index, one in enumerate(nodes)}
+
+
+def running(*names: str, generation: int = 0, least: int = 2, most: int = 2, **more: Any) -> Job:
+    members = tuple(Member(name, f"host-{name}", 2, "default") for name in names)
+    return Job(generation, "running", least, most, members, **more)
+
+
+FORMING = Job(0, "forming", 2, 2)
+FAILED = Stop(0, "failure", "b", "host-b", "ValueError: bad", 3, 1)
+
+
+class Leader:
+    """Decides at moments that the test names."""
+
+    def __init__(self, job: Job, rules: Rules = RULES) -> None:
+        self.job, self.rules, self.notes = job, rules, Notes(job, 0.0)
+
+    def at(self, now: float, *nodes: Node, stop: Stop | None = None) -> Decision:
+        made = decide(self.job, stop, seen(*nodes), self.notes, now, self.rules)
+        self.job = made.job or self.job
+        return made
+
+
+def names(job: Job | None) -> list[str]:
+    assert job is not None
+    return [member.id for member in job.members]
+
+
+def test_a_generation_is_formed_when_all_are_there() -> None:
+    leader = Leader(FORMING)
+    assert leader.at(1, node("a")) == Decision(wake=600)
+    made = leader.at(2, node("a"), node("b"))
+    assert made.job is not None
+    assert (made.job.phase, names(made.job)) == ("running", ["a", "b"])
+    assert (made.job.address, made.job.port) == ("10.0.0.a", 1000)
+
+
+def test_more_are_waited_for_before_the_first_generation_alone() -> None:
+    facts: dict[str, Any] = {"least": 2, "most": 3}
+    leader = Leader(Job(0, "forming", 2, 3))
+    assert leader.at(5, node("a", **facts), node("b", **facts)) == Decision(wake=35)
+    assert leader.at(34, node("a", **facts), node("b", **facts)) == Decision(wake=35)
+    assert names(leader.at(35, node("a", **facts), node("b", **facts)).job) == ["a", "b"]
+    again = Leader(Job(1, "forming", 2, 3, ends=(End(0, "lost", "c", "host-c"),)))
+    assert names(again.at(1, node("a", **facts), node("b", **facts)).job) == ["a", "b"]
+    full = Leader(Job(0, "forming", 2, 3))
+    assert names(full.at(1, *(node(name, **facts) for name in "abc")).job) == ["a", "b", "c"]
+
+
+def test_too_few_for_too_long_is_the_end() -> None:
+    leader = Leader(FORMING)
+    made = leader.at(600, node("a"))
+    assert made.job is not None
+    assert made.job.phase == "over"
+    assert made.job.verdict is not None
+    assert (made.job.verdict.state, made.job.verdict.why) == ("failed", "1 node of 2 came within 10m00s")
+
+
+def test_a_failure_is_followed_when_no_worker_is_left() -> None:
+    leader = Leader(running("a", "b"))
+    assert leader.at(1, node("a"), node("b"), stop=FAILED) == Decision(wake=91)
+    gone = node("a", generation=0, outcome="stopped", uptime=7.0, step=12)
+    assert leader.at(2, gone, node("b"), stop=FAILED) == Decision(wake=91)
+    cause = node("b", generation=0, outcome="failed", uptime=6.0, error="KeyError: 'x'", rank=2, exitcode=1)
+    made = leader.at(3, gone, cause, stop=FAILED)
+    assert made.job is not None
+    assert (made.job.generation, made.job.phase, names(made.job)) == (1, "running", ["a", "b"])
+    end = made.job.ends[-1]
+    assert (end.error, end.rank, end.uptime, end.step, end.failed) == ("KeyError: 'x'", 2, 7.0, 12, True)
+    assert made.job.restarts == (0.0,)
+    last = leader.at(9, replace(gone, generation=1), replace(cause, generation=1), stop=replace(FAILED, generation=1))
+    assert last.job is not None
+    assert last.job.verdict is not None
+    assert (last.job.phase, last.job.verdict.why) == ("over", "1 restart, and no more")
+
+
+def test_a_node_that_does_not_end_its_workers_is_waited_for_no_longer() -> None:
+    leader = Leader(running("a", "b", least=1), RULES)
+    facts: dict[str, Any] = {"least": 1}
+    gone = node("a", generation=0, outcome="stopped", **facts)
+    assert leader.at(1, gone, node("b", **facts), stop=FAILED) == Decision(wake=91)
+    assert names(leader.at(91, gone, node("b", **facts), stop=FAILED).job) == ["a"]
+
+
+@pytest.mark.parametrize("kind", ["lost", "left"])
+def test_a_node_that_goes_costs_no_restart_while_there_are_enough(kind: Any) -> None:
+    leader = Leader(running("a", "b", "c", most=3), RULES._replace(policy=RestartPolicy(0)))
+    facts: dict[str, Any] = {"most": 3, "generation": 0, "outcome": "stopped"}
+    stop = Stop(0, kind, "b", "host-b", "it is gone")
+    made = leader.at(1, node("a", **facts), node("c", **facts), stop=stop)
+    assert made.job is not None
+    assert (names(made.job), made.job.restarts) == (["a", "c"], ())
+    assert not made.job.ends[-1].failed
+
+
+def test_a_node_that_is_gone_is_told_of() -> None:
+    made = Leader(running("a", "b")).at(1, node("a"))
+    assert made.job is None
+    assert made.stop is not None
+    assert (made.stop.kind, made.stop.node, made.stop.host) == ("lost", "b", "host-b")
+
+
+def test_too_few_after_a_loss_is_a_failure() -> None:
+    stop = Stop(0, "lost", "b", "host-b", "it is gone")
+    here = node("a", generation=0, outcome="stopped")
+    made = Leader(running("a", "b"), RULES._replace(policy=RestartPolicy(0))).at(1, here, stop=stop)
+    assert made.job is not None
+    assert made.job.verdict is not None
+    assert (made.job.verdict.state, made.job.verdict.stop) == ("failed", stop)
+    leader = Leader(running("a", "b"))
+    made = leader.at(1, here, stop=stop)
+    assert made.job is not None
+    assert (made.job.phase, made.job.restarts, made.wake) == ("forming", (0.0,), 601)
+    assert names(leader.at(9, here, node("c")).job) == ["a", "c"]
+
+
+def test_who_comes_when_all_are_gone_begins_anew() -> None:
+    stop = Stop(0, "lost", "b", "host-b", "it is gone")
+    made = Leader(running("a", "b"), RULES._replace(policy=RestartPolicy(0))).at(1, node("c"), node("d"), stop=stop)
+    assert names(made.job) == ["c", "d"]
+
+
+def test_a_spare_takes_the_rank_of_the_node_that_is_gone() -> None:
+    facts: dict[str, Any] = {"generation": 0, "outcome": "stopped"}
+    stop = Stop(0, "lost", "a", "host-a", "it is gone")
+    made = Leader(running("a", "b")).at(1, node("spare"), node("b", **facts), stop=stop)
+    assert names(made.job) == ["spare", "b"]
+
+
+def test_nodes_that_stay_keep_their_ranks_where_there_is_no_gap() -> None:
+    facts: dict[str, Any] = {"least": 2, "most": 4, "generation": 0, "outcome": "stopped"}
+    stop = Stop(0, "lost", "b", "host-b", "it is gone")
+    leader = Leader(running("a", "b", "c", "d", most=4))
+    made = leader.at(1, node("a", **facts), node("c", **facts), node("d", **facts), stop=stop)
+    assert names(made.job) == ["a", "d", "c"]
+
+
+def test_a_node_that_comes_is_taken_after_a_while() -> None:
+    facts: dict[str, Any] = {"least": 1, "most": 3}
+    leader = Leader(running("a", least=1, most=3))
+    assert leader.at(5, node("a", **facts), node("b", **facts)) == Decision(wake=15)
+    made = leader.at(15, node("a", **facts), node("b", **facts))
+    assert made.stop is not None
+    assert (made.stop.kind, made.stop.node) == ("grow", "b")
+    gone = node("a", generation=0, outcome="stopped", **facts)
+    made = leader.at(16, gone, node("b", **facts), stop=made.stop)
+    assert made.job is not None
+    assert (names(made.job), made.job.restarts) == (["a", "b"], ())
+    full = Leader(running("a", "b"))
+    assert full.at(99, node("a"), node("b"), node("c")) == Decision()
+
+
+def test_success_is_that_of_all() -> None:
+    done: dict[str, Any] = {"state": "done", "generation": 0, "outcome": "succeeded"}
+    leader = Leader(running("a", "b"))
+    assert leader.at(1, node("a", **done), node("b")) == Decision()
+    made = leader.at(2, node("a", **done), node("b", **done))
+    assert made.job is not None
+    assert made.job.verdict is not None
+    assert made.job.verdict.state == "succeeded"
+    assert leader.at(3) == Decision()
+
+
+@pytest.mark.parametrize("phase", ["running", "forming"])
+def test_a_signal_ends_the_job(phase: str) -> None:
+    stop = Stop(0, "signal", "b", "host-b", "SIGINT", signal=2)
+    job = running("a", "b") if phase == "running" else FORMING
+    facts: dict[str, Any] = {"generation": 0, "outcome": "stopped"} if phase == "running" else {}
+    made = Leader(job).at(1, node("a", **facts), node("b", **facts), stop=stop)
+    assert made.job is not None
+    assert made.job.verdict is not None
+    assert (made.job.phase, made.job.verdict.state, made.job.verdict.stop) == ("over", "stopped", stop)
+
+
+def test_a_delay_of_the_policy_is_kept() -> None:
+    facts: dict[str, Any] = {"generation": 0, "outcome": "stopped", "uptime": 1.0}
+    leader = Leader(running("a", "b"), RULES._replace(policy=RestartPolicy(3, backoff=8.0)))
+    made = leader.at(10, node("a", **facts), node("b", **facts), stop=FAILED)
+    assert made.job is not None
+    assert (made.job.phase, made.job.delay, made.wake) == ("forming", 8.0, 18.0)
+    assert leader.at(17, node("a", **facts), node("b", **facts)) == Decision(wake=18.0)
+    assert names(leader.at(18, node("a", **facts), node("b", **facts)).job) == ["a", "b"]
+
+
+def test_restarts_are_kept_as_ages_for_the_next_leader() -> None:
+    facts: dict[str, Any] = {"generation": 1, "outcome": "stopped"}
+    job = running("a", "b", generation=1, restarts=(50.0,))
+    rules = RULES._replace(policy=RestartPolicy(1, window=60.0))
+    stop = replace(FAILED, generation=1)
+    late = decide(job, stop, seen(node("a", **facts), node("b", **facts)), Notes(job, 1000.0), 1005.0, rules)
+    assert late.job is not None
+    assert late.job.phase == "over"
+    notes = Notes(job, 1000.0)
+    made = decide(job, stop, seen(node("a", **facts), node("b", **facts)), notes, 1011.0, rules)
+    assert made.job is not None
+    assert (made.job.phase, made.job.restarts) == ("running", (61.0, 0.0))
+
+
+def test_a_node_that_is_the_cause_again_and_again_is_left_out() -> None:
+    rules = RULES._replace(policy=RestartPolicy(9), exclude_after=2)
+    leader = Leader(running("a", "b", least=1), rules)
+    for generation in range(2):
+        facts: dict[str, Any] = {"least": 1, "generation": generation, "outcome": "stopped"}
+        stop = replace(FAILED, generation=generation)
+        leader.at(generation + 1, node("a", **facts), node("b", **facts), stop=stop)
+    assert names(leader.job) == ["a"]
+    assert leader.job.excluded == ("b",)
+    later = leader.at(9, node("a", least=1, generation=1), node("b", least=1, generation=1))
+    assert later.refused == (("b", "its workers were the root cause of 2 failures in a row"),)
+
+
+@pytest.mark.parametrize(
+    "stranger, why",
+    [
+        (node("x", 3, 3), "the job is one of 2 nodes, and this node was told 3"),
+        (node("x", 1, 2), "the job is one of 2 nodes, and this node was told 1 to 2"),
+        (node("x", version=VERSION + 1), f"the agents of this job write entries of version {VERSION}, and this one"),
+        (node("x", order=2), "its node rank is 2, and the job has 2 nodes: 0 to 1"),
+    ],
+)
+def test_who_cannot_take_part_is_told_why(stranger: Node, why: str) -> None:
+    made = Leader(FORMING).at(1, stranger, node("a"))
+    assert made.job is None
+    assert [name for name, _ in made.refused] == ["x"]
+    assert made.refused[0][1].startswith(why)
+
+
+def test_ranks_that_were_given() -> None:
+    made = Leader(FORMING).at(1, node("a", order=1), node("b", order=0))
+    assert names(made.job) == ["b", "a"]
+
+
+def test_a_rank_that_is_given_twice_is_waited_for_a_while() -> None:
+    leader = Leader(FORMING)
+    twice = node("a", order=1), node("b", order=1)
+    assert leader.at(1, *twice) == Decision(wake=600)
+    assert leader.at(1 + PATIENCE - 1, *twice).refused == ()
+    refused = leader.at(1 + PATIENCE, *twice).refused
+    assert refused == (("b", "its node rank is 1, and so is that of host host-a, which came first"),)
+    assert names(leader.at(40, node("b", order=1), node("c", order=0)).job) == ["c", "b"]
+
+
+def test_survivors_of_sigkill_end_the_job() -> None:
+    facts: dict[str, Any] = {"most": 3, "generation": 0, "outcome": "stopped"}
+    stop = Stop(0, "lost", "b", "host-b", "it is gone")
+    made = Leader(running("a", "b", "c", most=3)).at(1, node("a", survivors=1, **facts), node("c", **facts), stop=stop)
+    assert made.job is not None
+    assert made.job.verdict is not None
+    assert "1 worker outlived SIGKILL" in made.job.verdict.why
+
+
+def test_nothing_is_decided_twice() -> None:
+    assert Leader(running("a", "b")).at(1, node("a"), node("b")) == Decision(wake=math.inf)

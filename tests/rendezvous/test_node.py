@@ -1,0 +1,283 @@
+"""What a node does about what its store and its workers tell, in single cases; `test_simulator` has them together."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from phalanx._agent.restart_policy import RestartPolicy
+from phalanx._rendezvous import effects, records
+from phalanx._rendezvous.membership import Rules
+from phalanx._rendezvous.node import PATIENCE, Participant
+from phalanx._rendezvous.records import Job, Member, Node, Refusal, Stop, Verdict, replace
+from phalanx._store.store import (
+    JOB,
+    OWN,
+    Absent,
+    Away,
+    Back,
+    Changed,
+    Done,
+    Entry,
+    Fetched,
+    LeaseLost,
+    Put,
+    Refused,
+    Snapshot,
+    Unchanged,
+)
+
+pytestmark = pytest.mark.once
+
+ME = Node("a", "host-a", "10.0.0.1", 2, min_nodes=2, max_nodes=2, port=1000)
+MEMBERS = (Member("b", "host-b", 2, "default"), Member("a", "host-a", 2, "default"))
+RUNS = Job(0, "running", 2, 2, MEMBERS, "10.0.0.2", 1001)
+RULES = Rules(RestartPolicy(1), join_timeout=100.0, end_timeout=20.0)
+
+
+class Story:
+    """A node, and a store that is told by the test."""
+
+    def __init__(self, **options: Any) -> None:
+        self.node = Participant(ME, RULES, **options)
+        self.now = 0.0
+        self.revision = 10
+        self.asked: list[effects.Submit] = []
+        self.due = self._take(self.node.begin(0.0))
+        self.tell(Back())
+        self.tell(Snapshot("job/", self.revision, ()))
+
+    def _take(self, due: list[effects.Effect]) -> list[effects.Effect]:
+        self.asked += [each for each in due if isinstance(each, effects.Submit)]
+        self.due = due
+        return due
+
+    def tell(self, event: Any) -> list[effects.Effect]:
+        return self._take(self.node.store_told(event, self.now))
+
+    def writes(self, key: str, record: Any) -> list[effects.Effect]:
+        self.revision += 1
+        value = record if isinstance(record, bytes) else records.write(record)
+        entry = Entry(key, value, self.revision, self.revision)
+        return self.tell(Changed("job/", self.revision, (entry,), ()))
+
+    def answer(self, made: bool | None = True) -> list[effects.Effect]:
+        self.revision += 1
+        return self.tell(Done(self.asked.pop(0).ticket, made, self.revision))
+
+    def wait(self, seconds: float) -> list[effects.Effect]:
+        self.now += seconds
+        return self._take(self.node.tick(self.now))
+
+    def entry(self) -> Node:
+        put = self.asked[-1].transaction.writes[0]
+        assert isinstance(put, Put)
+        return records.read(Node, Entry(put.key, put.value, 1, 1))
+
+    def enter(self) -> Story:
+        self.answer()
+        self.writes("job/leader", b"b")
+        self.asked.clear()
+        return self
+
+    def run(self) -> Story:
+        self.enter().writes("job/state", RUNS)
+        return self
+
+
+def kinds(due: list[effects.Effect]) -> list[str]:
+    return [type(each).__name__ for each in due]
+
+
+def test_it_enters_and_leads_if_nobody_does() -> None:
+    story = Story()
+    assert [put.key for put in story.asked[0].transaction.writes] == ["nodes/a"]
+    story.answer()
+    lead = story.asked[0].transaction
+    assert (lead.conditions, lead.writes) == ((Absent("job/leader"),), (Put("job/leader", b"a", OWN),))
+    story.answer()
+    due = story.writes("job/leader", b"a")
+    assert kinds(due) == ["Watch"]
+    due = story.tell(Snapshot("nodes/", story.revision, (Entry("nodes/a", records.write(ME), 11, 11),)))
+    assert Absent("job/state") in story.asked[0].transaction.conditions
+
+
+def test_it_starts_as_the_job_says_and_tells_of_a_failure_once() -> None:
+    story = Story().run()
+    assert effects.Start(RUNS, 1) in story.due
+    stop = Stop(0, "failure", "a", "host-a", "exit code 1", 2, 1)
+    story._take(story.node.workers_failed(stop, story.now))
+    told = story.asked[0].transaction
+    assert told.conditions == (Absent("job/stop/0"), Unchanged("job/state", story.revision))
+    assert told.writes == (Put("job/stop/0", records.write(stop), JOB),)
+    story.writes("job/stop/0", replace(stop, node="b"))  # another one was the first
+    story.answer(made=False)
+    assert story.asked == []
+    story._take(story.node.workers_gone(replace(ME, outcome="failed"), b"left", story.now))
+    assert (story.entry().state, story.entry().generation, story.entry().outcome) == ("ready", 0, "failed")
+    assert story.asked[0].transaction.writes[1] == Put("evidence/0/a", b"left", JOB)
+
+
+def test_it_ends_its_workers_when_another_has_said_so() -> None:
+    story = Story().run()
+    stop = Stop(0, "failure", "b", "host-b", "exit code 1", 0, 1)
+    assert story.writes("job/stop/0", stop) == [effects.Heard(stop), effects.End(stop)]
+
+
+def test_a_lease_that_is_lost_costs_no_workers() -> None:
+    story = Story().run()
+    story.tell(Away("no answer"))
+    story.wait(50)
+    story.tell(LeaseLost())
+    story.tell(Back())
+    assert story.node.state == "RUNNING"
+    assert (story.entry().state, story.entry().generation) == ("running", 0)
+    assert "End" not in kinds(story.due)
+
+
+def test_a_job_that_has_gone_on_without_it_does() -> None:
+    story = Story().run()
+    story.tell(Away("no answer"))
+    story.tell(LeaseLost())
+    story.tell(Back())
+    due = story.writes("job/state", replace(RUNS, generation=1, members=MEMBERS[:1]))
+    assert effects.End(None) in due
+    story.answer()
+    story._take(story.node.workers_gone(replace(ME, outcome="stopped"), b"", story.now))
+    assert (story.node.state, story.entry().state) == ("WAITING", "ready")
+
+
+def test_a_job_of_which_nothing_is_left_is_over() -> None:
+    story = Story().run()
+    due = story.tell(Snapshot("job/", story.revision + 5, ()))
+    assert kinds(due) == ["End"]
+    story._take(story.node.workers_gone(replace(ME, outcome="stopped"), b"", story.now))
+    finish = story.answer()[-1]
+    assert isinstance(finish, effects.Finish)
+    assert finish.state == "left"
+
+
+def test_an_end_of_a_generation_before_its_start_is_told() -> None:
+    story = Story().enter()
+    story.writes("job/stop/0", Stop(0, "signal", "b", "host-b", "SIGINT", signal=2))
+    story.writes("job/state", RUNS)
+    assert "Start" not in kinds(story.due)
+    assert (story.entry().generation, story.entry().outcome) == (0, "not started")
+
+
+def test_it_waits_for_the_others_and_then_leaves() -> None:
+    story = Story(barrier=7.0).run()
+    story._take(story.node.workers_gone(replace(ME, outcome="succeeded"), b"", story.now))
+    assert (story.node.state, story.entry().state) == ("DONE", "done")
+    story.answer()
+    assert story.node.wake == 7.0
+    story.wait(7)
+    put = story.asked[0].transaction.writes[0]
+    assert isinstance(put, Put)
+    assert put.lease == JOB  # it stays when the node has gone
+    due = story.answer()
+    assert due == [effects.Finish("succeeded", "", RUNS)]
+
+
+def test_a_failure_elsewhere_after_its_own_success() -> None:
+    story = Story().run()
+    story._take(story.node.workers_gone(replace(ME, outcome="succeeded"), b"", story.now))
+    story.answer()
+    story.writes("job/stop/0", Stop(0, "failure", "b", "host-b", "exit code 1", 0, 1))
+    assert (story.node.state, story.entry().state) == ("WAITING", "ready")
+
+
+def test_the_end_of_the_job_brings_what_the_workers_have_left() -> None:
+    story = Story().run()
+    stop = Stop(0, "failure", "b", "host-b", "exit code 1", 0, 1)
+    story.writes("job/stop/0", stop)
+    story._take(story.node.workers_gone(replace(ME, outcome="stopped"), b"mine", story.now))
+    story.answer()
+    over = replace(RUNS, generation=1, phase="over", verdict=Verdict("failed", "1 restart, and no more", stop))
+    fetch = story.writes("job/state", over)[-1]
+    assert isinstance(fetch, effects.Fetch)
+    assert fetch.prefix == "evidence/0/"
+    entry = Entry("evidence/0/b", b"its", 3, 3)
+    due = story.tell(Fetched(fetch.ticket, (entry,)))
+    assert due == [effects.Finish("failed", "1 restart, and no more", over, (entry,))]
+    assert story.node.wake == math.inf
+
+
+def test_evidence_that_cannot_be_read_is_not_waited_for() -> None:
+    story = Story().enter()
+    stop = Stop(0, "failure", "b", "host-b", "exit code 1", 0, 1)
+    story.writes("job/state", replace(RUNS, phase="over", verdict=Verdict("failed", "", stop)))
+    due = story.wait(PATIENCE)
+    assert kinds(due) == ["Finish"]
+
+
+def test_ctrl_c_while_it_waits_ends_the_job_or_is_waited_for_no_longer() -> None:
+    story = Story().enter()
+    story.writes("job/state", replace(RUNS, phase="forming", members=()))
+    story._take(story.node.ask_stop(2, "SIGINT", 3.0, story.now))
+    put = story.asked[0].transaction.writes[0]
+    assert isinstance(put, Put)
+    told = records.read(Stop, Entry(put.key, put.value, 1, 1))
+    assert (told.kind, told.generation, told.signal) == ("signal", 0, 2)
+    due = story.wait(3.0 + PATIENCE)
+    assert kinds(due) == ["Finish"]
+    assert isinstance(due[0], effects.Finish)
+    assert due[0].state == "stopped"
+
+
+def test_ctrl_c_ends_the_workers_at_once_though_the_store_is_away() -> None:
+    story = Story().run()
+    story.tell(Away("no answer"))
+    assert kinds(story._take(story.node.ask_stop(2, "SIGINT", 3.0, story.now))) == ["End"]
+    story._take(story.node.workers_gone(replace(ME, outcome="stopped"), b"", story.now))
+    assert kinds(story.wait(3.0 + PATIENCE)) == ["Finish"]
+
+
+@pytest.mark.parametrize("away", [True, False])
+def test_nobody_waits_for_ever(away: bool) -> None:
+    story = Story().enter()
+    story.tell(Changed("job/", story.revision + 1, (), ("job/leader",)))
+    if away:
+        story.tell(Away("no answer"))
+    due = story.wait(100.0 if away else 100.0 + 20.0 + PATIENCE)
+    finish = due[-1]
+    assert isinstance(finish, effects.Finish)
+    assert finish.state == ("unreachable" if away else "timeout")
+
+
+def test_a_refusal() -> None:
+    story = Story().enter()
+    assert story.writes("job/refused/a", Refusal("there is no room")) == [effects.Finish("refused", "there is no room")]
+    assert Story().tell(Refused("wrong password")) == [effects.Finish("refused", "wrong password")]
+
+
+def test_garbage_in_the_store_is_named() -> None:
+    story = Story().enter()
+    finish = story.writes("job/state", b'{"generation": "x"}')[-1]
+    assert isinstance(finish, effects.Finish)
+    assert (finish.state, finish.why) == ("damaged", "job/state: Expected `int`, got `str` - at `$.generation`")
+
+
+def test_a_write_that_may_have_been_made_is_made_again() -> None:
+    story = Story()
+    first = story.asked[0].transaction
+    story.answer(made=None)
+    assert story.asked == []
+    story.wait(1.0)
+    assert story.asked[0].transaction == first
+
+
+def test_it_goes_when_it_is_asked_to() -> None:
+    story = Story().run()
+    due = story._take(story.node.ask_leave("preempted", story.now))
+    assert kinds(due) == ["End", "Submit"]
+    put = story.asked[0].transaction.writes[0]
+    assert isinstance(put, Put)
+    assert records.read(Stop, Entry(put.key, put.value, 1, 1)).kind == "left"
+    story.answer()
+    story._take(story.node.workers_gone(replace(ME, outcome="stopped"), b"", story.now))
+    finish = story.answer()[-1]
+    assert isinstance(finish, effects.Finish)
+    assert (finish.state, finish.why) == ("left", "preempted")

@@ -1,0 +1,143 @@
+"""What is in the store: it is read with types and bounds, and nothing that anybody writes there does any harm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx._outcomes.failure import ProcessFailure
+from phalanx._outcomes.outcome import Outcome
+from phalanx._outcomes.result import RunProcsResult
+from phalanx._rendezvous import evidence, records
+from phalanx._rendezvous.evidence import MOST_BYTES, JobEvidence
+from phalanx._rendezvous.records import DamagedError, Job, Member, Node, Refusal, Stop
+from phalanx._rendezvous.store_view import StoreView
+from phalanx._store.store import Changed, Entry, Snapshot
+
+pytestmark = pytest.mark.once
+
+KINDS: tuple[Any, ...] = (Node, Job, Stop, Refusal)
+NODE = Node("a", "host-a", "10.0.0.1", 2)
+STOP = Stop(3, "failure", "b", "host-b", "ValueError", 5, 1)
+
+
+@pytest.mark.parametrize(
+    "record", [NODE, STOP, Refusal("full"), Job(0, "running", 1, 2, (Member("a", "host-a", 2, "x"),))]
+)
+def test_what_is_written_is_read_back(record: Any) -> None:
+    kind: Any = type(record)
+    assert records.read(kind, Entry("key", records.write(record), 1, 1)) == record
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_damaged(data: bytes) -> None:
+    for kind in KINDS:
+        with pytest.raises(DamagedError, match="job/x: "):
+            records.read(kind, Entry("job/x", data, 1, 1))
+
+
+@pytest.mark.parametrize(
+    "data, what",
+    [
+        (b'{"id":"../a","host":"h","address":"a","nproc":2}', "matching regex"),
+        (b'{"id":"a","host":"h","address":"a","nproc":0}', "Expected `int` >= 1"),
+        (b'{"id":"a","host":"h","address":"a","nproc":2,"port":65536}', "Expected `int` <= 65535"),
+        (b'{"id":"a","host":"' + b"h" * 3000 + b'","address":"a","nproc":2}', "length <= 2000"),
+        (b'{"id":"a","host":"h","address":"a","nproc":2,"state":"gone"}', "Invalid enum value 'gone'"),
+        (b"[" * 5000, "Expected `object`, got `array`"),
+    ],
+)
+def test_what_cannot_be_is_named(data: bytes, what: str) -> None:
+    with pytest.raises(DamagedError, match=what):
+        records.read(Node, Entry("nodes/a", data, 1, 1))
+
+
+def entry(key: str, at: int, value: bytes = b"", created: int = 0) -> Entry:
+    return Entry(key, value, created or at, at)
+
+
+def test_what_comes_late_or_twice_changes_nothing() -> None:
+    view = StoreView()
+    early = Changed("job/", 7, (entry("job/leader", 7, b"c"),), ())
+    view.take(early)
+    assert view.told("job/") == 0  # most is not known yet
+    view.take(Snapshot("job/", 5, (entry("job/leader", 4, b"a"),)))
+    assert view.leader() == ("c", 7)
+    view.take(Changed("job/", 6, (entry("job/leader", 6, b"b"),), ()))
+    assert view.leader() == ("c", 7)
+    view.take(Changed("job/", 9, (), ("job/leader",)))
+    view.take(Changed("job/", 8, (entry("job/leader", 8, b"d"),), ()))
+    view.take(early)
+    assert view.leader() == ("", 0)
+    view.take(Snapshot("job/", 12, (entry("job/leader", 11, b"e"),)))
+    assert (view.leader(), view.told("job/")) == (("e", 11), 12)
+    view.take(Snapshot("job/", 13, ()))
+    assert view.leader() == ("", 0)
+
+
+def test_a_node_that_cannot_be_read_is_none() -> None:
+    view = StoreView()
+    good, other = records.write(NODE), records.write(NODE)
+    view.take(Snapshot("nodes/", 5, (entry("nodes/a", 3, good), entry("nodes/b", 4, other), entry("nodes/c", 5, b"x"))))
+    assert list(view.nodes) == ["a"]  # that of b is a's
+    view.take(Changed("nodes/", 6, (entry("nodes/a", 6, b"x"),), ()))
+    assert view.nodes == {}
+    view.forget("nodes/")
+    assert view.told("nodes/") == 0
+
+
+def failure(rank: int, message: str, **more: Any) -> ProcessFailure:
+    return ProcessFailure(rank, 4242, 1, "<N/A>", rank=rank, **more).replace(message=message)
+
+
+def left(node: str, *failures: ProcessFailure, first: int = 0) -> bytes:
+    result = RunProcsResult(
+        failures={each.local_rank: each for each in failures},
+        outcomes={rank: Outcome(rank, 4242 + rank, "stopped", -15, 15) for rank in range(2)},
+    )
+    return evidence.write(node, f"host-{node}", f"/logs/{node}", result, first)
+
+
+def test_the_node_that_was_the_first_to_tell_has_the_root_cause() -> None:
+    entries = [
+        entry("evidence/3/a", 4, left("a", failure(0, "KeyError: 1"))),
+        entry("evidence/3/b", 9, left("b", failure(1, "ValueError: 2"), first=4)),
+    ]
+    found = JobEvidence(entries, STOP)
+    assert list(found.failures) == [5, 0]
+    root = RunProcsResult(failures=dict(found.failures)).root_cause
+    assert root is not None
+    assert (root.rank, root.host, root.message) == (5, "host-b", "ValueError: 2")
+    assert found.log_dir == "/logs/b"
+    assert list(found.outcomes) == [0, 1, 4, 5]
+
+
+def test_a_lost_connection_is_not_the_cause_of_another_failure() -> None:
+    lost = failure(1, "ConnectionResetError: peer", observed_ns=10).replace(evidence_ns=5)
+    entries = [
+        entry("evidence/3/b", 4, left("b", lost, first=4)),
+        entry("evidence/3/a", 9, left("a", failure(0, "KeyError: 1"))),
+    ]
+    assert list(JobEvidence(entries, STOP).failures) == [0, 5]
+
+
+def test_evidence_is_cut_to_what_a_node_may_write() -> None:
+    failures = [failure(rank, f"{rank}: {'x' * 40000}", stderr_tail="y" * 40000) for rank in range(300)]
+    data = left("a", *failures)
+    assert len(data) <= MOST_BYTES
+    found = JobEvidence([entry("evidence/3/a", 4, data)], STOP)
+    assert list(found.failures)[:3] == [0, 1, 2]
+    assert "characters cut" in found.failures[0].message
+    one = JobEvidence([entry("evidence/3/a", 4, left("a", failures[0]))], STOP)
+    assert len(one.failures[0].message) > 30000
+
+
+@given(st.binary(max_size=200))
+def test_damaged_evidence_is_named_and_harms_nothing(data: bytes) -> None:
+    found = JobEvidence([entry("evidence/3/a", 4, data), entry("evidence/3/b", 5, left("b", failure(1, "E")))], STOP)
+    assert len(found.damaged) == 1
+    assert found.damaged[0].startswith("evidence/3/a: ")
+    assert list(found.failures) == [1]

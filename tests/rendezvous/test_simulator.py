@@ -1,0 +1,165 @@
+"""Thousands of simulated jobs, in which all goes wrong that can; and mistakes in what is decided, which are seen."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from phalanx._rendezvous import leader, membership, node
+from phalanx._rendezvous.membership import Decision
+from phalanx._rendezvous.records import replace
+from phalanx._store.store import Created, Transaction, Unchanged
+from tests.rendezvous import simulator
+from tests.rendezvous.simulator import BrokenError, Setting, Simulation, play
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.once
+
+SEEDS = 3000
+"""Of the tests; `python -m tests.rendezvous.simulator 0 100000` plays more."""
+
+ENOUGH = 600
+"""Seeds within which a mistake is seen."""
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, 500))
+def test_no_story_breaks_a_rule(first: int) -> None:
+    for seed in range(first, first + 500):
+        try:
+            play(seed)
+        except Exception as error:
+            error.add_note(f"python -m tests.rendezvous.simulator {seed}")
+            raise
+
+
+def test_the_same_seed_is_the_same_story() -> None:
+    told: list[list[str]] = [[], []]
+    for lines in told:
+        play(4, lines.append)
+    assert told[0] == told[1]
+    assert len(told[0]) > 10
+
+
+@pytest.mark.parametrize("nodes", [4, 64, 1000])
+def test_what_a_node_asks_of_the_store_does_not_depend_on_their_number(nodes: int) -> None:
+    simulation = Simulation(Setting(nodes, nodes, nodes), 1).run()
+    generations = len(simulation.all_formed)
+    assert generations == 1
+    assert all(node.finish is not None and node.finish.state == "succeeded" for node in simulation.nodes)
+    asked = sorted(node.submitted for node in simulation.nodes)
+    # Its coming; leadership, if nobody had it then; the end of its workers. The leader: the job, and two changes of it.
+    assert asked[nodes // 2] <= 3
+    assert asked[-2] <= 4
+    assert asked[-1] <= 8
+
+
+def first_broken(seeds: int = ENOUGH) -> str:
+    """What the first story tells that breaks a rule."""
+    for seed in range(seeds):
+        try:
+            play(seed)
+        except (BrokenError, LookupError, IndexError) as error:
+            return f"{seed}: {error}"
+    return ""
+
+
+def does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the workers of a node for ended that run."""
+    monkeypatch.setattr(membership, "_has_ended", lambda *_: True)
+
+
+def counts_no_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the restarts that were made."""
+    monkeypatch.setattr(membership, "_ages", lambda *_: ())
+    real = membership._follow
+
+    def follow(job: Any, stop: Any, nodes: Any, notes: Any, *more: Any) -> Any:
+        notes.restarts = []
+        return real(job, stop, nodes, notes, *more)
+
+    monkeypatch.setattr(membership, "_follow", follow)
+
+
+def gives_a_rank_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the rank of a node that is gone to one that has a rank."""
+    real = membership._ranked
+
+    def ranked(job: Any, ready: list[str], nodes: Any) -> list[str]:
+        chosen = real(job, ready, nodes)
+        return [*chosen[:-1], chosen[0]] if job.ends else chosen
+
+    monkeypatch.setattr(membership, "_ranked", ranked)
+
+
+def overwrites_the_first_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write why a generation ends though another has said so."""
+    real = node.Participant._submit
+
+    def submit(self: Any, what: str, transaction: Transaction) -> None:
+        real(self, what, transaction._replace(conditions=()) if what == "stop" else transaction)
+
+    monkeypatch.setattr(node.Participant, "_submit", submit)
+
+
+def leads_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write decisions though another one leads, or the job has changed."""
+    real = leader.Leader.decide
+
+    def decide(self: Any, view: Any, now: float) -> tuple[Transaction | None, float]:
+        transaction, wake = real(self, view, now)
+        if transaction is not None:
+            kept = tuple(each for each in transaction.conditions if not isinstance(each, Created | Unchanged))
+            transaction = transaction._replace(conditions=kept)
+        return transaction, wake
+
+    monkeypatch.setattr(leader.Leader, "decide", decide)
+
+
+def goes_on_with_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Form a generation of fewer nodes than the least."""
+    real = membership._form
+
+    def form(job: Any, *more: Any) -> Any:
+        formed, wake = real(replace(job, min_nodes=1), *more)
+        return replace(formed, min_nodes=job.min_nodes), wake
+
+    monkeypatch.setattr(membership, "_form", form)
+
+
+def waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give up no wait for nodes that do not come: neither the leader does, nor a node by itself."""
+    monkeypatch.setattr(node.Participant, "_wait_for_job", lambda _: None)
+    real = membership.decide
+
+    def decide(job: Any, *more: Any) -> Decision:
+        made = real(job, *more)
+        ends = made.job is not None and made.job.phase == "over" and job.phase == "forming" and not job.ends
+        return Decision() if ends else made
+
+    monkeypatch.setattr(membership, "decide", decide)
+
+
+@pytest.mark.parametrize(
+    "mistake, seen",
+    [
+        (does_not_wait, "is formed, and the workers of"),
+        (counts_no_restarts, ""),
+        (gives_a_rank_twice, "has a node twice"),
+        (overwrites_the_first_word, "was written twice"),
+        (leads_for_ever, "twice"),
+        (goes_on_with_too_few, "nodes"),
+        (waits_for_ever, "has not left: WAITING"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_mistake_is_seen(
+    mistake: Callable[[pytest.MonkeyPatch], None], seen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert simulator.play is play
+    mistake(monkeypatch)
+    found = first_broken()
+    assert found
+    assert seen in found
