@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from phalanx.multiprocessing import PContext, RunProcsResult
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("own_temporary_folder")]
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 
 LONG = 20 * TIMEOUT
 """Seconds that no test waits for."""
@@ -289,6 +289,7 @@ def test_a_failure_before_it_leaves_no_time(ready: Ready, gate: Gate) -> None:
         assert ended(group)[1] == ["failed: exited with code 3", "stopped by us (SIGTERM)"]
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("grace", [0, 0.2, TIMEOUT])
 def test_the_deadline_is_followed_by_the_grace_and_sigkill(grace: float, ready: Ready) -> None:
@@ -334,6 +335,7 @@ def test_a_stopped_worker_is_woken_by_it(ready: Ready) -> None:
         assert ended(group)[1] == ["stopped by us (notice SIGUSR1), exited with code 0"]
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_worker_that_is_stopped_during_it_is_killed_in_the_end(ready: Ready) -> None:
     code = f"""
@@ -443,6 +445,7 @@ def waits(address: str, gate: str) -> None:
         signal.pause()
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("orphan_grace", [0, LONG])
 def test_a_launcher_that_is_killed_during_it(orphan_grace: float, ready: Ready, gate: Gate, tmp_path: Path) -> None:
@@ -460,6 +463,7 @@ def test_a_launcher_that_is_killed_during_it(orphan_grace: float, ready: Ready, 
         assert wait_gone(everybody) == set()
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_launcher_that_is_stopped_during_it_holds_up_nothing(ready: Ready, gate: Gate, tmp_path: Path) -> None:
     script = tmp_path / "launcher.py"

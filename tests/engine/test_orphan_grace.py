@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from phalanx.multiprocessing import PContext
 
-pytestmark = pytest.mark.once
-
 LONG = 20 * TIMEOUT
 """An orphan grace that no test waits for."""
 
@@ -128,6 +126,7 @@ def test_workers_have_time_to_save_when_the_launcher_was_killed(
     assert lines(tmp_path) == SAVED
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_log_files_that_are_bounded_in_size_are_complete(ready: Ready, gate: Gate, tmp_path: Path) -> None:
     with launched("spawn", ready, gate, tmp_path, LONG, size=4096) as launcher:
@@ -140,6 +139,7 @@ def test_log_files_that_are_bounded_in_size_are_complete(ready: Ready, gate: Gat
     assert lines(tmp_path) == SAVED
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_the_orphan_grace_ends(ready: Ready, gate: Gate, tmp_path: Path) -> None:
     with launched("binary", ready, gate, tmp_path, 0.5) as launcher:
@@ -152,6 +152,7 @@ def test_the_orphan_grace_ends(ready: Ready, gate: Gate, tmp_path: Path) -> None
     assert lines(tmp_path) == []
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_without_one_they_are_killed_at_once(ready: Ready, gate: Gate, tmp_path: Path) -> None:
     with launched("binary", ready, gate, tmp_path, 0) as launcher:
@@ -162,6 +163,7 @@ def test_without_one_they_are_killed_at_once(ready: Ready, gate: Gate, tmp_path:
         ready.wait(timeout=0.1)
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["guard", "keeper"])
 def test_a_helper_that_is_killed_meanwhile_ends_it(who: str, ready: Ready, gate: Gate, tmp_path: Path) -> None:
@@ -173,6 +175,7 @@ def test_a_helper_that_is_killed_meanwhile_ends_it(who: str, ready: Ready, gate:
         assert wait_gone(found) == set()
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_keeper_that_is_stopped_when_the_launcher_is_killed_is_woken(
     ready: Ready, gate: Gate, tmp_path: Path
@@ -186,6 +189,7 @@ def test_a_keeper_that_is_stopped_when_the_launcher_is_killed_is_woken(
         assert wait_gone(found) == set()
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_keeper_that_is_stopped_during_the_orphan_grace_is_woken_at_its_end(
     ready: Ready, gate: Gate, tmp_path: Path
@@ -198,6 +202,7 @@ def test_a_keeper_that_is_stopped_during_the_orphan_grace_is_woken_at_its_end(
         assert wait_gone(found) == set()
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_fork_of_the_launcher_that_holds_the_socket_holds_up_nothing(
     ready: Ready, gate: Gate, tmp_path: Path

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tests.cli.test_run import Place
     from tests.support.helpers import Gate, Ready
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("own_temporary_folder")]
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 SLACK = 10.0
 
 
@@ -71,6 +71,7 @@ def floods_or_fails(rank: int, address: str, gate: str) -> None:
     os._exit(3)
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
 def test_a_flood_hides_no_failure(tmp_path: Path, ready: Ready, gate: Gate, method: str) -> None:
@@ -93,6 +94,7 @@ def test_a_flood_hides_no_failure(tmp_path: Path, ready: Ready, gate: Gate, meth
     assert data.replace(b"y" * 1000 + b"\n", b"").strip(b"y") == b"", "what was being written at the end may be cut"
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_close_in_the_midst_of_a_flood(tmp_path: Path, ready: Ready, gate: Gate) -> None:
     args = {0: (0, ready.address, gate.address)}
@@ -118,6 +120,7 @@ def test_a_log_writer_that_is_killed_ends_the_group_with_its_name(tmp_path: Path
             group.wait(TIMEOUT)
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["keeper", "guard", "both", "launcher"])
 def test_what_was_written_is_in_the_file_whoever_is_killed(tmp_path: Path, ready: Ready, who: str) -> None:
@@ -235,6 +238,7 @@ print(len(rotated_files(result.stdouts[0])), file=sys.stderr)
 """
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers of system calls are this machine's")
 def test_a_file_system_without_hard_links(tmp_path: Path) -> None:
@@ -281,6 +285,7 @@ def test_a_file_that_cannot_be_set_aside_goes_on(tmp_path: Path) -> None:
     assert [(folder / name).read_text() for name in ("log.2", "log")] == ["five six\n", "seven\n"]
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_as_many_ranks_as_the_hard_limit_on_open_files_allows(tmp_path: Path) -> None:
     """The soft limit is raised for the start, and in the log writer, and is what it was in the workers."""
@@ -337,6 +342,7 @@ def on(disk: Disk, ready: Ready, gate: Gate, **options: Any) -> Iterator[tuple[P
         closed.join()
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_silent_disk_under_rotated_logs(
     disk: Disk, ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch
@@ -365,6 +371,7 @@ def test_a_silent_disk_under_rotated_logs(
         assert data.replace(b"a line\n", b"") in (b"", *(b"a line\n"[:count] for count in range(7)))
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_silent_disk_under_redirected_logs(
     disk: Disk, ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch
@@ -424,6 +431,7 @@ def test_rotation(place: Place) -> None:
         assert not list(path.parent.glob("*.new"))
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_rotation_splits_no_line(place: Place) -> None:
     done = sh(place, "printf '%0500d\\nshort\\n%0500d\\n' 1 2; printf end", "--log-max-size", "100")
@@ -435,6 +443,7 @@ def test_rotation_splits_no_line(place: Place) -> None:
     assert [len(line) for line in done.out.splitlines()] == [504, 9, 504, 7]
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_descriptor_stays_valid_across_rotations_in_a_grandchild(place: Place) -> None:
     place.env["CHILD"] = "i=0; while [ $i -lt 200 ]; do i=$((i+1)); echo child $i; done"
@@ -444,6 +453,7 @@ def test_a_descriptor_stays_valid_across_rotations_in_a_grandchild(place: Place)
     assert done.out.splitlines() == [f"[0] {line}" for line in expected]
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_what_was_written_survives_the_launcher_and_the_worker(place: Place, ready: Ready) -> None:
     script = place.write(f"{COUNT.format(count=5000)}\n{ready.python()}\nimport signal\nsignal.pause()")

@@ -152,7 +152,7 @@ class Simulation:
         node, span = self.random.choice(live), self.random.choice([0.5, 3.0, 8.0, 20.0])
         troubles: dict[str, Callable[[], object]] = {
             "crash": node.crash,
-            "return": lambda: (node.crash(), self.at(span, lambda: self.add(node.order))),  # type: ignore[func-returns-value] # two things
+            "return": lambda: (node.crash(), self.at(span, lambda: self.add(node.order))),  # type: ignore[func-returns-value] # a tuple of both
             "stop": lambda: node.pause(span),
             "cut": lambda: node.cut(span),
             "store": lambda: self.store.go_away(span),
@@ -160,7 +160,7 @@ class Simulation:
             "interrupt": node.interrupt,
             "leave": node.go,
             "expire": lambda: self.store.expire(node),
-            "fail": lambda: [each.fail() for each in live if each is node or self.chance(0.5)],  # type: ignore[func-returns-value] # several
+            "fail": lambda: [each.fail() for each in live if each is node or self.chance(0.5)],  # type: ignore[func-returns-value] # several may
         }
         what = self.random.choices(list(troubles), weights=[1, 1, 2, 2, 1, 1, 0.3, 0.3, 1, 1])[0]
         self.tell(f"{node.name}: {what} ({span} s)")

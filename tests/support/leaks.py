@@ -50,6 +50,10 @@ def _children() -> set[int]:
     return found - {getattr(resource_tracker._resource_tracker, "_pid", None) or 0}
 
 
+kept: set[str] = set()
+"""Descriptors that a library keeps of what was closed, as /proc names them. Who adds some says why, and bounds them."""
+
+
 def _descriptors() -> dict[int, str]:
     """Open descriptors and what they are, the resource tracker's pipe excepted."""
     found = {}
@@ -58,7 +62,7 @@ def _descriptors() -> dict[int, str]:
         with contextlib.suppress(FileNotFoundError):
             found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
     found.pop(getattr(resource_tracker._resource_tracker, "_fd", None) or -1, None)
-    return found
+    return {number: what for number, what in found.items() if what not in kept}
 
 
 _older: set[tuple[str, int]] = set()

@@ -58,6 +58,7 @@ class MachineTeam(RunTeam, NodeTeam):
         self._first = 0  # the rank in the job of local rank 0
         self._began = 0.0
         self.away = ""
+        self._is_spare = False  # whether that was said
         self._told = 0  # the generation of which it was said that it follows
         self.stopped: Stop | None = None
         """Why the latest generation has ended, as the job has it."""
@@ -95,6 +96,8 @@ class MachineTeam(RunTeam, NodeTeam):
                 return  # it was said when it came
             self.say(f"phalanx: {told(what)}; stopping the workers")
             return
+        if self._job is None:
+            self._say_spare(what)
         if self._job is None or what.generation <= self._told or what.phase == "over":
             return
         self._told = what.generation
@@ -110,6 +113,13 @@ class MachineTeam(RunTeam, NodeTeam):
             f"phalanx: attempt {last.generation + 1}{self.attempts} {how} after {format_duration(last.uptime)}: "
             f"{cause}{step}; {describe_restart(what.delay)}"
         )
+
+    def _say_spare(self, job: Job) -> None:
+        """Say that the job runs without this node, which has not taken part yet."""
+        if job.phase == "running" and job.rank_of(self._me.id) < 0 and not self._is_spare:
+            self._is_spare = True
+            why = "is a spare" if len(job.members) >= job.max_nodes else "takes part soon"
+            say(f"the job runs on {len(job.members)} nodes; this node {why}")
 
     def store_is(self, why: str | None) -> None:
         """See `NodeTeam`."""

@@ -16,17 +16,23 @@ from typing import Any, NamedTuple
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-_VERBOSITY = "GRPC_VERBOSITY"
-_before = os.environ.get(_VERBOSITY)
-os.environ[_VERBOSITY] = "NONE"  # read once, as it is loaded; its lines would come between those of the workers
+_SETTINGS = {
+    "GRPC_VERBOSITY": "NONE",  # its lines would come between those of the workers
+    "GRPC_ENABLE_FORK_SUPPORT": "0",  # a fork of the launcher is none of a store's: see `EtcdStore`
+}
+"""What grpc reads in the environment when it is used first. It is as before then."""
+
+_before = dict(os.environ)
+os.environ.update(_SETTINGS)
 try:
     import grpc
     from grpc import aio
+
+    grpc.insecure_channel("127.0.0.1:1").close()  # the first use: nothing is connected to
 finally:
-    if _before is None:
-        del os.environ[_VERBOSITY]
-    else:
-        os.environ[_VERBOSITY] = _before
+    os.environ.pop("GRPC_VERBOSITY")
+    os.environ.pop("GRPC_ENABLE_FORK_SUPPORT")
+    os.environ.update(_before)
 
 __all__ = ["aio", "grpc"]  # with all that is defined here
 

@@ -1,6 +1,6 @@
 """`EtcdStore`: the keys of a job in an etcd, version 3.4 or later, over gRPC.
 
-One thread per store runs an asyncio loop: a session with one member at a time, with the stream that keeps the leases
+The thread of `loop_thread` runs it: a session with one member at a time, with the stream that keeps the leases
 alive, a stream for each watch, and one transaction after another. What breaks ends the session: `Away` says so, and the
 next member is tried, within a second. A watch goes on from the revision that it has told last; where etcd has compacted
 that, all is read anew.
@@ -14,12 +14,10 @@ import asyncio
 import itertools
 import os
 import random
-import threading
-from collections import deque
 from contextlib import suppress
 
 from phalanx._base import clock
-from phalanx._store.etcd import api
+from phalanx._store.etcd import api, loop_thread
 from phalanx._store.etcd.session import BROKEN, BrokenError, RefusedError, Session
 from phalanx._store.store import (
     JOB,
@@ -42,11 +40,13 @@ from phalanx._store.store import (
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
     from typing import Any
 
     from phalanx._store.etcd.settings import EtcdSettings
     from phalanx._store.store import StoreEvent, Transaction
 
+_PATIENCE = 1.0
 _PAUSE = (0.05, 1.0)  # seconds between two tries to connect: the first, and the longest
 _code = api.grpc.StatusCode
 
@@ -62,15 +62,14 @@ class EtcdStore(Store):
         self._settings = settings
         self._prefix = settings.prefix.encode()
         self._owner = os.getpid()
-        self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._early: deque[Callable[[], None]] = deque()
-        self._lock = threading.Lock()
+        self._end: Future[None] | None = None  # of all that is done for this store
         self._session: Session | None = None
         self._watched: dict[str, _Watched] = {}
         self._queue: asyncio.Queue[tuple[int, Transaction]] = asyncio.Queue()
         self._lease = 0
-        self._closing: asyncio.Event | None = None
+        self._closing = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._until = 0.0
         self._ends_job = False
         self._token: tuple[tuple[str, str], ...] = ()
@@ -82,8 +81,8 @@ class EtcdStore(Store):
         self._deliver = deliver
         files = self._settings.credentials() if self._settings.is_secure else None
         self._credentials = None if files is None else api.grpc.ssl_channel_credentials(*files)
-        self._thread = threading.Thread(target=self._run, name="phalanx-store", daemon=True)
-        self._thread.start()
+        self._loop = loop_thread.acquire()
+        self._end = asyncio.run_coroutine_threadsafe(self._main(), self._loop)
 
     def watch(self, prefix: str) -> None:
         """See `Store`."""
@@ -103,41 +102,26 @@ class EtcdStore(Store):
 
     def close(self, seconds: float, *, ends_job: bool = False) -> None:
         """See `Store`."""
-        thread = self._thread
-        if thread is None or self._owner != os.getpid():
+        end, self._end = self._end, None
+        if end is None or self._owner != os.getpid():
             return
         self._ends_job, self._until = ends_job, clock.now() + seconds
-
-        def close() -> None:
-            assert self._closing is not None
-            self._closing.set()
-
-        self._call(close)
-        thread.join(seconds + 1.0)
+        self._call(self._closing.set)
+        with suppress(TimeoutError):
+            end.result(seconds + _PATIENCE)
+        self._loop = None
+        loop_thread.release(_PATIENCE)
 
     def _call(self, action: Callable[[], None]) -> None:
-        """Have an action carried out by the store's thread, as soon as that is up; if it is over, not at all."""
-        if self._owner != os.getpid():
-            return
-        with self._lock:
-            if self._loop is None:
-                self._early.append(action)
-                return
-        with suppress(RuntimeError):  # it is over
-            self._loop.call_soon_threadsafe(action)
+        """Have an action carried out by the store's thread; if the store is closed, not at all."""
+        loop = self._loop
+        if loop is not None and self._owner == os.getpid():
+            with suppress(RuntimeError):  # it has been closed just now
+                loop.call_soon_threadsafe(action)
 
     # --- the store's thread
 
-    def _run(self) -> None:
-        asyncio.run(self._main())
-
     async def _main(self) -> None:
-        self._closing = asyncio.Event()
-        self._tasks: set[asyncio.Task[Any]] = set()
-        with self._lock:
-            self._loop = asyncio.get_running_loop()
-        while self._early:
-            self._early.popleft()()
         main = asyncio.ensure_future(self._carry_on())
         writer = asyncio.ensure_future(self._write_all())
         closing = asyncio.ensure_future(self._closing.wait())
@@ -181,6 +165,7 @@ class EtcdStore(Store):
     async def _greet(self, session: Session) -> None:
         """Connect, and see to the leases."""
         await session.authenticate()
+        await session.check(self._prefix)
         lost = self._lease and not await session.keep(self._lease)
         if lost or not self._lease:
             self._lease = await session.grant(self._settings.ttl)
@@ -299,6 +284,9 @@ class EtcdStore(Store):
                 if again or not await self._can_repeat(session, error):
                     session.note(error)
                     return Done(ticket, None, 0)
+            except BROKEN as error:
+                session.end(error)
+                return Done(ticket, None, 0)
             else:
                 return Done(ticket, answer.succeeded, answer.header.revision)
         raise AssertionError

@@ -18,6 +18,7 @@ MOST_BYTES = 64 << 20
 
 _LEADER = (("hasleader", "true"),)  # has etcd end a stream of a member that has lost its leader
 
+_ENDED = "the session has ended"
 _code = api.grpc.StatusCode
 _NEVER = (_code.UNAUTHENTICATED, _code.PERMISSION_DENIED, _code.UNIMPLEMENTED)
 
@@ -62,13 +63,24 @@ class Session:
 
     def note(self, error: api.aio.AioRpcError) -> None:
         """End the session, unless etcd has answered, and only refused a request."""
-        answered = (_code.INVALID_ARGUMENT, _code.NOT_FOUND, _code.FAILED_PRECONDITION, _code.OUT_OF_RANGE)
+        answered = (_code.INVALID_ARGUMENT, _code.NOT_FOUND, _code.FAILED_PRECONDITION, _code.RESOURCE_EXHAUSTED)
         if error.code() not in answered:
             self.end(error)
 
     async def _ask(self, method: api.Method, **fields: Any) -> Any:
         request = fields.pop("request", None) or api.messages[method.request](**fields)
-        return await api.unary(self._channel, method)(request, timeout=self._settings.timeout, metadata=self._metadata)
+        if self._channel is None:
+            raise BrokenError(_ENDED)
+        try:
+            call = api.unary(self._channel, method)
+            return await call(request, timeout=self._settings.timeout, metadata=self._metadata)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise BrokenError(_ENDED) from None  # the channel was closed, which cancels its calls
+        except api.aio.UsageError as error:
+            raise BrokenError(str(error)) from None
 
     async def authenticate(self) -> None:
         """Say who we are. Raises RefusedError."""
@@ -85,16 +97,23 @@ class Session:
             raise
         self._metadata = (("token", answer.token),)
 
+    async def check(self, prefix: bytes) -> None:
+        """See that etcd lets us have the keys below a prefix. Raises RefusedError."""
+        try:
+            await self._ask(api.RANGE, key=prefix, range_end=api.end_of(prefix), limit=1)
+        except api.aio.AioRpcError as error:
+            if error.code() in (_code.INVALID_ARGUMENT, *_NEVER):  # the first: no user is named
+                msg = f"etcd at {self._endpoint} refuses this agent: {error.details()}"
+                raise RefusedError(msg) from None
+            raise
+
     async def grant(self, ttl: int, lease: int = 0) -> int:
-        """Have a lease made, if it is not there. Returns its id. Raises RefusedError."""
+        """Have a lease made, if it is not there. Returns its id."""
         try:
             return int((await self._ask(api.GRANT, TTL=ttl, ID=lease)).ID)
         except api.aio.AioRpcError as error:
             if error.code() == _code.FAILED_PRECONDITION and lease:  # it is there
                 return lease
-            if error.code() in _NEVER:
-                msg = f"etcd at {self._endpoint} refuses this agent: {error.details()}"
-                raise RefusedError(msg) from None
             raise
 
     async def keep(self, lease: int) -> bool:
@@ -134,7 +153,11 @@ class Session:
             call.cancel()
 
     async def close(self) -> None:
-        """Close the channel."""
-        if self._keeper is not None:
-            self._keeper.cancel()
-        await self._channel.close()
+        """Close the channel. Calls of grpc's refer to themselves, and to its socket: a collection closes that."""
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            keeper.cancel()
+        channel, self._channel = self._channel, None
+        await channel.close()
+        self.followers.clear()
+        self.why = None

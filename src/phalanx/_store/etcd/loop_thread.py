@@ -1,0 +1,58 @@
+"""The thread on which all stores of a process run: grpc disturbs itself where it serves the loops of several threads.
+
+It is there while a store is open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+
+_lock = threading.Lock()
+_users = 0
+_loop: asyncio.AbstractEventLoop | None = None
+_thread: threading.Thread | None = None
+
+
+def acquire() -> asyncio.AbstractEventLoop:
+    """Return the loop of the thread, which is started if it is not there. `release` follows."""
+    global _users, _loop, _thread  # noqa: PLW0603 - there is one for the process
+    with _lock:
+        if _loop is None:
+            _loop = asyncio.new_event_loop()
+            _thread = threading.Thread(target=_run, args=(_loop,), name="phalanx-store", daemon=True)
+            _thread.start()
+        _users += 1
+        return _loop
+
+
+def release(seconds: float) -> None:
+    """Give the loop back. With the last one the thread ends, which is waited for, at most so many seconds."""
+    global _users, _loop, _thread  # noqa: PLW0603 - as above
+    with _lock:
+        _users -= 1
+        if _users or _loop is None or _thread is None:
+            return
+        loop, thread, _loop, _thread = _loop, _thread, None, None
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(seconds)
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+def _forget() -> None:
+    """Forget, in a fork, the thread that is not there."""
+    global _lock, _users, _loop, _thread
+    _lock, _users, _loop, _thread = threading.Lock(), 0, None, None
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,106 @@
+"""Hosts of one machine: network namespaces that a bridge in another one joins. Root is needed; nothing leaves them.
+
+Silence is made without a packet filter: a port that is taken from the bridge drops what is sent through it, and its
+carrier stays. One way: others have a wrong address of the Ethernet for the host, so what they send reaches nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from typing import Self
+
+NET = "10.77.0"
+NOBODY = "02:00:00:00:00:99"
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+def check() -> None:
+    """Skip a test where hosts cannot be made."""
+    if os.geteuid() or shutil.which("ip") is None:
+        pytest.skip("hosts are network namespaces: root and iproute2 are needed")
+    done = subprocess.run(["ip", "netns", "add", f"phx{os.getpid()}-try"], check=False, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"hosts are network namespaces, and none can be made here: {done.stderr.strip()}")
+    _ip("netns", "del", f"phx{os.getpid()}-try")
+
+
+class Hosts:
+    """Hosts with the addresses 10.77.0.1 and up. A context manager."""
+
+    def __init__(self, count: int) -> None:
+        self._prefix = f"phx{os.getpid()}"
+        self.numbers = range(1, count + 1)
+
+    def name(self, number: int) -> str:
+        """The namespace of a host."""
+        return f"{self._prefix}-{number}"
+
+    @staticmethod
+    def address(number: int) -> str:
+        """Where a host is reached."""
+        return f"{NET}.{number}"
+
+    def on(self, number: int) -> list[str]:
+        """What a command begins with that is run on a host, which has a name of its own."""
+        rename = f'hostname h{number} && exec "$@"'
+        return ["ip", "netns", "exec", self.name(number), "unshare", "--uts", "sh", "-c", rename, "sh"]
+
+    def __enter__(self) -> Self:
+        try:
+            switch = self.name(0)
+            _ip("netns", "add", switch)
+            _ip("-n", switch, "link", "add", "br0", "type", "bridge", "stp_state", "0", "forward_delay", "0")
+            _ip("-n", switch, "link", "set", "br0", "up")
+            for number in self.numbers:
+                name = self.name(number)
+                _ip("netns", "add", name)
+                _ip("-n", switch, "link", "add", f"v{number}", "type", "veth", "peer", "name", "eth0", "netns", name)
+                _ip("-n", switch, "link", "set", f"v{number}", "master", "br0", "up")
+                _ip("-n", name, "addr", "add", f"{self.address(number)}/24", "dev", "eth0")
+                _ip("-n", name, "link", "set", "eth0", "up")
+                _ip("-n", name, "link", "set", "lo", "up")
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the hosts down."""
+        for number in (*self.numbers, 0):
+            subprocess.run(["ip", "netns", "del", self.name(number)], check=False, capture_output=True)
+
+    def cut(self, number: int) -> None:
+        """Take the carrier from a host."""
+        _ip("-n", self.name(0), "link", "set", f"v{number}", "down")
+
+    def silence(self, number: int) -> None:
+        """Drop all that a host sends and is sent."""
+        _ip("-n", self.name(0), "link", "set", f"v{number}", "nomaster")
+
+    def deafen(self, number: int) -> None:
+        """Drop all that a host is sent; it can send."""
+        for other in self.numbers:
+            if other != number:
+                _ip("-n", self.name(other), "neigh", "replace", self.address(number), "lladdr", NOBODY, "dev", "eth0",
+                    "nud", "permanent")  # fmt: skip
+
+    def heal(self, number: int) -> None:
+        """Let a host be as before."""
+        _ip("-n", self.name(0), "link", "set", f"v{number}", "master", "br0", "up")
+        for other in self.numbers:
+            if other != number:
+                words = ["neigh", "del", self.address(number), "dev", "eth0"]
+                subprocess.run(["ip", "-n", self.name(other), *words], check=False, capture_output=True)
