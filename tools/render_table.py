@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Write the tables of group and agent and the protocol into docs/architecture.md, each between its two markers.
+"""Write the tables of group, agent and node and the protocol into docs/architecture.md, each between its two markers.
 
     python tools/render_table.py            # bring the page up to date
     python tools/render_table.py --check    # exit code 1 if it is not
 
-The tables are those that run (`phalanx._engine.lifecycle.TABLE`, `phalanx._agent.life.TABLE`), and the protocol's is
-made from the functions that build the messages (`phalanx._engine.protocol`, `fork_protocol`), so the page cannot tell
-another story. Only the standard library is needed, and no installation: the source tree is found beside this
-folder.
+The tables are those that run (`phalanx._engine.lifecycle.TABLE`, `phalanx._agent.life.TABLE`,
+`phalanx._rendezvous.life.TABLE`), and the protocol's is made from the functions that build the messages
+(`phalanx._engine.protocol`, `fork_protocol`), so the page cannot tell another story. Only the standard library is
+needed, and no installation: the source tree is found beside this folder.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ BEGIN = "<!-- group table: rendered by tools/render_table.py -->"
 END = "<!-- end of the group table -->"
 BEGIN_AGENT = "<!-- agent table: rendered by tools/render_table.py -->"
 END_AGENT = "<!-- end of the agent table -->"
+BEGIN_NODE = "<!-- node table: rendered by tools/render_table.py -->"
+END_NODE = "<!-- end of the node table -->"
 BEGIN_PROTOCOL = "<!-- protocol: rendered by tools/render_table.py -->"
 END_PROTOCOL = "<!-- end of the protocol -->"
 
@@ -73,9 +75,11 @@ def put(page: str) -> str:
     """Return the page with all as they are now. Raises ValueError when a marker is missing, or there twice."""
     from phalanx._agent import life
     from phalanx._engine import lifecycle
+    from phalanx._rendezvous import life as node
 
     page = marks.replace(page, BEGIN, END, f"\n{render(lifecycle)}\n", PAGE.name)
     page = marks.replace(page, BEGIN_AGENT, END_AGENT, f"\n{render(life)}\n", PAGE.name)
+    page = marks.replace(page, BEGIN_NODE, END_NODE, f"\n{render(node)}\n", PAGE.name)
     return marks.replace(page, BEGIN_PROTOCOL, END_PROTOCOL, f"\n{render_protocol()}\n", PAGE.name)
 
 

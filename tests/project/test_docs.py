@@ -181,7 +181,7 @@ def test_a_stale_table_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     table = tool("render_table")
     page = tmp_path / "architecture.md"
     marks = [(table.BEGIN, table.END), (table.BEGIN_AGENT, table.END_AGENT)]
-    marks += [(table.BEGIN_PROTOCOL, table.END_PROTOCOL)]
+    marks += [(table.BEGIN_NODE, table.END_NODE), (table.BEGIN_PROTOCOL, table.END_PROTOCOL)]
     parts = "\n".join(f"{begin}\nan old table\n{end}" for begin, end in marks)
     page.write_text(f"before\n{parts}\nafter\n")
     monkeypatch.setattr(table, "PAGE", page)

@@ -221,18 +221,24 @@ def test_ctrl_c_while_it_waits_ends_the_job_or_is_waited_for_no_longer() -> None
     assert isinstance(put, Put)
     told = records.read(Stop, Entry(put.key, put.value, 1, 1))
     assert (told.kind, told.generation, told.signal) == ("signal", 0, 2)
-    due = story.wait(3.0 + PATIENCE)
+    due = story.wait(PATIENCE)
     assert kinds(due) == ["Finish"]
     assert isinstance(due[0], effects.Finish)
     assert due[0].state == "stopped"
+
+
+def test_ctrl_c_while_the_store_is_not_there_ends_it_at_once() -> None:
+    story = Story().enter()
+    story.tell(Away("no answer"))
+    assert kinds(story._take(story.node.ask_stop(2, "SIGINT", 30.0, story.now))) == ["Finish"]
 
 
 def test_ctrl_c_ends_the_workers_at_once_though_the_store_is_away() -> None:
     story = Story().run()
     story.tell(Away("no answer"))
     assert kinds(story._take(story.node.ask_stop(2, "SIGINT", 3.0, story.now))) == ["End"]
-    story._take(story.node.workers_gone(replace(ME, outcome="stopped"), b"", story.now))
-    assert kinds(story.wait(3.0 + PATIENCE)) == ["Finish"]
+    due = story._take(story.node.workers_gone(replace(ME, outcome="stopped"), b"", story.now))
+    assert kinds(due) == ["Finish"]
 
 
 @pytest.mark.parametrize("away", [True, False])

@@ -126,11 +126,11 @@ class Participant:
         return self._settle()
 
     def ask_stop(self, signal: int, error: str, grace: float, now: float) -> list[Effect]:
-        """End the whole job, because somebody here wants that. It takes ``grace`` seconds, and few more."""
+        """End the whole job, because somebody here wants that: within ``grace``, or at once where no worker runs."""
         self._now = now
-        me = self._me
+        me, runs = self._me, self.state in ("RUNNING", "STOPPING", "CLOSING")
         self._asked = Stop(max(0, me.generation), "signal", me.id, me.host, records.one_line(error), signal=signal)
-        self._by = min(self._by, now + grace + PATIENCE)
+        self._by = min(self._by, now + (grace if runs else 0.0) + PATIENCE)
         if self.state == "RUNNING":
             self._see("ENDED")
         return self._settle()
@@ -330,7 +330,7 @@ class Participant:
         if self.state == "WAITING" and not self._leaves:
             self._wait_for_job()
         if self._asked is not None and self.state in ("WAITING", "DONE", "LEAVING"):
-            if now >= self._by:
+            if now >= self._by or self._away is not None:  # there is nobody to wait for
                 self._leaves = self._leaves or self._asked.error
                 self._see("LEAVE")
                 return

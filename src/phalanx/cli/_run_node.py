@@ -111,14 +111,14 @@ def see_node_through(
     team.record.begin()
     try:
         try:
-            finish = _run_all(JobRun(node, store, team), team, grace)
+            finish, stopped = _run_all(JobRun(node, store, team), team, grace)
         except (OSError, ValueError) as error:
             team.record_end("failed", 1, str(error))
             raise click.ClickException(str(error)) from None
         with suppress(SignalException):  # a console that nobody reads is waited for no longer
             team.wait_shown()
             team.close()
-        return undisturbed(lambda: _conclude(finish, team, logs, colour=colour))
+        return undisturbed(lambda: _conclude(finish, stopped, team, logs, colour=colour))
     finally:
         try:
             with suppress(SignalException):
@@ -128,13 +128,14 @@ def see_node_through(
             team.record.close()
 
 
-def _run_all(run: JobRun, team: MachineTeam, grace: float) -> Finish:
+def _run_all(run: JobRun, team: MachineTeam, grace: float) -> tuple[Finish, signal.Signals | None]:
+    """Carry the node's part out. Returns how it ended, and by which signal it was stopped here, or None."""
     with run:
         host_signals.acquire(team)
         try:
-            return run.run()
+            return run.run(), None
         except SignalException as error:
-            return _stop(run, team, error.sigval, grace)
+            return _stop(run, team, error.sigval, grace), error.sigval
 
 
 def _stop(run: JobRun, team: MachineTeam, first: signal.Signals, grace: float) -> Finish:
@@ -156,16 +157,16 @@ def _stop(run: JobRun, team: MachineTeam, first: signal.Signals, grace: float) -
             death, seconds = signal.SIGKILL, 0.0
 
 
-def _conclude(finish: Finish, team: MachineTeam, logs: RunLogs, *, colour: bool) -> int:
+def _conclude(finish: Finish, stopped: signal.Signals | None, team: MachineTeam, logs: RunLogs, *, colour: bool) -> int:
     """Record how the run has ended, and report what went wrong. Returns the exit code."""
     job = finish.job
     if finish.state == "succeeded":
         return _succeed(job, team)
     stop = None if job is None or job.verdict is None else job.verdict.stop
     if finish.state == "stopped":
-        number = stop.signal if stop is not None else 0
-        code = 128 + (number or signal.SIGTERM)
-        cause = "stopped" if stop is None else told(stop)
+        number = stop.signal if stop is not None else stopped or signal.SIGTERM
+        code = 128 + number
+        cause = signal.Signals(number).name if stop is None else told(stop)
         say(f"the job was stopped: {cause}")
         team.record_end("stopped", code, cause)
         return code

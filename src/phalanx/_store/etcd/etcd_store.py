@@ -362,5 +362,6 @@ class _Watched:
 
 def _words(error: Exception, endpoint: str) -> str:
     if isinstance(error, api.aio.AioRpcError):
-        return f"{endpoint}: {error.code().name.lower()}: {error.details()}"
+        said = (error.details() or error.code().name.lower()).rpartition("last error: ")[2].removeprefix("UNKNOWN: ")
+        return said if endpoint in said else f"{endpoint}: {said}"
     return f"{endpoint}: {str(error) or 'no answer in time'}"
