@@ -5,6 +5,7 @@ from __future__ import annotations
 from phalanx._agent.history import describe_restart
 from phalanx._base import clock
 from phalanx._base.clock import format_duration
+from phalanx._base.control_chars import sanitise
 from phalanx._base.one_line import one_line
 from phalanx._base.rank_ranges import name_ranks
 from phalanx._events import agent_kinds, kinds
@@ -13,7 +14,6 @@ from phalanx._rendezvous import evidence
 from phalanx._rendezvous.job_run import NodeTeam
 from phalanx._rendezvous.records import Stop, replace
 from phalanx.cli._run_group import RunTeam
-from phalanx.cli._say import say
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class MachineTeam(RunTeam, NodeTeam):
         count = sum(member.nproc for member in job.members)
         mine = name_ranks(range(self._first, self._first + job.members[rank].nproc))
         again = f"attempt {job.generation + 1}{self.attempts}: " if job.generation else ""
-        say(f"{again}{len(hosts)} nodes ({_names(hosts)}), {count} workers; this is node {rank}, with {mine}")
+        self._mention(f"{again}{len(hosts)} nodes ({_names(hosts)}), {count} workers; this is node {rank}, with {mine}")
 
     def end(self, stop: Stop | None) -> None:
         """See `NodeTeam`. The workers are given notice of what is planned, and only of that."""
@@ -119,7 +119,11 @@ class MachineTeam(RunTeam, NodeTeam):
         if job.phase == "running" and job.rank_of(self._me.id) < 0 and not self._is_spare:
             self._is_spare = True
             why = "is a spare" if len(job.members) >= job.max_nodes else "takes part soon"
-            say(f"the job runs on {len(job.members)} nodes; this node {why}")
+            self._mention(f"the job runs on {len(job.members)} nodes; this node {why}")
+
+    def _mention(self, text: str) -> None:
+        """Show a line of ours while no worker runs here. Does not wait."""
+        self._speak(sanitise(f"phalanx: {text}"))
 
     def store_is(self, why: str | None) -> None:
         """See `NodeTeam`."""
@@ -190,7 +194,8 @@ def first_rank(job: Job, rank: int, role: str | None = None) -> int:
 
 
 def told(stop: Stop | End) -> str:
-    """Return why a generation ends, in words."""
+    """Return why a generation ends, in words. Who can write to the store has chosen them: none has any effect."""
+    stop = replace(stop, error=sanitise(one_line(stop.error)), host=sanitise(one_line(stop.host)))
     if stop.kind in ("failure", "hang"):
         who = f"host {stop.host}" if stop.rank is None else f"rank {stop.rank} on host {stop.host}"
         return f"{who}, {stop.error}" if stop.error else f"{who} failed"
