@@ -60,7 +60,7 @@ def phalanx(place: Place, *argv: object) -> Done:
             ["run", "--rdzv-endpoint", "192.0.2.1:29500", __file__],
             "another machine than this; this is the only machine",
         ),
-        (["run", "--nnodes", "2", __file__], "of many machines, this version of phalanx run takes etcd only"),
+        (["run", "--nnodes", "2:3", __file__], "with --rdzv-backend static, a fixed number of machines takes part"),
         (["logs", "--tail", "3"], "--tail: it is --lines here, or -n"),
         (["run", "--standal", "x.py"], "there is no option '--standal'; did you mean '--standalone'?"),
         (["run", "--rdzv", "x", "x.py"], "; did you mean '--rdzv-id' or '--rdzv-backend' or '--rdzv-"),

@@ -90,6 +90,7 @@ def test_options_without_effect_are_named(place: Place, options: list[str], said
     assert f"phalanx: without effect {said}\n" in done.err
 
 
+NO_SECRET = ("which other machines reach: set PHALANX_JOB_SECRET to the same secret on each", "--insecure does without")
 ETCD = ("--rdzv-backend=etcd", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x")
 
 
@@ -112,7 +113,41 @@ ETCD = ("--rdzv-backend=etcd", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x")
         (["--rdzv-id=a", "--run-id=b"], ["--run-id is 'b', and --rdzv-id is 'a'"]),
         (["--local-addr=192.0.2.1"], ["'192.0.2.1': expected the name or an address of this machine"]),
         (["--node-rank=1"], ["--node-rank: 1: this is the only machine, see --nnodes; its rank is 0"]),
-        (["--nnodes=2"], ["--rdzv-backend: 'static': of many machines", "takes etcd only: --rdzv-backend etcd"]),
+        (["--nnodes=1:2"], ["--nnodes: 1:2: with --rdzv-backend static, a fixed number of machines takes part"]),
+        (
+            ["--nnodes=2", "--master-addr=192.0.2.1"],
+            ["'192.0.2.1' is no address of this machine, which has --node-ran"],
+        ),
+        (["--nnodes=2", "--node-rank=1", "--master-addr=192.0.2.1"], [*NO_SECRET, "192.0.2.1:29501"]),
+        (
+            ["--nnodes=2", "--rdzv-endpoint=a:1,b:2"],
+            ["--rdzv-endpoint: expected one machine, that of node rank 0; got 2"],
+        ),
+        (["--nnodes=2", "--master-port=65535"], ["agent_port=PORT is needed: --master-port is 65535"]),
+        (["--nnodes=2", "--rdzv-conf=agent_port=0"], ["agent_port: expected whole numbers, 1 to 65535, got '0'"]),
+        (
+            ["--nnodes=2", "--rdzv-conf=ca=/dev/null"],
+            ["ca: it is for an etcd that is there; an agent of this job hosts"],
+        ),
+        (["--nnodes=2", "--rdzv-conf=away_timeout=soon"], ["away_timeout: expected seconds, 0 or more, got 'soon'"]),
+        (
+            ["--nnodes=2", "--rdzv-conf=secret_file=/dev/null"],
+            ["secret_file: /dev/null: expected 16 characters or more"],
+        ),
+        (["--nnodes=2", "--rdzv-host"], ["--rdzv-host: with --rdzv-backend static, rank 0's agent hosts"]),
+        (
+            ["--nnodes=2", "--rdzv-backend=c10d"],
+            ["--rdzv-endpoint: expected where the machine is that hosts the store"],
+        ),
+        (["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=192.0.2.1"], [*NO_SECRET, "192.0.2.1:29400"]),
+        (
+            ["--nnodes=2", *ETCD, "--rdzv-host", "--rdzv-endpoint=a:1,b:2"],
+            ["expected one machine, which hosts the stor"],
+        ),
+        (
+            ["--nnodes=2", *ETCD, "--rdzv-conf=away_timeout=1"],
+            ["away_timeout: the workers go on for as long as an etcd"],
+        ),
         (["--nnodes=2", *ETCD, "--rdzv-endpoint="], ["--rdzv-endpoint: expected where the etcd is, like host:2379"]),
         (["--nnodes=2", "--rdzv-backend=etcd", "--rdzv-endpoint=127.0.0.1"], ["--run-id: the machines of a job find"]),
         (["--nnodes=1:2", *ETCD, "--node-rank=1"], ["--node-rank: ranks are given by hand to a fixed number"]),

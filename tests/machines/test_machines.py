@@ -19,140 +19,39 @@ import pytest
 if importlib.util.find_spec("grpc") is None:
     pytest.skip("the extra `etcd` is not installed", allow_module_level=True)
 
-from tests.support import hosts as hosts_of
 from tests.support.etcd import Etcd, Member
-from tests.support.helpers import alive, descendants
-from tests.support.hosts import Hosts
+from tests.support.helpers import descendants
+from tests.support.jobs import SOON, Job, everyone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from tests.support.hosts import Hosts
+
 pytestmark = [pytest.mark.once, pytest.mark.slow]
 
-SOON = 40.0
-"""Seconds that a line may take; spent only by a test that fails."""
-
-TTL = 2
 STORE = 4
 """The host of the etcd; those before it run the workers."""
 
-WORKER = """
-import os, signal, sys, time
-rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-names = ("RANK", "WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
-print("worker", *(os.environ[name] for name in names), "attempt", attempt, flush=True)
-while not os.path.exists(sys.argv[1]):
-    if os.path.exists(f"{sys.argv[1]}.fail.{rank}.{attempt}"):
-        raise ValueError(f"bad batch of rank {rank}")
-    time.sleep(0.05)
-"""
 
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    """Three hosts for agents, and one for the etcd."""
-    hosts_of.check()
-    with Hosts(STORE) as it:
-        yield it
-
-
-class Agent:
-    """`phalanx run` on a host."""
-
-    def __init__(self, job: Job, number: int, options: list[str]) -> None:
-        self.number = number
-        self.path = job.folder / f"{number}.{len(job.agents)}.log"
-        home = job.folder / f"home{number}"
-        home.mkdir(exist_ok=True)
-        command = [
-            *job.hosts.on(number), sys.executable, "-m", "phalanx", "run", "--nnodes", job.nodes,
-            "--rdzv-backend", "etcd", "--rdzv-endpoint", job.etcd.endpoints, "--run-id", job.name,
-            "--rdzv-conf", f"lease_ttl={TTL},last_call_timeout=1,join_timeout=60", "--rejoin-delay", "0.2",
-            "--nproc-per-node", "2", "--grace", "5", *options, str(job.script), str(job.end),
-        ]  # fmt: skip
-        with self.path.open("wb") as console:
-            env = {**os.environ, "HOME": str(home), "XDG_STATE_HOME": str(home)}
-            self.process = subprocess.Popen(command, stdout=console, stderr=console, env=env)
-
-    @property
-    def said(self) -> str:
-        """What its console shows."""
-        return self.path.read_text()
-
-    def wait_for(self, pattern: str, count: int = 1) -> list[str]:
-        """Wait until its console shows something."""
-        until = time.monotonic() + SOON
-        while len(found := re.findall(pattern, self.said)) < count:
-            assert time.monotonic() < until, (pattern, self.said)
-            assert self.process.poll() is None or len(re.findall(pattern, self.said)) >= count, (pattern, self.said)
-            time.sleep(0.02)
-        return found
-
-    def workers(self, attempt: int, size: int) -> list[str]:
-        """Wait until its workers run in an attempt, among so many."""
-        self.wait_for(rf"worker \d+ {size} \d+ \S+ attempt {attempt}\n", 2)
-        return re.findall(rf"worker (\d+) {size} \d+ \S+ attempt {attempt}\n", self.said)
-
-    def launcher(self) -> int:
-        """The pid of the agent itself: ip and unshare have become it."""
-        return self.process.pid
-
-    def end(self) -> int:
-        """Wait until it has ended, and return its exit code."""
-        try:
-            return self.process.wait(SOON)
-        except subprocess.TimeoutExpired:
-            pytest.fail(self.said)
-
-
-class Job:
-    """A job: its hosts, its etcd and its agents. A context manager."""
+class EtcdJob(Job):
+    """A job that meets at an etcd of its own."""
 
     def __init__(self, folder: Path, hosts: Hosts, etcd: Etcd, nodes: str) -> None:
-        self.folder, self.hosts, self.etcd, self.nodes = folder, hosts, etcd, nodes
-        self.name = folder.name
-        self.script, self.end = folder / "train.py", folder / "end"
-        self.script.write_text(WORKER)
-        self.agents: list[Agent] = []
-
-    def start(self, *numbers: int, options: list[str] | None = None) -> list[Agent]:
-        """Start agents."""
-        found = [Agent(self, number, options or []) for number in numbers]
-        self.agents += found
-        return found
-
-    def fail(self, rank: int, attempt: int) -> None:
-        """Have a worker fail."""
-        (self.folder / f"end.fail.{rank}.{attempt}").touch()
-
-    def finish(self, *agents: Agent) -> None:
-        """Let all workers succeed, and see that the job does."""
-        self.end.touch()
-        for agent in agents:
-            assert agent.end() == 0, agent.said
-
-    def close(self) -> None:
-        """End what is left."""
-        for agent in self.agents:
-            if agent.process.poll() is None:
-                below = descendants(agent.process.pid)
-                agent.process.send_signal(signal.SIGCONT)
-                agent.process.kill()
-                agent.process.wait()
-                for pid in below:
-                    if alive(pid):
-                        os.kill(pid, signal.SIGKILL)
+        where = ["--rdzv-backend", "etcd", "--rdzv-endpoint", etcd.endpoints, "--run-id", folder.name]
+        super().__init__(folder, hosts, nodes, lambda _: where)
+        self.etcd = etcd
 
 
 @pytest.fixture
-def job(tmp_path: Path, hosts: Hosts) -> Iterator[Callable[..., Job]]:
+def job(tmp_path: Path, hosts: Hosts) -> Iterator[Callable[..., EtcdJob]]:
     """Makes a job of so many nodes, with an etcd of its own."""
-    made: list[tuple[Etcd, Job]] = []
+    made: list[tuple[Etcd, EtcdJob]] = []
 
-    def make(nodes: str, members: int = 1) -> Job:
+    def make(nodes: str, members: int = 1) -> EtcdJob:
         etcd = Etcd(members, hosts.address(STORE), hosts.on(STORE))
-        made.append((etcd, Job(tmp_path, hosts, etcd, nodes)))
+        made.append((etcd, EtcdJob(tmp_path, hosts, etcd, nodes)))
         etcd.start()
         return made[-1][1]
 
@@ -166,13 +65,7 @@ def job(tmp_path: Path, hosts: Hosts) -> Iterator[Callable[..., Job]]:
             etcd.close()
 
 
-def everyone(agents: list[Agent], attempt: int, size: int) -> None:
-    """See that the workers of all run in an attempt: each rank once."""
-    ranks = [rank for agent in agents for rank in agent.workers(attempt, size)]
-    assert sorted(map(int, ranks)) == list(range(size))
-
-
-def test_a_worker_fails_and_all_start_again(job: Callable[..., Job]) -> None:
+def test_a_worker_fails_and_all_start_again(job: Callable[..., EtcdJob]) -> None:
     one = job("3")
     agents = one.start(1, 2, 3, options=["--max-restarts", "1"])
     everyone(agents, 0, 6)
@@ -186,7 +79,7 @@ def test_a_worker_fails_and_all_start_again(job: Callable[..., Job]) -> None:
         assert "attempt 2 of 2 has succeeded" in agent.said
 
 
-def test_one_report_is_the_same_on_every_host(job: Callable[..., Job]) -> None:
+def test_one_report_is_the_same_on_every_host(job: Callable[..., EtcdJob]) -> None:
     one = job("3")
     agents = one.start(1, 2, 3)
     everyone(agents, 0, 6)
@@ -200,7 +93,7 @@ def test_one_report_is_the_same_on_every_host(job: Callable[..., Job]) -> None:
     assert "ranks 0-3, 5: stopped by us (SIGTERM)" in report
 
 
-def test_an_agent_that_is_killed_is_gone_on_without(job: Callable[..., Job]) -> None:
+def test_an_agent_that_is_killed_is_gone_on_without(job: Callable[..., EtcdJob]) -> None:
     one = job("2:3")
     agents = one.start(1, 2, 3)
     everyone(agents, 0, 6)
@@ -214,7 +107,7 @@ def test_an_agent_that_is_killed_is_gone_on_without(job: Callable[..., Job]) -> 
     one.finish(*agents[1:])
 
 
-def test_a_spare_takes_the_place_of_a_host_that_is_lost(job: Callable[..., Job]) -> None:
+def test_a_spare_takes_the_place_of_a_host_that_is_lost(job: Callable[..., EtcdJob]) -> None:
     one = job("2")
     agents = one.start(1, 2)
     everyone(agents, 0, 4)
@@ -227,7 +120,7 @@ def test_a_spare_takes_the_place_of_a_host_that_is_lost(job: Callable[..., Job])
 
 
 @pytest.mark.parametrize("how", ["cut", "silence", "deafen"])
-def test_a_host_that_is_cut_off_comes_back(job: Callable[..., Job], how: str) -> None:
+def test_a_host_that_is_cut_off_comes_back(job: Callable[..., EtcdJob], how: str) -> None:
     one = job("2:3")
     agents = one.start(1, 2, 3)
     everyone(agents, 0, 6)
@@ -240,7 +133,7 @@ def test_a_host_that_is_cut_off_comes_back(job: Callable[..., Job], how: str) ->
     one.finish(*agents)
 
 
-def test_a_host_that_is_cut_off_for_a_moment_goes_on(job: Callable[..., Job]) -> None:
+def test_a_host_that_is_cut_off_for_a_moment_goes_on(job: Callable[..., EtcdJob]) -> None:
     one = job("3")
     agents = one.start(1, 2, 3)
     everyone(agents, 0, 6)
@@ -251,7 +144,7 @@ def test_a_host_that_is_cut_off_for_a_moment_goes_on(job: Callable[..., Job]) ->
     assert all("lost" not in agent.said for agent in agents)
 
 
-def test_a_host_that_comes_takes_part(job: Callable[..., Job]) -> None:
+def test_a_host_that_comes_takes_part(job: Callable[..., EtcdJob]) -> None:
     one = job("2:3")
     agents = one.start(1, 2)
     everyone(agents, 0, 4)
@@ -262,7 +155,7 @@ def test_a_host_that_comes_takes_part(job: Callable[..., Job]) -> None:
         assert "host h3 can take part, and takes part from now on; stopping the workers" in agent.said
 
 
-def test_an_etcd_that_is_killed_and_starts_again(job: Callable[..., Job]) -> None:
+def test_an_etcd_that_is_killed_and_starts_again(job: Callable[..., EtcdJob]) -> None:
     one = job("3")
     agents = one.start(1, 2, 3, options=["--max-restarts", "1"])
     everyone(agents, 0, 6)
@@ -278,7 +171,7 @@ def test_an_etcd_that_is_killed_and_starts_again(job: Callable[..., Job]) -> Non
     one.finish(*agents)
 
 
-def test_three_members_lose_their_leader_and_then_the_quorum(job: Callable[..., Job]) -> None:
+def test_three_members_lose_their_leader_and_then_the_quorum(job: Callable[..., EtcdJob]) -> None:
     one = job("3", members=3)
     agents = one.start(1, 2, 3, options=["--max-restarts", "1"])
     everyone(agents, 0, 6)
@@ -296,7 +189,7 @@ def test_three_members_lose_their_leader_and_then_the_quorum(job: Callable[..., 
     one.finish(*agents)
 
 
-def _leader(job: Job) -> Member:
+def _leader(job: EtcdJob) -> Member:
     """The member that leads: asked on the etcd's own host."""
     script = (
         "import json, sys, urllib.request\n"
@@ -312,7 +205,7 @@ def _leader(job: Job) -> Member:
     return job.etcd.members[done.stdout.split().index("True")]
 
 
-def test_a_host_that_is_stopped_for_longer_than_its_lease(job: Callable[..., Job]) -> None:
+def test_a_host_that_is_stopped_for_longer_than_its_lease(job: Callable[..., EtcdJob]) -> None:
     one = job("2:3")
     agents = one.start(1, 2, 3)
     everyone(agents, 0, 6)
@@ -326,7 +219,7 @@ def test_a_host_that_is_stopped_for_longer_than_its_lease(job: Callable[..., Job
     one.finish(*agents)
 
 
-def test_ctrl_c_on_one_host_stops_the_job_on_all(job: Callable[..., Job]) -> None:
+def test_ctrl_c_on_one_host_stops_the_job_on_all(job: Callable[..., EtcdJob]) -> None:
     one = job("3")
     agents = one.start(1, 2, 3)
     everyone(agents, 0, 6)
@@ -338,7 +231,7 @@ def test_ctrl_c_on_one_host_stops_the_job_on_all(job: Callable[..., Job]) -> Non
     assert not any(descendants(agent.process.pid) for agent in agents)
 
 
-def test_who_was_told_another_number_of_nodes_is_refused(job: Callable[..., Job]) -> None:
+def test_who_was_told_another_number_of_nodes_is_refused(job: Callable[..., EtcdJob]) -> None:
     one = job("2")
     agents = one.start(1, 2)
     everyone(agents, 0, 4)
@@ -349,7 +242,7 @@ def test_who_was_told_another_number_of_nodes_is_refused(job: Callable[..., Job]
     one.finish(*agents)
 
 
-def test_two_jobs_after_each_other_with_one_name(job: Callable[..., Job]) -> None:
+def test_two_jobs_after_each_other_with_one_name(job: Callable[..., EtcdJob]) -> None:
     one = job("2")
     for _ in range(2):
         agents = one.start(1, 2)

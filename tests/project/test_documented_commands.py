@@ -38,6 +38,7 @@ NOT_RUN = {
         "as above",
     "phalanx run --nnodes 2 --rdzv-backend etcd --rdzv-endpoint store:2379 --run-id night7 --nproc-per-node 8 train.py":
         "needs an etcd; tests/machines runs its like on three hosts",
+    "pip install 'phalanx[etcd]'": "installs what this environment has; `make package` installs the wheel",
 }  # fmt: skip
 """Commands that are not run here, and why."""
 

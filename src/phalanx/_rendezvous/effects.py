@@ -64,7 +64,8 @@ class Finish(NamedTuple):
             "damaged": what the store holds cannot be.
         why: In one line, where there is something to be said.
         job: The job as it was last; None: there was none.
-        evidence: What the workers of the last generation have left, if it has failed.
+        evidence: What the workers of the last generation have left, if it has failed: of all nodes, if the store was
+            there; else of this one.
         ends_job: Whether nobody else is left.
     """
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 
+from phalanx._base.clock import format_duration
 from phalanx._rendezvous import life, records
 from phalanx._rendezvous.effects import End, Fetch, Finish, Heard, Start, Submit, Unwatch, Watch
 from phalanx._rendezvous.leader import Leader
-from phalanx._rendezvous.records import DamagedError, Stop, replace
+from phalanx._rendezvous.records import DamagedError, Stop, Verdict, replace
 from phalanx._rendezvous.store_view import StoreView
 from phalanx._rendezvous.writes import Writes
 from phalanx._store import store
-from phalanx._store.store import JOB, OWN, Absent, Put, Transaction, Unchanged
+from phalanx._store.store import JOB, OWN, Absent, Entry, Put, Transaction, Unchanged
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,10 +26,13 @@ if TYPE_CHECKING:
     from phalanx._rendezvous.effects import Effect
     from phalanx._rendezvous.membership import Rules
     from phalanx._rendezvous.records import Job, Node
-    from phalanx._store.store import Entry, StoreEvent
+    from phalanx._store.store import StoreEvent
 
 PATIENCE = 5.0
 """Seconds for which a node that leaves waits for the store, and the leader for the others."""
+
+HOST_PATIENCE = 15.0
+"""Seconds for which a node that hosts the store waits at the end for the others."""
 
 
 class Participant:
@@ -38,11 +42,20 @@ class Participant:
         me: Its entry, as it enters.
         rules: What the job holds to, while this node leads.
         barrier: Seconds for which it waits, once its workers have succeeded, for those of other nodes.
+        hosts: Whether the store goes with this node, which leaves as the last one, then.
+        away_timeout: Seconds for which it goes on while the store does not answer; inf: for ever.
         chance: Returns a random number, 0 to 1.
     """
 
     def __init__(
-        self, me: Node, rules: Rules, *, barrier: float = 300.0, chance: Callable[[], float] = lambda: 0.0
+        self,
+        me: Node,
+        rules: Rules,
+        *,
+        barrier: float = 300.0,
+        hosts: bool = False,
+        away_timeout: float = math.inf,
+        chance: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.state = "WAITING"
         """See `life.STATES`."""
@@ -50,10 +63,13 @@ class Participant:
         """When to call `tick`, though nothing has happened (monotonic seconds)."""
         self._me = me
         self._rules = rules
-        self._barrier = barrier
+        self._barrier = math.inf if hosts else barrier
+        self._hosts = hosts
+        self._away_timeout = away_timeout
         self._chance = chance
         self._view = StoreView()
         self._leader: Leader | None = None  # while this node leads
+        self._knows_nodes = False  # whether the entries of the nodes are watched
         self._effects: list[Effect] = []
         self._now = 0.0
         self._since = 0.0  # when the state was entered
@@ -197,7 +213,7 @@ class Participant:
     def _look(self) -> None:
         """See what the store holds, and what that means for the workers here."""
         refused = self._view.refusal(self._me.id)
-        if refused and self.state == "WAITING":
+        if refused and self.state == "WAITING" and not self._hosts:
             self._finish(Finish("refused", refused, self._job()))
             return
         job = self._job()
@@ -250,9 +266,12 @@ class Participant:
         leads = self._view.leader()[0] == self._me.id and not self._lost_job
         if leads != (self._leader is not None):
             self._leader = Leader(self._me, self._rules, self._chance) if leads else None
-            if not leads:
+        knows = leads or (self._hosts and self.state == "LEAVING")
+        if knows != self._knows_nodes:
+            self._knows_nodes = knows
+            if not knows:
                 self._view.forget(records.NODES)
-            self._effects.append(Watch(records.NODES) if leads else Unwatch(records.NODES))
+            self._effects.append(Watch(records.NODES) if knows else Unwatch(records.NODES))
         if self._leader is None or self._writes.is_open("decide"):
             return
         transaction, wake = self._leader.decide(self._view, self._now)
@@ -325,6 +344,8 @@ class Participant:
     def _wait(self) -> None:
         """See what has taken too long, and when the next thing will have."""
         now = self._now
+        if self._away is not None and self.state in ("RUNNING", "DONE"):
+            self._wait_for_store(self._away)
         if self.state == "DONE":
             self._wait_for_others()
         if self.state == "WAITING" and not self._leaves:
@@ -336,13 +357,26 @@ class Participant:
                 return
             self.wake = min(self.wake, self._by)
         if self.state == "LEAVING":
-            others = self._leader is not None and any(name != self._me.id for name in self._view.nodes)
-            until = self._since + PATIENCE
+            others = self._knows_nodes and not (self._view.told(records.NODES) and self._is_alone())
+            until = self._since + (HOST_PATIENCE if self._hosts else PATIENCE)
             writes = self._writes.is_open("stop") or self._writes.is_open("enter")
-            if now >= until or (self._read is not None and not others and not writes):
+            is_lost = self._away is not None and bool(self._leaves)
+            if now >= until or is_lost or (self._read is not None and not others and not writes):
                 self._see("READ")
                 return
             self.wake = min(self.wake, until)
+
+    def _wait_for_store(self, away: float) -> None:
+        """Leave if the store, which another node hosts, does not answer for too long."""
+        until = away + self._away_timeout
+        if self._now < until:
+            self.wake = min(self.wake, until)
+            return
+        self._leaves = f"its store has not answered for {format_duration(self._away_timeout)}"
+        if self.state == "RUNNING":
+            me = self._me
+            self._effects.append(Heard(Stop(me.generation, "left", me.id, me.host, self._leaves)))
+        self._see("LEAVE")
 
     def _wait_for_others(self) -> None:
         """Leave if the workers of other nodes go on for too long: this node's entry says that its own are done."""
@@ -361,19 +395,25 @@ class Participant:
 
     def _wait_for_job(self) -> None:
         """Give up where nobody decides, or the store is not there: the leader's own waits are shorter than this."""
+        job = self._job()
         if self._away is not None:
-            until = max(self._away, self._since) + self._rules.join_timeout
+            since = max(self._away, self._since)
+            stop = self._view.stop(self._me.generation)
+            if job is not None and stop is not None and stop.kind == "signal":  # all nodes end their workers
+                until, state, job = since + PATIENCE, "stopped", replace(job, verdict=Verdict("stopped", "", stop))
+            else:
+                known = self._rules.join_timeout if job is None else min(self._rules.join_timeout, self._away_timeout)
+                until, state = since + known, "unreachable"
             if self._now >= until:
-                self._finish(Finish("unreachable", "", self._job()))
+                self._finish(Finish(state, "", job, self._own_evidence()))
             self.wake = min(self.wake, until)
             return
-        job = self._job()
         if job is not None and job.phase == "running" and self._view.leader()[0]:
             return  # a spare waits for as long as the others run
         delay = 0.0 if job is None else job.delay
         until = self._since + delay + self._rules.join_timeout + self._rules.end_timeout + PATIENCE
         if self._now >= until:
-            self._finish(Finish("timeout", "", job))
+            self._finish(Finish("timeout", "", job, self._own_evidence()))
         self.wake = min(self.wake, until)
 
     # --- the end
@@ -385,10 +425,19 @@ class Participant:
         if verdict is None:
             state = "stopped" if self._asked is not None else "left"
             state = "succeeded" if self._me.state == "done" else state
-            self._finish(Finish(state, self._leaves, job))
+            self._finish(Finish(state, self._leaves, job, self._own_evidence()))
             return
-        alone = self._leader is not None and all(name == self._me.id for name in self._view.nodes)
+        alone = self._knows_nodes and self._is_alone()
         self._finish(Finish(verdict.state, verdict.why, job, self._read or (), alone))
+
+    def _is_alone(self) -> bool:
+        return all(name == self._me.id for name in self._view.nodes)
+
+    def _own_evidence(self) -> tuple[Entry, ...]:
+        """Return what the workers here have left, if they have failed: what the others have is not to be had."""
+        me = self._me
+        key = f"{records.EVIDENCE}{me.generation}/{me.id}"
+        return (Entry(key, self._evidence, 0, 0),) if self._evidence and me.outcome in ("failed", "not started") else ()
 
     def _finish(self, finish: Finish) -> None:
         if not self._is_final:

@@ -6,14 +6,30 @@ from typing import NamedTuple
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Protocol
+
     from phalanx._agent.restart_policy import RestartPolicy
     from phalanx._rendezvous.membership import Rules
     from phalanx._store.store import Store
 
+    class Hosting(Protocol):
+        """A store that this agent hosts."""
+
+        def close(self) -> None: ...
+
+
 ETCD = ("etcd", "etcd-v3", "etcd-v2")
 """The names of the backend that is an etcd. Torch's users have the last one; what is spoken is version 3 of its API."""
 
-ETCD_PORT = 2379
+C10D = "c10d"
+"""The backend that is an etcd which the agent at the endpoint hosts."""
+
+STATIC = "static"
+"""The backend of nodes whose ranks are given by hand: rank 0's agent holds what the agents share."""
+
+ETCD_PORT, C10D_PORT, STATIC_PORT = 2379, 29400, 29500
+"""Where they are, if no port is given: torchrun's ports, where it has any. For `STATIC`, of rank 0 of the workers."""
 
 
 class Machines(NamedTuple):
@@ -21,14 +37,19 @@ class Machines(NamedTuple):
 
     Attributes:
         min_nodes, max_nodes: How many nodes there are.
-        backend: How they meet, see `ETCD`.
+        backend: How they meet: one of `ETCD`, `C10D`, or `STATIC`.
         endpoints: Where, as ``host:port``.
         address: Where this machine is reached by the others; "": see `own_address`.
+        is_hosted: Whether an agent hosts the store.
+        hosts: Whether this one does, unless another one of its machine has been quicker.
+        secret: What the agents of a hosted store know each other by; empty: nothing.
+        node_rank: The rank of this node, if it is given; -1: it is not.
+        master: Where rank 0 of the workers listens, if that is given: its host and its port.
         lease_ttl: Seconds after which a node is lost that is not heard of.
         join_timeout, last_call, rejoin_delay, exclude_after: See `membership.Rules`.
+        away_timeout: Seconds for which workers go on while a hosted store is away.
         barrier: Seconds that a node waits at its end for the others.
         ca, cert, key, user, password: See `EtcdSettings`.
-        keep: Whether what the store holds of the job stays, once that is over.
     """
 
     min_nodes: int
@@ -36,23 +57,29 @@ class Machines(NamedTuple):
     backend: str
     endpoints: tuple[str, ...]
     address: str
+    is_hosted: bool = False
+    hosts: bool = False
+    secret: bytes = b""
+    node_rank: int = -1
+    master: tuple[str, int] | None = None
     lease_ttl: int = 5
     join_timeout: float = 600.0
     last_call: float = 30.0
     rejoin_delay: float = 30.0
     exclude_after: int = 0
+    away_timeout: float = 60.0
     barrier: float = 300.0
     ca: str = ""
     cert: str = ""
     key: str = ""
     user: str = ""
     password: str = ""
-    keep: bool = False
 
     @property
     def where(self) -> str:
         """Where the nodes meet, in words."""
-        return f"etcd at {', '.join(self.endpoints)}"
+        what = "the agent of node 0" if self.backend == STATIC else "etcd"
+        return f"{what} at {', '.join(self.endpoints)}"
 
     def own_address(self) -> str:
         """Return where this machine is reached: what was given, or its address on the way to the first endpoint.
@@ -63,9 +90,9 @@ class Machines(NamedTuple):
             return self.address
         import socket
 
-        host, _, port = self.endpoints[0].rpartition(":")
+        host, port = self._endpoint()
         try:
-            family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+            family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as probe:
                 probe.connect(address)  # of a datagram socket: nothing is sent
                 return str(probe.getsockname()[0])
@@ -88,15 +115,51 @@ class Machines(NamedTuple):
 
     def store(self, run_id: str) -> Store:
         """Return the store of the job of that id. Raises ImportError: the extra is not installed."""
+        if self.backend == STATIC:
+            from phalanx._store.hub.hub_store import HubStore
+            from phalanx._store.hub.settings import HubSettings
+
+            host, port = self._endpoint()
+            return HubStore(HubSettings(host, port, run_id, self.secret, ttl=self.lease_ttl))
         from phalanx._store.etcd.etcd_store import EtcdStore
         from phalanx._store.etcd.settings import EtcdSettings
 
+        user, password = self.user, self.password
+        if self.is_hosted:
+            from phalanx._store.etcd.hosted import credentials
+
+            user, password = credentials(self.secret)
         return EtcdStore(
             EtcdSettings(
                 self.endpoints, prefix_of(run_id), ttl=self.lease_ttl, ca=self.ca, cert=self.cert, key=self.key,
-                user=self.user, password=self.password,
+                user=user, password=password,
             )
         )  # fmt: skip
+
+    def host(self, run_id: str, warn: Callable[[str], None]) -> Hosting | None:
+        """Have this agent host the store, if it is to; `Hosting.close` ends that. None: another one does.
+
+        ``warn`` is told of agents that are refused, a line each, on any thread.
+
+        Raises OSError: it cannot listen there, or the program is not there. ImportError: the extra is not installed.
+        """
+        if not self.hosts:
+            return None
+        host, port = self._endpoint()
+        if self.backend == STATIC:
+            from phalanx._store.hub.server import HubServer
+
+            server = HubServer(host, port, run_id=run_id, secret=self.secret, ttl=self.lease_ttl, warn=warn)
+            server.start()
+            return server
+        from phalanx._store.etcd.hosted import HostedEtcd
+
+        etcd = HostedEtcd(host, port, secret=self.secret, warn=warn)
+        return etcd if etcd.start() else None
+
+    def _endpoint(self) -> tuple[str, int]:
+        host, _, port = self.endpoints[0].rpartition(":")
+        return host.strip("[]"), int(port)
 
 
 def prefix_of(run_id: str) -> str:

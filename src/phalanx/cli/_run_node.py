@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import re
@@ -22,6 +23,7 @@ from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.records import Node
 from phalanx.cli._attempt_groups import reserve_port
 from phalanx.cli._node_team import MachineTeam, first_rank, told
+from phalanx.cli._rdzv_conf import SECRET
 from phalanx.cli._restarts import forwarding
 from phalanx.cli._run_group import report_failures, undisturbed
 from phalanx.cli._say import say
@@ -49,13 +51,26 @@ def run_node(
     plan: RunPlan, machines: Machines, services: Services | None, until_end: ExitStack
 ) -> tuple[int, ChildFailedError | None]:
     """Run this machine's part of a job of many. Returns the exit code, and what the report is about."""
+    if plan.config.node_check:
+        from phalanx.cli._node_check import pass_check
+
+        why = pass_check(plan.config.node_check, machines.join_timeout)
+        if why:
+            msg = f"--node-check: {why}"
+            raise click.ClickException(msg)
     try:
         store = machines.store(plan.run_id)
+        hosting = machines.host(plan.run_id, say)
     except ImportError as error:
         msg = f"--rdzv-backend {machines.backend}: {error}; pip install 'phalanx[etcd]'"
         raise click.ClickException(msg) from None
+    except OSError as error:
+        msg = f"--rdzv-backend {machines.backend}: {error}"
+        raise click.ClickException(msg) from None
+    if hosting is not None:
+        until_end.callback(hosting.close)
     port = until_end.enter_context(reserve_port())
-    variables = services.variables if services else {}
+    variables = {**(services.variables if services else {}), SECRET: ""}  # the secret is the agents' alone
     groups = plan.groups(None, variables)
     until_end.callback(groups.close)
     config = plan.config
@@ -72,16 +87,17 @@ def run_node(
         raise click.ClickException(msg) from None
     me = Node(
         _id(host), host, address, config.nproc_per_node, config.role, port.number,
-        min_nodes=machines.min_nodes, max_nodes=machines.max_nodes,
+        order=machines.node_rank, min_nodes=machines.min_nodes, max_nodes=machines.max_nodes,
     )  # fmt: skip
 
     def envs(job: Job, rank: int) -> Mapping[int, Mapping[str, str]]:
         role = config.role
         world = sum(member.nproc for member in job.members)
+        master_addr, master_port = machines.master or (job.address, job.port)
         return plan.envs(
             first_rank(job, rank), world, variables, first_in_role=first_rank(job, rank, role),
             role_world_size=first_rank(job, len(job.members), role), group_rank=rank,
-            group_world_size=len(job.members), master_addr=job.address, master_port=job.port,
+            group_world_size=len(job.members), master_addr=master_addr, master_port=master_port,
             attempt=job.generation,
         )  # fmt: skip
 
@@ -91,7 +107,10 @@ def run_node(
     )  # fmt: skip
     notice = 0.0 if config.notice is None else config.notice[1]
     rules = machines.rules(plan.policy, config.grace, notice)
-    node = Participant(me, rules, barrier=machines.barrier, chance=random.random)
+    node = Participant(
+        me, rules, barrier=machines.barrier, hosts=hosting is not None,
+        away_timeout=machines.away_timeout if machines.is_hosted else math.inf, chance=random.random,
+    )  # fmt: skip
     colour = use_colour(sys.stderr, plan.console.color)
     with choosing(config.signals_to_handle), forwarding(plan.forwarded, team):
         code = see_node_through(node, store, team, plan.specs, config.grace, colour=colour)
@@ -170,20 +189,24 @@ def _conclude(finish: Finish, stopped: signal.Signals | None, team: MachineTeam,
         say(f"the job was stopped: {cause}")
         team.record_end("stopped", code, cause)
         return code
+    why = finish.why
     if finish.state != "failed" or job is None:
-        say(f"Error: {_failing(finish, team)}")
-        team.record_end("failed", 1, _failing(finish, team))
-        return 1
+        why = _failing(finish, team)
+        say(f"Error: {why}")
+        if job is None or not finish.evidence:
+            team.record_end("failed", 1, why)
+            return 1
     left = JobEvidence(finish.evidence, stop)
     for line in (*left.errors, *left.damaged):
         say(f"Error: {line}")
-    earlier = [_earlier(end, team) for end in job.ends[:-1]][-_MOST:]
+    ends = job.ends[:-1] if finish.state == "failed" else job.ends
+    earlier = [_earlier(end, team) for end in ends][-_MOST:]
     if not left.failures:
         for line in earlier:
             say(line)
-        cause = told(stop) if stop is not None else finish.why
-        why = f"; {finish.why}" if finish.why and finish.why != cause else ""
-        say(f"Error: {cause}{why}")
+        cause = told(stop) if stop is not None else why
+        further = f"; {why}" if why and why != cause else ""
+        say(f"Error: {cause}{further}")
         team.record_end("failed", 1, cause)
         return 1
     result = RunProcsResult(failures=dict(left.failures), outcomes=dict(left.outcomes))
@@ -191,7 +214,7 @@ def _conclude(finish: Finish, stopped: signal.Signals | None, team: MachineTeam,
     team.record_end("failed", code, cause)
     logs_of = left.log_dir or logs.run_log_dir or ""
     team.error = report_failures(
-        team.name, result, logs, earlier, finish.why, colour=colour, log_dir=logs_of
+        team.name, result, logs, earlier, why, colour=colour, log_dir=logs_of
     )  # fmt: skip
     return code
 

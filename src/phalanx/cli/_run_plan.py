@@ -13,7 +13,7 @@ from phalanx._engine.host_signals import SIGNALS_ENV
 from phalanx.cli import _python
 from phalanx.cli._attempt_groups import AttemptGroups, scripts_of
 from phalanx.cli._console import console_specs
-from phalanx.cli._machines import meet
+from phalanx.cli._meet import meet
 from phalanx.cli._placement import place
 from phalanx.cli._restarts import forwarded, restart_policy
 from phalanx.cli._run_checks import (

@@ -1,0 +1,206 @@
+"""What the options say of where the agents and the workers of a run meet: checked, and nothing is connected to."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import click
+
+from phalanx._agent.endpoint import BACKENDS, asks_for_others, is_here
+from phalanx._rendezvous.settings import C10D, C10D_PORT, ETCD_PORT, STATIC, STATIC_PORT, Machines
+from phalanx.cli._machines import MASTER_ADDR
+from phalanx.cli._rdzv_conf import SECRET, agent_port, job_secret, machine_settings, may_host
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from phalanx.cli._machines import MachineOptions
+
+_LATER = "this is the only machine, see --nnodes"
+_NO_ID = "none"
+"""The id of a run of many machines that nobody has given one: all of them know it, and torchrun's is the same."""
+
+
+class Meeting(NamedTuple):
+    """Where the workers of a run meet.
+
+    Attributes:
+        run_id: What the run is called; None: nobody has said.
+        master_addr: ``MASTER_ADDR``.
+        master_port: ``MASTER_PORT``; 0: one is to be reserved.
+        notes: What is to be said of options without effect.
+        machines: How this one meets the others; None: there are none.
+    """
+
+    run_id: str | None
+    master_addr: str
+    master_port: int
+    notes: list[str]
+    machines: Machines | None = None
+
+
+def meet(chosen: MachineOptions, run_id: str | None) -> Meeting:
+    """Return what the options say, beside ``--run-id``. Raises UsageError.
+
+    As with torchrun, those of the rendezvous have no effect beside ``--standalone``. ``--local-addr`` is where workers
+    meet unless something else says so.
+    """
+    rdzv_id, given_rank = chosen.rdzv_id, chosen.node_rank
+    host, port = (chosen.rdzv_endpoint or [("", 0)])[0]
+    address = chosen.local_addr if chosen.local_addr and chosen.master_addr == MASTER_ADDR else chosen.master_addr
+    if chosen.standalone:
+        given = {
+            "--rdzv-backend": chosen.rdzv_backend != BACKENDS[0], "--rdzv-endpoint": host or port,
+            "--rdzv-id": rdzv_id, "--rdzv-conf": chosen.rdzv_conf, "--nnodes": chosen.nnodes != (1, 1),
+            "--node-rank": given_rank,
+        }  # fmt: skip
+        return Meeting(run_id, address, chosen.master_port, _unheeded("beside --standalone", given))
+    if run_id and rdzv_id and run_id != rdzv_id:
+        msg = f"--run-id is {run_id!r}, and --rdzv-id is {rdzv_id!r}: both name the run; give one of them"
+        raise click.UsageError(msg)
+    if chosen.nnodes != (1, 1):
+        return _meet_others(chosen, run_id or rdzv_id)
+    if given_rank:
+        msg = f"--node-rank: {given_rank}: {_LATER}; its rank is 0"
+        raise click.UsageError(msg)
+    others = asks_for_others(chosen.rdzv_conf)
+    if others:
+        msg = f"--rdzv-conf: {others}: {_LATER}"
+        raise click.UsageError(msg)
+    if not is_here(host):
+        msg = (
+            f"--rdzv-endpoint: {host!r} is another machine than this; {_LATER}. On one machine, leave it out, or give "
+            "localhost:0"
+        )
+        raise click.UsageError(msg)
+    if chosen.rdzv_backend != STATIC or not host:
+        return Meeting(run_id or rdzv_id, address, chosen.master_port, [])
+    differ = {
+        "--master-addr": chosen.master_addr not in (MASTER_ADDR, host),
+        "--master-port": chosen.master_port not in (0, port),
+    }
+    return Meeting(run_id or rdzv_id, host, port, _unheeded(f"beside --rdzv-endpoint {host}:{port}", differ))
+
+
+def _meet_others(chosen: MachineOptions, run_id: str | None) -> Meeting:
+    """Return how this machine meets the others. Raises UsageError."""
+    least, most = chosen.nnodes
+    if chosen.node_rank >= most:
+        msg = f"--node-rank: expected 0 to {most - 1}, for --nnodes {most}; got {chosen.node_rank}"
+        raise click.UsageError(msg)
+    if chosen.node_rank and least != most:
+        raise click.UsageError(
+            "--node-rank: ranks are given by hand to a fixed number of machines; --nnodes is a range"
+        )
+    if chosen.rdzv_backend == STATIC:
+        return _meet_at_rank_0(chosen, run_id or _NO_ID)
+    is_hosted = chosen.rdzv_backend == C10D or chosen.rdzv_host
+    default = C10D_PORT if chosen.rdzv_backend == C10D else ETCD_PORT
+    what = "where the machine is that hosts the store" if is_hosted else "where the etcd is"
+    if not chosen.rdzv_endpoint or not all(host for host, _ in chosen.rdzv_endpoint):
+        msg = f"--rdzv-endpoint: expected {what}, like host:{default}; it is not given"
+        raise click.UsageError(msg)
+    host = chosen.rdzv_endpoint[0][0]
+    if is_hosted and len(chosen.rdzv_endpoint) > 1:
+        msg = f"--rdzv-endpoint: expected one machine, which hosts the store; got {len(chosen.rdzv_endpoint)}"
+        raise click.UsageError(msg)
+    if not run_id and not is_hosted:
+        raise click.UsageError("--run-id: the machines of a job find each other by it; give the same one on each")
+    endpoints = tuple(_joined(name, at or default) for name, at in chosen.rdzv_endpoint)
+    machines = _machines(
+        chosen,
+        endpoints,
+        is_hosted=is_hosted,
+        hosts=is_hosted and may_host(chosen.rdzv_conf, is_here=is_here(host)),
+        secret=_secret(chosen, host, endpoints[0]) if is_hosted else b"",
+    )
+    given = {
+        "--master-addr": chosen.master_addr != MASTER_ADDR, "--master-port": chosen.master_port != 0,
+        "--node-rank": chosen.node_rank != 0,
+    }  # fmt: skip
+    notes = _unheeded(f"with --rdzv-backend {chosen.rdzv_backend}", given)
+    return Meeting(run_id or _NO_ID, machines.address, 0, notes, machines)
+
+
+def _meet_at_rank_0(chosen: MachineOptions, run_id: str) -> Meeting:
+    """Return how machines meet that have been given their ranks: at the agent of rank 0. Raises UsageError."""
+    least, most = chosen.nnodes
+    if least != most:
+        msg = f"--nnodes: {least}:{most}: with --rdzv-backend static, a fixed number of machines takes part"
+        raise click.UsageError(msg)
+    if chosen.rdzv_host:
+        raise click.UsageError("--rdzv-host: with --rdzv-backend static, rank 0's agent hosts what the agents share")
+    notes = []
+    host, port = chosen.master_addr, chosen.master_port or STATIC_PORT
+    if len(chosen.rdzv_endpoint) > 1:
+        msg = f"--rdzv-endpoint: expected one machine, that of node rank 0; got {len(chosen.rdzv_endpoint)}"
+        raise click.UsageError(msg)
+    if chosen.rdzv_endpoint and chosen.rdzv_endpoint[0][0]:
+        host, at = chosen.rdzv_endpoint[0]
+        port = at or STATIC_PORT
+        differ = {
+            "--master-addr": chosen.master_addr not in (MASTER_ADDR, host),
+            "--master-port": chosen.master_port not in (0, port),
+        }
+        notes = _unheeded(f"beside --rdzv-endpoint {host}:{port}", differ)
+    elif host == MASTER_ADDR and chosen.local_addr and chosen.node_rank == 0:
+        host = chosen.local_addr
+    if chosen.node_rank == 0 and not is_here(host):
+        msg = f"--master-addr: {host!r} is no address of this machine, which has --node-rank 0: rank 0 listens there"
+        raise click.UsageError(msg)
+    endpoint = _joined(host, agent_port(chosen.rdzv_conf, port + 1))
+    machines = _machines(
+        chosen,
+        (endpoint,),
+        is_hosted=True,
+        hosts=chosen.node_rank == 0,
+        secret=_secret(chosen, host, endpoint),
+        node_rank=chosen.node_rank,
+        master=(host, port),
+    )
+    return Meeting(run_id, host, port, notes, machines)
+
+
+def _machines(chosen: MachineOptions, endpoints: tuple[str, ...], *, is_hosted: bool, **more: object) -> Machines:
+    least, most = chosen.nnodes
+    fields = machine_settings(chosen.rdzv_conf, is_hosted=is_hosted) | more
+    return Machines(
+        least,
+        most,
+        chosen.rdzv_backend,
+        endpoints,
+        chosen.local_addr or "",
+        is_hosted=is_hosted,
+        rejoin_delay=chosen.rejoin_delay,
+        exclude_after=chosen.exclude_after or 0,
+        barrier=chosen.exit_barrier_timeout,
+        **fields,
+    )
+
+
+def _secret(chosen: MachineOptions, host: str, endpoint: str) -> bytes:
+    """Return the secret of a job whose store an agent hosts. Raises UsageError: it needs one, and there is none."""
+    secret = job_secret(chosen.rdzv_conf, os.environ)
+    if secret or chosen.insecure or _is_loopback(host):
+        return secret
+    msg = (
+        f"the agents meet at {endpoint}, which other machines reach: set {SECRET} to the same secret on each "
+        "(`openssl rand -hex 32` makes one), or let --rdzv-conf secret_file=PATH name a file that holds it. "
+        "--insecure does without: whoever reaches that port can then stop the job, or lead it astray"
+    )
+    raise click.UsageError(msg)
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    return host in ("localhost", "::1") or (host.startswith("127.") and host.replace(".", "").isdecimal())
+
+
+def _joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _unheeded(where: str, given: dict[str, object]) -> list[str]:
+    """Return what is to be said of options that have been given, and have no effect."""
+    names = ", ".join(name for name, is_given in given.items() if is_given)
+    return [f"without effect {where}: {names}"] if names else []

@@ -1,0 +1,160 @@
+"""Jobs whose store one of their agents hosts: ranks given by hand (static), and torchrun's other idiom (c10d)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.etcd import program
+from tests.support.helpers import alive, descendants
+from tests.support.jobs import SOON, Job, everyone
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.support.hosts import Hosts
+
+pytestmark = [pytest.mark.once, pytest.mark.slow]
+
+SECRET = "0123456789abcdef0123456789abcdef"  # noqa: S105 - of the tests
+BACKENDS = ["static", "c10d"]
+PORTS = {"static": 29501, "c10d": 29400}
+"""Where the agent of host 1 listens."""
+
+
+@pytest.fixture
+def job(tmp_path: Path, hosts: Hosts) -> Iterator[Callable[..., Job]]:
+    """Makes a job of so many nodes, whose first host hosts the store."""
+    made: list[Job] = []
+
+    def make(backend: str, nodes: str) -> Job:
+        if backend == "c10d":
+            if importlib.util.find_spec("grpc") is None:
+                pytest.skip("the extra `etcd` is not installed")
+            program()
+        first = hosts.address(1)
+        meeting = {
+            "static": lambda number: ["--node-rank", f"{number - 1}", "--master-addr", first, "--master-port", "29500"],
+            "c10d": lambda _: ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:{PORTS['c10d']}"],
+        }
+        made.append(Job(tmp_path, hosts, nodes, meeting[backend]))
+        made[-1].env = {"PHALANX_JOB_SECRET": SECRET}
+        return made[-1]
+
+    try:
+        yield make
+    finally:
+        for number in hosts.numbers:
+            hosts.heal(number)
+        for one in made:
+            one.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_worker_fails_and_all_start_again(job: Callable[..., Job], backend: str) -> None:
+    one = job(backend, "3")
+    agents = one.start(3, 2, options=["--max-restarts", "1"])
+    agents[0].wait_for("does not answer .*; it is tried again")
+    agents += one.start(1, options=["--max-restarts", "1"])
+    everyone(agents, 0, 6)
+    if backend == "static":
+        assert [agent.workers(0, 6) for agent in agents] == [["4", "5"], ["2", "3"], ["0", "1"]]
+    one.fail(3, 0)
+    everyone(agents, 1, 6)
+    below = [pid for agent in agents for pid in descendants(agent.process.pid)]
+    one.finish(*agents)
+    for agent in agents:
+        assert len(re.findall(r"rank 3 on host h\d, exit code 1; stopping the workers", agent.said)) == 1
+        assert re.search(r"attempt 1 of 2 failed after \S+: rank 3 on host h\d, ValueError: bad batch", agent.said)
+    assert not any(map(alive, below))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_host_of_the_store_is_lost(job: Callable[..., Job], backend: str) -> None:
+    one = job(backend, "2")
+    one.conf.append("away_timeout=1")
+    agents = one.start(1, 2, options=["--max-restarts", "3"])
+    everyone(agents, 0, 4)
+    workers = descendants(agents[0].launcher()) + descendants(agents[1].launcher())
+    os.kill(agents[0].launcher(), signal.SIGKILL)
+    agents[0].process.wait()
+    assert agents[1].end() == 1
+    assert re.search(r"does not answer \(.*\); the workers go on, it is tried again", agents[1].said)
+    assert "host h2 leaves: its store has not answered for 1.0s; stopping the workers" in agents[1].said
+    assert "Error: this node has left the job: its store has not answered for 1.0s" in agents[1].said
+    until = time.monotonic() + SOON
+    while any(map(alive, workers)):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_who_does_not_know_the_secret_takes_no_part(job: Callable[..., Job], backend: str) -> None:
+    one = job(backend, "2")
+    first = one.start(1)
+    first[0].wait_for("phalanx: ", 0)
+    stranger = one.start(3 if backend == "c10d" else 2, PHALANX_JOB_SECRET=SECRET[::-1])[0]
+    assert stranger.end() == 1
+    assert re.search(r"Error: this node is not taken: .*(secret|password)", stranger.said)
+    agents = first + one.start(2)
+    everyone(agents, 0, 4)
+    one.finish(*agents)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_random_bytes_disturb_nobody(job: Callable[..., Job], backend: str) -> None:
+    one = job(backend, "2")
+    agents = one.start(1, 2, options=["--max-restarts", "1"])
+    everyone(agents, 0, 4)
+    thrower = (
+        "import os, socket, sys, time\n"
+        "until = time.monotonic() + 2\n"
+        "while time.monotonic() < until:\n"
+        "    try:\n"
+        "        with socket.create_connection((sys.argv[1], int(sys.argv[2])), 1) as one:\n"
+        "            one.settimeout(0.2)\n"
+        "            for _ in range(os.urandom(1)[0] % 8):\n"
+        "                one.sendall(os.urandom(1 + os.urandom(1)[0] * 64))\n"
+        "    except OSError:\n"
+        "        pass\n"
+    )
+    where = one.hosts.address(1), str(PORTS[backend])
+    done = subprocess.run([*one.hosts.on(4), sys.executable, "-c", thrower, *where], check=False, timeout=SOON)
+    assert done.returncode == 0
+    one.fail(0, 0)
+    everyone(agents, 1, 4)
+    one.finish(*agents)
+    assert all("does not answer" not in agent.said.split("nodes (")[1] for agent in agents)
+
+
+def test_an_agent_that_comes_back_has_its_rank_again(job: Callable[..., Job]) -> None:
+    one = job("static", "3")
+    agents = one.start(1, 2, 3, options=["--max-restarts", "1"])
+    everyone(agents, 0, 6)
+    os.kill(agents[1].launcher(), signal.SIGKILL)
+    agents[1].process.wait()
+    agents[0].wait_for("node 1 is lost: its agent on host h2 is gone, or cut off; stopping the workers")
+    agents[1] = one.start(2, options=["--max-restarts", "1"])[0]
+    everyone(agents, 1, 6)
+    assert agents[1].workers(1, 6) == ["2", "3"]
+    one.finish(*agents)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ctrl_c_on_one_host_stops_the_job_on_all(job: Callable[..., Job], backend: str) -> None:
+    one = job(backend, "2")
+    agents = one.start(1, 2)
+    everyone(agents, 0, 4)
+    os.kill(agents[0].launcher(), signal.SIGINT)
+    assert [agent.end() for agent in agents] == [130, 130]
+    for agent in agents:
+        assert "the job was stopped: SIGINT on host h1" in agent.said

@@ -1,0 +1,137 @@
+"""Jobs of several hosts: `phalanx run` on each, and what a user sees of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.helpers import alive, descendants
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from tests.support.hosts import Hosts
+
+SOON = 40.0
+"""Seconds that a line may take; spent only by a test that fails."""
+
+TTL = 2
+WORKER = """
+import os, signal, sys, time
+rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+names = ("RANK", "WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
+print("worker", *(os.environ[name] for name in names), "attempt", attempt, flush=True)
+while not os.path.exists(sys.argv[1]):
+    if os.path.exists(f"{sys.argv[1]}.fail.{rank}.{attempt}"):
+        raise ValueError(f"bad batch of rank {rank}")
+    time.sleep(0.05)
+"""
+
+
+class Agent:
+    """`phalanx run` on a host."""
+
+    def __init__(self, job: Job, number: int, options: Sequence[str], env: dict[str, str]) -> None:
+        self.number = number
+        self.path = job.folder / f"{number}.{len(job.agents)}.log"
+        home = job.folder / f"home{number}"
+        home.mkdir(exist_ok=True)
+        command = [
+            *job.hosts.on(number), sys.executable, "-m", "phalanx", "run", "--nnodes", job.nodes, *job.meeting(number),
+            "--rdzv-conf", ",".join(job.conf), "--rejoin-delay", "0.2", "--nproc-per-node", "2", "--grace", "5",
+            *options, str(job.script), str(job.end),
+        ]  # fmt: skip
+        with self.path.open("wb") as console:
+            env = {**os.environ, "HOME": str(home), "XDG_STATE_HOME": str(home), **job.env, **env}
+            self.process = subprocess.Popen(command, stdout=console, stderr=console, env=env)
+
+    @property
+    def said(self) -> str:
+        """What its console shows."""
+        return self.path.read_text()
+
+    def wait_for(self, pattern: str, count: int = 1) -> list[str]:
+        """Wait until its console shows something."""
+        until = time.monotonic() + SOON
+        while len(found := re.findall(pattern, self.said)) < count:
+            assert time.monotonic() < until, (pattern, self.said)
+            assert self.process.poll() is None or len(re.findall(pattern, self.said)) >= count, (pattern, self.said)
+            time.sleep(0.02)
+        return found
+
+    def workers(self, attempt: int, size: int) -> list[str]:
+        """Wait until its workers run in an attempt, among so many."""
+        self.wait_for(rf"worker \d+ {size} \d+ \S+ attempt {attempt}\n", 2)
+        return re.findall(rf"worker (\d+) {size} \d+ \S+ attempt {attempt}\n", self.said)
+
+    def launcher(self) -> int:
+        """The pid of the agent itself: ip and unshare have become it."""
+        return self.process.pid
+
+    def end(self) -> int:
+        """Wait until it has ended, and return its exit code."""
+        try:
+            return self.process.wait(SOON)
+        except subprocess.TimeoutExpired:
+            pytest.fail(self.said)
+
+
+class Job:
+    """A job: its hosts and its agents.
+
+    Args:
+        folder: A folder of its own.
+        hosts: Where it runs.
+        nodes: What ``--nnodes`` is.
+        meeting: Returns the options that say to a host how it meets the others.
+    """
+
+    def __init__(self, folder: Path, hosts: Hosts, nodes: str, meeting: Callable[[int], Sequence[str]]) -> None:
+        self.folder, self.hosts, self.nodes, self.meeting = folder, hosts, nodes, meeting
+        self.conf = [f"lease_ttl={TTL}", "last_call_timeout=1", "join_timeout=60"]
+        self.env: dict[str, str] = {}
+        self.script, self.end = folder / "train.py", folder / "end"
+        self.script.write_text(WORKER)
+        self.agents: list[Agent] = []
+
+    def start(self, *numbers: int, options: Sequence[str] = (), **env: str) -> list[Agent]:
+        """Start agents. ``env``: further variables of their environment."""
+        found = [Agent(self, number, options, env) for number in numbers]
+        self.agents += found
+        return found
+
+    def fail(self, rank: int, attempt: int) -> None:
+        """Have a worker fail."""
+        (self.folder / f"end.fail.{rank}.{attempt}").touch()
+
+    def finish(self, *agents: Agent) -> None:
+        """Let all workers succeed, and see that the job does."""
+        self.end.touch()
+        for agent in agents:
+            assert agent.end() == 0, agent.said
+
+    def close(self) -> None:
+        """End what is left."""
+        for agent in self.agents:
+            if agent.process.poll() is None:
+                below = descendants(agent.process.pid)
+                agent.process.send_signal(signal.SIGCONT)
+                agent.process.kill()
+                agent.process.wait()
+                for pid in below:
+                    if alive(pid):
+                        os.kill(pid, signal.SIGKILL)
+
+
+def everyone(agents: list[Agent], attempt: int, size: int) -> None:
+    """See that the workers of all run in an attempt: each rank once."""
+    ranks = [rank for agent in agents for rank in agent.workers(attempt, size)]
+    assert sorted(map(int, ranks)) == list(range(size))
