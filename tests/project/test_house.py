@@ -63,11 +63,13 @@ KEPT_APART = {
         for name in (
             *(f"_rendezvous/{name}" for name in ("job_run", "leader", "membership", "node", "store_view")),
             *("_store/etcd/etcd_store", "_store/etcd/session", "cli/_node_team", "cli/_run_node"),
+            *(f"_store/hub/{name}" for name in ("connection", "door", "handshake", "hub_store", "server", "service")),
         )
     },
     "src/phalanx/_rendezvous/evidence.py": {"msgspec"},
     "src/phalanx/_rendezvous/records.py": {"msgspec"},
     "src/phalanx/_store/etcd/api.py": {"google", "grpc"},
+    "src/phalanx/_store/hub/messages.py": {"msgspec"},
     "src/phalanx/_runs/record.py": {"msgspec"},
     "src/phalanx/_runs/catalog.py": set[str](),
     "src/phalanx/_runs/prune.py": set[str](),
@@ -80,7 +82,10 @@ KEPT_APART = {
 PLACES = {
     "google": {"src/phalanx/_store/etcd/api.py"},
     "grpc": {"src/phalanx/_store/etcd/api.py"},
-    "msgspec": {f"src/phalanx/{name}.py" for name in ("_rendezvous/evidence", "_rendezvous/records", "_runs/record")},
+    "msgspec": {
+        f"src/phalanx/{name}.py"
+        for name in ("_rendezvous/evidence", "_rendezvous/records", "_runs/record", "_store/hub/messages")
+    },
     "re2": {"src/phalanx/_logs/patterns.py"},
     "rich": {"src/phalanx/cli/runs.py"},
 }

@@ -1,0 +1,205 @@
+"""An agent's connection to the store: enters, sends beats, sees whether the store answers, and connects again.
+
+Used by the thread of its loop.
+"""
+
+from __future__ import annotations
+
+import random
+
+from phalanx._base import clock
+from phalanx._store.hub import messages
+from phalanx._store.hub.dialer import Dialer
+from phalanx._store.hub.handshake import AgentSide, RefusedError
+from phalanx._store.hub.link import Link
+from phalanx._store.hub.messages import Beat, DamagedError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+    from phalanx._base.deadlines import Deadline
+    from phalanx._base.loop import Loop
+    from phalanx._store.hub.settings import HubSettings
+
+_PAUSE = (0.05, 1.0)  # seconds between two tries to connect: the first, and the longest
+_BEATS = 3  # within a ttl
+
+
+class Connection:
+    """A connection that is made again when it breaks.
+
+    Args:
+        loop: What watches it.
+        settings: Who we are, and where to.
+        entered: Called when the agent has entered, and whether the lease that it has had is lost.
+        hear: Called with each message from then on. May raise DamagedError.
+        broken: Called when there is no connection, and why. It is tried again.
+        refused: Called when the store does not have this agent, and why. Nothing follows.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        settings: HubSettings,
+        *,
+        entered: Callable[[bool], None],
+        hear: Callable[[bytes], None],
+        broken: Callable[[str], None],
+        refused: Callable[[str], None],
+    ) -> None:
+        self._loop = loop
+        self._settings = settings
+        self._entered = entered
+        self._hear = hear
+        self._broken = broken
+        self._refused = refused
+        # A store that dies is known to be dead within the ttl: a third of that may pass until the next beat.
+        self._within = min(settings.timeout, settings.ttl * 0.6)
+        self._dialer = Dialer(loop, settings.host, settings.port, self._within, self._greet, self._see_broken)
+        self._link: Link | None = None
+        self._side: AgentSide | None = None  # until the agent has entered
+        self._session = b""
+        self._pause = _PAUSE[0]
+        self._retry: Deadline | None = None
+        self._beat: Deadline | None = None
+        self._judgement: Deadline | None = None  # when the store is to have said something
+        self._missing = 0  # answers
+        self._heard = 0.0
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the agent has entered."""
+        return self._link is not None and self._side is None
+
+    def begin(self) -> None:
+        """Begin to connect."""
+        self._dialer.dial()
+
+    def send(self, body: bytes) -> None:
+        """Send a message that has no answer. While `is_up`."""
+        assert self._link is not None
+        self._link.send(body)
+
+    def ask(self, body: bytes) -> None:
+        """Send a message that is answered; `settle` is called then."""
+        self.send(body)
+        self._expect()
+
+    def settle(self) -> None:
+        """Note that an answer has come."""
+        self._missing -= 1
+        if self._missing <= 0 and self._judgement is not None:
+            self._judgement.cancel()
+            self._judgement = None
+
+    def close(self) -> None:
+        """End the connection, and try no more. Idempotent."""
+        self._dialer.cancel()
+        self._disconnect()
+
+    def abandon(self) -> None:
+        """Close the sockets, in a fork."""
+        self._dialer.abandon()
+        if self._link is not None:
+            self._link.abandon()
+
+    # --- from the first message to the last
+
+    def _greet(self, sock: socket.socket) -> None:
+        """Say who we are."""
+        self._side = AgentSide(self._settings, self._session)
+        try:
+            link = self._link = Link(self._loop, sock, self._take, self._see_broken, messages.MOST_HELLO)
+        except OSError as error:
+            sock.close()
+            self._see_broken(error.strerror or str(error))
+            return
+        link.forged = lambda: self._see_refused(f"{self._settings.where} does not know the job's secret")
+        link.send(self._side.hello())
+        self._expect()
+
+    def _take(self, body: bytes, is_sealed: bool) -> None:  # noqa: FBT001 - called by the link
+        link = self._link
+        assert link is not None
+        self._heard = clock.now()
+        try:
+            if self._side is None:
+                self._hear(body)
+            elif link.opens is None:
+                body, link.seals, link.opens = self._side.enter(body)
+                link.send(body)
+            else:
+                self._enter(link, self._side.welcome(body, is_sealed=is_sealed))
+        except RefusedError as error:
+            self._see_refused(str(error))
+        except DamagedError as error:
+            self._see_broken(f"what answers is no store of a job ({error})")
+
+    def _enter(self, link: Link, session: bytes) -> None:
+        is_lost = self._session not in (b"", session)
+        self._session, self._side = session, None
+        link.may_be_plain, link.forged = False, None
+        link.take_up_to(messages.MOST_BODY)
+        self.settle()
+        self._plan_beat()
+        self._entered(is_lost)
+
+    def _see_broken(self, why: str) -> None:
+        """Note that there is no connection, and plan the next try."""
+        self._disconnect()
+        pause = self._pause * (1 + random.random()) / 2  # noqa: S311 - it spreads retries
+        self._pause = min(2 * self._pause, _PAUSE[1])
+        self._retry = self._loop.after(pause, self._dialer.dial)
+        where = self._settings.where
+        self._broken(why if where in why else f"{where}: {why}")
+
+    def _see_refused(self, why: str) -> None:
+        self._disconnect()
+        self._refused(why)
+
+    def _disconnect(self) -> None:
+        link, self._link, self._side = self._link, None, None
+        if link is not None:
+            link.close()
+        for deadline in (self._retry, self._beat, self._judgement):
+            if deadline is not None:
+                deadline.cancel()
+        self._retry = self._beat = self._judgement = None
+        self._missing = 0
+
+    # --- whether the store answers
+
+    def _plan_beat(self) -> None:
+        self._beat = self._loop.after(self._settings.ttl / _BEATS, self._send_beat)
+
+    def _send_beat(self) -> None:
+        self._plan_beat()
+        self.ask(messages.write(Beat()))
+
+    def beat_heard(self) -> None:
+        """Note the answer to a beat: the connection has lasted for a while."""
+        self._pause = _PAUSE[0]
+        self.settle()
+
+    def _expect(self) -> None:
+        """Note that the store is to answer."""
+        self._missing += 1
+        if self._judgement is None:
+            self._heard = clock.now()
+            self._judgement = self._loop.after(self._within, self._judge)
+
+    def _judge(self) -> None:
+        """Give the connection up, if nothing was heard for too long."""
+        self._judgement = None
+        link = self._link
+        if link is not None:
+            link.poll()  # this process may have been stopped: the answer may be there
+        if link is None or link is not self._link or self._missing <= 0:
+            return
+        until = self._heard + self._within
+        if clock.now() < until:
+            self._judgement = self._loop.at(until, self._judge)
+        else:
+            self._see_broken(f"no answer within {self._within:g} s")

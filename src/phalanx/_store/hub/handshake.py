@@ -1,0 +1,126 @@
+"""Both sides of the beginning of a connection: who is let in, and why somebody is not. Pure, but for random bytes.
+
+See `wire` for what is said, and what it proves.
+"""
+
+from __future__ import annotations
+
+import os
+
+from phalanx._store.hub import messages, wire
+from phalanx._store.hub.messages import NONCE, VERSION, Challenge, Enter, Hello, Refusal
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Literal
+
+    from phalanx._store.hub.settings import HubSettings
+    from phalanx._store.hub.wire import Seal
+
+
+class RefusedError(Exception):
+    """The store does not have this agent. The words tell why, in one line."""
+
+
+class TurnedAwayError(Exception):
+    """The store does not let an agent in.
+
+    Attributes:
+        why: See `Refusal`.
+        words: What is said of it on rank 0's console.
+    """
+
+    def __init__(self, why: Literal["version", "run", "secret"], words: str) -> None:
+        super().__init__(words)
+        self.why = why
+        self.words = words
+
+
+class AgentSide:
+    """How an agent enters.
+
+    Args:
+        settings: Who we are.
+        session: The session that we have had; b"": none.
+    """
+
+    def __init__(self, settings: HubSettings, session: bytes) -> None:
+        self._settings = settings
+        self._session = session
+        self._run = wire.run_hash(settings.run_id)
+        self._nonce = os.urandom(NONCE)
+
+    def hello(self) -> bytes:
+        """Return the first message."""
+        return messages.write(Hello(VERSION, self._run, shown(self._settings.run_id), self._nonce))
+
+    def enter(self, body: bytes) -> tuple[bytes, Seal, Seal]:
+        """Take the store's first message. Returns the second one, which is sealed; our seal, and the store's.
+
+        Raises RefusedError; DamagedError.
+        """
+        answer = messages.read_answer(body)
+        if isinstance(answer, Refusal):
+            raise self._refused(answer)
+        ours, theirs = wire.seals(self._settings.secret, VERSION, self._run, self._nonce, answer.nonce)
+        return messages.write(Enter(self._session or None)), ours, theirs
+
+    def welcome(self, body: bytes, *, is_sealed: bool) -> bytes:
+        """Take the store's second message. Returns the session. Raises RefusedError; DamagedError."""
+        if is_sealed:
+            return messages.read_welcome(body).session
+        answer = messages.read_answer(body)
+        if isinstance(answer, Refusal):
+            raise self._refused(answer)
+        raise messages.DamagedError("a challenge comes twice")
+
+    def _refused(self, refusal: Refusal) -> RefusedError:
+        where, mine = self._settings.where, shown(self._settings.run_id)
+        if refusal.why == "version":
+            spoken = f"version {refusal.version} of the store's protocol; this agent speaks version {VERSION}"
+            return RefusedError(f"{where} speaks {spoken}")
+        if refusal.why == "run":
+            return RefusedError(f"{where} serves the job {refusal.name!r}; this agent is of the job {mine!r}")
+        return RefusedError(f"the job's secret is not the one of {where}")
+
+
+class StoreSide:
+    """How the store lets an agent in.
+
+    Args:
+        run_id: Of its job.
+        secret: Of its job.
+    """
+
+    def __init__(self, run_id: str, secret: bytes) -> None:
+        self._run = wire.run_hash(run_id)
+        self._name = shown(run_id)
+        self._secret = secret
+
+    def challenge(self, body: bytes) -> tuple[bytes, Seal, Seal]:
+        """Take an agent's first message. Returns the answer; the agent's seal, and ours.
+
+        Raises TurnedAwayError; DamagedError.
+        """
+        hello = messages.read_hello(body)
+        if hello.version != VERSION:
+            spoken = f"version {hello.version} of the store's protocol; the one here is {VERSION}"
+            raise TurnedAwayError("version", f"it speaks {spoken}")
+        if not wire.equal(hello.run, self._run):
+            raise TurnedAwayError("run", f"it is of the job {hello.name!r}; the one here is {self._name!r}")
+        nonce = os.urandom(NONCE)
+        theirs, ours = wire.seals(self._secret, VERSION, self._run, hello.nonce, nonce)
+        return messages.write(Challenge(nonce)), theirs, ours
+
+    def refusal(self, error: TurnedAwayError) -> bytes:
+        """Return what an agent is told that is turned away."""
+        return messages.write(Refusal(error.why, VERSION, self._name))
+
+
+def shown(run_id: str) -> str:
+    """Return a run id as it is shown to others.
+
+    >>> shown("night7"), len(shown("x" * 1000))
+    ('night7', 200)
+    """
+    return run_id.encode("utf-8", "replace").decode()[: messages.MOST_NAME]

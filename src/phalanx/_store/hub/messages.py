@@ -1,0 +1,349 @@
+"""What agents and the store say to each other, as typed values, and how these are written and read.
+
+Anybody may have sent it who reaches the port, until the sender is known: what is read is checked for its types and
+bounds, and executed never. The values are written as MessagePack. The protocol, a message a line:
+
+    to the store    Hello, Enter, Watch, Unwatch, Submit, Fetch, Beat, Leave
+    to an agent     Challenge or Refusal, Welcome, Told, Changes, Made, Read, Beat, Left
+
+This module loads msgspec, and is the only one here that does.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from phalanx._store.store import JOB, OWN, Absent, Created, Delete, Entry, Put, Transaction, Unchanged
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+VERSION = 1
+"""Of the protocol. Agents of another one are refused: `Hello` and `Refusal` are the same in all versions."""
+
+MOST_BODY = 64 << 20
+"""Bytes of a message that is taken."""
+MOST_REQUEST = 32 << 20
+"""Bytes of a request: what it writes is told to others with a little more beside it."""
+MOST_HELLO = 1024
+"""Bytes of a message from somebody who is not known."""
+MOST_NAME = 200
+"""Characters of a run id that are shown; jobs are told apart by its hash."""
+
+NONCE = 32
+SESSION = 16
+
+_PART = 1 << 20  # bytes of values, after which a long answer goes on in another message
+
+_Key = Annotated[str, Meta(max_length=1000)]
+_Value = Annotated[bytes, Meta(max_length=MOST_REQUEST)]
+_Revision = Annotated[int, Meta(ge=0, le=1 << 62)]
+_Number = Annotated[int, Meta(ge=0, le=1 << 62)]
+_Version = Annotated[int, Meta(ge=0, lt=1 << 31)]
+_Name = Annotated[str, Meta(max_length=MOST_NAME)]
+_Nonce = Annotated[bytes, Meta(min_length=NONCE, max_length=NONCE)]
+_Session = Annotated[bytes, Meta(min_length=SESSION, max_length=SESSION)]
+_MANY = Meta(max_length=1 << 16)
+
+
+class _Message(Struct, frozen=True, array_like=True, tag=str.lower):
+    """A message: an array, whose first element says which."""
+
+
+class Hello(_Message, frozen=True):
+    """An agent would like to enter. The first message.
+
+    Attributes:
+        version: See `VERSION`.
+        run: The hash of the run id.
+        name: The beginning of the run id.
+        nonce: Random bytes.
+    """
+
+    version: _Version
+    run: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    name: _Name
+    nonce: _Nonce
+
+
+class Challenge(_Message, frozen=True):
+    """The store's random bytes: from now on, messages are authenticated."""
+
+    nonce: _Nonce
+
+
+class Refusal(_Message, frozen=True):
+    """The store does not let an agent in. ``why``: its version, its run id or its secret is another than the store's.
+
+    ``version`` and ``name`` are the store's.
+    """
+
+    why: Literal["version", "run", "secret"]
+    version: _Version
+    name: _Name
+
+
+class Enter(_Message, frozen=True):
+    """The agent enters, and proves by it that it knows the secret. ``session``: the one that it has had, if any."""
+
+    session: _Session | None
+
+
+class Welcome(_Message, frozen=True):
+    """The agent has entered. If the session is not the one that it has had, that one has ended, and its lease, too."""
+
+    session: _Session
+
+
+class Beat(_Message, frozen=True):
+    """The agent is there; and the store's answer."""
+
+
+class Watch(_Message, frozen=True):
+    """See `Store.watch`. `Told` is the answer; then come `Changes`."""
+
+    prefix: _Key
+
+
+class Unwatch(_Message, frozen=True):
+    """See `Store.unwatch`."""
+
+    prefix: _Key
+
+
+class IfAbsent(_Message, frozen=True):
+    """See `phalanx._store.store.Absent`."""
+
+    key: _Key
+
+
+class IfUnchanged(_Message, frozen=True):
+    """See `phalanx._store.store.Unchanged`."""
+
+    key: _Key
+    modified: _Revision
+
+
+class IfCreated(_Message, frozen=True):
+    """See `phalanx._store.store.Created`."""
+
+    key: _Key
+    created: _Revision
+
+
+class ToPut(_Message, frozen=True):
+    """See `phalanx._store.store.Put`. ``own``: whether the lease is `OWN`."""
+
+    key: _Key
+    value: _Value
+    own: bool
+
+
+class ToDelete(_Message, frozen=True):
+    """See `phalanx._store.store.Delete`."""
+
+    key: _Key
+
+
+class Submit(_Message, frozen=True):
+    """A transaction; `Made` is the answer. ``number``: the agent counts its requests."""
+
+    number: _Number
+    conditions: Annotated[tuple[IfAbsent | IfUnchanged | IfCreated, ...], _MANY]
+    writes: Annotated[tuple[ToPut | ToDelete, ...], _MANY]
+
+    @classmethod
+    def of(cls, number: int, transaction: Transaction) -> Submit:
+        """Return the message for a transaction."""
+        conditions: list[IfAbsent | IfUnchanged | IfCreated] = []
+        for condition in transaction.conditions:
+            if isinstance(condition, Absent):
+                conditions.append(IfAbsent(condition.key))
+            elif isinstance(condition, Created):
+                conditions.append(IfCreated(condition.key, condition.created))
+            else:
+                conditions.append(IfUnchanged(condition.key, condition.modified))
+        writes = (
+            ToPut(write.key, write.value, write.lease == OWN) if isinstance(write, Put) else ToDelete(write.key)
+            for write in transaction.writes
+        )
+        return cls(number, tuple(conditions), tuple(writes))
+
+    @property
+    def transaction(self) -> Transaction:
+        """The transaction."""
+        conditions: list[Absent | Unchanged | Created] = []
+        for condition in self.conditions:
+            if isinstance(condition, IfAbsent):
+                conditions.append(Absent(condition.key))
+            elif isinstance(condition, IfCreated):
+                conditions.append(Created(condition.key, condition.created))
+            else:
+                conditions.append(Unchanged(condition.key, condition.modified))
+        writes = (
+            Put(write.key, write.value, OWN if write.own else JOB) if isinstance(write, ToPut) else Delete(write.key)
+            for write in self.writes
+        )
+        return Transaction(tuple(conditions), tuple(writes))
+
+
+class Made(_Message, frozen=True):
+    """The end of a transaction. ``made``: whether its conditions held."""
+
+    number: _Number
+    made: bool
+    revision: _Revision
+
+
+class Fetch(_Message, frozen=True):
+    """See `Store.fetch`. `Read` is the answer."""
+
+    number: _Number
+    prefix: _Key
+
+
+class Item(Struct, frozen=True, array_like=True):
+    """A key: see `phalanx._store.store.Entry`."""
+
+    key: _Key
+    value: _Value
+    created: _Revision
+    modified: _Revision
+
+    @property
+    def entry(self) -> Entry:
+        """The key, as the store's users have it."""
+        return Entry(self.key, self.value, self.created, self.modified)
+
+
+_Items = Annotated[tuple[Item, ...], Meta(max_length=1 << 20)]
+
+
+class Read(_Message, frozen=True):
+    """Keys that were asked for. ``more``: others follow in another message."""
+
+    number: _Number
+    items: _Items
+    more: bool
+
+
+class Told(_Message, frozen=True):
+    """Keys below a watched prefix. ``more``: others follow in another message."""
+
+    prefix: _Key
+    revision: _Revision
+    items: _Items
+    more: bool
+
+
+class Changes(_Message, frozen=True):
+    """What a revision has written below a watched prefix."""
+
+    prefix: _Key
+    revision: _Revision
+    written: _Items
+    deleted: Annotated[tuple[_Key, ...], Meta(max_length=1 << 20)]
+
+
+class Leave(_Message, frozen=True):
+    """The agent goes, and gives its lease back; ``ends_job``: that of the job, too. `Left` is the answer."""
+
+    ends_job: bool
+
+
+class Left(_Message, frozen=True):
+    """The agent has gone. The last message."""
+
+
+T = TypeVar("T")
+
+
+class DamagedError(ValueError):
+    """What was read is no message that is expected here."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_hello = msgspec.msgpack.Decoder(Hello)
+_answer: msgspec.msgpack.Decoder[Challenge | Refusal] = msgspec.msgpack.Decoder(Challenge | Refusal)
+_enter = msgspec.msgpack.Decoder(Enter)
+_welcome = msgspec.msgpack.Decoder(Welcome)
+_Request = Watch | Unwatch | Submit | Fetch | Beat | Leave
+_request: msgspec.msgpack.Decoder[_Request] = msgspec.msgpack.Decoder(_Request)
+_News = Told | Changes | Made | Read | Beat | Left
+_news: msgspec.msgpack.Decoder[_News] = msgspec.msgpack.Decoder(_News)
+
+
+def write(message: Struct) -> bytes:
+    """Return a message as bytes. Raises ValueError: a text in it is no Unicode."""
+    return _encoder.encode(message)
+
+
+def read_hello(body: bytes) -> Hello:
+    """Return the first message of an agent. This and the following raise DamagedError.
+
+    >>> read_hello(write(Beat()))
+    Traceback (most recent call last):
+    phalanx._store.hub.messages.DamagedError: Invalid value 'beat' - at `$[0]`
+    """
+    return _read(_hello, body)
+
+
+def read_answer(body: bytes) -> Challenge | Refusal:
+    """Return the first message of the store; or another refusal."""
+    return _read(_answer, body)
+
+
+def read_enter(body: bytes) -> Enter:
+    """Return the second message of an agent."""
+    return _read(_enter, body)
+
+
+def read_welcome(body: bytes) -> Welcome:
+    """Return the second message of the store."""
+    return _read(_welcome, body)
+
+
+def read_request(body: bytes) -> _Request:
+    """Return a message of an agent that has entered."""
+    return _read(_request, body)
+
+
+def read_news(body: bytes) -> _News:
+    """Return a message of the store to an agent that has entered."""
+    return _read(_news, body)
+
+
+def items(entries: Iterable[Entry]) -> tuple[Item, ...]:
+    """Return keys as messages have them."""
+    return tuple(Item(*entry) for entry in entries)
+
+
+def parts(entries: tuple[Entry, ...]) -> Iterator[tuple[tuple[Item, ...], bool]]:
+    """Yield keys in parts that messages can have: the keys, and whether others follow. There is one part at least.
+
+    >>> [(len(some), more) for some, more in parts((Entry("a", bytes(1 << 20), 1, 1), Entry("b", b"", 2, 2)))]
+    [(1, True), (1, False)]
+    >>> list(parts(()))
+    [((), False)]
+    """
+    some: list[Entry] = []
+    size = 0
+    for entry in entries:
+        if size >= _PART:
+            yield items(some), True
+            some, size = [], 0
+        some.append(entry)
+        size += len(entry.key) + len(entry.value)
+    yield items(some), False
+
+
+def _read(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
+    try:
+        found: T = decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise DamagedError(str(error)) from None
+    return found

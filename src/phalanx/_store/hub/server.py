@@ -1,0 +1,163 @@
+"""`HubServer`: the store of a job in the process of rank 0's agent. Owns the thread that serves, and its port.
+
+The keys are in memory, and go with the process: if rank 0's agent ends, the job has no store any more. Every agent has
+one connection to it, rank 0's too. An agent shows that it knows the job's secret, and all that is said afterwards is
+authenticated; nothing is encrypted, see `wire`. An agent that is not heard of for the ttl loses its keys of `OWN`; one
+that comes back sooner goes on as if nothing had been. Those of `JOB` stay until an agent ends the job.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+
+from phalanx._base.loop import Loop
+from phalanx._store.hub.door import Door
+from phalanx._store.hub.handshake import StoreSide
+from phalanx._store.hub.service import Service
+from phalanx._store.hub.settings import address_text
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Self
+
+    from phalanx._store.hub.link import Link
+
+_BACKLOG = 1024  # connections that wait to be accepted: all agents of a job may come at once
+_PATIENCE = 1.0
+
+
+class HubServer:
+    """Serves the keys of a job, from `start` to `close`. A context manager, which does both.
+
+    Args:
+        host: The address to listen at, or a name of it; at no other one.
+        port: The port; 0: any that is free, see `address`.
+        run_id: Which job it is: agents of others are refused.
+        secret: What agents must know; empty: nothing.
+        ttl: Seconds (2 or more) after which an agent is lost that is not heard of.
+        warn: Called with a line on somebody who is refused, once for each address, by the server's thread. Must not
+            wait, or raise.
+    """
+
+    def __init__(
+        self, host: str, port: int, *, run_id: str, secret: bytes, ttl: int, warn: Callable[[str], None]
+    ) -> None:
+        self._host = host
+        self._port = port
+        self._side = StoreSide(run_id, secret)
+        self._ttl = ttl
+        self._warn = warn
+        self._owner = os.getpid()
+        self._loop: Loop | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where it listens. After `start`."""
+        return self._address
+
+    def start(self) -> None:
+        """Listen, and serve from now on. Called once. Raises OSError, which names the address and the port."""
+        listener = self._listen()
+        self._address = listener.getsockname()[0], listener.getsockname()[1]
+        try:
+            self._loop = Loop()
+        except BaseException:
+            listener.close()
+            raise
+        self._door = Door(self._loop, listener, self._side, self._admit, self._warn)
+        self._service = Service(self._loop, self._ttl)
+        self._owner = os.getpid()
+        self._thread = threading.Thread(target=self._serve, args=(self._loop,), name="phalanx-hub", daemon=True)
+        _running.add(self)
+        try:
+            self._thread.start()
+        except BaseException as error:
+            self._thread = None
+            self._end()
+            if isinstance(error, RuntimeError):
+                msg = f"{address_text(self._host, self._port)}: no thread can be started to serve it"
+                raise OSError(msg) from None
+            raise
+
+    def close(self, seconds: float) -> None:
+        """Wait until the other agents have left, for at most so many seconds, and end. Idempotent.
+
+        Until then, those that have entered are served, and no others.
+        """
+        thread, self._thread = self._thread, None
+        loop = self._loop
+        if thread is None or loop is None or self._owner != os.getpid():
+            return
+        loop.call(lambda: self._begin_end(seconds))
+        thread.join(seconds + _PATIENCE)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close(_PATIENCE)
+
+    def _listen(self) -> socket.socket:
+        where = address_text(self._host, self._port)
+        try:
+            found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            family, _, _, _, address = found[0]
+            # For a name with several addresses, the first one: agents try all of them.
+            return socket.create_server(address, family=family, backlog=_BACKLOG)
+        except UnicodeError as error:
+            msg = f"{where}: {error}"
+            raise OSError(msg) from None
+        except OSError as error:
+            strerror = (error.strerror or str(error)).partition(" (while ")[0]
+            raise OSError(error.errno, f"{where}: {strerror}") from None
+
+    # --- the server's thread
+
+    def _serve(self, loop: Loop) -> None:
+        try:
+            loop.run()
+        except Exception as error:  # noqa: BLE001 - agents find it gone; why, only this one can tell
+            self._warn(f"the store at {address_text(*self._address)} has failed: {type(error).__name__}: {error}")
+        finally:
+            self._end()
+
+    def _admit(self, link: Link, session: bytes) -> None:
+        self._service.admit(link, session)
+
+    def _begin_end(self, seconds: float) -> None:
+        assert self._loop is not None
+        self._door.is_quiet = True
+        self._loop.after(max(0.0, seconds), self._loop.stop)
+        self._service.close(self._loop.stop)
+
+    def _end(self) -> None:
+        _running.discard(self)
+        self._door.close()
+        self._service.end()
+        if self._loop is not None:
+            self._loop.close()
+
+    def abandon(self) -> None:
+        """Close, in a fork, what belongs to the parent."""
+        self._thread = None
+        self._door.abandon()
+        self._service.abandon()
+        if self._loop is not None:
+            self._loop.close_in_fork()
+
+
+_running: set[HubServer] = set()
+
+
+def _abandon_all() -> None:
+    for server in _running:
+        server.abandon()
+    _running.clear()
+
+
+os.register_at_fork(after_in_child=_abandon_all)
