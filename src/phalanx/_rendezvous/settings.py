@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Protocol
-
     from phalanx._agent.restart_policy import RestartPolicy
     from phalanx._rendezvous.membership import Rules
     from phalanx._store.store import Store
-
-    class Hosting(Protocol):
-        """A store that this agent hosts."""
-
-        def close(self) -> None: ...
 
 
 ETCD = ("etcd", "etcd-v3", "etcd-v2")
@@ -30,6 +24,9 @@ STATIC = "static"
 
 ETCD_PORT, C10D_PORT, STATIC_PORT = 2379, 29400, 29500
 """Where they are, if no port is given: torchrun's ports, where it has any. For `STATIC`, of rank 0 of the workers."""
+
+CLOSE = 3.0
+"""Seconds for which the end of a hosted store waits for the other agents, which have left the job by then."""
 
 
 class Machines(NamedTuple):
@@ -136,8 +133,8 @@ class Machines(NamedTuple):
             )
         )  # fmt: skip
 
-    def host(self, run_id: str, warn: Callable[[str], None]) -> Hosting | None:
-        """Have this agent host the store, if it is to; `Hosting.close` ends that. None: another one does.
+    def host(self, run_id: str, warn: Callable[[str], None]) -> Callable[[], None] | None:
+        """Have this agent host the store, if it is to. Returns what ends that; None: another one hosts it.
 
         ``warn`` is told of agents that are refused, a line each, on any thread.
 
@@ -151,11 +148,11 @@ class Machines(NamedTuple):
 
             server = HubServer(host, port, run_id=run_id, secret=self.secret, ttl=self.lease_ttl, warn=warn)
             server.start()
-            return server
+            return partial(server.close, CLOSE)
         from phalanx._store.etcd.hosted import HostedEtcd
 
         etcd = HostedEtcd(host, port, secret=self.secret, warn=warn)
-        return etcd if etcd.start() else None
+        return etcd.close if etcd.start() else None
 
     def _endpoint(self) -> tuple[str, int]:
         host, _, port = self.endpoints[0].rpartition(":")

@@ -60,15 +60,15 @@ def run_node(
             raise click.ClickException(msg)
     try:
         store = machines.store(plan.run_id)
-        hosting = machines.host(plan.run_id, say)
+        end_hosting = machines.host(plan.run_id, say)
     except ImportError as error:
         msg = f"--rdzv-backend {machines.backend}: {error}; pip install 'phalanx[etcd]'"
         raise click.ClickException(msg) from None
     except OSError as error:
         msg = f"--rdzv-backend {machines.backend}: {error}"
         raise click.ClickException(msg) from None
-    if hosting is not None:
-        until_end.callback(hosting.close)
+    if end_hosting is not None:
+        until_end.callback(end_hosting)
     port = until_end.enter_context(reserve_port())
     variables = {**(services.variables if services else {}), SECRET: ""}  # the secret is the agents' alone
     groups = plan.groups(None, variables)
@@ -108,7 +108,7 @@ def run_node(
     notice = 0.0 if config.notice is None else config.notice[1]
     rules = machines.rules(plan.policy, config.grace, notice)
     node = Participant(
-        me, rules, barrier=machines.barrier, hosts=hosting is not None,
+        me, rules, barrier=machines.barrier, hosts=end_hosting is not None,
         away_timeout=machines.away_timeout if machines.is_hosted else math.inf, chance=random.random,
     )  # fmt: skip
     colour = use_colour(sys.stderr, plan.console.color)
