@@ -287,7 +287,7 @@ def read_hello(body: bytes) -> Hello:
 
     >>> read_hello(write(Beat()))
     Traceback (most recent call last):
-    phalanx._store.hub.messages.DamagedError: Invalid value 'beat' - at `$[0]`
+    phalanx._store.hub.messages.DamagedError: Expected `array` of at least length 5, got 1
     """
     return _read(_hello, body)
 
