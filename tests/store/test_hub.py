@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._store.hub import dialer, door, link, messages, wire
+from phalanx._store.hub import door, link, messages, wire
 from phalanx._store.hub.hub_store import HubStore
 from phalanx._store.hub.server import HubServer
 from phalanx._store.hub.settings import HubSettings
@@ -317,7 +317,7 @@ def test_a_store_that_does_not_know_the_secret_is_found_out() -> None:
             sock, _ = listener.accept()
             with sock:
                 sock.sendall(wire.frame(messages.write(messages.Challenge(bytes(32))), wire.checksum))
-                sock.sendall(wire.frame(messages.write(messages.Welcome(bytes(16))), wire.Seal(b"guess")))
+                sock.sendall(wire.frame(messages.write(messages.Welcome(bytes(16), 2)), wire.Seal(b"guess")))
                 why = one.next(Refused, never=(Away, Back)).why
                 assert why == f"{settings.where} does not know the job's secret"
 
@@ -491,7 +491,7 @@ def test_a_resolver_that_takes_its_time_holds_nobody_up(monkeypatch: pytest.Monk
             gate.wait(SOON)
         return real(host, *args, **more)
 
-    monkeypatch.setattr(dialer.socket, "getaddrinfo", slow)
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
     with client(HubSettings("slow.invalid", 1, "run", b"", 2, timeout=0.2)) as one:
         assert one.next(Away).why == "slow.invalid:1: its name was not resolved within 0.2 s"
         assert one.make(Put("a", b"", JOB)).made is None

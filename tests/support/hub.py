@@ -17,6 +17,7 @@ from phalanx._store.hub.settings import HubSettings
 from tests.support.stores import SOON
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Self
 
 SCRIPT = """
@@ -82,7 +83,7 @@ class Between:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         self.is_cut = False
-        self.change = bytes
+        self.change: Callable[[bytes], bytes] = bytes
         self._bell, self._rope = socket.socketpair()
         self._ends: dict[socket.socket, socket.socket] = {}
         self._selector = selectors.DefaultSelector()
