@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -25,34 +25,23 @@ from phalanx._store.etcd.settings import EtcdSettings
 from phalanx._store.store import (
     JOB,
     OWN,
-    Absent,
     Away,
     Back,
     Changed,
-    Created,
-    Delete,
-    Done,
-    Entry,
-    Fetched,
     Put,
     Refused,
     Snapshot,
     Transaction,
-    Unchanged,
 )
 from tests.support import leaks
 from tests.support.etcd import Etcd
+from tests.support.stores import SOON, Client, check_fork, check_transactions, check_watch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("grpc_is_up")]
-
-T = TypeVar("T")
-
-SOON = 15.0
-"""Seconds that anything may take; spent only by a test that fails."""
 
 
 @pytest.fixture(scope="module")
@@ -70,51 +59,10 @@ def grpc_is_up(etcd: Etcd) -> Iterator[None]:
         yield
 
 
-class Client:
-    """A store, and what it has told."""
-
-    def __init__(self, settings: EtcdSettings) -> None:
-        self.store = EtcdStore(settings)
-        self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.ticket = 0
-        self.threads: set[int] = set()
-        self.store.open(self._take)
-
-    def _take(self, event: Any) -> None:
-        self.threads.add(threading.get_ident())
-        self.told.put(event)
-
-    def next(self, kind: type[T]) -> T:
-        """What it tells next of a kind; what comes before is passed over."""
-        while True:
-            event = self.told.get(timeout=SOON)
-            if isinstance(event, kind):
-                return event
-
-    def make(self, *writes: Put | Delete, given: tuple[Any, ...] = ()) -> Done:
-        """Make a transaction."""
-        self.ticket += 1
-        self.store.submit(self.ticket, Transaction(given, writes))
-        done = self.next(Done)
-        assert done.ticket == self.ticket
-        return done
-
-    def watch(self, prefix: str) -> Snapshot:
-        self.store.watch(prefix)
-        return self.next(Snapshot)
-
-    def below(self, prefix: str) -> list[str]:
-        self.ticket += 1
-        self.store.fetch(self.ticket, prefix)
-        found = self.next(Fetched)
-        assert found.entries is not None
-        return [entry.key for entry in found.entries]
-
-
 @contextmanager
 def client(endpoints: str, prefix: str, **more: Any) -> Iterator[Client]:
     before = _grpcs()
-    it = Client(EtcdSettings(tuple(endpoints.split(",")), prefix, **{"ttl": 2, **more}))
+    it = Client(EtcdStore(EtcdSettings(tuple(endpoints.split(",")), prefix, **{"ttl": 2, **more})))
     try:
         yield it
     finally:
@@ -142,34 +90,12 @@ def prefix(tmp_path: Path) -> str:
 
 def test_transactions_and_their_conditions(etcd: Etcd, prefix: str) -> None:
     with client(etcd.endpoints, prefix) as one:
-        one.next(Back)
-        first = one.make(Put("a", b"1", JOB), Put("b", b"1", JOB), given=(Absent("a"),))
-        assert first.made
-        assert one.make(Put("a", b"2", JOB), given=(Absent("a"),)).made is False
-        assert one.make(Put("a", b"2", JOB), given=(Unchanged("a", first.revision),)).made
-        assert one.make(Put("a", b"3", JOB), given=(Unchanged("a", first.revision),)).made is False
-        assert one.make(Put("a", b"3", JOB), given=(Created("a", first.revision), Absent("c"))).made
-        assert one.make(Delete("a"), Delete("nothing")).made
-        assert one.make(Put("a", b"4", JOB), given=(Created("a", first.revision),)).made is False
-        assert one.below("") == ["b"]
+        check_transactions(one)
 
 
 def test_a_watch_tells_all_once_and_in_order(etcd: Etcd, prefix: str) -> None:
     with client(etcd.endpoints, prefix) as one, client(etcd.endpoints, prefix) as other:
-        one.next(Back)
-        made = one.make(Put("job/a", b"0", JOB), Put("else/x", b"0", JOB))
-        assert other.watch("job/").entries == (Entry("job/a", b"0", made.revision, made.revision),)
-        revisions = [one.make(Put("job/a", b"%d" % number, JOB)).revision for number in range(20)]
-        one.make(Put("else/x", b"1", JOB))
-        last = one.make(Delete("job/a"), Put("job/b", b"x", JOB))
-        told = [other.next(Changed) for _ in range(21)]
-        assert [event.revision for event in told] == [*revisions, last.revision]
-        assert [event.written[0].value for event in told[:20]] == [b"%d" % number for number in range(20)]
-        assert (told[20].deleted, [entry.key for entry in told[20].written]) == (("job/a",), ["job/b"])
-        other.store.unwatch("job/")
-        assert other.below("job/") == ["job/b"]
-        one.make(Put("job/b", b"y", JOB))
-        assert other.told.empty()
+        check_watch(one, other)
 
 
 def test_the_leases(etcd: Etcd, prefix: str) -> None:
@@ -377,16 +303,7 @@ def test_a_value_that_etcd_does_not_take(etcd: Etcd, prefix: str) -> None:
 
 def test_a_fork_of_the_process_has_no_part_in_it(etcd: Etcd, prefix: str) -> None:
     with client(etcd.endpoints, prefix) as one:
-        one.next(Back)
-        one.make(Put("mine", b"", OWN))
-        pid = os.fork()
-        if pid == 0:
-            one.store.submit(99, Transaction((), (Put("child", b"", JOB),)))
-            one.store.close(1.0, ends_job=True)
-            os._exit(7)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-        assert one.make(Put("a", b"", JOB)).made
-        assert one.below("") == ["a", "mine"]
+        check_fork(one)
 
 
 def test_sockets_do_not_add_up(etcd: Etcd, prefix: str) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from phalanx._base.deadlines import Deadline
     from phalanx._base.loop import Loop
+    from phalanx._store.hub.messages import Welcome
     from phalanx._store.hub.settings import HubSettings
 
 _PAUSE = (0.05, 1.0)  # seconds between two tries to connect: the first, and the longest
@@ -55,8 +56,9 @@ class Connection:
         self._hear = hear
         self._broken = broken
         self._refused = refused
+        self._ttl: float = settings.ttl
         # A store that dies is known to be dead within the ttl: a third of that may pass until the next beat.
-        self._within = min(settings.timeout, settings.ttl * 0.6)
+        self._within = min(settings.timeout, self._ttl * 0.6)
         self._dialer = Dialer(loop, settings.host, settings.port, self._within, self._greet, self._see_broken)
         self._link: Link | None = None
         self._side: AgentSide | None = None  # until the agent has entered
@@ -134,12 +136,14 @@ class Connection:
                 self._enter(link, self._side.welcome(body, is_sealed=is_sealed))
         except RefusedError as error:
             self._see_refused(str(error))
-        except DamagedError as error:
-            self._see_broken(f"what answers is no store of a job ({error})")
+        except DamagedError:  # what its words quote may be anybody's
+            self._see_broken("what answers is no store of a job")
 
-    def _enter(self, link: Link, session: bytes) -> None:
-        is_lost = self._session not in (b"", session)
-        self._session, self._side = session, None
+    def _enter(self, link: Link, welcome: Welcome) -> None:
+        is_lost = self._session not in (b"", welcome.session)
+        self._session, self._side = welcome.session, None
+        self._ttl = welcome.ttl  # the store's is the one that holds
+        self._within = min(self._settings.timeout, self._ttl * 0.6)
         link.may_be_plain, link.forged = False, None
         link.take_up_to(messages.MOST_BODY)
         self.settle()
@@ -172,7 +176,7 @@ class Connection:
     # --- whether the store answers
 
     def _plan_beat(self) -> None:
-        self._beat = self._loop.after(self._settings.ttl / _BEATS, self._send_beat)
+        self._beat = self._loop.after(self._ttl / _BEATS, self._send_beat)
 
     def _send_beat(self) -> None:
         self._plan_beat()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 WITHIN = 5.0
 """Seconds within which an agent is to have entered."""
-MOST_STRANGERS = 128
+MOST_STRANGERS = 256
 """Connections at a time of those who have not."""
 MOST_WARNINGS = 50
 

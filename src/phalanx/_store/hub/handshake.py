@@ -14,6 +14,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Literal
 
+    from phalanx._store.hub.messages import Welcome
     from phalanx._store.hub.settings import HubSettings
     from phalanx._store.hub.wire import Seal
 
@@ -65,10 +66,10 @@ class AgentSide:
         ours, theirs = wire.seals(self._settings.secret, VERSION, self._run, self._nonce, answer.nonce)
         return messages.write(Enter(self._session or None)), ours, theirs
 
-    def welcome(self, body: bytes, *, is_sealed: bool) -> bytes:
-        """Take the store's second message. Returns the session. Raises RefusedError; DamagedError."""
+    def welcome(self, body: bytes, *, is_sealed: bool) -> Welcome:
+        """Take the store's second message, and return it. Raises RefusedError; DamagedError."""
         if is_sealed:
-            return messages.read_welcome(body).session
+            return messages.read_welcome(body)
         answer = messages.read_answer(body)
         if isinstance(answer, Refusal):
             raise self._refused(answer)

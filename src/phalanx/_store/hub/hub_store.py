@@ -88,12 +88,13 @@ class HubStore(Store):
 
     def close(self, seconds: float, *, ends_job: bool = False) -> None:
         """See `Store`."""
-        thread, self._thread = self._thread, None
+        thread = self._thread
         if thread is None or self._owner != os.getpid():
             return
         self._call(lambda: self._leave(seconds, ends_job=ends_job))
         thread.join(seconds + _PATIENCE)
         self._is_closed = True
+        self._thread = None  # now: a signal may have raised before
 
     def _call(self, action: Callable[[], None]) -> None:
         """Have an action carried out by the store's thread; if the store is closed, not at all."""
@@ -160,6 +161,8 @@ class HubStore(Store):
 
     def _leave(self, seconds: float, *, ends_job: bool) -> None:
         """Give the lease back, and end."""
+        if self._is_leaving:
+            return
         self._is_leaving = True
         if self._connection.is_up:
             assert self._loop is not None

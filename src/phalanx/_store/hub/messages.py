@@ -94,9 +94,15 @@ class Enter(_Message, frozen=True):
 
 
 class Welcome(_Message, frozen=True):
-    """The agent has entered. If the session is not the one that it has had, that one has ended, and its lease, too."""
+    """The agent has entered.
+
+    Attributes:
+        session: If it is not the one that the agent has had, that one has ended, and its lease, too.
+        ttl: Seconds after which the lease ends, if nothing is heard.
+    """
 
     session: _Session
+    ttl: Annotated[float, Meta(gt=0, le=1e6)]
 
 
 class Beat(_Message, frozen=True):
@@ -287,7 +293,7 @@ def read_hello(body: bytes) -> Hello:
 
     >>> read_hello(write(Beat()))
     Traceback (most recent call last):
-    phalanx._store.hub.messages.DamagedError: Invalid value 'beat' - at `$[0]`
+    phalanx._store.hub.messages.DamagedError: Expected `array` of at least length 5, got 1
     """
     return _read(_hello, body)
 

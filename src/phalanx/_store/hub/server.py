@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from contextlib import ExitStack
 
 from phalanx._base.loop import Loop
 from phalanx._store.hub.door import Door
@@ -61,39 +62,36 @@ class HubServer:
 
     def start(self) -> None:
         """Listen, and serve from now on. Called once. Raises OSError, which names the address and the port."""
-        listener = self._listen()
-        self._address = listener.getsockname()[0], listener.getsockname()[1]
-        try:
-            self._loop = Loop()
-        except BaseException:
-            listener.close()
-            raise
-        self._door = Door(self._loop, listener, self._side, self._admit, self._warn)
-        self._service = Service(self._loop, self._ttl)
         self._owner = os.getpid()
-        self._thread = threading.Thread(target=self._serve, args=(self._loop,), name="phalanx-hub", daemon=True)
-        _running.add(self)
-        try:
-            self._thread.start()
-        except BaseException as error:
-            self._thread = None
-            self._end()
-            if isinstance(error, RuntimeError):
-                msg = f"{address_text(self._host, self._port)}: no thread can be started to serve it"
+        with ExitStack() as opened:
+            listener = opened.enter_context(self._listen())
+            self._address = listener.getsockname()[0], listener.getsockname()[1]
+            loop = self._loop = Loop()
+            opened.callback(loop.close)
+            self._door = Door(loop, listener, self._side, self._admit, self._warn)
+            self._service = Service(loop, self._ttl)
+            thread = threading.Thread(target=self._serve, args=(loop,), name="phalanx-hub", daemon=True)
+            _running.add(self)
+            opened.callback(_running.discard, self)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                msg = f"{address_text(self._host, self._port)}: {error}"
                 raise OSError(msg) from None
-            raise
+            self._thread = thread
+            opened.pop_all()  # they are the thread's, which closes them
 
     def close(self, seconds: float) -> None:
         """Wait until the other agents have left, for at most so many seconds, and end. Idempotent.
 
         Until then, those that have entered are served, and no others.
         """
-        thread, self._thread = self._thread, None
-        loop = self._loop
+        thread, loop = self._thread, self._loop
         if thread is None or loop is None or self._owner != os.getpid():
             return
         loop.call(lambda: self._begin_end(seconds))
         thread.join(seconds + _PATIENCE)
+        self._thread = None  # now: a signal may have raised before
 
     def __enter__(self) -> Self:
         self.start()
@@ -124,7 +122,10 @@ class HubServer:
         except Exception as error:  # noqa: BLE001 - agents find it gone; why, only this one can tell
             self._warn(f"the store at {address_text(*self._address)} has failed: {type(error).__name__}: {error}")
         finally:
-            self._end()
+            _running.discard(self)
+            self._door.close()
+            self._service.end()
+            loop.close()
 
     def _admit(self, link: Link, session: bytes) -> None:
         self._service.admit(link, session)
@@ -134,13 +135,6 @@ class HubServer:
         self._door.is_quiet = True
         self._loop.after(max(0.0, seconds), self._loop.stop)
         self._service.close(self._loop.stop)
-
-    def _end(self) -> None:
-        _running.discard(self)
-        self._door.close()
-        self._service.end()
-        if self._loop is not None:
-            self._loop.close()
 
     def abandon(self) -> None:
         """Close, in a fork, what belongs to the parent."""

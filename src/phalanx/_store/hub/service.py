@@ -52,6 +52,7 @@ class Service:
         # A store that takes the place of one that has ended (rank 0's agent was started again) has later revisions than
         # that: agents hold on to what has a later one.
         self._keys = Keys(int(clock.wall() * 1e6))
+        self._ttl = ttl
         self._leases = Leases(ttl)
         self._watches: Watches[Link] = Watches()
         self._links: dict[bytes, Link] = {}  # of the agents that are connected, by their leases
@@ -75,7 +76,7 @@ class Service:
         link.take_up_to(MOST_REQUEST + messages.MOST_HELLO)
         self._leases.hear(session, clock.now())
         self._plan()
-        link.send(messages.write(Welcome(session)))
+        link.send(messages.write(Welcome(session, self._ttl)))
 
     def close(self, done: Callable[[], None]) -> None:
         """Take no new agents, and call ``done`` once the last has left, and has read so."""

@@ -1,0 +1,515 @@
+"""The store in rank 0's agent: what it promises, and what becomes of it among the slow, the strange and the dead."""
+
+from __future__ import annotations
+
+import os
+import queue
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from phalanx._store.hub import door, link, messages, wire
+from phalanx._store.hub.hub_store import HubStore
+from phalanx._store.hub.server import HubServer
+from phalanx._store.hub.settings import HubSettings
+from phalanx._store.store import (
+    JOB,
+    OWN,
+    Away,
+    Back,
+    Changed,
+    Done,
+    Fetched,
+    LeaseLost,
+    Put,
+    Refused,
+    Snapshot,
+    Transaction,
+)
+from tests.support.hub import Between, HubProcess, Stranger
+from tests.support.stores import SOON, Client, check_fork, check_transactions, check_watch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.once
+
+NEVER = (Away, LeaseLost, Refused)
+
+
+class Hub:
+    """A store in this process, and what it has warned of."""
+
+    def __init__(self, ttl: int = 2, secret: bytes = b"secret", host: str = "127.0.0.1") -> None:
+        self.warned: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.server = HubServer(host, 0, run_id="run", secret=secret, ttl=ttl, warn=self.warned.put)
+        self.server.start()
+        self.settings = HubSettings(host, self.server.address[1], "run", secret, ttl)
+
+    @contextmanager
+    def client(self, **more: Any) -> Iterator[Client]:
+        with client(self.settings._replace(**more)) as one:
+            yield one
+
+
+@contextmanager
+def client(settings: HubSettings) -> Iterator[Client]:
+    one = Client(HubStore(settings))
+    try:
+        yield one
+    finally:
+        one.store.close(5.0)
+        assert len(one.threads) <= 1  # on one thread, whatever it tells
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    it = Hub()
+    yield it
+    it.server.close(0.0)
+
+
+def test_transactions_and_their_conditions(hub: Hub) -> None:
+    with hub.client() as one:
+        check_transactions(one)
+
+
+def test_a_watch_tells_all_once_and_in_order(hub: Hub) -> None:
+    with hub.client() as one, hub.client() as other:
+        check_watch(one, other)
+
+
+def test_the_leases(hub: Hub) -> None:
+    with hub.client() as one:
+        with hub.client() as other:
+            other.next(Back)
+            other.make(Put("nodes/b", b"", OWN), Put("job/b", b"", JOB))
+            assert [entry.key for entry in one.watch("").entries] == ["job/b", "nodes/b"]
+        assert one.next(Changed).deleted == ("nodes/b",)  # at once: it has given its lease back
+        one.store.submit(7, Transaction((), (Put("job/c", b"", JOB),)))
+        one.store.close(5.0, ends_job=True)
+        assert one.next(Done).made  # what was submitted is made before
+        with hub.client() as third:
+            assert third.watch("").entries == ()
+
+
+def test_a_fork_of_the_process_has_no_part_in_it(hub: Hub) -> None:
+    with hub.client() as one:
+        check_fork(one)
+        pid = os.fork()
+        if pid == 0:
+            hub.server.close(5.0)
+            sockets = [name for name in os.listdir("/proc/self/fd") if _is_socket(name)]
+            os._exit(len(sockets))
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == _sockets() - 3  # its listener, and both ends
+        assert one.make(Put("b", b"", JOB)).made
+
+
+def _is_socket(name: str) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+    except OSError:
+        return False
+
+
+def _sockets() -> int:
+    return sum(_is_socket(name) for name in os.listdir("/proc/self/fd"))
+
+
+def test_a_watch_that_ends_and_begins_again_begins_with_a_snapshot(hub: Hub) -> None:
+    with hub.client() as one, hub.client() as other:
+        other.next(Back)
+        for number in range(5):
+            one.store.watch("job/")
+            other.make(Put("job/a", b"%d" % number, JOB))
+            one.store.unwatch("job/")
+        while not one.told.empty():
+            one.told.get()
+        one.store.watch("job/")
+        first = one.told.get(timeout=SOON)
+        while not isinstance(first, Snapshot) or first.entries[0].value != b"4":  # of a watch that has ended
+            assert not isinstance(first, Changed)
+            first = one.told.get(timeout=SOON)
+        made = other.make(Put("job/a", b"5", JOB))
+        assert one.next(Changed).revision == made.revision
+
+
+def test_many_large_values(hub: Hub) -> None:
+    with hub.client() as one, hub.client() as other:
+        one.next(Back)
+        for number in range(256):
+            one.store.submit(number, Transaction((), (Put(f"evidence/{number:03}", bytes(128 << 10), JOB),)))
+        assert [one.next(Done).made for _ in range(256)] == [True] * 256
+        other.store.fetch(1, "evidence/")
+        found = other.next(Fetched, never=NEVER)
+        assert found.entries is not None
+        assert [len(entry.value) for entry in found.entries] == [128 << 10] * 256
+        assert [entry.key for entry in found.entries] == [f"evidence/{number:03}" for number in range(256)]
+        assert one.make(Put("a", bytes((32 << 20) + 1), JOB)).made is None
+        assert one.make(Put("\udcff", b"", JOB)).made is None
+        assert one.make(Put("a", b"", JOB)).made
+        assert one.told.empty()
+
+
+def test_an_agent_that_comes_back_soon_goes_on(hub: Hub) -> None:
+    with Between(hub.settings.port) as between, hub.client() as one, hub.client(port=between.port) as other:
+        one.watch("")
+        other.watch("")
+        other.make(Put("nodes/b", b"", OWN))
+        one.next(Changed)
+        between.cut()
+        assert f":{between.port}: the connection was closed" in other.next(Away).why
+        assert other.make(Put("nodes/b", b"", OWN)).made is None
+        made = one.make(Put("job/a", b"", JOB))
+        between.is_cut = False
+        other.next(Back, never=NEVER)
+        snapshot = other.next(Snapshot)
+        assert (snapshot.revision, [entry.key for entry in snapshot.entries]) == (made.revision, ["job/a", "nodes/b"])
+        made = one.make(Put("job/a", b"2", JOB))
+        assert other.next(Changed).revision == made.revision
+
+
+def test_an_agent_that_comes_back_late_has_lost_its_lease() -> None:
+    hub = Hub(ttl=1)
+    try:
+        with Between(hub.settings.port) as between, hub.client() as one, hub.client(port=between.port) as other:
+            one.watch("")
+            other.next(Back)
+            other.make(Put("nodes/b", b"", OWN), Put("nodes/c", b"", OWN), Put("job/b", b"", JOB))
+            one.next(Changed)
+            between.cut()
+            cut = time.monotonic()
+            assert one.next(Changed, never=NEVER).deleted == ("nodes/b", "nodes/c")
+            assert 0.5 < time.monotonic() - cut < 5
+            between.is_cut = False
+            other.next(LeaseLost, never=Back)
+            other.next(Back)
+            assert other.make(Put("nodes/b", b"", OWN)).made
+            assert other.below("") == ["job/b", "nodes/b"]
+    finally:
+        hub.server.close(0.0)
+
+
+def test_an_agent_that_takes_its_connection_over_leaves_nothing_of_the_old_one(hub: Hub) -> None:
+    """What was on its way in the old one is not made after what the new one makes."""
+    with Stranger(hub.settings) as old:
+        old.greet()
+        session = messages.read_welcome(old.read()).session
+        with Stranger(hub.settings) as new:
+            new.greet(session)
+            assert messages.read_welcome(new.read()).session == session
+            assert old.read() == b""
+
+
+def test_a_store_that_is_killed_and_starts_again() -> None:
+    with HubProcess() as hub, client(hub.settings()) as one:
+        one.watch("job/")
+        before = one.make(Put("job/a", b"1", JOB), Put("job/mine", b"", OWN)).revision
+        hub.kill()
+        assert f"127.0.0.1:{hub.port}: " in one.next(Away).why
+        assert one.make(Put("job/a", b"2", JOB)).made is None
+        hub.start()
+        one.next(LeaseLost, never=(Away, Back))
+        snapshot = one.next(Snapshot)
+        assert snapshot.entries == ()
+        assert snapshot.revision >= before
+        assert one.make(Put("job/a", b"3", JOB)).revision > before
+
+
+def test_a_store_that_is_stopped_is_away_within_the_ttl_and_loses_nobody() -> None:
+    with HubProcess(ttl=1) as hub, client(hub.settings()) as one, client(hub.settings()) as other:
+        one.watch("")
+        other.next(Back)
+        other.make(Put("nodes/b", b"", OWN))
+        one.next(Changed)
+        hub.process.send_signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        other.store.submit(77, Transaction((), (Put("nodes/c", b"", OWN),)))
+        assert "no answer within 0.6 s" in one.next(Away).why
+        assert other.next(Done).made is None
+        assert time.monotonic() - stopped < 3
+        threading.Event().wait(stopped + 1.5 - time.monotonic())  # longer than the ttl
+        hub.process.send_signal(signal.SIGCONT)
+        one.next(Back, never=LeaseLost)
+        other.next(Back, never=LeaseLost)
+        assert "nodes/b" in one.below("nodes/")
+
+
+def test_an_agent_that_is_stopped_for_longer_than_its_lease() -> None:
+    script = (
+        "import sys\n"
+        "from phalanx._store.hub.hub_store import HubStore\n"
+        "from phalanx._store.hub.settings import HubSettings\n"
+        "from phalanx._store.store import *\n"
+        "store = HubStore(HubSettings('127.0.0.1', int(sys.argv[1]), 'run', b'secret', 1))\n"
+        "def take(event):\n"
+        "    print(type(event).__name__, flush=True)\n"
+        "    if isinstance(event, Back): store.submit(1, Transaction((), (Put('nodes/b', b'', OWN),)))\n"
+        "store.open(take)\n"
+        "sys.stdin.read()\n"
+        "store.close(5)\n"
+    )
+    hub = Hub(ttl=1)
+    try:
+        with hub.client() as one:
+            one.watch("nodes/")
+            child = subprocess.Popen(
+                [sys.executable, "-c", script, str(hub.settings.port)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            assert child.stdin is not None
+            assert child.stdout is not None
+            assert [entry.key for entry in one.next(Changed).written] == ["nodes/b"]
+            child.send_signal(signal.SIGSTOP)
+            assert one.next(Changed).deleted == ("nodes/b",)
+            child.send_signal(signal.SIGCONT)
+            assert [entry.key for entry in one.next(Changed).written] == ["nodes/b"]
+            child.stdin.close()
+            assert child.stdout.read().split() == ["Back", "Done", "Away", "LeaseLost", "Back", "Done"]
+            child.stdout.close()
+            assert child.wait() == 0
+    finally:
+        hub.server.close(0.0)
+
+
+def test_who_does_not_know_the_secret_is_refused_and_told_of_once(hub: Hub) -> None:
+    where = f"127.0.0.1:{hub.settings.port}"
+    for more, why in (
+        ({"secret": b"wrong"}, f"the job's secret is not the one of {where}"),
+        ({"secret": b""}, f"the job's secret is not the one of {where}"),
+        ({"run_id": "other"}, f"{where} serves the job 'run'; this agent is of the job 'other'"),
+    ):
+        with hub.client(**more) as one:
+            assert one.next(Refused, never=(Away, Back)).why == why
+            assert one.make(Put("a", b"", JOB)).made is None
+    assert hub.warned.get(timeout=SOON) == "the agent at 127.0.0.1 is refused: it does not know the job's secret"
+    assert hub.warned.empty()
+
+
+def test_no_secret_is_a_secret_of_its_own() -> None:
+    hub = Hub(secret=b"", host="::1")
+    try:
+        with hub.client() as one, hub.client(secret=b"x") as other:
+            assert one.watch("").entries == ()
+            assert (
+                other.next(Refused, never=Back).why == f"the job's secret is not the one of [::1]:{hub.settings.port}"
+            )
+    finally:
+        hub.server.close(0.0)
+
+
+def test_a_store_that_does_not_know_the_secret_is_found_out() -> None:
+    """One that lets everybody in, to hear what they say."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        settings = HubSettings("127.0.0.1", listener.getsockname()[1], "run", b"secret", 2)
+        with client(settings) as one:
+            sock, _ = listener.accept()
+            with sock:
+                sock.sendall(wire.frame(messages.write(messages.Challenge(bytes(32))), wire.checksum))
+                sock.sendall(wire.frame(messages.write(messages.Welcome(bytes(16), 2)), wire.Seal(b"guess")))
+                why = one.next(Refused, never=(Away, Back)).why
+                assert why == f"{settings.where} does not know the job's secret"
+
+
+@pytest.mark.parametrize("how", ["repeated", "changed", "plain", "swapped", "too long"])
+def test_nothing_can_be_put_into_a_connection(hub: Hub, how: str) -> None:
+    beat = messages.write(messages.Beat())
+    with hub.client() as one, Stranger(hub.settings) as agent:
+        one.watch("")
+        agent.greet()
+        agent.read()
+        put = messages.write(messages.Submit(1, (), (messages.ToPut("a", b"x" * 100, own=False),)))
+        frame, after = wire.frame(put, agent.seal), wire.frame(beat, agent.seal)
+        if how == "repeated":
+            said = frame + frame
+        elif how == "changed":
+            said = frame + after.replace(b"beat", b"bear")
+        elif how == "plain":
+            said = frame + wire.frame(beat, wire.checksum)
+        elif how == "swapped":
+            said = after + frame
+        else:
+            said = frame + ((64 << 20) + 1).to_bytes(4, "big") + bytes(32)
+        agent.sock.sendall(said)
+        heard = [agent.read()]
+        while heard[-1]:
+            heard.append(agent.read())
+        assert len(heard) == (1 if how == "swapped" else 2)
+        assert len(one.below("")) == (0 if how == "swapped" else 1)
+
+
+def test_what_is_changed_on_its_way_to_an_agent_ends_the_connection_only(hub: Hub) -> None:
+    with Between(hub.settings.port) as between, hub.client(port=between.port) as one:
+        one.next(Back)
+        between.change = lambda data: data[:-1] + bytes([data[-1] ^ 1])
+        one.store.submit(1, Transaction((), (Put("a", b"1", JOB),)))
+        one.next(Away, never=Refused)
+        between.change = bytes
+        one.next(Back, never=LeaseLost)
+        assert one.make(Put("b", b"", JOB)).made
+        assert one.below("") == ["b"]
+
+
+def test_strangers_disturb_nobody(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "WITHIN", 0.3)
+    hello = wire.frame(b"x" * 1024, wire.checksum)
+    with hub.client() as one:
+        one.next(Back)
+        before = _sockets()
+        said = [
+            *(
+                b"",
+                b"\0",
+                b"GET / HTTP/1.1\r\n\r\n",
+                os.urandom(1 << 16),
+                bytes(4000),
+                hello,
+                hello[:500],
+                b"\xff" * 36,
+            ),
+            bytes(4) + wire.checksum(b""),
+        ]
+        strangers = []
+        for number in range(300):
+            stranger = Stranger(hub.settings)
+            strangers.append(stranger)
+            stranger.sock.send(said[number % len(said)])
+            if number % 3 == 0:  # an end by RST
+                stranger.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                stranger.sock.close()
+        assert one.make(Put("a", b"", JOB)).made
+        with hub.client() as other:
+            other.next(Back, never=NEVER)
+        for number, stranger in enumerate(strangers):
+            if number % 3:
+                assert stranger.read() == b""
+            stranger.sock.close()
+        one.watch("")  # the server has come so far: its sockets are closed
+        assert _sockets() == before
+        assert one.told.empty()
+        assert hub.warned.empty()
+
+
+def test_who_does_not_read_is_given_up(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "MOST_QUEUED", 8 << 20)
+    with hub.client() as one, Stranger(hub.settings) as slow:
+        one.next(Back)
+        slow.greet()
+        slow.say(messages.write(messages.Watch("")))
+        heard = 0
+        for number in range(30):  # beyond what the kernel takes for it
+            assert one.make(Put("a", os.urandom(1 << 20), JOB)).made, number
+        while slow.read():
+            heard += 1
+        assert heard < 30
+        assert one.below("") == ["a"]
+
+
+def test_no_descriptor_is_left_for_another_connection() -> None:
+    with HubProcess() as hub, client(hub.settings()) as one:
+        one.next(Back)
+        limits = resource.prlimit(hub.process.pid, resource.RLIMIT_NOFILE)
+        most = max(map(int, os.listdir(f"/proc/{hub.process.pid}/fd")))
+        resource.prlimit(hub.process.pid, resource.RLIMIT_NOFILE, (most + 1, limits[1]))
+        before = hub.ticks
+        with client(hub.settings(timeout=0.7)) as other:
+            assert "no answer within 0.7 s" in other.next(Away).why
+            assert hub.ticks - before < 0.3
+            assert one.make(Put("a", b"", JOB)).made
+            resource.prlimit(hub.process.pid, resource.RLIMIT_NOFILE, limits)
+            other.next(Back)
+            assert other.below("") == ["a"]
+
+
+def test_the_store_may_come_later_than_its_agents() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = int(taken.getsockname()[1])
+    with client(HubSettings("localhost", port, "run", b"", 2)) as one:
+        one.store.watch("")
+        assert one.next(Away).why == f"localhost:{port}: Connection refused"
+        with HubServer("127.0.0.1", port, run_id="run", secret=b"", ttl=2, warn=print):
+            one.next(Back, never=Away)
+            assert one.next(Snapshot).entries == ()
+            one.store.close(5.0)
+
+
+def test_a_port_that_is_taken(hub: Hub) -> None:
+    port = hub.settings.port
+    server = HubServer("127.0.0.1", port, run_id="run", secret=b"", ttl=2, warn=print)
+    with pytest.raises(OSError, match=rf"127\.0\.0\.1:{port}: Address already in use$"):
+        server.start()
+    server.close(1.0)
+    with pytest.raises(OSError, match=r"nowhere\.invalid:1: "):
+        HubServer("nowhere.invalid", 1, run_id="run", secret=b"", ttl=2, warn=print).start()
+
+
+def test_the_end_waits_for_agents_that_are_still_there(hub: Hub) -> None:
+    with hub.client() as one, hub.client() as other:
+        one.next(Back)
+        other.watch("job/")
+        one.make(Put("job/state", b"over", JOB))
+        one.store.close(5.0)
+        ends = threading.Thread(target=hub.server.close, args=(SOON,))
+        ends.start()
+        assert other.next(Changed).written[0].value == b"over"
+        with hub.client() as late, hub.client(run_id="next") as following:  # not refused: another store will be here
+            assert f":{hub.settings.port}: the connection was closed" in late.next(Away, never=Refused).why
+            assert following.next(Away, never=Refused)
+            assert other.make(Put("job/a", b"", JOB)).made
+            other.store.close(5.0)
+            ends.join(SOON)
+            assert not ends.is_alive()
+    hub.server.close(1.0)
+
+
+def test_the_end_waits_no_longer_than_it_may(hub: Hub) -> None:
+    with hub.client() as one:
+        one.next(Back)
+        began = time.monotonic()
+        hub.server.close(0.2)
+        assert 0.1 < time.monotonic() - began < 5
+        one.next(Away)
+
+
+def test_a_resolver_that_takes_its_time_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    real = socket.getaddrinfo
+
+    def slow(host: str, *args: Any, **more: Any) -> Any:
+        if host == "slow.invalid" and "flags" not in more:
+            gate.wait(SOON)
+        return real(host, *args, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    with client(HubSettings("slow.invalid", 1, "run", b"", 2, timeout=0.2)) as one:
+        assert one.next(Away).why == "slow.invalid:1: its name was not resolved within 0.2 s"
+        assert one.make(Put("a", b"", JOB)).made is None
+        one.store.close(5.0)
+        gate.set()
+
+
+def test_closing_twice_or_before_it_was_reached() -> None:
+    store = HubStore(HubSettings("127.0.0.1", 1, "run", b"", 2))
+    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    store.open(told.put)
+    assert isinstance(told.get(timeout=SOON), Away)
+    store.close(1.0)
+    store.close(1.0)
+    store.submit(1, Transaction((), ()))
+    assert told.empty()
+    HubStore(HubSettings("127.0.0.1", 1, "run", b"", 2)).close(1.0)
+
+
+def test_settings_do_not_show_the_secret() -> None:
+    assert "hidden" not in repr(HubSettings("h", 1, "run", b"hidden", 2))
