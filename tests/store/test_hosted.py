@@ -23,8 +23,8 @@ if importlib.util.find_spec("grpc") is None:  # not imported: what it reads in t
 
 from phalanx._rendezvous.hosted_etcd import HostedEtcd
 from phalanx._store.etcd import server
-from phalanx._store.store import JOB, OWN, Back, Put, Refused
-from tests.store.test_etcd import client, etcd, grpc_is_up  # noqa: F401 - fixtures
+from phalanx._store.store import JOB, OWN, Away, Back, Put, Refused
+from tests.store.test_etcd import Client, client, etcd, grpc_is_up  # noqa: F401 - fixtures
 from tests.support.etcd import free_port, program
 
 if TYPE_CHECKING:
@@ -168,9 +168,8 @@ def test_it_ends_with_a_process_that_is_killed_and_not_with_a_terminal() -> None
         try:
             assert os.getsid(pid) != host.pid  # a terminal's signals go to sessions
             host.kill()
-            until = time.monotonic() + 1.0
             for fd in ends:
-                assert select.select([fd], [], [], max(0.0, until - time.monotonic()))[0]
+                assert select.select([fd], [], [], SOON)[0]  # after 0.1 s
         finally:
             for fd in ends:
                 os.close(fd)
@@ -214,3 +213,24 @@ def test_which_program_is_hosted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     (tmp_path / "etcd").write_bytes(b"\x7fELF")
     (tmp_path / "etcd").chmod(0o755)
     assert server.find_program() == str(tmp_path / "etcd")
+
+
+def test_a_token_that_etcd_does_not_know_any_more_is_renewed(hosted: HostedEtcd) -> None:
+    """It forgets those that were not used for five minutes."""
+
+    def forget(one: Client) -> None:
+        assert one.store._session is not None
+        one.store._session._metadata = (("token", "an.old.one"),)
+
+    user, password = server.credentials(SECRET)
+    with client(hosted.where, "/a/", user=user, password=password, ttl=30) as one:
+        one.next(Back)
+        for ask in (lambda: one.below(""), lambda: one.make(Put("a", b"", OWN)).made, lambda: one.watch("").entries):
+            forget(one)
+            assert ask() is not None
+        one.make(Put("b", b"", OWN))
+        assert one.told.empty() or not isinstance(one.told.get(), Away)
+        forget(one)
+    with client(hosted.where, "/a/", user=user, password=password) as one:
+        one.next(Back)
+        assert one.below("") == []  # the lease was given back

@@ -81,6 +81,11 @@ class HostedEtcd:
         addresses = self._find_addresses()
         if not addresses:
             return False
+        if self._address not in (*addresses, "localhost") and all(one.startswith(_LOOPBACK) for one in addresses):
+            self._warn(
+                f"{self._address} is {', '.join(addresses)} on this machine, where no other machine reaches the etcd; "
+                "give the address by which they do"
+            )
         with ExitStack() as undo:
             undo.callback(self.close)
             try:
@@ -133,11 +138,6 @@ class HostedEtcd:
         if not found:
             msg = f"the etcd cannot listen at {self.where}: {self._address!r} is no address of this machine"
             raise OSError(msg)
-        if self._address not in (*found, "localhost") and all(one.startswith(_LOOPBACK) for one in found):
-            self._warn(
-                f"{self._address} is {', '.join(found)} on this machine, where no other machine reaches the etcd; "
-                "give the address by which they do"
-            )
         return list(dict.fromkeys(found))
 
     def _run(self, program: str, addresses: list[str]) -> None:
@@ -158,7 +158,7 @@ class HostedEtcd:
             os.mkdir(logs)
             group = self._group = SubprocessContext(
                 "etcd", "/bin/sh", {0: arguments}, {0: {"NOTIFY_SOCKET": server.READY_SOCKET}},
-                FolderLogsSpecs(logs, Std.ALL, Std.NONE), signals=False, orphan_grace=_ORPHAN_GRACE, speak=self._warn,
+                FolderLogsSpecs(logs, Std.ALL, Std.NONE), signals=False, orphan_grace=_ORPHAN_GRACE, speak=_say_nothing,
             )  # fmt: skip
             group.start()
             self._wait_ready(group, told, until)
@@ -195,6 +195,10 @@ class HostedEtcd:
 
 class _EndedError(Exception):
     """Etcd has ended before it served."""
+
+
+def _say_nothing(_: str) -> None:
+    """Drop what the group has to say of processes: `HostedEtcd` says it of the etcd."""
 
 
 def _last_words(group: SubprocessContext) -> str:

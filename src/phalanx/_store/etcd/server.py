@@ -12,6 +12,7 @@ import os
 import shutil
 
 from phalanx._base.control_chars import sanitise
+from phalanx._base.one_line import one_line
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ def words(log: str) -> str:
     'discovery failed: bind: access denied; it has ended with status 1'
     """
     lines = [_words(line) for line in log.splitlines() if not line.startswith("WARNING: ")]  # of the grpc in it
-    return sanitise("; ".join([line for line in lines if line][-_LAST:]))
+    return one_line(sanitise("; ".join([line for line in lines if line][-_LAST:])))
 
 
 def _words(line: str) -> str:
