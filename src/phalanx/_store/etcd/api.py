@@ -63,8 +63,16 @@ LeaseKeepAliveRequest: int64 ID = 1
 LeaseKeepAliveResponse: ResponseHeader header = 1; int64 ID = 2; int64 TTL = 3
 AuthenticateRequest: string name = 1; string password = 2
 AuthenticateResponse: ResponseHeader header = 1; string token = 2
+AuthUserAddRequest: string name = 1; string password = 2
+AuthRoleAddRequest: string name = 1
+AuthUserGrantRoleRequest: string user = 1; string role = 2
+AuthEnableRequest:
+AuthResponse: ResponseHeader header = 1
 """
-"""A message a line: its fields, with their types and numbers. ``oneof``: of these, one is set, even if it is 0."""
+"""A message a line: its fields, with their types and numbers. ``oneof``: of these, one is set, even if it is 0.
+
+``AuthResponse`` is what etcd answers to each of the four requests before it, each under a name of its own.
+"""
 
 DELETE = 1
 """The type of an event that tells of a key that was deleted."""
@@ -79,9 +87,9 @@ def _build() -> dict[str, Any]:
     field = descriptor_pb2.FieldDescriptorProto
     file = descriptor_pb2.FileDescriptorProto(name="phalanx/etcd.proto", package=PACKAGE, syntax="proto3")
     for line in MESSAGES.strip().splitlines():
-        name, _, fields = line.partition(": ")
+        name, _, fields = line.partition(":")
         message = file.message_type.add(name=name)
-        for text in fields.split("; "):
+        for text in filter(None, fields.strip().split("; ")):
             found = _FIELD.match(text)
             assert found is not None, text
             how, kind, called, number = found.groups()
@@ -120,6 +128,10 @@ GRANT = Method("/etcdserverpb.Lease/LeaseGrant", "LeaseGrantRequest", "LeaseGran
 REVOKE = Method("/etcdserverpb.Lease/LeaseRevoke", "LeaseRevokeRequest", "LeaseRevokeResponse")
 KEEP_ALIVE = Method("/etcdserverpb.Lease/LeaseKeepAlive", "LeaseKeepAliveRequest", "LeaseKeepAliveResponse")
 AUTHENTICATE = Method("/etcdserverpb.Auth/Authenticate", "AuthenticateRequest", "AuthenticateResponse")
+USER_ADD = Method("/etcdserverpb.Auth/UserAdd", "AuthUserAddRequest", "AuthResponse")
+ROLE_ADD = Method("/etcdserverpb.Auth/RoleAdd", "AuthRoleAddRequest", "AuthResponse")
+GRANT_ROLE = Method("/etcdserverpb.Auth/UserGrantRole", "AuthUserGrantRoleRequest", "AuthResponse")
+AUTH_ENABLE = Method("/etcdserverpb.Auth/AuthEnable", "AuthEnableRequest", "AuthResponse")
 
 
 def unary(channel: aio.Channel, method: Method) -> Any:

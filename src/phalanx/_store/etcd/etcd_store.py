@@ -72,7 +72,6 @@ class EtcdStore(Store):
         self._tasks: set[asyncio.Task[Any]] = set()
         self._until = 0.0
         self._ends_job = False
-        self._token: tuple[tuple[str, str], ...] = ()
 
     # --- any thread
 
@@ -294,16 +293,13 @@ class EtcdStore(Store):
     async def _can_repeat(self, session: Session, error: api.aio.AioRpcError) -> bool:
         """See why etcd has not made a transaction. Returns whether it may be asked for again: the reason is mended."""
         try:
-            if error.code() == _code.UNAUTHENTICATED and self._settings.user:  # the token has expired
-                await session.authenticate()
-                return True
             if error.code() == _code.NOT_FOUND:  # a lease
                 await session.grant(self._settings.job_ttl, self._settings.job_lease)
                 if not await session.keep(self._lease):
                     await self._renew(session)  # what was to be written with the old one is out of date
                     return False
                 return True
-        except (RefusedError, *BROKEN) as other:
+        except BROKEN as other:
             session.end(other)
         return False
 

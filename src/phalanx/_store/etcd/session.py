@@ -68,12 +68,25 @@ class Session:
             self.end(error)
 
     async def _ask(self, method: api.Method, **fields: Any) -> Any:
+        """Make a request; once more, with a new token, if etcd has forgotten ours: it has done nothing then."""
+        try:
+            return await self._call(method, self._metadata, **fields)
+        except api.aio.AioRpcError as error:
+            if error.code() != _code.UNAUTHENTICATED or not self._settings.user:
+                raise
+        try:
+            await self.authenticate()
+        except RefusedError as error:
+            raise BrokenError(str(error)) from None  # the next session says so
+        return await self._call(method, self._metadata, **fields)
+
+    async def _call(self, method: api.Method, metadata: tuple[tuple[str, str], ...], **fields: Any) -> Any:
         request = fields.pop("request", None) or api.messages[method.request](**fields)
         if self._channel is None:
             raise BrokenError(_ENDED)
         try:
             call = api.unary(self._channel, method)
-            return await call(request, timeout=self._settings.timeout, metadata=self._metadata)
+            return await call(request, timeout=self._settings.timeout, metadata=metadata)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -87,9 +100,8 @@ class Session:
         settings = self._settings
         if not settings.user:
             return
-        self._metadata = ()
         try:
-            answer = await self._ask(api.AUTHENTICATE, name=settings.user, password=settings.password)
+            answer = await self._call(api.AUTHENTICATE, (), name=settings.user, password=settings.password)
         except api.aio.AioRpcError as error:
             if error.code() in (_code.INVALID_ARGUMENT, _code.FAILED_PRECONDITION, *_NEVER):
                 msg = f"etcd at {self._endpoint} refuses the user {settings.user!r}: {error.details()}"
