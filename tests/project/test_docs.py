@@ -10,6 +10,7 @@ from __future__ import annotations
 import doctest
 import importlib.util
 import re
+import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -104,7 +105,20 @@ def test_python_blocks_compile(page: Path) -> None:
         compile("\n" * line + source, name_of(page), "exec")
 
 
-KINDS = {"python", "pycon", "console", "sh", "json", "toml", ""}
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_bash_scripts_can_be_read(page: Path) -> None:
+    for _, source in blocks(page, "bash"):
+        done = subprocess.run(["bash", "-n"], input=source, check=False, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_manifests_set_variables_of_options(page: Path) -> None:
+    names = {name for _, source in blocks(page, "yaml") for name in re.findall(r"PHALANX_(\w+)", source)}
+    assert all(hasattr(RunConfig, name.lower()) for name in names - {"JOB_SECRET"})
+
+
+KINDS = {"python", "pycon", "console", "sh", "bash", "json", "toml", "yaml", ""}
 """The blocks that tests look at; and what is shown: a file's content, or a part of a text."""
 
 

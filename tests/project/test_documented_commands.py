@@ -39,6 +39,19 @@ NOT_RUN = {
     "phalanx run --nnodes 2 --rdzv-backend etcd --rdzv-endpoint store:2379 --run-id night7 --nproc-per-node 8 train.py":
         "needs an etcd; tests/machines runs its like on three hosts",
     "pip install 'phalanx[etcd]'": "installs what this environment has; `make package` installs the wheel",
+    "phalanx run --nnodes 2 --node-rank 0 --master-addr host0 --master-port 29500 --nproc-per-node 8 train.py":
+        "needs two machines; tests/machines/test_hosted.py runs its like",
+    "phalanx run --nnodes 2 --rdzv-backend c10d --rdzv-endpoint host0:29400 --nproc-per-node 8 train.py": "as above",
+    "srun --nodes 3 --ntasks-per-node 1 phalanx run --nproc-per-node 8 train.py":
+        "needs a Slurm; tests/machines/test_slurm.py runs the batch script of the page in one",
+    "srun bash -c 'phalanx run --nnodes $SLURM_NNODES --node-rank $SLURM_NODEID --master-addr 10.0.0.7 "
+    "--master-port 29500 train.py'":
+        "as above",
+    'kubectl create secret generic train --from-literal=job-secret="$(openssl rand -hex 32)"':
+        "needs a Kubernetes",
+    'mpirun --hostfile hosts --map-by ppr:1:node -x PHALANX_JOB_SECRET phalanx run --master-addr "$(head -n 1 hosts)" '
+    "--nproc-per-node 8 train.py":
+        "needs an Open MPI on several machines",
 }  # fmt: skip
 """Commands that are not run here, and why."""
 

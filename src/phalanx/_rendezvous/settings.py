@@ -123,7 +123,7 @@ class Machines(NamedTuple):
 
         user, password = self.user, self.password
         if self.is_hosted:
-            from phalanx._store.etcd.hosted import credentials
+            from phalanx._store.etcd.server import credentials
 
             user, password = credentials(self.secret)
         return EtcdStore(
@@ -149,7 +149,7 @@ class Machines(NamedTuple):
             server = HubServer(host, port, run_id=run_id, secret=self.secret, ttl=self.lease_ttl, warn=warn)
             server.start()
             return partial(server.close, CLOSE)
-        from phalanx._store.etcd.hosted import HostedEtcd
+        from phalanx._rendezvous.hosted_etcd import HostedEtcd
 
         etcd = HostedEtcd(host, port, secret=self.secret, warn=warn)
         return etcd.close if etcd.start() else None
