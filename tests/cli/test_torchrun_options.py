@@ -116,7 +116,7 @@ ETCD = ("--rdzv-backend=etcd", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x")
         (["--nnodes=1:2"], ["--nnodes: 1:2: with --rdzv-backend static, a fixed number of machines takes part"]),
         (
             ["--nnodes=2", "--master-addr=192.0.2.1"],
-            ["'192.0.2.1' is no address of this machine, which has --node-ran"],
+            ["'192.0.2.1' is no address of this machine, which has node rank 0"],
         ),
         (["--nnodes=2", "--node-rank=1", "--master-addr=192.0.2.1"], [*NO_SECRET, "192.0.2.1:29501"]),
         (

@@ -8,6 +8,7 @@ from typing import NamedTuple
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
+
     from phalanx._agent.restart_policy import RestartPolicy
     from phalanx._rendezvous.membership import Rules
     from phalanx._store.store import Store

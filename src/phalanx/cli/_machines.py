@@ -196,21 +196,19 @@ class MachineOptions(Declared):
     standalone = Flag(
         section="", torchrun="--standalone", sentence="Accepted: one machine without a store is what this is."
     )
-    nnodes = Option(
+    nnodes = Maybe(
         read_nodes,
         section=MACHINES,
-        default="1",
         metavar="N|MIN:MAX",
         written=TEXT + WHOLE,
         torchrun="--nnodes",
-        sentence="How many machines there are.",
+        sentence="How many machines there are. Default: what a scheduler says, or 1.",
     )
-    node_rank = Option(
+    node_rank = Maybe(
         read_node_rank,
         section=MACHINES,
-        default="0",
         metavar="N",
         written=TEXT + WHOLE,
         torchrun="--node-rank",
-        sentence="With static: the rank of this machine among the machines.",
+        sentence="With static: the rank of this machine among the machines. Default: what a scheduler says, or 0.",
     )

@@ -15,8 +15,12 @@ from phalanx.cli._rdzv_conf import SECRET, agent_port, job_secret, machine_setti
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from phalanx.cli._machines import MachineOptions
+    from phalanx.cli._scheduler import Allocation
 
 _LATER = "this is the only machine, see --nnodes"
+_SCHEDULED = {"SLURM_STEP_ID", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}
+"""Variables of which one is there, where a scheduler says anything; else what reads them is not loaded."""
+
 _NO_ID = "none"
 """The id of a run of many machines that nobody has given one: all of them know it, and torchrun's is the same."""
 
@@ -40,28 +44,33 @@ class Meeting(NamedTuple):
 
 
 def meet(chosen: MachineOptions, run_id: str | None) -> Meeting:
-    """Return what the options say, beside ``--run-id``. Raises UsageError.
+    """Return what the options say, beside ``--run-id``; and a scheduler, where they say nothing. Raises UsageError.
 
     As with torchrun, those of the rendezvous have no effect beside ``--standalone``. ``--local-addr`` is where workers
     meet unless something else says so.
     """
-    rdzv_id, given_rank = chosen.rdzv_id, chosen.node_rank
+    rdzv_id = chosen.rdzv_id
     host, port = (chosen.rdzv_endpoint or [("", 0)])[0]
     address = chosen.local_addr if chosen.local_addr and chosen.master_addr == MASTER_ADDR else chosen.master_addr
+    nodes = chosen.nnodes or (1, 1)
+    of_rendezvous = {
+        "--rdzv-backend": chosen.rdzv_backend != BACKENDS[0], "--rdzv-endpoint": host or port, "--rdzv-id": rdzv_id,
+        "--rdzv-conf": chosen.rdzv_conf,
+    }  # fmt: skip
     if chosen.standalone:
-        given = {
-            "--rdzv-backend": chosen.rdzv_backend != BACKENDS[0], "--rdzv-endpoint": host or port,
-            "--rdzv-id": rdzv_id, "--rdzv-conf": chosen.rdzv_conf, "--nnodes": chosen.nnodes != (1, 1),
-            "--node-rank": given_rank,
-        }  # fmt: skip
+        given = {**of_rendezvous, "--nnodes": nodes != (1, 1), "--node-rank": chosen.node_rank}
         return Meeting(run_id, address, chosen.master_port, _unheeded("beside --standalone", given))
     if run_id and rdzv_id and run_id != rdzv_id:
         msg = f"--run-id is {run_id!r}, and --rdzv-id is {rdzv_id!r}: both name the run; give one of them"
         raise click.UsageError(msg)
-    if chosen.nnodes != (1, 1):
-        return _meet_others(chosen, run_id or rdzv_id)
-    if given_rank:
-        msg = f"--node-rank: {given_rank}: {_LATER}; its rank is 0"
+    if chosen.nnodes is None and chosen.node_rank is None and not any(of_rendezvous.values()):
+        allocation = _allocation()
+        if allocation is not None:
+            return _meet_as_scheduled(chosen, run_id, allocation)
+    if nodes != (1, 1):
+        return _meet_others(chosen, *nodes, run_id or rdzv_id)
+    if chosen.node_rank:
+        msg = f"--node-rank: {chosen.node_rank}: {_LATER}; its rank is 0"
         raise click.UsageError(msg)
     others = asks_for_others(chosen.rdzv_conf)
     if others:
@@ -82,18 +91,49 @@ def meet(chosen: MachineOptions, run_id: str | None) -> Meeting:
     return Meeting(run_id or rdzv_id, host, port, _unheeded(f"beside --rdzv-endpoint {host}:{port}", differ))
 
 
-def _meet_others(chosen: MachineOptions, run_id: str | None) -> Meeting:
-    """Return how this machine meets the others. Raises UsageError."""
-    least, most = chosen.nnodes
-    if chosen.node_rank >= most:
-        msg = f"--node-rank: expected 0 to {most - 1}, for --nnodes {most}; got {chosen.node_rank}"
+def _allocation() -> Allocation | None:
+    """Return what a scheduler says of several machines; None: nothing. Raises UsageError."""
+    if os.environ.keys().isdisjoint(_SCHEDULED):
+        return None
+    from phalanx.cli._scheduler import found
+
+    try:
+        return found(os.environ)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def _meet_as_scheduled(chosen: MachineOptions, run_id: str | None, allocation: Allocation) -> Meeting:
+    """Return how machines meet that a scheduler has chosen. Raises UsageError: it does not tell enough."""
+    given = {
+        "--master-addr": chosen.master_addr != MASTER_ADDR, "--master-port": chosen.master_port, "--run-id": run_id,
+    }  # fmt: skip
+    missing = [option for option in allocation.missing if not given[option]]
+    if missing:
+        msg = (
+            f"{allocation.name} has started this on one of {allocation.nodes} machines ({allocation.why}), and does "
+            f"not tell all that is needed: give {', '.join(missing)}, the same on each; or --standalone for a run of "
+            "this machine alone"
+        )
         raise click.UsageError(msg)
-    if chosen.node_rank and least != most:
+    host = chosen.master_addr if given["--master-addr"] else allocation.host
+    port = chosen.master_port or allocation.port
+    nodes = allocation.nodes, allocation.nodes
+    return _meet_at_rank_0(chosen, *nodes, allocation.node_rank, host, port, run_id or allocation.job)
+
+
+def _meet_others(chosen: MachineOptions, least: int, most: int, run_id: str | None) -> Meeting:
+    """Return how this machine meets the others. Raises UsageError."""
+    rank = chosen.node_rank or 0
+    if rank >= most:
+        msg = f"--node-rank: expected 0 to {most - 1}, for --nnodes {most}; got {rank}"
+        raise click.UsageError(msg)
+    if rank and least != most:
         raise click.UsageError(
             "--node-rank: ranks are given by hand to a fixed number of machines; --nnodes is a range"
         )
     if chosen.rdzv_backend == STATIC:
-        return _meet_at_rank_0(chosen, run_id or _NO_ID)
+        return _meet_static(chosen, least, most, rank, run_id or _NO_ID)
     is_hosted = chosen.rdzv_backend == C10D or chosen.rdzv_host
     default = C10D_PORT if chosen.rdzv_backend == C10D else ETCD_PORT
     what = "where the machine is that hosts the store" if is_hosted else "where the etcd is"
@@ -109,6 +149,7 @@ def _meet_others(chosen: MachineOptions, run_id: str | None) -> Meeting:
     endpoints = tuple(_joined(name, at or default) for name, at in chosen.rdzv_endpoint)
     machines = _machines(
         chosen,
+        (least, most),
         endpoints,
         is_hosted=is_hosted,
         hosts=is_hosted and may_host(chosen.rdzv_conf, is_here=is_here(host)),
@@ -116,22 +157,21 @@ def _meet_others(chosen: MachineOptions, run_id: str | None) -> Meeting:
     )
     given = {
         "--master-addr": chosen.master_addr != MASTER_ADDR, "--master-port": chosen.master_port != 0,
-        "--node-rank": chosen.node_rank != 0,
+        "--node-rank": rank != 0,
     }  # fmt: skip
     notes = _unheeded(f"with --rdzv-backend {chosen.rdzv_backend}", given)
     return Meeting(run_id or _NO_ID, machines.address, 0, notes, machines)
 
 
-def _meet_at_rank_0(chosen: MachineOptions, run_id: str) -> Meeting:
-    """Return how machines meet that have been given their ranks: at the agent of rank 0. Raises UsageError."""
-    least, most = chosen.nnodes
+def _meet_static(chosen: MachineOptions, least: int, most: int, rank: int, run_id: str) -> Meeting:
+    """Return how machines meet that have been given their ranks by options. Raises UsageError."""
     if least != most:
         msg = f"--nnodes: {least}:{most}: with --rdzv-backend static, a fixed number of machines takes part"
         raise click.UsageError(msg)
     if chosen.rdzv_host:
         raise click.UsageError("--rdzv-host: with --rdzv-backend static, rank 0's agent hosts what the agents share")
-    notes = []
     host, port = chosen.master_addr, chosen.master_port or STATIC_PORT
+    notes = []
     if len(chosen.rdzv_endpoint) > 1:
         msg = f"--rdzv-endpoint: expected one machine, that of node rank 0; got {len(chosen.rdzv_endpoint)}"
         raise click.UsageError(msg)
@@ -143,30 +183,37 @@ def _meet_at_rank_0(chosen: MachineOptions, run_id: str) -> Meeting:
             "--master-port": chosen.master_port not in (0, port),
         }
         notes = _unheeded(f"beside --rdzv-endpoint {host}:{port}", differ)
-    elif host == MASTER_ADDR and chosen.local_addr and chosen.node_rank == 0:
-        host = chosen.local_addr
-    if chosen.node_rank == 0 and not is_here(host):
-        msg = f"--master-addr: {host!r} is no address of this machine, which has --node-rank 0: rank 0 listens there"
+    meeting = _meet_at_rank_0(chosen, least, most, rank, host, port, run_id)
+    return meeting._replace(notes=notes)
+
+
+def _meet_at_rank_0(
+    chosen: MachineOptions, least: int, most: int, rank: int, host: str, port: int, run_id: str
+) -> Meeting:
+    """Return how machines meet whose ranks are given: at the agent of rank 0, ``host``. Raises UsageError."""
+    if rank == 0 and not is_here(host):
+        msg = f"--master-addr: {host!r} is no address of this machine, which has node rank 0: rank 0 listens there"
         raise click.UsageError(msg)
     endpoint = _joined(host, agent_port(chosen.rdzv_conf, port + 1))
     machines = _machines(
         chosen,
+        (least, most),
         (endpoint,),
         is_hosted=True,
-        hosts=chosen.node_rank == 0,
+        hosts=rank == 0,
         secret=_secret(chosen, host, endpoint),
-        node_rank=chosen.node_rank,
+        node_rank=rank,
         master=(host, port),
     )
-    return Meeting(run_id, host, port, notes, machines)
+    return Meeting(run_id, host, port, [], machines)
 
 
-def _machines(chosen: MachineOptions, endpoints: tuple[str, ...], *, is_hosted: bool, **more: object) -> Machines:
-    least, most = chosen.nnodes
+def _machines(
+    chosen: MachineOptions, nodes: tuple[int, int], endpoints: tuple[str, ...], *, is_hosted: bool, **more: object
+) -> Machines:
     fields = machine_settings(chosen.rdzv_conf, is_hosted=is_hosted) | more
     return Machines(
-        least,
-        most,
+        *nodes,
         chosen.rdzv_backend,
         endpoints,
         chosen.local_addr or "",

@@ -16,9 +16,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-PORTS = range(63001, 65536)
-"""Where rank 0 of a job is listened at: above what Linux hands out by itself (32768 to 60999), and above the ports
-that sites often give to srun (60001 to 63000)."""
+PORTS = range(63002, 65535, 2)
+"""Where rank 0 of a job listens; its agent does one port further. They are above those that Linux hands out by itself
+(32768 to 60999), and above the ports that sites often give to srun (60001 to 63000)."""
 
 _MOST_NODES = 65536
 _MOST_NUMBER = 1 << 32
@@ -75,7 +75,7 @@ def found(environ: Mapping[str, str]) -> Allocation | None:
     True
     >>> step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2"}
     >>> found({**step, "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "n[07-08]"})[:6]
-    ('Slurm', 2, 1, 'n07', 'slurm-7.0', 63008)
+    ('Slurm', 2, 1, 'n07', 'slurm-7.0', 63016)
     """
     allocation = _open_mpi(environ) or _hydra(environ) or _slurm(environ)
     if allocation is not None and allocation.job and environ.get("TORCHELASTIC_RUN_ID") == allocation.job:
