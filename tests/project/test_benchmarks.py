@@ -179,9 +179,9 @@ def test_rendezvous_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "TIMES", {2: 1, 4: 1})
     ours, floor = (rendezvous.CASE.contenders[contender]().figures for contender in (PHALANX, FLOOR))
     for nodes in (2, 4):
-        assert 0 < floor[f"last, {nodes}"][0]
-        assert 0 < ours[f"last, {nodes}"][0]
-        assert 0 < ours[f"together, {nodes}"][0]
+        assert floor[f"last, {nodes}"][0] > 0
+        assert ours[f"last, {nodes}"][0] > 0
+        assert ours[f"together, {nodes}"][0] > 0
         assert 2 <= ours[f"asked, {nodes}"][0] <= 4
 
 
