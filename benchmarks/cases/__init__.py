@@ -15,6 +15,8 @@ _MODULES = {
     "spawn_main": "spawn_main",
     "warm_torch": "warm_torch",
     "restart": "restart",
+    "rendezvous": "rendezvous",
+    "broadcast": "broadcast",
     "run_true": "run_true",
     "big_argument": "big_argument",
     "exit_to_wait": "exit_to_wait",

@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benchmarks import case as vocabulary
-from benchmarks import chatter, procfs, report, runner, timers
+from benchmarks import chatter, etcd, procfs, report, runner, timers, two_launchers
 from benchmarks.__main__ import main
 from benchmarks.case import FLOOR, PEER, PHALANX, Case, Sample, Target
 from benchmarks.cases import (
     NAMES,
     big_argument,
+    broadcast,
     hang_report,
     load,
     log_delay,
     log_throughput,
+    rendezvous,
     restart,
     run_true,
     slow_console,
@@ -161,6 +163,43 @@ def test_restarts_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     for values in (*ours.figures.values(), floor.figures["cold"]):
         assert len(values) == 2
         assert min(values) > 0
+
+
+@pytest.fixture
+def there_is_an_etcd() -> None:
+    try:
+        etcd.program()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_temporary_folder", "there_is_an_etcd")
+def test_rendezvous_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "TIMES", {2: 1, 4: 1})
+    ours, floor = (rendezvous.CASE.contenders[contender]().figures for contender in (PHALANX, FLOOR))
+    for nodes in (2, 4):
+        assert floor[f"last, {nodes}"][0] > 0
+        assert ours[f"last, {nodes}"][0] > 0
+        assert ours[f"together, {nodes}"][0] > 0
+        assert 2 <= ours[f"asked, {nodes}"][0] <= 4
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_temporary_folder", "there_is_an_etcd")
+def test_broadcast_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broadcast, "NODES", 3)
+    monkeypatch.setattr(broadcast, "FAILURES", 2)
+    monkeypatch.setattr(broadcast, "FATES", {"none left": (0, 1)})
+    monkeypatch.setitem(broadcast.TIMES, PHALANX, 1)
+    monkeypatch.setattr(two_launchers, "RUNS", 0.0)
+    ours, floor = (broadcast.CASE.contenders[contender]() for contender in (PHALANX, FLOOR))
+    assert ours.notes == ()
+    assert ours.figures["launchers, none left"][0] > 0
+    for figures in (ours.figures, floor.figures):
+        assert len(figures["told"]) == 4
+        assert len(figures["regrouped"]) == 2
+        assert 0 < min(figures["told"]) <= max(figures["told"]) <= max(figures["regrouped"])
 
 
 @pytest.mark.slow

@@ -98,6 +98,33 @@ def test_a_watch_tells_all_once_and_in_order(etcd: Etcd, prefix: str) -> None:
         check_watch(one, other)
 
 
+def test_watches_that_begin_while_keys_are_written(etcd: Etcd, prefix: str) -> None:
+    prefixes = [f"{number}/" for number in range(10)]
+    puts = tuple(Put(f"{each}a", b"", JOB) for each in prefixes)
+    with client(etcd.endpoints, prefix) as one, client(etcd.endpoints, prefix) as other:
+        one.next(Back)
+        other.next(Back)
+        for each in prefixes:
+            for ticket in range(20):
+                one.store.submit(ticket, Transaction((), puts))
+            other.store.watch(each)
+        made = [one.next(Done).revision for _ in range(200)]
+        left, snapshots = set(prefixes), {}
+        told: dict[str, list[int]] = {each: [] for each in prefixes}
+        while left:
+            event = other.told.get(timeout=SOON)
+            if isinstance(event, Snapshot):
+                snapshots[event.prefix] = event
+            else:
+                told[event.prefix].append(event.revision)
+            if event.revision >= made[-1]:
+                left.discard(event.prefix)
+        for each, snapshot in snapshots.items():
+            written = max((revision for revision in made if revision <= snapshot.revision), default=0)
+            assert [entry.modified for entry in snapshot.entries] == [written] * bool(written)
+            assert told[each] == [revision for revision in made if revision > snapshot.revision]
+
+
 def test_the_leases(etcd: Etcd, prefix: str) -> None:
     with client(etcd.endpoints, prefix) as one:
         with client(etcd.endpoints, prefix) as other:

@@ -224,23 +224,30 @@ class EtcdStore(Store):
         """Tell all keys below a prefix, and what becomes of them. What breaks ends the session."""
         try:
             while True:
-                if watched.revision < 0:
-                    entries, revision = await self._read(session, watched.prefix)
-                    watched.revision = revision
-                    self._deliver(Snapshot(watched.prefix, revision, entries))
                 await self._tell_changes(session, watched)
         except BROKEN as error:
             session.end(error)
 
     async def _tell_changes(self, session: Session, watched: _Watched) -> None:
-        """Tell what changes, until the stream ends: etcd has compacted what was to be told."""
+        """Tell what changes, until the stream ends: etcd has compacted what was to be told.
+
+        All keys are read once the watch is there, and not before it: a watch from a revision on that is not the last
+        is served by etcd's next look at those that lag behind, which is 0.1 s later. The revision 0 is the present.
+        """
+        read = 0
         async for response in session.watch(self._prefix + watched.prefix.encode(), watched.revision + 1):
             if response.canceled:
                 if not response.compact_revision:
                     raise BrokenError(response.cancel_reason or "etcd has ended a watch")
                 watched.revision = -1
                 return
+            if watched.revision < 0:
+                entries, read = await self._read(session, watched.prefix)
+                watched.revision = read
+                self._deliver(Snapshot(watched.prefix, read, entries))
             for revision, events in itertools.groupby(response.events, key=lambda event: event.kv.mod_revision):
+                if revision <= read:
+                    continue
                 written, deleted = [], []
                 for event in events:
                     if event.type == api.DELETE:

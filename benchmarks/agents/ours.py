@@ -1,0 +1,189 @@
+"""Agents of Phalanx: each a node with a store of its own, carried out by `JobRun` on a thread, with no processes.
+
+Only what a node starts is left out: of its workers, this says when they would be started and ended.
+"""
+
+from __future__ import annotations
+
+import traceback
+from threading import Thread
+from time import monotonic_ns
+from typing import TYPE_CHECKING
+
+from benchmarks.agents.say import CALLED, ERROR, FAILED, GONE, IN, RANK, TOLD, say
+from phalanx._agent.attempt_end import AttemptEnd
+from phalanx._agent.restart_policy import RestartPolicy
+from phalanx._rendezvous import records
+from phalanx._rendezvous.job_run import JobRun, NodeTeam
+from phalanx._rendezvous.membership import Rules
+from phalanx._rendezvous.node import Participant
+from phalanx._rendezvous.records import Node, Stop, replace
+from phalanx._rendezvous.settings import prefix_of
+from phalanx._store.etcd import loop_thread
+from phalanx._store.etcd.etcd_store import EtcdStore
+from phalanx._store.etcd.settings import EtcdSettings
+from phalanx._store.store import Changed, Done, Put, Snapshot, Store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from phalanx._rendezvous.records import Job
+    from phalanx._store.store import StoreEvent, Transaction
+
+RESTARTS = 1000
+TTL = 60
+"""Seconds of a lease. More than the default: hundreds of agents share few processors, and none is to be lost."""
+
+
+class OurAgents:
+    """The agents of this process."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+        self._teams: dict[int, _Team] = {}
+        loop_thread.acquire()  # it stays between two jobs: nobody else's process has so many, one after another
+
+    def join(self, agent: int, run: str, nodes: int) -> None:
+        """See `Agents`."""
+        Thread(target=self._run, args=(agent, run, nodes), daemon=True).start()
+
+    def fail(self, agent: int) -> None:
+        """See `Agents`."""
+        self._teams[agent].fail()
+
+    def end(self) -> None:
+        """See `Agents`."""
+        for team in list(self._teams.values()):
+            team.finish("succeeded")
+
+    def _run(self, agent: int, run: str, nodes: int) -> None:
+        try:
+            say(CALLED, agent)
+            me = Node(f"n{agent}", f"host{agent}", "127.0.0.1", 1, port=29500, min_nodes=nodes, max_nodes=nodes)
+            store = _Counted(EtcdStore(EtcdSettings((self._endpoint,), prefix_of(run), ttl=TTL)), agent)
+            team = self._teams[agent] = _Team(agent, me, store)
+            with JobRun(Participant(me, Rules(RestartPolicy(RESTARTS))), store, team) as job:
+                job.run()
+            say(GONE, agent)
+        except BaseException:
+            say(ERROR, agent)
+            traceback.print_exc()
+            raise
+
+
+class _Team(NodeTeam):
+    """The workers of a node, which are none."""
+
+    def __init__(self, agent: int, me: Node, store: _Counted) -> None:
+        self._agent = agent
+        self._me = me
+        self._store = store
+        self._generation = -1
+        self._end: AttemptEnd | None = None
+        self._wake: Callable[[], None] = lambda: None  # before the start, which is followed by a look
+
+    def assign(self, job: Job, rank: int) -> None:
+        """Say that the node knows its rank, with what that has taken."""
+        self._generation, self._end = job.generation, None
+        say(RANK, self._agent, rank, self._store.asked, self._store.heard, self._store.leads)
+
+    def start(self, _attempt: int, wake: Callable[[], None]) -> None:
+        """Start nothing."""
+        self._wake = wake
+
+    def ended(self) -> AttemptEnd | None:
+        """See `Team`."""
+        return self._end
+
+    def stop(self, _death_signal: int, _grace: float) -> None:
+        """See `Team`."""
+        self.finish("stopped")
+
+    def say(self, text: str) -> None:
+        """Show nothing."""
+
+    def when_failed(self, call: Callable[[int, Stop], None]) -> None:
+        """See `NodeTeam`."""
+        self._call = call
+
+    def account(self, end: AttemptEnd) -> tuple[Node, Stop | None, bytes]:
+        """See `NodeTeam`."""
+        me = replace(self._me, outcome=end.state, uptime=1.0, error=end.error)
+        return me, self._why() if end.failed else None, b""
+
+    def end(self, _stop: Stop | None) -> None:
+        """Say that the workers would be ended now."""
+        say(TOLD, self._agent)
+        self.finish("stopped")
+
+    def heard(self, what: Job | Stop) -> None:
+        """Say nothing."""
+
+    def store_is(self, why: str | None) -> None:
+        """Say nothing."""
+
+    def fail(self) -> None:
+        """Have a worker fail: the moment is that in which `MachineTeam` would call, too."""
+        moment = monotonic_ns()
+        self._call(self._generation, self._why())
+        say(FAILED, self._agent, moment=moment)
+        self.finish("failed")
+
+    def finish(self, state: str) -> None:
+        """Let all workers be gone."""
+        self._end = AttemptEnd(state, error="exited with code 1" if state == "failed" else "")
+        self._wake()
+
+    def _why(self) -> Stop:
+        return Stop(self._generation, "failure", self._me.id, self._me.host, "exited with code 1", 0, 1)
+
+
+class _Counted(Store):
+    """A store that counts what is asked of it, and what it tells; and that says when the node has entered."""
+
+    def __init__(self, store: Store, agent: int) -> None:
+        self._store = store
+        self._agent = agent
+        self._ticket, self._is_in = -1, False  # of the entry as the node comes; whether it is made
+        self.asked = self.heard = 0
+        self.leads = 0
+        """Whether it watches the nodes, as the leader does."""
+
+    def open(self, deliver: Callable[[StoreEvent], None]) -> None:
+        """See `Store`."""
+
+        def take(event: StoreEvent) -> None:
+            if isinstance(event, Done) and event.ticket == self._ticket and event.made:
+                self._ticket, self._is_in = -1, True
+                say(IN, self._agent)
+            self.heard += isinstance(event, Changed | Snapshot)
+            deliver(event)
+
+        self._store.open(take)
+
+    def watch(self, prefix: str) -> None:
+        """See `Store`."""
+        self.asked += 1
+        self.leads |= prefix == records.NODES
+        self._store.watch(prefix)
+
+    def unwatch(self, prefix: str) -> None:
+        """See `Store`."""
+        self._store.unwatch(prefix)
+
+    def submit(self, ticket: int, transaction: Transaction) -> None:
+        """See `Store`."""
+        self.asked += 1
+        first = transaction.writes[0]
+        if isinstance(first, Put) and first.key == f"{records.NODES}n{self._agent}" and not self._is_in:
+            self._ticket = ticket
+        self._store.submit(ticket, transaction)
+
+    def fetch(self, ticket: int, prefix: str) -> None:
+        """See `Store`."""
+        self.asked += 1
+        self._store.fetch(ticket, prefix)
+
+    def close(self, seconds: float, *, ends_job: bool = False) -> None:
+        """See `Store`."""
+        self._store.close(seconds, ends_job=ends_job)
