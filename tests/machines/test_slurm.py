@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.once, pytest.mark.slow]
 
-reads_the_scheduler = pytest.mark.skip(reason="phalanx run does not read a scheduler's environment yet")
-
 SOON = 60.0
 """Seconds that a job may take; spent only by a test that fails."""
 
@@ -148,7 +146,6 @@ def test_all_nodes_of_a_step_are_told_the_same_and_their_ranks(slurm: Slurm) -> 
     assert found_by(slurm, "--nodes=1", "--ntasks=2") == [["h1", "alone"]] * 2
 
 
-@reads_the_scheduler
 def test_the_batch_script_of_the_page(slurm: Slurm, tmp_path: Path) -> None:
     with Batch(tmp_path, slurm) as batch:
         batch.save()
@@ -158,7 +155,6 @@ def test_the_batch_script_of_the_page(slurm: Slurm, tmp_path: Path) -> None:
             assert f"3 nodes (h1, h2, h3), 6 workers; this is node {rank}" in batch.said
 
 
-@reads_the_scheduler
 def test_a_job_that_is_told_of_its_end_saves_and_is_requeued(slurm: Slurm, tmp_path: Path) -> None:
     with Batch(tmp_path, slurm) as batch:
         batch.wait_until(lambda: len(batch.lines("begins")) == 6)
@@ -171,7 +167,6 @@ def test_a_job_that_is_told_of_its_end_saves_and_is_requeued(slurm: Slurm, tmp_p
         assert batch.run_of("goes on", f"slurm-{batch.job}.0-restart1"), batch.said
 
 
-@reads_the_scheduler
 def test_a_job_that_is_cancelled_leaves_nothing(slurm: Slurm, tmp_path: Path) -> None:
     with Batch(tmp_path, slurm) as batch:
         batch.wait_until(lambda: len(batch.lines("begins")) == 6)

@@ -42,7 +42,8 @@ class Participant:
         me: Its entry, as it enters.
         rules: What the job holds to, while this node leads.
         barrier: Seconds for which it waits, once its workers have succeeded, for those of other nodes.
-        hosts: Whether the store goes with this node, which leaves as the last one, then.
+        hosts: Whether this node hosts the store, and so leaves as the last one; False: another one does. None: none
+            does; the leader leaves as the last one, then, and ends what the store has of the job.
         away_timeout: Seconds for which it goes on while the store does not answer; inf: for ever.
         chance: Returns a random number, 0 to 1.
     """
@@ -53,7 +54,7 @@ class Participant:
         rules: Rules,
         *,
         barrier: float = 300.0,
-        hosts: bool = False,
+        hosts: bool | None = None,
         away_timeout: float = math.inf,
         chance: Callable[[], float] = lambda: 0.0,
     ) -> None:
@@ -357,7 +358,8 @@ class Participant:
                 return
             self.wake = min(self.wake, self._by)
         if self.state == "LEAVING":
-            others = self._knows_nodes and not (self._view.told(records.NODES) and self._is_alone())
+            is_last = self._knows_nodes and self._hosts is not False
+            others = is_last and not (self._view.told(records.NODES) and self._is_alone())
             until = self._since + (HOST_PATIENCE if self._hosts else PATIENCE)
             writes = self._writes.is_open("stop") or self._writes.is_open("enter")
             is_lost = self._away is not None and bool(self._leaves)

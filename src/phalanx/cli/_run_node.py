@@ -108,7 +108,7 @@ def run_node(
     notice = 0.0 if config.notice is None else config.notice[1]
     rules = machines.rules(plan.policy, config.grace, notice)
     node = Participant(
-        me, rules, barrier=machines.barrier, hosts=end_hosting is not None,
+        me, rules, barrier=machines.barrier, hosts=end_hosting is not None if machines.is_hosted else None,
         away_timeout=machines.away_timeout if machines.is_hosted else math.inf, chance=random.random,
     )  # fmt: skip
     colour = use_colour(sys.stderr, plan.console.color)
