@@ -193,9 +193,7 @@ def test_its_end_is_told() -> None:
         assert hosted.start()
         (pid,) = etcds(hosted._folder)
         os.kill(pid, signal.SIGKILL)
-        why = told.get(timeout=SOON)
-    assert " is gone: " in why
-    assert why.endswith("it has ended with status 137")
+        assert told.get(timeout=SOON).endswith(" is gone: it has ended with status 137")
     assert told.empty()
 
 
@@ -203,6 +201,16 @@ def test_addresses_that_are_not_to_be_had() -> None:
     for address, why in (("192.0.2.1", "no address of this machine"), ("no.such.host.invalid", "no.such.host.invalid")):
         with pytest.raises(OSError, match=why):
             HostedEtcd(address, 29400, secret=b"", warn=print).start()
+
+
+def test_a_name_that_is_this_machine_to_itself_alone(monkeypatch: pytest.MonkeyPatch, told: list[str]) -> None:
+    def missing() -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(server, "find_program", missing)
+    with pytest.raises(FileNotFoundError):
+        HostedEtcd("127.1", free_port(), secret=b"", warn=told.append).start()
+    assert told[0].startswith("127.1 is 127.0.0.1 on this machine, where no other machine reaches the etcd; ")
 
 
 def test_which_program_is_hosted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 USER = "root"
 """Who the clients are. Etcd checks no passwords before it has a user of this name."""
 
-QUOTA = 512 << 20
-"""Bytes that the keys may take, with what has been written over and is not compacted yet."""
+QUOTA = 2 << 30
+"""Bytes that the keys may take, with what has been written over and is not compacted yet. Few jobs take a hundredth:
+it is for a thousand nodes that fail again and again, each with all the evidence that it may write."""
 
-ROOM = 4 * QUOTA
+ROOM = 2 * QUOTA
 """Bytes that should be free where the data are kept: the keys, and logs (64 MiB each) of what was written last."""
 
 SETTING_UP = "unix://setup:1"
@@ -42,7 +43,7 @@ OPTIONS = (
     "--heartbeat-interval=20",  # ms. Alone, it elects itself after 1 to 6 of these: the time that a start takes;
     "--election-timeout=100",  # and leases live for 1.5 of these at least: that of 1 s or more is as long as it says
     "--auto-compaction-mode=periodic",  # a watch that was interrupted for longer reads all anew
-    "--auto-compaction-retention=10m",
+    "--auto-compaction-retention=1m",
     f"--quota-backend-bytes={QUOTA}",
     "--max-request-bytes=16777216",  # the state of a job of 65536 nodes has about 10 MB
     "--max-txn-ops=1024",  # a leader may refuse many nodes at once
@@ -65,6 +66,7 @@ SCRIPT = """
 trap 'kill -KILL $!; wait $!; rm -rf "$0"; exit 143' TERM
 trap 'again=yes; kill -TERM $!' USR1
 cd "$0" || exit
+exec 3>&2 2>/dev/null
 program=$1 first=$2 then=$3 if_known=$4
 set -f
 unset $5
@@ -75,18 +77,19 @@ for option in $if_known; do
 done
 for clients in $first $then; do
     again=
-    "$program" "$@" --listen-client-urls="$clients" --advertise-client-urls="$clients" &
+    "$program" "$@" --listen-client-urls="$clients" --advertise-client-urls="$clients" 2>&3 &
     wait $!
     status=$?
     [ "$again" ] || break
     wait $!
 done
-echo "it has ended with status $status" >&2
+echo "it has ended with status $status" >&3
 exit $status
 """
 """Runs etcd in the folder ``$0``. With SIGUSR1 etcd ends and is started with the second URLs; SIGTERM ends all at once.
 
-SIGTERM removes the folder, too: it comes when the agent closes the etcd, and when the agent was killed.
+SIGTERM removes the folder, too: it comes when the agent closes the etcd, and when the agent was killed. What the shell
+itself says, such as "Killed", is not in the log.
 """
 
 _LAST = 4  # lines of the log
