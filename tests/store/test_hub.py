@@ -142,8 +142,10 @@ def test_a_watch_that_ends_and_begins_again_begins_with_its_own_snapshot() -> No
             store.say(body)
         first, second = one.told.get(timeout=SOON), one.told.get(timeout=SOON)
         assert (type(first), first.revision, type(second), second.revision) == (Snapshot, 3, Changed, 4)
+        store.sock.close()
 
 
+@pytest.mark.slow
 def test_many_large_values(hub: Hub) -> None:
     with hub.client() as one, hub.client() as other:
         one.next(Back)
@@ -179,6 +181,7 @@ def test_an_agent_that_comes_back_soon_goes_on(hub: Hub) -> None:
         assert other.next(Changed).revision == made.revision
 
 
+@pytest.mark.slow
 def test_an_agent_that_comes_back_late_has_lost_its_lease() -> None:
     hub = Hub(ttl=1)
     try:
@@ -211,6 +214,7 @@ def test_an_agent_that_takes_its_connection_over_leaves_nothing_of_the_old_one(h
             assert old.read() == b""
 
 
+@pytest.mark.slow
 def test_a_store_that_is_killed_and_starts_again() -> None:
     with HubProcess() as hub, client(hub.settings()) as one:
         one.watch("job/")
@@ -226,6 +230,7 @@ def test_a_store_that_is_killed_and_starts_again() -> None:
         assert one.make(Put("job/a", b"3", JOB)).revision > before
 
 
+@pytest.mark.slow
 def test_a_store_that_is_stopped_is_away_within_the_ttl_and_loses_nobody() -> None:
     with HubProcess(ttl=1) as hub, client(hub.settings()) as one, client(hub.settings()) as other:
         one.watch("")
@@ -245,6 +250,7 @@ def test_a_store_that_is_stopped_is_away_within_the_ttl_and_loses_nobody() -> No
         assert "nodes/b" in one.below("nodes/")
 
 
+@pytest.mark.slow
 def test_an_agent_that_is_stopped_for_longer_than_its_lease() -> None:
     script = (
         "import sys\n"
@@ -284,6 +290,7 @@ def test_an_agent_that_is_stopped_for_longer_than_its_lease() -> None:
         hub.server.close(0.0)
 
 
+@pytest.mark.slow
 def test_an_agent_that_was_stopped_reads_what_has_come_before_it_judges() -> None:
     gate = threading.Event()
 
@@ -357,7 +364,9 @@ def test_what_is_put_into_a_connection_to_an_agent_is_not_told() -> None:
             store.sock.close()
 
 
-@pytest.mark.parametrize("said", [b"SSH-2.0-OpenSSH_9.6\r\n", wire.frame(b"\xc1", wire.checksum), bytes(36)])
+@pytest.mark.parametrize(
+    "said", [b"SSH-2.0-OpenSSH_9.6\r\n", wire.frame(b"\xc1", wire.checksum), bytes(36)], ids=["ssh", "damaged", "zeros"]
+)
 def test_what_answers_is_no_store(said: bytes) -> None:
     with Impostor(b"") as store, client(store.settings) as one:
         store.accept()
@@ -366,6 +375,7 @@ def test_what_answers_is_no_store(said: bytes) -> None:
         store.sock.close()
         store.let_in()
         one.next(Back, never=(Away, LeaseLost))
+        store.sock.close()
 
 
 @pytest.mark.parametrize("how", ["repeated", "changed", "plain", "swapped", "too long"])
@@ -407,6 +417,7 @@ def test_what_is_changed_on_its_way_to_an_agent_ends_the_connection_only(hub: Hu
         assert one.below("") == ["b"]
 
 
+@pytest.mark.slow
 def test_strangers_disturb_nobody(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "WITHIN", 0.3)
     hello = wire.frame(b"x" * 1024, wire.checksum)
@@ -438,6 +449,7 @@ def test_strangers_disturb_nobody(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_among_too_many_strangers_the_oldest_goes(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "MOST_STRANGERS", 8)
+    monkeypatch.setattr(door, "WITHIN", 100.0)
     strangers = [Stranger(hub.settings) for _ in range(20)]
     with hub.client() as one:
         one.next(Back, never=NEVER)
@@ -449,6 +461,7 @@ def test_among_too_many_strangers_the_oldest_goes(hub: Hub, monkeypatch: pytest.
         stranger.sock.close()
 
 
+@pytest.mark.slow
 def test_who_does_not_read_is_given_up(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "MOST_QUEUED", 8 << 20)
     with hub.client() as one, Stranger(hub.settings) as slow:
@@ -464,6 +477,7 @@ def test_who_does_not_read_is_given_up(hub: Hub, monkeypatch: pytest.MonkeyPatch
         assert one.below("") == ["a"]
 
 
+@pytest.mark.slow
 def test_no_descriptor_is_left_for_another_connection() -> None:
     with HubProcess() as hub, client(hub.settings()) as one:
         one.next(Back)
@@ -521,6 +535,7 @@ def test_the_end_waits_for_agents_that_are_still_there(hub: Hub) -> None:
     hub.server.close(1.0)
 
 
+@pytest.mark.slow
 def test_the_end_waits_no_longer_than_it_may(hub: Hub) -> None:
     with hub.client() as one:
         one.next(Back)
@@ -530,6 +545,7 @@ def test_the_end_waits_no_longer_than_it_may(hub: Hub) -> None:
         one.next(Away)
 
 
+@pytest.mark.slow
 def test_a_resolver_that_takes_its_time_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     real = socket.getaddrinfo
