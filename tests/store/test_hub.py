@@ -35,7 +35,7 @@ from phalanx._store.store import (
     Snapshot,
     Transaction,
 )
-from tests.support.hub import Between, HubProcess, Stranger
+from tests.support.hub import Between, HubProcess, Impostor, Stranger
 from tests.support.stores import SOON, Client, check_fork, check_transactions, check_watch
 
 if TYPE_CHECKING:
@@ -125,24 +125,27 @@ def _sockets() -> int:
     return sum(_is_socket(name) for name in os.listdir("/proc/self/fd"))
 
 
-def test_a_watch_that_ends_and_begins_again_begins_with_a_snapshot(hub: Hub) -> None:
-    with hub.client() as one, hub.client() as other:
-        other.next(Back)
-        for number in range(5):
-            one.store.watch("job/")
-            other.make(Put("job/a", b"%d" % number, JOB))
-            one.store.unwatch("job/")
-        while not one.told.empty():
-            one.told.get()
-        one.store.watch("job/")
-        first = one.told.get(timeout=SOON)
-        while not isinstance(first, Snapshot) or first.entries[0].value != b"4":  # of a watch that has ended
-            assert not isinstance(first, Changed)
-            first = one.told.get(timeout=SOON)
-        made = other.make(Put("job/a", b"5", JOB))
-        assert one.next(Changed).revision == made.revision
+def test_a_watch_that_ends_and_begins_again_begins_with_its_own_snapshot() -> None:
+    def told(revision: int) -> bytes:
+        return messages.write(messages.Told("job/", revision, (), more=False))
+
+    def changes(revision: int) -> bytes:
+        return messages.write(messages.Changes("job/", revision, (messages.Item("job/a", b"", 1, revision),), ()))
+
+    with Impostor(b"secret") as store, client(store.settings) as one:
+        store.let_in()
+        one.next(Back)
+        for action in (one.store.watch, one.store.unwatch, one.store.watch):
+            action("job/")
+        assert [type(messages.read_request(store.read())).__name__ for _ in range(3)] == ["Watch", "Unwatch", "Watch"]
+        for body in (told(1), changes(2), told(3), changes(4)):
+            store.say(body)
+        first, second = one.told.get(timeout=SOON), one.told.get(timeout=SOON)
+        assert (type(first), first.revision, type(second), second.revision) == (Snapshot, 3, Changed, 4)
+        store.sock.close()
 
 
+@pytest.mark.slow
 def test_many_large_values(hub: Hub) -> None:
     with hub.client() as one, hub.client() as other:
         one.next(Back)
@@ -178,6 +181,7 @@ def test_an_agent_that_comes_back_soon_goes_on(hub: Hub) -> None:
         assert other.next(Changed).revision == made.revision
 
 
+@pytest.mark.slow
 def test_an_agent_that_comes_back_late_has_lost_its_lease() -> None:
     hub = Hub(ttl=1)
     try:
@@ -210,6 +214,7 @@ def test_an_agent_that_takes_its_connection_over_leaves_nothing_of_the_old_one(h
             assert old.read() == b""
 
 
+@pytest.mark.slow
 def test_a_store_that_is_killed_and_starts_again() -> None:
     with HubProcess() as hub, client(hub.settings()) as one:
         one.watch("job/")
@@ -225,6 +230,7 @@ def test_a_store_that_is_killed_and_starts_again() -> None:
         assert one.make(Put("job/a", b"3", JOB)).revision > before
 
 
+@pytest.mark.slow
 def test_a_store_that_is_stopped_is_away_within_the_ttl_and_loses_nobody() -> None:
     with HubProcess(ttl=1) as hub, client(hub.settings()) as one, client(hub.settings()) as other:
         one.watch("")
@@ -244,6 +250,7 @@ def test_a_store_that_is_stopped_is_away_within_the_ttl_and_loses_nobody() -> No
         assert "nodes/b" in one.below("nodes/")
 
 
+@pytest.mark.slow
 def test_an_agent_that_is_stopped_for_longer_than_its_lease() -> None:
     script = (
         "import sys\n"
@@ -283,6 +290,33 @@ def test_an_agent_that_is_stopped_for_longer_than_its_lease() -> None:
         hub.server.close(0.0)
 
 
+@pytest.mark.slow
+def test_an_agent_that_was_stopped_reads_what_has_come_before_it_judges() -> None:
+    gate = threading.Event()
+
+    class Stopped(Client):
+        def _take(self, event: Any) -> None:
+            super()._take(event)
+            if isinstance(event, Snapshot):
+                gate.wait(SOON)
+
+    with Impostor(b"") as store:
+        one = Stopped(HubStore(store.settings._replace(timeout=0.2)))
+        store.let_in()
+        one.next(Back)
+        one.store.watch("job/")
+        one.store.submit(1, Transaction((), ()))
+        store.read()
+        store.read()
+        store.say(messages.write(messages.Told("job/", 1, (), more=False)))
+        one.next(Snapshot)
+        store.say(messages.write(messages.Made(1, made=True, revision=1)))
+        threading.Event().wait(0.4)  # longer than an answer may take
+        gate.set()
+        assert one.next(Done, never=Away).made
+        one.store.close(0.0)
+
+
 def test_who_does_not_know_the_secret_is_refused_and_told_of_once(hub: Hub) -> None:
     where = f"127.0.0.1:{hub.settings.port}"
     for more, why in (
@@ -311,15 +345,37 @@ def test_no_secret_is_a_secret_of_its_own() -> None:
 
 def test_a_store_that_does_not_know_the_secret_is_found_out() -> None:
     """One that lets everybody in, to hear what they say."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        settings = HubSettings("127.0.0.1", listener.getsockname()[1], "run", b"secret", 2)
-        with client(settings) as one:
-            sock, _ = listener.accept()
-            with sock:
-                sock.sendall(wire.frame(messages.write(messages.Challenge(bytes(32))), wire.checksum))
-                sock.sendall(wire.frame(messages.write(messages.Welcome(bytes(16), 2)), wire.Seal(b"guess")))
-                why = one.next(Refused, never=(Away, Back)).why
-                assert why == f"{settings.where} does not know the job's secret"
+    with Impostor(b"guess") as store, client(store.settings._replace(secret=b"secret")) as one:
+        store.let_in()
+        why = one.next(Refused, never=(Away, Back)).why
+        assert why == f"{store.settings.where} does not know the job's secret"
+
+
+def test_what_is_put_into_a_connection_to_an_agent_is_not_told() -> None:
+    body = messages.write(messages.Told("job/", 1, (), more=False))
+    with Impostor(b"") as store, client(store.settings) as one:
+        for seal in (wire.checksum, wire.Seal(b"guess")):
+            store.let_in()
+            one.next(Back, never=LeaseLost)
+            one.store.watch("job/")
+            store.read()
+            store.sock.sendall(wire.frame(body, seal))
+            assert "a message is not authentic" in one.next(Away, never=(Snapshot, Refused)).why
+            store.sock.close()
+
+
+@pytest.mark.parametrize(
+    "said", [b"SSH-2.0-OpenSSH_9.6\r\n", wire.frame(b"\xc1", wire.checksum), bytes(36)], ids=["ssh", "damaged", "zeros"]
+)
+def test_what_answers_is_no_store(said: bytes) -> None:
+    with Impostor(b"") as store, client(store.settings) as one:
+        store.accept()
+        store.sock.sendall(said)
+        assert store.settings.where in one.next(Away, never=(Back, Refused)).why
+        store.sock.close()
+        store.let_in()
+        one.next(Back, never=(Away, LeaseLost))
+        store.sock.close()
 
 
 @pytest.mark.parametrize("how", ["repeated", "changed", "plain", "swapped", "too long"])
@@ -361,25 +417,15 @@ def test_what_is_changed_on_its_way_to_an_agent_ends_the_connection_only(hub: Hu
         assert one.below("") == ["b"]
 
 
+@pytest.mark.slow
 def test_strangers_disturb_nobody(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "WITHIN", 0.3)
     hello = wire.frame(b"x" * 1024, wire.checksum)
     with hub.client() as one:
         one.next(Back)
         before = _sockets()
-        said = [
-            *(
-                b"",
-                b"\0",
-                b"GET / HTTP/1.1\r\n\r\n",
-                os.urandom(1 << 16),
-                bytes(4000),
-                hello,
-                hello[:500],
-                b"\xff" * 36,
-            ),
-            bytes(4) + wire.checksum(b""),
-        ]
+        said = [b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", os.urandom(1 << 16), bytes(4000), b"\xff" * 36]
+        said += [hello, hello[:500], bytes(4) + wire.checksum(b"")]
         strangers = []
         for number in range(300):
             stranger = Stranger(hub.settings)
@@ -401,6 +447,21 @@ def test_strangers_disturb_nobody(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> 
         assert hub.warned.empty()
 
 
+def test_among_too_many_strangers_the_oldest_goes(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "MOST_STRANGERS", 8)
+    monkeypatch.setattr(door, "WITHIN", 100.0)
+    strangers = [Stranger(hub.settings) for _ in range(20)]
+    with hub.client() as one:
+        one.next(Back, never=NEVER)
+        assert [stranger.read() for stranger in strangers[:11]] == [b""] * 11
+        strangers[-1].greet()
+        assert messages.read_welcome(strangers[-1].read()).ttl == 2
+        assert one.below("") == []
+    for stranger in strangers:
+        stranger.sock.close()
+
+
+@pytest.mark.slow
 def test_who_does_not_read_is_given_up(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "MOST_QUEUED", 8 << 20)
     with hub.client() as one, Stranger(hub.settings) as slow:
@@ -416,6 +477,7 @@ def test_who_does_not_read_is_given_up(hub: Hub, monkeypatch: pytest.MonkeyPatch
         assert one.below("") == ["a"]
 
 
+@pytest.mark.slow
 def test_no_descriptor_is_left_for_another_connection() -> None:
     with HubProcess() as hub, client(hub.settings()) as one:
         one.next(Back)
@@ -473,6 +535,7 @@ def test_the_end_waits_for_agents_that_are_still_there(hub: Hub) -> None:
     hub.server.close(1.0)
 
 
+@pytest.mark.slow
 def test_the_end_waits_no_longer_than_it_may(hub: Hub) -> None:
     with hub.client() as one:
         one.next(Back)
@@ -482,6 +545,7 @@ def test_the_end_waits_no_longer_than_it_may(hub: Hub) -> None:
         one.next(Away)
 
 
+@pytest.mark.slow
 def test_a_resolver_that_takes_its_time_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     real = socket.getaddrinfo

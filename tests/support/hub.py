@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from phalanx._store.hub import messages, wire
-from phalanx._store.hub.handshake import AgentSide
+from phalanx._store.hub.handshake import AgentSide, StoreSide
 from phalanx._store.hub.settings import HubSettings
 from tests.support.stores import SOON
 
@@ -194,4 +194,47 @@ class Stranger:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.sock.close()
+
+
+class Impostor:
+    """What an agent takes for the store, and says what it is told to. A context manager."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.settings = HubSettings("127.0.0.1", self._listener.getsockname()[1], "run", secret, 2)
+        self._side = StoreSide("run", secret)
+
+    def accept(self) -> None:
+        """Take a connection."""
+        self._listener.settimeout(SOON)
+        self.sock, _ = self._listener.accept()
+        self.sock.settimeout(SOON)
+        self._frames = wire.Frames(messages.MOST_BODY)
+
+    def let_in(self) -> None:
+        """Take a connection, and let the agent in, whoever it is."""
+        self.accept()
+        answer, _, self._seal = self._side.challenge(self.read())
+        self.sock.sendall(wire.frame(answer, wire.checksum))
+        self.read()
+        self.say(messages.write(messages.Welcome(bytes(messages.SESSION), self.settings.ttl)))
+
+    def say(self, body: bytes) -> None:
+        """Say something that is sealed."""
+        self.sock.sendall(wire.frame(body, self._seal))
+
+    def read(self) -> bytes:
+        """Return the next message, whatever its code is."""
+        while (found := self._frames.next()) is None:
+            data = self.sock.recv(1 << 16)
+            assert data
+            self._frames.feed(data)
+        return found[1]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
         self.sock.close()

@@ -118,7 +118,6 @@ class Connection:
             sock.close()
             self._see_broken(error.strerror or str(error))
             return
-        link.forged = lambda: self._see_refused(f"{self._settings.where} does not know the job's secret")
         link.send(self._side.hello())
         self._expect()
 
@@ -131,6 +130,7 @@ class Connection:
                 self._hear(body)
             elif link.opens is None:
                 body, link.seals, link.opens = self._side.enter(body)
+                link.forged = lambda: self._see_refused(f"{self._settings.where} does not know the job's secret")
                 link.send(body)
             else:
                 self._enter(link, self._side.welcome(body, is_sealed=is_sealed))

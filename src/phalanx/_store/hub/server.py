@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from phalanx._base.loop import Loop
 from phalanx._store.hub.door import Door
@@ -40,7 +40,7 @@ class HubServer:
         secret: What agents must know; empty: nothing.
         ttl: Seconds (2 or more) after which an agent is lost that is not heard of.
         warn: Called with a line on somebody who is refused, once for each address, by the server's thread. Must not
-            wait, or raise.
+            wait.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class HubServer:
             self._address = listener.getsockname()[0], listener.getsockname()[1]
             loop = self._loop = Loop()
             opened.callback(loop.close)
-            self._door = Door(loop, listener, self._side, self._admit, self._warn)
+            self._door = Door(loop, listener, self._side, self._admit, self._tell)
             self._service = Service(loop, self._ttl)
             thread = threading.Thread(target=self._serve, args=(loop,), name="phalanx-hub", daemon=True)
             _running.add(self)
@@ -120,7 +120,7 @@ class HubServer:
         try:
             loop.run()
         except Exception as error:  # noqa: BLE001 - agents find it gone; why, only this one can tell
-            self._warn(f"the store at {address_text(*self._address)} has failed: {type(error).__name__}: {error}")
+            self._tell(f"the store at {address_text(*self._address)} has failed: {type(error).__name__}: {error}")
         finally:
             _running.discard(self)
             self._door.close()
@@ -129,6 +129,10 @@ class HubServer:
 
     def _admit(self, link: Link, session: bytes) -> None:
         self._service.admit(link, session)
+
+    def _tell(self, line: str) -> None:
+        with suppress(Exception):  # the caller's: the agents are not to feel it
+            self._warn(line)
 
     def _begin_end(self, seconds: float) -> None:
         assert self._loop is not None
