@@ -47,7 +47,7 @@ class Agent:
         command = [
             *job.hosts.on(number), sys.executable, "-m", "phalanx", "run", "--nnodes", job.nodes, *job.meeting(number),
             "--rdzv-conf", ",".join(job.conf), "--rejoin-delay", "0.2", "--nproc-per-node", "2", "--grace", "5",
-            *options, str(job.script), str(job.end),
+            *options, *job.command,
         ]  # fmt: skip
         with self.path.open("wb") as console:
             env = {**os.environ, "HOME": str(home), "XDG_STATE_HOME": str(home), **job.env, **env}
@@ -98,8 +98,10 @@ class Job:
         self.folder, self.hosts, self.nodes, self.meeting = folder, hosts, nodes, meeting
         self.conf = [f"lease_ttl={TTL}", "last_call_timeout=1", "join_timeout=60"]
         self.env: dict[str, str] = {}
-        self.script, self.end = folder / "train.py", folder / "end"
-        self.script.write_text(WORKER)
+        self.end = folder / "end"
+        script = folder / "train.py"
+        script.write_text(WORKER)
+        self.command = [str(script), str(self.end)]
         self.agents: list[Agent] = []
 
     def start(self, *numbers: int, options: Sequence[str] = (), **env: str) -> list[Agent]:

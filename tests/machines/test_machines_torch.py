@@ -1,0 +1,59 @@
+"""A job of torch on three hosts that meet at an etcd: DistributedDataParallel over gloo, and a rank that is killed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+if importlib.util.find_spec("grpc") is None:
+    pytest.skip("the extra `etcd` is not installed", allow_module_level=True)
+
+from tests.support.etcd import Etcd
+from tests.support.helpers import descendants
+from tests.support.jobs import Job
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.hosts import Hosts
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+STORE = 4
+EXAMPLE = os.path.abspath("examples/digits_ddp.py")
+PRELOAD = "torch,torch._dynamo,sklearn.datasets"
+
+
+def test_digits_ddp_trains_on_three_hosts_though_a_rank_is_killed(tmp_path: Path, hosts: Hosts) -> None:
+    with Etcd(1, hosts.address(STORE), hosts.on(STORE)) as etcd:
+        meeting = ["--rdzv-backend", "etcd", "--rdzv-endpoint", etcd.endpoints, "--run-id", tmp_path.name]
+        one = Job(tmp_path, hosts, "3", lambda _: meeting)
+        one.env = {"GLOO_SOCKET_IFNAME": "eth0", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        one.command = [EXAMPLE, "--checkpoint", str(tmp_path / "digits.pt")]
+        try:
+            agents = one.start(1, 2, 3, options=["--max-restarts", "1", "--preload", PRELOAD])
+            agents[0].wait_for("step 1 loss")
+            below = descendants(agents[1].process.pid)
+            (victim,) = (pid for pid in below if writes_to(pid).endswith("attempt_0/1/stdout.log"))
+            os.kill(victim, signal.SIGKILL)
+            assert [agent.end() for agent in agents] == [0, 0, 0], [agent.said for agent in agents]
+        finally:
+            one.close()
+    weights = {found for agent in agents for found in re.findall(r"rank \d of 6 done, weights (\w+)", agent.said)}
+    assert len(weights) == 1
+    for agent in agents:
+        assert re.search(r"rank \d on host h2, .*SIGKILL.*; stopping the workers", agent.said), agent.said
+        assert "attempt 2 of 2 has succeeded" in agent.said
+
+
+def writes_to(pid: int) -> str:
+    """The file that is the stdout of a process; empty: it has ended."""
+    try:
+        return os.readlink(f"/proc/{pid}/fd/1")
+    except OSError:
+        return ""
