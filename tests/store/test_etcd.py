@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import importlib.util
 import os
@@ -44,7 +45,7 @@ from tests.support import leaks
 from tests.support.etcd import Etcd
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Coroutine, Iterator
     from pathlib import Path
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("grpc_is_up")]
@@ -102,6 +103,11 @@ class Client:
     def watch(self, prefix: str) -> Snapshot:
         self.store.watch(prefix)
         return self.next(Snapshot)
+
+    def on_its_thread(self, what: Coroutine[Any, Any, T]) -> T:
+        """Have the store's thread carry something out."""
+        assert self.store._loop is not None
+        return asyncio.run_coroutine_threadsafe(what, self.store._loop).result(SOON)
 
     def below(self, prefix: str) -> list[str]:
         self.ticket += 1
@@ -231,6 +237,29 @@ def test_an_etcd_that_is_killed_and_starts_again(prefix: str) -> None:
         done = one.make(Put("job/a", b"3", JOB))
         assert done.made
         assert sorted(one.below("job/")) == ["job/a", "job/mine"]  # a lease begins anew
+
+
+def test_a_stream_of_leases_that_has_ended_before_it_is_used_again(prefix: str) -> None:
+    with Etcd() as own, client(own.endpoints, prefix) as one:
+        one.next(Back)
+        assert one.store._session is not None
+        assert one.on_its_thread(one.store._session.keep(one.store._lease))
+        own.members[0].kill()  # nothing is watched: the stream alone can tell
+        assert own.endpoints in one.next(Away).why
+        own.start()
+        one.next(Back)
+        assert one.make(Put("job/a", b"", JOB)).made
+
+
+def test_a_lease_may_be_kept_by_two_tasks_at_once(etcd: Etcd, prefix: str) -> None:
+    async def both() -> list[bool]:
+        session, lease = one.store._session, one.store._lease
+        assert session is not None
+        return await asyncio.gather(*(session.keep(each) for each in (lease, 1, lease, 1)))
+
+    with client(etcd.endpoints, prefix) as one:
+        one.next(Back)
+        assert one.on_its_thread(both()) == [True, False, True, False]
 
 
 def test_what_was_compacted_is_read_anew(prefix: str) -> None:

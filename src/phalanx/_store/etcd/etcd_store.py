@@ -72,7 +72,6 @@ class EtcdStore(Store):
         self._tasks: set[asyncio.Task[Any]] = set()
         self._until = 0.0
         self._ends_job = False
-        self._token: tuple[tuple[str, str], ...] = ()
 
     # --- any thread
 
@@ -128,9 +127,10 @@ class EtcdStore(Store):
         await asyncio.wait((main, closing), return_when=asyncio.FIRST_COMPLETED)
         await closing  # refused: nothing follows but that
         await self._leave()
-        for task in (main, writer, *self._tasks):
+        tasks = (main, writer, *self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(main, writer, *self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _begin_fetch(self, ticket: int, prefix: str) -> None:
         task = asyncio.ensure_future(self._fetch(ticket, prefix))
@@ -303,7 +303,7 @@ class EtcdStore(Store):
                     await self._renew(session)  # what was to be written with the old one is out of date
                     return False
                 return True
-        except (RefusedError, *BROKEN) as other:
+        except BROKEN as other:
             session.end(other)
         return False
 
@@ -329,13 +329,12 @@ class EtcdStore(Store):
         return made
 
     async def _fetch(self, ticket: int, prefix: str) -> None:
-        entries = None
-        if self._session is not None:
+        entries, session = None, self._session
+        if session is not None:
             try:
-                entries, _ = await self._read(self._session, prefix)
+                entries, _ = await self._read(session, prefix)
             except BROKEN as error:
-                if self._session is not None:
-                    self._session.end(error)
+                session.end(error)
         self._deliver(Fetched(ticket, entries))
 
     async def _leave(self) -> None:
@@ -343,7 +342,7 @@ class EtcdStore(Store):
         session = self._session
         if session is None:
             return
-        with suppress(*BROKEN):
+        with suppress(BROKEN):
             async with asyncio.timeout(max(0.1, self._until - clock.now())):
                 await self._queue.join()
                 for lease in (self._lease, *((self._settings.job_lease,) if self._ends_job else ())):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import contextmanager, suppress
 
 from phalanx._store.etcd import api
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
     from typing import Any
 
     from phalanx._store.etcd.settings import EtcdSettings
@@ -31,8 +32,8 @@ class BrokenError(Exception):
     """The session has broken."""
 
 
-BROKEN = (BrokenError, api.aio.AioRpcError, TimeoutError)
-"""What is raised when a session has broken."""
+BROKEN = Exception
+"""What is raised when a session has broken: grpc raises InvalidStateError and ValueError too, where it has no status."""
 
 
 class Session:
@@ -52,6 +53,7 @@ class Session:
         self._endpoint = endpoint
         self._metadata: tuple[tuple[str, str], ...] = ()
         self._keeper: Any = None
+        self._keeping = asyncio.Lock()  # a stream takes one message at a time
         self.broken = asyncio.Event()
         self.why: Exception | None = None
         self.followers: list[asyncio.Future[None]] = []
@@ -71,16 +73,9 @@ class Session:
         request = fields.pop("request", None) or api.messages[method.request](**fields)
         if self._channel is None:
             raise BrokenError(_ENDED)
-        try:
+        with _not_cancelled():
             call = api.unary(self._channel, method)
             return await call(request, timeout=self._settings.timeout, metadata=self._metadata)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise BrokenError(_ENDED) from None  # the channel was closed, which cancels its calls
-        except api.aio.UsageError as error:
-            raise BrokenError(str(error)) from None
 
     async def authenticate(self) -> None:
         """Say who we are. Raises RefusedError."""
@@ -118,11 +113,15 @@ class Session:
 
     async def keep(self, lease: int) -> bool:
         """Keep a lease alive. Returns whether it is there."""
-        if self._keeper is None:
-            self._keeper = api.stream(self._channel, api.KEEP_ALIVE)(metadata=(*self._metadata, *_LEADER))
-        async with asyncio.timeout(self._settings.timeout):
-            await self._keeper.write(api.messages["LeaseKeepAliveRequest"](ID=lease))
-            answer = await self._keeper.read()
+        async with asyncio.timeout(self._settings.timeout), self._keeping:
+            if self._channel is None:
+                raise BrokenError(_ENDED)
+            if self._keeper is None:
+                self._keeper = api.stream(self._channel, api.KEEP_ALIVE)(metadata=(*self._metadata, *_LEADER))
+            with _not_cancelled():
+                with suppress(asyncio.InvalidStateError):  # the stream has ended: the read tells why
+                    await self._keeper.write(api.messages["LeaseKeepAliveRequest"](ID=lease))
+                answer = await self._keeper.read()
         if answer is api.aio.EOF:
             raise BrokenError("etcd has ended the stream of leases")
         return bool(answer.TTL > 0)
@@ -161,3 +160,15 @@ class Session:
         await channel.close()
         self.followers.clear()
         self.why = None
+
+
+@contextmanager
+def _not_cancelled() -> Iterator[None]:
+    """Raise BrokenError where a call was cancelled and the task was not: the channel was closed meanwhile."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise BrokenError(_ENDED) from None
