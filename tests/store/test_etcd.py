@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import gc
 import importlib.util
+import json
 import os
 import queue
 import signal
@@ -13,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,6 +24,7 @@ import pytest
 if importlib.util.find_spec("grpc") is None:  # not imported: what it reads in the environment is read once
     pytest.skip("the extra `etcd` is not installed", allow_module_level=True)
 
+from phalanx._store.etcd.api import end_of
 from phalanx._store.etcd.etcd_store import EtcdStore
 from phalanx._store.etcd.settings import EtcdSettings
 from phalanx._store.store import (
@@ -79,10 +83,12 @@ class Client:
         self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.ticket = 0
         self.threads: set[int] = set()
+        self.all: list[Any] = []
         self.store.open(self._take)
 
     def _take(self, event: Any) -> None:
         self.threads.add(threading.get_ident())
+        self.all.append(event)
         self.told.put(event)
 
     def next(self, kind: type[T]) -> T:
@@ -263,15 +269,11 @@ def test_a_lease_may_be_kept_by_two_tasks_at_once(etcd: Etcd, prefix: str) -> No
 
 
 def test_what_was_compacted_is_read_anew(prefix: str) -> None:
-    import json
-    import urllib.request
-
     with Etcd() as own, client(own.endpoints, prefix) as one, client(own.endpoints, prefix) as other:
         other.next(Back)
         first = one.watch("job/")
         last = [other.make(Put("job/a", b"%d" % number, JOB)) for number in range(5)][-1]
-        body = json.dumps({"revision": str(last.revision)}).encode()
-        urllib.request.urlopen(f"http://{own.endpoints}/v3/kv/compaction", data=body, timeout=5).close()
+        call(own, "kv/compaction", revision=str(last.revision))
         late = EtcdStore(EtcdSettings((own.endpoints,), prefix, ttl=2))
         told: queue.SimpleQueue[Any] = queue.SimpleQueue()
         watched = _watched_from(late, "job/", first.revision)
@@ -373,35 +375,88 @@ def test_tls(prefix: str, tmp_path: Path) -> None:
         EtcdStore(EtcdSettings(("127.0.0.1:1",), prefix, ca="/nowhere")).open(lambda _: None)
 
 
-def test_user_and_password(prefix: str) -> None:
-    import json
-    import urllib.request
+def call(own: Etcd, path: str, token: str = "", **body: Any) -> dict[str, Any]:
+    """Call a method of an etcd by its gateway."""
+    request = urllib.request.Request(f"http://{own.endpoints}/v3/{path}", data=json.dumps(body).encode())
+    if token:
+        request.add_header("Authorization", token)
+    with urllib.request.urlopen(request, timeout=5) as answer:
+        return dict(json.load(answer))
 
+
+def want_passwords(own: Etcd) -> str:
+    """Have an etcd ask who we are. Returns a token of root's."""
+    call(own, "auth/user/add", name="root", password="secret")
+    call(own, "auth/role/add", name="root")
+    call(own, "auth/user/grant", user="root", role="root")
+    call(own, "auth/enable")
+    return str(call(own, "auth/authenticate", name="root", password="secret")["token"])
+
+
+def test_user_and_password(prefix: str) -> None:
     with Etcd() as own:
-        for path, body in (
-            ("auth/user/add", {"name": "root", "password": "secret"}),
-            ("auth/role/add", {"name": "root"}),
-            ("auth/user/grant", {"user": "root", "role": "root"}),
-            ("auth/enable", {}),
-        ):
-            data = json.dumps(body).encode()
-            urllib.request.urlopen(f"http://{own.endpoints}/v3/{path}", data=data, timeout=5).close()
-        with client(own.endpoints, prefix, user="root", password="secret") as one:  # noqa: S106 - the etcd's own
+        with client(own.endpoints, prefix) as nobody:
+            nobody.next(Back)
+            token = want_passwords(own)  # in the midst of a job
+            assert nobody.make(Put("a", b"", JOB)).made is None
+            assert "refuses this agent: " in nobody.next(Refused).why
+        with client(own.endpoints, prefix, user="root", password="secret") as one:
             one.next(Back)
             assert one.make(Put("a", b"", JOB)).made
             assert [entry.key for entry in one.watch("").entries] == ["a"]
-        with client(own.endpoints, prefix, user="root", password="wrong") as one:  # noqa: S106 - as above
+        with client(own.endpoints, prefix, user="root", password="wrong") as one:
             assert "refuses the user 'root': " in one.next(Refused).why
         with client(own.endpoints, prefix) as one:
             assert "refuses this agent: " in one.next(Refused).why
+        call(own, "auth/user/add", token, name="reader", password="secret")
+        call(own, "auth/role/add", token, name="reader")
+        first, end = (base64.b64encode(key).decode() for key in (prefix.encode(), end_of(prefix.encode())))
+        call(own, "auth/role/grant", token, name="reader", perm={"permType": "READ", "key": first, "range_end": end})
+        call(own, "auth/user/grant", token, user="reader", role="reader")
+        with client(own.endpoints, prefix, user="reader", password="secret") as one:
+            one.next(Back)
+            assert one.make(Put("a", b"", JOB)).made is None
+            assert "permission denied" in one.next(Refused).why
+
+
+def test_a_token_that_has_expired_interrupts_nothing(prefix: str) -> None:
+    def age() -> None:
+        assert one.store._session is not None
+        one.store._session._metadata = (("token", "expired"),)
+
+    with Etcd() as own:
+        want_passwords(own)
+        with client(own.endpoints, prefix, user="root", password="secret") as one, \
+             client(own.endpoints, prefix, user="root", password="secret") as other:  # fmt: skip
+            one.next(Back)
+            other.watch("")
+            for ask in (lambda: one.make(Put("a", b"", OWN)).made, lambda: one.below("") == ["a"],
+                        lambda: one.watch("").entries):  # fmt: skip
+                age()
+                assert ask()
+            age()
+            one.store.close(5.0)
+            other.next(Changed)
+            assert other.next(Changed).deleted == ("a",)  # its lease was given back
+        assert not any(isinstance(event, Away) for event in one.all)
 
 
 def test_a_value_that_etcd_does_not_take(etcd: Etcd, prefix: str) -> None:
     with client(etcd.endpoints, prefix) as one:
         one.next(Back)
         assert one.make(Put("a", bytes(3 << 20), JOB)).made is None
+        assert "larger than max" in one.next(Away).why
+        one.next(Back)
         assert one.make(Put("a", bytes(1 << 20), JOB)).made
         assert [len(entry.value) for entry in one.watch("").entries] == [1 << 20]
+
+
+def test_an_etcd_without_space_says_so(prefix: str) -> None:
+    with Etcd(options=["--quota-backend-bytes", "1000000"]) as own, client(own.endpoints, prefix) as one:
+        one.next(Back)
+        while one.make(Put("a", bytes(1 << 20), JOB)).made:
+            pass
+        assert "space exceeded" in one.next(Away).why
 
 
 def test_a_fork_of_the_process_has_no_part_in_it(etcd: Etcd, prefix: str) -> None:
@@ -424,6 +479,26 @@ def test_sockets_do_not_add_up(etcd: Etcd, prefix: str) -> None:
         with client(etcd.endpoints, prefix) as one:
             one.watch("")
     assert len(_grpcs()) - before < 10
+
+
+def test_one_store_after_another(etcd: Etcd, prefix: str) -> None:
+    """What grpc has for the loop of the first finds it closed, and asyncio prints that: of 120 it were 8."""
+    script = (
+        "import queue, sys\n"
+        "from phalanx._store.etcd.etcd_store import EtcdStore\n"
+        "from phalanx._store.etcd.settings import EtcdSettings\n"
+        "for _ in range(40):\n"
+        "    told = queue.SimpleQueue()\n"
+        "    store = EtcdStore(EtcdSettings((sys.argv[1],), sys.argv[2], ttl=2))\n"
+        "    store.open(told.put)\n"
+        "    told.get()\n"
+        "    store.watch('')\n"
+        "    told.get()\n"
+        "    store.close(5)\n"
+    )
+    command = [sys.executable, "-c", script, etcd.endpoints, prefix]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_closing_twice_or_before_it_was_reached() -> None:

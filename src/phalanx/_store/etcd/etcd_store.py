@@ -68,6 +68,7 @@ class EtcdStore(Store):
         self._watched: dict[str, _Watched] = {}
         self._queue: asyncio.Queue[tuple[int, Transaction]] = asyncio.Queue()
         self._lease = 0
+        self._keeping = asyncio.Lock()  # a lease that is gone is made anew once
         self._closing = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._until = 0.0
@@ -166,12 +167,8 @@ class EtcdStore(Store):
         """Connect, and see to the leases."""
         await session.authenticate()
         await session.check(self._prefix)
-        lost = self._lease and not await session.keep(self._lease)
-        if lost or not self._lease:
-            self._lease = await session.grant(self._settings.ttl)
-        await session.grant(self._settings.job_ttl, self._settings.job_lease)
-        if lost:
-            self._deliver(LeaseLost())
+        await session.grant(self._settings.job_ttl, self._settings.job_lease)  # refused while etcd has no space left
+        await self._see_to_leases(session)
 
     async def _stay(self, session: Session) -> None:
         """Keep the leases, and follow the watches, until something breaks. Raises what that is."""
@@ -191,17 +188,21 @@ class EtcdStore(Store):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _keep(self, session: Session) -> None:
-        """Keep the leases alive. A lease that is gone is made anew."""
+        """Keep the leases alive."""
         while True:
             await asyncio.sleep(self._settings.ttl / 3)
-            if not await session.keep(self._lease):
-                await self._renew(session)
+            await self._see_to_leases(session)
+
+    async def _see_to_leases(self, session: Session) -> None:
+        """Keep the leases alive, once. One that is gone is made anew; of our own, that is told."""
+        async with self._keeping:
+            if not self._lease:
+                self._lease = await session.grant(self._settings.ttl)
+            elif not await session.keep(self._lease):
+                self._lease = await session.grant(self._settings.ttl)
+                self._deliver(LeaseLost())
             if not await session.keep(self._settings.job_lease):
                 await session.grant(self._settings.job_ttl, self._settings.job_lease)
-
-    async def _renew(self, session: Session) -> None:
-        self._lease = await session.grant(self._settings.ttl)
-        self._deliver(LeaseLost())
 
     # --- watches
 
@@ -274,38 +275,23 @@ class EtcdStore(Store):
                 self._queue.task_done()
 
     async def _write(self, ticket: int, transaction: Transaction) -> Done:
-        session = self._session
+        session, lease = self._session, self._lease
         if session is None:
             return Done(ticket, None, 0)
-        for again in (False, True):
+        try:
             try:
                 answer = await session.txn(self._request(transaction))
             except api.aio.AioRpcError as error:
-                if again or not await self._can_repeat(session, error):
-                    session.note(error)
+                if error.code() != _code.NOT_FOUND:
+                    raise
+                await self._see_to_leases(session)  # one of them is not there, so nothing was written
+                if self._lease != lease:  # what was to be written with the old one is out of date
                     return Done(ticket, None, 0)
-            except BROKEN as error:
-                session.end(error)
-                return Done(ticket, None, 0)
-            else:
-                return Done(ticket, answer.succeeded, answer.header.revision)
-        raise AssertionError
-
-    async def _can_repeat(self, session: Session, error: api.aio.AioRpcError) -> bool:
-        """See why etcd has not made a transaction. Returns whether it may be asked for again: the reason is mended."""
-        try:
-            if error.code() == _code.UNAUTHENTICATED and self._settings.user:  # the token has expired
-                await session.authenticate()
-                return True
-            if error.code() == _code.NOT_FOUND:  # a lease
-                await session.grant(self._settings.job_ttl, self._settings.job_lease)
-                if not await session.keep(self._lease):
-                    await self._renew(session)  # what was to be written with the old one is out of date
-                    return False
-                return True
-        except BROKEN as other:
-            session.end(other)
-        return False
+                answer = await session.txn(self._request(transaction))
+        except BROKEN as error:
+            session.end(error)
+            return Done(ticket, None, 0)
+        return Done(ticket, answer.succeeded, answer.header.revision)
 
     def _request(self, transaction: Transaction) -> Any:
         made = api.messages["TxnRequest"]()

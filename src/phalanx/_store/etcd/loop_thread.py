@@ -9,6 +9,7 @@ import asyncio
 import os
 import threading
 
+_PATIENCE = 0.5
 _lock = threading.Lock()
 _users = 0
 _loop: asyncio.AbstractEventLoop | None = None
@@ -43,6 +44,8 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()
+        if left := asyncio.all_tasks(loop):  # grpc's: what it tells a loop that is closed would be printed
+            loop.run_until_complete(asyncio.wait(left, timeout=_PATIENCE))
         loop.run_until_complete(loop.shutdown_asyncgens())
     finally:
         asyncio.set_event_loop(None)

@@ -22,6 +22,7 @@ _LEADER = (("hasleader", "true"),)  # has etcd end a stream of a member that has
 _ENDED = "the session has ended"
 _code = api.grpc.StatusCode
 _NEVER = (_code.UNAUTHENTICATED, _code.PERMISSION_DENIED, _code.UNIMPLEMENTED)
+_OUTDATED = (_code.UNAUTHENTICATED, _code.INVALID_ARGUMENT)  # the second: users were changed, which ends a JSON Web Token
 
 
 class RefusedError(Exception):
@@ -37,7 +38,7 @@ BROKEN = Exception
 
 
 class Session:
-    """What one member of the etcd is asked, over one channel."""
+    """What one member of the etcd is asked, over one channel. Its methods raise RefusedError, and `BROKEN`."""
 
     def __init__(self, settings: EtcdSettings, endpoint: str, credentials: Any) -> None:
         options = (
@@ -63,28 +64,37 @@ class Session:
         self.why = self.why or why
         self.broken.set()
 
-    def note(self, error: api.aio.AioRpcError) -> None:
-        """End the session, unless etcd has answered, and only refused a request."""
-        answered = (_code.INVALID_ARGUMENT, _code.NOT_FOUND, _code.FAILED_PRECONDITION, _code.RESOURCE_EXHAUSTED)
-        if error.code() not in answered:
-            self.end(error)
-
     async def _ask(self, method: api.Method, **fields: Any) -> Any:
         request = fields.pop("request", None) or api.messages[method.request](**fields)
+        for is_last in (not self._settings.user, True):
+            try:
+                return await self._call(method, request, self._metadata)
+            except api.aio.AioRpcError as error:
+                if is_last or error.code() not in _OUTDATED:
+                    if error.code() in _NEVER:
+                        raise self._refused(error) from None
+                    raise
+            await self.authenticate()  # the token has expired: etcd has not looked at the request
+        raise AssertionError
+
+    def _refused(self, error: api.aio.AioRpcError) -> RefusedError:
+        return RefusedError(f"etcd at {self._endpoint} refuses this agent: {error.details()}")
+
+    async def _call(self, method: api.Method, request: Any, metadata: tuple[tuple[str, str], ...]) -> Any:
         if self._channel is None:
             raise BrokenError(_ENDED)
         with _not_cancelled():
             call = api.unary(self._channel, method)
-            return await call(request, timeout=self._settings.timeout, metadata=self._metadata)
+            return await call(request, timeout=self._settings.timeout, metadata=metadata)
 
     async def authenticate(self) -> None:
         """Say who we are. Raises RefusedError."""
         settings = self._settings
         if not settings.user:
             return
-        self._metadata = ()
+        request = api.messages["AuthenticateRequest"](name=settings.user, password=settings.password)
         try:
-            answer = await self._ask(api.AUTHENTICATE, name=settings.user, password=settings.password)
+            answer = await self._call(api.AUTHENTICATE, request, ())
         except api.aio.AioRpcError as error:
             if error.code() in (_code.INVALID_ARGUMENT, _code.FAILED_PRECONDITION, *_NEVER):
                 msg = f"etcd at {self._endpoint} refuses the user {settings.user!r}: {error.details()}"
@@ -93,13 +103,12 @@ class Session:
         self._metadata = (("token", answer.token),)
 
     async def check(self, prefix: bytes) -> None:
-        """See that etcd lets us have the keys below a prefix. Raises RefusedError."""
+        """See that etcd lets us have the keys below a prefix."""
         try:
             await self._ask(api.RANGE, key=prefix, range_end=api.end_of(prefix), limit=1)
         except api.aio.AioRpcError as error:
-            if error.code() in (_code.INVALID_ARGUMENT, *_NEVER):  # the first: no user is named
-                msg = f"etcd at {self._endpoint} refuses this agent: {error.details()}"
-                raise RefusedError(msg) from None
+            if error.code() == _code.INVALID_ARGUMENT:  # no user is named
+                raise self._refused(error) from None
             raise
 
     async def grant(self, ttl: int, lease: int = 0) -> int:
