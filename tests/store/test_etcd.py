@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import queue
+import shutil
 import signal
 import socket
 import subprocess
@@ -39,6 +40,7 @@ from phalanx._store.store import (
     Done,
     Entry,
     Fetched,
+    LeaseLost,
     Put,
     Refused,
     Snapshot,
@@ -178,6 +180,11 @@ def test_a_watch_tells_all_once_and_in_order(etcd: Etcd, prefix: str) -> None:
         assert [event.revision for event in told] == [*revisions, last.revision]
         assert [event.written[0].value for event in told[:20]] == [b"%d" % number for number in range(20)]
         assert (told[20].deleted, [entry.key for entry in told[20].written]) == (("job/a",), ["job/b"])
+        other.store.watch("job/")  # once more
+        other.next(Snapshot)
+        one.make(Delete("job/b"))
+        one.make(Put("job/b", b"x", JOB))
+        assert [other.next(Changed).revision for _ in range(2)] == [last.revision + 1, last.revision + 2]
         other.store.unwatch("job/")
         assert other.below("job/") == ["job/b"]
         one.make(Put("job/b", b"y", JOB))
@@ -268,6 +275,18 @@ def test_a_lease_may_be_kept_by_two_tasks_at_once(etcd: Etcd, prefix: str) -> No
         assert one.on_its_thread(both()) == [True, False, True, False]
 
 
+def test_an_etcd_that_has_lost_what_it_held_is_none(prefix: str) -> None:
+    with Etcd() as own, client(own.endpoints, prefix) as one:
+        one.next(Back)
+        for _ in range(3):
+            one.make(Put("job/a", b"", JOB))
+        own.members[0].kill()
+        shutil.rmtree(own.members[0]._folder)
+        own.start()
+        while "it has lost what it held: it is at revision 1, after 4" not in one.next(Away).why:
+            pass
+
+
 def test_what_was_compacted_is_read_anew(prefix: str) -> None:
     with Etcd() as own, client(own.endpoints, prefix) as one, client(own.endpoints, prefix) as other:
         other.next(Back)
@@ -311,6 +330,19 @@ def test_three_members_without_their_leader_and_without_a_quorum(prefix: str) ->
         rest[0].signal(signal.SIGCONT)
         while one.make(Put("job/a", b"4", JOB)).made is None:
             pass
+
+
+def test_a_member_that_stops_answering_costs_no_lease(prefix: str) -> None:
+    with Etcd(3) as own:
+        first = next(member for member in own.members if member is not own.leader())
+        rest = [member.endpoint for member in own.members if member is not first]
+        with client(",".join([first.endpoint, *rest]), prefix) as one:
+            one.next(Back)
+            first.signal(signal.SIGSTOP)
+            assert "no answer in time" in one.next(Away).why
+            one.next(Back)
+            first.signal(signal.SIGCONT)
+        assert not any(isinstance(event, LeaseLost) for event in one.all)
 
 
 def test_members_that_are_dead_silent_or_strange_are_passed_over(etcd: Etcd, prefix: str) -> None:
@@ -471,6 +503,19 @@ def test_a_fork_of_the_process_has_no_part_in_it(etcd: Etcd, prefix: str) -> Non
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
         assert one.make(Put("a", b"", JOB)).made
         assert one.below("") == ["a", "mine"]
+
+
+def test_an_answer_of_more_bytes_than_one_message_may_have(
+    etcd: Etcd, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx._store.etcd.session.MOST_BYTES", 4 << 20)
+    with client(etcd.endpoints, prefix) as one:
+        one.next(Back)
+        for number in range(40):
+            assert one.make(Put(f"a/{number:02}", bytes(120 << 10), JOB)).made
+        last = one.make(Put("b", b"", JOB))
+        assert one.below("a/") == [f"a/{number:02}" for number in range(40)]
+        assert (one.watch("a/").revision, one.all[-1].prefix) == (last.revision, "a/")
 
 
 def test_sockets_do_not_add_up(etcd: Etcd, prefix: str) -> None:

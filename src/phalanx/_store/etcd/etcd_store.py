@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 _PATIENCE = 1.0
 _PAUSE = (0.05, 1.0)  # seconds between two tries to connect: the first, and the longest
+_LASTING = 10.0  # seconds after which a session was a good one: the next try is a first one again
 _code = api.grpc.StatusCode
 
 
@@ -67,6 +68,7 @@ class EtcdStore(Store):
         self._session: Session | None = None
         self._watched: dict[str, _Watched] = {}
         self._queue: asyncio.Queue[tuple[int, Transaction]] = asyncio.Queue()
+        self._newest = 0  # revision that etcd has told
         self._lease = 0
         self._keeping = asyncio.Lock()  # a lease that is gone is made anew once
         self._closing = asyncio.Event()
@@ -140,33 +142,38 @@ class EtcdStore(Store):
 
     async def _carry_on(self) -> None:
         """Have one session after another, until etcd refuses us."""
-        pause, why, is_away = _PAUSE[0], "", False
+        pause, away, since = _PAUSE[0], "", clock.now()
         for endpoint in itertools.cycle(self._settings.endpoints):
             session = Session(self._settings, endpoint, self._credentials)
             try:
                 await self._greet(session)
                 self._session = session
                 self._deliver(Back())
-                pause, is_away = _PAUSE[0], False
+                away, since = "", clock.now()
                 await self._stay(session)
             except RefusedError as error:
                 self._deliver(Refused(str(error)))
                 return
             except BROKEN as error:
+                if self._session is session and clock.now() - since > _LASTING:
+                    pause = _PAUSE[0]
+                self._session = None
                 why = _words(error, endpoint)
+                if not away or (isinstance(error, BrokenError) and why != away):  # the latter: it answers, but so
+                    self._deliver(Away(why))
+                    away = why
             finally:
                 self._session = None
                 await session.close()
-            if not is_away:
-                self._deliver(Away(why))
-                is_away = True
             await asyncio.sleep(pause * (1 + random.random()) / 2)  # noqa: S311 - it spreads retries
             pause = min(2 * pause, _PAUSE[1])
 
     async def _greet(self, session: Session) -> None:
         """Connect, and see to the leases."""
         await session.authenticate()
-        await session.check(self._prefix)
+        revision = await session.check(self._prefix)
+        if revision < self._newest:  # a watch would tell nothing until it has as many again
+            raise BrokenError(f"it has lost what it held: it is at revision {revision}, after {self._newest}")
         await session.grant(self._settings.job_ttl, self._settings.job_lease)  # refused while etcd has no space left
         await self._see_to_leases(session)
 
@@ -207,6 +214,7 @@ class EtcdStore(Store):
     # --- watches
 
     def _watch(self, prefix: str) -> None:
+        self._unwatch(prefix)
         watched = self._watched[prefix] = _Watched(prefix)
         if self._session is not None:
             self._follow(self._session, watched)
@@ -217,8 +225,6 @@ class EtcdStore(Store):
             watched.follower.cancel()
 
     def _follow(self, session: Session, watched: _Watched) -> None:
-        if watched.follower is not None:
-            watched.follower.cancel()
         watched.follower = asyncio.ensure_future(self._tell(session, watched))
         session.followers.append(watched.follower)
 
@@ -250,12 +256,14 @@ class EtcdStore(Store):
                     else:
                         written.append(self._entry(event.kv))
                 watched.revision = revision
+                self._newest = max(self._newest, revision)
                 self._deliver(Changed(watched.prefix, revision, tuple(written), tuple(deleted)))
         raise BrokenError("etcd has ended a watch")
 
     async def _read(self, session: Session, prefix: str) -> tuple[tuple[Entry, ...], int]:
-        answer = await session.range(self._prefix + prefix.encode())
-        return tuple(self._entry(kv) for kv in answer.kvs), answer.header.revision
+        kvs, revision = await session.range(self._prefix + prefix.encode())
+        self._newest = max(self._newest, revision)
+        return tuple(self._entry(kv) for kv in kvs), revision
 
     def _entry(self, kv: Any) -> Entry:
         return Entry(self._name(kv.key), kv.value, kv.create_revision, kv.mod_revision)
@@ -291,6 +299,7 @@ class EtcdStore(Store):
         except BROKEN as error:
             session.end(error)
             return Done(ticket, None, 0)
+        self._newest = max(self._newest, answer.header.revision)
         return Done(ticket, answer.succeeded, answer.header.revision)
 
     def _request(self, transaction: Transaction) -> Any:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 64 << 20
 """Of an answer of etcd's that is taken."""
+_PAGE = 32  # keys of one answer: etcd takes values of 1.5 MiB
 
 _LEADER = (("hasleader", "true"),)  # has etcd end a stream of a member that has lost its leader
 
@@ -102,14 +103,15 @@ class Session:
             raise
         self._metadata = (("token", answer.token),)
 
-    async def check(self, prefix: bytes) -> None:
-        """See that etcd lets us have the keys below a prefix."""
+    async def check(self, prefix: bytes) -> int:
+        """See that etcd lets us have the keys below a prefix. Returns its revision."""
         try:
-            await self._ask(api.RANGE, key=prefix, range_end=api.end_of(prefix), limit=1)
+            answer = await self._ask(api.RANGE, key=prefix, range_end=api.end_of(prefix), limit=1)
         except api.aio.AioRpcError as error:
             if error.code() == _code.INVALID_ARGUMENT:  # no user is named
                 raise self._refused(error) from None
             raise
+        return int(answer.header.revision)
 
     async def grant(self, ttl: int, lease: int = 0) -> int:
         """Have a lease made, if it is not there. Returns its id."""
@@ -122,7 +124,8 @@ class Session:
 
     async def keep(self, lease: int) -> bool:
         """Keep a lease alive. Returns whether it is there."""
-        async with asyncio.timeout(self._settings.timeout), self._keeping:
+        patience = min(self._settings.timeout, self._settings.ttl / 3)  # another member has to hear of us in time
+        async with asyncio.timeout(patience), self._keeping:
             if self._channel is None:
                 raise BrokenError(_ENDED)
             if self._keeper is None:
@@ -143,9 +146,17 @@ class Session:
         """Make a transaction."""
         return await self._ask(api.TXN, request=request)
 
-    async def range(self, prefix: bytes) -> Any:
-        """Read all keys below a prefix."""
-        return await self._ask(api.RANGE, key=prefix, range_end=api.end_of(prefix))
+    async def range(self, prefix: bytes) -> tuple[list[Any], int]:
+        """Read all keys below a prefix. Returns them, and at which revision they were so."""
+        kvs: list[Any] = []
+        first, end, revision = prefix, api.end_of(prefix), 0
+        while True:
+            answer = await self._ask(api.RANGE, key=first, range_end=end, revision=revision, limit=_PAGE)
+            kvs += answer.kvs
+            revision = revision or answer.header.revision
+            if not answer.more:
+                return kvs, revision
+            first = kvs[-1].key + b"\0"
 
     async def watch(self, prefix: bytes, revision: int) -> AsyncIterator[Any]:
         """Yield what etcd tells of the keys below a prefix, from a revision on."""
