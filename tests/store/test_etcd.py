@@ -366,8 +366,10 @@ def test_members_that_are_dead_silent_or_strange_are_passed_over(etcd: Etcd, pre
             thread.join()
 
 
-def certificates(folder: Path) -> None:
-    """Make an authority, a certificate of it for this machine, one that has expired, and another authority."""
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An authority, a certificate of it for this machine, one that has expired, and another authority."""
+    folder = tmp_path_factory.mktemp("certificates")
 
     def openssl(*words: str) -> None:
         subprocess.run(["openssl", *words], check=True, cwd=folder, capture_output=True)
@@ -380,11 +382,11 @@ def certificates(folder: Path) -> None:
     for name, days in (("cert", "2"), ("expired", "-1")):
         openssl("x509", "-req", "-in", "request", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", days,
                 "-extfile", "names", "-out", f"{name}.pem")  # fmt: skip
+    return folder
 
 
-def test_tls(prefix: str, tmp_path: Path) -> None:
-    certificates(tmp_path)
-    files = {name: str(tmp_path / f"{name}.pem") for name in ("ca", "other", "cert", "key", "expired")}
+def test_tls(prefix: str, tmp_path: Path, certificates: Path) -> None:
+    files = {name: str(certificates / f"{name}.pem") for name in ("ca", "other", "cert", "key", "expired")}
     secure = ("--cert-file", files["cert"], "--key-file", files["key"], "--trusted-ca-file", files["ca"],
               "--client-cert-auth")  # fmt: skip
     own = Etcd(
@@ -396,15 +398,37 @@ def test_tls(prefix: str, tmp_path: Path) -> None:
         with client(own.endpoints, prefix, ca=files["ca"], **mine) as one:
             one.next(Back)
             assert one.make(Put("a", b"", JOB)).made
-        for wrong in ({"ca": files["other"], **mine}, {"ca": files["ca"]},
-                      {"ca": files["ca"], "cert": files["expired"], "key": files["key"]}):  # fmt: skip
+        for wrong, said in (
+            ({"ca": files["other"], **mine}, "CERTIFICATE_VERIFY_FAILED: unable to get local issuer"),
+            ({"ca": files["ca"]}, "BAD_CERTIFICATE"),
+            ({"ca": files["ca"], "cert": files["expired"], "key": files["key"]}, "BAD_CERTIFICATE"),
+        ):
             with client(own.endpoints, prefix, timeout=1.0, **wrong) as one:
-                assert own.endpoints in one.next(Away).why
+                why = one.next(Away).why
+                assert (why.startswith(f"{own.endpoints}: "), said in why) == (True, True), why
                 assert one.make(Put("a", b"", JOB)).made is None
+        mine["cert"] = shutil.copy(files["expired"], tmp_path)
+        with client(own.endpoints, prefix, ca=files["ca"], **mine) as one:
+            one.next(Away)
+            shutil.copy(files["cert"], mine["cert"])  # it is renewed
+            one.next(Back)
         with client(own.endpoints, prefix, timeout=1.0) as one:
             assert own.endpoints in one.next(Away).why
-    with pytest.raises(OSError, match="nowhere"):
-        EtcdStore(EtcdSettings(("127.0.0.1:1",), prefix, ca="/nowhere")).open(lambda _: None)
+
+
+def test_tls_files_that_cannot_be_used_are_named_at_once(prefix: str, certificates: Path) -> None:
+    """Grpc would abort the process, where there is a key without a certificate, or say nothing of use."""
+    ca, cert, key, other = (str(certificates / name) for name in ("ca.pem", "cert.pem", "key.pem", "other.key"))
+    for wrong, said in (
+        ({"ca": "/nowhere"}, "nowhere"),
+        ({"ca": ca, "cert": cert}, "belong together"),
+        ({"ca": ca, "key": key}, "belong together"),
+        ({"ca": key}, "key.pem: "),
+        ({"ca": ca, "cert": key, "key": key}, "key.pem, .*key.pem: "),
+        ({"ca": ca, "cert": cert, "key": other}, "cert.pem, .*other.key: .*KEY_VALUES_MISMATCH"),
+    ):
+        with pytest.raises((OSError, ValueError), match=said):
+            EtcdStore(EtcdSettings(("127.0.0.1:1",), prefix, **wrong)).open(lambda _: None)
 
 
 def call(own: Etcd, path: str, token: str = "", **body: Any) -> dict[str, Any]:

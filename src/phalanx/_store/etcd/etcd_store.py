@@ -14,6 +14,7 @@ import asyncio
 import itertools
 import os
 import random
+import re
 from contextlib import suppress
 
 from phalanx._base import clock
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 _PATIENCE = 1.0
 _PAUSE = (0.05, 1.0)  # seconds between two tries to connect: the first, and the longest
 _LASTING = 10.0  # seconds after which a session was a good one: the next try is a first one again
+_PREFACE = re.compile(r"^(.*last error: )?([A-Z_]+: )?(ipv[46]:\S+: )?", re.DOTALL)  # of grpc's words
 _code = api.grpc.StatusCode
 
 
@@ -81,8 +83,7 @@ class EtcdStore(Store):
     def open(self, deliver: Callable[[StoreEvent], None]) -> None:
         """See `Store`."""
         self._deliver = deliver
-        files = self._settings.credentials() if self._settings.is_secure else None
-        self._credentials = None if files is None else api.grpc.ssl_channel_credentials(*files)
+        self._settings.credentials()
         self._loop = loop_thread.acquire()
         self._end = asyncio.run_coroutine_threadsafe(self._main(), self._loop)
 
@@ -109,10 +110,12 @@ class EtcdStore(Store):
             return
         self._ends_job, self._until = ends_job, clock.now() + seconds
         self._call(self._closing.set)
-        with suppress(TimeoutError):
-            end.result(seconds + _PATIENCE)
-        self._loop = None
-        loop_thread.release(_PATIENCE)
+        try:
+            with suppress(TimeoutError):
+                end.result(seconds + _PATIENCE)
+        finally:  # a signal may raise while it waits
+            self._loop = None
+            loop_thread.release(_PATIENCE)
 
     def _call(self, action: Callable[[], None]) -> None:
         """Have an action carried out by the store's thread; if the store is closed, not at all."""
@@ -144,7 +147,7 @@ class EtcdStore(Store):
         """Have one session after another, until etcd refuses us."""
         pause, away, since = _PAUSE[0], "", clock.now()
         for endpoint in itertools.cycle(self._settings.endpoints):
-            session = Session(self._settings, endpoint, self._credentials)
+            session = Session(self._settings, endpoint)
             try:
                 await self._greet(session)
                 self._session = session
@@ -157,7 +160,6 @@ class EtcdStore(Store):
             except BROKEN as error:
                 if self._session is session and clock.now() - since > _LASTING:
                     pause = _PAUSE[0]
-                self._session = None
                 why = _words(error, endpoint)
                 if not away or (isinstance(error, BrokenError) and why != away):  # the latter: it answers, but so
                     self._deliver(Away(why))
@@ -170,6 +172,7 @@ class EtcdStore(Store):
 
     async def _greet(self, session: Session) -> None:
         """Connect, and see to the leases."""
+        session.open()
         await session.authenticate()
         revision = await session.check(self._prefix)
         if revision < self._newest:  # a watch would tell nothing until it has as many again
@@ -355,7 +358,10 @@ class _Watched:
 
 
 def _words(error: Exception, endpoint: str) -> str:
-    if isinstance(error, api.aio.AioRpcError):
-        said = (error.details() or error.code().name.lower()).rpartition("last error: ")[2].removeprefix("UNKNOWN: ")
-        return said if endpoint in said else f"{endpoint}: {said}"
-    return f"{endpoint}: {str(error) or 'no answer in time'}"
+    if not isinstance(error, api.aio.AioRpcError):
+        said = str(error)
+    elif error.code() == _code.DEADLINE_EXCEEDED:
+        said = ""
+    else:
+        said = _PREFACE.sub("", error.details() or error.code().name.lower())
+    return f"{endpoint}: {said or 'no answer in time'}"

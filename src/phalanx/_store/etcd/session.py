@@ -41,16 +41,8 @@ BROKEN = Exception
 class Session:
     """What one member of the etcd is asked, over one channel. Its methods raise RefusedError, and `BROKEN`."""
 
-    def __init__(self, settings: EtcdSettings, endpoint: str, credentials: Any) -> None:
-        options = (
-            ("grpc.max_receive_message_length", MOST_BYTES),
-            ("grpc.max_send_message_length", MOST_BYTES),
-            ("grpc.enable_retries", 0),
-            ("grpc.use_local_subchannel_pool", 1),
-            ("grpc.enable_http_proxy", 0),
-        )
-        make = api.aio.insecure_channel if credentials is None else api.aio.secure_channel
-        self._channel = make(endpoint, *(() if credentials is None else (credentials,)), options=options)
+    def __init__(self, settings: EtcdSettings, endpoint: str) -> None:
+        self._channel: Any = None
         self._settings = settings
         self._endpoint = endpoint
         self._metadata: tuple[tuple[str, str], ...] = ()
@@ -59,6 +51,22 @@ class Session:
         self.broken = asyncio.Event()
         self.why: Exception | None = None
         self.followers: list[asyncio.Future[None]] = []
+
+    def open(self) -> None:
+        """Begin to connect. The files for TLS are read each time: certificates are renewed while a job runs."""
+        options = (
+            ("grpc.max_receive_message_length", MOST_BYTES),
+            ("grpc.max_send_message_length", MOST_BYTES),
+            ("grpc.enable_retries", 0),
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.enable_http_proxy", 0),
+        )
+        files = self._settings.credentials()
+        if files is None:
+            self._channel = api.aio.insecure_channel(self._endpoint, options=options)
+        else:
+            credentials = api.grpc.ssl_channel_credentials(*files)
+            self._channel = api.aio.secure_channel(self._endpoint, credentials, options=options)
 
     def end(self, why: Exception) -> None:
         """End the session: what uses it has broken."""
@@ -177,7 +185,8 @@ class Session:
         if keeper is not None:
             keeper.cancel()
         channel, self._channel = self._channel, None
-        await channel.close()
+        if channel is not None:
+            await channel.close()
         self.followers.clear()
         self.why = None
 
