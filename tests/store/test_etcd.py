@@ -58,6 +58,10 @@ pytestmark = [pytest.mark.once, pytest.mark.usefixtures("grpc_is_up")]
 
 T = TypeVar("T")
 
+SECRET = "open sesame"  # noqa: S105 - of the tests' own etcd
+ROOT = {"user": "root", "password": SECRET}
+"""Who may do all, in an etcd that asks."""
+
 SOON = 15.0
 """Seconds that anything may take; spent only by a test that fails."""
 
@@ -407,7 +411,7 @@ def test_tls(prefix: str, tmp_path: Path, certificates: Path) -> None:
                 why = one.next(Away).why
                 assert (why.startswith(f"{own.endpoints}: "), said in why) == (True, True), why
                 assert one.make(Put("a", b"", JOB)).made is None
-        mine["cert"] = shutil.copy(files["expired"], tmp_path)
+        mine["cert"] = shutil.copy(files["expired"], str(tmp_path))
         with client(own.endpoints, prefix, ca=files["ca"], **mine) as one:
             one.next(Away)
             shutil.copy(files["cert"], mine["cert"])  # it is renewed
@@ -419,14 +423,15 @@ def test_tls(prefix: str, tmp_path: Path, certificates: Path) -> None:
 def test_tls_files_that_cannot_be_used_are_named_at_once(prefix: str, certificates: Path) -> None:
     """Grpc would abort the process, where there is a key without a certificate, or say nothing of use."""
     ca, cert, key, other = (str(certificates / name) for name in ("ca.pem", "cert.pem", "key.pem", "other.key"))
-    for wrong, said in (
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"ca": "/nowhere"}, "nowhere"),
         ({"ca": ca, "cert": cert}, "belong together"),
         ({"ca": ca, "key": key}, "belong together"),
         ({"ca": key}, "key.pem: "),
         ({"ca": ca, "cert": key, "key": key}, "key.pem, .*key.pem: "),
         ({"ca": ca, "cert": cert, "key": other}, "cert.pem, .*other.key: .*KEY_VALUES_MISMATCH"),
-    ):
+    )
+    for wrong, said in cases:
         with pytest.raises((OSError, ValueError), match=said):
             EtcdStore(EtcdSettings(("127.0.0.1:1",), prefix, **wrong)).open(lambda _: None)
 
@@ -436,17 +441,17 @@ def call(own: Etcd, path: str, token: str = "", **body: Any) -> dict[str, Any]:
     request = urllib.request.Request(f"http://{own.endpoints}/v3/{path}", data=json.dumps(body).encode())
     if token:
         request.add_header("Authorization", token)
-    with urllib.request.urlopen(request, timeout=5) as answer:
+    with urllib.request.urlopen(request, timeout=5) as answer:  # noqa: S310 - the test's own etcd
         return dict(json.load(answer))
 
 
 def want_passwords(own: Etcd) -> str:
     """Have an etcd ask who we are. Returns a token of root's."""
-    call(own, "auth/user/add", name="root", password="secret")
+    call(own, "auth/user/add", name="root", password=SECRET)
     call(own, "auth/role/add", name="root")
     call(own, "auth/user/grant", user="root", role="root")
     call(own, "auth/enable")
-    return str(call(own, "auth/authenticate", name="root", password="secret")["token"])
+    return str(call(own, "auth/authenticate", name="root", password=SECRET)["token"])
 
 
 def test_user_and_password(prefix: str) -> None:
@@ -456,20 +461,20 @@ def test_user_and_password(prefix: str) -> None:
             token = want_passwords(own)  # in the midst of a job
             assert nobody.make(Put("a", b"", JOB)).made is None
             assert "refuses this agent: " in nobody.next(Refused).why
-        with client(own.endpoints, prefix, user="root", password="secret") as one:
+        with client(own.endpoints, prefix, **ROOT) as one:
             one.next(Back)
             assert one.make(Put("a", b"", JOB)).made
             assert [entry.key for entry in one.watch("").entries] == ["a"]
-        with client(own.endpoints, prefix, user="root", password="wrong") as one:
+        with client(own.endpoints, prefix, user="root", password=SECRET[1:]) as one:
             assert "refuses the user 'root': " in one.next(Refused).why
         with client(own.endpoints, prefix) as one:
             assert "refuses this agent: " in one.next(Refused).why
-        call(own, "auth/user/add", token, name="reader", password="secret")
+        call(own, "auth/user/add", token, name="reader", password=SECRET)
         call(own, "auth/role/add", token, name="reader")
         first, end = (base64.b64encode(key).decode() for key in (prefix.encode(), end_of(prefix.encode())))
         call(own, "auth/role/grant", token, name="reader", perm={"permType": "READ", "key": first, "range_end": end})
         call(own, "auth/user/grant", token, user="reader", role="reader")
-        with client(own.endpoints, prefix, user="reader", password="secret") as one:
+        with client(own.endpoints, prefix, user="reader", password=SECRET) as one:
             one.next(Back)
             assert one.make(Put("a", b"", JOB)).made is None
             assert "permission denied" in one.next(Refused).why
@@ -482,8 +487,8 @@ def test_a_token_that_has_expired_interrupts_nothing(prefix: str) -> None:
 
     with Etcd() as own:
         want_passwords(own)
-        with client(own.endpoints, prefix, user="root", password="secret") as one, \
-             client(own.endpoints, prefix, user="root", password="secret") as other:  # fmt: skip
+        with client(own.endpoints, prefix, **ROOT) as one, \
+             client(own.endpoints, prefix, **ROOT) as other:  # fmt: skip
             one.next(Back)
             other.watch("")
             for ask in (lambda: one.make(Put("a", b"", OWN)).made, lambda: one.below("") == ["a"],
@@ -582,8 +587,16 @@ def test_closing_twice_or_before_it_was_reached() -> None:
 
 
 def test_the_environment_is_left_as_it_was() -> None:
-    name = "os.environ['GRPC_VERBOSITY']"
-    script = f"import os; {name} = 'ERROR'; import phalanx._store.etcd.api; print({name})"
+    """But for what another thread has changed meanwhile: the import of grpc takes its time."""
+    script = (
+        "import os, sys\n"
+        "class Meanwhile:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        os.environ['CHANGED'] = 'new'\n"
+        "os.environ.update(GRPC_VERBOSITY='ERROR', CHANGED='old')\n"
+        "sys.meta_path.insert(0, Meanwhile())\n"
+        "import phalanx._store.etcd.api\n"
+        "print(*(os.environ.get(name) for name in ('GRPC_VERBOSITY', 'GRPC_ENABLE_FORK_SUPPORT', 'CHANGED')))\n"
+    )
     seen = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
-    assert seen.stdout == "ERROR\n"
-    assert not seen.stderr
+    assert (seen.stdout, seen.stderr) == ("ERROR None new\n", "")

@@ -23,7 +23,7 @@ _LEADER = (("hasleader", "true"),)  # has etcd end a stream of a member that has
 _ENDED = "the session has ended"
 _code = api.grpc.StatusCode
 _NEVER = (_code.UNAUTHENTICATED, _code.PERMISSION_DENIED, _code.UNIMPLEMENTED)
-_OUTDATED = (_code.UNAUTHENTICATED, _code.INVALID_ARGUMENT)  # the second: users were changed, which ends a JSON Web Token
+_OUTDATED = (_code.UNAUTHENTICATED, _code.INVALID_ARGUMENT)  # a token; the second: users were changed meanwhile
 
 
 class RefusedError(Exception):
@@ -35,7 +35,7 @@ class BrokenError(Exception):
 
 
 BROKEN = Exception
-"""What is raised when a session has broken: grpc raises InvalidStateError and ValueError too, where it has no status."""
+"""What is raised when a session has broken: of grpc that is more than its AioRpcError, such as InvalidStateError."""
 
 
 class Session:
