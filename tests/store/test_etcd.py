@@ -467,6 +467,8 @@ def test_user_and_password(prefix: str) -> None:
             assert [entry.key for entry in one.watch("").entries] == ["a"]
         with client(own.endpoints, prefix, user="root", password=SECRET[1:]) as one:
             assert "refuses the user 'root': " in one.next(Refused).why
+        with client(own.endpoints, prefix, user="root", password="\udce9") as one:
+            assert one.next(Refused).why.endswith("user 'root' is not UTF-8")
         with client(own.endpoints, prefix) as one:
             assert "refuses this agent: " in one.next(Refused).why
         call(own, "auth/user/add", token, name="reader", password=SECRET)

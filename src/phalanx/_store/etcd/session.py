@@ -101,14 +101,17 @@ class Session:
         settings = self._settings
         if not settings.user:
             return
-        request = api.messages["AuthenticateRequest"](name=settings.user, password=settings.password)
         try:
+            request = api.messages["AuthenticateRequest"](name=settings.user, password=settings.password)
             answer = await self._call(api.AUTHENTICATE, request, ())
         except api.aio.AioRpcError as error:
             if error.code() in (_code.INVALID_ARGUMENT, _code.FAILED_PRECONDITION, *_NEVER):
                 msg = f"etcd at {self._endpoint} refuses the user {settings.user!r}: {error.details()}"
                 raise RefusedError(msg) from None
             raise
+        except UnicodeEncodeError:
+            msg = f"the name or the password of the user {settings.user!a} is not UTF-8"
+            raise RefusedError(msg) from None
         self._metadata = (("token", answer.token),)
 
     async def check(self, prefix: bytes) -> int:
