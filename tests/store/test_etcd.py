@@ -309,6 +309,24 @@ def test_what_was_compacted_is_read_anew(prefix: str) -> None:
         assert (event.prefix, [entry.value for entry in event.entries]) == (watched, [b"4"])
 
 
+def test_more_changes_than_one_message_may_have_are_read_anew(
+    etcd: Etcd, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx._store.etcd.session.MOST_BYTES", 1 << 20)
+    with client(etcd.endpoints, prefix) as one, client(etcd.endpoints, prefix) as other:
+        other.next(Back)
+        revision = other.make(Put("job/a", b"", JOB)).revision
+        for _ in range(9):
+            other.make(Put("job/a", bytes(200 << 10), JOB))
+        assert one.store._loop is not None
+        assert one.store._session is not None
+        one.store._loop.call_soon_threadsafe(_watched_from, one.store, "job/", revision)
+        one.store._loop.call_soon_threadsafe(one.store._session.end, TimeoutError())
+        one.next(Away)
+        assert [entry.modified for entry in one.next(Snapshot).entries] == [revision + 9]
+        assert sum(isinstance(event, Away) for event in one.all) == 1
+
+
 def _watched_from(store: EtcdStore, prefix: str, revision: int) -> str:
     """Have a store watch a prefix as if it had told all up to a revision."""
     from phalanx._store.etcd.etcd_store import _Watched
@@ -467,7 +485,7 @@ def test_user_and_password(prefix: str) -> None:
             assert [entry.key for entry in one.watch("").entries] == ["a"]
         with client(own.endpoints, prefix, user="root", password=SECRET[1:]) as one:
             assert "refuses the user 'root': " in one.next(Refused).why
-        with client(own.endpoints, prefix, user="root", password="\udce9") as one:
+        with client(own.endpoints, prefix, user="root", password=SECRET + "\udce9") as one:
             assert one.next(Refused).why.endswith("user 'root' is not UTF-8")
         with client(own.endpoints, prefix) as one:
             assert "refuses this agent: " in one.next(Refused).why

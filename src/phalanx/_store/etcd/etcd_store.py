@@ -14,7 +14,6 @@ import asyncio
 import itertools
 import os
 import random
-import re
 from contextlib import suppress
 
 from phalanx._base import clock
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
 _PATIENCE = 1.0
 _PAUSE = (0.05, 1.0)  # seconds between two tries to connect: the first, and the longest
 _LASTING = 10.0  # seconds after which a session was a good one: the next try is a first one again
-_PREFACE = re.compile(r"^(.*last error: )?([A-Z_]+: )?(ipv[46]:\S+: )?", re.DOTALL)  # of grpc's words
 _code = api.grpc.StatusCode
 
 
@@ -160,7 +158,7 @@ class EtcdStore(Store):
             except BROKEN as error:
                 if self._session is session and clock.now() - since > _LASTING:
                     pause = _PAUSE[0]
-                why = _words(error, endpoint)
+                why = session.words(error)
                 if not away or (isinstance(error, BrokenError) and why != away):  # the latter: it answers, but so
                     self._deliver(Away(why))
                     away = why
@@ -239,7 +237,12 @@ class EtcdStore(Store):
                     entries, revision = await self._read(session, watched.prefix)
                     watched.revision = revision
                     self._deliver(Snapshot(watched.prefix, revision, entries))
-                await self._tell_changes(session, watched)
+                try:
+                    await self._tell_changes(session, watched)
+                except api.aio.AioRpcError as error:
+                    if error.code() != _code.RESOURCE_EXHAUSTED:
+                        raise
+                    watched.revision = -1  # more has changed meanwhile than one message may hold
         except BROKEN as error:
             session.end(error)
 
@@ -355,13 +358,3 @@ class _Watched:
         self.prefix = prefix
         self.revision = -1
         self.follower: asyncio.Future[None] | None = None
-
-
-def _words(error: Exception, endpoint: str) -> str:
-    if not isinstance(error, api.aio.AioRpcError):
-        said = str(error)
-    elif error.code() == _code.DEADLINE_EXCEEDED:
-        said = ""
-    else:
-        said = _PREFACE.sub("", error.details() or error.code().name.lower())
-    return f"{endpoint}: {said or 'no answer in time'}"

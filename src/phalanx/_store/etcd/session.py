@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from contextlib import contextmanager, suppress
 
 from phalanx._store.etcd import api
@@ -20,6 +21,7 @@ _PAGE = 32  # keys of one answer: etcd takes values of 1.5 MiB
 
 _LEADER = (("hasleader", "true"),)  # has etcd end a stream of a member that has lost its leader
 
+_PREFACE = re.compile(r"^(.*last error: )?([A-Z_]+: )?(ipv[46]:\S+: )?", re.DOTALL)  # of what grpc says
 _ENDED = "the session has ended"
 _code = api.grpc.StatusCode
 _NEVER = (_code.UNAUTHENTICATED, _code.PERMISSION_DENIED, _code.UNIMPLEMENTED)
@@ -67,6 +69,16 @@ class Session:
         else:
             credentials = api.grpc.ssl_channel_credentials(*files)
             self._channel = api.aio.secure_channel(self._endpoint, credentials, options=options)
+
+    def words(self, error: Exception) -> str:
+        """Return what has broken the session, in words."""
+        if not isinstance(error, api.aio.AioRpcError):
+            said = str(error)
+        elif error.code() == _code.DEADLINE_EXCEEDED:
+            said = ""
+        else:
+            said = _PREFACE.sub("", error.details() or error.code().name.lower())
+        return f"{self._endpoint}: {said or 'no answer in time'}"
 
     def end(self, why: Exception) -> None:
         """End the session: what uses it has broken."""
