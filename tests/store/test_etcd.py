@@ -606,6 +606,37 @@ def test_closing_twice_or_before_it_was_reached() -> None:
     EtcdStore(EtcdSettings(("127.0.0.1:1",), "/phalanx/x/", ttl=2)).close(1.0)
 
 
+def test_a_signal_that_ends_the_wait_of_close() -> None:
+    """Neither a thread is left, nor does asyncio print that a task is pending."""
+    script = (
+        "import queue, signal, sys, threading\n"
+        "from phalanx._store.etcd.etcd_store import EtcdStore\n"
+        "from phalanx._store.etcd.settings import EtcdSettings\n"
+        "told = queue.SimpleQueue()\n"
+        "store = EtcdStore(EtcdSettings((sys.argv[1],), '/phalanx/x/'))\n"
+        "store.open(told.put)\n"
+        "told.get()\n"
+        "print('up', flush=True)\n"
+        "sys.stdin.readline()\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0.2)\n"
+        "signal.signal(signal.SIGALRM, signal.default_int_handler)\n"
+        "try:\n"
+        "    store.close(60)\n"
+        "except KeyboardInterrupt:\n"
+        "    store.close(60)\n"
+        "    print([thread.name for thread in threading.enumerate() if 'phalanx' in thread.name])\n"
+    )
+    with Etcd() as own:
+        command = [sys.executable, "-c", script, own.endpoints]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as child:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "up\n"
+            own.members[0].signal(signal.SIGSTOP)  # it takes no lease back
+            assert child.communicate("\n", timeout=SOON) == ("[]\n", "")
+
+
 def test_the_environment_is_left_as_it_was() -> None:
     """But for what another thread has changed meanwhile: the import of grpc takes its time."""
     script = (

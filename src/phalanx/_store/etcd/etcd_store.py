@@ -103,7 +103,7 @@ class EtcdStore(Store):
 
     def close(self, seconds: float, *, ends_job: bool = False) -> None:
         """See `Store`."""
-        end, self._end = self._end, None
+        end = self._end
         if end is None or self._owner != os.getpid():
             return
         self._ends_job, self._until = ends_job, clock.now() + seconds
@@ -112,7 +112,7 @@ class EtcdStore(Store):
             with suppress(TimeoutError):
                 end.result(seconds + _PATIENCE)
         finally:  # a signal may raise while it waits
-            self._loop = None
+            self._loop = self._end = None
             loop_thread.release(_PATIENCE)
 
     def _call(self, action: Callable[[], None]) -> None:

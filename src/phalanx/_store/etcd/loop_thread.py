@@ -29,6 +29,7 @@ class _Loop(asyncio.SelectorEventLoop):
         return super().call_soon_threadsafe(callback, *args, context=context)
 
 
+_PATIENCE = 0.5
 _lock = threading.Lock()
 _users = 0
 _loop: asyncio.AbstractEventLoop | None = None
@@ -64,6 +65,10 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()
+        if left := asyncio.all_tasks(loop):  # nobody has waited for their end, or not long enough
+            for task in left:
+                task.cancel()
+            loop.run_until_complete(asyncio.wait(left, timeout=_PATIENCE))
         loop.run_until_complete(loop.shutdown_asyncgens())
     finally:
         asyncio.set_event_loop(None)
