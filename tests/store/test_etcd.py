@@ -606,35 +606,21 @@ def test_closing_twice_or_before_it_was_reached() -> None:
     EtcdStore(EtcdSettings(("127.0.0.1:1",), "/phalanx/x/", ttl=2)).close(1.0)
 
 
-def test_a_signal_that_ends_the_wait_of_close() -> None:
-    """Neither a thread is left, nor does asyncio print that a task is pending."""
-    script = (
-        "import queue, signal, sys, threading\n"
-        "from phalanx._store.etcd.etcd_store import EtcdStore\n"
-        "from phalanx._store.etcd.settings import EtcdSettings\n"
-        "told = queue.SimpleQueue()\n"
-        "store = EtcdStore(EtcdSettings((sys.argv[1],), '/phalanx/x/'))\n"
-        "store.open(told.put)\n"
-        "told.get()\n"
-        "print('up', flush=True)\n"
-        "sys.stdin.readline()\n"
-        "signal.setitimer(signal.ITIMER_REAL, 0.2)\n"
-        "signal.signal(signal.SIGALRM, signal.default_int_handler)\n"
-        "try:\n"
-        "    store.close(60)\n"
-        "except KeyboardInterrupt:\n"
-        "    store.close(60)\n"
-        "    print([thread.name for thread in threading.enumerate() if 'phalanx' in thread.name])\n"
-    )
-    with Etcd() as own:
-        command = [sys.executable, "-c", script, own.endpoints]
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ) as child:
-            assert child.stdout is not None
-            assert child.stdout.readline() == "up\n"
-            own.members[0].signal(signal.SIGSTOP)  # it takes no lease back
-            assert child.communicate("\n", timeout=SOON) == ("[]\n", "")
+def test_close_again_after_a_signal_between_its_lines(
+    etcd: Etcd, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with client(etcd.endpoints, prefix) as one, client(etcd.endpoints, prefix) as other:
+        one.next(Back)
+        one.make(Put("mine", b"", OWN))
+        other.watch("")
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(one.store, "_call", interrupt)
+            one.store.close(5.0)
+        one.store.close(5.0)
+        assert other.next(Changed).deleted == ("mine",)
 
 
 def test_the_environment_is_left_as_it_was() -> None:
