@@ -606,9 +606,7 @@ def test_closing_twice_or_before_it_was_reached() -> None:
     EtcdStore(EtcdSettings(("127.0.0.1:1",), "/phalanx/x/", ttl=2)).close(1.0)
 
 
-def test_close_again_after_a_signal_between_its_lines(
-    etcd: Etcd, prefix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_close_again_after_a_signal_between_its_lines(etcd: Etcd, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(_: object) -> None:
         raise KeyboardInterrupt
 
@@ -616,9 +614,10 @@ def test_close_again_after_a_signal_between_its_lines(
         one.next(Back)
         one.make(Put("mine", b"", OWN))
         other.watch("")
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        with monkeypatch.context() as patch:
             patch.setattr(one.store, "_call", interrupt)
-            one.store.close(5.0)
+            with pytest.raises(KeyboardInterrupt):
+                one.store.close(5.0)
         one.store.close(5.0)
         assert other.next(Changed).deleted == ("mine",)
 
