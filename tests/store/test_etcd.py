@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import gc
 import importlib.util
+import json
 import os
 import queue
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
 if importlib.util.find_spec("grpc") is None:  # not imported: what it reads in the environment is read once
     pytest.skip("the extra `etcd` is not installed", allow_module_level=True)
 
+from phalanx._store.etcd.api import end_of
 from phalanx._store.etcd.etcd_store import EtcdStore
 from phalanx._store.etcd.settings import EtcdSettings
 from phalanx._store.store import (
@@ -28,6 +34,8 @@ from phalanx._store.store import (
     Away,
     Back,
     Changed,
+    Done,
+    LeaseLost,
     Put,
     Refused,
     Snapshot,
@@ -38,10 +46,16 @@ from tests.support.etcd import Etcd
 from tests.support.stores import SOON, Client, check_fork, check_transactions, check_watch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Coroutine, Iterator
     from pathlib import Path
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("grpc_is_up")]
+
+T = TypeVar("T")
+
+SECRET = "open sesame"  # noqa: S105 - of the tests' own etcd
+ROOT = {"user": "root", "password": SECRET}
+"""Who may do all, in an etcd that asks."""
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +73,20 @@ def grpc_is_up(etcd: Etcd) -> Iterator[None]:
         yield
 
 
+class EtcdClient(Client):
+    """A store in an etcd, and what it has told."""
+
+    def on_its_thread(self, what: Coroutine[Any, Any, T]) -> T:
+        """Have the store's thread carry something out."""
+        assert isinstance(self.store, EtcdStore)
+        assert self.store._loop is not None
+        return asyncio.run_coroutine_threadsafe(what, self.store._loop).result(SOON)
+
+
 @contextmanager
-def client(endpoints: str, prefix: str, **more: Any) -> Iterator[Client]:
+def client(endpoints: str, prefix: str, **more: Any) -> Iterator[EtcdClient]:
     before = _grpcs()
-    it = Client(EtcdStore(EtcdSettings(tuple(endpoints.split(",")), prefix, **{"ttl": 2, **more})))
+    it = EtcdClient(EtcdStore(EtcdSettings(tuple(endpoints.split(",")), prefix, **{"ttl": 2, **more})))
     try:
         yield it
     finally:
@@ -186,16 +210,47 @@ def test_an_etcd_that_is_killed_and_starts_again(prefix: str) -> None:
         assert sorted(one.below("job/")) == ["job/a", "job/mine"]  # a lease begins anew
 
 
-def test_what_was_compacted_is_read_anew(prefix: str) -> None:
-    import json
-    import urllib.request
+def test_a_stream_of_leases_that_has_ended_before_it_is_used_again(prefix: str) -> None:
+    with Etcd() as own, client(own.endpoints, prefix) as one:
+        one.next(Back)
+        assert one.store._session is not None
+        assert one.on_its_thread(one.store._session.keep(one.store._lease))
+        own.members[0].kill()  # nothing is watched: the stream alone can tell
+        assert own.endpoints in one.next(Away).why
+        own.start()
+        one.next(Back)
+        assert one.make(Put("job/a", b"", JOB)).made
 
+
+def test_a_lease_may_be_kept_by_two_tasks_at_once(etcd: Etcd, prefix: str) -> None:
+    async def both() -> list[bool]:
+        session, lease = one.store._session, one.store._lease
+        assert session is not None
+        return await asyncio.gather(*(session.keep(each) for each in (lease, 1, lease, 1)))
+
+    with client(etcd.endpoints, prefix) as one:
+        one.next(Back)
+        assert one.on_its_thread(both()) == [True, False, True, False]
+
+
+def test_an_etcd_that_has_lost_what_it_held_is_none(prefix: str) -> None:
+    with Etcd() as own, client(own.endpoints, prefix) as one:
+        one.next(Back)
+        for _ in range(3):
+            one.make(Put("job/a", b"", JOB))
+        own.members[0].kill()
+        shutil.rmtree(own.members[0]._folder)
+        own.start()
+        while "it has lost what it held: it is at revision 1, after 4" not in one.next(Away).why:
+            pass
+
+
+def test_what_was_compacted_is_read_anew(prefix: str) -> None:
     with Etcd() as own, client(own.endpoints, prefix) as one, client(own.endpoints, prefix) as other:
         other.next(Back)
         first = one.watch("job/")
         last = [other.make(Put("job/a", b"%d" % number, JOB)) for number in range(5)][-1]
-        body = json.dumps({"revision": str(last.revision)}).encode()
-        urllib.request.urlopen(f"http://{own.endpoints}/v3/kv/compaction", data=body, timeout=5).close()
+        call(own, "kv/compaction", revision=str(last.revision))
         late = EtcdStore(EtcdSettings((own.endpoints,), prefix, ttl=2))
         told: queue.SimpleQueue[Any] = queue.SimpleQueue()
         watched = _watched_from(late, "job/", first.revision)
@@ -206,6 +261,24 @@ def test_what_was_compacted_is_read_anew(prefix: str) -> None:
         finally:
             late.close(5.0)
         assert (event.prefix, [entry.value for entry in event.entries]) == (watched, [b"4"])
+
+
+def test_more_changes_than_one_message_may_have_are_read_anew(
+    etcd: Etcd, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx._store.etcd.session.MOST_BYTES", 1 << 20)
+    with client(etcd.endpoints, prefix) as one, client(etcd.endpoints, prefix) as other:
+        other.next(Back)
+        revision = other.make(Put("job/a", b"", JOB)).revision
+        for _ in range(9):
+            other.make(Put("job/a", bytes(200 << 10), JOB))
+        assert one.store._loop is not None
+        assert one.store._session is not None
+        one.store._loop.call_soon_threadsafe(_watched_from, one.store, "job/", revision)
+        one.store._loop.call_soon_threadsafe(one.store._session.end, TimeoutError())
+        one.next(Away)
+        assert [entry.modified for entry in one.next(Snapshot).entries] == [revision + 9]
+        assert sum(isinstance(event, Away) for event in one.all) == 1
 
 
 def _watched_from(store: EtcdStore, prefix: str, revision: int) -> str:
@@ -235,6 +308,19 @@ def test_three_members_without_their_leader_and_without_a_quorum(prefix: str) ->
             pass
 
 
+def test_a_member_that_stops_answering_costs_no_lease(prefix: str) -> None:
+    with Etcd(3) as own:
+        first = next(member for member in own.members if member is not own.leader())
+        rest = [member.endpoint for member in own.members if member is not first]
+        with client(",".join([first.endpoint, *rest]), prefix) as one:
+            one.next(Back)
+            first.signal(signal.SIGSTOP)
+            assert "no answer in time" in one.next(Away).why
+            one.next(Back)
+            first.signal(signal.SIGCONT)
+        assert not any(isinstance(event, LeaseLost) for event in one.all)
+
+
 def test_members_that_are_dead_silent_or_strange_are_passed_over(etcd: Etcd, prefix: str) -> None:
     def babble() -> None:
         with suppress(OSError):
@@ -256,8 +342,10 @@ def test_members_that_are_dead_silent_or_strange_are_passed_over(etcd: Etcd, pre
             thread.join()
 
 
-def certificates(folder: Path) -> None:
-    """Make an authority, a certificate of it for this machine, one that has expired, and another authority."""
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An authority, a certificate of it for this machine, one that has expired, and another authority."""
+    folder = tmp_path_factory.mktemp("certificates")
 
     def openssl(*words: str) -> None:
         subprocess.run(["openssl", *words], check=True, cwd=folder, capture_output=True)
@@ -270,11 +358,11 @@ def certificates(folder: Path) -> None:
     for name, days in (("cert", "2"), ("expired", "-1")):
         openssl("x509", "-req", "-in", "request", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", days,
                 "-extfile", "names", "-out", f"{name}.pem")  # fmt: skip
+    return folder
 
 
-def test_tls(prefix: str, tmp_path: Path) -> None:
-    certificates(tmp_path)
-    files = {name: str(tmp_path / f"{name}.pem") for name in ("ca", "other", "cert", "key", "expired")}
+def test_tls(prefix: str, tmp_path: Path, certificates: Path) -> None:
+    files = {name: str(certificates / f"{name}.pem") for name in ("ca", "other", "cert", "key", "expired")}
     secure = ("--cert-file", files["cert"], "--key-file", files["key"], "--trusted-ca-file", files["ca"],
               "--client-cert-auth")  # fmt: skip
     own = Etcd(
@@ -286,51 +374,142 @@ def test_tls(prefix: str, tmp_path: Path) -> None:
         with client(own.endpoints, prefix, ca=files["ca"], **mine) as one:
             one.next(Back)
             assert one.make(Put("a", b"", JOB)).made
-        for wrong in ({"ca": files["other"], **mine}, {"ca": files["ca"]},
-                      {"ca": files["ca"], "cert": files["expired"], "key": files["key"]}):  # fmt: skip
+        for wrong, said in (
+            ({"ca": files["other"], **mine}, "CERTIFICATE_VERIFY_FAILED: unable to get local issuer"),
+            ({"ca": files["ca"]}, "BAD_CERTIFICATE"),
+            ({"ca": files["ca"], "cert": files["expired"], "key": files["key"]}, "BAD_CERTIFICATE"),
+        ):
             with client(own.endpoints, prefix, timeout=1.0, **wrong) as one:
-                assert own.endpoints in one.next(Away).why
+                why = one.next(Away).why
+                assert (why.startswith(f"{own.endpoints}: "), said in why) == (True, True), why
                 assert one.make(Put("a", b"", JOB)).made is None
+        mine["cert"] = shutil.copy(files["expired"], str(tmp_path))
+        with client(own.endpoints, prefix, ca=files["ca"], **mine) as one:
+            one.next(Away)
+            shutil.copy(files["cert"], mine["cert"])  # it is renewed
+            one.next(Back)
         with client(own.endpoints, prefix, timeout=1.0) as one:
             assert own.endpoints in one.next(Away).why
-    with pytest.raises(OSError, match="nowhere"):
-        EtcdStore(EtcdSettings(("127.0.0.1:1",), prefix, ca="/nowhere")).open(lambda _: None)
+
+
+def test_tls_files_that_cannot_be_used_are_named_at_once(prefix: str, certificates: Path) -> None:
+    """Grpc would abort the process, where there is a key without a certificate, or say nothing of use."""
+    ca, cert, key, other = (str(certificates / name) for name in ("ca.pem", "cert.pem", "key.pem", "other.key"))
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"ca": "/nowhere"}, "nowhere"),
+        ({"ca": ca, "cert": cert}, "belong together"),
+        ({"ca": ca, "key": key}, "belong together"),
+        ({"ca": key}, "key.pem: "),
+        ({"ca": ca, "cert": key, "key": key}, "key.pem, .*key.pem: "),
+        ({"ca": ca, "cert": cert, "key": other}, "cert.pem, .*other.key: .*KEY_VALUES_MISMATCH"),
+    )
+    for wrong, said in cases:
+        with pytest.raises((OSError, ValueError), match=said):
+            EtcdStore(EtcdSettings(("127.0.0.1:1",), prefix, **wrong)).open(lambda _: None)
+
+
+def call(own: Etcd, path: str, token: str = "", **body: Any) -> dict[str, Any]:
+    """Call a method of an etcd by its gateway."""
+    request = urllib.request.Request(f"http://{own.endpoints}/v3/{path}", data=json.dumps(body).encode())
+    if token:
+        request.add_header("Authorization", token)
+    with urllib.request.urlopen(request, timeout=5) as answer:  # noqa: S310 - the test's own etcd
+        return dict(json.load(answer))
+
+
+def want_passwords(own: Etcd) -> str:
+    """Have an etcd ask who we are. Returns a token of root's."""
+    call(own, "auth/user/add", name="root", password=SECRET)
+    call(own, "auth/role/add", name="root")
+    call(own, "auth/user/grant", user="root", role="root")
+    call(own, "auth/enable")
+    return str(call(own, "auth/authenticate", name="root", password=SECRET)["token"])
 
 
 def test_user_and_password(prefix: str) -> None:
-    import json
-    import urllib.request
-
     with Etcd() as own:
-        for path, body in (
-            ("auth/user/add", {"name": "root", "password": "secret"}),
-            ("auth/role/add", {"name": "root"}),
-            ("auth/user/grant", {"user": "root", "role": "root"}),
-            ("auth/enable", {}),
-        ):
-            data = json.dumps(body).encode()
-            urllib.request.urlopen(f"http://{own.endpoints}/v3/{path}", data=data, timeout=5).close()
-        with client(own.endpoints, prefix, user="root", password="secret") as one:  # noqa: S106 - the etcd's own
+        with client(own.endpoints, prefix) as nobody:
+            nobody.next(Back)
+            token = want_passwords(own)  # in the midst of a job
+            assert nobody.make(Put("a", b"", JOB)).made is None
+            assert "refuses this agent: " in nobody.next(Refused).why
+        with client(own.endpoints, prefix, **ROOT) as one:
             one.next(Back)
             assert one.make(Put("a", b"", JOB)).made
             assert [entry.key for entry in one.watch("").entries] == ["a"]
-        with client(own.endpoints, prefix, user="root", password="wrong") as one:  # noqa: S106 - as above
+        with client(own.endpoints, prefix, user="root", password=SECRET[1:]) as one:
             assert "refuses the user 'root': " in one.next(Refused).why
+        with client(own.endpoints, prefix, user="root", password=SECRET + "\udce9") as one:
+            assert one.next(Refused).why.endswith("user 'root' is not UTF-8")
         with client(own.endpoints, prefix) as one:
             assert "refuses this agent: " in one.next(Refused).why
+        call(own, "auth/user/add", token, name="reader", password=SECRET)
+        call(own, "auth/role/add", token, name="reader")
+        first, end = (base64.b64encode(key).decode() for key in (prefix.encode(), end_of(prefix.encode())))
+        call(own, "auth/role/grant", token, name="reader", perm={"permType": "READ", "key": first, "range_end": end})
+        call(own, "auth/user/grant", token, user="reader", role="reader")
+        with client(own.endpoints, prefix, user="reader", password=SECRET) as one:
+            one.next(Back)
+            assert one.make(Put("a", b"", JOB)).made is None
+            assert "permission denied" in one.next(Refused).why
+
+
+def test_a_token_that_has_expired_interrupts_nothing(prefix: str) -> None:
+    def age() -> None:
+        assert one.store._session is not None
+        one.store._session._metadata = (("token", "expired"),)
+
+    with Etcd() as own:
+        want_passwords(own)
+        with client(own.endpoints, prefix, **ROOT) as one, \
+             client(own.endpoints, prefix, **ROOT) as other:  # fmt: skip
+            one.next(Back)
+            other.watch("")
+            for ask in (lambda: one.make(Put("a", b"", OWN)).made, lambda: one.below("") == ["a"],
+                        lambda: one.watch("").entries):  # fmt: skip
+                age()
+                assert ask()
+            age()
+            one.store.close(5.0)
+            other.next(Changed)
+            assert other.next(Changed).deleted == ("a",)  # its lease was given back
+        assert not any(isinstance(event, Away) for event in one.all)
 
 
 def test_a_value_that_etcd_does_not_take(etcd: Etcd, prefix: str) -> None:
     with client(etcd.endpoints, prefix) as one:
         one.next(Back)
         assert one.make(Put("a", bytes(3 << 20), JOB)).made is None
+        assert "larger than max" in one.next(Away).why
+        one.next(Back)
         assert one.make(Put("a", bytes(1 << 20), JOB)).made
         assert [len(entry.value) for entry in one.watch("").entries] == [1 << 20]
+
+
+def test_an_etcd_without_space_says_so(prefix: str) -> None:
+    with Etcd(options=["--quota-backend-bytes", "1000000"]) as own, client(own.endpoints, prefix) as one:
+        one.next(Back)
+        while one.make(Put("a", bytes(1 << 20), JOB)).made:
+            pass
+        assert "space exceeded" in one.next(Away).why
 
 
 def test_a_fork_of_the_process_has_no_part_in_it(etcd: Etcd, prefix: str) -> None:
     with client(etcd.endpoints, prefix) as one:
         check_fork(one)
+
+
+def test_an_answer_of_more_bytes_than_one_message_may_have(
+    etcd: Etcd, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx._store.etcd.session.MOST_BYTES", 4 << 20)
+    with client(etcd.endpoints, prefix) as one:
+        one.next(Back)
+        for number in range(40):
+            assert one.make(Put(f"a/{number:02}", bytes(120 << 10), JOB)).made
+        last = one.make(Put("b", b"", JOB))
+        assert one.below("a/") == [f"a/{number:02}" for number in range(40)]
+        assert (one.watch("a/").revision, one.all[-1].prefix) == (last.revision, "a/")
 
 
 def test_sockets_do_not_add_up(etcd: Etcd, prefix: str) -> None:
@@ -339,6 +518,26 @@ def test_sockets_do_not_add_up(etcd: Etcd, prefix: str) -> None:
         with client(etcd.endpoints, prefix) as one:
             one.watch("")
     assert len(_grpcs()) - before < 10
+
+
+def test_one_store_after_another(etcd: Etcd, prefix: str) -> None:
+    """What grpc has for the loop of the first finds it closed, and asyncio prints that: of 120 it were 8."""
+    script = (
+        "import queue, sys\n"
+        "from phalanx._store.etcd.etcd_store import EtcdStore\n"
+        "from phalanx._store.etcd.settings import EtcdSettings\n"
+        "for _ in range(40):\n"
+        "    told = queue.SimpleQueue()\n"
+        "    store = EtcdStore(EtcdSettings((sys.argv[1],), sys.argv[2], ttl=2))\n"
+        "    store.open(told.put)\n"
+        "    told.get()\n"
+        "    store.watch('')\n"
+        "    told.get()\n"
+        "    store.close(5)\n"
+    )
+    command = [sys.executable, "-c", script, etcd.endpoints, prefix]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_closing_twice_or_before_it_was_reached() -> None:
@@ -352,9 +551,33 @@ def test_closing_twice_or_before_it_was_reached() -> None:
     EtcdStore(EtcdSettings(("127.0.0.1:1",), "/phalanx/x/", ttl=2)).close(1.0)
 
 
+def test_close_again_after_a_signal_between_its_lines(etcd: Etcd, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with client(etcd.endpoints, prefix) as one, client(etcd.endpoints, prefix) as other:
+        one.next(Back)
+        one.make(Put("mine", b"", OWN))
+        other.watch("")
+        with monkeypatch.context() as patch:
+            patch.setattr(one.store, "_call", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                one.store.close(5.0)
+        one.store.close(5.0)
+        assert other.next(Changed).deleted == ("mine",)
+
+
 def test_the_environment_is_left_as_it_was() -> None:
-    name = "os.environ['GRPC_VERBOSITY']"
-    script = f"import os; {name} = 'ERROR'; import phalanx._store.etcd.api; print({name})"
+    """But for what another thread has changed meanwhile: the import of grpc takes its time."""
+    script = (
+        "import os, sys\n"
+        "class Meanwhile:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        os.environ['CHANGED'] = 'new'\n"
+        "os.environ.update(GRPC_VERBOSITY='ERROR', CHANGED='old')\n"
+        "sys.meta_path.insert(0, Meanwhile())\n"
+        "import phalanx._store.etcd.api\n"
+        "print(*(os.environ.get(name) for name in ('GRPC_VERBOSITY', 'GRPC_ENABLE_FORK_SUPPORT', 'CHANGED')))\n"
+    )
     seen = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
-    assert seen.stdout == "ERROR\n"
-    assert not seen.stderr
+    assert (seen.stdout, seen.stderr) == ("ERROR None new\n", "")

@@ -41,10 +41,12 @@ class Client:
         self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.ticket = 0
         self.threads: set[int] = set()
+        self.all: list[Any] = []
         self.store.open(self._take)
 
     def _take(self, event: Any) -> None:
         self.threads.add(threading.get_ident())
+        self.all.append(event)
         self.told.put(event)
 
     def next(self, kind: type[T], *, never: type | tuple[type, ...] = ()) -> T:
@@ -101,6 +103,11 @@ def check_watch(one: Client, other: Client) -> None:
     assert [event.revision for event in told] == [*revisions, last.revision]
     assert [event.written[0].value for event in told[:20]] == [b"%d" % number for number in range(20)]
     assert (told[20].deleted, [entry.key for entry in told[20].written]) == (("job/a",), ["job/b"])
+    other.store.watch("job/")  # once more
+    other.next(Snapshot)
+    one.make(Delete("job/b"))
+    one.make(Put("job/b", b"x", JOB))
+    assert [other.next(Changed).revision for _ in range(2)] == [last.revision + 1, last.revision + 2]
     other.store.unwatch("job/")
     assert other.below("job/") == ["job/b"]
     one.make(Put("job/b", b"y", JOB))

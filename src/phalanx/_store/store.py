@@ -103,7 +103,10 @@ class Fetched(NamedTuple):
 
 
 class Away(NamedTuple):
-    """The store does not answer. It is tried again, until `Back`. ``why``: one line."""
+    """The store does not answer, or cannot be what it was. It is tried again, until `Back`. ``why``: one line.
+
+    Told once; and again, where a store that answers is not what it was.
+    """
 
     why: str
 

@@ -22,7 +22,7 @@ _SETTINGS = {
 }
 """What grpc reads in the environment when it is used first. It is as before then."""
 
-_before = dict(os.environ)
+_before = {name: os.environ.get(name) for name in _SETTINGS}
 os.environ.update(_SETTINGS)
 try:
     import grpc
@@ -30,9 +30,11 @@ try:
 
     grpc.insecure_channel("127.0.0.1:1").close()  # the first use: nothing is connected to
 finally:
-    os.environ.pop("GRPC_VERBOSITY")
-    os.environ.pop("GRPC_ENABLE_FORK_SUPPORT")
-    os.environ.update(_before)
+    for _name, _value in _before.items():
+        if _value is None:
+            os.environ.pop(_name, None)
+        else:
+            os.environ[_name] = _value
 
 __all__ = ["aio", "grpc"]  # with all that is defined here
 

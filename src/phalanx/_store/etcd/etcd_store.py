@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 _PATIENCE = 1.0
 _PAUSE = (0.05, 1.0)  # seconds between two tries to connect: the first, and the longest
+_LASTING = 10.0  # seconds after which a session was a good one: the next try is a first one again
 _code = api.grpc.StatusCode
 
 
@@ -67,7 +68,9 @@ class EtcdStore(Store):
         self._session: Session | None = None
         self._watched: dict[str, _Watched] = {}
         self._queue: asyncio.Queue[tuple[int, Transaction]] = asyncio.Queue()
+        self._newest = 0  # revision that etcd has told
         self._lease = 0
+        self._keeping = asyncio.Lock()  # a lease that is gone is made anew once
         self._closing = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._until = 0.0
@@ -78,8 +81,7 @@ class EtcdStore(Store):
     def open(self, deliver: Callable[[StoreEvent], None]) -> None:
         """See `Store`."""
         self._deliver = deliver
-        files = self._settings.credentials() if self._settings.is_secure else None
-        self._credentials = None if files is None else api.grpc.ssl_channel_credentials(*files)
+        self._settings.credentials()
         self._loop = loop_thread.acquire()
         self._end = asyncio.run_coroutine_threadsafe(self._main(), self._loop)
 
@@ -101,15 +103,17 @@ class EtcdStore(Store):
 
     def close(self, seconds: float, *, ends_job: bool = False) -> None:
         """See `Store`."""
-        end, self._end = self._end, None
+        end = self._end
         if end is None or self._owner != os.getpid():
             return
         self._ends_job, self._until = ends_job, clock.now() + seconds
         self._call(self._closing.set)
-        with suppress(TimeoutError):
-            end.result(seconds + _PATIENCE)
-        self._loop = None
-        loop_thread.release(_PATIENCE)
+        try:
+            with suppress(TimeoutError):
+                end.result(seconds + _PATIENCE)
+        finally:  # a signal may raise while it waits
+            self._loop = self._end = None
+            loop_thread.release(_PATIENCE)
 
     def _call(self, action: Callable[[], None]) -> None:
         """Have an action carried out by the store's thread; if the store is closed, not at all."""
@@ -127,9 +131,10 @@ class EtcdStore(Store):
         await asyncio.wait((main, closing), return_when=asyncio.FIRST_COMPLETED)
         await closing  # refused: nothing follows but that
         await self._leave()
-        for task in (main, writer, *self._tasks):
+        tasks = (main, writer, *self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(main, writer, *self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _begin_fetch(self, ticket: int, prefix: str) -> None:
         task = asyncio.ensure_future(self._fetch(ticket, prefix))
@@ -138,39 +143,40 @@ class EtcdStore(Store):
 
     async def _carry_on(self) -> None:
         """Have one session after another, until etcd refuses us."""
-        pause, why, is_away = _PAUSE[0], "", False
+        pause, away, since = _PAUSE[0], "", clock.now()
         for endpoint in itertools.cycle(self._settings.endpoints):
-            session = Session(self._settings, endpoint, self._credentials)
+            session = Session(self._settings, endpoint)
             try:
                 await self._greet(session)
                 self._session = session
                 self._deliver(Back())
-                pause, is_away = _PAUSE[0], False
+                away, since = "", clock.now()
                 await self._stay(session)
             except RefusedError as error:
                 self._deliver(Refused(str(error)))
                 return
             except BROKEN as error:
-                why = _words(error, endpoint)
+                if self._session is session and clock.now() - since > _LASTING:
+                    pause = _PAUSE[0]
+                why = session.words(error)
+                if not away or (isinstance(error, BrokenError) and why != away):  # the latter: it answers, but so
+                    self._deliver(Away(why))
+                    away = why
             finally:
                 self._session = None
                 await session.close()
-            if not is_away:
-                self._deliver(Away(why))
-                is_away = True
             await asyncio.sleep(pause * (1 + random.random()) / 2)  # noqa: S311 - it spreads retries
             pause = min(2 * pause, _PAUSE[1])
 
     async def _greet(self, session: Session) -> None:
         """Connect, and see to the leases."""
+        session.open()
         await session.authenticate()
-        await session.check(self._prefix)
-        lost = self._lease and not await session.keep(self._lease)
-        if lost or not self._lease:
-            self._lease = await session.grant(self._settings.ttl)
-        await session.grant(self._settings.job_ttl, self._settings.job_lease)
-        if lost:
-            self._deliver(LeaseLost())
+        revision = await session.check(self._prefix)
+        if revision < self._newest:  # a watch would tell nothing until it has as many again
+            raise BrokenError(f"it has lost what it held: it is at revision {revision}, after {self._newest}")
+        await session.grant(self._settings.job_ttl, self._settings.job_lease)  # refused while etcd has no space left
+        await self._see_to_leases(session)
 
     async def _stay(self, session: Session) -> None:
         """Keep the leases, and follow the watches, until something breaks. Raises what that is."""
@@ -190,21 +196,26 @@ class EtcdStore(Store):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _keep(self, session: Session) -> None:
-        """Keep the leases alive. A lease that is gone is made anew."""
+        """Keep the leases alive."""
         while True:
             await asyncio.sleep(self._settings.ttl / 3)
-            if not await session.keep(self._lease):
-                await self._renew(session)
+            await self._see_to_leases(session)
+
+    async def _see_to_leases(self, session: Session) -> None:
+        """Keep the leases alive, once. One that is gone is made anew; of our own, that is told."""
+        async with self._keeping:
+            if not self._lease:
+                self._lease = await session.grant(self._settings.ttl)
+            elif not await session.keep(self._lease):
+                self._lease = await session.grant(self._settings.ttl)
+                self._deliver(LeaseLost())
             if not await session.keep(self._settings.job_lease):
                 await session.grant(self._settings.job_ttl, self._settings.job_lease)
-
-    async def _renew(self, session: Session) -> None:
-        self._lease = await session.grant(self._settings.ttl)
-        self._deliver(LeaseLost())
 
     # --- watches
 
     def _watch(self, prefix: str) -> None:
+        self._unwatch(prefix)
         watched = self._watched[prefix] = _Watched(prefix)
         if self._session is not None:
             self._follow(self._session, watched)
@@ -215,8 +226,6 @@ class EtcdStore(Store):
             watched.follower.cancel()
 
     def _follow(self, session: Session, watched: _Watched) -> None:
-        if watched.follower is not None:
-            watched.follower.cancel()
         watched.follower = asyncio.ensure_future(self._tell(session, watched))
         session.followers.append(watched.follower)
 
@@ -224,7 +233,12 @@ class EtcdStore(Store):
         """Tell all keys below a prefix, and what becomes of them. What breaks ends the session."""
         try:
             while True:
-                await self._tell_changes(session, watched)
+                try:
+                    await self._tell_changes(session, watched)
+                except api.aio.AioRpcError as error:
+                    if error.code() != _code.RESOURCE_EXHAUSTED:
+                        raise
+                    watched.revision = -1  # more has changed meanwhile than one message may hold
         except BROKEN as error:
             session.end(error)
 
@@ -235,6 +249,8 @@ class EtcdStore(Store):
         is served by etcd's next look at those that lag behind, which is 0.1 s later. The revision 0 is the present.
         """
         read = 0
+        if self._settings.user:
+            await session.check(self._prefix)  # a request renews a token that has expired, and a watch does not
         async for response in session.watch(self._prefix + watched.prefix.encode(), watched.revision + 1):
             if response.canceled:
                 if not response.compact_revision:
@@ -255,12 +271,14 @@ class EtcdStore(Store):
                     else:
                         written.append(self._entry(event.kv))
                 watched.revision = revision
+                self._newest = max(self._newest, revision)
                 self._deliver(Changed(watched.prefix, revision, tuple(written), tuple(deleted)))
         raise BrokenError("etcd has ended a watch")
 
     async def _read(self, session: Session, prefix: str) -> tuple[tuple[Entry, ...], int]:
-        answer = await session.range(self._prefix + prefix.encode())
-        return tuple(self._entry(kv) for kv in answer.kvs), answer.header.revision
+        kvs, revision = await session.range(self._prefix + prefix.encode())
+        self._newest = max(self._newest, revision)
+        return tuple(self._entry(kv) for kv in kvs), revision
 
     def _entry(self, kv: Any) -> Entry:
         return Entry(self._name(kv.key), kv.value, kv.create_revision, kv.mod_revision)
@@ -280,35 +298,24 @@ class EtcdStore(Store):
                 self._queue.task_done()
 
     async def _write(self, ticket: int, transaction: Transaction) -> Done:
-        session = self._session
+        session, lease = self._session, self._lease
         if session is None:
             return Done(ticket, None, 0)
-        for again in (False, True):
+        try:
             try:
                 answer = await session.txn(self._request(transaction))
             except api.aio.AioRpcError as error:
-                if again or not await self._can_repeat(session, error):
-                    session.note(error)
+                if error.code() != _code.NOT_FOUND:
+                    raise
+                await self._see_to_leases(session)  # one of them is not there, so nothing was written
+                if self._lease != lease:  # what was to be written with the old one is out of date
                     return Done(ticket, None, 0)
-            except BROKEN as error:
-                session.end(error)
-                return Done(ticket, None, 0)
-            else:
-                return Done(ticket, answer.succeeded, answer.header.revision)
-        raise AssertionError
-
-    async def _can_repeat(self, session: Session, error: api.aio.AioRpcError) -> bool:
-        """See why etcd has not made a transaction. Returns whether it may be asked for again: the reason is mended."""
-        try:
-            if error.code() == _code.NOT_FOUND:  # a lease
-                await session.grant(self._settings.job_ttl, self._settings.job_lease)
-                if not await session.keep(self._lease):
-                    await self._renew(session)  # what was to be written with the old one is out of date
-                    return False
-                return True
-        except BROKEN as other:
-            session.end(other)
-        return False
+                answer = await session.txn(self._request(transaction))
+        except BROKEN as error:
+            session.end(error)
+            return Done(ticket, None, 0)
+        self._newest = max(self._newest, answer.header.revision)
+        return Done(ticket, answer.succeeded, answer.header.revision)
 
     def _request(self, transaction: Transaction) -> Any:
         made = api.messages["TxnRequest"]()
@@ -332,13 +339,12 @@ class EtcdStore(Store):
         return made
 
     async def _fetch(self, ticket: int, prefix: str) -> None:
-        entries = None
-        if self._session is not None:
+        entries, session = None, self._session
+        if session is not None:
             try:
-                entries, _ = await self._read(self._session, prefix)
+                entries, _ = await self._read(session, prefix)
             except BROKEN as error:
-                if self._session is not None:
-                    self._session.end(error)
+                session.end(error)
         self._deliver(Fetched(ticket, entries))
 
     async def _leave(self) -> None:
@@ -346,7 +352,7 @@ class EtcdStore(Store):
         session = self._session
         if session is None:
             return
-        with suppress(*BROKEN):
+        with suppress(BROKEN):
             async with asyncio.timeout(max(0.1, self._until - clock.now())):
                 await self._queue.join()
                 for lease in (self._lease, *((self._settings.job_lease,) if self._ends_job else ())):
@@ -361,10 +367,3 @@ class _Watched:
         self.prefix = prefix
         self.revision = -1
         self.follower: asyncio.Future[None] | None = None
-
-
-def _words(error: Exception, endpoint: str) -> str:
-    if isinstance(error, api.aio.AioRpcError):
-        said = (error.details() or error.code().name.lower()).rpartition("last error: ")[2].removeprefix("UNKNOWN: ")
-        return said if endpoint in said else f"{endpoint}: {said}"
-    return f"{endpoint}: {str(error) or 'no answer in time'}"

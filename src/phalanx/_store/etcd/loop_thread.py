@@ -9,6 +9,27 @@ import asyncio
 import os
 import threading
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextvars import Context
+    from typing import TypeVarTuple
+
+    _Ts = TypeVarTuple("_Ts")
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """A loop that may be told something when it is closed: grpc does, and asyncio would print that it raises."""
+
+    def call_soon_threadsafe(
+        self, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        if self.is_closed():
+            return asyncio.Handle(callback, args, self, context)  # it is never run
+        return super().call_soon_threadsafe(callback, *args, context=context)
+
+
+_PATIENCE = 0.5
 _lock = threading.Lock()
 _users = 0
 _loop: asyncio.AbstractEventLoop | None = None
@@ -20,9 +41,10 @@ def acquire() -> asyncio.AbstractEventLoop:
     global _users, _loop, _thread  # noqa: PLW0603 - there is one for the process
     with _lock:
         if _loop is None:
-            _loop = asyncio.new_event_loop()
-            _thread = threading.Thread(target=_run, args=(_loop,), name="phalanx-store", daemon=True)
-            _thread.start()
+            loop = _Loop()
+            thread = threading.Thread(target=_run, args=(loop,), name="phalanx-store", daemon=True)
+            thread.start()
+            _loop, _thread = loop, thread
         _users += 1
         return _loop
 
@@ -43,6 +65,10 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()
+        if left := asyncio.all_tasks(loop):  # nobody has waited for their end, or not long enough
+            for task in left:
+                task.cancel()
+            loop.run_until_complete(asyncio.wait(left, timeout=_PATIENCE))
         loop.run_until_complete(loop.shutdown_asyncgens())
     finally:
         asyncio.set_event_loop(None)

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from contextlib import contextmanager, suppress
 
 from phalanx._store.etcd import api
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
     from typing import Any
 
     from phalanx._store.etcd.settings import EtcdSettings
 
 MOST_BYTES = 64 << 20
 """Of an answer of etcd's that is taken."""
+_PAGE = 32  # keys of one answer: etcd takes values of 1.5 MiB
 
 _LEADER = (("hasleader", "true"),)  # has etcd end a stream of a member that has lost its leader
 
+_PREFACE = re.compile(r"^(.*last error: )?([A-Z_]+: )?(ipv[46]:\S+: )?", re.DOTALL)  # of what grpc says
 _ENDED = "the session has ended"
 _code = api.grpc.StatusCode
 _NEVER = (_code.UNAUTHENTICATED, _code.PERMISSION_DENIED, _code.UNIMPLEMENTED)
+_OUTDATED = (_code.UNAUTHENTICATED, _code.INVALID_ARGUMENT)  # a token; the second: users were changed meanwhile
 
 
 class RefusedError(Exception):
@@ -31,14 +36,26 @@ class BrokenError(Exception):
     """The session has broken."""
 
 
-BROKEN = (BrokenError, api.aio.AioRpcError, TimeoutError)
-"""What is raised when a session has broken."""
+BROKEN = Exception
+"""What is raised when a session has broken: of grpc that is more than its AioRpcError, such as InvalidStateError."""
 
 
 class Session:
-    """What one member of the etcd is asked, over one channel."""
+    """What one member of the etcd is asked, over one channel. Its methods raise RefusedError, and `BROKEN`."""
 
-    def __init__(self, settings: EtcdSettings, endpoint: str, credentials: Any) -> None:
+    def __init__(self, settings: EtcdSettings, endpoint: str) -> None:
+        self._channel: Any = None
+        self._settings = settings
+        self._endpoint = endpoint
+        self._metadata: tuple[tuple[str, str], ...] = ()
+        self._keeper: Any = None
+        self._keeping = asyncio.Lock()  # a stream takes one message at a time
+        self.broken = asyncio.Event()
+        self.why: Exception | None = None
+        self.followers: list[asyncio.Future[None]] = []
+
+    def open(self) -> None:
+        """Begin to connect. The files for TLS are read each time: certificates are renewed while a job runs."""
         options = (
             ("grpc.max_receive_message_length", MOST_BYTES),
             ("grpc.max_send_message_length", MOST_BYTES),
@@ -46,54 +63,50 @@ class Session:
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.enable_http_proxy", 0),
         )
-        make = api.aio.insecure_channel if credentials is None else api.aio.secure_channel
-        self._channel = make(endpoint, *(() if credentials is None else (credentials,)), options=options)
-        self._settings = settings
-        self._endpoint = endpoint
-        self._metadata: tuple[tuple[str, str], ...] = ()
-        self._keeper: Any = None
-        self.broken = asyncio.Event()
-        self.why: Exception | None = None
-        self.followers: list[asyncio.Future[None]] = []
+        files = self._settings.credentials()
+        if files is None:
+            self._channel = api.aio.insecure_channel(self._endpoint, options=options)
+        else:
+            credentials = api.grpc.ssl_channel_credentials(*files)
+            self._channel = api.aio.secure_channel(self._endpoint, credentials, options=options)
+
+    def words(self, error: Exception) -> str:
+        """Return what has broken the session, in words."""
+        if not isinstance(error, api.aio.AioRpcError):
+            said = str(error)
+        elif error.code() == _code.DEADLINE_EXCEEDED:
+            said = ""
+        else:
+            said = _PREFACE.sub("", error.details() or error.code().name.lower())
+        return f"{self._endpoint}: {said or 'no answer in time'}"
 
     def end(self, why: Exception) -> None:
         """End the session: what uses it has broken."""
         self.why = self.why or why
         self.broken.set()
 
-    def note(self, error: api.aio.AioRpcError) -> None:
-        """End the session, unless etcd has answered, and only refused a request."""
-        answered = (_code.INVALID_ARGUMENT, _code.NOT_FOUND, _code.FAILED_PRECONDITION, _code.RESOURCE_EXHAUSTED)
-        if error.code() not in answered:
-            self.end(error)
-
     async def _ask(self, method: api.Method, **fields: Any) -> Any:
-        """Make a request; once more, with a new token, if etcd has forgotten ours: it has done nothing then."""
-        try:
-            return await self._call(method, self._metadata, **fields)
-        except api.aio.AioRpcError as error:
-            if error.code() != _code.UNAUTHENTICATED or not self._settings.user:
-                raise
-        try:
-            await self.authenticate()
-        except RefusedError as error:
-            raise BrokenError(str(error)) from None  # the next session says so
-        return await self._call(method, self._metadata, **fields)
-
-    async def _call(self, method: api.Method, metadata: tuple[tuple[str, str], ...], **fields: Any) -> Any:
         request = fields.pop("request", None) or api.messages[method.request](**fields)
+        for is_last in (not self._settings.user, True):
+            try:
+                return await self._call(method, request, self._metadata)
+            except api.aio.AioRpcError as error:
+                if is_last or error.code() not in _OUTDATED:
+                    if error.code() in _NEVER:
+                        raise self._refused(error) from None
+                    raise
+            await self.authenticate()  # the token has expired: etcd has not looked at the request
+        raise AssertionError
+
+    def _refused(self, error: api.aio.AioRpcError) -> RefusedError:
+        return RefusedError(f"etcd at {self._endpoint} refuses this agent: {error.details()}")
+
+    async def _call(self, method: api.Method, request: Any, metadata: tuple[tuple[str, str], ...]) -> Any:
         if self._channel is None:
             raise BrokenError(_ENDED)
-        try:
+        with _not_cancelled():
             call = api.unary(self._channel, method)
             return await call(request, timeout=self._settings.timeout, metadata=metadata)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise BrokenError(_ENDED) from None  # the channel was closed, which cancels its calls
-        except api.aio.UsageError as error:
-            raise BrokenError(str(error)) from None
 
     async def authenticate(self) -> None:
         """Say who we are. Raises RefusedError."""
@@ -101,23 +114,27 @@ class Session:
         if not settings.user:
             return
         try:
-            answer = await self._call(api.AUTHENTICATE, (), name=settings.user, password=settings.password)
+            request = api.messages["AuthenticateRequest"](name=settings.user, password=settings.password)
+            answer = await self._call(api.AUTHENTICATE, request, ())
         except api.aio.AioRpcError as error:
             if error.code() in (_code.INVALID_ARGUMENT, _code.FAILED_PRECONDITION, *_NEVER):
                 msg = f"etcd at {self._endpoint} refuses the user {settings.user!r}: {error.details()}"
                 raise RefusedError(msg) from None
             raise
+        except UnicodeEncodeError:
+            msg = f"the name or the password of the user {settings.user!a} is not UTF-8"
+            raise RefusedError(msg) from None
         self._metadata = (("token", answer.token),)
 
-    async def check(self, prefix: bytes) -> None:
-        """See that etcd lets us have the keys below a prefix. Raises RefusedError."""
+    async def check(self, prefix: bytes) -> int:
+        """See that etcd lets us have the keys below a prefix. Returns its revision."""
         try:
-            await self._ask(api.RANGE, key=prefix, range_end=api.end_of(prefix), limit=1)
+            answer = await self._ask(api.RANGE, key=prefix, range_end=api.end_of(prefix), limit=1)
         except api.aio.AioRpcError as error:
-            if error.code() in (_code.INVALID_ARGUMENT, *_NEVER):  # the first: no user is named
-                msg = f"etcd at {self._endpoint} refuses this agent: {error.details()}"
-                raise RefusedError(msg) from None
+            if error.code() == _code.INVALID_ARGUMENT:  # no user is named
+                raise self._refused(error) from None
             raise
+        return int(answer.header.revision)
 
     async def grant(self, ttl: int, lease: int = 0) -> int:
         """Have a lease made, if it is not there. Returns its id."""
@@ -130,11 +147,16 @@ class Session:
 
     async def keep(self, lease: int) -> bool:
         """Keep a lease alive. Returns whether it is there."""
-        if self._keeper is None:
-            self._keeper = api.stream(self._channel, api.KEEP_ALIVE)(metadata=(*self._metadata, *_LEADER))
-        async with asyncio.timeout(self._settings.timeout):
-            await self._keeper.write(api.messages["LeaseKeepAliveRequest"](ID=lease))
-            answer = await self._keeper.read()
+        patience = min(self._settings.timeout, self._settings.ttl / 3)  # another member has to hear of us in time
+        async with asyncio.timeout(patience), self._keeping:
+            if self._channel is None:
+                raise BrokenError(_ENDED)
+            if self._keeper is None:
+                self._keeper = api.stream(self._channel, api.KEEP_ALIVE)(metadata=(*self._metadata, *_LEADER))
+            with _not_cancelled():
+                with suppress(asyncio.InvalidStateError):  # the stream has ended: the read tells why
+                    await self._keeper.write(api.messages["LeaseKeepAliveRequest"](ID=lease))
+                answer = await self._keeper.read()
         if answer is api.aio.EOF:
             raise BrokenError("etcd has ended the stream of leases")
         return bool(answer.TTL > 0)
@@ -147,9 +169,17 @@ class Session:
         """Make a transaction."""
         return await self._ask(api.TXN, request=request)
 
-    async def range(self, prefix: bytes) -> Any:
-        """Read all keys below a prefix."""
-        return await self._ask(api.RANGE, key=prefix, range_end=api.end_of(prefix))
+    async def range(self, prefix: bytes) -> tuple[list[Any], int]:
+        """Read all keys below a prefix. Returns them, and at which revision they were so."""
+        kvs: list[Any] = []
+        first, end, revision = prefix, api.end_of(prefix), 0
+        while True:
+            answer = await self._ask(api.RANGE, key=first, range_end=end, revision=revision, limit=_PAGE)
+            kvs += answer.kvs
+            revision = revision or answer.header.revision
+            if not answer.more:
+                return kvs, revision
+            first = kvs[-1].key + b"\0"
 
     async def watch(self, prefix: bytes, revision: int) -> AsyncIterator[Any]:
         """Yield what etcd tells of the keys below a prefix, from a revision on."""
@@ -170,6 +200,19 @@ class Session:
         if keeper is not None:
             keeper.cancel()
         channel, self._channel = self._channel, None
-        await channel.close()
+        if channel is not None:
+            await channel.close()
         self.followers.clear()
         self.why = None
+
+
+@contextmanager
+def _not_cancelled() -> Iterator[None]:
+    """Raise BrokenError where a call was cancelled and the task was not: the channel was closed meanwhile."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise BrokenError(_ENDED) from None

@@ -40,14 +40,32 @@ class EtcdSettings(NamedTuple):
         """
         return int.from_bytes(blake2b(self.prefix.encode(), digest_size=8).digest()) >> 2 | 1
 
-    @property
-    def is_secure(self) -> bool:
-        """Whether TLS is used."""
-        return bool(self.ca or self.cert)
+    def credentials(self) -> tuple[bytes | None, bytes | None, bytes | None] | None:
+        """Return the authority's certificate, our key and our certificate, as their files are now; None: no TLS.
 
-    def credentials(self) -> tuple[bytes | None, bytes | None, bytes | None]:
-        """Return the authority's certificate, our key, and our certificate. Raises OSError: a file cannot be read."""
+        Raises OSError: a file cannot be read. Raises ValueError: one does not hold what it should; the key does not
+        belong to the certificate; one of the two is missing.
+        """
+        import ssl
+
+        if bool(self.cert) != bool(self.key):
+            msg = "cert and key belong together; one of them is missing"
+            raise ValueError(msg)
+        if not (self.ca or self.cert):
+            return None
         read = [_read(path) for path in (self.ca, self.key, self.cert)]
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.set_ciphers("ALL:@SECLEVEL=0")  # how strong they have to be is the etcd's business
+        named = self.ca
+        try:
+            if self.ca:
+                context.load_verify_locations(self.ca)
+            if self.cert:
+                named = f"{self.cert}, {self.key}"
+                context.load_cert_chain(self.cert, self.key, password="")  # it would be asked for on the console
+        except ssl.SSLError as error:
+            msg = f"{named}: not what TLS can use: {error.reason or error}"
+            raise ValueError(msg) from None
         return read[0], read[1], read[2]
 
 
