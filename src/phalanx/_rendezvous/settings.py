@@ -168,4 +168,4 @@ def prefix_of(run_id: str) -> str:
     """
     from urllib.parse import quote
 
-    return f"/phalanx/X/"
+    return f"/phalanx/{quote(run_id, safe='', errors='surrogateescape')}/"
