@@ -100,6 +100,8 @@ UNNAMED = {
     "tty.py: name": {"LINES", "COLUMNS"},
     "accelerators.py: name": {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"},
     "_declare.py: name": set[str](),  # those of options
+    "api.py: name": {"GRPC_VERBOSITY", "GRPC_ENABLE_FORK_SUPPORT"},
+    "api.py: _name": set[str](),  # the same
     "_dry_run.py: name": set[str](),  # those of workers, to leave out what they have anyway
     "fork_process.py: name": set[str](),  # all: a fork takes over the environment of its group
 }
@@ -109,6 +111,7 @@ OTHERWISE = {
     "TMPDIR", "TEMP", "TMP",  # by tempfile
     "_PHALANX_COMPLETE",  # by click
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "RANK",  # in envs
+    "PHALANX_JOB_SECRET",  # in a mapping that a function is given
 }  # fmt: skip
 """Variables that the table has, and no look at the environment in the source."""
 
