@@ -76,9 +76,10 @@ def grpc_is_up(etcd: Etcd) -> Iterator[None]:
 class EtcdClient(Client):
     """A store in an etcd, and what it has told."""
 
+    store: EtcdStore
+
     def on_its_thread(self, what: Coroutine[Any, Any, T]) -> T:
         """Have the store's thread carry something out."""
-        assert isinstance(self.store, EtcdStore)
         assert self.store._loop is not None
         return asyncio.run_coroutine_threadsafe(what, self.store._loop).result(SOON)
 

@@ -24,7 +24,7 @@ if importlib.util.find_spec("grpc") is None:  # not imported: what it reads in t
 from phalanx._rendezvous.hosted_etcd import HostedEtcd
 from phalanx._store.etcd import server
 from phalanx._store.store import JOB, OWN, Away, Back, Put, Refused
-from tests.store.test_etcd import Client, client, etcd, grpc_is_up  # noqa: F401 - fixtures
+from tests.store.test_etcd import EtcdClient, client, etcd, grpc_is_up  # noqa: F401 - fixtures
 from tests.support.etcd import free_port, program
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ def test_which_program_is_hosted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_a_token_that_etcd_does_not_know_any_more_is_renewed(hosted: HostedEtcd) -> None:
     """It forgets those that were not used for five minutes."""
 
-    def forget(one: Client) -> None:
+    def forget(one: EtcdClient) -> None:
         assert one.store._session is not None
         one.store._session._metadata = (("token", "an.old.one"),)
 

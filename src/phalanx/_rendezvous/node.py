@@ -1,8 +1,7 @@
 """A node of a job: what its agent does as the store and its workers tell. Pure: it returns what is to be done.
 
-Owns the node's own entry, its part in each generation, and the decisions of the job while this node leads. Any event
-may come at any time, and any write may have been made or not: `Participant` compares what it wants the store to hold
-with what that holds, and writes what is missing.
+Owns the node's part in each generation, and its waits. Any event may come at any time; what it wants the store to hold
+is `node_writes`' business.
 """
 
 from __future__ import annotations
@@ -11,13 +10,11 @@ import math
 
 from phalanx._base.clock import format_duration
 from phalanx._rendezvous import life, records
-from phalanx._rendezvous.effects import End, Fetch, Finish, Heard, Start, Submit, Unwatch, Watch
-from phalanx._rendezvous.leader import Leader
+from phalanx._rendezvous.effects import End, Finish, Heard, Start, Watch
+from phalanx._rendezvous.node_writes import NodeWrites
 from phalanx._rendezvous.records import DamagedError, Stop, Verdict, replace
-from phalanx._rendezvous.store_view import StoreView
-from phalanx._rendezvous.writes import Writes
 from phalanx._store import store
-from phalanx._store.store import JOB, OWN, Absent, Entry, Put, Transaction, Unchanged
+from phalanx._store.store import JOB, OWN, Entry
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -35,7 +32,7 @@ HOST_PATIENCE = 15.0
 """Seconds for which a node that hosts the store waits at the end for the others."""
 
 
-class Participant:
+class Participant(NodeWrites):
     """A node of a job.
 
     Args:
@@ -58,35 +55,14 @@ class Participant:
         away_timeout: float = math.inf,
         chance: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self.state = "WAITING"
-        """See `life.STATES`."""
-        self.wake = math.inf
-        """When to call `tick`, though nothing has happened (monotonic seconds)."""
-        self._me = me
-        self._rules = rules
+        super().__init__(me, rules, hosts=hosts, chance=chance)
         self._barrier = math.inf if hosts else barrier
-        self._hosts = hosts
         self._away_timeout = away_timeout
-        self._chance = chance
-        self._view = StoreView()
-        self._leader: Leader | None = None  # while this node leads
-        self._knows_nodes = False  # whether the entries of the nodes are watched
-        self._effects: list[Effect] = []
-        self._now = 0.0
         self._since = 0.0  # when the state was entered
-        self._away: float | None = 0.0  # since when the store does not answer
-        self._begun = self._is_final = False
-        self._writes = Writes()
-        self._entered: Node | None = None  # the entry that the store holds
-        self._entry_lease = OWN
-        self._evidence = b""
-        self._tell: Stop | None = None  # why a generation is to end: to be written
-        self._asked: Stop | None = None  # somebody wants the job to end
-        self._by = math.inf  # when that is waited for no more
+        self._begun = False
+        self._by = math.inf  # when the end that somebody wants is waited for no more
         self._ended = -1  # the generation whose end was said
         self._heard: tuple[int, str] = (-1, "")
-        self._read: tuple[Entry, ...] | None = None
-        self._lost_job = False  # whether the job has ended without this node, and nothing is left of it
         self._leaves = ""  # why this node goes
 
     # --- what happens
@@ -208,9 +184,6 @@ class Participant:
             elif action == "FINISH":
                 self._leave()
 
-    def _job(self) -> Job | None:
-        return self._view.job()[0]
-
     def _look(self) -> None:
         """See what the store holds, and what that means for the workers here."""
         refused = self._view.refusal(self._me.id)
@@ -259,86 +232,6 @@ class Participant:
         self._me = replace(self._me, generation=job.generation, outcome="not started", uptime=0.0, step=None)
         self._evidence = b""
         self._see("MISSED")
-
-    # --- the leader
-
-    def _lead(self) -> None:
-        """Decide what follows, if this node leads."""
-        leads = self._view.leader()[0] == self._me.id and not self._lost_job
-        if leads != (self._leader is not None):
-            self._leader = Leader(self._me, self._rules, self._chance) if leads else None
-        knows = leads or (self._hosts and self.state == "LEAVING")
-        if knows != self._knows_nodes:
-            self._knows_nodes = knows
-            if not knows:
-                self._view.forget(records.NODES)
-            self._effects.append(Watch(records.NODES) if knows else Unwatch(records.NODES))
-        if self._leader is None or self._writes.is_open("decide"):
-            return
-        transaction, wake = self._leader.decide(self._view, self._now)
-        self.wake = min(self.wake, wake)
-        if transaction is not None:
-            self._submit("decide", transaction)
-
-    # --- the store
-
-    def _write(self) -> None:
-        """Have written what is to be in the store, and is not."""
-        if self._away is not None or self._is_final:
-            return
-        me = self._me
-        # That the workers run is not said but after a lost lease: the job's state says it, until they have ended.
-        is_known = self._entered == me or (self._entered is not None and me.state == "running")
-        if not is_known and not self._writes.is_open("enter"):
-            writes = [Put(f"{records.NODES}{me.id}", records.write(me), self._entry_lease)]
-            if self._evidence:
-                writes.append(Put(f"{records.EVIDENCE}{me.generation}/{me.id}", self._evidence, JOB))
-            self._submit("enter", Transaction((), tuple(writes)))
-            self._entering = me
-        if self._can_lead() and not self._writes.is_open("lead"):
-            put = Put(records.LEADER, me.id.encode(), OWN)
-            self._submit("lead", Transaction((Absent(records.LEADER),), (put,)))
-        self._write_stop()
-        if self.state == "LEAVING" and self._read is None and not self._writes.is_open("read"):
-            job = self._job()
-            generation = -1 if job is None or self._lost_job else job.with_evidence
-            self._read = () if generation < 0 else None
-            if generation >= 0:
-                self._effects.append(Fetch(self._writes.begin("read"), f"{records.EVIDENCE}{generation}/"))
-
-    def _can_lead(self) -> bool:
-        """Whether nobody leads, and this node may."""
-        is_here = self._entered is not None and self.state != "CLOSING" and not self._lost_job
-        return is_here and self._view.told(records.JOB) > 0 and not self._view.leader()[0]
-
-    def _write_stop(self) -> None:
-        """Write why a generation is to end: once, and nothing where another has said so first."""
-        job, modified = self._view.job()
-        if job is None or job.phase == "over" or self._writes.is_open("stop"):
-            return
-        stop = self._tell
-        if stop is None or stop.generation != job.generation or self._view.stop(job.generation) is not None:
-            self._tell = stop if stop is not None and stop.generation > job.generation else None
-            stop = self._asked and replace(self._asked, generation=job.generation)
-        if stop is None or self._view.stop(job.generation) is not None:
-            return
-        key = f"{records.STOP}{job.generation}"
-        put = Put(key, records.write(stop), JOB)
-        self._submit("stop", Transaction((Absent(key), Unchanged(records.STATE, modified)), (put,)))
-
-    def _submit(self, what: str, transaction: Transaction) -> None:
-        until = self._writes.closed_until(what)
-        if self._now < until:
-            self.wake = min(self.wake, until)
-        else:
-            self._effects.append(Submit(self._writes.begin(what), transaction))
-
-    def _note_done(self, event: store.Done) -> None:
-        what = self._writes.end(event, self._now)
-        if event.made and what == "enter":
-            self._entered = self._entering
-        elif event.made and what == "decide" and self._leader is not None:
-            self._leader.decided = event.revision
 
     # --- waits
 
@@ -445,5 +338,3 @@ class Participant:
         if not self._is_final:
             self._is_final, self.state, self.wake = True, "LEFT", math.inf
             self._effects.append(finish)
-
-    _entering: Node

@@ -14,6 +14,9 @@ from phalanx.cli._rdzv_conf import SECRET, agent_port, job_secret, machine_setti
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
     from phalanx.cli._machines import MachineOptions
     from phalanx.cli._scheduler import Allocation
 
@@ -209,7 +212,7 @@ def _meet_at_rank_0(
 
 
 def _machines(
-    chosen: MachineOptions, nodes: tuple[int, int], endpoints: tuple[str, ...], *, is_hosted: bool, **more: object
+    chosen: MachineOptions, nodes: tuple[int, int], endpoints: tuple[str, ...], *, is_hosted: bool, **more: Any
 ) -> Machines:
     fields = machine_settings(chosen.rdzv_conf, is_hosted=is_hosted) | more
     return Machines(
@@ -247,7 +250,7 @@ def _joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _unheeded(where: str, given: dict[str, object]) -> list[str]:
+def _unheeded(where: str, given: Mapping[str, object]) -> list[str]:
     """Return what is to be said of options that have been given, and have no effect."""
     names = ", ".join(name for name, is_given in given.items() if is_given)
     return [f"without effect {where}: {names}"] if names else []

@@ -1,0 +1,147 @@
+"""What a node wants its store to hold, compared with what that holds: the writes that are missing are asked for. Pure.
+
+Owns the node's own entry, why a generation is to end, and the decisions of the job while this node leads. Any write may
+have been made or not: no answer has to arrive.
+"""
+
+from __future__ import annotations
+
+import math
+
+from phalanx._rendezvous import records
+from phalanx._rendezvous.effects import Fetch, Submit, Unwatch, Watch
+from phalanx._rendezvous.leader import Leader
+from phalanx._rendezvous.records import replace
+from phalanx._rendezvous.store_view import StoreView
+from phalanx._rendezvous.writes import Writes
+from phalanx._store.store import JOB, OWN, Absent, Put, Transaction, Unchanged
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from phalanx._rendezvous.effects import Effect
+    from phalanx._rendezvous.membership import Rules
+    from phalanx._rendezvous.records import Job, Node, Stop
+    from phalanx._store import store
+    from phalanx._store.store import Entry
+
+
+class NodeWrites:
+    """What a node has written: the base of `Participant`, which says what happens.
+
+    Args:
+        me: Its entry, as it enters.
+        rules: What the job holds to, while this node leads.
+        hosts: See `Participant`.
+        chance: Returns a random number, 0 to 1.
+    """
+
+    def __init__(self, me: Node, rules: Rules, *, hosts: bool | None, chance: Callable[[], float]) -> None:
+        self.state = "WAITING"
+        """See `life.STATES`."""
+        self.wake = math.inf
+        """When to call `Participant.tick`, though nothing has happened (monotonic seconds)."""
+        self._me = me
+        self._rules = rules
+        self._hosts = hosts
+        self._chance = chance
+        self._view = StoreView()
+        self._leader: Leader | None = None  # while this node leads
+        self._knows_nodes = False  # whether the entries of the nodes are watched
+        self._effects: list[Effect] = []
+        self._now = 0.0
+        self._away: float | None = 0.0  # since when the store does not answer
+        self._is_final = False
+        self._writes = Writes()
+        self._entered: Node | None = None  # the entry that the store holds
+        self._entering = me  # the one that is being written
+        self._entry_lease = OWN
+        self._evidence = b""
+        self._tell: Stop | None = None  # why a generation is to end: to be written
+        self._asked: Stop | None = None  # somebody wants the job to end
+        self._read: tuple[Entry, ...] | None = None
+        self._lost_job = False  # whether the job has ended without this node, and nothing is left of it
+
+    def _job(self) -> Job | None:
+        return self._view.job()[0]
+
+    # --- the leader
+
+    def _lead(self) -> None:
+        """Decide what follows, if this node leads."""
+        leads = self._view.leader()[0] == self._me.id and not self._lost_job
+        if leads != (self._leader is not None):
+            self._leader = Leader(self._me, self._rules, self._chance) if leads else None
+        knows = leads or (bool(self._hosts) and self.state == "LEAVING")
+        if knows != self._knows_nodes:
+            self._knows_nodes = knows
+            if not knows:
+                self._view.forget(records.NODES)
+            self._effects.append(Watch(records.NODES) if knows else Unwatch(records.NODES))
+        if self._leader is None or self._writes.is_open("decide"):
+            return
+        transaction, wake = self._leader.decide(self._view, self._now)
+        self.wake = min(self.wake, wake)
+        if transaction is not None:
+            self._submit("decide", transaction)
+
+    # --- the store
+
+    def _write(self) -> None:
+        """Have written what is to be in the store, and is not."""
+        if self._away is not None or self._is_final:
+            return
+        me = self._me
+        # That the workers run is not said but after a lost lease: the job's state says it, until they have ended.
+        is_known = self._entered == me or (self._entered is not None and me.state == "running")
+        if not is_known and not self._writes.is_open("enter"):
+            writes = [Put(f"{records.NODES}{me.id}", records.write(me), self._entry_lease)]
+            if self._evidence:
+                writes.append(Put(f"{records.EVIDENCE}{me.generation}/{me.id}", self._evidence, JOB))
+            self._submit("enter", Transaction((), tuple(writes)))
+            self._entering = me
+        if self._can_lead() and not self._writes.is_open("lead"):
+            put = Put(records.LEADER, me.id.encode(), OWN)
+            self._submit("lead", Transaction((Absent(records.LEADER),), (put,)))
+        self._write_stop()
+        if self.state == "LEAVING" and self._read is None and not self._writes.is_open("read"):
+            job = self._job()
+            generation = -1 if job is None or self._lost_job else job.with_evidence
+            self._read = () if generation < 0 else None
+            if generation >= 0:
+                self._effects.append(Fetch(self._writes.begin("read"), f"{records.EVIDENCE}{generation}/"))
+
+    def _can_lead(self) -> bool:
+        """Whether nobody leads, and this node may."""
+        is_here = self._entered is not None and self.state != "CLOSING" and not self._lost_job
+        return is_here and self._view.told(records.JOB) > 0 and not self._view.leader()[0]
+
+    def _write_stop(self) -> None:
+        """Write why a generation is to end: once, and nothing where another has said so first."""
+        job, modified = self._view.job()
+        if job is None or job.phase == "over" or self._writes.is_open("stop"):
+            return
+        stop = self._tell
+        if stop is None or stop.generation != job.generation or self._view.stop(job.generation) is not None:
+            self._tell = stop if stop is not None and stop.generation > job.generation else None
+            stop = self._asked and replace(self._asked, generation=job.generation)
+        if stop is None or self._view.stop(job.generation) is not None:
+            return
+        key = f"{records.STOP}{job.generation}"
+        put = Put(key, records.write(stop), JOB)
+        self._submit("stop", Transaction((Absent(key), Unchanged(records.STATE, modified)), (put,)))
+
+    def _submit(self, what: str, transaction: Transaction) -> None:
+        until = self._writes.closed_until(what)
+        if self._now < until:
+            self.wake = min(self.wake, until)
+        else:
+            self._effects.append(Submit(self._writes.begin(what), transaction))
+
+    def _note_done(self, event: store.Done) -> None:
+        what = self._writes.end(event, self._now)
+        if event.made and what == "enter":
+            self._entered = self._entering
+        elif event.made and what == "decide" and self._leader is not None:
+            self._leader.decided = event.revision
