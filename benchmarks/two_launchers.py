@@ -97,12 +97,16 @@ def _watch(pipe: int, gate: Path, other: int, more: float) -> Seen:
         os.close(pidfd)
 
 
-def _hear(pipe: int, lines: int, seconds: float) -> list[tuple[str, str]]:
+def hear(pipe: int, lines: int, seconds: float) -> list[str]:
     """Return so many lines, or what has come of them by then."""
     until, data = monotonic() + seconds, b""
     while data.count(b"\n") < lines and select.select([pipe], [], [], max(0.0, until - monotonic()))[0]:
         data += os.read(pipe, 4096)
-    return [(line.partition(" ")[0], line.partition(" ")[2]) for line in data.decode().splitlines()]
+    return data.decode().splitlines()
+
+
+def _hear(pipe: int, lines: int, seconds: float) -> list[tuple[str, str]]:
+    return [(line.partition(" ")[0], line.partition(" ")[2]) for line in hear(pipe, lines, seconds)]
 
 
 def _work(said: str, gate: str) -> None:

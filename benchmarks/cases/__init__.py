@@ -17,6 +17,7 @@ _MODULES = {
     "restart": "restart",
     "rendezvous": "rendezvous",
     "broadcast": "broadcast",
+    "two_hosts": "two_hosts",
     "run_true": "run_true",
     "big_argument": "big_argument",
     "exit_to_wait": "exit_to_wait",

@@ -10,7 +10,7 @@ import pytest
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._rendezvous import effects, records
 from phalanx._rendezvous.membership import Rules
-from phalanx._rendezvous.node import PATIENCE, Participant
+from phalanx._rendezvous.node import HOST_PATIENCE, PATIENCE, Participant
 from phalanx._rendezvous.records import Job, Member, Node, Refusal, Stop, Verdict, replace
 from phalanx._store.store import (
     JOB,
@@ -287,3 +287,86 @@ def test_it_goes_when_it_is_asked_to() -> None:
     finish = story.answer()[-1]
     assert isinstance(finish, effects.Finish)
     assert (finish.state, finish.why) == ("left", "preempted")
+
+
+def finish_of(due: list[effects.Effect]) -> effects.Finish:
+    finish = due[-1]
+    assert isinstance(finish, effects.Finish)
+    return finish
+
+
+def nodes_are(story: Story, *names: str) -> list[effects.Effect]:
+    story.revision += 1
+    entries = tuple(Entry(f"nodes/{name}", records.write(replace(ME, id=name)), 11, story.revision) for name in names)
+    return story.tell(Snapshot("nodes/", story.revision, entries))
+
+
+def succeed(story: Story) -> list[effects.Effect]:
+    story._take(story.node.workers_gone(replace(ME, outcome="succeeded"), b"", story.now))
+    story.answer()
+    over = replace(RUNS, phase="over", verdict=Verdict("succeeded"))
+    return story.writes("job/state", over)
+
+
+def test_who_hosts_the_store_leaves_as_the_last_one() -> None:
+    story = Story(hosts=True, barrier=1.0).run()
+    story._take(story.node.workers_gone(replace(ME, outcome="succeeded"), b"", story.now))
+    story.answer()
+    assert story.wait(1000.0) == []  # the workers of the others go on
+    due = story.writes("job/state", replace(RUNS, phase="over", verdict=Verdict("succeeded")))
+    assert effects.Watch("nodes/") in due
+    assert nodes_are(story, "a", "b") == []
+    finish = finish_of(nodes_are(story, "a"))
+    assert (finish.state, finish.ends_job) == ("succeeded", True)
+
+
+def test_who_hosts_the_store_does_not_wait_for_ever() -> None:
+    story = Story(hosts=True).run()
+    succeed(story)
+    nodes_are(story, "a", "b")
+    assert finish_of(story.wait(HOST_PATIENCE)).state == "succeeded"
+
+
+@pytest.mark.parametrize("hosts", [None, False])
+def test_a_leader_waits_for_the_others_unless_another_node_hosts_the_store(hosts: bool | None) -> None:
+    story = Story(hosts=hosts).run()
+    story.writes("job/leader", b"a")
+    nodes_are(story, "a", "b")
+    story.asked.clear()
+    due = succeed(story)
+    assert (story.node.state == "LEFT") == (hosts is False)
+    if hosts is None:
+        due = nodes_are(story, "a")
+    assert finish_of(due).state == "succeeded"
+
+
+def test_it_does_not_go_on_for_ever_without_the_node_that_hosts_the_store() -> None:
+    story = Story(hosts=False, away_timeout=60.0).run()
+    story.tell(Away("connection refused"))
+    assert story.wait(59.0) == []
+    due = story.wait(1.0)
+    why = "its store has not answered for 1m00s"
+    assert due == [effects.Heard(Stop(0, "left", "a", "host-a", why)), effects.End(None)]
+    finish = finish_of(story._take(story.node.workers_gone(replace(ME, outcome="stopped"), b"left", story.now)))
+    assert (finish.state, finish.why, finish.evidence) == ("left", why, ())
+
+
+def test_what_its_own_workers_have_left_is_reported_where_the_store_is_gone() -> None:
+    story = Story(hosts=False, away_timeout=60.0).run()
+    story.tell(Away("connection refused"))
+    story._take(story.node.workers_failed(Stop(0, "failure", "a", "host-a", "exit code 1", 2, 1), story.now))
+    story._take(story.node.workers_gone(replace(ME, outcome="failed"), b"left", story.now))
+    finish = finish_of(story.wait(60.0))
+    assert (finish.state, finish.evidence) == ("unreachable", (Entry("evidence/0/a", b"left", 0, 0),))
+
+
+def test_a_job_that_was_stopped_needs_no_store_to_end() -> None:
+    story = Story(hosts=False, away_timeout=60.0).run()
+    stop = Stop(0, "signal", "b", "host-b", "SIGINT", signal=2)
+    story.writes("job/stop/0", stop)
+    story.tell(Away("connection refused"))
+    story._take(story.node.workers_gone(replace(ME, outcome="stopped"), b"", story.now))
+    finish = finish_of(story.wait(PATIENCE))
+    assert finish.state == "stopped"
+    assert finish.job is not None
+    assert finish.job.verdict == Verdict("stopped", "", stop)
