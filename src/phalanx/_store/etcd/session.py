@@ -78,6 +78,8 @@ class Session:
             said = ""
         else:
             said = _PREFACE.sub("", error.details() or error.code().name.lower())
+        if "CERTIFICATE" in said:
+            said += self._settings.expired()
         return f"{self._endpoint}: {said or 'no answer in time'}"
 
     def end(self, why: Exception) -> None:

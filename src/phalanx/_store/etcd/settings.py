@@ -40,6 +40,19 @@ class EtcdSettings(NamedTuple):
         """
         return int.from_bytes(blake2b(self.prefix.encode(), digest_size=8).digest()) >> 2 | 1
 
+    def expired(self) -> str:
+        """Return which of our certificates has expired, and when, to be added to a sentence; "": none has."""
+        from phalanx._store.etcd.certificate import expired
+
+        for path in filter(None, (self.cert, self.ca)):
+            try:
+                when = expired(_read(path) or b"")
+            except OSError:
+                continue
+            if when:
+                return f"; {path} has expired at {when}"
+        return ""
+
     def credentials(self) -> tuple[bytes | None, bytes | None, bytes | None] | None:
         """Return the authority's certificate, our key and our certificate, as their files are now; None: no TLS.
 
