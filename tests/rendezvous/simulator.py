@@ -56,6 +56,9 @@ CALM = 60.0
 END = 2000.0
 """Seconds after which every node has left, or is broken."""
 
+HOSTED = 0.25
+"""The chance that a node hosts the store."""
+
 MOST_REQUESTS = 60
 """Of one node within a second."""
 
@@ -79,6 +82,8 @@ class Setting(NamedTuple):
     exclude_after: int = 0
     lasts: float = 8.0
     """Seconds for which workers run, at most."""
+    hosted: bool = False
+    """Whether the first node hosts the store, which is stopped with it, and gone with it."""
 
 
 class Simulation:
@@ -140,7 +145,8 @@ class Simulation:
             if node.is_alive and node.finish is None:
                 raise BrokenError(f"{node.name} has not left: {node.node.state} of generation {node.node.generation}")
         if not self.setting.faults:  # else a job may have been followed by another one, of those that came late
-            ends = {node.finish.state for node in self.nodes if node.finish is not None} - {"refused"}
+            took_part = [node for node in self.nodes if node.node.generation >= 0 or not self.setting.hosted]
+            ends = {node.finish.state for node in took_part if node.finish is not None} - {"refused"}
             if len(ends) > 1:
                 raise BrokenError(f"the nodes disagree on how the job has ended: {ends}")
         return self
@@ -240,7 +246,7 @@ class Simulation:
 
     def see_end(self, node: SimulatedNode, stop: Stop | None) -> None:
         """Check that a node has to end its workers."""
-        if node.asked:
+        if node.asked or (stop is None and self.setting.hosted):  # the latter: the store is away for too long
             return
         job = self.store.job()
         if stop is None and job is not None and job.generation <= node.node.generation and job.phase != "over":
@@ -257,7 +263,7 @@ class SimulatedStore:
         self._entries: dict[str, Entry] = {}
         self._owners: dict[str, SimulatedNode | None] = {}
         self._revision = 1
-        self.is_away = False
+        self.is_away = self._is_gone = False
 
     def has(self, key: str) -> bool:
         """Whether a key is there."""
@@ -317,7 +323,9 @@ class SimulatedStore:
         self._write([Delete(key) for key in list(self._entries) if self._owners.get(key) is None], None)
 
     def go_away(self, span: float) -> None:
-        """Answer nobody for a while. Leases begin anew then."""
+        """Answer nobody for a while, or for ever (inf). Leases begin anew then."""
+        if span == math.inf:
+            self._is_gone = True
         if self.is_away:
             return
         self.is_away = True
@@ -325,12 +333,15 @@ class SimulatedStore:
             node.lose_store()
 
         def back() -> None:
+            if self._is_gone:
+                return
             self.is_away = False
             for node in self._simulation.nodes:
                 node.heard = self._simulation.now
                 node.find_store()
 
-        self._simulation.at(span, back)
+        if span < math.inf:
+            self._simulation.at(span, back)
 
 
 class SimulatedNode:
@@ -345,7 +356,11 @@ class SimulatedNode:
             RestartPolicy(setting.restarts), join_timeout=120.0, last_call=5.0, rejoin_delay=2.0, end_timeout=30.0,
             exclude_after=setting.exclude_after,
         )  # fmt: skip
-        self.node = Participant(me, rules, barrier=60.0, chance=simulation.random.random)
+        self.hosts = me.id == "n0" if setting.hosted else None
+        self.node = Participant(
+            me, rules, barrier=60.0, hosts=self.hosts, away_timeout=20.0 if setting.hosted else math.inf,
+            chance=simulation.random.random,
+        )  # fmt: skip
         self.is_alive, self.is_late, self.asked = True, False, False
         self.workers: int | None = None  # the generation whose workers are there
         self.finish: effects.Finish | None = None
@@ -510,7 +525,9 @@ class SimulatedNode:
         if self.workers is not None:
             raise BrokenError(f"{self.name} leaves, and has workers of generation {self.workers}")
         self.finish = finish
-        if self._is_connected and not self._simulation.store.is_away:
+        if self.hosts:
+            self._simulation.store.go_away(math.inf)
+        elif self._is_connected and not self._simulation.store.is_away:
             self._simulation.store.expire(self)
             if finish.ends_job:
                 self._simulation.store.end_job()
@@ -572,7 +589,9 @@ class SimulatedNode:
         self.do(self.node.ask_leave("drained", self._simulation.now))
 
     def crash(self) -> None:
-        """Be gone: the workers end with their agent."""
+        """Be gone: the workers end with their agent, and so does what it hosts."""
+        if self.hosts:
+            self._simulation.store.go_away(math.inf)
         self.is_alive, self.workers, self._is_connected = False, None, False
 
     def pause(self, span: float) -> None:
@@ -580,6 +599,8 @@ class SimulatedNode:
         if self._is_stopped:
             return
         self._is_stopped = True
+        if self.hosts:
+            self._simulation.store.go_away(span)
         self._simulation.at(span, self._continue)
 
     def _continue(self) -> None:
@@ -617,7 +638,7 @@ def setting_of(seed: int) -> Setting:
     return Setting(
         least, most, max(1, most + chance.choice([-1, 0, 0, 1, 2])), chance.choice([0, 1, 3, 10]),
         chance.choice([0, 1, 3, 8, 16]), chance.choice([0.0, 0.05, 0.3]), least == most and chance.random() < 0.3,
-        chance.choice([0, 0, 2]),
+        chance.choice([0, 0, 2]), hosted=chance.random() < HOSTED,
     )  # fmt: skip
 
 
