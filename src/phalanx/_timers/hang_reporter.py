@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
+    from phalanx._stacks.dump import Location
     from phalanx._timers.table import TimerTable
 
     Packed = tuple[Any, ...]  # see `Hang.to_tuple`
@@ -44,6 +45,9 @@ class HangReporter:
     Attributes:
         unwritten: By rank, what is known of its hangs and is not in its error file.
         hung: By rank, the message about the hang for which it was or is to be sent a signal, even if it has gone on.
+        whereabouts: By rank, where it was when the hang was found that has ended the group, or that of another machine:
+            see `Snapshot.whereabouts`. Empty: there was none, or nothing is known.
+        summaries: By rank that hung, the line of its error file that says where all ranks of the group were.
     """
 
     def __init__(
@@ -59,6 +63,8 @@ class HangReporter:
         self.steps = steps
         self.unwritten: dict[int, str] = {}
         self.hung: dict[int, str] = {}
+        self.whereabouts: dict[int, tuple[Location, bool]] = {}
+        self.summaries: dict[int, str] = {}
         self._error_files = error_files
         self._show = show
         self._snapshot = Snapshot(error_files, keep=stacks)
@@ -94,6 +100,31 @@ class HangReporter:
 
         if not self._background.submit(report) and evidence_taken is not None:
             evidence_taken()
+
+    def look(self, workers: dict[int, int], ended: Mapping[int, str], seconds: float, then: Callable[[], None]) -> None:
+        """Take the stacks of all ranks, and write them, because a rank of another machine hangs; then call ``then``.
+
+        Args:
+            workers: As for `on_message`.
+            ended: As for `on_message`.
+            seconds: How long the ranks have for that, at the most.
+            then: Called once, on this object's thread, or here if there is none.
+        """
+        then = _once(then)
+
+        def look() -> None:
+            try:
+                if self.whereabouts:  # a rank of this group hangs as well, and is being ended
+                    return
+                with self._snapshot.take(workers, (), doomed=False, ended=ended, seconds=seconds) as afterwards:
+                    self._snapshot.write()
+                    self.whereabouts = self._snapshot.whereabouts()
+                    afterwards.callback(then)  # before the closing, which takes its time
+            finally:
+                then()
+
+        if not self._background.submit(look):
+            then()
 
     def finish(self) -> None:
         """Wait until all is written and shown, for at most `FINISH`."""
@@ -135,12 +166,7 @@ class HangReporter:
             ended: As for `on_message`.
             evidence_taken: As for `on_message`.
         """
-        answers = [evidence_taken]
-
-        def answer() -> None:
-            if answers:
-                answers.pop()()
-
+        answer = _once(evidence_taken)
         hangs = list(map(Hang.from_tuple, packed))
         try:
             if name == "report":
@@ -170,6 +196,8 @@ class HangReporter:
         quiet = bool(self._signalled) and not any(hang.key in self._signalled for hang in hangs)
         self._record_all(hangs, moment)
         self._snapshot.write()
+        # What was seen first holds: since then, ranks have been ended.
+        self.whereabouts = self._snapshot.whereabouts() | self.whereabouts
         if not quiet:
             self._show_lines(hangs, "", number, moment)
 
@@ -181,6 +209,7 @@ class HangReporter:
                 # It survived the signal. If it fails later, it records that itself, or the report has this text.
                 remove_timer_evidence(self._error_files[hang.rank])
                 self.unwritten[hang.rank] = f"it had hung before: {hang.description}; and had gone on since"
+                self.whereabouts = {}
         for description, those in hang_report.by_description(hangs).items():
             has = "they have" if len({hang.rank for hang in those}) > 1 else "it has"
             self._show(f"{name_ranks(hang.rank for hang in those)}: {description}; {has} gone on since")
@@ -197,7 +226,7 @@ class HangReporter:
         for hang in sorted(hangs, key=lambda hang: hang.timer.deadline):
             ranks.setdefault(hang.rank, []).append(hang)
         for rank, those in ranks.items():
-            self.hung[rank] = hang_report.message(those[0])
+            self.hung[rank] = those[0].message
             self._record(those, moment)
 
     def _record(self, hangs: list[Hang], moment: int) -> None:
@@ -216,12 +245,14 @@ class HangReporter:
             before = (hang.timer.deadline for hang in self._signalled.values() if hang.rank in outliers)
             began = max([first.timer.deadline, *before])
         self._snapshot.write()
+        where = self._snapshot.sum_up(first)
+        self.summaries[first.rank] = where.partition("\n")[0]
         try:
             hang_report.write_error_file(
                 self._error_files[first.rank],
                 hangs,
                 moment,
-                [self._snapshot.sum_up(first)],
+                [where],
                 self._snapshot.texts.get(first.pid, ""),
                 worker=self._workers[first.rank],
                 writers=self._workers.values(),
@@ -240,6 +271,17 @@ class HangReporter:
                 none = "none" if self._snapshot.keep else "not kept, for no logs are"
                 where.append(f"stacks: {self._snapshot.files.get(first.rank) or none}")
             self._show(hang_report.line(name_ranks(hang.rank for hang in those), those, moment, where, number))
+
+
+def _once(call: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that makes a call the first time, and none after that."""
+    calls = [call]
+
+    def make() -> None:
+        if calls:
+            calls.pop()()
+
+    return make
 
 
 _REPORT: dict[str, Callable[..., None]] = {
