@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
+from phalanx._stacks.snapshot import Snapshot
+from phalanx._timers.hang_reporter import HangReporter
+from phalanx._timers.table import TimerTable
 from phalanx.cli._last_look import LOOK, LastLook
 from tests.support.jobs import Job
 
@@ -91,3 +96,31 @@ def test_a_signal_does_not_wait_for_the_stacks() -> None:
     group.taken()
     assert not look.is_over(99.0)  # nothing is ordered a second time
     assert not look.puts_off(99.0)
+
+
+def test_the_end_of_a_group_waits_for_no_look_that_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, gate = threading.Event(), threading.Event()
+
+    def take(*_args: object, **_more: object) -> NoReturn:
+        begun.set()
+        gate.wait(60)
+        raise OSError
+
+    monkeypatch.setattr(Snapshot, "take", take)
+    shown: list[str] = []
+    done = threading.Event()
+    report = HangReporter(TimerTable(1), (), {0: str(tmp_path / "error.json")}, shown.append)
+    try:
+        report.look({0: os.getpid()}, {}, 60.0, done.set)
+        assert begun.wait(60)
+        report.hurry()
+        report.finish()
+        assert shown == ["evidence of timers is not complete: that takes too long"]
+        assert not done.is_set()
+    finally:
+        gate.set()
+        assert done.wait(60)  # though it has failed
+        report.finish()
+        report.close()
+    assert len(shown) == 1
+    assert report.whereabouts == {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 
-from phalanx._base import procfs
+from phalanx._base import clock, procfs
 from phalanx._base.background import SerialExecutor
 from phalanx._base.rank_ranges import name_ranks
 from phalanx._evidence.error_file import remove_timer_evidence
@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 
 FINISH = 5.0
 """Seconds that the end of a group waits for the reports."""
+
+_WRITING = 1.0
+"""Seconds that it waits for a `HangReporter.look`, after those that the ranks have,"""
+
+_HURRIED = 0.5
+"""and those for which it waits if nobody wants to know any more."""
 
 
 class HangReporter:
@@ -71,6 +77,7 @@ class HangReporter:
         self._workers: dict[int, int] = {}
         self._signalled: dict[tuple[int, int, int, int], Hang] = {}  # those that have not gone on since
         self._background = SerialExecutor("phalanx-hangs")
+        self._look_by: float | None = None  # while a `look` is under way: when it is waited for no longer
 
     def on_message(
         self,
@@ -111,6 +118,7 @@ class HangReporter:
             then: Called once, on this object's thread, or here if there is none.
         """
         then = _once(then)
+        self._look_by = clock.now() + seconds + _WRITING
 
         def look() -> None:
             try:
@@ -121,14 +129,23 @@ class HangReporter:
                     self.whereabouts = self._snapshot.whereabouts()
                     afterwards.callback(then)  # before the closing, which takes its time
             finally:
+                self._look_by = None
                 then()
 
         if not self._background.submit(look):
+            self._look_by = None
             then()
 
+    def hurry(self) -> None:
+        """Have `finish` wait for no `look`, or hardly: somebody wants the end now."""
+        by = self._look_by
+        if by is not None:
+            self._look_by = min(by, clock.now() + _HURRIED)
+
     def finish(self) -> None:
-        """Wait until all is written and shown, for at most `FINISH`."""
-        if not self._background.drain(FINISH):
+        """Wait until all is written and shown, for at most `FINISH`; for a `look`, no longer than it may take."""
+        by = self._look_by
+        if not self._background.drain(FINISH if by is None else max(0.0, by - clock.now())):
             self._show("evidence of timers is not complete: that takes too long")
 
     def close(self) -> None:

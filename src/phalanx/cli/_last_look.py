@@ -37,9 +37,14 @@ class LastLook:
 
         group.take_stacks(_STACKS, note)
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the stacks are asked for, and not there yet."""
+        return self._taken is not None and not self._taken
+
     def puts_off(self, now: float) -> bool:
         """Whether an end of the workers that is ordered now has to wait, until `is_over`."""
-        if self._taken is None or self._taken:
+        if not self.is_under_way:
             return False
         self.end_at = now + LOOK
         return True

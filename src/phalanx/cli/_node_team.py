@@ -113,6 +113,8 @@ class MachineTeam(RunTeam, NodeTeam):
 
     def stop(self, death_signal: int, grace: float) -> None:
         """See `Team`. It waits for no stacks."""
+        if self._look.is_under_way and self.group is not None and self.group.hang_report is not None:
+            self.group.hang_report.hurry()
         self._wait_no_more()
         super().stop(death_signal, grace)
 
