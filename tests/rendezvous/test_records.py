@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,11 @@ from phalanx._rendezvous import evidence, records
 from phalanx._rendezvous.evidence import MOST_BYTES, JobEvidence
 from phalanx._rendezvous.records import DamagedError, Job, Member, Node, Refusal, Stop
 from phalanx._rendezvous.store_view import StoreView
+from phalanx._stacks.dump import Ended, Frame
 from phalanx._store.store import Changed, Entry, Snapshot
+
+if TYPE_CHECKING:
+    from phalanx._stacks.dump import Location
 
 pytestmark = pytest.mark.once
 
@@ -141,3 +146,84 @@ def test_damaged_evidence_is_named_and_harms_nothing(data: bytes) -> None:
     assert len(found.damaged) == 1
     assert found.damaged[0].startswith("evidence/3/a: ")
     assert list(found.failures) == [1]
+
+
+MEMBERS = [Member("a", "host-a", 2, "x"), Member("b", "host-b", 2, "x"), Member("c", "host-c", 2, "x")]
+REDUCE, READ = Frame("/u/train.py", 41, "all_reduce"), Frame("/u/data.py", 17, "read_batch")
+HANG = Stop(3, "hang", "b", "host-b", "Hang", 3, -9)
+
+
+class Hangs:
+    """What a node knows of a hang; of local rank 1, the summary for its own group."""
+
+    def __init__(self, *where: Location, summary: str = "") -> None:
+        self.whereabouts = {rank: (one, False) for rank, one in enumerate(where)}
+        self.summaries = {1: summary} if summary else {}
+
+
+def seen(node: str, first: int, hangs: Hangs, *failures: ProcessFailure) -> bytes:
+    result = RunProcsResult(failures={each.local_rank: each for each in failures})
+    return evidence.write(node, f"host-{node}", "", result, first, hangs=hangs)  # type: ignore[arg-type] # as above
+
+
+def hang(detail: str) -> ProcessFailure:
+    data = {"message": {"message": "Hang", "extraInfo": {"observer": "timer"}}}
+    return failure(1, "Hang: 'step' was not left").replace(error_file_data=data, detail=detail)
+
+
+def test_of_ranks_that_hang_the_one_that_the_others_wait_for_is_the_root_cause() -> None:
+    entries = [
+        entry("evidence/3/b", 4, seen("b", 2, Hangs(REDUCE, REDUCE, summary="both"), hang("2 ms over\nboth\nfiles"))),
+        entry("evidence/3/c", 5, seen("c", 4, Hangs(REDUCE, READ, summary="c"), hang("3 ms over\nc\nfiles"))),
+        entry("evidence/3/a", 6, seen("a", 0, Hangs(REDUCE, REDUCE))),
+    ]
+    found = JobEvidence(entries, HANG, MEMBERS)
+    assert found.summary == (
+        "5 of 6 ranks wait in all_reduce (train.py:41); rank 5 on host host-c is in read_batch (data.py:17)"
+    )
+    assert list(found.failures) == [5, 3]
+    details = [one.detail for one in found.failures.values()]
+    assert details == [f"{late} ms over\n{found.summary}\nfiles" for late in (3, 2)]
+
+
+def test_of_a_node_that_tells_nothing_nothing_is_known() -> None:
+    entries = [
+        entry("evidence/3/a", 4, seen("a", 0, Hangs(REDUCE, Ended("exit code 1")))),
+        entry("evidence/3/b", 5, seen("b", 2, Hangs("py-spy may not read it (ptrace)", READ), hang("2 ms over"))),
+    ]
+    assert JobEvidence(entries, HANG, MEMBERS).summary == (
+        "rank 0 on host host-a is in all_reduce (train.py:41); "
+        "nothing is known of 2 ranks (ranks 4-5 on host host-c); rank 1 on host host-a has ended (exit code 1); "
+        "rank 2 on host host-b shows no Python stack (py-spy may not read it (ptrace)); "
+        "rank 3 on host host-b is in read_batch (data.py:17)"
+    )
+    assert JobEvidence(entries[:1], STOP, MEMBERS).summary == ""  # nobody hangs
+    lost = JobEvidence([], HANG, MEMBERS)
+    assert lost.summary == "nothing is known of 6 ranks (ranks 0-5 on hosts host-a, host-b, host-c)"
+
+
+def test_places_of_many_ranks_are_few_bytes() -> None:
+    member = [Member("a", "host-a", 10_000, "x")]
+    most = seen("a", 0, Hangs(*[REDUCE] * 9_999, READ))
+    assert len(most) < 1000
+    assert JobEvidence([entry("evidence/3/a", 4, most)], HANG, member).summary == (
+        "9999 of 10000 ranks are in all_reduce (train.py:41); rank 9999 on host host-a is in read_batch (data.py:17)"
+    )
+    mixed = seen("a", 0, Hangs(*(Frame("t.py", rank % 7 * rank, "f" * 999) for rank in range(3000))))
+    assert len(mixed) < MOST_BYTES // 2
+    summary = JobEvidence([entry("evidence/3/a", 4, mixed)], HANG, member).summary
+    assert re.search(r"nothing is known of \d+ ranks \(ranks .{1,300} on host host-a\)", summary)
+    in_turn = seen("a", 0, Hangs(*[REDUCE, READ] * 5000))
+    assert len(in_turn) < MOST_BYTES // 2
+    assert "of 10000 ranks are in all_reduce" in JobEvidence([entry("evidence/3/a", 4, in_turn)], HANG, member).summary
+
+
+def test_who_writes_places_of_others_is_not_heard() -> None:
+    runs = b'"ranks":[[0,2147483647],[0,2147483647],[7,3],[1,1]]'
+    data = seen("a", 0, Hangs(REDUCE)).replace(b'"ranks":[[0,0]]', runs)
+    assert runs in data
+    assert JobEvidence([entry("evidence/3/a", 4, data)], HANG, MEMBERS).summary == (
+        "2 of 6 ranks are in all_reduce (train.py:41); nothing is known of 4 ranks (ranks 2-5 on hosts host-b, host-c)"
+    )
+    data = data.replace(b'"all_reduce"', b'"' + b"x" * 401 + b'"')
+    assert JobEvidence([entry("evidence/3/a", 4, data)], STOP, MEMBERS).damaged

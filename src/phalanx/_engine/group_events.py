@@ -228,7 +228,7 @@ def _struck(
 def _of_timer(hang: Hang, moment: int) -> dict[str, Any]:
     timer = hang.timer
     known = {"rank": hang.rank, "pid": hang.pid, "scope": timer.scope or timer.location, "place": timer.location}
-    return {**known, "overdue": hang.overdue(moment)}
+    return {**known, "overdue": hang.overdue(moment), "what": hang.message}
 
 
 def _refused(attempt: int, now: int, _mirror: Mirror, pid: int, scope: str, location: str) -> list[Event]:

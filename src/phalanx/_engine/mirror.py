@@ -141,7 +141,9 @@ class Mirror:
     @property
     def ended(self) -> dict[int, str]:
         """How those have exited that have, by rank, in words."""
-        return {rank: worker.exit.description for rank, worker in self.workers.items() if worker.exit is not None}
+        return {
+            rank: worker.exit.description for rank, worker in self.workers.copy().items() if worker.exit is not None
+        }
 
     def started(self, pids: list[tuple[int, int]]) -> None:
         """Note that workers have been started: rank and pid of each."""

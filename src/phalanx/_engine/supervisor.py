@@ -73,7 +73,8 @@ class Supervisor:
         self.last_step: int | None = None
         """The highest step that a worker had reported, once all are gone; None: none had."""
         self._display = GroupLines(write_line)
-        self._hang_report: HangReporter | None = None
+        self.hang_report: HangReporter | None = None
+        """What writes down hangs; None: no timers are watched."""
         self._notice: StopFlag | None = None
         self._keeper = KeeperClient()
         self._loop = Loop()
@@ -152,7 +153,7 @@ class Supervisor:
         self._link.events = events
         self._notice = notice
         self._link.notice = 0.0 if notice is None else notice.seconds
-        self._hang_report = self._link.hang_report = report
+        self.hang_report = self._link.hang_report = report
         self._chores = chores
         try:
             self._display.muted = self._link.parked = parked
@@ -180,9 +181,9 @@ class Supervisor:
             # The report socket comes first: it is the one descriptor that every function worker needs.
             given = [theirs.fileno(), *fds]
             timers: tuple[Any, ...] | None = None
-            if self._hang_report is not None:
-                table = self._hang_report.table
-                steps = [(name, float(wait)) for name, wait in self._hang_report.steps]
+            if self.hang_report is not None:
+                table = self.hang_report.table
+                steps = [(name, float(wait)) for name, wait in self.hang_report.steps]
                 timers = (len(given), len(given) + 1, *table.size, steps)
                 given += table.descriptors
             notice = None
@@ -362,7 +363,7 @@ class Supervisor:
     def _release(self) -> None:
         """Release every descriptor and process: the keeper first, for its end ends the workers."""
         steps = [self._close_keeper, self._display.close, self._results.close, self._loop.close]
-        steps[1:1] = [part.close for part in (self._notice, self._hang_report) if part is not None]
+        steps[1:1] = [part.close for part in (self._notice, self.hang_report) if part is not None]
         for step in steps:
             guarded(step)
 
@@ -384,13 +385,13 @@ class Supervisor:
         self._results.finish()
         self._chored.drain(ANSWER_WAIT)
         self._results.finish_threads()
-        if self._hang_report is not None:
+        if self.hang_report is not None:
             from phalanx._timers import hang_reporter
 
             # On a thread: it writes to the host's logging, which may block.
             executor = SerialExecutor("phalanx-report")
-            if not executor.submit(self._hang_report.finish):
-                self._hang_report.finish()
+            if not executor.submit(self.hang_report.finish):
+                self.hang_report.finish()
             executor.drain(2 * hang_reporter.FINISH + ANSWER_WAIT)
-            self.last_step = self._hang_report.table.last_step()
-            self.mirror.note_hangs(self._hang_report.unwritten, self._hang_report.hung)
+            self.last_step = self.hang_report.table.last_step()
+            self.mirror.note_hangs(self.hang_report.unwritten, self.hang_report.hung)

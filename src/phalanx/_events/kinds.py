@@ -239,14 +239,19 @@ class GroupEnded(Event):
 
 
 class TimerEvent(Event):
-    """What timers have in common: ``scope``, or its place in the code; and how many seconds it is ``overdue``."""
+    """What timers have in common: ``scope``, or its place in the code; and how many seconds it is ``overdue``.
 
-    __slots__ = ("rank", "pid", "scope", "place", "overdue")  # noqa: RUF023 - as above
+    ``what``: what was not done in time, in words.
+    """
+
+    __slots__ = ("rank", "pid", "scope", "place", "overdue", "what")  # noqa: RUF023 - as above
+    KEPT = ("what",)
     rank: int
     pid: int
     scope: str
     place: str
     overdue: float
+    what: str
 
 
 class TimerArmed(TimerEvent):

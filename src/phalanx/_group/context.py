@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from phalanx._engine.mirror import WorkerRecord
     from phalanx._engine.supervisor import Supervisor
     from phalanx._outcomes.result import RunProcsResult
+    from phalanx._timers.hang_reporter import HangReporter
 
 
 class PContext(GroupStart):
@@ -296,6 +297,23 @@ class PContext(GroupStart):
         if supervisor is not None and not supervisor.gone and supervisor.owner == os.getpid():
             for rank in supervisor.mirror.alive:
                 supervisor.send(rank, number)
+
+    def take_stacks(self, seconds: float, then: Callable[[], None]) -> None:
+        """Have the stacks of all workers written, as when one hangs, in ``seconds`` at most; then call ``then``, once.
+
+        Returns at once; ``then`` is called on another thread, or here if timers are not watched or the group is gone.
+        """
+        supervisor = self._supervisor
+        report = None if supervisor is None or supervisor.gone else supervisor.hang_report
+        if supervisor is None or report is None:
+            then()
+        else:
+            report.look(supervisor.mirror.alive, supervisor.mirror.ended, seconds, then)
+
+    @property
+    def hang_report(self) -> HangReporter | None:
+        """What reports on the timers of the group; None: they are not watched, or it was not started."""
+        return None if self._supervisor is None else self._supervisor.hang_report
 
     def when_gone(self, action: Callable[[], None]) -> None:
         """Call ``action`` once no process of the group is left, on another thread; at once, here, if that is so.

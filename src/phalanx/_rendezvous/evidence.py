@@ -4,27 +4,36 @@ A node writes `MOST_BYTES` at most: long texts lose their middles, of many failu
 Moments are of the machine that saw them, and are not compared with those of others: the first failure is that of the
 node that was the first to say so, see `Stop`; but a worker that has lost a connection is not the cause where one of
 another node has failed of something else.
+
+Of a hang, each node says where its ranks were. All put together, that tells which of the ranks that hang the others
+wait for: it is the root cause, whichever node was the first to say so.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
 from phalanx._evidence.describe import cut_middle
+from phalanx._evidence.error_file import is_of_timer
 from phalanx._outcomes.failure import ProcessFailure
 from phalanx._outcomes.outcome import NOT_AVAILABLE, STATES, Outcome
 from phalanx._outcomes.result import is_cut_off
+from phalanx._rendezvous.job_ranks import JobRanks
+from phalanx._stacks import dump
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from phalanx._outcomes.result import RunProcsResult
-    from phalanx._rendezvous.records import Stop
+    from phalanx._rendezvous.records import Member, Stop
+    from phalanx._stacks.dump import Location
     from phalanx._store.store import Entry
+    from phalanx._timers.hang_reporter import HangReporter
 
 MOST_BYTES = 128 << 10
 """Of the evidence of one node."""
@@ -32,11 +41,16 @@ MOST_BYTES = 128 << 10
 _MOST = 1 << 16
 _LONGEST = 32 << 10  # characters of a text, at first; halved until all fits
 _SHORTEST = 64
+_MOST_PLACES = 256
+_MOST_RUNS = 4096  # of neighbouring ranks at one place
+_MOST_OF_PLACES = 32 << 10  # bytes
+_MOST_NAME = 200  # characters
 
 _Text = Annotated[str, Meta(max_length=_LONGEST + 200)]
 _Number = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 _State = Annotated[str, Meta(pattern=f"^({'|'.join(STATES)})$")]
 _Rank = Annotated[int, Meta(ge=0, lt=2**31)]
+_Name = Annotated[str, Meta(max_length=_MOST_NAME + 200)]
 
 
 class Failed(Struct, frozen=True):
@@ -56,6 +70,7 @@ class Failed(Struct, frozen=True):
     stdout_file: _Text = ""
     stderr_file: _Text = ""
     is_cut_off: bool = False
+    is_hang: bool = False
 
 
 class Ended(Struct, frozen=True):
@@ -70,6 +85,34 @@ class Ended(Struct, frozen=True):
     notice: _Number | None = None
 
 
+class Place(Struct, frozen=True):
+    """Where some ranks of a node were when a rank of the job was found to hang: a `dump.Location`.
+
+    Attributes:
+        kind: "in": at a frame, ``function``, ``file`` (its name alone) and ``line``; "ended"; "unknown".
+        how: The state of a process that is stopped, or how it has ended, or why it has shown no stack; "".
+        waits: Whether they wait for other ranks there, as far as one can tell.
+        ranks: In the job: the first and the last of each run of neighbours.
+    """
+
+    kind: Literal["in", "ended", "unknown"]
+    function: _Name = ""
+    file: _Name = ""
+    line: _Rank = 0
+    how: _Name = ""
+    waits: bool = False
+    ranks: Annotated[tuple[tuple[_Rank, _Rank], ...], Meta(max_length=_MOST_RUNS)] = ()
+
+    def location(self) -> Location:
+        """Return it as `dump` has it."""
+        if self.kind == "ended":
+            return dump.Ended(self.how)
+        if self.kind == "unknown":
+            return self.how
+        frame = dump.Frame(self.file, self.line, self.function)
+        return dump.Halted(frame, self.how) if self.how else frame
+
+
 class Evidence(Struct, frozen=True):
     """What the workers of a node have left.
 
@@ -79,6 +122,8 @@ class Evidence(Struct, frozen=True):
         failures: In their order.
         outcomes: Of all workers.
         error: What went wrong with the node itself; "".
+        places: Where the workers were when a rank of the job was found to hang; of ranks that are in none, nothing is
+            known.
     """
 
     node: _Text
@@ -87,13 +132,27 @@ class Evidence(Struct, frozen=True):
     failures: Annotated[tuple[Failed, ...], Meta(max_length=_MOST)] = ()
     outcomes: Annotated[tuple[Ended, ...], Meta(max_length=_MOST)] = ()
     error: _Text = ""
+    places: Annotated[tuple[Place, ...], Meta(max_length=_MOST_PLACES)] = ()
 
 
 _decoder = msgspec.json.Decoder(Evidence)
 
 
-def write(node: str, host: str, log_dir: str, result: RunProcsResult, first_rank: int, error: str = "") -> bytes:
-    """Return the evidence of a node whose workers have the ranks from ``first_rank`` on, cut to `MOST_BYTES`."""
+def write(
+    node: str,
+    host: str,
+    log_dir: str,
+    result: RunProcsResult,
+    first_rank: int,
+    error: str = "",
+    hangs: HangReporter | None = None,
+) -> bytes:
+    """Return the evidence of a node whose workers have the ranks from ``first_rank`` on, cut to `MOST_BYTES`.
+
+    ``hangs`` knows where they were, if a rank of the job was found to hang.
+    """
+    summaries = {} if hangs is None else hangs.summaries
+    places = () if hangs is None else _places(hangs.whereabouts, first_rank)
     failures = sorted(result.failures.values(), key=lambda failure: failure.first_key)
     ended = tuple(
         Ended(first_rank + rank, rank, one.pid, one.state, one.exitcode, one.signal_sent, one.notice)
@@ -101,8 +160,10 @@ def write(node: str, host: str, log_dir: str, result: RunProcsResult, first_rank
     )
     longest = _LONGEST
     while True:
-        failed = tuple(_told(failure, first_rank, longest) for failure in failures)
-        data = msgspec.json.encode(Evidence(node, host, log_dir, failed, ended, cut_middle(error, longest)))
+        failed = tuple(
+            _told(failure, first_rank, longest, summaries.get(failure.local_rank, "")) for failure in failures
+        )
+        data = msgspec.json.encode(Evidence(node, host, log_dir, failed, ended, cut_middle(error, longest), places))
         if len(data) <= MOST_BYTES:
             return data
         if longest > _SHORTEST:
@@ -113,15 +174,51 @@ def write(node: str, host: str, log_dir: str, result: RunProcsResult, first_rank
             ended = ended[: len(ended) // 2]
 
 
-def _told(failure: ProcessFailure, first_rank: int, longest: int) -> Failed:
+def _places(whereabouts: Mapping[int, tuple[Location, bool]], first_rank: int) -> tuple[Place, ...]:
+    """Return where the ranks of a node are, cut to `_MOST_OF_PLACES`: the place of most ranks, and those of few."""
+    together: dict[tuple[Location, bool], list[list[int]]] = {}
+    for rank in sorted(whereabouts):
+        runs = together.setdefault(whereabouts[rank], [])
+        if runs and runs[-1][1] == first_rank + rank - 1:
+            runs[-1][1] += 1
+        else:
+            runs.append([first_rank + rank] * 2)
+    found = sorted(together.items(), key=lambda item: sum(last - first + 1 for first, last in item[1]))
+    found = (found[-1:] + found[:-1])[:_MOST_PLACES]
+    most = _MOST_RUNS
+    while True:
+        places = tuple(_place(*where, runs[:most]) for where, runs in found)
+        if len(msgspec.json.encode(places)) <= _MOST_OF_PLACES:
+            return places
+        if most > 1:
+            most //= 2
+        else:
+            found = found[: len(found) // 2]
+
+
+def _place(where: Location, waits: bool, runs: list[list[int]]) -> Place:  # noqa: FBT001 - as `whereabouts` has it
+    ranks = tuple((first, last) for first, last in runs)
+    if isinstance(where, str):
+        return Place("unknown", how=cut_middle(where, _MOST_NAME), ranks=ranks)
+    if isinstance(where, dump.Ended):
+        return Place("ended", how=cut_middle(where.how, _MOST_NAME), ranks=ranks)
+    frame, how = (where.frame, where.state) if isinstance(where, dump.Halted) else (where, "")
+    function, file = (cut_middle(text, _MOST_NAME) for text in (frame.function, os.path.basename(frame.path)))
+    return Place("in", function, file, frame.line, cut_middle(how, _MOST_NAME), waits, ranks)
+
+
+def _told(failure: ProcessFailure, first_rank: int, longest: int, summary: str) -> Failed:
+    """Return what other nodes are told. ``summary``: a line of its detail that is about this node's ranks alone."""
+    detail = "\n".join(line for line in failure.detail.split("\n") if not summary or line != summary)
+
     def cut(text: str) -> str:
         return cut_middle(text, longest)
 
     return Failed(
         first_rank + failure.local_rank, failure.local_rank, failure.pid, failure.exitcode, cut(failure.error_file),
         cut(failure.message), max(0, failure.timestamp), cut(failure.traceback), cut(failure.unreadable),
-        cut(failure.detail), cut(failure.stderr_tail), cut(failure.stdout_file), cut(failure.stderr_file),
-        is_cut_off(failure),
+        cut(detail), cut(failure.stderr_tail), cut(failure.stdout_file), cut(failure.stderr_file),
+        is_cut_off(failure), is_of_timer(failure.error_file_data),
     )  # fmt: skip
 
 
@@ -131,24 +228,34 @@ class JobEvidence:
     Args:
         entries: What the store holds of it.
         stop: Why the generation has ended.
+        members: The nodes that have taken part, by group rank.
 
     Attributes:
         failures: The failures by rank in the job; the first is the root cause.
+        summary: Where all ranks of the job were when a rank was found to hang, in one line; "": none was.
         outcomes: What became of the workers, by rank in the job.
         log_dir: Where the logs of the node are that has the root cause; "".
         errors: What went wrong with nodes themselves, a line each.
         damaged: What could not be read, a line each.
     """
 
-    def __init__(self, entries: Iterable[Entry], stop: Stop | None) -> None:
+    def __init__(self, entries: Iterable[Entry], stop: Stop | None, members: Sequence[Member] = ()) -> None:
         self.damaged: list[str] = []
         found = [one for entry in sorted(entries, key=lambda entry: entry.modified) if (one := self._read(entry))]
         # By the store's revisions; the node first that was the first to tell.
         found.sort(key=lambda one: stop is None or one.node != stop.node)
         told = [(one, failed) for one in found for failed in one.failures]
-        told.sort(key=lambda item: item[1].is_cut_off)
+        ranks = JobRanks(members)
+        locations, waits = _locations(found, ranks)
+        outliers = dump.outliers(locations, waits.__contains__)
+        told.sort(key=lambda item: (item[1].is_cut_off, not (item[1].is_hang and item[1].rank in outliers)))
+        self.summary = ""
+        if ranks.size and (any(failed.is_hang for _, failed in told) or (stop is not None and stop.kind == "hang")):
+            everywhere = dict.fromkeys(range(ranks.size), dump.NOTHING) | locations
+            hung = told[0][1].rank if told and told[0][1].is_hang else None
+            self.summary = dump.sum_up_locations(everywhere, hung, ranks.name)
         self.failures: Mapping[int, ProcessFailure] = {
-            failed.rank: _failure(one.host, failed, index) for index, (one, failed) in enumerate(told)
+            failed.rank: _failure(one.host, failed, index, self.summary) for index, (one, failed) in enumerate(told)
         }
         outcomes = {ended.rank: _outcome(ended) for one in found for ended in one.outcomes}
         self.outcomes: Mapping[int, Outcome] = dict(sorted(outcomes.items()))
@@ -163,7 +270,29 @@ class JobEvidence:
             return None
 
 
-def _failure(host: str, failed: Failed, index: int) -> ProcessFailure:
+def _locations(found: Iterable[Evidence], ranks: JobRanks) -> tuple[dict[int, Location], set[int]]:
+    """Return where the ranks of a job are, as far as their nodes have said; and those that wait for others."""
+    locations: dict[int, Location] = {}
+    waits: set[int] = set()
+    for one in found:
+        own = ranks.of_node(one.node)
+        left = len(own)  # a rank that is told of twice counts twice: somebody else may have written that
+        for place in one.places:
+            where = place.location()
+            for first, last in place.ranks:
+                those = range(max(first, own.start), min(last + 1, own.stop, max(first, own.start) + left))
+                left -= len(those)
+                locations.update(dict.fromkeys(those, where))
+                if place.waits:
+                    waits.update(those)
+    return locations, waits
+
+
+def _failure(host: str, failed: Failed, index: int, summary: str) -> ProcessFailure:
+    detail = failed.detail
+    if failed.is_hang and summary:  # in the second line, as in the report on one machine
+        first, *more = detail.split("\n")
+        detail = "\n".join((first, summary, *more))
     failure = ProcessFailure(failed.local_rank, failed.pid, failed.exitcode, NOT_AVAILABLE, rank=failed.rank, host=host)
     return failure.replace(
         error_file=failed.error_file,
@@ -171,7 +300,7 @@ def _failure(host: str, failed: Failed, index: int) -> ProcessFailure:
         timestamp=failed.timestamp,
         traceback=failed.traceback,
         unreadable=failed.unreadable,
-        detail=failed.detail,
+        detail=detail,
         stderr_tail=failed.stderr_tail,
         stdout_file=failed.stdout_file,
         stderr_file=failed.stderr_file,

@@ -9,12 +9,12 @@ import os
 import re
 
 from phalanx._base.frozen import Value
-from phalanx._base.rank_ranges import format_ranks, name_ranks
+from phalanx._base.rank_ranges import name_ranks
 from phalanx._evidence.describe import OWN_FOLDERS, is_own_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 NO_STACK = "# no Python stack: "
 """How the text of a process begins that has shown no stack. The reason follows on the same line."""
@@ -103,6 +103,9 @@ class Thread(Value):
 
 Location = Frame | Halted | Ended | str
 """Where a rank is; a str: why that is not known, in words."""
+
+NOTHING = ""
+"""The location of a rank of which nothing is known, not even why."""
 
 
 def parse(text: str) -> list[Thread]:
@@ -223,8 +226,15 @@ def is_of_unnamed_thread(text: str) -> bool:
     return len(threads) == 1 and not threads[0].ident
 
 
-def sum_up_locations(locations: Mapping[int, Location], hung: int | None = None) -> str:
-    """As `sum_up`, where each rank's `location` is known; or that it has `Ended`."""
+def sum_up_locations(
+    locations: Mapping[int, Location],
+    hung: int | None = None,
+    name: Callable[[Iterable[int]], str] = name_ranks,
+) -> str:
+    """As `sum_up`, where each rank's `location` is known; or that it has `Ended`.
+
+    ``name`` returns what ranks are called: that of a job on many machines says the host, too.
+    """
     together: dict[Location, list[int]] = {}
     for rank in sorted(locations):
         together.setdefault(locations[rank], []).append(rank)
@@ -232,15 +242,15 @@ def sum_up_locations(locations: Mapping[int, Location], hung: int | None = None)
     if hung is not None:  # those that wait first, and then the rank that they wait for
         groups.sort(key=lambda item: hung in item[1] and len(item[1]) == 1)
     shown = groups if len(groups) <= _SHOWN + 1 else groups[:_SHOWN]
-    # A rank that has ended is always named: it may be the one that the others wait for.
+    # A rank that has ended is always named: it may be the one that the others wait for. So may one that is not known.
     rest = [group for group in groups if group not in shown]
-    named_too = [group for group in rest if hung in group[1] or isinstance(group[0], Ended)]
+    named_too = [group for group in rest if hung in group[1] or isinstance(group[0], Ended) or group[0] == NOTHING]
     size = len(locations)
-    parts = [_describe(where, ranks, size, hung, first=index == 0) for index, (where, ranks) in enumerate(shown)]
-    parts += [_describe(where, ranks, size, hung, first=False) for where, ranks in named_too]
+    parts = [_describe(where, ranks, size, hung, name, first=index == 0) for index, (where, ranks) in enumerate(shown)]
+    parts += [_describe(where, ranks, size, hung, name, first=False) for where, ranks in named_too]
     others = [rank for group in rest if group not in named_too for rank in group[1]]
     if others:
-        parts.append(f"ranks {format_ranks(others)} are elsewhere")
+        parts.append(f"{name(others)} {'are' if len(others) > 1 else 'is'} elsewhere")
     return "; ".join(parts)
 
 
@@ -287,16 +297,26 @@ def _is_known(where: Location) -> bool:
     return isinstance(where, (Frame, Halted))
 
 
-def _describe(where: Location, ranks: list[int], size: int, hung: int | None, *, first: bool) -> str:
+def _describe(
+    where: Location,
+    ranks: list[int],
+    size: int,
+    hung: int | None,
+    name: Callable[[Iterable[int]], str],
+    *,
+    first: bool,
+) -> str:
     many = len(ranks) > 1
     if isinstance(where, Ended):
-        return f"{name_ranks(ranks)} {'have' if many else 'has'} ended" + (f" ({where.how})" if where.how else "")
+        return f"{name(ranks)} {'have' if many else 'has'} ended" + (f" ({where.how})" if where.how else "")
+    if where == NOTHING:
+        return f"nothing is known of {f'{len(ranks)} ranks ({name(ranks)})' if many else name(ranks)}"
     if isinstance(where, str):
-        return f"{name_ranks(ranks)} show{'s' * (not many)} no Python stack ({where})"
+        return f"{name(ranks)} show{'s' * (not many)} no Python stack ({where})"
     if not many:
-        return f"rank {ranks[0]} is in {where}"
+        return f"{name(ranks)} is in {where}"
     every = "both ranks" if size == 2 else f"all {size} ranks"  # noqa: PLR2004 - so one says
-    who = every if len(ranks) == size else f"{len(ranks)} of {size} ranks" if first else name_ranks(ranks)
+    who = every if len(ranks) == size else f"{len(ranks)} of {size} ranks" if first else name(ranks)
     if hung is not None and hung in ranks:
-        return f"{who}, rank {hung} among them, are in {where}" if len(ranks) < size else f"{who} are in {where}"
+        return f"{who}, {name([hung])} among them, are in {where}" if len(ranks) < size else f"{who} are in {where}"
     return f"{who} {'are' if hung is None else 'wait'} in {where}"

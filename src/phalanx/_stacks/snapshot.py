@@ -90,25 +90,27 @@ class Snapshot:
         *,
         doomed: bool,
         ended: Mapping[int, str] | None = None,
+        seconds: float = WAIT,
     ) -> contextlib.ExitStack:
-        """Take the stacks of all ranks that are ``alive``, in at most `WAIT` seconds.
+        """Take the stacks of all ranks that are ``alive``, in at most so many ``seconds``.
 
         Those that were taken a moment ago serve again, if they were taken of all that hang, which had begun before. Of
         the ranks that hang, the processes that do are looked at (the worker, or some below it), and those below them.
 
         Args:
             alive: The pids of the live workers, by rank.
-            hangs: What hangs.
+            hangs: What hangs; nothing here, if a rank of another machine does.
             doomed: Whether the processes that hang are about to be killed: then they write all their threads on a
                 signal.
             ended: The ranks that have ended, and how.
+            seconds: How long the ranks have, at the most.
 
         Returns what is to be closed once nobody waits any more: it takes its time.
         """
         afterwards = contextlib.ExitStack()
         hangs = sorted(hangs, key=lambda hang: hang.timer.deadline)
         self._note_threads(hangs)
-        since = max(hang.timer.deadline - hang.timer.span for hang in hangs) / clock.NS
+        since = max((hang.timer.deadline - hang.timer.span for hang in hangs), default=0) / clock.NS
         if self._taken >= max(since, clock.now() - _FRESH) and all(hang.pid in self.texts for hang in hangs):
             return afterwards
         main, texts = dict(alive), {}
@@ -127,7 +129,7 @@ class Snapshot:
                     request.Target(pid, pid, self._error_files[ranks[pid]], doomed=pid in struck, native=pid in native)
                     for pid in sorted(ranks, key=lambda pid: pid not in main.values())
                 ),
-                WAIT,
+                seconds,
             )
             afterwards.callback(collection.close)
             collection.begin()
@@ -186,6 +188,16 @@ class Snapshot:
 
                 self._outliers = dump.outliers(self._locations(), self._waits)
         return self._outliers
+
+    def whereabouts(self) -> dict[int, tuple[Location, bool]]:
+        """Where each rank is, as of the last look, and whether it waits for others there: `dump.waits_for_peers`."""
+        try:
+            return {
+                rank: (where, self._main.get(rank) in self.texts and self._waits(rank))
+                for rank, where in self._locations().items()
+            }
+        except Exception:  # noqa: BLE001 - see the top
+            return {}
 
     def _note_threads(self, hangs: Sequence[Hang]) -> None:
         """Note which thread hangs of each process: it tells where its rank is. ``hangs``: the first one first."""

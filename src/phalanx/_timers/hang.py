@@ -60,6 +60,11 @@ class Hang:
         return (moment - self.timer.deadline) / clock.NS
 
     @property
+    def message(self) -> str:
+        """The message of the failure of a process that hangs."""
+        return f"Hang: {self.description}"
+
+    @property
     def description(self) -> str:
         """What was not done in time, in words."""
         timer = self.timer

@@ -28,11 +28,6 @@ class NotWrittenError(Exception):
         self.text = text
 
 
-def message(hang: Hang) -> str:
-    """Return the message of the failure of a process that hangs."""
-    return f"Hang: {hang.description}"
-
-
 def line(
     subject: str, hangs: Sequence[Hang], moment: int, where: Sequence[str] = (), number: int = 0, *, sent: bool = True
 ) -> str:
@@ -109,7 +104,7 @@ def write_error_file(
     lines += [f"also: {hang.description}; {_overdue(hang, moment)}" for hang in others]
     if stacks_file:
         lines.append(f"stacks of all ranks: {stacks_file} in each rank's folder")
-    text, detail = message(first), "\n".join(lines)
+    text, detail = first.message, "\n".join(lines)
     try:
         error_file.write_error_file(
             path,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 
-from phalanx._base import procfs
+from phalanx._base import clock, procfs
 from phalanx._base.background import SerialExecutor
 from phalanx._base.rank_ranges import name_ranks
 from phalanx._evidence.error_file import remove_timer_evidence
@@ -23,12 +23,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
+    from phalanx._stacks.dump import Location
     from phalanx._timers.table import TimerTable
 
     Packed = tuple[Any, ...]  # see `Hang.to_tuple`
 
 FINISH = 5.0
 """Seconds that the end of a group waits for the reports."""
+
+_WRITING = 1.0
+"""Seconds that it waits for a `HangReporter.look`, after those that the ranks have,"""
+
+_HURRIED = 0.5
+"""and those for which it waits if nobody wants to know any more."""
 
 
 class HangReporter:
@@ -44,6 +51,9 @@ class HangReporter:
     Attributes:
         unwritten: By rank, what is known of its hangs and is not in its error file.
         hung: By rank, the message about the hang for which it was or is to be sent a signal, even if it has gone on.
+        whereabouts: By rank, where it was when the hang was found that has ended the group, or that of another machine:
+            see `Snapshot.whereabouts`. Empty: there was none, or nothing is known.
+        summaries: By rank that hung, the line of its error file that says where all ranks of the group were.
     """
 
     def __init__(
@@ -59,12 +69,15 @@ class HangReporter:
         self.steps = steps
         self.unwritten: dict[int, str] = {}
         self.hung: dict[int, str] = {}
+        self.whereabouts: dict[int, tuple[Location, bool]] = {}
+        self.summaries: dict[int, str] = {}
         self._error_files = error_files
         self._show = show
         self._snapshot = Snapshot(error_files, keep=stacks)
         self._workers: dict[int, int] = {}
         self._signalled: dict[tuple[int, int, int, int], Hang] = {}  # those that have not gone on since
         self._background = SerialExecutor("phalanx-hangs")
+        self._look_by: float | None = None  # while a `look` is under way: when it is waited for no longer
 
     def on_message(
         self,
@@ -95,9 +108,44 @@ class HangReporter:
         if not self._background.submit(report) and evidence_taken is not None:
             evidence_taken()
 
+    def look(self, workers: dict[int, int], ended: Mapping[int, str], seconds: float, then: Callable[[], None]) -> None:
+        """Take the stacks of all ranks, and write them, because a rank of another machine hangs; then call ``then``.
+
+        Args:
+            workers: As for `on_message`.
+            ended: As for `on_message`.
+            seconds: How long the ranks have for that, at the most.
+            then: Called once, on this object's thread, or here if there is none.
+        """
+        then = _once(then)
+        self._look_by = clock.now() + seconds + _WRITING
+
+        def look() -> None:
+            try:
+                if self.whereabouts:  # a rank of this group hangs as well, and is being ended
+                    return
+                with self._snapshot.take(workers, (), doomed=False, ended=ended, seconds=seconds) as afterwards:
+                    self._snapshot.write()
+                    self.whereabouts = self._snapshot.whereabouts()
+                    afterwards.callback(then)  # before the closing, which takes its time
+            finally:
+                self._look_by = None
+                then()
+
+        if not self._background.submit(look):
+            self._look_by = None
+            then()
+
+    def hurry(self) -> None:
+        """Have `finish` wait for no `look`, or hardly: somebody wants the end now."""
+        by = self._look_by
+        if by is not None:
+            self._look_by = min(by, clock.now() + _HURRIED)
+
     def finish(self) -> None:
-        """Wait until all is written and shown, for at most `FINISH`."""
-        if not self._background.drain(FINISH):
+        """Wait until all is written and shown, for at most `FINISH`; for a `look`, no longer than it may take."""
+        by = self._look_by
+        if not self._background.drain(FINISH if by is None else max(0.0, by - clock.now())):
             self._show("evidence of timers is not complete: that takes too long")
 
     def close(self) -> None:
@@ -135,12 +183,7 @@ class HangReporter:
             ended: As for `on_message`.
             evidence_taken: As for `on_message`.
         """
-        answers = [evidence_taken]
-
-        def answer() -> None:
-            if answers:
-                answers.pop()()
-
+        answer = _once(evidence_taken)
         hangs = list(map(Hang.from_tuple, packed))
         try:
             if name == "report":
@@ -170,6 +213,8 @@ class HangReporter:
         quiet = bool(self._signalled) and not any(hang.key in self._signalled for hang in hangs)
         self._record_all(hangs, moment)
         self._snapshot.write()
+        # What was seen first holds: since then, ranks have been ended.
+        self.whereabouts = self._snapshot.whereabouts() | self.whereabouts
         if not quiet:
             self._show_lines(hangs, "", number, moment)
 
@@ -181,6 +226,7 @@ class HangReporter:
                 # It survived the signal. If it fails later, it records that itself, or the report has this text.
                 remove_timer_evidence(self._error_files[hang.rank])
                 self.unwritten[hang.rank] = f"it had hung before: {hang.description}; and had gone on since"
+                self.whereabouts = {}
         for description, those in hang_report.by_description(hangs).items():
             has = "they have" if len({hang.rank for hang in those}) > 1 else "it has"
             self._show(f"{name_ranks(hang.rank for hang in those)}: {description}; {has} gone on since")
@@ -197,7 +243,7 @@ class HangReporter:
         for hang in sorted(hangs, key=lambda hang: hang.timer.deadline):
             ranks.setdefault(hang.rank, []).append(hang)
         for rank, those in ranks.items():
-            self.hung[rank] = hang_report.message(those[0])
+            self.hung[rank] = those[0].message
             self._record(those, moment)
 
     def _record(self, hangs: list[Hang], moment: int) -> None:
@@ -216,12 +262,14 @@ class HangReporter:
             before = (hang.timer.deadline for hang in self._signalled.values() if hang.rank in outliers)
             began = max([first.timer.deadline, *before])
         self._snapshot.write()
+        where = self._snapshot.sum_up(first)
+        self.summaries[first.rank] = where.partition("\n")[0]
         try:
             hang_report.write_error_file(
                 self._error_files[first.rank],
                 hangs,
                 moment,
-                [self._snapshot.sum_up(first)],
+                [where],
                 self._snapshot.texts.get(first.pid, ""),
                 worker=self._workers[first.rank],
                 writers=self._workers.values(),
@@ -240,6 +288,17 @@ class HangReporter:
                 none = "none" if self._snapshot.keep else "not kept, for no logs are"
                 where.append(f"stacks: {self._snapshot.files.get(first.rank) or none}")
             self._show(hang_report.line(name_ranks(hang.rank for hang in those), those, moment, where, number))
+
+
+def _once(call: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that makes a call the first time, and none after that."""
+    calls = [call]
+
+    def make() -> None:
+        if calls:
+            calls.pop()()
+
+    return make
 
 
 _REPORT: dict[str, Callable[..., None]] = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 from phalanx._agent.history import describe_restart
 from phalanx._base import clock
 from phalanx._base.clock import format_duration
@@ -9,10 +11,12 @@ from phalanx._base.control_chars import sanitise
 from phalanx._base.one_line import one_line
 from phalanx._base.rank_ranges import name_ranks
 from phalanx._events import agent_kinds, kinds
+from phalanx._evidence.error_file import is_of_timer
 from phalanx._outcomes.result import RunProcsResult
 from phalanx._rendezvous import evidence
 from phalanx._rendezvous.job_run import NodeTeam
 from phalanx._rendezvous.records import Stop, replace
+from phalanx.cli._last_look import LOOK, LastLook
 from phalanx.cli._run_group import RunTeam
 
 TYPE_CHECKING = False
@@ -62,12 +66,14 @@ class MachineTeam(RunTeam, NodeTeam):
         self._told = 0  # the generation of which it was said that it follows
         self.stopped: Stop | None = None
         """Why the latest generation has ended, as the job has it."""
+        self._look = LastLook()
 
     # --- what the node decides
 
     def assign(self, job: Job, rank: int) -> None:
         """See `NodeTeam`."""
         self._job, self._began = job, clock.now()
+        self._wait_no_more()
         self._first = first_rank(job, rank)
         for local, env in self._envs(job, rank).items():
             self._groups.envs[local] = dict(env)
@@ -81,6 +87,13 @@ class MachineTeam(RunTeam, NodeTeam):
     def end(self, stop: Stop | None) -> None:
         """See `NodeTeam`. The workers are given notice of what is planned, and only of that."""
         self.drop_standby()
+        if self._look.puts_off(clock.now()):
+            self.poll_seconds = LOOK
+        else:
+            self._order_end(stop)
+
+    def _order_end(self, stop: Stop | None) -> None:
+        self._wait_no_more()
         group = self.group
         if group is None:
             return
@@ -88,10 +101,29 @@ class MachineTeam(RunTeam, NodeTeam):
         if group.notice is not None and (stop is None or stop.kind not in PLANNED):
             group.order_close(None, self._grace)  # a second order ends the notice: there is nobody left to save with
 
+    def _wait_no_more(self) -> None:
+        self._look.drop()
+        self.poll_seconds = None
+
+    def ended(self) -> AttemptEnd | None:
+        """See `Team`."""
+        if self._look.is_over(clock.now()):
+            self._order_end(self.stopped)
+        return super().ended()
+
+    def stop(self, death_signal: int, grace: float) -> None:
+        """See `Team`. It waits for no stacks."""
+        if self._look.is_under_way and self.group is not None and self.group.hang_report is not None:
+            self.group.hang_report.hurry()
+        self._wait_no_more()
+        super().stop(death_signal, grace)
+
     def heard(self, what: Job | Stop) -> None:
         """See `NodeTeam`."""
         if isinstance(what, Stop):
             self.stopped = what
+            if what.kind == "hang" and what.node != self._me.id and self.group is not None:
+                self._look.begin(self.group, self._wake)  # before their end, which is ordered next
             if what.kind == "signal" and what.node == self._me.id:
                 return  # it was said when it came
             self.say(f"phalanx: {told(what)}; stopping the workers")
@@ -140,13 +172,23 @@ class MachineTeam(RunTeam, NodeTeam):
 
     def when_failed(self, call: Callable[[int, Stop], None]) -> None:
         """See `NodeTeam`."""
+        hung: dict[tuple[int, int], str] = {}  # by attempt and rank: what the message about its hang is
 
         def take(events: list[Event]) -> None:
             for event in events:
-                if isinstance(event, kinds.WorkerExited) and event.state == "failed":
-                    rank = self._first + event.rank
-                    error = one_line(event.how)
-                    call(event.attempt, self._stop(event.attempt, error, rank, event.exitcode))
+                if isinstance(event, kinds.TimerEvent):
+                    of_rank = event.attempt, event.rank
+                    if isinstance(event, kinds.WorkerReaped):
+                        hung.setdefault(of_rank, event.what)
+                        if event.signal == signal.SIGKILL:  # now, for it may take long to exit
+                            stop = self._stop(event.attempt, event.what, self._first + event.rank, -signal.SIGKILL)
+                            call(event.attempt, replace(stop, kind="hang"))
+                    elif isinstance(event, kinds.TimerLeft):
+                        hung.pop(of_rank, None)
+                elif isinstance(event, kinds.WorkerExited) and event.state == "failed":
+                    what = hung.get((event.attempt, event.rank), "")
+                    stop = self._stop(event.attempt, what or event.how, self._first + event.rank, event.exitcode)
+                    call(event.attempt, replace(stop, kind="hang") if what else stop)
 
         self.record.stream.subscribe("phalanx-failure", take)
 
@@ -169,14 +211,17 @@ class MachineTeam(RunTeam, NodeTeam):
             rank=end.rank,
             exitcode=end.exitcode,
         )
+        result, group = self.result or RunProcsResult(), self.group
         stop = self._stop(generation, end.error, end.rank, end.exitcode) if end.failed else None
-        result = self.result or RunProcsResult()
+        if stop is not None and result.root_cause is not None and is_of_timer(result.root_cause.error_file_data):
+            stop = replace(stop, kind="hang")
         folder = self._groups.log_dir
         error = end.error if end.failed and not result.failures else ""
-        return me, stop, evidence.write(me.id, me.host, folder, result, self._first, error)
+        hangs = None if group is None else group.hang_report
+        return me, stop, evidence.write(me.id, me.host, folder, result, self._first, error, hangs)
 
     def _stop(self, generation: int, error: str, rank: int | None, exitcode: int | None) -> Stop:
-        return Stop(generation, "failure", self._me.id, self._me.host, error, rank, exitcode)
+        return Stop(generation, "failure", self._me.id, self._me.host, one_line(error), rank, exitcode)
 
     def _emit(self, kind: type[Event], attempt: int, **fields: Any) -> None:
         self.record.stream.emit(kind, attempt, clock.now_ns(), **fields)

@@ -196,11 +196,13 @@ def _conclude(finish: Finish, stopped: signal.Signals | None, team: MachineTeam,
         if job is None or not finish.evidence:
             team.record_end("failed", 1, why)
             return 1
-    left = JobEvidence(finish.evidence, stop)
+    left = JobEvidence(finish.evidence, stop, job.members)
     for line in (*left.errors, *left.damaged):
         say(f"Error: {line}")
     ends = job.ends[:-1] if finish.state == "failed" else job.ends
     earlier = [_earlier(end, team) for end in ends][-_MOST:]
+    if left.summary and not any(left.summary in failure.detail for failure in left.failures.values()):
+        say(left.summary)  # nothing is left of the rank that hangs
     if not left.failures:
         for line in earlier:
             say(line)
