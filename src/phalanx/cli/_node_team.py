@@ -163,7 +163,7 @@ class MachineTeam(RunTeam, NodeTeam):
             if self.away:
                 self.say(f"phalanx: {self.where} answers again")
             self.away = ""
-        elif not self.away:
+        elif why != self.away:  # a store that answers, but not as one that can be used, says why in the end
             self.away = why
             runs = "the workers go on, " if self.group is not None and self.group.is_open else ""
             self.say(f"phalanx: {self.where} does not answer ({one_line(why)}); {runs}it is tried again")
