@@ -19,18 +19,6 @@ _TEXTS = ("run_id", "rdzv_endpoint", "rdzv_backend", "signals_to_handle")
 _MAPPINGS = ("rdzv_configs", "metrics_cfg")
 
 
-class NamedRendezvous(OneMachineRendezvous):
-    """A rendezvous on one machine with the name of the backend that was asked for."""
-
-    def __init__(self, backend: str, run_id: str, master_addr: str, master_port: int) -> None:
-        super().__init__(run_id, master_addr, master_port)
-        self._backend = backend
-
-    def get_backend(self) -> str:
-        """Return the name that was asked for."""
-        return self._backend
-
-
 def checked(config: Any) -> LaunchConfig:
     """Return a copy, in which ``logs_specs`` and ``shutdown_timeout`` are not None. Raises TypeError."""
     if not isinstance(config, LaunchConfig):
@@ -43,7 +31,7 @@ def checked(config: Any) -> LaunchConfig:
     return copy
 
 
-def rendezvous_of(config: LaunchConfig) -> NamedRendezvous:
+def rendezvous_of(config: LaunchConfig) -> OneMachineRendezvous:
     """Check what `phalanx.agent` does not check, and make the rendezvous. Raises TypeError and ValueError."""
     for name, kind, what in [
         *((name, str, "a string") for name in _TEXTS),
@@ -80,7 +68,7 @@ def rendezvous_of(config: LaunchConfig) -> NamedRendezvous:
         raise ValueError(msg)
     if config.rdzv_backend != "static":
         host, port = config.local_addr or "", 0
-    return NamedRendezvous(config.rdzv_backend, config.run_id, host or "127.0.0.1", port)
+    return OneMachineRendezvous(config.run_id, host or "127.0.0.1", port, backend=config.rdzv_backend)
 
 
 def _whole(name: str, value: Any) -> int:

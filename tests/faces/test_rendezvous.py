@@ -1,0 +1,295 @@
+"""The rendezvous of many machines: who is who in each generation, what ends one, and what ends the job."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from phalanx.rendezvous import (
+    ManyMachinesRendezvous,
+    OneMachineRendezvous,
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousHandlerRegistry,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+    rendezvous_handler_registry,
+)
+from tests.support import etcd as etcds
+from tests.support.etcd import free_port
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+SOON = 20.0
+"""Seconds that anything may take; spent only by a test that fails."""
+
+pytestmark = pytest.mark.slow
+
+QUICK = {"last_call_timeout": 0, "rejoin_delay": 0, "lease_ttl": 2}
+
+
+@contextmanager
+def shut_down(*handlers: Any) -> Iterator[None]:
+    """Shut them down at the end, all at once: one that hosts the store waits for the others."""
+    try:
+        yield
+    finally:
+        with ThreadPoolExecutor(len(handlers)) as threads:
+            list(threads.map(lambda handler: handler.shutdown(), handlers))
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """Return what these return, or the RendezvousError that they raise. Each has a thread of its own."""
+
+    def call(one: Callable[[], Any]) -> Any:
+        try:
+            return one()
+        except RendezvousError as error:
+            return error
+
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [done.result(SOON) for done in [threads.submit(call, one) for one in calls]]
+
+
+def met(*handlers: Any) -> list[RendezvousInfo]:
+    """Have them meet."""
+    infos = at_once(*(handler.next_rendezvous for handler in handlers))
+    for info in infos:
+        assert isinstance(info, RendezvousInfo), repr(info)
+    return infos
+
+
+def noted(handler: ManyMachinesRendezvous) -> threading.Event:
+    """An event that is set when the generation of a handler is ended."""
+    event = threading.Event()
+    handler.when_ended(event.set)
+    return event
+
+
+def hear(*events: threading.Event) -> None:
+    for event in events:
+        assert event.wait(SOON)
+        event.clear()
+
+
+class Place:
+    """Makes handlers of ranks that are given by hand, on this machine."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+
+    def __call__(self, rank: int, nodes: int = 2, *, nproc: int = 1, **config: Any) -> ManyMachinesRendezvous:
+        where = f"127.0.0.1:{self.port}"
+        config = {"agent_port": self.port, "rank": rank, **config}
+        return ManyMachinesRendezvous(
+            RendezvousParameters("static", where, "job", nodes, nodes, **config), nproc=nproc, role="trainer"
+        )
+
+
+@pytest.fixture
+def place() -> Place:
+    return Place()
+
+
+# --- ranks that are given
+
+
+def test_all_meet_again_after_a_failure_and_succeed_together(place: Place) -> None:
+    two, one, zero = place(2, 3), place(1, 3, nproc=4), place(0, 3)
+    with shut_down(zero, one, two):
+        before = threading.active_count()
+        infos = met(two, one, zero)
+        assert [(info.rank, info.world_size, info.store) for info in infos] == [(2, 3, None), (1, 3, None), (0, 3, None)]
+        assert {(it.bootstrap_store_info.master_addr, it.bootstrap_store_info.master_port) for it in infos} == {  # type: ignore[union-attr] # it is there
+            ("127.0.0.1", place.port)
+        }
+        assert [(nproc, role) for _, nproc, role in two.members] == [(1, "trainer"), (4, "trainer"), (1, "trainer")]
+        assert (two.get_backend(), two.get_run_id(), two.generation, two.use_agent_store) == ("static", "job", 0, False)
+        assert not any(it.num_nodes_waiting() or it.is_closed() for it in (zero, one, two))
+        assert threading.active_count() > before
+        ended = [noted(it) for it in (zero, one, two)]
+        two.tell_failure("ValueError: bad batch", rank=5, exitcode=1)
+        hear(*ended)
+        assert [it.num_nodes_waiting() for it in (zero, one, two)] == [1, 1, 1]
+        infos = met(zero, one, two)
+        assert ([info.rank for info in infos], zero.generation, zero.num_nodes_waiting()) == ([0, 1, 2], 1, 0)
+        # The next failure is told by the next call alone.
+        again = at_once(one.next_rendezvous, lambda: ended[0].wait(SOON) and met(zero), lambda: hear(ended[2]) or met(two))
+        assert isinstance(again[0], RendezvousInfo), again
+        assert one.generation == 2
+        assert at_once(zero.tell_success, one.tell_success, two.tell_success) == [True, True, True]
+        assert all(it.is_closed() for it in (zero, one, two))
+        with pytest.raises(RendezvousClosedError, match="the job is over: succeeded"):
+            zero.next_rendezvous()
+    assert zero.shutdown()
+    assert one.shutdown()
+
+
+def test_success_of_one_is_not_that_of_all(place: Place) -> None:
+    one, zero = place(1), place(0)
+    with shut_down(zero, one):
+        met(zero, one)
+        with ThreadPoolExecutor(1) as thread:
+            done = thread.submit(one.tell_success)
+            zero.tell_failure("late", exitcode=-9)
+            assert done.result(SOON) is False
+        met(zero, one)
+        assert at_once(zero.tell_success, one.tell_success) == [True, True]
+
+
+def test_who_closes_it_ends_it_for_all(place: Place) -> None:
+    one, zero = place(1), place(0)
+    with shut_down(zero, one):
+        met(zero, one)
+        ended = noted(zero)
+        one.set_closed()
+        assert one.is_closed()
+        hear(ended)
+        assert (zero.num_nodes_waiting(), zero.is_closed()) == (1, True)
+        for each in at_once(zero.next_rendezvous, one.next_rendezvous):
+            assert type(each) is RendezvousClosedError, repr(each)
+            assert "the job is over: stopped" in str(each)
+
+
+def test_too_few_come_and_nobody_listens(place: Place) -> None:
+    zero = place(0, join_timeout=0.3)
+    with shut_down(zero), pytest.raises(RendezvousTimeoutError, match=r"1 node of 2 came within 0\.3s"):
+        zero.next_rendezvous()
+    one = place(1, timeout="0.3")
+    with shut_down(one), pytest.raises(RendezvousConnectionError, match="has not answered in time: .*refused"):
+        one.next_rendezvous()
+
+
+def test_who_does_not_know_the_secret_is_not_taken(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHALANX_JOB_SECRET", "0123456789abcdef")
+    zero = place(0)
+    monkeypatch.setenv("PHALANX_JOB_SECRET", "fedcba9876543210")
+    one = place(1)
+    with shut_down(zero, one), ThreadPoolExecutor(1) as thread:
+        waits = thread.submit(zero.next_rendezvous)
+        with pytest.raises(RendezvousConnectionError, match="this machine is not taken"):
+            one.next_rendezvous()
+        zero.shutdown()
+        with pytest.raises(RendezvousClosedError, match="'job' is closed"):
+            waits.result(SOON)
+
+
+def test_a_port_that_is_taken(place: Place) -> None:
+    with socket.create_server(("127.0.0.1", place.port)):
+        zero = place(0)
+        with shut_down(zero), pytest.raises(RendezvousConnectionError, match=f"static: .*{place.port}: .*in use"):
+            zero.next_rendezvous()
+
+
+def test_nothing_is_left_and_no_handler_is_set(place: Place) -> None:
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
+    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    unused = place(0)
+    assert not unused.is_closed()
+    assert unused.shutdown()
+    assert unused.is_closed()
+    with pytest.raises(RendezvousClosedError):
+        unused.next_rendezvous()
+    one, zero = place(1), place(0)
+    with shut_down(zero, one):
+        met(zero, one)
+        assert handlers == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
+        ended = noted(zero)
+        assert one.shutdown()
+        hear(ended)
+        assert zero.num_nodes_waiting() == 1
+        assert not zero.is_closed()
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_a_fork_has_no_part_in_it(place: Place) -> None:
+    one, zero = place(1), place(0)
+    with shut_down(zero, one):
+        met(zero, one)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                one.next_rendezvous()
+            except RendezvousStateError:
+                one.set_closed()
+                one.tell_failure("of the child")
+                code = 7 if one.shutdown() and one.is_closed() and not one.num_nodes_waiting() else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        assert (zero.num_nodes_waiting(), one.num_nodes_waiting()) == (0, 0)
+        assert at_once(zero.tell_success, one.tell_success) == [True, True]
+
+
+def test_one_thread_at_a_time(place: Place) -> None:
+    zero = place(0)
+    with shut_down(zero), ThreadPoolExecutor(1) as thread:
+        waits = thread.submit(zero.next_rendezvous)
+        for _ in range(1000):
+            if zero._one.locked():
+                break
+            waits.exception(0.01) if waits.done() else threading.Event().wait(0.005)
+        with pytest.raises(RuntimeError, match="another thread waits"):
+            zero.next_rendezvous()
+        zero.shutdown()
+        assert isinstance(waits.exception(SOON), RendezvousClosedError)
+
+
+# --- an etcd
+
+
+@pytest.fixture
+def with_etcd() -> None:
+    if importlib.util.find_spec("grpc") is None:  # not imported: what it reads in the environment is read once
+        pytest.skip("the extra `etcd` is not installed")
+    etcds.program()
+
+
+@pytest.mark.once
+@pytest.mark.usefixtures("with_etcd")
+def test_one_hosts_the_store_and_machines_come_and_go() -> None:
+    where = f"127.0.0.1:{free_port()}"
+
+    def make() -> Any:
+        return rendezvous_handler_registry.create_handler(RendezvousParameters("c10d", where, "job", 1, 2, **QUICK))
+
+    first, second, spare = make(), make(), make()
+    with shut_down(spare), shut_down(first, second):
+        met(first)
+        ended = noted(first)
+        with ThreadPoolExecutor(2) as threads:
+            comes = threads.submit(second.next_rendezvous)
+            hear(ended)  # the newcomer ends the generation
+            info = met(first)[0]
+            assert (info.rank, info.world_size, comes.result(SOON).rank) == (0, 2, 1)
+            waits = threads.submit(spare.next_rendezvous)
+            assert second.shutdown()  # a departure is not a close
+            hear(ended)
+            assert [first.next_rendezvous().world_size, waits.result(SOON).rank] == [2, 1]
+            again = threads.submit(make_and_wait, make)
+            assert at_once(first.tell_success, spare.tell_success) == [True, True]
+            assert again.result(SOON) in (RendezvousGracefulExitError, RendezvousClosedError)
+
+
+def make_and_wait(make: Callable[[], Any]) -> type[BaseException]:
+    late = make()
+    with shut_down(late), pytest.raises(RendezvousError) as raised:
+        late.next_rendezvous()
+    return raised.type
