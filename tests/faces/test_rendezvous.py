@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import signal
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +30,9 @@ from phalanx.rendezvous import (
     RendezvousTimeoutError,
     rendezvous_handler_registry,
 )
-from tests.support import etcd as etcds
-from tests.support.etcd import free_port
+from tests.store.test_etcd import client, etcd, grpc_is_up  # noqa: F401 - fixtures
+from tests.support import leaks
+from tests.support.etcd import Etcd, free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -85,6 +88,14 @@ def hear(*events: threading.Event) -> None:
     for event in events:
         assert event.wait(SOON)
         event.clear()
+
+
+def until(holds: Callable[[], object]) -> None:
+    """Look every 2 ms if something holds."""
+    end = time.monotonic() + SOON
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.002)
 
 
 class Place:
@@ -180,7 +191,7 @@ def test_who_does_not_know_the_secret_is_not_taken(place: Place, monkeypatch: py
     zero = place(0)
     monkeypatch.setenv("PHALANX_JOB_SECRET", "fedcba9876543210")
     one = place(1)
-    with shut_down(zero, one), ThreadPoolExecutor(1) as thread:
+    with ThreadPoolExecutor(1) as thread, shut_down(zero, one):
         waits = thread.submit(zero.next_rendezvous)
         with pytest.raises(RendezvousConnectionError, match="this machine is not taken"):
             one.next_rendezvous()
@@ -240,12 +251,9 @@ def test_a_fork_has_no_part_in_it(place: Place) -> None:
 
 def test_one_thread_at_a_time(place: Place) -> None:
     zero = place(0)
-    with shut_down(zero), ThreadPoolExecutor(1) as thread:
+    with ThreadPoolExecutor(1) as thread, shut_down(zero):
         waits = thread.submit(zero.next_rendezvous)
-        for _ in range(1000):
-            if zero._one.locked():
-                break
-            waits.exception(0.01) if waits.done() else threading.Event().wait(0.005)
+        until(zero._one.locked)
         with pytest.raises(RuntimeError, match="another thread waits"):
             zero.next_rendezvous()
         zero.shutdown()
@@ -256,40 +264,73 @@ def test_one_thread_at_a_time(place: Place) -> None:
 
 
 @pytest.fixture
-def with_etcd() -> None:
+def with_grpc() -> Iterator[None]:
+    """Let grpc keep what it keeps: see the client of `tests.store.test_etcd`."""
     if importlib.util.find_spec("grpc") is None:  # not imported: what it reads in the environment is read once
         pytest.skip("the extra `etcd` is not installed")
-    etcds.program()
+    before = sockets()
+    yield
+    gc.collect()
+    leaks.kept |= sockets() - before
+
+
+def sockets() -> set[str]:
+    """The sockets of this process, and what grpc wakes its threads with."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found.add(os.readlink(f"/proc/self/fd/{name}"))
+    return {name for name in found if name.startswith("socket:") or "eventfd" in name}
 
 
 @pytest.mark.once
-@pytest.mark.usefixtures("with_etcd")
+@pytest.mark.usefixtures("grpc_is_up", "with_grpc")
 def test_one_hosts_the_store_and_machines_come_and_go() -> None:
     where = f"127.0.0.1:{free_port()}"
 
     def make() -> Any:
         return rendezvous_handler_registry.create_handler(RendezvousParameters("c10d", where, "job", 1, 2, **QUICK))
 
-    first, second, spare = make(), make(), make()
-    with shut_down(spare), shut_down(first, second):
+    first, second, spare, late = (make() for _ in range(4))
+    with ThreadPoolExecutor(2) as threads, shut_down(first, second, spare, late):
         met(first)
         ended = noted(first)
-        with ThreadPoolExecutor(2) as threads:
-            comes = threads.submit(second.next_rendezvous)
-            hear(ended)  # the newcomer ends the generation
-            info = met(first)[0]
-            assert (info.rank, info.world_size, comes.result(SOON).rank) == (0, 2, 1)
-            waits = threads.submit(spare.next_rendezvous)
-            assert second.shutdown()  # a departure is not a close
-            hear(ended)
-            assert [first.next_rendezvous().world_size, waits.result(SOON).rank] == [2, 1]
-            again = threads.submit(make_and_wait, make)
-            assert at_once(first.tell_success, spare.tell_success) == [True, True]
-            assert again.result(SOON) in (RendezvousGracefulExitError, RendezvousClosedError)
+        comes = threads.submit(second.next_rendezvous)
+        hear(ended)  # the newcomer ends the generation
+        info = met(first)[0]
+        assert (info.rank, info.world_size, comes.result(SOON).rank) == (0, 2, 1)
+        waits = threads.submit(spare.next_rendezvous)
+        until(lambda: spare._made and spare._made.was_spare)
+        assert second.shutdown()  # a departure is not a close
+        hear(ended)
+        assert [first.next_rendezvous().world_size, waits.result(SOON).rank] == [2, 1]
+        waits = threads.submit(late.next_rendezvous)
+        until(lambda: late._made and late._made.was_spare)
+        assert at_once(first.tell_success, spare.tell_success) == [True, True]
+        with pytest.raises(RendezvousGracefulExitError, match="the job has succeeded without this machine"):
+            waits.result(SOON)
 
 
-def make_and_wait(make: Callable[[], Any]) -> type[BaseException]:
-    late = make()
-    with shut_down(late), pytest.raises(RendezvousError) as raised:
-        late.next_rendezvous()
-    return raised.type
+@pytest.mark.once
+@pytest.mark.usefixtures("grpc_is_up", "with_grpc")
+def test_an_etcd_that_is_there(etcd: Etcd) -> None:
+    def make(least: int = 2) -> Any:
+        config = {**QUICK, "join_timeout": 5}
+        return rendezvous_handler_registry.create_handler(
+            RendezvousParameters("etcd-v2", etcd.endpoints, f"job/{os.getpid()}", least, 2, **config)
+        )
+
+    one, other, odd = make(), make(), make(1)
+    with shut_down(one, other, odd):
+        infos = met(one, other)
+        assert sorted(info.rank for info in infos) == [0, 1]
+        places = {(it.bootstrap_store_info.master_addr, it.bootstrap_store_info.master_port) for it in infos}
+        assert len(places) == 1
+        assert next(iter(places))[1] > 0
+        with pytest.raises(RendezvousConnectionError, match="the job is one of 2 nodes, and this node was told 1 to 2"):
+            odd.next_rendezvous()
+        ended = noted(one)
+        other.set_closed()
+        hear(ended)
+        ends = at_once(one.next_rendezvous, other.next_rendezvous)
+        assert [type(each) for each in ends] == [RendezvousClosedError] * 2, ends

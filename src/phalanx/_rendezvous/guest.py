@@ -146,7 +146,8 @@ class Guest:
         self.enter()
         before = self._taken
         if before is not None and before.end is None:
-            self._conclude(before, AttemptEnd("stopped") if before.ended else before.failure or _gone())
+            is_over = bool(before.ended) or self._asks_end
+            self._conclude(before, AttemptEnd("stopped") if is_over else before.failure or _gone())
         while True:
             news = self._news
             part = None if self._team is None else self._team.part

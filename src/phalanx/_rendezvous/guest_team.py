@@ -59,7 +59,7 @@ class GuestTeam(NodeTeam):
     Attributes:
         part: The part of this node in the latest generation that it takes part in; None: there was none.
         is_closing: Whether somebody has asked for the end of the job, or it is over.
-        is_spare: Whether the job's generation runs without this node.
+        is_spare: Whether the generation that began last runs, or ran, without this node.
         away: Why the store does not answer; "": it does.
     """
 
@@ -141,7 +141,8 @@ class GuestTeam(NodeTeam):
             self.is_closing = self.is_closing or (isinstance(what, Stop) and what.kind == "signal")
         else:
             self.is_closing = self.is_closing or job.phase == "over"
-            self.is_spare = job.phase == "running" and job.rank_of(self._me.id) < 0
+            if job.phase == "running":
+                self.is_spare = job.rank_of(self._me.id) < 0
         # A later generation, too: this one's end was not seen.
         if part is not None and (what.generation == part.job.generation if job is None else self._is_past(part, job)):
             self._end_part()
