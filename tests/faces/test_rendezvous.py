@@ -43,7 +43,7 @@ SOON = 20.0
 
 pytestmark = pytest.mark.slow
 
-QUICK = {"last_call_timeout": 0, "rejoin_delay": 0, "lease_ttl": 2}
+QUICK: dict[str, Any] = {"last_call_timeout": 0, "rejoin_delay": 0, "lease_ttl": 2}
 
 
 @contextmanager
@@ -75,6 +75,12 @@ def met(*handlers: Any) -> list[RendezvousInfo]:
     for info in infos:
         assert isinstance(info, RendezvousInfo), repr(info)
     return infos
+
+
+def met_after(ended: threading.Event, handler: ManyMachinesRendezvous) -> RendezvousInfo:
+    """Have it meet the others once the generation is over for it, too."""
+    hear(ended)
+    return handler.next_rendezvous()
 
 
 def noted(handler: ManyMachinesRendezvous) -> threading.Event:
@@ -125,7 +131,11 @@ def test_all_meet_again_after_a_failure_and_succeed_together(place: Place) -> No
     with shut_down(zero, one, two):
         before = threading.active_count()
         infos = met(two, one, zero)
-        assert [(info.rank, info.world_size, info.store) for info in infos] == [(2, 3, None), (1, 3, None), (0, 3, None)]
+        assert [(info.rank, info.world_size, info.store) for info in infos] == [
+            (2, 3, None),
+            (1, 3, None),
+            (0, 3, None),
+        ]
         assert {(it.bootstrap_store_info.master_addr, it.bootstrap_store_info.master_port) for it in infos} == {  # type: ignore[union-attr] # it is there
             ("127.0.0.1", place.port)
         }
@@ -140,8 +150,8 @@ def test_all_meet_again_after_a_failure_and_succeed_together(place: Place) -> No
         infos = met(zero, one, two)
         assert ([info.rank for info in infos], zero.generation, zero.num_nodes_waiting()) == ([0, 1, 2], 1, 0)
         # The next failure is told by the next call alone.
-        again = at_once(one.next_rendezvous, lambda: ended[0].wait(SOON) and met(zero), lambda: hear(ended[2]) or met(two))
-        assert isinstance(again[0], RendezvousInfo), again
+        again = at_once(one.next_rendezvous, lambda: met_after(ended[0], zero), lambda: met_after(ended[2], two))
+        assert [info.rank for info in again] == [1, 0, 2]
         assert one.generation == 2
         assert at_once(zero.tell_success, one.tell_success, two.tell_success) == [True, True, True]
         assert all(it.is_closed() for it in (zero, one, two))
@@ -182,7 +192,7 @@ def test_too_few_come_and_nobody_listens(place: Place) -> None:
     with shut_down(zero), pytest.raises(RendezvousTimeoutError, match=r"1 node of 2 came within 0\.3s"):
         zero.next_rendezvous()
     one = place(1, timeout="0.3")
-    with shut_down(one), pytest.raises(RendezvousConnectionError, match="has not answered in time: .*refused"):
+    with shut_down(one), pytest.raises(RendezvousConnectionError, match=r"has not answered in time: .*refused"):
         one.next_rendezvous()
 
 
@@ -260,6 +270,106 @@ def test_one_thread_at_a_time(place: Place) -> None:
         assert isinstance(waits.exception(SOON), RendezvousClosedError)
 
 
+# --- who makes handlers
+
+
+def test_what_is_built_in() -> None:
+    for backend in ("static", "c10d", "etcd", "etcd-v2", "etcd-v3"):
+        params = RendezvousParameters(backend, "127.0.0.1:29500", "job", 2, 2, rank=1)
+        handler = rendezvous_handler_registry.create_handler(params)
+        assert (type(handler), handler.get_backend()) == (ManyMachinesRendezvous, backend)
+        assert handler.shutdown()
+        alone = rendezvous_handler_registry.create_handler(RendezvousParameters(backend, "", "job", 1, 1))
+        assert (type(alone), alone.get_backend()) == (OneMachineRendezvous, backend)
+
+
+@pytest.mark.parametrize(
+    "arguments, config, says",
+    [
+        (("static", "127.0.0.1:1", "job", 2, 2), {}, "rank: expected the rank of this machine, 0 to 1"),
+        (("static", "127.0.0.1:1", "job", 2, 2), {"rank": 2}, "rank: expected .* 0 to 1, got 2"),
+        (("static", "127.0.0.1:1", "job", 1, 2), {"rank": 0}, "max_nodes: expected min_nodes"),
+        (("static", "192.0.2.1:1", "job", 2, 2), {"rank": 0}, "endpoint: '192.0.2.1' is no address of this machine"),
+        (("static", "192.0.2.1:1", "job", 2, 2), {"rank": 1}, "endpoint: .* set PHALANX_JOB_SECRET"),
+        (("static", "127.0.0.1:65535", "job", 2, 2), {"rank": 1}, "agent_port=PORT is needed"),
+        (("c10d", "", "job", 2, 2), {}, "endpoint: expected where one machine is"),
+        (("c10d", "a:1,b:1", "job", 2, 2), {}, "endpoint: expected where one machine is"),
+        (("c10d", "127.0.0.1:x", "job", 2, 2), {}, "endpoint: expected a port"),
+        (("c10d", "127.0.0.1:1", "job", 2, 2), {"is_host": "perhaps"}, "is_host: expected yes or no"),
+        (("etcd", "a:1", "", 2, 2), {}, "run_id: expected"),
+        (("etcd", "a:1", "job", 2, 2), {"user": "x"}, "user and password_file belong together"),
+        (("etcd", "a:1", "job", 2, 2), {"rejoin_delay": "soon"}, "rejoin_delay: expected seconds"),
+        (("etcd", "a:1", "job", 2, 2), {"exclude_after": -1}, "exclude_after: expected a whole number"),
+        (("nomad", "a:1", "job", 2, 2), {}, "backend: there is no 'nomad'; there are 'static', 'c10d', 'etcd'"),
+    ],
+)
+def test_parameters_that_will_not_do(arguments: Any, config: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        rendezvous_handler_registry.create_handler(RendezvousParameters(*arguments, **config))
+
+
+def test_insecure_and_what_is_passed_over() -> None:
+    params = RendezvousParameters("c10d", "192.0.2.1", "job", 2, 2, read_timeout=60, is_host=False)
+    with pytest.raises(ValueError, match="PHALANX_JOB_SECRET"):
+        ManyMachinesRendezvous(params)
+    assert ManyMachinesRendezvous(params, insecure=True).shutdown()
+    with pytest.raises(ValueError, match="nproc: expected"):
+        ManyMachinesRendezvous(params, insecure=True, nproc=0)
+
+
+def make_alone(params: RendezvousParameters) -> OneMachineRendezvous:
+    return OneMachineRendezvous(params.run_id, backend=params.backend)
+
+
+def test_a_registry() -> None:
+    registry = RendezvousHandlerRegistry()
+    registry.register("mine", make_alone)
+    registry.register("mine", make_alone)
+    with pytest.raises(ValueError, match="'mine' is taken: <function make_alone"):
+        registry.register("mine", OneMachineRendezvous)  # type: ignore[arg-type] # it is refused
+    with pytest.raises(ValueError, match="backend: expected the name"):
+        registry.register("", make_alone)
+    with pytest.raises(TypeError, match="creator: expected a callable"):
+        registry.register("none", None)  # type: ignore[arg-type] # it is refused
+    assert registry.create_handler(RendezvousParameters("mine", "", "job", 1, 1)).get_run_id() == "job"
+    registry.register("other", lambda _: OneMachineRendezvous(backend="mine"))
+    with pytest.raises(RuntimeError, match="for the backend 'other' calls itself 'mine'"):
+        registry.create_handler(RendezvousParameters("other", "", "job", 1, 1))
+    with pytest.raises(ValueError, match="there is no 'static'; there are 'mine', 'other'"):
+        registry.create_handler(RendezvousParameters("static", "", "job", 1, 1))
+
+
+PLUG_IN = """
+class Handler:
+    def __init__(self, params): self.params = params
+    def get_backend(self): return self.params.backend
+def make(): return Handler
+def make_nothing(): return None
+"""
+
+
+def test_backends_of_other_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are found by entry points; a handler need not be one of ours, and is used as it is."""
+    (tmp_path / "a_plug_in_of_the_tests.py").write_text(PLUG_IN)
+    info = tmp_path / "plug_in-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plug-in\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(
+        "[torchrun.handlers]\ntheirs = a_plug_in_of_the_tests:make\nboth = nowhere:make\nc10d = nowhere:make\n"
+        "[phalanx.rendezvous]\nboth = a_plug_in_of_the_tests:make\nodd = a_plug_in_of_the_tests:make_nothing\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert metadata.version("plug-in") == "1"
+    for backend in ("theirs", "both"):
+        params = RendezvousParameters(backend, "anywhere", "job", 1, 4, of="its own")
+        handler: Any = rendezvous_handler_registry.create_handler(params)
+        assert (type(handler).__module__, handler.params) == ("a_plug_in_of_the_tests", params)
+    with pytest.raises(TypeError, match=r"'odd' of phalanx.rendezvous: expected a creator"):
+        rendezvous_handler_registry.create_handler(RendezvousParameters("odd", "", "job", 1, 1))
+    with pytest.raises(ValueError, match=r"there is no 'else'; .*'etcd-v3', .*'theirs'"):
+        rendezvous_handler_registry.create_handler(RendezvousParameters("else", "", "job", 1, 1))
+
+
 # --- an etcd
 
 
@@ -313,7 +423,7 @@ def test_one_hosts_the_store_and_machines_come_and_go() -> None:
 
 @pytest.mark.once
 @pytest.mark.usefixtures("grpc_is_up", "with_grpc")
-def test_an_etcd_that_is_there(etcd: Etcd) -> None:
+def test_an_etcd_that_is_there(etcd: Etcd) -> None:  # noqa: F811 - the fixture
     def make(least: int = 2) -> Any:
         config = {**QUICK, "join_timeout": 5}
         return rendezvous_handler_registry.create_handler(
@@ -324,9 +434,9 @@ def test_an_etcd_that_is_there(etcd: Etcd) -> None:
     with shut_down(one, other, odd):
         infos = met(one, other)
         assert sorted(info.rank for info in infos) == [0, 1]
-        places = {(it.bootstrap_store_info.master_addr, it.bootstrap_store_info.master_port) for it in infos}
-        assert len(places) == 1
-        assert next(iter(places))[1] > 0
+        (where,) = {info.bootstrap_store_info for info in infos}
+        assert where is not None
+        assert where.master_port > 0
         with pytest.raises(RendezvousConnectionError, match="the job is one of 2 nodes, and this node was told 1 to 2"):
             odd.next_rendezvous()
         ended = noted(one)
