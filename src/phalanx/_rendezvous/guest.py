@@ -12,12 +12,13 @@ import random
 import signal
 import threading
 from contextlib import ExitStack
+from typing import NamedTuple
 
 from phalanx._agent import master_port
 from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._base import interrupts
 from phalanx._base.latch import Latch
-from phalanx._rendezvous.guest_team import Calls, GuestTeam
+from phalanx._rendezvous.guest_team import Calls, GuestTeam, told
 from phalanx._rendezvous.job_run import JobRun
 from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.records import Node
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from phalanx._agent.restart_policy import RestartPolicy
     from phalanx._rendezvous.effects import Finish
     from phalanx._rendezvous.guest_team import Part
+    from phalanx._rendezvous.records import Verdict
     from phalanx._rendezvous.settings import Machines
 
 LONGEST_END = 60.0
@@ -38,16 +40,30 @@ LONGEST_END = 60.0
 GONE = "its workers are gone"
 
 
-class Guest:
-    """A node of a job in somebody else's process.
+class Terms(NamedTuple):
+    """What a node enters its job with.
 
-    Args:
+    Attributes:
         machines: What it is told of its job.
-        run_id: The id of the job.
         nproc: How many workers it has.
         role: What they are called.
         policy: When a failure is followed by another generation, while this node leads.
         grace: Seconds that its workers may take to end.
+    """
+
+    machines: Machines
+    nproc: int
+    role: str
+    policy: RestartPolicy
+    grace: float
+
+
+class Guest:
+    """A node of a job in somebody else's process.
+
+    Args:
+        run_id: The id of the job.
+        terms: What it enters that with. Whoever has it may change it until then.
         warn: Called with a line that the user should see. By any thread; it must not wait.
 
     Attributes:
@@ -56,22 +72,9 @@ class Guest:
         was_spare: Whether it had no part in the generation that ran last.
     """
 
-    def __init__(
-        self,
-        machines: Machines,
-        run_id: str,
-        *,
-        nproc: int,
-        role: str,
-        policy: RestartPolicy,
-        grace: float,
-        warn: Callable[[str], None],
-    ) -> None:
-        self._machines = machines
+    def __init__(self, run_id: str, terms: Terms, warn: Callable[[str], None]) -> None:
         self._run_id = run_id
-        self._nproc, self._role = nproc, role
-        self._policy = policy
-        self._grace = grace
+        self.terms = terms
         self._warn = warn
         self._owner = 0  # the process that has entered
         self._lock = threading.Lock()  # of the next two
@@ -124,6 +127,10 @@ class Guest:
         """The part that `next_part` has returned last; None: there is none."""
         return self._taken
 
+    def why(self, verdict: Verdict | None) -> str:
+        """Return what the last generation has ended with, by a verdict, in one line; "": nothing is said."""
+        return "" if verdict is None or verdict.stop is None else told(verdict.stop)
+
     def enter(self) -> None:
         """Begin to enter the job; a further call does nothing. Raises RuntimeError: no thread can be started."""
         with self._lock, interrupts.deferred():
@@ -165,11 +172,11 @@ class Guest:
         if self._taken is not None and self._team is not None:
             self._team.tell_failure(self._taken, error, rank, exitcode)
 
-    def tell_success(self) -> bool:
-        """Say that all workers here have succeeded, and wait for those of other nodes.
+    def tell_success(self, *, wait: bool) -> bool | None:
+        """Say that all workers here have succeeded, and wait for those of other nodes, if that is wanted.
 
         Returns whether the job has succeeded; or this node has waited for the others for long enough. False: there is
-        to be another generation, or the job has ended in another way.
+        to be another generation, or the job has ended in another way. None: it is not known yet.
         """
         part = self._taken
         if part is None:
@@ -181,6 +188,8 @@ class Guest:
                 return self.finish is not None and self.finish.state == "succeeded"
             if part.ended and not self.is_closing:
                 return False
+            if not wait:
+                return None
             news.wait()
 
     def when_ended(self, call: Callable[[], object]) -> None:
@@ -243,7 +252,8 @@ class Guest:
             self._see()
 
     def _carry_on(self, held: ExitStack) -> None:
-        machines = self._machines
+        terms = self.terms
+        machines = terms.machines
         store = machines.store(self._run_id)
         end_hosting = machines.host(self._run_id, self._warn)
         if end_hosting is not None:
@@ -251,12 +261,12 @@ class Guest:
         port = held.enter_context(master_port.reserve())
         host = os.uname().nodename
         me = Node(
-            agent_id(host), host, machines.own_address(), self._nproc, self._role, port.number,
+            agent_id(host), host, machines.own_address(), terms.nproc, terms.role, port.number,
             order=machines.node_rank, min_nodes=machines.min_nodes, max_nodes=machines.max_nodes,
         )  # fmt: skip
         team = GuestTeam(me, port, self._see)
         node = Participant(
-            me, machines.rules(self._policy, self._grace, 0.0), barrier=machines.barrier,
+            me, machines.rules(terms.policy, terms.grace, 0.0), barrier=machines.barrier,
             hosts=end_hosting is not None if machines.is_hosted else None,
             away_timeout=machines.away_timeout if machines.is_hosted else math.inf, chance=random.random,
         )  # fmt: skip
@@ -274,7 +284,7 @@ class Guest:
         if self._team is not None:
             if self.finish is not None and self._team.part is not None:
                 self._team.part.ended.open()
-            self._calls.tell(self._team.part)
+            self._calls.tell(self._team.part, is_over=self.finish is not None)
         self._change()
 
 

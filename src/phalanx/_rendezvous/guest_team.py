@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._base import clock
+from phalanx._base.control_chars import sanitise
 from phalanx._base.latch import Latch
 from phalanx._base.one_line import one_line
 from phalanx._rendezvous import records
@@ -34,6 +35,7 @@ class Part:
     Attributes:
         is_taken: Whether the workers' owner has been told of it.
         ended: Open: the generation has been ended, by whomever, or the job is over.
+        why: Why, in one line; "": nobody has said.
         failure: What the owner has told of a worker's failure; None: nothing.
         end: How the workers ended, none of which is left; None: they may run.
     """
@@ -44,6 +46,7 @@ class Part:
         self.began = clock.now()
         self.is_taken = False
         self.ended = Latch()
+        self.why = ""
         self.failure: AttemptEnd | None = None
         self.end: AttemptEnd | None = None
 
@@ -137,9 +140,11 @@ class GuestTeam(NodeTeam):
     def heard(self, what: Job | Stop) -> None:
         """See `NodeTeam`."""
         part, job = self.part, what if isinstance(what, Job) else None
-        if job is None:
-            self.is_closing = self.is_closing or (isinstance(what, Stop) and what.kind == "signal")
-        else:
+        if isinstance(what, Stop):
+            self.is_closing = self.is_closing or what.kind == "signal"
+            if part is not None and what.generation == part.job.generation:
+                part.why = told(what)
+        elif job is not None:
             self.is_closing = self.is_closing or job.phase == "over"
             if job.phase == "running":
                 self.is_spare = job.rank_of(self._me.id) < 0
@@ -165,12 +170,23 @@ class GuestTeam(NodeTeam):
         return Stop(part.job.generation, "failure", me.id, me.host, error, end.rank, end.exitcode)
 
 
+def told(stop: Stop) -> str:
+    """Return why a generation has ended, in one line. Who can write to the store has chosen the words.
+
+    >>> told(Stop(0, "failure", "a", "host0", "ValueError: bad batch", rank=3))
+    'rank 3 on host host0: ValueError: bad batch'
+    """
+    who = f"host {stop.host}" if stop.rank is None else f"rank {stop.rank} on host {stop.host}"
+    return sanitise(one_line(f"{who}: {stop.error or stop.kind}"))
+
+
 class Calls:
     """What is to be called when a generation ends. Any thread adds to it; exceptions of what is called are dropped."""
 
     def __init__(self) -> None:
         self._calls: list[Callable[[], object]] = []
         self._told: Part | None = None
+        self._is_over = False
 
     def add(self, call: Callable[[], object], part: Part | None) -> None:
         """Have ``call`` called at each end; at once, if ``part`` has ended."""
@@ -178,10 +194,10 @@ class Calls:
         if part is not None and part.ended:
             self._call(call)
 
-    def tell(self, part: Part | None) -> None:
-        """Call all, once for each part that has ended."""
-        if part is not None and part.ended and part is not self._told:
-            self._told = part
+    def tell(self, part: Part | None, *, is_over: bool) -> None:
+        """Call all, once for each part that has ended, and once more if all is over."""
+        if part is not None and part.ended and (part is not self._told or is_over > self._is_over):
+            self._told, self._is_over = part, is_over
             for call in list(self._calls):
                 self._call(call)
 

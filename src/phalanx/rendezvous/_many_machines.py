@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phalanx._rendezvous.effects import Finish
-    from phalanx._rendezvous.guest import Guest
+    from phalanx._rendezvous.guest import Guest, Terms
     from phalanx._rendezvous.guest_team import Part
     from phalanx.rendezvous._parameters import RendezvousParameters
 
@@ -96,8 +96,8 @@ class ManyMachinesRendezvous(RendezvousHandler):
         return self._params.backend
 
     def get_run_id(self) -> str:
-        """See `RendezvousHandler.get_run_id`."""
-        return self._params.run_id
+        """Return the id that was given; of several machines, "none" is one as well."""
+        return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Enter the job, and wait for a generation that this machine takes part in; return who it is.
@@ -183,6 +183,18 @@ class ManyMachinesRendezvous(RendezvousHandler):
         part = self._part()
         return () if part is None else tuple((each.host, each.nproc, each.role) for each in part.job.members)
 
+    @property
+    def why_ended(self) -> str:
+        """Why the generation that runs here has been ended, in one line; "": nobody has said."""
+        part = self._part()
+        return "" if part is None else part.why
+
+    @property
+    def failed_here(self) -> bool:
+        """Whether `tell_failure` has told of a worker of the generation that runs here, or ran last."""
+        part = self._part()
+        return part is not None and part.failure is not None
+
     def tell_failure(self, error: str, *, rank: int | None = None, exitcode: int | None = None) -> None:
         """Say that a worker here has failed: the other machines hear of it at once, and end theirs.
 
@@ -197,21 +209,59 @@ class ManyMachinesRendezvous(RendezvousHandler):
         if guest is not None and not guest.is_elsewhere:
             guest.tell_failure(error, rank, exitcode)
 
-    def tell_success(self) -> bool:
+    def tell_success(self, *, wait: bool = True) -> bool | None:
         """Say that all workers here have succeeded and are gone, and wait for those of the other machines.
+
+        Args:
+            wait: False: return at once; call it again when `when_ended` tells something.
 
         Returns:
             True: the job has succeeded; or the others have been waited for long enough, ``exit_barrier_timeout``.
             False: it has not: call `next_rendezvous`, which waits for the next generation or says what else has become
-            of the job.
+            of the job. None: it is not known yet.
         """
         guest = self._made
-        return guest is not None and not guest.is_elsewhere and guest.tell_success()
+        return guest is not None and not guest.is_elsewhere and guest.tell_success(wait=wait)
+
+    def announce(
+        self,
+        *,
+        nproc: int | None = None,
+        role: str | None = None,
+        policy: RestartPolicy | None = None,
+        grace: float | None = None,
+        barrier: float | None = None,
+    ) -> None:
+        """Say what the constructor was not told, as an agent does that was given a handler. None: it stays as it is.
+
+        Args:
+            nproc: See the constructor, as of the next three.
+            role: Likewise.
+            policy: Likewise.
+            grace: Likewise.
+            barrier: Seconds (>= 0) that this machine waits at its end for the others.
+
+        Raises:
+            RuntimeError: The job has been entered.
+        """
+        guest = self._guest()
+        with self._making:
+            if guest.has_entered:
+                msg = "what a machine has is told before it enters the job: before the first next_rendezvous"
+                raise RuntimeError(msg)
+            self._nproc = self._nproc if nproc is None else nproc
+            self._role = self._role if role is None else role
+            self._policy = self._policy if policy is None else policy
+            self._grace = self._grace if grace is None else grace
+            if barrier is not None:
+                self._machines = self._machines._replace(barrier=barrier)
+            guest.terms = self._terms()
 
     def when_ended(self, call: Callable[[], object]) -> None:
         """Have ``call`` called as soon as the generation that runs here is ended; at once, if it has been.
 
-        By any thread; it must not wait. It is called once for each generation that ends.
+        By any thread; it must not wait. It is called once for each generation that ends, and once more when this
+        machine's part in the job has ended.
         """
         guest = self._guest()
         if not guest.is_elsewhere:
@@ -226,11 +276,13 @@ class ManyMachinesRendezvous(RendezvousHandler):
             if self._made is None:
                 from phalanx._rendezvous.guest import Guest
 
-                self._made = Guest(
-                    self._machines, self._run_id, nproc=self._nproc, role=self._role,
-                    policy=self._policy or _ENDLESS, grace=self._grace, warn=self._warn,
-                )  # fmt: skip
+                self._made = Guest(self._run_id, self._terms(), self._warn)
             return self._made
+
+    def _terms(self) -> Terms:
+        from phalanx._rendezvous.guest import Terms
+
+        return Terms(self._machines, self._nproc, self._role, self._policy or _ENDLESS, self._grace)
 
     def _check_process(self, guest: Guest) -> None:
         if guest.is_elsewhere:
@@ -258,7 +310,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
         where, state, why = self._machines.where, finish.state, finish.why
         verdict = None if finish.job is None else finish.job.verdict
         kind: type[RendezvousError] = RendezvousClosedError
-        told = f"the job is over: {', '.join(filter(None, (state, why)))}"
+        told = f"the job is over: {', '.join(filter(None, (state, why, guest.why(verdict))))}"
         if state == "unreachable" or (state == "left" and guest.away):
             kind, told = RendezvousConnectionError, f"{where} has not answered in time: {guest.away}"
         elif state == "refused":
