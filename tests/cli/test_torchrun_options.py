@@ -123,7 +123,7 @@ ETCD = ("--rdzv-backend=etcd", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x")
             ["--nnodes=2", "--rdzv-endpoint=a:1,b:2"],
             ["--rdzv-endpoint: expected one machine, that of node rank 0; got 2"],
         ),
-        (["--nnodes=2", "--master-port=65535"], ["agent_port=PORT is needed: --master-port is 65535"]),
+        (["--nnodes=2", "--master-port=65535"], ["agent_port=PORT is needed: the port of the workers is 65535"]),
         (["--nnodes=2", "--rdzv-conf=agent_port=0"], ["agent_port: expected whole numbers, 1 to 65535, got '0'"]),
         (
             ["--nnodes=2", "--rdzv-conf=ca=/dev/null"],

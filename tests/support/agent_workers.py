@@ -202,3 +202,23 @@ def ask_health(port: int) -> str:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}") as answer:
         text: str = answer.read().decode()
     return text
+
+
+def fail_on_another_machine(fails: int) -> tuple[int, int, int, str]:
+    """Fail as rank 2 in the first attempts; the others wait for that. Return rank, size, group rank and port."""
+    rank = int(os.environ["RANK"])
+    if attempt() < fails:
+        if rank == 2:
+            msg = f"bad batch {attempt()}"
+            raise ValueError(msg)
+        signal.pause()
+    return rank, int(os.environ["WORLD_SIZE"]), int(os.environ["GROUP_RANK"]), os.environ["MASTER_PORT"]
+
+
+def wait_for_another_machine(path: str) -> int:
+    """Rank 0 ends at once, rank 1 once rank 0's agent waits for it."""
+    rank = int(os.environ["RANK"])
+    if rank:
+        with open(path, "rb") as pipe:
+            pipe.read()
+    return rank

@@ -74,12 +74,14 @@ class JobRun:
         node: What decides.
         store: Where the nodes meet; it is opened, and closed.
         team: The workers.
+        signals: Whether signals are handled while it is under way, if it runs on the main thread.
     """
 
-    def __init__(self, node: Participant, store: Store, team: NodeTeam) -> None:
+    def __init__(self, node: Participant, store: Store, team: NodeTeam, *, signals: bool = True) -> None:
         self._node = node
         self._store = store
         self._team = team
+        self._signals = signals
         self._owner = os.getpid()
         self._told: deque[tuple[Callable[..., list[Effect]], tuple[Any, ...]]] = deque()  # by any thread
         self._due: deque[Effect] = deque()  # what is to be carried out
@@ -126,7 +128,8 @@ class JobRun:
         if self._entered:
             host_signals.forget_raised()
         self._entered = True
-        host_signals.acquire(self)
+        if self._signals:
+            host_signals.acquire(self)
         while self.finish is None:
             self._turn()
         return self.finish
@@ -139,7 +142,8 @@ class JobRun:
             if self._is_open:
                 self._store.close(CLOSE, ends_job=self.finish is not None and self.finish.ends_job)
         finally:
-            host_signals.release(self)
+            if self._signals:
+                host_signals.release(self)
 
     def __enter__(self) -> Self:
         return self

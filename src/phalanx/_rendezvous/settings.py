@@ -169,3 +169,12 @@ def prefix_of(run_id: str) -> str:
     from urllib.parse import quote
 
     return f"/phalanx/{quote(run_id, safe='', errors='surrogateescape')}/"
+
+
+def agent_id(host: str) -> str:
+    """Return an id for an agent on the machine of that name, which no other agent has, now or later."""
+    import os
+    import re
+
+    name = re.sub(r"[^\w.-]", "_", host, flags=re.ASCII)[:64]
+    return f"{name}-{os.getpid()}-{os.urandom(4).hex()}"

@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Protocol
 
+    from phalanx.agent._machines import AgentMachines
     from phalanx.agent._types import WorkerGroup
 
     class Hooks(Protocol):
         """What a `SimpleElasticAgent` has for this."""
 
         _stopping: bool
+        _machines: AgentMachines
 
         def get_worker_group(self) -> WorkerGroup: ...
         def _begin_attempt(self, attempt: int, wake: Callable[[], None], *, after_failure: bool) -> None: ...
@@ -47,6 +49,7 @@ class HookTeam(Team):
     Attributes:
         result: What the last attempt has led to; None: it has not ended, or was stopped.
         start_error: Why the last attempt could not be started; None if it was.
+        failed: What the attempt before the last has led to, if it has failed.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class HookTeam(Team):
         self.poll_seconds = poll_seconds
         self.result: RunResult | None = None
         self.start_error: Exception | None = None
+        self.failed: RunResult | None = None
         self._agent = agent
         self._machines_may_come = machines_may_come
         self._ask_restart = ask_restart
@@ -71,6 +75,7 @@ class HookTeam(Team):
     def begin(self, attempt: int) -> None:  # noqa: ARG002 - `start` is told as well
         """See `Team`."""
         self._after_failure = self.result is not None or self.start_error is not None
+        self.failed = self.result
         self.result, self.start_error, self._stopped, self._is_restart = None, None, False, False
 
     def start(self, attempt: int, wake: Callable[[], None]) -> None:
@@ -98,19 +103,34 @@ class HookTeam(Team):
         check_type("_monitor_workers", result, RunResult)
         group.state = result.state
         if result.state == WorkerState.SUCCEEDED:
+            if not self._all_succeeded():
+                return None
             self.result = result
             return agent._end_of("succeeded", result)
         if result.state in _FAILED:
+            agent._machines.tell_failure(agent._end_of("failed", result))
             agent._stop_workers(group)
             self.result = result
             return agent._end_of("failed", result)
         if result.state != WorkerState.HEALTHY:
             msg = f"_monitor_workers: a group that runs, or has ended, cannot be {result.state.value}"
             raise RuntimeError(msg)
-        if self._machines_may_come and not self._is_restart and group.spec.rdzv_handler.num_nodes_waiting() > 0:
-            self._is_restart = True
-            self._ask_restart("another machine waits")
+        others = self._machines_may_come and not agent._machines.failed_here
+        if others and group.spec.rdzv_handler.num_nodes_waiting() > 0:
+            self._restart()
         return None
+
+    def _all_succeeded(self) -> bool:
+        """Return whether the workers of all machines have succeeded; if they will not, ask for another attempt."""
+        verdict = self._agent._machines.have_succeeded()
+        if verdict is False:
+            self._restart()
+        return bool(verdict)
+
+    def _restart(self) -> None:
+        if not self._is_restart:
+            self._is_restart = True
+            self._ask_restart(self._agent._machines.why_again)
 
     def stop(self, death_signal: int, grace: float) -> None:
         """See `Team`. Returns when the hook has."""

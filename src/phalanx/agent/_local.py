@@ -5,12 +5,14 @@ from __future__ import annotations
 import signal
 from contextlib import ExitStack, suppress
 
+from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._agent.file_timers import FileTimers
 from phalanx._agent.group_team import GroupTeam
 from phalanx._agent.health import Health, address_of_environment
 from phalanx._agent.worker_args import with_local_rank
 from phalanx._agent.worker_env import worker_env
 from phalanx._engine.start_errors import KeeperLostError
+from phalanx._events import kinds
 from phalanx._group import observers
 from phalanx._group.arguments import check_options, checked_listener
 from phalanx._group.command_group import SubprocessContext
@@ -31,9 +33,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
-    from phalanx._agent.attempt_end import AttemptEnd
     from phalanx._agent.file_timers import Server
     from phalanx._agent.restart_policy import RestartPolicy
+    from phalanx._events.kinds import Event
     from phalanx._events.stream import EventStream
     from phalanx._group.context import PContext
     from phalanx._group.warm import Warm
@@ -223,6 +225,8 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _observe(self, events: EventStream) -> None:
         super()._observe(events)
+        if self._machines.handler is not None:
+            events.subscribe("phalanx-failure", self._note_failures)
         if observers.keeps_events(self._logs_specs):
             observe(events, lambda text: self._groups.say(f"phalanx: {text}"), None)
         observers.listen(events, self._timers, self._on_event)
@@ -230,11 +234,22 @@ class LocalElasticAgent(SimpleElasticAgent):
     def _poll_seconds(self) -> float | None:
         """Nothing polls but what is somebody's own: a `_monitor_workers`, or a rendezvous."""
         own = type(self)._monitor_workers is not LocalElasticAgent._monitor_workers  # noqa: SLF001 - of a subclass
-        return self._worker_group.spec.monitor_interval if own or self._machines_may_come() else None
+        theirs = self._machines.handler is None and self._machines_may_come()
+        return self._worker_group.spec.monitor_interval if own or theirs else None
 
     def _end_of(self, state: str, result: RunResult) -> AttemptEnd:
         end = self._group_end
         return super()._end_of(state, result) if end is None else end.replace(state=state)
+
+    def _global_rank(self, local_rank: int) -> int:
+        return self._worker_group.workers[local_rank].global_rank
+
+    def _note_failures(self, found: list[Event]) -> None:
+        """Tell the other machines of a failure, before the workers here have ended."""
+        for event in found:
+            if isinstance(event, kinds.WorkerExited) and event.state == "failed":
+                rank = self._global_rank(event.rank)
+                self._machines.tell_failure(AttemptEnd("failed", rank, event.exitcode, event.how))
 
     def _say(self, text: str) -> bool:
         self._groups.say(text)

@@ -18,10 +18,15 @@ from phalanx._engine.host_signals import SignalException
 from phalanx._events import agent_kinds, kinds
 from phalanx._events.stream import EventStream
 from phalanx.agent._hook_team import HookTeam
+from phalanx.agent._machines import AgentMachines
 from phalanx.agent._spec import WorkerSpec, check_type
 from phalanx.agent._telling import StatusEvents, StatusMetrics, step
 from phalanx.agent._types import RunResult, Worker, WorkerGroup, WorkerState
-from phalanx.rendezvous import OneMachineRendezvous, RendezvousGracefulExitError
+from phalanx.rendezvous import (
+    OneMachineRendezvous,
+    RendezvousClosedError,
+    RendezvousGracefulExitError,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -99,6 +104,7 @@ class SimpleElasticAgent(ElasticAgent):
         self._exit_barrier_timeout = seconds("exit_barrier_timeout", exit_barrier_timeout, negative=True)
         self._shutdown_timeout = seconds("shutdown_timeout", shutdown_timeout)
         self._policy = RestartPolicy(spec.max_restarts) if policy is None else policy
+        self._machines = AgentMachines(spec)
         self._remaining_restarts = self._policy.max_restarts
         self._attempt = 0
         self._wake: Callable[[], None] = lambda: None
@@ -127,7 +133,8 @@ class SimpleElasticAgent(ElasticAgent):
         Raises:
             SignalException: A signal arrived. No worker is left.
             RuntimeError: It runs already, in another thread.
-            RendezvousError: The rendezvous failed.
+            RendezvousError: The rendezvous failed. Of several machines, RendezvousClosedError: the job has ended
+                because of another machine's workers.
             phalanx.events.UnknownDestinationError: ``event_log_handler`` of the spec names no destination, which is a
                 KeyError; nothing has been started.
             Exception: What the hooks raise; if the last attempt could not be started, why not.
@@ -197,15 +204,17 @@ class SimpleElasticAgent(ElasticAgent):
     def _assign_worker_ranks(
         self,
         store: Any,  # noqa: ARG002 - for overrides
-        group_rank: int,  # noqa: ARG002 - for overrides
+        group_rank: int,
         group_world_size: int,
         spec: WorkerSpec,
     ) -> list[Worker]:
         """Return the workers of this machine with their ranks: on one machine, all ranks are the local one.
 
         Raises:
-            RuntimeError: There are several machines, whose workers have to be counted.
+            RuntimeError: There are several machines, and the rendezvous does not say how many workers each has.
         """
+        if self._machines.handler is not None:
+            return self._machines.ranked(group_rank)
         if group_world_size != 1:
             msg = f"rdzv_handler: it has brought {group_world_size} machines together; this agent is for one"
             raise RuntimeError(msg)
@@ -327,12 +336,19 @@ class SimpleElasticAgent(ElasticAgent):
         )
         self._stopping = self._is_shut_down = False
         self._remaining_restarts = self._policy.max_restarts
-        with Attempts(team, self._policy, events=self._events) as attempts:
+        barrier = max(0.0, self._exit_barrier_timeout)
+        policy = self._machines.announce(self._policy, self._shutdown_timeout, barrier, lambda: self._wake())  # noqa: PLW0108 - it is another one in each attempt
+        lost = None
+        with Attempts(team, policy, events=self._events) as attempts:
             self._attempts = attempts
             try:
                 ending = self._carry_out(attempts)
             except RendezvousGracefulExitError:
                 ending = None
+            except RendezvousClosedError:  # the machines have decided that no other attempt follows this failure
+                ending, lost = None, team.failed
+                if self._machines.handler is None or lost is None:
+                    raise
             finally:
                 try:
                     self._finish()
@@ -341,9 +357,11 @@ class SimpleElasticAgent(ElasticAgent):
                     if isinstance(handler, OneMachineRendezvous):
                         handler.give_back()
                 stderr.finish()
-        state = "stopped" if ending is None else ending.state
+        state = ("stopped" if lost is None else "failed") if ending is None else ending.state
         group = self._worker_group
         group.state = WorkerState(state.upper())
+        if lost is not None:
+            return lost
         if state == "failed" and (error := team.start_error or self._final_error()) is not None:
             raise error
         return RunResult(WorkerState.STOPPED) if state == "stopped" or team.result is None else team.result

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import click
 
 from phalanx._agent.endpoint import BACKENDS, asks_for_others, is_here
+from phalanx._rendezvous.conf import is_loopback, joined
 from phalanx._rendezvous.settings import C10D, C10D_PORT, ETCD_PORT, STATIC, STATIC_PORT, Machines
 from phalanx.cli._machines import MASTER_ADDR
 from phalanx.cli._rdzv_conf import SECRET, agent_port, job_secret, machine_settings, may_host
@@ -149,7 +150,7 @@ def _meet_others(chosen: MachineOptions, least: int, most: int, run_id: str | No
         raise click.UsageError(msg)
     if not run_id and not is_hosted:
         raise click.UsageError("--run-id: the machines of a job find each other by it; give the same one on each")
-    endpoints = tuple(_joined(name, at or default) for name, at in chosen.rdzv_endpoint)
+    endpoints = tuple(joined(name, at or default) for name, at in chosen.rdzv_endpoint)
     machines = _machines(
         chosen,
         (least, most),
@@ -197,7 +198,7 @@ def _meet_at_rank_0(
     if rank == 0 and not is_here(host):
         msg = f"--master-addr: {host!r} is no address of this machine, which has node rank 0: rank 0 listens there"
         raise click.UsageError(msg)
-    endpoint = _joined(host, agent_port(chosen.rdzv_conf, port + 1))
+    endpoint = joined(host, agent_port(chosen.rdzv_conf, port + 1))
     machines = _machines(
         chosen,
         (least, most),
@@ -231,7 +232,7 @@ def _machines(
 def _secret(chosen: MachineOptions, host: str, endpoint: str) -> bytes:
     """Return the secret of a job whose store an agent hosts. Raises UsageError: it needs one, and there is none."""
     secret = job_secret(chosen.rdzv_conf, os.environ)
-    if secret or chosen.insecure or _is_loopback(host):
+    if secret or chosen.insecure or is_loopback(host):
         return secret
     msg = (
         f"the agents meet at {endpoint}, which other machines reach: set {SECRET} to the same secret on each "
@@ -239,15 +240,6 @@ def _secret(chosen: MachineOptions, host: str, endpoint: str) -> bytes:
         "--insecure does without: whoever reaches that port can then stop the job, or lead it astray"
     )
     raise click.UsageError(msg)
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
-    return host in ("localhost", "::1") or (host.startswith("127.") and host.replace(".", "").isdecimal())
-
-
-def _joined(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _unheeded(where: str, given: Mapping[str, object]) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import random
-import re
 import signal
 import sys
 from contextlib import suppress
@@ -21,6 +20,7 @@ from phalanx._rendezvous.evidence import JobEvidence
 from phalanx._rendezvous.job_run import JobRun
 from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.records import Node
+from phalanx._rendezvous.settings import agent_id
 from phalanx.cli._attempt_groups import reserve_port
 from phalanx.cli._node_team import MachineTeam, first_rank, told
 from phalanx.cli._rdzv_conf import SECRET
@@ -86,7 +86,7 @@ def run_node(
         msg = f"--rdzv-endpoint: {error}"
         raise click.ClickException(msg) from None
     me = Node(
-        _id(host), host, address, config.nproc_per_node, config.role, port.number,
+        agent_id(host), host, address, config.nproc_per_node, config.role, port.number,
         order=machines.node_rank, min_nodes=machines.min_nodes, max_nodes=machines.max_nodes,
     )  # fmt: skip
 
@@ -115,12 +115,6 @@ def run_node(
     with choosing(config.signals_to_handle), forwarding(plan.forwarded, team):
         code = see_node_through(node, store, team, plan.specs, config.grace, colour=colour)
     return code, team.error
-
-
-def _id(host: str) -> str:
-    """Return an id for this agent that no other one has, now or later."""
-    name = re.sub(r"[^\w.-]", "_", host, flags=re.ASCII)[:64]
-    return f"{name}-{os.getpid()}-{os.urandom(4).hex()}"
 
 
 def see_node_through(

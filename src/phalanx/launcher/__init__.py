@@ -1,6 +1,7 @@
 """Runs a function or a program on every worker of a job, with restarts: the names of ``torch.distributed.launcher``.
 
-The job is on one machine: ``min_nodes`` and ``max_nodes`` are 1. `phalanx.agent` runs it.
+`phalanx.agent` runs it: on one machine; or on each of several, which have the same config, by a
+`phalanx.rendezvous.ManyMachinesRendezvous`.
 
 >>> from phalanx.launcher import LaunchConfig, elastic_launch
 >>> config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d", rdzv_endpoint="localhost:0")

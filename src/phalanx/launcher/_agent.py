@@ -20,7 +20,8 @@ class LaunchedAgent(LocalElasticAgent):
     def error(self, name: str, result: RunResult) -> ChildFailedError:
         """Make the error of a run that has failed: with what became of every worker, and where its logs are."""
         groups, folder = self._groups, getattr(self._logs_specs, "run_log_dir", None) or ""
-        outcomes = {} if groups.result is None else groups.result.outcomes  # on one machine, local ranks are global
+        found = {} if groups.result is None else groups.result.outcomes
+        outcomes = {self._global_rank(rank): one for rank, one in found.items()}
         files = [] if groups.group is None else [*groups.group.error_files.values()]
         if not (os.path.isdir(folder) and all(file.startswith(os.path.join(folder, "")) for file in files)):
             folder = ""  # of another job, with the same config

@@ -1,4 +1,4 @@
-"""Refuses what cannot be launched on one machine, by the name of the field, before anything starts."""
+"""Refuses what cannot be launched, by the name of the field, before anything starts; and makes the rendezvous."""
 
 from __future__ import annotations
 
@@ -9,26 +9,22 @@ from dataclasses import replace
 from phalanx._agent.endpoint import BACKENDS, is_here, split_endpoint
 from phalanx._logs.specs import LogsSpecs
 from phalanx.launcher._config import LaunchConfig
-from phalanx.rendezvous import OneMachineRendezvous
+from phalanx.rendezvous import OneMachineRendezvous, RendezvousParameters, rendezvous_handler_registry
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from phalanx.rendezvous import RendezvousHandler
+
 _TEXTS = ("run_id", "rdzv_endpoint", "rdzv_backend", "signals_to_handle")
+_OWN = ("backend", "endpoint", "run_id", "min_nodes", "max_nodes", "local_addr")
+_FIELDS = {
+    "backend": "rdzv_backend", "endpoint": "rdzv_endpoint", "run_id": "run_id", "max_nodes": "max_nodes",
+    "PHALANX_JOB_SECRET": "PHALANX_JOB_SECRET",
+}  # fmt: skip
+"""What the parameters of a rendezvous are called in a config."""
 _MAPPINGS = ("rdzv_configs", "metrics_cfg")
-
-
-class NamedRendezvous(OneMachineRendezvous):
-    """A rendezvous on one machine with the name of the backend that was asked for."""
-
-    def __init__(self, backend: str, run_id: str, master_addr: str, master_port: int) -> None:
-        super().__init__(run_id, master_addr, master_port)
-        self._backend = backend
-
-    def get_backend(self) -> str:
-        """Return the name that was asked for."""
-        return self._backend
 
 
 def checked(config: Any) -> LaunchConfig:
@@ -43,7 +39,7 @@ def checked(config: Any) -> LaunchConfig:
     return copy
 
 
-def rendezvous_of(config: LaunchConfig) -> NamedRendezvous:
+def rendezvous_of(config: LaunchConfig) -> RendezvousHandler:
     """Check what `phalanx.agent` does not check, and make the rendezvous. Raises TypeError and ValueError."""
     for name, kind, what in [
         *((name, str, "a string") for name in _TEXTS),
@@ -58,12 +54,9 @@ def rendezvous_of(config: LaunchConfig) -> NamedRendezvous:
     if most < least:
         msg = f"max_nodes: expected min_nodes ({least}) or more, got {most}"
         raise ValueError(msg)
-    if most > 1:
-        msg = f"max_nodes: expected 1, got {most}: a job is on one machine"
-        raise ValueError(msg)
-    if config.rdzv_backend not in BACKENDS:
-        msg = f"rdzv_backend: expected one of {', '.join(BACKENDS)}, got {config.rdzv_backend!r}"
-        raise ValueError(msg)
+    if most > 1 or config.rdzv_backend not in BACKENDS:
+        _check_signals(config.signals_to_handle)
+        return _meeting(config)
     if (rank := config.rdzv_configs.get("rank", 0)) not in (0, "0"):
         msg = f"rdzv_configs: expected the rank 0, got {rank!r}: there is no other machine"
         raise ValueError(msg)
@@ -80,7 +73,23 @@ def rendezvous_of(config: LaunchConfig) -> NamedRendezvous:
         raise ValueError(msg)
     if config.rdzv_backend != "static":
         host, port = config.local_addr or "", 0
-    return NamedRendezvous(config.rdzv_backend, config.run_id, host or "127.0.0.1", port)
+    return OneMachineRendezvous(config.run_id, host or "127.0.0.1", port, backend=config.rdzv_backend)
+
+
+def _meeting(config: LaunchConfig) -> RendezvousHandler:
+    """Return what brings the machines together. Raises ValueError, which names the field."""
+    settings = {name: value for name, value in config.rdzv_configs.items() if name not in _OWN}
+    try:
+        params = RendezvousParameters(
+            config.rdzv_backend, config.rdzv_endpoint, config.run_id, config.min_nodes, config.max_nodes,
+            config.local_addr, **settings,
+        )  # fmt: skip
+        return rendezvous_handler_registry.create_handler(params)
+    except ValueError as error:
+        name, colon, rest = str(error).partition(": ")
+        field = _FIELDS.get(name, f"rdzv_configs: {name}")
+        msg = f"{field}{colon}{rest}"
+        raise ValueError(msg) from None
 
 
 def _whole(name: str, value: Any) -> int:

@@ -24,19 +24,20 @@ class LaunchConfig:
     """What a job is, and how it is run. `elastic_launch` checks it, and raises errors that name the field.
 
     Args:
-        min_nodes: The least number of machines: 1.
-        max_nodes: The greatest: 1.
-        nproc_per_node: How many workers there are, 1 or more.
+        min_nodes: The least number of machines, 1 or more.
+        max_nodes: The greatest. More than 1: see `phalanx.rendezvous.ManyMachinesRendezvous` for the next few.
+        nproc_per_node: How many workers there are on this machine, 1 or more.
         logs_specs: Where output goes; None: a `phalanx.multiprocessing.DefaultLogsSpecs`.
-        run_id: The id of the run; "": the date and time.
+        run_id: The id of the run; "": on one machine, the date and time.
         role: What the workers are called.
-        rdzv_endpoint: ``host`` or ``host:port``, on this machine; "": this machine. With the backend "static" these are
-            ``MASTER_ADDR`` and, unless it is 0, ``MASTER_PORT``. Otherwise nothing listens there.
-        rdzv_backend: "static", "c10d", "etcd" or "etcd-v2": all the same on one machine, where nothing is connected to.
-        rdzv_configs: What else torch's backend takes. Only ``rank`` is looked at: it is 0, if it is there.
+        rdzv_endpoint: Where machines meet. On one, ``host`` or ``host:port`` of this machine, or "". With the backend
+            "static" these are ``MASTER_ADDR`` and, unless it is 0, ``MASTER_PORT``. Otherwise nothing listens there.
+        rdzv_backend: "static", "c10d", "etcd", "etcd-v2" or "etcd-v3": all the same on one machine, where nothing is
+            connected to. Or one that `phalanx.rendezvous.rendezvous_handler_registry` knows.
+        rdzv_configs: What else the backend takes. On one machine, only ``rank`` is looked at: it is 0, if it is there.
         rdzv_timeout: Seconds for the rendezvous, as ``rdzv_configs["timeout"]``; -1: those of ``rdzv_configs``, or 900.
             Without effect on one machine.
-        max_restarts: How many times the workers are started again after failures, 0 or more.
+        max_restarts: How many times the workers are started again after failures, 0 or more: on all machines together.
         monitor_interval: Seconds (> 0). Accepted: nothing polls.
         start_method: How workers of a function are started: "spawn", "forkserver" or "fork".
         log_line_prefix_template: See `phalanx.agent.LocalElasticAgent`.

@@ -55,13 +55,15 @@ def launch_agent(
         args: The positional arguments. In strings, ``${local_rank}`` stands for the worker's local rank.
 
     Returns:
-        What each worker returned (None for a program), by global rank.
+        What each worker of this machine returned (None for a program), by global rank.
 
     Raises:
         TypeError, ValueError: What is wrong with which field; nothing has been started.
         phalanx.events.UnknownDestinationError: ``event_log_handler`` names no destination. It is a KeyError.
         ChildFailedError: Workers have failed, and there was no restart left. It has the failures by global rank.
-        SignalException: A signal arrived. No worker is left.
+        SignalException: A signal arrived. No worker is left. Other machines go on without this one, if they can.
+        phalanx.rendezvous.RendezvousError: The machines have not met; or (`RendezvousClosedError`) the job has ended
+            because of another machine's workers, and the message says which failed.
         Exception: What `phalanx.agent.SimpleElasticAgent.run` raises otherwise.
     """
     config = checked(config)
@@ -92,8 +94,11 @@ def launch_agent(
         shutdown_timeout=shutdown_timeout,
     )
     metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
-    with _handling(config.signals_to_handle):
-        result = agent.run()
+    try:
+        with _handling(config.signals_to_handle):
+            result = agent.run()
+    finally:
+        handler.shutdown()
     if result.is_failed():
         raise agent.error(_name_of(spec), result)
     return result.return_values

@@ -20,18 +20,22 @@ class OneMachineRendezvous(RendezvousHandler):
         run_id: The id of the run; "": the date and time.
         master_addr: Where the workers meet.
         master_port: The port; 0: one that is reserved until `give_back` or `shutdown`.
+        backend: What `get_backend` returns.
     """
 
-    def __init__(self, run_id: str = "", master_addr: str = "127.0.0.1", master_port: int = 0) -> None:
+    def __init__(
+        self, run_id: str = "", master_addr: str = "127.0.0.1", master_port: int = 0, *, backend: str = "one-machine"
+    ) -> None:
         self._run_id = run_id or time.strftime("%Y%m%d-%H%M%S")
         self._addr = master_addr
         self._port = master_port
+        self._backend = backend
         self._closed = False
         self._reserved: ReservedPort | None = None
 
     def get_backend(self) -> str:
-        """Return ``"one-machine"``."""
-        return "one-machine"
+        """Return the name that was given, or ``"one-machine"``."""
+        return self._backend
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return rank 0 of 1, at once.

@@ -1,0 +1,163 @@
+"""The settings of a rendezvous, as ``--rdzv-conf`` has them, and the job's secret; files are read, and checked.
+
+What is wrong is a ValueError, whose text begins with the setting's name, or the variable's.
+"""
+
+from __future__ import annotations
+
+from phalanx._agent.endpoint import FALSE
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+SECRET = "PHALANX_JOB_SECRET"  # noqa: S105 - the name of a variable
+"""The environment variable that holds the secret of a job."""
+
+LEAST_SECRET = 16
+"""Characters that a secret has at least: it cannot be guessed by trying."""
+
+_LEAST_TTL, _MOST_TTL = 2, 86400
+_MOST_PORT = 65535
+_MOST_SECONDS = 1e9
+_MOST_FILE = 1 << 20
+_SECONDS = {
+    "join_timeout": "join_timeout", "timeout": "join_timeout", "last_call_timeout": "last_call",
+    "away_timeout": "away_timeout",
+}  # fmt: skip
+"""Settings that are times, and what they are called in `Machines`."""
+
+_OF_ETCD = ("ca", "cert", "key", "user", "password_file")
+"""Settings that say who we are to an etcd that is there."""
+
+
+def machine_settings(conf: Mapping[str, str], *, is_hosted: bool) -> dict[str, Any]:
+    """Return what the settings say, as `Machines` has it. Raises ValueError.
+
+    Settings of torch's backends that have no counterpart here are passed over.
+
+    Args:
+        conf: The settings.
+        is_hosted: Whether an agent of the job hosts the store.
+
+    >>> machine_settings({"timeout": "60", "lease_ttl": "3", "read_timeout": "9"}, is_hosted=True)
+    {'join_timeout': 60.0, 'lease_ttl': 3}
+    """
+    given = [name for name in _OF_ETCD if name in conf]
+    if is_hosted and given:
+        msg = f"{given[0]}: it is for an etcd that is there; an agent of this job hosts the store"
+        raise ValueError(msg)
+    if "away_timeout" in conf and not is_hosted:
+        msg = "away_timeout: the workers go on for as long as an etcd is away that no agent hosts"
+        raise ValueError(msg)
+    for pair in (("user", "password_file"), ("cert", "key")):
+        if (pair[0] in conf) != (pair[1] in conf):
+            msg = f"{' and '.join(pair)} belong together; one of them is missing"
+            raise ValueError(msg)
+    found: dict[str, Any] = {named: seconds(name, conf[name]) for name, named in _SECONDS.items() if name in conf}
+    if "lease_ttl" in conf:
+        found["lease_ttl"] = _whole("lease_ttl", conf["lease_ttl"], _LEAST_TTL, _MOST_TTL, "seconds")
+    for name in ("ca", "cert", "key"):
+        if name in conf:
+            _read(name, conf[name])
+            found[name] = conf[name]
+    if "user" in conf:
+        found["user"] = conf["user"]
+        found["password"] = _text("password_file", conf["password_file"])
+    return found
+
+
+def agent_port(conf: Mapping[str, str], default: int) -> int:
+    """Return the port at which rank 0's agent listens to those of other machines. Raises ValueError.
+
+    >>> agent_port({}, 29501), agent_port({"agent_port": "4000"}, 29501)
+    (29501, 4000)
+    """
+    if "agent_port" in conf:
+        return _whole("agent_port", conf["agent_port"], 1, _MOST_PORT, "numbers")
+    if default > _MOST_PORT:
+        msg = f"agent_port=PORT is needed: the port of the workers is {_MOST_PORT}, and there is none after it"
+        raise ValueError(msg)
+    return default
+
+
+def may_host(conf: Mapping[str, str], *, is_here: bool) -> bool:
+    """Whether this machine's agent hosts the store: that of the endpoint does, unless ``is_host`` says otherwise.
+
+    >>> may_host({}, is_here=True), may_host({"is_host": "no"}, is_here=True)
+    (True, False)
+    """
+    return conf["is_host"].lower() not in FALSE if "is_host" in conf else is_here
+
+
+def job_secret(conf: Mapping[str, str], environ: Mapping[str, str]) -> bytes:
+    """Return the secret of the job; empty: there is none. Raises ValueError.
+
+    It is in `SECRET`, or in the file that ``secret_file`` names.
+    """
+    text, where = environ.get(SECRET, ""), SECRET
+    if "secret_file" in conf:
+        text, where = _text("secret_file", conf["secret_file"]), f"secret_file: {conf['secret_file']}"
+    elif not text:
+        return b""
+    if len(text) < LEAST_SECRET:
+        msg = f"{where}: expected {LEAST_SECRET} characters or more, as `openssl rand -hex 32` prints them; "
+        msg += f"it has {len(text)}"
+        raise ValueError(msg)
+    return text.encode("utf-8", "surrogateescape")
+
+
+def seconds(name: str, text: str) -> float:
+    """Read a time. Raises ValueError.
+
+    >>> seconds("join_timeout", "2.5")
+    2.5
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < _MOST_SECONDS:
+        msg = f"{name}: expected seconds, 0 or more, got {text!r}"
+        raise ValueError(msg)
+    return number
+
+
+def _whole(name: str, text: str, least: int, most: int, what: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= len(str(most)) and least <= int(text) <= most):
+        msg = f"{name}: expected whole {what}, {least} to {most}, got {text!r}"
+        raise ValueError(msg)
+    return int(text)
+
+
+def _text(name: str, path: str) -> str:
+    return _read(name, path).decode("utf-8", "surrogateescape").rstrip("\r\n")
+
+
+def _read(name: str, path: str) -> bytes:
+    """Read a file that a setting names. Raises ValueError."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(_MOST_FILE)
+    except OSError as error:
+        msg = f"{name}: {path}: {error.strerror}"
+        raise ValueError(msg) from None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("127.example.org")
+    (True, False)
+    """
+    return host in ("localhost", "::1") or (host.startswith("127.") and host.replace(".", "").isdecimal())
+
+
+def joined(host: str, port: int) -> str:
+    """Return an endpoint.
+
+    >>> joined("::1", 5)
+    '[::1]:5'
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

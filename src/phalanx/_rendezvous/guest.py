@@ -1,0 +1,292 @@
+"""`Guest`: a node of a job in somebody else's process: a thread carries it, and the workers are somebody else's, too.
+
+No signal handler is set, and nothing is shown. After `leave`, no thread and no descriptor is left. A fork of the
+process has no part in the job.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import signal
+import threading
+from contextlib import ExitStack
+from typing import NamedTuple
+
+from phalanx._agent import master_port
+from phalanx._agent.attempt_end import AttemptEnd
+from phalanx._base import interrupts
+from phalanx._base.latch import Latch
+from phalanx._rendezvous.guest_team import Calls, GuestTeam, told
+from phalanx._rendezvous.job_run import JobRun
+from phalanx._rendezvous.node import Participant
+from phalanx._rendezvous.records import Node
+from phalanx._rendezvous.settings import agent_id
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from phalanx._agent.restart_policy import RestartPolicy
+    from phalanx._rendezvous.effects import Finish
+    from phalanx._rendezvous.guest_team import Part
+    from phalanx._rendezvous.records import Verdict
+    from phalanx._rendezvous.settings import Machines
+
+LONGEST_END = 60.0
+"""Seconds that the end of a guest may take: the waits of the node, of the store, and of what it hosts are shorter."""
+
+GONE = "its workers are gone"
+
+
+class Terms(NamedTuple):
+    """What a node enters its job with.
+
+    Attributes:
+        machines: What it is told of its job.
+        nproc: How many workers it has.
+        role: What they are called.
+        policy: When a failure is followed by another generation, while this node leads.
+        grace: Seconds that its workers may take to end.
+    """
+
+    machines: Machines
+    nproc: int
+    role: str
+    policy: RestartPolicy
+    grace: float
+
+
+class Guest:
+    """A node of a job in somebody else's process.
+
+    Args:
+        run_id: The id of the job.
+        terms: What it enters that with. Whoever has it may change it until then.
+        warn: Called with a line that the user should see. By any thread; it must not wait.
+
+    Attributes:
+        finish: How it has ended; None: it has not, or by `error`.
+        error: What it has ended by, before it could take part; None: it has not.
+        was_spare: Whether it had no part in the generation that ran last.
+    """
+
+    def __init__(self, run_id: str, terms: Terms, warn: Callable[[str], None]) -> None:
+        self._run_id = run_id
+        self.terms = terms
+        self._warn = warn
+        self._owner = 0  # the process that has entered
+        self._lock = threading.Lock()  # of the next two
+        self._run: JobRun | None = None
+        self._wishes: list[Callable[[JobRun], None]] = []  # of before there was a run
+        self._thread: threading.Thread | None = None
+        self._gone = Latch()
+        self._news = Latch()  # opened, and replaced by another one, when anything has changed
+        self._team: GuestTeam | None = None
+        self._calls = Calls()
+        self._taken: Part | None = None
+        self._asks_end = self._is_leaving = False
+        self.finish: Finish | None = None
+        self.error: Exception | None = None
+
+    # --- any thread
+
+    @property
+    def has_entered(self) -> bool:
+        """Whether it has begun to enter the job."""
+        return self._owner != 0
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it has been entered by the process that this one is a fork of."""
+        return self._owner not in (0, os.getpid())
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has no part in the job any more."""
+        return self._is_leaving or self.finish is not None or self.error is not None
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether no other generation comes, as far as is known here."""
+        return self.has_ended or self._asks_end or (self._team is not None and self._team.is_closing)
+
+    @property
+    def away(self) -> str:
+        """Why the store does not answer; "": it does, or was not asked yet."""
+        return "" if self._team is None else self._team.away
+
+    @property
+    def was_spare(self) -> bool:
+        """Whether the generation that ran last ran without it."""
+        return self._team is not None and self._team.is_spare
+
+    @property
+    def part(self) -> Part | None:
+        """The part that `next_part` has returned last; None: there is none."""
+        return self._taken
+
+    def why(self, verdict: Verdict | None) -> str:
+        """Return what the last generation has ended with, by a verdict, in one line; "": nothing is said."""
+        return "" if verdict is None or verdict.stop is None else told(verdict.stop)
+
+    def enter(self) -> None:
+        """Begin to enter the job; a further call does nothing. Raises RuntimeError: no thread can be started."""
+        with self._lock, interrupts.deferred():
+            if self._owner:
+                return
+            thread = threading.Thread(target=self._carry, name="phalanx-node", daemon=True)
+            self._owner = os.getpid()
+            try:
+                thread.start()
+            except BaseException:
+                self._owner = 0
+                raise
+            self._thread = thread
+
+    def next_part(self) -> Part | None:
+        """Wait for the next generation in which this node takes part; one at a time. None: it has ended.
+
+        What it has taken before is over: its workers are gone.
+        """
+        self.enter()
+        before = self._taken
+        if before is not None and before.end is None:
+            is_over = bool(before.ended) or self._asks_end
+            self._conclude(before, AttemptEnd("stopped") if is_over else before.failure or _gone())
+        while True:
+            news = self._news
+            part = None if self._team is None else self._team.part
+            if self.has_ended:
+                return None
+            if part is not None and part.end is None and part is not before:
+                if not part.ended:
+                    self._taken = part
+                    return part
+                self._conclude(part, AttemptEnd("stopped"))  # it had ended before anybody asked
+            news.wait()
+
+    def tell_failure(self, error: str, rank: int | None, exitcode: int | None) -> None:
+        """Say that a worker has failed. Nothing happens where none can run."""
+        if self._taken is not None and self._team is not None:
+            self._team.tell_failure(self._taken, error, rank, exitcode)
+
+    def tell_success(self, *, wait: bool) -> bool | None:
+        """Say that all workers here have succeeded, and wait for those of other nodes, if that is wanted.
+
+        Returns whether the job has succeeded; or this node has waited for the others for long enough. False: there is
+        to be another generation, or the job has ended in another way. None: it is not known yet.
+        """
+        part = self._taken
+        if part is None:
+            return False
+        self._conclude(part, AttemptEnd("succeeded"))
+        while True:
+            news = self._news
+            if self.has_ended:
+                return self.finish is not None and self.finish.state == "succeeded"
+            if part.ended and not self.is_closing:
+                return False
+            if not wait:
+                return None
+            news.wait()
+
+    def when_ended(self, call: Callable[[], object]) -> None:
+        """Have ``call`` called when the generation that runs here is ended."""
+        self._calls.add(call, self._taken)
+
+    def ask_end(self, error: str) -> None:
+        """Ask for the end of the job, on all nodes. It is entered for that, if it has not been."""
+        self._asks_end = True
+        self._wish(lambda run: run.ask_stop(signal.SIGTERM, error, 0.0))
+        self.enter()
+
+    def leave(self, why: str) -> bool:
+        """Leave the job, and give everything back. Returns whether that went well. Waits at most `LONGEST_END`."""
+        if not self.has_entered:
+            self._is_leaving = True
+            return True
+        if self.finish is None:
+            self._wish(lambda run: run.ask_leave(why))
+        self._is_leaving = True  # `next_part` ends
+        part = None if self._team is None else self._team.part
+        if part is not None and part.end is None:  # after the wish: else it would be a failure
+            self._conclude(part, AttemptEnd("stopped"))
+        self._change()
+        thread = self._thread
+        if thread is threading.current_thread() or not self._gone.wait(LONGEST_END):
+            return False
+        if thread is not None:
+            thread.join(1.0)
+        return self.error is None and self.finish is not None
+
+    def _wish(self, wish: Callable[[JobRun], None]) -> None:
+        with self._lock, interrupts.deferred():
+            if self._run is None:
+                self._wishes.append(wish)
+                return
+        wish(self._run)
+
+    def _conclude(self, part: Part, end: AttemptEnd) -> None:
+        if self._team is not None:
+            self._team.conclude(part, end)
+
+    def _change(self) -> None:
+        old, self._news = self._news, Latch()
+        old.open()
+
+    # --- the node's thread
+
+    def _carry(self) -> None:
+        """Take part in the job until the end."""
+        try:
+            with ExitStack() as held:
+                self._carry_on(held)
+        except Exception as error:  # noqa: BLE001 - `next_part` tells
+            self.error = error
+        finally:
+            if self._team is not None and self._team.part is not None:
+                self._team.part.ended.open()
+            self._gone.open()
+            self._see()
+
+    def _carry_on(self, held: ExitStack) -> None:
+        terms = self.terms
+        machines = terms.machines
+        store = machines.store(self._run_id)
+        end_hosting = machines.host(self._run_id, self._warn)
+        if end_hosting is not None:
+            held.callback(end_hosting)
+        port = held.enter_context(master_port.reserve())
+        host = os.uname().nodename
+        me = Node(
+            agent_id(host), host, machines.own_address(), terms.nproc, terms.role, port.number,
+            order=machines.node_rank, min_nodes=machines.min_nodes, max_nodes=machines.max_nodes,
+        )  # fmt: skip
+        team = GuestTeam(me, port, self._see)
+        node = Participant(
+            me, machines.rules(terms.policy, terms.grace, 0.0), barrier=machines.barrier,
+            hosts=end_hosting is not None if machines.is_hosted else None,
+            away_timeout=machines.away_timeout if machines.is_hosted else math.inf, chance=random.random,
+        )  # fmt: skip
+        run = held.enter_context(JobRun(node, store, team, signals=False))
+        with self._lock:
+            self._team, self._run = team, run
+            wishes, self._wishes = self._wishes, []
+        for wish in wishes:
+            wish(run)
+        self.finish = run.run()
+        self._see()
+
+    def _see(self) -> None:
+        """Tell all who wait that something has changed."""
+        if self._team is not None:
+            if self.finish is not None and self._team.part is not None:
+                self._team.part.ended.open()
+            self._calls.tell(self._team.part, is_over=self.finish is not None)
+        self._change()
+
+
+def _gone() -> AttemptEnd:
+    return AttemptEnd("failed", error=GONE)

@@ -1,0 +1,78 @@
+"""What an agent has to do with those of other machines: through a `ManyMachinesRendezvous`, if its spec has one."""
+
+from __future__ import annotations
+
+from phalanx._agent.restart_policy import RestartPolicy
+from phalanx.agent._types import Worker
+from phalanx.rendezvous import ManyMachinesRendezvous
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from phalanx._agent.attempt_end import AttemptEnd
+    from phalanx.agent._spec import WorkerSpec
+
+_ASKS_OTHERS = RestartPolicy(2**31 - 1, window=1e9)
+"""Of an agent that does not decide alone: if no other attempt follows, the next rendezvous says so."""
+
+
+class AgentMachines:
+    """The other machines, for an agent.
+
+    Args:
+        spec: Whose workers it has.
+
+    Attributes:
+        handler: What brings the agents together; None: there are no other machines, or the handler is somebody else's.
+    """
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        handler = spec.rdzv_handler
+        self.handler = handler if isinstance(handler, ManyMachinesRendezvous) else None
+        self._spec = spec
+
+    def announce(
+        self, policy: RestartPolicy, grace: float, barrier: float, call: Callable[[], object]
+    ) -> RestartPolicy:
+        """Tell the handler of the agent; ``call`` is called when it is to look at once. Return the agent's policy.
+
+        Raises RuntimeError: the handler has served another run.
+        """
+        if self.handler is None:
+            return policy
+        spec = self._spec
+        self.handler.announce(nproc=spec.local_world_size, role=spec.role, policy=policy, grace=grace, barrier=barrier)
+        self.handler.when_ended(call)
+        return _ASKS_OTHERS if policy.may_follow(0) else policy
+
+    def have_succeeded(self) -> bool | None:
+        """Return whether the workers of all machines have, now that these have; None: it is not known yet."""
+        return True if self.handler is None else self.handler.tell_success(wait=False)
+
+    def tell_failure(self, end: AttemptEnd) -> None:
+        """Tell the other machines that workers here have failed."""
+        if self.handler is not None:
+            self.handler.tell_failure(end.error, rank=end.rank, exitcode=end.exitcode)
+
+    @property
+    def failed_here(self) -> bool:
+        """Whether a worker of this machine has failed: the others are being ended by that."""
+        return self.handler is not None and self.handler.failed_here
+
+    @property
+    def why_again(self) -> str:
+        """Why the workers here are ended, for another attempt."""
+        return (self.handler is not None and self.handler.why_ended) or "another machine waits"
+
+    def ranked(self, group_rank: int) -> list[Worker]:
+        """Return the workers of this machine, which is that of a rank: they follow those of the machines before it."""
+        spec, members = self._spec, () if self.handler is None else self.handler.members
+        first = sum(count for _, count, _ in members[:group_rank])
+        first_in_role = sum(count for _, count, role in members[:group_rank] if role == spec.role)
+        size = sum(count for _, count, _ in members)
+        size_of_role = sum(count for _, count, role in members if role == spec.role)
+        return [
+            Worker(rank, first + rank, first_in_role + rank, size, size_of_role)
+            for rank in range(spec.local_world_size)
+        ]

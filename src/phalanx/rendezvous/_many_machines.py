@@ -1,0 +1,328 @@
+"""The rendezvous of a job on many machines: `_rendezvous.guest`, with the names of torch."""
+
+from __future__ import annotations
+
+import threading
+
+from phalanx._agent.restart_policy import RestartPolicy
+from phalanx._base.durations import seconds
+from phalanx.rendezvous._errors import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+from phalanx.rendezvous._handler import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from phalanx.rendezvous._settings import machines_of
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from phalanx._rendezvous.effects import Finish
+    from phalanx._rendezvous.guest import Guest, Terms
+    from phalanx._rendezvous.guest_team import Part
+    from phalanx.rendezvous._parameters import RendezvousParameters
+
+_ENDLESS = RestartPolicy(2**31 - 1)
+"""What the job holds to where each agent counts its own restarts: another generation follows each failure."""
+
+
+class ManyMachinesRendezvous(RendezvousHandler):
+    """Brings the agents of several machines together, as ``phalanx run`` does: see the guide to many machines.
+
+    It enters the job with the first `next_rendezvous`, and is a node of it until `shutdown`, carried by a thread of its
+    own. The thread sets no signal handler, and hears at once when the generation that runs is ended: by a failure
+    elsewhere, by a machine that is lost, by one that comes or goes. In a fork of the process it takes no part.
+
+    All methods may be called by any thread, `next_rendezvous` by one at a time.
+
+    Args:
+        params: Where and how: the backends are "static" (``config`` has the ``rank`` of this machine), "c10d", "etcd",
+            "etcd-v2" and "etcd-v3". ``config`` may have the settings of ``--rdzv-conf``, and ``rejoin_delay``,
+            ``exclude_after``, ``exit_barrier_timeout``, ``rdzv_host`` and ``insecure``, as the options of that name.
+            The job's secret is ``PHALANX_JOB_SECRET`` of the environment.
+        nproc: How many workers this machine runs, 1 or more: what the others are told.
+        role: What they are called.
+        policy: When a failure is followed by another generation, for all machines together; those of a job are given
+            the same one. None: always, for as long as the agents want it.
+        grace: Seconds (>= 0) in which workers end; a machine that takes a minute longer is not waited for.
+        insecure: Let the agent of this machine host the store without a secret, for all who reach its port.
+        warn: Called with a line on an agent that was refused by the store that is hosted here; None: nobody is.
+            By any thread; it must not wait.
+
+    Raises:
+        ValueError: What is wrong with which parameter.
+
+    >>> from phalanx.rendezvous import RendezvousParameters
+    >>> params = RendezvousParameters("static", "127.0.0.1:29500", "job", 2, 2, rank=0)
+    >>> handler = ManyMachinesRendezvous(params)
+    >>> handler.get_backend(), handler.num_nodes_waiting(), handler.shutdown()
+    ('static', 0, True)
+    """
+
+    def __init__(
+        self,
+        params: RendezvousParameters,
+        *,
+        nproc: int = 1,
+        role: str = "default",
+        policy: RestartPolicy | None = None,
+        grace: float = 30.0,
+        insecure: bool = False,
+        warn: Callable[[str], None] | None = None,
+    ) -> None:
+        machines = machines_of(params, insecure=insecure)
+        if nproc < 1:
+            msg = f"nproc: expected a whole number, 1 or more, got {nproc!r}"
+            raise ValueError(msg)
+        self._machines = machines
+        self._params = params
+        self._run_id = params.run_id or "none"
+        self._nproc, self._role = nproc, role
+        self._policy = policy
+        self._grace = seconds("grace", grace, endless=False)
+        self._warn = warn or (lambda _: None)
+        self._one = threading.Lock()  # held by the thread that waits in `next_rendezvous`
+        self._making = threading.Lock()
+        self._made: Guest | None = None
+
+    # --- the names of torch
+
+    def get_backend(self) -> str:
+        """Return the name of the backend, as it was given."""
+        return self._params.backend
+
+    def get_run_id(self) -> str:
+        """Return the id that was given; of several machines, "none" is one as well."""
+        return self._run_id
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Enter the job, and wait for a generation that this machine takes part in; return who it is.
+
+        Called again, it says that the workers here are gone, and waits for the next generation. If nobody has ended the
+        one before, that is a failure of theirs: all machines restart. `tell_failure` says it earlier, and more of it.
+
+        Returns:
+            ``store`` is None: what the agents share is theirs. The port is free on the machine of rank 0.
+
+        Raises:
+            RendezvousClosedError: The job is over; or this handler was closed or shut down.
+            RendezvousConnectionError: The store was not there in time, or will not have this machine; or the job will
+                not. The message says why.
+            RendezvousGracefulExitError: The job is over, and has not needed this machine.
+            RendezvousStateError: What the store holds cannot be read; or this process is a fork of that which has
+                entered.
+            RendezvousTimeoutError: Too few machines came within ``join_timeout``.
+            RuntimeError: Another thread is waiting in it; or no thread can be started.
+        """
+        guest = self._guest()
+        self._check_process(guest)
+        if not self._one.acquire(blocking=False):
+            msg = "another thread waits for the next rendezvous"
+            raise RuntimeError(msg)
+        try:
+            if guest.is_closing and not guest.has_entered:
+                raise RendezvousClosedError(self._closed())
+            part = guest.next_part()
+        finally:
+            self._one.release()
+        if part is None:
+            raise self._failure(guest)
+        job = part.job
+        where = self._machines.master or (job.address, job.port)
+        part.is_taken = True
+        return RendezvousInfo(None, part.rank, len(job.members), RendezvousStoreInfo(*where))
+
+    def is_closed(self) -> bool:
+        """Return whether no other generation comes: the job is over, or is to end, or was left."""
+        guest = self._made
+        return guest is not None and (guest.is_elsewhere or guest.is_closing)
+
+    def set_closed(self) -> None:
+        """End the job, on all machines: it is entered for that, if it has not been. Returns at once."""
+        guest = self._guest()
+        if not guest.is_elsewhere and not guest.has_ended:
+            guest.ask_end("the rendezvous was closed")
+
+    def num_nodes_waiting(self) -> int:
+        """Return 1 once the generation that runs here has been ended, by whomever; or 0. It does not ask the store.
+
+        The workers are to be ended, and `next_rendezvous` to be called. Machines that have come end the generation
+        ``rejoin_delay`` seconds later (30, unless ``config`` says otherwise), if there is room for them.
+        """
+        part = self._part()
+        return int(part is not None and bool(part.ended))
+
+    def shutdown(self) -> bool:
+        """Leave the job, which goes on without this machine if it can, and give everything back.
+
+        No worker is left here. If they have succeeded, say so first: `tell_success`. Else the generation ends that has
+        run here, for all.
+
+        Returns:
+            Whether it went well: False: an error has ended this handler's part before. Takes less than a second, as a
+            rule; and a minute at most, where the store does not answer.
+        """
+        guest = self._guest()
+        return True if guest.is_elsewhere else guest.leave("its agent has shut down")
+
+    # --- ours
+
+    @property
+    def generation(self) -> int:
+        """The number of the generation that this machine takes part in, from 0 on; -1: none yet."""
+        part = self._part()
+        return -1 if part is None else part.job.generation
+
+    @property
+    def members(self) -> tuple[tuple[str, int, str], ...]:
+        """Who takes part in it, by rank: the machine's name, how many workers it runs, and what they are called."""
+        part = self._part()
+        return () if part is None else tuple((each.host, each.nproc, each.role) for each in part.job.members)
+
+    @property
+    def why_ended(self) -> str:
+        """Why the generation that runs here has been ended, in one line; "": nobody has said."""
+        part = self._part()
+        return "" if part is None else part.why
+
+    @property
+    def failed_here(self) -> bool:
+        """Whether `tell_failure` has told of a worker of the generation that runs here, or ran last."""
+        part = self._part()
+        return part is not None and part.failure is not None
+
+    def tell_failure(self, error: str, *, rank: int | None = None, exitcode: int | None = None) -> None:
+        """Say that a worker here has failed: the other machines hear of it at once, and end theirs.
+
+        Call `next_rendezvous` when no worker is left here. Nothing happens where none can run. The first word counts.
+
+        Args:
+            error: What has happened; of several lines, the first.
+            rank: The worker's global rank; None: it is about none.
+            exitcode: Its exit code, negative for a signal; None: not known.
+        """
+        guest = self._made
+        if guest is not None and not guest.is_elsewhere:
+            guest.tell_failure(error, rank, exitcode)
+
+    def tell_success(self, *, wait: bool = True) -> bool | None:
+        """Say that all workers here have succeeded and are gone, and wait for those of the other machines.
+
+        Args:
+            wait: False: return at once; call it again when `when_ended` tells something.
+
+        Returns:
+            True: the job has succeeded; or the others have been waited for long enough, ``exit_barrier_timeout``.
+            False: it has not: call `next_rendezvous`, which waits for the next generation or says what else has become
+            of the job. None: it is not known yet.
+        """
+        guest = self._made
+        return guest is not None and not guest.is_elsewhere and guest.tell_success(wait=wait)
+
+    def announce(
+        self,
+        *,
+        nproc: int | None = None,
+        role: str | None = None,
+        policy: RestartPolicy | None = None,
+        grace: float | None = None,
+        barrier: float | None = None,
+    ) -> None:
+        """Say what the constructor was not told, as an agent does that was given a handler. None: it stays as it is.
+
+        Args:
+            nproc: See the constructor, as of the next three.
+            role: Likewise.
+            policy: Likewise.
+            grace: Likewise.
+            barrier: Seconds (>= 0) that this machine waits at its end for the others.
+
+        Raises:
+            RuntimeError: The job has been entered.
+        """
+        guest = self._guest()
+        with self._making:
+            if guest.has_entered:
+                msg = "what a machine has is told before it enters the job: before the first next_rendezvous"
+                raise RuntimeError(msg)
+            self._nproc = self._nproc if nproc is None else nproc
+            self._role = self._role if role is None else role
+            self._policy = self._policy if policy is None else policy
+            self._grace = self._grace if grace is None else grace
+            if barrier is not None:
+                self._machines = self._machines._replace(barrier=barrier)
+            guest.terms = self._terms()
+
+    def when_ended(self, call: Callable[[], object]) -> None:
+        """Have ``call`` called as soon as the generation that runs here is ended; at once, if it has been.
+
+        By any thread; it must not wait. It is called once for each generation that ends, and once more when this
+        machine's part in the job has ended.
+        """
+        guest = self._guest()
+        if not guest.is_elsewhere:
+            guest.when_ended(call)
+
+    def _part(self) -> Part | None:
+        guest = self._made
+        return None if guest is None or guest.is_elsewhere else guest.part
+
+    def _guest(self) -> Guest:
+        with self._making:
+            if self._made is None:
+                from phalanx._rendezvous.guest import Guest
+
+                self._made = Guest(self._run_id, self._terms(), self._warn)
+            return self._made
+
+    def _terms(self) -> Terms:
+        from phalanx._rendezvous.guest import Terms
+
+        return Terms(self._machines, self._nproc, self._role, self._policy or _ENDLESS, self._grace)
+
+    def _check_process(self, guest: Guest) -> None:
+        if guest.is_elsewhere:
+            msg = "this process is a fork of the one that takes part in the job: it makes a handler of its own"
+            raise RendezvousStateError(msg)
+
+    def _closed(self) -> str:
+        return f"the rendezvous of run {self._run_id!r} is closed"
+
+    def _failure(self, guest: Guest) -> RendezvousError:
+        """Return what is to be raised where there is no other generation."""
+        backend, error = self._params.backend, guest.error
+        if error is not None:
+            extra = "; pip install 'phalanx[etcd]'" if isinstance(error, ImportError) else ""
+            kind = RendezvousConnectionError if isinstance(error, ImportError | OSError) else RendezvousStateError
+            made = kind(f"{backend}: {error}{extra}")
+            made.__cause__ = error
+            return made
+        finish = guest.finish
+        if finish is None:
+            return RendezvousClosedError(self._closed())
+        return self._failing(guest, finish)
+
+    def _failing(self, guest: Guest, finish: Finish) -> RendezvousError:
+        where, state, why = self._machines.where, finish.state, finish.why
+        verdict = None if finish.job is None else finish.job.verdict
+        kind: type[RendezvousError] = RendezvousClosedError
+        told = f"the job is over: {', '.join(filter(None, (state, why, guest.why(verdict))))}"
+        if state == "unreachable" or (state == "left" and guest.away):
+            kind, told = RendezvousConnectionError, f"{where} has not answered in time: {guest.away}"
+        elif state == "refused":
+            kind, told = RendezvousConnectionError, f"this machine is not taken: {why}"
+        elif state == "damaged":
+            kind, told = RendezvousStateError, f"what {where} holds of the job cannot be read: {why}"
+        elif state == "left":
+            told = f"{self._closed()}: this machine has left the job: {why or 'which has ended without it'}"
+        elif state == "timeout":
+            kind, told = RendezvousTimeoutError, f"nobody has decided in time who takes part ({where})"
+        elif state == "failed" and (self._policy is None or verdict is None or verdict.stop is None):
+            kind, told = RendezvousTimeoutError, f"too few machines have come: {why}"
+        elif state in ("succeeded", "stopped") and guest.was_spare:
+            kind, told = RendezvousGracefulExitError, f"the job has {state} without this machine"
+        return kind(told)

@@ -1,0 +1,108 @@
+"""Agents of several machines: they restart together, within the job's one budget, and return what is theirs."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from phalanx.agent import LocalElasticAgent, WorkerSpec, WorkerState
+from phalanx.errors import ChildFailedError
+from phalanx.launcher import LaunchConfig, launch_agent
+from phalanx.multiprocessing import DefaultLogsSpecs
+from phalanx.rendezvous import ManyMachinesRendezvous, RendezvousClosedError, RendezvousParameters
+from tests.support import agent_workers
+from tests.support.etcd import free_port
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+SOON = 30.0
+
+pytestmark = [pytest.mark.once, pytest.mark.slow]
+
+
+def both(call: Callable[[int], Any]) -> list[Any]:
+    """Return what each of two machines returns, or raises."""
+    found: dict[int, Any] = {}
+
+    def on(rank: int) -> None:
+        try:
+            found[rank] = call(rank)
+        except Exception as error:  # noqa: BLE001 - it is what the test is about
+            found[rank] = error
+
+    threads = [threading.Thread(target=on, args=(rank,), daemon=True) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON)
+    return [found[0], found[1]]
+
+
+def launched(folder: Path, fails: int, max_restarts: int) -> tuple[int, list[Any]]:
+    port = free_port()
+
+    def launch(rank: int) -> Any:
+        config = LaunchConfig(
+            2, 2, (2, 1)[rank], run_id="job", rdzv_backend="static", rdzv_endpoint=f"127.0.0.1:{port}",
+            rdzv_configs={"rank": rank, "agent_port": port}, max_restarts=max_restarts,
+            logs_specs=DefaultLogsSpecs(str(folder / f"{rank}")),
+        )  # fmt: skip
+        return launch_agent(config, agent_workers.fail_on_another_machine, [fails])
+
+    return port, both(launch)
+
+
+def test_all_restart_when_a_worker_of_one_fails(tmp_path: Path) -> None:
+    port, values = launched(tmp_path, 1, 1)
+    assert values == [
+        {0: (0, 3, 0, str(port)), 1: (1, 3, 0, str(port))},
+        {2: (2, 3, 1, str(port))},
+    ]
+
+
+def test_the_budget_is_that_of_the_job(tmp_path: Path) -> None:
+    _, ends = launched(tmp_path, 2, 1)
+    assert isinstance(ends[0], RendezvousClosedError)
+    assert "1 restart, and no more" in str(ends[0])
+    assert "rank 2 on host" in str(ends[0])
+    assert isinstance(ends[1], ChildFailedError)
+    assert list(ends[1].failures) == [2]
+    assert "ValueError: bad batch 1" in str(ends[1])
+
+
+def test_no_agent_is_done_before_the_others(tmp_path: Path) -> None:
+    """It waits for their workers, and ends with them."""
+    port, path = free_port(), tmp_path / "pipe"
+    os.mkfifo(path)
+    waits = threading.Event()
+
+    class Noting(ManyMachinesRendezvous):
+        def tell_success(self, *, wait: bool = True) -> bool | None:
+            told = super().tell_success(wait=wait)
+            if told is None:
+                waits.set()
+            return told
+
+    def run(rank: int) -> Any:
+        handler = Noting(RendezvousParameters("static", f"127.0.0.1:{port}", "job", 2, 2, rank=rank, agent_port=port))
+        spec = WorkerSpec("trainer", 1, handler, entrypoint=agent_workers.wait_for_another_machine, args=(str(path),))
+        try:
+            return LocalElasticAgent(spec, DefaultLogsSpecs()).run()
+        finally:
+            handler.shutdown()
+
+    def let_go() -> None:
+        assert waits.wait(SOON)
+        path.write_bytes(b"")
+
+    late = threading.Thread(target=let_go, daemon=True)
+    late.start()
+    results = both(run)
+    late.join()
+    assert [result.state for result in results] == [WorkerState.SUCCEEDED] * 2
+    assert [result.return_values for result in results] == [{0: 0}, {1: 1}]
