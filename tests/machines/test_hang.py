@@ -46,7 +46,7 @@ def test_a_hang_on_one_host_shows_where_all_ranks_are(tmp_path: Path, hosts: Hos
         return ["--node-rank", f"{number - 1}", "--master-addr", hosts.address(1), "--insecure"]
 
     one = Job(tmp_path, hosts, "3", meeting)
-    one.script.write_text(WORKER)
+    (tmp_path / "train.py").write_text(WORKER)
     try:
         agents = one.start(1, 2, 3)
         agents[0].wait_for("rank 3 on host h2, Hang: 'step' .* was not left within 1 s; stopping the workers")
