@@ -13,10 +13,11 @@ from phalanx._rendezvous import life, records
 from phalanx._rendezvous.effects import End, Fetch, Finish, Heard, Start, Submit, Unwatch, Watch
 from phalanx._rendezvous.leader import Leader
 from phalanx._rendezvous.records import DamagedError, Stop, replace
+from phalanx._rendezvous.stops import Stops
 from phalanx._rendezvous.store_view import StoreView
 from phalanx._rendezvous.writes import Writes
 from phalanx._store import store
-from phalanx._store.store import JOB, OWN, Absent, Put, Transaction, Unchanged
+from phalanx._store.store import JOB, OWN, Absent, Put, Transaction
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class Participant:
         self._entered: Node | None = None  # the entry that the store holds
         self._entry_lease = OWN
         self._evidence = b""
-        self._tell: Stop | None = None  # why a generation is to end: to be written
+        self._stops = Stops()
         self._asked: Stop | None = None  # somebody wants the job to end
         self._by = math.inf  # when that is waited for no more
         self._ended = -1  # the generation whose end was said
@@ -71,6 +72,7 @@ class Participant:
         self._read: tuple[Entry, ...] | None = None
         self._lost_job = False  # whether the job has ended without this node, and nothing is left of it
         self._leaves = ""  # why this node goes
+        self._is_led = False  # whether the others run, and this node waits
 
     # --- what happens
 
@@ -92,7 +94,7 @@ class Participant:
             self._note_done(event)
         elif isinstance(event, store.Fetched):
             if self._writes.end(event, now) == "read":
-                self._read = event.entries or ()
+                self._read = event.entries  # None: it is tried again
         elif isinstance(event, store.Away):
             self._away = now if self._away is None else self._away
         elif isinstance(event, store.Back):
@@ -109,7 +111,7 @@ class Participant:
     def workers_failed(self, stop: Stop, now: float) -> list[Effect]:
         """See that a worker of this node has failed; the others are being ended. ``stop`` says who, and how."""
         self._now = now
-        self._tell = self._tell or stop
+        self._stops.say(stop)
         self._see("FAILED")
         return self._settle()
 
@@ -118,10 +120,10 @@ class Participant:
         self._now = now
         generation = self._me.generation
         succeeded = me.outcome == "succeeded"
-        self._me = replace(me, state="ready", generation=generation)
+        self._me = replace(me, state="left" if self._leaves else "ready", generation=generation)
         self._evidence = evidence
         if not succeeded and self.state == "RUNNING":
-            self._tell = self._tell or Stop(generation, "failure", me.id, me.host, "its workers are gone")
+            self._stops.say(Stop(generation, "failure", me.id, me.host, "its workers are gone"))
         self._see("SUCCEEDED" if succeeded else "GONE")
         return self._settle()
 
@@ -141,9 +143,12 @@ class Participant:
         me = self._me
         self._leaves = why
         if self.state == "RUNNING":
-            self._tell = Stop(me.generation, "left", me.id, me.host, records.one_line(why))
+            self._stops.say(Stop(me.generation, "left", me.id, me.host, records.one_line(why)))
         self._by = min(self._by, now + PATIENCE)
-        self._see("LEAVE")
+        if self.state == "DONE":  # its success is to stay known
+            self._barrier = min(self._barrier, now - self._since)
+        else:
+            self._see("LEAVE")
         return self._settle()
 
     def tick(self, now: float) -> list[Effect]:
@@ -182,12 +187,14 @@ class Participant:
                 job = self._job()
                 assert job is not None
                 self._me = replace(self._me, generation=job.generation, state="running")
-                self._evidence, self._tell = b"", None
+                self._evidence = b""
+                self._stops.forget()
                 self._effects.append(Start(job, job.rank_of(self._me.id)))
             elif action == "STOP":
                 self._effects.append(End(self._asked or self._view.stop(self._me.generation)))
             elif action == "ENTER":
                 self._me = replace(self._me, state="done" if self.state == "DONE" else "ready")
+                self._entry_lease = OWN  # it goes on, though it may have been about to leave
             elif action == "FINISH":
                 self._leave()
 
@@ -201,7 +208,7 @@ class Participant:
             self._finish(Finish("refused", refused, self._job()))
             return
         job = self._job()
-        if self._is_gone(job):
+        if self._view.is_job_gone():
             self._see_gone()
         if job is None or self._lost_job:
             return
@@ -223,12 +230,6 @@ class Participant:
         if self.state == "WAITING" and is_next:
             self._take_part(job)
 
-    def _is_gone(self, job: Job | None) -> bool:
-        """Whether the job that this node has seen is over, and nothing of it is left in the store."""
-        if not self._view.told(records.JOB):
-            return False
-        return self._heard[0] >= 0 if job is None else job.generation < self._me.generation
-
     def _see_gone(self) -> None:
         self._lost_job = True
         if self.state in ("WAITING", "RUNNING", "STOPPING", "DONE"):
@@ -247,12 +248,15 @@ class Participant:
 
     def _lead(self) -> None:
         """Decide what follows, if this node leads."""
-        leads = self._view.leader()[0] == self._me.id and not self._lost_job
-        if leads != (self._leader is not None):
-            self._leader = Leader(self._me, self._rules, self._chance) if leads else None
-            if not leads:
+        who, since = self._view.leader()
+        since = since if who == self._me.id and not self._lost_job else 0
+        if since != (self._leader.since if self._leader else 0):
+            if since and self._leader is None:  # else another one has led meanwhile
+                self._effects.append(Watch(records.NODES))
+            self._leader = Leader(self._me, self._rules, self._chance, since) if since else None
+            if not since:
                 self._view.forget(records.NODES)
-            self._effects.append(Watch(records.NODES) if leads else Unwatch(records.NODES))
+                self._effects.append(Unwatch(records.NODES))
         if self._leader is None or self._writes.is_open("decide"):
             return
         transaction, wake = self._leader.decide(self._view, self._now)
@@ -278,12 +282,13 @@ class Participant:
         if self._can_lead() and not self._writes.is_open("lead"):
             put = Put(records.LEADER, me.id.encode(), OWN)
             self._submit("lead", Transaction((Absent(records.LEADER),), (put,)))
-        self._write_stop()
+        if not self._writes.is_open("stop") and (stop := self._stops.due(self._view, self._asked)):
+            self._submit("stop", stop)
         if self.state == "LEAVING" and self._read is None and not self._writes.is_open("read"):
             job = self._job()
             generation = -1 if job is None or self._lost_job else job.with_evidence
             self._read = () if generation < 0 else None
-            if generation >= 0:
+            if generation >= 0 and self._is_due("read"):
                 self._effects.append(Fetch(self._writes.begin("read"), f"{records.EVIDENCE}{generation}/"))
 
     def _can_lead(self) -> bool:
@@ -291,27 +296,16 @@ class Participant:
         is_here = self._entered is not None and self.state != "CLOSING" and not self._lost_job
         return is_here and self._view.told(records.JOB) > 0 and not self._view.leader()[0]
 
-    def _write_stop(self) -> None:
-        """Write why a generation is to end: once, and nothing where another has said so first."""
-        job, modified = self._view.job()
-        if job is None or job.phase == "over" or self._writes.is_open("stop"):
-            return
-        stop = self._tell
-        if stop is None or stop.generation != job.generation or self._view.stop(job.generation) is not None:
-            self._tell = stop if stop is not None and stop.generation > job.generation else None
-            stop = self._asked and replace(self._asked, generation=job.generation)
-        if stop is None or self._view.stop(job.generation) is not None:
-            return
-        key = f"{records.STOP}{job.generation}"
-        put = Put(key, records.write(stop), JOB)
-        self._submit("stop", Transaction((Absent(key), Unchanged(records.STATE, modified)), (put,)))
-
     def _submit(self, what: str, transaction: Transaction) -> None:
+        if self._is_due(what):
+            self._effects.append(Submit(self._writes.begin(what), transaction))
+
+    def _is_due(self, what: str) -> bool:
+        """Whether something may be asked for now; if it was just now in vain, it is tried again in a while."""
         until = self._writes.closed_until(what)
         if self._now < until:
             self.wake = min(self.wake, until)
-        else:
-            self._effects.append(Submit(self._writes.begin(what), transaction))
+        return self._now >= until
 
     def _note_done(self, event: store.Done) -> None:
         what = self._writes.end(event, self._now)
@@ -327,8 +321,8 @@ class Participant:
         now = self._now
         if self.state == "DONE":
             self._wait_for_others()
-        if self.state == "WAITING" and not self._leaves:
-            self._wait_for_job()
+        if self.state == "WAITING":
+            self._see("LEAVE") if self._leaves else self._wait_for_job()
         if self._asked is not None and self.state in ("WAITING", "DONE", "LEAVING"):
             if now >= self._by or self._away is not None:  # there is nobody to wait for
                 self._leaves = self._leaves or self._asked.error
@@ -336,7 +330,7 @@ class Participant:
                 return
             self.wake = min(self.wake, self._by)
         if self.state == "LEAVING":
-            others = self._leader is not None and any(name != self._me.id for name in self._view.nodes)
+            others = self._leader is not None and self._others()
             until = self._since + PATIENCE
             writes = self._writes.is_open("stop") or self._writes.is_open("enter")
             if now >= until or (self._read is not None and not others and not writes):
@@ -352,6 +346,7 @@ class Participant:
             return
         if self._entry_lease == OWN:
             self._entry_lease, self._entered = JOB, None
+            self._me = replace(self._me, state="left")
             self._writes.drop("enter")
             self._write()
         if self._entered == self._me or self._now >= until + PATIENCE:
@@ -369,7 +364,10 @@ class Participant:
             return
         job = self._job()
         if job is not None and job.phase == "running" and self._view.leader()[0]:
+            self._is_led = True
             return  # a spare waits for as long as the others run
+        if self._is_led:  # however long that was, it waits for the next generation from now on
+            self._is_led, self._since = False, self._now
         delay = 0.0 if job is None else job.delay
         until = self._since + delay + self._rules.join_timeout + self._rules.end_timeout + PATIENCE
         if self._now >= until:
@@ -381,14 +379,18 @@ class Participant:
     def _leave(self) -> None:
         """Leave: the job is over, or goes on without this node."""
         job = self._job()
-        verdict = None if job is None or self._away is not None or self._lost_job else job.verdict
+        verdict = None if job is None or self._lost_job else job.verdict
         if verdict is None:
-            state = "stopped" if self._asked is not None else "left"
-            state = "succeeded" if self._me.state == "done" else state
+            has_succeeded = self._me.outcome == "succeeded" and self._me.state in ("done", "left")
+            state = "stopped" if self._asked is not None else "succeeded" if has_succeeded else "left"
             self._finish(Finish(state, self._leaves, job))
             return
-        alone = self._leader is not None and all(name == self._me.id for name in self._view.nodes)
+        alone = self._leader is not None and not self._others()
         self._finish(Finish(verdict.state, verdict.why, job, self._read or (), alone))
+
+    def _others(self) -> bool:
+        """Whether other nodes are there that have not left, as far as a leader knows."""
+        return any(name != self._me.id and seen.node.state != "left" for name, seen in self._view.nodes.items())
 
     def _finish(self, finish: Finish) -> None:
         if not self._is_final:
