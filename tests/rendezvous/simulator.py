@@ -53,7 +53,7 @@ GRACE = 3.0
 CALM = 60.0
 """Seconds after which nothing goes wrong any more."""
 
-END = 2000.0
+END = 9000.0
 """Seconds after which every node has left, or is broken."""
 
 HOSTED = 0.25
@@ -82,6 +82,8 @@ class Setting(NamedTuple):
     exclude_after: int = 0
     lasts: float = 8.0
     """Seconds for which workers run, at most."""
+    barrier: float = 500.0
+    """Seconds for which a node that has succeeded waits for the others."""
     hosted: bool = False
     """Whether the first node hosts the store, which is stopped with it, and gone with it."""
 
@@ -144,11 +146,14 @@ class Simulation:
         for node in self.nodes:
             if node.is_alive and node.finish is None:
                 raise BrokenError(f"{node.name} has not left: {node.node.state} of generation {node.node.generation}")
-        if not self.setting.faults:  # else a job may have been followed by another one, of those that came late
+        # Else a job may have been followed by another one, of those that came late, or some have left before its end.
+        if not self.setting.faults and self.setting.barrier > self.setting.lasts:
             took_part = [node for node in self.nodes if node.node.generation >= 0 or not self.setting.hosted]
             ends = {node.finish.state for node in took_part if node.finish is not None} - {"refused"}
             if len(ends) > 1:
                 raise BrokenError(f"the nodes disagree on how the job has ended: {ends}")
+            if ends == {"timeout"}:
+                raise BrokenError("nobody has decided")
         return self
 
     def _go_wrong(self) -> None:
@@ -201,11 +206,16 @@ class Simulation:
             if before >= 0 and before not in self.stops:
                 raise BrokenError(f"generation {job.generation} is formed, and {before} has not been ended")
             self._see_formed(job)
+        self._see_restarts(job)
+
+    def _see_restarts(self, job: Job) -> None:
         failed = sum(end.failed for end in job.ends)
         if failed > self.setting.restarts + 1 or len(job.restarts) > self.setting.restarts:
             raise BrokenError(
                 f"{failed} failures, {len(job.restarts)} restarts, and {self.setting.restarts} are allowed"
             )
+        if len(job.restarts) > failed:
+            raise BrokenError(f"{len(job.restarts)} restarts are counted, and there were {failed} failures")
 
     def see_deleted(self, key: str) -> None:
         """See that a job is over, and gone: what comes now is another one."""
@@ -358,7 +368,7 @@ class SimulatedNode:
         )  # fmt: skip
         self.hosts = me.id == "n0" if setting.hosted else None
         self.node = Participant(
-            me, rules, barrier=60.0, hosts=self.hosts, away_timeout=20.0 if setting.hosted else math.inf,
+            me, rules, barrier=setting.barrier, hosts=self.hosts, away_timeout=20.0 if setting.hosted else math.inf,
             chance=simulation.random.random,
         )  # fmt: skip
         self.is_alive, self.is_late, self.asked = True, False, False
@@ -382,7 +392,7 @@ class SimulatedNode:
 
     def _keep(self) -> None:
         """Keep the lease alive, and see it end if it is not."""
-        if not self.is_alive and not self.has_lease:
+        if not (self.is_alive and self.finish is None) and not self.has_lease:
             return
         now = self._simulation.now
         if self._is_connected and self.is_alive and self.finish is None and not self._is_stopped:
@@ -638,7 +648,8 @@ def setting_of(seed: int) -> Setting:
     return Setting(
         least, most, max(1, most + chance.choice([-1, 0, 0, 1, 2])), chance.choice([0, 1, 3, 10]),
         chance.choice([0, 1, 3, 8, 16]), chance.choice([0.0, 0.05, 0.3]), least == most and chance.random() < 0.3,
-        chance.choice([0, 0, 2]), hosted=chance.random() < HOSTED,
+        chance.choice([0, 0, 2]), chance.choice([8.0, 8.0, 8.0, 8.0, 8.0, 400.0]),
+        chance.choice([500.0, 500.0, 5.0]), hosted=chance.random() < HOSTED,
     )  # fmt: skip
 
 

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from phalanx._agent.restart_policy import RestartPolicy
+from phalanx._rendezvous import leader as leading
 from phalanx._rendezvous.membership import PATIENCE, Decision, Notes, Rules, Seen, decide
-from phalanx._rendezvous.records import VERSION, End, Job, Member, Node, Stop, replace
+from phalanx._rendezvous.records import VERSION, End, Job, Member, Node, Stop, replace, write
+from phalanx._rendezvous.store_view import StoreView
+from phalanx._store.store import Changed, Entry, Put, Snapshot
 
 pytestmark = pytest.mark.once
 
@@ -258,7 +261,7 @@ def test_ranks_that_were_given() -> None:
 def test_a_rank_that_is_given_twice_is_waited_for_a_while() -> None:
     leader = Leader(FORMING)
     twice = node("a", order=1), node("b", order=1)
-    assert leader.at(1, *twice) == Decision(wake=600)
+    assert leader.at(1, *twice) == Decision(wake=1 + PATIENCE)
     assert leader.at(1 + PATIENCE - 1, *twice).refused == ()
     refused = leader.at(1 + PATIENCE, *twice).refused
     assert refused == (("b", "its node rank is 1, and so is that of host host-a, which came first"),)
@@ -276,3 +279,90 @@ def test_survivors_of_sigkill_end_the_job() -> None:
 
 def test_nothing_is_decided_twice() -> None:
     assert Leader(running("a", "b")).at(1, node("a"), node("b")) == Decision(wake=math.inf)
+
+
+def test_a_restart_whose_writing_was_lost_is_counted_once() -> None:
+    facts: dict[str, Any] = {"generation": 0, "outcome": "stopped", "uptime": 1.0}
+    job = running("a", "b")
+    notes, rules = Notes(job, 0.0), RULES._replace(policy=RestartPolicy(3, backoff=8.0))
+    there = seen(node("a", **facts), node("b", **facts))
+    made = Decision()
+    for now in (10.0, 11.0, 12.0):
+        made = decide(job, FAILED, there, notes, now, rules)
+        assert made.job is not None
+        assert (made.job.restarts, made.wake) == ((0.0,), now + 8)
+    assert made.job is not None
+    assert decide(made.job, None, there, notes, 12.1, rules) == Decision(wake=20.0)
+    for now in (20.0, 20.5):  # nor does the wait begin anew, if it is that writing
+        again = decide(made.job, None, there, notes, now, rules)
+        assert again.job is not None
+        assert (again.job.phase, again.job.restarts) == ("running", (now - 12.0,))
+
+
+def test_a_restart_is_as_old_as_the_generation_after_it_at_least() -> None:
+    facts: dict[str, Any] = {"generation": 1, "outcome": "stopped", "uptime": 55.0}
+    job = running("a", "b", generation=1, restarts=(50.0,))
+    rules = RULES._replace(policy=RestartPolicy(1, window=60.0))
+    stop = replace(FAILED, generation=1)
+    made = decide(job, stop, seen(node("a", **facts), node("b", **facts)), Notes(job, 1000.0), 1001.0, rules)
+    assert made.job is not None
+    assert (made.job.phase, made.job.restarts) == ("running", (105.0, 0.0))
+
+
+def test_a_rank_that_is_taken_is_refused_while_a_generation_runs() -> None:
+    leader = Leader(running("a", "b"))
+    there = node("late", order=1), node("a", order=0, state="running"), node("b", order=1, state="running")
+    assert leader.at(5, *there) == Decision(wake=5 + PATIENCE)
+    made = leader.at(5 + PATIENCE, *there)  # who takes part keeps it, though the other one's entry is older
+    assert ([name for name, _ in made.refused], made.stop) == (["late"], None)
+    other = node("later", order=0)
+    assert leader.at(6 + PATIENCE, *there, other).wake == 6 + 2 * PATIENCE  # each has its own time
+
+
+def test_a_node_that_has_succeeded_is_waited_for_before_a_restart() -> None:
+    done: dict[str, Any] = {"least": 1, "most": 3, "generation": 0, "outcome": "succeeded"}
+    ended = node("a", least=1, most=3, generation=0, outcome="stopped")
+    stop = Stop(0, "lost", "c", "host-c", "it is gone")
+    leader = Leader(running("a", "b", "c", least=1, most=3))
+    assert leader.at(1, ended, node("b", state="done", **done), stop=stop) == Decision(wake=91)
+    assert names(leader.at(2, ended, node("b", **done), stop=stop).job) == ["a", "b"]
+
+
+def test_a_node_that_has_left_after_its_success() -> None:
+    left: dict[str, Any] = {"state": "left", "generation": 0, "outcome": "succeeded", "most": 3, "order": 1}
+    facts: dict[str, Any] = {"most": 3}
+    done = node("a", state="done", generation=0, outcome="succeeded", **facts)
+    made = Leader(running("a", "b", most=3)).at(1, done, node("b", **left))
+    assert made.job is not None
+    assert made.job.verdict is not None
+    assert made.job.verdict.state == "succeeded"
+    leader = Leader(running("a", "b", most=3))
+    here = node("a", state="running", **facts), node("b", **left), node("c", order=1, **facts)
+    assert leader.at(1, *here) == leader.at(99, *here) == Decision()  # nobody starts again what has succeeded
+    failed = replace(FAILED, node="a")
+    ended = node("a", generation=0, outcome="failed", **facts), *here[1:]
+    assert names(leader.at(100, *ended, stop=failed).job) == ["a", "c"]
+
+
+def test_ranks_that_are_given_to_some() -> None:
+    made = Leader(Job(0, "forming", 3, 3)).at(1, node("a", 3, 3), node("b", 3, 3, order=1), node("c", 3, 3))
+    assert names(made.job) == ["a", "b", "c"]
+
+
+def test_many_are_refused_in_several_transactions() -> None:
+    view, leader = StoreView(), leading.Leader(node("a"), RULES, lambda: 0.0, 3)
+    job = Entry("job/state", write(Job(0, "forming", 2, 2)), 4, 4)
+    view.take(Snapshot("job/", 5, (job, Entry("job/leader", b"a", 3, 3))))
+    strangers = [node(f"x{number}", 3, 3) for number in range(200)]
+    view.take(Snapshot("nodes/", 5, tuple(Entry(f"nodes/{one.id}", write(one), 5, 5) for one in strangers)))
+    refused: set[str] = set()
+    for revision in range(6, 10):
+        transaction, _ = leader.decide(view, 1.0)
+        assert transaction is not None
+        assert len(transaction.writes) + len(transaction.conditions) < 100  # etcd takes 128
+        puts = [put for put in transaction.writes if isinstance(put, Put)]
+        refused |= {put.key for put in puts}
+        entries = tuple(Entry(put.key, put.value, revision, revision) for put in puts)
+        view.take(Changed("job/", revision, entries, ()))
+    assert len(refused) == 200
+    assert leader.decide(view, 1.0)[0] is None

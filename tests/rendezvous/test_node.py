@@ -44,6 +44,7 @@ class Story:
         self.node = Participant(ME, RULES, **options)
         self.now = 0.0
         self.revision = 10
+        self.created: dict[str, int] = {}
         self.asked: list[effects.Submit] = []
         self.due = self._take(self.node.begin(0.0))
         self.tell(Back())
@@ -60,7 +61,7 @@ class Story:
     def writes(self, key: str, record: Any) -> list[effects.Effect]:
         self.revision += 1
         value = record if isinstance(record, bytes) else records.write(record)
-        entry = Entry(key, value, self.revision, self.revision)
+        entry = Entry(key, value, self.created.setdefault(key, self.revision), self.revision)
         return self.tell(Changed("job/", self.revision, (entry,), ()))
 
     def answer(self, made: bool | None = True) -> list[effects.Effect]:
@@ -370,3 +371,83 @@ def test_a_job_that_was_stopped_needs_no_store_to_end() -> None:
     assert finish.state == "stopped"
     assert finish.job is not None
     assert finish.job.verdict == Verdict("stopped", "", stop)
+
+
+def test_a_spare_waits_for_the_next_generation_however_long_it_has_been_one() -> None:
+    story = Story().enter()
+    other = replace(RUNS, members=(MEMBERS[0], Member("c", "host-c", 2, "default")))
+    story.writes("job/state", other)
+    story.wait(36000)
+    assert story.writes("job/state", replace(other, generation=1, phase="forming", delay=8.0)) == [
+        effects.Heard(replace(other, generation=1, phase="forming", delay=8.0))
+    ]
+    assert story.node.wake == 36000 + 8 + 100 + 20 + PATIENCE
+    led = Story().enter()
+    led.writes("job/state", other)
+    led.wait(36000)
+    assert led.tell(Changed("job/", led.revision + 1, (), ("job/leader",))) == []
+    assert (led.node.state, led.node.wake) == ("WAITING", 36000 + 100 + 20 + PATIENCE)
+
+
+def test_a_node_that_was_about_to_leave_and_goes_on_is_lost_with_its_lease_again() -> None:
+    story = Story(barrier=7.0).run()
+    story._take(story.node.workers_gone(replace(ME, outcome="succeeded"), b"", story.now))
+    story.answer()
+    story.wait(7)
+    story.writes("job/stop/0", Stop(0, "failure", "b", "host-b", "exit code 1", 0, 1))
+    story.answer()
+    put = story.asked[-1].transaction.writes[0]
+    assert isinstance(put, Put)
+    assert (story.node.state, story.entry().state, put.lease) == ("WAITING", "ready", OWN)
+
+
+def test_a_departure_after_its_success_does_not_undo_that() -> None:
+    story = Story().run()
+    story._take(story.node.workers_gone(replace(ME, outcome="succeeded"), b"", story.now))
+    story.answer()
+    assert kinds(story._take(story.node.ask_leave("preempted", story.now))) == ["Submit"]
+    put = story.asked[-1].transaction.writes[0]
+    assert isinstance(put, Put)
+    assert (story.entry().state, put.lease) == ("left", JOB)
+    assert story.answer() == [effects.Finish("succeeded", "preempted", RUNS)]
+    failed = Story().run()
+    failed._take(failed.node.workers_gone(replace(ME, outcome="succeeded"), b"", failed.now))
+    failed._take(failed.node.ask_leave("preempted", failed.now))
+    due = failed.writes("job/stop/0", Stop(0, "failure", "b", "host-b", "exit code 1", 0, 1))
+    assert effects.Finish("left", "preempted", RUNS) in due
+
+
+def test_another_job_of_the_same_id_is_not_taken_for_its_own() -> None:
+    story = Story().run()
+    state = Entry("job/state", records.write(replace(RUNS, members=MEMBERS[:1])), 90, 91)
+    due = story.tell(Snapshot("job/", 92, (state, Entry("job/leader", b"b", 89, 89))))
+    assert kinds(due) == ["End"]
+    story._take(story.node.workers_gone(replace(ME, outcome="stopped"), b"", story.now))
+    finish = story.answer()[-1]
+    assert isinstance(finish, effects.Finish)
+    assert finish.state == "left"
+
+
+def test_evidence_that_could_not_be_read_is_asked_for_again_and_the_verdict_holds() -> None:
+    story = Story().enter()
+    stop = Stop(0, "failure", "b", "host-b", "exit code 1", 0, 1)
+    fetch = story.writes("job/state", replace(RUNS, phase="over", verdict=Verdict("failed", "", stop)))[-1]
+    assert isinstance(fetch, effects.Fetch)
+    assert story.tell(Fetched(fetch.ticket, None)) == []
+    assert story.node.wake == 1.0
+    assert kinds(story.wait(1.0)) == ["Fetch"]
+    assert story.tell(Away("no answer")) == []
+    finish = story.wait(PATIENCE)[-1]
+    assert isinstance(finish, effects.Finish)
+    assert finish.state == "failed"
+
+
+def test_ctrl_c_while_the_generation_ends_for_another_reason_stops_the_next_one() -> None:
+    story = Story().run()
+    story.writes("job/stop/0", Stop(0, "failure", "b", "host-b", "exit code 1", 0, 1))
+    story._take(story.node.ask_stop(2, "SIGINT", 3.0, story.now))
+    put = story.asked[0].transaction.writes[0]
+    assert isinstance(put, Put)
+    assert put.key == "job/stop/1"
+    told = records.read(Stop, Entry(put.key, put.value, 1, 1))
+    assert (told.kind, told.generation) == ("signal", 1)

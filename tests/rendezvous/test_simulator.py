@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx._rendezvous import leader, membership, node
+from phalanx._rendezvous import candidates, leader, membership, node
 from phalanx._rendezvous.membership import Decision
 from phalanx._rendezvous.records import replace
 from phalanx._store.store import Created, Transaction, Unchanged
@@ -68,7 +68,7 @@ def first_broken(seeds: int = ENOUGH) -> str:
 
 def does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the workers of a node for ended that run."""
-    monkeypatch.setattr(membership, "_has_ended", lambda *_: True)
+    monkeypatch.setattr(candidates, "has_ended", lambda *_: True)
 
 
 def counts_no_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,13 +85,13 @@ def counts_no_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def gives_a_rank_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the rank of a node that is gone to one that has a rank."""
-    real = membership._ranked
+    real = candidates.ranked
 
     def ranked(job: Any, ready: list[str], nodes: Any) -> list[str]:
         chosen = real(job, ready, nodes)
         return [*chosen[:-1], chosen[0]] if job.ends else chosen
 
-    monkeypatch.setattr(membership, "_ranked", ranked)
+    monkeypatch.setattr(candidates, "ranked", ranked)
 
 
 def overwrites_the_first_word(monkeypatch: pytest.MonkeyPatch) -> None:

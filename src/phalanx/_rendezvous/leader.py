@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from phalanx._rendezvous.store_view import StoreView
 
 
+MOST_REFUSED = 64
+"""Nodes that are refused in one transaction: etcd takes 128 operations at most."""
+
+
 class Leader:
     """What a leader has noted, and decides.
 
@@ -30,15 +34,17 @@ class Leader:
         me: Its own entry: a job that is not there yet is made with its numbers of nodes.
         rules: What the job holds to.
         chance: Returns a random number, 0 to 1.
+        since: The revision at which it became the leader.
 
     Attributes:
         decided: The revision that its last decision has made; nothing is decided before that is told.
     """
 
-    def __init__(self, me: Node, rules: Rules, chance: Callable[[], float]) -> None:
+    def __init__(self, me: Node, rules: Rules, chance: Callable[[], float], since: int) -> None:
         self._nodes = me.min_nodes, me.max_nodes
         self._rules = rules
         self._chance = chance
+        self.since = since
         self._notes: Notes | None = None
         self.decided = 0
 
@@ -46,7 +52,7 @@ class Leader:
         """Return what is to be written now, and when to ask again. None: nothing. Raises DamagedError."""
         if not view.told(records.NODES) or self.decided > view.told(records.JOB):
             return None, math.inf
-        mine = Created(records.LEADER, view.leader()[1])
+        mine = Created(records.LEADER, self.since)
         job, modified = view.job()
         if job is None:
             first = _put(records.STATE, Job(0, "forming", *self._nodes))
@@ -56,8 +62,10 @@ class Leader:
         stop = view.stop(job.generation)
         made = membership.decide(job, stop, view.nodes, self._notes, now, self._rules, self._chance())
         conditions: list[Absent | Created | Unchanged] = [mine, Unchanged(records.STATE, modified)]
+        refused = [(node, why) for node, why in made.refused if not view.refusal(node)]
+        # The others with the next decision, which follows when this one is told.
         writes: list[Put | Delete] = [
-            _put(f"{records.REFUSED}{node}", Refusal(why)) for node, why in made.refused if not view.refusal(node)
+            _put(f"{records.REFUSED}{node}", Refusal(why)) for node, why in refused[:MOST_REFUSED]
         ]
         if made.job is not None:
             writes.append(_put(records.STATE, made.job))

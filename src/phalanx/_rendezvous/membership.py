@@ -14,13 +14,15 @@ Moments are of the leader's monotonic clock. What was noted by another leader is
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import NamedTuple
 
 from phalanx._agent import restart_policy
 from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._base.clock import format_duration
-from phalanx._rendezvous.records import MOST_ENDS, VERSION, End, Job, Stop, Verdict, one_line, replace
+from phalanx._rendezvous import candidates
+from phalanx._rendezvous.records import MOST_ENDS, End, Job, Stop, Verdict, one_line, replace
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 
 PATIENCE = 30.0
-"""Seconds after which a node is refused whose rank another one has."""
+"""Seconds after which a node is refused whose rank another one has, see `Rules`."""
 
 
 class Rules(NamedTuple):
@@ -44,6 +46,8 @@ class Rules(NamedTuple):
         rejoin_delay: Seconds between the coming of a node and the end of the generation that runs without it.
         end_timeout: Seconds after which a node that has not ended its workers is not waited for.
         exclude_after: After so many root causes in a row a node is left out; 0: never.
+        rank_timeout: Seconds after which a node is refused whose rank another one has: longer than a lease lasts, for
+            that may be the node's own entry of before.
     """
 
     policy: RestartPolicy
@@ -52,6 +56,7 @@ class Rules(NamedTuple):
     rejoin_delay: float = 30.0
     end_timeout: float = 90.0
     exclude_after: int = 0
+    rank_timeout: float = PATIENCE
 
 
 class Seen(NamedTuple):
@@ -62,22 +67,42 @@ class Seen(NamedTuple):
 
 
 class Notes:
-    """When a leader saw what, by its own clock: of one generation, but for the restarts."""
+    """When a leader saw what, by its own clock: of one phase of one generation, but for the restarts.
+
+    A decision may not be made, and be taken again: what it would change here is ``planned``, until the job is so.
+    """
 
     def __init__(self, job: Job, now: float) -> None:
-        self.restarts = [now - age for age in job.restarts]
+        self.restarts: list[float] = []
         """When restarts were decided that count."""
-        self.twice: float | None = None
-        """Since when two nodes have the same rank: one may be the other one's successor, and that one's lease run."""
+        self.twice: dict[str, float] = {}
+        """Since when nodes have a rank that another one has: that one's lease may yet run out."""
+        self.planned: Notes | None = None
+        self.of = -1, ""
         self.turn(job, now)
 
     def turn(self, job: Job, now: float) -> None:
-        """Note that the job is in another phase."""
-        self.of = job.generation, job.phase
-        self.since = now
-        self.enough: float | None = None  # since when the minimum is there
-        self.more: float | None = None  # since when nodes wait that could take part
-        self.ending: float | None = None  # since when a `Stop` is there
+        """Note in which phase the job is."""
+        count = len(job.restarts)
+        self.restarts = self.restarts[:count] + [now - age for age in job.restarts[len(self.restarts) :]]
+        if self.of == (job.generation, job.phase):
+            return
+        if self.planned is not None and self.planned.of == (job.generation, job.phase):
+            self.__dict__.update(self.planned.__dict__)
+        else:
+            self.of = job.generation, job.phase
+            self.since = now
+            self.enough: float | None = None  # since when the minimum is there
+            self.more: float | None = None  # since when nodes wait that could take part
+            self.ending: float | None = None  # since when a `Stop` is there
+        self.planned = None
+
+    def after(self, job: Job, now: float) -> Notes:
+        """Return what is to be noted once the job is that."""
+        planned = copy.copy(self)
+        planned.planned = None
+        planned.turn(job, now)
+        return planned
 
 
 class Decision(NamedTuple):
@@ -116,62 +141,25 @@ def decide(
         rules: What is held to.
         chance: A random number, 0 to 1, for the jitter of a delay.
     """
-    if notes.of != (job.generation, job.phase):
-        notes.turn(job, now)
+    notes.turn(job, now)
     if job.phase == "over":
         return Decision()
-    refused = refusals(job, nodes, notes, now)
+    refused = candidates.refusals(job, nodes, notes, now, rules)
+    again = min((at + rules.rank_timeout for name, at in notes.twice.items() if name not in refused), default=math.inf)
     nodes = {name: seen for name, seen in nodes.items() if name not in refused}
     if job.phase == "running":
         told = _while_running(job, stop, nodes, notes, now, rules)
         if told is not None:
-            return told._replace(refused=tuple(refused.items()))
+            return told._replace(refused=tuple(refused.items()), wake=min(told.wake, again))
         assert stop is not None
-        following = _follow(job, stop, nodes, notes, now, rules, chance)
-        notes.turn(following, now)
+        following, planned = _follow(job, stop, nodes, notes, now, rules, chance)
         stop = None
     else:
-        following = job
-    formed, wake = _form(following, stop, nodes, notes, now, rules)
-    if formed is not job and formed.phase != "forming":
-        notes.turn(formed, now)
-    return Decision(None if formed == job else formed, None, tuple(refused.items()), wake)
-
-
-def refusals(job: Job, nodes: Mapping[str, Seen], notes: Notes, now: float) -> dict[str, str]:
-    """Return why which nodes cannot take part."""
-    found: dict[str, str] = {}
-    for name, (node, _) in nodes.items():
-        wanted, given = _span(job.min_nodes, job.max_nodes), _span(node.min_nodes, node.max_nodes)
-        if node.version != VERSION:
-            found[name] = f"the agents of this job write entries of version {VERSION}, and this one {node.version}"
-        elif wanted != given:
-            found[name] = f"the job is one of {wanted} nodes, and this node was told {given}"
-        elif name in job.excluded:
-            found[name] = f"its workers were the root cause of {_times(job.times)} in a row"
-        elif node.order >= job.max_nodes:
-            found[name] = f"its node rank is {node.order}, and the job has {wanted} nodes: 0 to {job.max_nodes - 1}"
-    twice = _twice(nodes)
-    if not twice:
-        notes.twice = None
-        return found
-    if notes.twice is None:
-        notes.twice = now
-    if now >= notes.twice + PATIENCE:
-        for name, first in twice.items():
-            host = nodes[first].node.host
-            found[name] = f"its node rank is {nodes[name].node.order}, and so is that of host {host}, which came first"
-    return found
-
-
-def _twice(nodes: Mapping[str, Seen]) -> dict[str, str]:
-    """Return the nodes whose rank another one has that came first, and that one."""
-    first: dict[int, str] = {}
-    return {
-        name: first[order]
-        for name, (node, _) in sorted(nodes.items(), key=lambda item: item[1].created)
-        if (order := node.order) >= 0 and first.setdefault(order, name) != name
-    }
+        following, planned = job, notes
+    formed, wake = _form(following, stop, nodes, planned, now, rules)
+    if formed != job:
+        notes.planned = planned.after(formed, now)
+    return Decision(None if formed == job else formed, None, tuple(refused.items()), min(wake, again))
 
 
 def _while_running(
@@ -182,23 +170,27 @@ def _while_running(
         if notes.ending is None:
             notes.ending = now
         until = notes.ending + rules.end_timeout
-        if now < until and any(name in nodes and not _has_ended(job, nodes[name].node) for name in _ids(job)):
+        if now < until and any(name in nodes and not candidates.has_ended(job, nodes[name].node) for name in job.ids):
             return Decision(wake=until)
         return None
     for member in job.members:
         if member.id not in nodes:
             error = f"node {job.rank_of(member.id)} is lost: its agent on host {member.host} is gone, or cut off"
             return Decision(stop=Stop(job.generation, "lost", member.id, member.host, one_line(error)))
-    if all(_has_ended(job, nodes[name].node) and nodes[name].node.state == "done" for name in _ids(job)):
+    if all(candidates.has_succeeded(job, nodes[name].node) for name in job.ids):
         return Decision(job=replace(job, phase="over", verdict=Verdict("succeeded"), delay=0.0))
     return _look_for_more(job, nodes, notes, now, rules)
 
 
 def _look_for_more(job: Job, nodes: Mapping[str, Seen], notes: Notes, now: float, rules: Rules) -> Decision:
-    """End the generation, some time after nodes have come that can take part."""
-    members = set(_ids(job))
-    come = [name for name in _ready(job, nodes) if name not in members]
-    if not come or len(job.members) >= job.max_nodes:
+    """End the generation, some time after nodes have come that can take part: not where one has succeeded already."""
+    members = set(job.ids)
+    come = [name for name in candidates.ready(job, nodes) if name not in members]
+    if (
+        not come
+        or len(job.members) >= job.max_nodes
+        or any(candidates.has_succeeded(job, nodes[name].node) for name in members)
+    ):
         notes.more = None
         return Decision()
     if notes.more is None:
@@ -214,9 +206,9 @@ def _look_for_more(job: Job, nodes: Mapping[str, Seen], notes: Notes, now: float
 
 def _follow(
     job: Job, stop: Stop, nodes: Mapping[str, Seen], notes: Notes, now: float, rules: Rules, chance: float
-) -> Job:
-    """Return what follows a generation whose workers are gone."""
-    its = [nodes[name].node for name in _ids(job) if name in nodes and nodes[name].node.generation == job.generation]
+) -> tuple[Job, Notes]:
+    """Return what follows a generation whose workers are gone, and what is to be noted then."""
+    its = [nodes[name].node for name in job.ids if name in nodes and nodes[name].node.generation == job.generation]
     stop = _in_full(stop, its)
     end = End(
         job.generation, stop.kind, stop.node, stop.host, stop.error, stop.rank, stop.exitcode,
@@ -225,24 +217,30 @@ def _follow(
         survivors=sum(node.survivors for node in its),
     )  # fmt: skip
     job = _blame(job, stop, rules)
+    # What another leader has written of restarts is as old as this generation, at least.
+    ages = [age + end.uptime for age in job.restarts]
+    restarts = [min(moment, now - age) for moment, age in zip(notes.restarts, ages, strict=True)]
     following = replace(job, generation=job.generation + 1, phase="forming", delay=0.0, address="", port=0)
-    enough = len(_ready(following, nodes)) >= job.min_nodes
+    enough = len(candidates.ready(following, nodes)) >= job.min_nodes
     # Where nobody is left of those that took part, who comes now begins anew.
-    anew = not any(name in nodes for name in _ids(job))
+    anew = not any(name in nodes for name in job.ids)
     uncounted = stop.kind == "grow" or (stop.kind in ("lost", "left") and (enough or anew))
     end = replace(end, failed=stop.kind != "signal" and (not uncounted or end.survivors > 0))
     ends = (*job.ends, end)[-MOST_ENDS:]
-    following = replace(following, ends=ends, restarts=_ages(notes, now))
+    following = replace(following, ends=ends)
     if stop.kind == "signal":
-        return _over(following, "stopped", "", stop)
-    if not end.failed:
-        return following
-    decision = restart_policy.decide(rules.policy, [_attempt(each) for each in ends], notes.restarts, now, chance)
-    if not decision.retries:
-        return _over(following, "failed", decision.why, stop)
-    if decision.counted:
-        notes.restarts.append(now)
-    return replace(following, delay=decision.delay, restarts=_ages(notes, now))
+        following = _over(following, "stopped", "", stop)
+    elif end.failed:
+        decision = restart_policy.decide(rules.policy, [_attempt(each) for each in ends], restarts, now, chance)
+        if decision.retries:
+            restarts += [now] * decision.counted
+            following = replace(following, delay=decision.delay)
+        else:
+            following = _over(following, "failed", decision.why, stop)
+    planned = copy.copy(notes)
+    planned.restarts = restarts
+    following = replace(following, restarts=_ages(planned, now))
+    return following, planned.after(following, now)
 
 
 def _in_full(stop: Stop, nodes: list[Node]) -> Stop:
@@ -261,7 +259,7 @@ def _form(
         return job, math.inf
     if stop is not None and stop.kind == "signal":
         return _over(job, "stopped", "", stop), math.inf
-    ready = _ready(job, nodes)
+    ready = candidates.ready(job, nodes)
     if len(ready) < job.min_nodes:
         notes.enough = None
         until = notes.since + job.delay + rules.join_timeout
@@ -276,49 +274,13 @@ def _form(
     until = max(notes.since + job.delay, notes.enough + (0.0 if job.ends else rules.last_call))
     if now < (notes.since + job.delay if len(ready) >= job.max_nodes else until):
         return job, (notes.since + job.delay if len(ready) >= job.max_nodes else until)
-    chosen = _ranked(job, ready, nodes)
+    chosen = candidates.ranked(job, ready, nodes)
     first = nodes[chosen[0]].node
     members = tuple(nodes[name].node.member for name in chosen)
-    return replace(job, phase="running", members=members, address=first.address, port=first.port, delay=0.0), math.inf
-
-
-def _ranked(job: Job, ready: list[str], nodes: Mapping[str, Seen]) -> list[str]:
-    """Return who takes part, by rank."""
-    there = set(ready)
-    before = [name for name in _ids(job) if name in there]
-    count = min(len(ready), job.max_nodes)
-    stays = set(before)
-    chosen = (before + [name for name in ready if name not in stays])[:count]
-    if any(nodes[name].node.order >= 0 for name in chosen):
-        return sorted(chosen, key=lambda name: nodes[name].node.order % (1 << 32))  # those without one come last
-    places: list[str | None] = [None] * count
-    left = []
-    ranks = {member.id: rank for rank, member in enumerate(job.members)}
-    for name in chosen:
-        rank = ranks.get(name, -1)
-        if 0 <= rank < count:
-            places[rank] = name
-        else:
-            left.append(name)
-    return [left.pop(0) if name is None else name for name in places]
-
-
-def _ready(job: Job, nodes: Mapping[str, Seen]) -> list[str]:
-    """Return the nodes that can take part in the generation that is to come, in the order in which they came."""
-    last = job.generation - (job.phase == "forming")
-    ranks = {member.id: rank for rank, member in enumerate(job.members)}
-    twice = _twice(nodes)
-    return [
-        name
-        for name, (node, _) in sorted(nodes.items(), key=lambda item: item[1].created)
-        if node.state == "ready" and name not in twice and name not in job.excluded
-        if name not in ranks or node.generation >= last
-    ]
-
-
-def _has_ended(job: Job, node: Node) -> bool:
-    """Whether the workers that a node runs of a generation are gone."""
-    return node.generation >= job.generation and node.state != "running"
+    return replace(
+        job, phase="running", members=members, address=first.address, port=first.port, delay=0.0,
+        restarts=_ages(notes, now),
+    ), math.inf  # fmt: skip
 
 
 def _blame(job: Job, stop: Stop, rules: Rules) -> Job:
@@ -353,17 +315,5 @@ def _ages(notes: Notes, now: float) -> tuple[float, ...]:
     return tuple(max(0.0, now - moment) for moment in notes.restarts)
 
 
-def _ids(job: Job) -> list[str]:
-    return [member.id for member in job.members]
-
-
-def _span(least: int, most: int) -> str:
-    return str(least) if least == most else f"{least} to {most}"
-
-
 def _count(number: int) -> str:
     return f"{number} node" if number == 1 else f"{number} nodes"
-
-
-def _times(number: int) -> str:
-    return f"{number} failure" if number == 1 else f"{number} failures"

@@ -64,6 +64,7 @@ class Participant(NodeWrites):
         self._ended = -1  # the generation whose end was said
         self._heard: tuple[int, str] = (-1, "")
         self._leaves = ""  # why this node goes
+        self._is_led = False  # whether the others run, and this node waits
 
     # --- what happens
 
@@ -85,7 +86,7 @@ class Participant(NodeWrites):
             self._note_done(event)
         elif isinstance(event, store.Fetched):
             if self._writes.end(event, now) == "read":
-                self._read = event.entries or ()
+                self._read = event.entries  # None: it is tried again
         elif isinstance(event, store.Away):
             self._away = now if self._away is None else self._away
         elif isinstance(event, store.Back):
@@ -102,7 +103,7 @@ class Participant(NodeWrites):
     def workers_failed(self, stop: Stop, now: float) -> list[Effect]:
         """See that a worker of this node has failed; the others are being ended. ``stop`` says who, and how."""
         self._now = now
-        self._tell = self._tell or stop
+        self._stops.say(stop)
         self._see("FAILED")
         return self._settle()
 
@@ -111,10 +112,10 @@ class Participant(NodeWrites):
         self._now = now
         generation = self._me.generation
         succeeded = me.outcome == "succeeded"
-        self._me = replace(me, state="ready", generation=generation)
+        self._me = replace(me, state="left" if self._leaves else "ready", generation=generation)
         self._evidence = evidence
         if not succeeded and self.state == "RUNNING":
-            self._tell = self._tell or Stop(generation, "failure", me.id, me.host, "its workers are gone")
+            self._stops.say(Stop(generation, "failure", me.id, me.host, "its workers are gone"))
         self._see("SUCCEEDED" if succeeded else "GONE")
         return self._settle()
 
@@ -134,9 +135,12 @@ class Participant(NodeWrites):
         me = self._me
         self._leaves = why
         if self.state == "RUNNING":
-            self._tell = Stop(me.generation, "left", me.id, me.host, records.one_line(why))
+            self._stops.say(Stop(me.generation, "left", me.id, me.host, records.one_line(why)))
         self._by = min(self._by, now + PATIENCE)
-        self._see("LEAVE")
+        if self.state == "DONE":  # its success is to stay known
+            self._barrier = min(self._barrier, now - self._since)
+        else:
+            self._see("LEAVE")
         return self._settle()
 
     def tick(self, now: float) -> list[Effect]:
@@ -175,12 +179,14 @@ class Participant(NodeWrites):
                 job = self._job()
                 assert job is not None
                 self._me = replace(self._me, generation=job.generation, state="running")
-                self._evidence, self._tell = b"", None
+                self._evidence = b""
+                self._stops.forget()
                 self._effects.append(Start(job, job.rank_of(self._me.id)))
             elif action == "STOP":
                 self._effects.append(End(self._asked or self._view.stop(self._me.generation)))
             elif action == "ENTER":
                 self._me = replace(self._me, state="done" if self.state == "DONE" else "ready")
+                self._entry_lease = OWN  # it goes on, though it may have been about to leave
             elif action == "FINISH":
                 self._leave()
 
@@ -191,7 +197,7 @@ class Participant(NodeWrites):
             self._finish(Finish("refused", refused, self._job()))
             return
         job = self._job()
-        if self._is_gone(job):
+        if self._view.is_job_gone():
             self._see_gone()
         if job is None or self._lost_job:
             return
@@ -212,12 +218,6 @@ class Participant(NodeWrites):
         is_next = job.phase == "running" and job.generation > mine and job.rank_of(self._me.id) >= 0
         if self.state == "WAITING" and is_next:
             self._take_part(job)
-
-    def _is_gone(self, job: Job | None) -> bool:
-        """Whether the job that this node has seen is over, and nothing of it is left in the store."""
-        if not self._view.told(records.JOB):
-            return False
-        return self._heard[0] >= 0 if job is None else job.generation < self._me.generation
 
     def _see_gone(self) -> None:
         self._lost_job = True
@@ -242,8 +242,8 @@ class Participant(NodeWrites):
             self._wait_for_store(self._away)
         if self.state == "DONE":
             self._wait_for_others()
-        if self.state == "WAITING" and not self._leaves:
-            self._wait_for_job()
+        if self.state == "WAITING":
+            self._see("LEAVE") if self._leaves else self._wait_for_job()
         if self._asked is not None and self.state in ("WAITING", "DONE", "LEAVING"):
             if now >= self._by or self._away is not None:  # there is nobody to wait for
                 self._leaves = self._leaves or self._asked.error
@@ -281,6 +281,7 @@ class Participant(NodeWrites):
             return
         if self._entry_lease == OWN:
             self._entry_lease, self._entered = JOB, None
+            self._me = replace(self._me, state="left")
             self._writes.drop("enter")
             self._write()
         if self._entered == self._me or self._now >= until + PATIENCE:
@@ -304,7 +305,10 @@ class Participant(NodeWrites):
             self.wake = min(self.wake, until)
             return
         if job is not None and job.phase == "running" and self._view.leader()[0]:
+            self._is_led = True
             return  # a spare waits for as long as the others run
+        if self._is_led:  # however long that was, it waits for the next generation from now on
+            self._is_led, self._since = False, self._now
         delay = 0.0 if job is None else job.delay
         until = self._since + delay + self._rules.join_timeout + self._rules.end_timeout + PATIENCE
         if self._now >= until:
@@ -316,17 +320,18 @@ class Participant(NodeWrites):
     def _leave(self) -> None:
         """Leave: the job is over, or goes on without this node."""
         job = self._job()
-        verdict = None if job is None or self._away is not None or self._lost_job else job.verdict
+        verdict = None if job is None or self._lost_job else job.verdict
         if verdict is None:
-            state = "stopped" if self._asked is not None else "left"
-            state = "succeeded" if self._me.state == "done" else state
+            has_succeeded = self._me.outcome == "succeeded" and self._me.state in ("done", "left")
+            state = "stopped" if self._asked is not None else "succeeded" if has_succeeded else "left"
             self._finish(Finish(state, self._leaves, job, self._own_evidence()))
             return
         alone = self._knows_nodes and self._is_alone()
         self._finish(Finish(verdict.state, verdict.why, job, self._read or (), alone))
 
     def _is_alone(self) -> bool:
-        return all(name == self._me.id for name in self._view.nodes)
+        """Whether no other node is there that has not left."""
+        return all(name == self._me.id or seen.node.state == "left" for name, seen in self._view.nodes.items())
 
     def _own_evidence(self) -> tuple[Entry, ...]:
         """Return what the workers here have left, if they have failed: what the others have is not to be had."""

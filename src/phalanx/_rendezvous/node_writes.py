@@ -11,10 +11,10 @@ import math
 from phalanx._rendezvous import records
 from phalanx._rendezvous.effects import Fetch, Submit, Unwatch, Watch
 from phalanx._rendezvous.leader import Leader
-from phalanx._rendezvous.records import replace
+from phalanx._rendezvous.stops import Stops
 from phalanx._rendezvous.store_view import StoreView
 from phalanx._rendezvous.writes import Writes
-from phalanx._store.store import JOB, OWN, Absent, Put, Transaction, Unchanged
+from phalanx._store.store import JOB, OWN, Absent, Put, Transaction
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class NodeWrites:
         self._entering = me  # the one that is being written
         self._entry_lease = OWN
         self._evidence = b""
-        self._tell: Stop | None = None  # why a generation is to end: to be written
+        self._stops = Stops()  # why generations are to end: to be written
         self._asked: Stop | None = None  # somebody wants the job to end
         self._read: tuple[Entry, ...] | None = None
         self._lost_job = False  # whether the job has ended without this node, and nothing is left of it
@@ -70,10 +70,11 @@ class NodeWrites:
 
     def _lead(self) -> None:
         """Decide what follows, if this node leads."""
-        leads = self._view.leader()[0] == self._me.id and not self._lost_job
-        if leads != (self._leader is not None):
-            self._leader = Leader(self._me, self._rules, self._chance) if leads else None
-        knows = leads or (bool(self._hosts) and self.state == "LEAVING")
+        who, since = self._view.leader()
+        since = since if who == self._me.id and not self._lost_job else 0
+        if since != (self._leader.since if self._leader else 0):  # another one may have led meanwhile
+            self._leader = Leader(self._me, self._rules, self._chance, since) if since else None
+        knows = since > 0 or (bool(self._hosts) and self.state == "LEAVING")
         if knows != self._knows_nodes:
             self._knows_nodes = knows
             if not knows:
@@ -104,12 +105,13 @@ class NodeWrites:
         if self._can_lead() and not self._writes.is_open("lead"):
             put = Put(records.LEADER, me.id.encode(), OWN)
             self._submit("lead", Transaction((Absent(records.LEADER),), (put,)))
-        self._write_stop()
+        if not self._writes.is_open("stop") and (stop := self._stops.due(self._view, self._asked)):
+            self._submit("stop", stop)
         if self.state == "LEAVING" and self._read is None and not self._writes.is_open("read"):
             job = self._job()
             generation = -1 if job is None or self._lost_job else job.with_evidence
             self._read = () if generation < 0 else None
-            if generation >= 0:
+            if generation >= 0 and self._is_due("read"):
                 self._effects.append(Fetch(self._writes.begin("read"), f"{records.EVIDENCE}{generation}/"))
 
     def _can_lead(self) -> bool:
@@ -117,27 +119,16 @@ class NodeWrites:
         is_here = self._entered is not None and self.state != "CLOSING" and not self._lost_job
         return is_here and self._view.told(records.JOB) > 0 and not self._view.leader()[0]
 
-    def _write_stop(self) -> None:
-        """Write why a generation is to end: once, and nothing where another has said so first."""
-        job, modified = self._view.job()
-        if job is None or job.phase == "over" or self._writes.is_open("stop"):
-            return
-        stop = self._tell
-        if stop is None or stop.generation != job.generation or self._view.stop(job.generation) is not None:
-            self._tell = stop if stop is not None and stop.generation > job.generation else None
-            stop = self._asked and replace(self._asked, generation=job.generation)
-        if stop is None or self._view.stop(job.generation) is not None:
-            return
-        key = f"{records.STOP}{job.generation}"
-        put = Put(key, records.write(stop), JOB)
-        self._submit("stop", Transaction((Absent(key), Unchanged(records.STATE, modified)), (put,)))
-
     def _submit(self, what: str, transaction: Transaction) -> None:
+        if self._is_due(what):
+            self._effects.append(Submit(self._writes.begin(what), transaction))
+
+    def _is_due(self, what: str) -> bool:
+        """Whether something may be asked for now; if it was just now in vain, it is tried again in a while."""
         until = self._writes.closed_until(what)
         if self._now < until:
             self.wake = min(self.wake, until)
-        else:
-            self._effects.append(Submit(self._writes.begin(what), transaction))
+        return self._now >= until
 
     def _note_done(self, event: store.Done) -> None:
         what = self._writes.end(event, self._now)

@@ -50,7 +50,7 @@ _Generation = Annotated[int, Meta(ge=-1, lt=2**31)]
 _Code = Annotated[int, Meta(gt=-(2**31), lt=2**31)]
 _Seconds = Annotated[float, Meta(ge=0, lt=1e12)]
 
-NodeState = Literal["ready", "running", "done"]
+NodeState = Literal["ready", "running", "done", "left"]
 Kind = Literal["failure", "hang", "lost", "left", "grow", "signal"]
 
 
@@ -80,6 +80,7 @@ class Node(Struct, frozen=True):
         order: Its rank among the nodes, if somebody has given it one; -1: nobody has.
         min_nodes, max_nodes: How many nodes it was told there are.
         state: "ready": it has no workers, and can take part. "running": its workers run. "done": they have succeeded.
+            "left": the node goes, or has gone, and its workers with it; it is not lost.
         generation: The one whose workers run, or have ended here last; -1: none.
         outcome: How its workers ended: "failed", "stopped", "succeeded", "not started"; "": there were none.
         uptime: For how many seconds they ran.
@@ -218,6 +219,11 @@ class Job(Struct, frozen=True):
         """The generation with whose failure the job has ended; -1: there is none."""
         stop = None if self.verdict is None else self.verdict.stop
         return -1 if stop is None or stop.kind == "signal" else stop.generation
+
+    @property
+    def ids(self) -> list[str]:
+        """Who takes part, by group rank."""
+        return [member.id for member in self.members]
 
     def rank_of(self, node: str) -> int:
         """Return the group rank of a node; -1: it does not take part."""

@@ -109,6 +109,7 @@ class Machines(NamedTuple):
             rejoin_delay=self.rejoin_delay,
             end_timeout=grace + notice + 60.0,
             exclude_after=self.exclude_after,
+            rank_timeout=30.0 + self.lease_ttl,
         )
 
     def store(self, run_id: str) -> Store:

@@ -24,6 +24,7 @@ class StoreView:
         self._deleted: dict[str, int] = {}  # when keys were deleted
         self._told: dict[str, int] = {}  # up to which revision the keys below a prefix are known
         self._job: tuple[int, Job | None] = -1, None
+        self._made = 0  # when the job was made
         self._nodes: dict[str, Seen] = {}
 
     def take(self, event: Snapshot | Changed) -> None:
@@ -92,6 +93,12 @@ class StoreView:
         if self._job[0] != entry.modified:
             self._job = entry.modified, records.read(Job, entry)
         return self._job[1], entry.modified
+
+    def is_job_gone(self) -> bool:
+        """Whether nothing is left of the job that was there when this was asked first; there may be another one."""
+        entry = self._entries.get(records.STATE)
+        self._made = self._made or (0 if entry is None else entry.created)
+        return self.told(records.JOB) > 0 and self._made != (0 if entry is None else entry.created)
 
     def stop(self, generation: int) -> Stop | None:
         """Return why a generation ends; None: nobody has said. Raises DamagedError."""

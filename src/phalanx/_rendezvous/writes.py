@@ -42,7 +42,8 @@ class Writes:
         what = next((what for what, ticket in self._open.items() if ticket == event.ticket), "")
         if what:
             del self._open[what]
-            if isinstance(event, Done) and (not event.made or what in TOLD):
+            in_vain = not event.made if isinstance(event, Done) else event.entries is None
+            if in_vain or what in TOLD:
                 self._closed[what] = now + AGAIN
         return what
 

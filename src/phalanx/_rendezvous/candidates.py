@@ -1,0 +1,96 @@
+"""Which nodes can take part in a generation of a job, in which order; and how far those are that do. Pure."""
+
+from __future__ import annotations
+
+from phalanx._rendezvous.records import VERSION
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from phalanx._rendezvous.membership import Notes, Rules, Seen
+    from phalanx._rendezvous.records import Job, Node
+
+
+def refusals(job: Job, nodes: Mapping[str, Seen], notes: Notes, now: float, rules: Rules) -> dict[str, str]:
+    """Return why which nodes cannot take part."""
+    found: dict[str, str] = {}
+    for name, (node, _) in nodes.items():
+        wanted, given = _span(job.min_nodes, job.max_nodes), _span(node.min_nodes, node.max_nodes)
+        if node.version != VERSION:
+            found[name] = f"the agents of this job write entries of version {VERSION}, and this one {node.version}"
+        elif wanted != given:
+            found[name] = f"the job is one of {wanted} nodes, and this node was told {given}"
+        elif name in job.excluded:
+            found[name] = f"its workers were the root cause of {_times(job.times)} in a row"
+        elif node.order >= job.max_nodes:
+            found[name] = f"its node rank is {node.order}, and the job has {wanted} nodes: 0 to {job.max_nodes - 1}"
+    twice = _twice(job, {name: seen for name, seen in nodes.items() if name not in found})
+    notes.twice = {name: notes.twice.get(name, now) for name in twice}
+    for name, first in twice.items():
+        if now >= notes.twice[name] + rules.rank_timeout:
+            host = nodes[first].node.host
+            found[name] = f"its node rank is {nodes[name].node.order}, and so is that of host {host}, which came first"
+    return found
+
+
+def _twice(job: Job, nodes: Mapping[str, Seen]) -> dict[str, str]:
+    """Return the nodes whose rank another one has that takes part, or came first; and that one."""
+    given = [(name, seen) for name, seen in nodes.items() if seen.node.order >= 0 and seen.node.state != "left"]
+    members = set(job.ids) if given else ()
+    given.sort(key=lambda item: (item[0] not in members, item[1].created))
+    first: dict[int, str] = {}
+    return {name: first[node.order] for name, (node, _) in given if first.setdefault(node.order, name) != name}
+
+
+def ranked(job: Job, ready: list[str], nodes: Mapping[str, Seen]) -> list[str]:
+    """Return who takes part, by rank: that which was given; else that of before; else one that is free."""
+    there = set(ready)
+    before = [name for name in job.ids if name in there]
+    count = min(len(ready), job.max_nodes)
+    stays = set(before)
+    chosen = (before + [name for name in ready if name not in stays])[:count]
+    orders = {name: nodes[name].node.order for name in chosen}
+    if all(order >= 0 for order in orders.values()):
+        return sorted(chosen, key=orders.__getitem__)
+    ranks = {member.id: rank for rank, member in enumerate(job.members)}
+    places: list[str | None] = [None] * count
+    left = []
+    for name in sorted(chosen, key=lambda name: orders[name] < 0):
+        rank = orders[name] if orders[name] >= 0 else ranks.get(name, -1)
+        if 0 <= rank < count and places[rank] is None:
+            places[rank] = name
+        else:
+            left.append(name)
+    return [left.pop(0) if name is None else name for name in places]
+
+
+def ready(job: Job, nodes: Mapping[str, Seen]) -> list[str]:
+    """Return the nodes that can take part in the generation that is to come, in the order in which they came."""
+    last = job.generation - (job.phase == "forming")
+    ranks = {member.id: rank for rank, member in enumerate(job.members)}
+    twice = _twice(job, nodes)
+    return [
+        name
+        for name, (node, _) in sorted(nodes.items(), key=lambda item: item[1].created)
+        if node.state == "ready" and name not in twice and name not in job.excluded
+        if name not in ranks or node.generation >= last
+    ]
+
+
+def has_ended(job: Job, node: Node) -> bool:
+    """Whether a node whose generation ends has nothing more to do with it, and says that it goes on, or goes."""
+    return node.generation >= job.generation and node.state in ("ready", "left")
+
+
+def has_succeeded(job: Job, node: Node) -> bool:
+    """Whether all workers that a node runs of a generation have succeeded."""
+    return node.generation >= job.generation and node.state in ("done", "left") and node.outcome == "succeeded"
+
+
+def _span(least: int, most: int) -> str:
+    return str(least) if least == most else f"{least} to {most}"
+
+
+def _times(number: int) -> str:
+    return f"{number} failure" if number == 1 else f"{number} failures"
