@@ -196,7 +196,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         """Make the group of an attempt from the spec and the ranks of the rendezvous."""
         own, spec = self._worker_group, self._worker_group.spec
         run_id = spec.rdzv_handler.get_run_id()
-        more = self._file_timers.start(run_id) | self._health.variables()
+        more = self._file_timers.start(run_id) | self._health.variables() | self._machines.variables
         envs = {
             worker.local_rank: worker_env(
                 worker.global_rank, worker.world_size, role=spec.role, run_id=run_id,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from phalanx._agent.restart_policy import RestartPolicy
+from phalanx._rendezvous.conf import SECRET
 from phalanx.agent._types import Worker
 from phalanx.rendezvous import ManyMachinesRendezvous
 
@@ -54,6 +55,11 @@ class AgentMachines:
         """Tell the other machines that workers here have failed."""
         if self.handler is not None:
             self.handler.tell_failure(end.error, rank=end.rank, exitcode=end.exitcode)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What workers find in their environment: not the secret, which is the agents' alone."""
+        return {} if self.handler is None else {SECRET: ""}
 
     @property
     def failed_here(self) -> bool:

@@ -133,8 +133,8 @@ class SimpleElasticAgent(ElasticAgent):
         Raises:
             SignalException: A signal arrived. No worker is left.
             RuntimeError: It runs already, in another thread.
-            RendezvousError: The rendezvous failed. Of several machines, RendezvousClosedError: the job has ended
-                because of another machine's workers.
+            RendezvousError: The rendezvous failed. RendezvousClosedError: of several machines, the workers of another
+                one have failed, and there was no restart left.
             phalanx.events.UnknownDestinationError: ``event_log_handler`` of the spec names no destination, which is a
                 KeyError; nothing has been started.
             Exception: What the hooks raise; if the last attempt could not be started, why not.
