@@ -15,9 +15,9 @@ from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._rendezvous import records
 from phalanx._rendezvous.job_run import JobRun, NodeTeam
-from phalanx._rendezvous.membership import Rules
 from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.records import Node, Stop, replace
+from phalanx._rendezvous.rules import Rules
 from phalanx._rendezvous.settings import prefix_of
 from phalanx._store.etcd import loop_thread
 from phalanx._store.etcd.etcd_store import EtcdStore

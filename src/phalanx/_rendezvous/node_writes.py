@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phalanx._rendezvous.effects import Effect
-    from phalanx._rendezvous.membership import Rules
     from phalanx._rendezvous.records import Job, Node, Stop
+    from phalanx._rendezvous.rules import Rules
     from phalanx._store import store
     from phalanx._store.store import Entry
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phalanx._agent.restart_policy import RestartPolicy
-    from phalanx._rendezvous.membership import Rules
+    from phalanx._rendezvous.rules import Rules
     from phalanx._store.store import Store
 
 
@@ -44,7 +44,7 @@ class Machines(NamedTuple):
         node_rank: The rank of this node, if it is given; -1: it is not.
         master: Where rank 0 of the workers listens, if that is given: its host and its port.
         lease_ttl: Seconds after which a node is lost that is not heard of.
-        join_timeout, last_call, rejoin_delay, exclude_after: See `membership.Rules`.
+        join_timeout, last_call, rejoin_delay, exclude_after: See `rules.Rules`.
         away_timeout: Seconds for which workers go on while a hosted store is away.
         barrier: Seconds that a node waits at its end for the others.
         ca, cert, key, user, password: See `EtcdSettings`.
@@ -100,7 +100,7 @@ class Machines(NamedTuple):
 
     def rules(self, policy: RestartPolicy, grace: float, notice: float) -> Rules:
         """Return what the job holds to. ``grace``, ``notice``: seconds that workers have to end."""
-        from phalanx._rendezvous.membership import Rules
+        from phalanx._rendezvous.rules import Rules
 
         return Rules(
             policy,
