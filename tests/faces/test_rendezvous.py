@@ -444,3 +444,27 @@ def test_an_etcd_that_is_there(etcd: Etcd) -> None:  # noqa: F811 - the fixture
         hear(ended)
         ends = at_once(one.next_rendezvous, other.next_rendezvous)
         assert [type(each) for each in ends] == [RendezvousClosedError] * 2, ends
+
+
+@pytest.mark.once
+@pytest.mark.usefixtures("grpc_is_up", "with_grpc")
+def test_the_first_machine_leaves_and_the_job_goes_on(etcd: Etcd) -> None:  # noqa: F811 - the fixture
+    def make() -> ManyMachinesRendezvous:
+        where = etcd.endpoints
+        return ManyMachinesRendezvous(RendezvousParameters("etcd", where, f"left/{os.getpid()}", 1, 2, **QUICK))
+
+    first, second = make(), make()
+    with ThreadPoolExecutor(1) as thread, shut_down(first, second):
+        met(first)
+        ended = noted(first)
+        comes = thread.submit(second.next_rendezvous)
+        hear(ended)
+        assert [met(first)[0].world_size, comes.result(SOON).rank] == [2, 1]
+        ended = noted(second)
+        leaves = thread.submit(first.shutdown)  # it leads
+        hear(ended)
+        info = second.next_rendezvous()
+        assert (info.rank, info.world_size) == (0, 1)
+        assert leaves.result(SOON)
+        assert second.why_ended == ""
+        assert second.tell_success()

@@ -63,7 +63,6 @@ class Participant(NodeWrites):
         self._by = math.inf  # when the end that somebody wants is waited for no more
         self._ended = -1  # the generation whose end was said
         self._heard: tuple[int, str] = (-1, "")
-        self._leaves = ""  # why this node goes
         self._is_led = False  # whether the others run, and this node waits
 
     # --- what happens

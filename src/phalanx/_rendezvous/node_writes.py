@@ -61,6 +61,7 @@ class NodeWrites:
         self._stops = Stops()  # why generations are to end: to be written
         self._asked: Stop | None = None  # somebody wants the job to end
         self._read: tuple[Entry, ...] | None = None
+        self._leaves = ""  # why this node goes
         self._lost_job = False  # whether the job has ended without this node, and nothing is left of it
 
     def _job(self) -> Job | None:
@@ -71,7 +72,8 @@ class NodeWrites:
     def _lead(self) -> None:
         """Decide what follows, if this node leads."""
         who, since = self._view.leader()
-        since = since if who == self._me.id and not self._lost_job else 0
+        # Who leaves decides nothing more: the others do not wait for what it makes of them, nor it for them.
+        since = since if who == self._me.id and not self._lost_job and not self._leaves else 0
         if since != (self._leader.since if self._leader else 0):  # another one may have led meanwhile
             self._leader = Leader(self._me, self._rules, self._chance, since) if since else None
         knows = since > 0 or (bool(self._hosts) and self.state == "LEAVING")
@@ -116,7 +118,7 @@ class NodeWrites:
 
     def _can_lead(self) -> bool:
         """Whether nobody leads, and this node may."""
-        is_here = self._entered is not None and self.state != "CLOSING" and not self._lost_job
+        is_here = self._entered is not None and self.state != "CLOSING" and not self._lost_job and not self._leaves
         return is_here and self._view.told(records.JOB) > 0 and not self._view.leader()[0]
 
     def _submit(self, what: str, transaction: Transaction) -> None:
