@@ -38,7 +38,6 @@ NOT_RUN = {
         "as above",
     "phalanx run --nnodes 2 --rdzv-backend etcd --rdzv-endpoint store:2379 --run-id night7 --nproc-per-node 8 train.py":
         "needs an etcd; tests/machines runs its like on three hosts",
-    "pip install 'phalanx[etcd]'": "installs what this environment has; `make package` installs the wheel",
     "phalanx run --nnodes 2 --node-rank 0 --master-addr host0 --master-port 29500 --nproc-per-node 8 train.py":
         "needs two machines; tests/machines/test_hosted.py runs its like",
     "phalanx run --nnodes 2 --rdzv-backend c10d --rdzv-endpoint host0:29400 --nproc-per-node 8 train.py": "as above",

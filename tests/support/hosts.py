@@ -6,6 +6,7 @@ carrier stays. One way: others have a wrong address of the Ethernet for the host
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 NET = "10.77.0"
+_count = itertools.count()
 NOBODY = "02:00:00:00:00:99"
 
 
@@ -38,7 +40,7 @@ class Hosts:
     """Hosts with the addresses 10.77.0.1 and up. A context manager."""
 
     def __init__(self, count: int) -> None:
-        self._prefix = f"phx{os.getpid()}"
+        self._prefix = f"phx{os.getpid()}-{next(_count)}"
         self.numbers = range(1, count + 1)
 
     def name(self, number: int) -> str:
