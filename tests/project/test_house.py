@@ -61,7 +61,10 @@ KEPT_APART = {
     **{
         f"src/phalanx/{name}.py": set[str]()
         for name in (
-            *(f"_rendezvous/{name}" for name in ("job_run", "leader", "membership", "node", "store_view")),
+            *(
+                f"_rendezvous/{name}"
+                for name in ("candidates", "job_run", "leader", "membership", "node", "stops", "store_view")
+            ),
             *("_store/etcd/etcd_store", "_store/etcd/session", "cli/_node_team", "cli/_run_node"),
         )
     },

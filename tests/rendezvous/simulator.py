@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._rendezvous import effects, records
-from phalanx._rendezvous.membership import Rules
 from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.records import Job, Stop, replace
+from phalanx._rendezvous.rules import Rules
 from phalanx._store.store import (
     OWN,
     Absent,

@@ -9,8 +9,9 @@ import pytest
 
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._rendezvous import leader as leading
-from phalanx._rendezvous.membership import PATIENCE, Decision, Notes, Rules, Seen, decide
+from phalanx._rendezvous.membership import Decision, decide
 from phalanx._rendezvous.records import VERSION, End, Job, Member, Node, Stop, replace, write
+from phalanx._rendezvous.rules import PATIENCE, Notes, Rules, Seen
 from phalanx._rendezvous.store_view import StoreView
 from phalanx._store.store import Changed, Entry, Put, Snapshot
 

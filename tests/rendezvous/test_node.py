@@ -9,9 +9,9 @@ import pytest
 
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._rendezvous import effects, records
-from phalanx._rendezvous.membership import Rules
 from phalanx._rendezvous.node import PATIENCE, Participant
 from phalanx._rendezvous.records import Job, Member, Node, Refusal, Stop, Verdict, replace
+from phalanx._rendezvous.rules import Rules
 from phalanx._store.store import (
     JOB,
     OWN,

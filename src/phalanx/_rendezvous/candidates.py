@@ -8,8 +8,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from phalanx._rendezvous.membership import Notes, Rules, Seen
     from phalanx._rendezvous.records import Job, Node
+    from phalanx._rendezvous.rules import Notes, Rules, Seen
 
 
 def refusals(job: Job, nodes: Mapping[str, Seen], notes: Notes, now: float, rules: Rules) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """What the workers of a node have left at the end of a generation: written for all nodes, and made one report of.
 
-A node writes `MOST_BYTES` at most: long texts lose their middles, of many failures the later ones lose their texts.
+A node writes `MOST_BYTES` at most, and of many nodes a share of `ALL_BYTES`, for each of them reads it all: long texts
+lose their middles, those of the first failure last; of many failures the later ones are left out, and of outcomes.
 Moments are of the machine that saw them, and are not compared with those of others: the first failure is that of the
 node that was the first to say so, see `Stop`; but a worker that has lost a connection is not the cause where one of
 another node has failed of something else.
@@ -17,6 +18,7 @@ from phalanx._evidence.describe import cut_middle
 from phalanx._outcomes.failure import ProcessFailure
 from phalanx._outcomes.outcome import NOT_AVAILABLE, STATES, Outcome
 from phalanx._outcomes.result import is_cut_off
+from phalanx._rendezvous import records
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,12 +31,17 @@ if TYPE_CHECKING:
 MOST_BYTES = 128 << 10
 """Of the evidence of one node."""
 
+ALL_BYTES = 8 << 20
+"""Of the evidence of all, unless there are so many that `_LEAST_BYTES` of each are more."""
+
+_LEAST_BYTES = 4 << 10
 _MOST = 1 << 16
+_MOST_NUMBER, _MOST_MOMENT = 2**31, 253402214400
 _LONGEST = 32 << 10  # characters of a text, at first; halved until all fits
 _SHORTEST = 64
 
 _Text = Annotated[str, Meta(max_length=_LONGEST + 200)]
-_Number = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+_Number = Annotated[int, Meta(ge=-_MOST_NUMBER, lt=_MOST_NUMBER)]
 _State = Annotated[str, Meta(pattern=f"^({'|'.join(STATES)})$")]
 _Rank = Annotated[int, Meta(ge=0, lt=2**31)]
 
@@ -48,7 +55,7 @@ class Failed(Struct, frozen=True):
     exitcode: _Number
     error_file: _Text
     message: _Text
-    timestamp: Annotated[int, Meta(ge=0, lt=253402214400)]
+    timestamp: Annotated[int, Meta(ge=0, lt=_MOST_MOMENT)]
     traceback: _Text = ""
     unreadable: _Text = ""
     detail: _Text = ""
@@ -92,36 +99,50 @@ class Evidence(Struct, frozen=True):
 _decoder = msgspec.json.Decoder(Evidence)
 
 
-def write(node: str, host: str, log_dir: str, result: RunProcsResult, first_rank: int, error: str = "") -> bytes:
-    """Return the evidence of a node whose workers have the ranks from ``first_rank`` on, cut to `MOST_BYTES`."""
+def write(
+    node: str, host: str, log_dir: str, result: RunProcsResult, first_rank: int, error: str = "", nodes: int = 1
+) -> bytes:
+    """Return the evidence of one of ``nodes``, cut to its share; its workers have the ranks from ``first_rank`` on."""
     failures = sorted(result.failures.values(), key=lambda failure: failure.first_key)
     ended = tuple(
         Ended(first_rank + rank, rank, one.pid, one.state, one.exitcode, one.signal_sent, one.notice)
         for rank, one in result.outcomes.items()
     )
-    longest = _LONGEST
+    most = max(_LEAST_BYTES, min(MOST_BYTES, ALL_BYTES // nodes))
+    longest, first = _LONGEST, most // 8
     while True:
-        failed = tuple(_told(failure, first_rank, longest) for failure in failures)
-        data = msgspec.json.encode(Evidence(node, host, log_dir, failed, ended, cut_middle(error, longest)))
-        if len(data) <= MOST_BYTES:
+        failed = tuple(
+            _told(failure, first_rank, longest if index else max(longest, first))
+            for index, failure in enumerate(failures[:_MOST])
+        )
+        told = Evidence(node, host, cut_middle(log_dir, _LONGEST), failed, ended, cut_middle(error, longest))
+        data = records.write(told)
+        if len(data) <= most:
             return data
         if longest > _SHORTEST:
             longest //= 2
-        elif failures:
+        elif len(failures) > 1:
             failures = failures[: len(failures) // 2]
-        else:
+        elif ended:
             ended = ended[: len(ended) // 2]
+        elif first > _SHORTEST:
+            first //= 2
+        else:
+            return data
 
 
 def _told(failure: ProcessFailure, first_rank: int, longest: int) -> Failed:
     def cut(text: str) -> str:
         return cut_middle(text, longest)
 
+    def bound(number: int) -> int:
+        return min(max(number, -_MOST_NUMBER), _MOST_NUMBER - 1)
+
     return Failed(
-        first_rank + failure.local_rank, failure.local_rank, failure.pid, failure.exitcode, cut(failure.error_file),
-        cut(failure.message), max(0, failure.timestamp), cut(failure.traceback), cut(failure.unreadable),
-        cut(failure.detail), cut(failure.stderr_tail), cut(failure.stdout_file), cut(failure.stderr_file),
-        is_cut_off(failure),
+        first_rank + failure.local_rank, failure.local_rank, bound(failure.pid), bound(failure.exitcode),
+        cut(failure.error_file), cut(failure.message), min(max(0, failure.timestamp), _MOST_MOMENT - 1),
+        cut(failure.traceback), cut(failure.unreadable), cut(failure.detail), cut(failure.stderr_tail),
+        cut(failure.stdout_file), cut(failure.stderr_file), is_cut_off(failure),
     )  # fmt: skip
 
 

@@ -10,16 +10,16 @@ from __future__ import annotations
 import math
 
 from phalanx._rendezvous import membership, records
-from phalanx._rendezvous.membership import Notes
 from phalanx._rendezvous.records import Job, Refusal
+from phalanx._rendezvous.rules import Notes
 from phalanx._store.store import JOB, Absent, Created, Delete, Put, Transaction, Unchanged
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from phalanx._rendezvous.membership import Rules
     from phalanx._rendezvous.records import Node, Stop
+    from phalanx._rendezvous.rules import Rules
     from phalanx._rendezvous.store_view import StoreView
 
 

@@ -28,81 +28,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from phalanx._agent.restart_policy import RestartPolicy
     from phalanx._rendezvous.records import Node
-
-
-PATIENCE = 30.0
-"""Seconds after which a node is refused whose rank another one has, see `Rules`."""
-
-
-class Rules(NamedTuple):
-    """What a job is to hold to.
-
-    Attributes:
-        policy: When a failure is followed by another generation.
-        join_timeout: Seconds that a generation may be waited for while there are too few nodes.
-        last_call: Seconds after the minimum is there in which more nodes may come, before the first generation.
-        rejoin_delay: Seconds between the coming of a node and the end of the generation that runs without it.
-        end_timeout: Seconds after which a node that has not ended its workers is not waited for.
-        exclude_after: After so many root causes in a row a node is left out; 0: never.
-        rank_timeout: Seconds after which a node is refused whose rank another one has: longer than a lease lasts, for
-            that may be the node's own entry of before.
-    """
-
-    policy: RestartPolicy
-    join_timeout: float = 600.0
-    last_call: float = 30.0
-    rejoin_delay: float = 30.0
-    end_timeout: float = 90.0
-    exclude_after: int = 0
-    rank_timeout: float = PATIENCE
-
-
-class Seen(NamedTuple):
-    """A node as the store has it: its entry, and the revision at which that was made."""
-
-    node: Node
-    created: int
-
-
-class Notes:
-    """When a leader saw what, by its own clock: of one phase of one generation, but for the restarts.
-
-    A decision may not be made, and be taken again: what it would change here is ``planned``, until the job is so.
-    """
-
-    def __init__(self, job: Job, now: float) -> None:
-        self.restarts: list[float] = []
-        """When restarts were decided that count."""
-        self.twice: dict[str, float] = {}
-        """Since when nodes have a rank that another one has: that one's lease may yet run out."""
-        self.planned: Notes | None = None
-        self.of = -1, ""
-        self.turn(job, now)
-
-    def turn(self, job: Job, now: float) -> None:
-        """Note in which phase the job is."""
-        count = len(job.restarts)
-        self.restarts = self.restarts[:count] + [now - age for age in job.restarts[len(self.restarts) :]]
-        if self.of == (job.generation, job.phase):
-            return
-        if self.planned is not None and self.planned.of == (job.generation, job.phase):
-            self.__dict__.update(self.planned.__dict__)
-        else:
-            self.of = job.generation, job.phase
-            self.since = now
-            self.enough: float | None = None  # since when the minimum is there
-            self.more: float | None = None  # since when nodes wait that could take part
-            self.ending: float | None = None  # since when a `Stop` is there
-        self.planned = None
-
-    def after(self, job: Job, now: float) -> Notes:
-        """Return what is to be noted once the job is that."""
-        planned = copy.copy(self)
-        planned.planned = None
-        planned.turn(job, now)
-        return planned
+    from phalanx._rendezvous.rules import Notes, Rules, Seen
 
 
 class Decision(NamedTuple):

@@ -17,15 +17,15 @@ from phalanx._rendezvous.stops import Stops
 from phalanx._rendezvous.store_view import StoreView
 from phalanx._rendezvous.writes import Writes
 from phalanx._store import store
-from phalanx._store.store import JOB, OWN, Absent, Put, Transaction
+from phalanx._store.store import JOB, OWN, Absent, Delete, Put, Transaction
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phalanx._rendezvous.effects import Effect
-    from phalanx._rendezvous.membership import Rules
     from phalanx._rendezvous.records import Job, Node
+    from phalanx._rendezvous.rules import Rules
     from phalanx._store.store import Entry, StoreEvent
 
 PATIENCE = 5.0
@@ -274,9 +274,10 @@ class Participant:
         # That the workers run is not said but after a lost lease: the job's state says it, until they have ended.
         is_known = self._entered == me or (self._entered is not None and me.state == "running")
         if not is_known and not self._writes.is_open("enter"):
-            writes = [Put(f"{records.NODES}{me.id}", records.write(me), self._entry_lease)]
+            writes: list[Put | Delete] = [Put(f"{records.NODES}{me.id}", records.write(me), self._entry_lease)]
             if self._evidence:
-                writes.append(Put(f"{records.EVIDENCE}{me.generation}/{me.id}", self._evidence, JOB))
+                its, old = records.evidence_of(me), records.evidence_of(me, before=1)
+                writes += [Put(its, self._evidence, JOB), Delete(old)]
             self._submit("enter", Transaction((), tuple(writes)))
             self._entering = me
         if self._can_lead() and not self._writes.is_open("lead"):
@@ -366,8 +367,8 @@ class Participant:
         if job is not None and job.phase == "running" and self._view.leader()[0]:
             self._is_led = True
             return  # a spare waits for as long as the others run
-        if self._is_led:  # however long that was, it waits for the next generation from now on
-            self._is_led, self._since = False, self._now
+        self._since = self._now if self._is_led else self._since  # however long that was: it waits from now on
+        self._is_led = False
         delay = 0.0 if job is None else job.delay
         until = self._since + delay + self._rules.join_timeout + self._rules.end_timeout + PATIENCE
         if self._now >= until:
@@ -379,8 +380,7 @@ class Participant:
     def _leave(self) -> None:
         """Leave: the job is over, or goes on without this node."""
         job = self._job()
-        verdict = None if job is None or self._lost_job else job.verdict
-        if verdict is None:
+        if job is None or self._lost_job or (verdict := job.verdict) is None:
             has_succeeded = self._me.outcome == "succeeded" and self._me.state in ("done", "left")
             state = "stopped" if self._asked is not None else "succeeded" if has_succeeded else "left"
             self._finish(Finish(state, self._leaves, job))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from phalanx._agent.restart_policy import RestartPolicy
-    from phalanx._rendezvous.membership import Rules
+    from phalanx._rendezvous.rules import Rules
     from phalanx._store.store import Store
 
 ETCD = ("etcd", "etcd-v3", "etcd-v2")
@@ -25,7 +25,7 @@ class Machines(NamedTuple):
         endpoints: Where, as ``host:port``.
         address: Where this machine is reached by the others; "": see `own_address`.
         lease_ttl: Seconds after which a node is lost that is not heard of.
-        join_timeout, last_call, rejoin_delay, exclude_after: See `membership.Rules`.
+        join_timeout, last_call, rejoin_delay, exclude_after: See `rules.Rules`.
         barrier: Seconds that a node waits at its end for the others.
         ca, cert, key, user, password: See `EtcdSettings`.
         keep: Whether what the store holds of the job stays, once that is over.
@@ -75,7 +75,7 @@ class Machines(NamedTuple):
 
     def rules(self, policy: RestartPolicy, grace: float, notice: float) -> Rules:
         """Return what the job holds to. ``grace``, ``notice``: seconds that workers have to end."""
-        from phalanx._rendezvous.membership import Rules
+        from phalanx._rendezvous.rules import Rules
 
         return Rules(
             policy,

@@ -7,8 +7,8 @@ key, the one with the higher revision holds.
 from __future__ import annotations
 
 from phalanx._rendezvous import records
-from phalanx._rendezvous.membership import Seen
 from phalanx._rendezvous.records import DamagedError, Job, Node, Refusal, Stop
+from phalanx._rendezvous.rules import Seen
 from phalanx._store.store import Changed
 
 TYPE_CHECKING = False

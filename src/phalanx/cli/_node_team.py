@@ -173,7 +173,9 @@ class MachineTeam(RunTeam, NodeTeam):
         result = self.result or RunProcsResult()
         folder = self._groups.log_dir
         error = end.error if end.failed and not result.failures else ""
-        return me, stop, evidence.write(me.id, me.host, folder, result, self._first, error)
+        return me, stop, evidence.write(
+            me.id, me.host, folder, result, self._first, error, len(self._job.members)
+        )  # fmt: skip
 
     def _stop(self, generation: int, error: str, rank: int | None, exitcode: int | None) -> Stop:
         return Stop(generation, "failure", self._me.id, self._me.host, error, rank, exitcode)
