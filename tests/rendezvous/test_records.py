@@ -227,3 +227,38 @@ def test_who_writes_places_of_others_is_not_heard() -> None:
     )
     data = data.replace(b'"all_reduce"', b'"' + b"x" * 401 + b'"')
     assert JobEvidence([entry("evidence/3/a", 4, data)], STOP, MEMBERS).damaged
+
+
+def failing(count: int, **facts: Any) -> RunProcsResult:
+    made = {rank: ProcessFailure(rank, 1, 1, "", rank=rank, host="h").replace(**facts) for rank in range(count)}
+    return RunProcsResult(failures=made, outcomes={rank: Outcome(rank, 1, "failed", 1, None) for rank in made})
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"message": "no such file: \udcff"},
+        {"traceback": "\0" * 300_000},
+        {"timestamp": 10**15},
+        {"exitcode": 2**32 - 1},
+    ],
+    ids=lambda facts: next(iter(facts)),
+)
+def test_whatever_a_worker_has_left_is_read_by_the_others(facts: dict[str, Any]) -> None:
+    data = evidence.write("a", "h", "/tmp/\udcff", failing(1, **facts), 5, "\udcff")
+    found = JobEvidence([Entry("evidence/0/a", data, 1, 1)], None)
+    assert (found.damaged, list(found.failures), list(found.outcomes)) == ([], [5], [5])
+
+
+def test_the_evidence_of_many_is_bounded_and_the_first_failure_is_kept() -> None:
+    told = failing(200, message="ValueError: bad", traceback="x" * 9000)
+    for nodes, most in ((1, MOST_BYTES), (1000, evidence.ALL_BYTES // 1000), (10000, 4096)):
+        data = evidence.write("a", "h", "", told, 0, nodes=nodes)
+        assert len(data) <= most
+        first = JobEvidence([Entry("evidence/0/a", data, 1, 1)], None).failures[0]
+        assert (first.message, len(first.traceback) > most // 20) == ("ValueError: bad", True)
+
+
+def test_a_text_that_is_no_utf_8_is_written() -> None:
+    stop = Stop(0, "failure", "a", "h", "no such file: \udcff")
+    assert records.read(Stop, Entry("job/stop/0", records.write(stop), 1, 1)).error == "no such file: ?"

@@ -1,6 +1,7 @@
 """What the workers of a node have left at the end of a generation: written for all nodes, and made one report of.
 
-A node writes `MOST_BYTES` at most: long texts lose their middles, of many failures the later ones lose their texts.
+A node writes `MOST_BYTES` at most, and of many nodes a share of `ALL_BYTES`, for each of them reads it all: long texts
+lose their middles, those of the first failure last; of many failures the later ones are left out, and of outcomes.
 Moments are of the machine that saw them, and are not compared with those of others: the first failure is that of the
 node that was the first to say so, see `Stop`; but a worker that has lost a connection is not the cause where one of
 another node has failed of something else.
@@ -22,6 +23,7 @@ from phalanx._evidence.error_file import is_of_timer
 from phalanx._outcomes.failure import ProcessFailure
 from phalanx._outcomes.outcome import NOT_AVAILABLE, STATES, Outcome
 from phalanx._outcomes.result import is_cut_off
+from phalanx._rendezvous import records
 from phalanx._rendezvous.job_ranks import JobRanks
 from phalanx._stacks import dump
 
@@ -38,16 +40,20 @@ if TYPE_CHECKING:
 MOST_BYTES = 128 << 10
 """Of the evidence of one node."""
 
+ALL_BYTES = 8 << 20
+"""Of the evidence of all, unless there are so many that `_LEAST_BYTES` of each are more."""
+
+_LEAST_BYTES = 4 << 10
 _MOST = 1 << 16
+_MOST_NUMBER, _MOST_MOMENT = 2**31, 253402214400
 _LONGEST = 32 << 10  # characters of a text, at first; halved until all fits
 _SHORTEST = 64
 _MOST_PLACES = 256
 _MOST_RUNS = 4096  # of neighbouring ranks at one place
-_MOST_OF_PLACES = 32 << 10  # bytes
 _MOST_NAME = 200  # characters
 
 _Text = Annotated[str, Meta(max_length=_LONGEST + 200)]
-_Number = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+_Number = Annotated[int, Meta(ge=-_MOST_NUMBER, lt=_MOST_NUMBER)]
 _State = Annotated[str, Meta(pattern=f"^({'|'.join(STATES)})$")]
 _Rank = Annotated[int, Meta(ge=0, lt=2**31)]
 _Name = Annotated[str, Meta(max_length=_MOST_NAME + 200)]
@@ -62,7 +68,7 @@ class Failed(Struct, frozen=True):
     exitcode: _Number
     error_file: _Text
     message: _Text
-    timestamp: Annotated[int, Meta(ge=0, lt=253402214400)]
+    timestamp: Annotated[int, Meta(ge=0, lt=_MOST_MOMENT)]
     traceback: _Text = ""
     unreadable: _Text = ""
     detail: _Text = ""
@@ -146,36 +152,49 @@ def write(
     first_rank: int,
     error: str = "",
     hangs: HangReporter | None = None,
+    nodes: int = 1,
 ) -> bytes:
-    """Return the evidence of a node whose workers have the ranks from ``first_rank`` on, cut to `MOST_BYTES`.
+    """Return the evidence of one of ``nodes``, cut to its share; its workers have the ranks from ``first_rank`` on.
 
     ``hangs`` knows where they were, if a rank of the job was found to hang.
     """
+    most = max(_LEAST_BYTES, min(MOST_BYTES, ALL_BYTES // nodes))
     summaries = {} if hangs is None else hangs.summaries
-    places = () if hangs is None else _places(hangs.whereabouts, first_rank)
+    places = () if hangs is None else _places(hangs.whereabouts, first_rank, most // 4)
     failures = sorted(result.failures.values(), key=lambda failure: failure.first_key)
     ended = tuple(
         Ended(first_rank + rank, rank, one.pid, one.state, one.exitcode, one.signal_sent, one.notice)
         for rank, one in result.outcomes.items()
     )
-    longest = _LONGEST
+    longest, first = _LONGEST, most // 8
     while True:
         failed = tuple(
-            _told(failure, first_rank, longest, summaries.get(failure.local_rank, "")) for failure in failures
+            _told(
+                failure,
+                first_rank,
+                longest if index else max(longest, first),
+                summaries.get(failure.local_rank, ""),
+            )
+            for index, failure in enumerate(failures[:_MOST])
         )
-        data = msgspec.json.encode(Evidence(node, host, log_dir, failed, ended, cut_middle(error, longest), places))
-        if len(data) <= MOST_BYTES:
+        told = Evidence(node, host, cut_middle(log_dir, _LONGEST), failed, ended, cut_middle(error, longest), places)
+        data = records.write(told)
+        if len(data) <= most:
             return data
         if longest > _SHORTEST:
             longest //= 2
-        elif failures:
+        elif len(failures) > 1:
             failures = failures[: len(failures) // 2]
-        else:
+        elif ended:
             ended = ended[: len(ended) // 2]
+        elif first > _SHORTEST:
+            first //= 2
+        else:
+            return data
 
 
-def _places(whereabouts: Mapping[int, tuple[Location, bool]], first_rank: int) -> tuple[Place, ...]:
-    """Return where the ranks of a node are, cut to `_MOST_OF_PLACES`: the place of most ranks, and those of few."""
+def _places(whereabouts: Mapping[int, tuple[Location, bool]], first_rank: int, most_bytes: int) -> tuple[Place, ...]:
+    """Return where the ranks of a node are, cut to so many bytes: the place of most ranks, and those of few."""
     together: dict[tuple[Location, bool], list[list[int]]] = {}
     for rank in sorted(whereabouts):
         runs = together.setdefault(whereabouts[rank], [])
@@ -188,7 +207,7 @@ def _places(whereabouts: Mapping[int, tuple[Location, bool]], first_rank: int) -
     most = _MOST_RUNS
     while True:
         places = tuple(_place(*where, runs[:most]) for where, runs in found)
-        if len(msgspec.json.encode(places)) <= _MOST_OF_PLACES:
+        if len(msgspec.json.encode(places)) <= most_bytes:
             return places
         if most > 1:
             most //= 2
@@ -199,12 +218,16 @@ def _places(whereabouts: Mapping[int, tuple[Location, bool]], first_rank: int) -
 def _place(where: Location, waits: bool, runs: list[list[int]]) -> Place:  # noqa: FBT001 - as `whereabouts` has it
     ranks = tuple((first, last) for first, last in runs)
     if isinstance(where, str):
-        return Place("unknown", how=cut_middle(where, _MOST_NAME), ranks=ranks)
+        return Place("unknown", how=_name(where), ranks=ranks)
     if isinstance(where, dump.Ended):
-        return Place("ended", how=cut_middle(where.how, _MOST_NAME), ranks=ranks)
+        return Place("ended", how=_name(where.how), ranks=ranks)
     frame, how = (where.frame, where.state) if isinstance(where, dump.Halted) else (where, "")
-    function, file = (cut_middle(text, _MOST_NAME) for text in (frame.function, os.path.basename(frame.path)))
-    return Place("in", function, file, frame.line, cut_middle(how, _MOST_NAME), waits, ranks)
+    file = _name(os.path.basename(frame.path))
+    return Place("in", _name(frame.function), file, frame.line, _name(how), waits, ranks)
+
+
+def _name(text: str) -> str:
+    return cut_middle(text, _MOST_NAME).encode("utf-8", "replace").decode()
 
 
 def _told(failure: ProcessFailure, first_rank: int, longest: int, summary: str) -> Failed:
@@ -214,11 +237,14 @@ def _told(failure: ProcessFailure, first_rank: int, longest: int, summary: str) 
     def cut(text: str) -> str:
         return cut_middle(text, longest)
 
+    def bound(number: int) -> int:
+        return min(max(number, -_MOST_NUMBER), _MOST_NUMBER - 1)
+
     return Failed(
-        first_rank + failure.local_rank, failure.local_rank, failure.pid, failure.exitcode, cut(failure.error_file),
-        cut(failure.message), max(0, failure.timestamp), cut(failure.traceback), cut(failure.unreadable),
-        cut(detail), cut(failure.stderr_tail), cut(failure.stdout_file), cut(failure.stderr_file),
-        is_cut_off(failure), is_of_timer(failure.error_file_data),
+        first_rank + failure.local_rank, failure.local_rank, bound(failure.pid), bound(failure.exitcode),
+        cut(failure.error_file), cut(failure.message), min(max(0, failure.timestamp), _MOST_MOMENT - 1),
+        cut(failure.traceback), cut(failure.unreadable), cut(detail), cut(failure.stderr_tail),
+        cut(failure.stdout_file), cut(failure.stderr_file), is_cut_off(failure), is_of_timer(failure.error_file_data),
     )  # fmt: skip
 
 

@@ -306,8 +306,8 @@ class Participant(NodeWrites):
         if job is not None and job.phase == "running" and self._view.leader()[0]:
             self._is_led = True
             return  # a spare waits for as long as the others run
-        if self._is_led:  # however long that was, it waits for the next generation from now on
-            self._is_led, self._since = False, self._now
+        self._since = self._now if self._is_led else self._since  # however long that was: it waits from now on
+        self._is_led = False
         delay = 0.0 if job is None else job.delay
         until = self._since + delay + self._rules.join_timeout + self._rules.end_timeout + PATIENCE
         if self._now >= until:
@@ -319,8 +319,7 @@ class Participant(NodeWrites):
     def _leave(self) -> None:
         """Leave: the job is over, or goes on without this node."""
         job = self._job()
-        verdict = None if job is None or self._lost_job else job.verdict
-        if verdict is None:
+        if job is None or self._lost_job or (verdict := job.verdict) is None:
             has_succeeded = self._me.outcome == "succeeded" and self._me.state in ("done", "left")
             state = "stopped" if self._asked is not None else "succeeded" if has_succeeded else "left"
             self._finish(Finish(state, self._leaves, job, self._own_evidence()))
@@ -335,8 +334,11 @@ class Participant(NodeWrites):
     def _own_evidence(self) -> tuple[Entry, ...]:
         """Return what the workers here have left, if they have failed: what the others have is not to be had."""
         me = self._me
-        key = f"{records.EVIDENCE}{me.generation}/{me.id}"
-        return (Entry(key, self._evidence, 0, 0),) if self._evidence and me.outcome in ("failed", "not started") else ()
+        return (
+            (Entry(records.evidence_of(me), self._evidence, 0, 0),)
+            if self._evidence and me.outcome in ("failed", "not started")
+            else ()
+        )
 
     def _finish(self, finish: Finish) -> None:
         if not self._is_final:

@@ -14,7 +14,7 @@ from phalanx._rendezvous.leader import Leader
 from phalanx._rendezvous.stops import Stops
 from phalanx._rendezvous.store_view import StoreView
 from phalanx._rendezvous.writes import Writes
-from phalanx._store.store import JOB, OWN, Absent, Put, Transaction
+from phalanx._store.store import JOB, OWN, Absent, Delete, Put, Transaction
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -99,9 +99,10 @@ class NodeWrites:
         # That the workers run is not said but after a lost lease: the job's state says it, until they have ended.
         is_known = self._entered == me or (self._entered is not None and me.state == "running")
         if not is_known and not self._writes.is_open("enter"):
-            writes = [Put(f"{records.NODES}{me.id}", records.write(me), self._entry_lease)]
+            writes: list[Put | Delete] = [Put(f"{records.NODES}{me.id}", records.write(me), self._entry_lease)]
             if self._evidence:
-                writes.append(Put(f"{records.EVIDENCE}{me.generation}/{me.id}", self._evidence, JOB))
+                its, old = records.evidence_of(me), records.evidence_of(me, before=1)
+                writes += [Put(its, self._evidence, JOB), Delete(old)]
             self._submit("enter", Transaction((), tuple(writes)))
             self._entering = me
         if self._can_lead() and not self._writes.is_open("lead"):

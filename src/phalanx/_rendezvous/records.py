@@ -25,6 +25,8 @@ from msgspec.structs import replace
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from phalanx._store.store import Entry
 
 __all__ = ["replace"]  # with all that is defined here; nobody else loads msgspec
@@ -247,8 +249,23 @@ _decoders = {kind: msgspec.json.Decoder(kind) for kind in (Node, Job, Stop, Refu
 
 
 def write(record: Struct) -> bytes:
-    """Return a record as the value of a key."""
-    return _encoder.encode(record)
+    r"""Return a record as the value of a key. Lone surrogates (of file names that are no UTF-8) become "?".
+
+    >>> write(Refusal("no such file: \udcff"))
+    b'{"why":"no such file: ?"}'
+    """
+    try:
+        return _encoder.encode(record)
+    except UnicodeEncodeError:
+        return _encoder.encode(_plain(msgspec.to_builtins(record)))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def read(kind: type[Record], entry: Entry) -> Record:
@@ -266,6 +283,11 @@ def read(kind: type[Record], entry: Entry) -> Record:
     except msgspec.MsgspecError as error:
         msg = f"{entry.key}: {error}"
         raise DamagedError(msg) from None
+
+
+def evidence_of(node: Node, *, before: int = 0) -> str:
+    """Return the key of what the workers of a node have left, of its generation or one ``before``."""
+    return f"{EVIDENCE}{node.generation - before}/{node.id}"
 
 
 def one_line(text: str) -> str:

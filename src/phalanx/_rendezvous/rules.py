@@ -1,4 +1,4 @@
-"""What a job holds to, and what its leader has noted of it, by its own clock. Pure."""
+"""What a job is held to, and what its leader has noted of when it saw what. Pure."""
 
 from __future__ import annotations
 

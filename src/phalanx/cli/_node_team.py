@@ -217,8 +217,8 @@ class MachineTeam(RunTeam, NodeTeam):
             stop = replace(stop, kind="hang")
         folder = self._groups.log_dir
         error = end.error if end.failed and not result.failures else ""
-        hangs = None if group is None else group.hang_report
-        return me, stop, evidence.write(me.id, me.host, folder, result, self._first, error, hangs)
+        hangs, nodes = None if group is None else group.hang_report, len(self._job.members)
+        return me, stop, evidence.write(me.id, me.host, folder, result, self._first, error, hangs, nodes)
 
     def _stop(self, generation: int, error: str, rank: int | None, exitcode: int | None) -> Stop:
         return Stop(generation, "failure", self._me.id, self._me.host, one_line(error), rank, exitcode)
