@@ -173,6 +173,7 @@ def test_an_etcd_that_is_killed_and_starts_again(job: Callable[..., EtcdJob]) ->
 
 def test_three_members_lose_their_leader_and_then_the_quorum(job: Callable[..., EtcdJob]) -> None:
     one = job("3", members=3)
+    one.conf[0] = "lease_ttl=5"  # the default: agents reach a store that is back within a second or two
     agents = one.start(1, 2, 3, options=["--max-restarts", "1"])
     everyone(agents, 0, 6)
     leader = _leader(one)

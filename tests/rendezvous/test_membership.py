@@ -358,7 +358,7 @@ def test_many_are_refused_in_several_transactions() -> None:
     view.take(Snapshot("nodes/", 5, tuple(Entry(f"nodes/{one.id}", write(one), 5, 5) for one in strangers)))
     refused: set[str] = set()
     for revision in range(6, 10):
-        transaction, _ = leader.decide(view, 1.0)
+        transaction, _ = leader.decide(view, 1.0, is_new=False)
         assert transaction is not None
         assert len(transaction.writes) + len(transaction.conditions) < 100  # etcd takes 128
         puts = [put for put in transaction.writes if isinstance(put, Put)]
@@ -366,4 +366,4 @@ def test_many_are_refused_in_several_transactions() -> None:
         entries = tuple(Entry(put.key, put.value, revision, revision) for put in puts)
         view.take(Changed("job/", revision, entries, ()))
     assert len(refused) == 200
-    assert leader.decide(view, 1.0)[0] is None
+    assert leader.decide(view, 1.0, is_new=False)[0] is None

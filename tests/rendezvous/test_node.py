@@ -19,6 +19,7 @@ from phalanx._store.store import (
     Away,
     Back,
     Changed,
+    Delete,
     Done,
     Entry,
     Fetched,
@@ -208,6 +209,7 @@ def test_the_end_of_the_job_brings_what_the_workers_have_left() -> None:
 
 def test_evidence_that_cannot_be_read_is_not_waited_for() -> None:
     story = Story().enter()
+    story.writes("job/state", replace(RUNS, phase="forming", members=()))
     stop = Stop(0, "failure", "b", "host-b", "exit code 1", 0, 1)
     story.writes("job/state", replace(RUNS, phase="over", verdict=Verdict("failed", "", stop)))
     due = story.wait(PATIENCE)
@@ -430,6 +432,7 @@ def test_another_job_of_the_same_id_is_not_taken_for_its_own() -> None:
 
 def test_evidence_that_could_not_be_read_is_asked_for_again_and_the_verdict_holds() -> None:
     story = Story().enter()
+    story.writes("job/state", replace(RUNS, phase="forming", members=()))
     stop = Stop(0, "failure", "b", "host-b", "exit code 1", 0, 1)
     fetch = story.writes("job/state", replace(RUNS, phase="over", verdict=Verdict("failed", "", stop)))[-1]
     assert isinstance(fetch, effects.Fetch)
@@ -451,3 +454,28 @@ def test_ctrl_c_while_the_generation_ends_for_another_reason_stops_the_next_one(
     assert put.key == "job/stop/1"
     told = records.read(Stop, Entry(put.key, put.value, 1, 1))
     assert (told.kind, told.generation) == ("signal", 1)
+
+
+def test_a_job_that_is_over_when_it_comes_is_an_earlier_one() -> None:
+    story = Story()
+    story.answer()
+    story.writes("job/leader", b"b")
+    story.answer(made=False)
+    stop = Stop(0, "failure", "x", "host-x", "exit code 1", 0, 1)
+    over = Job(0, "over", 1, 1, (Member("x", "host-x", 2, "default"),), verdict=Verdict("failed", "", stop))
+    story.writes("job/stop/0", stop)
+    assert story.writes("job/state", over) == [effects.Earlier()]
+    modified = story.revision
+    assert story.node.state == "WAITING"
+    story.tell(Changed("job/", story.revision + 1, (), ("job/leader",)))
+    story.answer()
+    story.writes("job/leader", b"a")
+    nodes_are(story, "a", "x")
+    assert story.asked == []  # who has had part in it may yet read what is left
+    nodes_are(story, "a")
+    made = story.asked[0].transaction
+    assert made.conditions[1] == Unchanged("job/state", modified)
+    assert made.writes == (Delete("job/state"), Delete("job/stop/0"))
+    story.answer()
+    story.tell(Changed("job/", story.revision, (), ("job/state", "job/stop/0")))
+    assert [put.key for put in story.asked[0].transaction.writes] == ["job/state"]  # of the next job

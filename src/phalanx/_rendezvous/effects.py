@@ -55,6 +55,10 @@ class Heard(NamedTuple):
     what: Stop | Job
 
 
+class Earlier(NamedTuple):
+    """A job of this id is over; this node has come too late for it, and waits for the next one."""
+
+
 class Finish(NamedTuple):
     """The node has left.
 
@@ -76,4 +80,4 @@ class Finish(NamedTuple):
     ends_job: bool = False
 
 
-Effect = Watch | Unwatch | Submit | Fetch | Start | End | Heard | Finish
+Effect = Watch | Unwatch | Submit | Fetch | Start | End | Heard | Earlier | Finish

@@ -268,6 +268,8 @@ class JobEvidence:
     def __init__(self, entries: Iterable[Entry], stop: Stop | None, members: Sequence[Member] = ()) -> None:
         self.damaged: list[str] = []
         found = [one for entry in sorted(entries, key=lambda entry: entry.modified) if (one := self._read(entry))]
+        names = {member.id for member in members}
+        found = [one for one in found if not names or one.node in names]  # others are of an earlier job of this id
         # By the store's revisions; the node first that was the first to tell.
         found.sort(key=lambda one: stop is None or one.node != stop.node)
         told = [(one, failed) for one in found for failed in one.failures]

@@ -62,6 +62,9 @@ class NodeTeam(Team):
     def heard(self, what: Job | Stop) -> None:
         """Say what has been decided, or what has happened."""
 
+    def came_late(self) -> None:
+        """Say that a job of this id is over, and that the next one is waited for. By default, it is not said."""
+
     @abstractmethod
     def store_is(self, why: str | None) -> None:
         """Say that the store does not answer, and why; None: it answers."""
@@ -221,6 +224,8 @@ class JobRun:
             self._store.unwatch(effect.prefix)
         elif isinstance(effect, effects.Heard):
             self._team.heard(effect.what)
+        elif isinstance(effect, effects.Earlier):
+            self._team.came_late()
 
     def _start(self) -> None:
         try:

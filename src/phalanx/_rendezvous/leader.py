@@ -48,8 +48,12 @@ class Leader:
         self._notes: Notes | None = None
         self.decided = 0
 
-    def decide(self, view: StoreView, now: float) -> tuple[Transaction | None, float]:
-        """Return what is to be written now, and when to ask again. None: nothing. Raises DamagedError."""
+    def decide(self, view: StoreView, now: float, *, is_new: bool) -> tuple[Transaction | None, float]:
+        """Return what is to be written now, and when to ask again. None: nothing. Raises DamagedError.
+
+        ``is_new``: whether this node has seen no job that goes on. One that is over is of others then: what is left of
+        it is removed, once none of them is there.
+        """
         if not view.told(records.NODES) or self.decided > view.told(records.JOB):
             return None, math.inf
         mine = Created(records.LEADER, self.since)
@@ -57,6 +61,11 @@ class Leader:
         if job is None:
             first = _put(records.STATE, Job(0, "forming", *self._nodes))
             return Transaction((mine, Absent(records.STATE)), (first,)), math.inf
+        if is_new and job.phase == "over":
+            if any(name in view.nodes and view.nodes[name].node.state != "left" for name in job.ids):
+                return None, math.inf
+            ends = tuple(Delete(key) for key in (records.STATE, *view.keys(records.STOP)))
+            return Transaction((mine, Unchanged(records.STATE, modified)), ends), math.inf
         if self._notes is None:
             self._notes = Notes(job, now)
         stop = view.stop(job.generation)

@@ -10,7 +10,7 @@ import math
 
 from phalanx._base.clock import format_duration
 from phalanx._rendezvous import life, records
-from phalanx._rendezvous.effects import End, Finish, Heard, Start, Watch
+from phalanx._rendezvous.effects import Earlier, End, Finish, Heard, Start, Watch
 from phalanx._rendezvous.node_writes import NodeWrites
 from phalanx._rendezvous.records import DamagedError, Stop, Verdict, replace
 from phalanx._store import store
@@ -63,6 +63,7 @@ class Participant(NodeWrites):
         self._by = math.inf  # when the end that somebody wants is waited for no more
         self._ended = -1  # the generation whose end was said
         self._heard: tuple[int, str] = (-1, "")
+        self._is_late = False  # whether an earlier job was met
         self._is_led = False  # whether the others run, and this node waits
 
     # --- what happens
@@ -196,18 +197,13 @@ class Participant(NodeWrites):
             self._finish(Finish("refused", refused, self._job()))
             return
         job = self._job()
+        if self._waits_for_earlier(job):
+            return
         if self._view.is_job_gone():
             self._see_gone()
         if job is None or self._lost_job:
             return
-        if self._heard != (job.generation, job.phase):
-            self._heard = job.generation, job.phase
-            self._effects.append(Heard(job))
-        mine = self._me.generation
-        stop = self._view.stop(mine) if mine >= 0 else None
-        if stop is not None and self._ended < mine:
-            self._ended = mine
-            self._effects.append(Heard(stop))
+        mine, stop = self._me.generation, self._hear(job)
         if job.phase == "over":
             if self.state in ("WAITING", "RUNNING", "STOPPING", "DONE"):
                 self._see("OVER")
@@ -217,6 +213,26 @@ class Participant(NodeWrites):
         is_next = job.phase == "running" and job.generation > mine and job.rank_of(self._me.id) >= 0
         if self.state == "WAITING" and is_next:
             self._take_part(job)
+
+    def _hear(self, job: Job) -> Stop | None:
+        """Have what is new be said. Returns why the generation ends whose workers are here, or were last."""
+        if self._heard != (job.generation, job.phase):
+            self._heard = job.generation, job.phase
+            self._effects.append(Heard(job))
+        mine = self._me.generation
+        stop = self._view.stop(mine) if mine >= 0 else None
+        if stop is not None and self._ended < mine:
+            self._ended = mine
+            self._effects.append(Heard(stop))
+        return stop
+
+    def _waits_for_earlier(self, job: Job | None) -> bool:
+        """Whether there is no job yet for this node: one that is over when it comes is an earlier one of its id."""
+        self._is_new = self._is_new and (job is None or job.phase == "over")
+        if self._is_new and job is not None and not self._is_late:
+            self._is_late = True
+            self._effects.append(Earlier())
+        return self._is_new
 
     def _see_gone(self) -> None:
         self._lost_job = True

@@ -61,6 +61,7 @@ class NodeWrites:
         self._stops = Stops()  # why generations are to end: to be written
         self._asked: Stop | None = None  # somebody wants the job to end
         self._read: tuple[Entry, ...] | None = None
+        self._is_new = True  # whether it has not seen a job that goes on
         self._leaves = ""  # why this node goes
         self._lost_job = False  # whether the job has ended without this node, and nothing is left of it
 
@@ -84,7 +85,7 @@ class NodeWrites:
             self._effects.append(Watch(records.NODES) if knows else Unwatch(records.NODES))
         if self._leader is None or self._writes.is_open("decide"):
             return
-        transaction, wake = self._leader.decide(self._view, self._now)
+        transaction, wake = self._leader.decide(self._view, self._now, is_new=self._is_new)
         self.wake = min(self.wake, wake)
         if transaction is not None:
             self._submit("decide", transaction)

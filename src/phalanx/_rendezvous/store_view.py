@@ -80,6 +80,10 @@ class StoreView:
         """Return a key; None: it is not there."""
         return self._entries.get(key)
 
+    def keys(self, prefix: str) -> list[str]:
+        """Return the keys below a prefix."""
+        return [key for key in self._entries if key.startswith(prefix)]
+
     @property
     def nodes(self) -> dict[str, Seen]:
         """The nodes, by their ids."""

@@ -153,6 +153,10 @@ class MachineTeam(RunTeam, NodeTeam):
             why = "is a spare" if len(job.members) >= job.max_nodes else "takes part soon"
             self._mention(f"the job runs on {len(job.members)} nodes; this node {why}")
 
+    def came_late(self) -> None:
+        """See `NodeTeam`."""
+        self._mention("a job of this id is over; this node has come too late for it, and waits for the next one")
+
     def _mention(self, text: str) -> None:
         """Show a line of ours while no worker runs here. Does not wait."""
         self._speak(sanitise(f"phalanx: {text}"))
