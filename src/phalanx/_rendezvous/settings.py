@@ -82,9 +82,11 @@ class Machines(NamedTuple):
     def own_address(self) -> str:
         """Return where this machine is reached: what was given, or its address on the way to the first endpoint.
 
+        "": where rank 0 listens is given, so nobody asks; the host of that may not be known yet.
+
         Raises OSError, which names the endpoint: its host is not known, or there is no way to it.
         """
-        if self.address:
+        if self.address or self.master is not None:
             return self.address
         import socket
 
