@@ -78,6 +78,7 @@ def test_where_workers_meet(place: Place, options: list[str], address: str | Non
     "options, said",
     [
         (["--standalone", "--rdzv-endpoint=other:4", "--rdzv-id=5"], "beside --standalone: --rdzv-endpoint, --rdzv-id"),
+        (["--standalone", "--rdzv-host"], "beside --standalone: --rdzv-host"),
         (
             ["--rdzv-endpoint=localhost:29498", "--master-port=5", "--master-addr=other"],
             "beside --rdzv-endpoint localhost:29498: --master-addr, --master-port",

@@ -59,7 +59,7 @@ def meet(chosen: MachineOptions, run_id: str | None) -> Meeting:
     nodes = chosen.nnodes or (1, 1)
     of_rendezvous = {
         "--rdzv-backend": chosen.rdzv_backend != BACKENDS[0], "--rdzv-endpoint": host or port, "--rdzv-id": rdzv_id,
-        "--rdzv-conf": chosen.rdzv_conf,
+        "--rdzv-conf": chosen.rdzv_conf, "--rdzv-host": chosen.rdzv_host,
     }  # fmt: skip
     if chosen.standalone:
         given = {**of_rendezvous, "--nnodes": nodes != (1, 1), "--node-rank": chosen.node_rank}
