@@ -460,7 +460,7 @@ def test_the_wait_for_a_console_is_no_part_of_an_attempt(place: Place, ready: Re
     assert "giving up: failing on start: 5 attempts ended within 2.5s" in done.err
     run = record(place)
     assert len(run["attempts"]) == 5, "and no more"
-    assert run["attempts"][4]["started"] - run["attempts"][3]["started"] > 2.5, "it has waited"
+    assert run["attempts"][4]["started"] - run["attempts"][0]["started"] > 3, "it has waited"
 
 
 # --- the other commands
