@@ -25,7 +25,7 @@ demo: ## train on the handwritten digits with 4 ranks
 quick: ## the tests to run while you work: on one Python, without what takes long
 	$(SESSIONS) quick -- $(ARGS)
 
-test: ## all that must hold: every supported Python that is here, lint, the package, the site; with ARGS, the tests alone
+test: ## all that must hold, on each supported Python that is here; lint, the package, the site; with ARGS, the tests alone
 	$(SESSIONS) once tests $(if $(ARGS),,lint floors package docs) -- $(ARGS)
 
 lint: ## ruff, mypy and shellcheck

@@ -85,9 +85,11 @@ def quick(session: nox.Session) -> None:
 
 @nox.session(python=SUPPORTED)
 def tests(session: nox.Session) -> None:
-    """The tests that each Python runs."""
+    """The tests that each Python runs; of those between the oldest and the newest that is here, the fast ones."""
     install(session, "test")
-    run_tests(session, "-m", "not torch and not once")
+    here = [version for version in SUPPORTED if get_interpreter(version)]
+    between = not os.environ.get("PYTHON") and session.python in here[1:-1]
+    run_tests(session, "-m", f"not torch and not once{' and not slow' if between else ''}")
 
 
 @nox.session(python=None if os.environ.get("PYTHON") or not get_interpreter(TORCH_PYTHON) else TORCH_PYTHON)

@@ -8,11 +8,12 @@ The head of a program says where it means anything: ``# faces:`` one pair or bot
 the start methods; ``# not:`` pairs and methods that do not go together; ``# arguments:`` more words for its command
 line; ``# why:`` the reason for what is left out.
 
-Importing torch takes a process two seconds, and under "spawn" each worker does it. So the tutorial runs under
-everything, and the others with their main pair under `QUICK`, where no process imports it anew. With ``PROGRAMS=all``
-in the environment all run under everything, in some minutes; the table of docs/compatibility.md is of that. Programs
-run in the order of the tests, some at a time, in a process of their own (``program_runs.py``). It has imported torch
-before it forks to become one of torch's launchers; their workers are started as torch does it.
+Importing torch takes a process two seconds, and under "spawn" each worker does it. So the tutorial runs as `TUTORIAL`
+says, with each pair and each such method once, and the others with their main pair under `QUICK`, where no process
+imports it anew. With ``PROGRAMS=all`` in the environment all run under everything, in some minutes; the table of
+docs/compatibility.md is of that. Programs run in the order of the tests, some at a time, in a process of their own
+(``program_runs.py``). It has imported torch before it forks to become one of torch's launchers; their workers are
+started as torch does it.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parents[1]
 PROGRAMS = HERE / "programs"
 QUICK = "fork"
+TUTORIAL = {("spawn", "spawn"), ("elastic", "forkserver")}
 ALL = os.environ.get("PROGRAMS") == "all"
 
 pytestmark = pytest.mark.torch
@@ -51,6 +53,11 @@ def head(program: str) -> dict[str, list[str]]:
     return found
 
 
+def is_run(program: str, face: str, method: str, main: str) -> bool:
+    """Whether a program runs so without ``PROGRAMS=all``."""
+    return (face, method) in TUTORIAL if program == "tutorial" else (face, method) == (main, QUICK)
+
+
 def cases() -> list[tuple[str, str, str]]:
     """Every program, face of Phalanx and method that is run."""
     heads = {path.stem: head(path.stem) for path in sorted(PROGRAMS.glob("*.py"))}
@@ -61,7 +68,7 @@ def cases() -> list[tuple[str, str, str]]:
         for face in about["faces"]
         for method in about["methods"]
         if f"{face}-{method}" not in about.get("not", ())
-        and (ALL or program == "tutorial" or (face == about["faces"][0] and method == QUICK))
+        and (ALL or is_run(program, face, method, about["faces"][0]))
     ]
 
 
