@@ -67,8 +67,7 @@ def cases() -> list[tuple[str, str, str]]:
         if about
         for face in about["faces"]
         for method in about["methods"]
-        if f"{face}-{method}" not in about.get("not", ())
-        and (ALL or is_run(program, face, method, about["faces"][0]))
+        if f"{face}-{method}" not in about.get("not", ()) and (ALL or is_run(program, face, method, about["faces"][0]))
     ]
 
 
