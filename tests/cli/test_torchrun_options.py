@@ -46,6 +46,7 @@ def port() -> Iterator[int]:
 # --- one machine
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options, address, fixed, run_id",
@@ -74,6 +75,8 @@ def test_where_workers_meet(place: Place, options: list[str], address: str | Non
     assert "without effect" not in done.err
 
 
+@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize(
     "options, said",
     [
@@ -95,6 +98,8 @@ NO_SECRET = ("which other machines reach: set PHALANX_JOB_SECRET to the same sec
 ETCD = ("--rdzv-backend=etcd", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x")
 
 
+@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize(
     "options, words",
     [
@@ -178,11 +183,15 @@ def test_what_is_refused(place: Place, options: list[str], words: list[str]) -> 
     assert not place.logs.exists()
 
 
+@pytest.mark.slow
+@pytest.mark.once
 def test_binding_without_a_gpu(place: Place) -> None:
     place.env["CUDA_VISIBLE_DEVICES"] = place.env["HIP_VISIBLE_DEVICES"] = ""
     refused(place.run("--numa-binding=node", place.write("")), "--numa-binding: node: this machine shows no GPU")
 
 
+@pytest.mark.slow
+@pytest.mark.once
 def test_an_endpoint_in_the_environment(place: Place) -> None:
     place.env["PET_RDZV_CONF"] = "timeout"
     refused(place.run(place.write("")), "'--rdzv-conf' (PET_RDZV_CONF in the environment)")
@@ -191,6 +200,7 @@ def test_an_endpoint_in_the_environment(place: Place) -> None:
 # --- signals
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_the_signals_that_stop_a_run(place: Place, ready: Ready) -> None:
     script = place.write(f"""
@@ -209,6 +219,7 @@ def test_the_signals_that_stop_a_run(place: Place, ready: Ready) -> None:
     assert place.log(0) == "SIGTERM,SIGUSR1\n"
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_signal_that_is_not_to_be_handled(place: Place, ready: Ready) -> None:
     with place.start("--signals-to-handle", "none", "--no-python", *_telling(place, ready)) as launcher:
@@ -273,12 +284,15 @@ def test_a_script_by_its_path_that_fails(place: Place) -> None:
     assert "phalanx" not in block.partition("logs  ")[0]
 
 
+@pytest.mark.slow
+@pytest.mark.once
 def test_a_script_by_its_path_goes_before_a_module(place: Place) -> None:
     script = place.write("print(__name__)")
     done = place.run("--run-path", "-m", "--no-python", "-r", 1, script)
     assert (done.status, place.log(0)) == (0, "__main__\n")
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 def test_a_script_by_its_path_in_workers_that_are_restarted_one_by_one(place: Place, method: str) -> None:
@@ -294,6 +308,8 @@ def test_a_script_by_its_path_in_workers_that_are_restarted_one_by_one(place: Pl
     assert sorted(done.out.splitlines()) == ["[0] ['x0'] 0", "[1] ['x1'] 0", "[1] ['x1'] 1"]
 
 
+@pytest.mark.slow
+@pytest.mark.once
 def test_a_script_by_its_path_that_is_not_started(place: Place) -> None:
     place.write("")
     done = place.run("--dry-run", "--run-path", "--start-method", "fork", "script.py", "a${local_rank}", "--x")
@@ -307,6 +323,7 @@ def test_a_script_by_its_path_that_is_not_started(place: Place) -> None:
 # --- what the environment asks for
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_timer_server_for_the_workers(place: Place) -> None:
     script = place.write("""
@@ -329,6 +346,8 @@ def test_a_timer_server_for_the_workers(place: Place) -> None:
     assert not pipe.exists()
 
 
+@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("path", ["script.py", "no/timers"])
 def test_a_timer_server_that_cannot_be(place: Place, path: str) -> None:
     script = place.write("")
@@ -341,6 +360,7 @@ def test_a_timer_server_that_cannot_be(place: Place, path: str) -> None:
     assert not place.logs.exists()
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_run_says_how_it_is(place: Place, ready: Ready, port: int) -> None:
     script = place.write(f"""
@@ -365,6 +385,7 @@ def test_a_run_says_how_it_is(place: Place, ready: Ready, port: int) -> None:
     assert place.log(0) == "''\n"
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_a_run_of_single_workers_says_how_all_are(place: Place, ready: Ready, gate: Gate, port: int) -> None:
     script = place.write(f"""
@@ -390,6 +411,8 @@ def test_a_run_of_single_workers_says_how_all_are(place: Place, ready: Ready, ga
         assert launcher.end().status == 0
 
 
+@pytest.mark.slow
+@pytest.mark.once
 def test_a_health_port_that_is_none_or_taken(place: Place, port: int) -> None:
     place.env["TORCHELASTIC_HEALTH_CHECK_PORT"] = "eighty"
     for asked in ((), ("--dry-run",)):
@@ -402,6 +425,7 @@ def test_a_health_port_that_is_none_or_taken(place: Place, port: int) -> None:
     assert not place.logs.exists()
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_an_agent_says_how_it_is(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", str(port))
@@ -414,6 +438,8 @@ def test_an_agent_says_how_it_is(port: int, monkeypatch: pytest.MonkeyPatch) -> 
         LocalElasticAgent(spec, DefaultLogsSpecs()).run()
 
 
+@pytest.mark.slow
+@pytest.mark.once
 def test_the_log_is_shown_from_a_level_on(place: Place) -> None:
     place.env |= {"TORCHELASTIC_ENABLE_FILE_TIMER": "1", "LOGLEVEL": "info"}
     done = place.run("--no-python", "-r", 1, "sh", "-c", "echo $LOGLEVEL")
@@ -497,6 +523,7 @@ def install(place: Place) -> None:
     place.env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(place.folder), place.env.get("PYTHONPATH"))))
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mine", "foreign"])
 def test_logs_of_a_plugin(place: Place, name: str) -> None:
@@ -517,6 +544,8 @@ def test_logs_of_a_plugin(place: Place, name: str) -> None:
     assert "Traceback" in done.err
 
 
+@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize(
     "name, status, words",
     [
@@ -539,6 +568,7 @@ def test_logs_of_a_plugin_that_is_wrong(place: Place, name: str, status: int, wo
     assert not (place.folder / "started").exists()
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_events_go_to_a_plugin(place: Place) -> None:
     install(place)
@@ -558,6 +588,7 @@ def test_events_go_to_a_plugin(place: Place) -> None:
     assert json.loads(last["metadata"])["entry_point"] == "script.py"
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_events_of_workers_that_are_restarted_singly(place: Place, ready: Ready) -> None:
     install(place)
@@ -618,6 +649,7 @@ def test_workers_that_are_restarted_singly_by_run_path(place: Place, how: tuple[
     ]
 
 
+@pytest.mark.once
 @pytest.mark.slow
 def test_events_of_a_failure_and_of_a_stop(place: Place, ready: Ready) -> None:
     install(place)
@@ -649,6 +681,8 @@ def test_events_of_a_failure_and_of_a_stop(place: Place, ready: Ready) -> None:
     assert told()[-1][0] == "FAILED"
 
 
+@pytest.mark.slow
+@pytest.mark.once
 def test_a_handler_of_events_that_cannot_be_loaded(place: Place) -> None:
     install(place)
     refused(place.run("--event-log-handler", "no", place.write("")), "--event-log-handler: 'no': AttributeError: ")
