@@ -17,7 +17,7 @@ from phalanx.cli._options import Whole, read_age, time_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from typing import Any
 
     from phalanx._agent.group_team import GroupTeam
@@ -281,6 +281,28 @@ def forwarded(chosen: list[signal.Signals], handled: list[signal.Signals]) -> li
     return chosen
 
 
+def _one_by_one(call: Callable[[int], None]) -> Callable[[int, object], None]:
+    """Return a handler that calls ``call`` with the number of the signal, and is not interrupted by itself.
+
+    Of the signals that come meanwhile, however many, each is passed on once, afterwards: so the kernel does with
+    signals that are pending (signal(7)).
+    """
+    due: list[int] = []
+
+    def handle(number: int, _frame: object) -> None:
+        if number not in due[1:]:
+            due.append(number)
+        if len(due) > 1:
+            return  # the call that this has interrupted goes on with it
+        while due:
+            try:
+                call(due[0])
+            finally:
+                del due[0]
+
+    return handle
+
+
 @contextmanager
 def forwarding(chosen: list[signal.Signals], team: GroupTeam | WorkerTeams) -> Iterator[None]:
     """Pass signals to this process on to the workers that run; from the main thread only, where handlers can be set.
@@ -288,9 +310,7 @@ def forwarding(chosen: list[signal.Signals], team: GroupTeam | WorkerTeams) -> I
     One that this process ignores stays ignored, and a handler of C code's stays. One that would kill this process does
     nothing after the end, either: it would take the place of the exit code. See `restoring`.
     """
-
-    def forward(number: int, _frame: object) -> None:
-        team.signal(number)
+    forward = _one_by_one(team.signal)
 
     def ignore(number: int) -> None:
         if signal.getsignal(number) is forward:
