@@ -18,7 +18,7 @@ from phalanx._store.store import JOB, OWN, Entry
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from phalanx._rendezvous.effects import Effect
     from phalanx._rendezvous.records import Job, Node
@@ -77,7 +77,20 @@ class Participant(NodeWrites):
 
     def store_told(self, event: StoreEvent, now: float) -> list[Effect]:
         """See what the store tells."""
+        return self.all_told((event,), now)
+
+    def all_told(self, events: Iterable[StoreEvent], now: float) -> list[Effect]:
+        """See all that the store has told meanwhile, in its order, before anything is decided.
+
+        What a leader decides costs time for each node there is: of many that come at once, it costs that once.
+        """
         self._now = now
+        for event in events:
+            self._take(event)
+        return self._settle()
+
+    def _take(self, event: StoreEvent) -> None:
+        now = self._now
         if isinstance(event, store.Snapshot | store.Changed):
             self._view.take(event)
             if event.prefix == records.JOB:
@@ -98,7 +111,6 @@ class Participant(NodeWrites):
             self._writes.reopen()
         else:
             self._finish(Finish("refused", event.why, self._job()))
-        return self._settle()
 
     def workers_failed(self, stop: Stop, now: float) -> list[Effect]:
         """See that a worker of this node has failed; the others are being ended. ``stop`` says who, and how."""
