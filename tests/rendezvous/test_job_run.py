@@ -38,7 +38,7 @@ def test_what_the_store_has_told_meanwhile_is_told_at_once_and_in_order() -> Non
     it = Told()
     run = JobRun(cast("Any", it), cast("Any", None), cast("Any", it), signals=False)
     run._has_begun = True
-    events = [Changed("nodes/", revision, (), (f"nodes/{revision}",)) for revision in range(3)]
+    events: list[Any] = [Changed("nodes/", revision, (), (f"nodes/{revision}",)) for revision in range(3)]
     for event in (Back(), *events):
         run._hear(event)
     run.ask_leave("preempted")
