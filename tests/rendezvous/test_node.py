@@ -9,7 +9,8 @@ import pytest
 
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._rendezvous import effects, records
-from phalanx._rendezvous.node import HOST_PATIENCE, PATIENCE, Participant
+from phalanx._rendezvous.node import Participant
+from phalanx._rendezvous.node_waits import HOST_PATIENCE, PATIENCE
 from phalanx._rendezvous.records import Job, Member, Node, Refusal, Stop, Verdict, replace
 from phalanx._rendezvous.rules import Rules
 from phalanx._store.store import (
@@ -260,6 +261,55 @@ def test_a_refusal() -> None:
     story = Story().enter()
     assert story.writes("job/refused/a", Refusal("there is no room")) == [effects.Finish("refused", "there is no room")]
     assert Story().tell(Refused("wrong password")) == [effects.Finish("refused", "wrong password")]
+
+
+def test_a_store_that_refuses_while_workers_run_is_left_when_they_are_gone() -> None:
+    story = Story().run()
+    why = Stop(0, "left", "a", "host-a", "permission denied")
+    assert story.tell(Refused("permission denied")) == [effects.Heard(why), effects.End(None)]
+    assert story.wait(36000) == []
+    due = story._take(story.node.workers_gone(replace(ME, outcome="stopped"), b"", story.now))
+    assert due == [effects.Finish("refused", "permission denied", RUNS)]
+    ends = Story().run()
+    ends.writes("job/stop/0", Stop(0, "failure", "b", "host-b", "exit code 1", 0, 1))
+    assert ends.tell(Refused("permission denied")) == []  # they are being ended already
+    assert kinds(ends._take(ends.node.workers_gone(replace(ME, outcome="stopped"), b"", ends.now))) == ["Finish"]
+    done = Story().run()
+    done._take(done.node.workers_gone(replace(ME, outcome="succeeded"), b"", done.now))
+    assert kinds(done.tell(Refused("permission denied"))) == ["Finish"]
+
+
+@pytest.mark.parametrize("key", ["job/state", "job/stop/0"])
+def test_garbage_while_workers_run_is_named_when_they_are_gone(key: str) -> None:
+    story = Story().run()
+    assert kinds(story.writes(key, b'{"generation": "x"}')) == ["Heard", "End"]
+    finish = finish_of(story._take(story.node.workers_gone(replace(ME, outcome="stopped"), b"", story.now)))
+    assert (finish.state, finish.why) == ("damaged", f"{key}: Expected `int`, got `str` - at `$.generation`")
+
+
+@pytest.mark.parametrize("state", [b'{"version":2,"phase":["new"]}', records.write(replace(RUNS, version=2))])
+def test_a_job_of_another_version_is_not_misread(state: bytes) -> None:
+    why = (
+        "job/state is of version 2, and this agent knows version 1: the agents of this job are of another release of "
+        "Phalanx"
+    )
+    story = Story().enter()
+    assert story.writes("job/state", state) == [effects.Finish("refused", why)]
+    runs = Story().run()
+    assert kinds(runs.writes("job/state", state)) == ["Heard", "End"]
+    finish = finish_of(runs._take(runs.node.workers_gone(replace(ME, outcome="stopped"), b"", runs.now)))
+    assert (finish.state, finish.why) == ("refused", why)
+
+
+def test_what_is_told_at_once_is_decided_at_once() -> None:
+    story = Story().enter()
+    revision = story.revision
+    stop = Stop(0, "signal", "b", "host-b", "SIGINT", signal=2)
+    runs = Entry("job/state", records.write(RUNS), revision + 1, revision + 1)
+    ends = Entry("job/stop/0", records.write(stop), revision + 2, revision + 2)
+    told = [Changed("job/", entry.modified, (entry,), ()) for entry in (runs, ends)]
+    assert "Start" not in kinds(story._take(story.node.all_told(told, story.now)))
+    assert (story.entry().generation, story.entry().outcome) == (0, "not started")
 
 
 def test_garbage_in_the_store_is_named() -> None:

@@ -90,6 +90,9 @@ def test_a_node_that_cannot_be_read_is_none() -> None:
     assert list(view.nodes) == ["a"]  # that of b is a's
     view.take(Changed("nodes/", 6, (entry("nodes/a", 6, b"x"),), ()))
     assert view.nodes == {}
+    newer = b'{"id":"c","version":2,"nproc":"many"}'
+    view.take(Changed("nodes/", 7, (entry("nodes/c", 7, newer),), ()))
+    assert {name: seen.node.version for name, seen in view.nodes.items()} == {"c": 2}  # so that it is refused
     view.forget("nodes/")
     assert view.told("nodes/") == 0
 

@@ -14,18 +14,17 @@ if TYPE_CHECKING:
 
 def refusals(job: Job, nodes: Mapping[str, Seen], notes: Notes, now: float, rules: Rules) -> dict[str, str]:
     """Return why which nodes cannot take part."""
-    found: dict[str, str] = {}
-    for name, (node, _) in nodes.items():
-        wanted, given = _span(job.min_nodes, job.max_nodes), _span(node.min_nodes, node.max_nodes)
-        if node.version != VERSION:
-            found[name] = f"the agents of this job write entries of version {VERSION}, and this one {node.version}"
-        elif wanted != given:
-            found[name] = f"the job is one of {wanted} nodes, and this node was told {given}"
-        elif name in job.excluded:
-            found[name] = f"its workers were the root cause of {_times(job.times)} in a row"
-        elif node.order >= job.max_nodes:
-            found[name] = f"its node rank is {node.order}, and the job has {wanted} nodes: 0 to {job.max_nodes - 1}"
-    twice = _twice(job, {name: seen for name, seen in nodes.items() if name not in found})
+    least, most, excluded = job.min_nodes, job.max_nodes, job.excluded
+    found = {
+        name: _refusal(job, node)
+        for name, (node, _) in nodes.items()
+        if node.order >= most
+        or node.max_nodes != most
+        or node.min_nodes != least
+        or node.version != VERSION
+        or name in excluded
+    }
+    twice = _twice(job, without(nodes, found))
     notes.twice = {name: notes.twice.get(name, now) for name in twice}
     for name, first in twice.items():
         if now >= notes.twice[name] + rules.rank_timeout:
@@ -34,10 +33,29 @@ def refusals(job: Job, nodes: Mapping[str, Seen], notes: Notes, now: float, rule
     return found
 
 
+def without(nodes: Mapping[str, Seen], those: Mapping[str, str]) -> Mapping[str, Seen]:
+    """Return the nodes but for those."""
+    return {name: seen for name, seen in nodes.items() if name not in those} if those else nodes
+
+
+def _refusal(job: Job, node: Node) -> str:
+    """Return why a node by itself cannot take part, of which that is known."""
+    wanted, given = _span(job.min_nodes, job.max_nodes), _span(node.min_nodes, node.max_nodes)
+    if node.version != VERSION:
+        return f"the agents of this job write entries of version {VERSION}, and this one {node.version}"
+    if wanted != given:
+        return f"the job is one of {wanted} nodes, and this node was told {given}"
+    if node.id in job.excluded:
+        return f"its workers were the root cause of {_times(job.times)} in a row"
+    return f"its node rank is {node.order}, and the job has {wanted} nodes: 0 to {job.max_nodes - 1}"
+
+
 def _twice(job: Job, nodes: Mapping[str, Seen]) -> dict[str, str]:
     """Return the nodes whose rank another one has that takes part, or came first; and that one."""
     given = [(name, seen) for name, seen in nodes.items() if seen.node.order >= 0 and seen.node.state != "left"]
-    members = set(job.ids) if given else ()
+    if len({seen.node.order for _, seen in given}) == len(given):
+        return {}
+    members = set(job.ids)
     given.sort(key=lambda item: (item[0] not in members, item[1].created))
     first: dict[int, str] = {}
     return {name: first[node.order] for name, (node, _) in given if first.setdefault(node.order, name) != name}
@@ -68,13 +86,15 @@ def ranked(job: Job, ready: list[str], nodes: Mapping[str, Seen]) -> list[str]:
 def ready(job: Job, nodes: Mapping[str, Seen]) -> list[str]:
     """Return the nodes that can take part in the generation that is to come, in the order in which they came."""
     last = job.generation - (job.phase == "forming")
-    ranks = {member.id: rank for rank, member in enumerate(job.members)}
-    twice = _twice(job, nodes)
+    found = sorted((created, name) for name, (node, created) in nodes.items() if node.state == "ready")
+    if not found:
+        return []
+    members, twice = set(job.ids), _twice(job, nodes)
     return [
         name
-        for name, (node, _) in sorted(nodes.items(), key=lambda item: item[1].created)
-        if node.state == "ready" and name not in twice and name not in job.excluded
-        if name not in ranks or node.generation >= last
+        for _, name in found
+        if name not in twice and name not in job.excluded
+        if name not in members or nodes[name].node.generation >= last
     ]
 
 

@@ -173,8 +173,7 @@ class JobRun:
             self._carry_out()
         elif self._told:
             with interrupts.deferred():
-                call, args = self._told.popleft()
-                self._due += call(*args, clock.now())
+                self._take_told()
         elif self._under_way and self._look():
             pass
         elif clock.now() >= self._node.wake:
@@ -193,6 +192,17 @@ class JobRun:
             self._store.open(self._hear)
             self._is_open = True
             self._due += self._node.begin(clock.now())
+
+    def _take_told(self) -> None:
+        """Tell the node what has happened next; all that the store has told by now, at once."""
+        call, args = self._told.popleft()
+        if call != self._see_store:
+            self._due += call(*args, clock.now())
+            return
+        events = [*args]
+        while self._told and self._told[0][0] == self._see_store:
+            events += self._told.popleft()[1]
+        self._due += self._see_store(events, clock.now())
 
     def _carry_out(self) -> None:
         """Carry out what is due first. What may take long is not done with signals deferred."""
@@ -266,10 +276,11 @@ class JobRun:
                 self._due += self._node.workers_failed(stop, now)
             self._due += self._node.workers_gone(me, evidence, now)
 
-    def _see_store(self, event: StoreEvent, now: float) -> list[Effect]:
-        if isinstance(event, Away | Back):
-            self._team.store_is(event.why if isinstance(event, Away) else None)
-        return self._node.store_told(event, now)
+    def _see_store(self, events: list[StoreEvent], now: float) -> list[Effect]:
+        for event in events:
+            if isinstance(event, Away | Back):
+                self._team.store_is(event.why if isinstance(event, Away) else None)
+        return self._node.all_told(events, now)
 
     def _see_stop(self, death_signal: int, error: str, grace: float, now: float) -> list[Effect]:
         """Ask the node for the end of the job; the workers here need not wait for what it says."""

@@ -73,7 +73,7 @@ def decide(
         return Decision()
     refused = candidates.refusals(job, nodes, notes, now, rules)
     again = min((at + rules.rank_timeout for name, at in notes.twice.items() if name not in refused), default=math.inf)
-    nodes = {name: seen for name, seen in nodes.items() if name not in refused}
+    nodes = candidates.without(nodes, refused)
     if job.phase == "running":
         told = _while_running(job, stop, nodes, notes, now, rules)
         if told is not None:
@@ -111,13 +111,13 @@ def _while_running(
 
 def _look_for_more(job: Job, nodes: Mapping[str, Seen], notes: Notes, now: float, rules: Rules) -> Decision:
     """End the generation, some time after nodes have come that can take part: not where one has succeeded already."""
-    members = set(job.ids)
-    come = [name for name in candidates.ready(job, nodes) if name not in members]
-    if (
-        not come
-        or len(job.members) >= job.max_nodes
-        or any(candidates.has_succeeded(job, nodes[name].node) for name in members)
-    ):
+    members = job.ids
+    there = set(members)
+    is_closed = len(members) >= job.max_nodes or any(
+        candidates.has_succeeded(job, nodes[name].node) for name in members
+    )
+    come = [] if is_closed else [name for name in candidates.ready(job, nodes) if name not in there]
+    if not come:
         notes.more = None
         return Decision()
     if notes.more is None:
@@ -186,10 +186,11 @@ def _form(
         return job, math.inf
     if stop is not None and stop.kind == "signal":
         return _over(job, "stopped", "", stop), math.inf
-    ready = candidates.ready(job, nodes)
+    until = notes.since + job.delay + rules.join_timeout
+    is_early = len(nodes) < job.min_nodes and now < until  # this is decided again for each node that comes
+    ready = [] if is_early else candidates.ready(job, nodes)
     if len(ready) < job.min_nodes:
         notes.enough = None
-        until = notes.since + job.delay + rules.join_timeout
         if now < until:
             return job, until
         last = job.ends[-1] if job.ends else None

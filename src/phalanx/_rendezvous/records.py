@@ -242,10 +242,20 @@ class DamagedError(ValueError):
     """What a key holds cannot be what an agent has written."""
 
 
+class OtherVersionError(DamagedError):
+    """A key holds what an agent of another version has written: see `VERSION`."""
+
+
+class _Versioned(Struct, frozen=True):
+    version: int = VERSION
+
+
 Record = TypeVar("Record", Node, Job, Stop, Refusal)
 
 _encoder = msgspec.json.Encoder()
-_decoders = {kind: msgspec.json.Decoder(kind) for kind in (Node, Job, Stop, Refusal)}
+_decoders: dict[Any, msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind) for kind in (Node, Job, Stop, Refusal, _Versioned)
+}
 
 
 def write(record: Struct) -> bytes:
@@ -279,10 +289,42 @@ def read(kind: type[Record], entry: Entry) -> Record:
     phalanx._rendezvous.records.DamagedError: job/refused/a: Expected `object`, got `array`
     """
     try:
-        return _decoders[kind].decode(entry.value)  # type: ignore[return-value] # the decoder is that of the kind
+        return _decoders[kind].decode(entry.value)  # type: ignore[no-any-return] # the decoder is that of the kind
     except msgspec.MsgspecError as error:
         msg = f"{entry.key}: {error}"
         raise DamagedError(msg) from None
+
+
+def read_job(entry: Entry) -> Job:
+    """Return the job that a key holds. Raises DamagedError; OtherVersionError, whatever else the key holds then."""
+    try:
+        job = read(Job, entry)
+    except DamagedError:
+        version = version_of(entry)
+        if version == VERSION:
+            raise
+    else:
+        version = job.version
+        if version == VERSION:
+            return job
+    msg = (
+        f"{entry.key} is of version {version}, and this agent knows version {VERSION}: the agents of this job are of "
+        "another release of Phalanx"
+    )
+    raise OtherVersionError(msg)
+
+
+def version_of(entry: Entry) -> int:
+    """Return of which version what a key holds says that it is, if nothing else of it can be read; `VERSION`: nothing.
+
+    >>> from phalanx._store.store import Entry
+    >>> version_of(Entry("job/state", b'{"version": 7, "phase": ["new"]}', 1, 1)), version_of(Entry("x", b"?", 1, 1))
+    (7, 1)
+    """
+    try:
+        return int(_decoders[_Versioned].decode(entry.value).version)
+    except msgspec.MsgspecError:
+        return VERSION
 
 
 def evidence_of(node: Node, *, before: int = 0) -> str:

@@ -59,9 +59,12 @@ class StoreView:
         name = entry.key.removeprefix(records.NODES)
         try:
             node = records.read(Node, entry)
-        except DamagedError:  # somebody else's: no node that takes part
-            self._nodes.pop(name, None)
-            return
+        except DamagedError:
+            version = records.version_of(entry)
+            if version == records.VERSION:  # somebody else's: no node that takes part
+                self._nodes.pop(name, None)
+                return
+            node = Node(name, "", "", 1, version=version)  # it is to be told that it is not taken
         if node.id == name:
             self._nodes[name] = Seen(node, entry.created)
 
@@ -95,7 +98,7 @@ class StoreView:
         if entry is None:
             return None, 0
         if self._job[0] != entry.modified:
-            self._job = entry.modified, records.read(Job, entry)
+            self._job = entry.modified, records.read_job(entry)
         return self._job[1], entry.modified
 
     def is_job_gone(self) -> bool:

@@ -1,0 +1,211 @@
+"""What a node waits for, and how it leaves: the waits of `Participant`, each of which is bounded. Pure."""
+
+from __future__ import annotations
+
+import math
+
+from phalanx._base.clock import format_duration
+from phalanx._rendezvous import life, records
+from phalanx._rendezvous.effects import End, Finish, Heard, Start
+from phalanx._rendezvous.node_writes import NodeWrites
+from phalanx._rendezvous.records import DamagedError, OtherVersionError, Stop, Verdict, replace
+from phalanx._store.store import JOB, OWN, Entry
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from phalanx._rendezvous.records import Job, Node
+    from phalanx._rendezvous.rules import Rules
+
+PATIENCE = 5.0
+"""Seconds for which a node that leaves waits for the store, and the leader for the others."""
+
+HOST_PATIENCE = 15.0
+"""Seconds for which a node that hosts the store waits at the end for the others."""
+
+
+class NodeWaits(NodeWrites):
+    """What a node waits for: a base of `Participant`, which says what the arguments are."""
+
+    def __init__(
+        self,
+        me: Node,
+        rules: Rules,
+        *,
+        barrier: float,
+        hosts: bool | None,
+        away_timeout: float,
+        chance: Callable[[], float],
+    ) -> None:
+        super().__init__(me, rules, hosts=hosts, chance=chance)
+        self._barrier = math.inf if hosts else barrier
+        self._away_timeout = away_timeout
+        self._since = 0.0  # when the state was entered
+        self._by = math.inf  # when the end that somebody wants is waited for no more
+        self._is_led = False  # whether the others run, and this node waits
+        self._given_up: tuple[str, str] | None = None  # why the store is of no use to this node, see `Finish`
+
+    def _see(self, event: str) -> None:
+        before = self.state
+        self.state, actions = life.step(before, event)
+        if self.state != before:
+            self._since = self._now
+        for action in actions:
+            if action == "START":
+                job = self._job()
+                assert job is not None
+                self._me = replace(self._me, generation=job.generation, state="running")
+                self._evidence = b""
+                self._stops.forget()
+                self._effects.append(Start(job, job.rank_of(self._me.id)))
+            elif action == "STOP":
+                self._effects.append(End(self._asked or self._known_stop()))
+            elif action == "ENTER":
+                self._me = replace(self._me, state="done" if self.state == "DONE" else "ready")
+                self._entry_lease = OWN  # it goes on, though it may have been about to leave
+            elif action == "FINISH":
+                self._leave()
+
+    # --- waits
+
+    def _wait(self) -> None:
+        """See what has taken too long, and when the next thing will have."""
+        now = self._now
+        if self._away is not None and self.state in ("RUNNING", "DONE"):
+            self._wait_for_store(self._away)
+        if self.state == "DONE":
+            self._wait_for_others()
+        if self.state == "WAITING":
+            self._see("LEAVE") if self._leaves else self._wait_for_job()
+        if self._asked is not None and self.state in ("WAITING", "DONE", "LEAVING"):
+            if now >= self._by or self._away is not None:  # there is nobody to wait for
+                self._leaves = self._leaves or self._asked.error
+                self._see("LEAVE")
+                return
+            self.wake = min(self.wake, self._by)
+        if self.state == "LEAVING":
+            is_last = self._knows_nodes and self._hosts is not False
+            others = is_last and not (self._view.told(records.NODES) and self._is_alone())
+            until = self._since + (HOST_PATIENCE if self._hosts else PATIENCE)
+            writes = self._writes.is_open("stop") or self._writes.is_open("enter")
+            is_lost = self._away is not None and bool(self._leaves)
+            if now >= until or is_lost or (self._read is not None and not others and not writes):
+                self._see("READ")
+                return
+            self.wake = min(self.wake, until)
+
+    def _wait_for_store(self, away: float) -> None:
+        """Leave if the store, which another node hosts, does not answer for too long."""
+        until = away + self._away_timeout
+        if self._now < until:
+            self.wake = min(self.wake, until)
+            return
+        self._leaves = f"its store has not answered for {format_duration(self._away_timeout)}"
+        if self.state == "RUNNING":
+            me = self._me
+            self._effects.append(Heard(Stop(me.generation, "left", me.id, me.host, self._leaves)))
+        self._see("LEAVE")
+
+    def _wait_for_others(self) -> None:
+        """Leave if the workers of other nodes go on for too long: this node's entry says that its own are done."""
+        until = self._since + self._barrier
+        if self._now < until:
+            self.wake = min(self.wake, until)
+            return
+        if self._entry_lease == OWN:
+            self._entry_lease, self._entered = JOB, None
+            self._me = replace(self._me, state="left")
+            self._writes.drop("enter")
+            self._write()
+        if self._entered == self._me or self._now >= until + PATIENCE:
+            self._see("BARRIER")
+        else:
+            self.wake = min(self.wake, until + PATIENCE)
+
+    def _wait_for_job(self) -> None:
+        """Give up where nobody decides, or the store is not there: the leader's own waits are shorter than this."""
+        job = self._job()
+        if self._away is not None:
+            since = max(self._away, self._since)
+            stop = self._view.stop(self._me.generation)
+            if job is not None and stop is not None and stop.kind == "signal":  # all nodes end their workers
+                until, state, job = since + PATIENCE, "stopped", replace(job, verdict=Verdict("stopped", "", stop))
+            else:
+                known = self._rules.join_timeout if job is None else min(self._rules.join_timeout, self._away_timeout)
+                until, state = since + known, "unreachable"
+            if self._now >= until:
+                self._finish(Finish(state, "", job, self._own_evidence()))
+            self.wake = min(self.wake, until)
+            return
+        if job is not None and job.phase == "running" and self._view.leader()[0]:
+            self._is_led = True
+            return  # a spare waits for as long as the others run
+        self._since = self._now if self._is_led else self._since  # however long that was: it waits from now on
+        self._is_led = False
+        delay = 0.0 if job is None else job.delay
+        until = self._since + delay + self._rules.join_timeout + self._rules.end_timeout + PATIENCE
+        if self._now >= until:
+            self._finish(Finish("timeout", "", job, self._own_evidence()))
+        self.wake = min(self.wake, until)
+
+    # --- the end
+
+    def _leave(self) -> None:
+        """Leave: the job is over, or goes on without this node."""
+        if self._given_up is not None:
+            state, why = ("stopped", "") if self._asked is not None else self._given_up
+            self._finish(Finish(state, why, self._known_job(), self._own_evidence()))
+            return
+        job = self._job()
+        if job is None or self._lost_job or (verdict := job.verdict) is None:
+            has_succeeded = self._me.outcome == "succeeded" and self._me.state in ("done", "left")
+            state = "stopped" if self._asked is not None else "succeeded" if has_succeeded else "left"
+            self._finish(Finish(state, self._leaves, job, self._own_evidence()))
+            return
+        alone = self._knows_nodes and self._is_alone()
+        self._finish(Finish(verdict.state, verdict.why, job, self._read or (), alone))
+
+    def _give_up(self, state: str, why: str) -> None:
+        """Leave, for nothing can be had of the store any more: when the workers here are gone."""
+        if self._given_up is not None or self._is_final:
+            return
+        self._given_up = state, why
+        if self.state == "RUNNING":
+            me = self._me
+            self._effects.append(Heard(Stop(me.generation, "left", me.id, me.host, records.one_line(why))))
+        self._see("LEAVE")
+
+    def _give_up_for(self, error: DamagedError) -> None:
+        """Leave because of what the store holds."""
+        self._give_up("refused" if isinstance(error, OtherVersionError) else "damaged", str(error))
+
+    def _known_job(self) -> Job | None:
+        try:
+            return self._job()
+        except DamagedError:
+            return None
+
+    def _known_stop(self) -> Stop | None:
+        try:
+            return None if self._given_up is not None else self._view.stop(self._me.generation)
+        except DamagedError:
+            return None
+
+    def _is_alone(self) -> bool:
+        """Whether no other node is there that has not left."""
+        return all(name == self._me.id or seen.node.state == "left" for name, seen in self._view.nodes.items())
+
+    def _own_evidence(self) -> tuple[Entry, ...]:
+        """Return what the workers here have left, if they have failed: what the others have is not to be had."""
+        me = self._me
+        return (
+            (Entry(records.evidence_of(me), self._evidence, 0, 0),)
+            if self._evidence and me.outcome in ("failed", "not started")
+            else ()
+        )
+
+    def _finish(self, finish: Finish) -> None:
+        if not self._is_final:
+            self._is_final, self.state, self.wake = True, "LEFT", math.inf
+            self._effects.append(finish)
