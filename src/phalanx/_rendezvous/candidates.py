@@ -21,8 +21,8 @@ def refusals(job: Job, nodes: Mapping[str, Seen], notes: Notes, now: float, rule
             found[name] = f"the agents of this job write entries of version {VERSION}, and this one {node.version}"
         elif wanted != given:
             found[name] = f"the job is one of {wanted} nodes, and this node was told {given}"
-        elif name in job.excluded:
-            found[name] = f"its workers were the root cause of {_times(job.times)} in a row"
+        elif node.machine in job.excluded:
+            found[name] = f"workers of host {node.host} were the root cause {_times(rules.exclude_after)} in a row"
         elif node.order >= job.max_nodes:
             found[name] = f"its node rank is {node.order}, and the job has {wanted} nodes: 0 to {job.max_nodes - 1}"
     twice = _twice(job, {name: seen for name, seen in nodes.items() if name not in found})
@@ -73,7 +73,7 @@ def ready(job: Job, nodes: Mapping[str, Seen]) -> list[str]:
     return [
         name
         for name, (node, _) in sorted(nodes.items(), key=lambda item: item[1].created)
-        if node.state == "ready" and name not in twice and name not in job.excluded
+        if node.state == "ready" and name not in twice and node.machine not in job.excluded
         if name not in ranks or node.generation >= last
     ]
 
@@ -93,4 +93,4 @@ def _span(least: int, most: int) -> str:
 
 
 def _times(number: int) -> str:
-    return f"{number} failure" if number == 1 else f"{number} failures"
+    return f"{number} time" if number == 1 else f"{number} times"

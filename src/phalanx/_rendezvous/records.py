@@ -113,6 +113,14 @@ class Node(Struct, frozen=True):
     version: int = VERSION
 
     @property
+    def machine(self) -> str:
+        """What its machine is known by, whichever agent runs there: the host's name, and where it is reached.
+
+        Containers may share a name. Where no address is told, ranks are given: that of the node is in its place.
+        """
+        return f"{self.host} {self.address or f'node {self.order}'}"
+
+    @property
     def member(self) -> Member:
         """The node as a generation has it."""
         return Member(self.id, self.host, self.nproc, self.role)
@@ -193,9 +201,9 @@ class Job(Struct, frozen=True):
         ends: How the generations before ended, the latest last: `MOST_ENDS` at most.
         restarts: Before how many seconds restarts were decided that count, as of the writing of this.
         delay: Seconds before the generation that is to come.
-        blamed: The node whose workers were the root cause last.
+        blamed: The machine whose workers were the root cause last, see `Node.machine`; "": none is known.
         times: How many times in a row that was so.
-        excluded: Nodes that are left out for it.
+        excluded: Machines that are left out for it.
         verdict: How it ended; None: it has not.
         version: See `VERSION`.
     """
@@ -212,7 +220,7 @@ class Job(Struct, frozen=True):
     delay: _Seconds = 0.0
     blamed: _Text = ""
     times: _Count = 0
-    excluded: Annotated[tuple[_Id, ...], Meta(max_length=MOST_NODES)] = ()
+    excluded: Annotated[tuple[_Text, ...], Meta(max_length=MOST_NODES)] = ()
     verdict: Verdict | None = None
     version: int = VERSION
 
