@@ -95,6 +95,17 @@ NO_SECRET = ("which other machines reach: set PHALANX_JOB_SECRET to the same sec
 ETCD = ("--rdzv-backend=etcd", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x")
 
 
+def test_a_host_that_a_scheduler_has_said_is_named_with_that(place: Place) -> None:
+    place.env |= {
+        "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "192.0.2.1,n2",
+    }  # fmt: skip
+    done = place.run("--no-python", "true")
+    assert done.status == 2, done
+    assert "SLURM_STEP_NODELIST=192.0.2.1,n2): '192.0.2.1' is no address of this machine" in done.err
+    assert "--master-addr: '192" not in done.err
+
+
 @pytest.mark.parametrize(
     "options, words",
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from phalanx._agent.endpoint import is_here, split_endpoint
+from phalanx._agent.endpoint import split_endpoint, where_is
 from phalanx._rendezvous import conf as settings
 from phalanx._rendezvous.conf import SECRET, is_loopback, joined
 from phalanx._rendezvous.settings import C10D, C10D_PORT, ETCD, ETCD_PORT, STATIC, STATIC_PORT, Machines
@@ -42,7 +42,7 @@ def machines_of(params: RendezvousParameters, *, insecure: bool = False) -> Mach
     host = found[0][0]
     endpoints = tuple(joined(*each) for each in found)
     params.get_as_bool("is_host")  # that it is yes or no
-    hosts = is_hosted and settings.may_host(conf, is_here=is_here(host))
+    hosts = is_hosted and settings.may_host(conf, host)
     secret = _secret(conf, host, endpoints[0], insecure=insecure) if is_hosted else b""
     return _machines(params, conf, endpoints, is_hosted=is_hosted, hosts=hosts, secret=secret)
 
@@ -60,7 +60,7 @@ def _static(params: RendezvousParameters, conf: Mapping[str, str], *, insecure: 
         msg = f"rank: expected the rank of this machine, 0 to {params.max_nodes - 1}, got {rank!r}"
         raise ValueError(msg)
     host, port = _endpoint(params.endpoint, STATIC_PORT)
-    if rank == 0 and not is_here(host):
+    if rank == 0 and where_is(host) == "elsewhere":
         msg = f"endpoint: {host!r} is no address of this machine, which has rank 0: rank 0 listens there"
         raise ValueError(msg)
     endpoint = joined(host, settings.agent_port(conf, port + 1))
