@@ -124,6 +124,8 @@ def test_a_host_that_a_scheduler_has_said_is_named_with_that(place: Place) -> No
         (["--rdzv-conf=rank=1"], ["--rdzv-conf: rank=1: this is the only machine, see --nnodes"]),
         (["--rdzv-id=a", "--run-id=b"], ["--run-id is 'b', and --rdzv-id is 'a'"]),
         (["--local-addr=192.0.2.1"], ["'192.0.2.1': expected the name or an address of this machine"]),
+        (["--role", "x" * 2001], ["--role", "expected 2000 characters or less, got 2001"]),
+        (["--run-id", "x" * 1001], ["--run-id", "expected 1000 characters or less, got 1001"]),
         (["--node-rank=1"], ["--node-rank: 1: this is the only machine, see --nnodes; its rank is 0"]),
         (["--nnodes=1:2"], ["--nnodes: 1:2: with --rdzv-backend static, a fixed number of machines takes part"]),
         (

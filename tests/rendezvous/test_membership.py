@@ -10,7 +10,7 @@ import pytest
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._rendezvous import leader as leading
 from phalanx._rendezvous.membership import Decision, decide
-from phalanx._rendezvous.records import VERSION, End, Job, Member, Node, Stop, replace, write
+from phalanx._rendezvous.records import MOST_RESTARTS, VERSION, End, Job, Member, Node, Stop, read, replace, write
 from phalanx._rendezvous.rules import PATIENCE, Notes, Rules, Seen
 from phalanx._rendezvous.store_view import StoreView
 from phalanx._store.store import Changed, Entry, Put, Snapshot
@@ -384,3 +384,12 @@ def test_many_are_refused_in_several_transactions() -> None:
         view.take(Changed("job/", revision, entries, ()))
     assert len(refused) == 200
     assert leader.decide(view, 1.0, is_new=False)[0] is None
+
+
+def test_what_a_policy_allows_is_written_as_the_others_read_it() -> None:
+    policy = RestartPolicy(1 << 20, backoff=1e13, backoff_cap=1e13)
+    job = running("a", "b", restarts=(1.0,) * MOST_RESTARTS)
+    facts: dict[str, Any] = {"generation": 0, "outcome": "stopped"}
+    made = Leader(job, RULES._replace(policy=policy)).at(1, node("a", **facts), node("b", **facts), stop=FAILED)
+    assert made.job is not None
+    assert read(Job, Entry("job/state", write(made.job), 1, 1)) == made.job

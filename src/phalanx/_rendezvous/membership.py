@@ -22,7 +22,17 @@ from phalanx._agent import restart_policy
 from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._base.clock import format_duration
 from phalanx._rendezvous import candidates
-from phalanx._rendezvous.records import MOST_ENDS, End, Job, Stop, Verdict, one_line, replace
+from phalanx._rendezvous.records import (
+    LONGEST_DELAY,
+    MOST_ENDS,
+    MOST_RESTARTS,
+    End,
+    Job,
+    Stop,
+    Verdict,
+    one_line,
+    replace,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -169,8 +179,8 @@ def _follow(
     elif end.failed:
         decision = restart_policy.decide(rules.policy, [_attempt(each) for each in ends], restarts, now, chance)
         if decision.retries:
-            restarts += [now] * decision.counted
-            following = replace(following, delay=decision.delay)
+            restarts = (restarts + [now] * decision.counted)[-MOST_RESTARTS:]
+            following = replace(following, delay=min(decision.delay, LONGEST_DELAY))
         else:
             following = _over(following, "failed", decision.why, stop)
     planned = copy.copy(notes)

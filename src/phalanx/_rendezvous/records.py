@@ -23,6 +23,8 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
+from phalanx._rendezvous.bounds import MOST_CODE, MOST_LINE, MOST_NODES, MOST_WORKERS
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -37,19 +39,20 @@ VERSION = 1
 LEADER, STATE, STOP, REFUSED = "job/leader", "job/state", "job/stop/", "job/refused/"
 JOB, NODES, EVIDENCE = "job/", "nodes/", "evidence/"
 
-MOST_NODES = 1 << 16
 MOST_ENDS = 100
 """Ends of generations that are kept."""
-MOST_LINE = 2000
-"""Characters of an error in one line."""
+MOST_RESTARTS = 1 << 16
+"""Restarts that are counted."""
+LONGEST_DELAY = 1e9
+"""Seconds."""
 
 _Id = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[\w.-]+$")]
 _Text = Annotated[str, Meta(max_length=MOST_LINE)]
-_Count = Annotated[int, Meta(ge=0, lt=2**31)]
-_Some = Annotated[int, Meta(ge=1, le=1 << 20)]
+_Count = Annotated[int, Meta(ge=0, lt=MOST_CODE)]
+_Some = Annotated[int, Meta(ge=1, le=MOST_WORKERS)]
 _Port = Annotated[int, Meta(ge=0, le=65535)]
 _Generation = Annotated[int, Meta(ge=-1, lt=2**31)]
-_Code = Annotated[int, Meta(gt=-(2**31), lt=2**31)]
+_Code = Annotated[int, Meta(gt=-MOST_CODE, lt=MOST_CODE)]
 _Seconds = Annotated[float, Meta(ge=0, lt=1e12)]
 
 NodeState = Literal["ready", "running", "done", "left"]
@@ -216,7 +219,7 @@ class Job(Struct, frozen=True):
     address: _Text = ""
     port: _Port = 0
     ends: Annotated[tuple[End, ...], Meta(max_length=MOST_ENDS)] = ()
-    restarts: Annotated[tuple[_Seconds, ...], Meta(max_length=1 << 16)] = ()
+    restarts: Annotated[tuple[_Seconds, ...], Meta(max_length=MOST_RESTARTS)] = ()
     delay: _Seconds = 0.0
     blamed: _Text = ""
     times: _Count = 0
