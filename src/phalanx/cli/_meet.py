@@ -38,6 +38,7 @@ class Meeting(NamedTuple):
         master_port: ``MASTER_PORT``; 0: one is to be reserved.
         notes: What is to be said of options without effect.
         machines: How this one meets the others; None: there are none.
+        holds: What no other launcher on this machine may have while this one runs, see `one_run`; "": nothing.
     """
 
     run_id: str | None
@@ -45,6 +46,7 @@ class Meeting(NamedTuple):
     master_port: int
     notes: list[str]
     machines: Machines | None = None
+    holds: str = ""
 
 
 def meet(chosen: MachineOptions, run_id: str | None) -> Meeting:
@@ -123,9 +125,11 @@ def _meet_as_scheduled(chosen: MachineOptions, run_id: str | None, allocation: A
     host, source = allocation.host, f"{allocation.name} ({allocation.why})"
     if given["--master-addr"]:
         host, source = chosen.master_addr, "--master-addr"
-    port = chosen.master_port or allocation.port
+    port = chosen.master_port or allocation.port_of(run_id)
     nodes = allocation.nodes, allocation.nodes
-    return _meet_at_rank_0(chosen, *nodes, allocation.node_rank, host, port, run_id or allocation.job, source)
+    name = run_id or allocation.job
+    meeting = _meet_at_rank_0(chosen, *nodes, allocation.node_rank, host, port, name, source)
+    return meeting._replace(holds=f"{name}, node {allocation.node_rank}")
 
 
 def _meet_others(chosen: MachineOptions, least: int, most: int, run_id: str | None) -> Meeting:
