@@ -9,11 +9,15 @@ import itertools
 import math
 from typing import TYPE_CHECKING
 
+import click
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx._agent.scheduler_step import STEP as STEP_VARIABLE
+from phalanx._agent.worker_env import worker_env
 from phalanx.cli._hostlist import MOST_HOSTS, hosts
+from phalanx.cli._one_run import one_run
 from phalanx.cli._scheduler import PORTS, Allocation, found
 
 if TYPE_CHECKING:
@@ -184,14 +188,16 @@ def test_steps_whose_nodes_are_not_simply_the_jobs(environ: Environment, expecte
         ALONE,
         {**SEVERAL, "SLURM_STEP_NUM_NODES": "1", "SLURM_NNODES": "1", "SLURM_JOB_NUM_NODES": "1"},
         {**BATCH, **STALE, "SLURM_JOB_NUM_NODES": "1", "SLURM_NNODES": "1"},
-        {**STEP, "TORCHELASTIC_RUN_ID": "slurm-2.0"},
+        {**STEP, "PHALANX_STEP": "slurm-2.0", "TORCHELASTIC_RUN_ID": "night7"},
+        {**MPIRUN, "PHALANX_STEP": "openmpi-785842177"},
+        {**MPIEXEC, "PHALANX_STEP": "hydra-1-3"},
         {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "3"},
         {"PMI_RANK": "1", "PMI_SIZE": "3"},
         {"JOB_COMPLETION_INDEX": "1"},
     ],
     ids=[
         *("nothing", "batch script", "step of one node", "several tasks on one node", "one node, from within a step"),
-        *("worker of the run", "mpirun on one node", "another PMI", "Kubernetes"),
+        *("worker", "worker of mpirun", "worker of mpiexec", "mpirun on one node", "another PMI", "Kubernetes"),
     ],
 )
 def test_one_machine(environ: Environment) -> None:
@@ -216,7 +222,26 @@ def test_a_requeued_job_another_step_and_another_job_differ() -> None:
 
 def test_a_worker_of_another_run_is_in_this_job() -> None:
     """One that resubmits its job hands its own run's id on."""
-    assert found({**STEP, "TORCHELASTIC_RUN_ID": "slurm-1.0"}) == found(STEP)
+    for step in ("slurm-1.0", "slurm-2.1"):
+        assert found({**STEP, "TORCHELASTIC_RUN_ID": "slurm-1.0", "PHALANX_STEP": step}) == found(STEP)
+
+
+def test_a_worker_finds_the_step_of_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert STEP_VARIABLE not in worker_env(0, 1, role="", run_id="", master_addr="", master_port=0)
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    env = worker_env(0, 1, role="", run_id="night7", master_addr="", master_port=0)
+    assert found(STEP | env) is None
+
+
+def test_one_run_of_a_name_at_a_time() -> None:
+    with one_run("slurm-2.0, node 1"):
+        with pytest.raises(click.UsageError, match=r"slurm-2\.0, node 1: .* --run-id"), one_run("slurm-2.0, node 1"):
+            pass
+        with one_run("slurm-2.0, node 0"):
+            pass
+    with one_run("slurm-2.0, node 1"):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,19 @@ ETCD = ("--rdzv-backend=etcd", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x")
 
 @pytest.mark.slow
 @pytest.mark.once
+def test_a_host_that_a_scheduler_has_said_is_named_with_that(place: Place) -> None:
+    place.env |= {
+        "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "192.0.2.1,n2",
+    }  # fmt: skip
+    done = place.run("--no-python", "true")
+    assert done.status == 2, done
+    assert "SLURM_STEP_NODELIST=192.0.2.1,n2): '192.0.2.1' is no address of this machine" in done.err
+    assert "--master-addr: '192" not in done.err
+
+
+@pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize(
     "options, words",
     [
@@ -118,6 +131,8 @@ ETCD = ("--rdzv-backend=etcd", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x")
         (["--rdzv-conf=rank=1"], ["--rdzv-conf: rank=1: this is the only machine, see --nnodes"]),
         (["--rdzv-id=a", "--run-id=b"], ["--run-id is 'b', and --rdzv-id is 'a'"]),
         (["--local-addr=192.0.2.1"], ["'192.0.2.1': expected the name or an address of this machine"]),
+        (["--role", "x" * 2001], ["--role", "expected 2000 characters or less, got 2001"]),
+        (["--run-id", "x" * 1001], ["--run-id", "expected 1000 characters or less, got 1001"]),
         (["--node-rank=1"], ["--node-rank: 1: this is the only machine, see --nnodes; its rank is 0"]),
         (["--nnodes=1:2"], ["--nnodes: 1:2: with --rdzv-backend static, a fixed number of machines takes part"]),
         (

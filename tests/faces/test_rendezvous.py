@@ -289,6 +289,9 @@ def test_what_is_built_in() -> None:
         (("static", "127.0.0.1:1", "job", 2, 2), {}, "rank: expected the rank of this machine, 0 to 1"),
         (("static", "127.0.0.1:1", "job", 2, 2), {"rank": 2}, "rank: expected .* 0 to 1, got 2"),
         (("static", "127.0.0.1:1", "job", 1, 2), {"rank": 0}, "max_nodes: expected min_nodes"),
+        (("etcd", "a:1", "x" * 1001, 2, 2), {}, "run_id: expected 1000 characters or less, got 1001"),
+        (("etcd", "a:1", "job", 2, 2, "x" * 256), {}, "local_addr: expected 255 characters or less, got 256"),
+        (("etcd", "a:1", "job", 2, 65537), {}, "max_nodes: expected a whole number, 1 to 65536, got 65537"),
         (("static", "192.0.2.1:1", "job", 2, 2), {"rank": 0}, "endpoint: '192.0.2.1' is no address of this machine"),
         (("static", "192.0.2.1:1", "job", 2, 2), {"rank": 1}, "endpoint: .* set PHALANX_JOB_SECRET"),
         (("static", "127.0.0.1:65535", "job", 2, 2), {"rank": 1}, "agent_port=PORT is needed"),
@@ -306,6 +309,19 @@ def test_what_is_built_in() -> None:
 def test_parameters_that_will_not_do(arguments: Any, config: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         rendezvous_handler_registry.create_handler(RendezvousParameters(*arguments, **config))
+
+
+def test_what_the_other_machines_would_not_read_is_refused() -> None:
+    handler = ManyMachinesRendezvous(RendezvousParameters("static", "127.0.0.1:29500", "job", 2, 2, rank=0))
+    refused: list[tuple[Callable[[], None], str]] = [
+        (lambda: handler.announce(role="x" * 2001), "role: expected 2000 characters or less, got 2001"),
+        (lambda: handler.announce(nproc=(1 << 20) + 1), "nproc: expected a whole number, 1 to 1048576, got 1048577"),
+        (lambda: handler.tell_failure("", exitcode=1 << 31), "exitcode: expected a whole number, -2147483647 to "),
+        (lambda: handler.tell_failure("", rank=-1), "rank: expected a whole number, 0 to 2147483647, got -1"),
+    ]
+    for call, says in refused:
+        with pytest.raises(ValueError, match=f"^{says}"):
+            call()
 
 
 def test_insecure_and_what_is_passed_over() -> None:

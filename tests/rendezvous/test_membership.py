@@ -10,7 +10,7 @@ import pytest
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._rendezvous import leader as leading
 from phalanx._rendezvous.membership import Decision, decide
-from phalanx._rendezvous.records import VERSION, End, Job, Member, Node, Stop, replace, write
+from phalanx._rendezvous.records import MOST_RESTARTS, VERSION, End, Job, Member, Node, Stop, read, replace, write
 from phalanx._rendezvous.rules import PATIENCE, Notes, Rules, Seen
 from phalanx._rendezvous.store_view import StoreView
 from phalanx._store.store import Changed, Entry, Put, Snapshot
@@ -44,8 +44,8 @@ class Leader:
     def __init__(self, job: Job, rules: Rules = RULES) -> None:
         self.job, self.rules, self.notes = job, rules, Notes(job, 0.0)
 
-    def at(self, now: float, *nodes: Node, stop: Stop | None = None) -> Decision:
-        made = decide(self.job, stop, seen(*nodes), self.notes, now, self.rules)
+    def at(self, now: float, *nodes: Node, stop: Stop | None = None, cause: str | None = None) -> Decision:
+        made = decide(self.job, stop, seen(*nodes), self.notes, now, self.rules, cause=cause)
         self.job = made.job or self.job
         return made
 
@@ -225,17 +225,34 @@ def test_restarts_are_kept_as_ages_for_the_next_leader() -> None:
     assert (made.job.phase, made.job.restarts) == ("running", (61.0, 0.0))
 
 
-def test_a_node_that_is_the_cause_again_and_again_is_left_out() -> None:
+def test_a_machine_that_is_the_cause_again_and_again_is_left_out_whichever_agent_runs_there() -> None:
     rules = RULES._replace(policy=RestartPolicy(9), exclude_after=2)
     leader = Leader(running("a", "b", least=1), rules)
-    for generation in range(2):
-        facts: dict[str, Any] = {"least": 1, "generation": generation, "outcome": "stopped"}
-        stop = replace(FAILED, generation=generation)
-        leader.at(generation + 1, node("a", **facts), node("b", **facts), stop=stop)
+    facts: dict[str, Any] = {"least": 1, "outcome": "stopped"}
+    first = Node("b", nproc=2, port=1000, min_nodes=1, max_nodes=2, host="host-b", address="10.0.0.b", generation=0)
+    assert leader.at(1, node("a", generation=0, **facts), first, stop=FAILED).asks
+    leader.at(2, node("a", generation=0, **facts), first, stop=FAILED, cause=first.machine)
+    again = replace(first, id="b2", generation=1)  # started again there
+    assert leader.job.phase == "running"
+    leader.job = replace(leader.job, members=(leader.job.members[0], again.member))
+    stop = replace(FAILED, generation=1, node="b2")
+    leader.at(3, node("a", generation=1, **facts), again, stop=stop, cause=again.machine)
     assert names(leader.job) == ["a"]
-    assert leader.job.excluded == ("b",)
-    later = leader.at(9, node("a", least=1, generation=1), node("b", least=1, generation=1))
-    assert later.refused == (("b", "its workers were the root cause of 2 failures in a row"),)
+    assert leader.job.excluded == (first.machine,)
+    third, namesake = replace(first, id="b3", generation=-1), replace(first, id="c", address="10.0.0.c", generation=-1)
+    later = leader.at(9, node("a", generation=1, least=1), third, namesake)
+    assert later.refused == (("b3", "workers of host host-b were the root cause 2 times in a row"),)
+
+
+def test_a_cause_that_is_not_known_is_nobodys_and_nobody_asks_for_it_unless_it_matters() -> None:
+    rules = RULES._replace(policy=RestartPolicy(9), exclude_after=1)
+    there = node("a", generation=0, outcome="stopped"), node("b", generation=0, outcome="failed")
+    leader = Leader(running("a", "b"), rules)
+    assert leader.at(1, *there, stop=FAILED, cause="").job is not None
+    assert (leader.job.phase, leader.job.blamed, leader.job.excluded) == ("running", "", ())
+    grow = replace(FAILED, kind="grow")
+    assert not Leader(running("a", "b"), rules).at(1, *there, stop=grow).asks
+    assert not Leader(running("a", "b")).at(1, *there, stop=FAILED).asks
 
 
 @pytest.mark.parametrize(
@@ -367,3 +384,12 @@ def test_many_are_refused_in_several_transactions() -> None:
         view.take(Changed("job/", revision, entries, ()))
     assert len(refused) == 200
     assert leader.decide(view, 1.0, is_new=False)[0] is None
+
+
+def test_what_a_policy_allows_is_written_as_the_others_read_it() -> None:
+    policy = RestartPolicy(1 << 20, backoff=1e13, backoff_cap=1e13)
+    job = running("a", "b", restarts=(1.0,) * MOST_RESTARTS)
+    facts: dict[str, Any] = {"generation": 0, "outcome": "stopped"}
+    made = Leader(job, RULES._replace(policy=policy)).at(1, node("a", **facts), node("b", **facts), stop=FAILED)
+    assert made.job is not None
+    assert read(Job, Entry("job/state", write(made.job), 1, 1)) == made.job

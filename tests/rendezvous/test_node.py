@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from phalanx._agent.restart_policy import RestartPolicy
-from phalanx._rendezvous import effects, records
+from phalanx._outcomes.failure import ProcessFailure
+from phalanx._outcomes.result import RunProcsResult
+from phalanx._rendezvous import effects, evidence, records
 from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.node_waits import HOST_PATIENCE, PATIENCE
 from phalanx._rendezvous.records import Job, Member, Node, Refusal, Stop, Verdict, replace
@@ -42,8 +44,8 @@ RULES = Rules(RestartPolicy(1), join_timeout=100.0, end_timeout=20.0)
 class Story:
     """A node, and a store that is told by the test."""
 
-    def __init__(self, **options: Any) -> None:
-        self.node = Participant(ME, RULES, **options)
+    def __init__(self, rules: Rules = RULES, **options: Any) -> None:
+        self.node = Participant(ME, rules, **options)
         self.now = 0.0
         self.revision = 10
         self.created: dict[str, int] = {}
@@ -529,3 +531,29 @@ def test_a_job_that_is_over_when_it_comes_is_an_earlier_one() -> None:
     story.answer()
     story.tell(Changed("job/", story.revision, (), ("job/state", "job/stop/0")))
     assert [put.key for put in story.asked[0].transaction.writes] == ["job/state"]  # of the next job
+
+
+def test_a_leader_reads_what_is_left_before_it_leaves_a_machine_out() -> None:
+    story = Story(RULES._replace(exclude_after=1, policy=RestartPolicy(9)))
+    story.answer()
+    story.writes("job/leader", b"a")
+    story.writes("job/state", RUNS)
+    other = Node("b", "host-b", "10.0.0.2", 2, min_nodes=2, max_nodes=2, generation=0, outcome="failed")
+    mine = replace(ME, generation=0, outcome="stopped")
+    nodes = (Entry("nodes/b", records.write(other), 11, 30), Entry("nodes/a", records.write(mine), 11, 31))
+    story.tell(Snapshot("nodes/", story.revision, nodes))
+    story.asked.clear()
+    due = story.writes("job/stop/0", Stop(0, "failure", "a", "host-a", "it was the first to say so", 2))
+    due += story._take(story.node.workers_gone(mine, b"", story.now))
+    fetch = next(each for each in due if isinstance(each, effects.Fetch))
+    assert fetch.prefix == "evidence/0/"
+    assert [effect for effect in story.wait(0.1) if isinstance(effect, effects.Fetch)] == []  # once
+    failed = RunProcsResult(failures={0: ProcessFailure(0, 42, 1, "<N/A>", rank=0)})
+    lost = evidence.write("b", "host-b", "", failed, 0, machine=other.machine)
+    story.asked.clear()
+    story.tell(Fetched(fetch.ticket, None))  # in vain: again in a while
+    again = next(each for each in story.wait(2) if isinstance(each, effects.Fetch))
+    story.tell(Fetched(again.ticket, (Entry("evidence/0/b", lost, 12, 12),)))
+    put = next(one for each in story.asked for one in each.transaction.writes if one.key == "job/state")
+    assert isinstance(put, Put)
+    assert records.read(Job, Entry(put.key, put.value, 1, 1)).excluded == (other.machine,)

@@ -106,7 +106,7 @@ def left(node: str, *failures: ProcessFailure, first: int = 0) -> bytes:
         failures={each.local_rank: each for each in failures},
         outcomes={rank: Outcome(rank, 4242 + rank, "stopped", -15, 15) for rank in range(2)},
     )
-    return evidence.write(node, f"host-{node}", f"/logs/{node}", result, first)
+    return evidence.write(node, f"host-{node}", f"/logs/{node}", result, first, machine=f"host-{node} {node}")
 
 
 def test_the_node_that_was_the_first_to_tell_has_the_root_cause() -> None:
@@ -130,6 +130,8 @@ def test_a_lost_connection_is_not_the_cause_of_another_failure() -> None:
         entry("evidence/3/a", 9, left("a", failure(0, "KeyError: 1"))),
     ]
     assert list(JobEvidence(entries, STOP).failures) == [0, 5]
+    assert JobEvidence(entries, STOP).machine == "host-a a"
+    assert JobEvidence(entries[:1], STOP).machine == ""
 
 
 def test_evidence_is_cut_to_what_a_node_may_write() -> None:
@@ -166,7 +168,7 @@ class Hangs:
 
 def seen(node: str, first: int, hangs: Hangs, *failures: ProcessFailure) -> bytes:
     result = RunProcsResult(failures={each.local_rank: each for each in failures})
-    return evidence.write(node, f"host-{node}", "", result, first, hangs=hangs)  # type: ignore[arg-type] # as above
+    return evidence.write(node, f"host-{node}", "", result, first, hangs=hangs, machine=f"host-{node} {node}")  # type: ignore[arg-type] # as above
 
 
 def hang(detail: str) -> ProcessFailure:
@@ -187,6 +189,19 @@ def test_of_ranks_that_hang_the_one_that_the_others_wait_for_is_the_root_cause()
     assert list(found.failures) == [5, 3]
     details = [one.detail for one in found.failures.values()]
     assert details == [f"{late} ms over\n{found.summary}\nfiles" for late in (3, 2)]
+    assert found.machine == "host-c c"  # not that of b, which was the first to say so
+
+
+def test_the_machine_that_the_others_wait_for_is_the_cause_though_no_timer_expired_there() -> None:
+    entries = [
+        entry("evidence/3/b", 4, seen("b", 2, Hangs(REDUCE, REDUCE), hang("2 ms over\nfiles"))),
+        entry("evidence/3/c", 5, seen("c", 4, Hangs(REDUCE, READ))),
+        entry("evidence/3/a", 6, seen("a", 0, Hangs(REDUCE, REDUCE))),
+    ]
+    assert JobEvidence(entries, HANG, MEMBERS).machine == "host-c c"
+    assert JobEvidence(entries[::2], HANG, MEMBERS).machine == ""  # nobody is elsewhere, as far as is known
+    unread = entry("evidence/3/c", 5, seen("c", 4, Hangs(REDUCE, "it offers none")))
+    assert JobEvidence([entries[0], unread, entries[2]], HANG, MEMBERS).machine == ""
 
 
 def test_of_a_node_that_tells_nothing_nothing_is_known() -> None:

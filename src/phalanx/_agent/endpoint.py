@@ -7,6 +7,7 @@ import os
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from typing import Literal
 
 BACKENDS = ("static", "c10d", "etcd", "etcd-v2", "etcd-v3")
 """The rendezvous backends of torchrun. On one machine they are all the same: nothing is connected to."""
@@ -44,22 +45,33 @@ def is_here(host: str) -> bool:
     >>> is_here("localhost"), is_here("127.0.0.1"), is_here("192.0.2.1")  # the last is nobody's, see RFC 5737
     (True, True, False)
     """
+    return where_is(host) == "here"
+
+
+def where_is(host: str) -> Literal["here", "elsewhere", "unknown"]:
+    """Return whether a name or an address is this machine's; "unknown": nobody knows the name, as yet.
+
+    >>> where_is("127.0.0.1"), where_is("192.0.2.1"), where_is("no name")
+    ('here', 'elsewhere', 'unknown')
+    """
     if host in ("", "localhost", os.uname().nodename):
-        return True
+        return "here"
     import socket
 
+    from phalanx._base.host_names import is_unknown, look_up
+
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return False
+        found = look_up(host, 0)
+    except (OSError, UnicodeError) as error:
+        return "unknown" if is_unknown(error) else "elsewhere"
     for family, kind, _, _, address in found:
         try:
             with socket.socket(family, kind) as bound:
                 bound.bind(address)
         except OSError:
             continue
-        return True
-    return False
+        return "here"
+    return "elsewhere"
 
 
 def read_settings(text: str) -> dict[str, str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from phalanx._agent.scheduler_step import STEP, step_of
+
 MASTER_PORT = "MASTER_PORT"
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 """The variable that says which attempt a worker is in, from 0 on."""
@@ -33,6 +35,7 @@ def worker_env(
     """
     local_rank = rank if local_rank is None else local_rank
     role_rank = rank if role_rank is None else role_rank
+    step = step_of(os.environ)
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
@@ -51,4 +54,4 @@ def worker_env(
         # False: rank 0 serves the store at MASTER_PORT, not we.
         "TORCHELASTIC_USE_AGENT_STORE": str(use_agent_store),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),  # as torchrun has it
-    }
+    } | ({STEP: step} if step else {})

@@ -16,13 +16,13 @@ def refusals(job: Job, nodes: Mapping[str, Seen], notes: Notes, now: float, rule
     """Return why which nodes cannot take part."""
     least, most, excluded = job.min_nodes, job.max_nodes, job.excluded
     found = {
-        name: _refusal(job, node)
+        name: _refusal(job, node, rules)
         for name, (node, _) in nodes.items()
         if node.order >= most
         or node.max_nodes != most
         or node.min_nodes != least
         or node.version != VERSION
-        or name in excluded
+        or node.machine in excluded
     }
     twice = _twice(job, without(nodes, found))
     notes.twice = {name: notes.twice.get(name, now) for name in twice}
@@ -38,15 +38,15 @@ def without(nodes: Mapping[str, Seen], those: Mapping[str, str]) -> Mapping[str,
     return {name: seen for name, seen in nodes.items() if name not in those} if those else nodes
 
 
-def _refusal(job: Job, node: Node) -> str:
+def _refusal(job: Job, node: Node, rules: Rules) -> str:
     """Return why a node by itself cannot take part, of which that is known."""
     wanted, given = _span(job.min_nodes, job.max_nodes), _span(node.min_nodes, node.max_nodes)
     if node.version != VERSION:
         return f"the agents of this job write entries of version {VERSION}, and this one {node.version}"
     if wanted != given:
         return f"the job is one of {wanted} nodes, and this node was told {given}"
-    if node.id in job.excluded:
-        return f"its workers were the root cause of {_times(job.times)} in a row"
+    if node.machine in job.excluded:
+        return f"workers of host {node.host} were the root cause {_times(rules.exclude_after)} in a row"
     return f"its node rank is {node.order}, and the job has {wanted} nodes: 0 to {job.max_nodes - 1}"
 
 
@@ -93,7 +93,7 @@ def ready(job: Job, nodes: Mapping[str, Seen]) -> list[str]:
     return [
         name
         for _, name in found
-        if name not in twice and name not in job.excluded
+        if name not in twice and nodes[name].node.machine not in job.excluded
         if name not in members or nodes[name].node.generation >= last
     ]
 
@@ -113,4 +113,4 @@ def _span(least: int, most: int) -> str:
 
 
 def _times(number: int) -> str:
-    return f"{number} failure" if number == 1 else f"{number} failures"
+    return f"{number} time" if number == 1 else f"{number} times"

@@ -5,7 +5,7 @@ What is wrong is a ValueError, whose text begins with the setting's name, or the
 
 from __future__ import annotations
 
-from phalanx._agent.endpoint import FALSE
+from phalanx._agent.endpoint import FALSE, where_is
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -82,13 +82,17 @@ def agent_port(conf: Mapping[str, str], default: int) -> int:
     return default
 
 
-def may_host(conf: Mapping[str, str], *, is_here: bool) -> bool:
+def may_host(conf: Mapping[str, str], host: str) -> bool | None:
     """Whether this machine's agent hosts the store: that of the endpoint does, unless ``is_host`` says otherwise.
 
-    >>> may_host({}, is_here=True), may_host({"is_host": "no"}, is_here=True)
-    (True, False)
+    None: the endpoint's name is not known yet.
+
+    >>> may_host({}, "127.0.0.1"), may_host({"is_host": "no"}, "127.0.0.1"), may_host({}, "no name")
+    (True, False, None)
     """
-    return conf["is_host"].lower() not in FALSE if "is_host" in conf else is_here
+    if "is_host" in conf:
+        return conf["is_host"].lower() not in FALSE
+    return {"here": True, "elsewhere": False, "unknown": None}[where_is(host)]
 
 
 def job_secret(conf: Mapping[str, str], environ: Mapping[str, str]) -> bytes:

@@ -124,6 +124,7 @@ class Evidence(Struct, frozen=True):
 
     Attributes:
         node, host: The node.
+        machine: See `records.Node.machine`.
         log_dir: Where its logs are, on its machine.
         failures: In their order.
         outcomes: Of all workers.
@@ -138,6 +139,7 @@ class Evidence(Struct, frozen=True):
     failures: Annotated[tuple[Failed, ...], Meta(max_length=_MOST)] = ()
     outcomes: Annotated[tuple[Ended, ...], Meta(max_length=_MOST)] = ()
     error: _Text = ""
+    machine: _Text = ""
     places: Annotated[tuple[Place, ...], Meta(max_length=_MOST_PLACES)] = ()
 
 
@@ -153,6 +155,7 @@ def write(
     error: str = "",
     hangs: HangReporter | None = None,
     nodes: int = 1,
+    machine: str = "",
 ) -> bytes:
     """Return the evidence of one of ``nodes``, cut to its share; its workers have the ranks from ``first_rank`` on.
 
@@ -177,7 +180,8 @@ def write(
             )
             for index, failure in enumerate(failures[:_MOST])
         )
-        told = Evidence(node, host, cut_middle(log_dir, _LONGEST), failed, ended, cut_middle(error, longest), places)
+        folder, what = cut_middle(log_dir, _LONGEST), cut_middle(error, longest)
+        told = Evidence(node, host, folder, failed, ended, what, machine, places)
         data = records.write(told)
         if len(data) <= most:
             return data
@@ -263,6 +267,7 @@ class JobEvidence:
         log_dir: Where the logs of the node are that has the root cause; "".
         errors: What went wrong with nodes themselves, a line each.
         damaged: What could not be read, a line each.
+        machine: That of the root cause, see `records.Node.machine`; "": none is known.
     """
 
     def __init__(self, entries: Iterable[Entry], stop: Stop | None, members: Sequence[Member] = ()) -> None:
@@ -289,6 +294,14 @@ class JobEvidence:
         self.outcomes: Mapping[int, Outcome] = dict(sorted(outcomes.items()))
         self.log_dir = next((one.log_dir for one, _ in told), "")
         self.errors = [f"host {one.host}: {one.error}" for one in found if one.error]
+        first = told[0] if told else None
+        if stop is None or (first is not None and first[1].is_cut_off):
+            self.machine = ""  # of a lost connection, the cause is elsewhere as a rule
+        elif first[1].is_hang if first is not None else stop.kind == "hang":
+            elsewhere = {rank for rank in outliers if not isinstance(locations[rank], str)}
+            self.machine = _machine_of(elsewhere, found, ranks, None if first is None else first[1].rank)
+        else:  # a node whose workers did not start has told of no failure of a worker
+            self.machine = next((one.machine for one in found if one.node == (first[0] if first else stop).node), "")
 
     def _read(self, entry: Entry) -> Evidence | None:
         try:
@@ -296,6 +309,13 @@ class JobEvidence:
         except msgspec.MsgspecError as error:
             self.damaged.append(f"{entry.key}: {error}")
             return None
+
+
+def _machine_of(elsewhere: set[int], found: Sequence[Evidence], ranks: JobRanks, hung: int | None) -> str:
+    """Return the machine that the others waited for: that of the rank which ``hung``, or the only one; "": none."""
+    those = {hung} if hung in elsewhere else elsewhere
+    machines = {one.machine for one in found if not those.isdisjoint(ranks.of_node(one.node))}
+    return machines.pop() if len(machines) == 1 else ""
 
 
 def _locations(found: Iterable[Evidence], ranks: JobRanks) -> tuple[dict[int, Location], set[int]]:

@@ -82,6 +82,7 @@ class Guest:
         self._wishes: list[Callable[[JobRun], None]] = []  # of before there was a run
         self._thread: threading.Thread | None = None
         self._gone = Latch()
+        self._over = Latch()  # opened when nothing more is to be waited for
         self._news = Latch()  # opened, and replaced by another one, when anything has changed
         self._team: GuestTeam | None = None
         self._calls = Calls()
@@ -199,6 +200,7 @@ class Guest:
     def ask_end(self, error: str) -> None:
         """Ask for the end of the job, on all nodes. It is entered for that, if it has not been."""
         self._asks_end = True
+        self._over.open()
         self._wish(lambda run: run.ask_stop(signal.SIGTERM, error, 0.0))
         self.enter()
 
@@ -210,6 +212,7 @@ class Guest:
         if self.finish is None:
             self._wish(lambda run: run.ask_leave(why))
         self._is_leaving = True  # `next_part` ends
+        self._over.open()
         part = None if self._team is None else self._team.part
         if part is not None and part.end is None:  # after the wish: else it would be a failure
             self._conclude(part, AttemptEnd("stopped"))
@@ -255,7 +258,7 @@ class Guest:
         terms = self.terms
         machines = terms.machines
         store = machines.store(self._run_id)
-        end_hosting = machines.host(self._run_id, self._warn)
+        end_hosting = machines.host(self._run_id, self._warn, self._over)
         if end_hosting is not None:
             held.callback(end_hosting)
         port = held.enter_context(master_port.reserve())

@@ -13,7 +13,8 @@ from phalanx._base import clock
 from phalanx._base.control_chars import sanitise
 from phalanx._base.latch import Latch
 from phalanx._base.one_line import one_line
-from phalanx._rendezvous import records
+from phalanx._outcomes.result import RunProcsResult
+from phalanx._rendezvous import evidence, records
 from phalanx._rendezvous.job_run import NodeTeam
 from phalanx._rendezvous.records import Job, Stop, replace
 
@@ -135,7 +136,9 @@ class GuestTeam(NodeTeam):
             rank=end.rank,
             exitcode=end.exitcode,
         )
-        return self._me, self._stop(part, end) if end.failed else None, b""
+        me, failed = self._me, end.failed
+        told = evidence.write(me.id, me.host, "", RunProcsResult(), 0, end.error, machine=me.machine) if failed else b""
+        return me, self._stop(part, end) if failed else None, told
 
     def heard(self, what: Job | Stop) -> None:
         """See `NodeTeam`."""

@@ -10,17 +10,19 @@ from __future__ import annotations
 import math
 
 from phalanx._rendezvous import membership, records
+from phalanx._rendezvous.evidence import JobEvidence
 from phalanx._rendezvous.records import Job, Refusal
 from phalanx._rendezvous.rules import Notes
 from phalanx._store.store import JOB, Absent, Created, Delete, Put, Transaction, Unchanged
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from phalanx._rendezvous.records import Node, Stop
     from phalanx._rendezvous.rules import Rules
     from phalanx._rendezvous.store_view import StoreView
+    from phalanx._store.store import Entry
 
 
 MOST_REFUSED = 64
@@ -38,6 +40,7 @@ class Leader:
 
     Attributes:
         decided: The revision that its last decision has made; nothing is decided before that is told.
+        asks: The generation whose evidence is to be read for its next decision, see `learn`; -1: none.
     """
 
     def __init__(self, me: Node, rules: Rules, chance: Callable[[], float], since: int) -> None:
@@ -47,6 +50,14 @@ class Leader:
         self.since = since
         self._notes: Notes | None = None
         self.decided = 0
+        self.asks = -1
+        self._cause: tuple[int, str] = -1, ""  # of which generation which machine is the root cause
+
+    def learn(self, entries: Iterable[Entry], view: StoreView) -> None:
+        """See the evidence of the generation that it `asks` for. Raises DamagedError."""
+        job, _ = view.job()
+        if job is not None and job.generation == self.asks:
+            self._cause = job.generation, JobEvidence(entries, view.stop(job.generation), job.members).machine
 
     def decide(self, view: StoreView, now: float, *, is_new: bool) -> tuple[Transaction | None, float]:
         """Return what is to be written now, and when to ask again. None: nothing. Raises DamagedError.
@@ -69,7 +80,9 @@ class Leader:
         if self._notes is None:
             self._notes = Notes(job, now)
         stop = view.stop(job.generation)
-        made = membership.decide(job, stop, view.nodes, self._notes, now, self._rules, self._chance())
+        cause = self._cause[1] if self._cause[0] == job.generation else None
+        made = membership.decide(job, stop, view.nodes, self._notes, now, self._rules, self._chance(), cause)
+        self.asks = job.generation if made.asks else -1
         conditions: list[Absent | Created | Unchanged] = [mine, Unchanged(records.STATE, modified)]
         refused = [(node, why) for node, why in made.refused if not view.refusal(node)]
         # The others with the next decision, which follows when this one is told.

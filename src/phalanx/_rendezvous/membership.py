@@ -22,7 +22,17 @@ from phalanx._agent import restart_policy
 from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._base.clock import format_duration
 from phalanx._rendezvous import candidates
-from phalanx._rendezvous.records import MOST_ENDS, End, Job, Stop, Verdict, one_line, replace
+from phalanx._rendezvous.records import (
+    LONGEST_DELAY,
+    MOST_ENDS,
+    MOST_RESTARTS,
+    End,
+    Job,
+    Stop,
+    Verdict,
+    one_line,
+    replace,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -40,12 +50,14 @@ class Decision(NamedTuple):
         stop: Why the generation that runs ends; None: it does not.
         refused: Why which nodes are not taken.
         wake: When to decide again, though nothing has changed; inf: never.
+        asks: Whether the machine of the root cause is to be told first, see `decide`.
     """
 
     job: Job | None = None
     stop: Stop | None = None
     refused: tuple[tuple[str, str], ...] = ()
     wake: float = math.inf
+    asks: bool = False
 
 
 def decide(
@@ -56,6 +68,7 @@ def decide(
     now: float,
     rules: Rules,
     chance: float = 0.0,
+    cause: str | None = None,
 ) -> Decision:
     """Decide what follows.
 
@@ -67,10 +80,13 @@ def decide(
         now: The present moment (monotonic seconds).
         rules: What is held to.
         chance: A random number, 0 to 1, for the jitter of a delay.
+        cause: The machine that `evidence` calls the root cause of the generation's failure; "": none is known. None:
+            nobody has looked yet.
     """
     notes.turn(job, now)
     if job.phase == "over":
         return Decision()
+    before = job
     refused = candidates.refusals(job, nodes, notes, now, rules)
     again = min((at + rules.rank_timeout for name, at in notes.twice.items() if name not in refused), default=math.inf)
     nodes = candidates.without(nodes, refused)
@@ -79,14 +95,18 @@ def decide(
         if told is not None:
             return told._replace(refused=tuple(refused.items()), wake=min(told.wake, again))
         assert stop is not None
+        if rules.exclude_after and stop.kind in ("failure", "hang"):
+            if cause is None:
+                return Decision(refused=tuple(refused.items()), wake=again, asks=True)
+            job = _blame(job, cause, rules)
         following, planned = _follow(job, stop, nodes, notes, now, rules, chance)
         stop = None
     else:
         following, planned = job, notes
     formed, wake = _form(following, stop, nodes, planned, now, rules)
-    if formed != job:
+    if formed != before:
         notes.planned = planned.after(formed, now)
-    return Decision(None if formed == job else formed, None, tuple(refused.items()), min(wake, again))
+    return Decision(None if formed == before else formed, None, tuple(refused.items()), min(wake, again))
 
 
 def _while_running(
@@ -143,7 +163,6 @@ def _follow(
         step=max((node.step for node in its if node.step is not None), default=None),
         survivors=sum(node.survivors for node in its),
     )  # fmt: skip
-    job = _blame(job, stop, rules)
     # What another leader has written of restarts is as old as this generation, at least.
     ages = [age + end.uptime for age in job.restarts]
     restarts = [min(moment, now - age) for moment, age in zip(notes.restarts, ages, strict=True)]
@@ -160,8 +179,8 @@ def _follow(
     elif end.failed:
         decision = restart_policy.decide(rules.policy, [_attempt(each) for each in ends], restarts, now, chance)
         if decision.retries:
-            restarts += [now] * decision.counted
-            following = replace(following, delay=decision.delay)
+            restarts = (restarts + [now] * decision.counted)[-MOST_RESTARTS:]
+            following = replace(following, delay=min(decision.delay, LONGEST_DELAY))
         else:
             following = _over(following, "failed", decision.why, stop)
     planned = copy.copy(notes)
@@ -211,15 +230,18 @@ def _form(
     ), math.inf  # fmt: skip
 
 
-def _blame(job: Job, stop: Stop, rules: Rules) -> Job:
-    """Note whose workers were the root cause; leave a node out for which that is so too often."""
-    if stop.kind not in ("failure", "hang"):
+def _blame(job: Job, machine: str, rules: Rules) -> Job:
+    """Note whose workers were the root cause; leave a machine out for which that is so too often.
+
+    It is the machine's count, not an agent's: one that is started again there has another id.
+    """
+    if not machine:
         return job
-    times = job.times + 1 if job.blamed == stop.node else 1
+    times = job.times + 1 if job.blamed == machine else 1
     excluded = job.excluded
-    if rules.exclude_after and times >= rules.exclude_after and stop.node not in excluded:
-        excluded = (*excluded, stop.node)
-    return replace(job, blamed=stop.node, times=times, excluded=excluded)
+    if times >= rules.exclude_after and machine not in excluded:
+        excluded = (*excluded, machine)
+    return replace(job, blamed=machine, times=times, excluded=excluded)
 
 
 def _attempt(end: End) -> AttemptEnd:

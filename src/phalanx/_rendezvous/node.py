@@ -85,8 +85,11 @@ class Participant(NodeWaits):
         elif isinstance(event, store.Done):
             self._note_done(event)
         elif isinstance(event, store.Fetched):
-            if self._writes.end(event, now) == "read":
+            what = self._writes.end(event, now)
+            if what == "read":
                 self._read = event.entries  # None: it is tried again
+            elif what == "cause":
+                self._cause = event.entries
         elif isinstance(event, store.Away):
             self._away = now if self._away is None else self._away
         elif isinstance(event, store.Back):

@@ -61,6 +61,7 @@ class NodeWrites:
         self._stops = Stops()  # why generations are to end: to be written
         self._asked: Stop | None = None  # somebody wants the job to end
         self._read: tuple[Entry, ...] | None = None
+        self._cause: tuple[Entry, ...] | None = None  # evidence that the leader has asked for
         self._is_new = True  # whether it has not seen a job that goes on
         self._leaves = ""  # why this node goes
         self._lost_job = False  # whether the job has ended without this node, and nothing is left of it
@@ -77,6 +78,8 @@ class NodeWrites:
         since = since if who == self._me.id and not self._lost_job and not self._leaves else 0
         if since != (self._leader.since if self._leader else 0):  # another one may have led meanwhile
             self._leader = Leader(self._me, self._rules, self._chance, since) if since else None
+            self._writes.drop("cause")
+            self._cause = None
         knows = since > 0 or (bool(self._hosts) and self.state == "LEAVING")
         if knows != self._knows_nodes:
             self._knows_nodes = knows
@@ -85,10 +88,15 @@ class NodeWrites:
             self._effects.append(Watch(records.NODES) if knows else Unwatch(records.NODES))
         if self._leader is None or self._writes.is_open("decide"):
             return
+        if self._cause is not None:
+            self._leader.learn(self._cause, self._view)
+            self._cause = None
         transaction, wake = self._leader.decide(self._view, self._now, is_new=self._is_new)
         self.wake = min(self.wake, wake)
         if transaction is not None:
             self._submit("decide", transaction)
+        if self._leader.asks >= 0 and not self._writes.is_open("cause") and self._is_due("cause"):
+            self._effects.append(Fetch(self._writes.begin("cause"), f"{records.EVIDENCE}{self._leader.asks}/"))
 
     # --- the store
 

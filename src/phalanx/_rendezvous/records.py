@@ -23,6 +23,8 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
+from phalanx._rendezvous.bounds import MOST_CODE, MOST_LINE, MOST_NODES, MOST_WORKERS
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -37,19 +39,20 @@ VERSION = 1
 LEADER, STATE, STOP, REFUSED = "job/leader", "job/state", "job/stop/", "job/refused/"
 JOB, NODES, EVIDENCE = "job/", "nodes/", "evidence/"
 
-MOST_NODES = 1 << 16
 MOST_ENDS = 100
 """Ends of generations that are kept."""
-MOST_LINE = 2000
-"""Characters of an error in one line."""
+MOST_RESTARTS = 1 << 16
+"""Restarts that are counted."""
+LONGEST_DELAY = 1e9
+"""Seconds."""
 
 _Id = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[\w.-]+$")]
 _Text = Annotated[str, Meta(max_length=MOST_LINE)]
-_Count = Annotated[int, Meta(ge=0, lt=2**31)]
-_Some = Annotated[int, Meta(ge=1, le=1 << 20)]
+_Count = Annotated[int, Meta(ge=0, lt=MOST_CODE)]
+_Some = Annotated[int, Meta(ge=1, le=MOST_WORKERS)]
 _Port = Annotated[int, Meta(ge=0, le=65535)]
 _Generation = Annotated[int, Meta(ge=-1, lt=2**31)]
-_Code = Annotated[int, Meta(gt=-(2**31), lt=2**31)]
+_Code = Annotated[int, Meta(gt=-MOST_CODE, lt=MOST_CODE)]
 _Seconds = Annotated[float, Meta(ge=0, lt=1e12)]
 
 NodeState = Literal["ready", "running", "done", "left"]
@@ -111,6 +114,14 @@ class Node(Struct, frozen=True):
     rank: _Count | None = None
     exitcode: _Code | None = None
     version: int = VERSION
+
+    @property
+    def machine(self) -> str:
+        """What its machine is known by, whichever agent runs there: the host's name, and where it is reached.
+
+        Containers may share a name. Where no address is told, ranks are given: that of the node is in its place.
+        """
+        return f"{self.host} {self.address or f'node {self.order}'}"
 
     @property
     def member(self) -> Member:
@@ -193,9 +204,9 @@ class Job(Struct, frozen=True):
         ends: How the generations before ended, the latest last: `MOST_ENDS` at most.
         restarts: Before how many seconds restarts were decided that count, as of the writing of this.
         delay: Seconds before the generation that is to come.
-        blamed: The node whose workers were the root cause last.
+        blamed: The machine whose workers were the root cause last, see `Node.machine`; "": none is known.
         times: How many times in a row that was so.
-        excluded: Nodes that are left out for it.
+        excluded: Machines that are left out for it.
         verdict: How it ended; None: it has not.
         version: See `VERSION`.
     """
@@ -208,11 +219,11 @@ class Job(Struct, frozen=True):
     address: _Text = ""
     port: _Port = 0
     ends: Annotated[tuple[End, ...], Meta(max_length=MOST_ENDS)] = ()
-    restarts: Annotated[tuple[_Seconds, ...], Meta(max_length=1 << 16)] = ()
+    restarts: Annotated[tuple[_Seconds, ...], Meta(max_length=MOST_RESTARTS)] = ()
     delay: _Seconds = 0.0
     blamed: _Text = ""
     times: _Count = 0
-    excluded: Annotated[tuple[_Id, ...], Meta(max_length=MOST_NODES)] = ()
+    excluded: Annotated[tuple[_Text, ...], Meta(max_length=MOST_NODES)] = ()
     verdict: Verdict | None = None
     version: int = VERSION
 

@@ -24,7 +24,7 @@ class Rules(NamedTuple):
         last_call: Seconds after the minimum is there in which more nodes may come, before the first generation.
         rejoin_delay: Seconds between the coming of a node and the end of the generation that runs without it.
         end_timeout: Seconds after which a node that has not ended its workers is not waited for.
-        exclude_after: After so many root causes in a row a node is left out; 0: never.
+        exclude_after: After so many root causes in a row a machine is left out; 0: never.
         rank_timeout: Seconds after which a node is refused whose rank another one has: longer than a lease lasts, for
             that may be the node's own entry of before.
     """

@@ -5,11 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
+from phalanx._agent.endpoint import where_is
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phalanx._agent.restart_policy import RestartPolicy
+    from phalanx._base.latch import Latch
     from phalanx._rendezvous.rules import Rules
     from phalanx._store.store import Store
 
@@ -39,7 +42,8 @@ class Machines(NamedTuple):
         endpoints: Where, as ``host:port``.
         address: Where this machine is reached by the others; "": see `own_address`.
         is_hosted: Whether an agent hosts the store.
-        hosts: Whether this one does, unless another one of its machine has been quicker.
+        hosts: Whether this one does, unless another one of its machine has been quicker; None: where the endpoint is
+            tells, but its name was not known yet.
         secret: What the agents of a hosted store know each other by; empty: nothing.
         node_rank: The rank of this node, if it is given; -1: it is not.
         master: Where rank 0 of the workers listens, if that is given: its host and its port.
@@ -56,7 +60,7 @@ class Machines(NamedTuple):
     endpoints: tuple[str, ...]
     address: str
     is_hosted: bool = False
-    hosts: bool = False
+    hosts: bool | None = False
     secret: bytes = b""
     node_rank: int = -1
     master: tuple[str, int] | None = None
@@ -90,9 +94,11 @@ class Machines(NamedTuple):
             return self.address
         import socket
 
+        from phalanx._base.host_names import look_up
+
         host, port = self._endpoint()
         try:
-            family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+            family, kind, _, _, address = look_up(host, port, datagram=True)[0]
             with socket.socket(family, kind) as probe:
                 probe.connect(address)  # of a datagram socket: nothing is sent
                 return str(probe.getsockname()[0])
@@ -137,16 +143,23 @@ class Machines(NamedTuple):
             )
         )  # fmt: skip
 
-    def host(self, run_id: str, warn: Callable[[str], None]) -> Callable[[], None] | None:
+    def host(self, run_id: str, warn: Callable[[str], None], over: Latch | None = None) -> Callable[[], None] | None:
         """Have this agent host the store, if it is to. Returns what ends that; None: another one hosts it.
 
-        ``warn`` is told of agents that are refused, a line each, on any thread.
+        A name of this machine that is not known yet (a pod's is published some time after its start) is waited for,
+        `join_timeout` long, and that is said. So is that of the host where this machine has to find its way there.
 
-        Raises OSError: it cannot listen there, or the program is not there. ImportError: the extra is not installed.
+        ``warn`` is told of that, and of agents that are refused, a line each, on any thread. The waits end when
+        ``over`` is opened.
+
+        Raises OSError: it cannot listen there, or the program is not there; or the name is not known in time.
+        ImportError: the extra is not installed.
         """
-        if not self.hosts:
-            return None
         host, port = self._endpoint()
+        if self.hosts or (self.is_hosted and not self.address and self.master is None):
+            self._await_name(host, warn, over)
+        if not (where_is(host) == "here" if self.hosts is None else self.hosts):
+            return None
         if self.backend == STATIC:
             from phalanx._store.hub.server import HubServer
 
@@ -157,6 +170,19 @@ class Machines(NamedTuple):
 
         etcd = HostedEtcd(host, port, secret=self.secret, warn=warn)
         return etcd.close if etcd.start() else None
+
+    def _await_name(self, host: str, warn: Callable[[str], None], over: Latch | None) -> None:
+        from phalanx._base.host_names import await_name
+        from phalanx._base.latch import Latch
+
+        def say() -> None:
+            warn(f"{host}, where the store is to be, is no name that is known here; it is waited for")
+
+        try:
+            await_name(host, self.join_timeout, over or Latch(), say)
+        except (OSError, UnicodeError) as error:
+            msg = f"{host!r}: {getattr(error, 'strerror', None) or error}"
+            raise OSError(msg) from None
 
     def _endpoint(self) -> tuple[str, int]:
         host, _, port = self.endpoints[0].rpartition(":")

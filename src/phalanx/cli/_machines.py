@@ -6,13 +6,12 @@ Of one machine, nothing is connected to, and no store is started: rank 0 of the 
 from __future__ import annotations
 
 from phalanx._agent.endpoint import BACKENDS, is_here, read_settings, split_endpoint
+from phalanx._rendezvous.bounds import MOST_ADDRESS, MOST_NODES, MOST_RUN_ID
 from phalanx.cli._declare import LIST, MACHINES, NUMBER, TEXT, WHOLE, Declared, Flag, Maybe, Option
-from phalanx.cli._options import Whole, time_of
+from phalanx.cli._options import Whole, text_of, time_of
 
 MASTER_ADDR = "127.0.0.1"
 """Where workers meet, if nobody says otherwise."""
-
-_MOST_NODES = 65536
 
 
 def read_nodes(text: str) -> tuple[int, int]:
@@ -23,12 +22,12 @@ def read_nodes(text: str) -> tuple[int, int]:
     """
     least, colon, most = (part.strip() for part in text.partition(":"))
     numbers = [least, most] if colon else [least, least]
-    if not all(number.isascii() and number.isdecimal() and len(number) <= len(str(_MOST_NODES)) for number in numbers):
+    if not all(number.isascii() and number.isdecimal() and len(number) <= len(str(MOST_NODES)) for number in numbers):
         msg = f"{text!r}: expected how many machines there are, like 2; or the least and the most, like 2:4"
         raise ValueError(msg)
     first, last = map(int, numbers)
-    if not 1 <= first <= last <= _MOST_NODES:
-        msg = f"{text!r}: expected 1 to {_MOST_NODES} machines, and no more at least than at most"
+    if not 1 <= first <= last <= MOST_NODES:
+        msg = f"{text!r}: expected 1 to {MOST_NODES} machines, and no more at least than at most"
         raise ValueError(msg)
     return first, last
 
@@ -90,7 +89,7 @@ def read_address(text: str) -> str:
     '127.0.0.1'
     """
     text = text.strip()
-    if not text or not is_here(text):
+    if not text or len(text) > MOST_ADDRESS or not is_here(text):
         msg = f"{text!r}: expected the name or an address of this machine; --master-addr takes any"
         raise ValueError(msg)
     return text
@@ -121,7 +120,7 @@ class MachineOptions(Declared):
         sentence="An address of this machine: MASTER_ADDR, unless that is given.",
     )
     rdzv_id = Maybe(
-        str,
+        text_of(MOST_RUN_ID),
         section=MACHINES,
         metavar="NAME",
         torchrun="--rdzv-id",

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import click
 
-from phalanx._agent.endpoint import BACKENDS, asks_for_others, is_here
+from phalanx._agent.endpoint import BACKENDS, asks_for_others, is_here, where_is
 from phalanx._rendezvous.conf import is_loopback, joined
 from phalanx._rendezvous.settings import C10D, C10D_PORT, ETCD_PORT, STATIC, STATIC_PORT, Machines
 from phalanx.cli._machines import MASTER_ADDR
@@ -38,6 +38,7 @@ class Meeting(NamedTuple):
         master_port: ``MASTER_PORT``; 0: one is to be reserved.
         notes: What is to be said of options without effect.
         machines: How this one meets the others; None: there are none.
+        holds: What no other launcher on this machine may have while this one runs, see `one_run`; "": nothing.
     """
 
     run_id: str | None
@@ -45,6 +46,7 @@ class Meeting(NamedTuple):
     master_port: int
     notes: list[str]
     machines: Machines | None = None
+    holds: str = ""
 
 
 def meet(chosen: MachineOptions, run_id: str | None) -> Meeting:
@@ -120,10 +122,14 @@ def _meet_as_scheduled(chosen: MachineOptions, run_id: str | None, allocation: A
             "this machine alone"
         )
         raise click.UsageError(msg)
-    host = chosen.master_addr if given["--master-addr"] else allocation.host
-    port = chosen.master_port or allocation.port
+    host, source = allocation.host, f"{allocation.name} ({allocation.why})"
+    if given["--master-addr"]:
+        host, source = chosen.master_addr, "--master-addr"
+    port = chosen.master_port or allocation.port_of(run_id)
     nodes = allocation.nodes, allocation.nodes
-    return _meet_at_rank_0(chosen, *nodes, allocation.node_rank, host, port, run_id or allocation.job)
+    name = run_id or allocation.job
+    meeting = _meet_at_rank_0(chosen, *nodes, allocation.node_rank, host, port, name, source)
+    return meeting._replace(holds=f"{name}, node {allocation.node_rank}")
 
 
 def _meet_others(chosen: MachineOptions, least: int, most: int, run_id: str | None) -> Meeting:
@@ -156,7 +162,7 @@ def _meet_others(chosen: MachineOptions, least: int, most: int, run_id: str | No
         (least, most),
         endpoints,
         is_hosted=is_hosted,
-        hosts=is_hosted and may_host(chosen.rdzv_conf, is_here=is_here(host)),
+        hosts=is_hosted and may_host(chosen.rdzv_conf, host),
         secret=_secret(chosen, host, endpoints[0]) if is_hosted else b"",
     )
     given = {
@@ -174,30 +180,35 @@ def _meet_static(chosen: MachineOptions, least: int, most: int, rank: int, run_i
         raise click.UsageError(msg)
     if chosen.rdzv_host:
         raise click.UsageError("--rdzv-host: with --rdzv-backend static, rank 0's agent hosts what the agents share")
-    host, port = chosen.master_addr, chosen.master_port or STATIC_PORT
+    host, port, source = chosen.master_addr, chosen.master_port or STATIC_PORT, "--master-addr"
     notes = []
     if len(chosen.rdzv_endpoint) > 1:
         msg = f"--rdzv-endpoint: expected one machine, that of node rank 0; got {len(chosen.rdzv_endpoint)}"
         raise click.UsageError(msg)
     if chosen.rdzv_endpoint and chosen.rdzv_endpoint[0][0]:
         host, at = chosen.rdzv_endpoint[0]
-        port = at or STATIC_PORT
+        port, source = at or STATIC_PORT, "--rdzv-endpoint"
         differ = {
             "--master-addr": chosen.master_addr not in (MASTER_ADDR, host),
             "--master-port": chosen.master_port not in (0, port),
         }
         notes = _unheeded(f"beside --rdzv-endpoint {host}:{port}", differ)
-    meeting = _meet_at_rank_0(chosen, least, most, rank, host, port, run_id)
+    meeting = _meet_at_rank_0(chosen, least, most, rank, host, port, run_id, source)
     return meeting._replace(notes=notes)
 
 
 def _meet_at_rank_0(
-    chosen: MachineOptions, least: int, most: int, rank: int, host: str, port: int, run_id: str
+    chosen: MachineOptions, least: int, most: int, rank: int, host: str, port: int, run_id: str, source: str
 ) -> Meeting:
-    """Return how machines meet whose ranks are given: at the agent of rank 0, ``host``. Raises UsageError."""
-    if rank == 0 and not is_here(host):
-        msg = f"--master-addr: {host!r} is no address of this machine, which has node rank 0: rank 0 listens there"
-        raise click.UsageError(msg)
+    """Return how machines meet whose ranks are given: at the agent of rank 0, ``host``. Raises UsageError.
+
+    ``source``: the option that says where that is; or the scheduler, and how it does.
+    """
+    # A name that is not known yet is waited for; not that of a scheduler's node, which nobody is going to publish.
+    where = where_is(host) if rank == 0 else "here"
+    if where == "elsewhere" or (where == "unknown" and not source.startswith("--")):
+        msg = f"{source}: {host!r} is no address of this machine, which has node rank 0: rank 0 listens there"
+        raise click.UsageError(msg if source.startswith("--") else f"{msg}. --master-addr says where it is")
     endpoint = joined(host, agent_port(chosen.rdzv_conf, port + 1))
     machines = _machines(
         chosen,

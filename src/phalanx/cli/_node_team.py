@@ -63,6 +63,7 @@ class MachineTeam(RunTeam, NodeTeam):
         self._began = 0.0
         self.away = ""
         self._is_spare = False  # whether that was said
+        self._left_out = 0  # machines of which that was said
         self._told = 0  # the generation of which it was said that it follows
         self.stopped: Stop | None = None
         """Why the latest generation has ended, as the job has it."""
@@ -133,6 +134,12 @@ class MachineTeam(RunTeam, NodeTeam):
         if self._job is None or what.generation <= self._told or what.phase == "over":
             return
         self._told = what.generation
+        for machine in what.excluded[self._left_out :]:
+            host = sanitise(one_line(machine.partition(" ")[0]))
+            self.say(
+                f"phalanx: host {host} is left out from now on: its workers were the root cause too often in a row"
+            )
+        self._left_out = len(what.excluded)
         last = what.ends[-1]
         cause = one_line(told(last))
         self._emit(
@@ -222,7 +229,8 @@ class MachineTeam(RunTeam, NodeTeam):
         folder = self._groups.log_dir
         error = end.error if end.failed and not result.failures else ""
         hangs, nodes = None if group is None else group.hang_report, len(self._job.members)
-        return me, stop, evidence.write(me.id, me.host, folder, result, self._first, error, hangs, nodes)
+        told = evidence.write(me.id, me.host, folder, result, self._first, error, hangs, nodes, me.machine)
+        return me, stop, told
 
     def _stop(self, generation: int, error: str, rank: int | None, exitcode: int | None) -> Stop:
         return Stop(generation, "failure", self._me.id, self._me.host, one_line(error), rank, exitcode)

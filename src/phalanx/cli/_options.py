@@ -9,6 +9,7 @@ import click
 from phalanx._base import byte_size
 from phalanx._base.durations import seconds
 from phalanx._logs.specs import checked_mode
+from phalanx._rendezvous import bounds
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -69,6 +70,15 @@ def time_of(*, zero: bool = True, endless: bool = True) -> Callable[[str], float
             return seconds("", number, zero=zero, endless=endless)
         except ValueError as error:
             raise ValueError(str(error).removeprefix(": ")) from None
+
+    return read
+
+
+def text_of(most: int) -> Callable[[str], str]:
+    """Return a function that reads a text, and refuses one of more than so many characters."""
+
+    def read(text: str) -> str:
+        return bounds.text(text, most)
 
     return read
 

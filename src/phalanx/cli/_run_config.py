@@ -6,6 +6,7 @@ import click
 
 from phalanx._engine import host_signals
 from phalanx._placement import accelerators
+from phalanx._rendezvous.bounds import MOST_LINE, MOST_RUN_ID
 from phalanx.cli._console import ConsoleOptions
 from phalanx.cli._declare import (
     CONSOLE,
@@ -24,7 +25,7 @@ from phalanx.cli._declare import (
     Option,
 )  # fmt: skip
 from phalanx.cli._machines import MachineOptions
-from phalanx.cli._options import Whole, read_mode, read_ranks, read_size, read_strings, time_of
+from phalanx.cli._options import Whole, read_mode, read_ranks, read_size, read_strings, text_of, time_of
 from phalanx.cli._placement import PlacementOptions
 from phalanx.cli._restarts import DEFAULT_FORWARDED, RestartOptions, read_handled, read_signals
 from phalanx.cli._run_options import LogDir, read_notice, steps
@@ -55,8 +56,19 @@ class WorkerOptions(Declared):
         torchrun="--run-path",
         sentence="Run SCRIPT by runpy.run_path, in workers that are started as --start-method says.",
     )
-    run_id = Maybe(str, section=WORKERS, metavar="NAME", sentence="What the run is called. Default: the date and time.")
-    role = Option(str, section=WORKERS, default="default", torchrun="--role", sentence="ROLE_NAME of the workers.")
+    run_id = Maybe(
+        text_of(MOST_RUN_ID),
+        section=WORKERS,
+        metavar="NAME",
+        sentence="What the run is called. Default: the date and time.",
+    )
+    role = Option(
+        text_of(MOST_LINE),
+        section=WORKERS,
+        default="default",
+        torchrun="--role",
+        sentence="ROLE_NAME of the workers.",
+    )
     preload = Maybe(
         read_strings,
         section=WORKERS,

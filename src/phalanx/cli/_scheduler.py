@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from phalanx._agent.scheduler_step import STEP, step_of
 from phalanx.cli._hostlist import hosts
 
 TYPE_CHECKING = False
@@ -49,6 +50,19 @@ class Allocation(NamedTuple):
     port: int
     why: str
 
+    def port_of(self, run_id: str | None) -> int:
+        """Return the port of a run: `port`, or for one of another name in the same step another one.
+
+        >>> step = Allocation("Slurm", 2, 0, "n1", "slurm-7.0", 63016, "")
+        >>> step.port_of(None), step.port_of("a") != step.port_of("b")
+        (63016, True)
+        """
+        if not self.port or not run_id or run_id == self.job:
+            return self.port
+        import zlib
+
+        return PORTS[(PORTS.index(self.port) + zlib.crc32(run_id.encode("utf-8", "replace"))) % len(PORTS)]
+
     @property
     def missing(self) -> tuple[str, ...]:
         """The options that are needed beside what the scheduler tells.
@@ -64,7 +78,7 @@ def found(environ: Mapping[str, str]) -> Allocation | None:
     """Return what a scheduler tells of this job's machines.
 
     None: no scheduler tells of several. That is so in a Slurm batch script outside of ``srun``, in an allocation or a
-    step of one node, and in a worker of the very run that would be returned: a launcher in a worker is on its own.
+    step of one node, and in a worker of a launcher in the same step: a launcher in a worker is on its own.
 
     Whoever starts the processes comes first: mpirun in a job of Slurm is mpirun's.
 
@@ -77,10 +91,9 @@ def found(environ: Mapping[str, str]) -> Allocation | None:
     >>> found({**step, "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "n[07-08]"})[:6]
     ('Slurm', 2, 1, 'n07', 'slurm-7.0', 63016)
     """
-    allocation = _open_mpi(environ) or _hydra(environ) or _slurm(environ)
-    if allocation is not None and allocation.job and environ.get("TORCHELASTIC_RUN_ID") == allocation.job:
+    if environ.get(STEP) and environ[STEP] == step_of(environ):
         return None
-    return allocation
+    return _open_mpi(environ) or _hydra(environ) or _slurm(environ)
 
 
 def _slurm(environ: Mapping[str, str]) -> Allocation | None:

@@ -162,6 +162,10 @@ def _run_node(plan: RunPlan, machines: Machines, services: Services | None, unti
     """Run this machine's part of a job of many."""
     from phalanx.cli._run_node import run_node
 
+    if plan.meeting.holds:
+        from phalanx.cli._one_run import one_run
+
+        until_end.enter_context(one_run(plan.meeting.holds))
     code, error = run_node(plan, machines, services, until_end)
     if error is not None:
         raise _WorkersFailed(code, error)

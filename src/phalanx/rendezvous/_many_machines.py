@@ -6,6 +6,7 @@ import threading
 
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._base.durations import seconds
+from phalanx._rendezvous import bounds
 from phalanx.rendezvous._errors import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -44,8 +45,8 @@ class ManyMachinesRendezvous(RendezvousHandler):
             "etcd-v2" and "etcd-v3". ``config`` may have the settings of ``--rdzv-conf``, and ``rejoin_delay``,
             ``exclude_after``, ``exit_barrier_timeout``, ``rdzv_host`` and ``insecure``, as the options of that name.
             The job's secret is ``PHALANX_JOB_SECRET`` of the environment.
-        nproc: How many workers this machine runs, 1 or more: what the others are told.
-        role: What they are called.
+        nproc: How many workers this machine runs, 1 to 1,048,576: what the others are told.
+        role: What they are called, in 2,000 characters at most.
         policy: When a failure is followed by another generation, for all machines together; those of a job are given
             the same one. None: always, for as long as the agents want it.
         grace: Seconds (>= 0) in which workers end; a machine that takes a minute longer is not waited for.
@@ -75,9 +76,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
         warn: Callable[[str], None] | None = None,
     ) -> None:
         machines = machines_of(params, insecure=insecure)
-        if nproc < 1:
-            msg = f"nproc: expected a whole number, 1 or more, got {nproc!r}"
-            raise ValueError(msg)
+        _check(nproc, role)
         self._machines = machines
         self._params = params
         self._run_id = params.run_id or "none"
@@ -202,9 +201,15 @@ class ManyMachinesRendezvous(RendezvousHandler):
 
         Args:
             error: What has happened; of several lines, the first.
-            rank: The worker's global rank; None: it is about none.
+            rank: The worker's global rank, 0 and up; None: it is about none.
             exitcode: Its exit code, negative for a signal; None: not known.
+
+        Raises:
+            ValueError: The rank or the exit code has more than 31 bits.
         """
+        most = bounds.MOST_CODE - 1
+        bounds.number(rank or 0, 0, most, "rank")
+        bounds.number(exitcode or 0, -most, most, "exitcode")
         guest = self._made
         if guest is not None and not guest.is_elsewhere:
             guest.tell_failure(error, rank, exitcode)
@@ -243,7 +248,9 @@ class ManyMachinesRendezvous(RendezvousHandler):
 
         Raises:
             RuntimeError: The job has been entered.
+            ValueError: What the others would not read, see the constructor.
         """
+        _check(1 if nproc is None else nproc, role or "")
         guest = self._guest()
         with self._making:
             if guest.has_entered:
@@ -326,3 +333,9 @@ class ManyMachinesRendezvous(RendezvousHandler):
         elif state in ("succeeded", "stopped") and guest.was_spare:
             kind, told = RendezvousGracefulExitError, f"the job has {state} without this machine"
         return kind(told)
+
+
+def _check(nproc: int, role: str) -> None:
+    """Refuse what the other machines would not read. Raises ValueError."""
+    bounds.number(nproc, 1, bounds.MOST_WORKERS, "nproc")
+    bounds.text(role, bounds.MOST_LINE, "role")

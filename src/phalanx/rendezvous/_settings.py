@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-from phalanx._agent.endpoint import is_here, split_endpoint
+from phalanx._agent.endpoint import split_endpoint, where_is
+from phalanx._rendezvous import bounds
 from phalanx._rendezvous import conf as settings
 from phalanx._rendezvous.conf import SECRET, is_loopback, joined
 from phalanx._rendezvous.settings import C10D, C10D_PORT, ETCD, ETCD_PORT, STATIC, STATIC_PORT, Machines
@@ -22,6 +23,7 @@ BACKENDS = (STATIC, C10D, *ETCD)
 
 def machines_of(params: RendezvousParameters, *, insecure: bool = False) -> Machines:
     """Return how this machine meets the others. Raises ValueError, which names the parameter."""
+    _check_bounds(params)
     conf = {name: str(value) for name, value in params.config.items() if value is not None}
     insecure = insecure or bool(params.get_as_bool("insecure"))
     if params.backend == STATIC:
@@ -42,9 +44,16 @@ def machines_of(params: RendezvousParameters, *, insecure: bool = False) -> Mach
     host = found[0][0]
     endpoints = tuple(joined(*each) for each in found)
     params.get_as_bool("is_host")  # that it is yes or no
-    hosts = is_hosted and settings.may_host(conf, is_here=is_here(host))
+    hosts = is_hosted and settings.may_host(conf, host)
     secret = _secret(conf, host, endpoints[0], insecure=insecure) if is_hosted else b""
     return _machines(params, conf, endpoints, is_hosted=is_hosted, hosts=hosts, secret=secret)
+
+
+def _check_bounds(params: RendezvousParameters) -> None:
+    """Refuse what the other machines would not read. Raises ValueError."""
+    bounds.text(params.run_id, bounds.MOST_RUN_ID, "run_id")
+    bounds.text(params.local_addr or "", bounds.MOST_ADDRESS, "local_addr")
+    bounds.number(params.max_nodes, 1, bounds.MOST_NODES, "max_nodes")
 
 
 def _static(params: RendezvousParameters, conf: Mapping[str, str], *, insecure: bool) -> Machines:
@@ -60,7 +69,7 @@ def _static(params: RendezvousParameters, conf: Mapping[str, str], *, insecure: 
         msg = f"rank: expected the rank of this machine, 0 to {params.max_nodes - 1}, got {rank!r}"
         raise ValueError(msg)
     host, port = _endpoint(params.endpoint, STATIC_PORT)
-    if rank == 0 and not is_here(host):
+    if rank == 0 and where_is(host) == "elsewhere":
         msg = f"endpoint: {host!r} is no address of this machine, which has rank 0: rank 0 listens there"
         raise ValueError(msg)
     endpoint = joined(host, settings.agent_port(conf, port + 1))

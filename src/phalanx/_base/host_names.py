@@ -1,0 +1,82 @@
+"""Looks the names of machines up: for no longer than is wanted, and until they are known, where that is wanted."""
+
+from __future__ import annotations
+
+from phalanx._base import clock
+from phalanx._base.latch import Latch
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+LOOKUP = 10.0
+"""Seconds that one look-up may take. getaddrinfo(3) itself takes a minute and more where no DNS server answers."""
+
+_FIRST, _MOST = 0.5, 10.0  # seconds between two look-ups of a name that is not known yet
+
+
+def look_up(host: str, port: int, *, datagram: bool = False, seconds: float = LOOKUP) -> list[tuple[Any, ...]]:
+    """Return the addresses of a machine, as getaddrinfo(3) has them: one or more.
+
+    Raises OSError (TimeoutError: not within so many ``seconds``) or UnicodeError: it is no name that there can be.
+
+    >>> [found[4][0] for found in look_up("127.0.0.1", 29500)]
+    ['127.0.0.1']
+    """
+    import socket
+    from contextlib import suppress
+
+    kind = socket.SOCK_DGRAM if datagram else socket.SOCK_STREAM
+    with suppress(OSError):
+        return socket.getaddrinfo(host, port, type=kind, flags=socket.AI_NUMERICHOST)
+    from phalanx._base.background import SerialExecutor
+
+    found: list[tuple[Any, ...]] = []
+    errors: list[Exception] = []
+    done = Latch()
+
+    def ask() -> None:
+        try:
+            found.extend(socket.getaddrinfo(host, port, type=kind))
+        except (OSError, UnicodeError) as error:
+            errors.append(error)
+        done.open()
+
+    if not SerialExecutor("phalanx-name").submit(ask):
+        ask()  # no thread can be started
+    if not done.wait(seconds):
+        msg = f"its name was not resolved within {seconds:g} s"
+        raise TimeoutError(msg)
+    if errors:
+        raise errors[0]
+    return found
+
+
+def is_unknown(error: Exception) -> bool:
+    """Whether a look-up has failed of a name that nobody knows now, but may know later."""
+    import socket
+
+    return isinstance(error, (socket.gaierror, TimeoutError))
+
+
+def await_name(host: str, seconds: float, over: Latch, waits: Callable[[], None]) -> None:
+    """Wait until a name is known. ``waits`` is called once, before the first wait.
+
+    Raises OSError: it is not known within so many ``seconds``, or ``over`` was opened; or UnicodeError, as `look_up`.
+    """
+    deadline, pause, has_said = clock.now() + seconds, _FIRST, False
+    while True:
+        try:
+            look_up(host, 0)
+        except OSError as error:
+            if not is_unknown(error) or clock.now() + pause >= deadline:
+                raise
+            if not has_said:
+                has_said = True
+                waits()
+            if over.wait(pause):  # names are published without any event that could be waited for
+                raise
+            pause = min(2 * pause, _MOST)
+        else:
+            return
