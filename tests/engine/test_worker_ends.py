@@ -432,12 +432,17 @@ class Wrapper:
         self._stream.flush()
 sys.stdout, sys.stderr = Wrapper(sys.stdout), Wrapper(sys.stderr)
 """)
-    text = """
+    os.mkfifo(tmp_path / "fifo")
+    text = f"""
 def begin():
     pass
 def work(rank):
     print("of the worker")
-    os.kill(os.getpid(), 9) if rank == 1 else os._exit(0)
+    if rank == 0:
+        os.open({str(tmp_path / "fifo")!r}, os.O_WRONLY)
+        os._exit(0)
+    Path({str(tmp_path / "fifo")!r}).read_bytes()  # until the other one has ended
+    os.kill(os.getpid(), 9)
 def end():
     pass
 """

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,13 +16,11 @@ from phalanx._base.latch import Latch
 from phalanx.agent import LocalElasticAgent, WorkerSpec
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, start_processes
 from phalanx.timer import TimerSpecs
-from tests.engine.test_lost_helpers import helpers_of, lose_both
+from tests.engine.test_lost_helpers import helpers_of, lose_both, until
 from tests.support import hang_workers
 from tests.support.helpers import TIMEOUT, pass_gate
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.cli.test_run import Place
     from tests.support.helpers import Gate, Ready
 
@@ -84,9 +83,11 @@ def test_a_group_that_fails(ready: Ready, gate: Gate) -> None:
     heard = Heard()
     with start_processes("g", "/bin/sh", fail_once_the_other_is_up(ready, gate), on_event=heard) as group:
         ready.wait()
+        pids = group.pids()
+        comm = Path(f"/proc/{pids[0]}/comm")
+        until(lambda: comm.read_text() == "sleep\n")  # who has told that it is up may be about to exit
         gate.open()
         group.wait()
-        pids = group.pids()
     assert heard.lines == [
         *STARTED,
         "worker.exited 1 failed",
