@@ -149,12 +149,26 @@ def allow_ptrace() -> None:
 
 
 def occupy_standard_descriptors() -> list[int]:
-    """Open /dev/null on each of 0, 1, 2 that is closed, so that no socket gets that number. The caller closes them."""
-    opened = []
-    while (fd := os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)) <= 2:  # noqa: PLR2004 - the number of stderr
-        opened.append(fd)
-    os.close(fd)
+    """Open /dev/null on each of 0, 1, 2 that is closed, so that no socket gets that number. The caller closes them.
+
+    Where all are open, nothing is opened: a signal that raises could leave that behind.
+    """
+    opened: list[int] = []
+    while not all(map(_is_open, range(3))):
+        fd = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        if fd > 2:  # noqa: PLR2004 - the number of stderr; another thread has been quicker
+            os.close(fd)
+        else:
+            opened.append(fd)
     return opened
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError as error:
+        return error.errno != errno.EBADF
+    return True
 
 
 def close_all_but(wanted: Iterable[int]) -> None:
