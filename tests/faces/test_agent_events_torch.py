@@ -11,7 +11,7 @@ import pytest
 
 import phalanx
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow]
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(650)]
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "agent_events.py"
 
@@ -24,7 +24,7 @@ def run(library: str, which: str, folder: Path) -> tuple[list[str], set[str]]:
     assert phalanx.__file__
     env = os.environ | {"TMPDIR": str(folder), "PYTHONPATH": str(Path(phalanx.__file__).parents[1])}
     command = [sys.executable, str(PROGRAM), library, which]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     metrics = {line for line in lines if line.startswith("metric") and not any(name in line for name in OF_LOOKS)}

@@ -22,10 +22,12 @@ if TYPE_CHECKING:
 
     from tests.support.hosts import Hosts
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow]
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(500)]
 
 STORE = 4
 EXAMPLE = os.path.abspath("examples/digits_ddp.py")
+LONG = 150.0
+"""Seconds in which six ranks have imported torch, on a machine that is busy."""
 PRELOAD = "torch,torch._dynamo,sklearn.datasets"
 
 
@@ -37,11 +39,11 @@ def test_digits_ddp_trains_on_three_hosts_though_a_rank_is_killed(tmp_path: Path
         one.command = [EXAMPLE, "--checkpoint", str(tmp_path / "digits.pt")]
         try:
             agents = one.start(1, 2, 3, options=["--max-restarts", "1", "--preload", PRELOAD])
-            agents[0].wait_for("step 1 loss")
+            agents[0].wait_for("step 1 loss", seconds=LONG)
             below = descendants(agents[1].process.pid)
             (victim,) = (pid for pid in below if writes_to(pid).endswith("attempt_0/1/stdout.log"))
             os.kill(victim, signal.SIGKILL)
-            assert [agent.end() for agent in agents] == [0, 0, 0], [agent.said for agent in agents]
+            assert [agent.end(LONG) for agent in agents] == [0, 0, 0], [agent.said for agent in agents]
         finally:
             one.close()
     weights = {found for agent in agents for found in re.findall(r"rank \d of 6 done, weights (\w+)", agent.said)}

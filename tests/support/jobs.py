@@ -58,9 +58,9 @@ class Agent:
         """What its console shows."""
         return self.path.read_text()
 
-    def wait_for(self, pattern: str, count: int = 1) -> list[str]:
+    def wait_for(self, pattern: str, count: int = 1, seconds: float = SOON) -> list[str]:
         """Wait until its console shows something."""
-        until = time.monotonic() + SOON
+        until = time.monotonic() + seconds
         while len(found := re.findall(pattern, self.said)) < count:
             assert time.monotonic() < until, (pattern, self.said)
             assert self.process.poll() is None or len(re.findall(pattern, self.said)) >= count, (pattern, self.said)
@@ -76,10 +76,10 @@ class Agent:
         """The pid of the agent itself: ip and unshare have become it."""
         return self.process.pid
 
-    def end(self) -> int:
+    def end(self, seconds: float = SOON) -> int:
         """Wait until it has ended, and return its exit code."""
         try:
-            return self.process.wait(SOON)
+            return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             pytest.fail(self.said)
 
