@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from phalanx.cli._restarts import _one_by_one
 from tests.cli.test_run import RUN, Place, refused
 from tests.support.helpers import Gate, Ready, wait_gone
 
@@ -199,6 +200,28 @@ def test_a_signal_that_is_forwarded_does_not_take_the_place_of_the_exit_code(pla
             launcher.send(signal.SIGUSR1)
         done = launcher.end()
     assert done.status == 0, done
+
+
+def test_signals_that_come_while_one_is_passed_on_follow_it_and_one_that_raises_ends_none() -> None:
+    passed: list[int] = []
+
+    def call(number: int) -> None:
+        passed.append(number)
+        if passed == [10]:
+            for other in (10, 12, 10, 12):
+                handle(other, None)
+            assert passed == [10], "none interrupts it"
+        if number == 15:
+            handle(10, None)
+            raise KeyboardInterrupt
+
+    handle = _one_by_one(call)
+    handle(10, None)
+    assert passed == [10, 10, 12]
+    with pytest.raises(KeyboardInterrupt):
+        handle(15, None)
+    handle(12, None)
+    assert passed == [10, 10, 12, 15, 12]
 
 
 def test_a_program_has_its_handlers_back_after_a_run(place: Place) -> None:

@@ -223,10 +223,10 @@ class GroupStart(ABC):
             if warning:
                 warnings.warn(warning, RuntimeWarning, stacklevel=5)  # the frame that called start_processes
         with ExitStack() as held, ExitStack() as undo:
-            for fd in linux.occupy_standard_descriptors():
-                held.callback(os.close, fd)
             hold = interrupts.deferred if self._signals else host_signals.postpone
             with hold():
+                for fd in linux.occupy_standard_descriptors():
+                    held.callback(os.close, fd)
                 plan = self._plan(held)
                 supervisor = Supervisor(
                     settle=self._settle, grace=self._grace, linger=self._linger, orphan_grace=self._orphan_grace,

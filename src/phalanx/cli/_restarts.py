@@ -290,15 +290,17 @@ def _one_by_one(call: Callable[[int], None]) -> Callable[[int, object], None]:
     due: list[int] = []
 
     def handle(number: int, _frame: object) -> None:
-        if number not in due[1:]:
+        if due:  # the call that this has interrupted goes on with it
+            if number not in due[1:]:
+                due.append(number)
+            return
+        try:
             due.append(number)
-        if len(due) > 1:
-            return  # the call that this has interrupted goes on with it
-        while due:
-            try:
+            while due:
                 call(due[0])
-            finally:
                 del due[0]
+        finally:
+            due.clear()  # a signal that stops the run has raised
 
     return handle
 
