@@ -371,7 +371,7 @@ class SimulatedNode:
             me, rules, barrier=setting.barrier, hosts=self.hosts, away_timeout=20.0 if setting.hosted else math.inf,
             chance=simulation.random.random,
         )  # fmt: skip
-        self.is_alive, self.is_late, self.asked = True, False, False
+        self.is_alive, self.is_late, self.asked, self.failed = True, False, False, False
         self.workers: int | None = None  # the generation whose workers are there
         self.finish: effects.Finish | None = None
         self.submitted = 0
@@ -549,6 +549,7 @@ class SimulatedNode:
         simulation.tell(f"{self.name} starts generation {job.generation} as {rank} of {len(job.members)}")
         simulation.see_start(self, job, rank)
         self.workers, self.is_late, self.started = job.generation, False, simulation.now
+        self.failed = False
         lasts = simulation.random.uniform(0.1, simulation.setting.lasts)
         fails = simulation.chance(simulation.setting.failing)
         generation = job.generation
@@ -561,6 +562,7 @@ class SimulatedNode:
             return
         self._simulation.tell(f"{self.name}: a worker fails")
         stop = Stop(runs, "failure", self.name, self._me.host, "ValueError", 0, 1)
+        self.failed = True
         self.do(self.node.workers_failed(stop, self._simulation.now))
         self._end()
 
@@ -583,7 +585,9 @@ class SimulatedNode:
         if not self.is_alive or self.workers is None:
             return
         self.workers = None
-        me = replace(self._me, outcome=outcome, uptime=1.0)
+        error = "ValueError" if self.failed else ""
+        is_cut_off = self.failed and self._simulation.chance(0.4)
+        me = replace(self._me, outcome=outcome, uptime=1.0, error=error, is_cut_off=is_cut_off)
         self.do(self.node.workers_gone(me, b"evidence", self._simulation.now))
 
     # --- what goes wrong

@@ -103,6 +103,44 @@ def test_a_failure_is_followed_when_no_worker_is_left() -> None:
     assert (last.job.phase, last.job.verdict.why) == ("over", "1 restart, and no more")
 
 
+CUT_OFF: dict[str, Any] = {
+    "generation": 0, "outcome": "failed", "error": "ConnectionResetError: gone", "rank": 2, "exitcode": 1,
+    "is_cut_off": True,
+}  # fmt: skip
+
+
+def test_of_a_lost_connection_the_cause_is_the_failure_of_another_node() -> None:
+    gone, bad = node("b", **CUT_OFF), node("a", generation=0, outcome="failed", error="ValueError: x", rank=1)
+    end = decided(running("a", "b"), FAILED, node("a", generation=0, outcome="stopped"), gone)
+    assert (end.kind, end.node, end.error, end.failed) == ("failure", "b", "ConnectionResetError: gone", True)
+    end = decided(running("a", "b"), FAILED, bad, gone)
+    assert (end.kind, end.node, end.error, end.rank, end.failed) == ("failure", "a", "ValueError: x", 1, True)
+    end = decided(running("a", "b"), replace(FAILED, node="a", host="host-a"), bad, gone)
+    assert (end.node, end.error) == ("a", "ValueError: x")
+    end = decided(running("a", "b"), replace(FAILED, kind="hang"), bad, gone)
+    assert (end.kind, end.node) == ("hang", "b")
+
+
+def test_of_a_lost_connection_the_cause_is_a_node_that_is_lost() -> None:
+    facts: dict[str, Any] = {"most": 3}
+    job = running("a", "b", "c", most=3)
+    stopped = node("a", generation=0, outcome="stopped", **facts)
+    end = decided(job, FAILED, stopped, node("b", **CUT_OFF, **facts))
+    assert (end.kind, end.node, end.rank, end.failed) == ("lost", "c", None, False)
+    assert end.error == "node 2 is lost: its agent on host host-c is gone, or cut off"
+    bad = node("b", generation=0, outcome="failed", error="ValueError: x", rank=3, **facts)
+    assert decided(job, FAILED, stopped, bad).kind == "failure"
+    # Of two nodes too few are left: that counts.
+    end = decided(running("a", "b"), FAILED, node("b", **CUT_OFF))
+    assert (end.kind, end.node, end.failed) == ("lost", "a", True)
+
+
+def decided(job: Job, stop: Stop, *nodes: Node) -> End:
+    made = Leader(job).at(1, *nodes, stop=stop)
+    assert made.job is not None
+    return made.job.ends[-1]
+
+
 def test_a_node_that_does_not_end_its_workers_is_waited_for_no_longer() -> None:
     leader = Leader(running("a", "b", least=1), RULES)
     facts: dict[str, Any] = {"least": 1}

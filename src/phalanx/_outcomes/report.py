@@ -57,6 +57,7 @@ def format_report(
     style: Style | None = None,
     earlier: Sequence[str] = (),
     gave_up: str = "",
+    lost: tuple[str, str] | None = None,
 ) -> str:
     """Format the report on a failed group.
 
@@ -69,6 +70,8 @@ def format_report(
             ``"text"``) and the line, returns the line to show. Default: the line as it is.
         earlier: How the attempts before this one ended, a line each.
         gave_up: Why no other attempt follows, or ``""``.
+        lost: The host that is lost, and a line on that, where it is the root cause: the workers that failed have lost
+            their connections to it. None: a worker is.
 
     Returns:
         Lines without a final newline. In what workers wrote, control characters become escapes, and colours are left
@@ -79,13 +82,19 @@ def format_report(
     """
     root_rank, root = first_failure(failures)
     lines = [("rule", "=" * RULE), ("title", f"{_clean(name)} FAILED"), ("rule", "-" * RULE)]
-    lines.append(("heading", "Root Cause (first observed failure):"))
-    lines += _full(root_rank, root, ROOT_LINES)
+    if lost is None:
+        lines.append(("heading", "Root Cause (first observed failure):"))
+        lines += _full(root_rank, root, ROOT_LINES)
+        others = _others(root, {rank: failure for rank, failure in failures.items() if rank != root_rank})
+    else:
+        host, error = lost
+        lines.append(("heading", "Root Cause:"))
+        lines += [("field", f"  host      : {_clean(host)}"), ("error", f"  error     : {_shorten(_clean(error))}")]
+        others = _others(None, {root_rank: root, **failures})
     if log_dir:
         lines.append(("field", f"  logs      : {_clean(log_dir)}"))
-    others = {rank: failure for rank, failure in failures.items() if rank != root_rank}
     if others:
-        lines += [("rule", "-" * RULE), ("heading", "Other Failures:"), *_others(root, others)]
+        lines += [("rule", "-" * RULE), ("heading", "Other Failures:"), *others]
     rest = {rank: outcome for rank, outcome in (outcomes or {}).items() if rank not in failures}
     if rest:
         lines += [("rule", "-" * RULE), *_rest(rest)]
@@ -133,9 +142,9 @@ def _full(rank: int, failure: ProcessFailure, limit: int) -> Lines:
     return lines
 
 
-def _others(root: ProcessFailure, others: Mapping[int, ProcessFailure]) -> Lines:
+def _others(root: ProcessFailure | None, others: Mapping[int, ProcessFailure]) -> Lines:
     """Format the other failures: the ranks whose failure equals the root cause, then each other kind with its ranks."""
-    kinds: dict[object, list[int]] = {signature(root): []}
+    kinds: dict[object, list[int]] = {None if root is None else signature(root): []}
     for rank, failure in others.items():
         kinds.setdefault(signature(failure), []).append(rank)
     same, *different = kinds.values()

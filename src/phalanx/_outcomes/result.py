@@ -46,7 +46,7 @@ _UNWINDING = 100_000_000  # nanoseconds that exception handlers may take between
 _LEAVING = 1_000_000_000  # and an exit between its closed connections and its end
 _PEER_GONE = (
     r"^(Connection(Reset|Aborted)?|BrokenPipe|EOF|IncompleteRead)Error\b|"
-    r"connection (was )?(closed|reset|aborted|lost)|broken pipe|"
+    r"connection (was )?(likely )?(closed|reset|aborted|lost)|broken pipe|"
     r"peer (has |is )?(closed|gone|exited)|remote (side|process|peer) (has )?(closed|exited)|socket (is )?closed|"
     r"ncclRemoteError"
 )

@@ -17,7 +17,7 @@ def refusals(job: Job, nodes: Mapping[str, Seen], notes: Notes, now: float, rule
     least, most, excluded = job.min_nodes, job.max_nodes, job.excluded
     found = {
         name: _refusal(job, node, rules)
-        for name, (node, _) in nodes.items()
+        for name, (node, *_) in nodes.items()
         if node.order >= most
         or node.max_nodes != most
         or node.min_nodes != least
@@ -58,7 +58,7 @@ def _twice(job: Job, nodes: Mapping[str, Seen]) -> dict[str, str]:
     members = set(job.ids)
     given.sort(key=lambda item: (item[0] not in members, item[1].created))
     first: dict[int, str] = {}
-    return {name: first[node.order] for name, (node, _) in given if first.setdefault(node.order, name) != name}
+    return {name: first[node.order] for name, (node, *_) in given if first.setdefault(node.order, name) != name}
 
 
 def ranked(job: Job, ready: list[str], nodes: Mapping[str, Seen]) -> list[str]:
@@ -86,7 +86,7 @@ def ranked(job: Job, ready: list[str], nodes: Mapping[str, Seen]) -> list[str]:
 def ready(job: Job, nodes: Mapping[str, Seen]) -> list[str]:
     """Return the nodes that can take part in the generation that is to come, in the order in which they came."""
     last = job.generation - (job.phase == "forming")
-    found = sorted((created, name) for name, (node, created) in nodes.items() if node.state == "ready")
+    found = sorted((created, name) for name, (node, created, _) in nodes.items() if node.state == "ready")
     if not found:
         return []
     members, twice = set(job.ids), _twice(job, nodes)

@@ -267,6 +267,7 @@ class JobEvidence:
         log_dir: Where the logs of the node are that has the root cause; "".
         errors: What went wrong with nodes themselves, a line each.
         damaged: What could not be read, a line each.
+        is_cut_off: Whether the first failure is a lost connection: no rank is known to have failed of anything else.
         machine: That of the root cause, see `records.Node.machine`; "": none is known.
     """
 
@@ -295,7 +296,8 @@ class JobEvidence:
         self.log_dir = next((one.log_dir for one, _ in told), "")
         self.errors = [f"host {one.host}: {one.error}" for one in found if one.error]
         first = told[0] if told else None
-        if stop is None or (first is not None and first[1].is_cut_off):
+        self.is_cut_off = first is not None and first[1].is_cut_off
+        if stop is None or self.is_cut_off:
             self.machine = ""  # of a lost connection, the cause is elsewhere as a rule
         elif first[1].is_hang if first is not None else stop.kind == "hang":
             elsewhere = {rank for rank in outliers if not isinstance(locations[rank], str)}

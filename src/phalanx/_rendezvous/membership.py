@@ -120,10 +120,9 @@ def _while_running(
         if now < until and any(name in nodes and not candidates.has_ended(job, nodes[name].node) for name in job.ids):
             return Decision(wake=until)
         return None
-    for member in job.members:
-        if member.id not in nodes:
-            error = f"node {job.rank_of(member.id)} is lost: its agent on host {member.host} is gone, or cut off"
-            return Decision(stop=Stop(job.generation, "lost", member.id, member.host, one_line(error)))
+    lost = _lost(job, nodes)
+    if lost is not None:
+        return Decision(stop=lost)
     if all(candidates.has_succeeded(job, nodes[name].node) for name in job.ids):
         return Decision(job=replace(job, phase="over", verdict=Verdict("succeeded"), delay=0.0))
     return _look_for_more(job, nodes, notes, now, rules)
@@ -155,8 +154,9 @@ def _follow(
     job: Job, stop: Stop, nodes: Mapping[str, Seen], notes: Notes, now: float, rules: Rules, chance: float
 ) -> tuple[Job, Notes]:
     """Return what follows a generation whose workers are gone, and what is to be noted then."""
-    its = [nodes[name].node for name in job.ids if name in nodes and nodes[name].node.generation == job.generation]
-    stop = _in_full(stop, its)
+    there = sorted((nodes[name] for name in job.ids if name in nodes), key=lambda seen: seen.modified)
+    its = [seen.node for seen in there if seen.node.generation == job.generation]
+    stop = _find_cause(_in_full(stop, its), job, its, nodes)
     end = End(
         job.generation, stop.kind, stop.node, stop.host, stop.error, stop.rank, stop.exitcode,
         uptime=max((node.uptime for node in its), default=0.0),
@@ -195,6 +195,30 @@ def _in_full(stop: Stop, nodes: list[Node]) -> Stop:
         if node.id == stop.node and node.error and stop.kind == "failure":
             return replace(stop, error=node.error, rank=node.rank, exitcode=node.exitcode)
     return stop
+
+
+def _find_cause(stop: Stop, job: Job, its: list[Node], nodes: Mapping[str, Seen]) -> Stop:
+    """Return why a generation has ended whose first failure is a worker's that has lost a connection.
+
+    The cause is at the connection's other end: a worker of another node that has failed of something else, though its
+    node was later to say so; or a node that is lost, which is known when its lease has run out. ``its``: the nodes that
+    have ended their workers, the first one first.
+    """
+    if stop.kind != "failure" or not any(node.id == stop.node and node.is_cut_off for node in its):
+        return stop
+    for node in its:
+        if node.error and not node.is_cut_off:
+            return Stop(job.generation, "failure", node.id, node.host, node.error, node.rank, node.exitcode)
+    return _lost(job, nodes) or stop
+
+
+def _lost(job: Job, nodes: Mapping[str, Seen]) -> Stop | None:
+    """Return that a node which takes part is lost: the first one by rank; None: all are there."""
+    for rank, member in enumerate(job.members):
+        if member.id not in nodes:
+            error = f"node {rank} is lost: its agent on host {member.host} is gone, or cut off"
+            return Stop(job.generation, "lost", member.id, member.host, one_line(error))
+    return None
 
 
 def _form(

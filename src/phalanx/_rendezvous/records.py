@@ -92,6 +92,7 @@ class Node(Struct, frozen=True):
         step: The highest step that they have reported; None: they have not.
         survivors: How many have outlived SIGKILL.
         error, rank, exitcode: The first failure among them, see `Stop`; "" and None: there was none.
+        is_cut_off: Whether that failure is a lost connection: its cause is elsewhere as a rule.
         version: See `VERSION`.
     """
 
@@ -113,6 +114,7 @@ class Node(Struct, frozen=True):
     error: _Text = ""
     rank: _Count | None = None
     exitcode: _Code | None = None
+    is_cut_off: bool = False
     version: int = VERSION
 
     @property

@@ -39,10 +39,11 @@ class Rules(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """A node as the store has it: its entry, and the revision at which that was made."""
+    """A node as the store has it: its entry, and the revisions at which that was made, and last written."""
 
     node: Node
     created: int
+    modified: int = 0
 
 
 class Notes:

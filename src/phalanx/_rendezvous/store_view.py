@@ -66,7 +66,7 @@ class StoreView:
                 return
             node = Node(name, "", "", 1, version=version)  # it is to be told that it is not taken
         if node.id == name:
-            self._nodes[name] = Seen(node, entry.created)
+            self._nodes[name] = Seen(node, entry.created, entry.modified)
 
     def forget(self, prefix: str) -> None:
         """Forget the keys below a prefix, which is not watched any more."""

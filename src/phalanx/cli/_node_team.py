@@ -12,7 +12,7 @@ from phalanx._base.one_line import one_line
 from phalanx._base.rank_ranges import name_ranks
 from phalanx._events import agent_kinds, kinds
 from phalanx._evidence.error_file import is_of_timer
-from phalanx._outcomes.result import RunProcsResult
+from phalanx._outcomes.result import RunProcsResult, is_cut_off
 from phalanx._rendezvous import evidence
 from phalanx._rendezvous.job_run import NodeTeam
 from phalanx._rendezvous.records import Stop, replace
@@ -211,6 +211,7 @@ class MachineTeam(RunTeam, NodeTeam):
             agent_kinds.AttemptEnded, generation, state=end.state, rank=end.rank, exitcode=end.exitcode,
             error=end.error, step=end.step, survivors=end.survivors, seconds=now - self._began,
         )  # fmt: skip
+        result, group = self.result or RunProcsResult(), self.group
         me = self._me = replace(
             self._me,
             outcome=end.state,
@@ -221,8 +222,8 @@ class MachineTeam(RunTeam, NodeTeam):
             error=end.error if end.failed else "",
             rank=end.rank,
             exitcode=end.exitcode,
+            is_cut_off=end.failed and result.root_cause is not None and is_cut_off(result.root_cause),
         )
-        result, group = self.result or RunProcsResult(), self.group
         stop = self._stop(generation, end.error, end.rank, end.exitcode) if end.failed else None
         if stop is not None and result.root_cause is not None and is_of_timer(result.root_cause.error_file_data):
             stop = replace(stop, kind="hang")

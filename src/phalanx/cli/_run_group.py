@@ -294,11 +294,13 @@ def _report(team: RunTeam, result: RunProcsResult, logs: RunLogs, ending: Ending
 
 
 def report_failures(
-    name: str, result: RunProcsResult, logs: RunLogs, earlier: list[str], why: str, *, colour: bool, log_dir: str = ""
-) -> ChildFailedError:
+    name: str, result: RunProcsResult, logs: RunLogs, earlier: list[str], why: str, *, colour: bool, log_dir: str = "",
+    lost: tuple[str, str] | None = None,
+) -> ChildFailedError:  # fmt: skip
     """Show the report on a run that has failed: with lines on ``earlier`` attempts, and why no other followed.
 
-    ``log_dir``: the folder of the logs; default: the run's. Returns the report, as an exception.
+    ``log_dir``: the folder of the logs; default: the run's. ``lost``: see `format_report`. Returns the report, as an
+    exception.
     """
     log_dir, failures = log_dir or logs.run_log_dir or "", result.failures
     if not logs.is_kept:  # the error files have gone with the group
@@ -306,14 +308,14 @@ def report_failures(
 
     @record  # a launcher that is itself a worker passes the root cause on to its own error file
     def fail() -> None:
-        raise ChildFailedError(name, failures, outcomes=result.outcomes, log_dir=log_dir)
+        raise ChildFailedError(name, failures, outcomes=result.outcomes, log_dir=log_dir, lost=lost)
 
     try:
         fail()
     except ChildFailedError as error:
         from phalanx.errors import format_report
 
-        more: dict[str, Any] = {"earlier": earlier, "gave_up": why, "style": style if colour else None}
+        more: dict[str, Any] = {"earlier": earlier, "gave_up": why, "style": style if colour else None, "lost": lost}
         tell(format_report(name, error.failures, outcomes=error.outcomes, log_dir=log_dir, **more))
         return error
     raise AssertionError

@@ -21,6 +21,7 @@ class ChildFailedError(Exception):
         failures: The failures by global rank, at least one, in the order of their exits.
         outcomes: The outcomes of all workers, by global rank, as far as they are known.
         log_dir: Where the logs of the run are, or ``""``.
+        lost: The host that is lost, and a line on that, where the workers have failed of it; None: they have not.
 
     Raises:
         ValueError: `failures` is empty.
@@ -41,6 +42,7 @@ class ChildFailedError(Exception):
         *,
         outcomes: Mapping[int, Outcome] | None = None,
         log_dir: str = "",
+        lost: tuple[str, str] | None = None,
     ) -> None:
         if not failures:
             raise ValueError("failures must hold at least one failure")
@@ -49,6 +51,7 @@ class ChildFailedError(Exception):
         self.failures = dict(failures)
         self.outcomes = dict(outcomes or {})
         self.log_dir = log_dir
+        self.lost = lost
 
     def get_first_failure(self) -> tuple[int, ProcessFailure]:
         """Return the global rank and the failure of what failed first: by evidence, else by exit, else by timestamp."""
@@ -58,7 +61,9 @@ class ChildFailedError(Exception):
         """Return the report: the root cause, the other failures, the workers that were stopped because of it."""
         from phalanx._outcomes.report import format_report
 
-        return format_report(self.name, self.failures, outcomes=self.outcomes, log_dir=self.log_dir)
+        return format_report(
+            self.name, self.failures, outcomes=self.outcomes, log_dir=self.log_dir, lost=self.lost
+        )  # fmt: skip
 
     def __str__(self) -> str:
         return "\n" + self.format_msg()
