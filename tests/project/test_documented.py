@@ -111,7 +111,7 @@ OTHERWISE = {
     "TMPDIR", "TEMP", "TMP",  # by tempfile
     "_PHALANX_COMPLETE",  # by click
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "RANK",  # in envs
-    "PHALANX_JOB_SECRET",  # in a mapping that a function is given
+    "PHALANX_ETCD_PASSWORD", "PHALANX_JOB_SECRET",  # in a mapping that a function is given
 }  # fmt: skip
 """Variables that the table has, and no look at the environment in the source."""
 

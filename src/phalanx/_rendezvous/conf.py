@@ -15,6 +15,12 @@ if TYPE_CHECKING:
 SECRET = "PHALANX_JOB_SECRET"  # noqa: S105 - the name of a variable
 """The environment variable that holds the secret of a job."""
 
+PASSWORD = "PHALANX_ETCD_PASSWORD"  # noqa: S105 - as above
+"""The environment variable that holds the password of the ``user`` of an etcd."""
+
+NOT_FOR_WORKERS = {SECRET: "", PASSWORD: ""}
+"""What workers find in place of what is the agents' alone."""
+
 LEAST_SECRET = 16
 """Characters that a secret has at least: it cannot be guessed by trying."""
 
@@ -32,16 +38,17 @@ _OF_ETCD = ("ca", "cert", "key", "user", "password_file")
 """Settings that say who we are to an etcd that is there."""
 
 
-def machine_settings(conf: Mapping[str, str], *, is_hosted: bool) -> dict[str, Any]:
+def machine_settings(conf: Mapping[str, str], environ: Mapping[str, str], *, is_hosted: bool) -> dict[str, Any]:
     """Return what the settings say, as `Machines` has it. Raises ValueError.
 
     Settings of torch's backends that have no counterpart here are passed over.
 
     Args:
         conf: The settings.
+        environ: Where the password of ``user`` is, as `PASSWORD`, if no ``password_file`` is given.
         is_hosted: Whether an agent of the job hosts the store.
 
-    >>> machine_settings({"timeout": "60", "lease_ttl": "3", "read_timeout": "9"}, is_hosted=True)
+    >>> machine_settings({"timeout": "60", "lease_ttl": "3", "read_timeout": "9"}, {}, is_hosted=True)
     {'join_timeout': 60.0, 'lease_ttl': 3}
     """
     given = [name for name in _OF_ETCD if name in conf]
@@ -51,10 +58,12 @@ def machine_settings(conf: Mapping[str, str], *, is_hosted: bool) -> dict[str, A
     if "away_timeout" in conf and not is_hosted:
         msg = "away_timeout: the workers go on for as long as an etcd is away that no agent hosts"
         raise ValueError(msg)
-    for pair in (("user", "password_file"), ("cert", "key")):
-        if (pair[0] in conf) != (pair[1] in conf):
-            msg = f"{' and '.join(pair)} belong together; one of them is missing"
-            raise ValueError(msg)
+    password = environ.get(PASSWORD, "")
+    if ("user" in conf) != ("password_file" in conf) and not ("user" in conf and password):
+        msg = f"user and password_file belong together; one of them is missing (or the variable {PASSWORD})"
+        raise ValueError(msg)
+    if ("cert" in conf) != ("key" in conf):
+        raise ValueError("cert and key belong together; one of them is missing")
     found: dict[str, Any] = {named: seconds(name, conf[name]) for name, named in _SECONDS.items() if name in conf}
     if "lease_ttl" in conf:
         found["lease_ttl"] = _whole("lease_ttl", conf["lease_ttl"], _LEAST_TTL, _MOST_TTL, "seconds")
@@ -64,7 +73,7 @@ def machine_settings(conf: Mapping[str, str], *, is_hosted: bool) -> dict[str, A
             found[name] = conf[name]
     if "user" in conf:
         found["user"] = conf["user"]
-        found["password"] = _text("password_file", conf["password_file"])
+        found["password"] = _text("password_file", conf["password_file"]) if "password_file" in conf else password
     return found
 
 

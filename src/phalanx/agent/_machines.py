@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx._agent.restart_policy import RestartPolicy
-from phalanx._rendezvous.conf import SECRET
+from phalanx._rendezvous.conf import NOT_FOR_WORKERS
 from phalanx.agent._types import Worker
 from phalanx.rendezvous import ManyMachinesRendezvous
 
@@ -58,8 +58,8 @@ class AgentMachines:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What workers find in their environment: not the secret, which is the agents' alone."""
-        return {} if self.handler is None else {SECRET: ""}
+        """What workers find in their environment: not the job's secret, nor a password, which are the agents' alone."""
+        return {} if self.handler is None else dict(NOT_FOR_WORKERS)
 
     @property
     def failed_here(self) -> bool:

@@ -226,7 +226,7 @@ def _meet_at_rank_0(
 def _machines(
     chosen: MachineOptions, nodes: tuple[int, int], endpoints: tuple[str, ...], *, is_hosted: bool, **more: Any
 ) -> Machines:
-    fields = machine_settings(chosen.rdzv_conf, is_hosted=is_hosted) | more
+    fields = machine_settings(chosen.rdzv_conf, os.environ, is_hosted=is_hosted) | more
     return Machines(
         *nodes,
         chosen.rdzv_backend,

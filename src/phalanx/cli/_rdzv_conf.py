@@ -7,20 +7,20 @@ from contextlib import contextmanager
 import click
 
 from phalanx._rendezvous import conf as settings
-from phalanx._rendezvous.conf import SECRET, may_host
+from phalanx._rendezvous.conf import NOT_FOR_WORKERS, SECRET, may_host
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from typing import Any
 
-__all__ = ["SECRET", "agent_port", "job_secret", "machine_settings", "may_host"]
+__all__ = ["NOT_FOR_WORKERS", "SECRET", "agent_port", "job_secret", "machine_settings", "may_host"]
 
 
-def machine_settings(conf: Mapping[str, str], *, is_hosted: bool) -> dict[str, Any]:
+def machine_settings(conf: Mapping[str, str], environ: Mapping[str, str], *, is_hosted: bool) -> dict[str, Any]:
     """See `_rendezvous.conf`. Raises UsageError."""
     with _refusing():
-        return settings.machine_settings(conf, is_hosted=is_hosted)
+        return settings.machine_settings(conf, environ, is_hosted=is_hosted)
 
 
 def agent_port(conf: Mapping[str, str], default: int) -> int:

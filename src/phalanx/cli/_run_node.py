@@ -23,7 +23,7 @@ from phalanx._rendezvous.records import Node
 from phalanx._rendezvous.settings import agent_id
 from phalanx.cli._attempt_groups import reserve_port
 from phalanx.cli._node_team import MachineTeam, first_rank, told
-from phalanx.cli._rdzv_conf import SECRET
+from phalanx.cli._rdzv_conf import NOT_FOR_WORKERS
 from phalanx.cli._restarts import forwarding
 from phalanx.cli._run_group import report_failures, undisturbed
 from phalanx.cli._say import say
@@ -70,7 +70,7 @@ def run_node(
     if end_hosting is not None:
         until_end.callback(end_hosting)
     port = until_end.enter_context(reserve_port())
-    variables = {**(services.variables if services else {}), SECRET: ""}  # the secret is the agents' alone
+    variables = {**(services.variables if services else {}), **NOT_FOR_WORKERS}
     groups = plan.groups(None, variables)
     until_end.callback(groups.close)
     config = plan.config

@@ -82,7 +82,7 @@ def _static(params: RendezvousParameters, conf: Mapping[str, str], *, insecure: 
 def _machines(
     params: RendezvousParameters, conf: Mapping[str, str], endpoints: tuple[str, ...], *, is_hosted: bool, **more: Any
 ) -> Machines:
-    fields = settings.machine_settings(conf, is_hosted=is_hosted) | more
+    fields = settings.machine_settings(conf, os.environ, is_hosted=is_hosted) | more
     for name, named in (("rejoin_delay", "rejoin_delay"), ("exit_barrier_timeout", "barrier")):
         if name in conf:
             fields[named] = settings.seconds(name, conf[name])
