@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -177,23 +178,28 @@ def echo(*values: Any) -> tuple[Any, ...]:
     return values
 
 
-def wait() -> None:
+def wait(up: str) -> None:
+    open(f"{up}.{os.environ['RANK']}", "x").close()
     threading.Event().wait()
 
 
-def signal_when_up(agent: LocalElasticAgent) -> None:
-    """Signal this process once the workers are up: torch can lose a signal that comes while it starts them."""
+def signal_when_up(agent: LocalElasticAgent, up: str) -> None:
+    """Signal this process once the workers are in their function.
+
+    torch can lose a signal that comes while it starts them; and one that is passed on to a fork before it has begun
+    raises in it, which runs the rest of this program then, too.
+    """
     pause = threading.Event()
-    while agent.get_worker_group().state != WorkerState.HEALTHY:
+    while agent.get_worker_group().state != WorkerState.HEALTHY or not all(map(os.path.exists, (f"{up}.0", f"{up}.1"))):
         pause.wait(0.01)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def run(title: str, it: WorkerSpec, *, signalled: bool = False, **options: Any) -> None:
+def run(title: str, it: WorkerSpec, *, signalled: str = "", **options: Any) -> None:
     print("#", title)
     agent = LocalElasticAgent(it, DefaultLogsSpecs(tee=options.pop("tee", Std.NONE)), start_method="fork", **options)
     if signalled:
-        threading.Thread(target=signal_when_up, args=(agent,)).start()
+        threading.Thread(target=signal_when_up, args=(agent, signalled)).start()
     try:
         result = agent.run()
         print(result.state, result.is_failed(), sorted(result.return_values.items()))
@@ -212,7 +218,9 @@ def groups() -> None:
     run("arguments", spec(echo, "${local_rank}", 5, "cuda:${local_rank}", ("${local_rank}",)))
     run("a program", spec("sh", "-c", "exit $((RANK * ${local_rank} * 3))", max_restarts=0))
     run("another program", spec("sh", "-c", "exit $((TORCHELASTIC_RESTART_COUNT == 0))"))
-    run("a signal", spec(wait), signalled=True)
+    with tempfile.TemporaryDirectory() as folder:
+        up = os.path.join(folder, "up")
+        run("a signal", spec(wait, up), signalled=up)
     run("no such program", spec("there-is-no-such-program"))
     prefix = "<${role_name} ${rank} ${local_rank}> "
     run("prefixes", spec("sh", "-c", "test $RANK = 0 || echo hello"), tee=Std.ALL, log_line_prefix_template=prefix)
