@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -232,7 +233,7 @@ def test_ctrl_c_on_one_host_stops_the_job_on_all(job: Callable[..., EtcdJob]) ->
     assert not any(descendants(agent.process.pid) for agent in agents)
 
 
-def test_who_was_told_another_number_of_nodes_is_refused(job: Callable[..., EtcdJob]) -> None:
+def test_who_was_told_of_another_job_is_refused(job: Callable[..., EtcdJob], tmp_path: Path) -> None:
     one = job("2")
     agents = one.start(1, 2)
     everyone(agents, 0, 4)
@@ -240,6 +241,12 @@ def test_who_was_told_another_number_of_nodes_is_refused(job: Callable[..., Etcd
     stranger = one.start(3)[0]
     assert stranger.end() == 1
     assert "Error: this node is not taken: the job is one of 2 nodes, and this node was told 3" in stranger.said
+    one.nodes, ours = "2", one.command
+    one.command = [shutil.copy(ours[0], str(tmp_path / "eval.py")), *ours[1:]]
+    stranger = one.start(3)[0]
+    assert stranger.end() == 1
+    assert "not taken: the job of this id runs train.py, and this node was told eval.py: another job" in stranger.said
+    one.start(3, options=["--role", "evaluator"])[0].wait_for("this node is a spare")
     one.finish(*agents)
 
 

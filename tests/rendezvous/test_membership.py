@@ -103,6 +103,21 @@ def test_a_failure_is_followed_when_no_worker_is_left() -> None:
     assert (last.job.phase, last.job.verdict.why) == ("over", "1 restart, and no more")
 
 
+def test_two_jobs_of_one_id_are_told_apart_by_what_they_run() -> None:
+    leader = Leader(FORMING)
+    first, other = node("c", program="train.py"), node("a", program="eval.py")
+    made = leader.at(1, first, other, node("b", program="eval.py", role="evaluator"))
+    assert made.job is not None
+    assert names(made.job) == ["c", "b"]
+    assert dict(made.job.programs) == {"default": "train.py", "evaluator": "eval.py"}
+    (who, why), *more = made.refused
+    assert (who, more) == ("a", [])
+    assert why.startswith("the job of this id runs train.py, and this node was told eval.py: another job needs another")
+    # Though the first has gone; and where nobody has said what is run, nothing is compared.
+    assert not leader.at(2, node("b", role="evaluator"), node("d"), node("e", program="train.py")).refused
+    assert leader.at(2, node("b", role="evaluator"), other).refused == ((who, why),)
+
+
 CUT_OFF: dict[str, Any] = {
     "generation": 0, "outcome": "failed", "error": "ConnectionResetError: gone", "rank": 2, "exitcode": 1,
     "is_cut_off": True,

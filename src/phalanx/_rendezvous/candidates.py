@@ -6,7 +6,7 @@ from phalanx._rendezvous.records import VERSION
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from phalanx._rendezvous.records import Job, Node
     from phalanx._rendezvous.rules import Notes, Rules, Seen
@@ -15,14 +15,16 @@ if TYPE_CHECKING:
 def refusals(job: Job, nodes: Mapping[str, Seen], notes: Notes, now: float, rules: Rules) -> dict[str, str]:
     """Return why which nodes cannot take part."""
     least, most, excluded = job.min_nodes, job.max_nodes, job.excluded
+    runs = _programs(job, nodes)
     found = {
-        name: _refusal(job, node, rules)
+        name: _refusal(job, node, rules, runs)
         for name, (node, *_) in nodes.items()
         if node.order >= most
         or node.max_nodes != most
         or node.min_nodes != least
         or node.version != VERSION
         or node.machine in excluded
+        or runs.get(node.role, node.program) != node.program != ""
     }
     twice = _twice(job, without(nodes, found))
     notes.twice = {name: notes.twice.get(name, now) for name in twice}
@@ -38,13 +40,37 @@ def without(nodes: Mapping[str, Seen], those: Mapping[str, str]) -> Mapping[str,
     return {name: seen for name, seen in nodes.items() if name not in those} if those else nodes
 
 
-def _refusal(job: Job, node: Node, rules: Rules) -> str:
+def _programs(job: Job, nodes: Mapping[str, Seen]) -> dict[str, str]:
+    """Return what workers of which role run in this job: that of the first node that has come."""
+    runs = dict(job.programs)
+    if not job.programs:
+        for node, *_ in sorted(nodes.values(), key=lambda seen: seen.created):
+            if node.program and node.state != "left":
+                runs.setdefault(node.role, node.program)
+    return runs
+
+
+def programs(job: Job, chosen: Iterable[Node]) -> tuple[tuple[str, str], ...]:
+    """Return what workers of which role run, once these nodes take part."""
+    runs = dict(job.programs)
+    for node in chosen:
+        if node.program:
+            runs.setdefault(node.role, node.program)
+    return tuple(runs.items())
+
+
+def _refusal(job: Job, node: Node, rules: Rules, runs: Mapping[str, str]) -> str:
     """Return why a node by itself cannot take part, of which that is known."""
     wanted, given = _span(job.min_nodes, job.max_nodes), _span(node.min_nodes, node.max_nodes)
     if node.version != VERSION:
         return f"the agents of this job write entries of version {VERSION}, and this one {node.version}"
     if wanted != given:
         return f"the job is one of {wanted} nodes, and this node was told {given}"
+    if runs.get(node.role, node.program) != node.program != "":
+        return (
+            f"the job of this id runs {runs[node.role]}, and this node was told {node.program}: another job needs "
+            "another run id, and workers of another kind another role"
+        )
     if node.machine in job.excluded:
         return f"workers of host {node.host} were the root cause {_times(rules.exclude_after)} in a row"
     return f"its node rank is {node.order}, and the job has {wanted} nodes: 0 to {job.max_nodes - 1}"

@@ -250,7 +250,7 @@ def _form(
     members = tuple(nodes[name].node.member for name in chosen)
     return replace(
         job, phase="running", members=members, address=first.address, port=first.port, delay=0.0,
-        restarts=_ages(notes, now),
+        restarts=_ages(notes, now), programs=candidates.programs(job, (nodes[name].node for name in chosen)),
     ), math.inf  # fmt: skip
 
 

@@ -93,6 +93,7 @@ class Node(Struct, frozen=True):
         survivors: How many have outlived SIGKILL.
         error, rank, exitcode: The first failure among them, see `Stop`; "" and None: there was none.
         is_cut_off: Whether that failure is a lost connection: its cause is elsewhere as a rule.
+        program: What its workers run: the name of the script, without its folder; "": nobody has said.
         version: See `VERSION`.
     """
 
@@ -115,6 +116,7 @@ class Node(Struct, frozen=True):
     rank: _Count | None = None
     exitcode: _Code | None = None
     is_cut_off: bool = False
+    program: _Text = ""
     version: int = VERSION
 
     @property
@@ -210,6 +212,7 @@ class Job(Struct, frozen=True):
         times: How many times in a row that was so.
         excluded: Machines that are left out for it.
         verdict: How it ended; None: it has not.
+        programs: What workers of which role run, see `Node.program`: those of the first nodes.
         version: See `VERSION`.
     """
 
@@ -227,6 +230,7 @@ class Job(Struct, frozen=True):
     times: _Count = 0
     excluded: Annotated[tuple[_Text, ...], Meta(max_length=MOST_NODES)] = ()
     verdict: Verdict | None = None
+    programs: Annotated[tuple[tuple[_Text, _Text], ...], Meta(max_length=MOST_NODES)] = ()
     version: int = VERSION
 
     @property

@@ -19,7 +19,7 @@ from phalanx._outcomes.result import RunProcsResult, verdict
 from phalanx._rendezvous.evidence import JobEvidence
 from phalanx._rendezvous.job_run import JobRun
 from phalanx._rendezvous.node import Participant
-from phalanx._rendezvous.records import Node
+from phalanx._rendezvous.records import Node, one_line
 from phalanx._rendezvous.settings import agent_id
 from phalanx.cli._attempt_groups import reserve_port
 from phalanx.cli._node_team import MachineTeam, first_rank, told
@@ -88,6 +88,7 @@ def run_node(
     me = Node(
         agent_id(host), host, address, config.nproc_per_node, config.role, port.number,
         order=machines.node_rank, min_nodes=machines.min_nodes, max_nodes=machines.max_nodes,
+        program=one_line(os.path.basename(groups.script)),
     )  # fmt: skip
 
     def envs(job: Job, rank: int) -> Mapping[int, Mapping[str, str]]:
