@@ -364,7 +364,7 @@ class SimulatedNode:
         setting = simulation.setting
         rules = Rules(
             RestartPolicy(setting.restarts), join_timeout=120.0, last_call=5.0, rejoin_delay=2.0, end_timeout=30.0,
-            exclude_after=setting.exclude_after,
+            exclude_after=setting.exclude_after, lost_after=0.0 if setting.hosted else 0.5, return_timeout=TTL + 5.0,
         )  # fmt: skip
         self.hosts = me.id == "n0" if setting.hosted else None
         self.node = Participant(

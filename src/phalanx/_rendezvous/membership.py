@@ -3,6 +3,7 @@
 `decide` is given what the store holds, and returns what is to be written, if anything is. It holds:
 
 - a node takes part only while its entry is there and says that it is ready;
+- a node that takes part and whose entry is gone is lost when it has not come back within `rules.Rules.lost_after`;
 - while a generation runs, the first `Stop` that is written ends it, whoever writes it; the next one is formed when each
   node of it has ended its workers, has gone, or has had `rules.Rules.end_timeout` for it;
 - nodes that stay keep their ranks where that leaves no gap; the ranks of those that are gone go to whoever is ready;
@@ -120,13 +121,25 @@ def _while_running(
         if now < until and any(name in nodes and not candidates.has_ended(job, nodes[name].node) for name in job.ids):
             return Decision(wake=until)
         return None
-    for member in job.members:
-        if member.id not in nodes:
-            error = f"node {job.rank_of(member.id)} is lost: its agent on host {member.host} is gone, or cut off"
-            return Decision(stop=Stop(job.generation, "lost", member.id, member.host, one_line(error)))
+    notes.missing = {name: notes.missing.get(name, now) for name in job.ids if name not in nodes}
+    if notes.missing:
+        return _wait_for_missing(job, notes, now, rules)
     if all(candidates.has_succeeded(job, nodes[name].node) for name in job.ids):
         return Decision(job=replace(job, phase="over", verdict=Verdict("succeeded"), delay=0.0))
     return _look_for_more(job, nodes, notes, now, rules)
+
+
+def _wait_for_missing(job: Job, notes: Notes, now: float, rules: Rules) -> Decision:
+    """End the generation if the entry of a node that takes part has been gone for long enough."""
+    soonest = math.inf
+    for rank, member in enumerate(job.members):
+        if member.id in notes.missing:
+            until = max(notes.missing[member.id] + rules.lost_after, notes.regained + rules.return_timeout)
+            if now >= until:
+                error = f"node {rank} is lost: its agent on host {member.host} is gone, or cut off"
+                return Decision(stop=Stop(job.generation, "lost", member.id, member.host, one_line(error)))
+            soonest = min(soonest, until)
+    return Decision(wake=soonest)
 
 
 def _look_for_more(job: Job, nodes: Mapping[str, Seen], notes: Notes, now: float, rules: Rules) -> Decision:
