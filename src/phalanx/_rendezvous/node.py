@@ -198,7 +198,7 @@ class Participant(NodeWaits):
         if self.state in ("RUNNING", "DONE") and (stop is not None or job.generation > mine):
             self._see("ENDED")
         is_next = job.phase == "running" and job.generation > mine and job.rank_of(self._me.id) >= 0
-        if self.state == "WAITING" and is_next:
+        if self.state == "WAITING" and is_next and self._entered is not None:  # else it is about to be lost
             self._take_part(job)
 
     def _hear(self, job: Job) -> Stop | None:
