@@ -117,13 +117,22 @@ class Etcd:
         host: Where they listen.
         prefix: A command that runs each, such as ``ip netns exec NAME``.
         options: Further options of etcd.
+        places: The host and the prefix of each member, where they are not the same.
     """
 
     def __init__(
-        self, members: int = 1, host: str = "127.0.0.1", prefix: Sequence[str] = (), options: Sequence[str] = ()
+        self,
+        members: int = 1,
+        host: str = "127.0.0.1",
+        prefix: Sequence[str] = (),
+        options: Sequence[str] = (),
+        places: Sequence[tuple[str, Sequence[str]]] = (),
     ) -> None:
         self._folder = tempfile.mkdtemp(prefix="phalanx-etcd-", dir=MEMORY)
-        self.members = [Member(f"m{number}", self._folder, host, prefix, options) for number in range(members)]
+        self.members = [
+            Member(f"m{number}", self._folder, *place, options)
+            for number, place in enumerate(places or [(host, prefix)] * members)
+        ]
 
     @property
     def endpoints(self) -> str:
