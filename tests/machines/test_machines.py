@@ -149,6 +149,22 @@ def test_an_etcd_that_is_killed_and_starts_again(job: Callable[..., EtcdJob]) ->
         assert "lost" not in agent.said
 
 
+def test_an_etcd_that_comes_back_without_its_data_is_not_taken_for_the_jobs(job: Callable[..., EtcdJob]) -> None:
+    """Also where others have written into it as often as was written before. The workers go on, and end."""
+    one = job("3")
+    agents = one.start(1, 2, 3, options=["--exit-barrier-timeout", "0.5"])
+    everyone(agents, 0, 6)
+    (member,) = one.etcd.members
+    member.kill()
+    member.wipe()
+    one.etcd.start()
+    one.ask("kv/put", '{"key": "eA=="}', times=200)
+    for agent in agents:
+        agent.wait_for(r"does not answer \(.*: it has lost what it held: it has not written .* at revision \d+\)")
+        assert not re.search("stopping|answers again|lost:", agent.said.replace("it has lost what it held", ""))
+    one.finish(*agents)
+
+
 def test_a_host_that_is_stopped_for_longer_than_its_lease(job: Callable[..., EtcdJob]) -> None:
     one = job("2:3")
     agents = one.start(1, 2, 3)

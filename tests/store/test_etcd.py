@@ -240,7 +240,7 @@ def test_an_etcd_that_has_lost_what_it_held_is_none(prefix: str) -> None:
         for _ in range(3):
             one.make(Put("job/a", b"", JOB))
         own.members[0].kill()
-        shutil.rmtree(own.members[0]._folder)
+        own.members[0].wipe()
         own.start()
         while "it has lost what it held: it is at revision 1, after 4" not in one.next(Away).why:
             pass
@@ -269,9 +269,8 @@ def test_what_a_lost_etcd_held_is_gone_though_the_new_one_was_compacted(prefix: 
 
 def begin_anew(own: Etcd, revision: int) -> None:
     """Have an etcd lose its data, and somebody else write into it until it is at a revision."""
-    member = own.members[0]
-    member.kill()
-    shutil.rmtree(member._folder)
+    own.members[0].kill()
+    own.members[0].wipe()
     own.start()
     while int(call(own, "kv/put", key="eA==", value="")["header"]["revision"]) < revision:
         pass

@@ -97,6 +97,10 @@ class Member:
         assert self.process is not None
         self.process.send_signal(number)
 
+    def wipe(self) -> None:
+        """Remove its data. It does not run."""
+        shutil.rmtree(self._folder)
+
     def kill(self) -> None:
         """End it at once."""
         if self.process is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -154,19 +155,26 @@ class EtcdJob(Job):
         where = ",".join(self.endpoints)
         return ["--rdzv-backend", "etcd", "--rdzv-endpoint", where, "--run-id", self.folder.name]
 
-    def leader(self) -> Member:
-        """The member that leads: asked on a host."""
+    def ask(self, path: str, body: str = "{}", times: int = 1) -> list[dict[str, Any]]:
+        """Ask each member, on a host, by its gateway. Returns the last answer of each that is there."""
         script = (
-            "import json, sys, urllib.request\n"
-            "for endpoint in sys.argv[1:]:\n"
-            "    url = f'http://{endpoint}/v3/maintenance/status'\n"
-            "    status = json.load(urllib.request.urlopen(urllib.request.Request(url, data=b'{}'), timeout=5))\n"
-            "    print(status['leader'] == status['header']['member_id'])\n"
+            "import sys, urllib.request\n"
+            "path, body, times, *endpoints = sys.argv[1:]\n"
+            "for endpoint in endpoints:\n"
+            "    request = urllib.request.Request(f'http://{endpoint}/v3/{path}', data=body.encode())\n"
+            "    for _ in range(int(times)):\n"
+            "        answer = urllib.request.urlopen(request, timeout=5).read().decode()\n"
+            "    print(answer)\n"
         )
-        members = self.etcd.members
-        command = [*self.hosts.on(1), sys.executable, "-c", script, *(member.endpoint for member in members)]
+        where = [member.endpoint for member in self.etcd.members if member.process is not None]
+        command = [*self.hosts.on(1), sys.executable, "-c", script, path, body, str(times), *where]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
-        return members[done.stdout.split().index("True")]
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    def leader(self) -> Member:
+        """The member that leads, of all that there are."""
+        told = [status["leader"] == status["header"]["member_id"] for status in self.ask("maintenance/status")]
+        return self.etcd.members[told.index(True)]
 
 
 def together(agents: list[Agent], size: int, after: int = -1, seconds: float = SOON) -> int:
