@@ -251,6 +251,7 @@ class Simulation:
             if one.generation == job.generation
         ):
             raise BrokenError(f"{node.name} starts another generation {job.generation} than was formed")
+        node.part_of = self.store.job_made()
         if job.members[rank].id != node.name:
             raise BrokenError(f"{node.name} takes rank {rank} of {job.members[rank].id}")
 
@@ -259,6 +260,8 @@ class Simulation:
         if node.asked or (stop is None and self.setting.hosted):  # the latter: the store is away for too long
             return
         job = self.store.job()
+        if node.part_of != self.store.job_made():  # that one is over, and this is another
+            return
         if stop is None and job is not None and job.generation <= node.node.generation and job.phase != "over":
             raise BrokenError(f"{node.name} ends its workers, and the job has not gone on without it")
         if stop is not None and records.write(stop) not in self.all_stops:
@@ -283,6 +286,11 @@ class SimulatedStore:
         """The job, if it is there."""
         entry = self._entries.get(records.STATE)
         return None if entry is None else records.read(Job, entry)
+
+    def job_made(self) -> int:
+        """The revision at which the job was made; 0: there is none."""
+        entry = self._entries.get(records.STATE)
+        return 0 if entry is None else entry.created
 
     def below(self, prefix: str) -> tuple[int, tuple[Entry, ...]]:
         """The revision, and the keys below a prefix."""
@@ -364,7 +372,7 @@ class SimulatedNode:
         setting = simulation.setting
         rules = Rules(
             RestartPolicy(setting.restarts), join_timeout=120.0, last_call=5.0, rejoin_delay=2.0, end_timeout=30.0,
-            exclude_after=setting.exclude_after,
+            exclude_after=setting.exclude_after, lost_after=0.0 if setting.hosted else 0.5, return_timeout=TTL + 5.0,
         )  # fmt: skip
         self.hosts = me.id == "n0" if setting.hosted else None
         self.node = Participant(
@@ -374,6 +382,7 @@ class SimulatedNode:
         self.is_alive, self.is_late, self.asked, self.failed = True, False, False, False
         self.workers: int | None = None  # the generation whose workers are there
         self.finish: effects.Finish | None = None
+        self.part_of = 0  # the job in which it has started workers: when that was made
         self.submitted = 0
         self.leased = self.started = simulation.now  # since when it has its lease, and its workers
         self.has_lease = True

@@ -13,7 +13,7 @@ from phalanx._rendezvous.membership import Decision, decide
 from phalanx._rendezvous.records import MOST_RESTARTS, VERSION, End, Job, Member, Node, Stop, read, replace, write
 from phalanx._rendezvous.rules import PATIENCE, Notes, Rules, Seen
 from phalanx._rendezvous.store_view import StoreView
-from phalanx._store.store import Changed, Entry, Put, Snapshot
+from phalanx._store.store import Absent, Changed, Entry, Put, Snapshot
 
 pytestmark = pytest.mark.once
 
@@ -180,6 +180,54 @@ def test_a_node_that_is_gone_is_told_of() -> None:
     assert made.job is None
     assert made.stop is not None
     assert (made.stop.kind, made.stop.node, made.stop.host) == ("lost", "b", "host-b")
+
+
+def test_a_node_whose_entry_is_gone_for_a_moment_is_not_lost() -> None:
+    """Etcd may have ended its lease by mistake; it enters again then."""
+    leader = Leader(running("a", "b", "c", least=3, most=3), RULES._replace(lost_after=0.5, return_timeout=7.0))
+    facts: dict[str, Any] = {"least": 3, "most": 3, "state": "running", "generation": 0}
+    a, b, c = (node(name, **facts) for name in "abc")
+    assert leader.at(1, a, c) == Decision(wake=1.5)
+    assert leader.at(1.2, a, b, c) == Decision()
+    assert leader.at(2, a, c) == Decision(wake=2.5)  # the time begins anew
+    assert leader.at(2.4, a) == Decision(wake=2.5)
+    made = leader.at(2.5, a)
+    assert made.stop is not None
+    assert (made.stop.kind, made.stop.node) == ("lost", "b")
+
+
+def test_a_leader_whose_store_was_away_gives_the_others_time_to_reach_it_too() -> None:
+    leader = Leader(running("a", "b"), RULES._replace(lost_after=0.5, return_timeout=7.0))
+    leader.notes.regained = 20
+    assert leader.at(20, node("a")) == Decision(wake=27)
+    made = leader.at(27, node("a"))
+    assert made.stop is not None
+    assert (made.stop.kind, made.stop.node) == ("lost", "b")
+
+
+def test_a_node_is_lost_only_where_the_store_has_no_entry_of_it() -> None:
+    """It may have come back, and the leader not have been told yet. One that cannot be read is no entry."""
+    view, job = StoreView(), running("a", "b")
+    view.take(Snapshot("job/", 5, (Entry("job/state", write(job), 5, 5),)))
+    view.take(Snapshot("nodes/", 5, (Entry("nodes/a", write(node("a")), 4, 4),)))
+    leader = leading.Leader(node("a"), RULES, lambda: 0.0, 3)
+    made, _ = leader.decide(view, 10.0, is_new=False)
+    assert made is not None
+    assert Absent("nodes/b") in made.conditions
+    view.take(Changed("nodes/", 6, (Entry("nodes/b", b"?", 6, 6),), ()))
+    made, _ = leader.decide(view, 11.0, is_new=False)
+    assert made is not None
+    assert Absent("nodes/b") not in made.conditions
+
+
+def test_a_failure_that_is_told_of_before_a_node_is_lost_is_the_cause() -> None:
+    leader = Leader(running("a", "b"), RULES._replace(lost_after=0.5))
+    assert leader.at(1, node("a", state="running")) == Decision(wake=1.5)
+    failed = Stop(0, "failure", "a", "host-a", "ValueError: bad", 0, 1)
+    ended = node("a", generation=0, outcome="failed", error="ValueError: bad", rank=0, exitcode=1)
+    made = leader.at(1.4, ended, stop=failed)
+    assert made.job is not None
+    assert (made.job.ends[-1].kind, made.job.ends[-1].rank) == ("failure", 0)
 
 
 def test_too_few_after_a_loss_is_a_failure() -> None:

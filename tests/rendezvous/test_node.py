@@ -557,3 +557,21 @@ def test_a_leader_reads_what_is_left_before_it_leaves_a_machine_out() -> None:
     put = next(one for each in story.asked for one in each.transaction.writes if one.key == "job/state")
     assert isinstance(put, Put)
     assert records.read(Job, Entry(put.key, put.value, 1, 1)).excluded == (other.machine,)
+
+
+def test_a_leader_that_has_its_store_again_waits_for_those_that_have_it_not_yet() -> None:
+    for regains in ((Away("no answer"), Back()), (LeaseLost(),)):
+        story = Story(RULES._replace(lost_after=0.5, return_timeout=9.0))
+        story.answer()
+        story.writes("job/leader", b"a")
+        story.writes("job/state", RUNS)
+        story.tell(Snapshot("nodes/", story.revision, (Entry("nodes/a", records.write(ME), 11, 11),)))
+        assert story.node.wake == 0.5  # it has just begun
+        story.now = 0.4
+        for event in regains:
+            story.tell(event)
+        assert story.node.wake == 9.4
+        story.asked.clear()
+        story.now = 9.4
+        story.tell(Changed("job/", story.revision, (), ()))
+        assert [put.key for each in story.asked for put in each.transaction.writes] == ["job/stop/0"]

@@ -108,8 +108,8 @@ def leads_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write decisions though another one leads, or the job has changed."""
     real = leader.Leader.decide
 
-    def decide(self: Any, view: Any, now: float, *, is_new: bool) -> tuple[Transaction | None, float]:
-        transaction, wake = real(self, view, now, is_new=is_new)
+    def decide(self: Any, view: Any, now: float, **more: Any) -> tuple[Transaction | None, float]:
+        transaction, wake = real(self, view, now, **more)
         if transaction is not None:
             kept = tuple(each for each in transaction.conditions if not isinstance(each, Created | Unchanged))
             transaction = transaction._replace(conditions=kept)

@@ -97,6 +97,10 @@ class Member:
         assert self.process is not None
         self.process.send_signal(number)
 
+    def wipe(self) -> None:
+        """Remove its data. It does not run."""
+        shutil.rmtree(self._folder)
+
     def kill(self) -> None:
         """End it at once."""
         if self.process is not None:
@@ -117,13 +121,22 @@ class Etcd:
         host: Where they listen.
         prefix: A command that runs each, such as ``ip netns exec NAME``.
         options: Further options of etcd.
+        places: The host and the prefix of each member, where they are not the same.
     """
 
     def __init__(
-        self, members: int = 1, host: str = "127.0.0.1", prefix: Sequence[str] = (), options: Sequence[str] = ()
+        self,
+        members: int = 1,
+        host: str = "127.0.0.1",
+        prefix: Sequence[str] = (),
+        options: Sequence[str] = (),
+        places: Sequence[tuple[str, Sequence[str]]] = (),
     ) -> None:
         self._folder = tempfile.mkdtemp(prefix="phalanx-etcd-", dir=MEMORY)
-        self.members = [Member(f"m{number}", self._folder, host, prefix, options) for number in range(members)]
+        self.members = [
+            Member(f"m{number}", self._folder, *place, options)
+            for number, place in enumerate(places or [(host, prefix)] * members)
+        ]
 
     @property
     def endpoints(self) -> str:

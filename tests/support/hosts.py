@@ -1,7 +1,7 @@
 """Hosts of one machine: network namespaces that a bridge in another one joins. Root is needed; nothing leaves them.
 
 Silence is made without a packet filter: a port that is taken from the bridge drops what is sent through it, and its
-carrier stays. One way: others have a wrong address of the Ethernet for the host, so what they send reaches nobody.
+carrier stays. One way: who sends has a wrong address of the Ethernet for the other, so what it sends reaches nobody.
 """
 
 from __future__ import annotations
@@ -94,15 +94,31 @@ class Hosts:
 
     def deafen(self, number: int) -> None:
         """Drop all that a host is sent; it can send."""
-        for other in self.numbers:
-            if other != number:
-                _ip("-n", self.name(other), "neigh", "replace", self.address(number), "lladdr", NOBODY, "dev", "eth0",
-                    "nud", "permanent")  # fmt: skip
+        for other in self._others(number):
+            self._mislead(other, number)
+
+    def mute(self, number: int) -> None:
+        """Drop all that a host sends; it can be sent to."""
+        for other in self._others(number):
+            self._mislead(number, other)
+
+    def part(self, number: int, *others: int) -> None:
+        """Drop all that a host and some others send each other."""
+        for other in others:
+            self._mislead(number, other)
+            self._mislead(other, number)
+
+    def _others(self, number: int) -> list[int]:
+        return [other for other in self.numbers if other != number]
+
+    def _mislead(self, sender: int, receiver: int) -> None:
+        words = ["lladdr", NOBODY, "dev", "eth0", "nud", "permanent"]
+        _ip("-n", self.name(sender), "neigh", "replace", self.address(receiver), *words)
 
     def heal(self, number: int) -> None:
         """Let a host be as before."""
         _ip("-n", self.name(0), "link", "set", f"v{number}", "master", "br0", "up")
-        for other in self.numbers:
-            if other != number:
-                words = ["neigh", "del", self.address(number), "dev", "eth0"]
-                subprocess.run(["ip", "-n", self.name(other), *words], check=False, capture_output=True)
+        for other in self._others(number):
+            for one, its in ((other, number), (number, other)):
+                words = ["neigh", "del", self.address(its), "dev", "eth0"]
+                subprocess.run(["ip", "-n", self.name(one), *words], check=False, capture_output=True)

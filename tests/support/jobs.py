@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.helpers import alive, descendants
+from tests.support.helpers import alive, descendants, wait_gone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from tests.support.etcd import Etcd, Member
     from tests.support.hosts import Hosts
 
 SOON = 40.0
@@ -72,6 +74,12 @@ class Agent:
         self.wait_for(rf"worker \d+ {size} \d+ \S+ attempt {attempt}\n", 2)
         return re.findall(rf"worker (\d+) {size} \d+ \S+ attempt {attempt}\n", self.said)
 
+    def last(self, size: int) -> tuple[int, list[int]]:
+        """The last attempt in which its workers run, among so many, and their ranks."""
+        found = re.findall(rf"worker (\d+) {size} \d+ \S+ attempt (\d+)\n", self.said)
+        last = max((int(attempt) for _, attempt in found), default=-1)
+        return last, [int(rank) for rank, attempt in found if int(attempt) == last]
+
     def launcher(self) -> int:
         """The pid of the agent itself: ip and unshare have become it."""
         return self.process.pid
@@ -115,10 +123,12 @@ class Job:
         (self.folder / f"end.fail.{rank}.{attempt}").touch()
 
     def finish(self, *agents: Agent) -> None:
-        """Let all workers succeed, and see that the job does."""
+        """Let all workers succeed, and see that the job does, and that no process of it is left."""
+        below = [pid for agent in agents for pid in descendants(agent.process.pid)]
         self.end.touch()
         for agent in agents:
             assert agent.end() == 0, agent.said
+        assert not wait_gone(below)
 
     def close(self) -> None:
         """End what is left."""
@@ -131,6 +141,58 @@ class Job:
                 for pid in below:
                     if alive(pid):
                         os.kill(pid, signal.SIGKILL)
+
+
+class EtcdJob(Job):
+    """A job that meets at an etcd of its own. ``endpoints``: its members, in the order in which agents ask them."""
+
+    def __init__(self, folder: Path, hosts: Hosts, etcd: Etcd, nodes: str) -> None:
+        super().__init__(folder, hosts, nodes, self._meet)
+        self.etcd = etcd
+        self.endpoints = [member.endpoint for member in etcd.members]
+
+    def _meet(self, _number: int) -> Sequence[str]:
+        where = ",".join(self.endpoints)
+        return ["--rdzv-backend", "etcd", "--rdzv-endpoint", where, "--run-id", self.folder.name]
+
+    def ask(self, path: str, body: str = "{}", times: int = 1) -> list[dict[str, Any]]:
+        """Ask each member, on a host, by its gateway. Returns the last answer of each that is there."""
+        script = (
+            "import sys, urllib.request\n"
+            "path, body, times, *endpoints = sys.argv[1:]\n"
+            "for endpoint in endpoints:\n"
+            "    request = urllib.request.Request(f'http://{endpoint}/v3/{path}', data=body.encode())\n"
+            "    for _ in range(int(times)):\n"
+            "        answer = urllib.request.urlopen(request, timeout=5).read().decode()\n"
+            "    print(answer)\n"
+        )
+        where = [member.endpoint for member in self.etcd.members if member.process is not None]
+        command = [*self.hosts.on(1), sys.executable, "-c", script, path, body, str(times), *where]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    def leader(self) -> Member:
+        """The member that leads, of all that there are."""
+        told = [status["leader"] == status["header"]["member_id"] for status in self.ask("maintenance/status")]
+        return self.etcd.members[told.index(True)]
+
+
+def together(agents: list[Agent], size: int, after: int = -1, seconds: float = SOON) -> int:
+    """Wait until the workers of all run in one attempt that comes ``after`` another, each rank once. Returns which."""
+    until = time.monotonic() + seconds
+    while True:
+        lasts = [agent.last(size) for agent in agents]
+        attempts = {attempt for attempt, _ in lasts}
+        if (
+            len(attempts) == 1
+            and min(attempts) > after
+            and sorted(rank for _, ranks in lasts for rank in ranks) == list(range(size))
+        ):
+            return attempts.pop()
+        for agent in agents:
+            assert time.monotonic() < until, [each.said for each in agents]
+            assert agent.process.poll() is None, agent.said
+        time.sleep(0.05)
 
 
 def everyone(agents: list[Agent], attempt: int, size: int) -> None:

@@ -59,11 +59,13 @@ class Leader:
         if job is not None and job.generation == self.asks:
             self._cause = job.generation, JobEvidence(entries, view.stop(job.generation), job.members).machine
 
-    def decide(self, view: StoreView, now: float, *, is_new: bool) -> tuple[Transaction | None, float]:
+    def decide(
+        self, view: StoreView, now: float, *, is_new: bool, regained: float = -math.inf
+    ) -> tuple[Transaction | None, float]:
         """Return what is to be written now, and when to ask again. None: nothing. Raises DamagedError.
 
         ``is_new``: whether this node has seen no job that goes on. One that is over is of others then: what is left of
-        it is removed, once none of them is there.
+        it is removed, once none of them is there. ``regained``: when it had the store again that was away.
         """
         if not view.told(records.NODES) or self.decided > view.told(records.JOB):
             return None, math.inf
@@ -79,6 +81,7 @@ class Leader:
             return Transaction((mine, Unchanged(records.STATE, modified)), ends), math.inf
         if self._notes is None:
             self._notes = Notes(job, now)
+        self._notes.regained = regained
         stop = view.stop(job.generation)
         cause = self._cause[1] if self._cause[0] == job.generation else None
         made = membership.decide(job, stop, view.nodes, self._notes, now, self._rules, self._chance(), cause)
@@ -97,6 +100,9 @@ class Leader:
             key = f"{records.STOP}{job.generation}"
             conditions.append(Absent(key))
             writes.append(_put(key, made.stop))
+            entry = f"{records.NODES}{made.stop.node}"
+            if made.stop.kind == "lost" and view.entry(entry) is None:  # it may have come back just now
+                conditions.append(Absent(entry))
         return Transaction(tuple(conditions), tuple(writes)) if writes else None, made.wake
 
 

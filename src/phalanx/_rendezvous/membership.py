@@ -3,6 +3,7 @@
 `decide` is given what the store holds, and returns what is to be written, if anything is. It holds:
 
 - a node takes part only while its entry is there and says that it is ready;
+- a node that takes part and whose entry is gone is lost when it has not come back within `rules.Rules.lost_after`;
 - while a generation runs, the first `Stop` that is written ends it, whoever writes it; the next one is formed when each
   node of it has ended its workers, has gone, or has had `rules.Rules.end_timeout` for it;
 - nodes that stay keep their ranks where that leaves no gap; the ranks of those that are gone go to whoever is ready;
@@ -120,12 +121,24 @@ def _while_running(
         if now < until and any(name in nodes and not candidates.has_ended(job, nodes[name].node) for name in job.ids):
             return Decision(wake=until)
         return None
-    lost = _lost(job, nodes)
-    if lost is not None:
-        return Decision(stop=lost)
+    notes.missing = {name: notes.missing.get(name, now) for name in job.ids if name not in nodes}
+    if notes.missing:
+        return _wait_for_missing(job, notes, now, rules)
     if all(candidates.has_succeeded(job, nodes[name].node) for name in job.ids):
         return Decision(job=replace(job, phase="over", verdict=Verdict("succeeded"), delay=0.0))
     return _look_for_more(job, nodes, notes, now, rules)
+
+
+def _wait_for_missing(job: Job, notes: Notes, now: float, rules: Rules) -> Decision:
+    """End the generation if the entry of a node that takes part has been gone for long enough."""
+    soonest = math.inf
+    for rank, member in enumerate(job.members):
+        if member.id in notes.missing:
+            until = max(notes.missing[member.id] + rules.lost_after, notes.regained + rules.return_timeout)
+            if now >= until:
+                return Decision(stop=_lost(job, rank))
+            soonest = min(soonest, until)
+    return Decision(wake=soonest)
 
 
 def _look_for_more(job: Job, nodes: Mapping[str, Seen], notes: Notes, now: float, rules: Rules) -> Decision:
@@ -209,16 +222,14 @@ def _find_cause(stop: Stop, job: Job, its: list[Node], nodes: Mapping[str, Seen]
     for node in its:
         if node.error and not node.is_cut_off:
             return Stop(job.generation, "failure", node.id, node.host, node.error, node.rank, node.exitcode)
-    return _lost(job, nodes) or stop
+    return next((_lost(job, rank) for rank, name in enumerate(job.ids) if name not in nodes), stop)
 
 
-def _lost(job: Job, nodes: Mapping[str, Seen]) -> Stop | None:
-    """Return that a node which takes part is lost: the first one by rank; None: all are there."""
-    for rank, member in enumerate(job.members):
-        if member.id not in nodes:
-            error = f"node {rank} is lost: its agent on host {member.host} is gone, or cut off"
-            return Stop(job.generation, "lost", member.id, member.host, one_line(error))
-    return None
+def _lost(job: Job, rank: int) -> Stop:
+    """Return that the node of a rank is lost."""
+    member = job.members[rank]
+    error = f"node {rank} is lost: its agent on host {member.host} is gone, or cut off"
+    return Stop(job.generation, "lost", member.id, member.host, one_line(error))
 
 
 def _form(

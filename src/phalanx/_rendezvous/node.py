@@ -52,6 +52,7 @@ class Participant(NodeWaits):
         self._ended = -1  # the generation whose end was said
         self._heard: tuple[int, str] = (-1, "")
         self._is_late = False  # whether an earlier job was met
+        self._has_reached = False  # whether the store has answered at all
 
     # --- what happens
 
@@ -93,9 +94,11 @@ class Participant(NodeWaits):
         elif isinstance(event, store.Away):
             self._away = now if self._away is None else self._away
         elif isinstance(event, store.Back):
-            self._away = None
+            self._regained = now if self._has_reached else self._regained
+            self._has_reached, self._away = True, None
             self._writes.reopen()
         elif isinstance(event, store.LeaseLost):
+            self._regained = now
             self._entered = None
             self._writes.drop("enter")  # it may have been made with the lease that is lost
             self._writes.reopen()
@@ -195,7 +198,7 @@ class Participant(NodeWaits):
         if self.state in ("RUNNING", "DONE") and (stop is not None or job.generation > mine):
             self._see("ENDED")
         is_next = job.phase == "running" and job.generation > mine and job.rank_of(self._me.id) >= 0
-        if self.state == "WAITING" and is_next:
+        if self.state == "WAITING" and is_next and self._entered is not None:  # else it is about to be lost
             self._take_part(job)
 
     def _hear(self, job: Job) -> Stop | None:

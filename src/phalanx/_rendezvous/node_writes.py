@@ -52,6 +52,7 @@ class NodeWrites:
         self._effects: list[Effect] = []
         self._now = 0.0
         self._away: float | None = 0.0  # since when the store does not answer
+        self._regained = -math.inf  # when it was there again, or a lease in place of one that was lost
         self._is_final = False
         self._writes = Writes()
         self._entered: Node | None = None  # the entry that the store holds
@@ -91,7 +92,7 @@ class NodeWrites:
         if self._cause is not None:
             self._leader.learn(self._cause, self._view)
             self._cause = None
-        transaction, wake = self._leader.decide(self._view, self._now, is_new=self._is_new)
+        transaction, wake = self._leader.decide(self._view, self._now, is_new=self._is_new, regained=self._regained)
         self.wake = min(self.wake, wake)
         if transaction is not None:
             self._submit("decide", transaction)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import NamedTuple
 
 TYPE_CHECKING = False
@@ -27,6 +28,10 @@ class Rules(NamedTuple):
         exclude_after: After so many root causes in a row a machine is left out; 0: never.
         rank_timeout: Seconds after which a node is refused whose rank another one has: longer than a lease lasts, for
             that may be the node's own entry of before.
+        lost_after: Seconds after which a node is lost whose entry is gone: etcd may have ended its lease by mistake,
+            and the node enters again then.
+        return_timeout: The same, where the store was away, from the moment on at which the leader has it again: the
+            others need some time to reach it, too.
     """
 
     policy: RestartPolicy
@@ -36,6 +41,8 @@ class Rules(NamedTuple):
     end_timeout: float = 90.0
     exclude_after: int = 0
     rank_timeout: float = PATIENCE
+    lost_after: float = 0.0
+    return_timeout: float = 0.0
 
 
 class Seen(NamedTuple):
@@ -57,6 +64,8 @@ class Notes:
         """When restarts were decided that count."""
         self.twice: dict[str, float] = {}
         """Since when nodes have a rank that another one has: that one's lease may yet run out."""
+        self.regained = -math.inf
+        """When the leader had the store again that was away, or a lease in place of one that was lost."""
         self.planned: Notes | None = None
         self.of = -1, ""
         self.turn(job, now)
@@ -75,6 +84,7 @@ class Notes:
             self.enough: float | None = None  # since when the minimum is there
             self.more: float | None = None  # since when nodes wait that could take part
             self.ending: float | None = None  # since when a `Stop` is there
+            self.missing: dict[str, float] = {}  # since when the entries are gone of nodes that take part
         self.planned = None
 
     def after(self, job: Job, now: float) -> Notes:

@@ -29,6 +29,9 @@ STATIC = "static"
 ETCD_PORT, C10D_PORT, STATIC_PORT = 2379, 29400, 29500
 """Where they are, if no port is given: torchrun's ports, where it has any. For `STATIC`, of rank 0 of the workers."""
 
+RETURN = 5.0
+"""Seconds within which all agents reach a store that answers again: those of a request that was lost, and a pause."""
+
 CLOSE = 3.0
 """Seconds for which the end of a hosted store waits for the other agents, which have left the job by then."""
 
@@ -118,6 +121,9 @@ class Machines(NamedTuple):
             end_timeout=grace + notice + 60.0,
             exclude_after=self.exclude_after,
             rank_timeout=30.0 + self.lease_ttl,
+            # The agent's own etcd, and its hub, have no other member that could end a lease by mistake.
+            lost_after=0.0 if self.is_hosted else min(0.5, self.lease_ttl / 10),
+            return_timeout=self.lease_ttl + RETURN,
         )
 
     def store(self, run_id: str) -> Store:

@@ -53,7 +53,7 @@ Compare: int32 result = 1; int32 target = 2; bytes key = 3; \
 oneof int64 create_revision = 5; oneof int64 mod_revision = 6
 TxnRequest: repeated Compare compare = 1; repeated RequestOp success = 2
 TxnResponse: ResponseHeader header = 1; bool succeeded = 2
-WatchCreateRequest: bytes key = 1; bytes range_end = 2; int64 start_revision = 3; bool progress_notify = 4
+WatchCreateRequest: bytes key = 1; bytes range_end = 2; int64 start_revision = 3; repeated int32 filters = 5
 WatchRequest: WatchCreateRequest create_request = 1
 WatchResponse: ResponseHeader header = 1; bool created = 3; bool canceled = 4; int64 compact_revision = 5; \
 string cancel_reason = 6; repeated Event events = 11
@@ -78,6 +78,8 @@ AuthResponse: ResponseHeader header = 1
 
 DELETE = 1
 """The type of an event that tells of a key that was deleted."""
+NO_PUT = 0
+"""The filter of a watch that is told of deletions alone."""
 EQUAL, CREATE, MOD = 0, 1, 2
 """A result and two targets of a comparison."""
 

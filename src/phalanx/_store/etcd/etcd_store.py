@@ -5,6 +5,9 @@ alive, a stream for each watch, and one transaction after another. What breaks e
 next member is tried, within a second. A watch goes on from the revision that it has told last; where etcd has compacted
 that, all is read anew.
 
+An etcd that does not hold any more what it has told is none: its data were lost, or it is another one. It is tried
+again, and `Away` says why.
+
 A request that was lost on its way may have been made: it is not repeated, but for those that etcd has refused.
 """
 
@@ -18,15 +21,16 @@ from contextlib import suppress
 
 from phalanx._base import clock
 from phalanx._store.etcd import api, loop_thread
-from phalanx._store.etcd.session import BROKEN, BrokenError, RefusedError, Session
+from phalanx._store.etcd.history import History
+from phalanx._store.etcd.reach import reach
+from phalanx._store.etcd.session import BROKEN, BrokenError, RefusedError
+from phalanx._store.etcd.transactions import message_of
 from phalanx._store.store import (
     JOB,
     OWN,
-    Absent,
     Away,
     Back,
     Changed,
-    Created,
     Done,
     Entry,
     Fetched,
@@ -43,11 +47,13 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from typing import Any
 
+    from phalanx._store.etcd.session import Session
     from phalanx._store.etcd.settings import EtcdSettings
     from phalanx._store.store import StoreEvent, Transaction
 
 _PATIENCE = 1.0
 _PAUSE = (0.05, 1.0)  # seconds between two tries to connect: the first, and the longest
+_WATCH_ENDED = "etcd has ended a watch"
 _LASTING = 10.0  # seconds after which a session was a good one: the next try is a first one again
 _code = api.grpc.StatusCode
 
@@ -68,8 +74,9 @@ class EtcdStore(Store):
         self._session: Session | None = None
         self._watched: dict[str, _Watched] = {}
         self._queue: asyncio.Queue[tuple[int, Transaction]] = asyncio.Queue()
-        self._newest = 0  # revision that etcd has told
+        self._history = History()
         self._lease = 0
+        self._own = b""  # a key that goes with the lease
         self._keeping = asyncio.Lock()  # a lease that is gone is made anew once
         self._closing = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -143,11 +150,16 @@ class EtcdStore(Store):
 
     async def _carry_on(self) -> None:
         """Have one session after another, until etcd refuses us."""
-        pause, away, since = _PAUSE[0], "", clock.now()
-        for endpoint in itertools.cycle(self._settings.endpoints):
-            session = Session(self._settings, endpoint)
+        pause, away, since, endpoints = _PAUSE[0], "", clock.now(), self._settings.endpoints
+        first = 0
+        while True:
+            session = None
             try:
-                await self._greet(session)
+                session, revision, wrong = await reach(self._settings, first)
+                first = endpoints.index(session.endpoint) + 1
+                if wrong is not None:
+                    raise wrong
+                await self._settle(session, revision)
                 self._session = session
                 self._deliver(Back())
                 away, since = "", clock.now()
@@ -156,6 +168,8 @@ class EtcdStore(Store):
                 self._deliver(Refused(str(error)))
                 return
             except BROKEN as error:
+                if session is None:
+                    raise
                 if self._session is session and clock.now() - since > _LASTING:
                     pause = _PAUSE[0]
                 why = session.words(error)
@@ -164,17 +178,14 @@ class EtcdStore(Store):
                     away = why
             finally:
                 self._session = None
-                await session.close()
+                if session is not None:
+                    await session.close()
             await asyncio.sleep(pause * (1 + random.random()) / 2)  # noqa: S311 - it spreads retries
             pause = min(2 * pause, _PAUSE[1])
 
-    async def _greet(self, session: Session) -> None:
-        """Connect, and see to the leases."""
-        session.open()
-        await session.authenticate()
-        revision = await session.check(self._prefix)
-        if revision < self._newest:  # a watch would tell nothing until it has as many again
-            raise BrokenError(f"it has lost what it held: it is at revision {revision}, after {self._newest}")
+    async def _settle(self, session: Session, revision: int) -> None:
+        """See that it is the etcd that it was, and see to the leases."""
+        await self._history.check(session, revision)
         await session.grant(self._settings.job_ttl, self._settings.job_lease)  # refused while etcd has no space left
         await self._see_to_leases(session)
 
@@ -182,6 +193,8 @@ class EtcdStore(Store):
         """Keep the leases, and follow the watches, until something breaks. Raises what that is."""
         for watched in self._watched.values():
             self._follow(session, watched)
+        if self._own:
+            self._guard(session)
         keeps = asyncio.ensure_future(self._keep(session))
         broken = asyncio.ensure_future(session.broken.wait())
         try:
@@ -207,10 +220,30 @@ class EtcdStore(Store):
             if not self._lease:
                 self._lease = await session.grant(self._settings.ttl)
             elif not await session.keep(self._lease):
+                await self._history.check(session)
                 self._lease = await session.grant(self._settings.ttl)
                 self._deliver(LeaseLost())
             if not await session.keep(self._settings.job_lease):
                 await session.grant(self._settings.job_ttl, self._settings.job_lease)
+
+    def _guard(self, session: Session) -> None:
+        session.followers.append(asyncio.ensure_future(self._see_lease_end(session)))
+
+    async def _see_lease_end(self, session: Session) -> None:
+        """Have the lease made anew at once when etcd has ended it, and not when it is to be kept alive again.
+
+        Etcd before 3.4.31 and 3.5.13 ends leases that are kept alive: a leader that was stopped for longer than their
+        ttl, and goes on, takes them for expired, and has the new leader end them. What breaks ends the session.
+        """
+        try:
+            async for response in session.deletions(self._own):
+                if response.canceled:
+                    raise BrokenError(response.cancel_reason or _WATCH_ENDED)
+                if response.events and not self._closing.is_set():
+                    await self._see_to_leases(session)
+            raise BrokenError(_WATCH_ENDED)
+        except BROKEN as error:
+            session.end(error)
 
     # --- watches
 
@@ -254,7 +287,7 @@ class EtcdStore(Store):
         async for response in session.watch(self._prefix + watched.prefix.encode(), watched.revision + 1):
             if response.canceled:
                 if not response.compact_revision:
-                    raise BrokenError(response.cancel_reason or "etcd has ended a watch")
+                    raise BrokenError(response.cancel_reason or _WATCH_ENDED)
                 watched.revision = -1
                 return
             if watched.revision < 0:
@@ -270,14 +303,17 @@ class EtcdStore(Store):
                         deleted.append(self._name(event.kv.key))
                     else:
                         written.append(self._entry(event.kv))
+                        self._history.see(revision, event.kv.key)
                 watched.revision = revision
-                self._newest = max(self._newest, revision)
+                self._history.see(revision)
                 self._deliver(Changed(watched.prefix, revision, tuple(written), tuple(deleted)))
-        raise BrokenError("etcd has ended a watch")
+        raise BrokenError(_WATCH_ENDED)
 
     async def _read(self, session: Session, prefix: str) -> tuple[tuple[Entry, ...], int]:
         kvs, revision = await session.range(self._prefix + prefix.encode())
-        self._newest = max(self._newest, revision)
+        self._history.see(revision)
+        for kv in kvs:
+            self._history.see(kv.mod_revision, kv.key)
         return tuple(self._entry(kv) for kv in kvs), revision
 
     def _entry(self, kv: Any) -> Entry:
@@ -314,29 +350,23 @@ class EtcdStore(Store):
         except BROKEN as error:
             session.end(error)
             return Done(ticket, None, 0)
-        self._newest = max(self._newest, answer.header.revision)
+        self._history.see(answer.header.revision)
+        if answer.succeeded:
+            self._note_made(session, transaction, answer.header.revision)
         return Done(ticket, answer.succeeded, answer.header.revision)
 
-    def _request(self, transaction: Transaction) -> Any:
-        made = api.messages["TxnRequest"]()
-        for condition in transaction.conditions:
-            key = self._prefix + condition.key.encode()
-            compare = made.compare.add(result=api.EQUAL, target=api.CREATE, key=key)
-            if isinstance(condition, Absent):
-                compare.create_revision = 0
-            elif isinstance(condition, Created):
-                compare.create_revision = condition.created
-            else:
-                compare.target, compare.mod_revision = api.MOD, condition.modified
-        leases = {OWN: self._lease, JOB: self._settings.job_lease}
+    def _note_made(self, session: Session, transaction: Transaction, revision: int) -> None:
         for write in transaction.writes:
+            if not isinstance(write, Put):
+                continue
             key = self._prefix + write.key.encode()
-            if isinstance(write, Put):
-                put = made.success.add().request_put
-                put.key, put.value, put.lease = key, write.value, leases[write.lease]
-            else:
-                made.success.add().request_delete_range.key = key
-        return made
+            self._history.see(revision, key)
+            if write.lease == OWN and not self._own:
+                self._own = key
+                self._guard(session)
+
+    def _request(self, transaction: Transaction) -> Any:
+        return message_of(transaction, self._prefix, {OWN: self._lease, JOB: self._settings.job_lease})
 
     async def _fetch(self, ticket: int, prefix: str) -> None:
         entries, session = None, self._session

@@ -46,7 +46,7 @@ class Session:
     def __init__(self, settings: EtcdSettings, endpoint: str) -> None:
         self._channel: Any = None
         self._settings = settings
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._metadata: tuple[tuple[str, str], ...] = ()
         self._keeper: Any = None
         self._keeping = asyncio.Lock()  # a stream takes one message at a time
@@ -65,10 +65,10 @@ class Session:
         )
         files = self._settings.credentials()
         if files is None:
-            self._channel = api.aio.insecure_channel(self._endpoint, options=options)
+            self._channel = api.aio.insecure_channel(self.endpoint, options=options)
         else:
             credentials = api.grpc.ssl_channel_credentials(*files)
-            self._channel = api.aio.secure_channel(self._endpoint, credentials, options=options)
+            self._channel = api.aio.secure_channel(self.endpoint, credentials, options=options)
 
     def words(self, error: Exception) -> str:
         """Return what has broken the session, in words."""
@@ -80,7 +80,7 @@ class Session:
             said = _PREFACE.sub("", error.details() or error.code().name.lower())
         if "CERTIFICATE" in said:
             said += self._settings.expired()
-        return f"{self._endpoint}: {said or 'no answer in time'}"
+        return f"{self.endpoint}: {said or 'no answer in time'}"
 
     def end(self, why: Exception) -> None:
         """End the session: what uses it has broken."""
@@ -101,7 +101,7 @@ class Session:
         raise AssertionError
 
     def _refused(self, error: api.aio.AioRpcError) -> RefusedError:
-        return RefusedError(f"etcd at {self._endpoint} refuses this agent: {error.details()}")
+        return RefusedError(f"etcd at {self.endpoint} refuses this agent: {error.details()}")
 
     async def _call(self, method: api.Method, request: Any, metadata: tuple[tuple[str, str], ...]) -> Any:
         if self._channel is None:
@@ -120,7 +120,7 @@ class Session:
             answer = await self._call(api.AUTHENTICATE, request, ())
         except api.aio.AioRpcError as error:
             if error.code() in (_code.INVALID_ARGUMENT, _code.FAILED_PRECONDITION, *_NEVER):
-                msg = f"etcd at {self._endpoint} refuses the user {settings.user!r}: {error.details()}"
+                msg = f"etcd at {self.endpoint} refuses the user {settings.user!r}: {error.details()}"
                 raise RefusedError(msg) from None
             raise
         except UnicodeEncodeError:
@@ -183,13 +183,36 @@ class Session:
                 return kvs, revision
             first = kvs[-1].key + b"\0"
 
-    async def watch(self, prefix: bytes, revision: int) -> AsyncIterator[Any]:
-        """Yield what etcd tells of the keys below a prefix, from a revision on."""
+    async def greet(self, prefix: bytes) -> int:
+        """Connect, say who we are, and see that etcd lets us have the keys below a prefix. Returns its revision."""
+        self.open()
+        await self.authenticate()
+        return await self.check(prefix)
+
+    async def has_written(self, key: bytes, revision: int) -> bool:
+        """Whether etcd has written a key at a revision. What it has compacted since then it cannot tell: True."""
+        try:
+            answer = await self._ask(api.RANGE, key=key, revision=revision)
+        except api.aio.AioRpcError as error:
+            if error.code() == _code.OUT_OF_RANGE:  # it is compacted, or yet to come
+                return "compacted" in (error.details() or "")
+            raise
+        return any(kv.mod_revision == revision for kv in answer.kvs)
+
+    def watch(self, prefix: bytes, revision: int) -> AsyncIterator[Any]:
+        """Return what etcd tells of the keys below a prefix, from a revision on."""
+        return self._watch(key=prefix, range_end=api.end_of(prefix), start_revision=revision)
+
+    def deletions(self, key: bytes) -> AsyncIterator[Any]:
+        """Return what etcd tells of the deletions of a key, from now on."""
+        return self._watch(key=key, filters=[api.NO_PUT])
+
+    async def _watch(self, **fields: Any) -> AsyncIterator[Any]:
+        if self._channel is None:
+            raise BrokenError(_ENDED)
         call = api.stream(self._channel, api.WATCH)(metadata=(*self._metadata, *_LEADER))
         try:
-            create = api.messages["WatchCreateRequest"](
-                key=prefix, range_end=api.end_of(prefix), start_revision=revision
-            )  # fmt: skip
+            create = api.messages["WatchCreateRequest"](**fields)
             await call.write(api.messages["WatchRequest"](create_request=create))
             while (response := await call.read()) is not api.aio.EOF:
                 yield response
