@@ -19,50 +19,15 @@ import pytest
 if importlib.util.find_spec("grpc") is None:
     pytest.skip("the extra `etcd` is not installed", allow_module_level=True)
 
-from tests.support.etcd import Etcd, Member
 from tests.support.helpers import descendants
-from tests.support.jobs import SOON, Job, everyone
+from tests.support.jobs import SOON, STORE, EtcdJob, everyone
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+    from collections.abc import Callable
 
-    from tests.support.hosts import Hosts
+    from tests.support.etcd import Member
 
 pytestmark = [pytest.mark.once, pytest.mark.slow]
-
-STORE = 4
-"""The host of the etcd; those before it run the workers."""
-
-
-class EtcdJob(Job):
-    """A job that meets at an etcd of its own."""
-
-    def __init__(self, folder: Path, hosts: Hosts, etcd: Etcd, nodes: str) -> None:
-        where = ["--rdzv-backend", "etcd", "--rdzv-endpoint", etcd.endpoints, "--run-id", folder.name]
-        super().__init__(folder, hosts, nodes, lambda _: where)
-        self.etcd = etcd
-
-
-@pytest.fixture
-def job(tmp_path: Path, hosts: Hosts) -> Iterator[Callable[..., EtcdJob]]:
-    """Makes a job of so many nodes, with an etcd of its own."""
-    made: list[tuple[Etcd, EtcdJob]] = []
-
-    def make(nodes: str, members: int = 1) -> EtcdJob:
-        etcd = Etcd(members, hosts.address(STORE), hosts.on(STORE))
-        made.append((etcd, EtcdJob(tmp_path, hosts, etcd, nodes)))
-        etcd.start()
-        return made[-1][1]
-
-    try:
-        yield make
-    finally:
-        for number in hosts.numbers:
-            hosts.heal(number)
-        for etcd, one in made:
-            one.close()
-            etcd.close()
 
 
 def test_a_worker_fails_and_all_start_again(job: Callable[..., EtcdJob]) -> None:

@@ -455,6 +455,19 @@ def test_a_node_that_was_about_to_leave_and_goes_on_is_lost_with_its_lease_again
     assert (story.node.state, story.entry().state, put.lease) == ("WAITING", "ready", OWN)
 
 
+@pytest.mark.parametrize("hosts", [None, True])
+def test_who_waits_and_cannot_start_a_worker_leaves_unless_it_hosts_the_store(hosts: bool | None) -> None:
+    story = Story(hosts=hosts).enter()
+    due = story._take(story.node.cannot_start("no module", story.now))
+    assert due == ([] if hosts else [effects.Finish("left", "no module")])
+
+
+def test_who_runs_and_cannot_start_a_worker_tells_with_their_end() -> None:
+    story = Story().run()
+    assert story._take(story.node.cannot_start("no module", story.now)) == []
+    assert story.node.state == "RUNNING"
+
+
 def test_a_departure_after_its_success_does_not_undo_that() -> None:
     story = Story().run()
     story._take(story.node.workers_gone(replace(ME, outcome="succeeded"), b"", story.now))

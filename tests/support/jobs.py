@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from tests.support.etcd import Etcd
     from tests.support.hosts import Hosts
 
 SOON = 40.0
@@ -131,6 +132,19 @@ class Job:
                 for pid in below:
                     if alive(pid):
                         os.kill(pid, signal.SIGKILL)
+
+
+STORE = 4
+"""The host of the etcd of an `EtcdJob`; those before it run the workers."""
+
+
+class EtcdJob(Job):
+    """A job that meets at an etcd of its own."""
+
+    def __init__(self, folder: Path, hosts: Hosts, etcd: Etcd, nodes: str) -> None:
+        where = ["--rdzv-backend", "etcd", "--rdzv-endpoint", etcd.endpoints, "--run-id", folder.name]
+        super().__init__(folder, hosts, nodes, lambda _: where)
+        self.etcd = etcd
 
 
 def everyone(agents: list[Agent], attempt: int, size: int) -> None:

@@ -145,6 +145,13 @@ class Participant(NodeWaits):
             self._see("LEAVE")
         return self._settle()
 
+    def cannot_start(self, why: str, now: float) -> list[Effect]:
+        """See that no worker can be started here: a node that waits leaves the job to others.
+
+        One that hosts the store stays: the others hear of it when a generation begins.
+        """
+        return self.ask_leave(why, now) if self.state == "WAITING" and not self._hosts else []
+
     def tick(self, now: float) -> list[Effect]:
         """See that it is `wake`, or later."""
         self._now = now
