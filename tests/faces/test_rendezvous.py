@@ -303,6 +303,12 @@ def test_what_is_built_in() -> None:
         (("etcd", "a:1", "job", 2, 2), {"user": "x"}, "user and password_file belong together"),
         (("etcd", "a:1", "job", 2, 2), {"rejoin_delay": "soon"}, "rejoin_delay: expected seconds"),
         (("etcd", "a:1", "job", 2, 2), {"exclude_after": -1}, "exclude_after: expected a whole number"),
+        (
+            ("c10d", "127.0.0.1:1", "job", 2, 2),
+            {"keep": "yes"},
+            "keep: an agent hosts the store, which ends with the job",
+        ),
+        (("etcd", "a:1", "job", 2, 2), {"keep": "perhaps"}, "keep: expected yes or no"),
         (("nomad", "a:1", "job", 2, 2), {}, "backend: there is no 'nomad'; there are 'static', 'c10d', 'etcd'"),
     ],
 )

@@ -88,7 +88,7 @@ class NodeWaits(NodeWrites):
             is_last = self._knows_nodes and self._hosts is not False
             others = is_last and not (self._view.told(records.NODES) and self._is_alone())
             until = self._since + (HOST_PATIENCE if self._hosts else PATIENCE)
-            writes = self._writes.is_open("stop") or self._writes.is_open("enter")
+            writes = self._writes.is_open("stop") or self._writes.is_open("enter") or bool(self._left_to_keep())
             is_lost = self._away is not None and bool(self._leaves)
             if now >= until or is_lost or (self._read is not None and not others and not writes):
                 self._see("READ")

@@ -27,6 +27,7 @@ class Rules(NamedTuple):
         exclude_after: After so many root causes in a row a machine is left out; 0: never.
         rank_timeout: Seconds after which a node is refused whose rank another one has: longer than a lease lasts, for
             that may be the node's own entry of before.
+        keep: Whether what the job was is kept when it is over, see `records.KEPT`: of the agent that makes the job.
     """
 
     policy: RestartPolicy
@@ -36,6 +37,7 @@ class Rules(NamedTuple):
     end_timeout: float = 90.0
     exclude_after: int = 0
     rank_timeout: float = PATIENCE
+    keep: bool = False
 
 
 class Seen(NamedTuple):

@@ -48,12 +48,13 @@ class MachineTeam(RunTeam, NodeTeam):
         where: Where the nodes meet, in words.
         grace: Seconds between SIGTERM and SIGKILL.
         patience: Seconds after which an import of what is preloaded has failed.
+        keeps: Whether this node would keep what the job was.
         options: See `RunTeam`.
     """
 
     def __init__(
         self, me: Node, port: ReservedPort, envs: Envs, *args: Any, where: str, grace: float, patience: float,
-        **options: Any,
+        keeps: bool, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(*args, **options)
         self._me = me
@@ -66,6 +67,7 @@ class MachineTeam(RunTeam, NodeTeam):
         self._job: Job | None = None
         self._first = 0  # the rank in the job of local rank 0
         self._began = 0.0
+        self._keeps = keeps  # until it was said that the job does not
         self.away = ""
         self._is_spare = False  # whether that was said
         self._left_out = 0  # machines of which that was said
@@ -197,6 +199,9 @@ class MachineTeam(RunTeam, NodeTeam):
                 return  # it was said when it came
             self.say(f"phalanx: {told(what)}; stopping the workers")
             return
+        if self._keeps and not what.keep:
+            self._keeps = False
+            self._mention("--keep is without effect: the job was begun by a machine without it")
         if self._job is None:
             self._say_spare(what)
         if self._job is None or what.generation <= self._told or what.phase == "over":

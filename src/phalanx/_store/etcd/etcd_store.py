@@ -21,6 +21,7 @@ from phalanx._store.etcd import api, loop_thread
 from phalanx._store.etcd.session import BROKEN, BrokenError, RefusedError, Session
 from phalanx._store.store import (
     JOB,
+    KEPT,
     OWN,
     Absent,
     Away,
@@ -328,14 +329,17 @@ class EtcdStore(Store):
                 compare.create_revision = condition.created
             else:
                 compare.target, compare.mod_revision = api.MOD, condition.modified
-        leases = {OWN: self._lease, JOB: self._settings.job_lease}
+        leases = {OWN: self._lease, JOB: self._settings.job_lease, KEPT: 0}
         for write in transaction.writes:
             key = self._prefix + write.key.encode()
             if isinstance(write, Put):
                 put = made.success.add().request_put
                 put.key, put.value, put.lease = key, write.value, leases[write.lease]
             else:
-                made.success.add().request_delete_range.key = key
+                deleted = made.success.add().request_delete_range
+                deleted.key = key
+                if write.below:
+                    deleted.range_end = api.end_of(key)
         return made
 
     async def _fetch(self, ticket: int, prefix: str) -> None:
