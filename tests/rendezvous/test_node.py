@@ -437,6 +437,14 @@ def test_a_spare_waits_for_the_next_generation_however_long_it_has_been_one() ->
         effects.Heard(replace(other, generation=1, phase="forming", delay=8.0))
     ]
     assert story.node.wake == 36000 + 8 + 100 + 20 + PATIENCE
+    stuck = Story().enter()
+    stuck.writes("job/state", other)
+    stuck.wait(36000)
+    stuck.writes("job/stop/0", Stop(0, "failure", "b", "host-b", "exit code 1", 0, 1))
+    assert (stuck.node.state, stuck.node.wake) == ("WAITING", 36000 + 100 + 20 + PATIENCE)
+    [finish] = stuck.wait(100 + 20 + PATIENCE)  # its agent keeps its lease, and decides nothing
+    assert isinstance(finish, effects.Finish)
+    assert finish.state == "timeout"
     led = Story().enter()
     led.writes("job/state", other)
     led.wait(36000)

@@ -138,9 +138,10 @@ class NodeWaits(NodeWrites):
                 self._finish(Finish(state, "", job, self._own_evidence()))
             self.wake = min(self.wake, until)
             return
-        if job is not None and job.phase == "running" and self._view.leader()[0]:
+        is_led = job is not None and job.phase == "running" and bool(self._view.leader()[0])
+        if is_led and job is not None and self._view.stop(job.generation) is None:
             self._is_led = True
-            return  # a spare waits for as long as the others run
+            return  # a spare waits for as long as the others run; of their end, whoever leads has to make something
         self._since = self._now if self._is_led else self._since  # however long that was: it waits from now on
         self._is_led = False
         delay = 0.0 if job is None else job.delay
