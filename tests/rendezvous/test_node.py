@@ -517,11 +517,30 @@ def test_what_is_not_kept(over: Job) -> None:
     assert story.asked == []
 
 
+SPARE = replace(RUNS, members=(MEMBERS[0], Member("c", "host-c", 2, "default")))
+
+
 @pytest.mark.parametrize("hosts", [None, True])
-def test_who_waits_and_cannot_start_a_worker_leaves_unless_it_hosts_the_store(hosts: bool | None) -> None:
+def test_who_waits_and_cannot_start_a_worker_leaves_a_job_that_has_begun(hosts: bool | None) -> None:
     story = Story(hosts=hosts).enter()
-    due = story._take(story.node.cannot_start("no module", story.now))
-    assert due == ([] if hosts else [effects.Finish("left", "no module")])
+    assert story._take(story.node.cannot_start("no module", story.now)) == []
+    forming = replace(SPARE, phase="forming", members=())
+    story.writes("job/state", forming)
+    assert story.node.state == "WAITING"
+    due = story.writes("job/state", SPARE)
+    assert due[1:] == ([] if hosts else [effects.Finish("left", "no module", SPARE)])
+    again = Story(hosts=hosts).enter()
+    again.writes("job/state", SPARE)
+    due = again._take(again.node.cannot_start("no module", again.now))
+    assert due == ([] if hosts else [effects.Finish("left", "no module", SPARE)])
+
+
+def test_who_could_not_start_a_worker_while_it_waited_tries_again_with_its_part() -> None:
+    story = Story().enter()
+    story._take(story.node.cannot_start("no module", story.now))
+    assert effects.Start(RUNS, 1) in story.writes("job/state", RUNS)
+    story._take(story.node.workers_gone(replace(ME, outcome="failed"), b"", story.now))
+    assert story.node.state == "WAITING"
 
 
 def test_who_runs_and_cannot_start_a_worker_tells_with_their_end() -> None:

@@ -146,11 +146,13 @@ class Participant(NodeWaits):
         return self._settle()
 
     def cannot_start(self, why: str, now: float) -> list[Effect]:
-        """See that no worker can be started here: a node that waits leaves the job to others.
+        """See that no worker can be started here. A node that waits leaves a job that has begun to others.
 
-        One that hosts the store stays: the others hear of it when a generation begins.
+        Before that, and if it hosts the store, it stays: the others hear of it when a generation begins with it.
         """
-        return self.ask_leave(why, now) if self.state == "WAITING" and not self._hosts else []
+        self._now = now
+        self._cannot_start = why if self.state == "WAITING" else ""
+        return self._settle()
 
     def tick(self, now: float) -> list[Effect]:
         """See that it is `wake`, or later."""

@@ -43,6 +43,7 @@ class NodeWaits(NodeWrites):
         self._away_timeout = away_timeout
         self._since = 0.0  # when the state was entered
         self._by = math.inf  # when the end that somebody wants is waited for no more
+        self._cannot_start = ""  # why no worker can be started here, as far as is known
         self._is_led = False  # whether the others run, and this node waits
         self._given_up: tuple[str, str] | None = None  # why the store is of no use to this node, see `Finish`
 
@@ -56,7 +57,7 @@ class NodeWaits(NodeWrites):
                 job = self._job()
                 assert job is not None
                 self._me = replace(self._me, generation=job.generation, state="running")
-                self._evidence = b""
+                self._evidence, self._cannot_start = b"", ""
                 self._stops.forget()
                 self._effects.append(Start(job, job.rank_of(self._me.id)))
             elif action == "STOP":
@@ -77,6 +78,9 @@ class NodeWaits(NodeWrites):
         if self.state == "DONE":
             self._wait_for_others()
         if self.state == "WAITING":
+            job = self._job()
+            if self._cannot_start and not self._hosts and job is not None and (job.phase == "running" or job.ends):
+                self._leaves = self._leaves or self._cannot_start
             self._see("LEAVE") if self._leaves else self._wait_for_job()
         if self._asked is not None and self.state in ("WAITING", "DONE", "LEAVING"):
             if now >= self._by or self._away is not None:  # there is nobody to wait for
