@@ -283,6 +283,7 @@ def test_who_has_a_standby(tmp_path: Path, chosen: dict[str, Any], has_one: bool
         "no_python": False,
         "python": "python",
         "preload": None,
+        "preload_env": {},
         "port": None,
         "standby": True,
         "run_path": "",

@@ -473,6 +473,7 @@ FLAGS = (
     "standalone",
     "rdzv_host",
     "insecure",
+    "keep",
     "fold",
     "timestamps",
     "elapsed",

@@ -81,7 +81,7 @@ def test_where_workers_meet(place: Place, options: list[str], address: str | Non
     "options, said",
     [
         (["--standalone", "--rdzv-endpoint=other:4", "--rdzv-id=5"], "beside --standalone: --rdzv-endpoint, --rdzv-id"),
-        (["--standalone", "--rdzv-host"], "beside --standalone: --rdzv-host"),
+        (["--standalone", "--rdzv-host", "--keep"], "beside --standalone: --rdzv-host, --keep"),
         (
             ["--rdzv-endpoint=localhost:29498", "--master-port=5", "--master-addr=other"],
             "beside --rdzv-endpoint localhost:29498: --master-addr, --master-port",
@@ -182,6 +182,9 @@ def test_a_host_that_a_scheduler_has_said_is_named_with_that(place: Place) -> No
             ["password_file: /nowhere/x: No such f"],
         ),
         (["--nnodes=2", *ETCD, "--rdzv-conf=ca=/nowhere/x"], ["--rdzv-conf: ca: /nowhere/x: No such file"]),
+        (["--keep"], ["--keep: this is the only machine, see --nnodes; it has no store"]),
+        (["--nnodes=2", "--keep"], ["--keep: an agent hosts the store, which ends with the job"]),
+        (["--nnodes=2", *ETCD, "--rdzv-host", "--insecure", "--keep"], ["--keep: an agent hosts the store"]),
         (["--nnodes=2", *ETCD, "--restart=worker"], ["--nnodes and --restart worker exclude each other"]),
         (["--numa-binding=node", "--cpu-bind=core"], ["--numa-binding and --cpu-bind exclude each other"]),
         (["--numa-binding=nodes"], ["'nodes' is not one of 'node', 'socket', 'exclusive', 'core-complex'"]),

@@ -277,6 +277,23 @@ def test_a_warm_that_is_closed_by_another_thread_while_it_imports(ready: Ready, 
     assert wait_gone(pids) == set()
 
 
+def test_an_import_that_takes_longer_than_it_may_is_killed_with_what_it_has_started(
+    ready: Ready, modules: Modules
+) -> None:
+    (modules.folder / "slow.py").write_text(SLOW.format(say=ready.python("f'{os.getpid()} {child.pid}'")))
+    it = warm(preload=["slow"])
+    it.begin()
+    try:
+        pids = list(map(int, ready.wait()[0].split()))
+        assert not it.is_ready
+        for _ in range(2):  # and so it is found from then on
+            with pytest.raises(PreloadError, match=r"^preload: 'slow' is not imported after 0\.1s$"):
+                it.wait(0.1)
+        assert wait_gone(pids) == set()
+    finally:
+        it.close()
+
+
 def test_threads_are_refused(modules: Modules) -> None:
     modules.write("threads", """
         import threading

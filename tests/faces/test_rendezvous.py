@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from phalanx._agent.restart_policy import RestartPolicy
 from phalanx.rendezvous import (
     ManyMachinesRendezvous,
     OneMachineRendezvous,
@@ -30,6 +31,7 @@ from phalanx.rendezvous import (
     RendezvousTimeoutError,
     rendezvous_handler_registry,
 )
+from phalanx.rendezvous._settings import machines_of
 from tests.store.test_etcd import client, etcd, grpc_is_up  # noqa: F401 - fixtures
 from tests.support import leaks
 from tests.support.etcd import Etcd, free_port
@@ -303,6 +305,12 @@ def test_what_is_built_in() -> None:
         (("etcd", "a:1", "job", 2, 2), {"user": "x"}, "user and password_file belong together"),
         (("etcd", "a:1", "job", 2, 2), {"rejoin_delay": "soon"}, "rejoin_delay: expected seconds"),
         (("etcd", "a:1", "job", 2, 2), {"exclude_after": -1}, "exclude_after: expected a whole number"),
+        (
+            ("c10d", "127.0.0.1:1", "job", 2, 2),
+            {"keep": "yes"},
+            "keep: an agent hosts the store, which ends with the job",
+        ),
+        (("etcd", "a:1", "job", 2, 2), {"keep": "perhaps"}, "keep: expected yes or no"),
         (("nomad", "a:1", "job", 2, 2), {}, "backend: there is no 'nomad'; there are 'static', 'c10d', 'etcd'"),
     ],
 )
@@ -331,6 +339,12 @@ def test_insecure_and_what_is_passed_over() -> None:
     assert ManyMachinesRendezvous(params, insecure=True).shutdown()
     with pytest.raises(ValueError, match="nproc: expected"):
         ManyMachinesRendezvous(params, insecure=True, nproc=0)
+
+
+@pytest.mark.parametrize("keep", [True, "yes", False, None])
+def test_what_the_job_was_is_kept_if_that_is_wanted(keep: object) -> None:
+    machines = machines_of(RendezvousParameters("etcd", "a:1", "job", 2, 2, keep=keep))
+    assert machines.rules(RestartPolicy(0), 1.0, 0.0).keep is bool(keep)
 
 
 def make_alone(params: RendezvousParameters) -> OneMachineRendezvous:

@@ -6,10 +6,14 @@ What a user sees is looked at on every host: its console, its exit code, its wor
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,41 +21,14 @@ import pytest
 if importlib.util.find_spec("grpc") is None:
     pytest.skip("the extra `etcd` is not installed", allow_module_level=True)
 
-from tests.support.etcd import Etcd
 from tests.support.helpers import descendants, wait_gone
-from tests.support.jobs import EtcdJob, everyone
+from tests.support.jobs import SOON, STORE, EtcdJob, everyone
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
-    from tests.support.hosts import Hosts
-
 pytestmark = [pytest.mark.once, pytest.mark.slow]
-
-STORE = 4
-"""The host of the etcd; those before it run the workers."""
-
-
-@pytest.fixture
-def job(tmp_path: Path, hosts: Hosts) -> Iterator[Callable[..., EtcdJob]]:
-    """Makes a job of so many nodes, with an etcd of its own."""
-    made: list[tuple[Etcd, EtcdJob]] = []
-
-    def make(nodes: str, members: int = 1) -> EtcdJob:
-        etcd = Etcd(members, hosts.address(STORE), hosts.on(STORE))
-        made.append((etcd, EtcdJob(tmp_path, hosts, etcd, nodes)))
-        etcd.start()
-        return made[-1][1]
-
-    try:
-        yield make
-    finally:
-        for number in hosts.numbers:
-            hosts.heal(number)
-        for etcd, one in made:
-            one.close()
-            etcd.close()
 
 
 def test_a_worker_fails_and_all_start_again(job: Callable[..., EtcdJob]) -> None:
@@ -219,3 +196,58 @@ def test_two_jobs_after_each_other_with_one_name(job: Callable[..., EtcdJob]) ->
         everyone(agents, 0, 4)
         one.finish(*agents)
         one.end.unlink()
+
+
+READ = """
+import base64, json, sys, urllib.request
+
+def coded(text):
+    return base64.b64encode(text.encode()).decode()
+
+first = f"/phalanx/{sys.argv[2]}/"
+query = {"key": coded(first), "range_end": coded(first[:-1] + "0")}
+url = f"http://{sys.argv[1]}/v3/kv/range"
+answer = json.load(urllib.request.urlopen(urllib.request.Request(url, data=json.dumps(query).encode()), timeout=5))
+pairs = [[base64.b64decode(each[name]).decode() for name in ("key", "value")] for each in answer.get("kvs", ())]
+print(json.dumps({key.removeprefix(first): value for key, value in pairs}))
+"""
+
+
+def test_what_a_job_was_is_kept_and_the_next_one_begins_as_ever(job: Callable[..., EtcdJob]) -> None:
+    one = job("2")
+
+    def left() -> dict[str, str]:
+        """What is in the store: read on its own host."""
+        command = [*one.hosts.on(STORE), sys.executable, "-c", READ, one.etcd.members[0].endpoint, one.folder.name]
+        found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        assert isinstance(found, dict)
+        return found
+
+    agents = one.start(1, 2, options=["--keep"])
+    everyone(agents, 0, 4)
+    one.fail(2, 0)
+    assert [agent.end() for agent in agents] == [1, 1]
+    failed = left()
+    state = json.loads(failed["kept/job/state"])
+    assert (state["verdict"]["state"], state["verdict"]["stop"]["rank"]) == ("failed", 2)
+    names = [f"kept/evidence/0/{member['id']}" for member in state["members"]]
+    assert failed.keys() == {"kept/job/state", *names}
+    assert sum("bad batch of rank 2" in failed[name] for name in names) == 1
+    (one.folder / "end.fail.2.0").unlink()
+
+    agents = one.start(1)
+    until = time.monotonic() + SOON
+    while "job/state" not in left():  # it makes the job: what the other one says does not count
+        assert time.monotonic() < until
+    agents += one.start(2, options=["--keep"])
+    everyone(agents, 0, 4)
+    one.finish(*agents)
+    agents[1].wait_for("--keep is without effect: the job was begun by a machine without it")
+    assert left() == failed
+    one.end.unlink()
+
+    agents = one.start(1, 2, options=["--keep"])
+    everyone(agents, 0, 4)
+    one.finish(*agents)
+    [(key, value)] = left().items()
+    assert (key, json.loads(value)["verdict"]["state"]) == ("kept/job/state", "succeeded")

@@ -24,6 +24,7 @@ from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.records import Job, Stop, replace
 from phalanx._rendezvous.rules import Rules
 from phalanx._store.store import (
+    JOB,
     OWN,
     Absent,
     Away,
@@ -56,8 +57,11 @@ CALM = 60.0
 END = 9000.0
 """Seconds after which every node has left, or is broken."""
 
-HOSTED = 0.25
-"""The chance that a node hosts the store."""
+AGAIN = 4000.0
+"""Seconds after which nodes come for another job of the same id, where what the first was is kept."""
+
+HOSTED, KEEPING = 0.25, 0.2
+"""The chances that a node hosts the store; and that what the job was is kept, where none does."""
 
 MOST_REQUESTS = 60
 """Of one node within a second."""
@@ -86,10 +90,12 @@ class Setting(NamedTuple):
     """Seconds for which a node that has succeeded waits for the others."""
     hosted: bool = False
     """Whether the first node hosts the store, which is stopped with it, and gone with it."""
+    keep: bool = False
+    """Whether what the job was is kept; there is another one of its id then."""
 
 
 class Simulation:
-    """One job, from the first node's coming to the last one's leaving."""
+    """One job, from the first node's coming to the last one's leaving; two, where what the first was is kept."""
 
     def __init__(self, setting: Setting, seed: int, tell: Callable[[str], None] = lambda _: None) -> None:
         self.setting = setting
@@ -104,6 +110,7 @@ class Simulation:
         self.stops: dict[int, bytes] = {}
         self.all_formed: list[Job] = []  # of earlier jobs of the same id, too
         self.all_stops: set[bytes] = set()
+        self.last = b""  # the job that was over last, of those that are to be kept
 
     def tell(self, text: str) -> None:
         """Tell what happens."""
@@ -137,6 +144,8 @@ class Simulation:
         for number in range(setting.nodes):
             order = number if setting.ordered else -1
             self.at(self.random.uniform(0, 3), partial(self.add, order))
+            if setting.keep:
+                self.at(AGAIN + self.random.uniform(0, 3), partial(self.add, order))
         for _ in range(setting.faults):
             self.at(self.random.uniform(0, calm), self._go_wrong)
         self.at(calm, self._calm_down)
@@ -147,14 +156,33 @@ class Simulation:
             if node.is_alive and node.finish is None:
                 raise BrokenError(f"{node.name} has not left: {node.node.state} of generation {node.node.generation}")
         # Else a job may have been followed by another one, of those that came late, or some have left before its end.
-        if not self.setting.faults and self.setting.barrier > self.setting.lasts:
-            took_part = [node for node in self.nodes if node.node.generation >= 0 or not self.setting.hosted]
-            ends = {node.finish.state for node in took_part if node.finish is not None} - {"refused"}
-            if len(ends) > 1:
-                raise BrokenError(f"the nodes disagree on how the job has ended: {ends}")
-            if ends == {"timeout"}:
-                raise BrokenError("nobody has decided")
+        is_plain = not setting.faults and setting.barrier > setting.lasts
+        if is_plain:
+            for first in range(0, len(self.nodes), setting.nodes):
+                self._see_ends(self.nodes[first : first + setting.nodes])
+        self._see_kept(is_plain=is_plain)
         return self
+
+    def _see_ends(self, nodes: list[SimulatedNode]) -> None:
+        """Check that the nodes of a job agree on how it has ended."""
+        took_part = [node for node in nodes if node.node.generation >= 0 or not self.setting.hosted]
+        ends = {node.finish.state for node in took_part if node.finish is not None} - {"refused"}
+        if len(ends) > 1:
+            raise BrokenError(f"the nodes disagree on how the job has ended: {ends}")
+        if ends == {"timeout"}:
+            raise BrokenError("nobody has decided")
+
+    def _see_kept(self, *, is_plain: bool) -> None:
+        """Check that what is left in the store is the last job that was to be kept; of a plain story, all of it."""
+        left = {entry.key: entry.value for entry in self.store.below("")[1]}
+        state, prefix = left.pop(f"{records.KEPT}{records.STATE}", b""), f"{records.KEPT}{records.EVIDENCE}"
+        if state not in (self.last, b"") or (is_plain and state != self.last):
+            raise BrokenError(f"what is kept is {state!r}, and the last job was {self.last!r}")
+        job = records.read(Job, Entry("", self.last, 1, 1)) if self.last else Job(0, "forming", 1, 1)
+        due = {f"{prefix}{job.with_evidence}/{name}" for name in job.ids} if job.with_evidence >= 0 else set()
+        found = {key for key in left if key.startswith(records.KEPT)}
+        if not found <= due or (is_plain and found != due):
+            raise BrokenError(f"the evidence of {found} is kept, and {due} was to be")
 
     def _go_wrong(self) -> None:
         live = [node for node in self.nodes if node.is_alive and node.finish is None]
@@ -207,6 +235,8 @@ class Simulation:
                 raise BrokenError(f"generation {job.generation} is formed, and {before} has not been ended")
             self._see_formed(job)
         self._see_restarts(job)
+        if job.is_kept:
+            self.last = value
 
     def _see_restarts(self, job: Job) -> None:
         failed = sum(end.failed for end in job.ends)
@@ -274,7 +304,7 @@ class SimulatedStore:
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
         self._entries: dict[str, Entry] = {}
-        self._owners: dict[str, SimulatedNode | None] = {}
+        self._owners: dict[str, SimulatedNode | str] = {}  # or which lease a key has
         self._revision = 1
         self.is_away = self._is_gone = False
 
@@ -319,12 +349,16 @@ class SimulatedStore:
                 before = self._entries.get(write.key)
                 created = self._revision if before is None else before.created
                 entry = self._entries[write.key] = Entry(write.key, write.value, created, self._revision)
-                self._owners[write.key] = node if write.lease == OWN else None
+                self._owners[write.key] = node if write.lease == OWN and node is not None else write.lease
                 written.append(entry)
                 self._simulation.see_write(write.key, write.value)
-            elif self._entries.pop(write.key, None) is not None:
-                deleted.append(write.key)
-                self._simulation.see_deleted(write.key)
+                continue
+            for key in [
+                key for key in self._entries if key.startswith(write.key) and (write.below or key == write.key)
+            ]:
+                del self._entries[key]
+                deleted.append(key)
+                self._simulation.see_deleted(key)
         for each in self._simulation.nodes:
             each.see_changed(self._revision, written, deleted)
 
@@ -338,7 +372,7 @@ class SimulatedStore:
 
     def end_job(self) -> None:
         """Delete what goes with the job's lease."""
-        self._write([Delete(key) for key in list(self._entries) if self._owners.get(key) is None], None)
+        self._write([Delete(key) for key in list(self._entries) if self._owners[key] == JOB], None)
 
     def go_away(self, span: float) -> None:
         """Answer nobody for a while, or for ever (inf). Leases begin anew then."""
@@ -373,6 +407,7 @@ class SimulatedNode:
         rules = Rules(
             RestartPolicy(setting.restarts), join_timeout=120.0, last_call=5.0, rejoin_delay=2.0, end_timeout=30.0,
             exclude_after=setting.exclude_after, lost_after=0.0 if setting.hosted else 0.5, return_timeout=TTL + 5.0,
+            keep=setting.keep,
         )  # fmt: skip
         self.hosts = me.id == "n0" if setting.hosted else None
         self.node = Participant(
@@ -658,12 +693,13 @@ def setting_of(seed: int) -> Setting:
     chance = random.Random(-seed - 1)  # noqa: S311 - as above
     most = chance.randint(1, 6)
     least = chance.choice([most, chance.randint(1, most)])
-    return Setting(
+    setting = Setting(
         least, most, max(1, most + chance.choice([-1, 0, 0, 1, 2])), chance.choice([0, 1, 3, 10]),
         chance.choice([0, 1, 3, 8, 16]), chance.choice([0.0, 0.05, 0.3]), least == most and chance.random() < 0.3,
         chance.choice([0, 0, 2]), chance.choice([8.0, 8.0, 8.0, 8.0, 8.0, 400.0]),
         chance.choice([500.0, 500.0, 5.0]), hosted=chance.random() < HOSTED,
     )  # fmt: skip
+    return setting._replace(keep=not setting.hosted and chance.random() < KEEPING)
 
 
 def play(seed: int, tell: Callable[[str], None] = lambda _: None) -> Simulation:

@@ -13,7 +13,7 @@ from phalanx._rendezvous.membership import Decision, decide
 from phalanx._rendezvous.records import MOST_RESTARTS, VERSION, End, Job, Member, Node, Stop, read, replace, write
 from phalanx._rendezvous.rules import PATIENCE, Notes, Rules, Seen
 from phalanx._rendezvous.store_view import StoreView
-from phalanx._store.store import Absent, Changed, Entry, Put, Snapshot
+from phalanx._store.store import Absent, Changed, Delete, Entry, Put, Snapshot, Transaction
 
 pytestmark = pytest.mark.once
 
@@ -466,6 +466,44 @@ def test_a_node_that_has_left_after_its_success() -> None:
 def test_ranks_that_are_given_to_some() -> None:
     made = Leader(Job(0, "forming", 3, 3)).at(1, node("a", 3, 3), node("b", 3, 3, order=1), node("c", 3, 3))
     assert names(made.job) == ["a", "b", "c"]
+
+
+def leads(job: Job | None, *nodes: Node, keep: bool = True) -> Transaction:
+    """What is written by a leader that finds a job so."""
+    view, leader = StoreView(), leading.Leader(node("a"), RULES._replace(keep=keep), lambda: 0.0, 3)
+    state = () if job is None else (Entry("job/state", write(job), 4, 4),)
+    view.take(Snapshot("job/", 5, (*state, Entry("job/leader", b"a", 3, 3))))
+    view.take(Snapshot("nodes/", 5, tuple(Entry(f"nodes/{one.id}", write(one), 5, 5) for one in nodes)))
+    transaction, _ = leader.decide(view, 1.0, is_new=False)
+    assert transaction is not None
+    return transaction
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_who_makes_a_job_decides_whether_it_is_kept_and_nobody_later(keep: bool) -> None:
+    [first] = leads(None, keep=keep).writes
+    assert isinstance(first, Put)
+    assert read(Job, Entry("job/state", first.value, 1, 1)).keep is keep
+    done = [node(name, state="done", generation=0, outcome="succeeded") for name in "ab"]
+    state, *deleted = leads(running("a", "b", keep=keep), *done, keep=not keep).writes
+    assert isinstance(state, Put)
+    over = read(Job, Entry("job/state", state.value, 1, 1))
+    assert (over.phase, over.keep, over.is_kept) == ("over", keep, keep)
+    assert deleted == ([Delete("kept/", below=True)] if keep else [])  # an earlier job's, whatever its evidence was
+
+
+def test_a_job_that_has_never_run_leaves_what_was_kept_before() -> None:
+    signal = Stop(0, "signal", "a", "host-a", "SIGINT", signal=2)
+    view, leader = StoreView(), leading.Leader(node("a"), RULES, lambda: 0.0, 3)
+    entries = Entry("job/state", write(replace(FORMING, keep=True)), 4, 4), Entry("job/stop/0", write(signal), 5, 5)
+    view.take(Snapshot("job/", 5, (*entries, Entry("job/leader", b"a", 3, 3))))
+    view.take(Snapshot("nodes/", 5, ()))
+    transaction, _ = leader.decide(view, 1.0, is_new=False)
+    assert transaction is not None
+    [state] = transaction.writes
+    assert isinstance(state, Put)
+    over = read(Job, Entry("job/state", state.value, 1, 1))
+    assert (over.phase, over.is_kept) == ("over", False)
 
 
 def test_many_are_refused_in_several_transactions() -> None:

@@ -17,6 +17,7 @@ from phalanx._rendezvous.records import Job, Member, Node, Refusal, Stop, Verdic
 from phalanx._rendezvous.rules import Rules
 from phalanx._store.store import (
     JOB,
+    KEPT,
     OWN,
     Absent,
     Away,
@@ -436,6 +437,14 @@ def test_a_spare_waits_for_the_next_generation_however_long_it_has_been_one() ->
         effects.Heard(replace(other, generation=1, phase="forming", delay=8.0))
     ]
     assert story.node.wake == 36000 + 8 + 100 + 20 + PATIENCE
+    stuck = Story().enter()
+    stuck.writes("job/state", other)
+    stuck.wait(36000)
+    stuck.writes("job/stop/0", Stop(0, "failure", "b", "host-b", "exit code 1", 0, 1))
+    assert (stuck.node.state, stuck.node.wake) == ("WAITING", 36000 + 100 + 20 + PATIENCE)
+    [finish] = stuck.wait(100 + 20 + PATIENCE)  # its agent keeps its lease, and decides nothing
+    assert isinstance(finish, effects.Finish)
+    assert finish.state == "timeout"
     led = Story().enter()
     led.writes("job/state", other)
     led.wait(36000)
@@ -453,6 +462,91 @@ def test_a_node_that_was_about_to_leave_and_goes_on_is_lost_with_its_lease_again
     put = story.asked[-1].transaction.writes[0]
     assert isinstance(put, Put)
     assert (story.node.state, story.entry().state, put.lease) == ("WAITING", "ready", OWN)
+
+
+FAILED = Stop(0, "failure", "a", "host-a", "exit code 1", 2, 1)
+OVER = replace(RUNS, phase="over", keep=True, verdict=Verdict("failed", "no restart", FAILED))
+LEADERS = {"b": ("kept/evidence/0/a",), "a": ("kept/evidence/0/a", "kept/job/state")}
+
+
+def failed(leader: str) -> Story:
+    """A node whose workers have failed, and whose job is to be kept."""
+    story = Story().enter()
+    story.writes("job/leader", leader.encode())
+    story.writes("job/state", replace(RUNS, keep=True))
+    story._take(story.node.workers_failed(FAILED, story.now))
+    story._take(story.node.workers_gone(replace(ME, outcome="failed"), b"left", story.now))
+    while story.asked:
+        story.answer()
+    return story
+
+
+@pytest.mark.parametrize("leader", LEADERS)
+def test_each_node_keeps_its_evidence_and_the_leader_the_job(leader: str) -> None:
+    story = failed(leader)
+    fetch = next(each for each in story.writes("job/state", OVER) if isinstance(each, effects.Fetch))
+    told = story.asked[-1].transaction
+    assert told.conditions == (Unchanged("job/state", story.revision),)
+    values = {"kept/evidence/0/a": b"left", "kept/job/state": records.write(OVER)}
+    assert told.writes == tuple(Put(key, values[key], KEPT) for key in LEADERS[leader])
+    assert story.tell(Snapshot("nodes/", story.revision, ())) == []
+    assert story.tell(Fetched(fetch.ticket, ())) == []  # not before it is written
+    assert isinstance(story.answer()[-1], effects.Finish)
+
+
+@pytest.mark.parametrize("made", [None, False])
+def test_what_cannot_be_kept_is_tried_again_unless_the_job_is_gone(made: bool | None) -> None:
+    story = failed("b")
+    fetch = next(each for each in story.writes("job/state", OVER) if isinstance(each, effects.Fetch))
+    story.tell(Fetched(fetch.ticket, ()))
+    due = story.answer(made)
+    assert kinds(due) == ([] if made is None else ["Finish"])
+    assert kinds(story.wait(1.0)) == (["Submit"] if made is None else [])
+    assert kinds(story.wait(PATIENCE)) == (["Finish"] if made is None else [])
+
+
+@pytest.mark.parametrize("over", [
+    replace(OVER, keep=False),
+    replace(OVER, members=()),
+    replace(OVER, verdict=Verdict("stopped", "", replace(FAILED, kind="signal"))),
+    replace(OVER, generation=1, verdict=Verdict("failed", "", replace(FAILED, generation=1))),
+], ids=["not to be kept", "never ran", "stopped", "a later attempt"])  # fmt: skip
+def test_what_is_not_kept(over: Job) -> None:
+    story = failed("b")
+    story.writes("job/state", over)
+    assert story.asked == []
+
+
+SPARE = replace(RUNS, members=(MEMBERS[0], Member("c", "host-c", 2, "default")))
+
+
+@pytest.mark.parametrize("hosts", [None, True])
+def test_who_waits_and_cannot_start_a_worker_leaves_a_job_that_has_begun(hosts: bool | None) -> None:
+    story = Story(hosts=hosts).enter()
+    assert story._take(story.node.cannot_start("no module", story.now)) == []
+    forming = replace(SPARE, phase="forming", members=())
+    story.writes("job/state", forming)
+    assert story.node.state == "WAITING"
+    due = story.writes("job/state", SPARE)
+    assert due[1:] == ([] if hosts else [effects.Finish("left", "no module", SPARE)])
+    again = Story(hosts=hosts).enter()
+    again.writes("job/state", SPARE)
+    due = again._take(again.node.cannot_start("no module", again.now))
+    assert due == ([] if hosts else [effects.Finish("left", "no module", SPARE)])
+
+
+def test_who_could_not_start_a_worker_while_it_waited_tries_again_with_its_part() -> None:
+    story = Story().enter()
+    story._take(story.node.cannot_start("no module", story.now))
+    assert effects.Start(RUNS, 1) in story.writes("job/state", RUNS)
+    story._take(story.node.workers_gone(replace(ME, outcome="failed"), b"", story.now))
+    assert story.node.state == "WAITING"
+
+
+def test_who_runs_and_cannot_start_a_worker_tells_with_their_end() -> None:
+    story = Story().run()
+    assert story._take(story.node.cannot_start("no module", story.now)) == []
+    assert story.node.state == "RUNNING"
 
 
 def test_a_departure_after_its_success_does_not_undo_that() -> None:

@@ -9,7 +9,7 @@ import pytest
 from phalanx._rendezvous import candidates, leader, membership, node
 from phalanx._rendezvous.membership import Decision
 from phalanx._rendezvous.records import replace
-from phalanx._store.store import Created, Transaction, Unchanged
+from phalanx._store.store import Created, Delete, Transaction, Unchanged
 from tests.rendezvous import simulator
 from tests.rendezvous.simulator import BrokenError, Setting, Simulation, play
 
@@ -142,6 +142,26 @@ def waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "decide", decide)
 
 
+def keeps_no_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave before what is to be kept is written."""
+    real = node.Participant._left_to_keep
+    monkeypatch.setattr(node.Participant, "_left_to_keep", lambda self: real(self) if self._leader else ())
+
+
+def keeps_what_was_kept_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the evidence of an earlier job be among that of a later one."""
+    real = leader.Leader.decide
+
+    def decide(self: Any, view: Any, now: float, *, is_new: bool) -> tuple[Transaction | None, float]:
+        transaction, wake = real(self, view, now, is_new=is_new)
+        if transaction is not None:
+            kept = tuple(each for each in transaction.writes if not (isinstance(each, Delete) and each.below))
+            transaction = transaction._replace(writes=kept)
+        return transaction, wake
+
+    monkeypatch.setattr(leader.Leader, "decide", decide)
+
+
 @pytest.mark.parametrize(
     "mistake, seen",
     [
@@ -152,6 +172,8 @@ def waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
         (leads_for_ever, "twice"),
         (goes_on_with_too_few, "nodes"),
         (waits_for_ever, "has not left: WAITING"),
+        (keeps_no_evidence, "was to be"),
+        (keeps_what_was_kept_before, "is kept, and"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -30,10 +30,12 @@ from phalanx._store.etcd.etcd_store import EtcdStore
 from phalanx._store.etcd.settings import EtcdSettings
 from phalanx._store.store import (
     JOB,
+    KEPT,
     OWN,
     Away,
     Back,
     Changed,
+    Delete,
     Done,
     LeaseLost,
     Put,
@@ -154,12 +156,14 @@ def test_the_leases(etcd: Etcd, prefix: str) -> None:
     with client(etcd.endpoints, prefix) as one:
         with client(etcd.endpoints, prefix) as other:
             other.next(Back)
-            other.make(Put("nodes/b", b"", OWN), Put("job/b", b"", JOB))
-            assert sorted(entry.key for entry in one.watch("").entries) == ["job/b", "nodes/b"]
+            other.make(Put("nodes/b", b"", OWN), Put("job/b", b"", JOB), Put("kept/a", b"", JOB))
+            other.make(Put("kept/a", b"", KEPT))
+            assert sorted(entry.key for entry in one.watch("").entries) == ["job/b", "kept/a", "nodes/b"]
         assert one.next(Changed).deleted == ("nodes/b",)  # at once: it has given its lease back
         one.store.close(5.0, ends_job=True)
         with client(etcd.endpoints, prefix) as third:
-            assert third.watch("").entries == ()
+            assert [entry.key for entry in third.watch("").entries] == ["kept/a"]
+            assert third.make(Delete("", below=True)).made
 
 
 def test_an_agent_that_is_stopped_for_longer_than_its_lease(etcd: Etcd, prefix: str) -> None:

@@ -143,6 +143,10 @@ class Job:
                         os.kill(pid, signal.SIGKILL)
 
 
+STORE = 4
+"""The host of the etcd of an `EtcdJob`; those before it run the workers."""
+
+
 class EtcdJob(Job):
     """A job that meets at an etcd of its own. ``endpoints``: its members, in the order in which agents ask them."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from phalanx._store.store import (
     JOB,
+    KEPT,
     OWN,
     Absent,
     Back,
@@ -89,6 +90,9 @@ def check_transactions(one: Client) -> None:
     assert one.make(Delete("a"), Delete("nothing")).made
     assert one.make(Put("a", b"4", JOB), given=(Created("a", first.revision),)).made is False
     assert one.below("") == ["b"]
+    assert one.make(*(Put(key, b"", KEPT) for key in ("c", "c/1", "c/2/x", "d/1"))).made
+    assert one.make(Delete("c/", below=True), Delete("d", below=False), Put("c", b"5", JOB)).made
+    assert one.below("") == ["b", "c", "d/1"]
 
 
 def check_watch(one: Client, other: Client) -> None:

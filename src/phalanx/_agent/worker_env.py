@@ -10,6 +10,12 @@ MASTER_PORT = "MASTER_PORT"
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 """The variable that says which attempt a worker is in, from 0 on."""
 
+OF_PART = (
+    "RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", MASTER_PORT,
+    RESTART_COUNT,
+)  # fmt: skip
+"""Variables that follow from the part of a machine in an attempt of a job of many, and are not known before."""
+
 
 def worker_env(
     rank: int,

@@ -5,6 +5,7 @@ Owns its start, its end, and the questions to it. What runs in that process is i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import threading
 
 from phalanx._base import channels, clock, interpreter, linux, procfs
+from phalanx._base.clock import format_duration
 from phalanx._base.process import reap_later
 from phalanx._engine import fork_protocol
 from phalanx._engine.fork_protocol import FORK_WAIT
@@ -86,6 +88,11 @@ class ForkServer:
         """Whether it runs, and nothing has failed."""
         return self._failure is None and self._alive()
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether all has been imported, as far as `wait` has seen."""
+        return self._ready
+
     def start(self) -> None:
         """Start to import. Raises OSError."""
         self._owner = os.getpid()
@@ -116,15 +123,27 @@ class ForkServer:
             for fd in occupied:
                 os.close(fd)
 
-    def wait(self) -> None:
-        """Return when all is imported. Raises PreloadError."""
+    def wait(self, seconds: float | None = None) -> None:
+        """Return when all is imported. Raises PreloadError; also after ``seconds``, and the process is killed then.
+
+        ``seconds``: None: it is waited for without limit.
+        """
+        deadline = None if seconds is None else clock.now() + seconds
         with self._one:
             if self._ready:
                 return
             if self._failure is not None:
                 raise self._failure
             while not self._ready:
-                (verb, *fields), _fds = self._receive()
+                try:
+                    (verb, *fields), _fds = self._receive(deadline)
+                except TimeoutError:
+                    assert seconds is not None
+                    self._kill()
+                    what = self._importing or ", ".join(self.preload)
+                    msg = f"preload: {what!r} is not imported after {format_duration(seconds)}"
+                    self._failure = PreloadError(msg, self._importing)
+                    raise self._failure from None
                 if verb == "importing":
                     self._importing = str(fields[0])
                 elif verb == "failed":
@@ -163,7 +182,12 @@ class ForkServer:
     def _answer(self) -> tuple[tuple[str, int], list[int]]:
         """Receive the answer to the last question. Answers to calls that an exception has ended are dropped."""
         while True:
-            (verb, serial, number), fds = self._receive(FORK_WAIT)
+            try:
+                (verb, serial, number), fds = self._receive(clock.now() + FORK_WAIT)
+            except TimeoutError:  # stopped: a late answer would be taken for the next one
+                assert self._popen is not None
+                self._popen.kill()
+                self._gone()
             if serial == self._serial:
                 return (str(verb), int(str(number))), fds
             for fd in fds:
@@ -178,15 +202,19 @@ class ForkServer:
             self._channel.shutdown()
         # While it imports it receives nothing: it is killed, and what an import has started as well.
         if self._alive() and not self._ready:
-            assert self._popen is not None
-            try:
-                os.killpg(self._popen.pid, signal.SIGKILL)
-            except ProcessLookupError:  # its session is not made yet, or it has just exited
-                self._popen.kill()
+            self._kill()
         if self._popen is not None:
             self._end(_CLOSING if self._ready else _KILLED)
         with self._one:  # another thread may be receiving, and sees EOF now
             self._close_descriptors()
+
+    def _kill(self) -> None:
+        """Kill it while it imports, and what an import has started. Not after that: its forks are groups."""
+        assert self._popen is not None
+        try:
+            os.killpg(self._popen.pid, signal.SIGKILL)
+        except ProcessLookupError:  # its session is not made yet, or it has just exited
+            self._popen.kill()
 
     def _close_descriptors(self) -> None:
         if self._channel is not None:
@@ -211,17 +239,12 @@ class ForkServer:
     def _alive(self) -> bool:
         return self._popen is not None and self._owner == os.getpid() and self._popen.poll() is None
 
-    def _receive(self, timeout: float | None = None) -> tuple[channels.Message, list[int]]:
+    def _receive(self, deadline: float | None) -> tuple[channels.Message, list[int]]:
+        """Wait for the next message, or its end. Raises TimeoutError at the ``deadline`` (monotonic); PreloadError."""
         assert self._channel is not None
-        deadline = None if timeout is None else clock.now() + timeout
         received = None
-        try:
+        with contextlib.suppress(channels.Closed):
             received = self._channel.receive_by(deadline, [self._pidfd])
-        except TimeoutError:  # stopped: a late answer would be taken for the next one
-            assert self._popen is not None
-            self._popen.kill()
-        except channels.Closed:
-            pass
         if received is None:
             self._gone()
         return received

@@ -122,12 +122,18 @@ class Warm:
                     raise
                 self._fork_server = fork_server
 
-    def wait(self) -> ForkServer:
-        """Return when all is imported. Raises PreloadError."""
+    @property
+    def is_ready(self) -> bool:
+        """Whether the process has imported all, as far as `wait` has seen, and is there."""
+        fork_server = self._fork_server
+        return fork_server is not None and fork_server.is_ready and fork_server.usable
+
+    def wait(self, seconds: float | None = None) -> ForkServer:
+        """Return when all is imported. Raises PreloadError; also after ``seconds`` (None: there is no limit)."""
         fork_server = self._fork_server
         if fork_server is None:
             raise RuntimeError("warm: it has been closed meanwhile")
-        fork_server.wait()
+        fork_server.wait(seconds)
         return fork_server
 
     def close(self) -> None:

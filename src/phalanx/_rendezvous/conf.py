@@ -24,6 +24,9 @@ NOT_FOR_WORKERS = {SECRET: "", PASSWORD: ""}
 LEAST_SECRET = 16
 """Characters that a secret has at least: it cannot be guessed by trying."""
 
+CANNOT_KEEP = "an agent hosts the store, which ends with the job; it is for an etcd that is there already"
+"""Why what a job was cannot be kept."""
+
 _LEAST_TTL, _MOST_TTL = 2, 86400
 _MOST_PORT = 65535
 _MOST_SECONDS = 1e9

@@ -38,6 +38,13 @@ CLOSE = 3.0
 class NodeTeam(Team):
     """The workers of one node: a `Team` that is told who it is in each generation, and tells how its workers ended."""
 
+    def come(self, later: Callable[[Callable[[], str]], None]) -> None:
+        """Begin what the workers need and what asks for no part in the job. By default, nothing.
+
+        ``later``: has a function called by the node's thread; any thread may call it. What that function returns is why
+        no worker can be started here; "": some can be. Raises OSError.
+        """
+
     @abstractmethod
     def assign(self, job: Job, rank: int) -> None:
         """Take the place of the node with that group rank in the job's generation. `begin` and `start` follow."""
@@ -117,6 +124,9 @@ class JobRun:
     def _hear(self, event: StoreEvent) -> None:
         self._tell(self._see_store, event)
 
+    def _hear_team(self, look: Callable[[], str]) -> None:
+        self._tell(self._see_team, look)
+
     def _hear_failure(self, generation: int, stop: Stop) -> None:
         self._tell(self._see_failure, generation, stop)
 
@@ -189,6 +199,7 @@ class JobRun:
         with interrupts.deferred():
             self._has_begun = True
             self._team.when_failed(self._hear_failure)
+            self._team.come(self._hear_team)
             self._store.open(self._hear)
             self._is_open = True
             self._due += self._node.begin(clock.now())
@@ -288,6 +299,10 @@ class JobRun:
         due = self._node.ask_stop(death_signal, error, grace, now)
         ends = any(isinstance(effect, effects.End) for effect in due)
         return due if ends or not self._under_way else [*due, effects.End(None)]
+
+    def _see_team(self, look: Callable[[], str], now: float) -> list[Effect]:
+        why = look()
+        return self._node.cannot_start(why, now) if why else []
 
     def _see_failure(self, generation: int, stop: Stop, now: float) -> list[Effect]:
         """Tell the node that a worker has failed: of the generation that runs, the first one."""

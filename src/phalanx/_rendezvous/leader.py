@@ -72,7 +72,7 @@ class Leader:
         mine = Created(records.LEADER, self.since)
         job, modified = view.job()
         if job is None:
-            first = _put(records.STATE, Job(0, "forming", *self._nodes))
+            first = _put(records.STATE, Job(0, "forming", *self._nodes, keep=self._rules.keep))
             return Transaction((mine, Absent(records.STATE)), (first,)), math.inf
         if is_new and job.phase == "over":
             if any(name in view.nodes and view.nodes[name].node.state != "left" for name in job.ids):
@@ -96,6 +96,8 @@ class Leader:
             writes.append(_put(records.STATE, made.job))
             old = f"{records.STOP}{job.generation - 1}"  # a node that has not seen it sees a later generation
             writes += [Delete(old)] if view.entry(old) else []
+            if made.job.is_kept:  # in the place of an earlier one, see `NodeWrites`
+                writes.append(Delete(records.KEPT, below=True))
         if made.stop is not None:
             key = f"{records.STOP}{job.generation}"
             conditions.append(Absent(key))

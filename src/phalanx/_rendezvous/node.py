@@ -148,6 +148,15 @@ class Participant(NodeWaits):
             self._see("LEAVE")
         return self._settle()
 
+    def cannot_start(self, why: str, now: float) -> list[Effect]:
+        """See that no worker can be started here. A node that waits leaves a job that has begun to others.
+
+        Before that, and if it hosts the store, it stays: the others hear of it when a generation begins with it.
+        """
+        self._now = now
+        self._cannot_start = why if self.state == "WAITING" else ""
+        return self._settle()
+
     def tick(self, now: float) -> list[Effect]:
         """See that it is `wake`, or later."""
         self._now = now

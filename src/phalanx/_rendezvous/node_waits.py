@@ -43,6 +43,7 @@ class NodeWaits(NodeWrites):
         self._away_timeout = away_timeout
         self._since = 0.0  # when the state was entered
         self._by = math.inf  # when the end that somebody wants is waited for no more
+        self._cannot_start = ""  # why no worker can be started here, as far as is known
         self._is_led = False  # whether the others run, and this node waits
         self._given_up: tuple[str, str] | None = None  # why the store is of no use to this node, see `Finish`
 
@@ -56,7 +57,7 @@ class NodeWaits(NodeWrites):
                 job = self._job()
                 assert job is not None
                 self._me = replace(self._me, generation=job.generation, state="running")
-                self._evidence = b""
+                self._evidence, self._cannot_start = b"", ""
                 self._stops.forget()
                 self._effects.append(Start(job, job.rank_of(self._me.id)))
             elif action == "STOP":
@@ -77,6 +78,9 @@ class NodeWaits(NodeWrites):
         if self.state == "DONE":
             self._wait_for_others()
         if self.state == "WAITING":
+            job = self._job()
+            if self._cannot_start and not self._hosts and job is not None and (job.phase == "running" or job.ends):
+                self._leaves = self._leaves or self._cannot_start
             self._see("LEAVE") if self._leaves else self._wait_for_job()
         if self._asked is not None and self.state in ("WAITING", "DONE", "LEAVING"):
             if now >= self._by or self._away is not None:  # there is nobody to wait for
@@ -88,7 +92,7 @@ class NodeWaits(NodeWrites):
             is_last = self._knows_nodes and self._hosts is not False
             others = is_last and not (self._view.told(records.NODES) and self._is_alone())
             until = self._since + (HOST_PATIENCE if self._hosts else PATIENCE)
-            writes = self._writes.is_open("stop") or self._writes.is_open("enter")
+            writes = self._writes.is_open("stop") or self._writes.is_open("enter") or bool(self._left_to_keep())
             is_lost = self._away is not None and bool(self._leaves)
             if now >= until or is_lost or (self._read is not None and not others and not writes):
                 self._see("READ")
@@ -138,9 +142,10 @@ class NodeWaits(NodeWrites):
                 self._finish(Finish(state, "", job, self._own_evidence()))
             self.wake = min(self.wake, until)
             return
-        if job is not None and job.phase == "running" and self._view.leader()[0]:
+        is_led = job is not None and job.phase == "running" and bool(self._view.leader()[0])
+        if is_led and job is not None and self._view.stop(job.generation) is None:
             self._is_led = True
-            return  # a spare waits for as long as the others run
+            return  # a spare waits for as long as the others run; of their end, whoever leads has to make something
         self._since = self._now if self._is_led else self._since  # however long that was: it waits from now on
         self._is_led = False
         delay = 0.0 if job is None else job.delay

@@ -14,7 +14,7 @@ from phalanx._rendezvous.leader import Leader
 from phalanx._rendezvous.stops import Stops
 from phalanx._rendezvous.store_view import StoreView
 from phalanx._rendezvous.writes import Writes
-from phalanx._store.store import JOB, OWN, Absent, Delete, Put, Transaction
+from phalanx._store.store import JOB, KEPT, OWN, Absent, Delete, Put, Transaction, Unchanged
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ class NodeWrites:
         self._cause: tuple[Entry, ...] | None = None  # evidence that the leader has asked for
         self._is_new = True  # whether it has not seen a job that goes on
         self._leaves = ""  # why this node goes
+        self._kept: tuple[Put, ...] = ()  # what is kept of the job, of this node
+        self._keeping: tuple[Put, ...] = ()  # the same, and what is being written of it
         self._lost_job = False  # whether the job has ended without this node, and nothing is left of it
 
     def _job(self) -> Job | None:
@@ -126,6 +128,24 @@ class NodeWrites:
             self._read = () if generation < 0 else None
             if generation >= 0 and self._is_due("read"):
                 self._effects.append(Fetch(self._writes.begin("read"), f"{records.EVIDENCE}{generation}/"))
+        if (left := self._left_to_keep()) and not self._writes.is_open("keep"):
+            self._submit("keep", Transaction((Unchanged(records.STATE, self._view.job()[1]),), left))
+            self._keeping = (*self._kept, *left)
+
+    def _left_to_keep(self) -> tuple[Put, ...]:
+        """Return what is to be kept of the job, and is not yet: each node keeps its evidence, the leader the job.
+
+        These are writes of their own: the last decision and its copy may be more than one request can hold.
+        """
+        job, state = self._job(), self._view.entry(records.STATE)
+        if self.state != "LEAVING" or self._lost_job or job is None or state is None or not job.is_kept:
+            return ()
+        found = []
+        if self._evidence and self._me.generation == job.with_evidence:
+            found.append(Put(f"{records.KEPT}{records.evidence_of(self._me)}", self._evidence, KEPT))
+        if self._leader is not None:
+            found.append(Put(f"{records.KEPT}{records.STATE}", state.value, KEPT))
+        return tuple(put for put in found if put not in self._kept)
 
     def _can_lead(self) -> bool:
         """Whether nobody leads, and this node may."""
@@ -145,6 +165,8 @@ class NodeWrites:
 
     def _note_done(self, event: store.Done) -> None:
         what = self._writes.end(event, self._now)
+        if what == "keep" and event.made is not None:  # False: the job has gone, and with it what was to be kept
+            self._kept = self._keeping
         if event.made and what == "enter":
             self._entered = self._entering
         elif event.made and what == "decide" and self._leader is not None:

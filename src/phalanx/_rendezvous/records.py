@@ -8,6 +8,7 @@ Below the prefix of the job (keys, in the words of `phalanx._store.store`):
     job/refused/NODE        `Refusal`: why a node is not taken                              lease JOB
     nodes/NODE              `Node`: an agent, and how far it is                             lease OWN
     evidence/GENERATION/NODE  what its workers have left, see `evidence`                    lease JOB
+    kept/...                what the last job was that was to be kept: two of the above     none: KEPT
 
 Each agent watches ``job/``; the leader alone watches ``nodes/``, too. So an agent takes part at a price that does not
 depend on how many there are: an entry of its own, one write for each generation, and what it hears of ``job/``.
@@ -37,7 +38,7 @@ VERSION = 1
 """Of the format. Agents of another one are refused."""
 
 LEADER, STATE, STOP, REFUSED = "job/leader", "job/state", "job/stop/", "job/refused/"
-JOB, NODES, EVIDENCE = "job/", "nodes/", "evidence/"
+JOB, NODES, EVIDENCE, KEPT = "job/", "nodes/", "evidence/", "kept/"
 
 MOST_ENDS = 100
 """Ends of generations that are kept."""
@@ -213,6 +214,7 @@ class Job(Struct, frozen=True):
         excluded: Machines that are left out for it.
         verdict: How it ended; None: it has not.
         programs: What workers of which role run, see `Node.program`: those of the first nodes.
+        keep: Whether what it was is kept when it is over: this record, and the evidence of the generation that failed.
         version: See `VERSION`.
     """
 
@@ -231,7 +233,13 @@ class Job(Struct, frozen=True):
     excluded: Annotated[tuple[_Text, ...], Meta(max_length=MOST_NODES)] = ()
     verdict: Verdict | None = None
     programs: Annotated[tuple[tuple[_Text, _Text], ...], Meta(max_length=MOST_NODES)] = ()
+    keep: bool = False
     version: int = VERSION
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is over, and is to be kept: one that has never run is not."""
+        return self.keep and self.phase == "over" and bool(self.members)
 
     @property
     def with_evidence(self) -> int:

@@ -32,6 +32,7 @@ class Rules(NamedTuple):
             and the node enters again then.
         return_timeout: The same, where the store was away, from the moment on at which the leader has it again: the
             others need some time to reach it, too.
+        keep: Whether what the job was is kept when it is over, see `records.KEPT`: of the agent that makes the job.
     """
 
     policy: RestartPolicy
@@ -43,6 +44,7 @@ class Rules(NamedTuple):
     rank_timeout: float = PATIENCE
     lost_after: float = 0.0
     return_timeout: float = 0.0
+    keep: bool = False
 
 
 class Seen(NamedTuple):

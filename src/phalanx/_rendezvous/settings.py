@@ -51,7 +51,7 @@ class Machines(NamedTuple):
         node_rank: The rank of this node, if it is given; -1: it is not.
         master: Where rank 0 of the workers listens, if that is given: its host and its port.
         lease_ttl: Seconds after which a node is lost that is not heard of.
-        join_timeout, last_call, rejoin_delay, exclude_after: See `rules.Rules`.
+        join_timeout, last_call, rejoin_delay, exclude_after, keep: See `rules.Rules`.
         away_timeout: Seconds for which workers go on while a hosted store is away.
         barrier: Seconds that a node waits at its end for the others.
         ca, cert, key, user, password: See `EtcdSettings`.
@@ -72,6 +72,7 @@ class Machines(NamedTuple):
     last_call: float = 30.0
     rejoin_delay: float = 30.0
     exclude_after: int = 0
+    keep: bool = False
     away_timeout: float = 60.0
     barrier: float = 300.0
     ca: str = ""
@@ -124,6 +125,7 @@ class Machines(NamedTuple):
             # The agent's own etcd, and its hub, have no other member that could end a lease by mistake.
             lost_after=0.0 if self.is_hosted else min(0.5, self.lease_ttl / 10),
             return_timeout=self.lease_ttl + RETURN,
+            keep=self.keep,
         )
 
     def store(self, run_id: str) -> Store:

@@ -16,8 +16,11 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-OWN, JOB = "own", "job"
-"""Leases: a key of ``OWN`` goes with the agent that wrote it, one of ``JOB`` with the last agent of the job."""
+OWN, JOB, KEPT = "own", "job", "kept"
+"""Leases: a key of ``OWN`` goes with the agent that wrote it, one of ``JOB`` with the last agent of the job.
+
+One of ``KEPT`` has none: it is there until it is deleted. In a store that ends with the job, it ends with the job.
+"""
 
 
 class Entry(NamedTuple):
@@ -50,7 +53,7 @@ class Created(NamedTuple):
 
 
 class Put(NamedTuple):
-    """Write a key. ``lease``: with whom it goes, `OWN` or `JOB`."""
+    """Write a key. ``lease``: with whom it goes, `OWN` or `JOB`; or `KEPT`."""
 
     key: str
     value: bytes
@@ -58,9 +61,10 @@ class Put(NamedTuple):
 
 
 class Delete(NamedTuple):
-    """Delete a key, if it is there."""
+    """Delete a key, if it is there; ``below``: all keys that begin with it, none of which is put with that."""
 
     key: str
+    below: bool = False
 
 
 class Transaction(NamedTuple):

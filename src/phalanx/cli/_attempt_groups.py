@@ -11,7 +11,7 @@ from phalanx._agent.worker_args import with_local_rank
 from phalanx._agent.worker_env import MASTER_PORT, RESTART_COUNT
 from phalanx._group.arguments import VALUE
 from phalanx._group.function_group import MultiprocessContext
-from phalanx._group.warm import Warm, path_of, shared
+from phalanx._group.warm import Warm, path_of
 from phalanx.multiprocessing import PContext, ScriptContext, SubprocessContext
 
 TYPE_CHECKING = False
@@ -37,6 +37,7 @@ class AttemptGroups:
         no_python: Whether it is a binary.
         python: The interpreter of the others.
         preload: Modules to import once, for all attempts.
+        preload_env: Variables that they find then.
         run_path: How workers are started that run the script by `runpy.run_path`, see `MultiprocessContext`; "": each
             runs it as an interpreter of its own does.
         port: The reserved MASTER_PORT; None: the user has given one.
@@ -55,6 +56,7 @@ class AttemptGroups:
         no_python: bool,
         python: str,
         preload: Sequence[str] | None,
+        preload_env: Mapping[str, str],
         run_path: str,
         port: ReservedPort | None,
         standby: bool,
@@ -78,14 +80,15 @@ class AttemptGroups:
 
             self.standby = Standby(self._make_ahead)
         self._port_ahead: ReservedPort | None = None  # of the standby
-        self._warm: Warm | None = None
+        self.warm: Warm | None = None
+        """The process that preloads; None: there is nothing to be preloaded."""
         self._held = ExitStack()
         if preload:
-            self._warm = Warm(preload, path=path_of(self._scripts[0], module=module), flags=("-u",), env=shared(envs))
+            self.warm = Warm(preload, path=path_of(self._scripts[0], module=module), flags=("-u",), env=preload_env)
         if run_path:
-            self.options |= {"warm": self._warm, "main": VALUE}
+            self.options |= {"warm": self.warm, "main": VALUE}
         elif not no_python:
-            self.options |= {"module": module, "python": python, "warm": self._warm}
+            self.options |= {"module": module, "python": python, "warm": self.warm}
 
     @property
     def log_dir(self) -> str:
@@ -149,8 +152,8 @@ class AttemptGroups:
 
     def warm_up(self) -> None:
         """Have the process that preloads up for functions; scripts wait for it by themselves. Raises PreloadError."""
-        if self._run_path and self._warm is not None and not self._warm.is_open:
-            self._held.enter_context(self._warm)
+        if self._run_path and self.warm is not None and not self.warm.is_open:
+            self._held.enter_context(self.warm)
 
     def called(self, rank: int) -> list[str]:
         """Return what a rank's script finds as its command line, which `make` gives to `runpy.run_path`."""
@@ -163,8 +166,8 @@ class AttemptGroups:
         if self._port_ahead is not None:
             self._port_ahead.close()
         self._held.close()
-        if self._warm is not None:
-            self._warm.close()
+        if self.warm is not None:
+            self.warm.close()
 
 
 def scripts_of(script: str, nprocs: int) -> list[str]:

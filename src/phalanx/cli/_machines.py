@@ -192,6 +192,10 @@ class MachineOptions(Declared):
         written=NUMBER,
         sentence="Time that a machine waits at its end for the workers of the others.",
     )
+    keep = Flag(
+        section=MACHINES,
+        sentence="With etcd: leave in it how the job has ended, until the next one of its id that is kept.",
+    )
     standalone = Flag(
         section="", torchrun="--standalone", sentence="Accepted: one machine without a store is what this is."
     )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import click
 
 from phalanx._agent.endpoint import BACKENDS, asks_for_others, is_here, where_is
-from phalanx._rendezvous.conf import is_loopback, joined
+from phalanx._rendezvous.conf import CANNOT_KEEP, is_loopback, joined
 from phalanx._rendezvous.settings import C10D, C10D_PORT, ETCD_PORT, STATIC, STATIC_PORT, Machines
 from phalanx.cli._machines import MASTER_ADDR
 from phalanx.cli._rdzv_conf import SECRET, agent_port, job_secret, machine_settings, may_host
@@ -64,7 +64,7 @@ def meet(chosen: MachineOptions, run_id: str | None) -> Meeting:
         "--rdzv-conf": chosen.rdzv_conf, "--rdzv-host": chosen.rdzv_host,
     }  # fmt: skip
     if chosen.standalone:
-        given = {**of_rendezvous, "--nnodes": nodes != (1, 1), "--node-rank": chosen.node_rank}
+        given = {**of_rendezvous, "--nnodes": nodes != (1, 1), "--node-rank": chosen.node_rank, "--keep": chosen.keep}
         return Meeting(run_id, address, chosen.master_port, _unheeded("beside --standalone", given))
     if run_id and rdzv_id and run_id != rdzv_id:
         msg = f"--run-id is {run_id!r}, and --rdzv-id is {rdzv_id!r}: both name the run; give one of them"
@@ -79,8 +79,8 @@ def meet(chosen: MachineOptions, run_id: str | None) -> Meeting:
         msg = f"--node-rank: {chosen.node_rank}: {_LATER}; its rank is 0"
         raise click.UsageError(msg)
     others = asks_for_others(chosen.rdzv_conf)
-    if others:
-        msg = f"--rdzv-conf: {others}: {_LATER}"
+    if others or chosen.keep:
+        msg = f"--rdzv-conf: {others}: {_LATER}" if others else f"--keep: {_LATER}; it has no store"
         raise click.UsageError(msg)
     if not is_here(host):
         msg = (
@@ -226,6 +226,9 @@ def _meet_at_rank_0(
 def _machines(
     chosen: MachineOptions, nodes: tuple[int, int], endpoints: tuple[str, ...], *, is_hosted: bool, **more: Any
 ) -> Machines:
+    if chosen.keep and is_hosted:
+        msg = f"--keep: {CANNOT_KEEP} (--rdzv-backend etcd)"
+        raise click.UsageError(msg)
     fields = machine_settings(chosen.rdzv_conf, os.environ, is_hosted=is_hosted) | more
     return Machines(
         *nodes,
@@ -235,6 +238,7 @@ def _machines(
         is_hosted=is_hosted,
         rejoin_delay=chosen.rejoin_delay,
         exclude_after=chosen.exclude_after or 0,
+        keep=chosen.keep,
         barrier=chosen.exit_barrier_timeout,
         **fields,
     )

@@ -10,6 +10,7 @@ from phalanx._base.clock import format_duration
 from phalanx._base.control_chars import sanitise
 from phalanx._base.one_line import one_line
 from phalanx._base.rank_ranges import name_ranks
+from phalanx._base.stderr import mention
 from phalanx._events import agent_kinds, kinds
 from phalanx._evidence.error_file import is_of_timer
 from phalanx._outcomes.result import RunProcsResult, is_cut_off
@@ -17,7 +18,9 @@ from phalanx._rendezvous import evidence
 from phalanx._rendezvous.job_run import NodeTeam
 from phalanx._rendezvous.records import Stop, replace
 from phalanx.cli._last_look import LOOK, LastLook
+from phalanx.cli._preloading import Preloading
 from phalanx.cli._run_group import RunTeam
+from phalanx.multiprocessing import PreloadError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -44,12 +47,15 @@ class MachineTeam(RunTeam, NodeTeam):
         envs: Returns the environments of the workers, by local rank, of a node of that group rank in a job.
         where: Where the nodes meet, in words.
         grace: Seconds between SIGTERM and SIGKILL.
+        patience: Seconds after which an import of what is preloaded has failed.
+        keeps: Whether this node would keep what the job was.
         options: See `RunTeam`.
     """
 
     def __init__(
-        self, me: Node, port: ReservedPort, envs: Envs, *args: Any, where: str, grace: float, **options: Any
-    ) -> None:
+        self, me: Node, port: ReservedPort, envs: Envs, *args: Any, where: str, grace: float, patience: float,
+        keeps: bool, **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(*args, **options)
         self._me = me
         self._port = port
@@ -61,6 +67,7 @@ class MachineTeam(RunTeam, NodeTeam):
         self._job: Job | None = None
         self._first = 0  # the rank in the job of local rank 0
         self._began = 0.0
+        self._keeps = keeps  # until it was said that the job does not
         self.away = ""
         self._is_spare = False  # whether that was said
         self._left_out = 0  # machines of which that was said
@@ -68,6 +75,67 @@ class MachineTeam(RunTeam, NodeTeam):
         self.stopped: Stop | None = None
         """Why the latest generation has ended, as the job has it."""
         self._look = LastLook()
+        warm = self._groups.warm
+        self._preloading = None if warm is None else Preloading(warm, patience)
+        self._imported: Callable[[], None] = lambda: None  # called at the end of an import, by another thread
+        self._pending = -1  # the attempt that is started when all is imported; -1: none is
+
+    # --- what is imported while the node waits
+
+    def come(self, later: Callable[[Callable[[], str]], None]) -> None:
+        """See `NodeTeam`. What is to be preloaded is imported."""
+        self._imported = lambda: later(self._see_imported)
+        self._preload()
+
+    def _preload(self) -> None:
+        if self._preloading is not None:
+            self._preloading.begin(self._imported)
+
+    def _see_imported(self) -> str:
+        """Say how an import has ended. Returns why no worker can be started here; "": some can be."""
+        assert self._preloading is not None
+        try:
+            is_ready = self._preloading.is_ready()
+        except PreloadError as error:
+            mention(f"phalanx: Error: {error}")
+            return one_line(error)
+        if is_ready and self._is_spare:
+            self._mention(f"this node has imported {self._preloading.modules}")
+        return ""
+
+    def begin(self, attempt: int) -> None:
+        """See `Team`."""
+        self._pending = -1
+        super().begin(attempt)
+
+    def start(self, attempt: int, wake: Callable[[], None]) -> None:
+        """See `Team`. The workers are started now, or by `is_up` when all is imported that is preloaded."""
+        self._wake = wake
+        self._preload()
+        self._pending = attempt
+        self._start_pending()
+
+    def is_up(self) -> bool:
+        """See `Team`."""
+        if self._pending >= 0:
+            self._start_pending()
+        return self._pending < 0
+
+    def _start_pending(self) -> None:
+        try:
+            if self._preloading is not None and not self._preloading.is_ready():
+                return  # `_see_imported` wakes
+        except PreloadError:
+            self._pending = -1
+            raise
+        attempt, self._pending = self._pending, -1
+        super().start(attempt, self._wake)
+
+    def close(self) -> None:
+        """See `Team`."""
+        super().close()
+        if self._preloading is not None:
+            self._preloading.close()
 
     # --- what the node decides
 
@@ -95,6 +163,7 @@ class MachineTeam(RunTeam, NodeTeam):
 
     def _order_end(self, stop: Stop | None) -> None:
         self._wait_no_more()
+        self._pending = -1
         group = self.group
         if group is None:
             return
@@ -110,13 +179,14 @@ class MachineTeam(RunTeam, NodeTeam):
         """See `Team`."""
         if self._look.is_over(clock.now()):
             self._order_end(self.stopped)
-        return super().ended()
+        return super().ended() if self._pending < 0 else None
 
     def stop(self, death_signal: int, grace: float) -> None:
         """See `Team`. It waits for no stacks."""
         if self._look.is_under_way and self.group is not None and self.group.hang_report is not None:
             self.group.hang_report.hurry()
         self._wait_no_more()
+        self._pending = -1
         super().stop(death_signal, grace)
 
     def heard(self, what: Job | Stop) -> None:
@@ -129,6 +199,9 @@ class MachineTeam(RunTeam, NodeTeam):
                 return  # it was said when it came
             self.say(f"phalanx: {told(what)}; stopping the workers")
             return
+        if self._keeps and not what.keep:
+            self._keeps = False
+            self._mention("--keep is without effect: the job was begun by a machine without it")
         if self._job is None:
             self._say_spare(what)
         if self._job is None or what.generation <= self._told or what.phase == "over":
@@ -158,7 +231,17 @@ class MachineTeam(RunTeam, NodeTeam):
         if job.phase == "running" and job.rank_of(self._me.id) < 0 and not self._is_spare:
             self._is_spare = True
             why = "is a spare" if len(job.members) >= job.max_nodes else "takes part soon"
-            self._mention(f"the job runs on {len(job.members)} nodes; this node {why}")
+            self._mention(f"the job runs on {len(job.members)} nodes; this node {why}{self._preloaded()}")
+
+    def _preloaded(self) -> str:
+        """Return how far the import is of what is preloaded, to be added to a line; "": nothing is."""
+        if self._preloading is None:
+            return ""
+        try:
+            is_ready = self._preloading.is_ready()
+        except PreloadError:  # `_see_imported` says so
+            return ""
+        return f", and {'has imported' if is_ready else 'imports'} {self._preloading.modules}"
 
     def came_late(self) -> None:
         """See `NodeTeam`."""

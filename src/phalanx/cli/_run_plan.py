@@ -8,8 +8,9 @@ import time
 
 import click
 
-from phalanx._agent.worker_env import worker_env
+from phalanx._agent.worker_env import OF_PART, worker_env
 from phalanx._engine.host_signals import SIGNALS_ENV
+from phalanx._group.warm import shared
 from phalanx.cli import _python
 from phalanx.cli._attempt_groups import AttemptGroups, scripts_of
 from phalanx.cli._console import console_specs
@@ -138,9 +139,13 @@ class RunPlan:
             and not config.no_standby
             and self.policy.may_follow(0)
         )
+        envs = self._envs(port, variables)
+        # What preloads finds what is the same for all workers: those of one attempt, or of any part in a job of many.
+        unknown = () if self.meeting.machines is None else OF_PART
+        preload_env = {name: value for name, value in shared(envs).items() if name not in unknown}
         return AttemptGroups(
-            config.script, config.args, self._envs(port, variables), self.specs, module=self._module,
-            no_python=self._no_python, python=self.python, preload=config.preload, run_path=self._run_path, port=port,
+            config.script, config.args, envs, self.specs, module=self._module, no_python=self._no_python,
+            python=self.python, preload=config.preload, preload_env=preload_env, run_path=self._run_path, port=port,
             standby=stands_by, options=options,
         )  # fmt: skip
 

@@ -43,8 +43,8 @@ class ManyMachinesRendezvous(RendezvousHandler):
     Args:
         params: Where and how: the backends are "static" (``config`` has the ``rank`` of this machine), "c10d", "etcd",
             "etcd-v2" and "etcd-v3". ``config`` may have the settings of ``--rdzv-conf``, and ``rejoin_delay``,
-            ``exclude_after``, ``exit_barrier_timeout``, ``rdzv_host`` and ``insecure``, as the options of that name.
-            The job's secret is ``PHALANX_JOB_SECRET`` of the environment.
+            ``exclude_after``, ``exit_barrier_timeout``, ``keep``, ``rdzv_host`` and ``insecure``, as the options of
+            that name. The job's secret is ``PHALANX_JOB_SECRET`` of the environment.
         nproc: How many workers this machine runs, 1 to 1,048,576: what the others are told.
         role: What they are called, in 2,000 characters at most.
         policy: When a failure is followed by another generation, for all machines together; those of a job are given

@@ -90,9 +90,13 @@ def _machines(
     if exclude_after < 0:
         msg = f"exclude_after: expected a whole number, 0 or more, got {exclude_after}"
         raise ValueError(msg)
+    keep = bool(params.get_as_bool("keep"))
+    if keep and is_hosted:
+        msg = f"keep: {settings.CANNOT_KEEP}"
+        raise ValueError(msg)
     return Machines(
         params.min_nodes, params.max_nodes, params.backend, endpoints, params.local_addr or "", is_hosted=is_hosted,
-        exclude_after=exclude_after, **fields,
+        exclude_after=exclude_after, keep=keep, **fields,
     )  # fmt: skip
 
 

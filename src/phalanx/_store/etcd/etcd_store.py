@@ -27,6 +27,7 @@ from phalanx._store.etcd.session import BROKEN, BrokenError, RefusedError
 from phalanx._store.etcd.transactions import message_of
 from phalanx._store.store import (
     JOB,
+    KEPT,
     OWN,
     Away,
     Back,
@@ -366,7 +367,7 @@ class EtcdStore(Store):
                 self._guard(session)
 
     def _request(self, transaction: Transaction) -> Any:
-        return message_of(transaction, self._prefix, {OWN: self._lease, JOB: self._settings.job_lease})
+        return message_of(transaction, self._prefix, {OWN: self._lease, JOB: self._settings.job_lease, KEPT: 0})
 
     async def _fetch(self, ticket: int, prefix: str) -> None:
         entries, session = None, self._session

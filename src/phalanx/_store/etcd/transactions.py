@@ -36,5 +36,8 @@ def message_of(transaction: Transaction, prefix: bytes, leases: Mapping[str, int
             put = made.success.add().request_put
             put.key, put.value, put.lease = key, write.value, leases[write.lease]
         else:
-            made.success.add().request_delete_range.key = key
+            deleted = made.success.add().request_delete_range
+            deleted.key = key
+            if write.below:
+                deleted.range_end = api.end_of(key)
     return made

@@ -73,8 +73,10 @@ class Keys:
         before: dict[str, Entry | None] = {}
         for write in transaction.writes:
             old = self._entries.get(write.key)
-            before.setdefault(write.key, old)
-            self._delete(write.key)
+            is_below = not isinstance(write, Put) and write.below
+            for key in [key for key in self._entries if key.startswith(write.key)] if is_below else (write.key,):
+                before.setdefault(key, self._entries.get(key))
+                self._delete(key)
             if isinstance(write, Put):
                 created = revision if old is None else old.created
                 self._entries[write.key] = Entry(write.key, write.value, created, revision)

@@ -153,6 +153,7 @@ class ToDelete(_Message, frozen=True):
     """See `phalanx._store.store.Delete`."""
 
     key: _Key
+    below: bool = False
 
 
 class Submit(_Message, frozen=True):
@@ -174,7 +175,7 @@ class Submit(_Message, frozen=True):
             else:
                 conditions.append(IfUnchanged(condition.key, condition.modified))
         writes = (
-            ToPut(write.key, write.value, write.lease == OWN) if isinstance(write, Put) else ToDelete(write.key)
+            ToPut(write.key, write.value, write.lease == OWN) if isinstance(write, Put) else ToDelete(*write)
             for write in transaction.writes
         )
         return cls(number, tuple(conditions), tuple(writes))
@@ -191,7 +192,9 @@ class Submit(_Message, frozen=True):
             else:
                 conditions.append(Unchanged(condition.key, condition.modified))
         writes = (
-            Put(write.key, write.value, OWN if write.own else JOB) if isinstance(write, ToPut) else Delete(write.key)
+            Put(write.key, write.value, OWN if write.own else JOB)
+            if isinstance(write, ToPut)
+            else Delete(write.key, write.below)
             for write in self.writes
         )
         return Transaction(tuple(conditions), tuple(writes))
