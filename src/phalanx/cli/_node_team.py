@@ -6,6 +6,7 @@ import signal
 
 from phalanx._agent.history import describe_restart
 from phalanx._base import clock
+from phalanx._base.background import SerialExecutor
 from phalanx._base.clock import format_duration
 from phalanx._base.control_chars import sanitise
 from phalanx._base.one_line import one_line
@@ -13,9 +14,10 @@ from phalanx._base.rank_ranges import name_ranks
 from phalanx._events import agent_kinds, kinds
 from phalanx._evidence.error_file import is_of_timer
 from phalanx._outcomes.result import RunProcsResult
-from phalanx._rendezvous import evidence
+from phalanx._rendezvous import evidence, stack_report
 from phalanx._rendezvous.job_run import NodeTeam
 from phalanx._rendezvous.records import Stop, replace
+from phalanx._stacks.dump import EXITED, NO_STACK
 from phalanx.cli._last_look import LOOK, LastLook
 from phalanx.cli._run_group import RunTeam
 
@@ -28,11 +30,15 @@ if TYPE_CHECKING:
     from phalanx._agent.master_port import ReservedPort
     from phalanx._events.kinds import Event
     from phalanx._rendezvous.records import End, Job, Node
+    from phalanx.cli._stack_door import StackDoor
 
     Envs = Callable[[Job, int], Mapping[int, Mapping[str, str]]]
 
 PLANNED = ("grow", "left", "signal")
 """Ends of a generation of which workers are given notice: nobody has failed."""
+
+_STACKS = 2.0  # seconds in which workers have to give their stacks, if somebody asks where they are
+_NOT_STARTED = f"{NO_STACK}it has not been started\n"
 
 
 class MachineTeam(RunTeam, NodeTeam):
@@ -68,6 +74,9 @@ class MachineTeam(RunTeam, NodeTeam):
         self.stopped: Stop | None = None
         """Why the latest generation has ended, as the job has it."""
         self._look = LastLook()
+        self._looks = SerialExecutor("phalanx-look", 1)
+        self.door: StackDoor | None = None
+        """Where `phalanx stack` asks for the ranks of all nodes; None: nowhere."""
 
     # --- what the node decides
 
@@ -84,6 +93,41 @@ class MachineTeam(RunTeam, NodeTeam):
         mine = name_ranks(range(self._first, self._first + job.members[rank].nproc))
         again = f"attempt {job.generation + 1}{self.attempts}: " if job.generation else ""
         self._mention(f"{again}{len(hosts)} nodes ({_names(hosts)}), {count} workers; this is node {rank}, with {mine}")
+
+    def start(self, attempt: int, wake: Callable[[], None]) -> None:
+        """See `Team`."""
+        super().start(attempt, wake)
+        if self.door is not None:
+            self.door.open(self._groups.log_dir)
+
+    def close(self) -> None:
+        """See `Team`."""
+        if self.door is not None:
+            self.door.close()
+        super().close()
+        self._looks.drain(_STACKS)
+
+    def look(self, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:
+        """See `NodeTeam`."""
+        group, first, nproc = self.group, self._first, self._me.nproc
+        is_its = self._job is not None and self._job.generation == generation
+
+        def take() -> None:
+            if group is None or not is_its:
+                then(stack_report.write({}, 0, why="no worker of this attempt has been started there"))
+                return
+            try:
+                from phalanx._stacks import live
+
+                pids = group.pids()
+                texts = {rank: EXITED if rank in pids else _NOT_STARTED for rank in range(nproc)}
+                texts |= live.take(lambda: group.alive, group.error_files, _STACKS)
+                then(stack_report.write(texts, first, nodes))
+            except Exception as error:  # noqa: BLE001 - no descriptor is left, say: who asks is to know
+                then(stack_report.write({}, 0, why=one_line(f"its workers could not be looked at: {error}")))
+
+        if not self._looks.submit(take):
+            then(stack_report.write({}, 0, why="its agent has no thread left to look at its workers"))
 
     def end(self, stop: Stop | None) -> None:
         """See `NodeTeam`. The workers are given notice of what is planned, and only of that."""

@@ -224,10 +224,14 @@ class EtcdStore(Store):
         watched = self._watched.pop(prefix, None)
         if watched is not None and watched.follower is not None:
             watched.follower.cancel()
+            if self._session is not None:
+                self._session.followers.discard(watched.follower)
+                self._tasks.add(watched.follower)
+                watched.follower.add_done_callback(self._tasks.discard)
 
     def _follow(self, session: Session, watched: _Watched) -> None:
         watched.follower = asyncio.ensure_future(self._tell(session, watched))
-        session.followers.append(watched.follower)
+        session.followers.add(watched.follower)
 
     async def _tell(self, session: Session, watched: _Watched) -> None:
         """Tell all keys below a prefix, and what becomes of them. What breaks ends the session."""
@@ -366,4 +370,4 @@ class _Watched:
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
         self.revision = -1
-        self.follower: asyncio.Future[None] | None = None
+        self.follower: asyncio.Task[None] | None = None

@@ -52,7 +52,7 @@ class Session:
         self._keeping = asyncio.Lock()  # a stream takes one message at a time
         self.broken = asyncio.Event()
         self.why: Exception | None = None
-        self.followers: list[asyncio.Future[None]] = []
+        self.followers: set[asyncio.Task[None]] = set()
 
     def open(self) -> None:
         """Begin to connect. The files for TLS are read each time: certificates are renewed while a job runs."""
