@@ -90,16 +90,17 @@ def test_who_asks_is_told(made: Callable[..., Agent]) -> None:
     assert told.ranks.name([0, 1]) == "ranks 0-1 on host host-a"
 
 
-def test_nobody_is_told_what_is_not_known(made: Callable[..., Agent]) -> None:
+def test_nobody_is_told_what_is_not_known(made: Callable[..., Agent], monkeypatch: pytest.MonkeyPatch) -> None:
     agent = made(Found(None, {}, "no attempt of the job runs now"))
     with pytest.raises(NotToldError, match="no attempt of the job runs now"):
         ask(str(agent.folder), agent.run(), os.geteuid())
     with pytest.raises(NotToldError, match="another process than its launcher answers"):
         ask(str(agent.folder), agent.run(pid=1), os.geteuid())
-    with pytest.raises(NotToldError, match="another process than its launcher answers"):
-        ask(str(agent.folder), agent.run(), os.geteuid() + 1)
     with pytest.raises(NotToldError, match=rf"there is no {NAME}"):
         ask(str(agent.folder.parent), agent.run(), os.geteuid())
+    monkeypatch.setattr(_job_stacks, "peer", lambda _: (os.getpid(), NOBODY))
+    with pytest.raises(NotToldError, match="another process than its launcher answers"):
+        ask(str(agent.folder), agent.run(), os.geteuid())
 
 
 def test_an_agent_that_is_stopped_or_sends_nonsense(
