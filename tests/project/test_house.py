@@ -63,12 +63,15 @@ KEPT_APART = {
         for name in (
             *(f"_rendezvous/{name}" for name in ("guest", "guest_team", "job_run", "leader", "membership", "node")),
             *(f"_rendezvous/{name}" for name in ("candidates", "node_waits", "node_writes", "stops", "store_view")),
-            *("_store/etcd/auth", "_store/etcd/etcd_store", "_store/etcd/session", "cli/_node_team", "cli/_run_node"),
+            *("_rendezvous/looks", "cli/_job_stacks", "cli/_node_looks", "cli/_node_team", "cli/_run_node"),
+            *(f"_store/etcd/{name}" for name in ("auth", "etcd_store", "history", "reach", "session", "transactions")),
+            "cli/_stack_door",
             *(f"_store/hub/{name}" for name in ("connection", "door", "handshake", "hub_store", "server", "service")),
         )
     },
     "src/phalanx/_rendezvous/evidence.py": {"msgspec"},
     "src/phalanx/_rendezvous/records.py": {"msgspec"},
+    "src/phalanx/_rendezvous/stack_report.py": {"msgspec"},
     "src/phalanx/_store/etcd/api.py": {"google", "grpc"},
     "src/phalanx/_store/hub/messages.py": {"msgspec"},
     "src/phalanx/_runs/record.py": {"msgspec"},
@@ -85,7 +88,10 @@ PLACES = {
     "grpc": {"src/phalanx/_store/etcd/api.py"},
     "msgspec": {
         f"src/phalanx/{name}.py"
-        for name in ("_rendezvous/evidence", "_rendezvous/records", "_runs/record", "_store/hub/messages")
+        for name in (
+            *("_rendezvous/evidence", "_rendezvous/records", "_rendezvous/stack_report"),
+            *("_runs/record", "_store/hub/messages"),
+        )
     },
     "re2": {"src/phalanx/_logs/patterns.py"},
     "rich": {"src/phalanx/cli/runs.py"},

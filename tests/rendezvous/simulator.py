@@ -60,6 +60,9 @@ END = 9000.0
 AGAIN = 4000.0
 """Seconds after which nodes come for another job of the same id, where what the first was is kept."""
 
+TOLD = 60.0
+"""Seconds after which somebody who asks where the ranks are has been told, though his node is stopped meanwhile."""
+
 HOSTED, KEEPING = 0.25, 0.2
 """The chances that a node hosts the store; and that what the job was is kept, where none does."""
 
@@ -92,6 +95,8 @@ class Setting(NamedTuple):
     """Whether the first node hosts the store, which is stopped with it, and gone with it."""
     keep: bool = False
     """Whether what the job was is kept; there is another one of its id then."""
+    looks: int = 0
+    """How many times somebody asks on a node where all ranks are."""
 
 
 class Simulation:
@@ -149,6 +154,8 @@ class Simulation:
         for _ in range(setting.faults):
             self.at(self.random.uniform(0, calm), self._go_wrong)
         self.at(calm, self._calm_down)
+        for _ in range(setting.looks):
+            self.at(self.random.uniform(0, calm + setting.lasts), self._ask)
         while self._queue and self.now < END:
             self.now, _, action = heapq.heappop(self._queue)
             action()
@@ -204,6 +211,11 @@ class Simulation:
         what = self.random.choices(list(troubles), weights=[1, 1, 2, 2, 1, 1, 0.3, 0.3, 1, 1])[0]
         self.tell(f"{node.name}: {what} ({span} s)")
         troubles[what]()
+
+    def _ask(self) -> None:
+        live = [node for node in self.nodes if node.is_alive and node.finish is None]
+        if live:
+            self.random.choice(live).ask_look()
 
     def _calm_down(self) -> None:
         """End what has gone wrong; and see that the job has nodes enough."""
@@ -418,7 +430,7 @@ class SimulatedNode:
         self.workers: int | None = None  # the generation whose workers are there
         self.finish: effects.Finish | None = None
         self.part_of = 0  # the job in which it has started workers: when that was made
-        self.submitted = 0
+        self.submitted = self.submitted_for_looks = self.looks = 0
         self.leased = self.started = simulation.now  # since when it has its lease, and its workers
         self.has_lease = True
         self.heard = simulation.now  # when the store has heard of it last
@@ -508,6 +520,8 @@ class SimulatedNode:
     def _submit(self, effect: effects.Submit) -> None:
         simulation = self._simulation
         self.submitted += 1
+        keys = [write.key for write in effect.transaction.writes]
+        self.submitted_for_looks += any(key.startswith((records.LOOK, records.LOOKS)) for key in keys)
         self._recent = [moment for moment in self._recent if moment > simulation.now - 1] + [simulation.now]
         if len(self._recent) > MOST_REQUESTS:
             raise BrokenError(f"{self.name} asks the store for {len(self._recent)} things within a second")
@@ -569,6 +583,36 @@ class SimulatedNode:
                 self._snapshot(effect.prefix)
         elif isinstance(effect, effects.Unwatch):
             self._watches.pop(effect.prefix, None)
+        elif isinstance(effect, effects.Look):
+            self._later(partial(self._have_looked, effect), self._simulation.random.uniform(0, 2))
+        elif isinstance(effect, effects.Looked):
+            effect.tell(effect.found)
+
+    def _have_looked(self, look: effects.Look) -> None:
+        if self.is_alive and self.finish is None:
+            self.do(self.node.has_looked(look.looks, self.name.encode(), self._simulation.now))
+
+    def ask_look(self) -> None:
+        """Have somebody ask where all ranks are; and see that he is told once, and what the nodes have said."""
+        told: list[effects.Found] = []
+
+        def tell(found: effects.Found) -> None:
+            told.append(found)
+            wrong = [node for node, data in found.answers.items() if data != node.encode()]
+            if len(told) > 1 or wrong or (found.job is not None and not set(found.answers) <= set(found.job.ids)):
+                raise BrokenError(f"{self.name}: who has asked where the ranks are is told {told}")
+            if found.job is not None and bool(found.why) == (set(found.answers) == set(found.job.ids)):
+                raise BrokenError(f"{self.name}: {found.why!r} is said, and {list(found.answers)} have answered")
+
+        def check() -> None:
+            if self.is_alive and self.finish is None and not told:
+                raise BrokenError(f"{self.name}: who has asked where the ranks are is not told")
+
+        if not self._is_stopped:
+            self._simulation.tell(f"{self.name} is asked where the ranks are")
+            self.looks += 1
+            self.do(self.node.ask_look(tell, self._simulation.now))
+            self._later(check, TOLD)
 
     def _tick(self) -> None:
         if self.is_alive and self.finish is None and self.node.wake <= self._simulation.now:

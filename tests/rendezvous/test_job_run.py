@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from phalanx._rendezvous.job_run import JobRun
+from phalanx._rendezvous import effects, stack_report
+from phalanx._rendezvous.effects import Found
+from phalanx._rendezvous.job_run import JobRun, NodeTeam
 from phalanx._store.store import Away, Back, Changed
 
 if TYPE_CHECKING:
@@ -47,3 +49,29 @@ def test_what_the_store_has_told_meanwhile_is_told_at_once_and_in_order() -> Non
         pass
     assert it.told == [[Back(), *events], "preempted", [Away("no answer")]]
     assert it.said == [None, "no answer"]
+
+
+class Looks(Told):
+    """A node that has its workers looked at as somebody asks, and tells what was seen; a team that shows no stacks."""
+
+    def look(self, generation: int, nodes: int, then: Any) -> None:
+        NodeTeam.look(cast("Any", self), generation, nodes, then)
+
+    def ask_look(self, tell: Any, _now: float) -> list[Effect]:
+        self.tell = tell
+        return [effects.Look(0, 2, ("a.1", "b.7"))]
+
+    def has_looked(self, looks: tuple[str, ...], data: bytes, _now: float) -> list[Effect]:
+        assert looks == ("a.1", "b.7")
+        return [effects.Looked(self.tell, Found(None, {"a": data}))]
+
+
+def test_an_agent_that_shows_no_stacks_says_so() -> None:
+    it, found = Looks(), list[Found]()
+    run = JobRun(cast("Any", it), cast("Any", None), cast("Any", it), signals=False)
+    run._has_begun = True
+    run.ask_look(found.append)
+    while run._step() is None:
+        pass
+    (told,) = found
+    assert stack_report.read(told.answers["a"]).why == "its agent is a program that shows no stacks"

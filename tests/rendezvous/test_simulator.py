@@ -11,7 +11,7 @@ from phalanx._rendezvous.membership import Decision
 from phalanx._rendezvous.records import replace
 from phalanx._store.store import Created, Delete, Transaction, Unchanged
 from tests.rendezvous import simulator
-from tests.rendezvous.simulator import BrokenError, Setting, Simulation, play
+from tests.rendezvous.simulator import BrokenError, Setting, Simulation, play, setting_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,6 +54,29 @@ def test_what_a_node_asks_of_the_store_does_not_depend_on_their_number(nodes: in
     assert asked[nodes // 2] <= 3
     assert asked[-2] <= 4
     assert asked[-1] <= 8
+
+
+@pytest.mark.parametrize("first", range(0, 400, 200))
+def test_who_asks_where_the_ranks_are_is_told_whatever_happens(first: int) -> None:
+    count = 0
+    for seed in range(first, first + 200):
+        try:
+            story = Simulation(setting_of(seed)._replace(looks=12), seed).run()
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+        count += sum(node.looks for node in story.nodes)
+    assert count > 200
+
+
+@pytest.mark.parametrize("nodes", [4, 64, 256])
+def test_a_look_at_all_ranks_costs_one_write_of_each_node(nodes: int) -> None:
+    simulation = Simulation(Setting(nodes, nodes, nodes, lasts=400.0), 1)
+    simulation.at(60.0, lambda: simulation.nodes[0].ask_look())  # noqa: PLW0108 - there is none yet
+    simulation.run()
+    # The question, an answer of each other node, and the removal, 64 keys at a time.
+    submitted = [node.submitted_for_looks for node in simulation.nodes]
+    assert submitted == [1 + -(-nodes // 64), *[1] * (nodes - 1)]
 
 
 def first_broken(seeds: int = ENOUGH) -> str:

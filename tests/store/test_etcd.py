@@ -568,6 +568,16 @@ def test_an_answer_of_more_bytes_than_one_message_may_have(
         assert (one.watch("a/").revision, one.all[-1].prefix) == (last.revision, "a/")
 
 
+def test_watches_that_are_ended_do_not_add_up(etcd: Etcd, prefix: str) -> None:
+    with client(etcd.endpoints, prefix) as one:
+        for number in range(5):
+            one.watch(f"{number}/")
+            one.store.unwatch(f"{number}/")
+        assert one.below("") == []
+        assert one.store._session is not None
+        assert (len(one.store._session.followers), len(one.store._watched)) == (0, 0)
+
+
 def test_sockets_do_not_add_up(etcd: Etcd, prefix: str) -> None:
     before = len(_grpcs())
     for _ in range(20):

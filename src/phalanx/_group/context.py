@@ -311,6 +311,11 @@ class PContext(GroupStart):
             report.look(supervisor.mirror.alive, supervisor.mirror.ended, seconds, then)
 
     @property
+    def alive(self) -> dict[int, int]:
+        """The pids of the workers that run, by local rank; none before the start."""
+        return {} if self._supervisor is None else self._supervisor.mirror.alive
+
+    @property
     def hang_report(self) -> HangReporter | None:
         """What reports on the timers of the group; None: they are not watched, or it was not started."""
         return None if self._supervisor is None else self._supervisor.hang_report

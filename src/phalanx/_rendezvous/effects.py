@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from phalanx._rendezvous.records import Job, Stop
     from phalanx._store.store import Entry, Transaction
 
@@ -59,6 +61,38 @@ class Earlier(NamedTuple):
     """A job of this id is over; this node has come too late for it, and waits for the next one."""
 
 
+class Look(NamedTuple):
+    """Take the stacks of the workers of a generation, of which there are so many nodes, for those who ask.
+
+    `Participant.has_looked` is told what they are, and the same ``looks``.
+    """
+
+    generation: int
+    nodes: int
+    looks: tuple[str, ...]
+
+
+class Found(NamedTuple):
+    """Where all ranks of the job are, as far as its nodes have said.
+
+    Attributes:
+        job: The generation that was asked for; None: nobody could be asked.
+        answers: What the nodes have said, by their ids: `stack_report` reads it.
+        why: Why nobody could be asked, or why those that are missing have not answered; "": all have.
+    """
+
+    job: Job | None
+    answers: Mapping[str, bytes]
+    why: str = ""
+
+
+class Looked(NamedTuple):
+    """Tell somebody who has asked where all ranks are."""
+
+    tell: Callable[[Found], None]
+    found: Found
+
+
 class Finish(NamedTuple):
     """The node has left.
 
@@ -80,4 +114,4 @@ class Finish(NamedTuple):
     ends_job: bool = False
 
 
-Effect = Watch | Unwatch | Submit | Fetch | Start | End | Heard | Earlier | Finish
+Effect = Watch | Unwatch | Submit | Fetch | Start | End | Heard | Earlier | Look | Looked | Finish

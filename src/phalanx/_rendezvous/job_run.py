@@ -10,6 +10,7 @@ import math
 import os
 from abc import abstractmethod
 from collections import deque
+from functools import partial
 
 from phalanx._agent.attempts import Team
 from phalanx._base import clock, interrupts
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from typing import Any, Self
 
     from phalanx._agent.attempt_end import AttemptEnd
-    from phalanx._rendezvous.effects import Effect, Finish
+    from phalanx._rendezvous.effects import Effect, Finish, Found
     from phalanx._rendezvous.node import Participant
     from phalanx._rendezvous.records import Job, Node, Stop
     from phalanx._store.store import Store, StoreEvent
@@ -72,6 +73,16 @@ class NodeTeam(Team):
     def came_late(self) -> None:
         """Say that a job of this id is over, and that the next one is waited for. By default, it is not said."""
 
+    def look(self, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:  # noqa: ARG002 - see below
+        """Take the stacks of the workers of a generation, and call ``then`` with them, once, on any thread.
+
+        Returns at once. ``nodes``: how many there are in that generation, which share what may be written. ``then`` is
+        called with what `stack_report.write` returns: by default, that no stack is shown here.
+        """
+        from phalanx._rendezvous import stack_report
+
+        then(stack_report.write({}, 0, why="its agent is a program that shows no stacks"))
+
     @abstractmethod
     def store_is(self, why: str | None) -> None:
         """Say that the store does not answer, and why; None: it answers."""
@@ -113,6 +124,13 @@ class JobRun:
         """Ask for this node's departure. The job goes on without it, if there are nodes enough."""
         self._tell(self._node.ask_leave, why)
 
+    def ask_look(self, tell: Callable[[Found], None]) -> None:
+        """Find out where all ranks of the job are. ``tell`` is called with it; not, if the run ends before.
+
+        That is on the thread of `run`: it must not wait.
+        """
+        self._tell(self._node.ask_look, tell)
+
     def wake(self) -> None:
         """Have `run` look at once at what has become of the workers."""
         self._bell.open()
@@ -129,6 +147,9 @@ class JobRun:
 
     def _hear_failure(self, generation: int, stop: Stop) -> None:
         self._tell(self._see_failure, generation, stop)
+
+    def _hear_look(self, looks: tuple[str, ...], data: bytes) -> None:
+        self._tell(self._node.has_looked, looks, data)
 
     # --- one thread
 
@@ -247,6 +268,10 @@ class JobRun:
             self._team.heard(effect.what)
         elif isinstance(effect, effects.Earlier):
             self._team.came_late()
+        elif isinstance(effect, effects.Look):
+            self._team.look(effect.generation, effect.nodes, partial(self._hear_look, effect.looks))
+        elif isinstance(effect, effects.Looked):
+            effect.tell(effect.found)
 
     def _start(self) -> None:
         try:

@@ -1,7 +1,8 @@
 """A node of a job: what its agent does as the store and its workers tell. Pure: it returns what is to be done.
 
 Owns the node's part in each generation. Any event may come at any time. What it wants the store to hold is the business
-of `node_writes`; what it waits for, and how it leaves, of `node_waits`.
+of `node_writes`; what it waits for, and how it leaves, of `node_waits`; where the ranks are, if somebody asks, of
+`looks`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 
 from phalanx._rendezvous import records
 from phalanx._rendezvous.effects import Earlier, Finish, Heard, Watch
+from phalanx._rendezvous.looks import Looks
 from phalanx._rendezvous.node_waits import PATIENCE, NodeWaits
 from phalanx._rendezvous.records import DamagedError, Stop, replace
 from phalanx._store import store
@@ -18,7 +20,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from phalanx._rendezvous.effects import Effect
+    from phalanx._rendezvous.effects import Effect, Found
     from phalanx._rendezvous.records import Job, Node
     from phalanx._rendezvous.rules import Rules
     from phalanx._store.store import StoreEvent
@@ -53,6 +55,7 @@ class Participant(NodeWaits):
         self._heard: tuple[int, str] = (-1, "")
         self._is_late = False  # whether an earlier job was met
         self._has_reached = False  # whether the store has answered at all
+        self._looks = Looks(me.id)
 
     # --- what happens
 
@@ -74,7 +77,8 @@ class Participant(NodeWaits):
         """
         self._now = now
         for event in events:
-            self._take(event)
+            if not self._looks.hear(event, now):
+                self._take(event)
         return self._settle()
 
     def _take(self, event: StoreEvent) -> None:
@@ -157,6 +161,18 @@ class Participant(NodeWaits):
         self._cannot_start = why if self.state == "WAITING" else ""
         return self._settle()
 
+    def ask_look(self, tell: Callable[[Found], None], now: float) -> list[Effect]:
+        """Find out where all ranks of the job are: `Looked` has ``tell`` called, unless this node leaves before."""
+        self._now = now
+        self._looks.ask(tell)
+        return self._settle()
+
+    def has_looked(self, looks: tuple[str, ...], data: bytes, now: float) -> list[Effect]:
+        """See where the workers here are, as `Look` has asked: ``data`` is to be told to those who ask."""
+        self._now = now
+        self._looks.answer(looks, data, self._view)
+        return self._settle()
+
     def tick(self, now: float) -> list[Effect]:
         """See that it is `wake`, or later."""
         self._now = now
@@ -183,6 +199,10 @@ class Participant(NodeWaits):
                 self._give_up_for(error)
             if self._given_up is not None and self.state == "LEAVING":
                 self._see("READ")
+            if not self._is_final:
+                is_away = self._away is not None or self._given_up is not None
+                self._effects += self._looks.settle(self._view, self._known_job(), self._now, is_away=is_away)
+                self.wake = min(self.wake, self._looks.wake)
         effects, self._effects = self._effects, []
         return effects
 

@@ -6,6 +6,8 @@ Below the prefix of the job (keys, in the words of `phalanx._store.store`):
     job/state               `Job`: the generation, who takes part in it, what came before   lease JOB
     job/stop/GENERATION     `Stop`: why a generation ends; the first to write it has said   lease JOB
     job/refused/NODE        `Refusal`: why a node is not taken                              lease JOB
+    job/look/LOOK           `Look`: somebody asks where all ranks are                       lease OWN
+    looks/LOOK/NODE         where those of a node are, see `stack_report`                   lease OWN
     nodes/NODE              `Node`: an agent, and how far it is                             lease OWN
     evidence/GENERATION/NODE  what its workers have left, see `evidence`                    lease JOB
     kept/...                what the last job was that was to be kept: two of the above     none: KEPT
@@ -37,8 +39,8 @@ __all__ = ["replace"]  # with all that is defined here; nobody else loads msgspe
 VERSION = 1
 """Of the format. Agents of another one are refused."""
 
-LEADER, STATE, STOP, REFUSED = "job/leader", "job/state", "job/stop/", "job/refused/"
-JOB, NODES, EVIDENCE, KEPT = "job/", "nodes/", "evidence/", "kept/"
+LEADER, STATE, STOP, REFUSED, LOOK = "job/leader", "job/state", "job/stop/", "job/refused/", "job/look/"
+JOB, NODES, EVIDENCE, LOOKS, KEPT = "job/", "nodes/", "evidence/", "looks/", "kept/"
 
 MOST_ENDS = 100
 """Ends of generations that are kept."""
@@ -263,6 +265,13 @@ class Refusal(Struct, frozen=True):
     why: _Text
 
 
+class Look(Struct, frozen=True):
+    """That somebody asks where all ranks of a generation are. ``node``: whose agent asks."""
+
+    node: _Id
+    generation: _Generation
+
+
 class DamagedError(ValueError):
     """What a key holds cannot be what an agent has written."""
 
@@ -275,11 +284,11 @@ class _Versioned(Struct, frozen=True):
     version: int = VERSION
 
 
-Record = TypeVar("Record", Node, Job, Stop, Refusal)
+Record = TypeVar("Record", Node, Job, Stop, Refusal, Look)
 
 _encoder = msgspec.json.Encoder()
 _decoders: dict[Any, msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(kind) for kind in (Node, Job, Stop, Refusal, _Versioned)
+    kind: msgspec.json.Decoder(kind) for kind in (Node, Job, Stop, Refusal, Look, _Versioned)
 }
 
 

@@ -26,6 +26,7 @@ class StoreView:
         self._job: tuple[int, Job | None] = -1, None
         self._made = 0  # when the job was made
         self._nodes: dict[str, Seen] = {}
+        self._looks: dict[str, Entry] = {}
 
     def take(self, event: Snapshot | Changed) -> None:
         """Take what the store has told."""
@@ -44,12 +45,15 @@ class StoreView:
                 self._entries.pop(key, None)
                 self._deleted[key] = revision
                 self._nodes.pop(key.removeprefix(records.NODES), None)
+                self._looks.pop(key.removeprefix(records.LOOK), None)
         for entry in told:
             if entry.modified > self._known(entry.key):
                 self._entries[entry.key] = entry
                 self._deleted.pop(entry.key, None)
                 if entry.key.startswith(records.NODES):
                     self._see_node(entry)
+                elif entry.key.startswith(records.LOOK):
+                    self._looks[entry.key.removeprefix(records.LOOK)] = entry
 
     def _known(self, key: str) -> int:
         entry = self._entries.get(key)
@@ -91,6 +95,11 @@ class StoreView:
     def nodes(self) -> dict[str, Seen]:
         """The nodes, by their ids."""
         return self._nodes
+
+    @property
+    def looks(self) -> dict[str, Entry]:
+        """What is asked of all nodes, by its id."""
+        return self._looks
 
     def job(self) -> tuple[Job | None, int]:
         """Return the job and the revision of its key; None and 0: there is none yet. Raises DamagedError."""

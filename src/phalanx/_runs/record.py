@@ -94,11 +94,13 @@ class Leftover(Struct, frozen=True, kw_only=True):
 class Attempt(Struct, frozen=True, kw_only=True):
     """One start of all ranks. ``number`` counts from 0; moments are Unix time in seconds.
 
+    ``nodes`` says on how many machines it was; ``ranks`` are those of this one.
     ``leftovers`` are the processes that its workers left behind; ``cause`` says, in one line, why another attempt
     followed, and ``step`` is the highest step that a rank had reported by then (`phalanx.timer.progress`), or None.
     """
 
     number: Count
+    nodes: Count = 1
     started: Moment
     ended: Moment | None = None
     ranks: Annotated[list[Rank], Meta(max_length=_MOST_RANKS)] = []

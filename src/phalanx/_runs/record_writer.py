@@ -34,9 +34,11 @@ RankState = Literal["running", "succeeded", "failed", "stopped", "abandoned", "l
 
 def begin(
     *, run_id: str, name: str, command: list[str], started: float, nprocs: int, ranks: list[dict[str, Any]],
-    number: int = 0, earlier: Sequence[dict[str, Any]] = (), cause: str = "",
+    number: int = 0, nodes: int = 1, earlier: Sequence[dict[str, Any]] = (), cause: str = "",
 ) -> dict[str, Any]:  # fmt: skip
     """Return the record of a run that this process launches: "running", in attempt ``number``, after ``earlier`` ones.
+
+    ``nodes``: how many machines have a part in that attempt.
 
     >>> run = begin(run_id="night", name="train.py", command=["train.py"], started=1795184205.0, nprocs=4, ranks=[])
     >>> run["state"], run["pid"] == os.getpid()
@@ -46,7 +48,8 @@ def begin(
     with contextlib.suppress(OSError):
         cwd = os.getcwd()
     attempt = {
-        "number": number, "started": started, "ended": None, "ranks": ranks, "leftovers": [], "cause": "", "step": None,
+        "number": number, "nodes": nodes, "started": started, "ended": None, "ranks": ranks, "leftovers": [],
+        "cause": "", "step": None,
     }  # fmt: skip
     return {
         "version": VERSION,

@@ -143,6 +143,7 @@ class Recorder:
             nprocs=len(self._envs),
             ranks=[],
             number=number,
+            nodes=max((_number(env.get("GROUP_WORLD_SIZE", "")) for env in self._envs.values()), default=1),
             earlier=[one for one in self._earlier if one["number"] < number],
             cause=self._cause,
         )
@@ -344,6 +345,11 @@ def start_of(pid: int) -> int:
         return procfs.Stat(pid).start
     except OSError:  # it has exited, or /proc hides it (hidepid, proc(5))
         return 0
+
+
+def _number(text: str) -> int:
+    """Return a number of an environment; 1, if it is none."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 1  # noqa: PLR2004 - of 32 bits
 
 
 def _text(part: object) -> str:

@@ -22,6 +22,9 @@ NO_STACK = "# no Python stack: "
 GONE = "it has exited"
 """The reason of a process that has exited."""
 
+EXITED = f"{NO_STACK}{GONE}\n"
+"""The text of such a process."""
+
 MAIN_ALONE = "one thread alone, the main thread as a rule"
 """How the line above a dump of one thread begins. Why the others are missing follows in brackets."""
 
@@ -286,6 +289,21 @@ def group_equal(texts: Mapping[int, str], key: Callable[[str], object]) -> list[
     for rank, text in sorted(texts.items()):
         groups.setdefault(key(text), ([], text))[0].append(rank)
     return list(groups.values())
+
+
+def alike(text: str) -> object:
+    """Return what makes ranks one group for `group_equal`: the same stacks, whatever the threads' idents are."""
+    threads = parse(text)
+    if not threads or native_part(text):
+        return text
+    first = text.partition("\n")[0]
+    state = first if first.startswith("# ") else ""
+    return state, tuple(tuple(program_frames(thread.frames)) for thread in threads)
+
+
+def native_part(text: str) -> str:
+    """Return the frames of C code that stand below a dump; "": there are none."""
+    return text.partition("\nnative frames (py-spy):\n")[2]
 
 
 def is_library(frame: Frame) -> bool:

@@ -18,6 +18,7 @@ from phalanx._rendezvous import evidence
 from phalanx._rendezvous.job_run import NodeTeam
 from phalanx._rendezvous.records import Stop, replace
 from phalanx.cli._last_look import LOOK, LastLook
+from phalanx.cli._node_looks import NodeLooks
 from phalanx.cli._preloading import Preloading
 from phalanx.cli._run_group import RunTeam
 from phalanx.multiprocessing import PreloadError
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from phalanx._agent.master_port import ReservedPort
     from phalanx._events.kinds import Event
     from phalanx._rendezvous.records import End, Job, Node
+    from phalanx.cli._stack_door import StackDoor
 
     Envs = Callable[[Job, int], Mapping[int, Mapping[str, str]]]
 
@@ -79,6 +81,9 @@ class MachineTeam(RunTeam, NodeTeam):
         self._preloading = None if warm is None else Preloading(warm, patience)
         self._imported: Callable[[], None] = lambda: None  # called at the end of an import, by another thread
         self._pending = -1  # the attempt that is started when all is imported; -1: none is
+        self._looks = NodeLooks()
+        self.door: StackDoor | None = None
+        """Where `phalanx stack` asks for the ranks of all nodes; None: nowhere."""
 
     # --- what is imported while the node waits
 
@@ -130,10 +135,15 @@ class MachineTeam(RunTeam, NodeTeam):
             raise
         attempt, self._pending = self._pending, -1
         super().start(attempt, self._wake)
+        if self.door is not None:
+            self.door.open(self._groups.log_dir)
 
     def close(self) -> None:
         """See `Team`."""
+        if self.door is not None:
+            self.door.close()
         super().close()
+        self._looks.close()
         if self._preloading is not None:
             self._preloading.close()
 
@@ -152,6 +162,11 @@ class MachineTeam(RunTeam, NodeTeam):
         mine = name_ranks(range(self._first, self._first + job.members[rank].nproc))
         again = f"attempt {job.generation + 1}{self.attempts}: " if job.generation else ""
         self._mention(f"{again}{len(hosts)} nodes ({_names(hosts)}), {count} workers; this is node {rank}, with {mine}")
+
+    def look(self, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:
+        """See `NodeTeam`."""
+        is_its = self._job is not None and self._job.generation == generation
+        self._looks.look(self.group if is_its else None, self._first, self._me.nproc, nodes, then)
 
     def end(self, stop: Stop | None) -> None:
         """See `NodeTeam`. The workers are given notice of what is planned, and only of that."""

@@ -66,9 +66,9 @@ class RunTeam(GroupTeam):
         observers: Observers,
     ) -> None:
         recorder = Recorder(
-            groups.script, groups.envs, run_id=run_id, command=groups.command, warn=self._warn, keep_runs=keep_runs
+            groups.script, groups.envs, run_id=run_id, command=groups.command, warn=self.warn, keep_runs=keep_runs
         )
-        self.record = RunRecord(recorder, self._warn, observers)
+        self.record = RunRecord(recorder, self.warn, observers)
         super().__init__(self._make_warm)
         groups.emit_into(self.record.stream)
         self._groups = groups
@@ -83,7 +83,8 @@ class RunTeam(GroupTeam):
         """Whether the run was stopped between two attempts."""
         self._standby = groups.standby
 
-    def _warn(self, text: str) -> None:
+    def warn(self, text: str) -> None:
+        """Say a line, above those of the workers. By any thread."""
         if self.group is None or not self.group.say(f"phalanx: {text}"):
             say(text)
 

@@ -27,6 +27,7 @@ from phalanx.cli._rdzv_conf import NOT_FOR_WORKERS
 from phalanx.cli._restarts import forwarding
 from phalanx.cli._run_group import report_failures, undisturbed
 from phalanx.cli._say import say
+from phalanx.cli._stack_door import StackDoor
 from phalanx.multiprocessing import SignalException
 
 TYPE_CHECKING = False
@@ -125,7 +126,9 @@ def see_node_through(
     team.record.begin()
     try:
         try:
-            finish, stopped = _run_all(JobRun(node, store, team), team, grace)
+            run = JobRun(node, store, team)
+            team.door = StackDoor(run.ask_look, team.warn)
+            finish, stopped = _run_all(run, team, grace)
         except (OSError, ValueError) as error:
             team.record_end("failed", 1, str(error))
             raise click.ClickException(str(error)) from None

@@ -1,12 +1,14 @@
 """``phalanx stack``: where the ranks of a live run are, now.
 
-Owns the options, whose process is whose, and what is shown. Asking is `_stacks.collect`'s business.
+Owns the options, whose process is whose, and what is shown. Asking is `_stacks.collect`'s business; of the ranks of
+other machines, `_job_stacks`'.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import re
 import sys
@@ -17,16 +19,28 @@ from phalanx._base import files
 from phalanx._base.process import Process
 from phalanx._base.rank_ranges import name_ranks
 from phalanx._base.tty import printable, use_colour
-from phalanx._stacks.dump import NO_STACK, group_equal, is_library, parse, program_frames, sum_up
+from phalanx._stacks.dump import (
+    EXITED,
+    NO_STACK,
+    alike,
+    group_equal,
+    is_library,
+    location,
+    native_part,
+    parse,
+    program_frames,
+    sum_up_locations,
+)
 from phalanx.cli._command import SETTINGS, Command
 from phalanx.cli._options import Folder, Whole
 from phalanx.cli._runs_folders import places
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from typing import Any
 
+    from phalanx._rendezvous.stack_report import JobStacks
     from phalanx._runs.catalog import RunDir
     from phalanx._runs.record import Rank, Run
     from phalanx._stacks.dump import Frame, Thread
@@ -36,8 +50,6 @@ _PATIENCE = 0.3
 
 _EACH = 0.012
 _NATIVE_PATIENCE = 15.0  # py-spy reads the symbols of every library first
-_AT_ONCE = 128  # ranks that are looked at at a time, each of which takes a descriptor
-_EXITED = f"{NO_STACK}it has exited\n"
 _LIBRARY = re.compile(r".*/(?:(?:site|dist)-packages|lib(?:64|32)?/python\d[\d.]*t?)/")
 
 
@@ -55,14 +67,15 @@ def _names(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list
 @click.argument("run", required=False, shell_complete=_names)
 @click.option("--rank", "ranks", type=Whole(min=0), multiple=True, metavar="N",
               help="Only this rank; may be given several times.")  # fmt: skip
-@click.option("--native", is_flag=True, help="The frames of C code as well.")
+@click.option("--native", is_flag=True, help="The frames of C code as well; of this machine's ranks alone.")
+@click.option("--local", is_flag=True, help="Of a job of many machines, this machine's ranks alone.")
 @click.option(
     "--log-dir",
     type=Folder(),
     envvar=["PHALANX_LOG_DIR", "PET_LOG_DIR"],
     help="Folder of the runs. Default: as of phalanx run.",
 )
-def stack(run: str | None, *, ranks: tuple[int, ...], native: bool, log_dir: str | None) -> None:
+def stack(run: str | None, *, ranks: tuple[int, ...], native: bool, local: bool, log_dir: str | None) -> None:
     """Show where the ranks of RUN are now, by their stacks.
 
     \b
@@ -74,19 +87,66 @@ def stack(run: str | None, *, ranks: tuple[int, ...], native: bool, log_dir: str
     rank, which is paused for some milliseconds. Where that is not allowed, a rank is asked by a signal for the stack of
     its main thread, and it is said. RUN is as for phalanx logs; another user's is for root alone, by its name, and is
     only looked at from outside. The exit code is 0 if there was any stack to show.
+
+    Of a job of many machines, the ranks of all are shown, on each of them: their agents are asked. One that does not
+    answer within 5 s is named; if they cannot be asked, this machine's ranks are shown, and it is said.
     """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
     found = _resolve(places(log_dir), run)
     assert found.run is not None
-    asked = _ranks(found.run, set(ranks))
-    texts = _collect(found.path, asked, native=native, owner=None if found.is_ours else found.owner)
-    colour = use_colour(sys.stdout)
-    click.echo(_style(printable(sum_up(texts)), colour, bold=True), color=colour)
-    for group, text in group_equal(texts, _alike):
-        click.echo()
-        for line, style in _lines(group, text, found.run.cwd):
-            click.echo(_style(printable(line), colour, **style), color=colour)
-    if not any(parse(text) for text in texts.values()):
+    owner = None if found.is_ours else found.owner
+    told = None if local or native else _ask(found, set(ranks))
+    if told is None:
+        texts = _collect(found.path, _ranks(found.run, set(ranks)), native=native, owner=owner)
+    else:
+        texts = _chosen(told.texts, set(ranks))
+    name = name_ranks if told is None else told.ranks.name
+    _show(texts, found.run.cwd, name, [] if told is None else told.notes)
+    if not any(map(functools.cache(parse), texts.values())):
         sys.exit(1)
+
+
+def _show(texts: dict[int, str], cwd: str, name: Callable[[Iterable[int]], str], notes: list[str]) -> None:
+    """Show where ranks are, which are called what ``name`` returns."""
+    colour = use_colour(sys.stdout)
+    where = {text: location(text) for text in set(texts.values())}
+    summary = sum_up_locations({rank: where[text] for rank, text in texts.items()}, None, name)
+    click.echo(_style(printable(summary), colour, bold=True), color=colour)
+    for group, text in group_equal(texts, functools.cache(alike)):
+        click.echo()
+        for line, style in _lines(name(group), text, cwd):
+            click.echo(_style(printable(line), colour, **style), color=colour)
+    if notes:
+        click.echo()
+    for note in notes:
+        click.echo(_style(printable(note), colour, fg="yellow"), color=colour)
+
+
+def _ask(found: RunDir, ranks: set[int]) -> JobStacks | None:
+    """Ask for the ranks of the whole job. None: these are all of this machine; or nobody tells, which is said."""
+    run = found.run
+    assert run is not None
+    last = run.attempts[-1]
+    if last.nodes < 2 or (ranks and ranks.issubset(rank.rank for rank in last.ranks)):  # noqa: PLR2004 - machines
+        return None
+    from phalanx.cli._job_stacks import NotToldError, ask
+
+    try:
+        return ask(found.path, run, found.owner)
+    except NotToldError as error:
+        click.echo(printable(f"phalanx: these are the ranks of this machine alone: {error}"), err=True)
+        return None
+
+
+def _chosen(texts: dict[int, str], ranks: set[int]) -> dict[int, str]:
+    """The ranks that are meant. Raises UsageError."""
+    _check_known(ranks, texts)
+    return {rank: text for rank, text in texts.items() if not ranks or rank in ranks}
+
+
+def _check_known(ranks: set[int], known: Iterable[int]) -> None:
+    unknown = sorted(ranks.difference(known))
+    if unknown:
+        raise click.UsageError(f"--rank: this run has no rank {', '.join(map(str, unknown))}")
 
 
 def _resolve(where: tuple[str, ...], name: str | None) -> RunDir:
@@ -140,20 +200,19 @@ def _ranks(run: Run, wanted: set[int]) -> list[tuple[int, Rank]]:
     """The ranks that are meant, each with the number of its latest attempt. Raises UsageError."""
     attempts = run.attempts if run.restart == "worker" else run.attempts[-1:]
     known = {rank.rank: (attempt.number, rank) for attempt in attempts for rank in attempt.ranks}
-    unknown = sorted(wanted - known.keys())
-    if unknown:
-        raise click.UsageError(f"--rank: this run has no rank {', '.join(map(str, unknown))}")
+    _check_known(wanted, known)
     return [known[rank] for rank in sorted(known) if not wanted or rank in wanted]
 
 
 def _collect(path: str, ranks: list[tuple[int, Rank]], *, native: bool, owner: int | None) -> dict[int, str]:
     """Look at the ranks that live: rank → text. With an ``owner``, whose run it is, only at processes of that user."""
+    from phalanx._stacks.live import AT_ONCE
     from phalanx._stacks.py_spy import preload
 
     preload()
     texts: dict[int, str] = {}
-    for first in range(0, len(ranks), _AT_ONCE):
-        texts |= _look(path, ranks[first : first + _AT_ONCE], native=native, owner=owner)
+    for first in range(0, len(ranks), AT_ONCE):
+        texts |= _look(path, ranks[first : first + AT_ONCE], native=native, owner=owner)
     return texts
 
 
@@ -173,7 +232,7 @@ def _look(path: str, ranks: list[tuple[int, Rank]], *, native: bool, owner: int 
             try:
                 process = _hold(rank, held, owner)
             except ProcessLookupError:
-                texts[rank.rank] = _EXITED
+                texts[rank.rank] = EXITED
             except OSError as error:
                 texts[rank.rank] = f"{NO_STACK}it could not be asked: {error.strerror}\n"
             else:
@@ -201,23 +260,15 @@ def _hold(rank: Rank, held: contextlib.ExitStack, owner: int | None) -> Process:
     return process
 
 
-def _alike(text: str) -> object:
-    """What makes ranks one group: the same stacks, whatever the threads' idents are."""
-    threads = parse(text)
-    if not threads or _native(text):
-        return text
-    return tuple(tuple(program_frames(thread.frames)) for thread in threads)
-
-
-def _lines(ranks: list[int], text: str, cwd: str) -> list[tuple[str, dict[str, Any]]]:
+def _lines(name: str, text: str, cwd: str) -> list[tuple[str, dict[str, Any]]]:
     """What is shown of a group: lines, each with its looks."""
     heading = {"fg": "cyan", "bold": True}
     threads = parse(text)
     first, _, rest = text.partition("\n")
     if not threads:
         said = first.removeprefix("# ")
-        return [(f"{name_ranks(ranks)}: {said}", heading), *((f"  {line}", {}) for line in rest.splitlines())]
-    lines: list[tuple[str, dict[str, Any]]] = [(f"{name_ranks(ranks)}:", heading)]
+        return [(f"{name}: {said}", heading), *((f"  {line}", {}) for line in rest.splitlines())]
+    lines: list[tuple[str, dict[str, Any]]] = [(f"{name}:", heading)]
     if first.startswith("# "):
         lines.append((f"  {first.removeprefix('# ')}", {"fg": "yellow"}))
     *others, main = threads
@@ -226,9 +277,9 @@ def _lines(ranks: list[int], text: str, cwd: str) -> list[tuple[str, dict[str, A
     lines += _frames(main.frames, cwd)
     for equal in _equal(others):
         many = len(equal) > 1
-        name = f"{len(equal)} threads, alike:" if many else f"thread {equal[0].ident:#x}:"
-        lines += [(f"  {name}", {"bold": True}), *_frames(equal[0].frames, cwd)]
-    native = _native(text)
+        heads = f"{len(equal)} threads, alike:" if many else f"thread {equal[0].ident:#x}:"
+        lines += [(f"  {heads}", {"bold": True}), *_frames(equal[0].frames, cwd)]
+    native = native_part(text)
     if native:
         lines += [("  native frames (py-spy):", {"bold": True}), *((f"    {line}", {}) for line in native.splitlines())]
     return lines
@@ -260,10 +311,6 @@ def _equal(threads: Sequence[Thread]) -> list[list[Thread]]:
     for thread in threads:
         groups.setdefault(thread.frames, []).append(thread)
     return list(groups.values())
-
-
-def _native(text: str) -> str:
-    return text.partition("\nnative frames (py-spy):\n")[2]
 
 
 def _style(line: str, colour: bool, **style: Any) -> str:  # noqa: FBT001 - a private function

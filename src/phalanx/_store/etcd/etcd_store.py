@@ -23,7 +23,7 @@ from phalanx._base import clock
 from phalanx._store.etcd import api, loop_thread
 from phalanx._store.etcd.history import History
 from phalanx._store.etcd.reach import reach
-from phalanx._store.etcd.session import BROKEN, BrokenError, RefusedError
+from phalanx._store.etcd.session import BROKEN, WATCH_ENDED, BrokenError, RefusedError
 from phalanx._store.etcd.transactions import message_of
 from phalanx._store.store import (
     JOB,
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 
 _PATIENCE = 1.0
 _PAUSE = (0.05, 1.0)  # seconds between two tries to connect: the first, and the longest
-_WATCH_ENDED = "etcd has ended a watch"
 _LASTING = 10.0  # seconds after which a session was a good one: the next try is a first one again
 _code = api.grpc.StatusCode
 
@@ -228,7 +227,7 @@ class EtcdStore(Store):
                 await session.grant(self._settings.job_ttl, self._settings.job_lease)
 
     def _guard(self, session: Session) -> None:
-        session.followers.append(asyncio.ensure_future(self._see_lease_end(session)))
+        session.followers.add(asyncio.ensure_future(self._see_lease_end(session)))
 
     async def _see_lease_end(self, session: Session) -> None:
         """Have the lease made anew at once when etcd has ended it, and not when it is to be kept alive again.
@@ -237,12 +236,9 @@ class EtcdStore(Store):
         ttl, and goes on, takes them for expired, and has the new leader end them. What breaks ends the session.
         """
         try:
-            async for response in session.deletions(self._own):
-                if response.canceled:
-                    raise BrokenError(response.cancel_reason or _WATCH_ENDED)
-                if response.events and not self._closing.is_set():
+            async for _ in session.deletions(self._own):
+                if not self._closing.is_set():
                     await self._see_to_leases(session)
-            raise BrokenError(_WATCH_ENDED)
         except BROKEN as error:
             session.end(error)
 
@@ -258,10 +254,14 @@ class EtcdStore(Store):
         watched = self._watched.pop(prefix, None)
         if watched is not None and watched.follower is not None:
             watched.follower.cancel()
+            if self._session is not None:
+                self._session.followers.discard(watched.follower)
+                self._tasks.add(watched.follower)
+                watched.follower.add_done_callback(self._tasks.discard)
 
     def _follow(self, session: Session, watched: _Watched) -> None:
         watched.follower = asyncio.ensure_future(self._tell(session, watched))
-        session.followers.append(watched.follower)
+        session.followers.add(watched.follower)
 
     async def _tell(self, session: Session, watched: _Watched) -> None:
         """Tell all keys below a prefix, and what becomes of them. What breaks ends the session."""
@@ -288,7 +288,7 @@ class EtcdStore(Store):
         async for response in session.watch(self._prefix + watched.prefix.encode(), watched.revision + 1):
             if response.canceled:
                 if not response.compact_revision:
-                    raise BrokenError(response.cancel_reason or _WATCH_ENDED)
+                    raise BrokenError(response.cancel_reason or WATCH_ENDED)
                 watched.revision = -1
                 return
             if watched.revision < 0:
@@ -308,7 +308,7 @@ class EtcdStore(Store):
                 watched.revision = revision
                 self._history.see(revision)
                 self._deliver(Changed(watched.prefix, revision, tuple(written), tuple(deleted)))
-        raise BrokenError(_WATCH_ENDED)
+        raise BrokenError(WATCH_ENDED)
 
     async def _read(self, session: Session, prefix: str) -> tuple[tuple[Entry, ...], int]:
         kvs, revision = await session.range(self._prefix + prefix.encode())
@@ -397,4 +397,4 @@ class _Watched:
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
         self.revision = -1
-        self.follower: asyncio.Future[None] | None = None
+        self.follower: asyncio.Task[None] | None = None

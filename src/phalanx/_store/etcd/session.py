@@ -23,6 +23,7 @@ _LEADER = (("hasleader", "true"),)  # has etcd end a stream of a member that has
 
 _PREFACE = re.compile(r"^(.*last error: )?([A-Z_]+: )?(ipv[46]:\S+: )?", re.DOTALL)  # of what grpc says
 _ENDED = "the session has ended"
+WATCH_ENDED = "etcd has ended a watch"
 _code = api.grpc.StatusCode
 _NEVER = (_code.UNAUTHENTICATED, _code.PERMISSION_DENIED, _code.UNIMPLEMENTED)
 _OUTDATED = (_code.UNAUTHENTICATED, _code.INVALID_ARGUMENT)  # a token; the second: users were changed meanwhile
@@ -52,7 +53,7 @@ class Session:
         self._keeping = asyncio.Lock()  # a stream takes one message at a time
         self.broken = asyncio.Event()
         self.why: Exception | None = None
-        self.followers: list[asyncio.Future[None]] = []
+        self.followers: set[asyncio.Task[None]] = set()
 
     def open(self) -> None:
         """Begin to connect. The files for TLS are read each time: certificates are renewed while a job runs."""
@@ -203,9 +204,14 @@ class Session:
         """Return what etcd tells of the keys below a prefix, from a revision on."""
         return self._watch(key=prefix, range_end=api.end_of(prefix), start_revision=revision)
 
-    def deletions(self, key: bytes) -> AsyncIterator[Any]:
-        """Return what etcd tells of the deletions of a key, from now on."""
-        return self._watch(key=key, filters=[api.NO_PUT])
+    async def deletions(self, key: bytes) -> AsyncIterator[int]:
+        """Yield the revision of each deletion of a key, from now on. Raises BrokenError: etcd has ended the watch."""
+        async for response in self._watch(key=key, filters=[api.NO_PUT]):
+            if response.canceled:
+                raise BrokenError(response.cancel_reason or WATCH_ENDED)
+            for event in response.events:
+                yield event.kv.mod_revision
+        raise BrokenError(WATCH_ENDED)
 
     async def _watch(self, **fields: Any) -> AsyncIterator[Any]:
         if self._channel is None:
