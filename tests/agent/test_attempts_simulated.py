@@ -328,7 +328,7 @@ def test_a_restart_beside_a_worker_that_has_outlived_sigkill_is_none() -> None:
     assert ending.state == "failed"
     assert ending.why == "1 worker outlived SIGKILL, and may hold what another attempt needs"
     assert team.started == [0]
-    assert team.said[0] == "phalanx: restarting attempt 1: asked for"
+    assert team.said[0] == "phalanx: ending attempt 1: asked for"
 
 
 def test_requests_are_checked_when_they_are_made() -> None:

@@ -117,6 +117,10 @@ def test_a_spare_takes_the_place_of_a_host_that_is_lost(job: Callable[..., EtcdJ
     agents[0].process.wait()
     everyone([agents[1], *spare], 1, 4)
     one.finish(agents[1], *spare)
+    for agent in (agents[1], *spare):  # that restart is not counted among those that there may be, which is none
+        assert re.search(r"phalanx: attempt 2: 2 nodes \(h\d, h\d\), 4 workers", agent.said)
+        assert "attempt 2 has succeeded" in agent.said
+    assert re.search(r"attempt 1 ended after \S+: node \d is lost: .*; restarting", agents[1].said)
 
 
 @pytest.mark.parametrize("how", ["cut", "silence", "deafen"])

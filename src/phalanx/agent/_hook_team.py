@@ -64,6 +64,7 @@ class HookTeam(Team):
         self.result: RunResult | None = None
         self.start_error: Exception | None = None
         self.failed: RunResult | None = None
+        self.describe = agent._machines.describe
         self._agent = agent
         self._machines_may_come = machines_may_come
         self._ask_restart = ask_restart
@@ -110,6 +111,7 @@ class HookTeam(Team):
         if result.state in _FAILED:
             agent._machines.tell_failure(agent._end_of("failed", result))
             agent._stop_workers(group)
+            agent._machines.wait_for_end()
             self.result = result
             return agent._end_of("failed", result)
         if result.state != WorkerState.HEALTHY:

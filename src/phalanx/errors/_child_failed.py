@@ -6,7 +6,7 @@ from phalanx._outcomes.failure import first_failure
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from typing import Any
 
     from phalanx._outcomes.failure import ProcessFailure
@@ -21,6 +21,8 @@ class ChildFailedError(Exception):
         failures: The failures by global rank, at least one, in the order of their exits.
         outcomes: The outcomes of all workers, by global rank, as far as they are known.
         log_dir: Where the logs of the run are, or ``""``.
+        earlier: How the attempts before this one ended, a line each.
+        gave_up: Why no other attempt follows, or ``""``.
 
     Raises:
         ValueError: `failures` is empty.
@@ -41,6 +43,8 @@ class ChildFailedError(Exception):
         *,
         outcomes: Mapping[int, Outcome] | None = None,
         log_dir: str = "",
+        earlier: Sequence[str] = (),
+        gave_up: str = "",
     ) -> None:
         if not failures:
             raise ValueError("failures must hold at least one failure")
@@ -49,6 +53,8 @@ class ChildFailedError(Exception):
         self.failures = dict(failures)
         self.outcomes = dict(outcomes or {})
         self.log_dir = log_dir
+        self.earlier = list(earlier)
+        self.gave_up = gave_up
 
     def get_first_failure(self) -> tuple[int, ProcessFailure]:
         """Return the global rank and the failure of what failed first: by evidence, else by exit, else by timestamp."""
@@ -58,7 +64,10 @@ class ChildFailedError(Exception):
         """Return the report: the root cause, the other failures, the workers that were stopped because of it."""
         from phalanx._outcomes.report import format_report
 
-        return format_report(self.name, self.failures, outcomes=self.outcomes, log_dir=self.log_dir)
+        return format_report(
+            self.name, self.failures, outcomes=self.outcomes, log_dir=self.log_dir, earlier=self.earlier,
+            gave_up=self.gave_up,
+        )  # fmt: skip
 
     def __str__(self) -> str:
         return "\n" + self.format_msg()
