@@ -7,6 +7,8 @@ import importlib.util
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -460,6 +462,24 @@ def test_an_etcd_that_is_there(etcd: Etcd) -> None:  # noqa: F811 - the fixture
         hear(ended)
         ends = at_once(one.next_rendezvous, other.next_rendezvous)
         assert [type(each) for each in ends] == [RendezvousClosedError] * 2, ends
+
+
+@pytest.mark.once
+@pytest.mark.usefixtures("grpc_is_up")
+def test_a_program_that_takes_part_through_grpc_may_fork(etcd: Etcd) -> None:  # noqa: F811 - the fixture
+    """Its children end by themselves, however they leave; what it holds in the store stays its own."""
+    where = etcd.endpoints, f"forks/{os.getpid()}"
+    command = [sys.executable, "-W", "error", "-m", "tests.support.forking_host", *where]
+    program = subprocess.run(command, capture_output=True, text=True, timeout=3 * SOON, check=False)
+    assert (program.returncode, program.stderr) == (0, "")
+    assert program.stdout.splitlines() == [
+        "only leaves 0",
+        "drops 0",
+        "shuts down 0",
+        "of multiprocessing 0 [0, 2, 4]",
+        "ended [0, 0]",
+        "again [1, 1] [True, True]",
+    ]
 
 
 @pytest.mark.once

@@ -63,6 +63,7 @@ KEPT_APART = {
         for name in (
             *(f"_rendezvous/{name}" for name in ("guest", "guest_team", "job_run", "leader", "membership", "node")),
             *(f"_rendezvous/{name}" for name in ("candidates", "node_waits", "node_writes", "stops", "store_view")),
+            "_rendezvous/words",
             *("_store/etcd/auth", "_store/etcd/etcd_store", "_store/etcd/session", "cli/_node_team", "cli/_run_node"),
             *(f"_store/hub/{name}" for name in ("connection", "door", "handshake", "hub_store", "server", "service")),
         )

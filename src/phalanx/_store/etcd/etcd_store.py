@@ -39,7 +39,7 @@ from phalanx._store.store import (
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
     from concurrent.futures import Future
     from typing import Any
 
@@ -172,6 +172,9 @@ class EtcdStore(Store):
         """Connect, and see to the leases."""
         session.open()
         await session.authenticate()
+        if not self._lease:  # nothing has been told yet: the steps need not wait for each other
+            await _together(session.check(self._prefix), self._see_to_own(session), self._see_to_job(session))
+            return
         revision = await session.check(self._prefix)
         if revision < self._newest:  # a watch would tell nothing until it has as many again
             raise BrokenError(f"it has lost what it held: it is at revision {revision}, after {self._newest}")
@@ -204,13 +207,19 @@ class EtcdStore(Store):
     async def _see_to_leases(self, session: Session) -> None:
         """Keep the leases alive, once. One that is gone is made anew; of our own, that is told."""
         async with self._keeping:
-            if not self._lease:
-                self._lease = await session.grant(self._settings.ttl)
-            elif not await session.keep(self._lease):
-                self._lease = await session.grant(self._settings.ttl)
-                self._deliver(LeaseLost())
-            if not await session.keep(self._settings.job_lease):
-                await session.grant(self._settings.job_ttl, self._settings.job_lease)
+            await self._see_to_own(session)
+            await self._see_to_job(session)
+
+    async def _see_to_own(self, session: Session) -> None:
+        if not self._lease:
+            self._lease = await session.grant(self._settings.ttl)
+        elif not await session.keep(self._lease):
+            self._lease = await session.grant(self._settings.ttl)
+            self._deliver(LeaseLost())
+
+    async def _see_to_job(self, session: Session) -> None:
+        if not await session.keep(self._settings.job_lease):
+            await session.grant(self._settings.job_ttl, self._settings.job_lease)
 
     # --- watches
 
@@ -358,6 +367,14 @@ class EtcdStore(Store):
                 for lease in (self._lease, *((self._settings.job_lease,) if self._ends_job else ())):
                     if lease:
                         await session.revoke(lease)
+
+
+async def _together(*steps: Coroutine[Any, Any, object]) -> None:
+    """Take steps at once. Raises what one has raised, when all have ended: that etcd refuses us goes first."""
+    ended = await asyncio.gather(*steps, return_exceptions=True)
+    errors = [each for each in ended if isinstance(each, BaseException)]
+    for error in sorted(errors, key=lambda each: not isinstance(each, RefusedError)):
+        raise error
 
 
 class _Watched:
