@@ -118,9 +118,9 @@ CASE = Case(
     name="store_use",
     measures=f"jobs of so many nodes (threads of at most {PROCESSES} processes) with so many workers each, at an etcd"
     " and at the store of rank 0's agent: for each node, the requests and streams that the store was sent, and the"
-    " bytes of messages to it and from it; until all know their ranks as they come, and from the failure of a worker (with"
-    " a traceback of 2 KB) until all know them again, what became of every worker included. What the store holds then:"
-    " of etcd, its keys and its memory; of rank 0's agent, what it has more than without the store",
+    " bytes of messages to it and from it; until all know their ranks as they come, and from the failure of a worker"
+    " (with a traceback of 2 KB) until all know them again, what became of every worker included. What the store"
+    " holds then: of etcd, its keys and its memory; of rank 0's agent, what it has more than without the store",
     units={
         f"{store}, {nodes} x {workers}, {name}": unit
         for nodes, workers in SIZES
