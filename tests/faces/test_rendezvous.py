@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -217,6 +218,18 @@ def test_a_port_that_is_taken(place: Place) -> None:
         zero = place(0)
         with shut_down(zero), pytest.raises(RendezvousConnectionError, match=f"static: .*{place.port}: .*in use"):
             zero.next_rendezvous()
+
+
+def test_more_nodes_than_files_may_be_open_are_refused(place: Place) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    zero = place(0, 1000)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1063, hard))
+        says = r"each of 1000 nodes, and needs 1064 open files: it may have 1063 \(ulimit -n\)"
+        with shut_down(zero), pytest.raises(RendezvousConnectionError, match=says):
+            zero.next_rendezvous()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_nothing_is_left_and_no_handler_is_set(place: Place) -> None:
