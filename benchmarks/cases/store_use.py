@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.agents.crowd import PROCESSES, Crowd
 from benchmarks.agents.say import CALLED, FAILED, GONE, RANK
-from benchmarks.case import PHALANX, Case, Sample
+from benchmarks.case import PHALANX, Case, Sample, Target
 from benchmarks.etcd import Etcd
 
 if TYPE_CHECKING:
@@ -135,7 +135,16 @@ CASE = Case(
             **more,
         }.items()
     },
-    targets=(),
+    targets=tuple(
+        Target(f"etcd, {nodes} x {workers}, {name}", "<=", most, worst=True)
+        for nodes, workers in SIZES
+        for name, most in {
+            "first: requests": 10,
+            "restart: requests": 3,
+            "restart: written": 4096 + 110 * workers,
+            "restart: read": 2048 + 64 * nodes,
+        }.items()
+    ),
     contenders={PHALANX: _phalanx},
     rounds=1,
     warm_up=False,

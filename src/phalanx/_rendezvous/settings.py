@@ -196,8 +196,8 @@ class Machines(NamedTuple):
         most, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], self.max_nodes + OWN_FILES
         if most != resource.RLIM_INFINITY and most < needed:
             msg = (
-                f"the agent of node 0 has a connection to each of {self.max_nodes} nodes, and needs {needed} open files:"
-                f" it may have {most} (ulimit -n)"
+                f"the agent of node 0 has a connection to each of {self.max_nodes} nodes, and needs {needed} open"
+                f" files: it may have {most} (ulimit -n)"
             )
             raise OSError(msg)
 
