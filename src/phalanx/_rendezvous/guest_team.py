@@ -42,6 +42,11 @@ class Left(NamedTuple):
     log_dir: str = ""
     hangs: HangReporter | None = None
 
+    @property
+    def survivors(self) -> int:
+        """How many have outlived SIGKILL."""
+        return sum(outcome.state == "abandoned" for outcome in self.result.outcomes.values())
+
 
 class Part:
     """The part of a node in one generation.
@@ -156,6 +161,7 @@ class GuestTeam(NodeTeam):
             outcome=end.state,
             uptime=clock.now() - part.began,
             step=end.step,
+            survivors=0 if part.left is None else part.left.survivors,
             port=self._port.renew(),
             error=records.one_line(end.error) if end.failed else "",
             rank=end.rank,

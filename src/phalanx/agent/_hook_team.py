@@ -111,7 +111,6 @@ class HookTeam(Team):
         if result.state in _FAILED:
             agent._machines.tell_failure(agent._end_of("failed", result))
             agent._stop_workers(group)
-            agent._machines.wait_for_end()
             self.result = result
             return agent._end_of("failed", result)
         if result.state != WorkerState.HEALTHY:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 from phalanx._agent.history import describe_restart
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._rendezvous.conf import SECRET
 from phalanx.agent._types import Worker
-from phalanx.rendezvous import ManyMachinesRendezvous, RendezvousError
+from phalanx.rendezvous import ManyMachinesRendezvous
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -38,7 +36,6 @@ class AgentMachines:
         handler = spec.rdzv_handler
         self.handler = handler if isinstance(handler, ManyMachinesRendezvous) else None
         self._spec = spec
-        self._follows = True  # whether a failure may be followed by another attempt
 
     def announce(
         self, policy: RestartPolicy, grace: float, barrier: float, call: Callable[[], object]
@@ -52,8 +49,7 @@ class AgentMachines:
         spec = self._spec
         self.handler.announce(nproc=spec.local_world_size, role=spec.role, policy=policy, grace=grace, barrier=barrier)
         self.handler.when_ended(call)
-        self._follows = policy.may_follow(0)
-        return _ASKS_OTHERS if self._follows else policy
+        return _ASKS_OTHERS
 
     def have_succeeded(self) -> bool | None:
         """Return whether the workers of all machines have, now that these have; None: it is not known yet."""
@@ -68,12 +64,6 @@ class AgentMachines:
         """Tell them what became of the workers here, none of which is left: before their end is told."""
         if self.handler is not None:
             self.handler.tell_outcomes(result, log_dir=log_dir, hangs=group.hang_report)
-
-    def wait_for_end(self) -> None:
-        """Wait for the end of the job, where no other attempt follows a failure: until no worker is left anywhere."""
-        if self.handler is not None and not self._follows:
-            with suppress(RendezvousError):
-                self.handler.next_rendezvous()
 
     def report(self, name: str) -> ChildFailedError | None:
         """Make the report of all machines on a job that has failed; None: there is none."""
