@@ -1,4 +1,4 @@
-"""A process with some agents: ``python -m benchmarks.agents KIND ENDPOINT``. Commands come as lines of stdin."""
+"""A process with some agents: ``python -m benchmarks.agents KIND ENDPOINT WORKERS``. Commands are lines of stdin."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from benchmarks.agents.say import Agents
 
 
-def _agents(kind: str, endpoint: str) -> Agents:
+def _agents(kind: str, endpoint: str, workers: int) -> Agents:
     if kind == "phalanx":
         from benchmarks.agents import ours
 
-        return ours.OurAgents(endpoint)
+        return ours.OurAgents(endpoint, workers)
     if kind == "peer":
         from benchmarks.agents import theirs
 
@@ -26,9 +26,9 @@ def _agents(kind: str, endpoint: str) -> Agents:
     return bare.BareAgents(endpoint)
 
 
-def main(kind: str, endpoint: str) -> None:
+def main(kind: str, endpoint: str, workers: str) -> None:
     """Carry out what is asked, until nobody asks any more."""
-    agents = _agents(kind, endpoint)
+    agents = _agents(kind, endpoint, int(workers))
     say(IN, -1)
     for line in sys.stdin:
         command, *args = line.split()

@@ -36,10 +36,11 @@ class Crowd:
         kind: Whose they are: a contender.
         endpoint: Where they meet.
         nodes: How many.
+        workers: How many each has that tell what became of them, for Phalanx; 0: one, which does not.
     """
 
-    def __init__(self, kind: str, endpoint: str, nodes: int) -> None:
-        self._command = [sys.executable, "-m", "benchmarks.agents", kind, endpoint]
+    def __init__(self, kind: str, endpoint: str, nodes: int, workers: int = 0) -> None:
+        self._command = [sys.executable, "-m", "benchmarks.agents", kind, endpoint, str(workers)]
         self._count = min(PROCESSES, nodes)
         self.nodes = nodes
         self._heard: deque[Said] = deque()

@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING
 from benchmarks.agents.say import CALLED, ERROR, FAILED, GONE, IN, RANK, TOLD, say
 from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._agent.restart_policy import RestartPolicy
-from phalanx._rendezvous import records
+from phalanx._outcomes.failure import ProcessFailure
+from phalanx._outcomes.outcome import NOT_AVAILABLE, Outcome
+from phalanx._outcomes.result import RunProcsResult
+from phalanx._rendezvous import evidence, records
 from phalanx._rendezvous.job_run import JobRun, NodeTeam
 from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.records import Node, Stop, replace
@@ -22,6 +25,8 @@ from phalanx._rendezvous.settings import prefix_of
 from phalanx._store.etcd import loop_thread
 from phalanx._store.etcd.etcd_store import EtcdStore
 from phalanx._store.etcd.settings import EtcdSettings
+from phalanx._store.hub.hub_store import HubStore
+from phalanx._store.hub.settings import HubSettings
 from phalanx._store.store import Changed, Done, Put, Snapshot, Store
 
 if TYPE_CHECKING:
@@ -31,15 +36,24 @@ if TYPE_CHECKING:
     from phalanx._store.store import StoreEvent, Transaction
 
 RESTARTS = 1000
+HUB = "hub:"
+TRACEBACK = "Traceback (most recent call last):\n" + 20 * f'  File "{"/x" * 20}.py", line 99, in step\n    {"y" * 40}\n'
+FOLDER = "/home/ada/.local/state/phalanx/runs/20261120-144610_ibiu5pti"
 TTL = 60
 """Seconds of a lease. More than the default: hundreds of agents share few processors, and none is to be lost."""
 
 
 class OurAgents:
-    """The agents of this process."""
+    """The agents of this process.
 
-    def __init__(self, endpoint: str) -> None:
+    Args:
+        endpoint: Where the etcd is; or `HUB` and where the store of rank 0's agent is.
+        workers: See `Crowd`.
+    """
+
+    def __init__(self, endpoint: str, workers: int) -> None:
         self._endpoint = endpoint
+        self._workers = workers
         self._teams: dict[int, _Team] = {}
         loop_thread.acquire()  # it stays between two jobs: nobody else's process has so many, one after another
 
@@ -59,9 +73,13 @@ class OurAgents:
     def _run(self, agent: int, run: str, nodes: int) -> None:
         try:
             say(CALLED, agent)
-            me = Node(f"n{agent}", f"host{agent}", "127.0.0.1", 1, port=29500, min_nodes=nodes, max_nodes=nodes)
-            store = _Counted(EtcdStore(EtcdSettings((self._endpoint,), prefix_of(run), ttl=TTL)), agent)
-            team = self._teams[agent] = _Team(agent, me, store)
+            nproc, order = max(1, self._workers), agent if self._endpoint.startswith(HUB) else -1
+            me = Node(
+                f"n{agent}", f"host{agent}", "127.0.0.1", nproc, port=29500, order=order, min_nodes=nodes,
+                max_nodes=nodes,
+            )  # fmt: skip
+            store = _Counted(self._store(run), agent)
+            team = self._teams[agent] = _Team(agent, me, store, self._workers)
             with JobRun(Participant(me, Rules(RestartPolicy(RESTARTS))), store, team) as job:
                 job.run()
             say(GONE, agent)
@@ -70,12 +88,20 @@ class OurAgents:
             traceback.print_exc()
             raise
 
+    def _store(self, run: str) -> Store:
+        if not self._endpoint.startswith(HUB):
+            return EtcdStore(EtcdSettings((self._endpoint,), prefix_of(run), ttl=TTL))
+        host, _, port = self._endpoint.removeprefix(HUB).rpartition(":")
+        return HubStore(HubSettings(host, int(port), run, b"", TTL, timeout=TTL))
+
 
 class _Team(NodeTeam):
     """The workers of a node, which are none."""
 
-    def __init__(self, agent: int, me: Node, store: _Counted) -> None:
+    def __init__(self, agent: int, me: Node, store: _Counted, workers: int) -> None:
         self._agent = agent
+        self._workers = workers
+        self._job: Job | None = None
         self._me = me
         self._store = store
         self._generation = -1
@@ -84,7 +110,7 @@ class _Team(NodeTeam):
 
     def assign(self, job: Job, rank: int) -> None:
         """Say that the node knows its rank, with what that has taken."""
-        self._generation, self._end = job.generation, None
+        self._generation, self._end, self._job = job.generation, None, job
         say(RANK, self._agent, rank, self._store.asked, self._store.heard, self._store.leads)
 
     def start(self, _attempt: int, wake: Callable[[], None]) -> None:
@@ -109,7 +135,20 @@ class _Team(NodeTeam):
     def account(self, end: AttemptEnd) -> tuple[Node, Stop | None, bytes]:
         """See `NodeTeam`."""
         me = replace(self._me, outcome=end.state, uptime=1.0, error=end.error)
-        return me, self._why() if end.failed else None, b""
+        return me, self._why() if end.failed else None, self._evidence(end) if self._workers else b""
+
+    def _evidence(self, end: AttemptEnd) -> bytes:
+        """Return what so many workers leave: one fails, with a traceback of `TRACEBACK`; the others are stopped."""
+        assert self._job is not None
+        outcomes = {rank: Outcome(rank, 4242 + rank, "stopped", -15, 15) for rank in range(self._workers)}
+        failures = {}
+        if end.failed:
+            failed = ProcessFailure(0, 4242, 1, NOT_AVAILABLE, observed_ns=1)
+            failures[0] = failed.replace(message="ValueError: bad batch", traceback=TRACEBACK, error_file=FOLDER)
+            outcomes[0] = Outcome(0, 4242, "failed", 1)
+        result, me = RunProcsResult(failures=failures, outcomes=outcomes), self._me
+        first = self._agent * self._workers
+        return evidence.write(me.id, me.host, FOLDER, result, first, nodes=len(self._job.members), machine=me.machine)
 
     def end(self, _stop: Stop | None) -> None:
         """Say that the workers would be ended now."""

@@ -16,6 +16,7 @@ _MODULES = {
     "warm_torch": "warm_torch",
     "restart": "restart",
     "rendezvous": "rendezvous",
+    "store_use": "store_use",
     "broadcast": "broadcast",
     "two_hosts": "two_hosts",
     "run_true": "run_true",

@@ -336,7 +336,7 @@ def test_restarts_that_are_asked_for(ready: Ready, gate: Gate) -> None:
     assert ending.state == "succeeded"
     assert len(set(pids)) == 3
     said = team.said  # type: ignore[attr-defined]  # see `shells`
-    assert said == [f"phalanx: restarting attempt {number}: a new machine is there" for number in (1, 2)]
+    assert said == [f"phalanx: ending attempt {number}: a new machine is there" for number in (1, 2)]
 
 
 # --- the console

@@ -328,7 +328,25 @@ def test_a_restart_beside_a_worker_that_has_outlived_sigkill_is_none() -> None:
     assert ending.state == "failed"
     assert ending.why == "1 worker outlived SIGKILL, and may hold what another attempt needs"
     assert team.started == [0]
-    assert team.said[0] == "phalanx: restarting attempt 1: asked for"
+    assert team.said[0] == "phalanx: ending attempt 1: asked for"
+
+
+def test_after_a_restart_that_is_not_counted_attempts_are_not_of_so_many() -> None:
+    team = Workers()
+
+    def happen(_most: float | None) -> None:
+        number = len(team.started)
+        if number == 2 and not team.orders:  # the second attempt; the first has failed
+            attempts.ask_restart(signal.SIGTERM, 5, "asked for")
+        elif number == 2:
+            team.over(AttemptEnd("stopped"))
+        else:
+            team.over(AttemptEnd("failed", error="bad batch"))
+
+    attempts = Simulated(team, RestartPolicy(1), happen)
+    assert attempts.run().state == "failed"
+    first, _, last = [line.partition(" after ")[0] for line in team.said]
+    assert (team.started, first, last) == ([0, 1, 2], "phalanx: attempt 1 of 2 failed", "phalanx: attempt 3 failed")
 
 
 def test_requests_are_checked_when_they_are_made() -> None:

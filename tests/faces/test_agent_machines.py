@@ -12,7 +12,7 @@ from phalanx.agent import LocalElasticAgent, WorkerSpec, WorkerState
 from phalanx.errors import ChildFailedError
 from phalanx.launcher import LaunchConfig, launch_agent
 from phalanx.multiprocessing import DefaultLogsSpecs
-from phalanx.rendezvous import ManyMachinesRendezvous, RendezvousClosedError, RendezvousParameters
+from phalanx.rendezvous import ManyMachinesRendezvous, RendezvousParameters
 from tests.support import agent_workers
 from tests.support.etcd import free_port
 
@@ -43,7 +43,9 @@ def both(call: Callable[[int], Any]) -> list[Any]:
     return [found[0], found[1]]
 
 
-def launched(folder: Path, fails: int, max_restarts: int) -> tuple[int, list[Any]]:
+def launched(
+    folder: Path, fails: Any, max_restarts: int, function: Any = agent_workers.fail_on_another_machine
+) -> tuple[int, list[Any]]:
     port = free_port()
 
     def launch(rank: int) -> Any:
@@ -52,7 +54,7 @@ def launched(folder: Path, fails: int, max_restarts: int) -> tuple[int, list[Any
             rdzv_configs={"rank": rank, "agent_port": port}, max_restarts=max_restarts,
             logs_specs=DefaultLogsSpecs(str(folder / f"{rank}")),
         )  # fmt: skip
-        return launch_agent(config, agent_workers.fail_on_another_machine, [fails])
+        return launch_agent(config, function, [fails])
 
     return port, both(launch)
 
@@ -65,14 +67,37 @@ def test_all_restart_when_a_worker_of_one_fails(tmp_path: Path) -> None:
     ]
 
 
-def test_the_budget_is_that_of_the_job(tmp_path: Path) -> None:
+def test_all_report_the_same_on_a_job_that_has_failed(tmp_path: Path) -> None:
+    """It names the root cause, its host and its traceback, where that is not this machine, too."""
+    host = os.uname().nodename
     _, ends = launched(tmp_path, 2, 1)
-    assert isinstance(ends[0], RendezvousClosedError)
-    assert "1 restart, and no more" in str(ends[0])
-    assert "rank 2 on host" in str(ends[0])
-    assert isinstance(ends[1], ChildFailedError)
-    assert list(ends[1].failures) == [2]
-    assert "ValueError: bad batch 1" in str(ends[1])
+    assert [type(each) for each in ends] == [ChildFailedError] * 2, ends
+    for each in ends:
+        rank, failure = each.get_first_failure()
+        assert (list(each.failures), rank, failure.local_rank, failure.host) == ([2], 2, 0, host)
+        assert (failure.exitcode, failure.message) == (1, "ValueError: bad batch 1")
+        assert "raise ValueError(msg)" in failure.traceback
+        assert [each.outcomes[other].state for other in (0, 1, 2)] == ["stopped", "stopped", "failed"]
+        assert (each.log_dir, each.gave_up) == (ends[1].log_dir, "1 restart, and no more")
+        assert each.log_dir.startswith(str(tmp_path / "1"))
+        (before,) = each.earlier
+        assert before.startswith("attempt 1 of 2, after ")
+        assert before.endswith(f": rank 2 on host {host}, ValueError: bad batch 0")
+    assert str(ends[0]) == str(ends[1])
+    data = [each.failures[2].error_file_data for each in ends]
+    assert [("extraInfo" in str(each)) for each in data] == [False, True]  # its file is on that machine
+
+
+def test_who_has_lost_a_connection_is_not_the_root_cause_on_any_machine(tmp_path: Path) -> None:
+    """Without restarts, too, each waits for the end of the others' workers, and has their outcomes."""
+    _, ends = launched(tmp_path, str(tmp_path / "socket"), 0, agent_workers.lose_another_machine)
+    assert [type(each) for each in ends] == [ChildFailedError] * 2, ends
+    assert str(ends[0]) == str(ends[1])
+    for each in ends:
+        rank, failure = each.get_first_failure()
+        assert (rank, failure.message, each.earlier, each.gave_up) == (2, "ValueError: bad batch", [], "")
+        assert set(each.failures) <= {0, 2}  # rank 0 has lost its connection, or was stopped before it saw that
+        assert (list(each.outcomes), each.outcomes[1].state) == ([0, 1, 2], "stopped")
 
 
 def test_no_agent_is_done_before_the_others(tmp_path: Path) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import resource
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -217,6 +220,18 @@ def test_a_port_that_is_taken(place: Place) -> None:
         zero = place(0)
         with shut_down(zero), pytest.raises(RendezvousConnectionError, match=f"static: .*{place.port}: .*in use"):
             zero.next_rendezvous()
+
+
+def test_more_nodes_than_files_may_be_open_are_refused(place: Place) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    zero = place(0, 1000)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1063, hard))
+        says = r"each of 1000 nodes, and needs 1064 open files: it may have 1063 \(ulimit -n\)"
+        with shut_down(zero), pytest.raises(RendezvousConnectionError, match=says):
+            zero.next_rendezvous()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_nothing_is_left_and_no_handler_is_set(place: Place) -> None:
@@ -474,6 +489,24 @@ def test_an_etcd_that_is_there(etcd: Etcd) -> None:  # noqa: F811 - the fixture
         hear(ended)
         ends = at_once(one.next_rendezvous, other.next_rendezvous)
         assert [type(each) for each in ends] == [RendezvousClosedError] * 2, ends
+
+
+@pytest.mark.once
+@pytest.mark.usefixtures("grpc_is_up")
+def test_a_program_that_takes_part_through_grpc_may_fork(etcd: Etcd) -> None:  # noqa: F811 - the fixture
+    """Its children end by themselves, however they leave; what it holds in the store stays its own."""
+    where = etcd.endpoints, f"forks/{os.getpid()}"
+    command = [sys.executable, "-W", "error", "-m", "tests.support.forking_host", *where]
+    program = subprocess.run(command, capture_output=True, text=True, timeout=3 * SOON, check=False)
+    assert (program.returncode, program.stderr) == (0, "")
+    assert program.stdout.splitlines() == [
+        "only leaves 0",
+        "drops 0",
+        "shuts down 0",
+        "of multiprocessing 0 [0, 2, 4]",
+        "ended [0, 0]",
+        "again [1, 1] [True, True]",
+    ]
 
 
 @pytest.mark.once

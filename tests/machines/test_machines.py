@@ -30,6 +30,26 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.once, pytest.mark.slow]
 
+LAUNCHES = """
+import os, signal, sys
+from phalanx.errors import ChildFailedError
+from phalanx.launcher import LaunchConfig, elastic_launch
+
+def train():
+    if os.environ["RANK"] == "3":
+        raise ValueError("bad batch")
+    signal.pause()
+
+if __name__ == "__main__":
+    where = {"rdzv_backend": "etcd", "rdzv_endpoint": sys.argv[1], "run_id": sys.argv[2]}
+    try:
+        elastic_launch(LaunchConfig(2, 2, 2, max_restarts=0, **where), train)()
+    except ChildFailedError as error:
+        print(error)
+        sys.exit(7)
+"""
+"""A program that launches a job, which fails on the second host, and prints the error."""
+
 
 def test_a_worker_fails_and_all_start_again(job: Callable[..., EtcdJob]) -> None:
     one = job("3")
@@ -57,6 +77,24 @@ def test_one_report_is_the_same_on_every_host(job: Callable[..., EtcdJob]) -> No
     assert re.search(r"host      : h\d\n  rank      : 4 \(local_rank: 0\)", report)
     assert "ValueError: bad batch of rank 4" in report
     assert "ranks 0-3, 5: stopped by us (SIGTERM)" in report
+
+
+def test_programs_that_launch_a_job_raise_the_same_report_on_every_host(job: Callable[..., EtcdJob]) -> None:
+    one = job("2")
+    script = one.folder / "launches.py"
+    script.write_text(LAUNCHES)
+    command = [sys.executable, str(script), one.etcd.endpoints, one.folder.name]
+    env = {**os.environ, "HOME": str(one.folder), "TMPDIR": str(one.folder)}
+    launchers = [
+        subprocess.Popen([*one.hosts.on(number), *command], stdout=subprocess.PIPE, text=True, env=env)
+        for number in (1, 2)
+    ]
+    reports = {launcher.communicate(timeout=SOON)[0] for launcher in launchers}
+    assert [launcher.returncode for launcher in launchers] == [7, 7]
+    (report,) = reports
+    assert re.search(r"host      : h[12]\n  rank      : 3 \(local_rank: 1\)\n  exitcode  : 1 ", report), report
+    assert 'raise ValueError("bad batch")\n    ValueError: bad batch\n' in report
+    assert "ranks 0-2: stopped by us (SIGTERM)" in report
 
 
 def test_an_agent_that_is_killed_is_gone_on_without(job: Callable[..., EtcdJob]) -> None:
@@ -88,9 +126,10 @@ def test_a_spare_takes_the_place_of_a_host_that_is_lost(job: Callable[..., EtcdJ
     one.finish(agents[1], *spare)
     lost = r"node \d is lost: its agent on host h1 is gone, or cut off"
     assert re.search(rf"{lost}; stopping the workers", agents[1].said)
-    for agent in (agents[1], *spare):
-        assert re.search(r"attempt 2 of 1: 2 nodes \(.*h3.*\), 4 workers", agent.said)
-        assert "attempt 2 of 1 has succeeded" in agent.said
+    assert re.search(rf"attempt 1 ended after \S+: {lost}; restarting", agents[1].said)
+    for agent in (agents[1], *spare):  # that restart is not counted among those that there may be, which is none
+        assert re.search(r"phalanx: attempt 2: 2 nodes \(.*h3.*\), 4 workers", agent.said)
+        assert "attempt 2 has succeeded" in agent.said
 
 
 def test_a_host_that_comes_takes_part(job: Callable[..., EtcdJob]) -> None:

@@ -64,7 +64,11 @@ KEPT_APART = {
             *(f"_rendezvous/{name}" for name in ("guest", "guest_team", "job_run", "leader", "membership", "node")),
             *(f"_rendezvous/{name}" for name in ("candidates", "node_waits", "node_writes", "stops", "store_view")),
             *("_rendezvous/looks", "cli/_job_stacks", "cli/_node_looks", "cli/_node_team", "cli/_run_node"),
-            *(f"_store/etcd/{name}" for name in ("auth", "etcd_store", "history", "reach", "session", "transactions")),
+            *(
+                f"_store/etcd/{name}"
+                for name in ("auth", "etcd_store", "history", "reach", "session", "transactions", "watches")
+            ),
+            "_rendezvous/words",
             "cli/_stack_door",
             *(f"_store/hub/{name}" for name in ("connection", "door", "handshake", "hub_store", "server", "service")),
         )

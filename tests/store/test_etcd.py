@@ -333,9 +333,9 @@ def test_more_changes_than_one_message_may_have_are_read_anew(
 
 def _watched_from(store: EtcdStore, prefix: str, revision: int) -> str:
     """Have a store watch a prefix as if it had told all up to a revision."""
-    from phalanx._store.etcd.etcd_store import _Watched
+    from phalanx._store.etcd.watches import Watched
 
-    watched = store._watched[prefix] = _Watched(prefix)
+    watched = store._watched[prefix] = Watched(prefix)
     watched.revision = revision
     return prefix
 

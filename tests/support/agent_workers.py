@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
+from contextlib import suppress
 from typing import Any
 
 from phalanx import timer
@@ -213,6 +216,32 @@ def fail_on_another_machine(fails: int) -> tuple[int, int, int, str]:
             raise ValueError(msg)
         signal.pause()
     return rank, int(os.environ["WORLD_SIZE"]), int(os.environ["GROUP_RANK"]), os.environ["MASTER_PORT"]
+
+
+def lose_another_machine(path: str) -> None:
+    """Rank 2 fails when rank 0 is connected to it, which fails of the lost connection; rank 1 waits for its end."""
+    rank = int(os.environ["RANK"])
+    if rank == 2:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"{path}.new")
+            listener.listen()
+            os.rename(f"{path}.new", path)
+            link, _ = listener.accept()
+            link.recv(1)
+            msg = "bad batch"
+            raise ValueError(msg)
+    if rank == 0:
+        with socket.socket(socket.AF_UNIX) as link:
+            while True:
+                with suppress(OSError):
+                    link.connect(path)
+                    break
+                time.sleep(0.01)
+            link.sendall(b"x")
+            link.recv(1)
+            msg = "the peer is gone"
+            raise ConnectionResetError(msg)
+    signal.pause()
 
 
 def wait_for_another_machine(path: str) -> int:

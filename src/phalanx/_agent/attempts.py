@@ -37,9 +37,11 @@ class Team(ABC):
 
     Attributes:
         poll_seconds: How often `ended` is asked, at least; None: only when `Attempts.wake` was called.
+        describe: Returns what is said of the attempt that follows in so many seconds.
     """
 
     poll_seconds: float | None = None
+    describe: Callable[[float], str] = staticmethod(describe_restart)
 
     def begin(self, attempt: int) -> None:  # noqa: B027 - there may be nothing to forget
         """Forget the attempt before: from now on, `ended` is asked about this one. `start` follows, or a stop.
@@ -129,6 +131,7 @@ class Attempts:
         self._started: list[float] = []  # when restarts were decided that count
         self._ends: list[AttemptEnd] = []
         self._why = ""
+        self._decision = Decision(retries=False)
         self._until = 0.0  # of the delay
         self._asked: deque[tuple[str, int, float, str]] = deque()  # by any thread: event, signal, grace, why
         self._order = 0, 0.0  # the signal and the grace of the stop
@@ -278,7 +281,7 @@ class Attempts:
             if stops and (self._due != "STOP_GROUP" or grace <= self._order[1]):
                 self._order = number, grace
             if event == "RESTART" and self._state == "RUNNING":
-                self._say(f"restarting attempt {self._number + 1}: {why}")
+                self._say(f"ending attempt {self._number + 1}: {why}")
             self._see(event)
 
     def _see(self, event: str) -> None:
@@ -370,19 +373,18 @@ class Attempts:
     def _follow(self, end: AttemptEnd, now: float) -> None:
         """Decide what follows a failure."""
         chance = int.from_bytes(os.urandom(4)) / (1 << 32)  # `random` would take 3 ms to import
-        decision = decide(self._policy, self._ends, self._started, now, chance)
-        self._decision = decision
-        failed = describe_failure(end.replace(rank=None) if self._name else end, self._policy.attempts)
+        self._decision = decision = decide(self._policy, self._ends, self._started, now, chance)
+        of = self._policy.attempts_of(self._number, len(self._started))
+        failed = describe_failure(end.replace(rank=None) if self._name else end, of)
         if decision.retries:
-            if decision.counted:
-                self._started.append(now)
-            cause = f"attempt {self._number + 1}{self._policy.attempts}: {end.describe()}"
+            self._started += [now] * decision.counted
+            cause = f"attempt {self._number + 1}{of}: {end.describe()}"
             self._emit(
                 agent_kinds.RestartDecided, delay=decision.delay, counted=decision.counted, cause=cause,
                 step=end.step, why=decision.why,
             )  # fmt: skip
             self._see("RETRY")
-            self._say(f"{', '.join(filter(None, (failed, decision.why)))}; {describe_restart(decision.delay)}")
+            self._say(f"{', '.join(filter(None, (failed, decision.why)))}; {self._team.describe(decision.delay)}")
             return
         self._why = decision.why
         self._emit(agent_kinds.GaveUp, why=decision.why)
@@ -396,5 +398,3 @@ class Attempts:
     def _emit(self, kind: type[kinds.Event], **fields: Any) -> None:
         if self._events is not None:
             self._events.emit(kind, self._number, clock.now_ns(), worker=self._worker, **fields)
-
-    _decision = Decision(retries=False)

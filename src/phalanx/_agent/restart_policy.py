@@ -106,6 +106,14 @@ class RestartPolicy(Value):
         fixed = self.window is None and not self.always_on
         return f" of {self.max_restarts + 1}" if fixed else ""
 
+    def attempts_of(self, restarts: int, counted: int) -> str:
+        """Return `attempts`, if all of the ``restarts`` so far were ``counted``; else "": there are more than that.
+
+        >>> RestartPolicy(3).attempts_of(1, 1), RestartPolicy(0).attempts_of(1, 0)
+        (' of 4', '')
+        """
+        return self.attempts if restarts == counted else ""
+
     def may_follow(self, attempt: int) -> bool:
         """Whether a failure of the attempt, from 0 on, may be followed by another attempt."""
         return (

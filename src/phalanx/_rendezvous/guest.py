@@ -18,11 +18,12 @@ from phalanx._agent import master_port
 from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._base import interrupts
 from phalanx._base.latch import Latch
-from phalanx._rendezvous.guest_team import Calls, GuestTeam, told
+from phalanx._rendezvous.guest_team import Calls, GuestTeam
 from phalanx._rendezvous.job_run import JobRun
 from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.records import Node
 from phalanx._rendezvous.settings import agent_id
+from phalanx._rendezvous.words import told
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from phalanx._agent.restart_policy import RestartPolicy
     from phalanx._rendezvous.effects import Finish
-    from phalanx._rendezvous.guest_team import Part
+    from phalanx._rendezvous.guest_team import Left, Part
     from phalanx._rendezvous.records import Verdict
     from phalanx._rendezvous.settings import Machines
 
@@ -155,7 +156,7 @@ class Guest:
         before = self._taken
         if before is not None and before.end is None:
             is_over = bool(before.ended) or self._asks_end
-            self._conclude(before, AttemptEnd("stopped") if is_over else before.failure or _gone())
+            self._conclude(before, before.failure or (AttemptEnd("stopped") if is_over else _gone()))
         while True:
             news = self._news
             part = None if self._team is None else self._team.part
@@ -172,6 +173,11 @@ class Guest:
         """Say that a worker has failed. Nothing happens where none can run."""
         if self._taken is not None and self._team is not None:
             self._team.tell_failure(self._taken, error, rank, exitcode)
+
+    def tell_left(self, left: Left) -> None:
+        """Say what the workers have left, before their end is told. What is told last counts."""
+        if self._taken is not None:
+            self._taken.left = left
 
     def tell_success(self, *, wait: bool) -> bool | None:
         """Say that all workers here have succeeded, and wait for those of other nodes, if that is wanted.

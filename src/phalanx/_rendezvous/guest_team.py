@@ -7,16 +7,18 @@ thread.
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import NamedTuple
 
 from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._base import clock
-from phalanx._base.control_chars import sanitise
 from phalanx._base.latch import Latch
 from phalanx._base.one_line import one_line
 from phalanx._outcomes.result import RunProcsResult
 from phalanx._rendezvous import evidence, records
+from phalanx._rendezvous.job_ranks import first_rank
 from phalanx._rendezvous.job_run import NodeTeam
 from phalanx._rendezvous.records import Job, Stop, replace
+from phalanx._rendezvous.words import told
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,6 +26,26 @@ if TYPE_CHECKING:
 
     from phalanx._agent.master_port import ReservedPort
     from phalanx._rendezvous.records import Node
+    from phalanx._timers.hang_reporter import HangReporter
+
+
+class Left(NamedTuple):
+    """What the workers of a part have left.
+
+    Attributes:
+        result: What became of them, by local rank.
+        log_dir: Where their logs are; "": nowhere.
+        hangs: Knows where they were, if one was found to hang; None: nothing does.
+    """
+
+    result: RunProcsResult
+    log_dir: str = ""
+    hangs: HangReporter | None = None
+
+    @property
+    def survivors(self) -> int:
+        """How many have outlived SIGKILL."""
+        return sum(outcome.state == "abandoned" for outcome in self.result.outcomes.values())
 
 
 class Part:
@@ -39,6 +61,7 @@ class Part:
         why: Why, in one line; "": nobody has said.
         failure: What the owner has told of a worker's failure; None: nothing.
         end: How the workers ended, none of which is left; None: they may run.
+        left: What they have left, for the report on the job: told before their end. None: nothing was told.
     """
 
     def __init__(self, job: Job, rank: int) -> None:
@@ -50,6 +73,7 @@ class Part:
         self.why = ""
         self.failure: AttemptEnd | None = None
         self.end: AttemptEnd | None = None
+        self.left: Left | None = None
 
 
 class GuestTeam(NodeTeam):
@@ -86,9 +110,15 @@ class GuestTeam(NodeTeam):
             self._wake()
 
     def tell_failure(self, part: Part, error: str, rank: int | None, exitcode: int | None) -> None:
-        """Say that a worker has failed: the other nodes hear of it at once. The first word counts."""
-        if part.failure is None and part.end is None and not part.ended:
-            part.failure = AttemptEnd("failed", rank, exitcode, one_line(error))
+        """Say that a worker has failed: the other nodes hear of it at once, in the words that are told first.
+
+        The part ends with those that are told last.
+        """
+        is_first = part.failure is None
+        if part.end is not None or (is_first and part.ended):
+            return
+        part.failure = AttemptEnd("failed", rank, exitcode, one_line(error))
+        if is_first:
             self._fail(part.job.generation, self._stop(part, part.failure))
 
     # --- the node's thread
@@ -131,14 +161,24 @@ class GuestTeam(NodeTeam):
             outcome=end.state,
             uptime=clock.now() - part.began,
             step=end.step,
+            survivors=0 if part.left is None else part.left.survivors,
             port=self._port.renew(),
             error=records.one_line(end.error) if end.failed else "",
             rank=end.rank,
             exitcode=end.exitcode,
         )
-        me, failed = self._me, end.failed
-        told = evidence.write(me.id, me.host, "", RunProcsResult(), 0, end.error, machine=me.machine) if failed else b""
-        return me, self._stop(part, end) if failed else None, told
+        return self._me, self._stop(part, end) if end.failed else None, self._evidence(part, end)
+
+    def _evidence(self, part: Part, end: AttemptEnd) -> bytes:
+        """Return what is told of the workers; b"": nothing, where none has failed and nobody has said more."""
+        if part.left is None and not end.failed:
+            return b""
+        me, job, left = self._me, part.job, part.left or Left(RunProcsResult())
+        error = end.error if end.failed and not left.result.failures else ""
+        return evidence.write(
+            me.id, me.host, left.log_dir, left.result, first_rank(job, part.rank), error, left.hangs, len(job.members),
+            me.machine,
+        )  # fmt: skip
 
     def heard(self, what: Job | Stop) -> None:
         """See `NodeTeam`."""
@@ -171,16 +211,6 @@ class GuestTeam(NodeTeam):
         error = records.one_line(end.error)
         me = self._me
         return Stop(part.job.generation, "failure", me.id, me.host, error, end.rank, end.exitcode)
-
-
-def told(stop: Stop) -> str:
-    """Return why a generation has ended, in one line. Who can write to the store has chosen the words.
-
-    >>> told(Stop(0, "failure", "a", "host0", "ValueError: bad batch", rank=3))
-    'rank 3 on host host0: ValueError: bad batch'
-    """
-    who = f"host {stop.host}" if stop.rank is None else f"rank {stop.rank} on host {stop.host}"
-    return sanitise(one_line(f"{who}: {stop.error or stop.kind}"))
 
 
 class Calls:

@@ -11,7 +11,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from phalanx._rendezvous.records import Member
+    from phalanx._rendezvous.records import Job, Member
 
 _MOST = 1 << 20  # ranks: of more, nothing is told
 _MOST_HOSTS = 4  # that a name has
@@ -61,3 +61,14 @@ class JobRanks:
         if len(text) > _MOST_TEXT:
             text = f"{text[:_MOST_TEXT].rpartition(',')[0]}, …"
         return f"{text} on host{'s' * (len(hosts) > 1)} {', '.join(hosts[:_MOST_HOSTS])}{more}"
+
+
+def first_rank(job: Job, rank: int, role: str | None = None) -> int:
+    """Return the rank in the job of a node's first worker; with a ``role``, its rank among the workers of that.
+
+    >>> from phalanx._rendezvous.records import Job, Member
+    >>> job = Job(0, "running", 2, 2, (Member("a", "a", 2, "reader"), Member("b", "b", 3, "trainer")))
+    >>> first_rank(job, 1), first_rank(job, 1, "trainer"), first_rank(job, 2)
+    (2, 0, 5)
+    """
+    return sum(member.nproc for member in job.members[:rank] if role is None or member.role == role)

@@ -35,6 +35,9 @@ RETURN = 5.0
 CLOSE = 3.0
 """Seconds for which the end of a hosted store waits for the other agents, which have left the job by then."""
 
+OWN_FILES = 64
+"""Files that an agent which holds the store has open beside its connections: 47 with 8 workers."""
+
 
 class Machines(NamedTuple):
     """What a node is told of its job.
@@ -160,7 +163,8 @@ class Machines(NamedTuple):
         ``warn`` is told of that, and of agents that are refused, a line each, on any thread. The waits end when
         ``over`` is opened.
 
-        Raises OSError: it cannot listen there, or the program is not there; or the name is not known in time.
+        Raises OSError: it cannot listen there, or the program is not there; or the name is not known in time; or this
+        process may not have files open for so many nodes.
         ImportError: the extra is not installed.
         """
         host, port = self._endpoint()
@@ -171,6 +175,7 @@ class Machines(NamedTuple):
         if self.backend == STATIC:
             from phalanx._store.hub.server import HubServer
 
+            self._check_open_files()
             server = HubServer(host, port, run_id=run_id, secret=self.secret, ttl=self.lease_ttl, warn=warn)
             server.start()
             return partial(server.close, CLOSE)
@@ -191,6 +196,18 @@ class Machines(NamedTuple):
         except (OSError, UnicodeError) as error:
             msg = f"{host!r}: {getattr(error, 'strerror', None) or error}"
             raise OSError(msg) from None
+
+    def _check_open_files(self) -> None:
+        """Raises OSError: each node has a connection to the store, and this process may not have so many files open."""
+        import resource
+
+        most, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], self.max_nodes + OWN_FILES
+        if most != resource.RLIM_INFINITY and most < needed:
+            msg = (
+                f"the agent of node 0 has a connection to each of {self.max_nodes} nodes, and needs {needed} open"
+                f" files: it may have {most} (ulimit -n)"
+            )
+            raise OSError(msg)
 
     def _endpoint(self) -> tuple[str, int]:
         host, _, port = self.endpoints[0].rpartition(":")

@@ -64,6 +64,7 @@ class HookTeam(Team):
         self.result: RunResult | None = None
         self.start_error: Exception | None = None
         self.failed: RunResult | None = None
+        self.describe = agent._machines.describe
         self._agent = agent
         self._machines_may_come = machines_may_come
         self._ask_restart = ask_restart

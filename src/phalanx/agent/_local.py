@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from contextlib import ExitStack, suppress
 
@@ -159,6 +160,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         if end is None:
             return RunResult(WorkerState.HEALTHY)
         self._group_end = end
+        self._tell_outcomes()
         number = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         result = groups.result
         if end.state == "succeeded" and result is not None:
@@ -191,6 +193,22 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._groups.stop(death_sig, timeout)
             with suppress(KeeperLostError, RuntimeError):  # with its keeper they are gone; or it was never up
                 group.wait_gone()
+            groups = self._groups
+            if groups.ended() is not None:
+                self._tell_outcomes()
+
+    def _tell_outcomes(self) -> None:
+        """Tell the other machines what became of the group, which is gone."""
+        groups = self._groups
+        if groups.group is not None and groups.result is not None:
+            self._machines.tell_outcomes(groups.group, groups.result, self._log_dir())
+
+    def _log_dir(self) -> str:
+        """Where the logs of the group are; "": its folder is that of another job, with the same specs."""
+        group, folder = self._groups.group, getattr(self._logs_specs, "run_log_dir", None) or ""
+        files = [] if group is None else [*group.error_files.values()]
+        is_its = os.path.isdir(folder) and all(file.startswith(os.path.join(folder, "")) for file in files)
+        return folder if is_its else ""
 
     def _make_group(self, attempt: int, before: PContext | None) -> PContext:
         """Make the group of an attempt from the spec and the ranks of the rendezvous."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phalanx._agent.history import describe_restart
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._rendezvous.conf import NOT_FOR_WORKERS
 from phalanx.agent._types import Worker
@@ -12,7 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phalanx._agent.attempt_end import AttemptEnd
+    from phalanx._group.context import PContext
+    from phalanx._outcomes.result import RunProcsResult
     from phalanx.agent._spec import WorkerSpec
+    from phalanx.errors import ChildFailedError
 
 _ASKS_OTHERS = RestartPolicy(2**31 - 1, window=1e9)
 """Of an agent that does not decide alone: if no other attempt follows, the next rendezvous says so."""
@@ -45,7 +49,7 @@ class AgentMachines:
         spec = self._spec
         self.handler.announce(nproc=spec.local_world_size, role=spec.role, policy=policy, grace=grace, barrier=barrier)
         self.handler.when_ended(call)
-        return _ASKS_OTHERS if policy.may_follow(0) else policy
+        return _ASKS_OTHERS
 
     def have_succeeded(self) -> bool | None:
         """Return whether the workers of all machines have, now that these have; None: it is not known yet."""
@@ -55,6 +59,20 @@ class AgentMachines:
         """Tell the other machines that workers here have failed."""
         if self.handler is not None:
             self.handler.tell_failure(end.error, rank=end.rank, exitcode=end.exitcode)
+
+    def tell_outcomes(self, group: PContext, result: RunProcsResult, log_dir: str) -> None:
+        """Tell them what became of the workers here, none of which is left: before their end is told."""
+        if self.handler is not None:
+            self.handler.tell_outcomes(result, log_dir=log_dir, hangs=group.hang_report)
+
+    def report(self, name: str) -> ChildFailedError | None:
+        """Make the report of all machines on a job that has failed; None: there is none."""
+        return None if self.handler is None else self.handler.report(name)
+
+    @property
+    def describe(self) -> Callable[[float], str]:
+        """What returns what is said of the attempt that follows a failure: see `Team`."""
+        return describe_restart if self.handler is None else lambda _: "the machines decide what follows"
 
     @property
     def variables(self) -> dict[str, str]:

@@ -15,8 +15,10 @@ from phalanx._events import agent_kinds, kinds
 from phalanx._evidence.error_file import is_of_timer
 from phalanx._outcomes.result import RunProcsResult, is_cut_off
 from phalanx._rendezvous import evidence
+from phalanx._rendezvous.job_ranks import first_rank
 from phalanx._rendezvous.job_run import NodeTeam
 from phalanx._rendezvous.records import Stop, replace
+from phalanx._rendezvous.words import attempts_of, told
 from phalanx.cli._last_look import LOOK, LastLook
 from phalanx.cli._node_looks import NodeLooks
 from phalanx.cli._preloading import Preloading
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from phalanx._agent.attempt_end import AttemptEnd
     from phalanx._agent.master_port import ReservedPort
     from phalanx._events.kinds import Event
-    from phalanx._rendezvous.records import End, Job, Node
+    from phalanx._rendezvous.records import Job, Node
     from phalanx.cli._stack_door import StackDoor
 
     Envs = Callable[[Job, int], Mapping[int, Mapping[str, str]]]
@@ -63,8 +65,6 @@ class MachineTeam(RunTeam, NodeTeam):
         self._port = port
         self._envs = envs
         self.where = where
-        # Of a range of nodes, attempts that end because nodes come and go are not counted.
-        self.attempts = self.policy.attempts if me.min_nodes == me.max_nodes else ""
         self._grace = grace
         self._job: Job | None = None
         self._first = 0  # the rank in the job of local rank 0
@@ -160,7 +160,7 @@ class MachineTeam(RunTeam, NodeTeam):
         hosts = [member.host for member in job.members]
         count = sum(member.nproc for member in job.members)
         mine = name_ranks(range(self._first, self._first + job.members[rank].nproc))
-        again = f"attempt {job.generation + 1}{self.attempts}: " if job.generation else ""
+        again = f"attempt {job.generation + 1}{attempts_of(job, self.policy)}: " if job.generation else ""
         self._mention(f"{again}{len(hosts)} nodes ({_names(hosts)}), {count} workers; this is node {rank}, with {mine}")
 
     def look(self, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:
@@ -237,8 +237,8 @@ class MachineTeam(RunTeam, NodeTeam):
         how = "failed" if last.failed else "ended"
         step = "" if last.step is None else f", step {last.step}"
         self.say(
-            f"phalanx: attempt {last.generation + 1}{self.attempts} {how} after {format_duration(last.uptime)}: "
-            f"{cause}{step}; {describe_restart(what.delay)}"
+            f"phalanx: attempt {last.generation + 1}{attempts_of(what, self.policy)} {how}"
+            f" after {format_duration(last.uptime)}: {cause}{step}; {describe_restart(what.delay)}"
         )
 
     def _say_spare(self, job: Job) -> None:
@@ -336,30 +336,6 @@ class MachineTeam(RunTeam, NodeTeam):
 
     def _emit(self, kind: type[Event], attempt: int, **fields: Any) -> None:
         self.record.stream.emit(kind, attempt, clock.now_ns(), **fields)
-
-
-def first_rank(job: Job, rank: int, role: str | None = None) -> int:
-    """Return the rank in the job of a node's first worker; with a ``role``, its rank among the workers of that.
-
-    >>> from phalanx._rendezvous.records import Job, Member
-    >>> job = Job(0, "running", 2, 2, (Member("a", "a", 2, "reader"), Member("b", "b", 3, "trainer")))
-    >>> first_rank(job, 1), first_rank(job, 1, "trainer"), first_rank(job, 2)
-    (2, 0, 5)
-    """
-    return sum(member.nproc for member in job.members[:rank] if role is None or member.role == role)
-
-
-def told(stop: Stop | End) -> str:
-    """Return why a generation ends, in words. Who can write to the store has chosen them: none has any effect."""
-    stop = replace(stop, error=sanitise(one_line(stop.error)), host=sanitise(one_line(stop.host)))
-    if stop.kind in ("failure", "hang"):
-        who = f"host {stop.host}" if stop.rank is None else f"rank {stop.rank} on host {stop.host}"
-        return f"{who}, {stop.error}" if stop.error else f"{who} failed"
-    if stop.kind == "signal":
-        return f"{stop.error} on host {stop.host}"
-    if stop.kind == "left":
-        return f"host {stop.host} leaves: {stop.error}"
-    return stop.error
 
 
 def _names(hosts: list[str], most: int = 8) -> str:

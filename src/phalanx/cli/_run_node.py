@@ -11,18 +11,19 @@ from contextlib import suppress
 
 import click
 
-from phalanx._base.clock import format_duration
 from phalanx._base.tty import use_colour
 from phalanx._engine import host_signals
 from phalanx._engine.host_signals import choosing, signals_to_handle
 from phalanx._outcomes.result import RunProcsResult, verdict
 from phalanx._rendezvous.evidence import JobEvidence
+from phalanx._rendezvous.job_ranks import first_rank
 from phalanx._rendezvous.job_run import JobRun
 from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.records import Node, one_line
 from phalanx._rendezvous.settings import agent_id
+from phalanx._rendezvous.words import attempts_of, earlier_attempts, told
 from phalanx.cli._attempt_groups import reserve_port
-from phalanx.cli._node_team import MachineTeam, first_rank, told
+from phalanx.cli._node_team import MachineTeam
 from phalanx.cli._rdzv_conf import NOT_FOR_WORKERS
 from phalanx.cli._restarts import forwarding
 from phalanx.cli._run_group import report_failures, undisturbed
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from phalanx._rendezvous.effects import Finish
-    from phalanx._rendezvous.records import End, Job
+    from phalanx._rendezvous.records import Job
     from phalanx._rendezvous.settings import Machines
     from phalanx._store.store import Store
     from phalanx.cli._run_logs import RunLogs
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
     from phalanx.cli._run_record import Observer
     from phalanx.cli._services import Services
     from phalanx.multiprocessing.errors import ChildFailedError
-
-_MOST = 20  # earlier attempts that a report has
 
 
 def run_node(
@@ -197,8 +196,7 @@ def _conclude(finish: Finish, stopped: signal.Signals | None, team: MachineTeam,
     left = JobEvidence(finish.evidence, stop, job.members)
     for line in (*left.errors, *left.damaged):
         say(f"Error: {line}")
-    ends = job.ends[:-1] if finish.state == "failed" else job.ends
-    earlier = [_earlier(end, team) for end in ends][-_MOST:]
+    earlier = earlier_attempts(job, team.policy, has_failed=finish.state == "failed")
     if left.summary and not any(left.summary in failure.detail for failure in left.failures.values()):
         say(left.summary)  # nothing is left of the rank that hangs
     if not left.failures:
@@ -224,7 +222,7 @@ def _conclude(finish: Finish, stopped: signal.Signals | None, team: MachineTeam,
 
 def _succeed(job: Job | None, team: MachineTeam) -> int:
     if job is not None and job.generation:
-        say(f"attempt {job.generation + 1}{team.attempts} has succeeded")
+        say(f"attempt {job.generation + 1}{attempts_of(job, team.policy)} has succeeded")
     team.record_end("succeeded", 0)
     return 0
 
@@ -241,8 +239,3 @@ def _failing(finish: Finish, team: MachineTeam) -> str:
     if finish.state == "refused":
         return f"this node is not taken: {finish.why}"
     return f"this node has left the job: {finish.why or 'it has ended without it'}"
-
-
-def _earlier(end: End, team: MachineTeam) -> str:
-    step = "" if end.step is None else f", step {end.step}"
-    return f"attempt {end.generation + 1}{team.attempts}, after {format_duration(end.uptime)}: {told(end)}{step}"

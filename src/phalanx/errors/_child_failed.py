@@ -6,7 +6,7 @@ from phalanx._outcomes.failure import first_failure
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from typing import Any
 
     from phalanx._outcomes.failure import ProcessFailure
@@ -22,6 +22,8 @@ class ChildFailedError(Exception):
         outcomes: The outcomes of all workers, by global rank, as far as they are known.
         log_dir: Where the logs of the run are, or ``""``.
         lost: The host that is lost, and a line on that, where the workers have failed of it; None: they have not.
+        earlier: How the attempts before this one ended, a line each.
+        gave_up: Why no other attempt follows, or ``""``.
 
     Raises:
         ValueError: `failures` is empty.
@@ -43,6 +45,8 @@ class ChildFailedError(Exception):
         outcomes: Mapping[int, Outcome] | None = None,
         log_dir: str = "",
         lost: tuple[str, str] | None = None,
+        earlier: Sequence[str] = (),
+        gave_up: str = "",
     ) -> None:
         if not failures:
             raise ValueError("failures must hold at least one failure")
@@ -52,6 +56,8 @@ class ChildFailedError(Exception):
         self.outcomes = dict(outcomes or {})
         self.log_dir = log_dir
         self.lost = lost
+        self.earlier = list(earlier)
+        self.gave_up = gave_up
 
     def get_first_failure(self) -> tuple[int, ProcessFailure]:
         """Return the global rank and the failure of what failed first: by evidence, else by exit, else by timestamp."""
@@ -62,7 +68,8 @@ class ChildFailedError(Exception):
         from phalanx._outcomes.report import format_report
 
         return format_report(
-            self.name, self.failures, outcomes=self.outcomes, log_dir=self.log_dir, lost=self.lost
+            self.name, self.failures, outcomes=self.outcomes, log_dir=self.log_dir, lost=self.lost,
+            earlier=self.earlier, gave_up=self.gave_up,
         )  # fmt: skip
 
     def __str__(self) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from phalanx.agent import LocalElasticAgent
 from phalanx.errors import ChildFailedError
 
@@ -19,10 +17,16 @@ class LaunchedAgent(LocalElasticAgent):
 
     def error(self, name: str, result: RunResult) -> ChildFailedError:
         """Make the error of a run that has failed: with what became of every worker, and where its logs are."""
-        groups, folder = self._groups, getattr(self._logs_specs, "run_log_dir", None) or ""
-        found = {} if groups.result is None else groups.result.outcomes
+        own = result.failures
+        report = self.report(name)
+        if report is not None:
+            for rank in own.keys() & report.failures.keys():  # the others are not sent the data of error files
+                report.failures[rank] = report.failures[rank].replace(error_file_data=own[rank].error_file_data)
+            return report
+        found = {} if self._groups.result is None else self._groups.result.outcomes
         outcomes = {self._global_rank(rank): one for rank, one in found.items()}
-        files = [] if groups.group is None else [*groups.group.error_files.values()]
-        if not (os.path.isdir(folder) and all(file.startswith(os.path.join(folder, "")) for file in files)):
-            folder = ""  # of another job, with the same config
-        return ChildFailedError(name, result.failures, outcomes=outcomes, log_dir=folder)
+        return ChildFailedError(name, own, outcomes=outcomes, log_dir=self._log_dir())
+
+    def report(self, name: str) -> ChildFailedError | None:
+        """Make the report of all machines on a job that has failed; None: it is about this one, or has not failed."""
+        return self._machines.report(name)

@@ -12,6 +12,7 @@ from phalanx._engine.host_signals import SIGNALS_ENV
 from phalanx.agent import WorkerSpec
 from phalanx.launcher._agent import LaunchedAgent
 from phalanx.launcher._checks import checked, rendezvous_of
+from phalanx.rendezvous import RendezvousClosedError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -60,10 +61,11 @@ def launch_agent(
     Raises:
         TypeError, ValueError: What is wrong with which field; nothing has been started.
         phalanx.events.UnknownDestinationError: ``event_log_handler`` names no destination. It is a KeyError.
-        ChildFailedError: Workers have failed, and there was no restart left. It has the failures by global rank.
+        ChildFailedError: Workers have failed, on this machine or on another one, and there was no restart left. It has
+            the failures of all machines by global rank, and is the same on each of them: the first is the root cause.
         SignalException: A signal arrived. No worker is left. Other machines go on without this one, if they can.
         phalanx.rendezvous.RendezvousError: The machines have not met; or (`RendezvousClosedError`) the job has ended
-            because of another machine's workers, and the message says which failed.
+            otherwise: it was closed, or a machine was lost.
         Exception: What `phalanx.agent.SimpleElasticAgent.run` raises otherwise.
     """
     config = checked(config)
@@ -94,13 +96,19 @@ def launch_agent(
         shutdown_timeout=shutdown_timeout,
     )
     metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
+    name = _name_of(spec)
     try:
         with _handling(config.signals_to_handle):
             result = agent.run()
+    except RendezvousClosedError:
+        report = agent.report(name)
+        if report is None:
+            raise
+        raise report from None
     finally:
         handler.shutdown()
     if result.is_failed():
-        raise agent.error(_name_of(spec), result)
+        raise agent.error(name, result)
     return result.return_values
 
 

@@ -7,6 +7,7 @@ import threading
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._base.durations import seconds
 from phalanx._rendezvous import bounds
+from phalanx.errors import ChildFailedError
 from phalanx.rendezvous._errors import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -22,9 +23,11 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from phalanx._outcomes.result import RunProcsResult
     from phalanx._rendezvous.effects import Finish
     from phalanx._rendezvous.guest import Guest, Terms
     from phalanx._rendezvous.guest_team import Part
+    from phalanx._timers.hang_reporter import HangReporter
     from phalanx.rendezvous._parameters import RendezvousParameters
 
 _ENDLESS = RestartPolicy(2**31 - 1)
@@ -197,7 +200,8 @@ class ManyMachinesRendezvous(RendezvousHandler):
     def tell_failure(self, error: str, *, rank: int | None = None, exitcode: int | None = None) -> None:
         """Say that a worker here has failed: the other machines hear of it at once, and end theirs.
 
-        Call `next_rendezvous` when no worker is left here. Nothing happens where none can run. The first word counts.
+        Call `next_rendezvous` when no worker is left here. Nothing happens where none can run. It may be told again:
+        of the generation that has ended, what was told last is kept.
 
         Args:
             error: What has happened; of several lines, the first.
@@ -213,6 +217,51 @@ class ManyMachinesRendezvous(RendezvousHandler):
         guest = self._made
         if guest is not None and not guest.is_elsewhere:
             guest.tell_failure(error, rank, exitcode)
+
+    def tell_outcomes(self, result: RunProcsResult, *, log_dir: str = "", hangs: HangReporter | None = None) -> None:
+        """Say what became of the workers here, none of which is left: the `report` of all machines has it.
+
+        To be called before `next_rendezvous`, or `tell_success`. What is told last counts.
+
+        Args:
+            result: How they ended, by local rank.
+            log_dir: Where their logs are on this machine; "": nowhere.
+            hangs: What `phalanx.multiprocessing.PContext.hang_report` is of their group.
+        """
+        guest = self._made
+        if guest is not None and not guest.is_elsewhere:
+            from phalanx._rendezvous.guest_team import Left
+
+            guest.tell_left(Left(result, log_dir, hangs))
+
+    def report(self, name: str) -> ChildFailedError | None:
+        """Make the report on the job: the same on all machines, whichever it was whose workers have failed.
+
+        Args:
+            name: What was run.
+
+        Returns:
+            None: the job has not failed, or its end is not known here; or no machine has told of a failure, see
+            `tell_outcomes`.
+        """
+        guest = self._made
+        if guest is None or guest.is_elsewhere or guest.finish is None or guest.finish.state != "failed":
+            return None
+        finish = guest.finish
+        job = finish.job
+        if job is None:
+            return None
+        from phalanx._rendezvous.evidence import JobEvidence
+        from phalanx._rendezvous.words import earlier_attempts
+
+        left = JobEvidence(finish.evidence, None if job.verdict is None else job.verdict.stop, job.members)
+        if not left.failures:
+            return None
+        policy = self._policy or _ENDLESS
+        return ChildFailedError(
+            name, left.failures, outcomes=left.outcomes, log_dir=left.log_dir,
+            earlier=earlier_attempts(job, policy, has_failed=True), gave_up=finish.why,
+        )  # fmt: skip
 
     def tell_success(self, *, wait: bool = True) -> bool | None:
         """Say that all workers here have succeeded and are gone, and wait for those of the other machines.

@@ -14,7 +14,6 @@ A request that was lost on its way may have been made: it is not repeated, but f
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import random
 from contextlib import suppress
@@ -22,23 +21,21 @@ from contextlib import suppress
 from phalanx._base import clock
 from phalanx._store.etcd import api, loop_thread
 from phalanx._store.etcd.history import History
-from phalanx._store.etcd.reach import reach
-from phalanx._store.etcd.session import BROKEN, WATCH_ENDED, BrokenError, RefusedError
+from phalanx._store.etcd.reach import reach, together
+from phalanx._store.etcd.session import BROKEN, BrokenError, RefusedError
 from phalanx._store.etcd.transactions import message_of
+from phalanx._store.etcd.watches import Keys, Watched
 from phalanx._store.store import (
     JOB,
     KEPT,
     OWN,
     Away,
     Back,
-    Changed,
     Done,
-    Entry,
     Fetched,
     LeaseLost,
     Put,
     Refused,
-    Snapshot,
     Store,
 )  # fmt: skip
 
@@ -72,9 +69,10 @@ class EtcdStore(Store):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._end: Future[None] | None = None  # of all that is done for this store
         self._session: Session | None = None
-        self._watched: dict[str, _Watched] = {}
+        self._watched: dict[str, Watched] = {}
         self._queue: asyncio.Queue[tuple[int, Transaction]] = asyncio.Queue()
         self._history = History()
+        self._keys = Keys(self._prefix, self._history)
         self._lease = 0
         self._own = b""  # a key that goes with the lease
         self._keeping = asyncio.Lock()  # a lease that is gone is made anew once
@@ -185,6 +183,9 @@ class EtcdStore(Store):
 
     async def _settle(self, session: Session, revision: int) -> None:
         """See that it is the etcd that it was, and see to the leases."""
+        if not self._lease:  # nothing has been told yet: the steps need not wait for each other
+            await together(self._see_to_own(session), self._see_to_job(session))
+            return
         await self._history.check(session, revision)
         await session.grant(self._settings.job_ttl, self._settings.job_lease)  # refused while etcd has no space left
         await self._see_to_leases(session)
@@ -217,14 +218,20 @@ class EtcdStore(Store):
     async def _see_to_leases(self, session: Session) -> None:
         """Keep the leases alive, once. One that is gone is made anew; of our own, that is told."""
         async with self._keeping:
-            if not self._lease:
-                self._lease = await session.grant(self._settings.ttl)
-            elif not await session.keep(self._lease):
-                await self._history.check(session)
-                self._lease = await session.grant(self._settings.ttl)
-                self._deliver(LeaseLost())
-            if not await session.keep(self._settings.job_lease):
-                await session.grant(self._settings.job_ttl, self._settings.job_lease)
+            await self._see_to_own(session)
+            await self._see_to_job(session)
+
+    async def _see_to_own(self, session: Session) -> None:
+        if not self._lease:
+            self._lease = await session.grant(self._settings.ttl)
+        elif not await session.keep(self._lease):
+            await self._history.check(session)
+            self._lease = await session.grant(self._settings.ttl)
+            self._deliver(LeaseLost())
+
+    async def _see_to_job(self, session: Session) -> None:
+        if not await session.keep(self._settings.job_lease):
+            await session.grant(self._settings.job_ttl, self._settings.job_lease)
 
     def _guard(self, session: Session) -> None:
         session.followers.add(asyncio.ensure_future(self._see_lease_end(session)))
@@ -246,7 +253,7 @@ class EtcdStore(Store):
 
     def _watch(self, prefix: str) -> None:
         self._unwatch(prefix)
-        watched = self._watched[prefix] = _Watched(prefix)
+        watched = self._watched[prefix] = Watched(prefix)
         if self._session is not None:
             self._follow(self._session, watched)
 
@@ -259,69 +266,10 @@ class EtcdStore(Store):
                 self._tasks.add(watched.follower)
                 watched.follower.add_done_callback(self._tasks.discard)
 
-    def _follow(self, session: Session, watched: _Watched) -> None:
-        watched.follower = asyncio.ensure_future(self._tell(session, watched))
+    def _follow(self, session: Session, watched: Watched) -> None:
+        told = watched.tell(session, self._keys, self._deliver, renews=bool(self._settings.user))
+        watched.follower = asyncio.ensure_future(told)
         session.followers.add(watched.follower)
-
-    async def _tell(self, session: Session, watched: _Watched) -> None:
-        """Tell all keys below a prefix, and what becomes of them. What breaks ends the session."""
-        try:
-            while True:
-                try:
-                    await self._tell_changes(session, watched)
-                except api.aio.AioRpcError as error:
-                    if error.code() != _code.RESOURCE_EXHAUSTED:
-                        raise
-                    watched.revision = -1  # more has changed meanwhile than one message may hold
-        except BROKEN as error:
-            session.end(error)
-
-    async def _tell_changes(self, session: Session, watched: _Watched) -> None:
-        """Tell what changes, until the stream ends: etcd has compacted what was to be told.
-
-        All keys are read once the watch is there, and not before it: a watch from a revision on that is not the last
-        is served by etcd's next look at those that lag behind, which is 0.1 s later. The revision 0 is the present.
-        """
-        read = 0
-        if self._settings.user:
-            await session.check(self._prefix)  # a request renews a token that has expired, and a watch does not
-        async for response in session.watch(self._prefix + watched.prefix.encode(), watched.revision + 1):
-            if response.canceled:
-                if not response.compact_revision:
-                    raise BrokenError(response.cancel_reason or WATCH_ENDED)
-                watched.revision = -1
-                return
-            if watched.revision < 0:
-                entries, read = await self._read(session, watched.prefix)
-                watched.revision = read
-                self._deliver(Snapshot(watched.prefix, read, entries))
-            for revision, events in itertools.groupby(response.events, key=lambda event: event.kv.mod_revision):
-                if revision <= read:
-                    continue
-                written, deleted = [], []
-                for event in events:
-                    if event.type == api.DELETE:
-                        deleted.append(self._name(event.kv.key))
-                    else:
-                        written.append(self._entry(event.kv))
-                        self._history.see(revision, event.kv.key)
-                watched.revision = revision
-                self._history.see(revision)
-                self._deliver(Changed(watched.prefix, revision, tuple(written), tuple(deleted)))
-        raise BrokenError(WATCH_ENDED)
-
-    async def _read(self, session: Session, prefix: str) -> tuple[tuple[Entry, ...], int]:
-        kvs, revision = await session.range(self._prefix + prefix.encode())
-        self._history.see(revision)
-        for kv in kvs:
-            self._history.see(kv.mod_revision, kv.key)
-        return tuple(self._entry(kv) for kv in kvs), revision
-
-    def _entry(self, kv: Any) -> Entry:
-        return Entry(self._name(kv.key), kv.value, kv.create_revision, kv.mod_revision)
-
-    def _name(self, key: bytes) -> str:
-        return key[len(self._prefix) :].decode("utf-8", "replace")
 
     # --- requests
 
@@ -373,7 +321,7 @@ class EtcdStore(Store):
         entries, session = None, self._session
         if session is not None:
             try:
-                entries, _ = await self._read(session, prefix)
+                entries, _ = await self._keys.read(session, prefix)
             except BROKEN as error:
                 session.end(error)
         self._deliver(Fetched(ticket, entries))
@@ -389,12 +337,3 @@ class EtcdStore(Store):
                 for lease in (self._lease, *((self._settings.job_lease,) if self._ends_job else ())):
                     if lease:
                         await session.revoke(lease)
-
-
-class _Watched:
-    """A prefix that is watched, and up to which revision it has been told; -1: all is to be read."""
-
-    def __init__(self, prefix: str) -> None:
-        self.prefix = prefix
-        self.revision = -1
-        self.follower: asyncio.Task[None] | None = None

@@ -8,6 +8,9 @@ from phalanx._store.etcd.session import BrokenError, RefusedError, Session
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+    from typing import Any
+
     from phalanx._store.etcd.settings import EtcdSettings
 
     Asked = dict[asyncio.Future[int], Session]
@@ -73,3 +76,11 @@ async def _look(asked: Asked, failed: Failed, seconds: float | None) -> tuple[Se
         if isinstance(error, RefusedError):
             raise error
     return None
+
+
+async def together(*steps: Coroutine[Any, Any, object]) -> None:
+    """Take steps at once. Raises what one has raised, when all have ended: that etcd refuses us goes first."""
+    ended = await asyncio.gather(*steps, return_exceptions=True)
+    errors = [each for each in ended if isinstance(each, BaseException)]
+    for error in sorted(errors, key=lambda each: not isinstance(each, RefusedError)):
+        raise error

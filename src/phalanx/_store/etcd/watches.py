@@ -1,0 +1,103 @@
+"""Follows the keys below a prefix in an etcd: tells all that there are, and what becomes of them."""
+
+from __future__ import annotations
+
+import itertools
+
+from phalanx._store.etcd import api
+from phalanx._store.etcd.session import BROKEN, WATCH_ENDED, BrokenError
+from phalanx._store.store import Changed, Entry, Snapshot
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+    from typing import Any
+
+    from phalanx._store.etcd.history import History
+    from phalanx._store.etcd.session import Session
+
+
+class Keys:
+    """The keys of a job, as an etcd has them. ``prefix``: what they begin with there; ``history``: is told of them."""
+
+    def __init__(self, prefix: bytes, history: History) -> None:
+        self.prefix = prefix
+        self.history = history
+
+    async def read(self, session: Session, prefix: str) -> tuple[tuple[Entry, ...], int]:
+        """Return the keys below a prefix, and the revision at which they are so."""
+        kvs, revision = await session.range(self.prefix + prefix.encode())
+        self.history.see(revision)
+        for kv in kvs:
+            self.history.see(kv.mod_revision, kv.key)
+        return tuple(self.entry(kv) for kv in kvs), revision
+
+    def entry(self, kv: Any) -> Entry:
+        """Return a key of etcd's as the store tells it."""
+        return Entry(self.name(kv.key), kv.value, kv.create_revision, kv.mod_revision)
+
+    def name(self, key: bytes) -> str:
+        """Return the name of a key of etcd's."""
+        return key[len(self.prefix) :].decode("utf-8", "replace")
+
+
+class Watched:
+    """A prefix that is watched, and up to which revision it has been told; -1: all is to be read."""
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self.revision = -1
+        self.follower: asyncio.Task[None] | None = None
+
+    async def tell(
+        self, session: Session, keys: Keys, deliver: Callable[[Snapshot | Changed], None], *, renews: bool
+    ) -> None:
+        """Tell all keys below the prefix, and what becomes of them. What breaks ends the session.
+
+        ``renews``: whether a token may have expired: a request renews it, and a watch does not.
+        """
+        try:
+            while True:
+                try:
+                    if renews:
+                        await session.check(keys.prefix)
+                    await self._tell_changes(session, keys, deliver)
+                except api.aio.AioRpcError as error:
+                    if error.code() != api.grpc.StatusCode.RESOURCE_EXHAUSTED:
+                        raise
+                    self.revision = -1  # more has changed meanwhile than one message may hold
+        except BROKEN as error:
+            session.end(error)
+
+    async def _tell_changes(self, session: Session, keys: Keys, deliver: Callable[[Snapshot | Changed], None]) -> None:
+        """Tell what changes, until the stream ends: etcd has compacted what was to be told.
+
+        All keys are read once the watch is there, and not before it: a watch from a revision on that is not the last
+        is served by etcd's next look at those that lag behind, which is 0.1 s later. The revision 0 is the present.
+        """
+        read = 0
+        async for response in session.watch(keys.prefix + self.prefix.encode(), self.revision + 1):
+            if response.canceled:
+                if not response.compact_revision:
+                    raise BrokenError(response.cancel_reason or WATCH_ENDED)
+                self.revision = -1
+                return
+            if self.revision < 0:
+                entries, read = await keys.read(session, self.prefix)
+                self.revision = read
+                deliver(Snapshot(self.prefix, read, entries))
+            for revision, events in itertools.groupby(response.events, key=lambda event: event.kv.mod_revision):
+                if revision <= read:
+                    continue
+                written, deleted = [], []
+                for event in events:
+                    if event.type == api.DELETE:
+                        deleted.append(keys.name(event.kv.key))
+                    else:
+                        written.append(keys.entry(event.kv))
+                        keys.history.see(revision, event.kv.key)
+                self.revision = revision
+                keys.history.see(revision)
+                deliver(Changed(self.prefix, revision, tuple(written), tuple(deleted)))
+        raise BrokenError(WATCH_ENDED)
