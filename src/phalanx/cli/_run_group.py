@@ -10,6 +10,7 @@ import click
 
 from phalanx._agent.attempt_end import AttemptEnd, Ending
 from phalanx._agent.attempts import Attempts
+from phalanx._agent.common_stop import CommonStop
 from phalanx._agent.group_team import GroupTeam
 from phalanx._agent.history import describe_attempts
 from phalanx._base import interrupts
@@ -69,7 +70,7 @@ class RunTeam(GroupTeam):
             groups.script, groups.envs, run_id=run_id, command=groups.command, warn=self._warn, keep_runs=keep_runs
         )
         self.record = RunRecord(recorder, self._warn, observers)
-        super().__init__(self._make_warm)
+        super().__init__(self._make_warm, common=CommonStop(signals_to_handle))
         groups.emit_into(self.record.stream)
         self._groups = groups
         self.name = groups.script
@@ -115,7 +116,7 @@ class RunTeam(GroupTeam):
         end = super().ended()
         if self._standby is not None:
             if end is None:
-                self.poll_seconds = self._standby.tend()
+                self.poll_seconds = self.poll_seconds if self.is_put_off else self._standby.tend()
             elif not end.failed:
                 self._standby.drop()
         return end

@@ -9,9 +9,11 @@ from functools import partial
 import click
 
 from phalanx._agent.attempts import Attempts
+from phalanx._agent.common_stop import CommonStop
 from phalanx._agent.side_by_side import SideBySide
 from phalanx._agent.worker_team import WorkerTeam
 from phalanx._base import interrupts
+from phalanx._engine.host_signals import signals_to_handle
 from phalanx._group.run_lines import RunLines
 from phalanx._runs.workers_recorder import WorkersRecorder
 from phalanx.cli._run_record import RunRecord
@@ -53,7 +55,7 @@ class OneWorker(WorkerTeam):
     def __init__(
         self, rank: int, make: Callable[[int, PContext | None], PContext], speak: Callable[[str], None]
     ) -> None:
-        super().__init__(make, speak=speak)
+        super().__init__(make, speak=speak, common=CommonStop(signals_to_handle))
         self.rank = rank
         self.last_result: RunProcsResult | None = None
 
