@@ -62,10 +62,28 @@ def machine_settings(conf: Mapping[str, str], *, is_hosted: bool) -> dict[str, A
         if name in conf:
             _read(name, conf[name])
             found[name] = conf[name]
+    _check_tls(conf)
     if "user" in conf:
         found["user"] = conf["user"]
         found["password"] = _text("password_file", conf["password_file"])
     return found
+
+
+def _check_tls(conf: Mapping[str, str]) -> None:
+    """See that the files for TLS can be used, and that our certificate has not expired. Raises ValueError."""
+    if conf.keys().isdisjoint(("ca", "cert")):
+        return
+    from phalanx._store.etcd.tls import Files
+
+    files = Files(*(conf.get(name, "") for name in ("ca", "cert", "key")))
+    try:
+        files.read()
+    except OSError as error:  # it could be read just now
+        msg = f"{error.filename}: {error.strerror}"
+        raise ValueError(msg) from None
+    if expired := files.expired():
+        msg = f"cert: {expired}"
+        raise ValueError(msg)
 
 
 def agent_port(conf: Mapping[str, str], default: int) -> int:

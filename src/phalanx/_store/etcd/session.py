@@ -23,6 +23,7 @@ _LEADER = (("hasleader", "true"),)  # has etcd end a stream of a member that has
 
 _PREFACE = re.compile(r"^(.*last error: )?([A-Z_]+: )?(ipv[46]:\S+: )?", re.DOTALL)  # of what grpc says
 _ENDED = "the session has ended"
+_CLOSED = "Socket closed"
 _code = api.grpc.StatusCode
 _NEVER = (_code.UNAUTHENTICATED, _code.PERMISSION_DENIED, _code.UNIMPLEMENTED)
 _OUTDATED = (_code.UNAUTHENTICATED, _code.INVALID_ARGUMENT)  # a token; the second: users were changed meanwhile
@@ -48,6 +49,7 @@ class Session:
         self._settings = settings
         self._endpoint = endpoint
         self._metadata: tuple[tuple[str, str], ...] = ()
+        self._has_answered = False
         self._keeper: Any = None
         self._keeping = asyncio.Lock()  # a stream takes one message at a time
         self.broken = asyncio.Event()
@@ -63,7 +65,7 @@ class Session:
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.enable_http_proxy", 0),
         )
-        files = self._settings.credentials()
+        files = self._settings.tls.read()
         if files is None:
             self._channel = api.aio.insecure_channel(self._endpoint, options=options)
         else:
@@ -78,8 +80,9 @@ class Session:
             said = ""
         else:
             said = _PREFACE.sub("", error.details() or error.code().name.lower())
-        if "CERTIFICATE" in said:
-            said += self._settings.expired()
+        said = self._settings.tls.words(said, self._endpoint.rpartition(":")[0])
+        if said == _CLOSED and not (self._has_answered or self._settings.ca or self._settings.cert):
+            said += ", as an etcd does that wants TLS (ca=PATH)"
         return f"{self._endpoint}: {said or 'no answer in time'}"
 
     def end(self, why: Exception) -> None:
@@ -108,7 +111,9 @@ class Session:
             raise BrokenError(_ENDED)
         with _not_cancelled():
             call = api.unary(self._channel, method)
-            return await call(request, timeout=self._settings.timeout, metadata=metadata)
+            answer = await call(request, timeout=self._settings.timeout, metadata=metadata)
+        self._has_answered = True
+        return answer
 
     async def authenticate(self) -> None:
         """Say who we are. Raises RefusedError."""
