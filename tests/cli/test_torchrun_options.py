@@ -182,6 +182,7 @@ def test_a_host_that_a_scheduler_has_said_is_named_with_that(place: Place) -> No
             ["password_file: /nowhere/x: No such f"],
         ),
         (["--nnodes=2", *ETCD, "--rdzv-conf=ca=/nowhere/x"], ["--rdzv-conf: ca: /nowhere/x: No such file"]),
+        (["--nnodes=2", *ETCD, "--rdzv-conf=ca=/dev/null"], ["--rdzv-conf: ca: /dev/null holds no certificate (PEM)"]),
         (["--nnodes=2", *ETCD, "--restart=worker"], ["--nnodes and --restart worker exclude each other"]),
         (["--numa-binding=node", "--cpu-bind=core"], ["--numa-binding and --cpu-bind exclude each other"]),
         (["--numa-binding=nodes"], ["'nodes' is not one of 'node', 'socket', 'exclusive', 'core-complex'"]),

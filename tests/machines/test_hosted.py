@@ -6,8 +6,6 @@ import importlib.util
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -95,45 +93,6 @@ def test_the_host_of_the_store_is_lost(job: Callable[..., Job], backend: str) ->
     while any(map(alive, workers)):
         assert time.monotonic() < until
         time.sleep(0.02)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_who_does_not_know_the_secret_takes_no_part(job: Callable[..., Job], backend: str) -> None:
-    one = job(backend, "2")
-    first = one.start(1)
-    first[0].wait_for("phalanx: ", 0)
-    stranger = one.start(3 if backend == "c10d" else 2, PHALANX_JOB_SECRET=SECRET[::-1])[0]
-    assert stranger.end() == 1
-    assert re.search(r"Error: this node is not taken: .*(secret|password)", stranger.said)
-    agents = first + one.start(2)
-    everyone(agents, 0, 4)
-    one.finish(*agents)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_random_bytes_disturb_nobody(job: Callable[..., Job], backend: str) -> None:
-    one = job(backend, "2")
-    agents = one.start(1, 2, options=["--max-restarts", "1"])
-    everyone(agents, 0, 4)
-    thrower = (
-        "import os, socket, sys, time\n"
-        "until = time.monotonic() + 2\n"
-        "while time.monotonic() < until:\n"
-        "    try:\n"
-        "        with socket.create_connection((sys.argv[1], int(sys.argv[2])), 1) as one:\n"
-        "            one.settimeout(0.2)\n"
-        "            for _ in range(os.urandom(1)[0] % 8):\n"
-        "                one.sendall(os.urandom(1 + os.urandom(1)[0] * 64))\n"
-        "    except OSError:\n"
-        "        pass\n"
-    )
-    where = one.hosts.address(1), str(PORTS[backend])
-    done = subprocess.run([*one.hosts.on(4), sys.executable, "-c", thrower, *where], check=False, timeout=SOON)
-    assert done.returncode == 0
-    one.fail(0, 0)
-    everyone(agents, 1, 4)
-    one.finish(*agents)
-    assert all("does not answer" not in agent.said.split("nodes (")[1] for agent in agents)
 
 
 def test_an_agent_that_comes_back_has_its_rank_again(job: Callable[..., Job]) -> None:

@@ -5,6 +5,10 @@ What is wrong is a ValueError, whose text begins with the setting's name, or the
 
 from __future__ import annotations
 
+import os
+import stat
+from contextlib import suppress
+
 from phalanx._agent.endpoint import FALSE, where_is
 
 TYPE_CHECKING = False
@@ -128,6 +132,16 @@ def job_secret(conf: Mapping[str, str], environ: Mapping[str, str]) -> bytes:
         msg += f"it has {len(text)}"
         raise ValueError(msg)
     return text.encode("utf-8", "surrogateescape")
+
+
+def exposed(conf: Mapping[str, str]) -> list[str]:
+    """Return a line on each file with a secret that every user of this machine can read."""
+    found = []
+    for name in ("secret_file", "password_file", "key"):
+        with suppress(OSError):
+            if name in conf and os.stat(conf[name]).st_mode & stat.S_IROTH:
+                found.append(f"{name}: every user of this machine can read {conf[name]} (chmod 600)")
+    return found
 
 
 def seconds(name: str, text: str) -> float:

@@ -139,7 +139,7 @@ class Machines(NamedTuple):
         return EtcdStore(
             EtcdSettings(
                 self.endpoints, prefix_of(run_id), ttl=self.lease_ttl, ca=self.ca, cert=self.cert, key=self.key,
-                user=user, password=password,
+                user=user, password=password, is_hosted=self.is_hosted,
             )
         )  # fmt: skip
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 import click
 
 from phalanx._base.clock import format_duration
+from phalanx._base.one_line import one_line
 from phalanx._base.tty import use_colour
 from phalanx._engine import host_signals
 from phalanx._engine.host_signals import choosing, signals_to_handle
@@ -230,9 +231,9 @@ def _failing(finish: Finish, team: MachineTeam) -> str:
     if finish.state == "timeout":
         return f"nobody has decided in time who takes part ({where})"
     if finish.state == "damaged":
-        return f"what {where} holds of the job cannot be read: {finish.why}"
+        return f"what {where} holds of the job cannot be read: {one_line(finish.why)}"
     if finish.state == "refused":
-        return f"this node is not taken: {finish.why}"
+        return f"this node is not taken: {one_line(finish.why)}"
     return f"this node has left the job: {finish.why or 'it has ended without it'}"
 
 

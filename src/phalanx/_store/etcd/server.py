@@ -90,8 +90,8 @@ exit $status
 """Runs etcd in the folder ``$0``. With SIGUSR1 etcd ends and is started with the second URLs; SIGTERM ends all at once.
 
 SIGTERM removes the folder, too: it comes when the agent closes the etcd, and when the agent was killed. What the shell
-itself says, such as "Killed", is not in the log. Etcd takes as many connections as it may have descriptors, less 150, and
-waits for ever for those that say nothing: so it may have as many as can be had.
+itself says, such as "Killed", is not in the log. Etcd takes as many connections as it may have descriptors, less 150,
+and waits for ever for those that say nothing: so it may have as many as can be had.
 """
 
 _LAST = 4  # lines of the log

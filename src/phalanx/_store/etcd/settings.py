@@ -22,6 +22,7 @@ class EtcdSettings(NamedTuple):
         ca, cert, key: Paths of PEM files: the authority that has signed the members' certificates; our certificate and
             its key. "": TLS is not used, or we have none.
         user, password: Who we are; "": nobody.
+        is_hosted: Whether an agent of the job hosts it: who we are is made of the job's secret then.
     """
 
     endpoints: tuple[str, ...]
@@ -34,6 +35,7 @@ class EtcdSettings(NamedTuple):
     key: str = ""
     user: str = ""
     password: str = ""
+    is_hosted: bool = False
 
     @property
     def job_lease(self) -> int:
