@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from phalanx._rendezvous.records import End, Job
     from phalanx._rendezvous.settings import Machines
     from phalanx._store.store import Store
+    from phalanx.cli._one_run import OneRun
     from phalanx.cli._run_logs import RunLogs
     from phalanx.cli._run_plan import RunPlan
     from phalanx.cli._run_record import Observer
@@ -49,9 +50,12 @@ _MOST = 20  # earlier attempts that a report has
 
 
 def run_node(
-    plan: RunPlan, machines: Machines, services: Services | None, until_end: ExitStack
+    plan: RunPlan, machines: Machines, services: Services | None, until_end: ExitStack, held: OneRun | None = None
 ) -> tuple[int, ChildFailedError | None]:
-    """Run this machine's part of a job of many. Returns the exit code, and what the report is about."""
+    """Run this machine's part of a job of many. Returns the exit code, and what the report is about.
+
+    ``held``: what tells of another launcher that was started together with this one, which ends the job; None: nothing.
+    """
     if plan.config.node_check:
         from phalanx.cli._node_check import pass_check
 
@@ -59,17 +63,7 @@ def run_node(
         if why:
             msg = f"--node-check: {why}"
             raise click.ClickException(msg)
-    try:
-        store = machines.store(plan.run_id)
-        end_hosting = machines.host(plan.run_id, say)
-    except ImportError as error:
-        msg = f"--rdzv-backend {machines.backend}: {error}; pip install 'phalanx[etcd]'"
-        raise click.ClickException(msg) from None
-    except OSError as error:
-        msg = f"--rdzv-backend {machines.backend}: {error}"
-        raise click.ClickException(msg) from None
-    if end_hosting is not None:
-        until_end.callback(end_hosting)
+    store, hosts = _open(plan, machines, until_end)
     port = until_end.enter_context(reserve_port())
     variables = {**(services.variables if services else {}), SECRET: ""}  # the secret is the agents' alone
     groups = plan.groups(None, variables)
@@ -109,23 +103,42 @@ def run_node(
     notice = 0.0 if config.notice is None else config.notice[1]
     rules = machines.rules(plan.policy, config.grace, notice)
     node = Participant(
-        me, rules, barrier=machines.barrier, hosts=end_hosting is not None if machines.is_hosted else None,
+        me, rules, barrier=machines.barrier, hosts=hosts if machines.is_hosted else None,
         away_timeout=machines.away_timeout if machines.is_hosted else math.inf, chance=random.random,
     )  # fmt: skip
     colour = use_colour(sys.stderr, plan.console.color)
     with choosing(config.signals_to_handle), forwarding(plan.forwarded, team):
-        code = see_node_through(node, store, team, plan.specs, config.grace, colour=colour)
+        run = JobRun(node, store, team)
+        if held is not None:
+            from phalanx.cli._one_run import TOLD
+
+            held.when_met(lambda: run.ask_stop(signal.SIGTERM, TOLD, config.grace))
+        code = see_node_through(run, team, plan.specs, config.grace, colour=colour)
     return code, team.error
 
 
-def see_node_through(
-    node: Participant, store: Store, team: MachineTeam, logs: RunLogs, grace: float, *, colour: bool
-) -> int:
+def _open(plan: RunPlan, machines: Machines, until_end: ExitStack) -> tuple[Store, bool]:
+    """Return the store, and whether it is hosted here. Raises ClickException."""
+    try:
+        store = machines.store(plan.run_id)
+        end_hosting = machines.host(plan.run_id, say)
+    except ImportError as error:
+        msg = f"--rdzv-backend {machines.backend}: {error}; pip install 'phalanx[etcd]'"
+        raise click.ClickException(msg) from None
+    except OSError as error:
+        msg = f"--rdzv-backend {machines.backend}: {error}"
+        raise click.ClickException(msg) from None
+    if end_hosting is not None:
+        until_end.callback(end_hosting)
+    return store, end_hosting is not None
+
+
+def see_node_through(run: JobRun, team: MachineTeam, logs: RunLogs, grace: float, *, colour: bool) -> int:
     """Take part in the job until it is over, and say what became of it. Returns the exit code."""
     team.record.begin()
     try:
         try:
-            finish, stopped = _run_all(JobRun(node, store, team), team, grace)
+            finish, stopped = _run_all(run, team, grace)
         except (OSError, ValueError) as error:
             team.record_end("failed", 1, str(error))
             raise click.ClickException(str(error)) from None

@@ -162,11 +162,12 @@ def _run_node(plan: RunPlan, machines: Machines, services: Services | None, unti
     """Run this machine's part of a job of many."""
     from phalanx.cli._run_node import run_node
 
+    held = None
     if plan.meeting.holds:
-        from phalanx.cli._one_run import one_run
+        from phalanx.cli._one_run import OneRun
 
-        until_end.enter_context(one_run(plan.meeting.holds))
-    code, error = run_node(plan, machines, services, until_end)
+        held = until_end.enter_context(OneRun(plan.meeting.holds))
+    code, error = run_node(plan, machines, services, until_end, held)
     if error is not None:
         raise _WorkersFailed(code, error)
     return code
