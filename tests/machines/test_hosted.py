@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,7 +18,6 @@ from tests.support.jobs import SOON, Job, everyone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from tests.support.hosts import Hosts
 
@@ -117,3 +117,19 @@ def test_ctrl_c_on_one_host_stops_the_job_on_all(job: Callable[..., Job], backen
     assert [agent.end() for agent in agents] == [130, 130]
     for agent in agents:
         assert "the job was stopped: SIGINT on host h1" in agent.said
+
+
+def test_a_worker_that_alone_is_sent_sigterm_has_failed(job: Callable[..., Job]) -> None:
+    """Another host hears of it, though not at once: the agent itself could have been sent the signal, too."""
+    one = job("static", "2")
+    agents = one.start(1, 2)
+    everyone(agents, 0, 4)
+    script = one.command[0].encode()
+    workers = [pid for pid in descendants(agents[1].launcher()) if script in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(min(workers), signal.SIGTERM)
+    assert [agent.end() for agent in agents] == [143, 143]
+    for agent in agents:
+        assert re.search()
+        assert re.search(r"Root Cause.*\n.*\n +host +: h2\n +rank +: [23] ", agent.said), agent.said
+        assert "ranks 0-1" in agent.said
+        assert "stopped by us (SIGTERM)" in agent.said

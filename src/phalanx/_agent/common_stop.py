@@ -11,7 +11,7 @@ from phalanx._base import clock
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
 WITHIN = 0.5
 """Seconds between the two, at most. Who sends a signal to many processes does so in some milliseconds."""
@@ -24,9 +24,9 @@ class CommonStop:
     """The signal that has stopped this process, if one has, and what it explains. Moments: nanoseconds, monotonic.
 
     Args:
-        signals: Returns those that stop this process. By default there are none, and nothing is explained.
+        signals: Those that stop this process. By default there are none, and nothing is explained.
 
-    >>> stop = CommonStop(lambda: [15])
+    >>> stop = CommonStop([15])
     >>> stop.seconds_left(-15, 1_000_000_000, now_ns=1_100_000_000), stop.seconds_left(1, 1_000_000_000, now_ns=0)
     (0.4, 0.0)
     >>> stop.note(15, 1_200_000_000)
@@ -36,13 +36,13 @@ class CommonStop:
     (False, False)
     """
 
-    def __init__(self, signals: Callable[[], Iterable[int]] = tuple) -> None:
-        self._signals = signals
+    def __init__(self, signals: Iterable[int] = ()) -> None:
+        self._signals = frozenset(signals)
         self._got: tuple[int, int] | None = None
 
     def note(self, number: int, now_ns: int) -> None:
         """Note that this process was sent a signal. Those after the first say nothing new."""
-        if self._got is None and number in self._signals():
+        if self._got is None and number in self._signals:
             self._got = number, now_ns
 
     @property
@@ -52,7 +52,7 @@ class CommonStop:
 
     def may_explain(self, exitcode: int) -> bool:
         """Whether an exit (negative: by a signal) may come from a signal that this process has not got yet."""
-        return self._got is None and any(_is_by(number, exitcode) for number in self._signals())
+        return self._got is None and any(_is_by(number, exitcode) for number in self._signals)
 
     def seconds_left(self, exitcode: int, moment_ns: int, now_ns: int) -> float:
         """Return for how long it is not known whether an exit is a failure; 0: it is known.

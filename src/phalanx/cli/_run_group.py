@@ -35,7 +35,7 @@ from phalanx.multiprocessing.errors import ChildFailedError, record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from typing import Any, TypeVar
 
     from phalanx._agent.restart_policy import RestartPolicy
@@ -55,6 +55,7 @@ class RunTeam(GroupTeam):
         run_id: The run's id.
         keep_runs: See `Recorder`.
         observers: See `RunRecord`.
+        signals: Those that stop the run.
     """
 
     def __init__(
@@ -65,12 +66,13 @@ class RunTeam(GroupTeam):
         run_id: str,
         keep_runs: int | None,
         observers: Observers,
+        signals: Iterable[int],
     ) -> None:
         recorder = Recorder(
             groups.script, groups.envs, run_id=run_id, command=groups.command, warn=self._warn, keep_runs=keep_runs
         )
         self.record = RunRecord(recorder, self._warn, observers)
-        super().__init__(self._make_warm, common=CommonStop(signals_to_handle))
+        super().__init__(self._make_warm, common=CommonStop(signals))
         groups.emit_into(self.record.stream)
         self._groups = groups
         self.name = groups.script

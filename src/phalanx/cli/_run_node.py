@@ -98,7 +98,7 @@ def run_node(
 
     team = MachineTeam(
         me, port, envs, groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs, observers=observers,
-        where=machines.where, grace=config.grace,
+        where=machines.where, grace=config.grace, signals=config.signals_to_handle,
     )  # fmt: skip
     notice = 0.0 if config.notice is None else config.notice[1]
     rules = machines.rules(plan.policy, config.grace, notice)

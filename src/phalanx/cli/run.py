@@ -145,12 +145,16 @@ def _run(plan: RunPlan, until_end: ExitStack) -> int:
             "keep_runs": config.keep_runs,
             "limits": limits,
             "observers": observers,
+            "signals": config.signals_to_handle,
         }
         team = WorkerTeams(groups, plan.specs, plan.policy, plan.console, **names)
         with choosing(config.signals_to_handle), forwarding(plan.forwarded, team):
             code = see_workers_through(team, plan.specs, config.grace, colour=colour)
     else:
-        team = RunTeam(groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs, observers=observers)
+        team = RunTeam(
+            groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs, observers=observers,
+            signals=config.signals_to_handle,
+        )  # fmt: skip
         with choosing(config.signals_to_handle), forwarding(plan.forwarded, team):
             code = see_through(team, plan.specs, config.grace, colour=colour)
     if team.error is not None:

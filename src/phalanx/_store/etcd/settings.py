@@ -46,6 +46,10 @@ class EtcdSettings(NamedTuple):
         """
         return int.from_bytes(blake2b(self.prefix.encode(), digest_size=8).digest()) >> 2 | 1
 
+    def __repr__(self) -> str:
+        # A password is not shown by what shows the settings.
+        return f"EtcdSettings({','.join(self.endpoints)}, prefix={self.prefix!r}, ttl={self.ttl}, user={self.user!r})"
+
     @property
     def tls(self) -> Files:
         """The files for TLS."""
