@@ -30,6 +30,11 @@ def test_a_check(command: str, why: str | None) -> None:
     assert found == why or (why is not None and found is not None and found.endswith("no-such-program: not found"))
 
 
+def test_a_check_does_not_find_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHALANX_JOB_SECRET", "0123456789abcdef")
+    assert run_check('test -z "$PHALANX_JOB_SECRET"') is None
+
+
 def test_a_check_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_node_check, "LONGEST", 0.2)
     assert run_check("sleep 1000") == "it has not ended within 0.2s"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from typing import TYPE_CHECKING
 
 import click
@@ -16,8 +17,9 @@ from hypothesis import strategies as st
 
 from phalanx._agent.scheduler_step import STEP as STEP_VARIABLE
 from phalanx._agent.worker_env import worker_env
+from phalanx.cli import _one_run
 from phalanx.cli._hostlist import MOST_HOSTS, hosts
-from phalanx.cli._one_run import one_run
+from phalanx.cli._one_run import OneRun
 from phalanx.cli._scheduler import PORTS, Allocation, found
 
 if TYPE_CHECKING:
@@ -235,13 +237,40 @@ def test_a_worker_finds_the_step_of_its_launcher(monkeypatch: pytest.MonkeyPatch
 
 
 def test_one_run_of_a_name_at_a_time() -> None:
-    with one_run("slurm-2.0, node 1"):
-        with pytest.raises(click.UsageError, match=r"slurm-2\.0, node 1: .* --run-id"), one_run("slurm-2.0, node 1"):
+    with OneRun("slurm-2.0, node 1"):
+        with pytest.raises(click.UsageError, match=r"slurm-2\.0, node 1: .* --run-id"), OneRun("slurm-2.0, node 1"):
             pass
-        with one_run("slurm-2.0, node 0"):
+        with OneRun("slurm-2.0, node 0"):
             pass
-    with one_run("slurm-2.0, node 1"):
+    with OneRun("slurm-2.0, node 1"):
         pass
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_who_has_the_name_is_told_of_another_run(is_early: bool) -> None:
+    told = threading.Event()
+    with OneRun("slurm-2.0, node 1") as held:
+        if not is_early:
+            held.when_met(told.set)
+        with pytest.raises(click.UsageError), OneRun("slurm-2.0, node 1"):
+            pass
+        if is_early:
+            held.when_met(told.set)
+        assert told.wait(60)
+
+
+def test_who_has_the_name_is_not_told_of_a_later_run_or_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = threading.Event()
+    with OneRun("slurm-2.0, node 1") as held:
+        held.when_met(told.set)  # nobody comes
+    monkeypatch.setattr(_one_run, "TOGETHER", -1.0)
+    with OneRun("slurm-2.0, node 1") as held:
+        held.when_met(told.set)
+        assert held._thread is not None
+        held._thread.join()
+        with pytest.raises(click.UsageError), OneRun("slurm-2.0, node 1"):
+            pass
+    assert not told.is_set()
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,7 @@ def test_a_host_that_a_scheduler_has_said_is_named_with_that(place: Place) -> No
             ["password_file: /nowhere/x: No such f"],
         ),
         (["--nnodes=2", *ETCD, "--rdzv-conf=ca=/nowhere/x"], ["--rdzv-conf: ca: /nowhere/x: No such file"]),
+        (["--nnodes=2", *ETCD, "--rdzv-conf=ca=/dev/null"], ["--rdzv-conf: ca: /dev/null holds no certificate (PEM)"]),
         (["--keep"], ["--keep: this is the only machine, see --nnodes; it has no store"]),
         (["--nnodes=2", "--keep"], ["--keep: an agent hosts the store, which ends with the job"]),
         (["--nnodes=2", *ETCD, "--rdzv-host", "--insecure", "--keep"], ["--keep: an agent hosts the store"]),

@@ -6,9 +6,8 @@ import importlib.util
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,7 +18,6 @@ from tests.support.jobs import SOON, Job, everyone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from tests.support.hosts import Hosts
 
@@ -97,45 +95,6 @@ def test_the_host_of_the_store_is_lost(job: Callable[..., Job], backend: str) ->
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_who_does_not_know_the_secret_takes_no_part(job: Callable[..., Job], backend: str) -> None:
-    one = job(backend, "2")
-    first = one.start(1)
-    first[0].wait_for("phalanx: ", 0)
-    stranger = one.start(3 if backend == "c10d" else 2, PHALANX_JOB_SECRET=SECRET[::-1])[0]
-    assert stranger.end() == 1
-    assert re.search(r"Error: this node is not taken: .*(secret|password)", stranger.said)
-    agents = first + one.start(2)
-    everyone(agents, 0, 4)
-    one.finish(*agents)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_random_bytes_disturb_nobody(job: Callable[..., Job], backend: str) -> None:
-    one = job(backend, "2")
-    agents = one.start(1, 2, options=["--max-restarts", "1"])
-    everyone(agents, 0, 4)
-    thrower = (
-        "import os, socket, sys, time\n"
-        "until = time.monotonic() + 2\n"
-        "while time.monotonic() < until:\n"
-        "    try:\n"
-        "        with socket.create_connection((sys.argv[1], int(sys.argv[2])), 1) as one:\n"
-        "            one.settimeout(0.2)\n"
-        "            for _ in range(os.urandom(1)[0] % 8):\n"
-        "                one.sendall(os.urandom(1 + os.urandom(1)[0] * 64))\n"
-        "    except OSError:\n"
-        "        pass\n"
-    )
-    where = one.hosts.address(1), str(PORTS[backend])
-    done = subprocess.run([*one.hosts.on(4), sys.executable, "-c", thrower, *where], check=False, timeout=SOON)
-    assert done.returncode == 0
-    one.fail(0, 0)
-    everyone(agents, 1, 4)
-    one.finish(*agents)
-    assert all("does not answer" not in agent.said.split("nodes (")[1] for agent in agents)
-
-
 def test_an_agent_that_comes_back_has_its_rank_again(job: Callable[..., Job]) -> None:
     one = job("static", "3")
     agents = one.start(1, 2, 3, options=["--max-restarts", "1"])
@@ -158,3 +117,18 @@ def test_ctrl_c_on_one_host_stops_the_job_on_all(job: Callable[..., Job], backen
     assert [agent.end() for agent in agents] == [130, 130]
     for agent in agents:
         assert "the job was stopped: SIGINT on host h1" in agent.said
+
+
+def test_a_worker_that_alone_is_sent_sigterm_has_failed(job: Callable[..., Job]) -> None:
+    """Another host hears of it, though not at once: the agent itself could have been sent the signal, too."""
+    one = job("static", "2")
+    agents = one.start(1, 2)
+    everyone(agents, 0, 4)
+    script = one.command[0].encode()
+    workers = [pid for pid in descendants(agents[1].launcher()) if script in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(min(workers), signal.SIGTERM)
+    assert [agent.end() for agent in agents] == [143, 143]
+    for agent in agents:
+        assert re.search(r"Root Cause.*\n.*\n +host +: h2\n +rank +: [23] ", agent.said), agent.said
+        assert "ranks 0-1" in agent.said
+        assert "stopped by us (SIGTERM)" in agent.said

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.project.test_docs import ROOT, blocks
+from tests.support import hosts as hosts_of
 from tests.support import slurm as slurm_of
+from tests.support.etcd import program
 from tests.support.hosts import Hosts
 from tests.support.slurm import Slurm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
     from typing import Self
 
@@ -39,7 +44,7 @@ names = ("RANK", "WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID
 saved = pathlib.Path("saved." + os.environ["RANK"])
 if not saved.exists():
     print("begins", *(os.environ[name] for name in names), flush=True)
-    while not phalanx.should_stop():
+    while not phalanx.should_stop() and not saved.exists():
         time.sleep(0.02)
     saved.touch()
 else:
@@ -55,15 +60,34 @@ def slurm() -> Iterator[Slurm]:
         yield it
 
 
-class Batch:
-    """The batch script of the page, in a folder of its own. A context manager: what is left of its job is cancelled."""
+UNPREPARED = """
+import os, time
+print("begins", os.environ["WORLD_SIZE"], flush=True)
+while True:
+    time.sleep(60)
+"""
 
-    def __init__(self, folder: Path, slurm: Slurm) -> None:
+ELASTIC = "--nnodes 2:3 --rdzv-backend c10d --rdzv-endpoint h1 --rdzv-conf lease_ttl=2,last_call_timeout=60"
+
+
+class Batch:
+    """The batch script of the page, in a folder of its own. A context manager: what is left of its job is cancelled.
+
+    Args:
+        folder: That folder.
+        slurm: Where it is submitted.
+        train: What the workers run.
+        changes: What is put in place of what in the script.
+    """
+
+    def __init__(self, folder: Path, slurm: Slurm, train: str = TRAIN, changes: Mapping[str, str] = {}) -> None:
         self._folder, self._slurm = folder, slurm
         (script,) = (text for _, text in blocks(ROOT / "docs" / "schedulers.md", "bash") if "#SBATCH" in text)
-        assert "--nproc-per-node 8 " in script
-        (folder / "train.sh").write_text(script.replace("--nproc-per-node 8 ", "--nproc-per-node 2 "))
-        (folder / "train.py").write_text(TRAIN)
+        for old, new in {"--nproc-per-node 8 ": "--nproc-per-node 2 ", **changes}.items():
+            assert old in script
+            script = script.replace(old, new)
+        (folder / "train.sh").write_text(script)
+        (folder / "train.py").write_text(train)
         (folder / "bin").mkdir()
         (folder / "bin" / "phalanx").write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -m phalanx "$@"\n')
         (folder / "bin" / "phalanx").chmod(0o755)
@@ -170,3 +194,103 @@ def test_a_job_that_is_cancelled_leaves_nothing(slurm: Slurm, tmp_path: Path) ->
         batch.wait_until(lambda: batch.state() == "CANCELLED")
         assert batch.saved() == 6
         assert "FAILED" not in batch.said
+
+
+def test_a_job_whose_workers_get_the_signal_too_was_stopped(slurm: Slurm, tmp_path: Path) -> None:
+    with Batch(tmp_path, slurm, UNPREPARED) as batch:
+        batch.wait_until(lambda: batch.said.count("] begins 6\n") == 6)
+        batch.send()  # with proctrack/linuxproc, to all processes of the step
+        batch.wait_until(lambda: batch.state() == "CANCELLED")
+        batch.wait_until(lambda: batch.said.count("phalanx: the job was stopped: SIGTERM on host h") == 3)
+        assert "FAILED" not in batch.said
+
+
+def test_a_node_that_is_drained_goes_on_with_its_job_and_takes_no_other(slurm: Slurm, tmp_path: Path) -> None:
+    def update(*what: str) -> None:
+        slurm.command("scontrol", "update", "nodename=h3", *what)
+
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    with (
+        Batch(folders[0], slurm) as batch,
+        Batch(folders[1], slurm, changes={"--nodes=3": "--nodes=3 --hold"}) as next_one,
+    ):
+        batch.wait_until(lambda: len(batch.lines("begins")) == 6)
+        try:
+            update("state=drain", "reason=test")
+            batch.wait_until(lambda: slurm.command("sinfo", "-h", "-n", "h3", "-o", "%T").strip() == "draining")
+            slurm.command("scontrol", "release", next_one.job)
+            assert batch.state() == "RUNNING"
+            batch.save()
+            batch.wait_until(lambda: batch.state() == "COMPLETED")
+            assert "stopp" not in batch.said
+            batch.wait_until(lambda: slurm.command("sinfo", "-h", "-n", "h3", "-o", "%T").strip() == "drained")
+            assert next_one.state() == "PENDING"
+            next_one.save()
+        finally:
+            update("state=resume")
+        next_one.wait_until(lambda: next_one.state() == "COMPLETED")
+        assert next_one.run_of("goes on", f"slurm-{next_one.job}.0"), next_one.said
+
+
+def test_a_job_goes_on_without_a_node_that_is_down(slurm: Slurm, tmp_path: Path) -> None:
+    if importlib.util.find_spec("grpc") is None:
+        pytest.skip("the extra `etcd` is not installed")
+    program()
+    changes = {
+        "#SBATCH --requeue": "#SBATCH --no-kill",
+        "srun ": "srun --no-kill ",
+        "phalanx run ": f"phalanx run {ELASTIC} ",
+    }
+    with Batch(tmp_path, slurm, UNPREPARED, changes) as batch:
+        batch.wait_until(lambda: batch.said.count("] begins 6\n") == 6)
+        slurm.command("scontrol", "update", "nodename=h3", "state=down", "reason=test")
+        batch.wait_until(lambda: batch.said.count("] begins 4\n") == 4)
+        assert batch.state() == "RUNNING"
+        lost = r"phalanx: node \d is lost: its agent on host h3 is gone, or cut off; stopping the workers\n"
+        assert len(re.findall(lost, batch.said)) == 2
+        batch.send()
+        batch.wait_until(lambda: batch.said.count("phalanx: the job was stopped: SIGTERM") == 2)
+
+
+LAUNCHER = """
+import sys
+from phalanx.cli import _one_run, main
+_one_run.TOGETHER = 1000  # a busy machine may take longer than is usual between two starts
+main()
+"""
+
+
+def test_two_runs_of_one_step_are_no_job_of_two_halves(tmp_path: Path) -> None:
+    """Each of the two has the name of the step on one machine: so they would meet."""
+    hosts_of.check()
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
+    for script in ("a.py", "b.py"):
+        (tmp_path / script).write_text("import time\nprint('begins', flush=True)\ntime.sleep(1000)\n")
+
+    def start(hosts: Hosts, node: int, script: str) -> subprocess.Popen[bytes]:
+        told = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2",
+                "SLURM_NODEID": f"{node - 1}", "SLURM_STEP_NODELIST": "10.77.0.[1-2]"}  # fmt: skip
+        rest = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+        command = [sys.executable, str(tmp_path / "launcher.py"), "run", "--nproc-per-node", "1", script]
+        with (tmp_path / f"{script}{node}").open("wb") as out:
+            return subprocess.Popen(
+                [*hosts.on(node), *command], stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=tmp_path,
+                env={**rest, **told, "PHALANX_JOB_SECRET": "0123456789abcdef", "XDG_STATE_HOME": str(tmp_path)},
+            )  # fmt: skip
+
+    with Hosts(2) as hosts, ExitStack() as left:
+        first = [start(hosts, 1, "a.py"), start(hosts, 2, "b.py")]
+        for one in first:
+            left.callback(one.kill)
+        until = time.monotonic() + SOON
+        while not all("begins" in (tmp_path / name).read_text() for name in ("a.py1", "b.py2")):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        second = [start(hosts, 1, "b.py"), start(hosts, 2, "a.py")]
+        for one in second:
+            left.callback(one.kill)
+        assert [one.wait(SOON) for one in (*first, *second)] == [143, 143, 2, 2]
+        for name in ("a.py1", "b.py2"):
+            assert "the job was stopped: two `phalanx run` of one step (give each a" in (tmp_path / name).read_text()

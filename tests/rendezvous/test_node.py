@@ -13,7 +13,7 @@ from phalanx._outcomes.result import RunProcsResult
 from phalanx._rendezvous import effects, evidence, records
 from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.node_waits import HOST_PATIENCE, PATIENCE
-from phalanx._rendezvous.records import Job, Member, Node, Refusal, Stop, Verdict, replace
+from phalanx._rendezvous.records import End, Job, Member, Node, Refusal, Stop, Verdict, replace
 from phalanx._rendezvous.rules import Rules
 from phalanx._store.store import (
     JOB,
@@ -39,6 +39,7 @@ pytestmark = pytest.mark.once
 ME = Node("a", "host-a", "10.0.0.1", 2, min_nodes=2, max_nodes=2, port=1000)
 MEMBERS = (Member("b", "host-b", 2, "default"), Member("a", "host-a", 2, "default"))
 RUNS = Job(0, "running", 2, 2, MEMBERS, "10.0.0.2", 1001)
+ENDS = (End(0, "failure", "b", "host-b", "exit code 1", 0, 1, failed=True),)
 RULES = Rules(RestartPolicy(1), join_timeout=100.0, end_timeout=20.0)
 
 
@@ -148,7 +149,7 @@ def test_a_job_that_has_gone_on_without_it_does() -> None:
     story.tell(Away("no answer"))
     story.tell(LeaseLost())
     story.tell(Back())
-    due = story.writes("job/state", replace(RUNS, generation=1, members=MEMBERS[:1]))
+    due = story.writes("job/state", replace(RUNS, generation=1, members=MEMBERS[:1], ends=ENDS))
     assert effects.End(None) in due
     story.answer()
     story._take(story.node.workers_gone(replace(ME, outcome="stopped"), b"", story.now))
@@ -201,7 +202,9 @@ def test_the_end_of_the_job_brings_what_the_workers_have_left() -> None:
     story.writes("job/stop/0", stop)
     story._take(story.node.workers_gone(replace(ME, outcome="stopped"), b"mine", story.now))
     story.answer()
-    over = replace(RUNS, generation=1, phase="over", verdict=Verdict("failed", "1 restart, and no more", stop))
+    over = replace(
+        RUNS, generation=1, phase="over", ends=ENDS, verdict=Verdict("failed", "1 restart, and no more", stop)
+    )
     fetch = story.writes("job/state", over)[-1]
     assert isinstance(fetch, effects.Fetch)
     assert fetch.prefix == "evidence/0/"
@@ -433,9 +436,8 @@ def test_a_spare_waits_for_the_next_generation_however_long_it_has_been_one() ->
     other = replace(RUNS, members=(MEMBERS[0], Member("c", "host-c", 2, "default")))
     story.writes("job/state", other)
     story.wait(36000)
-    assert story.writes("job/state", replace(other, generation=1, phase="forming", delay=8.0)) == [
-        effects.Heard(replace(other, generation=1, phase="forming", delay=8.0))
-    ]
+    following = replace(other, generation=1, phase="forming", ends=ENDS, delay=8.0)
+    assert story.writes("job/state", following) == [effects.Heard(following)]
     assert story.node.wake == 36000 + 8 + 100 + 20 + PATIENCE
     stuck = Story().enter()
     stuck.writes("job/state", other)

@@ -14,7 +14,7 @@ from phalanx._outcomes.outcome import Outcome
 from phalanx._outcomes.result import RunProcsResult
 from phalanx._rendezvous import evidence, records
 from phalanx._rendezvous.evidence import MOST_BYTES, JobEvidence
-from phalanx._rendezvous.records import DamagedError, Job, Member, Node, Refusal, Stop
+from phalanx._rendezvous.records import DamagedError, End, Job, Member, Node, Refusal, Stop
 from phalanx._rendezvous.store_view import StoreView
 from phalanx._stacks.dump import Ended, Frame
 from phalanx._store.store import Changed, Entry, Snapshot
@@ -52,12 +52,41 @@ def test_garbage_is_damaged(data: bytes) -> None:
         (b'{"id":"a","host":"h","address":"a","nproc":2,"port":65536}', "Expected `int` <= 65535"),
         (b'{"id":"a","host":"' + b"h" * 3000 + b'","address":"a","nproc":2}', "length <= 2000"),
         (b'{"id":"a","host":"h","address":"a","nproc":2,"state":"gone"}', "Invalid enum value 'gone'"),
+        (b'{"id":"a\\n","host":"h","address":"a","nproc":2}', "matching regex"),
+        (b'{"id":"a","host":"h","address":"a","nproc":2,"step":99999999999999999999}', "Expected `int` <= "),
+        (b'{"id":"a","host":"h","address":"a","nproc":2,"uptime":NaN}', "malformed"),
+        (b'{"id":"a","host":"\xff","address":"a","nproc":2}', "nodes/a: 'utf-8' codec"),
+        (b'{"id":"a","host":"h","address":"a","nproc":2,"x":' + b"[" * 100_000, "within each other, too deep"),
         (b"[" * 5000, "Expected `object`, got `array`"),
     ],
 )
 def test_what_cannot_be_is_named(data: bytes, what: str) -> None:
     with pytest.raises(DamagedError, match=what):
         records.read(Node, Entry("nodes/a", data, 1, 1))
+
+
+def test_a_job_whose_parts_do_not_fit_together_is_damaged() -> None:
+    end, member = End(0, "failure", "a", "host-a"), Member("a", "host-a", 2, "x")
+    right = Job(1, "running", 1, 2, (member,), ends=(end,))
+    wrong: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("generation", {"generation": -1, "ends": ()}),
+        ("min_nodes", {"min_nodes": 3}),
+        ("members", {"members": ()}),
+        ("members", {"members": (member, member)}),
+        ("ends", {"ends": ()}),
+        ("verdict", {"phase": "over"}),
+    )
+    for name, changes in wrong:
+        data = records.write(records.replace(right, **changes))
+        with pytest.raises(DamagedError, match=rf"job/state: `\$\.{name}` does not fit the rest"):
+            records.read_job(Entry("job/state", data, 1, 1))
+    assert records.read_job(Entry("job/state", records.write(right), 1, 1)) == right
+
+
+@pytest.mark.parametrize("data", [b'{"node":"\xff","host":"h"}', b'{"x":' + b"[" * 100_000])
+def test_evidence_that_cannot_be_read_is_named(data: bytes) -> None:
+    (why,) = JobEvidence([Entry("evidence/3/a", data, 1, 1)], STOP).damaged
+    assert why.startswith("evidence/3/a: ")
 
 
 def entry(key: str, at: int, value: bytes = b"", created: int = 0) -> Entry:

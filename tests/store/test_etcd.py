@@ -408,9 +408,11 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "-days", "2", "-subj", f"/CN={name}")  # fmt: skip
     (folder / "names").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\nextendedKeyUsage=serverAuth,clientAuth\n")
     openssl("req", "-newkey", "rsa:2048", "-nodes", "-keyout", "key.pem", "-out", "request", "-subj", "/CN=localhost")
-    for name, days in (("cert", "2"), ("expired", "-1")):
+    (folder / "foreign").write_text("subjectAltName=IP:192.0.2.1\n")
+    for name, days, names in (("cert", "2", "names"), ("expired", "-1", "names"), ("foreign", "2", "foreign")):
         openssl("x509", "-req", "-in", "request", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", days,
-                "-extfile", "names", "-out", f"{name}.pem")  # fmt: skip
+                "-extfile", names, "-out", f"{name}.pem")  # fmt: skip
+    openssl("rsa", "-in", "key.pem", "-aes128", "-passout", "pass:1234", "-out", "encrypted.key")
     return folder
 
 
@@ -428,11 +430,12 @@ def test_tls(prefix: str, tmp_path: Path, certificates: Path) -> None:
             one.next(Back)
             assert one.make(Put("a", b"", JOB)).made
         for wrong, said in (
-            ({"ca": files["other"], **mine}, "CERTIFICATE_VERIFY_FAILED: unable to get local issuer"),
-            ({"ca": files["ca"]}, "BAD_CERTIFICATE"),
+            ({"ca": files["other"], **mine}, f"no authority in {files['other']} has signed its certificate"),
+            (mine, "no authority that this machine knows has signed its certificate: ca=PATH names one"),
+            ({"ca": files["ca"]}, "it wants a certificate of ours: cert=PATH,key=PATH"),
             (
                 {"ca": files["ca"], "cert": files["expired"], "key": files["key"]},
-                f"; {files['expired']} has expired at",
+                f"; the certificate in {files['expired']} has expired on",
             ),
         ):
             with client(own.endpoints, prefix, timeout=1.0, **wrong) as one:
@@ -445,19 +448,35 @@ def test_tls(prefix: str, tmp_path: Path, certificates: Path) -> None:
             shutil.copy(files["cert"], mine["cert"])  # it is renewed
             one.next(Back)
         with client(own.endpoints, prefix, timeout=1.0) as one:
-            assert own.endpoints in one.next(Away).why
+            assert one.next(Away).why == f"{own.endpoints}: Socket closed, as an etcd does that wants TLS (ca=PATH)"
+
+
+def test_an_etcd_whose_certificate_is_not_its_own(prefix: str, etcd: Etcd, certificates: Path) -> None:
+    files = {name: str(certificates / f"{name}.pem") for name in ("ca", "foreign", "key", "expired")}
+    for cert, said in (
+        ("expired", "its certificate has expired, or that of its authority (CERTIFICATE_VERIFY_FAILED)"),
+        ("foreign", "its certificate is not for 127.0.0.1"),
+    ):
+        with Etcd(options=[f"--cert-file={files[cert]}", f"--key-file={files['key']}"]) as own, \
+             client(own.endpoints, prefix, timeout=1.0, ca=files["ca"]) as one:  # fmt: skip
+            assert one.next(Away).why == f"{own.endpoints}: {said}"
+    with client(etcd.endpoints, prefix, timeout=1.0, ca=files["ca"]) as one:
+        assert "as an etcd without TLS does" in one.next(Away).why
 
 
 def test_tls_files_that_cannot_be_used_are_named_at_once(prefix: str, certificates: Path) -> None:
     """Grpc would abort the process, where there is a key without a certificate, or say nothing of use."""
-    ca, cert, key, other = (str(certificates / name) for name in ("ca.pem", "cert.pem", "key.pem", "other.key"))
+    names = ("ca.pem", "cert.pem", "key.pem", "other.key", "encrypted.key")
+    ca, cert, key, other, encrypted = (str(certificates / name) for name in names)
     cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"ca": "/nowhere"}, "nowhere"),
         ({"ca": ca, "cert": cert}, "belong together"),
         ({"ca": ca, "key": key}, "belong together"),
-        ({"ca": key}, "key.pem: "),
-        ({"ca": ca, "cert": key, "key": key}, "key.pem, .*key.pem: "),
-        ({"ca": ca, "cert": cert, "key": other}, "cert.pem, .*other.key: .*KEY_VALUES_MISMATCH"),
+        ({"ca": key}, "^ca: .*key.pem holds no certificate"),
+        ({"ca": ca, "cert": key, "key": key}, "^cert: .*key.pem holds no certificate"),
+        ({"ca": ca, "cert": cert, "key": cert}, "^key: .*cert.pem holds no private key"),
+        ({"ca": ca, "cert": cert, "key": other}, "^key: .*other.key is not the key of the certificate in .*cert.pem"),
+        ({"ca": ca, "cert": cert, "key": encrypted}, "^key: .*encrypted.key is encrypted"),
     )
     for wrong, said in cases:
         with pytest.raises((OSError, ValueError), match=said):

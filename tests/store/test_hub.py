@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from phalanx._rendezvous.settings import Machines
+from phalanx._store.etcd.settings import EtcdSettings
 from phalanx._store.hub import door, link, messages, wire
 from phalanx._store.hub.hub_store import HubStore
 from phalanx._store.hub.server import HubServer
@@ -577,3 +579,5 @@ def test_closing_twice_or_before_it_was_reached() -> None:
 
 def test_settings_do_not_show_the_secret() -> None:
     assert "hidden" not in repr(HubSettings("h", 1, "run", b"hidden", 2))
+    assert "hidden" not in repr(EtcdSettings(("h:1",), "/", user="root", password="hidden"))  # noqa: S106 - no secret
+    assert "hidden" not in repr(Machines(1, 2, "static", ("h:1",), "", secret=b"hidden", password="hidden"))  # noqa: S106

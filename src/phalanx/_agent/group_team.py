@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._agent.attempts import Team
-from phalanx._base import interrupts
+from phalanx._agent.common_stop import CommonStop
+from phalanx._base import clock, interrupts
 from phalanx._base.one_line import one_line
 from phalanx._base.stderr import mention
 from phalanx._engine.start_errors import KeeperLostError, NotReleasedError
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phalanx._group.context import PContext
+    from phalanx._outcomes.failure import ProcessFailure
 
 MOST_SHOWN = 3
 """How many groups may have ended whose lines a slow console has not taken, when another is started."""
@@ -27,21 +29,31 @@ class GroupTeam(Team):
         make: Makes the group of an attempt: its number, and the group of the attempt before, to be given as
             ``follows``; None: there is none. It is not started.
         speak: Shows a line while no group does; default: it is written to stderr. It must not wait.
+        common: What tells workers that have failed from those that were stopped with this process; default: nothing
+            does. With it, `stop` is called for signals to this process alone.
 
     Attributes:
         group: The group of the attempt that runs, or ran last; None: none was made.
         result: How it ended; None: it has not.
         lost: Why its result is not complete: its keeper was lost; else None.
+        common: See the arguments.
+        is_put_off: Whether all workers have ended, and it is not known yet whether they have failed.
     """
 
     def __init__(
-        self, make: Callable[[int, PContext | None], PContext], *, speak: Callable[[str], None] = mention
+        self,
+        make: Callable[[int, PContext | None], PContext],
+        *,
+        speak: Callable[[str], None] = mention,
+        common: CommonStop | None = None,
     ) -> None:
         self.group: PContext | None = None
         self.result: RunProcsResult | None = None
         self.lost: KeeperLostError | None = None
+        self.is_put_off = False
         self._make = make
         self._speak = speak
+        self.common = common or CommonStop()
         self._wake: Callable[[], None] = lambda: None
         self._wakes = False  # whether `wake` is called at the end of `group`
         self._before: list[PContext] = []  # groups that are gone, and not closed
@@ -51,6 +63,7 @@ class GroupTeam(Team):
         if self.group is not None:
             self._before.append(self.group)
         self.group, self.result, self.lost, self._wakes = None, None, None, False
+        self.is_put_off, self.poll_seconds = False, None
 
     def start(self, attempt: int, wake: Callable[[], None]) -> None:
         """Make a group, and start it. Raises what these raise."""
@@ -89,11 +102,19 @@ class GroupTeam(Team):
             if not self._wakes:
                 self._wake_at_end(group)
             return None
+        if result.root_cause is not None:
+            left = _seconds_left(self.common, result.root_cause)
+            self.is_put_off = left > 0
+            if left > 0:
+                self.poll_seconds = left
+                return None
+            result = _without_stopped(self.common, result)
         self.result = result
         return self._end({"abandoned": "failed"}.get(result.state, result.state), result)
 
     def stop(self, death_signal: int, grace: float) -> None:
         """See `Team`."""
+        self.common.note(death_signal, clock.now_ns())
         if self.group is not None:
             self.group.order_close(death_signal, grace)
 
@@ -147,3 +168,28 @@ class GroupTeam(Team):
         while len(self._before) > most or (self._before and not self._before[0].is_open):
             self._before[0].close(9)
             del self._before[0]  # not before: a signal may interrupt the wait
+
+
+def _seconds_left(common: CommonStop, root: ProcessFailure) -> float:
+    """Return for how long it is not known whether a root cause has failed by itself."""
+    return common.seconds_left(root.exitcode, root.first_key, clock.now_ns()) if _says_nothing(root) else 0.0
+
+
+def _without_stopped(common: CommonStop, result: RunProcsResult) -> RunProcsResult:
+    """Return a result in which nobody has failed, if the root cause is a worker that was stopped with this process."""
+    stopped = {
+        rank: outcome.replace(state="stopped")
+        for rank, outcome in result.outcomes.items()
+        if (failure := result.failures.get(rank)) is not None
+        and _says_nothing(failure)
+        and common.explains(failure.exitcode, failure.first_key)
+    }
+    root = result.root_cause
+    if root is None or root.local_rank not in stopped:
+        return result
+    return result.replace(failures={}, root_cause=None, outcomes={**result.outcomes, **stopped})
+
+
+def _says_nothing(failure: ProcessFailure) -> bool:
+    """Whether a worker has left nothing that says why it has ended, but for what Python says of SIGINT."""
+    return failure.evidence_ns is None or failure.message.startswith("KeyboardInterrupt")

@@ -5,6 +5,10 @@ What is wrong is a ValueError, whose text begins with the setting's name, or the
 
 from __future__ import annotations
 
+import os
+import stat
+from contextlib import suppress
+
 from phalanx._agent.endpoint import FALSE, where_is
 
 TYPE_CHECKING = False
@@ -74,10 +78,28 @@ def machine_settings(conf: Mapping[str, str], environ: Mapping[str, str], *, is_
         if name in conf:
             _read(name, conf[name])
             found[name] = conf[name]
+    _check_tls(conf)
     if "user" in conf:
         found["user"] = conf["user"]
         found["password"] = _text("password_file", conf["password_file"]) if "password_file" in conf else password
     return found
+
+
+def _check_tls(conf: Mapping[str, str]) -> None:
+    """See that the files for TLS can be used, and that our certificate has not expired. Raises ValueError."""
+    if conf.keys().isdisjoint(("ca", "cert")):
+        return
+    from phalanx._store.etcd.tls import Files
+
+    files = Files(*(conf.get(name, "") for name in ("ca", "cert", "key")))
+    try:
+        files.read()
+    except OSError as error:  # it could be read just now
+        msg = f"{error.filename}: {error.strerror}"
+        raise ValueError(msg) from None
+    if expired := files.expired():
+        msg = f"cert: {expired}"
+        raise ValueError(msg)
 
 
 def agent_port(conf: Mapping[str, str], default: int) -> int:
@@ -122,6 +144,16 @@ def job_secret(conf: Mapping[str, str], environ: Mapping[str, str]) -> bytes:
         msg += f"it has {len(text)}"
         raise ValueError(msg)
     return text.encode("utf-8", "surrogateescape")
+
+
+def exposed(conf: Mapping[str, str]) -> list[str]:
+    """Return a line on each file with a secret that every user of this machine can read."""
+    found = []
+    for name in ("secret_file", "password_file", "key"):
+        with suppress(OSError):
+            if name in conf and os.stat(conf[name]).st_mode & stat.S_IROTH:
+                found.append(f"{name}: every user of this machine can read {conf[name]} (chmod 600)")
+    return found
 
 
 def seconds(name: str, text: str) -> float:

@@ -307,9 +307,9 @@ class JobEvidence:
 
     def _read(self, entry: Entry) -> Evidence | None:
         try:
-            return _decoder.decode(entry.value)
-        except msgspec.MsgspecError as error:
-            self.damaged.append(f"{entry.key}: {error}")
+            return records.decode(_decoder, entry)
+        except records.DamagedError as error:
+            self.damaged.append(str(error))
             return None
 
 

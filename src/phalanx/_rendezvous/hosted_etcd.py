@@ -21,6 +21,7 @@ from phalanx._base import clock, files
 from phalanx._group.command_group import SubprocessContext
 from phalanx._logs.specs import FolderLogsSpecs
 from phalanx._logs.std import Std
+from phalanx._rendezvous.conf import NOT_FOR_WORKERS
 from phalanx._store.etcd import server
 
 TYPE_CHECKING = False
@@ -158,7 +159,7 @@ class HostedEtcd:
             logs = os.path.join(self._folder, "logs")
             os.mkdir(logs)
             group = self._group = SubprocessContext(
-                "etcd", "/bin/sh", {0: arguments}, {0: {"NOTIFY_SOCKET": server.READY_SOCKET}},
+                "etcd", "/bin/sh", {0: arguments}, {0: {"NOTIFY_SOCKET": server.READY_SOCKET, **NOT_FOR_WORKERS}},
                 FolderLogsSpecs(logs, Std.ALL, Std.NONE), signals=False, orphan_grace=_ORPHAN_GRACE, speak=_say_nothing,
             )  # fmt: skip
             group.start()

@@ -49,7 +49,7 @@ MOST_RESTARTS = 1 << 16
 LONGEST_DELAY = 1e9
 """Seconds."""
 
-_Id = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[\w.-]+$")]
+_Id = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[\w.-]+\Z")]
 _Text = Annotated[str, Meta(max_length=MOST_LINE)]
 _Count = Annotated[int, Meta(ge=0, lt=MOST_CODE)]
 _Some = Annotated[int, Meta(ge=1, le=MOST_WORKERS)]
@@ -57,6 +57,8 @@ _Port = Annotated[int, Meta(ge=0, le=65535)]
 _Generation = Annotated[int, Meta(ge=-1, lt=2**31)]
 _Code = Annotated[int, Meta(gt=-MOST_CODE, lt=MOST_CODE)]
 _Seconds = Annotated[float, Meta(ge=0, lt=1e12)]
+_Step = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+_Version = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 NodeState = Literal["ready", "running", "done", "left"]
 Kind = Literal["failure", "hang", "lost", "left", "grow", "signal"]
@@ -113,14 +115,14 @@ class Node(Struct, frozen=True):
     generation: _Generation = -1
     outcome: Literal["", "failed", "stopped", "succeeded", "not started"] = ""
     uptime: _Seconds = 0.0
-    step: int | None = None
+    step: _Step | None = None
     survivors: _Count = 0
     error: _Text = ""
     rank: _Count | None = None
     exitcode: _Code | None = None
     is_cut_off: bool = False
     program: _Text = ""
-    version: int = VERSION
+    version: _Version = VERSION
 
     @property
     def machine(self) -> str:
@@ -181,7 +183,7 @@ class End(Struct, frozen=True):
     exitcode: _Code | None = None
     failed: bool = False
     uptime: _Seconds = 0.0
-    step: int | None = None
+    step: _Step | None = None
     survivors: _Count = 0
 
 
@@ -236,7 +238,7 @@ class Job(Struct, frozen=True):
     verdict: Verdict | None = None
     programs: Annotated[tuple[tuple[_Text, _Text], ...], Meta(max_length=MOST_NODES)] = ()
     keep: bool = False
-    version: int = VERSION
+    version: _Version = VERSION
 
     @property
     def is_kept(self) -> bool:
@@ -281,10 +283,11 @@ class OtherVersionError(DamagedError):
 
 
 class _Versioned(Struct, frozen=True):
-    version: int = VERSION
+    version: _Version = VERSION
 
 
 Record = TypeVar("Record", Node, Job, Stop, Refusal, Look)
+T = TypeVar("T")
 
 _encoder = msgspec.json.Encoder()
 _decoders: dict[Any, msgspec.json.Decoder[Any]] = {
@@ -322,11 +325,19 @@ def read(kind: type[Record], entry: Entry) -> Record:
     Traceback (most recent call last):
     phalanx._rendezvous.records.DamagedError: job/refused/a: Expected `object`, got `array`
     """
+    return decode(_decoders[kind], entry)  # type: ignore[no-any-return] # the decoder is that of the kind
+
+
+def decode(decoder: msgspec.json.Decoder[T], entry: Entry) -> T:
+    """Return what a decoder finds in a key. Raises DamagedError, as `read`, whatever the key holds."""
     try:
-        return _decoders[kind].decode(entry.value)  # type: ignore[no-any-return] # the decoder is that of the kind
-    except msgspec.MsgspecError as error:
-        msg = f"{entry.key}: {error}"
-        raise DamagedError(msg) from None
+        return decoder.decode(entry.value)
+    except RecursionError:
+        why = "arrays or objects within each other, too deep"
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        why = str(error)
+    msg = f"{entry.key}: {why}"
+    raise DamagedError(msg)
 
 
 def read_job(entry: Entry) -> Job:
@@ -340,12 +351,28 @@ def read_job(entry: Entry) -> Job:
     else:
         version = job.version
         if version == VERSION:
+            _check(job, entry.key)
             return job
     msg = (
         f"{entry.key} is of version {version}, and this agent knows version {VERSION}: the agents of this job are of "
         "another release of Phalanx"
     )
     raise OtherVersionError(msg)
+
+
+def _check(job: Job, key: str) -> None:
+    """See that the parts of a job fit together, as those do that leaders write. Raises DamagedError."""
+    wrong = {
+        "min_nodes": job.min_nodes > job.max_nodes,
+        "generation": job.generation < 0,
+        "members": len(set(job.ids)) < max(len(job.members), job.phase == "running"),
+        "ends": job.generation > 0 and not job.ends,
+        "verdict": (job.verdict is None) == (job.phase == "over"),
+    }
+    for name, is_wrong in wrong.items():
+        if is_wrong:
+            msg = f"{key}: `$.{name}` does not fit the rest"
+            raise DamagedError(msg)
 
 
 def version_of(entry: Entry) -> int:
@@ -356,8 +383,8 @@ def version_of(entry: Entry) -> int:
     (7, 1)
     """
     try:
-        return int(_decoders[_Versioned].decode(entry.value).version)
-    except msgspec.MsgspecError:
+        return int(decode(_decoders[_Versioned], entry).version)
+    except DamagedError:
         return VERSION
 
 

@@ -90,6 +90,10 @@ class Machines(NamedTuple):
         what = "the agent of node 0" if self.backend == STATIC else "etcd"
         return f"{what} at {', '.join(self.endpoints)}"
 
+    def __repr__(self) -> str:
+        # A secret is not shown by what shows the settings.
+        return f"Machines({self.min_nodes}:{self.max_nodes}, {self.backend!r}, {','.join(self.endpoints)})"
+
     def own_address(self) -> str:
         """Return where this machine is reached: what was given, or its address on the way to the first endpoint.
 
@@ -150,7 +154,7 @@ class Machines(NamedTuple):
         return EtcdStore(
             EtcdSettings(
                 self.endpoints, prefix_of(run_id), ttl=self.lease_ttl, ca=self.ca, cert=self.cert, key=self.key,
-                user=user, password=password,
+                user=user, password=password, is_hosted=self.is_hosted,
             )
         )  # fmt: skip
 

@@ -38,7 +38,7 @@ class Meeting(NamedTuple):
         master_port: ``MASTER_PORT``; 0: one is to be reserved.
         notes: What is to be said of options without effect.
         machines: How this one meets the others; None: there are none.
-        holds: What no other launcher on this machine may have while this one runs, see `one_run`; "": nothing.
+        holds: What no other launcher on this machine may have while this one runs, see `OneRun`; "": nothing.
     """
 
     run_id: str | None

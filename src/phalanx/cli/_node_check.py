@@ -11,11 +11,13 @@ from phalanx._base.clock import format_duration
 from phalanx._base.latch import Latch
 from phalanx._base.one_line import one_line
 from phalanx._outcomes.outcome import signal_name
+from phalanx.cli._rdzv_conf import NOT_FOR_WORKERS
 from phalanx.cli._say import say
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import Any
 
     from phalanx.multiprocessing import RunProcsResult
 
@@ -57,7 +59,8 @@ def run_check(command: str) -> str | None:
 
     with tempfile.TemporaryDirectory(prefix="phalanx-check-", ignore_cleanup_errors=True) as folder:
         logs = DefaultLogsSpecs(folder, redirects=Std.ALL)
-        with start_processes("node-check", "sh", ("-c", command), nprocs=1, logs_specs=logs, grace=_GRACE) as group:
+        given: dict[str, Any] = {"nprocs": 1, "envs": {0: NOT_FOR_WORKERS}, "logs_specs": logs, "grace": _GRACE}
+        with start_processes("node-check", "sh", ("-c", command), **given) as group:
             result = group.wait(LONGEST)
         return f"it has not ended within {format_duration(LONGEST)}" if result is None else _failure(result)
 

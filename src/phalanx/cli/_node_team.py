@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import signal
+from collections import deque
+from typing import NamedTuple
 
+from phalanx._agent.common_stop import WITHIN
 from phalanx._agent.history import describe_restart
 from phalanx._base import clock
 from phalanx._base.clock import format_duration
@@ -77,6 +80,7 @@ class MachineTeam(RunTeam, NodeTeam):
         self.stopped: Stop | None = None
         """Why the latest generation has ended, as the job has it."""
         self._look = LastLook()
+        self._held: deque[_Held] = deque()  # failures that are not told yet
         warm = self._groups.warm
         self._preloading = None if warm is None else Preloading(warm, patience)
         self._imported: Callable[[], None] = lambda: None  # called at the end of an import, by another thread
@@ -152,6 +156,7 @@ class MachineTeam(RunTeam, NodeTeam):
     def assign(self, job: Job, rank: int) -> None:
         """See `NodeTeam`."""
         self._job, self._began = job, clock.now()
+        self._held.clear()
         self._wait_no_more()
         self._first = first_rank(job, rank)
         for local, env in self._envs(job, rank).items():
@@ -170,6 +175,7 @@ class MachineTeam(RunTeam, NodeTeam):
 
     def end(self, stop: Stop | None) -> None:
         """See `NodeTeam`. The workers are given notice of what is planned, and only of that."""
+        self._held.clear()  # it was said why they end
         self.drop_standby()
         if self._look.puts_off(clock.now()):
             self.poll_seconds = LOOK
@@ -194,10 +200,12 @@ class MachineTeam(RunTeam, NodeTeam):
         """See `Team`."""
         if self._look.is_over(clock.now()):
             self._order_end(self.stopped)
+        self._tell_held()
         return super().ended() if self._pending < 0 else None
 
     def stop(self, death_signal: int, grace: float) -> None:
         """See `Team`. It waits for no stacks."""
+        self._held.clear()
         if self._look.is_under_way and self.group is not None and self.group.hang_report is not None:
             self.group.hang_report.hurry()
         self._wait_no_more()
@@ -282,6 +290,7 @@ class MachineTeam(RunTeam, NodeTeam):
     def when_failed(self, call: Callable[[int, Stop], None]) -> None:
         """See `NodeTeam`."""
         hung: dict[tuple[int, int], str] = {}  # by attempt and rank: what the message about its hang is
+        self._call = call
 
         def take(events: list[Event]) -> None:
             for event in events:
@@ -297,9 +306,36 @@ class MachineTeam(RunTeam, NodeTeam):
                 elif isinstance(event, kinds.WorkerExited) and event.state == "failed":
                     what = hung.get((event.attempt, event.rank), "")
                     stop = self._stop(event.attempt, what or event.how, self._first + event.rank, event.exitcode)
-                    call(event.attempt, replace(stop, kind="hang") if what else stop)
+                    self._hold(event.attempt, replace(stop, kind="hang") if what else stop)
 
         self.record.stream.subscribe("phalanx-failure", take)
+
+    def _hold(self, attempt: int, stop: Stop) -> None:
+        """Tell a failure: at once, unless it may be the effect of a signal that has not reached this process yet.
+
+        What follows from a failure that is held back is held back with it. On the thread of the events.
+        """
+        may_stop = stop.kind == "failure" and stop.exitcode is not None and self.common.may_explain(stop.exitcode)
+        if may_stop or self._held:
+            self._held.append(_Held(attempt, stop, clock.now() + WITHIN))
+            self._wake()
+        else:
+            self._call(attempt, stop)
+
+    def _tell_held(self) -> None:
+        """Tell the failures that were held back for long enough."""
+        if self.common.has_come:
+            self._held.clear()
+        if not self._held:
+            return
+        left = self._held[0].until - clock.now()
+        if left > 0:
+            self.poll_seconds = left
+            return
+        self.poll_seconds = None
+        while self._held:
+            held = self._held.popleft()
+            self._call(held.attempt, held.stop)
 
     def account(self, end: AttemptEnd) -> tuple[Node, Stop | None, bytes]:
         """See `NodeTeam`."""
@@ -336,6 +372,14 @@ class MachineTeam(RunTeam, NodeTeam):
 
     def _emit(self, kind: type[Event], attempt: int, **fields: Any) -> None:
         self.record.stream.emit(kind, attempt, clock.now_ns(), **fields)
+
+
+class _Held(NamedTuple):
+    """A failure that is told at a moment (monotonic seconds), unless this process is stopped before it."""
+
+    attempt: int
+    stop: Stop
+    until: float
 
 
 def _names(hosts: list[str], most: int = 8) -> str:

@@ -10,6 +10,7 @@ import click
 
 from phalanx._agent.attempt_end import AttemptEnd, Ending
 from phalanx._agent.attempts import Attempts
+from phalanx._agent.common_stop import CommonStop
 from phalanx._agent.group_team import GroupTeam
 from phalanx._agent.history import describe_attempts
 from phalanx._base import interrupts
@@ -34,7 +35,7 @@ from phalanx.multiprocessing.errors import ChildFailedError, record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from typing import Any, TypeVar
 
     from phalanx._agent.restart_policy import RestartPolicy
@@ -54,6 +55,7 @@ class RunTeam(GroupTeam):
         run_id: The run's id.
         keep_runs: See `Recorder`.
         observers: See `RunRecord`.
+        signals: Those that stop the run.
     """
 
     def __init__(
@@ -64,12 +66,13 @@ class RunTeam(GroupTeam):
         run_id: str,
         keep_runs: int | None,
         observers: Observers,
+        signals: Iterable[int],
     ) -> None:
         recorder = Recorder(
             groups.script, groups.envs, run_id=run_id, command=groups.command, warn=self.warn, keep_runs=keep_runs
         )
         self.record = RunRecord(recorder, self.warn, observers)
-        super().__init__(self._make_warm)
+        super().__init__(self._make_warm, common=CommonStop(signals))
         groups.emit_into(self.record.stream)
         self._groups = groups
         self.name = groups.script
@@ -116,7 +119,7 @@ class RunTeam(GroupTeam):
         end = super().ended()
         if self._standby is not None:
             if end is None:
-                self.poll_seconds = self._standby.tend()
+                self.poll_seconds = self.poll_seconds if self.is_put_off else self._standby.tend()
             elif not end.failed:
                 self._standby.drop()
         return end

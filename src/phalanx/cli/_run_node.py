@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import click
 
+from phalanx._base.one_line import one_line
 from phalanx._base.tty import use_colour
 from phalanx._engine import host_signals
 from phalanx._engine.host_signals import choosing, signals_to_handle
@@ -19,7 +20,7 @@ from phalanx._rendezvous.evidence import JobEvidence
 from phalanx._rendezvous.job_ranks import first_rank
 from phalanx._rendezvous.job_run import JobRun
 from phalanx._rendezvous.node import Participant
-from phalanx._rendezvous.records import Node, one_line
+from phalanx._rendezvous.records import Node
 from phalanx._rendezvous.settings import agent_id
 from phalanx._rendezvous.words import attempts_of, earlier_attempts, told
 from phalanx.cli._attempt_groups import reserve_port
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from phalanx._rendezvous.records import Job
     from phalanx._rendezvous.settings import Machines
     from phalanx._store.store import Store
+    from phalanx.cli._one_run import OneRun
     from phalanx.cli._run_logs import RunLogs
     from phalanx.cli._run_plan import RunPlan
     from phalanx.cli._run_record import Observer
@@ -48,9 +50,12 @@ if TYPE_CHECKING:
 
 
 def run_node(
-    plan: RunPlan, machines: Machines, services: Services | None, until_end: ExitStack
+    plan: RunPlan, machines: Machines, services: Services | None, until_end: ExitStack, held: OneRun | None = None
 ) -> tuple[int, ChildFailedError | None]:
-    """Run this machine's part of a job of many. Returns the exit code, and what the report is about."""
+    """Run this machine's part of a job of many. Returns the exit code, and what the report is about.
+
+    ``held``: what tells of another launcher that was started together with this one, which ends the job; None: nothing.
+    """
     if plan.config.node_check:
         from phalanx.cli._node_check import pass_check
 
@@ -58,17 +63,7 @@ def run_node(
         if why:
             msg = f"--node-check: {why}"
             raise click.ClickException(msg)
-    try:
-        store = machines.store(plan.run_id)
-        end_hosting = machines.host(plan.run_id, say)
-    except ImportError as error:
-        msg = f"--rdzv-backend {machines.backend}: {error}; pip install 'phalanx[etcd]'"
-        raise click.ClickException(msg) from None
-    except OSError as error:
-        msg = f"--rdzv-backend {machines.backend}: {error}"
-        raise click.ClickException(msg) from None
-    if end_hosting is not None:
-        until_end.callback(end_hosting)
+    store, hosts = _open(plan, machines, until_end)
     port = until_end.enter_context(reserve_port())
     variables = {**(services.variables if services else {}), **NOT_FOR_WORKERS}
     groups = plan.groups(None, variables)
@@ -105,27 +100,46 @@ def run_node(
     team = MachineTeam(
         me, port, envs, groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs, observers=observers,
         where=machines.where, grace=config.grace, patience=machines.join_timeout, keeps=machines.keep,
+        signals=config.signals_to_handle,
     )  # fmt: skip
     notice = 0.0 if config.notice is None else config.notice[1]
     rules = machines.rules(plan.policy, config.grace, notice)
     node = Participant(
-        me, rules, barrier=machines.barrier, hosts=end_hosting is not None if machines.is_hosted else None,
+        me, rules, barrier=machines.barrier, hosts=hosts if machines.is_hosted else None,
         away_timeout=machines.away_timeout if machines.is_hosted else math.inf, chance=random.random,
     )  # fmt: skip
     colour = use_colour(sys.stderr, plan.console.color)
     with choosing(config.signals_to_handle), forwarding(plan.forwarded, team):
-        code = see_node_through(node, store, team, plan.specs, config.grace, colour=colour)
+        run = JobRun(node, store, team)
+        if held is not None:
+            from phalanx.cli._one_run import TOLD
+
+            held.when_met(lambda: run.ask_stop(signal.SIGTERM, TOLD, config.grace))
+        code = see_node_through(run, team, plan.specs, config.grace, colour=colour)
     return code, team.error
 
 
-def see_node_through(
-    node: Participant, store: Store, team: MachineTeam, logs: RunLogs, grace: float, *, colour: bool
-) -> int:
+def _open(plan: RunPlan, machines: Machines, until_end: ExitStack) -> tuple[Store, bool]:
+    """Return the store, and whether it is hosted here. Raises ClickException."""
+    try:
+        store = machines.store(plan.run_id)
+        end_hosting = machines.host(plan.run_id, say)
+    except ImportError as error:
+        msg = f"--rdzv-backend {machines.backend}: {error}; pip install 'phalanx[etcd]'"
+        raise click.ClickException(msg) from None
+    except OSError as error:
+        msg = f"--rdzv-backend {machines.backend}: {error}"
+        raise click.ClickException(msg) from None
+    if end_hosting is not None:
+        until_end.callback(end_hosting)
+    return store, end_hosting is not None
+
+
+def see_node_through(run: JobRun, team: MachineTeam, logs: RunLogs, grace: float, *, colour: bool) -> int:
     """Take part in the job until it is over, and say what became of it. Returns the exit code."""
     team.record.begin()
     try:
         try:
-            run = JobRun(node, store, team)
             team.door = StackDoor(run.ask_look, team.warn)
             finish, stopped = _run_all(run, team, grace)
         except (OSError, ValueError) as error:
@@ -235,7 +249,7 @@ def _failing(finish: Finish, team: MachineTeam) -> str:
     if finish.state == "timeout":
         return f"nobody has decided in time who takes part ({where})"
     if finish.state == "damaged":
-        return f"what {where} holds of the job cannot be read: {finish.why}"
+        return f"what {where} holds of the job cannot be read: {one_line(finish.why)}"
     if finish.state == "refused":
-        return f"this node is not taken: {finish.why}"
+        return f"this node is not taken: {one_line(finish.why)}"
     return f"this node has left the job: {finish.why or 'it has ended without it'}"

@@ -16,6 +16,7 @@ from phalanx.cli._attempt_groups import AttemptGroups, scripts_of
 from phalanx.cli._console import console_specs
 from phalanx.cli._meet import meet
 from phalanx.cli._placement import place
+from phalanx.cli._rdzv_conf import exposed
 from phalanx.cli._restarts import forwarded, restart_policy
 from phalanx.cli._run_checks import (
     check_command,
@@ -106,6 +107,8 @@ class RunPlan:
         self.events = self._events(config)
         self.health_address = health_address()
         doubts = [] if self._no_python else _python.doubts(config.script)
+        if self.meeting.machines is not None:
+            doubts = [*doubts, *exposed(config.rdzv_conf)]
         said = [*self.meeting.notes, *doubts, *said]
         self.specs.notes = [*self.specs.notes, *said, *notes, *umask_notes(config.log_mode)]
         self._filters = filters

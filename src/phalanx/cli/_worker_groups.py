@@ -9,6 +9,7 @@ from functools import partial
 import click
 
 from phalanx._agent.attempts import Attempts
+from phalanx._agent.common_stop import CommonStop
 from phalanx._agent.side_by_side import SideBySide
 from phalanx._agent.worker_team import WorkerTeam
 from phalanx._base import interrupts
@@ -20,7 +21,7 @@ from phalanx.cli._say import say
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import signal
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
     from typing import Any
 
     from phalanx._agent.attempt_end import AttemptEnd, Ending
@@ -45,15 +46,20 @@ class OneWorker(WorkerTeam):
         rank: Its local rank.
         make: Makes the group of an attempt.
         speak: Shows a line while no group of it does.
+        signals: Those that stop the run.
 
     Attributes:
         last_result: How the last attempt has ended; None: it runs, or was not started.
     """
 
     def __init__(
-        self, rank: int, make: Callable[[int, PContext | None], PContext], speak: Callable[[str], None]
+        self,
+        rank: int,
+        make: Callable[[int, PContext | None], PContext],
+        speak: Callable[[str], None],
+        signals: Iterable[int],
     ) -> None:
-        super().__init__(make, speak=speak)
+        super().__init__(make, speak=speak, common=CommonStop(signals))
         self.rank = rank
         self.last_result: RunProcsResult | None = None
 
@@ -90,6 +96,7 @@ class WorkerTeams:
         keep_runs: See `Recorder`.
         limits: Resource limits of the workers, where the user has given none.
         observers: See `RunRecord`.
+        signals: Those that stop the run.
     """
 
     def __init__(
@@ -103,6 +110,7 @@ class WorkerTeams:
         keep_runs: int | None,
         limits: Mapping[str, Any],
         observers: Observers,
+        signals: Collection[int],
     ) -> None:
         specs.ranks_come_singly, specs.workers = True, len(groups.envs)
         self.name = groups.script
@@ -120,7 +128,9 @@ class WorkerTeams:
         groups.emit_into(self.record.stream)
         self._groups = groups
         self._own = _placed(groups, limits)
-        self.teams = {rank: OneWorker(rank, partial(self._make, rank), self._speak) for rank in sorted(groups.envs)}
+        self.teams = {
+            rank: OneWorker(rank, partial(self._make, rank), self._speak, signals) for rank in sorted(groups.envs)
+        }
         self.attempts = {
             rank: Attempts(team, policy, signals=False, events=self.record.stream, worker=self.number(rank))
             for rank, team in self.teams.items()

@@ -145,12 +145,16 @@ def _run(plan: RunPlan, until_end: ExitStack) -> int:
             "keep_runs": config.keep_runs,
             "limits": limits,
             "observers": observers,
+            "signals": config.signals_to_handle,
         }
         team = WorkerTeams(groups, plan.specs, plan.policy, plan.console, **names)
         with choosing(config.signals_to_handle), forwarding(plan.forwarded, team):
             code = see_workers_through(team, plan.specs, config.grace, colour=colour)
     else:
-        team = RunTeam(groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs, observers=observers)
+        team = RunTeam(
+            groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs, observers=observers,
+            signals=config.signals_to_handle,
+        )  # fmt: skip
         with choosing(config.signals_to_handle), forwarding(plan.forwarded, team):
             code = see_through(team, plan.specs, config.grace, colour=colour)
     if team.error is not None:
@@ -162,11 +166,12 @@ def _run_node(plan: RunPlan, machines: Machines, services: Services | None, unti
     """Run this machine's part of a job of many."""
     from phalanx.cli._run_node import run_node
 
+    held = None
     if plan.meeting.holds:
-        from phalanx.cli._one_run import one_run
+        from phalanx.cli._one_run import OneRun
 
-        until_end.enter_context(one_run(plan.meeting.holds))
-    code, error = run_node(plan, machines, services, until_end)
+        held = until_end.enter_context(OneRun(plan.meeting.holds))
+    code, error = run_node(plan, machines, services, until_end, held)
     if error is not None:
         raise _WorkersFailed(code, error)
     return code

@@ -86,7 +86,7 @@ class EtcdStore(Store):
     def open(self, deliver: Callable[[StoreEvent], None]) -> None:
         """See `Store`."""
         self._deliver = deliver
-        self._settings.credentials()
+        self._settings.tls.read()
         self._loop = loop_thread.acquire()
         self._end = asyncio.run_coroutine_threadsafe(self._main(), self._loop)
 

@@ -67,6 +67,7 @@ trap 'kill -KILL $!; wait $!; rm -rf "$0"; exit 143' TERM
 trap 'again=yes; kill -TERM $!' USR1
 cd "$0" || exit
 exec 3>&2 2>/dev/null
+ulimit -n "$(ulimit -H -n)"
 program=$1 first=$2 then=$3 if_known=$4
 set -f
 unset $5
@@ -89,7 +90,8 @@ exit $status
 """Runs etcd in the folder ``$0``. With SIGUSR1 etcd ends and is started with the second URLs; SIGTERM ends all at once.
 
 SIGTERM removes the folder, too: it comes when the agent closes the etcd, and when the agent was killed. What the shell
-itself says, such as "Killed", is not in the log.
+itself says, such as "Killed", is not in the log. Etcd takes as many connections as it may have descriptors, less 150,
+and waits for ever for those that say nothing: so it may have as many as can be had.
 """
 
 _LAST = 4  # lines of the log

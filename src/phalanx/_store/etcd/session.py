@@ -24,6 +24,7 @@ _LEADER = (("hasleader", "true"),)  # has etcd end a stream of a member that has
 _PREFACE = re.compile(r"^(.*last error: )?([A-Z_]+: )?(ipv[46]:\S+: )?", re.DOTALL)  # of what grpc says
 _ENDED = "the session has ended"
 WATCH_ENDED = "etcd has ended a watch"
+_CLOSED = "Socket closed"
 _code = api.grpc.StatusCode
 _NEVER = (_code.UNAUTHENTICATED, _code.PERMISSION_DENIED, _code.UNIMPLEMENTED)
 _OUTDATED = (_code.UNAUTHENTICATED, _code.INVALID_ARGUMENT)  # a token; the second: users were changed meanwhile
@@ -49,6 +50,7 @@ class Session:
         self._settings = settings
         self.endpoint = endpoint
         self._metadata: tuple[tuple[str, str], ...] = ()
+        self._has_answered = False
         self._keeper: Any = None
         self._keeping = asyncio.Lock()  # a stream takes one message at a time
         self.broken = asyncio.Event()
@@ -64,7 +66,7 @@ class Session:
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.enable_http_proxy", 0),
         )
-        files = self._settings.credentials()
+        files = self._settings.tls.read()
         if files is None:
             self._channel = api.aio.insecure_channel(self.endpoint, options=options)
         else:
@@ -79,8 +81,9 @@ class Session:
             said = ""
         else:
             said = _PREFACE.sub("", error.details() or error.code().name.lower())
-        if "CERTIFICATE" in said:
-            said += self._settings.expired()
+        said = self._settings.tls.words(said, self.endpoint.rpartition(":")[0])
+        if said == _CLOSED and not (self._has_answered or self._settings.ca or self._settings.cert):
+            said += ", as an etcd does that wants TLS (ca=PATH)"
         return f"{self.endpoint}: {said or 'no answer in time'}"
 
     def end(self, why: Exception) -> None:
@@ -102,6 +105,8 @@ class Session:
         raise AssertionError
 
     def _refused(self, error: api.aio.AioRpcError) -> RefusedError:
+        if self._settings.is_hosted and not self._settings.user:
+            return RefusedError(f"{self.endpoint} wants the job's secret; this agent has none")
         return RefusedError(f"etcd at {self.endpoint} refuses this agent: {error.details()}")
 
     async def _call(self, method: api.Method, request: Any, metadata: tuple[tuple[str, str], ...]) -> Any:
@@ -109,7 +114,9 @@ class Session:
             raise BrokenError(_ENDED)
         with _not_cancelled():
             call = api.unary(self._channel, method)
-            return await call(request, timeout=self._settings.timeout, metadata=metadata)
+            answer = await call(request, timeout=self._settings.timeout, metadata=metadata)
+        self._has_answered = True
+        return answer
 
     async def authenticate(self) -> None:
         """Say who we are. Raises RefusedError."""
@@ -121,6 +128,8 @@ class Session:
             answer = await self._call(api.AUTHENTICATE, request, ())
         except api.aio.AioRpcError as error:
             if error.code() in (_code.INVALID_ARGUMENT, _code.FAILED_PRECONDITION, *_NEVER):
+                if settings.is_hosted:
+                    raise self._refused_secret(error.code()) from None
                 msg = f"etcd at {self.endpoint} refuses the user {settings.user!r}: {error.details()}"
                 raise RefusedError(msg) from None
             raise
@@ -128,6 +137,11 @@ class Session:
             msg = f"the name or the password of the user {settings.user!a} is not UTF-8"
             raise RefusedError(msg) from None
         self._metadata = (("token", answer.token),)
+
+    def _refused_secret(self, code: Any) -> RefusedError:
+        if code == _code.FAILED_PRECONDITION:  # it checks no passwords
+            return RefusedError(f"{self.endpoint} was started without a secret; this agent has one")
+        return RefusedError(f"the job's secret is not the one of {self.endpoint}")
 
     async def check(self, prefix: bytes) -> int:
         """See that etcd lets us have the keys below a prefix. Returns its revision."""

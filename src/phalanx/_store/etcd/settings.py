@@ -5,6 +5,10 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import NamedTuple
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from phalanx._store.etcd.tls import Files
+
 
 class EtcdSettings(NamedTuple):
     """How an etcd is reached.
@@ -18,6 +22,7 @@ class EtcdSettings(NamedTuple):
         ca, cert, key: Paths of PEM files: the authority that has signed the members' certificates; our certificate and
             its key. "": TLS is not used, or we have none.
         user, password: Who we are; "": nobody.
+        is_hosted: Whether an agent of the job hosts it: who we are is made of the job's secret then.
     """
 
     endpoints: tuple[str, ...]
@@ -30,6 +35,7 @@ class EtcdSettings(NamedTuple):
     key: str = ""
     user: str = ""
     password: str = ""
+    is_hosted: bool = False
 
     @property
     def job_lease(self) -> int:
@@ -40,50 +46,13 @@ class EtcdSettings(NamedTuple):
         """
         return int.from_bytes(blake2b(self.prefix.encode(), digest_size=8).digest()) >> 2 | 1
 
-    def expired(self) -> str:
-        """Return which of our certificates has expired, and when, to be added to a sentence; "": none has."""
-        from phalanx._store.etcd.certificate import expired
+    def __repr__(self) -> str:
+        # A password is not shown by what shows the settings.
+        return f"EtcdSettings({','.join(self.endpoints)}, prefix={self.prefix!r}, ttl={self.ttl}, user={self.user!r})"
 
-        for path in filter(None, (self.cert, self.ca)):
-            try:
-                when = expired(_read(path) or b"")
-            except OSError:
-                continue
-            if when:
-                return f"; {path} has expired at {when}"
-        return ""
+    @property
+    def tls(self) -> Files:
+        """The files for TLS."""
+        from phalanx._store.etcd.tls import Files
 
-    def credentials(self) -> tuple[bytes | None, bytes | None, bytes | None] | None:
-        """Return the authority's certificate, our key and our certificate, as their files are now; None: no TLS.
-
-        Raises OSError: a file cannot be read. Raises ValueError: one does not hold what it should; the key does not
-        belong to the certificate; one of the two is missing.
-        """
-        import ssl
-
-        if bool(self.cert) != bool(self.key):
-            msg = "cert and key belong together; one of them is missing"
-            raise ValueError(msg)
-        if not (self.ca or self.cert):
-            return None
-        read = [_read(path) for path in (self.ca, self.key, self.cert)]
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.set_ciphers("ALL:@SECLEVEL=0")  # how strong they have to be is the etcd's business
-        named = self.ca
-        try:
-            if self.ca:
-                context.load_verify_locations(self.ca)
-            if self.cert:
-                named = f"{self.cert}, {self.key}"
-                context.load_cert_chain(self.cert, self.key, password="")  # it would be asked for on the console
-        except ssl.SSLError as error:
-            msg = f"{named}: not what TLS can use: {error.reason or error}"
-            raise ValueError(msg) from None
-        return read[0], read[1], read[2]
-
-
-def _read(path: str) -> bytes | None:
-    if not path:
-        return None
-    with open(path, "rb") as file:
-        return file.read()
+        return Files(self.ca, self.cert, self.key)

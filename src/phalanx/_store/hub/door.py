@@ -1,12 +1,14 @@
 """Where agents come in: accepts connections, and hands those over that know the secret. Owns the listening socket.
 
 Anybody may connect. Whoever is not known can send one short message, and has some seconds for all; if there are too
-many, the oldest goes. What is no agent's message ends its connection without an answer.
+many, the oldest goes, and before they take the descriptors that the agent itself needs. What is no agent's message ends
+its connection without an answer.
 """
 
 from __future__ import annotations
 
 import errno
+import os
 
 from phalanx._store.hub import messages
 from phalanx._store.hub.handshake import TurnedAwayError
@@ -27,6 +29,9 @@ WITHIN = 5.0
 MOST_STRANGERS = 256
 """Connections at a time of those who have not."""
 MOST_WARNINGS = 50
+
+RESERVE = 96
+"""Descriptors that are left to the rest of the process, which starts workers meanwhile. At most half of all."""
 
 _TURN = 16  # connections that are accepted before others have their turn
 _PAUSE = 0.5  # seconds for which nobody is accepted, where no descriptor is left
@@ -99,7 +104,11 @@ class Door:
                 sock.close()
                 continue
             self._strangers[stranger] = None
-            if len(self._strangers) > MOST_STRANGERS:
+            if _are_scarce(sock.fileno()):
+                # Of one, the next connection would have the number, and would not show that they are scarce.
+                for oldest in list(self._strangers)[: (len(self._strangers) + 1) // 2]:
+                    oldest.close()
+            elif len(self._strangers) > MOST_STRANGERS:
                 next(iter(self._strangers)).close()
 
     def _resume(self) -> None:
@@ -136,6 +145,12 @@ class Door:
                 self._warn(f"the agent at {stranger.peer} is refused: {error.words}")
         if self.is_quiet or not stranger.link.is_open:
             stranger.close()
+
+
+def _are_scarce(descriptor: int) -> bool:
+    """Whether few descriptors are left, as one shows that was made just now: it has the lowest number that was free."""
+    most = os.sysconf("SC_OPEN_MAX")  # the soft limit, as it is now
+    return 0 < most <= descriptor + min(RESERVE, most // 2)
 
 
 class _Stranger:

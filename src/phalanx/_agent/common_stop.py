@@ -1,0 +1,74 @@
+"""Tells workers that a signal to all processes of a job has ended from workers that have failed. Pure.
+
+A scheduler, an init system or a user may send a signal to the launcher and to its workers at once. Which of them gets
+it first is chance: a worker may have died of it, and its end may have been seen, before the launcher knows that the job
+is to stop. So the launcher waits a moment before it calls such a death a failure.
+"""
+
+from __future__ import annotations
+
+from phalanx._base import clock
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+WITHIN = 0.5
+"""Seconds between the two, at most. Who sends a signal to many processes does so in some milliseconds."""
+
+_WITHIN_NS = int(WITHIN * clock.NS)
+_SHELL = 128  # a shell's exit code for a signal is this much more
+
+
+class CommonStop:
+    """The signal that has stopped this process, if one has, and what it explains. Moments: nanoseconds, monotonic.
+
+    Args:
+        signals: Those that stop this process. By default there are none, and nothing is explained.
+
+    >>> stop = CommonStop([15])
+    >>> stop.seconds_left(-15, 1_000_000_000, now_ns=1_100_000_000), stop.seconds_left(1, 1_000_000_000, now_ns=0)
+    (0.4, 0.0)
+    >>> stop.note(15, 1_200_000_000)
+    >>> stop.seconds_left(-15, 1_000_000_000, now_ns=1_200_000_000), stop.explains(-15, 1_000_000_000)
+    (0.0, True)
+    >>> stop.explains(1, 1_000_000_000), stop.explains(-15, 100_000_000)
+    (False, False)
+    """
+
+    def __init__(self, signals: Iterable[int] = ()) -> None:
+        self._signals = frozenset(signals)
+        self._got: tuple[int, int] | None = None
+
+    def note(self, number: int, now_ns: int) -> None:
+        """Note that this process was sent a signal. Those after the first say nothing new."""
+        if self._got is None and number in self._signals:
+            self._got = number, now_ns
+
+    @property
+    def has_come(self) -> bool:
+        """Whether this process was sent a signal that stops it."""
+        return self._got is not None
+
+    def may_explain(self, exitcode: int) -> bool:
+        """Whether an exit (negative: by a signal) may come from a signal that this process has not got yet."""
+        return self._got is None and any(_is_by(number, exitcode) for number in self._signals)
+
+    def seconds_left(self, exitcode: int, moment_ns: int, now_ns: int) -> float:
+        """Return for how long it is not known whether an exit is a failure; 0: it is known.
+
+        Args:
+            exitcode: Negative: by a signal.
+            moment_ns: When it came.
+            now_ns: The present moment.
+        """
+        left_ns = moment_ns + _WITHIN_NS - now_ns if self.may_explain(exitcode) else 0
+        return max(0, left_ns) / clock.NS
+
+    def explains(self, exitcode: int, moment_ns: int) -> bool:
+        """Whether an exit is the effect of the signal that this process has got."""
+        return self._got is not None and _is_by(self._got[0], exitcode) and moment_ns >= self._got[1] - _WITHIN_NS
+
+
+def _is_by(number: int, exitcode: int) -> bool:
+    return exitcode in (-number, _SHELL + number)

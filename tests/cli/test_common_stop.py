@@ -1,0 +1,77 @@
+"""A signal that reaches the workers as well as `phalanx run`: the run was stopped, and no worker has failed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.cli.test_run import Launcher, Place
+from tests.support.helpers import wait_gone
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.helpers import Ready
+
+pytestmark = pytest.mark.once  # the command line: it is the same on each Python
+
+LAUNCHER = """
+import sys
+from phalanx._agent import common_stop
+common_stop._WITHIN_NS *= 1000  # a busy machine may take longer than is usual between the two signals
+sys.argv[0] = "phalanx"
+from phalanx.cli import main
+main()
+"""
+
+
+WORKER = """
+import os, signal
+{ready}
+signal.pause()
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    """A folder of its own."""
+    return Place(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("restart", ["gang", "worker"])
+@pytest.mark.parametrize("first", ["worker", "launcher"])
+def test_a_signal_to_all_processes_stops_the_run(place: Place, ready: Ready, restart: str, first: str) -> None:
+    script = place.write(WORKER.format(ready=ready.python("os.getpid()")))
+    program = place.write(LAUNCHER, "launcher.py")
+    options = ["--nproc-per-node", "2", "--restart", restart, "--max-restarts", "3", "--log-dir", str(place.logs)]
+    with Launcher([sys.executable, program, "run", *options, script], cwd=place.folder, env=place.env) as launcher:
+        workers = ready.pids(2)
+        if first == "launcher":
+            launcher.send(signal.SIGSTOP)
+            launcher.send(signal.SIGTERM)
+        for pid in workers:
+            os.kill(pid, signal.SIGTERM)
+        assert not wait_gone(workers)
+        if first == "worker":
+            launcher.send(signal.SIGTERM)
+        launcher.send(signal.SIGCONT)
+        done = launcher.end()
+    assert done.status == 128 + signal.SIGTERM
+    assert "FAILED" not in done.err
+    assert "restarting" not in done.err
+    assert '"state":"stopped"' in next(place.logs.glob("*/run.json")).read_text()
+
+
+@pytest.mark.slow
+def test_a_worker_that_alone_gets_the_signal_has_failed(place: Place, ready: Ready) -> None:
+    script = place.write(WORKER.format(ready=ready.python("os.getpid()")))
+    with place.start("--nproc-per-node", 2, script) as launcher:
+        os.kill(ready.pids(2)[0], signal.SIGTERM)
+        done = launcher.end()
+    assert done.status == 128 + signal.SIGTERM
+    assert "Signal 15 (SIGTERM) received by PID" in done.err
