@@ -6,7 +6,7 @@
 Time is simulated. What goes wrong: nodes crash, are stopped and go on, are cut off, return as new ones; their leases
 run out while they live; the store is away, or starts again; answers are lost though a write was made; what a watch
 tells comes late, twice, or out of order; workers fail, several at once, succeed, and take long to end; somebody presses
-Ctrl-C, or takes a node out.
+Ctrl-C, or takes a node out; a node finds that it can start no worker.
 """
 
 from __future__ import annotations
@@ -205,10 +205,11 @@ class Simulation:
             "restart": lambda: self.store.go_away(0.2),
             "interrupt": node.interrupt,
             "leave": node.go,
+            "unfit": lambda: node.do(node.node.cannot_start("no module", self.now)),
             "expire": lambda: self.store.expire(node),
             "fail": lambda: [each.fail() for each in live if each is node or self.chance(0.5)],  # type: ignore[func-returns-value] # several may
         }
-        what = self.random.choices(list(troubles), weights=[1, 1, 2, 2, 1, 1, 0.3, 0.3, 1, 1])[0]
+        what = self.random.choices(list(troubles), weights=[1, 1, 2, 2, 1, 1, 0.3, 0.3, 0.5, 1, 1])[0]
         self.tell(f"{node.name}: {what} ({span} s)")
         troubles[what]()
 
