@@ -240,7 +240,8 @@ class EtcdStore(Store):
         """Have the lease made anew at once when etcd has ended it, and not when it is to be kept alive again.
 
         Etcd before 3.4.31 and 3.5.13 ends leases that are kept alive: a leader that was stopped for longer than their
-        ttl, and goes on, takes them for expired, and has the new leader end them. What breaks ends the session.
+        ttl, and goes on, takes them for expired, and has the new leader end them. It may be gone before its key is
+        watched. What breaks ends the session.
         """
         try:
             async for _ in session.deletions(self._own):

@@ -218,13 +218,13 @@ class Session:
         """Return what etcd tells of the keys below a prefix, from a revision on."""
         return self._watch(key=prefix, range_end=api.end_of(prefix), start_revision=revision)
 
-    async def deletions(self, key: bytes) -> AsyncIterator[int]:
-        """Yield the revision of each deletion of a key, from now on. Raises BrokenError: etcd has ended the watch."""
+    async def deletions(self, key: bytes) -> AsyncIterator[None]:
+        """Yield once a key is watched, and at each deletion from then on. Raises BrokenError: etcd ends the watch."""
         async for response in self._watch(key=key, filters=[api.NO_PUT]):
             if response.canceled:
                 raise BrokenError(response.cancel_reason or WATCH_ENDED)
-            for event in response.events:
-                yield event.kv.mod_revision
+            if response.created or response.events:
+                yield
         raise BrokenError(WATCH_ENDED)
 
     async def _watch(self, **fields: Any) -> AsyncIterator[Any]:
