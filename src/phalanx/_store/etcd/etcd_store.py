@@ -268,8 +268,7 @@ class EtcdStore(Store):
                 watched.follower.add_done_callback(self._tasks.discard)
 
     def _follow(self, session: Session, watched: Watched) -> None:
-        told = watched.tell(session, self._keys, self._deliver, renews=bool(self._settings.user))
-        watched.follower = asyncio.ensure_future(told)
+        watched.follower = asyncio.ensure_future(watched.tell(session, self._keys, self._deliver))
         session.followers.add(watched.follower)
 
     # --- requests

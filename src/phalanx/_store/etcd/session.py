@@ -228,16 +228,23 @@ class Session:
         raise BrokenError(WATCH_ENDED)
 
     async def _watch(self, **fields: Any) -> AsyncIterator[Any]:
-        if self._channel is None:
-            raise BrokenError(_ENDED)
-        call = api.stream(self._channel, api.WATCH)(metadata=(*self._metadata, *_LEADER))
-        try:
-            create = api.messages["WatchCreateRequest"](**fields)
-            await call.write(api.messages["WatchRequest"](create_request=create))
-            while (response := await call.read()) is not api.aio.EOF:
-                yield response
-        finally:
-            call.cancel()
+        """Yield what etcd tells of a watch. Where it refuses that, a token may have expired: it is asked again."""
+        create = api.messages["WatchRequest"](create_request=api.messages["WatchCreateRequest"](**fields))
+        for is_last in (not self._settings.user, True):
+            if self._channel is None:
+                raise BrokenError(_ENDED)
+            call = api.stream(self._channel, api.WATCH)(metadata=(*self._metadata, *_LEADER))
+            try:
+                await call.write(create)
+                while (response := await call.read()) is not api.aio.EOF:
+                    if response.created and response.canceled and not is_last:
+                        break
+                    yield response
+                else:
+                    return
+            finally:
+                call.cancel()
+            await self.check(self._settings.prefix.encode())  # a request renews a token, and a watch does not
 
     async def close(self) -> None:
         """Close the channel. Calls of grpc's refer to themselves, and to its socket: a collection closes that."""

@@ -50,18 +50,11 @@ class Watched:
         self.revision = -1
         self.follower: asyncio.Task[None] | None = None
 
-    async def tell(
-        self, session: Session, keys: Keys, deliver: Callable[[Snapshot | Changed], None], *, renews: bool
-    ) -> None:
-        """Tell all keys below the prefix, and what becomes of them. What breaks ends the session.
-
-        ``renews``: whether a token may have expired: a request renews it, and a watch does not.
-        """
+    async def tell(self, session: Session, keys: Keys, deliver: Callable[[Snapshot | Changed], None]) -> None:
+        """Tell all keys below the prefix, and what becomes of them. What breaks ends the session."""
         try:
             while True:
                 try:
-                    if renews:
-                        await session.check(keys.prefix)
                     await self._tell_changes(session, keys, deliver)
                 except api.aio.AioRpcError as error:
                     if error.code() != api.grpc.StatusCode.RESOURCE_EXHAUSTED:
