@@ -63,7 +63,8 @@ KEPT_APART = {
         for name in (
             *(f"_rendezvous/{name}" for name in ("guest", "guest_team", "job_run", "leader", "membership", "node")),
             *(f"_rendezvous/{name}" for name in ("candidates", "node_waits", "node_writes", "stops", "store_view")),
-            *("_store/etcd/auth", "_store/etcd/etcd_store", "_store/etcd/session", "cli/_node_team", "cli/_run_node"),
+            *(f"_store/etcd/{name}" for name in ("auth", "etcd_store", "history", "reach", "session", "transactions")),
+            *("cli/_node_team", "cli/_run_node"),
             *(f"_store/hub/{name}" for name in ("connection", "door", "handshake", "hub_store", "server", "service")),
         )
     },

@@ -23,7 +23,7 @@ from phalanx._base import clock
 from phalanx._store.etcd import api, loop_thread
 from phalanx._store.etcd.history import History
 from phalanx._store.etcd.reach import reach
-from phalanx._store.etcd.session import BROKEN, BrokenError, RefusedError
+from phalanx._store.etcd.session import BROKEN, WATCH_ENDED, BrokenError, RefusedError
 from phalanx._store.etcd.transactions import message_of
 from phalanx._store.store import (
     JOB,
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
 
 _PATIENCE = 1.0
 _PAUSE = (0.05, 1.0)  # seconds between two tries to connect: the first, and the longest
-_WATCH_ENDED = "etcd has ended a watch"
 _LASTING = 10.0  # seconds after which a session was a good one: the next try is a first one again
 _code = api.grpc.StatusCode
 
@@ -226,24 +225,20 @@ class EtcdStore(Store):
             if not await session.keep(self._settings.job_lease):
                 await session.grant(self._settings.job_ttl, self._settings.job_lease)
 
-    def _guard(self, session: Session) -> None:
-        session.followers.append(asyncio.ensure_future(self._see_lease_end(session)))
-
-    async def _see_lease_end(self, session: Session) -> None:
+    def _guard(self, session: Session) -> asyncio.Event:
         """Have the lease made anew at once when etcd has ended it, and not when it is to be kept alive again.
 
         Etcd before 3.4.31 and 3.5.13 ends leases that are kept alive: a leader that was stopped for longer than their
-        ttl, and goes on, takes them for expired, and has the new leader end them. What breaks ends the session.
+        ttl, and goes on, takes them for expired, and has the new leader end them.
+
+        What is returned is set once that has begun, or cannot begin.
         """
-        try:
-            async for response in session.deletions(self._own):
-                if response.canceled:
-                    raise BrokenError(response.cancel_reason or _WATCH_ENDED)
-                if response.events and not self._closing.is_set():
-                    await self._see_to_leases(session)
-            raise BrokenError(_WATCH_ENDED)
-        except BROKEN as error:
-            session.end(error)
+
+        async def make_anew() -> None:
+            if not self._closing.is_set():
+                await self._see_to_leases(session)
+
+        return session.see_deletions(self._own, make_anew)
 
     # --- watches
 
@@ -282,12 +277,11 @@ class EtcdStore(Store):
         is served by etcd's next look at those that lag behind, which is 0.1 s later. The revision 0 is the present.
         """
         read = 0
-        if self._settings.user:
-            await session.check(self._prefix)  # a request renews a token that has expired, and a watch does not
+        await session.renew()
         async for response in session.watch(self._prefix + watched.prefix.encode(), watched.revision + 1):
             if response.canceled:
                 if not response.compact_revision:
-                    raise BrokenError(response.cancel_reason or _WATCH_ENDED)
+                    raise BrokenError(response.cancel_reason or WATCH_ENDED)
                 watched.revision = -1
                 return
             if watched.revision < 0:
@@ -307,7 +301,7 @@ class EtcdStore(Store):
                 watched.revision = revision
                 self._history.see(revision)
                 self._deliver(Changed(watched.prefix, revision, tuple(written), tuple(deleted)))
-        raise BrokenError(_WATCH_ENDED)
+        raise BrokenError(WATCH_ENDED)
 
     async def _read(self, session: Session, prefix: str) -> tuple[tuple[Entry, ...], int]:
         kvs, revision = await session.range(self._prefix + prefix.encode())
@@ -352,10 +346,10 @@ class EtcdStore(Store):
             return Done(ticket, None, 0)
         self._history.see(answer.header.revision)
         if answer.succeeded:
-            self._note_made(session, transaction, answer.header.revision)
+            await self._note_made(session, transaction, answer.header.revision)
         return Done(ticket, answer.succeeded, answer.header.revision)
 
-    def _note_made(self, session: Session, transaction: Transaction, revision: int) -> None:
+    async def _note_made(self, session: Session, transaction: Transaction, revision: int) -> None:
         for write in transaction.writes:
             if not isinstance(write, Put):
                 continue
@@ -363,7 +357,7 @@ class EtcdStore(Store):
             self._history.see(revision, key)
             if write.lease == OWN and not self._own:
                 self._own = key
-                self._guard(session)
+                await self._guard(session).wait()
 
     def _request(self, transaction: Transaction) -> Any:
         return message_of(transaction, self._prefix, {OWN: self._lease, JOB: self._settings.job_lease})

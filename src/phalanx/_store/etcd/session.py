@@ -10,7 +10,7 @@ from phalanx._store.etcd import api
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
     from typing import Any
 
     from phalanx._store.etcd.settings import EtcdSettings
@@ -23,6 +23,7 @@ _LEADER = (("hasleader", "true"),)  # has etcd end a stream of a member that has
 
 _PREFACE = re.compile(r"^(.*last error: )?([A-Z_]+: )?(ipv[46]:\S+: )?", re.DOTALL)  # of what grpc says
 _ENDED = "the session has ended"
+WATCH_ENDED = "etcd has ended a watch"
 _code = api.grpc.StatusCode
 _NEVER = (_code.UNAUTHENTICATED, _code.PERMISSION_DENIED, _code.UNIMPLEMENTED)
 _OUTDATED = (_code.UNAUTHENTICATED, _code.INVALID_ARGUMENT)  # a token; the second: users were changed meanwhile
@@ -138,6 +139,11 @@ class Session:
             raise
         return int(answer.header.revision)
 
+    async def renew(self) -> None:
+        """Renew a token that has expired, before a watch: a request does so, and a watch does not."""
+        if self._settings.user:
+            await self.check(self._settings.prefix.encode())
+
     async def grant(self, ttl: int, lease: int = 0) -> int:
         """Have a lease made, if it is not there. Returns its id."""
         try:
@@ -203,9 +209,30 @@ class Session:
         """Return what etcd tells of the keys below a prefix, from a revision on."""
         return self._watch(key=prefix, range_end=api.end_of(prefix), start_revision=revision)
 
-    def deletions(self, key: bytes) -> AsyncIterator[Any]:
-        """Return what etcd tells of the deletions of a key, from now on."""
-        return self._watch(key=key, filters=[api.NO_PUT])
+    def see_deletions(self, key: bytes, act: Callable[[], Awaitable[None]]) -> asyncio.Event:
+        """Begin to carry something out when etcd tells that a key has been deleted. What breaks ends the session.
+
+        Returns what is set once that has begun, or cannot begin.
+        """
+        begun = asyncio.Event()
+
+        async def see() -> None:
+            try:
+                await self.renew()
+                async for response in self._watch(key=key, filters=[api.NO_PUT]):
+                    begun.set()
+                    if response.canceled:
+                        raise BrokenError(response.cancel_reason or WATCH_ENDED)
+                    if response.events:
+                        await act()
+                raise BrokenError(WATCH_ENDED)
+            except BROKEN as error:
+                self.end(error)
+
+        follower = asyncio.ensure_future(see())
+        follower.add_done_callback(lambda _: begun.set())
+        self.followers.append(follower)
+        return begun
 
     async def _watch(self, **fields: Any) -> AsyncIterator[Any]:
         if self._channel is None:
