@@ -24,8 +24,8 @@ served notices after two thirds of its ttl at the latest, and has to be heard by
 """
 
 LEAST = 3
-"""How many requests there are at least, while none is answered: a connection that was begun while the network was cut
-is made seconds after that, for TCP waits ever longer until it tries again; a new one is made at once."""
+"""How many connections are begun at least, while none is made: one that was begun while the network was cut is made
+seconds after that, for TCP waits ever longer until it tries again; a new one is made at once."""
 
 
 async def reach(settings: EtcdSettings, first: int) -> tuple[Session, int, Exception | None]:
@@ -42,7 +42,9 @@ async def reach(settings: EtcdSettings, first: int) -> tuple[Session, int, Excep
     try:
         for number in range(max(count, LEAST)):
             endpoint = settings.endpoints[(first + number) % count]
-            if all(session.endpoint != endpoint for session, _ in failed):
+            its = [session for session in asked.values() if session.endpoint == endpoint]
+            has_failed = any(session.endpoint == endpoint for session, _ in failed)
+            if not has_failed and not any(session.is_connected for session in its):
                 session = Session(settings, endpoint)
                 asked[asyncio.ensure_future(session.greet(settings.prefix.encode()))] = session
                 if found := await _look(asked, failed, min(ALONE, settings.ttl / 10)):

@@ -73,6 +73,11 @@ class Session:
             credentials = api.grpc.ssl_channel_credentials(*files)
             self._channel = api.aio.secure_channel(self.endpoint, credentials, options=options)
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection, on which the member has said something."""
+        return self._channel is not None and self._channel.get_state() == api.grpc.ChannelConnectivity.READY
+
     def words(self, error: Exception) -> str:
         """Return what has broken the session, in words."""
         if not isinstance(error, api.aio.AioRpcError):
