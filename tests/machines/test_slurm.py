@@ -263,34 +263,33 @@ main()
 
 
 def test_two_runs_of_one_step_are_no_job_of_two_halves(tmp_path: Path) -> None:
-    """Each of the two has the name of the step on one machine: so they would meet."""
+    """Each of the two, of one script, has the name of the step on one machine: so they would meet."""
     hosts_of.check()
     (tmp_path / "launcher.py").write_text(LAUNCHER)
-    for script in ("a.py", "b.py"):
-        (tmp_path / script).write_text("import time\nprint('begins', flush=True)\ntime.sleep(1000)\n")
+    (tmp_path / "train.py").write_text("import time\nprint('begins', flush=True)\ntime.sleep(1000)\n")
 
-    def start(hosts: Hosts, node: int, script: str) -> subprocess.Popen[bytes]:
+    def start(hosts: Hosts, node: int, which: str) -> subprocess.Popen[bytes]:
         told = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2",
                 "SLURM_NODEID": f"{node - 1}", "SLURM_STEP_NODELIST": "10.77.0.[1-2]"}  # fmt: skip
         rest = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-        command = [sys.executable, str(tmp_path / "launcher.py"), "run", "--nproc-per-node", "1", script]
-        with (tmp_path / f"{script}{node}").open("wb") as out:
+        command = [sys.executable, str(tmp_path / "launcher.py"), "run", "--nproc-per-node", "1", "train.py", which]
+        with (tmp_path / f"{which}{node}").open("wb") as out:
             return subprocess.Popen(
                 [*hosts.on(node), *command], stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=tmp_path,
                 env={**rest, **told, "PHALANX_JOB_SECRET": "0123456789abcdef", "XDG_STATE_HOME": str(tmp_path)},
             )  # fmt: skip
 
     with Hosts(2) as hosts, ExitStack() as left:
-        first = [start(hosts, 1, "a.py"), start(hosts, 2, "b.py")]
+        first = [start(hosts, 1, "a"), start(hosts, 2, "b")]
         for one in first:
             left.callback(one.kill)
         until = time.monotonic() + SOON
-        while not all("begins" in (tmp_path / name).read_text() for name in ("a.py1", "b.py2")):
+        while not all("begins" in (tmp_path / name).read_text() for name in ("a1", "b2")):
             assert time.monotonic() < until
             time.sleep(0.05)
-        second = [start(hosts, 1, "b.py"), start(hosts, 2, "a.py")]
+        second = [start(hosts, 1, "b"), start(hosts, 2, "a")]
         for one in second:
             left.callback(one.kill)
         assert [one.wait(SOON) for one in (*first, *second)] == [143, 143, 2, 2]
-        for name in ("a.py1", "b.py2"):
+        for name in ("a1", "b2"):
             assert "the job was stopped: two `phalanx run` of one step (give each a" in (tmp_path / name).read_text()

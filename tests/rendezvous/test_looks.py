@@ -158,7 +158,8 @@ def test_a_generation_that_ends_meanwhile() -> None:
     story = Asks().running()
     story.looked(only(Look, story.ask()))
     assert kinds(story.writes("job/stop/0", Stop(0, "failure", "b", "host-b"))) == ["Heard", "End"]  # they are there
-    due = story.writes("job/state", replace(RUNS, generation=1, phase="forming"))
+    ends = (records.End(0, "failure", "b", "host-b"),)
+    due = story.writes("job/state", replace(RUNS, generation=1, phase="forming", ends=ends))
     assert only(Looked, due).found == Found(RUNS, {"a": b"here"}, "the attempt has ended meanwhile")
     due = story.ask()
     assert only(Looked, due).found == Found(None, {}, "no attempt of the job runs now")

@@ -175,8 +175,8 @@ def keeps_what_was_kept_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the evidence of an earlier job be among that of a later one."""
     real = leader.Leader.decide
 
-    def decide(self: Any, view: Any, now: float, *, is_new: bool) -> tuple[Transaction | None, float]:
-        transaction, wake = real(self, view, now, is_new=is_new)
+    def decide(self: Any, view: Any, now: float, **more: Any) -> tuple[Transaction | None, float]:
+        transaction, wake = real(self, view, now, **more)
         if transaction is not None:
             kept = tuple(each for each in transaction.writes if not (isinstance(each, Delete) and each.below))
             transaction = transaction._replace(writes=kept)

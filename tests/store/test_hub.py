@@ -580,4 +580,4 @@ def test_closing_twice_or_before_it_was_reached() -> None:
 def test_settings_do_not_show_the_secret() -> None:
     assert "hidden" not in repr(HubSettings("h", 1, "run", b"hidden", 2))
     assert "hidden" not in repr(EtcdSettings(("h:1",), "/", user="root", password="hidden"))  # noqa: S106 - no secret
-    assert "hidden" not in repr(Machines(1, 2, "static", ("h:1",), "", secret=b"hidden", password="hidden"))  # noqa: S106 - of the test
+    assert "hidden" not in repr(Machines(1, 2, "static", ("h:1",), "", secret=b"hidden", password="hidden"))  # noqa: S106 - as above
