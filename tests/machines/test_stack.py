@@ -107,6 +107,8 @@ def test_where_the_ranks_of_all_hosts_are(tmp_path: Path, hosts: Hosts) -> None:
         ask(one, [3], r"both ranks are in all_reduce \(train.py:8\)\n\nranks 4-5:.*", "--local")
         _, err = Question(one, 2, "--rank", "7").answer(2)
         assert err.endswith("Error: --rank: this run has no rank 7\n")
+        _, err = Question(one, 2, "--rank", "1", "--local").answer(2)
+        assert err.endswith("Error: --rank: this machine has no rank 1\n")
 
         os.kill(agents[1].launcher(), signal.SIGSTOP)
         on_its_own = Question(one, 2)

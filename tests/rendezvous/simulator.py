@@ -6,7 +6,7 @@
 Time is simulated. What goes wrong: nodes crash, are stopped and go on, are cut off, return as new ones; their leases
 run out while they live; the store is away, or starts again; answers are lost though a write was made; what a watch
 tells comes late, twice, or out of order; workers fail, several at once, succeed, and take long to end; somebody presses
-Ctrl-C, or takes a node out; a node finds that it can start no worker.
+Ctrl-C, takes a node out, or asks where the ranks are; a node finds that it can start no worker.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import struct
 import threading
 from contextlib import suppress
 
-from phalanx._base import files
+from phalanx._base import files, interrupts
 from phalanx._base.loop import READ, WRITE, Loop
 from phalanx._rendezvous import stack_report
 
@@ -81,20 +81,23 @@ class StackDoor:
         if self._loop is not None or not folder:
             return
         try:
-            loop = Loop()
-        except OSError as error:  # no descriptor is left
+            with interrupts.deferred():
+                self._begin(folder)
+        except (OSError, RuntimeError) as error:  # no descriptor is left, or no thread
             self._warn(_why(error))
-            return
+
+    def _begin(self, folder: str) -> None:
+        loop = Loop()
+        thread = threading.Thread(target=self._serve, args=(loop, folder), name="phalanx-stack", daemon=True)
         self._loop = loop
-        self._thread = threading.Thread(target=self._serve, args=(loop, folder), name="phalanx-stack", daemon=True)
         _open.add(self)
         try:
-            self._thread.start()
-        except RuntimeError as error:
-            self._thread = None
+            thread.start()
+        except RuntimeError:
             _open.discard(self)
             loop.close()
-            self._warn(_why(error))
+            raise
+        self._thread = thread
 
     def close(self) -> None:
         """Stop listening, and close all connections. Waits for the thread at most a second. Idempotent."""

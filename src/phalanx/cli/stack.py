@@ -139,14 +139,14 @@ def _ask(found: RunDir, ranks: set[int]) -> JobStacks | None:
 
 def _chosen(texts: dict[int, str], ranks: set[int]) -> dict[int, str]:
     """The ranks that are meant. Raises UsageError."""
-    _check_known(ranks, texts)
+    _check_known(ranks, texts, "run")
     return {rank: text for rank, text in texts.items() if not ranks or rank in ranks}
 
 
-def _check_known(ranks: set[int], known: Iterable[int]) -> None:
+def _check_known(ranks: set[int], known: Iterable[int], what: str) -> None:
     unknown = sorted(ranks.difference(known))
     if unknown:
-        raise click.UsageError(f"--rank: this run has no rank {', '.join(map(str, unknown))}")
+        raise click.UsageError(f"--rank: this {what} has no rank {', '.join(map(str, unknown))}")
 
 
 def _resolve(where: tuple[str, ...], name: str | None) -> RunDir:
@@ -200,7 +200,7 @@ def _ranks(run: Run, wanted: set[int]) -> list[tuple[int, Rank]]:
     """The ranks that are meant, each with the number of its latest attempt. Raises UsageError."""
     attempts = run.attempts if run.restart == "worker" else run.attempts[-1:]
     known = {rank.rank: (attempt.number, rank) for attempt in attempts for rank in attempt.ranks}
-    _check_known(wanted, known)
+    _check_known(wanted, known, "machine" if attempts[-1].nodes > 1 else "run")
     return [known[rank] for rank in sorted(known) if not wanted or rank in wanted]
 
 
