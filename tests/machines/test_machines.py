@@ -166,6 +166,23 @@ def test_an_etcd_that_is_killed_and_starts_again(job: Callable[..., EtcdJob]) ->
         assert "lost" not in agent.said
 
 
+def test_leases_that_etcd_ends_by_mistake_cost_no_node(job: Callable[..., EtcdJob]) -> None:
+    """As it does, before 3.5.13, when a leader goes on that was stopped for longer than their ttl: all, or some."""
+    one = job("3")
+    one.conf[0] = "lease_ttl=5"
+    agents = one.start(1, 2, 3, options=["--max-restarts", "1"])
+    everyone(agents, 0, 6)
+    for count in (1, 3):
+        for lease in one.leases(3)[:count]:
+            one.ask("kv/lease/revoke", json.dumps({"ID": lease}))
+    one.fail(3, 0)
+    everyone(agents, 1, 6)
+    one.finish(*agents)
+    for agent in agents:
+        assert re.search(r"attempt 1 of 2 failed after \S+: rank 3 on host h\d, ValueError: bad batch", agent.said)
+        assert not re.search("lost|answer", agent.said)
+
+
 def test_an_etcd_that_comes_back_without_its_data_is_not_taken_for_the_jobs(job: Callable[..., EtcdJob]) -> None:
     """Also where others have written into it as often as was written before. The workers go on, and end."""
     one = job("3")

@@ -238,7 +238,7 @@ def test_a_lease_may_be_kept_by_two_tasks_at_once(etcd: Etcd, prefix: str) -> No
         assert one.on_its_thread(both()) == [True, False, True, False]
 
 
-def test_an_etcd_that_has_lost_what_it_held_is_none(prefix: str) -> None:
+def test_an_etcd_that_has_lost_what_it_held_is_none(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with Etcd() as own, client(own.endpoints, prefix) as one:
         one.next(Back)
         for _ in range(3):
@@ -246,8 +246,22 @@ def test_an_etcd_that_has_lost_what_it_held_is_none(prefix: str) -> None:
         own.members[0].kill()
         own.members[0].wipe()
         own.start()
-        while "it has lost what it held: it is at revision 1, after 4" not in one.next(Away).why:
+        while "it has lost what it held: it was at revision 4, and is before that" not in one.next(Away).why:
             pass
+        told, looks = len(one.all), queue.SimpleQueue[int]()
+        check = one.store._history.check
+
+        async def look(session: Any, revision: int = 0) -> None:
+            looks.put(revision)
+            await check(session, revision)
+
+        monkeypatch.setattr(one.store._history, "check", look)
+        assert looks.get(timeout=SOON) == 1
+        call(own, "kv/put", key="eA==", value="")
+        while looks.get(timeout=SOON) != 2:
+            pass
+        looks.get(timeout=SOON)
+        assert not any(isinstance(event, Away | Back) for event in one.all[told:])  # it was said, once
 
 
 def test_an_etcd_that_has_lost_what_it_held_is_known_though_others_have_written_since(prefix: str) -> None:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from phalanx._rendezvous.settings import prefix_of
+from phalanx._store.etcd.settings import EtcdSettings
 from tests.support.helpers import alive, descendants, wait_gone
 
 if TYPE_CHECKING:
@@ -174,6 +176,16 @@ class EtcdJob(Job):
         command = [*self.hosts.on(1), sys.executable, "-c", script, path, body, str(times), *where]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         return [json.loads(line) for line in done.stdout.splitlines()]
+
+    def leases(self, count: int) -> list[str]:
+        """Wait until there are so many leases of agents, and return their ids."""
+        job = str(EtcdSettings((), prefix_of(self.folder.name)).job_lease)
+        until = time.monotonic() + SOON
+        while True:
+            found = [lease["ID"] for lease in self.ask("kv/lease/leases")[0]["leases"] if lease["ID"] != job]
+            if len(found) == count:
+                return found
+            assert time.monotonic() < until, found
 
     def leader(self) -> Member:
         """The member that leads, of all that there are."""

@@ -148,8 +148,8 @@ class EtcdStore(Store):
 
     async def _carry_on(self) -> None:
         """Have one session after another, until etcd refuses us."""
-        pause, away, since, endpoints = _PAUSE[0], "", clock.now(), self._settings.endpoints
-        first = 0
+        pause, since, endpoints = _PAUSE[0], clock.now(), self._settings.endpoints
+        first, away = 0, set[str]()
         while True:
             session = None
             try:
@@ -160,7 +160,8 @@ class EtcdStore(Store):
                 await self._settle(session, revision)
                 self._session = session
                 self._deliver(Back())
-                away, since = "", clock.now()
+                since = clock.now()
+                away.clear()
                 await self._stay(session)
             except RefusedError as error:
                 self._deliver(Refused(str(error)))
@@ -171,9 +172,9 @@ class EtcdStore(Store):
                 if self._session is session and clock.now() - since > _LASTING:
                     pause = _PAUSE[0]
                 why = session.words(error)
-                if not away or (isinstance(error, BrokenError) and why != away):  # the latter: it answers, but so
+                if not away or (isinstance(error, BrokenError) and why not in away):  # the latter: it answers, but so
                     self._deliver(Away(why))
-                    away = why
+                    away.add(why)
             finally:
                 self._session = None
                 if session is not None:

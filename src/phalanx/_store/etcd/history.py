@@ -33,7 +33,7 @@ class History:
         What it has compacted since then it cannot tell, and watches then tell all there is.
         """
         if 0 < revision < self.newest:  # a watch would tell nothing until it has as many again
-            raise BrokenError(f"it has lost what it held: it is at revision {revision}, after {self.newest}")
+            raise BrokenError(f"it has lost what it held: it was at revision {self.newest}, and is before that")
         if self._written is not None and not await session.has_written(*self._written):
             key, at = self._written
             raise BrokenError(
