@@ -396,7 +396,16 @@ def test_a_leader_waits_for_the_others_unless_another_node_hosts_the_store(hosts
     assert (story.node.state == "LEFT") == (hosts is False)
     if hosts is None:
         due = nodes_are(story, "a")
-    assert finish_of(due).state == "succeeded"
+    finish = finish_of(due)
+    assert (finish.state, finish.ends_job) == ("succeeded", hosts is None)
+
+
+def test_who_leads_ends_no_job_of_a_store_that_another_node_hosts() -> None:
+    """The entry of the host may be gone, where it was busy for longer than a lease lasts; it has yet to read."""
+    story = Story(hosts=False).run()
+    story.writes("job/leader", b"a")
+    nodes_are(story, "a")
+    assert not finish_of(succeed(story)).ends_job
 
 
 def test_it_does_not_go_on_for_ever_without_the_node_that_hosts_the_store() -> None:

@@ -168,7 +168,8 @@ class NodeWaits(NodeWrites):
             state = "stopped" if self._asked is not None else "succeeded" if has_succeeded else "left"
             self._finish(Finish(state, self._leaves, job, self._own_evidence()))
             return
-        alone = self._knows_nodes and self._is_alone()
+        # Where another node hosts the store, that one is the last, though its entry may be gone: it has yet to read.
+        alone = self._knows_nodes and self._hosts is not False and self._is_alone()
         self._finish(Finish(verdict.state, verdict.why, job, self._read or (), alone))
 
     def _give_up(self, state: str, why: str) -> None:
