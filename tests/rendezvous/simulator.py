@@ -465,12 +465,13 @@ class SimulatedNode:
         if self._is_connected or self._is_cut or self._simulation.store.is_away or not self.is_alive:
             return
         self._is_connected = True
+        delay = self._delay()
         if not self.has_lease:
             self.has_lease, self.leased = True, self._simulation.now
-            self._later(lambda: self._see(LeaseLost()))
-        self._later(lambda: self._see(Back()))
+            self._later(lambda: self._see(LeaseLost()), delay)
+        self._later(lambda: self._see(Back()), delay)
         for prefix in self._watches:
-            self._snapshot(prefix)
+            self._snapshot(prefix, delay)
 
     def lose_store(self) -> None:
         """Reach the store no more; in a while, the node knows."""
@@ -501,9 +502,9 @@ class SimulatedNode:
         chance = self._simulation.random
         return chance.uniform(0.3, 1.5) if chance.random() < 0.02 else chance.uniform(0.001, 0.01)
 
-    def _snapshot(self, prefix: str) -> None:
+    def _snapshot(self, prefix: str, after: float = 0.0) -> None:
         revision, entries = self._simulation.store.below(prefix)
-        self._later(lambda: self._see(Snapshot(prefix, revision, entries)))
+        self._later(lambda: self._see(Snapshot(prefix, revision, entries)), after + self._delay())
 
     def see_changed(self, revision: int, written: list[Entry], deleted: list[str]) -> None:
         """Be told what was written, if it is watched: now and then late, or twice."""

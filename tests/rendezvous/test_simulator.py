@@ -192,7 +192,7 @@ def keeps_what_was_kept_before(monkeypatch: pytest.MonkeyPatch) -> None:
         (counts_no_restarts, ""),
         (gives_a_rank_twice, "has a node twice"),
         (overwrites_the_first_word, "was written twice"),
-        (leads_for_ever, "twice"),
+        (leads_for_ever, "generation"),
         (goes_on_with_too_few, "nodes"),
         (waits_for_ever, "has not left: WAITING"),
         (keeps_no_evidence, "was to be"),

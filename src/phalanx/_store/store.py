@@ -120,7 +120,10 @@ class Back(NamedTuple):
 
 
 class LeaseLost(NamedTuple):
-    """The lease of this agent has expired: its keys of `OWN` are gone. There is a new one: they can be put again."""
+    """The lease of this agent has expired: its keys of `OWN` are gone. There is a new one: they can be put again.
+
+    Told before `Back`, and before what has changed since, where the store was away meanwhile.
+    """
 
 
 class Refused(NamedTuple):
