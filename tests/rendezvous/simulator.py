@@ -188,7 +188,9 @@ class Simulation:
         job = records.read(Job, Entry("", self.last, 1, 1)) if self.last else Job(0, "forming", 1, 1)
         due = {f"{prefix}{job.with_evidence}/{name}" for name in job.ids} if job.with_evidence >= 0 else set()
         found = {key for key in left if key.startswith(records.KEPT)}
-        if not found <= due or (is_plain and found != due):
+        # Who had not begun when the generation was ended has no evidence.
+        began = {f"{prefix}{job.with_evidence}/{node.name}" for node in self.nodes if node.ran == job.with_evidence}
+        if not found <= due or (is_plain and found != due & began):
             raise BrokenError(f"the evidence of {found} is kept, and {due} was to be")
 
     def _go_wrong(self) -> None:
@@ -429,6 +431,7 @@ class SimulatedNode:
         )  # fmt: skip
         self.is_alive, self.is_late, self.asked, self.failed = True, False, False, False
         self.workers: int | None = None  # the generation whose workers are there
+        self.ran = -1  # that whose workers were started last
         self.finish: effects.Finish | None = None
         self.part_of = 0  # the job in which it has started workers: when that was made
         self.submitted = self.submitted_for_looks = self.looks = 0
@@ -534,6 +537,8 @@ class SimulatedNode:
                 return
             leases = {write.lease for write in effect.transaction.writes if isinstance(write, Put)}
             if not self.has_lease and OWN in leases:  # etcd refuses a lease that is not there
+                if self.finish is not None:  # it was given back
+                    return
                 self.has_lease = True
                 self.heard = self.leased = simulation.now
                 self._later(lambda: self._see(LeaseLost()))
@@ -638,7 +643,8 @@ class SimulatedNode:
         simulation = self._simulation
         simulation.tell(f"{self.name} starts generation {job.generation} as {rank} of {len(job.members)}")
         simulation.see_start(self, job, rank)
-        self.workers, self.is_late, self.started = job.generation, False, simulation.now
+        self.ran = self.workers = job.generation
+        self.is_late, self.started = False, simulation.now
         self.failed = False
         lasts = simulation.random.uniform(0.1, simulation.setting.lasts)
         fails = simulation.chance(simulation.setting.failing)
