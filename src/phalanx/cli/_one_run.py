@@ -46,7 +46,7 @@ class OneRun:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._address = b"\0phalanx-run-" + sha256(name.encode("utf-8", "surrogateescape")).digest()
+        self._address = b"\0phalanx-run-" + sha256(name.encode("utf-8", "surrogateescape")).hexdigest().encode()
         self._thread: threading.Thread | None = None
         self._is_over = False
 
