@@ -118,6 +118,28 @@ def test_two_jobs_of_one_id_are_told_apart_by_what_they_run() -> None:
     assert leader.at(2, node("b", role="evaluator"), other).refused == ((who, why),)
 
 
+def test_who_has_no_part_in_the_job_does_not_say_what_it_runs() -> None:
+    leader = Leader(FORMING)
+    strange = node("x", most=3, program="old.py"), node("y", version=VERSION + 1, program="older.py")
+    made = leader.at(1, *strange, node("a", program="train.py"), node("b", program="train.py"))
+    assert names(made.job) == ["a", "b"]
+    assert [name for name, _ in made.refused] == ["x", "y"]
+
+
+def test_what_a_role_that_comes_later_runs_is_known_before_it_takes_part() -> None:
+    facts: dict[str, Any] = {"least": 1, "most": 3}
+    first = node("a", program="train.py", **facts)
+    come = [node(name, role="evaluator", program=f"{name}.py", **facts) for name in "bc"]
+    leader = Leader(running("a", least=1, most=3, programs=(("default", "train.py"),)))
+    made = leader.at(1, first, *come)
+    assert [(name, "runs b.py, and this node was told c.py" in why) for name, why in made.refused] == [("c", True)]
+    stop = leader.at(11, first, *come).stop
+    assert stop is not None
+    assert stop.error.startswith("host host-b can take part")
+    made = leader.at(12, replace(first, generation=0), *come, stop=stop)
+    assert names(made.job) == ["a", "b"]  # c would be refused in the midst of it, and be taken for lost
+
+
 CUT_OFF: dict[str, Any] = {
     "generation": 0, "outcome": "failed", "error": "ConnectionResetError: gone", "rank": 2, "exitcode": 1,
     "is_cut_off": True,
