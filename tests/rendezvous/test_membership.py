@@ -227,6 +227,13 @@ def test_a_leader_whose_store_was_away_gives_the_others_time_to_reach_it_too() -
     assert (made.stop.kind, made.stop.node) == ("lost", "b")
 
 
+def test_that_the_store_was_away_holds_though_the_job_has_changed_meanwhile() -> None:
+    leader = Leader(FORMING, RULES._replace(return_timeout=7.0))
+    leader.at(1, node("a"), node("b"))
+    leader.notes.regained = 20  # and the change is told, that was decided before
+    assert leader.at(20, node("a")) == Decision(wake=27)
+
+
 def test_a_node_is_lost_only_where_the_store_has_no_entry_of_it() -> None:
     """It may have come back, and the leader not have been told yet. One that cannot be read is no entry."""
     view, job = StoreView(), running("a", "b")
