@@ -227,6 +227,27 @@ def test_a_leader_whose_store_was_away_gives_the_others_time_to_reach_it_too() -
     assert (made.stop.kind, made.stop.node) == ("lost", "b")
 
 
+def test_a_node_that_comes_back_while_a_generation_ends_is_waited_for_and_is_not_the_cause() -> None:
+    leader = Leader(running("a", "b"), RULES._replace(lost_after=0.5, return_timeout=7.0))
+    gone = node("a", **CUT_OFF)
+    stop = replace(FAILED, node="a", host="host-a")
+    assert leader.at(2, gone, stop=stop) == Decision(wake=2.5)
+    assert leader.at(2.1, gone, node("b", state="running", generation=0), stop=stop) == Decision(wake=92)
+    leader.notes.regained = 3
+    assert leader.at(3, gone, stop=stop) == Decision(wake=10)
+    made = leader.at(4, gone, node("b", generation=0, outcome="stopped"), stop=stop)
+    assert made.job is not None
+    assert (names(made.job), made.job.ends[-1].kind) == (["a", "b"], "failure")
+
+
+@pytest.mark.parametrize("kind, phase", [("left", "forming"), ("signal", "over")])
+def test_a_node_that_is_known_to_have_gone_is_not_waited_for(kind: Any, phase: str) -> None:
+    leader = Leader(running("a", "b"), RULES._replace(lost_after=0.5))
+    made = leader.at(2, node("a", generation=0, outcome="stopped"), stop=Stop(0, kind, "b", "host-b"))
+    assert made.job is not None
+    assert made.job.phase == phase
+
+
 def test_that_the_store_was_away_holds_though_the_job_has_changed_meanwhile() -> None:
     leader = Leader(FORMING, RULES._replace(return_timeout=7.0))
     leader.at(1, node("a"), node("b"))
@@ -254,7 +275,8 @@ def test_a_failure_that_is_told_of_before_a_node_is_lost_is_the_cause() -> None:
     assert leader.at(1, node("a", state="running")) == Decision(wake=1.5)
     failed = Stop(0, "failure", "a", "host-a", "ValueError: bad", 0, 1)
     ended = node("a", generation=0, outcome="failed", error="ValueError: bad", rank=0, exitcode=1)
-    made = leader.at(1.4, ended, stop=failed)
+    assert leader.at(1.4, ended, stop=failed) == Decision(wake=1.5)
+    made = leader.at(1.5, ended, stop=failed)
     assert made.job is not None
     assert (made.job.ends[-1].kind, made.job.ends[-1].rank) == ("failure", 0)
 
