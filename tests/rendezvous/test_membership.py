@@ -126,6 +126,12 @@ def test_who_has_no_part_in_the_job_does_not_say_what_it_runs() -> None:
     assert [name for name, _ in made.refused] == ["x", "y"]
 
 
+def test_where_ranks_are_given_node_0_says_what_is_run_whenever_it_comes() -> None:
+    nodes = node("b", order=1, program="eval.py"), node("a", order=0, program="train.py")
+    made = Leader(FORMING).at(1, *nodes)
+    assert [name for name, why in made.refused if "runs train.py, and this node was told eval.py" in why] == ["b"]
+
+
 def test_what_a_role_that_comes_later_runs_is_known_before_it_takes_part() -> None:
     facts: dict[str, Any] = {"least": 1, "most": 3}
     first = node("a", program="train.py", **facts)

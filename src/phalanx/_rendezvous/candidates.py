@@ -46,14 +46,17 @@ def without(nodes: Mapping[str, Seen], those: Mapping[str, str]) -> Mapping[str,
 
 
 def _programs(job: Job, nodes: Mapping[str, Seen]) -> dict[str, str]:
-    """Return what workers of which role run in this job; of a role that is new, those of the first node to come."""
+    """Return what workers of which role run in this job; of a role that is new, those of the first node to come.
+
+    Where ranks are given, node 0 goes first, whenever it comes: it hosts the store, and does not leave if refused.
+    """
     runs = dict(job.programs)
     new = [
         seen
         for seen in nodes.values()
         if seen.node.program and seen.node.role not in runs and seen.node.state != "left"
     ]
-    for node, *_ in sorted(new, key=lambda seen: seen.created):
+    for node, *_ in sorted(new, key=lambda seen: (seen.node.order != 0, seen.created)):
         runs.setdefault(node.role, node.program)
     return runs
 
