@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._rendezvous import effects, records
 from phalanx._rendezvous.node import Participant
-from phalanx._rendezvous.records import Job, Stop, replace
+from phalanx._rendezvous.records import Job, Refusal, Stop, replace
 from phalanx._rendezvous.rules import Rules
 from phalanx._store.store import (
     JOB,
@@ -66,6 +66,9 @@ TOLD = 60.0
 HOSTED, KEEPING = 0.25, 0.2
 """The chances that a node hosts the store; and that what the job was is kept, where none does."""
 
+MIXED = 0.25
+"""The chance that nodes of different kinds come."""
+
 MOST_REQUESTS = 60
 """Of one node within a second."""
 
@@ -95,6 +98,8 @@ class Setting(NamedTuple):
     """Whether the first node hosts the store, which is stopped with it, and gone with it."""
     keep: bool = False
     """Whether what the job was is kept; there is another one of its id then."""
+    mixed: float = 0.0
+    """The chance that a node has another role, was told another number of nodes, or runs something else."""
     looks: int = 0
     """How many times somebody asks on a node where all ranks are."""
 
@@ -136,8 +141,14 @@ class Simulation:
         setting = self.setting
         me = records.Node(
             f"n{number}", f"h{number}", f"10.0.0.{number}", 1 + number % 3, port=1000 + number, order=order,
-            min_nodes=setting.least, max_nodes=setting.most,
+            min_nodes=setting.least, max_nodes=setting.most, program="train.py" if setting.mixed else "",
         )  # fmt: skip
+        if setting.mixed:
+            me = replace(
+                me, role="reader" if self.chance(setting.mixed) else me.role,
+                max_nodes=setting.most + self.chance(setting.mixed / 3),
+                program=self.random.choice([f"{me.id}.py", ""]) if self.chance(setting.mixed) else me.program,
+            )  # fmt: skip
         node = SimulatedNode(self, me)
         self.nodes.append(node)
         node.begin()
@@ -148,7 +159,7 @@ class Simulation:
         setting, calm = self.setting, CALM if self.setting.faults else 0.0
         for number in range(setting.nodes):
             order = number if setting.ordered else -1
-            self.at(self.random.uniform(0, 3), partial(self.add, order))
+            self.at(self.random.uniform(0, 12 if setting.mixed else 3), partial(self.add, order))
             if setting.keep:
                 self.at(AGAIN + self.random.uniform(0, 3), partial(self.add, order))
         for _ in range(setting.faults):
@@ -163,7 +174,7 @@ class Simulation:
             if node.is_alive and node.finish is None:
                 raise BrokenError(f"{node.name} has not left: {node.node.state} of generation {node.node.generation}")
         # Else a job may have been followed by another one, of those that came late, or some have left before its end.
-        is_plain = not setting.faults and setting.barrier > setting.lasts
+        is_plain = not setting.faults and not setting.mixed and setting.barrier > setting.lasts
         if is_plain:
             for first in range(0, len(self.nodes), setting.nodes):
                 self._see_ends(self.nodes[first : first + setting.nodes])
@@ -231,10 +242,9 @@ class Simulation:
     def see_write(self, key: str, value: bytes) -> None:
         """Check what is written."""
         if key.startswith(records.STOP):
-            generation = int(key.removeprefix(records.STOP))
-            self.all_stops.add(value)
-            if self.stops.setdefault(generation, value) != value:
-                raise BrokenError(f"why generation {generation} ends was written twice")
+            self._see_stop(int(key.removeprefix(records.STOP)), value)
+        if key.startswith(records.REFUSED):
+            self._see_refused(key.removeprefix(records.REFUSED), records.read(Refusal, Entry(key, value, 1, 1)).why)
         if key != records.STATE:
             return
         job = records.read(Job, Entry(key, value, 1, 1))
@@ -252,6 +262,25 @@ class Simulation:
         self._see_restarts(job)
         if job.is_kept:
             self.last = value
+
+    def _see_stop(self, generation: int, value: bytes) -> None:
+        self.all_stops.add(value)
+        if self.stops.setdefault(generation, value) != value:
+            raise BrokenError(f"why generation {generation} ends was written twice")
+        stop = records.read(Stop, Entry("", value, 1, 1))
+        if stop.kind == "lost" and self.store.has(f"{records.NODES}{stop.node}"):
+            raise BrokenError(f"{stop.node} is called lost, and is there")
+
+    def _see_refused(self, name: str, why: str) -> None:
+        job = self.store.job()
+        if job is None:
+            return
+        if job.phase == "running" and name in job.ids:
+            raise BrokenError(f"{name} is refused, and takes part in generation {job.generation}")
+        said = {program for _, program in job.programs}
+        said |= {node.program for node in self.nodes if node.program and node.most == job.max_nodes}
+        if " runs " in why and not any(f" runs {program}," in why for program in said):
+            raise BrokenError(f"{name} is refused for what a node runs that takes no part: {why}")
 
     def _see_restarts(self, job: Job) -> None:
         failed = sum(end.failed for end in job.ends)
@@ -271,8 +300,15 @@ class Simulation:
         ids = [member.id for member in job.members]
         if len(set(ids)) != len(ids):
             raise BrokenError(f"generation {job.generation} has a node twice: {ids}")
-        if not self.setting.least <= len(ids) <= self.setting.most:
+        if not self.setting.least <= len(ids) <= self.setting.most + bool(self.setting.mixed):
             raise BrokenError(f"generation {job.generation} has {len(ids)} nodes")
+        run = {(member.role, node.program) for member, node in self._members(job) if node.program}
+        if len(run) > len({role for role, _ in run}):
+            raise BrokenError(f"workers of one role run several programs: {run}")
+        # Where things go wrong, what a node has said of that may be late, or lost.
+        for _, node in [] if self.setting.faults else self._members(job):
+            if node.workers is not None:
+                raise BrokenError(f"generation {job.generation} has {node.name}, whose workers of before are there")
         last = self.formed.get(max(self.formed, default=-1))
         names = {node.name: node for node in self.nodes}
         for member in [] if last is None else last.members:
@@ -285,6 +321,10 @@ class Simulation:
             raise BrokenError(f"generation {job.generation} meets at {job.address}, and rank 0 is on {first.address}")
         self.formed[job.generation] = job
         self.all_formed.append(job)
+
+    def _members(self, job: Job) -> list[tuple[records.Member, SimulatedNode]]:
+        names = {node.name: node for node in self.nodes}
+        return [(member, names[member.id]) for member in job.members]
 
     def see_start(self, node: SimulatedNode, job: Job, rank: int) -> None:
         """Check that a node may start workers."""
@@ -417,10 +457,11 @@ class SimulatedNode:
     def __init__(self, simulation: Simulation, me: records.Node) -> None:
         self._simulation = simulation
         self._me = me
-        self.name, self.address, self.order = me.id, me.address, me.order
+        self.name, self.address, self.order, self.program = me.id, me.address, me.order, me.program
+        self.most = me.max_nodes
         setting = simulation.setting
         rules = Rules(
-            RestartPolicy(setting.restarts), join_timeout=120.0, last_call=5.0, rejoin_delay=2.0, end_timeout=30.0,
+            RestartPolicy(setting.restarts), join_timeout=120.0, last_call=5.0, rejoin_delay=5.0, end_timeout=30.0,
             exclude_after=setting.exclude_after, lost_after=0.0 if setting.hosted else 0.5, return_timeout=TTL + 5.0,
             keep=setting.keep,
         )  # fmt: skip
@@ -532,7 +573,7 @@ class SimulatedNode:
             raise BrokenError(f"{self.name} asks the store for {len(self._recent)} things within a second")
 
         def arrive() -> None:
-            if not (self._is_connected and self.is_alive) or simulation.store.is_away:
+            if not (self._is_connected and self.is_alive) or self.finish is not None or simulation.store.is_away:
                 self._later(lambda: self._see(Done(effect.ticket, None, 0)))
                 return
             leases = {write.lease for write in effect.transaction.writes if isinstance(write, Put)}
@@ -751,7 +792,8 @@ def setting_of(seed: int) -> Setting:
         chance.choice([0, 0, 2]), chance.choice([8.0, 8.0, 8.0, 8.0, 8.0, 400.0]),
         chance.choice([500.0, 500.0, 5.0]), hosted=chance.random() < HOSTED,
     )  # fmt: skip
-    return setting._replace(keep=not setting.hosted and chance.random() < KEEPING)
+    setting = setting._replace(keep=not setting.hosted and chance.random() < KEEPING)
+    return setting._replace(mixed=chance.choice([0.2, 0.6]) if chance.random() < MIXED else 0.0)
 
 
 def play(seed: int, tell: Callable[[str], None] = lambda _: None) -> Simulation:

@@ -118,6 +118,34 @@ def test_two_jobs_of_one_id_are_told_apart_by_what_they_run() -> None:
     assert leader.at(2, node("b", role="evaluator"), other).refused == ((who, why),)
 
 
+def test_who_has_no_part_in_the_job_does_not_say_what_it_runs() -> None:
+    leader = Leader(FORMING)
+    strange = node("x", most=3, program="old.py"), node("y", version=VERSION + 1, program="older.py")
+    made = leader.at(1, *strange, node("a", program="train.py"), node("b", program="train.py"))
+    assert names(made.job) == ["a", "b"]
+    assert [name for name, _ in made.refused] == ["x", "y"]
+
+
+def test_where_ranks_are_given_node_0_says_what_is_run_whenever_it_comes() -> None:
+    nodes = node("b", order=1, program="eval.py"), node("a", order=0, program="train.py")
+    made = Leader(FORMING).at(1, *nodes)
+    assert [name for name, why in made.refused if "runs train.py, and this node was told eval.py" in why] == ["b"]
+
+
+def test_what_a_role_that_comes_later_runs_is_known_before_it_takes_part() -> None:
+    facts: dict[str, Any] = {"least": 1, "most": 3}
+    first = node("a", program="train.py", **facts)
+    come = [node(name, role="evaluator", program=f"{name}.py", **facts) for name in "bc"]
+    leader = Leader(running("a", least=1, most=3, programs=(("default", "train.py"),)))
+    made = leader.at(1, first, *come)
+    assert [(name, "runs b.py, and this node was told c.py" in why) for name, why in made.refused] == [("c", True)]
+    stop = leader.at(11, first, *come).stop
+    assert stop is not None
+    assert stop.error.startswith("host host-b can take part")
+    made = leader.at(12, replace(first, generation=0), *come, stop=stop)
+    assert names(made.job) == ["a", "b"]  # c would be refused in the midst of it, and be taken for lost
+
+
 CUT_OFF: dict[str, Any] = {
     "generation": 0, "outcome": "failed", "error": "ConnectionResetError: gone", "rank": 2, "exitcode": 1,
     "is_cut_off": True,
@@ -205,6 +233,34 @@ def test_a_leader_whose_store_was_away_gives_the_others_time_to_reach_it_too() -
     assert (made.stop.kind, made.stop.node) == ("lost", "b")
 
 
+def test_a_node_that_comes_back_while_a_generation_ends_is_waited_for_and_is_not_the_cause() -> None:
+    leader = Leader(running("a", "b"), RULES._replace(lost_after=0.5, return_timeout=7.0))
+    gone = node("a", **CUT_OFF)
+    stop = replace(FAILED, node="a", host="host-a")
+    assert leader.at(2, gone, stop=stop) == Decision(wake=2.5)
+    assert leader.at(2.1, gone, node("b", state="running", generation=0), stop=stop) == Decision(wake=92)
+    leader.notes.regained = 3
+    assert leader.at(3, gone, stop=stop) == Decision(wake=10)
+    made = leader.at(4, gone, node("b", generation=0, outcome="stopped"), stop=stop)
+    assert made.job is not None
+    assert (names(made.job), made.job.ends[-1].kind) == (["a", "b"], "failure")
+
+
+@pytest.mark.parametrize("kind, phase", [("left", "forming"), ("signal", "over")])
+def test_a_node_that_is_known_to_have_gone_is_not_waited_for(kind: Any, phase: str) -> None:
+    leader = Leader(running("a", "b"), RULES._replace(lost_after=0.5))
+    made = leader.at(2, node("a", generation=0, outcome="stopped"), stop=Stop(0, kind, "b", "host-b"))
+    assert made.job is not None
+    assert made.job.phase == phase
+
+
+def test_that_the_store_was_away_holds_though_the_job_has_changed_meanwhile() -> None:
+    leader = Leader(FORMING, RULES._replace(return_timeout=7.0))
+    leader.at(1, node("a"), node("b"))
+    leader.notes.regained = 20  # and the change is told, that was decided before
+    assert leader.at(20, node("a")) == Decision(wake=27)
+
+
 def test_a_node_is_lost_only_where_the_store_has_no_entry_of_it() -> None:
     """It may have come back, and the leader not have been told yet. One that cannot be read is no entry."""
     view, job = StoreView(), running("a", "b")
@@ -225,7 +281,8 @@ def test_a_failure_that_is_told_of_before_a_node_is_lost_is_the_cause() -> None:
     assert leader.at(1, node("a", state="running")) == Decision(wake=1.5)
     failed = Stop(0, "failure", "a", "host-a", "ValueError: bad", 0, 1)
     ended = node("a", generation=0, outcome="failed", error="ValueError: bad", rank=0, exitcode=1)
-    made = leader.at(1.4, ended, stop=failed)
+    assert leader.at(1.4, ended, stop=failed) == Decision(wake=1.5)
+    made = leader.at(1.5, ended, stop=failed)
     assert made.job is not None
     assert (made.job.ends[-1].kind, made.job.ends[-1].rank) == ("failure", 0)
 

@@ -156,6 +156,19 @@ def test_a_job_that_has_gone_on_without_it_does() -> None:
     assert (story.node.state, story.entry().state) == ("WAITING", "ready")
 
 
+def test_whose_workers_end_late_says_so_before_the_job_takes_it_for_one_that_is_ready() -> None:
+    story = Story().run()
+    story.writes("job/stop/0", Stop(0, "failure", "b", "host-b", "exit code 1", 0, 1))
+    assert story.asked == []
+    story.writes("job/state", replace(RUNS, generation=1, phase="forming", ends=ENDS))  # it is not waited for any more
+    assert (story.node.state, story.entry().state, story.entry().generation) == ("STOPPING", "running", 0)
+    story.answer()
+    story.writes("job/state", replace(RUNS, generation=1, members=MEMBERS[:1], ends=ENDS))
+    assert story.asked == []  # once
+    story._take(story.node.workers_gone(replace(ME, outcome="stopped"), b"", story.now))
+    assert (story.node.state, story.entry().state) == ("WAITING", "ready")
+
+
 def test_a_job_of_which_nothing_is_left_is_over() -> None:
     story = Story().run()
     due = story.tell(Snapshot("job/", story.revision + 5, ()))

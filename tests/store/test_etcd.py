@@ -87,9 +87,9 @@ class EtcdClient(Client):
 
 
 @contextmanager
-def client(endpoints: str, prefix: str, **more: Any) -> Iterator[EtcdClient]:
+def client(endpoints: str, prefix: str, kind: type[EtcdClient] = EtcdClient, /, **more: Any) -> Iterator[EtcdClient]:
     before = _grpcs()
-    it = EtcdClient(EtcdStore(EtcdSettings(tuple(endpoints.split(",")), prefix, **{"ttl": 2, **more})))
+    it = kind(EtcdStore(EtcdSettings(tuple(endpoints.split(",")), prefix, **{"ttl": 2, **more})))
     try:
         yield it
     finally:
@@ -343,6 +343,38 @@ def test_more_changes_than_one_message_may_have_are_read_anew(
         one.next(Away)
         assert [entry.modified for entry in one.next(Snapshot).entries] == [revision + 9]
         assert sum(isinstance(event, Away) for event in one.all) == 1
+
+
+def test_keys_that_are_more_than_a_message_may_have_are_asked_for_again_in_a_while(
+    etcd: Etcd, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx._store.etcd.session.MOST_BYTES", 1 << 20)
+    with client(etcd.endpoints, prefix) as one:
+        one.next(Back)
+        for name in "ab":
+            assert one.make(Put(f"job/{name}", bytes(600 << 10), JOB)).made
+        one.store.watch("job/")
+        assert "larger than max" in one.next(Away).why
+
+
+class Deaf(EtcdClient):
+    """One that raises where it is told that a transaction was made, or that the store does not answer."""
+
+    def _take(self, event: Any) -> None:
+        super()._take(event)
+        if type(event) in (Done, Away):
+            msg = "nobody hears it"
+            raise RuntimeError(msg)
+
+
+def test_what_cannot_be_told_ends_the_store_and_is_no_silence(etcd: Etcd, prefix: str) -> None:
+    """A mistake of ours on the store's thread: the agent must not wait for ever for what does not come."""
+    for endpoints in ("127.0.0.1:1", etcd.endpoints):
+        with client(endpoints, prefix, Deaf) as one:
+            if endpoints == etcd.endpoints:
+                one.next(Back)
+                one.store.submit(1, Transaction((), ()))
+            assert one.next(Refused).why == "the store has ended: RuntimeError: nobody hears it"
 
 
 def _watched_from(store: EtcdStore, prefix: str, revision: int) -> str:

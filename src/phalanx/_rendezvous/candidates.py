@@ -15,16 +15,21 @@ if TYPE_CHECKING:
 def refusals(job: Job, nodes: Mapping[str, Seen], notes: Notes, now: float, rules: Rules) -> dict[str, str]:
     """Return why which nodes cannot take part."""
     least, most, excluded = job.min_nodes, job.max_nodes, job.excluded
-    runs = _programs(job, nodes)
     found = {
-        name: _refusal(job, node, rules, runs)
+        name: _refusal(job, node, rules)
         for name, (node, *_) in nodes.items()
         if node.order >= most
         or node.max_nodes != most
         or node.min_nodes != least
         or node.version != VERSION
         or node.machine in excluded
-        or runs.get(node.role, node.program) != node.program != ""
+    }
+    # Who is refused for another reason does not say what the others run.
+    runs = _programs(job, without(nodes, found))
+    found |= {
+        name: _other_program(node, runs[node.role])
+        for name, (node, *_) in nodes.items()
+        if name not in found and runs.get(node.role, node.program) != node.program != ""
     }
     twice = _twice(job, without(nodes, found))
     notes.twice = {name: notes.twice.get(name, now) for name in twice}
@@ -41,12 +46,18 @@ def without(nodes: Mapping[str, Seen], those: Mapping[str, str]) -> Mapping[str,
 
 
 def _programs(job: Job, nodes: Mapping[str, Seen]) -> dict[str, str]:
-    """Return what workers of which role run in this job: that of the first node that has come."""
+    """Return what workers of which role run in this job; of a role that is new, those of the first node to come.
+
+    Where ranks are given, node 0 goes first, whenever it comes: it hosts the store, and does not leave if refused.
+    """
     runs = dict(job.programs)
-    if not job.programs:
-        for node, *_ in sorted(nodes.values(), key=lambda seen: seen.created):
-            if node.program and node.state != "left":
-                runs.setdefault(node.role, node.program)
+    new = [
+        seen
+        for seen in nodes.values()
+        if seen.node.program and seen.node.role not in runs and seen.node.state != "left"
+    ]
+    for node, *_ in sorted(new, key=lambda seen: (seen.node.order != 0, seen.created)):
+        runs.setdefault(node.role, node.program)
     return runs
 
 
@@ -59,18 +70,21 @@ def programs(job: Job, chosen: Iterable[Node]) -> tuple[tuple[str, str], ...]:
     return tuple(runs.items())
 
 
-def _refusal(job: Job, node: Node, rules: Rules, runs: Mapping[str, str]) -> str:
+def _other_program(node: Node, runs: str) -> str:
+    """Return why a node cannot take part where workers of its role run something else."""
+    return (
+        f"the job of this id runs {runs}, and this node was told {node.program}: another job needs another run id, and "
+        "workers of another kind another role"
+    )
+
+
+def _refusal(job: Job, node: Node, rules: Rules) -> str:
     """Return why a node by itself cannot take part, of which that is known."""
     wanted, given = _span(job.min_nodes, job.max_nodes), _span(node.min_nodes, node.max_nodes)
     if node.version != VERSION:
         return f"the agents of this job write entries of version {VERSION}, and this one {node.version}"
     if wanted != given:
         return f"the job is one of {wanted} nodes, and this node was told {given}"
-    if runs.get(node.role, node.program) != node.program != "":
-        return (
-            f"the job of this id runs {runs[node.role]}, and this node was told {node.program}: another job needs "
-            "another run id, and workers of another kind another role"
-        )
     if node.machine in job.excluded:
         return f"workers of host {node.host} were the root cause {_times(rules.exclude_after)} in a row"
     return f"its node rank is {node.order}, and the job has {wanted} nodes: 0 to {job.max_nodes - 1}"

@@ -114,14 +114,18 @@ def _while_running(
     job: Job, stop: Stop | None, nodes: Mapping[str, Seen], notes: Notes, now: float, rules: Rules
 ) -> Decision | None:
     """Decide while a generation runs; None: it has ended because of ``stop``."""
+    notes.missing = {name: notes.missing.get(name, now) for name in job.ids if name not in nodes}
     if stop is not None:
         if notes.ending is None:
             notes.ending = now
         until = notes.ending + rules.end_timeout
-        if now < until and any(name in nodes and not candidates.has_ended(job, nodes[name].node) for name in job.ids):
+        if now >= until:
+            return None
+        if any(name in nodes and not candidates.has_ended(job, nodes[name].node) for name in job.ids):
             return Decision(wake=until)
-        return None
-    notes.missing = {name: notes.missing.get(name, now) for name in job.ids if name not in nodes}
+        gone = stop.node if stop.kind in ("lost", "left") else ""
+        back = max((_lost_at(name, notes, rules) for name in notes.missing if name != gone), default=-math.inf)
+        return Decision(wake=min(until, back)) if now < back and stop.kind != "signal" else None
     if notes.missing:
         return _wait_for_missing(job, notes, now, rules)
     if all(candidates.has_succeeded(job, nodes[name].node) for name in job.ids):
@@ -129,12 +133,17 @@ def _while_running(
     return _look_for_more(job, nodes, notes, now, rules)
 
 
+def _lost_at(name: str, notes: Notes, rules: Rules) -> float:
+    """Return when a node is lost whose entry is gone."""
+    return max(notes.missing[name] + rules.lost_after, notes.regained + rules.return_timeout)
+
+
 def _wait_for_missing(job: Job, notes: Notes, now: float, rules: Rules) -> Decision:
     """End the generation if the entry of a node that takes part has been gone for long enough."""
     soonest = math.inf
     for rank, member in enumerate(job.members):
         if member.id in notes.missing:
-            until = max(notes.missing[member.id] + rules.lost_after, notes.regained + rules.return_timeout)
+            until = _lost_at(member.id, notes, rules)
             if now >= until:
                 return Decision(stop=_lost(job, rank))
             soonest = min(soonest, until)

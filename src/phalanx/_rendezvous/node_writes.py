@@ -108,8 +108,10 @@ class NodeWrites:
         if self._away is not None or self._is_final:
             return
         me = self._me
-        # That the workers run is not said but after a lost lease: the job's state says it, until they have ended.
-        is_known = self._entered == me or (self._entered is not None and me.state == "running")
+        # That the workers run is not said but after a lost lease: the job's state says it, until they have ended; or
+        # until the job goes on without them. Who has not ended them by then cannot take part in what follows.
+        is_said = me.state == "running" and not self._is_left_behind()
+        is_known = self._entered == me or (self._entered is not None and is_said)
         if not is_known and not self._writes.is_open("enter"):
             writes: list[Put | Delete] = [Put(f"{records.NODES}{me.id}", records.write(me), self._entry_lease)]
             if self._evidence:
@@ -131,6 +133,10 @@ class NodeWrites:
         if (left := self._left_to_keep()) and not self._writes.is_open("keep"):
             self._submit("keep", Transaction((Unchanged(records.STATE, self._view.job()[1]),), left))
             self._keeping = (*self._kept, *left)
+
+    def _is_left_behind(self) -> bool:
+        job = self._job()
+        return job is not None and job.generation > self._me.generation
 
     def _left_to_keep(self) -> tuple[Put, ...]:
         """Return what is to be kept of the job, and is not yet: each node keeps its evidence, the leader the job.

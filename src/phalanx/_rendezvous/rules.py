@@ -79,6 +79,7 @@ class Notes:
         if self.of == (job.generation, job.phase):
             return
         if self.planned is not None and self.planned.of == (job.generation, job.phase):
+            self.planned.regained = self.regained  # it may have been since then
             self.__dict__.update(self.planned.__dict__)
         else:
             self.of = job.generation, job.phase

@@ -133,7 +133,11 @@ class EtcdStore(Store):
         main = asyncio.ensure_future(self._carry_on())
         writer = asyncio.ensure_future(self._write_all())
         closing = asyncio.ensure_future(self._closing.wait())
-        await asyncio.wait((main, closing), return_when=asyncio.FIRST_COMPLETED)
+        ended, _ = await asyncio.wait((main, writer, closing), return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:  # the agent must not wait for ever for what does not come
+            error = asyncio.CancelledError("by grpc") if task.cancelled() else task.exception()
+            if error is not None:
+                self._deliver(Refused(f"the store has ended: {type(error).__name__}: {error}"))
         await closing  # refused: nothing follows but that
         await self._leave()
         tasks = (main, writer, *self._tasks)

@@ -57,8 +57,8 @@ class Watched:
                 try:
                     await self._tell_changes(session, keys, deliver)
                 except api.aio.AioRpcError as error:
-                    if error.code() != api.grpc.StatusCode.RESOURCE_EXHAUSTED:
-                        raise
+                    if error.code() != api.grpc.StatusCode.RESOURCE_EXHAUSTED or self.revision < 0:
+                        raise  # the latter: all keys are asked for again in a while, by another session
                     self.revision = -1  # more has changed meanwhile than one message may hold
         except BROKEN as error:
             session.end(error)
