@@ -273,6 +273,13 @@ def test_who_has_the_name_is_not_told_of_a_later_run_or_of_none(monkeypatch: pyt
     assert not told.is_set()
 
 
+def test_ctrl_c_in_the_midst_of_its_start_holds_nothing_up() -> None:
+    with OneRun("slurm-2.0, node 1") as held:
+        held._thread = threading.Thread(target=held._watch, args=(print,))  # as `when_met` leaves it
+    with OneRun("slurm-2.0, node 1"):
+        pass
+
+
 @pytest.mark.parametrize(
     "environ,sentence",
     [

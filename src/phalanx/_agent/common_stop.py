@@ -21,7 +21,10 @@ _SHELL = 128  # a shell's exit code for a signal is this much more
 
 
 class CommonStop:
-    """The signal that has stopped this process, if one has, and what it explains. Moments: nanoseconds, monotonic.
+    """Whether a signal has stopped this process, and what that explains. Moments: nanoseconds, monotonic.
+
+    Several signals may be sent at once (systemd's ``SendSIGHUP=yes``): a worker may die of another one of them than the
+    one that this process has acted on.
 
     Args:
         signals: Those that stop this process. By default there are none, and nothing is explained.
@@ -29,30 +32,30 @@ class CommonStop:
     >>> stop = CommonStop([15])
     >>> stop.seconds_left(-15, 1_000_000_000, now_ns=1_100_000_000), stop.seconds_left(1, 1_000_000_000, now_ns=0)
     (0.4, 0.0)
-    >>> stop.note(15, 1_200_000_000)
+    >>> stop.note(1_200_000_000)
     >>> stop.seconds_left(-15, 1_000_000_000, now_ns=1_200_000_000), stop.explains(-15, 1_000_000_000)
     (0.0, True)
-    >>> stop.explains(1, 1_000_000_000), stop.explains(-15, 100_000_000)
-    (False, False)
+    >>> stop.explains(1, 1_000_000_000), stop.explains(-1, 1_000_000_000), stop.explains(-15, 100_000_000)
+    (False, False, False)
     """
 
     def __init__(self, signals: Iterable[int] = ()) -> None:
         self._signals = frozenset(signals)
-        self._got: tuple[int, int] | None = None
+        self._got: int | None = None
 
-    def note(self, number: int, now_ns: int) -> None:
-        """Note that this process was sent a signal. Those after the first say nothing new."""
-        if self._got is None and number in self._signals:
-            self._got = number, now_ns
+    def note(self, now_ns: int) -> None:
+        """Note that this process was sent one of the signals. Those after the first say nothing new."""
+        if self._got is None:
+            self._got = now_ns
 
     @property
     def has_come(self) -> bool:
-        """Whether this process was sent a signal that stops it."""
+        """Whether this process was sent one of the signals."""
         return self._got is not None
 
     def may_explain(self, exitcode: int) -> bool:
         """Whether an exit (negative: by a signal) may come from a signal that this process has not got yet."""
-        return self._got is None and any(_is_by(number, exitcode) for number in self._signals)
+        return self._got is None and self._is_by_one(exitcode)
 
     def seconds_left(self, exitcode: int, moment_ns: int, now_ns: int) -> float:
         """Return for how long it is not known whether an exit is a failure; 0: it is known.
@@ -66,9 +69,8 @@ class CommonStop:
         return max(0, left_ns) / clock.NS
 
     def explains(self, exitcode: int, moment_ns: int) -> bool:
-        """Whether an exit is the effect of the signal that this process has got."""
-        return self._got is not None and _is_by(self._got[0], exitcode) and moment_ns >= self._got[1] - _WITHIN_NS
+        """Whether an exit is the effect of what was sent to this process, too."""
+        return self._got is not None and self._is_by_one(exitcode) and moment_ns >= self._got - _WITHIN_NS
 
-
-def _is_by(number: int, exitcode: int) -> bool:
-    return exitcode in (-number, _SHELL + number)
+    def _is_by_one(self, exitcode: int) -> bool:
+        return -exitcode in self._signals or exitcode - _SHELL in self._signals

@@ -114,7 +114,7 @@ class GroupTeam(Team):
 
     def stop(self, death_signal: int, grace: float) -> None:
         """See `Team`."""
-        self.common.note(death_signal, clock.now_ns())
+        self.common.note(clock.now_ns())
         if self.group is not None:
             self.group.order_close(death_signal, grace)
 
@@ -177,17 +177,15 @@ def _seconds_left(common: CommonStop, root: ProcessFailure) -> float:
 
 def _without_stopped(common: CommonStop, result: RunProcsResult) -> RunProcsResult:
     """Return a result in which nobody has failed, if the root cause is a worker that was stopped with this process."""
-    stopped = {
-        rank: outcome.replace(state="stopped")
-        for rank, outcome in result.outcomes.items()
-        if (failure := result.failures.get(rank)) is not None
-        and _says_nothing(failure)
-        and common.explains(failure.exitcode, failure.first_key)
-    }
     root = result.root_cause
-    if root is None or root.local_rank not in stopped:
+    if root is None or not _says_nothing(root) or not common.explains(root.exitcode, root.first_key):
         return result
-    return result.replace(failures={}, root_cause=None, outcomes={**result.outcomes, **stopped})
+    # Those that have failed after it may have lost their connections to it, or were sent the signal as well.
+    outcomes = {
+        rank: outcome.replace(state="stopped") if outcome.state == "failed" else outcome
+        for rank, outcome in result.outcomes.items()
+    }
+    return result.replace(failures={}, root_cause=None, outcomes=outcomes)
 
 
 def _says_nothing(failure: ProcessFailure) -> bool:

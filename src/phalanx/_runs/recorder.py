@@ -205,9 +205,16 @@ class Recorder:
             self._end("failed", 1, event.error, event.time)
 
     def on_attempt_ended(self, event: agent_kinds.AttemptEnded) -> None:
-        """Have an attempt in the record of which not even the start had begun."""
-        if self._run is not None and event.attempt > self._run["attempts"][-1]["number"]:
+        """Have an attempt in the record of which not even the start had begun; and who was stopped with the run."""
+        if self._run is None:
+            return
+        if event.attempt > self._run["attempts"][-1]["number"]:
             self._begin(event.attempt, event.time - event.seconds)
+        elif event.state == "stopped":  # nobody has failed, though that was not known when they exited
+            for rank, outcome in self._outcomes.items():
+                if outcome.state == "failed":
+                    self._outcomes[rank] = outcome.replace(state="stopped")
+            self._note_ranks()
 
     def on_restart(self, event: agent_kinds.RestartDecided) -> None:
         """End an attempt that another follows."""

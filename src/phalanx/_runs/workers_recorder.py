@@ -114,8 +114,12 @@ class WorkersRecorder(Recorder):
         rank = self._local[event.worker]
         entry = self._entry(event.attempt, rank)
         if entry is not None:
-            lost = {"state": "lost", "ended": event.time} if entry["state"] == "running" else {}
-            self._know(event.attempt, rank, cause=cause, **lost)
+            more: dict[str, Any] = {}
+            if entry["state"] == "running":
+                more = {"state": "lost", "ended": event.time}
+            elif entry["state"] == "failed" and event.state == "stopped":  # it was not known when it exited
+                more = {"state": "stopped"}
+            self._know(event.attempt, rank, cause=cause, **more)
             attempt = self._attempts[event.attempt]
             attempt["step"] = max((it for it in (attempt["step"], event.step) if it is not None), default=None)
             if all(each["state"] != "running" for each in attempt["ranks"].values()):

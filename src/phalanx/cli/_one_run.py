@@ -31,7 +31,8 @@ TOGETHER = 10.0
 TOLD = "two `phalanx run` of one step (give each a --run-id of its own)"
 """Why the job ends, then; the host is said after it."""
 
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: see SCM_CREDENTIALS in unix(7)
+_JOIN = 1.0  # seconds that the end waits for the thread: one whose start Ctrl-C has cut short may never end
+_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: see SCM_CREDENTIALS in unix(7)
 
 
 class OneRun:
@@ -83,7 +84,8 @@ class OneRun:
             with suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)  # wakes the thread
             if self._thread is not None:
-                self._thread.join()
+                with suppress(RuntimeError):  # it was not started: Ctrl-C came before
+                    self._thread.join(_JOIN)
 
     def _watch(self, call: Callable[[], None]) -> None:
         poll = select.poll()

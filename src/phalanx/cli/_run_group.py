@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 
+GONE = "the workers have ended by such a signal, too"
+
+
 class RunTeam(GroupTeam):
     """The attempts of a run, their events, and what is recorded of these.
 
@@ -269,6 +272,8 @@ def _say_stop(attempts: Attempts, team: RunTeam, death: signal.Signals, seconds:
         text = f"phalanx: {death.name}: {announced(team.group, death, seconds)}"
         if not team.group.say(text):
             mention(text)
+    elif team.is_put_off:
+        mention(f"phalanx: {death.name}: the run is stopped; {GONE}")
 
 
 def announced(group: PContext, death: signal.Signals, seconds: float) -> str:

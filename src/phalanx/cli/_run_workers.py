@@ -13,7 +13,7 @@ from phalanx._engine import host_signals
 from phalanx._engine.host_signals import signals_to_handle
 from phalanx._outcomes.result import verdict
 from phalanx._runs.workers_recorder import result_of
-from phalanx.cli._run_group import announced, in_our_words, report_failures, undisturbed
+from phalanx.cli._run_group import GONE, announced, in_our_words, report_failures, undisturbed
 from phalanx.cli._say import say
 from phalanx.multiprocessing import PreloadError, RunProcsResult, SignalException
 
@@ -108,6 +108,8 @@ def _say_stop(teams: WorkerTeams, death: signal.Signals, seconds: float) -> None
     waits = [rank for rank, each in teams.attempts.items() if each.state == "WAITING"]
     if runs:
         teams.say(f"phalanx: {death.name}: {announced(runs[0], death, seconds)}")
+    elif any(team.is_put_off for team in teams.teams.values()):
+        teams.say(f"phalanx: {death.name}: the run is stopped; {GONE}")
     if waits and death != signal.SIGKILL:
         teams.say(f"phalanx: {death.name}: {name_ranks(map(teams.number, waits))}: no other attempt is started")
 
