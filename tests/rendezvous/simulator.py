@@ -578,8 +578,6 @@ class SimulatedNode:
                 return
             leases = {write.lease for write in effect.transaction.writes if isinstance(write, Put)}
             if not self.has_lease and OWN in leases:  # etcd refuses a lease that is not there
-                if self.finish is not None:  # it was given back
-                    return
                 self.has_lease = True
                 self.heard = self.leased = simulation.now
                 self._later(lambda: self._see(LeaseLost()))
