@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.cli.test_run import Launcher, Place
+from tests.support.etcd import free_port
 from tests.support.helpers import wait_gone
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ pytestmark = pytest.mark.once  # the command line: it is the same on each Python
 LAUNCHER = """
 import sys
 from phalanx._agent import common_stop
-common_stop._WITHIN_NS *= 1000  # a busy machine may take longer than is usual between the two signals
+common_stop.WITHIN *= 1000  # a busy machine may take longer than is usual between the two signals
+common_stop._WITHIN_NS *= 1000
 sys.argv[0] = "phalanx"
 from phalanx.cli import main
 main()
@@ -67,6 +69,29 @@ def test_a_signal_to_all_processes_stops_the_run(place: Place, ready: Ready, res
     record = next(place.logs.glob("*/run.json")).read_text()
     assert '"state":"stopped"' in record
     assert '"state":"failed"' not in record
+
+
+@pytest.mark.slow
+def test_a_signal_to_all_workers_of_a_job_and_one_launcher_stops_the_job(place: Place, ready: Ready) -> None:
+    script = place.write(WORKER.format(ready=ready.python("os.getpid()")))
+    program = place.write(LAUNCHER, "launcher.py")
+    options = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--rdzv-conf",
+               f"agent_port={free_port()}", "--log-dir", str(place.logs)]  # fmt: skip
+    commands = [[sys.executable, program, "run", *options, "--node-rank", rank, script] for rank in "01"]
+    with (
+        Launcher(commands[0], cwd=place.folder, env=place.env) as first,
+        Launcher(commands[1], cwd=place.folder, env=place.env) as second,
+    ):
+        workers = ready.pids(2)
+        for pid in workers:
+            os.kill(pid, signal.SIGTERM)
+        assert not wait_gone(workers)
+        second.send(signal.SIGTERM)
+        ends = [first.end(), second.end()]
+    assert [end.status for end in ends] == [128 + signal.SIGTERM] * 2
+    records = [path.read_text() for path in place.logs.glob("*/run.json")]
+    assert len(records) == len(ends)
+    assert '"state":"failed"' not in "".join(records)  # neither a run nor a rank
 
 
 @pytest.mark.slow

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +101,61 @@ def test_who_has_lost_a_connection_is_not_the_root_cause_on_any_machine(tmp_path
         assert (rank, failure.message, each.earlier, each.gave_up) == (2, "ValueError: bad batch", [], "")
         assert set(each.failures) <= {0, 2}  # rank 0 has lost its connection, or was stopped before it saw that
         assert (list(each.outcomes), each.outcomes[1].state) == ([0, 1, 2], "stopped")
+
+
+CONNECTED = """
+import os, socket, sys
+from phalanx.errors import ChildFailedError
+from phalanx.launcher import LaunchConfig, elastic_launch
+
+def train(path):
+    with socket.socket(socket.AF_UNIX) as sock:
+        if os.environ["RANK"] == "0":
+            with socket.socket(socket.AF_UNIX) as peer:
+                while peer.connect_ex(path):
+                    pass
+                print("connected", flush=True)
+                peer.recv(1)
+            raise ConnectionResetError("connection closed by peer")
+        sock.bind(path)
+        sock.listen()
+        sock.accept()[0].recv(1)
+
+if __name__ == "__main__":
+    rank, port, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    config = LaunchConfig(
+        2, 2, 1, run_id="job", rdzv_backend="static", rdzv_endpoint=f"127.0.0.1:{port}", max_restarts=0,
+        rdzv_configs={"rank": rank, "agent_port": port, "lease_ttl": 2},
+    )
+    try:
+        elastic_launch(config, train)(path)
+    except ChildFailedError as error:
+        print(error)
+"""
+
+
+def test_of_lost_connections_alone_the_lost_machine_is_the_root_cause(tmp_path: Path) -> None:
+    script = tmp_path / "launches.py"
+    script.write_text(CONNECTED)
+    env, port = {**os.environ, "TMPDIR": str(tmp_path)}, str(free_port())
+    launchers = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), port, tmp_path / "sock"], stdout=subprocess.PIPE, text=True, env=env
+        )
+        for rank in (0, 1)
+    ]
+    with launchers[0], launchers[1]:
+        try:
+            assert launchers[0].stdout is not None
+            assert launchers[0].stdout.readline() == "connected\n"
+            launchers[1].kill()
+            report = launchers[0].communicate(timeout=SOON)[0]
+        finally:
+            for launcher in launchers:
+                launcher.kill()
+    assert re.search(r"Root Cause:\n  host      : .*\n  error     : node 1 is lost: ", report), report
+    others = r"Other Failures:\nrank 0:\n(  .*\n)+ +error +: ConnectionResetError: connection closed"
+    assert re.search(others, report), report
 
 
 def test_no_agent_is_done_before_the_others(tmp_path: Path) -> None:

@@ -163,6 +163,16 @@ def test_a_lost_connection_is_not_the_cause_of_another_failure() -> None:
     assert JobEvidence(entries[:1], STOP).machine == ""
 
 
+def test_of_lost_connections_alone_the_lost_host_is_the_cause() -> None:
+    cut_off = failure(1, "ConnectionResetError: peer", observed_ns=10).replace(evidence_ns=5)
+    stop = Stop(3, "lost", "c", "host-c", "node 2 is lost")
+    entries = [entry("evidence/3/b", 4, left("b", cut_off, first=4))]
+    assert JobEvidence(entries, stop).lost == ("host-c", "node 2 is lost")
+    assert JobEvidence(entries, STOP).lost is None
+    entries.append(entry("evidence/3/a", 9, left("a", failure(0, "KeyError: 1"))))
+    assert JobEvidence(entries, stop).lost is None
+
+
 def test_evidence_is_cut_to_what_a_node_may_write() -> None:
     failures = [failure(rank, f"{rank}: {'x' * 40000}", stderr_tail="y" * 40000) for rank in range(300)]
     data = left("a", *failures)

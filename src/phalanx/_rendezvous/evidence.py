@@ -268,6 +268,7 @@ class JobEvidence:
         errors: What went wrong with nodes themselves, a line each.
         damaged: What could not be read, a line each.
         is_cut_off: Whether the first failure is a lost connection: no rank is known to have failed of anything else.
+        lost: The host that is lost, and a line on that, where it is why the workers have failed; None: it is not.
         machine: That of the root cause, see `records.Node.machine`; "": none is known.
     """
 
@@ -297,6 +298,8 @@ class JobEvidence:
         self.errors = [f"host {one.host}: {one.error}" for one in found if one.error]
         first = told[0] if told else None
         self.is_cut_off = first is not None and first[1].is_cut_off
+        is_lost = stop is not None and stop.kind == "lost" and self.is_cut_off
+        self.lost = (stop.host, stop.error) if stop is not None and is_lost else None
         if stop is None or self.is_cut_off:
             self.machine = ""  # of a lost connection, the cause is elsewhere as a rule
         elif first[1].is_hang if first is not None else stop.kind == "hang":

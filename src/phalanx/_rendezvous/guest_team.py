@@ -13,7 +13,7 @@ from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._base import clock
 from phalanx._base.latch import Latch
 from phalanx._base.one_line import one_line
-from phalanx._outcomes.result import RunProcsResult
+from phalanx._outcomes.result import RunProcsResult, is_cut_off
 from phalanx._rendezvous import evidence, records
 from phalanx._rendezvous.job_ranks import first_rank
 from phalanx._rendezvous.job_run import NodeTeam
@@ -46,6 +46,12 @@ class Left(NamedTuple):
     def survivors(self) -> int:
         """How many have outlived SIGKILL."""
         return sum(outcome.state == "abandoned" for outcome in self.result.outcomes.values())
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the first failure is a lost connection, whose cause is elsewhere as a rule."""
+        root = self.result.root_cause
+        return root is not None and is_cut_off(root)
 
 
 class Part:
@@ -166,6 +172,7 @@ class GuestTeam(NodeTeam):
             error=records.one_line(end.error) if end.failed else "",
             rank=end.rank,
             exitcode=end.exitcode,
+            is_cut_off=end.failed and part.left is not None and part.left.is_cut_off,
         )
         return self._me, self._stop(part, end) if end.failed else None, self._evidence(part, end)
 

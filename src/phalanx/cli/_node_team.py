@@ -218,6 +218,8 @@ class MachineTeam(RunTeam, NodeTeam):
             self.stopped = what
             if what.kind == "hang" and what.node != self._me.id and self.group is not None:
                 self._look.begin(self.group, self._wake)  # before their end, which is ordered next
+            if what.kind == "signal":
+                self.common.note(clock.now_ns())  # all machines may have been sent it, and this process not yet
             if what.kind == "signal" and what.node == self._me.id:
                 return  # it was said when it came
             self.say(f"phalanx: {told(what)}; stopping the workers")

@@ -223,13 +223,12 @@ def _conclude(finish: Finish, stopped: signal.Signals | None, team: MachineTeam,
         return 1
     result = RunProcsResult(failures=dict(left.failures), outcomes=dict(left.outcomes))
     code, cause = verdict(result)
-    lost = None
-    if stop is not None and stop.kind == "lost" and left.is_cut_off:
-        lost, cause = (stop.host, stop.error), told(stop)
+    if stop is not None and left.lost is not None:
+        cause = told(stop)
     team.record_end("failed", code, cause)
     logs_of = left.log_dir or logs.run_log_dir or ""
     team.error = report_failures(
-        team.name, result, logs, earlier, why, colour=colour, log_dir=logs_of, lost=lost
+        team.name, result, logs, earlier, why, colour=colour, log_dir=logs_of, lost=left.lost
     )  # fmt: skip
     return code
 

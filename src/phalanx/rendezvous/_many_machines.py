@@ -259,7 +259,7 @@ class ManyMachinesRendezvous(RendezvousHandler):
             return None
         policy = self._policy or _ENDLESS
         return ChildFailedError(
-            name, left.failures, outcomes=left.outcomes, log_dir=left.log_dir,
+            name, left.failures, outcomes=left.outcomes, log_dir=left.log_dir, lost=left.lost,
             earlier=earlier_attempts(job, policy, has_failed=True), gave_up=finish.why,
         )  # fmt: skip
 
