@@ -97,8 +97,8 @@ def once(session: nox.Session) -> None:
     """The tests that need torch, and those that mean the same on each Python."""
     install(session, "test")
     install_torch(session)
-    # As much as two other sessions have to do and more; it would be the last that runs, alone.
-    run_tests(session, "-n", "2", "-m", "torch or once")
+    # As much as two other sessions have to do and more, and a good part of it is waiting: it would be the last, alone.
+    run_tests(session, "-n", "3", "-m", "torch or once")
 
 
 def install_torch(session: nox.Session) -> None:
@@ -245,7 +245,7 @@ def stress(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """The benchmarks."""
-    install(session)
+    install(session, "bench")
     session.run("python", "-m", "benchmarks", *session.posargs)
 
 

@@ -489,15 +489,15 @@ def test_nothing_grows_while_nobody_reads_the_console(
     """Four groups wait for it at most; beyond that, a restart waits until the oldest has given up."""
     monkeypatch.setattr(pump, "STUCK", 0.2)
     seen: list[tuple[int, int]] = []
-    script = false_until(30, seen)
+    script = false_until(18, seen)
     logs: dict[str, Any] = {"folder": str(tmp_path / "logs"), "specs": {"redirects": Std.NONE, "tee": Std.OUT}}
     team = shells(lambda attempt: f"{MANY}; {script(attempt)}", **logs)
     with capfd.disabled(), console() as out:
         with attempted(team, 100) as attempts:
             ending = attempts.run()
-            assert (ending.state, len(ending.ends)) == ("succeeded", 31)
+            assert (ending.state, len(ending.ends)) == ("succeeded", 19)
             assert len(team._before) <= 4
         os.close(out)
-    before, after = most(seen[5:15]), most(seen[15:])
+    before, after = most(seen[5:10]), most(seen[10:])
     assert after[0] <= before[0] + 4
     assert after[1] <= before[1] + 2
