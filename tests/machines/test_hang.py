@@ -6,7 +6,9 @@ import os
 import re
 import threading
 import time
-from typing import TYPE_CHECKING, NoReturn
+from collections import deque
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
@@ -14,6 +16,7 @@ from phalanx._stacks.snapshot import Snapshot
 from phalanx._timers.hang_reporter import HangReporter
 from phalanx._timers.table import TimerTable
 from phalanx.cli._last_look import LOOK, LastLook
+from phalanx.cli._node_team import MachineTeam
 from tests.support.jobs import Job
 
 if TYPE_CHECKING:
@@ -86,6 +89,19 @@ def test_the_end_of_the_workers_waits_for_the_stacks_but_not_long() -> None:
     assert look.is_over(10.0 + LOOK)
     group.taken()
     assert (woken, look.is_over(10.1), look.puts_off(10.1)) == ([1], True, False)
+
+
+def test_a_worker_that_dies_while_its_end_waits_for_the_stacks_does_not_make_that_wait_longer() -> None:
+    """A death by a signal that stops runs is held back; the end of the others is looked at as often as before."""
+    look = LastLook()
+    look.begin(Group(), lambda: None)  # type: ignore[arg-type] # as above
+    assert look.puts_off(10.0)
+    held = deque([SimpleNamespace(attempt=0, stop=None, until=0.0)])
+    team: Any = SimpleNamespace(
+        common=SimpleNamespace(has_come=False), _look=look, _held=held, poll_seconds=LOOK, _call=lambda *_: None
+    )
+    MachineTeam._tell_held(team)
+    assert (team.poll_seconds, len(held)) == (LOOK, 0)
 
 
 def test_a_signal_does_not_wait_for_the_stacks() -> None:

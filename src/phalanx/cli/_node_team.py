@@ -326,7 +326,7 @@ class MachineTeam(RunTeam, NodeTeam):
 
     def _tell_held(self) -> None:
         """Tell the failures that were held back for long enough."""
-        if self.common.has_come:
+        if self.common.has_come or self._look.end_at is not None:  # they are being ended, and why was said
             self._held.clear()
         if not self._held:
             return
