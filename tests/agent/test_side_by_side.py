@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from phalanx.multiprocessing import PContext
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("own_temporary_folder")]  # the same on each Python
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 
 MANY = 8
 

@@ -451,7 +451,6 @@ def test_a_wait_that_a_stop_has_made_longer_was_a_pause() -> None:
         os.waitpid(pid, 0)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_long_pause_is_not_forgotten_for_many_short_ones() -> None:
     pauses = Pauses()
@@ -532,7 +531,6 @@ def test_messages_keep_their_boundaries_and_their_order(ends: tuple[channels.Cha
     assert theirs.receive() is None
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("size", [32 * 1024 - 1, 32 * 1024, 32 * 1024 + 1, 1 << 20, 50 << 20])
 def test_a_message_of_any_size_arrives(size: int, ends: tuple[channels.Channel, channels.Channel]) -> None:
     ours, theirs = ends

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-pytestmark = pytest.mark.once
 
 PYTHON = sys.executable
 

@@ -20,7 +20,6 @@ from tests.support.screen import Emulator
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.once
 
 COUNT = 40_000
 

@@ -45,7 +45,6 @@ def flood(ready: Ready, target: str) -> str:
     return FLOOD.replace("TARGET", target).replace("READY", ready.python())
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["keeper", "guard"])
 def test_a_flood_of_signals_from_a_worker_holds_up_no_helper(who: str, tmp_path: Path) -> None:
@@ -91,7 +90,6 @@ def test_no_signal_reaches_the_code_of_a_helper(tmp_path: Path) -> None:
             group.close(timeout=0)
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_command_that_is_flooded_with_requests_to_end_says_once_that_it_kills(tmp_path: Path) -> None:
     with Ready(tmp_path / "ready") as ready:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from tests.support.helpers import Gate, Ready
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("own_temporary_folder")]  # the same on each Python
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 
 
 # --- results, and descriptors
@@ -151,7 +151,6 @@ def test_descriptors_that_have_to_wait_may_be_closed_by_their_owner() -> None:
         theirs.close()
 
 
-@pytest.mark.once
 def test_no_message_to_a_launcher_needs_a_descriptor(ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the number of ranks: a launcher may have none left."""
     sizes: list[int] = []

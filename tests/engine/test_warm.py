@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     from phalanx.multiprocessing import PContext
 
+pytestmark = pytest.mark.each_python
+
 
 @pytest.fixture(autouse=True)
 def _logs_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -689,7 +691,6 @@ STARTS = {
 }  # fmt: skip
 
 
-@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "way, number",

@@ -16,7 +16,7 @@ from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from tests.cli.test_log_options import sh
 from tests.cli.test_run import Place, refused
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("own_temporary_folder")]
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 
 PHALANX = (sys.executable, "-m", "phalanx")
 BOTH = "echo out; echo err >&2; exit 3"

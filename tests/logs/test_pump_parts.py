@@ -32,8 +32,6 @@ from tests.support.fake_clock import FakeClock
 from tests.support.pump_tools import Memory, source
 from tests.support.screen import Emulator
 
-pytestmark = pytest.mark.once
-
 
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> FakeClock:

@@ -25,7 +25,6 @@ from tests.support.pump_tools import Memory, Rotated, append, rig
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.once
 
 quick = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 few = settings(quick, max_examples=40)

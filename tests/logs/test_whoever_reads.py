@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-pytestmark = pytest.mark.once
 
 COUNT = 20_000
 LINES = b"".join(b"line %d\n" % n for n in range(COUNT)) + b"the end 7"

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from tests.support.hosts import Hosts
 
-pytestmark = pytest.mark.once
 
 WORKER = """
 import os, threading

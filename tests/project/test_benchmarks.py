@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
-pytestmark = pytest.mark.once
-
 
 @pytest.mark.parametrize("name", NAMES)
 def test_cases_are_whole(name: str) -> None:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = pytest.mark.once
 
 pytest.importorskip("ipykernel")
 pytest.importorskip("nbclient")

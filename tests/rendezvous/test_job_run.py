@@ -14,8 +14,6 @@ from phalanx._store.store import Away, Back, Changed
 if TYPE_CHECKING:
     from phalanx._rendezvous.effects import Effect
 
-pytestmark = pytest.mark.once
-
 
 class Told:
     """A node that notes what it is told; and a team that notes what is said of the store."""

@@ -13,7 +13,6 @@ from phalanx._rendezvous.records import Stop, Verdict, replace
 from phalanx._store.store import OWN, Away, Back, Changed, Created, Delete, Done, Entry, Fetched, Put, Snapshot
 from tests.rendezvous.test_node import RUNS, Story, kinds
 
-pytestmark = pytest.mark.once
 
 ASKED = records.write(records.Look("b", 0))
 

@@ -16,7 +16,6 @@ from tests.rendezvous.simulator import BrokenError, Setting, Simulation, play, s
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-pytestmark = pytest.mark.once
 
 SEEDS = 3000
 """Of the tests; `python -m tests.rendezvous.simulator 0 100000` plays more."""

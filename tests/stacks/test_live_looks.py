@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from tests.support.helpers import Ready
 
+pytestmark = pytest.mark.each_python
+
 # A look that takes the frames of all threads by a signal kills within the first three, on 3.11, 3.12 and 3.13.
 LOOKS = int(os.environ.get("PHALANX_TEST_LOOKS", "3"))
 
