@@ -78,6 +78,8 @@ def sessions(names: list[str], options: list[str]) -> list[str]:
     for session in sorted(json.loads(listed.stdout), key=lambda session: names.index(session["name"])):
         if (version := session["python"]) and get_interpreter(version) is None:
             say(f"{session['session']}: there is no Python {version} here, left out")
+        elif session["name"] == "pythons" and version == VERSION and len(names) > 1:
+            say(f"{session['session']}: left out, `make test` runs these tests on this Python")
         else:
             found.append(session["session"])
     return found

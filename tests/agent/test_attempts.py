@@ -260,7 +260,7 @@ class Interrupter:
         return self.trace
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*was dropped, and is killed:ResourceWarning")
 def test_a_signal_between_two_lines_of_start_run_and_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the line: it ends stopped, no worker is left, and no attempt is noted twice."""
@@ -455,7 +455,7 @@ def most(seen: list[tuple[int, int]]) -> tuple[int, int]:
     return max(fds for fds, _ in seen), max(threads for _, threads in seen)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_many_attempts_leave_nothing() -> None:
     """Neither descriptors nor threads grow in number, nor memory, while they go on."""
     seen: list[tuple[int, int]] = []

@@ -430,7 +430,7 @@ def test_a_signal_between_any_two_lines(monkeypatch: pytest.MonkeyPatch, then_st
     assert {"run", "_turn", "advance", "_step", "_start_group", "_see_up", "_note_end", "_follow", "_see"} <= seen
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*was dropped, and is killed:ResourceWarning")
 def test_a_signal_between_two_lines_of_groups_that_start_and_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the line: all end, and no worker is left."""

@@ -205,6 +205,7 @@ def test_signals_are_given_back_once_however_often() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* was dropped, and is killed:ResourceWarning")
 # What a signal raises in the callback of a weak reference is lost; the next wait raises it again.
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("how", ["binary", "fork"])
 def test_a_signal_at_any_moment_leaves_nothing(how: str) -> None:

@@ -38,6 +38,7 @@ def test_the_guarantees_hold_whatever_happens(seeds: str) -> None:
     assert process.returncode == 0, said
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_each_old_fault_is_noticed_when_it_is_planted_back() -> None:
     unnoticed = []

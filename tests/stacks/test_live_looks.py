@@ -26,7 +26,7 @@ pytestmark = pytest.mark.each_python
 LOOKS = int(os.environ.get("PHALANX_TEST_LOOKS", "3"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["py-spy", "signal"])
 def test_no_look_harms_a_worker(way: str, ready: Ready, logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "signal":
