@@ -106,7 +106,9 @@ def pythons(session: nox.Session) -> None:
     run_tests(session, "-m", "each_python and not torch")
 
 
-@nox.session(name="torch", python=None if os.environ.get("PYTHON") or not get_interpreter(TORCH_PYTHON) else TORCH_PYTHON)
+@nox.session(
+    name="torch", python=None if os.environ.get("PYTHON") or not get_interpreter(TORCH_PYTHON) else TORCH_PYTHON
+)
 def beside_torch(session: nox.Session) -> None:
     """The tests that need torch."""
     install(session, "test")
@@ -158,7 +160,8 @@ def floors(session: nox.Session) -> None:
     project = nox.project.load_toml("pyproject.toml")["project"]
     direct = {re.split(r"[^\w-]", line)[0] for line in project["dependencies"]}
     pins = Path("constraints.txt").read_text(encoding="utf-8").splitlines()
-    others = Path(session.cache_dir, "floors-constraints.txt")  # create_tmp would make that folder the tests' TMPDIR, too
+    # Not in create_tmp(), which would make its folder the tests' TMPDIR.
+    others = Path(session.cache_dir, "floors-constraints.txt")
     others.write_text("\n".join(pin for pin in pins if pin.partition("==")[0] not in direct), encoding="utf-8")
     lowest = ("--resolution", "lowest-direct", "--constraints", str(others), *CONSTRAINTS[2:])
     session.install(*lowest, "--requirements", "pyproject.toml", "--group=floors")

@@ -499,11 +499,10 @@ def test_nothing_grows_while_nobody_reads_the_console(
 
     logs: dict[str, Any] = {"folder": str(tmp_path / "logs"), "specs": {"redirects": Std.NONE, "tee": Std.OUT}}
     team = shells(counted, **logs)
-    with capfd.disabled(), console() as out:
-        with attempted(team, 100) as attempts:
-            ending = attempts.run()
-            assert (ending.state, len(ending.ends)) == ("succeeded", 19)
-            os.close(out)
+    with capfd.disabled(), console() as out, attempted(team, 100) as attempts:
+        ending = attempts.run()
+        assert (ending.state, len(ending.ends)) == ("succeeded", 19)
+        os.close(out)
     assert max(waiting) <= 4
     # Each that waits has six descriptors and a thread; so much is shared by all. The rest is what is being closed.
     (fds, threads), later = seen[0], list(zip(seen[1:], waiting[1:], strict=True))

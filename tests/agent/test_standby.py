@@ -218,7 +218,7 @@ def test_a_standby_that_dies_is_not_noticed(place: Place, ready: Ready, gate: Ga
     assert left(everyone(place)) == set()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("end", ["success", "giving up", "SIGTERM", "SIGINT"])
 def test_nothing_of_a_standby_stays_behind(place: Place, ready: Ready, gate: Gate, end: str) -> None:
     options = ("--never-restart-on", 3) if end == "giving up" else ()

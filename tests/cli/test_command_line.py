@@ -19,7 +19,6 @@ from phalanx.cli._run_config import RunConfig
 from phalanx.cli.run import run
 from tests.cli.test_run import Done, Place, refused
 
-
 PHALANX = (sys.executable, "-m", "phalanx")
 
 

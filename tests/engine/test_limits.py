@@ -151,6 +151,7 @@ def test_descriptors_that_have_to_wait_may_be_closed_by_their_owner() -> None:
         theirs.close()
 
 
+@pytest.mark.long
 def test_no_message_to_a_launcher_needs_a_descriptor(ready: Ready, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the number of ranks: a launcher may have none left."""
     sizes: list[int] = []

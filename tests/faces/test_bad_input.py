@@ -678,7 +678,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["binary", "forkserver", "fork"])
 def test_open_files_run_out(tmp_path: Path, kind: str) -> None:
     """At every point of the start, from the launcher's first descriptor to the keeper's last."""
@@ -719,7 +719,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @root_only
 @pytest.mark.parametrize("kind", ["binary", "spawn", "forkserver", "fork"])
 def test_processes_run_out(tmp_path: Path, kind: str) -> None:

@@ -513,6 +513,7 @@ def test_streams_are_folded_apart() -> None:
     assert it.out == [("0", b"x\n"), ("1", b"x\n")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("line", [b"\n", b"the same\n"])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_the_work_of_folding_grows_as_the_lines_do(line: bytes, ranks: int, time: FakeClock) -> None:

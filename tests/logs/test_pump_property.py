@@ -8,7 +8,6 @@ import tempfile
 from typing import TYPE_CHECKING
 from unittest import mock
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

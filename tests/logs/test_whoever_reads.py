@@ -106,6 +106,7 @@ CONSOLES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("kind", CONSOLES)
 def test_files_are_the_same(kind: str, rotated: bool, place: Place, ready: Ready, gate: Gate) -> None:

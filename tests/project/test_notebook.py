@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("ipykernel")
 pytest.importorskip("nbclient")
 

@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.support.hammer import NAMES
 
 ROOT = Path(__file__).parents[2]
