@@ -186,7 +186,7 @@ def interrupted(number: int, _frame: FrameType | None) -> NoReturn:
 def together(todo: list[Session]) -> None:
     """Run the sessions, five at a time where there are two processors, for they mostly wait.
 
-    So `make test` begins with all that run tests, and with one that goes on to lint and the like: they end together.
+    So `make matrix` begins with what runs tests, and goes on with the package and the site: they end together.
     """
     left = collections.deque(todo)
     marked = len(todo) > 1

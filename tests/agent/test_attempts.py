@@ -27,7 +27,7 @@ from phalanx._logs import pump, pump_end
 from phalanx.multiprocessing import DefaultLogsSpecs, MultiprocessContext, SignalException, Std, SubprocessContext
 from phalanx.timer import TimerSpecs, progress
 from tests.support.attempt_groups import shells
-from tests.support.helpers import TIMEOUT, alive, wait_gone
+from tests.support.helpers import PYTHON, TIMEOUT, alive, wait_gone
 from tests.support.streams import observed_by
 from tests.support.waits import when_we_wait
 
@@ -58,7 +58,7 @@ def attempted(team: GroupTeam, restarts: int = 0, **options: Any) -> Iterator[At
 
 def tells(ready: Ready, then: str) -> str:
     """A script that says its pid, and goes on."""
-    return f'{sys.executable} -S -c "{ready.python("__import__(chr(111)+chr(115)).getppid()")}"; {then}'
+    return f'{PYTHON} -S -c "{ready.python("__import__(chr(111)+chr(115)).getppid()")}"; {then}'
 
 
 # --- failures

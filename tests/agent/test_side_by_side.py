@@ -23,7 +23,7 @@ from phalanx._engine import host_signals
 from phalanx._events.listener import Listener
 from phalanx._events.stream import EventStream
 from phalanx.multiprocessing import DefaultLogsSpecs, SignalException, SubprocessContext, start_processes
-from tests.support.helpers import TIMEOUT, Gate, Ready, alive, wait_gone
+from tests.support.helpers import PYTHON, TIMEOUT, Gate, Ready, alive, wait_gone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -300,7 +300,7 @@ def stopped_by_signals(carrying: SideBySide, *orders: tuple[int, float]) -> list
 
 
 def tells(ready: Ready, then: str) -> str:
-    return f'{sys.executable} -S -c "{ready.python("__import__(chr(111)+chr(115)).getppid()")}"; {then}'
+    return f'{PYTHON} -S -c "{ready.python("__import__(chr(111)+chr(115)).getppid()")}"; {then}'
 
 
 def test_a_signal_stops_all_within_one_grace_and_a_second_kills(ready: Ready) -> None:

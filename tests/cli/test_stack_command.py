@@ -14,7 +14,7 @@ import pytest
 from phalanx._runs import record
 from tests.cli.test_run import Done, Launcher, Place, read_until, terminal
 from tests.runs.test_runs import put, wait_for_record
-from tests.support.helpers import TIMEOUT, alive, wait_gone
+from tests.support.helpers import PYTHON, TIMEOUT, alive, wait_gone
 from tests.support.records import write
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def test_where_the_ranks_are(place: Place, ready: Ready, gate: Gate) -> None:
 @pytest.mark.slow
 def test_a_shell_between_shows_the_python_below_it(place: Place, ready: Ready, gate: Gate) -> None:
     script = place.write(f"\n{ready.python()}; {gate.python()}", "train.py")  # in one line: it is there when it is up
-    shell = place.write(f"{sys.executable} {script}\ntrue\n", "run.sh")
+    shell = place.write(f"{PYTHON} {script}\ntrue\n", "run.sh")
     with place.start("--no-python", "sh", shell) as launcher:
         ready.wait()
         wait_for_record(place)

@@ -12,7 +12,7 @@ import pytest
 
 from phalanx._base import procfs
 from phalanx.multiprocessing import PContext, start_processes
-from tests.support.helpers import TIMEOUT, Ready, wait_gone
+from tests.support.helpers import PYTHON, TIMEOUT, Ready, wait_gone
 from tests.support.workers import ROOT
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def test_a_command_that_is_flooded_with_requests_to_end_says_once_that_it_kills(
             "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
             "while True:\n    os.kill(launcher, signal.SIGTERM)\n"
         )
-        command = f"LAUNCHER=$$ exec {sys.executable} -m phalanx run --nproc-per-node 2 --log-dir logs {script}"
+        command = f"LAUNCHER=$$ exec {PYTHON} -m phalanx run --nproc-per-node 2 --log-dir logs {script}"
         environ = {**os.environ, "PYTHONPATH": f"{ROOT}/src"}
         argv = ["/bin/sh", "-c", command]
         ended = subprocess.run(

@@ -25,7 +25,7 @@ from phalanx._engine.keeper_client import KeeperClient
 from phalanx._engine.keeper_link import KeeperLink
 from phalanx._engine.marked_processes import MarkedProcesses
 from phalanx.multiprocessing import DefaultLogsSpecs, KeeperLostError, PContext, SubprocessContext, start_processes
-from tests.support.helpers import TIMEOUT, alive, pass_gate, tell, wait_gone
+from tests.support.helpers import PYTHON, TIMEOUT, alive, pass_gate, tell, wait_gone
 from tests.support.waits import shorten
 from tests.support.workers import ROOT, run_script
 
@@ -104,7 +104,7 @@ class StopTheKeeper(DefaultLogsSpecs):
 @pytest.mark.parametrize("_turn", range(3))
 def test_an_order_to_start_that_lies_unread(ready: Ready, tmp_path: Path, who: str, _turn: int) -> None:
     """The keeper is stopped as it boots. The order is sent, and somebody is killed: nothing must be started by it."""
-    survivor = f'exec {sys.executable} -S -c "import signal; {ready.python()}; signal.pause()"'
+    survivor = f'exec {PYTHON} -S -c "import signal; {ready.python()}; signal.pause()"'
     script = tmp_path / "launcher.py"
     script.write_text(BOOTING)
     env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([ROOT, *filter(None, sys.path)])}
@@ -527,7 +527,7 @@ def test_a_keeper_that_ends_by_a_mistake_leaves_nobody(
 ) -> None:
     """Its guard does its work, or, without one, the keeper itself; and the mistake is told, at the end."""
     code = f"{ready.python()}; import signal; signal.pause()"
-    script = f"{sys.executable} -S -c {shlex.quote(code)} & wait"
+    script = f"{PYTHON} -S -c {shlex.quote(code)} & wait"
     with start_processes("g", "/bin/sh", ("-c", script), nprocs=2) as group:
         pids = [*ready.pids(2), *group.pids().values()]
         guard, kept = helpers_of(group)

@@ -226,7 +226,7 @@ def test_a_preload_that_fails_is_told_with_its_traceback(name: str, modules: Mod
     assert message in str(caught.value)
     assert str(modules.folder / "broken.py") in caught.value.traceback
     assert "importlib" not in caught.value.traceback
-    assert "phalanx" not in caught.value.traceback
+    assert "phalanx/_" not in caught.value.traceback
     assert not started.exists()
     if name == "a cause":
         assert "ZeroDivisionError: division by zero" in caught.value.traceback

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -737,7 +738,7 @@ def test_who_cannot_be_read_is_asked_for_one_thread(
 def test_py_spy_that_fails_once_is_tried_again(tmp_path: Path, ready: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of a process that goes on may change while it is read."""
     real = py_spy.find()
-    once = f'[ -e {tmp_path}/tried ] && exec {real} "$@"; echo >{tmp_path}/tried; exit 1'
+    once = f'[ -e {tmp_path}/tried ] && exec {shlex.quote(real)} "$@"; echo >{tmp_path}/tried; exit 1'
     stack_workers.fake_py_spy(tmp_path, monkeypatch, once)
     with Worker(tmp_path, ready, SLEEP) as worker:
         assert shown(worker.look()) == [["work", "<module>"]]

@@ -30,7 +30,7 @@ from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from phalanx.timer import SharedTimerClient, SharedTimerServer, TimerSpecs, _shared
 from tests.support import hang_workers
 from tests.support.disks import until
-from tests.support.helpers import TIMEOUT, alive, wait_gone
+from tests.support.helpers import PYTHON, TIMEOUT, alive, wait_gone
 from tests.support.timer_workers import wait_asleep
 from tests.support.waits import wait_long_for_stacks
 
@@ -217,7 +217,7 @@ def test_a_function_that_hangs(method: str, events: Events, gate: Gate) -> None:
 @pytest.mark.slow
 def test_a_binary_shows_what_the_kernel_knows_of_it(events: Events, ready: Ready, logs: Path) -> None:
     program = f"from tests.support import hang_workers as h; {ready.python()}; h.hang()"
-    args = {0: ("-c", f'{sys.executable} -c "$0"; :', program), 1: ("-c", "exec sleep 600")}
+    args = {0: ("-c", f'{PYTHON} -c "$0"; :', program), 1: ("-c", "exec sleep 600")}
     path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
     env = {rank: {"PYTHONPATH": path} for rank in range(2)}
     # `hang` begins at once, so rank 1 may be a shell yet when rank 0 expires: it is no Python then, either, and has
