@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -435,7 +436,7 @@ def test_output_of_orphans_is_in_the_file(
         "import os, signal; signal.signal(15, lambda *_: (os.write(1, b'last\\n'), os._exit(0))); "
         "open(os.environ['FIFO'], 'w').close(); signal.pause()"
     )
-    code = f'mkfifo $FIFO; {PYTHON} -c "$CHILD" & read line <$FIFO; echo first'
+    code = f'mkfifo $FIFO; {shlex.quote(PYTHON)} -c "$CHILD" & read line <$FIFO; echo first'
     env = {"FIFO": str(logs.parent / "fifo"), "CHILD": child}
     run("sh", {0: ("-c", code)}, envs={0: env}, log_dir=logs, tee=Std.OUT)
     assert (logs / "0/stdout.log").read_text() == "first\nlast\n"
