@@ -1209,3 +1209,13 @@ def test_nothing_that_a_run_does_not_need_is_imported(place: Place) -> None:
     for name in ("cloudpickle", "asyncio", "multiprocessing.context", "torch", "numpy", "tomllib",
                  "phalanx.cli._job_file", "phalanx.cli._dry_run", "phalanx.cli._print_config"):  # fmt: skip
         assert not re.search(rf"\| +{re.escape(name)}\n", err), name
+
+
+@pytest.mark.slow
+def test_the_stack_of_a_fatal_signal_names_files_as_they_are_called(place: Place) -> None:
+    """The interpreter's own fault handler escapes what is not ASCII."""
+    script = place.write("import ctypes\n\ndef step():\n    ctypes.string_at(0)\n\nstep()\n", "für/日本.py")
+    done = place.run(script)
+    assert done.status == 128 + signal.SIGSEGV
+    assert f'File "{script}", line 4 in step' in done.err
+    assert "/_engine/" not in done.err.partition("logs")[0]
