@@ -55,7 +55,8 @@ class Launcher:
     def __init__(self, argv: list[str], **settings: Any) -> None:
         settings.setdefault("stdout", subprocess.PIPE)
         settings.setdefault("stderr", subprocess.PIPE)
-        self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, **settings)
+        settings.setdefault("stdin", subprocess.DEVNULL)
+        self.process = subprocess.Popen(argv, **settings)
 
     def __enter__(self) -> Self:
         return self

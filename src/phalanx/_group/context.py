@@ -58,6 +58,8 @@ class PContext(GroupStart):
         console: How the console shows what is teed.
         placement: Where the workers run, and within which bounds; default: as the caller.
         timers: How timers and heartbeats of the workers are watched; default: not at all.
+        stdin: Local rank → the descriptor that becomes the stdin of its worker; default: each worker's is /dev/null. A
+            terminal has no job control in a worker, whose session is another one: it reads as if in the foreground.
         record: Whether ``run.json`` in the run's folder says what becomes of the group, for ``phalanx runs``, ``logs``
             and ``stack``. The logs specs are `DefaultLogsSpecs` with a folder then.
         signals: Whether signals to this process raise `SignalException` while the group is open. Else they do what
