@@ -68,6 +68,8 @@ class PContext(GroupStart):
         run_lines: Shows the lines, in place of a display of the group's own: for groups that are one run's.
         speak: Called with each line that the group has to say, for which it has no other place; default: the logger
             ``phalanx``.
+        on_reader_gone: Called with "stdout" or "stderr" when nobody reads that any more (``| head``), which ends
+            nothing: on the thread that shows lines, once for each.
         on_event: See `start_processes`.
         events: The stream of a run of which this group is an attempt: it gets the group's events. ``record``,
             ``on_event`` and that of ``timers`` have no effect then. Default: a stream of its own, if one of these is

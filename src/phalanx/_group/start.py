@@ -86,6 +86,7 @@ class GroupStart(ABC):
         record: bool = False,
         signals: bool = True,
         speak: Callable[[str], None] | None = None,
+        on_reader_gone: Callable[[str], None] | None = None,
         follows: GroupStart | None = None,
         run_lines: RunLines | None = None,
         on_event: Callable[[dict[str, Any]], object] | None = None,
@@ -114,6 +115,7 @@ class GroupStart(ABC):
         self.notice = checked_notice(notice)
         self._stop_page: dict[str, str] = {}
         self._speak = speak
+        self._on_reader_gone = on_reader_gone
         self._run_lines = run_lines
         before = None if follows is None else follows._supervisor  # noqa: SLF001 - of the same class
         self._after: Latch | None = None  # opens when this one's lines may be shown
@@ -298,7 +300,9 @@ class GroupStart(ABC):
             return self._run_lines.part(self.logs, self._filters)
         from phalanx._logs.group_pump import make_pump
 
-        return make_pump(self.logs, self.envs, self.log_line_prefixes, self.console, self._filters)
+        return make_pump(
+            self.logs, self.envs, self.log_line_prefixes, self.console, self._filters, self._on_reader_gone
+        )
 
     def _wait_until_up(self, supervisor: Supervisor) -> None:
         try:
@@ -360,8 +364,8 @@ class GroupStart(ABC):
 
     def _specs(self, plan: Plan, unnamed: UnnamedLogs | None) -> tuple[list[protocol.Spec], list[int]]:
         """What to start for each rank, and the descriptors of log files that are open already, and of what is read."""
-        files: dict[str | int, int] = {} if unnamed is None else {**unnamed.descriptors()}
-        files |= {rank: fd for rank, fd in self._stdin.items() if rank in plan.commands}
+        files: dict[str | int, int] = {rank: fd for rank, fd in self._stdin.items() if rank in plan.commands}
+        files.update({} if unnamed is None else unnamed.descriptors())
         places = {key: number for number, key in enumerate(files, 1 + len(plan.fds))}
         return [self._spec(rank, *command, places) for rank, command in plan.commands.items()], [*files.values()]
 
