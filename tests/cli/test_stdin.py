@@ -6,11 +6,11 @@ import os
 import pty
 import shlex
 import signal
-import subprocess
 from typing import TYPE_CHECKING, Self
 
 import pytest
 
+from phalanx._base import procfs
 from tests.cli.test_run import RUN, read_until, refused
 from tests.support.helpers import Ready, wait_gone
 
@@ -125,8 +125,8 @@ class Shell:
     """An interactive shell with job control, on a terminal."""
 
     def __init__(self, place: Place) -> None:
-        self._pid, self._fd = pty.fork()
-        if not self._pid:
+        self.pid, self._fd = pty.fork()
+        if not self.pid:
             os.chdir(place.folder)
             # `set -b`: what becomes of a job is printed at once.
             os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], {**place.env, "PS1": "$ ", "TERM": "dumb"})
@@ -141,8 +141,8 @@ class Shell:
 
     def __exit__(self, *_error: object) -> None:
         os.close(self._fd)  # hangs up: the shell ends, and so does every job
-        assert not wait_gone([self._pid])
-        os.waitpid(self._pid, 0)
+        assert not wait_gone([self.pid])
+        os.waitpid(self.pid, 0)
 
     def type(self, text: str) -> None:
         os.write(self._fd, text.encode())
@@ -242,9 +242,11 @@ def test_a_run_in_the_background_goes_on_until_it_reads_from_the_terminal(
 
 @pytest.mark.slow
 def test_a_run_that_is_started_in_the_background_finds_no_terminal(shell: Shell, place: Place) -> None:
-    shell.type(f"{shlex.join(RUN)} --log-dir {place.logs} --no-python sh -c 'wc -c; echo end' &\n")
-    shell.until("[0] 0")
-    shell.until("Done")
+    for option, line in ("", "logs in"), ("--stdin 0", "the run is in the background"):
+        shell.type(f"{shlex.join(RUN)} --log-dir {place.logs} {option} --no-python wc -c &\n")
+        shell.until(line)
+        shell.until("[0] 0")
+        shell.until("Done")
 
 
 @pytest.mark.slow
@@ -254,17 +256,14 @@ def test_nobody_is_left_of_a_stopped_run_whose_launcher_is_killed(
 ) -> None:
     shell.run(*options.split(), place.write(f"{ready.python()}\ninput()"))
     (pid,) = map(int, ready.wait())
-    above = [pid]
-    while True:
-        stat = subprocess.check_output(["ps", "-o", "ppid=,args=", "-p", str(above[-1])], text=True).split(None, 1)
-        if "bash" in stat[1]:
-            break
-        above.append(int(stat[0]))
+    run = [pid]
+    while (above := procfs.Stat(run[-1]).parent) != shell.pid:
+        run.append(above)  # keeper, guard, fork server, launcher
     shell.type("\x1a")
     shell.until("Stopped")
     shell.until("$ ")
     shell.type("kill -9 %1\n")
-    assert not wait_gone(above[:-1])
+    assert not wait_gone(run)
 
 
 @pytest.mark.slow

@@ -22,7 +22,8 @@ from contextlib import contextmanager, suppress
 
 import click
 
-from phalanx._base import clock, procfs
+from phalanx._base import clock, interrupts, procfs
+from phalanx.cli._say import say
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ class Stdin:
         if not found or not os.isatty(0):
             return found
         if not _is_in_foreground():
+            if self._is_chosen:
+                say(f"--stdin {self._rank}: the run is in the background, and its worker has /dev/null")
             return {}
         self._reads_terminal = True
         return found
@@ -121,11 +124,10 @@ class Stdin:
 
     def _suspend(self, number: int, _frame: object) -> None:
         """Stop every process below this one, and this one; when it is continued, continue them."""
-        stopped = _stop_all() if self._reads_terminal else []
-        signal.signal(number, signal.SIG_DFL)
-        try:
+        with interrupts.deferred():
+            stopped = _stop_all() if self._reads_terminal else []
+            signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)  # without effect in an orphaned process group: no shell could continue it
-        finally:
             signal.signal(number, self._suspend)
             for pid in reversed(stopped):  # parents last: until then, none of these pids can be another's
                 with suppress(OSError):
