@@ -136,12 +136,18 @@ def test_who_reads_a_little_and_then_the_rest_gets_everything(
 
 @pytest.mark.slow
 def test_a_reader_that_rests_longer_than_a_launcher_would_wait_gets_everything(
-    place: Place, script: str, ready: Ready, gate: Gate
+    place: Place, ready: Ready, gate: Gate
 ) -> None:
+    script = place.write(f"""
+        print("first")
+        {ready.python()}
+        {gate.python()}
+        print("line\\n" * {COUNT}, end="")
+        """)
     with place.start("-r", 3, script) as launcher:
         ready.wait()
         with reader(place, "-f") as follower:
-            shown = follower.read_until("line 10\n", "stdout")
+            shown = follower.read_until("first\n", "stdout")  # what comes is followed
             gate.open()
             launcher.end()
             assert follower.process.stderr is not None
