@@ -5,8 +5,8 @@ comes next (a shell, the pager behind `phalanx run ... | less`). A copy made by 
 
 A worker is in a session of its own, and job control is for processes of the terminal's session alone: a worker in a
 background job would read what is typed for the shell (tty_ioctl(4), credentials(7)). So the launcher does what the
-kernel does elsewhere: a job in the background does not get the terminal; Ctrl-Z stops all processes of the run; and in
-the background, one that reads from the terminal stops the run, as by SIGTTIN.
+kernel does elsewhere: a job that starts in the background does not get the terminal, and Ctrl-Z stops all processes of
+the run. Of a run that ``bg`` continues, a worker that reads is not stopped: that could only be polled for.
 """
 
 from __future__ import annotations
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
 NONE = -1
 """The value of ``--stdin none``."""
 
-_READ = {"x86_64": b"0", "aarch64": b"63", "riscv64": b"63", "ppc64le": b"3", "s390x": b"3"}
-"""The number of read(2), as /proc/PID/syscall has it (proc_pid_syscall(5))."""
-
-_FIRST_LOOK, _LOOK = 0.05, 1.0  # seconds between two looks for a reader, in the background
 _STOP_WAIT, _SHORT = 1.0, 0.001
 _ALL = 1 << 20  # processes
 
@@ -110,7 +106,7 @@ class Stdin:
         if self._rank != NONE and threading.current_thread() is threading.main_thread() and os.isatty(0):
             with suppress(OSError):  # not the terminal of our session: it has no job control for us
                 os.tcgetpgrp(0)
-                numbers = [signal.SIGTSTP, signal.SIGTTIN]
+                numbers = [signal.SIGTSTP]
         numbers = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
         for number in numbers:
             signal.signal(number, self._suspend)
@@ -132,17 +128,6 @@ class Stdin:
             for pid in reversed(stopped):  # parents last: until then, none of these pids can be another's
                 with suppress(OSError):
                     os.kill(pid, signal.SIGCONT)
-        if stopped and number == signal.SIGTSTP and not _is_in_foreground():
-            threading.Thread(target=self._watch, name="phalanx-terminal", daemon=True).start()
-
-    def _watch(self) -> None:
-        """In the background: stop the run when one of its processes reads from the terminal."""
-        pause = threading.Event()
-        pause.wait(_FIRST_LOOK)
-        while self._reads_terminal and not _is_in_foreground():
-            if any(map(_reads_stdin, procfs.descendants([os.getpid()], _ALL))):
-                os.kill(os.getpid(), signal.SIGTTIN)
-            pause.wait(_LOOK)
 
 
 def _bytes_wait() -> bool:
@@ -182,13 +167,3 @@ def _stop_all() -> list[int]:
                     while procfs.Stat(pid).state not in "TtZX" and clock.now() < deadline:
                         pause.wait(_SHORT)
     return [pid for pid, is_ours in stopped.items() if is_ours]
-
-
-def _reads_stdin(pid: int) -> bool:
-    """Whether the first thread of a process waits in read(0) for the terminal that is our stdin."""
-    call = procfs.read(f"/proc/{pid}/syscall").split()
-    try:
-        here, there = os.fstat(0), os.stat(f"/proc/{pid}/fd/0")
-        return call[:2] == [_READ[os.uname().machine], b"0x0"] and here.st_rdev == there.st_rdev
-    except (KeyError, OSError):
-        return False
