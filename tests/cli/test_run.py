@@ -23,6 +23,7 @@ import pytest
 
 import phalanx
 from phalanx._placement import accelerators, devices
+from phalanx.cli._stdin import NONE
 from phalanx.cli.run import main
 from phalanx.cli.run import run as command
 from phalanx.errors import ChildFailedError
@@ -55,7 +56,8 @@ class Launcher:
     def __init__(self, argv: list[str], **settings: Any) -> None:
         settings.setdefault("stdout", subprocess.PIPE)
         settings.setdefault("stderr", subprocess.PIPE)
-        self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, **settings)
+        settings.setdefault("stdin", subprocess.DEVNULL)
+        self.process = subprocess.Popen(argv, **settings)
 
     def __enter__(self) -> Self:
         return self
@@ -404,6 +406,7 @@ SETTINGS = {
     "local_ranks_filter": Setting("0,2", "1", [0, 2], [1]),
     "ranks": Setting("0,2-3", "1", [0, 2, 3], [1]),
     "preload": Setting("json,numpy", "json", ["json", "numpy"], ["json"]),
+    "stdin": Setting("0", "none", 0, NONE),
     "grep": Setting("loss is", "^a", ["loss is"], ["^a"]),
     "exclude": Setting("a b", "^a", ["a b"], ["^a"]),
     "after_context": Setting("2", "0", 2, 0),

@@ -598,7 +598,7 @@ def test_a_group_that_does_not_fall_together(ready: Ready, gate: Gate) -> None:
     env = {b"PATH": os.fsencode(os.environ["PATH"])}
     command = os.fsencode(sys.executable)
     specs = [
-        Spec(rank, command, [b"python", b"-S", b"-c", code.encode()], env, None, None, [], (0, 0, False), None)
+        Spec(rank, command, [b"python", b"-S", b"-c", code.encode()], env, None, None, None, [], (0, 0, False), None)
         for rank, code in codes.items()
     ]
     supervisor.start(specs)

@@ -651,6 +651,22 @@ def test_a_table_for_people(place: Place) -> None:
     assert "\x1b" not in on_a_terminal(place, 80, NO_COLOR="1")
 
 
+@pytest.mark.parametrize("columns", [80, 60])
+def test_the_name_of_the_script_is_kept_on_a_narrow_terminal(place: Place, columns: int) -> None:
+    script = "/home/ada/experiments/sweep/finetune.py"
+    for name in ("20260101-101010_aaaaaaaa", "20260101-101010_abbbbbbb", "20260101-101011_cccccccc"):
+        put(place.logs, name, state="failed", started=1e9, ended=1e9 + 7300, exit_code=130, command=[script, "y" * 99])
+    text = re.sub(r"\x1b\[[0-9;]*m", "", on_a_terminal(place, columns, TERM="xterm"))
+    head, *rows = text.splitlines()
+    assert head.split()[-1] == "COMMAND"
+    assert all(len(row) == columns and "finetune.py" in row for row in rows)
+    for name in [row.split()[0] for row in rows]:  # shortened, and good for the other commands
+        assert runs(place, "--json").out.count(f'"{name}') == 1
+    wide = on_a_terminal(place, 240)
+    assert "20260101-101010_aaaaaaaa" in wide
+    assert script in wide
+
+
 def test_started_today_is_a_time_of_day(place: Place) -> None:
     put(place.logs, "a", started=time.time())
     assert re.search(r"running\S*  \d\d:\d\d:\d\d", on_a_terminal(place, 100))
@@ -660,10 +676,11 @@ def test_a_reader_that_leaves_early(place: Place) -> None:
     for number in range(30):
         put(place.logs, f"run{number}", command=["x" * 10_000])
     done = place.program(
-        "sh", "-c", '"$@" | head -n 1', "sh", sys.executable, "-m", "phalanx", "runs", "--log-dir", place.logs
-    )
+        "bash", "-o", "pipefail", "-c", '"$@" | head -n 1', "bash",
+        sys.executable, "-m", "phalanx", "runs", "--log-dir", place.logs,
+    )  # fmt: skip
     assert done.out.startswith("RUN ")
-    assert done.err == ""
+    assert (done.status, done.err) == (128 + signal.SIGPIPE, "")
 
 
 def test_what_is_not_needed_is_not_loaded() -> None:
