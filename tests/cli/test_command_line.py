@@ -88,7 +88,7 @@ def test_a_slip_of_the_finger(argv: list[str], answer: str) -> None:
     assert answer in done.output
 
 
-@pytest.mark.parametrize("name", ["--verbose", "--env", "--quiet", "--debug", "--nn-x-yz", "--n", "--seed"])
+@pytest.mark.parametrize("name", ["--verbose", "--debug", "--nn-x-yz", "--n", "--seed"])
 def test_no_guess_is_better_than_a_wild_one(name: str) -> None:
     assert f"there is no option {name!r}\n" in CliRunner().invoke(cli, ["run", name, "x.py"]).output
 
@@ -156,7 +156,10 @@ def test_help_is_in_sections() -> None:
             {"PHALANX_LOG_DIR": "/dev/full"},
             ["--log-dir: '/dev/full' is not", "(--log-dir is PHALANX_LOG_DIR "],
         ),
-        ({"PHALANX_GRACE": "10 s"}, ["(PHALANX_GRACE in the environment): '10 s': expected a time, 0 or more, like 90"]),
+        (
+            {"PHALANX_GRACE": "10 s"},
+            ["(PHALANX_GRACE in the environment): '10 s': expected a time, 0 or more, like 90"],
+        ),
         ({"PHALANX_HANG_TIMEOUT": "-1"}, ["'--hang-timeout' (PHALANX_HANG_TIMEOUT in the environment)"]),
         (
             {"PHALANX_TIMESTAMPS": "1", "PET_ELAPSED": "1"},

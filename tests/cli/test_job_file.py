@@ -172,7 +172,7 @@ def test_other_line_ends_and_a_byte_order_mark(job: Path) -> None:
         ('script = "x.py"\nargs = "a"', "job.toml, line 2: args: expected a list of strings, found 'a'"),
         ('script = "x.py"\nargs = ["a",\ntrue]', "line 2: args: expected a list of strings, found true in it"),
         ("script = 3", "job.toml, line 1: script: expected a string, found 3"),
-        ('grace = "3 s"', "Invalid value for '--grace' (in job.toml, line 1): '3 s': expected a time, 0 or more, like 90"),
+        ('grace = "3 s"', "'--grace' (in job.toml, line 1): '3 s': expected a time, 0 or more, like 90"),
         ("grace = true", "job.toml, line 1: grace: expected a string or a number, found true"),
         ("grace = 2026-11-20", "job.toml, line 1: grace: expected a string or a number, found a date or a time"),
         ('log-keep = "3"', "job.toml, line 1: log-keep: expected a whole number, found '3'"),

@@ -118,9 +118,7 @@ class Placement(Value):
                     f"virtual_local_rank: rank {len(devices)} has no device: {name}={os.environ[name]} names "
                     f"{len(devices)} for {len(envs)} ranks"
                 )
-        return {
-            rank: {"LOCAL_RANK": "0", **{name: devices[rank] for name, devices in chosen.items()}} for rank in envs
-        }
+        return {rank: {"LOCAL_RANK": "0", **{name: devices[rank] for name, devices in chosen.items()}} for rank in envs}
 
     def _check_nice(self) -> None:
         if self.nice < 0 and not procfs.has_capability(_CAP_SYS_NICE):

@@ -137,9 +137,9 @@ class Option(Generic[T]):
         """Return a text of the option with the paths in it changed."""
         if not self.paths or "" in self.paths:
             return change(text) if self.paths else text
-        settings = (part.partition("=") for part in text.split(","))
+        parts = (part.partition("=") for part in text.split(","))
         return ",".join(
-            f"{name}{equals}{change(value) if name.strip() in self.paths else value}" for name, equals, value in settings
+            f"{name}{is_}{change(value) if name.strip() in self.paths else value}" for name, is_, value in parts
         )
 
     def settings(self) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def read_notice(text: str) -> tuple[int, float]:
 
 
 _OF_LAUNCHERS = ("--nproc-per-node", "--nnodes", "--max-restarts", "--standalone", "--no-python", "--rdzv-")
-"""Options, or how their names begin, that no script has for itself, as it may have ``--log-dir`` or ``--master-port``."""
+"""Options, or how their names begin, that scripts do not have, as they may have ``--log-dir`` or ``--master-port``."""
 
 
 def notes_on_args(ctx: click.Context, script: str, args: Sequence[str]) -> list[str]:
@@ -80,7 +80,10 @@ _OURS = {
 }
 """Variables of ours that set no option."""
 
-_OF_TESTS = ("PHALANX_TEST_", "PHALANX_BENCHMARK", "PHALANX_CUTS", "PHALANX_ROUNDS", "PHALANX_INJECTOR", "PHALANX_PEER_")
+_OF_TESTS = (
+    *("PHALANX_TEST_", "PHALANX_CUTS", "PHALANX_ROUNDS", "PHALANX_INJECTOR"),
+    *("PHALANX_BENCHMARK", "PHALANX_PEER_"),
+)
 _OF_SERVICES = re.compile(r"\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_\w+)?)")
 """What Kubernetes calls variables for a service, of which one may be called phalanx."""
 
@@ -109,9 +112,9 @@ ABSENT: dict[str, str] = {}
 
 ELSEWHERE = {
     "--name": "it is --run-id here",
-    "--env": "workers inherit the environment of phalanx run (A=1 phalanx run ...); a job file (-f) has variables in [env]",
-    "--quiet": "-r 3 keeps the output of the workers in files alone, and 2>/dev/null what phalanx says",
-    "--keep-going": "--restart worker lets the others go on when one fails; see \"Many commands\" in the guide",
+    "--env": "workers inherit the environment of phalanx run (A=1 phalanx run ...); a job file (-f) has [env]",
+    "--quiet": "-r 3 keeps the output of the workers in files alone; the report of a failure stays",
+    "--keep-going": "--restart worker lets the others go on when one fails; see Many commands in the guide",
     "--use-env": "the rank is in LOCAL_RANK, as with torchrun; leave it out",
     **dict.fromkeys(
         ("-n", "--nprocs", "--num-processes", "--num-procs", "--num-workers", "--workers", "--num-gpus", "--gpus"),
