@@ -54,7 +54,7 @@ def test_the_files_of_rdzv_conf_are_paths_too(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("HOME", "/home/a$b")
     monkeypatch.setenv("USER_FILE", "/k")
     job = tmp_path / "job.toml"
-    job.write_text('rdzv-conf = ["timeout=60", "ca=~/ca.pem", "key=${USER_FILE}.pem", "user=$USER"]')
+    job.write_text('rdzv-conf = ["timeout=60", "ca = ~/ca.pem", "key=${USER_FILE}.pem", "user=$USER"]')
     assert parsed("-f", job, "x.py")["rdzv_conf"] == {
         "timeout": "60", "ca": "/home/a$b/ca.pem", "key": "/k.pem", "user": "$USER",
     }  # fmt: skip
@@ -229,6 +229,18 @@ def test_what_is_no_time_is_answered_with_what_is(option: str, right: str) -> No
 
 
 # --- what was typed
+
+
+@pytest.mark.slow
+def test_an_extra_that_is_not_there_is_named_by_what_installs_it(place: Place) -> None:
+    """``pip install 'phalanx[etcd]'`` finds nothing before a release."""
+    place.write("raise ImportError('no grpc')", "without/grpc.py")
+    place.env["PYTHONPATH"] = f"{place.folder / 'without'}{os.pathsep}{place.env.get('PYTHONPATH', '')}"
+    meet = ("--nnodes", 2, "--rdzv-backend", "etcd", "--rdzv-endpoint", "127.0.0.1:1", "--run-id", "x")
+    done = place.run(*meet, place.write(""))
+    assert (done.status, done.err) == (1, "Error: --rdzv-backend etcd: no grpc; pip install grpcio protobuf\n")
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.py")]
+    assert not [page for page in pages if "phalanx[etcd]" in page.read_text(encoding="utf-8")]
 
 
 @pytest.mark.slow

@@ -137,10 +137,8 @@ class Option(Generic[T]):
         """Return a text of the option with the paths in it changed."""
         if not self.paths or "" in self.paths:
             return change(text) if self.paths else text
-        parts = (part.partition("=") for part in text.split(","))
-        return ",".join(
-            f"{name}{is_}{change(value) if name.strip() in self.paths else value}" for name, is_, value in parts
-        )
+        parts = ([word.strip() for word in part.partition("=")] for part in text.split(","))
+        return ",".join(f"{name}{is_}{change(value) if name in self.paths else value}" for name, is_, value in parts)
 
     def settings(self) -> dict[str, Any]:
         """What click is told beside what all options have in common."""
