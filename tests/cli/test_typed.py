@@ -9,6 +9,7 @@ import socket
 import stat
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,6 +142,15 @@ def test_a_program_in_another_language_is_refused(place: Place, text: str, words
 def test_a_program_in_python_is_run_whatever_its_first_line(place: Place, text: str, name: str) -> None:
     (place.folder / name).write_text(text)
     assert place.run(name).out == "[0] ok\n"
+
+
+@pytest.mark.slow
+def test_a_zip_file_is_run_whatever_its_first_line(place: Place) -> None:
+    script = place.folder / "program"
+    with zipfile.ZipFile(script, "w") as file:
+        file.writestr("__main__.py", "print('ok')")
+    script.write_bytes(b"#!/bin/sh\nexit 3\n" + script.read_bytes())
+    assert place.run("program").out == "[0] ok\n"
 
 
 # --- options after the script

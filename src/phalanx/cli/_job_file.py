@@ -117,7 +117,8 @@ class JobFile:
         """Return a path with the home folder for a ``~`` at its start, and the values of variables for their names."""
         head = text.partition("/")[0] if text.startswith("~") else ""
         if head and (home := os.path.expanduser(head)) == head:
-            self._fail((key,), f"{text!r}: there is no user {head[1:]!r}; ./{head} is a file of that name")
+            why = f"there is no user {head[1:]!r}" if head != "~" else "there is no home folder"
+            self._fail((key,), f"{text!r}: {why}; ./{head} is a file of that name")
         try:
             rest = Template(text[len(head) :]).substitute({**os.environ, **kept})
         except KeyError as error:

@@ -78,14 +78,17 @@ def _other_program(script: str) -> str:
     start = b""
     with contextlib.suppress(OSError), open(script, "rb") as file:  # not for us to read: its interpreter says so
         start = file.read(_SHEBANG)
-    if start.startswith(b"\x7fELF"):
-        return "a binary (ELF)"
     line, _, rest = start.decode("utf-8", "replace").partition("\n")
     # pip has scripts begin with #!/bin/sh and a string in Python that the shell obeys, where the path is long.
     is_python = script.endswith(".py") or rest.startswith(("'", '"')) or any(name in line for name in _PYTHONS)
-    if is_python or not line.startswith("#!"):
+    is_binary = start.startswith(b"\x7fELF")
+    if not is_binary and (is_python or not line.startswith("#!")):
         return ""
-    return f"a program for {line[2:].strip()!r}"
+    import zipfile
+
+    if zipfile.is_zipfile(script):  # which Python runs, whatever stands before it: a .pex can begin with #!/bin/sh
+        return ""
+    return "a binary (ELF)" if is_binary else f"a program for {line[2:].strip()!r}"
 
 
 def _meant(script: str) -> str:
