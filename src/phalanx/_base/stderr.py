@@ -66,6 +66,13 @@ def finish() -> None:
 
 def _write_text(stream: TextIO, text: str) -> None:
     try:
+        import io
+
+        if not isinstance(stream, io.TextIOWrapper) or isinstance(stream.buffer, io.BytesIO):
+            # A stand-in of the host's (a notebook's, a test runner's): its descriptor, if any, may lead elsewhere.
+            stream.write(f"{sanitise(text)}\n")
+            stream.flush()
+            return
         fd = stream.fileno()
         stream.flush()
         data = memoryview(f"{sanitise(text)}\n".encode(stream.encoding, "backslashreplace"))
@@ -99,13 +106,19 @@ def _write(fd: int, data: memoryview, most: int) -> None:
             _writer.written += count
 
 
-def warn(text: str) -> None:
-    """Log a warning. Without a log handler, write it to stderr, without blocking the program on a full pipe."""
-    if "logging" in sys.modules:
-        from logging import WARNING, getLogger
+def warn(text: str, level: str = "WARNING") -> None:
+    """Log a warning, or what has another level. Without a log handler, write it to stderr, without blocking on a pipe.
 
-        logger = getLogger("phalanx")
-        if logger.hasHandlers() or not logger.isEnabledFor(WARNING):
-            logger.warning("%s", text)
+    A handler that raises does not keep it from stderr.
+    """
+    if "logging" in sys.modules:
+        import logging
+
+        logger, number = logging.getLogger("phalanx"), getattr(logging, level)
+        if logger.hasHandlers() or not logger.isEnabledFor(number):
+            try:
+                logger.log(number, "%s", text)
+            except Exception as error:  # noqa: BLE001 - the handler is the host's
+                tell(f"phalanx: a handler of the log has raised {error!r} at: {text}")
             return
     tell(f"phalanx: {text}")
