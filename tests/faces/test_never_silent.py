@@ -294,6 +294,24 @@ def test_a_handler_that_raises_or_blocks_holds_up_nobody(capfd: pytest.CaptureFi
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_a_console_that_nobody_reads_holds_up_nobody(method: str, tmp_path: Path) -> None:
+    body = f"""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    try:
+        while True:
+            os.write(write, b"x" * 4096)
+    except BlockingIOError:
+        os.set_blocking(write, True)
+    os.dup2(write, 2)
+    with start_processes("train", train, args={{0: (0,), 1: (1,)}}, start_method={method!r}) as group:
+        assert group.wait({TIMEOUT}).failures.keys() == {{1}}
+    """
+    assert script(tmp_path, body) == ""
+
+
+@pytest.mark.slow
 def test_a_fork_of_the_host_logs_nothing(tmp_path: Path) -> None:
     body = """
     import warnings
@@ -394,8 +412,6 @@ def recover() -> None:
     def fail() -> None:
         raise ValueError("handled")
 
-    with open(os.environ["TORCHELASTIC_ERROR_FILE"] + ".txt", "w"):
-        pass
     try:
         fail()
     except ValueError:

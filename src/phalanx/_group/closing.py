@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 from phalanx._base import stderr
 from phalanx._engine import host_signals
-from phalanx._evidence.cleanup import remove_empty
-from phalanx._logs.specs import DefaultLogsSpecs
+from phalanx._evidence.cleanup import remove_empty, remove_old
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -46,8 +46,9 @@ def release(
 
 
 def _remove(logs: LogsDest, specs: LogsSpecs, first: FirstFailure | None) -> None:
-    if isinstance(specs, DefaultLogsSpecs) and first is not None and first.all_succeeded:
-        specs.discard(logs)
+    if first is not None and first.is_temporary and first.all_succeeded:
+        with contextlib.suppress(OSError):
+            remove_old(logs.error_files.values())  # of exceptions that were handled
     for path in logs.error_files.values():
         remove_empty(path)
     specs.tidy(logs)

@@ -12,6 +12,7 @@ from _thread import RLock, allocate_lock
 from phalanx._base.control_chars import sanitise
 from phalanx._base.one_line import one_line
 from phalanx._base.stderr import warn
+from phalanx._logs.specs import DefaultLogsSpecs, FolderLogsSpecs
 from phalanx._outcomes.result import failures_of, first_of
 
 TYPE_CHECKING = False
@@ -40,6 +41,7 @@ class FirstFailure:
 
     Attributes:
         folder: Where the logs of the group are; "": none are kept.
+        is_temporary: Whether that is a temporary folder.
     """
 
     def __init__(
@@ -53,8 +55,8 @@ class FirstFailure:
         announces: bool,
     ) -> None:
         self._name, self._supervisor, self._logs, self._envs = name, supervisor, logs, envs
-        self.folder = _folder_of(logs) if getattr(specs, "is_kept", True) else ""
-        self._is_temporary = getattr(specs, "root_log_dir", None) is None and bool(logs.timeline)
+        self.folder = _folder_of(logs, specs) if getattr(specs, "is_kept", True) else ""
+        self.is_temporary = isinstance(specs, DefaultLogsSpecs) and specs.root_log_dir is None
         self.announces = announces
         self._one, self._looking = allocate_lock(), RLock()
         self._found: dict[int, ProcessFailure | None] | None = None
@@ -100,7 +102,7 @@ class FirstFailure:
                 return
             self._is_announced = True
         text = f"the group {self._name!r} has failed: {cause}"
-        if self.folder and (not self._is_temporary or self._holds_something()):
+        if self.folder and (not self.is_temporary or self._holds_something()):
             text += f"; its files are in {self.folder}"
         warn(sanitise(text), "ERROR")
 
@@ -123,8 +125,13 @@ def _cause(failure: ProcessFailure) -> str:
     return f"rank {rank}, {one_line(failure.message).removesuffix(':')}{more}"
 
 
-def _folder_of(logs: LogsDest) -> str:
-    """Return the folder of a group's logs: the one that has a folder for each rank."""
+def _folder_of(logs: LogsDest, specs: LogsSpecs) -> str:
+    """Return the folder in which all files of a group are, with a folder for each rank in most layouts."""
     if logs.timeline:
         return os.path.dirname(logs.timeline)
-    return os.path.dirname(os.path.dirname(next(iter(logs.error_files.values()), "")))
+    if isinstance(specs, FolderLogsSpecs):
+        return os.path.abspath(specs.root_log_dir or "")
+    try:
+        return os.path.commonpath([os.path.dirname(path) for path in logs.error_files.values()])
+    except ValueError:  # there are absolute and relative ones
+        return ""

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 
 from phalanx._base import files
 from phalanx._logs import temporary
-from phalanx._logs.layout import SYS_STREAM, lay_out, lay_out_nothing, name_files, name_nothing
+from phalanx._logs.layout import lay_out, lay_out_nothing, name_files, name_nothing
 from phalanx._logs.std import Std
 
 TYPE_CHECKING = False
@@ -129,7 +129,7 @@ class DefaultLogsSpecs(LogsSpecs):
     Run id and attempt are ``TORCHELASTIC_RUN_ID`` and ``TORCHELASTIC_RESTART_COUNT`` of the workers' environments.
     Missing folders are created. If the same instance is reified again for another attempt (a restart), the attempt's
     folder is made in the same run's folder; for an attempt that has its folder already, a new run's folder is made. A
-    temporary folder is removed with the group if it is empty, or if all workers have succeeded and no stream is in it.
+    temporary folder is removed with the group if no file is in it, but for error files of a group that has succeeded.
 
     Where `ranks_come_singly` is set, the ranks of an attempt may be reified one by one, into the attempt's one folder.
 
@@ -262,14 +262,6 @@ class DefaultLogsSpecs(LogsSpecs):
             temporary.remove_empty(os.path.dirname(run))
         except OSError:  # something is there to be read
             return
-
-    def discard(self, logs: LogsDest) -> None:
-        """Remove the evidence in a temporary folder, if it holds no stream. For a group whose workers all succeeded."""
-        kept = {*logs.stdouts.values(), *logs.stderrs.values()} - {SYS_STREAM, os.devnull}
-        if self._root_log_dir is None and logs.timeline and not kept:
-            import shutil  # tempfile has loaded it
-
-            shutil.rmtree(os.path.dirname(logs.timeline), ignore_errors=True)
 
     def _make_run_dir(self, run_id: str) -> list[str]:
         """Make the run's folder with mode 0o700. Returns the new folders for `_set_mode`, the run's last."""

@@ -68,7 +68,7 @@ class RunProcsResult(Value):
         outcomes: The outcome of every rank: succeeded, failed, stopped by us, or abandoned.
         leftovers: The processes that workers left behind, and that were killed when no worker was left, see `Leftover`.
         name: The group's name; ``""`` if that is not known.
-        log_dir: The folder of the group's logs, with one for each rank in it; ``""``: none are kept.
+        log_dir: The folder in which the files of the group are, those of each rank in one of its own; ``""``: none.
     """
 
     __slots__ = (  # noqa: RUF023 - the order is that of the arguments
@@ -458,7 +458,9 @@ def _write_evidence_sent(path: str, pid: int, message: str, stack: str, moment: 
 
 def _tail(path: str, *, rotates: bool) -> str:
     """Return the last lines of a file as text; "" if there is none."""
+    if not path:
+        return ""
     from phalanx._logs.tail import TAIL_LINES, last_lines
 
-    data = last_lines(path, rotates=rotates) if path else b""
+    data = last_lines(path, rotates=rotates)
     return "\n".join(data.decode("utf-8", "backslashreplace").rstrip().splitlines()[-TAIL_LINES:])

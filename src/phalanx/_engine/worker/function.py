@@ -225,7 +225,19 @@ def _record(error: BaseException) -> None:
     message, stack = describe(error)
     if child is not None and not written:
         send_evidence(child, message, stack, moment)
-    std_streams.write_stderr(f"phalanx: {prints} failed:\n{stack}" if is_shared else stack)
+    if not is_shared:
+        std_streams.write_stderr(stack)
+        return
+    text = f"phalanx: {prints} failed:\n{stack}"
+    try:
+        # A console that nobody reads must not keep this failure from being seen, and the others from being stopped.
+        from phalanx._base import stderr
+
+        written = stderr.write_last(text.removesuffix("\n"))
+    except BaseException:  # noqa: BLE001 - this process's user may not read the library
+        written = False
+    if not written:
+        std_streams.write_stderr(text)
 
 
 def send_evidence(child: Child, message: str, stack: str, moment: int) -> None:
