@@ -35,6 +35,7 @@ from tests.support.workers import run_script
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.cli.test_run import Place
     from tests.support.helpers import Gate, Ready
 
 METHODS = ("spawn", "forkserver", "fork")
@@ -343,6 +344,16 @@ def test_spawn_raises_the_traceback_and_that_is_all(tmp_path: Path) -> None:
     done = run_script(tmp_path, SCRIPT.replace("BODY", body), env={"TMPDIR": str(tmp_path)})
     assert "phalanx: the group" not in done.stderr
     assert done.stderr.count("Root Cause") == 1
+
+
+@pytest.mark.slow
+def test_the_command_prints_its_report_and_no_more(place: Place) -> None:
+    path = place.write("raise ValueError('loss is nan')")
+    for options in ((), ("--run-path",)):
+        done = place.run("--nproc-per-node", 1, *options, path)
+        assert done.status == 1
+        assert "has failed" not in done.err
+        assert (done.err.count("Root Cause"), done.err.count("Traceback")) == (1, 2)  # rank 0's, and the report's
 
 
 def test_spawn_without_a_join_logs_it(log: Log, capfd: pytest.CaptureFixture[str]) -> None:

@@ -151,6 +151,9 @@ class RunResult(Value):
         )
 
     def __repr__(self) -> str:
+        text = super().__repr__()
+        if len(text) < 3 * SHORT and "\n" not in text:
+            return text
         failed = min(self.failures.values(), key=lambda one: getattr(one, "first_key", 0), default=None)
         cause = "" if failed is None else f", first {one_line(repr(failed), 2 * SHORT)}"
         counts = f"{len(self.return_values)} return values, {len(self.failures)} failures"
