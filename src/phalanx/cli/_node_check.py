@@ -55,12 +55,14 @@ def pass_check(command: str, patience: float, chance: Callable[[], float] = rand
 
 def run_check(command: str) -> str | None:
     """Run a command once, and end all that it has started. Returns why it has failed; None: it has not."""
-    from phalanx.multiprocessing import DefaultLogsSpecs, Std, start_processes
+    from phalanx.multiprocessing import DefaultLogsSpecs, Std, SubprocessContext
 
     with tempfile.TemporaryDirectory(prefix="phalanx-check-", ignore_cleanup_errors=True) as folder:
         logs = DefaultLogsSpecs(folder, redirects=Std.ALL)
-        given: dict[str, Any] = {"nprocs": 1, "envs": {0: NOT_FOR_WORKERS}, "logs_specs": logs, "grace": _GRACE}
-        with start_processes("node-check", "sh", ("-c", command), **given) as group:
+        options: dict[str, Any] = {"grace": _GRACE, "announces": False}
+        argv = {0: ("-c", command)}
+        with SubprocessContext("node-check", "sh", argv, {0: NOT_FOR_WORKERS}, logs, **options) as group:
+            group.start()
             result = group.wait(LONGEST)
         return f"it has not ended within {format_duration(LONGEST)}" if result is None else _failure(result)
 
