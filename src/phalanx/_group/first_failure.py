@@ -120,9 +120,7 @@ class FirstFailure:
 def _cause(failure: ProcessFailure) -> str:
     rank = failure.local_rank if failure.rank is None else failure.rank
     detail = one_line(failure.detail)
-    last = "" if failure.traceback or detail else one_line(failure.stderr_tail.rpartition("\n")[2])
-    more = f" ({detail})" if detail else f"; its last line: {last}" if last else ""
-    return f"rank {rank}, {one_line(failure.message).removesuffix(':')}{more}"
+    return f"rank {rank}, {one_line(failure.message).removesuffix(':')}{f' ({detail})' if detail else ''}"
 
 
 def _folder_of(logs: LogsDest, specs: LogsSpecs) -> str:
