@@ -166,10 +166,34 @@ def test_the_report_on_a_run_whose_launcher_was_killed(place: Place, ready: Read
     wait_gone(pids)
     shown = report(place)
     assert shown.startswith(f"{folder(place).name}: lost\n")
-    assert "was killed, or the machine went down; rank 0: the end was not seen\n" in shown
+    assert "\nthe end is not recorded: the launcher (pid " in shown
+    assert "\nrank 0: the end was not seen\n" in shown
     assert "  rank      : 1 (local_rank: 1)\n" in shown
     assert "  error     : ValueError: no luck \n" in shown
     assert "\x1b" not in shown
+
+
+def test_a_rank_that_had_left_an_error_when_the_launcher_was_killed(place: Place, ready: Ready) -> None:
+    script = place.write(f"""
+        import atexit, signal
+        def leave():
+            {ready.python()}
+            signal.pause()
+        atexit.register(leave)
+        raise ValueError("no luck")
+        """)
+    with place.start(script) as launcher:
+        pids = ready.pids(1)
+        wait_for_record(place)
+        launcher.process.kill()
+        launcher.process.wait(TIMEOUT)
+    wait_gone(pids)
+    shown = report(place)
+    assert f"{script} LOST\n" in shown
+    assert re.search(
+        r"  cause     : the end is not recorded: .*\n  detail    : rank 0 had left an error: .*no luck\n", shown
+    )
+    assert "\nrank 0: its end was not seen\n" in shown
 
 
 def test_a_report_that_cannot_be_written_fails_no_run_and_is_made_of_what_there_is(place: Place) -> None:

@@ -168,7 +168,6 @@ def test_names_of_runs_are_shown_and_not_obeyed(place: Place) -> None:
         ("report", EVIL),
         ("report", f"20260101_{EVIL}b"),
         ("rerun", f"20260101_{EVIL}b"),
-        ("rerun", "old", "--here"),
         ("stack",),
         ("stack", "2026"),
         ("stack", f"20260101_{EVIL}a"),

@@ -11,7 +11,7 @@ from phalanx._outcomes.report import format_report, format_summary
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from typing import Any
 
     from phalanx._outcomes.failure import ProcessFailure
@@ -26,6 +26,7 @@ def describe_run(
     *,
     state: str = "",
     cause: str = "",
+    detail: Sequence[str] = (),
 ) -> str:
     """Return the report on a run, with a line on each attempt before its last one.
 
@@ -35,6 +36,7 @@ def describe_run(
         failures: What is known of workers that have failed, by global rank.
         state: What has become of it; "": as the record has it.
         cause: Why, in one line; "": as the record has it.
+        detail: What else is known, a line each.
     """
     state = state or run["state"]
     ranks = latest_ranks(run)
@@ -47,7 +49,8 @@ def describe_run(
         rank: _outcome(facts).describe() if facts["state"] in STATES else unknown for rank, (_, facts) in ranks.items()
     }
     cause = cause or ("" if state == "running" else run["cause"])
-    return format_summary(run["name"], state, cause=cause, endings=endings, log_dir=folder, earlier=earlier)
+    more: dict[str, Any] = {"detail": detail, "log_dir": folder, "earlier": earlier}
+    return format_summary(run["name"], state, cause=cause, endings=endings, **more)
 
 
 def latest_ranks(run: Record) -> dict[int, tuple[int, Record]]:

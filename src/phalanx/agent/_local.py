@@ -211,20 +211,26 @@ class LocalElasticAgent(SimpleElasticAgent):
                 self._tell_outcomes()
 
     def _keep_report(self, result: RunResult | None) -> None:
-        """Have the report written into the run's folder. None: the machines have ended the job."""
+        """Have the report written into the run's folder. None: the machines have ended the job. Never raises."""
         if self._report is None:
             return
+        try:
+            self._report.report = self._final_report(result)
+        except Exception as error:  # noqa: BLE001 - failures of a `_monitor_workers` of the user's may be anything
+            self._groups.say(f"phalanx: no report can be made of this run's end: {error!r}")
+
+    def _final_report(self, result: RunResult | None) -> str:
+        """Return the report; "": there is nothing to be said."""
         name = self._report_name
         if result is not None and result.is_failed() and result.failures:
-            self._report.report = self._failed(result).format_msg()
-        elif (report := self._machines.report(name)) is not None:
-            self._report.report = report.format_msg()
-        elif result is not None:
-            endings = {rank: outcome.describe() for rank, outcome in self._outcomes().items()}
-            state = result.state.value.lower()
-            self._report.report = format_summary(
-                name, state, endings=endings, log_dir=self._log_dir(), earlier=self._earlier()[0]
-            )
+            return self._failed(result).format_msg()
+        if (report := self._machines.report(name)) is not None:
+            return report.format_msg()
+        if result is None:
+            return ""
+        endings = {rank: outcome.describe() for rank, outcome in self._outcomes().items()}
+        state, earlier = result.state.value.lower(), self._earlier()[0]
+        return format_summary(name, state, endings=endings, log_dir=self._log_dir(), earlier=earlier)
 
     def _failed(self, result: RunResult) -> ChildFailedError:
         """Make the error of a run that has failed: with what became of every worker, and where its logs are."""

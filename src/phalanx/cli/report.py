@@ -16,6 +16,7 @@ import click
 
 from phalanx._base import files
 from phalanx._base.clock import format_duration
+from phalanx._base.one_line import one_line
 from phalanx._base.rank_ranges import name_ranks
 from phalanx._base.tty import printable
 from phalanx.cli._command import SETTINGS, Command
@@ -95,6 +96,7 @@ def _written(found: RunDir) -> str:
 
 def _made(found: RunDir, run: Run) -> str:
     """Make the report of what there is beside it."""
+    from phalanx._evidence.error_file import message_of, read_error_file
     from phalanx._runs.record import to_object
     from phalanx._runs.run_report import describe_run, latest_ranks
 
@@ -102,15 +104,25 @@ def _made(found: RunDir, run: Run) -> str:
     ranks = latest_ranks(facts)
     if found.state in ("running", "lost"):  # the record of which may be older than the last exits
         _add_exits(found.path, ranks)
-    cause = ""
-    if found.state == "lost":
-        cause = f"the launcher (pid {run.pid} on {run.host}) was killed, or the machine went down"
-    failures = {} if found.state == "running" else _failures(found.path, run, ranks)
-    shown = describe_run(facts, found.path, failures, state=found.state, cause=cause)
-    if not (failures and cause):
-        return shown
-    unseen = [rank for rank, (_, each) in ranks.items() if each["state"] in ("running", "lost")]
-    return f"{cause}{f'; {name_ranks(unseen)}: the end was not seen' if unseen else ''}\n{shown}"
+    if found.state != "lost":
+        return describe_run(facts, found.path, {} if found.state == "running" else _failures(found.path, run, ranks))
+    by = f"the launcher (pid {run.pid} on {run.host}) was killed, the machine went down, or nothing could be written"
+    unseen = {rank: its for rank, its in ranks.items() if its[1]["state"] in ("running", "lost")}
+    detail = [f"{name_ranks(unseen)}: the end was not seen"] if unseen else []
+    for rank, (attempt, each) in unseen.items():
+        path = os.path.join(_folder_of(found.path, attempt, each), "error.json")
+        message = one_line(message_of(read_error_file(path)[0]) or "")
+        detail += [f"rank {rank} had left an error: {message}"] if message else []
+    failures = _failures(found.path, run, ranks)
+    cause = f"the end is not recorded: {by}"
+    if failures:
+        return "\n".join((cause, *detail, describe_run(facts, found.path, failures)))
+    return describe_run(facts, found.path, state="lost", cause=cause, detail=detail[bool(unseen) :])
+
+
+def _folder_of(folder: str, attempt: int, facts: dict[str, Any]) -> str:
+    """Return the folder of a worker."""
+    return os.path.join(folder, f"attempt_{attempt}", str(facts["local_rank"]))
 
 
 def _add_exits(folder: str, ranks: dict[int, tuple[int, dict[str, Any]]]) -> None:
@@ -143,7 +155,7 @@ def _failures(folder: str, run: Run, ranks: dict[int, tuple[int, dict[str, Any]]
     for rank, (attempt, facts) in ranks.items():
         if facts["state"] != "failed" or facts["exitcode"] is None:
             continue
-        own = os.path.join(folder, f"attempt_{attempt}", str(facts["local_rank"]))
+        own = _folder_of(folder, attempt, facts)
         paths = {name: os.path.join(own, f"{name}.log") for name in ("stdout", "stderr")}
         there = {name: path if os.path.lexists(path) else "" for name, path in paths.items()}
         tail = last_lines(there["stderr"], rotates=True) if there["stderr"] else b""
