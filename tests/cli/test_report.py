@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx.agent import LocalElasticAgent, WorkerSpec
+from phalanx.agent import LocalElasticAgent, RunResult, WorkerSpec, WorkerState
 from phalanx.launcher import LaunchConfig, elastic_launch
 from phalanx.multiprocessing import DefaultLogsSpecs, start_processes
 from phalanx.multiprocessing.errors import ChildFailedError
@@ -24,6 +24,7 @@ from tests.support.helpers import TIMEOUT, Gate, Ready, wait_gone
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from phalanx.agent import WorkerGroup
     from tests.cli.test_run import Place
 
 pytestmark = pytest.mark.slow
@@ -257,6 +258,21 @@ def test_groups_and_agents_leave_a_report(place: Place, fails: bool) -> None:
 def test_an_agent_that_keeps_no_logs_leaves_none() -> None:
     spec = WorkerSpec("r", 1, None, entrypoint=work, args=(False,))
     assert LocalElasticAgent(spec, DefaultLogsSpecs()).run().state.value == "SUCCEEDED"
+
+
+class _Odd(LocalElasticAgent):
+    """An agent of somebody's, whose failures are no `ProcessFailure`."""
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        super()._monitor_workers(worker_group)
+        return RunResult(WorkerState.FAILED, failures={0: "no luck"})  # type: ignore[dict-item]
+
+
+def test_a_report_that_cannot_be_made_fails_no_agent(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
+    spec = WorkerSpec("r", 1, None, entrypoint=work, args=(False,), max_restarts=0)
+    result = _Odd(spec, DefaultLogsSpecs(str(place.logs))).run()
+    assert result.is_failed()
+    assert capfd.readouterr().err.count("phalanx: no report can be made of this run's end: ") == 1
 
 
 # --- once more
