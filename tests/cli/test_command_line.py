@@ -17,9 +17,7 @@ from phalanx.cli._commands import cli
 from phalanx.cli._declare import sections
 from phalanx.cli._run_config import RunConfig
 from phalanx.cli.run import run
-from tests.cli.test_run import Done, Place, refused
-
-pytestmark = pytest.mark.once
+from tests.cli.test_run import RUN, Done, Launcher, Place, refused
 
 PHALANX = (sys.executable, "-m", "phalanx")
 
@@ -110,6 +108,27 @@ def test_no_more_is_meant_than_a_person_reads() -> None:
 def test_nothing_completes_a_command_that_is_not_there(place: Place) -> None:
     place.env |= {"_PHALANX_COMPLETE": "bash_complete", "COMP_WORDS": "phalanx xyz x", "COMP_CWORD": "2"}
     assert phalanx(place) == (0, "\n", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--help", "--version", "run --help", "run --dry-run SCRIPT", "run --print-config SCRIPT", "runs", "runs --json",
+        "runs prune --keep 0 --dry-run", "logs", "logs -f", "logs -n 1", "stack --help",
+    ],
+)  # fmt: skip
+def test_a_command_whose_reader_has_gone_ends_as_one_that_dies_of_sigpipe(place: Place, argv: str) -> None:
+    script = place.write("print('one')")
+    assert place.run(script).status == 0
+    place.env["PHALANX_LOG_DIR"] = str(place.logs)
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = argv.replace("SCRIPT", script).split()
+    with Launcher([*RUN[:-1], *words], cwd=place.folder, env=place.env, stdout=writer) as command:
+        os.close(writer)
+        done = command.end()
+    assert (done.status, done.err) == (128 + signal.SIGPIPE, "")
 
 
 def test_a_name_that_a_terminal_would_obey_is_shown(place: Place) -> None:

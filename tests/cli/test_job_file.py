@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from tests.cli.test_run import Place
 
-pytestmark = pytest.mark.once
 
 SHOW = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ.get('NAME')]))"
 

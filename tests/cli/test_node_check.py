@@ -12,7 +12,7 @@ from phalanx.cli._node_check import pass_check, run_check
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.once, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(

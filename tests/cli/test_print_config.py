@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from tests.cli.test_run import Place
 
-pytestmark = pytest.mark.once
 
 NAMES = [declared.name for declared in declarations(RunConfig)]
 

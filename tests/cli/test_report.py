@@ -265,7 +265,7 @@ class _Odd(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         super()._monitor_workers(worker_group)
-        return RunResult(WorkerState.FAILED, failures={0: "no luck"})  # type: ignore[dict-item]
+        return RunResult(WorkerState.FAILED, failures={0: "no luck"})  # type: ignore[dict-item]  # which is the point
 
 
 def test_a_report_that_cannot_be_made_fails_no_agent(place: Place, capfd: pytest.CaptureFixture[str]) -> None:

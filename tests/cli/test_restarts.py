@@ -21,7 +21,6 @@ from tests.support.helpers import Gate, Ready, wait_gone
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.once  # the command line: it is the same on each Python
 
 FAILS = """
     import os, sys

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from tests.cli.test_run import Place
     from tests.support.helpers import Gate, Ready
 
-pytestmark = pytest.mark.once  # the command line: it is the same on each Python
 
 LOOP = """
 import os, phalanx, signal, sys

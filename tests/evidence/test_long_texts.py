@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-pytestmark = pytest.mark.once
 
 MIB = 1 << 20
 KEPT = KEPT_LIMIT

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = [
-    pytest.mark.once,
     pytest.mark.usefixtures("own_temporary_folder", "own_signals"),
 ]  # the same on each Python
 

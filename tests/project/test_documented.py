@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from tests.cli.test_run import Place
     from tests.support.helpers import Gate
 
-pytestmark = pytest.mark.once
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src"

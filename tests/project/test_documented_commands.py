@@ -18,7 +18,6 @@ from tests.project.test_docs import PAGES, ROOT, blocks, name_of, tool
 if TYPE_CHECKING:
     from tests.cli.test_run import Place
 
-pytestmark = pytest.mark.once
 
 NOT_RUN = {
     "make demo": "makes an environment; tests/project/test_examples.py runs examples/digits.py as it does",

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from tests.cli.test_run import Place
     from tests.support.helpers import Gate, Ready
 
-pytestmark = pytest.mark.once
 
 PHALANX = (sys.executable, "-m", "phalanx")
 NOBODY = 65534

@@ -29,6 +29,7 @@ from phalanx.cli._options import Whole, read_mode, read_ranks, read_size, read_s
 from phalanx.cli._placement import PlacementOptions
 from phalanx.cli._restarts import DEFAULT_FORWARDED, RestartOptions, read_handled, read_signals
 from phalanx.cli._run_options import LogDir, read_notice, steps
+from phalanx.cli._stdin import read_rank
 from phalanx.multiprocessing import Std
 
 TYPE_CHECKING = False
@@ -83,6 +84,13 @@ class WorkerOptions(Declared):
         default="spawn",
         torchrun="--start-method",
         sentence="How workers of --run-path are started. Other scripts, and binaries, are executed afresh.",
+    )
+    stdin = Maybe(
+        read_rank,
+        section=WORKERS,
+        metavar="RANK|none",
+        written=TEXT + WHOLE,
+        sentence="Global rank that reads the stdin of phalanx run. Default: 0 in a run of one worker, else none.",
     )
 
 

@@ -115,7 +115,7 @@ def run_node(
         away_timeout=machines.away_timeout if machines.is_hosted else math.inf, chance=random.random,
     )  # fmt: skip
     colour = use_colour(sys.stderr, plan.console.color)
-    with choosing(config.signals_to_handle), forwarding(plan.forwarded, team):
+    with choosing(config.signals_to_handle), forwarding(plan.forwarded, team), plan.stdin.job_control():
         run = JobRun(node, store, team)
         if held is not None:
             from phalanx.cli._one_run import TOLD

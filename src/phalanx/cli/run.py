@@ -22,6 +22,7 @@ from phalanx.cli._run_config import RunConfig
 from phalanx.cli._run_group import RunTeam, see_through
 from phalanx.cli._run_options import ABSENT, ELSEWHERE
 from phalanx.cli._run_plan import RunPlan
+from phalanx.cli._say import say
 from phalanx.multiprocessing import SignalException
 
 TYPE_CHECKING = False
@@ -105,11 +106,17 @@ def run(
             elif dry_run:
                 _dry_run(plan)
             else:
+                until_end.callback(_say_unread, plan)
                 sys.exit(_run(plan, until_end, _asked(ctx, plan)))
     except KeyboardInterrupt:  # before a group was open, or after
         sys.exit(128 + signal.SIGINT)
     except SignalException as error:  # the third, or a later one, between two lines of ours
         sys.exit(128 + error.sigval)
+
+
+def _say_unread(plan: RunPlan) -> None:
+    for text in plan.stdin.unread():  # it came after the start
+        say(text)
 
 
 class _WorkersFailed(SystemExit):
@@ -149,14 +156,14 @@ def _run(plan: RunPlan, until_end: ExitStack, asked: Asked) -> int:
             "asked": asked,
         }
         team = WorkerTeams(groups, plan.specs, plan.policy, plan.console, **names)
-        with choosing(config.signals_to_handle), forwarding(plan.forwarded, team):
+        with choosing(config.signals_to_handle), forwarding(plan.forwarded, team), plan.stdin.job_control():
             code = see_workers_through(team, plan.specs, config.grace, colour=colour)
     else:
         team = RunTeam(
             groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs, observers=observers,
             signals=config.signals_to_handle, asked=asked,
         )  # fmt: skip
-        with choosing(config.signals_to_handle), forwarding(plan.forwarded, team):
+        with choosing(config.signals_to_handle), forwarding(plan.forwarded, team), plan.stdin.job_control():
             code = see_through(team, plan.specs, config.grace, colour=colour)
     if team.error is not None:
         raise _WorkersFailed(code, team.error)
