@@ -538,7 +538,7 @@ def test_the_time_in_a_template(place: Place) -> None:
 
 
 def test_a_template_with_what_there_is_not(place: Place) -> None:
-    words = "there is no ${rang}; known are ${role_name}, ${rank}, ${local_rank}, ${host}, ${time}"
+    words = "there is no ${rang}; known are ${role_name}, ${rank}, ${local_rank}, ${host}, ${hostname}, ${time}"
     refused(sh(place, "echo", "--log-line-prefix-template", "$rank ${rang}"), "--log-line-prefix-template: " + words)
     place.env["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "${rang}"
     refused(sh(place, "echo"), "Error: TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE: " + words)

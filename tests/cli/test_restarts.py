@@ -52,7 +52,7 @@ def test_a_run_that_fails_twice_and_then_succeeds(place: Place) -> None:
     lines = [line for line in done.err.splitlines() if line.startswith("phalanx: attempt")]
     first, second, third = lines
     assert first.startswith("phalanx: attempt 1 of 4 failed after ")
-    assert first.endswith(": rank 1, exited with code 1; no error was recorded, step 10; restarting")
+    assert first.endswith(": rank 1, exited with code 1; stderr ends with: no luck, step 10; restarting")
     assert second.startswith("phalanx: attempt 2 of 4 failed after ")
     assert second.endswith(", step 10, same step as attempt 1; restarting")
     assert third.startswith("phalanx: attempt 3 of 4 has succeeded, after ")
@@ -76,7 +76,7 @@ def test_a_run_that_uses_its_restarts_up(place: Place) -> None:
     assert done.err.count("FAILED") == 1
     earlier = done.err.partition("Earlier Attempts:\n")[2].splitlines()
     assert earlier[0].startswith("  attempts 1 to 2, ")
-    assert earlier[0].endswith(": rank 1, exited with code 1; no error was recorded, steps 10, 20")
+    assert earlier[0].endswith(": rank 1, exited with code 1; stderr ends with: no luck, steps 10, 20")
     assert "/attempt_2/1/" in done.err
     run = record(place)
     assert (run["state"], run["exit_code"]) == ("failed", 1)

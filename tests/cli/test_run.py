@@ -575,7 +575,7 @@ def test_a_mistake_in_the_environment_is_named(place: Place) -> None:
 
 def test_what_is_no_time_is_refused_in_the_environment_as_well(place: Place) -> None:
     place.env["PHALANX_GRACE"] = "nan"
-    refused(place.run(place.write("")), "'--grace'", "expected 0 seconds or more, got nan")
+    refused(place.run(place.write("")), "'--grace'", "'nan': expected a time, 0 or more")
 
 
 @pytest.mark.slow
@@ -631,11 +631,11 @@ def test_a_binary_that_is_not_there(place: Place) -> None:
         (["--start-method", "spwan"], "spawn"),
         (["--grace", "-1"], "--grace"),
         (["--grace", "soon"], "--grace"),
-        (["--grace", "nan"], "'--grace' / '--shutdown-timeout': expected 0 seconds or more, got nan"),
-        (["--settle", "nan"], "'--settle': expected 0 seconds or more, got nan"),
-        (["--linger", "nan"], "'--linger': expected 0 seconds or more, got nan"),
-        (["--drain", "nan"], "'--drain': expected 0 seconds or more, got nan"),
-        (["--hang-timeout", "inf"], "'--hang-timeout': expected more than 0 seconds, got inf"),
+        (["--grace", "nan"], "'--grace' / '--shutdown-timeout': 'nan': expected a time, 0 or more"),
+        (["--settle", "nan"], "'--settle': 'nan': expected a time, 0 or more"),
+        (["--linger", "nan"], "'--linger': 'nan': expected a time, 0 or more"),
+        (["--drain", "nan"], "'--drain': 'nan': expected a time, 0 or more"),
+        (["--hang-timeout", "inf"], "'--hang-timeout': 'inf': expected a time, more than 0"),
         (["--master-port", "65536"], "--master-port"),
         (["-r", "4"], "0 (none), 1 (stdout), 2 (stderr) or 3 (both)"),
         (["-t", "0:3,1"], "'1'"),

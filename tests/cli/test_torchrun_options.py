@@ -121,7 +121,7 @@ def test_a_host_that_a_scheduler_has_said_is_named_with_that(place: Place) -> No
         (["--rdzv-backend=c10"], ["'c10': expected one of static, c10d, etcd, etcd-v2"]),
         (["--rdzv-conf=timeout"], ["'timeout': expected settings, like timeout=60"]),
         (["--rdzv-conf=timeout=60,"], ["the trouble is with ''"]),
-        (["--rdzv-conf=timeout=1m"], ["timeout: expected a whole number, got '1m'"]),
+        (["--rdzv-conf=timeout=1x"], ["timeout: '1x': expected a time, 0 or more, like 90 (seconds), 90s, 5m or 2h"]),
         (["--rdzv-conf=is_host=2"], ["is_host: expected yes or no, got '2'"]),
         (["--rdzv-conf=is_host=false"], ["--rdzv-conf: is_host=false: this is the only machine, see --nnodes"]),
         (["--rdzv-conf=rank=1"], ["--rdzv-conf: rank=1: this is the only machine, see --nnodes"]),
@@ -146,7 +146,7 @@ def test_a_host_that_a_scheduler_has_said_is_named_with_that(place: Place) -> No
             ["--nnodes=2", "--rdzv-conf=ca=/dev/null"],
             ["ca: it is for an etcd that is there; an agent of this job hosts"],
         ),
-        (["--nnodes=2", "--rdzv-conf=away_timeout=soon"], ["away_timeout: expected seconds, 0 or more, got 'soon'"]),
+        (["--nnodes=2", "--rdzv-conf=away_timeout=soon"], ["away_timeout: 'soon': expected a time, 0 or more, like"]),
         (
             ["--nnodes=2", "--rdzv-conf=secret_file=/dev/null"],
             ["secret_file: /dev/null: expected 16 characters or more"],

@@ -1443,7 +1443,7 @@ rank 8:
   host      : node1
   rank      : 8 (local_rank: 8)
   exitcode  : 2 (pid: 108)
-  error     : exited with code 2; no error was recorded
+  error     : exited with code 2; stderr ends with: usage: train
   last lines of stderr:
     Loading: 90%
     usage: train

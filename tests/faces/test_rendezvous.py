@@ -318,7 +318,7 @@ def test_what_is_built_in() -> None:
         (("c10d", "127.0.0.1:1", "job", 2, 2), {"is_host": "perhaps"}, "is_host: expected yes or no"),
         (("etcd", "a:1", "", 2, 2), {}, "run_id: expected"),
         (("etcd", "a:1", "job", 2, 2), {"user": "x"}, "user and password_file belong together"),
-        (("etcd", "a:1", "job", 2, 2), {"rejoin_delay": "soon"}, "rejoin_delay: expected seconds"),
+        (("etcd", "a:1", "job", 2, 2), {"rejoin_delay": "soon"}, "rejoin_delay: 'soon': expected a time, 0 or more"),
         (("etcd", "a:1", "job", 2, 2), {"exclude_after": -1}, "exclude_after: expected a whole number"),
         (
             ("c10d", "127.0.0.1:1", "job", 2, 2),

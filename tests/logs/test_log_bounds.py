@@ -291,8 +291,8 @@ FLOOD = "n=0; while [ $n -lt 1500 ]; do n=$((n+1)); echo line $n; done"
 
 
 def test_a_run_with_compressed_logs(place: Place) -> None:  # noqa: F811 - the fixture
-    compressed = "until ls $PHALANX_LOGS/*/attempt_0/$RANK/stdout.log.3.gz 2>&-; do sleep 0.01; done >&2"
-    place.env["PHALANX_LOGS"] = str(place.logs)
+    compressed = "until ls $LOGS/*/attempt_0/$RANK/stdout.log.3.gz 2>&-; do sleep 0.01; done >&2"
+    place.env["LOGS"] = str(place.logs)
     done = sh(place, f"{FLOOD}; {compressed}; {FLOOD}", "--log-max-size", "1k", "--log-compress", n=2)
     assert done.status == 0
     expected = [f"line {n}" for n in range(1, 1501)] * 2

@@ -724,8 +724,8 @@ def test_what_are_no_specs(timers: Any) -> None:
         ({"on_expiry": "nonsense"}, "on_expiry: 'nonsense' is no step"),
         ({"on_expiry": "kill,report"}, "on_expiry: 'report' comes after 'kill'"),
         ({"on_expiry": "kill,kill"}, "on_expiry: 'kill' comes after 'kill'"),
-        ({"on_expiry": "report:x"}, "on_expiry: 'report:x': 'x' is no number of seconds"),
-        ({"on_expiry": "report:-1"}, "on_expiry: expected a time of 0 seconds or more, got -1"),
+        ({"on_expiry": "report:x"}, "on_expiry: 'report:x': 'x': expected a time, 0 or more, like 90 (seconds)"),
+        ({"on_expiry": "report:-1"}, "on_expiry: 'report:-1': '-1': expected a time, 0 or more"),
         ({"on_expiry": []}, "on_expiry: expected at least one of report, dump, terminate, kill"),
         ({"on_expiry": [("kill", 1, 2)]}, "on_expiry: expected names, or pairs"),
         ({"on_expiry": [("kill", True)]}, "on_expiry: expected seconds, got True"),
@@ -746,8 +746,8 @@ def test_specs_that_make_no_sense(given: dict[str, Any], error: str) -> None:
     "option, error",
     [
         ("--on-expiry=nonsense", "'nonsense' is no step; expected report, dump, terminate, kill"),
-        ("--hang-timeout=x", "'x': expected seconds, like 60 or 0.5"),
-        ("--hang-timeout=inf", "expected more than 0 seconds, got inf"),
+        ("--hang-timeout=x", "'x': expected a time, more than 0, like 90 (seconds), 90s, 5m or 2h"),
+        ("--hang-timeout=inf", "'inf': expected a time, more than 0, like 90"),
     ],
 )
 def test_an_option_that_makes_no_sense(option: str, error: str, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.records import Node
 from phalanx._rendezvous.settings import agent_id
 from phalanx._rendezvous.words import attempts_of, earlier_attempts, told
+from phalanx._store.etcd import INSTALL
 from phalanx.cli._attempt_groups import reserve_port
 from phalanx.cli._node_team import MachineTeam
 from phalanx.cli._rdzv_conf import NOT_FOR_WORKERS
@@ -131,10 +132,10 @@ def _open(plan: RunPlan, machines: Machines, until_end: ExitStack) -> tuple[Stor
         store = machines.store(plan.run_id)
         end_hosting = machines.host(plan.run_id, say)
     except ImportError as error:
-        msg = f"--rdzv-backend {machines.backend}: {error}; pip install 'phalanx[etcd]'"
+        msg = f"--rdzv-backend {machines.backend}: {error}; {INSTALL}"
         raise click.ClickException(msg) from None
     except OSError as error:
-        msg = f"--rdzv-backend {machines.backend}: {error}"
+        msg = f"{plan.meeting.source or f'--rdzv-backend {machines.backend}'}: {error}"
         raise click.ClickException(msg) from None
     if end_hosting is not None:
         until_end.callback(end_hosting)

@@ -15,12 +15,12 @@ import time
 import click
 from click.core import ParameterSource
 
-from phalanx._base import byte_size
+from phalanx._base import byte_size, durations
 from phalanx._base.clock import format_duration
 from phalanx._base.control_chars import escape_json
 from phalanx._base.tty import printable, use_colour
 from phalanx.cli._command import SETTINGS, Command, Group, meant
-from phalanx.cli._options import Folder, Whole, read_age, reading
+from phalanx.cli._options import Folder, Whole, reading
 from phalanx.cli._runs_folders import MANY, places
 
 TYPE_CHECKING = False
@@ -132,7 +132,7 @@ def runs(
 
 
 @runs.command(cls=Command, context_settings=SETTINGS)
-@click.option("--older", callback=reading(_with_unit(read_age, "d")), metavar="TIME",
+@click.option("--older", callback=reading(_with_unit(durations.parse, "d")), metavar="TIME",
               help="Runs in which nothing has changed for so long: 12h, 30d, 8w.")  # fmt: skip
 @click.option("--keep", type=Whole(min=0), metavar="N", help="All but the newest N.")
 @click.option("--larger", callback=reading(_with_unit(byte_size.parse, "GiB")), metavar="SIZE",
