@@ -103,7 +103,7 @@ def use() -> None:
     version = phalanx.__version__
     assert version in called(command, "--version")
     assert version in called(sys.executable, "-m", "phalanx", "--version")
-    for words in ([], ["run"], ["logs"], ["runs"], ["stack"]):
+    for words in ([], ["run"], ["logs"], ["runs"], ["report"], ["rerun"], ["stack"]):
         assert "Usage: phalanx" in called(command, *words, "--help")
     modules = [
         module.name

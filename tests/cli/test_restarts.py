@@ -61,7 +61,7 @@ def test_a_run_that_fails_twice_and_then_succeeds(place: Place) -> None:
     run = record(place)
     assert (run["state"], run["exit_code"], run["cause"]) == ("succeeded", 0, "")
     assert [one["number"] for one in run["attempts"]] == [0, 1, 2]
-    assert [one["step"] for one in run["attempts"]] == [10, 10, None]
+    assert [one["step"] for one in run["attempts"]] == [10, 10, 30]
     assert run["attempts"][1]["cause"].startswith("attempt 2 of 4: rank 1, exited with code 1")
     assert all(one["ended"] >= one["started"] for one in run["attempts"])
     pids = [rank["pid"] for one in run["attempts"][1:] for rank in one["ranks"]]

@@ -124,7 +124,7 @@ def test_a_user_without_a_home(place: Place, tmp_path: Path, home: str | None) -
     temporary = tmp_path / "shelter"
     temporary.mkdir()
     place.env["TMPDIR"] = str(temporary)
-    for command in ("logs", "runs", "stack"):
+    for command in ("logs", "runs", "report", "rerun", "stack"):
         asked = place.program(sys.executable, "-c", HOMELESS, command)
         assert asked.status == 2
         assert "--log-dir: there is no default place: neither HOME nor XDG_STATE_HOME is set" in asked.err

@@ -72,6 +72,10 @@ def test_a_worker_fails_and_all_start_again(job: Callable[..., Job], backend: st
     for agent in agents:
         assert len(re.findall(r"rank 3 on host h\d, exit code 1; stopping the workers", agent.said)) == 1
         assert re.search(r"attempt 1 of 2 failed after \S+: rank 3 on host h\d, ValueError: bad batch", agent.said)
+        assert re.search(r"SUCCEEDED\n(.*\n)+Earlier Attempts:\n.*: rank 3 on host h\d, ValueError: bad", agent.report)
+        (job_file,) = agent.home.glob("phalanx/runs/*/job.toml")
+        assert "\n# left out, a secret: PHALANX_JOB_SECRET\n" in job_file.read_text()
+        assert SECRET not in job_file.read_text()
     assert not any(map(alive, below))
 
 
@@ -115,6 +119,7 @@ def test_ctrl_c_on_one_host_stops_the_job_on_all(job: Callable[..., Job], backen
     assert [agent.end() for agent in agents] == [130, 130]
     for agent in agents:
         assert "the job was stopped: SIGINT on host h1" in agent.said
+        assert re.search(r"STOPPED\n-+\n  cause     : SIGINT on host h1\n", agent.report)
 
 
 def test_a_worker_that_alone_is_sent_sigterm_has_failed(job: Callable[..., Job]) -> None:
@@ -130,3 +135,4 @@ def test_a_worker_that_alone_is_sent_sigterm_has_failed(job: Callable[..., Job])
         assert re.search(r"Root Cause.*\n.*\n +host +: h2\n +rank +: [23] ", agent.said), agent.said
         assert "ranks 0-1" in agent.said
         assert "stopped by us (SIGTERM)" in agent.said
+        assert agent.said.endswith(agent.report)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
 import time
 from typing import TYPE_CHECKING
@@ -121,4 +122,6 @@ def test_who_imports_when_a_generation_begins_hears_of_its_end_and_tells_of_a_fa
     assert [first.end(), second.end()] == [1, 1]
     for agent in (first, second):
         assert "host h2, preload: 'slowly' could not be imported" in agent.said
+    assert re.search(r"FAILED\n-+\n  cause     : host h2, preload: 'slowly' could not be imported.*\n", first.report)
+    assert re.search(r"Earlier Attempts:\n  attempt .*, ValueError: bad batch of rank \d\n", first.report)
     assert len(preloads.pids(second)) == 1

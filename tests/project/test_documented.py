@@ -20,6 +20,8 @@ import pytest
 from phalanx._runs.record import Attempt, Rank, Run
 from phalanx._runs.record import Leftover as Left
 from phalanx.cli import logs as cli_logs
+from phalanx.cli import report as cli_report
+from phalanx.cli import rerun as cli_rerun
 from phalanx.cli import run as cli_run
 from phalanx.cli import runs as cli_runs
 from phalanx.cli import stack as cli_stack
@@ -178,13 +180,13 @@ def set_by_environment(command: click.Command) -> set[str]:
 def test_options_of_other_commands_that_variables_set_are_those_that_the_guide_says() -> None:
     text = " ".join(GUIDE.partition("### Variables that Phalanx reads")[2].partition("|")[0].split())
     assert "`phalanx logs` has them for `--log-dir` and for all that it has in common with `run`" in text
-    commands = (cli_run.run, cli_logs.logs, cli_runs.runs, cli_stack.stack)
-    run, logs, runs, stack = (set_by_environment(command) for command in commands)
+    commands = (cli_run.run, cli_logs.logs, cli_runs.runs, cli_report.report, cli_rerun.rerun, cli_stack.stack)
+    run, logs, *others = (set_by_environment(command) for command in commands)
     taken = {param.opts[0] for param in cli_logs.logs.params}
     assert logs == taken & run
     assert {"--grep", "--color"} <= logs
-    assert "`phalanx runs` and `stack` have them for `--log-dir` alone" in text
-    assert (runs, stack) == ({"--log-dir"}, {"--log-dir"})
+    assert "`phalanx runs`, `report`, `rerun` and `stack` have them for `--log-dir` alone" in text
+    assert others == [{"--log-dir"}] * 4
 
 
 # --- records

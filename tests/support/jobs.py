@@ -46,7 +46,7 @@ class Agent:
     def __init__(self, job: Job, number: int, options: Sequence[str], env: dict[str, str]) -> None:
         self.number = number
         self.path = job.folder / f"{number}.{len(job.agents)}.log"
-        home = job.folder / f"home{number}"
+        self.home = home = job.folder / f"home{number}"
         home.mkdir(exist_ok=True)
         command = [
             *job.hosts.on(number), sys.executable, "-m", "phalanx", "run", "--nnodes", job.nodes, *job.meeting(number),
@@ -81,6 +81,12 @@ class Agent:
         found = re.findall(rf"worker (\d+) {size} \d+ \S+ attempt (\d+)\n", self.said)
         last = max((int(attempt) for _, attempt in found), default=-1)
         return last, [int(rank) for rank, attempt in found if int(attempt) == last]
+
+    @property
+    def report(self) -> str:
+        """The report in its run's folder."""
+        (path,) = self.home.glob("phalanx/runs/*/report.txt")
+        return path.read_text()
 
     def launcher(self) -> int:
         """The pid of the agent itself: ip and unshare have become it."""

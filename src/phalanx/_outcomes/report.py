@@ -1,7 +1,7 @@
-"""Formats the report on a failed group: plain text with headings that log scrapers know.
+"""Formats the report on a group: plain text with headings that log scrapers know.
 
-It has the root cause first, then the other failures, equal ones grouped, then the workers that were stopped. It knows
-no terminal, neither its width nor its colours: the argument ``style`` adds colours.
+Of a group that has failed, it has the root cause first, then the other failures, equal ones grouped, then the workers
+that were stopped. It knows no terminal, neither its width nor its colours: the argument ``style`` adds colours.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def format_report(
         ValueError: There is no failure.
     """
     root_rank, root = first_failure(failures)
-    lines = [("rule", "=" * RULE), ("title", f"{plain(name)} FAILED"), ("rule", "-" * RULE)]
+    lines = _title(name, "failed")
     if lost is None:
         lines.append(("heading", "Root Cause (first observed failure):"))
         lines += _full(root_rank, root, ROOT_LINES)
@@ -94,21 +94,70 @@ def format_report(
         lines.append(("field", f"  logs      : {plain(log_dir)}"))
     if others:
         lines += [("rule", "-" * RULE), ("heading", "Other Failures:"), *others]
-    rest = {rank: outcome for rank, outcome in (outcomes or {}).items() if rank not in failures}
-    if rest:
-        lines += [("rule", "-" * RULE), *_rest(rest)]
-    if earlier:
-        lines += [("rule", "-" * RULE), ("heading", "Earlier Attempts:")]
-        lines += [("text", f"  {_shorten(plain(line))}") for line in earlier]
+    lines += _rest({rank: one.describe() for rank, one in (outcomes or {}).items() if rank not in failures})
+    lines += _earlier(earlier)
     if gave_up:
         lines += [("field", f"  gave up   : {plain(gave_up)}")] if earlier else []
     lines.append(("rule", "=" * RULE))
     if style is None:
-        return "\n".join(line for _, line in lines)
+        return _joined(lines)
     return "\n".join(style(kind, line) for kind, line in lines)
 
 
 Lines = list[tuple[str, str]]
+
+
+def format_summary(
+    name: str,
+    state: str,
+    *,
+    cause: str = "",
+    detail: Sequence[str] = (),
+    endings: Mapping[int, str],
+    log_dir: str = "",
+    earlier: Sequence[str] = (),
+) -> str:
+    """Format the report on a group of which no failure of a worker is known.
+
+    Args:
+        name: What was run.
+        state: What has become of it, in a word.
+        cause: Why, in one line, or ``""``.
+        detail: What else is known, a line each.
+        endings: What has become of every worker, in words, by global rank.
+        log_dir: See `format_report`.
+        earlier: See `format_report`.
+
+    Returns:
+        As `format_report`.
+
+    >>> print(format_summary("train.py", "succeeded", endings={0: "succeeded", 1: "succeeded"}))
+    ========================================================================
+    train.py SUCCEEDED
+    ------------------------------------------------------------------------
+    ranks 0-1: succeeded
+    ========================================================================
+    """
+    lines = _title(name, state)[:-1]
+    fields = [("error", "cause", cause), *(("error", "detail", line) for line in detail), ("field", "logs", log_dir)]
+    shown = [(kind, f"  {key:10}: {_shorten(plain(text))}") for kind, key, text in fields if text]
+    lines += [("rule", "-" * RULE), *shown] if shown else []
+    return _joined([*lines, *_rest(endings), *_earlier(earlier), ("rule", "=" * RULE)])
+
+
+def _title(name: str, state: str) -> Lines:
+    return [("rule", "=" * RULE), ("title", f"{plain(name)} {state.upper()}"), ("rule", "-" * RULE)]
+
+
+def _earlier(lines: Sequence[str]) -> Lines:
+    if not lines:
+        return []
+    shown = [("text", f"  {_shorten(plain(line))}") for line in lines]
+    return [("rule", "-" * RULE), ("heading", "Earlier Attempts:"), *shown]
+
+
+def _joined(lines: Lines) -> str:
+    return "\n".join(line for _, line in lines)
 
 
 def _full(rank: int, failure: ProcessFailure, limit: int) -> Lines:
@@ -160,11 +209,13 @@ def _others(root: ProcessFailure | None, others: Mapping[int, ProcessFailure]) -
     return lines
 
 
-def _rest(outcomes: Mapping[int, Outcome]) -> Lines:
-    endings: dict[str, list[int]] = {}
-    for rank, outcome in sorted(outcomes.items()):
-        endings.setdefault(outcome.describe(), []).append(rank)
-    return [("text", f"{name_ranks(ranks)}: {ending}") for ending, ranks in endings.items()]
+def _rest(endings: Mapping[int, str]) -> Lines:
+    """Format what has become of workers, those with the same ending together."""
+    alike: dict[str, list[int]] = {}
+    for rank, ending in sorted(endings.items()):
+        alike.setdefault(ending, []).append(rank)
+    lines = [("text", f"{name_ranks(ranks)}: {ending}") for ending, ranks in alike.items()]
+    return [("rule", "-" * RULE), *lines] if lines else []
 
 
 def signature(failure: ProcessFailure) -> object:

@@ -164,6 +164,16 @@ def exposed(conf: Mapping[str, str]) -> list[str]:
     return found
 
 
+def secrets_of(conf: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
+    """Return the variables from which secrets of a job are taken.
+
+    >>> secrets_of({"secret_file": "/s", "user": "ada"}, {SECRET: "x", PASSWORD: "y"})
+    ['PHALANX_ETCD_PASSWORD']
+    """
+    taken = {SECRET: "secret_file" not in conf, PASSWORD: "user" in conf and "password_file" not in conf}
+    return [name for name, is_taken in taken.items() if is_taken and environ.get(name)]
+
+
 def seconds(name: str, text: str) -> float:
     """Read a time. Raises ValueError.
 

@@ -4,6 +4,8 @@ A run's folder, as `_logs.specs` lays it out:
 
     <run id>_<unique>/              one run
         run.json                    the record of the run: this module
+        job.toml                    what `phalanx run` was asked for, as a job file, without secrets
+        report.txt                  the report, once the run has ended
         attempt_0/                  one start of all ranks; attempt_1 is the next
             timeline                when each log file grew: `_logs.timeline_format`
             filtered_stdout.log     the lines of all ranks that a filter chooses; also filtered_stderr.log
@@ -96,7 +98,7 @@ class Attempt(Struct, frozen=True, kw_only=True):
 
     ``nodes`` says on how many machines it was; ``ranks`` are those of this one.
     ``leftovers`` are the processes that its workers left behind; ``cause`` says, in one line, why another attempt
-    followed, and ``step`` is the highest step that a rank had reported by then (`phalanx.timer.progress`), or None.
+    followed, and ``step`` is the highest step that a rank had reported by its end (`phalanx.timer.progress`), or None.
     """
 
     number: Count
@@ -117,6 +119,7 @@ class Run(Struct, frozen=True, kw_only=True):
         run_id: The run's id.
         name: The name of the script, module or function.
         command: The command line: the program and its arguments.
+        argv: The whole command line of the launcher, its options as well; empty if an older version wrote the record.
         cwd: The launcher's working directory; "" if that had been removed.
         host: The machine's name.
         pid: The launcher's process id.
@@ -139,6 +142,7 @@ class Run(Struct, frozen=True, kw_only=True):
     run_id: Text
     name: Text
     command: list[Text]
+    argv: list[Text] = []
     cwd: Text = ""
     host: Text
     pid: Pid
@@ -168,7 +172,7 @@ class _Versioned(Struct):
 
 
 def brief(run: Run) -> Run:
-    """Return the record without attempts, and with 4096 characters of its command: a list of runs holds many."""
+    """Return the record without attempts and ``argv``, and with 4096 characters of its command: lists hold many."""
     left, command = _MOST_BRIEF, []
     for part in run.command:
         if len(part) >= left:
@@ -176,7 +180,7 @@ def brief(run: Run) -> Run:
             break
         command.append(part)
         left -= len(part) + 1
-    return msgspec.structs.replace(run, command=command, attempts=[])
+    return msgspec.structs.replace(run, command=command, argv=[], attempts=[])
 
 
 def read(run_dir: str) -> Run:

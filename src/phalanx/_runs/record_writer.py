@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 FILE = "run.json"
 """The name of the record in a run's folder."""
 
+REPORT = "report.txt"
+"""The name of the report on a run that has ended, in its folder."""
+
+CONFIG = "job.toml"
+"""The name of the job file by which `phalanx rerun` starts a run again."""
+
 VERSION = 1
 """The version of the format. New fields leave it as it is; a removed field, or one with a new meaning, raises it."""
 
@@ -34,7 +40,7 @@ RankState = Literal["running", "succeeded", "failed", "stopped", "abandoned", "l
 
 def begin(
     *, run_id: str, name: str, command: list[str], started: float, nprocs: int, ranks: list[dict[str, Any]],
-    number: int = 0, nodes: int = 1, earlier: Sequence[dict[str, Any]] = (), cause: str = "",
+    number: int = 0, nodes: int = 1, earlier: Sequence[dict[str, Any]] = (), cause: str = "", argv: Sequence[str] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """Return the record of a run that this process launches: "running", in attempt ``number``, after ``earlier`` ones.
 
@@ -56,6 +62,7 @@ def begin(
         "run_id": run_id,
         "name": name,
         "command": command,
+        "argv": [*argv],
         "cwd": cwd,
         "host": os.uname().nodename,
         "pid": os.getpid(),
@@ -136,13 +143,18 @@ def write(run_dir: str, run: dict[str, Any]) -> None:
         data = _encode(run)
     except UnicodeEncodeError:  # arguments and file names are bytes, and may be no UTF-8
         data = _encode(encodable(run))
-    path = os.path.join(run_dir, FILE)
     if len(data) >= MOST_BYTES:
+        path = os.path.join(run_dir, FILE)
         raise OSError(errno.EFBIG, f"the record has {len(data)} bytes; {MOST_BYTES} can be read", path)
-    temporary = os.path.join(run_dir, f".{FILE}.{os.getpid()}")
+    write_file(run_dir, FILE, data + b"\n")
+
+
+def write_file(run_dir: str, name: str, data: bytes) -> None:
+    """Write a file of a run's folder in one step. Raises as `write`."""
+    temporary = os.path.join(run_dir, f".{name}.{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):  # left by a launcher that was killed, and had this pid
         os.unlink(temporary)
-    files.replace(path, temporary, data + b"\n")
+    files.replace(os.path.join(run_dir, name), temporary, data)
 
 
 def encodable(value: Any) -> Any:

@@ -1,11 +1,13 @@
-"""Writes the ``run.json`` of a run, from the run's events alone.
+"""Writes the ``run.json`` of a run, from the run's events alone; and beside it the job file and the report.
 
-Owns when the record is written, and that no error in it harms the run. `record_writer` makes it.
+Owns when these are written, and that no error in it harms the run. `record_writer` makes the record.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+from contextlib import suppress
 from typing import cast
 
 from phalanx._base import clock, procfs
@@ -37,6 +39,33 @@ FILES = "phalanx-record"
 _MOST_ATTEMPTS = 1000  # that are kept in the record; of all but the latest two, only the ranks that failed
 
 
+class ReportKeeper:
+    """Writes the report on a run without a record. An observer of the run's `EventStream`.
+
+    Args:
+        warn: Shows a line to the user if it cannot be written.
+
+    Attributes:
+        report: What is to be written at the end of the agent, set before that is emitted; "": nothing.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._folder = ""
+        self.report = ""
+
+    def __call__(self, events: list[Event]) -> None:
+        """Write the report if the run has ended."""
+        for event in events:
+            if isinstance(event, kinds.GroupStarting):
+                self._folder = event.folder
+            elif isinstance(event, agent_kinds.AgentEnded) and self.report and self._folder:
+                try:
+                    write_text(self._folder, record_writer.REPORT, self.report)
+                except Exception as error:  # noqa: BLE001 - the run is over, whatever it is
+                    self._warn(f"{record_writer.REPORT} cannot be written: {error}")
+
+
 class Recorder:
     """Writes the record of one run. An observer of the run's `EventStream`: its thread may wait for a disk.
 
@@ -48,6 +77,11 @@ class Recorder:
         warn: Shows a line to the user: if the record cannot be written, once; and which runs were removed.
         keep_runs: How many runs are kept in this run's folder of runs; None: all.
         is_one_group: Whether the end of a group is that of the run: no `RunEnded` comes.
+        argv: The whole command line of this process; None: `sys.argv`.
+        config: The job file that is written beside the record; "": none.
+
+    Attributes:
+        report: The report on failures of workers, set before `RunEnded` is emitted; "": the record says what there is.
     """
 
     def __init__(
@@ -60,6 +94,8 @@ class Recorder:
         warn: Callable[[str], None],
         keep_runs: int | None = None,
         is_one_group: bool = False,
+        argv: Sequence[object] | None = None,
+        config: str = "",
     ) -> None:
         self._name = name
         self._envs = envs
@@ -68,6 +104,10 @@ class Recorder:
         self._warn = warn
         self._keep_runs = keep_runs
         self._is_one_group = is_one_group
+        self._argv = sys.argv if argv is None else argv
+        self._config = config
+        self.report = ""
+        self._has_report = False  # that is to be written
         self._folder = ""
         self._run: Record | None = None
         self._ranks: dict[int, Record] = {}  # of the latest attempt, by local rank
@@ -90,11 +130,34 @@ class Recorder:
             except Exception as error:  # noqa: BLE001 - whatever it is, a run of days must not end for a note on it
                 self._refuse(error)
         if self._has_changed and self._run is not None:
+            text = self._write_texts()
             try:
                 record_writer.write(self._folder, self._record())
                 self._has_changed = False
             except Exception as error:  # noqa: BLE001 - as above
                 self._refuse(error)
+            if text:
+                self._refuse(*text)
+
+    def _write_texts(self) -> tuple[object, str] | None:
+        """Write the job file, and the report of a run that has ended: before the record says that it has.
+
+        Returns why one could not be written, and which.
+        """
+        name = record_writer.CONFIG
+        try:
+            if self._config:
+                config, self._config = self._config, ""
+                write_text(self._folder, name, config)
+            name = record_writer.REPORT
+            if self._has_report:
+                self._has_report = False
+                from phalanx._runs.run_report import describe_run  # for which no start is to wait
+
+                write_text(self._folder, name, self.report or describe_run(self._record(), self._folder))
+        except Exception as error:  # noqa: BLE001 - as above
+            return error, name
+        return None
 
     def _note(self, event: Event) -> None:
         """Note an event; one of an attempt that the agent has not begun, when it has: its group is prepared ahead."""
@@ -133,6 +196,8 @@ class Recorder:
         """Begin the record of an attempt."""
         if self._run is None and os.path.lexists(os.path.join(self._folder, record_writer.FILE)):
             self._earlier = _earlier(self._folder)
+            with suppress(OSError):  # none was written; or it cannot be removed, and so not be replaced either
+                os.unlink(os.path.join(self._folder, record_writer.REPORT))
         self._ranks, self._outcomes, self._leftovers = {}, {}, []
         self._is_over = False
         self._run = record_writer.begin(
@@ -146,6 +211,7 @@ class Recorder:
             nodes=max((_number(env.get("GROUP_WORLD_SIZE", "")) for env in self._envs.values()), default=1),
             earlier=[one for one in self._earlier if one["number"] < number],
             cause=self._cause,
+            argv=[_text(part) for part in self._argv],
         )
         self._has_changed = True
 
@@ -195,6 +261,7 @@ class Recorder:
         found: dict[int, Outcome] = event.result.outcomes
         self._outcomes = {rank: one for rank, one in found.items() if not event.lost or one.state != "abandoned"}
         if self._is_one_group:
+            self.report = self._of_failures(event.result)
             self._end_group(event.state, event.exitcode, event.cause, event.time)
         else:
             self._note_ranks()
@@ -210,7 +277,10 @@ class Recorder:
             return
         if event.attempt > self._run["attempts"][-1]["number"]:
             self._begin(event.attempt, event.time - event.seconds)
-        elif event.state == "stopped":  # nobody has failed, though that was not known when they exited
+        last = self._run["attempts"][-1]
+        if event.attempt == last["number"]:
+            last["step"] = event.step
+        if event.state == "stopped":  # nobody has failed, though that was not known when they exited
             for rank, outcome in self._outcomes.items():
                 if outcome.state == "failed":
                     self._outcomes[rank] = outcome.replace(state="stopped")
@@ -238,7 +308,18 @@ class Recorder:
                 self._run, state=state, exit_code=exit_code, cause=one_line(cause), ranks=self._known("lost"),
                 leftovers=self._leftovers, when=when,
             )  # fmt: skip
-            self._has_changed = self._is_over = True
+            self._has_changed = self._has_report = self._is_over = True
+
+    def _of_failures(self, result: RunProcsResult) -> str:
+        """Return the report on the failures of a group; "": there are none."""
+        if not result.failures:
+            return ""
+        from phalanx._outcomes.report import format_report  # as above
+
+        number = {rank: int(env.get("RANK") or rank) for rank, env in self._envs.items()}
+        failures = {number[rank]: failure for rank, failure in result.failures.items()}
+        outcomes = {number[rank]: outcome for rank, outcome in result.outcomes.items()}
+        return format_report(self._name, failures, outcomes=outcomes, log_dir=self._folder)
 
     def _keep_attempt(self, cause: str, step: int | None, when: float) -> None:
         """End an attempt, and keep it with those before it."""
@@ -296,10 +377,10 @@ class Recorder:
             more = f", and {len(failed) - 1} more" * (len(failed) > 1)
             self._warn(f"--keep-runs {self._keep_runs}: could not be removed: {failed[0]}{more}")
 
-    def _refuse(self, why: object) -> None:
+    def _refuse(self, why: object, what: str = record_writer.FILE) -> None:
         if not self._failed:
             self._failed = True
-            self._warn(f"the run goes on, but its run.json cannot be written: {why}")
+            self._warn(f"the run goes on, but its {what} cannot be written: {why}")
 
 
 _NOTES: dict[type[Event], Callable[[Recorder, Any], None]] = {
@@ -317,7 +398,12 @@ _NOTES: dict[type[Event], Callable[[Recorder, Any], None]] = {
 }
 
 
-def observe(stream: EventStream, warn: Callable[[str], None], recorder: Recorder | None) -> None:
+def write_text(folder: str, name: str, text: str) -> None:
+    """Write a text of a run's folder in one step. Raises OSError."""
+    record_writer.write_file(folder, name, f"{text.rstrip()}\n".encode("utf-8", "backslashreplace"))
+
+
+def observe(stream: EventStream, warn: Callable[[str], None], recorder: Callable[[list[Event]], None] | None) -> None:
     """Have the events of a stream written: all to `EVENTS`, and, with a ``recorder``, what they say to ``run.json``."""
     log = EventLog(warn)
 

@@ -43,8 +43,12 @@ class WorkersRecorder(Recorder):
         warn: Callable[[str], None],
         keep_runs: int | None = None,
         attempts: str = "",
+        argv: Sequence[object] | None = None,
+        config: str = "",
     ) -> None:
-        super().__init__(name, envs, run_id=run_id, command=command, warn=warn, keep_runs=keep_runs)
+        super().__init__(
+            name, envs, run_id=run_id, command=command, warn=warn, keep_runs=keep_runs, argv=argv, config=config
+        )
         self._of = attempts
         self._local = {self.global_rank(rank): rank for rank in envs}
         self._attempts: dict[int, Record] = {}  # by number; "ranks" is a dict, by local rank
@@ -158,7 +162,7 @@ class WorkersRecorder(Recorder):
         if self._run is not None:
             ended = max(when, self._run["started"])
             self._ending = {"state": state, "ended": ended, "exit_code": exit_code, "cause": one_line(cause)}
-            self._has_changed = True
+            self._has_changed = self._has_report = True
 
     def _record(self) -> Record:
         assert self._run is not None

@@ -10,6 +10,7 @@ from phalanx._agent.attempt_end import AttemptEnd
 from phalanx._agent.file_timers import FileTimers
 from phalanx._agent.group_team import GroupTeam
 from phalanx._agent.health import Health, address_of_environment
+from phalanx._agent.history import describe_attempts
 from phalanx._agent.worker_args import with_local_rank
 from phalanx._agent.worker_env import worker_env
 from phalanx._engine.start_errors import KeeperLostError
@@ -22,12 +23,15 @@ from phalanx._group.warm import check_preload, choose
 from phalanx._logs.console import ConsoleSpecs
 from phalanx._logs.prefixes import checked_template
 from phalanx._logs.specs import LogsSpecs
+from phalanx._outcomes.report import format_summary
 from phalanx._placement.placement import Placement
-from phalanx._runs.recorder import observe
+from phalanx._runs.recorder import ReportKeeper, observe
 from phalanx.agent._simple import EXIT_BARRIER_TIMEOUT, SHUTDOWN_TIMEOUT, SimpleElasticAgent
-from phalanx.agent._spec import check_type
+from phalanx.agent._spec import check_type, name_of
 from phalanx.agent._telling import step
 from phalanx.agent._types import RunResult, WorkerState
+from phalanx.errors import ChildFailedError
+from phalanx.rendezvous import RendezvousClosedError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
     from phalanx._events.stream import EventStream
     from phalanx._group.context import PContext
     from phalanx._group.warm import Warm
+    from phalanx._outcomes.outcome import Outcome
     from phalanx._timers.specs import TimerSpecs
     from phalanx.agent._spec import WorkerSpec
     from phalanx.agent._types import WorkerGroup
@@ -138,6 +143,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._health = Health(None)
         self._groups = GroupTeam(self._make_group)
         self._group_end: AttemptEnd | None = None
+        self._report: ReportKeeper | None = None  # None: nothing is kept beside the logs
+        self._report_name = name_of(spec)
 
     @step
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:  # noqa: ARG002 - there is one
@@ -185,7 +192,13 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._health = health
             if address is not None and self._events is not None:
                 self._events.subscribe("phalanx-health", health.observe)
-            return super()._run()
+            try:
+                result = super()._run()
+            except RendezvousClosedError:
+                self._keep_report(None)
+                raise
+            self._keep_report(result)
+            return result
 
     def _end_group(self, death_sig: int, timeout: float) -> None:
         group = self._groups.group
@@ -196,6 +209,52 @@ class LocalElasticAgent(SimpleElasticAgent):
             groups = self._groups
             if groups.ended() is not None:
                 self._tell_outcomes()
+
+    def _keep_report(self, result: RunResult | None) -> None:
+        """Have the report written into the run's folder. None: the machines have ended the job. Never raises."""
+        if self._report is None:
+            return
+        try:
+            self._report.report = self._final_report(result)
+        except Exception as error:  # noqa: BLE001 - failures of a `_monitor_workers` of the user's may be anything
+            self._groups.say(f"phalanx: no report can be made of this run's end: {error!r}")
+
+    def _final_report(self, result: RunResult | None) -> str:
+        """Return the report; "": there is nothing to be said."""
+        name = self._report_name
+        if result is not None and result.is_failed() and result.failures:
+            return self._failed(result).format_msg()
+        if (report := self._machines.report(name)) is not None:
+            return report.format_msg()
+        if result is None:
+            return ""
+        endings = {rank: outcome.describe() for rank, outcome in self._outcomes().items()}
+        state, earlier = result.state.value.lower(), self._earlier()[0]
+        return format_summary(name, state, endings=endings, log_dir=self._log_dir(), earlier=earlier)
+
+    def _failed(self, result: RunResult) -> ChildFailedError:
+        """Make the error of a run that has failed: with what became of every worker, and where its logs are."""
+        own, name = result.failures, self._report_name
+        report = self._machines.report(name)
+        if report is not None:
+            for rank in own.keys() & report.failures.keys():  # the others are not sent the data of error files
+                report.failures[rank] = report.failures[rank].replace(error_file_data=own[rank].error_file_data)
+            return report
+        earlier, why = self._earlier()
+        return ChildFailedError(
+            name, own, outcomes=self._outcomes(), log_dir=self._log_dir(), earlier=earlier, gave_up=why
+        )
+
+    def _earlier(self) -> tuple[list[str], str]:
+        """Return a line on each attempt before the last one, and why no other followed."""
+        if self._ending is None:
+            return [], ""
+        return describe_attempts(self._ending.ends[:-1]), self._ending.why
+
+    def _outcomes(self) -> dict[int, Outcome]:
+        """Return what became of every worker of the last attempt, by global rank."""
+        found = {} if self._groups.result is None else self._groups.result.outcomes
+        return {self._global_rank(rank): one for rank, one in found.items()}
 
     def _tell_outcomes(self) -> None:
         """Tell the other machines what became of the group, which is gone."""
@@ -247,7 +306,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         if self._machines.handler is not None:
             events.subscribe("phalanx-failure", self._note_failures)
         if observers.keeps_events(self._logs_specs):
-            observe(events, lambda text: self._groups.say(f"phalanx: {text}"), None)
+            self._report = ReportKeeper(lambda text: self._groups.say(f"phalanx: {text}"))
+            observe(events, lambda text: self._groups.say(f"phalanx: {text}"), self._report)
         observers.listen(events, self._timers, self._on_event)
 
     def _poll_seconds(self) -> float | None:

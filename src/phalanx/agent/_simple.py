@@ -339,10 +339,11 @@ class SimpleElasticAgent(ElasticAgent):
         barrier = max(0.0, self._exit_barrier_timeout)
         policy = self._machines.announce(self._policy, self._shutdown_timeout, barrier, lambda: self._wake())  # noqa: PLW0108 - it is another one in each attempt
         lost = None
+        self._ending: Ending | None = None
         with Attempts(team, policy, events=self._events) as attempts:
             self._attempts = attempts
             try:
-                ending = self._carry_out(attempts)
+                ending = self._ending = self._carry_out(attempts)
             except RendezvousGracefulExitError:
                 ending = None
             except RendezvousClosedError:  # the machines have decided that no other attempt follows this failure

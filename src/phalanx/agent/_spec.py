@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 import warnings
 
 from phalanx._base.durations import seconds
@@ -189,3 +190,10 @@ def _checked_filters(name: str, value: Any) -> list[str] | None:
         msg = f"{name}: an empty string is in every line, got {value!r}"
         raise ValueError(msg)
     return list(value)
+
+
+def name_of(spec: WorkerSpec) -> str:
+    """Return what a report calls the job: the script, where the program is this Python."""
+    if spec.entrypoint == sys.executable:
+        return next((str(arg) for arg in spec.args if not str(arg).startswith("-")), sys.executable)
+    return spec.get_entrypoint_name()

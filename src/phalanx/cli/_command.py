@@ -24,6 +24,7 @@ SETTINGS = {
     "max_content_width": 100,
 }
 
+_ARGV = "phalanx.cli.argv"
 _MOST_MEANT = 3
 _ALIKE = 0.65  # of two words that one may be meant by the other, see difflib
 _AS_GOOD = 0.1  # how much less, and yet as likely as the best
@@ -79,6 +80,7 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """See `click.Command`."""
+        ctx.meta.setdefault(_ARGV, [*ctx.command_path.split(), *args])
         try:
             with _naming_variables(ctx):
                 return super().parse_args(ctx, args)
@@ -149,6 +151,12 @@ def meant(word: str, known: Iterable[str]) -> str:
         least = max(_ALIKE, max(alike.values(), default=0.0) - _AS_GOOD)
         close = sorted((name for name in alike if alike[name] >= least), key=alike.__getitem__, reverse=True)
     return f"; did you mean {' or '.join(map(repr, close[:_MOST_MEANT]))}?" if close else ""
+
+
+def argv_of(ctx: click.Context) -> list[str]:
+    """Return the whole command line, as it was typed."""
+    typed: list[str] = ctx.meta[_ARGV]
+    return typed
 
 
 def _long(param: click.Parameter) -> str:

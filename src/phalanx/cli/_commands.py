@@ -10,12 +10,12 @@ import click
 from phalanx import __version__
 from phalanx.cli._command import Command, Group
 
-_COMMANDS = ("run", "logs", "runs", "stack")
+_COMMANDS = ("run", "logs", "runs", "report", "rerun", "stack")
 _ELSEWHERE = {
     "ps": "runs", "ls": "runs", "list": "runs", "status": "runs", "history": "runs", "tail": "logs", "log": "logs",
     "cat": "logs", "start": "run", "launch": "run", "exec": "run", "spawn": "run", "python": "run", "torchrun": "run",
     "dump": "stack", "py-spy": "stack", "prune": "runs prune", "rm": "runs prune", "clean": "runs prune",
-    "gc": "runs prune", "version": "--version",
+    "gc": "runs prune", "restart": "rerun", "repeat": "rerun", "version": "--version",
 }  # fmt: skip
 """What commands are called in other tools, and here."""
 

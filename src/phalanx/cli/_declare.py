@@ -40,7 +40,7 @@ SECTIONS = (WORKERS, RESTARTS, LOGS, CONSOLE, TIMERS, END, PLACEMENT, MACHINES)
 TEXT, WHOLE, NUMBER, LIST = (str,), (int,), (int, float), (list, str, int)
 """Types that a value can have in a job file."""
 
-_JOB, _GIVEN = "phalanx.cli.job", "phalanx.cli.given"
+_JOB, _GIVEN, _ALONE = "phalanx.cli.job", "phalanx.cli.given", "phalanx.cli.alone"
 
 
 class Option(Generic[T]):
@@ -295,6 +295,15 @@ class _Param(click.Option):
             value, source = job.values[name], ParameterSource.DEFAULT_MAP
         ctx.meta.setdefault(_GIVEN, {})[name] = value
         return value, source
+
+    def value_from_envvar(self, ctx: click.Context) -> Any:
+        """See `click.Parameter`."""
+        return None if ctx.meta.get(_ALONE) else super().value_from_envvar(ctx)
+
+
+def ignore_environment(ctx: click.Context) -> None:
+    """Have the options that are read from now on heed no environment variable."""
+    ctx.meta[_ALONE] = True
 
 
 def set_job(ctx: click.Context, job: Job) -> None:

@@ -1,4 +1,4 @@
-"""``phalanx run --print-config``: the options that hold, as a job file. Loaded only for that."""
+"""The options that hold, as a job file: for ``phalanx run --print-config``, and for `job.toml` in a run's folder."""
 
 from __future__ import annotations
 
@@ -21,10 +21,35 @@ if TYPE_CHECKING:
 _ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 _WIDTH = 40
 _LINE = "command line"
+_SECRET = re.compile(
+    r"SECRET|PASSW(?:OR)?D|PASSPHRASE|(?:^|_)(?:API|AUTH)?(?:TOKEN|KEYS?|CREDENTIALS?)(?:_|$)|(?<=_)PWD$", re.IGNORECASE
+)
+_NO_SECRET = re.compile(r"_(?:FILE|PATH|DIR)$", re.IGNORECASE)  # it says where one is
+_LEFT_OUT = "# left out, a secret: "
 
 
-def as_job_file(ctx: click.Context, config: RunConfig) -> str:
-    """Return a job file that says what the options say, and in comments who has said it. Raises UsageError."""
+def is_secret(name: str) -> bool:
+    """Whether a variable's value is a secret, by its name.
+
+    >>> [name for name in ("HF_TOKEN", "PGPASSWORD", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY") if not is_secret(name)]
+    []
+    >>> [name for name in ("TOKENIZERS_PARALLELISM", "MAX_TOKENS", "PWD", "TLS_KEY_FILE") if is_secret(name)]
+    []
+    """
+    return bool(_SECRET.search(name)) and not _NO_SECRET.search(name)
+
+
+def left_out(text: str) -> list[str]:
+    """Return the variables that `as_job_file` has left out of a job file."""
+    return re.findall(rf"^{re.escape(_LEFT_OUT)}(\w+)$", text, re.MULTILINE)
+
+
+def as_job_file(ctx: click.Context, config: RunConfig, secrets: Iterable[str] | None = None) -> str:
+    """Return a job file that says what the options say, and in comments who has said it. Raises UsageError.
+
+    ``secrets``: None: all is there. Else variables of ``[env]`` that are secrets are left out, and a comment names each
+    of them, and these.
+    """
     lines = ["# What phalanx run was asked for: phalanx run -f FILE reads it.", ""]
     lines += _program(ctx, config)
     for heading in (*SECTIONS, ""):
@@ -36,9 +61,13 @@ def as_job_file(ctx: click.Context, config: RunConfig) -> str:
         unset = [declared.long[2:] for declared in every if _text(ctx, declared) is None]
         lines += [f"# not set: {', '.join(unset)}"] if unset else []
     job = job_of(ctx)
-    if config.env and job is not None:
+    hidden = [] if secrets is None else [name for name in config.env if is_secret(name)]
+    shown = {name: text for name, text in config.env.items() if name not in hidden}
+    if secrets is not None and (left := [*secrets, *hidden]):
+        lines += ["", *(f"{_LEFT_OUT}{name}" for name in left)]
+    if shown and job is not None:
         lines += ["", "[env]", *(_commented(f"{name} = {_string(text)}", job.where("env", name))
-                                 for name, text in config.env.items())]  # fmt: skip
+                                 for name, text in shown.items())]  # fmt: skip
     return "\n".join(lines) + "\n"
 
 

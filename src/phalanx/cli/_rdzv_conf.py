@@ -7,14 +7,23 @@ from contextlib import contextmanager
 import click
 
 from phalanx._rendezvous import conf as settings
-from phalanx._rendezvous.conf import NOT_FOR_WORKERS, SECRET, exposed, may_host
+from phalanx._rendezvous.conf import NOT_FOR_WORKERS, SECRET, exposed, may_host, secrets_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from typing import Any
 
-__all__ = ["NOT_FOR_WORKERS", "SECRET", "agent_port", "exposed", "job_secret", "machine_settings", "may_host"]
+__all__ = [
+    "NOT_FOR_WORKERS",
+    "SECRET",
+    "agent_port",
+    "exposed",
+    "job_secret",
+    "machine_settings",
+    "may_host",
+    "secrets_of",
+]
 
 
 def machine_settings(conf: Mapping[str, str], environ: Mapping[str, str], *, is_hosted: bool) -> dict[str, Any]:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from phalanx._agent.restart_policy import RestartPolicy
     from phalanx.cli._attempt_groups import AttemptGroups
     from phalanx.cli._run_logs import RunLogs
-    from phalanx.cli._run_record import Observers
+    from phalanx.cli._run_record import Asked, Observers
 
     T = TypeVar("T")
 
@@ -59,6 +59,7 @@ class RunTeam(GroupTeam):
         keep_runs: See `Recorder`.
         observers: See `RunRecord`.
         signals: Those that stop the run.
+        asked: What was asked for.
     """
 
     def __init__(
@@ -70,10 +71,12 @@ class RunTeam(GroupTeam):
         keep_runs: int | None,
         observers: Observers,
         signals: Iterable[int],
+        asked: Asked,
     ) -> None:
         recorder = Recorder(
-            groups.script, groups.envs, run_id=run_id, command=groups.command, warn=self.warn, keep_runs=keep_runs
-        )
+            groups.script, groups.envs, run_id=run_id, command=groups.command, warn=self.warn, keep_runs=keep_runs,
+            argv=asked.argv, config=asked.config,
+        )  # fmt: skip
         self.record = RunRecord(recorder, self.warn, observers)
         super().__init__(self._make_warm, common=CommonStop(signals))
         groups.emit_into(self.record.stream)
@@ -99,9 +102,9 @@ class RunTeam(GroupTeam):
         self._groups.warm_up()
         return self._groups.make(attempt, before)
 
-    def record_end(self, state: str, exitcode: int, cause: str = "") -> None:
+    def record_end(self, state: str, exitcode: int, cause: str = "", report: str = "") -> None:
         """Record how the run has ended, see `RunRecord.end`."""
-        self.record.end(self._number, state, exitcode, cause)
+        self.record.end(self._number, state, exitcode, cause, report)
 
     def start(self, attempt: int, wake: Callable[[], None]) -> None:
         """See `Team`."""
@@ -116,7 +119,8 @@ class RunTeam(GroupTeam):
         # Now: at the end there may be no descriptor, or no disk. And whole: a handler's exception in the midst of an
         # import can leave the lock of the import system taken, for which the thread that writes run.json would wait.
         with interrupts.deferred():
-            from phalanx.errors import format_report  # noqa: F401 - see above
+            from phalanx._runs.run_report import describe_run  # noqa: F401 - see above
+            from phalanx.errors import format_report  # noqa: F401 - likewise
 
     def ended(self) -> AttemptEnd | None:
         """See `Team`."""
@@ -213,27 +217,29 @@ def _conclude(ending: Ending, stopped: signal.Signals | None, team: RunTeam, spe
     result = team.result or RunProcsResult()
     last = ending.ends[-1] if ending.ends else AttemptEnd("stopped")
     attempt = f"attempt {last.number + 1}{team.policy.attempts}"
+    team.error = error = _failures(team, result, specs, ending)
+    report = "" if error is None else error.format_msg()
     if stopped is not None and (team.stopped_in_delay or not result.failures):
         code = 128 + stopped
         cause = stopped.name if last.state != "failed" else f"{stopped.name}, after {attempt}: {last.describe()}"
-        team.record_end("stopped", code, cause)
+        team.record_end("stopped", code, cause, report)
         if team.stopped_in_delay:
-            _report(team, result, specs, ending, colour=colour)
+            _report(error, result, ending, colour=colour)
         return code
     code, cause = verdict(result)
     if team.lost is not None:
         say(f"Error: {team.lost}")
         code, cause = code or 1, str(team.lost)
     elif last.state == "not started":
-        error = last.error if team.not_started is None else in_our_words(team.not_started, team.group)
-        say(f"Error: {error}")
+        why = last.error if team.not_started is None else in_our_words(team.not_started, team.group)
+        say(f"Error: {why}")
         code, cause = 1, last.error
     if len(ending.ends) > 1:
         cause = cause and f"{attempt}: {cause}"
         if not code:
             say(f"{attempt} has succeeded, after {format_duration(last.uptime)}")
-    team.record_end("failed" if code else "succeeded", code, cause)
-    _report(team, result, specs, ending, colour=colour)
+    team.record_end("failed" if code else "succeeded", code, cause, report)
+    _report(error, result, ending, colour=colour)
     return code
 
 
@@ -288,29 +294,34 @@ def announced(group: PContext, death: signal.Signals, seconds: float) -> str:
     return f"giving the workers notice of a stop by {signal_name(number)} ({death.name} {spans})"
 
 
-def _report(team: RunTeam, result: RunProcsResult, logs: RunLogs, ending: Ending, *, colour: bool) -> None:
-    """Say what went wrong, if anything did."""
-    before = describe_attempts(ending.ends[:-1])
+def _failures(team: RunTeam, result: RunProcsResult, logs: RunLogs, ending: Ending) -> ChildFailedError | None:
+    """Return what the report is about; None: no worker has failed."""
     if not result.failures:
-        for rank, outcome in result.outcomes.items():
-            if outcome.state != "succeeded" or outcome.early:
-                say(f"rank {rank}: {outcome.describe()}")
-        if ending.state == "failed":
-            for line in before:
-                say(line)
+        return None
+    return child_failed(team.name, result, logs, describe_attempts(ending.ends[:-1]), ending.why)
+
+
+def _report(error: ChildFailedError | None, result: RunProcsResult, ending: Ending, *, colour: bool) -> None:
+    """Say what went wrong, if anything did."""
+    if error is not None:
+        show_report(error, colour=colour)
         return
+    for rank, outcome in result.outcomes.items():
+        if outcome.state != "succeeded" or outcome.early:
+            say(f"rank {rank}: {outcome.describe()}")
+    if ending.state == "failed":
+        for line in describe_attempts(ending.ends[:-1]):
+            say(line)
 
-    team.error = report_failures(team.name, result, logs, before, ending.why, colour=colour)
 
-
-def report_failures(
-    name: str, result: RunProcsResult, logs: RunLogs, earlier: list[str], why: str, *, colour: bool, log_dir: str = "",
+def child_failed(
+    name: str, result: RunProcsResult, logs: RunLogs, earlier: list[str], why: str, *, log_dir: str = "",
     lost: tuple[str, str] | None = None,
 ) -> ChildFailedError:  # fmt: skip
-    """Show the report on a run that has failed: with lines on ``earlier`` attempts, and why no other followed.
+    """Return the report on a run that has failed, as an exception.
 
-    ``log_dir``: the folder of the logs; default: the run's. ``lost``: see `format_report`. Returns the report, as an
-    exception.
+    ``earlier``: lines on the attempts before. ``why``: why no other followed. ``log_dir``: the folder of the logs;
+    default: the run's. ``lost``: see `format_report`.
     """
     log_dir, failures = log_dir or logs.run_log_dir or "", result.failures
     if not logs.is_kept:  # the error files have gone with the group
@@ -318,17 +329,25 @@ def report_failures(
 
     @record  # a launcher that is itself a worker passes the root cause on to its own error file
     def fail() -> None:
-        raise ChildFailedError(name, failures, outcomes=result.outcomes, log_dir=log_dir, lost=lost)
+        raise ChildFailedError(
+            name, failures, outcomes=result.outcomes, log_dir=log_dir, lost=lost, earlier=earlier, gave_up=why
+        )
 
     try:
         fail()
     except ChildFailedError as error:
-        from phalanx.errors import format_report
-
-        more: dict[str, Any] = {"earlier": earlier, "gave_up": why, "style": style if colour else None, "lost": lost}
-        tell(format_report(name, error.failures, outcomes=error.outcomes, log_dir=log_dir, **more))
         return error
     raise AssertionError
+
+
+def show_report(error: ChildFailedError, *, colour: bool) -> None:
+    """Show a report."""
+    from phalanx.errors import format_report
+
+    tell(format_report(
+        error.name, error.failures, outcomes=error.outcomes, log_dir=error.log_dir, lost=error.lost,
+        earlier=error.earlier, gave_up=error.gave_up, style=style if colour else None,
+    ))  # fmt: skip
 
 
 def style(kind: str, line: str) -> str:

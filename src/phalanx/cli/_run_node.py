@@ -28,7 +28,7 @@ from phalanx.cli._attempt_groups import reserve_port
 from phalanx.cli._node_team import MachineTeam
 from phalanx.cli._rdzv_conf import NOT_FOR_WORKERS
 from phalanx.cli._restarts import forwarding
-from phalanx.cli._run_group import report_failures, undisturbed
+from phalanx.cli._run_group import child_failed, show_report, undisturbed
 from phalanx.cli._say import say
 from phalanx.cli._stack_door import StackDoor
 from phalanx.multiprocessing import SignalException
@@ -45,16 +45,22 @@ if TYPE_CHECKING:
     from phalanx.cli._one_run import OneRun
     from phalanx.cli._run_logs import RunLogs
     from phalanx.cli._run_plan import RunPlan
-    from phalanx.cli._run_record import Observer
+    from phalanx.cli._run_record import Asked, Observer
     from phalanx.cli._services import Services
     from phalanx.multiprocessing.errors import ChildFailedError
 
 
 def run_node(
-    plan: RunPlan, machines: Machines, services: Services | None, until_end: ExitStack, held: OneRun | None = None
+    plan: RunPlan,
+    machines: Machines,
+    services: Services | None,
+    until_end: ExitStack,
+    asked: Asked,
+    held: OneRun | None = None,
 ) -> tuple[int, ChildFailedError | None]:
     """Run this machine's part of a job of many. Returns the exit code, and what the report is about.
 
+    ``asked``: what was asked for.
     ``held``: what tells of another launcher that was started together with this one, which ends the job; None: nothing.
     """
     if plan.config.node_check:
@@ -101,7 +107,7 @@ def run_node(
     team = MachineTeam(
         me, port, envs, groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs, observers=observers,
         where=machines.where, grace=config.grace, patience=machines.join_timeout, keeps=machines.keep,
-        signals=config.signals_to_handle,
+        signals=config.signals_to_handle, asked=asked,
     )  # fmt: skip
     notice = 0.0 if config.notice is None else config.notice[1]
     rules = machines.rules(plan.policy, config.grace, notice)
@@ -220,18 +226,26 @@ def _conclude(finish: Finish, stopped: signal.Signals | None, team: MachineTeam,
         cause = told(stop) if stop is not None else why
         further = f"; {why}" if why and why != cause else ""
         say(f"Error: {cause}{further}")
-        team.record_end("failed", 1, cause)
+        team.record_end("failed", 1, cause, _without_failures(team.name, f"{cause}{further}", left, earlier, logs))
         return 1
     result = RunProcsResult(failures=dict(left.failures), outcomes=dict(left.outcomes))
     code, cause = verdict(result)
     if stop is not None and left.lost is not None:
         cause = told(stop)
-    team.record_end("failed", code, cause)
-    logs_of = left.log_dir or logs.run_log_dir or ""
-    team.error = report_failures(
-        team.name, result, logs, earlier, why, colour=colour, log_dir=logs_of, lost=left.lost
-    )  # fmt: skip
+    team.error = child_failed(team.name, result, logs, earlier, why, log_dir=left.log_dir, lost=left.lost)
+    team.record_end("failed", code, cause, team.error.format_msg())
+    show_report(team.error, colour=colour)
     return code
+
+
+def _without_failures(name: str, cause: str, left: JobEvidence, earlier: list[str], logs: RunLogs) -> str:
+    """Return the report on a job that has failed, where no worker has."""
+    from phalanx._outcomes.report import format_summary
+
+    detail = [line for line in (*left.errors, *left.damaged, left.summary) if line]
+    endings = {rank: outcome.describe() for rank, outcome in left.outcomes.items()}
+    logs_of = left.log_dir or logs.run_log_dir or ""
+    return format_summary(name, "failed", cause=cause, detail=detail, endings=endings, log_dir=logs_of, earlier=earlier)
 
 
 def _succeed(job: Job | None, team: MachineTeam) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from phalanx._base import clock
 from phalanx._events import agent_kinds, kinds
 from phalanx._events.stream import EventStream
@@ -18,6 +20,15 @@ if TYPE_CHECKING:
     Observers = Mapping[str, Observer]
 
 _LAST = 0.2  # seconds for what is emitted after the end of the run is recorded, where an exception came instead
+
+
+class Asked(NamedTuple):
+    """What was asked for."""
+
+    argv: list[str]
+    """The whole command line."""
+    config: str
+    """All options that hold, as a job file; "": no job file can hold them."""
 
 
 class RunRecord:
@@ -52,8 +63,12 @@ class RunRecord:
             self.stream.emit(kinds.ConsoleClosed, attempt, clock.now_ns(), stream=stream)
             self._warn(f"nobody reads {stream} any more; the run goes on, and its log files have all lines")
 
-    def end(self, attempt: int, state: str, exitcode: int, cause: str = "") -> None:
-        """Write how the run has ended. Returns when all is written, after 5 s at most if the disk does not answer."""
+    def end(self, attempt: int, state: str, exitcode: int, cause: str = "", report: str = "") -> None:
+        """Write how the run has ended. Returns when all is written, after 5 s at most if the disk does not answer.
+
+        ``report``: what the report says; "": what the record does.
+        """
+        self._recorder.report = report
         self.stream.emit(agent_kinds.RunEnded, attempt, clock.now_ns(), state=state, exitcode=exitcode, cause=cause)
         self._recorder.finish(self.stream)
 

@@ -13,7 +13,7 @@ from phalanx._engine import host_signals
 from phalanx._engine.host_signals import signals_to_handle
 from phalanx._outcomes.result import verdict
 from phalanx._runs.workers_recorder import result_of
-from phalanx.cli._run_group import GONE, announced, in_our_words, report_failures, undisturbed
+from phalanx.cli._run_group import GONE, announced, child_failed, in_our_words, show_report, undisturbed
 from phalanx.cli._say import say
 from phalanx.multiprocessing import PreloadError, RunProcsResult, SignalException
 
@@ -119,16 +119,21 @@ def _conclude(teams: WorkerTeams, stopped: signal.Signals | None, specs: RunLogs
     lost = {rank: ending for rank, ending in teams.endings.items() if ending.state == "failed"}  # they gave up
     first = min(lost, key=lambda rank: lost[rank].ends[-1].ended, default=None)
     joined = result_of(teams.results)
+    lines = describe_workers({teams.number(rank): _told(ending) for rank, ending in teams.endings.items()})
+    failures = {rank: failure for rank, failure in joined.failures.items() if rank in lost}
+    if failures:
+        joined = joined.replace(failures=failures)
+        teams.error = child_failed(teams.name, joined, specs, lines, _reasons(teams, lost))
     if first is not None:
         code, cause = _verdict(teams, first, lost[first].ends[-1])
-        teams.record_end("failed", code, cause)
+        teams.record_end("failed", code, cause, "" if teams.error is None else teams.error.format_msg())
     elif stopped is not None:
         code = 128 + stopped
         teams.record_end("stopped", code, stopped.name)
     else:
         code, cause = verdict(joined)
         teams.record_end("failed" if code else "succeeded", code, cause)
-    _report(teams, joined, lost, specs, colour=colour, stopped=stopped is not None)
+    _report(teams, joined, lost, lines, colour=colour, stopped=stopped is not None)
     return code
 
 
@@ -136,19 +141,17 @@ def _report(
     teams: WorkerTeams,
     joined: RunProcsResult,
     lost: Mapping[int, Ending],
-    specs: RunLogs,
+    lines: list[str],
     *,
     colour: bool,
     stopped: bool,
 ) -> None:
-    """Say what went wrong, if anything did: who is ``lost`` in full, restarts in a line each."""
-    lines = describe_workers({teams.number(rank): _told(ending) for rank, ending in teams.endings.items()})
-    failures = {rank: failure for rank, failure in joined.failures.items() if rank in lost}
-    for rank in lost.keys() - failures.keys():  # its keeper was lost, or another attempt could not be started
+    """Say what went wrong, if anything did: who is ``lost`` in full, restarts in ``lines``."""
+    given_up = () if teams.error is None else joined.failures
+    for rank in lost.keys() - set(given_up):  # its keeper was lost, or another attempt could not be started
         say(f"Error: rank {teams.number(rank)}: {lost[rank].ends[-1].error}")
-    if failures:
-        joined = joined.replace(failures=failures)
-        teams.error = report_failures(teams.name, joined, specs, lines, _reasons(teams, lost), colour=colour)
+    if teams.error is not None:
+        show_report(teams.error, colour=colour)
         return
     for line in (*lines, *_recovered(teams)):
         say(line)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from phalanx._placement.placement import Placement
     from phalanx.cli._attempt_groups import AttemptGroups
     from phalanx.cli._run_logs import RunLogs
-    from phalanx.cli._run_record import Observers
+    from phalanx.cli._run_record import Asked, Observers
     from phalanx.multiprocessing import PContext
     from phalanx.multiprocessing.errors import ChildFailedError
 
@@ -73,7 +73,8 @@ class OneWorker(WorkerTeam):
         is_up = super().is_up()
         if is_up:  # now, and whole: see `RunTeam.start`
             with interrupts.deferred():
-                from phalanx.errors import format_report  # noqa: F401 - at the end there may be no descriptor for it
+                from phalanx._runs.run_report import describe_run  # noqa: F401 - at the end, no descriptor may be left
+                from phalanx.errors import format_report  # noqa: F401 - likewise
         return is_up
 
     def ended(self) -> AttemptEnd | None:
@@ -97,6 +98,7 @@ class WorkerTeams:
         limits: Resource limits of the workers, where the user has given none.
         observers: See `RunRecord`.
         signals: Those that stop the run.
+        asked: What was asked for.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class WorkerTeams:
         limits: Mapping[str, Any],
         observers: Observers,
         signals: Collection[int],
+        asked: Asked,
     ) -> None:
         specs.ranks_come_singly, specs.workers = True, len(groups.envs)
         self.name = groups.script
@@ -120,7 +123,7 @@ class WorkerTeams:
         self.lines = RunLines(groups.envs, console, lambda stream: self.record.reader_gone(self._latest(), stream))
         recorder = WorkersRecorder(
             groups.script, groups.envs, run_id=run_id, command=groups.command, warn=self._warn, keep_runs=keep_runs,
-            attempts=policy.attempts,
+            attempts=policy.attempts, argv=asked.argv, config=asked.config,
         )  # fmt: skip
         self.record = RunRecord(recorder, self._warn, observers)
         self.number = recorder.global_rank
@@ -142,9 +145,9 @@ class WorkerTeams:
         # There are no others that could leave evidence, or that it has to stop.
         return self._groups.make_one(rank, attempt, before, settle=0.0, run_lines=self.lines, **self._own[rank])
 
-    def record_end(self, state: str, exitcode: int, cause: str = "") -> None:
+    def record_end(self, state: str, exitcode: int, cause: str = "", report: str = "") -> None:
         """Record how the run has ended, see `RunRecord.end`."""
-        self.record.end(self._latest(), state, exitcode, cause)
+        self.record.end(self._latest(), state, exitcode, cause, report)
 
     def _latest(self) -> int:
         return max(each.number for each in self.attempts.values())

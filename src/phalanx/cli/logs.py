@@ -15,14 +15,13 @@ from datetime import datetime
 import click
 
 from phalanx._base import durations
-from phalanx._runs.catalog import UnknownRunError, find, resolve
 from phalanx.cli._command import SETTINGS, Command
 from phalanx.cli._console import ConsoleOptions, console_specs
 from phalanx.cli._declare import click_options
 from phalanx.cli._interrupts import Interrupts
-from phalanx.cli._options import Folder, Whole, reading
+from phalanx.cli._options import Whole, reading
 from phalanx.cli._reader import STREAMS, Reader, attempt_folders
-from phalanx.cli._runs_folders import places
+from phalanx.cli._runs_folders import refusal, resolved, run_argument
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -44,21 +43,8 @@ def read_since(text: str) -> float:
         raise ValueError(msg) from None
 
 
-def _names(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
-    try:
-        return [run.name for run in find(places(ctx.params.get("log_dir"))) if run.name.startswith(incomplete)]
-    except (OSError, click.UsageError):
-        return []
-
-
 @click.command(cls=Command, context_settings=SETTINGS, absent={"--tail": "it is --lines here, or -n"})
-@click.argument("run", required=False, shell_complete=_names)
-@click.option(
-    "--log-dir",
-    type=Folder(),
-    envvar=["PHALANX_LOG_DIR", "PET_LOG_DIR"],
-    help="Folder of the runs. Default: as of phalanx run.",
-)
+@run_argument
 @click.option("-f", "--follow", is_flag=True, help="Go on as the run does; ends with it.")
 @click.option(
     "-n",
@@ -111,8 +97,8 @@ def logs(
         raise click.UsageError("--follow and --until exclude each other: what comes is later")
     if since is not None and until is not None and since >= until:
         raise click.UsageError("--since, --until: there is no time between them; --until is the later one")
+    found = resolved(log_dir, run)
     try:
-        found = resolve(places(log_dir), run)
         starting = follow and found.state == "running"  # what is not there yet may come
         attempts = attempt_folders(found.path)
         if not attempts and not starting:
@@ -128,15 +114,13 @@ def logs(
             folders = attempts or folders
         streams = (stream,) if stream else STREAMS
         reader = Reader(found, folders, console, streams, chosen=attempt is not None, follow=follow)
-    except UnknownRunError as error:
-        raise click.ClickException(str(error)) from None
     except OSError as error:
-        raise _refusal(error) from None
+        raise refusal(error) from None
     try:
         with Interrupts(reader.interrupt):
             reader.read(since, until, last=lines)
     except OSError as error:
-        raise _refusal(error) from None
+        raise refusal(error) from None
     finally:
         reader.close()
     _leave(reader)
@@ -154,7 +138,3 @@ def _leave(reader: Reader) -> None:
         raise click.ClickException(msg)
     if reader.broken:  # | head
         sys.exit(128 + signal.SIGPIPE)
-
-
-def _refusal(error: OSError) -> click.ClickException:
-    return click.ClickException(f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror))

@@ -15,7 +15,7 @@ import click
 from phalanx._base.tty import use_colour
 from phalanx._engine.host_signals import choosing
 from phalanx.cli._attempt_groups import reserve_port
-from phalanx.cli._command import SETTINGS, Command
+from phalanx.cli._command import SETTINGS, Command, argv_of
 from phalanx.cli._declare import click_options, job_of, sections, set_job
 from phalanx.cli._options import GONE, is_here_gone
 from phalanx.cli._restarts import forwarding, restoring
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx._rendezvous.settings import Machines
-    from phalanx.cli._run_record import Observer
+    from phalanx.cli._run_record import Asked, Observer
     from phalanx.cli._services import Services
     from phalanx.cli._worker_groups import WorkerTeams
     from phalanx.multiprocessing.errors import ChildFailedError
@@ -112,7 +112,7 @@ def run(
                 _dry_run(plan)
             else:
                 until_end.callback(_say_unread, plan)
-                sys.exit(_run(plan, until_end))
+                sys.exit(_run(plan, until_end, _asked(ctx, plan)))
     except KeyboardInterrupt:  # before a group was open, or after
         sys.exit(128 + signal.SIGINT)
     except SignalException as error:  # the third, or a later one, between two lines of ours
@@ -132,10 +132,10 @@ class _WorkersFailed(SystemExit):
         self.error = error
 
 
-def _run(plan: RunPlan, until_end: ExitStack) -> int:
+def _run(plan: RunPlan, until_end: ExitStack, asked: Asked) -> int:
     services = _services(plan, until_end)
     if plan.meeting.machines is not None:
-        return _run_node(plan, plan.meeting.machines, services, until_end)
+        return _run_node(plan, plan.meeting.machines, services, until_end, asked)
     reserved = None if plan.meeting.master_port else until_end.enter_context(reserve_port())
     groups = plan.groups(reserved, services.variables if services else {})
     until_end.callback(groups.close)
@@ -158,6 +158,7 @@ def _run(plan: RunPlan, until_end: ExitStack) -> int:
             "limits": limits,
             "observers": observers,
             "signals": config.signals_to_handle,
+            "asked": asked,
         }
         team = WorkerTeams(groups, plan.specs, plan.policy, plan.console, **names)
         with choosing(config.signals_to_handle), forwarding(plan.forwarded, team), plan.stdin.job_control():
@@ -165,7 +166,7 @@ def _run(plan: RunPlan, until_end: ExitStack) -> int:
     else:
         team = RunTeam(
             groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs, observers=observers,
-            signals=config.signals_to_handle,
+            signals=config.signals_to_handle, asked=asked,
         )  # fmt: skip
         with choosing(config.signals_to_handle), forwarding(plan.forwarded, team), plan.stdin.job_control():
             code = see_through(team, plan.specs, config.grace, colour=colour)
@@ -174,7 +175,7 @@ def _run(plan: RunPlan, until_end: ExitStack) -> int:
     return code
 
 
-def _run_node(plan: RunPlan, machines: Machines, services: Services | None, until_end: ExitStack) -> int:
+def _run_node(plan: RunPlan, machines: Machines, services: Services | None, until_end: ExitStack, asked: Asked) -> int:
     """Run this machine's part of a job of many."""
     from phalanx.cli._run_node import run_node
 
@@ -183,7 +184,7 @@ def _run_node(plan: RunPlan, machines: Machines, services: Services | None, unti
         from phalanx.cli._one_run import OneRun
 
         held = until_end.enter_context(OneRun(plan.meeting.holds))
-    code, error = run_node(plan, machines, services, until_end, held)
+    code, error = run_node(plan, machines, services, until_end, asked, held)
     if error is not None:
         raise _WorkersFailed(code, error)
     return code
@@ -197,6 +198,20 @@ def _services(plan: RunPlan, until_end: ExitStack) -> Services | None:
 
     until_end.enter_context(log_shown())
     return until_end.enter_context(Services(plan.health_address, plan.run_id, plan.policy.max_restarts))
+
+
+def _asked(ctx: click.Context, plan: RunPlan) -> Asked:
+    """Return what is kept in the run's folder of what was asked for."""
+    from phalanx.cli._print_config import as_job_file
+    from phalanx.cli._rdzv_conf import secrets_of
+    from phalanx.cli._run_record import Asked
+
+    secrets = [] if plan.meeting.machines is None else secrets_of(plan.config.rdzv_conf, os.environ)
+    try:
+        config = as_job_file(ctx, plan.config, secrets)
+    except click.UsageError:  # an argument is not UTF-8, and no job file can hold it
+        config = ""
+    return Asked(argv_of(ctx), config)
 
 
 def _print_config(ctx: click.Context, plan: RunPlan) -> None:

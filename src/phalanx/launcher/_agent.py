@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from phalanx.agent import LocalElasticAgent
-from phalanx.errors import ChildFailedError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from phalanx.agent import RunResult
+    from phalanx.errors import ChildFailedError
 
 
 class LaunchedAgent(LocalElasticAgent):
@@ -15,18 +15,10 @@ class LaunchedAgent(LocalElasticAgent):
 
     _is_launched = True
 
-    def error(self, name: str, result: RunResult) -> ChildFailedError:
+    def error(self, result: RunResult) -> ChildFailedError:
         """Make the error of a run that has failed: with what became of every worker, and where its logs are."""
-        own = result.failures
-        report = self.report(name)
-        if report is not None:
-            for rank in own.keys() & report.failures.keys():  # the others are not sent the data of error files
-                report.failures[rank] = report.failures[rank].replace(error_file_data=own[rank].error_file_data)
-            return report
-        found = {} if self._groups.result is None else self._groups.result.outcomes
-        outcomes = {self._global_rank(rank): one for rank, one in found.items()}
-        return ChildFailedError(name, own, outcomes=outcomes, log_dir=self._log_dir())
+        return self._failed(result)
 
-    def report(self, name: str) -> ChildFailedError | None:
+    def report(self) -> ChildFailedError | None:
         """Make the report of all machines on a job that has failed; None: it is about this one, or has not failed."""
-        return self._machines.report(name)
+        return self._machines.report(self._report_name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from contextlib import contextmanager
 
@@ -96,19 +95,18 @@ def launch_agent(
         shutdown_timeout=shutdown_timeout,
     )
     metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
-    name = _name_of(spec)
     try:
         with _handling(config.signals_to_handle):
             result = agent.run()
     except RendezvousClosedError:
-        report = agent.report(name)
+        report = agent.report()
         if report is None:
             raise
         raise report from None
     finally:
         handler.shutdown()
     if result.is_failed():
-        raise agent.error(name, result)
+        raise agent.error(result)
     return result.return_values
 
 
@@ -130,10 +128,3 @@ def _handling(names: str) -> Iterator[None]:
             os.environ.pop(SIGNALS_ENV, None)
         else:
             os.environ[SIGNALS_ENV] = before
-
-
-def _name_of(spec: WorkerSpec) -> str:
-    """Return what a report calls the job: the script, where the program is this Python."""
-    if spec.entrypoint == sys.executable:
-        return next((str(arg) for arg in spec.args if not str(arg).startswith("-")), sys.executable)
-    return spec.get_entrypoint_name()

@@ -1,0 +1,84 @@
+"""The report on a run as far as its record says it: at an end without failures of workers, before the end, or later.
+
+A record is an object of JSON here, see `record_writer`. The report on failures, which knows more, is made where the run
+ends (`_outcomes.report`).
+"""
+
+from __future__ import annotations
+
+from phalanx._outcomes.outcome import STATES, Outcome
+from phalanx._outcomes.report import format_report, format_summary
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
+
+    from phalanx._outcomes.failure import ProcessFailure
+
+    Record = dict[str, Any]
+
+
+def describe_run(
+    run: Record,
+    folder: str,
+    failures: Mapping[int, ProcessFailure] | None = None,
+    *,
+    state: str = "",
+    cause: str = "",
+    detail: Sequence[str] = (),
+) -> str:
+    """Return the report on a run, with a line on each attempt before its last one.
+
+    Args:
+        run: Its record.
+        folder: Its folder.
+        failures: What is known of workers that have failed, by global rank.
+        state: What has become of it; "": as the record has it.
+        cause: Why, in one line; "": as the record has it.
+        detail: What else is known, a line each.
+    """
+    state = state or run["state"]
+    ranks = latest_ranks(run)
+    earlier = _earlier_attempts(run)
+    if failures:
+        outcomes = {rank: _outcome(facts) for rank, (_, facts) in ranks.items() if facts["state"] in STATES}
+        return format_report(run["name"], failures, outcomes=outcomes, log_dir=folder, earlier=earlier)
+    unknown = "running" if state == "running" else "its end was not seen"
+    endings = {
+        rank: _outcome(facts).describe() if facts["state"] in STATES else unknown for rank, (_, facts) in ranks.items()
+    }
+    cause = cause or ("" if state == "running" else run["cause"])
+    more: dict[str, Any] = {"detail": detail, "log_dir": folder, "earlier": earlier}
+    return format_summary(run["name"], state, cause=cause, endings=endings, **more)
+
+
+def latest_ranks(run: Record) -> dict[int, tuple[int, Record]]:
+    """Return the number of the latest attempt of each worker, and what the record says of it there, by global rank."""
+    attempts = run["attempts"] if run["restart"] == "worker" else run["attempts"][-1:]
+    return {rank["rank"]: (attempt["number"], rank) for attempt in attempts for rank in attempt["ranks"]}
+
+
+def _outcome(facts: Record) -> Outcome:
+    return Outcome(
+        facts["local_rank"], facts["pid"], facts["state"], facts["exitcode"], facts["signal_sent"],
+        early=facts["early"],
+    )  # fmt: skip
+
+
+def _earlier_attempts(run: Record) -> list[str]:
+    """Return a line on each attempt that another one has followed, or was to follow."""
+    *before, last = run["attempts"] or [None]
+    if run["restart"] == "worker":
+        return [rank["cause"] for attempt in run["attempts"] for rank in attempt["ranks"] if rank["cause"]]
+    if last is not None and last["cause"]:
+        before.append(last)
+    return [_line(attempt) for attempt in before]
+
+
+def _line(attempt: Record) -> str:
+    cause: str = attempt["cause"]
+    if cause.startswith("attempt "):
+        return cause
+    step = "" if attempt["step"] is None else f", step {attempt['step']}"
+    return f"attempt {attempt['number']}: {cause or 'ended, and nothing had failed'}{step}"

@@ -1,0 +1,167 @@
+"""``phalanx report``: the report on a run, at any time.
+
+Owns what is said of the run itself. The report is what the run has left in its folder; where it has left none, it is
+made of the record, the events and the error files (`_runs.run_report`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import time
+from contextlib import suppress
+
+import click
+
+from phalanx._base import files
+from phalanx._base.clock import format_duration
+from phalanx._base.one_line import one_line
+from phalanx._base.rank_ranges import name_ranks
+from phalanx._base.tty import printable
+from phalanx.cli._command import SETTINGS, Command
+from phalanx.cli._put import put
+from phalanx.cli._runs_folders import resolved, run_argument
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
+
+    from phalanx._outcomes.failure import ProcessFailure
+    from phalanx._runs.catalog import RunDir
+    from phalanx._runs.record import Run
+
+_MOST = 16 << 20  # bytes of a report that are shown
+_MOST_EVENTS = 64 << 20  # of each file of events
+
+
+@click.command(cls=Command, context_settings=SETTINGS)
+@run_argument
+def report(run: str | None, *, log_dir: str | None) -> None:
+    """Show what became of RUN: the report that it has printed at its end, with all attempts.
+
+    \b
+    phalanx report                       the latest run
+    phalanx report 20261120-1030
+
+    Of a run that still runs, or whose launcher was killed, it is what is known by now. RUN is as for phalanx logs.
+    """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
+    found = resolved(log_dir, run)
+    text = "" if found.state == "running" else _written(found)
+    if found.run is None:
+        if not text:
+            raise click.ClickException(found.problem)
+        lines = [f"{found.name}: {found.problem}" if found.state == "unreadable" else found.name]
+    else:
+        lines = [*_heading(found, found.run)]
+        text = text or _made(found, found.run)
+    lines += text.rstrip("\n").split("\n")
+    if found.state == "running":
+        name = found.name
+        lines.append(f"phalanx stack {name} shows where its ranks are, phalanx logs -f {name} what they write")
+    put("".join(f"{printable(line)}\n" for line in lines))
+
+
+def _heading(found: RunDir, run: Run) -> Iterator[str]:
+    """Yield lines on the run as such."""
+    code = f" with exit code {run.exit_code}" if run.exit_code else ""
+    spent = ""
+    if found.state == "running":
+        spent = f" for {format_duration(time.time() - run.started)}"
+    elif run.ended is not None:
+        spent = f" after {format_duration(run.ended - run.started)}"
+    yield f"{found.name}: {found.state}{code}{spent}"
+    fields = {
+        "command": shlex.join(run.argv or run.command),
+        "folder": run.cwd,
+        "host": run.host,
+        "time": time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(run.started)),
+    }
+    yield from (f"  {key:10}: {value}" for key, value in fields.items() if value)
+
+
+def _written(found: RunDir) -> str:
+    """Return the report in the run's folder; "": there is none that can be read."""
+    from phalanx._runs.record_writer import REPORT
+
+    path = os.path.join(found.path, REPORT)
+    try:
+        data = files.read(path, _MOST + 1)
+    except OSError:
+        return ""
+    text = data[:_MOST].decode("utf-8", "backslashreplace")
+    return text if len(data) <= _MOST else f"{text}\n... more in {path}"
+
+
+def _made(found: RunDir, run: Run) -> str:
+    """Make the report of what there is beside it."""
+    from phalanx._evidence.error_file import message_of, read_error_file
+    from phalanx._runs.record import to_object
+    from phalanx._runs.run_report import describe_run, latest_ranks
+
+    facts = to_object(run)
+    ranks = latest_ranks(facts)
+    if found.state in ("running", "lost"):  # the record of which may be older than the last exits
+        _add_exits(found.path, ranks)
+    if found.state != "lost":
+        return describe_run(facts, found.path, {} if found.state == "running" else _failures(found.path, run, ranks))
+    by = f"the launcher (pid {run.pid} on {run.host}) was killed, the machine went down, or nothing could be written"
+    unseen = {rank: its for rank, its in ranks.items() if its[1]["state"] in ("running", "lost")}
+    detail = [f"{name_ranks(unseen)}: the end was not seen"] if unseen else []
+    for rank, (attempt, each) in unseen.items():
+        path = os.path.join(_folder_of(found.path, attempt, each), "error.json")
+        message = one_line(message_of(read_error_file(path)[0]) or "")
+        detail += [f"rank {rank} had left an error: {message}"] if message else []
+    failures = _failures(found.path, run, ranks)
+    cause = f"the end is not recorded: {by}"
+    if failures:
+        return "\n".join((cause, *detail, describe_run(facts, found.path, failures)))
+    return describe_run(facts, found.path, state="lost", cause=cause, detail=detail[bool(unseen) :])
+
+
+def _folder_of(folder: str, attempt: int, facts: dict[str, Any]) -> str:
+    """Return the folder of a worker."""
+    return os.path.join(folder, f"attempt_{attempt}", str(facts["local_rank"]))
+
+
+def _add_exits(folder: str, ranks: dict[int, tuple[int, dict[str, Any]]]) -> None:
+    """Note the exits of which the events tell, and not the record. Anybody may have written these files."""
+    from phalanx._events.event_file import EVENTS
+    from phalanx._outcomes.outcome import STATES
+
+    latest = {(attempt, facts["local_rank"]): facts for attempt, facts in ranks.values()}
+    for name in (f"{EVENTS}.1", f"{EVENTS}.2", EVENTS):
+        data = b""
+        with suppress(OSError):
+            data = files.read(os.path.join(folder, name), _MOST_EVENTS)
+        for line in data.split(b"\n"):
+            if b'"worker.exited"' not in line:
+                continue
+            with suppress(ValueError, TypeError, KeyError, RecursionError):
+                event = json.loads(line)
+                state, code, sent = (event[key] for key in ("state", "exitcode", "signal_sent"))
+                facts = latest.get((event["attempt"], event["rank"]))
+                if facts is not None and state in STATES and type(code) is int and type(sent) in (int, type(None)):
+                    facts.update(state=state, exitcode=code, signal_sent=sent)
+
+
+def _failures(folder: str, run: Run, ranks: dict[int, tuple[int, dict[str, Any]]]) -> dict[int, ProcessFailure]:
+    """Return what the workers that have failed have left, by global rank."""
+    from phalanx._logs.tail import TAIL_LINES, last_lines
+    from phalanx._outcomes.failure import ProcessFailure
+
+    failures = {}
+    for rank, (attempt, facts) in ranks.items():
+        if facts["state"] != "failed" or facts["exitcode"] is None:
+            continue
+        own = _folder_of(folder, attempt, facts)
+        paths = {name: os.path.join(own, f"{name}.log") for name in ("stdout", "stderr")}
+        there = {name: path if os.path.lexists(path) else "" for name, path in paths.items()}
+        tail = last_lines(there["stderr"], rotates=True) if there["stderr"] else b""
+        lines = tail.decode("utf-8", "backslashreplace").rstrip().splitlines()[-TAIL_LINES:]
+        failures[rank] = ProcessFailure(
+            facts["local_rank"], facts["pid"], facts["exitcode"], os.path.join(own, "error.json"), rank=rank,
+            host=run.host, stderr_tail="\n".join(lines), stdout_file=there["stdout"], stderr_file=there["stderr"],
+        )  # fmt: skip
+    return failures

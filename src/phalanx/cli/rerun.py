@@ -1,0 +1,87 @@
+"""``phalanx rerun``: a run once more, with the options that it had: its `job.toml`, read by ``phalanx run``."""
+
+from __future__ import annotations
+
+import os
+import shlex
+
+import click
+
+from phalanx._base import files
+from phalanx._runs.record_writer import CONFIG
+from phalanx.cli._command import SETTINGS, Command
+from phalanx.cli._declare import ignore_environment
+from phalanx.cli._job_file import MOST_BYTES
+from phalanx.cli._runs_folders import refusal, resolved, run_argument
+from phalanx.cli._say import say
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from phalanx._runs.catalog import RunDir
+
+
+@click.command(cls=Command, context_settings=SETTINGS)
+@run_argument
+@click.option("--here", is_flag=True, help="In the current folder, though the run was started in another one.")
+@click.pass_context
+def rerun(ctx: click.Context, run: str | None, *, log_dir: str | None, here: bool) -> None:
+    """Start RUN again, with the same script, arguments and options.
+
+    \b
+    phalanx rerun                        the latest run
+    phalanx rerun 20261120-1030
+
+    It is phalanx run -f with the job.toml in the run's folder; environment variables set no option. Secrets are not in
+    that file: they are taken from the environment, and asked for if they are not there. RUN is as for phalanx logs.
+    """  # noqa: D301 - the one backslash is click's mark for lines to be left as they are
+    found = resolved(log_dir, run)
+    path = os.path.join(found.path, CONFIG)
+    if not found.is_ours:
+        msg = f"{found.name} belongs to uid {found.owner}: look at {path} before you run it, by phalanx run -f"
+        raise click.ClickException(msg)
+    if found.state == "running":
+        msg = f"{found.name} still runs; a second one beside it: phalanx run -f {path}"
+        raise click.ClickException(msg)
+    _check_secrets(found, path)
+    if not here:
+        _check_folder(found)
+    command = [] if found.run is None else found.run.argv or found.run.command
+    say(f"{found.name} again: {shlex.join(command)}" if command else f"{found.name} again")
+    ignore_environment(ctx)
+    from phalanx.cli.run import run as command_run
+
+    with command_run.make_context("run", ["-f", path], parent=ctx.parent) as inner:
+        command_run.invoke(inner)
+
+
+def _check_secrets(found: RunDir, path: str) -> None:
+    """Refuse a run that has no job file, or whose secrets are not there. Raises ClickException."""
+    from phalanx.cli._print_config import left_out
+
+    try:
+        text = files.read(path, MOST_BYTES, owners={os.geteuid(), files.ROOT}).decode("utf-8", "replace")
+    except FileNotFoundError:
+        msg = (
+            f"{found.name} has no {CONFIG}: phalanx run has not started it, or an older version has, or with arguments "
+            "that are not UTF-8, or the file could not be written"
+        )
+        raise click.ClickException(msg) from None
+    except OSError as error:
+        raise refusal(error) from None
+    missing = sorted(set(left_out(text)) - os.environ.keys())
+    if missing:
+        msg = f"{found.name} had a secret in {' and in '.join(missing)}, which {CONFIG} leaves out: set it again"
+        raise click.ClickException(msg)
+
+
+def _check_folder(found: RunDir) -> None:
+    """Refuse another current folder than the run's. Raises ClickException."""
+    was = "" if found.run is None else found.run.cwd
+    try:
+        is_same = bool(was) and os.path.samefile(was, os.curdir)
+    except OSError:
+        is_same = False
+    if not is_same:
+        where = f"was started in {was}" if was else "does not say in which folder it was started"
+        msg = f"{found.name} {where}: go there, or give --here to start it in the current folder"
+        raise click.ClickException(msg)
