@@ -52,18 +52,18 @@ def test_a_run_that_fails_twice_and_then_succeeds(place: Place) -> None:
     assert done.out.count("attempt 2 of 3\n") == 2
     lines = [line for line in done.err.splitlines() if line.startswith("phalanx: attempt")]
     first, second, third = lines
-    assert first.startswith("phalanx: attempt 1 of 4 failed after ")
-    assert first.endswith(": rank 1, exited with code 1; no error was recorded, step 10; restarting")
-    assert second.startswith("phalanx: attempt 2 of 4 failed after ")
-    assert second.endswith(", step 10, same step as attempt 1; restarting")
-    assert third.startswith("phalanx: attempt 3 of 4 has succeeded, after ")
+    assert first.startswith("phalanx: attempt 0 failed after ")
+    assert first.endswith(": rank 1, exited with code 1; no error was recorded, step 10; attempt 1 follows (restart 1 of at most 3)")
+    assert second.startswith("phalanx: attempt 1 failed after ")
+    assert second.endswith(", step 10, same step as attempt 0; attempt 2 follows (restart 2 of at most 3)")
+    assert third.startswith("phalanx: attempt 2 has succeeded, after ")
     assert "FAILED" not in done.err
     assert done.err.count("logs in") == 1
     run = record(place)
     assert (run["state"], run["exit_code"], run["cause"]) == ("succeeded", 0, "")
     assert [one["number"] for one in run["attempts"]] == [0, 1, 2]
     assert [one["step"] for one in run["attempts"]] == [10, 10, None]
-    assert run["attempts"][1]["cause"].startswith("attempt 2 of 4: rank 1, exited with code 1")
+    assert run["attempts"][1]["cause"].startswith("attempt 1: rank 1, exited with code 1")
     assert all(one["ended"] >= one["started"] for one in run["attempts"])
     pids = [rank["pid"] for one in run["attempts"][1:] for rank in one["ranks"]]
     assert len(set(pids)) == len(pids) == 4
@@ -76,12 +76,12 @@ def test_a_run_that_uses_its_restarts_up(place: Place) -> None:
     assert "step 30; giving up: 2 restarts within 1h00m, and no more\n" in done.err
     assert done.err.count("FAILED") == 1
     earlier = done.err.partition("Earlier Attempts:\n")[2].splitlines()
-    assert earlier[0].startswith("  attempts 1 to 2, ")
+    assert earlier[0].startswith("  attempts 0 to 1, ")
     assert earlier[0].endswith(": rank 1, exited with code 1; no error was recorded, steps 10, 20")
     assert "/attempt_2/1/" in done.err
     run = record(place)
     assert (run["state"], run["exit_code"]) == ("failed", 1)
-    assert run["cause"].startswith("attempt 3: rank 1: exited with code 1")
+    assert run["cause"].startswith("attempt 2: rank 1: exited with code 1")
     assert len(run["attempts"]) == 3
 
 
@@ -99,7 +99,7 @@ def test_a_run_that_gives_up_early(place: Place, options: tuple[object, ...], at
     done = place.run("--nproc-per-node", 2, "--max-restarts", 9, *options, place.write(FAILS), 9, "20,10,5,1")
     assert done.status == 1
     assert f"; giving up: {why}\n" in done.err
-    assert done.err.count("; restarting") == attempts - 1
+    assert done.err.count(" follows (restart ") == attempts - 1
     assert len(record(place)["attempts"]) == attempts
 
 
@@ -111,7 +111,8 @@ def test_a_code_that_always_restarts_counts_for_nothing(place: Place) -> None:
         """)
     done = place.run("--max-restarts", 1, "--always-restart-on", 75, script)
     assert done.status == 0
-    assert done.err.count("; restarting") == 3
+    assert done.err.count(" follows (not counted as a restart)") == 2
+    assert "; attempt 3 follows (restart 1 of at most 1)\n" in done.err
 
 
 DELAYED = ("--max-restarts", 3, "--backoff", "1h:1h", "--backoff-jitter", 0)
@@ -120,7 +121,7 @@ DELAYED = ("--max-restarts", 3, "--backoff", "1h:1h", "--backoff-jitter", 0)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_in_the_delay_before_a_restart(place: Place, number: signal.Signals) -> None:
     with place.start(*DELAYED, place.write("raise ValueError('bad batch')")) as launcher:
-        launcher.read_until("; restarting in 1h00m")
+        launcher.read_until("; attempt 1 follows in 1h00m")
         launcher.send(number)
         done = launcher.end()
     assert done.status == 128 + number
@@ -128,12 +129,12 @@ def test_a_signal_in_the_delay_before_a_restart(place: Place, number: signal.Sig
     assert "error     : ValueError: bad batch" in done.err
     run = record(place)
     assert (run["state"], run["exit_code"]) == ("stopped", 128 + number)
-    assert run["cause"] == f"{number.name}, after attempt 1 of 4: rank 0, ValueError: bad batch"
+    assert run["cause"] == f"{number.name}, after attempt 0: rank 0, ValueError: bad batch"
 
 
 def test_a_launcher_that_is_killed_in_the_delay(place: Place) -> None:
     with place.start(*DELAYED, place.write("raise ValueError('bad batch')")) as launcher:
-        launcher.read_until("; restarting in 1h00m")
+        launcher.read_until("; attempt 1 follows in 1h00m")
         while len(record(place)["attempts"][0]["cause"]) == 0:
             pass
         launcher.send(signal.SIGKILL)
@@ -141,7 +142,7 @@ def test_a_launcher_that_is_killed_in_the_delay(place: Place) -> None:
     assert wait_gone([record(place)["attempts"][0]["ranks"][0]["pid"]]) == set()
     shown = place.program(*RUN[:-1], "runs", "--log-dir", place.logs)
     assert " lost " in shown.out
-    assert "attempt 1 of 4: rank 0, ValueError: bad batch" in shown.out
+    assert "attempt 0: rank 0, ValueError: bad batch" in shown.out
 
 
 def test_a_stop_in_a_later_attempt(place: Place, ready: Ready) -> None:
@@ -259,7 +260,7 @@ def test_attempts_that_were_killed_alike_have_one_line(place: Place) -> None:
     done = place.run("--max-restarts", 3, "--no-python", "/bin/sh", "-c", "kill -9 $$$$")
     assert done.status == 137
     (earlier,) = (line for line in done.err.splitlines() if line.startswith("  attempt"))
-    assert earlier.startswith("  attempts 1 to 3, ")
+    assert earlier.startswith("  attempts 0 to 2, ")
     assert earlier.endswith(": rank 0, Signal 9 (SIGKILL) received by PID …")
 
 
@@ -284,7 +285,7 @@ def test_lines_of_ours_stay_in_order_on_a_slow_console(place: Place, ready: Read
         gate.open()
         assert launcher.end().status == 0
     found = re.findall(r"^(?:phalanx: attempt \d|\[0\] begin \d|\[0\] end \d)", shown, re.MULTILINE)
-    expected = [(f"[0] begin {n}", f"[0] end {n}", f"phalanx: attempt {n + 1}") for n in range(4)]
+    expected = [(f"[0] begin {n}", f"[0] end {n}", f"phalanx: attempt {n}") for n in range(4)]
     assert found == [line for lines in expected for line in lines][:-1]
 
 
@@ -334,15 +335,15 @@ def test_attempts_that_cannot_be_started(place: Place) -> None:
     os.chmod(script, 0o700)
     done = place.run("--max-restarts", 2, "--no-python", script)
     assert done.status == 1
-    assert "phalanx: attempt 2 of 3 not started after " in done.err
+    assert "phalanx: attempt 1 not started after " in done.err
     assert f"phalanx: Error: SCRIPT: no such binary: {script!r}\n" in done.err
     run = record(place)
     assert [one["number"] for one in run["attempts"]] == [0, 1, 2]
     assert [len(one["ranks"]) for one in run["attempts"]] == [1, 0, 0]
     first, second, _third = (one["cause"] for one in run["attempts"])
-    assert first == "attempt 1 of 3: rank 0, exited with code 3; no error was recorded"
-    assert second.startswith("attempt 2 of 3: entrypoint: no such binary: ")
-    assert run["cause"].startswith("attempt 3 of 3: entrypoint: no such binary: ")
+    assert first == "attempt 0: rank 0, exited with code 3; no error was recorded"
+    assert second.startswith("attempt 1: entrypoint: no such binary: ")
+    assert run["cause"].startswith("attempt 2: entrypoint: no such binary: ")
 
 
 @pytest.mark.slow
@@ -371,7 +372,7 @@ def test_a_module_that_cannot_be_preloaded_again(place: Place) -> None:
     error = done.err.partition("phalanx: Error: ")[2]
     assert error.startswith("preload: 'once' could not be imported\n")
     assert "FileExistsError" in error
-    assert record(place)["cause"] == "attempt 2 of 2: preload: 'once' could not be imported"
+    assert record(place)["cause"] == "attempt 1: preload: 'once' could not be imported"
 
 
 @pytest.mark.slow
@@ -384,9 +385,9 @@ def test_long_messages_are_one_short_line_each(place: Place) -> None:
     first, second = (line for line in done.err.splitlines() if line.startswith("phalanx: attempt"))
     assert len(first) < 700
     assert "rank 0, ValueError: xxxxx" in first
-    assert first.endswith("xxxxx…; restarting")
+    assert first.endswith("xxxxx…; attempt 1 follows (restart 1 of at most 1)")
     assert ": rank 0, ValueError:; giving up" in second
-    (earlier,) = (line for line in done.err.splitlines() if line.startswith("  attempt 1, "))
+    (earlier,) = (line for line in done.err.splitlines() if line.startswith("  attempt 0, "))
     assert earlier.endswith("…")
 
 

@@ -37,11 +37,11 @@ class Team(ABC):
 
     Attributes:
         poll_seconds: How often `ended` is asked, at least; None: only when `Attempts.wake` was called.
-        describe: Returns what is said of the attempt that follows in so many seconds.
+        describe: Returns what is said of the attempt that follows, see `describe_restart`.
     """
 
     poll_seconds: float | None = None
-    describe: Callable[[float], str] = staticmethod(describe_restart)
+    describe: Callable[[int, float, str], str] = staticmethod(describe_restart)
 
     def begin(self, attempt: int) -> None:  # noqa: B027 - there may be nothing to forget
         """Forget the attempt before: from now on, `ended` is asked about this one. `start` follows, or a stop.
@@ -281,7 +281,7 @@ class Attempts:
             if stops and (self._due != "STOP_GROUP" or grace <= self._order[1]):
                 self._order = number, grace
             if event == "RESTART" and self._state == "RUNNING":
-                self._say(f"ending attempt {self._number + 1}: {why}")
+                self._say(f"ending attempt {self._number}: {why}")
             self._see(event)
 
     def _see(self, event: str) -> None:
@@ -374,17 +374,19 @@ class Attempts:
         """Decide what follows a failure."""
         chance = int.from_bytes(os.urandom(4)) / (1 << 32)  # `random` would take 3 ms to import
         self._decision = decision = decide(self._policy, self._ends, self._started, now, chance)
-        of = self._policy.attempts_of(self._number, len(self._started))
-        failed = describe_failure(end.replace(rank=None) if self._name else end, of)
+        failed = describe_failure(end.replace(rank=None) if self._name else end)
         if decision.retries:
             self._started += [now] * decision.counted
-            cause = f"attempt {self._number + 1}{of}: {end.describe()}"
+            cause = f"attempt {self._number}: {end.describe()}"
             self._emit(
                 agent_kinds.RestartDecided, delay=decision.delay, counted=decision.counted, cause=cause,
                 step=end.step, why=decision.why,
             )  # fmt: skip
             self._see("RETRY")
-            self._say(f"{', '.join(filter(None, (failed, decision.why)))}; {self._team.describe(decision.delay)}")
+            ages = [now - moment for moment in self._started]
+            count = self._policy.describe_count(ages, counted=decision.counted)
+            follows = self._team.describe(self._number + 1, decision.delay, count)
+            self._say(f"{', '.join(filter(None, (failed, decision.why)))}; {follows}")
             return
         self._why = decision.why
         self._emit(agent_kinds.GaveUp, why=decision.why)

@@ -7,7 +7,6 @@ from collections import deque
 from typing import NamedTuple
 
 from phalanx._agent.common_stop import WITHIN
-from phalanx._agent.history import describe_restart
 from phalanx._base import clock
 from phalanx._base.clock import format_duration
 from phalanx._base.control_chars import sanitise
@@ -21,7 +20,7 @@ from phalanx._rendezvous import evidence
 from phalanx._rendezvous.job_ranks import first_rank
 from phalanx._rendezvous.job_run import NodeTeam
 from phalanx._rendezvous.records import Stop, replace
-from phalanx._rendezvous.words import attempts_of, told
+from phalanx._rendezvous.words import follows, told
 from phalanx.cli._last_look import LOOK, LastLook
 from phalanx.cli._node_looks import NodeLooks
 from phalanx.cli._preloading import Preloading
@@ -165,7 +164,7 @@ class MachineTeam(RunTeam, NodeTeam):
         hosts = [member.host for member in job.members]
         count = sum(member.nproc for member in job.members)
         mine = name_ranks(range(self._first, self._first + job.members[rank].nproc))
-        again = f"attempt {job.generation + 1}{attempts_of(job, self.policy)}: " if job.generation else ""
+        again = f"attempt {job.generation}: " if job.generation else ""
         self._mention(f"{again}{len(hosts)} nodes ({_names(hosts)}), {count} workers; this is node {rank}, with {mine}")
 
     def look(self, generation: int, nodes: int, then: Callable[[bytes], None]) -> None:
@@ -247,8 +246,8 @@ class MachineTeam(RunTeam, NodeTeam):
         how = "failed" if last.failed else "ended"
         step = "" if last.step is None else f", step {last.step}"
         self.say(
-            f"phalanx: attempt {last.generation + 1}{attempts_of(what, self.policy)} {how}"
-            f" after {format_duration(last.uptime)}: {cause}{step}; {describe_restart(what.delay)}"
+            f"phalanx: attempt {last.generation} {how} after {format_duration(last.uptime)}: {cause}{step}; "
+            f"{follows(what, self.policy)}"
         )
 
     def _say_spare(self, job: Job) -> None:

@@ -211,7 +211,7 @@ def _conclude(ending: Ending, stopped: signal.Signals | None, team: RunTeam, spe
     """Record how the run ended, and report what went wrong. Returns the exit code."""
     result = team.result or RunProcsResult()
     last = ending.ends[-1] if ending.ends else AttemptEnd("stopped")
-    attempt = f"attempt {last.number + 1}{team.policy.attempts}"
+    attempt = f"attempt {last.number}"
     if stopped is not None and (team.stopped_in_delay or not result.failures):
         code = 128 + stopped
         cause = stopped.name if last.state != "failed" else f"{stopped.name}, after {attempt}: {last.describe()}"

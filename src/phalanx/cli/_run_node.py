@@ -22,7 +22,7 @@ from phalanx._rendezvous.job_run import JobRun
 from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.records import Node
 from phalanx._rendezvous.settings import agent_id
-from phalanx._rendezvous.words import attempts_of, earlier_attempts, told
+from phalanx._rendezvous.words import earlier_attempts, told
 from phalanx.cli._attempt_groups import reserve_port
 from phalanx.cli._node_team import MachineTeam
 from phalanx.cli._rdzv_conf import NOT_FOR_WORKERS
@@ -210,7 +210,7 @@ def _conclude(finish: Finish, stopped: signal.Signals | None, team: MachineTeam,
     left = JobEvidence(finish.evidence, stop, job.members)
     for line in (*left.errors, *left.damaged):
         say(f"Error: {line}")
-    earlier = earlier_attempts(job, team.policy, has_failed=finish.state == "failed")
+    earlier = earlier_attempts(job, has_failed=finish.state == "failed")
     if left.summary and not any(left.summary in failure.detail for failure in left.failures.values()):
         say(left.summary)  # nothing is left of the rank that hangs
     if not left.failures:
@@ -235,7 +235,7 @@ def _conclude(finish: Finish, stopped: signal.Signals | None, team: MachineTeam,
 
 def _succeed(job: Job | None, team: MachineTeam) -> int:
     if job is not None and job.generation:
-        say(f"attempt {job.generation + 1}{attempts_of(job, team.policy)} has succeeded")
+        say(f"attempt {job.generation} has succeeded")
     team.record_end("succeeded", 0)
     return 0
 

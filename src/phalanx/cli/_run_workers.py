@@ -164,17 +164,14 @@ def _recovered(teams: WorkerTeams) -> list[str]:
     for rank, ending in teams.endings.items():
         if ending.state == "succeeded" and len(ending.ends) > 1:
             again.setdefault(ending.ends[-1].number, []).append(teams.number(rank))
-    attempts = teams.policy.attempts
-    return [
-        f"{name_ranks(ranks)}: attempt {number + 1}{attempts} has succeeded" for number, ranks in sorted(again.items())
-    ]
+    return [f"{name_ranks(ranks)}: attempt {number} has succeeded" for number, ranks in sorted(again.items())]
 
 
 def _verdict(teams: WorkerTeams, rank: int, end: AttemptEnd) -> tuple[int, str]:
     """Return the exit code that follows from a worker that gave up, by its local rank, and the cause."""
     code, cause = verdict(teams.results.get(rank, RunProcsResult()))
     if end.number or not code:
-        cause = f"rank {teams.number(rank)}: attempt {end.number + 1}{teams.policy.attempts}: {end.error}"
+        cause = f"rank {teams.number(rank)}: attempt {end.number}: {end.error}"
     return code or 1, cause
 
 

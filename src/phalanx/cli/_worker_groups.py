@@ -120,7 +120,6 @@ class WorkerTeams:
         self.lines = RunLines(groups.envs, console)
         recorder = WorkersRecorder(
             groups.script, groups.envs, run_id=run_id, command=groups.command, warn=self._warn, keep_runs=keep_runs,
-            attempts=policy.attempts,
         )  # fmt: skip
         self.record = RunRecord(recorder, self._warn, observers)
         self.number = recorder.global_rank
