@@ -6,7 +6,9 @@ import contextlib
 import fcntl
 import json
 import os
+import random
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from phalanx.cli._restarts import _one_by_one
-from tests.cli.test_run import RUN, Place, refused
+from tests.cli.test_run import RUN, Done, Place, refused
 from tests.support.helpers import Gate, Ready, wait_gone
 
 if TYPE_CHECKING:
@@ -162,6 +164,80 @@ def test_a_stop_in_a_later_attempt(place: Place, ready: Ready) -> None:
     assert record(place)["state"] == "stopped"
     assert "has succeeded" not in done.err
     assert "FAILED" not in done.err
+
+
+def stopped_while_ending(
+    place: Place, ready: Ready, gate: Gate, number: signal.Signals, *options: object, settles: bool
+) -> Done:
+    """Stop a run whose rank 0 has failed, while rank 1 is being ended, or before that: in the settle window."""
+    script = place.write(f"""
+        import os, signal, sys
+        if os.environ["RANK"] == "0":
+            {ready.python("f'0 {os.getpid()}'")}
+            {gate.python()}
+            sys.exit(3)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        {ready.python("f'1 {os.getpid()}'")}
+        signal.sigwait([signal.SIGTERM])
+        {ready.python("'asked to end'")}
+        while True:
+            signal.pause()
+        """)
+    with place.start("--nproc-per-node", 2, "--grace", 600, *options, script) as launcher:
+        pids = dict(map(int, said.split()) for said in ready.wait(2))
+        gate.open()
+        assert wait_gone([pids[0]]) == set()
+        if not settles:
+            assert ready.wait() == ["asked to end"]
+        launcher.send(number)
+        launcher.read_until(f"phalanx: {number.name}: stopping the workers")
+        os.kill(pids[1], signal.SIGKILL)
+        return launcher.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "number, settles", [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGHUP, False), (signal.SIGTERM, True)]
+)
+def test_a_failure_that_would_be_followed_by_a_restart_does_not_end_a_run_that_is_stopped(
+    place: Place, ready: Ready, gate: Gate, number: signal.Signals, settles: bool
+) -> None:
+    settle = ("--settle", 600) if settles else ()
+    done = stopped_while_ending(place, ready, gate, number, "--max-restarts", 1, *settle, settles=settles)
+    assert done.status == 128 + number, done
+    assert "phalanx: attempt 0 failed after " in done.err
+    assert "; it is stopped, and no other attempt follows\n" in done.err
+    assert "error     : exited with code 3; no error was recorded" in done.err, "the report lists it"
+    cause = f"{number.name}, after attempt 0: rank 0, exited with code 3; no error was recorded"
+    assert done.err.endswith(f"phalanx: stopped by {cause}\n")
+    run = record(place)
+    assert (run["state"], run["exit_code"], run["cause"]) == ("stopped", 128 + number, cause)
+
+
+@pytest.mark.slow
+def test_a_failure_after_which_no_restart_is_left_ends_a_run_that_is_stopped_then(
+    place: Place, ready: Ready, gate: Gate
+) -> None:
+    options = ("--max-restarts", 1, "--never-restart-on", 3)
+    done = stopped_while_ending(place, ready, gate, signal.SIGTERM, *options, settles=False)
+    assert done.status == 3, done
+    assert "giving up: exit code 3 is one after which nothing is restarted" in done.err
+    assert record(place)["state"] == "failed"
+
+
+@pytest.mark.slow
+def test_a_stop_at_any_moment_between_two_attempts_is_what_ends_the_run(place: Place) -> None:
+    """With a worker that fails at once; what is chosen at random is when the signal comes."""
+    script = place.write("raise SystemExit(3)")
+    for number in [signal.SIGTERM, signal.SIGINT, signal.SIGHUP] * int(os.environ.get("PHALANX_ROUNDS", "2")):
+        moment = random.uniform(0, 0.2)
+        with place.start("--max-restarts", 1000, script) as launcher:
+            launcher.read_until("attempt 1 follows")
+            select.select([], [], [], moment)
+            launcher.send(number)
+            done = launcher.end()
+        assert done.status == 128 + number, (moment, done)
+        assert f"phalanx: stopped by {number.name}" in done.err, "and earlier failures are listed above it"
 
 
 @pytest.mark.slow

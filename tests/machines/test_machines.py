@@ -228,6 +228,19 @@ def test_ctrl_c_on_one_host_stops_the_job_on_all(job: Callable[..., EtcdJob]) ->
     assert not any(descendants(agent.process.pid) for agent in agents)
 
 
+def test_a_stop_between_two_attempts_is_what_ends_the_job(job: Callable[..., EtcdJob]) -> None:
+    one = job("2")
+    agents = one.start(1, 2, options=["--max-restarts", "1", "--backoff", "1h:1h"])
+    everyone(agents, 0, 4)
+    one.fail(3, 0)
+    agents[0].wait_for(r"attempt 1 follows in \S+ \(restart 1 of at most 1\)")
+    os.kill(agents[0].launcher(), signal.SIGTERM)
+    assert [agent.end() for agent in agents] == [143, 143]
+    for agent in agents:
+        assert re.search(r"attempt 0, after \S+: rank 3 on host h\d, ValueError: bad batch of rank 3\n", agent.said)
+        assert agent.said.endswith("phalanx: the job was stopped: SIGTERM on host h1\n")
+
+
 def test_who_was_told_of_another_job_is_refused(job: Callable[..., EtcdJob], tmp_path: Path) -> None:
     one = job("2")
     agents = one.start(1, 2)

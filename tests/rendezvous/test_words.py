@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phalanx._agent.restart_policy import RestartPolicy
 from phalanx._rendezvous.records import End, Job, replace
-from phalanx._rendezvous.words import earlier_attempts, follows
+from phalanx._rendezvous.words import earlier_attempts, failed_attempts, follows
 
 
 def job(*failed: bool, before: int = 0) -> Job:
@@ -33,4 +33,6 @@ def test_attempts_are_numbered_and_restarts_counted() -> None:
 def test_earlier_attempts_are_numbered_from_0() -> None:
     assert earlier_attempts(job(True, True), has_failed=True) == ["attempt 0, after 1m00s: host host0, gone"]
     assert earlier_attempts(job(False, True), has_failed=True) == ["attempt 0, after 1m00s: gone"]
+    assert failed_attempts(job(False, True, True))[0] == "attempt 1, after 1m00s: host host0, gone"
+    assert len(failed_attempts(job(*[True] * 30))) == 20
     assert len(earlier_attempts(job(*[True] * 30), has_failed=False)) == 20

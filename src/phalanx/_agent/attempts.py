@@ -365,7 +365,7 @@ class Attempts:
                 self._see("STARTED")
             if end.state == "succeeded" and (self._state, "ALL_SUCCEEDED") in life.TABLE:
                 self._see("ALL_SUCCEEDED")
-            elif (end.failed and not stopping) or (end.survivors and self._state == "RESTARTING"):
+            elif end.survivors if self._state == "RESTARTING" else end.failed:
                 self._follow(end, now)
             else:
                 self._see("GONE")
@@ -375,6 +375,10 @@ class Attempts:
         chance = int.from_bytes(os.urandom(4)) / (1 << 32)  # `random` would take 3 ms to import
         self._decision = decision = decide(self._policy, self._ends, self._started, now, chance)
         failed = describe_failure(end.replace(rank=None) if self._name else end)
+        if decision.retries and self._state == "STOPPING":  # not this failure ends it, but the stop
+            self._say(f"{failed}; it is stopped, and no other attempt follows")
+            self._see("GONE")
+            return
         if decision.retries:
             self._started += [now] * decision.counted
             cause = f"attempt {self._number}: {end.describe()}"

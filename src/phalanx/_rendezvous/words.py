@@ -57,6 +57,11 @@ def earlier_attempts(job: Job, *, has_failed: bool) -> list[str]:
     return [_earlier(end) for end in ends[-MOST_EARLIER:]]
 
 
+def failed_attempts(job: Job) -> list[str]:
+    """Return how the attempts have ended that have failed, a line each: of a job that was stopped."""
+    return [_earlier(end) for end in job.ends if end.failed][-MOST_EARLIER:]
+
+
 def _earlier(end: End) -> str:
     step = "" if end.step is None else f", step {end.step}"
     return f"attempt {end.generation}, after {format_duration(end.uptime)}: {told(end)}{step}"

@@ -85,8 +85,6 @@ class RunTeam(GroupTeam):
         """Why the last attempt could not be started; None: it was."""
         self.error: ChildFailedError | None = None
         """The failures that the report is about; None: there are none."""
-        self.stopped_in_delay = False
-        """Whether the run was stopped between two attempts."""
         self._standby = groups.standby
 
     def warn(self, text: str) -> None:
@@ -168,6 +166,7 @@ def see_through(team: RunTeam, specs: RunLogs, grace: float, *, colour: bool) ->
             team.record_end("failed", 2, text := in_our_words(error, team.group))
             raise click.UsageError(text) from None
         with suppress(SignalException):  # a console that nobody reads is waited for no longer
+            team.drop_standby()
             team.wait_shown()
             team.close()
         # No worker is left. A signal changes nothing any more: else it could keep the end from being recorded.
@@ -194,7 +193,6 @@ def _run_all(team: RunTeam, grace: float) -> tuple[Ending, signal.Signals | None
         except SignalException as error:
             stopped = error.sigval
             ending = _stop(attempts, team, stopped, grace)
-        team.drop_standby()
     return ending, stopped
 
 
@@ -212,12 +210,11 @@ def _conclude(ending: Ending, stopped: signal.Signals | None, team: RunTeam, spe
     result = team.result or RunProcsResult()
     last = ending.ends[-1] if ending.ends else AttemptEnd("stopped")
     attempt = f"attempt {last.number}"
-    if stopped is not None and (team.stopped_in_delay or not result.failures):
+    if stopped is not None and ending.state == "stopped":
         code = 128 + stopped
-        cause = stopped.name if last.state != "failed" else f"{stopped.name}, after {attempt}: {last.describe()}"
+        cause = f"{stopped.name}, after {attempt}: {last.describe()}" if last.failed else stopped.name
         team.record_end("stopped", code, cause)
-        if team.stopped_in_delay:
-            _report(team, result, specs, ending, colour=colour)
+        _report_stop(team, result, specs, ending, cause, colour=colour)
         return code
     code, cause = verdict(result)
     if team.lost is not None:
@@ -266,7 +263,6 @@ def _stop(attempts: Attempts, team: RunTeam, first: signal.Signals, grace: float
 def _say_stop(attempts: Attempts, team: RunTeam, death: signal.Signals, seconds: float) -> None:
     """Say what a signal has brought about, above the live lines of a terminal."""
     if attempts.state == "WAITING":
-        team.stopped_in_delay = True
         mention(f"phalanx: {death.name}: no other attempt is started")
     elif team.group is not None and team.group.is_open:
         text = f"phalanx: {death.name}: {announced(team.group, death, seconds)}"
@@ -285,6 +281,21 @@ def announced(group: PContext, death: signal.Signals, seconds: float) -> str:
     number, span = group.notice
     spans = f"{span:g} s from now, SIGKILL at most {seconds:g} s later; once more to kill them"
     return f"giving the workers notice of a stop by {signal_name(number)} ({death.name} {spans})"
+
+
+def _report_stop(
+    team: RunTeam, result: RunProcsResult, logs: RunLogs, ending: Ending, cause: str, *, colour: bool
+) -> None:
+    """Say which attempts had failed before the run was stopped: the latest in full, if no other had begun after it."""
+    failed = [end for end in ending.ends if end.failed]
+    if not failed:
+        return
+    if result.failures and failed[-1] is ending.ends[-1]:
+        report_failures(team.name, result, logs, describe_attempts(failed[:-1]), "", colour=colour)
+    else:
+        for line in describe_attempts(failed):
+            say(line)
+    say(f"stopped by {cause}")
 
 
 def _report(team: RunTeam, result: RunProcsResult, logs: RunLogs, ending: Ending, *, colour: bool) -> None:

@@ -22,7 +22,7 @@ from phalanx._rendezvous.job_run import JobRun
 from phalanx._rendezvous.node import Participant
 from phalanx._rendezvous.records import Node
 from phalanx._rendezvous.settings import agent_id
-from phalanx._rendezvous.words import earlier_attempts, told
+from phalanx._rendezvous.words import earlier_attempts, failed_attempts, told
 from phalanx.cli._attempt_groups import reserve_port
 from phalanx.cli._node_team import MachineTeam
 from phalanx.cli._rdzv_conf import NOT_FOR_WORKERS
@@ -197,6 +197,8 @@ def _conclude(finish: Finish, stopped: signal.Signals | None, team: MachineTeam,
         number = stop.signal if stop is not None else stopped or signal.SIGTERM
         code = 128 + number
         cause = signal.Signals(number).name if stop is None else told(stop)
+        for line in [] if job is None else failed_attempts(job):
+            say(line)
         say(f"the job was stopped: {cause}")
         team.record_end("stopped", code, cause)
         return code

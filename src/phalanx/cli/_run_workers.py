@@ -122,7 +122,7 @@ def _conclude(teams: WorkerTeams, stopped: signal.Signals | None, specs: RunLogs
     if first is not None:
         code, cause = _verdict(teams, first, lost[first].ends[-1])
         teams.record_end("failed", code, cause)
-    elif stopped is not None:
+    elif stopped is not None and any(ending.state == "stopped" for ending in teams.endings.values()):
         code = 128 + stopped
         teams.record_end("stopped", code, stopped.name)
     else:
