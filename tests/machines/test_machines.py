@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.once, pytest.mark.slow]
 
+UNCOUNTED = r"attempt 1 follows \(not counted as a restart\)"
+
 LAUNCHES = """
 import os, signal, sys
 from phalanx.errors import ChildFailedError
@@ -61,7 +63,8 @@ def test_a_worker_fails_and_all_start_again(job: Callable[..., EtcdJob]) -> None
     for agent in agents:
         assert len(re.findall(r"rank 3 on host h\d, exit code 1; stopping the workers", agent.said)) == 1
         cause = r"rank 3 on host h\d, ValueError: bad batch of rank 3"
-        assert re.search(rf"attempt 0 failed after \S+: {cause}; attempt 1 follows \(restart 1 of at most 1\)", agent.said)
+        follows = r"attempt 1 follows \(restart 1 of at most 1\)"
+        assert re.search(rf"attempt 0 failed after \S+: {cause}; {follows}", agent.said)
         assert "attempt 1 has succeeded" in agent.said
 
 
@@ -110,7 +113,7 @@ def test_an_agent_that_is_killed_is_gone_on_without(job: Callable[..., EtcdJob])
     for agent in agents[1:]:
         lost = r"node \d is lost: its agent on host h1 is gone, or cut off"
         assert re.search(rf"{lost}; stopping the workers", agent.said)
-        assert re.search(rf"attempt 0 ended after \S+: {lost}; attempt 1 follows \(not counted as a restart\)", agent.said)  # and has not failed
+        assert re.search(rf"attempt 0 ended after \S+: {lost}; {UNCOUNTED}", agent.said)  # and has not failed
         assert "attempt 1 has succeeded" in agent.said
 
 
@@ -126,7 +129,7 @@ def test_a_spare_takes_the_place_of_a_host_that_is_lost(job: Callable[..., EtcdJ
     one.finish(agents[1], *spare)
     lost = r"node \d is lost: its agent on host h1 is gone, or cut off"
     assert re.search(rf"{lost}; stopping the workers", agents[1].said)
-    assert re.search(rf"attempt 0 ended after \S+: {lost}; attempt 1 follows \(not counted as a restart\)", agents[1].said)
+    assert re.search(rf"attempt 0 ended after \S+: {lost}; {UNCOUNTED}", agents[1].said)
     for agent in (agents[1], *spare):  # that restart is not counted among those that there may be, which is none
         assert re.search(r"phalanx: attempt 1: 2 nodes \(.*h3.*\), 4 workers", agent.said)
         assert "attempt 1 has succeeded" in agent.said
@@ -226,6 +229,25 @@ def test_ctrl_c_on_one_host_stops_the_job_on_all(job: Callable[..., EtcdJob]) ->
     for agent in agents:
         assert "the job was stopped: SIGINT on host h2" in agent.said
     assert not any(descendants(agent.process.pid) for agent in agents)
+
+
+def test_a_machine_that_fails_its_check_before_an_attempt_leaves(job: Callable[..., EtcdJob], tmp_path: Path) -> None:
+    one, checks = job("2"), tmp_path / "checks"
+    check = f"echo checked; echo >> {checks}; test $(wc -l < {checks}) = 1 || {{ echo GPU 3 is broken; exit 4; }}"
+    budget = ("--max-restarts", "1")
+    agents = [*one.start(1, options=budget), *one.start(2, options=[*budget, "--node-check", check])]
+    everyone(agents, 0, 4)
+    (spare,) = one.start(3, options=budget)
+    spare.wait_for("this node is a spare")
+    one.fail(3, 0)
+    why = "--node-check: exit code 4: GPU 3 is broken; its output is in "
+    assert agents[1].end() == 1
+    assert f"phalanx: Error: this node has left the job: {why}" in agents[1].said
+    agents[0].wait_for(rf"attempt 1 ended after \S+: host h2 leaves: {why}\S+; attempt 2 follows \(not counted")
+    everyone([agents[0], spare], 2, 4)
+    one.finish(agents[0], spare)
+    (log,) = (one.folder / "home2").glob("**/node-check.log")
+    assert log.read_text().count("checked\n") == 2
 
 
 def test_a_stop_between_two_attempts_is_what_ends_the_job(job: Callable[..., EtcdJob]) -> None:

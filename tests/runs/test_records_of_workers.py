@@ -29,9 +29,7 @@ class Log:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         envs = {rank: {"RANK": str(10 + rank)} for rank in range(3)}
-        self.recorder = WorkersRecorder(
-            "serve.py", envs, run_id="r", command=["serve.py"], warn=pytest.fail
-        )
+        self.recorder = WorkersRecorder("serve.py", envs, run_id="r", command=["serve.py"], warn=pytest.fail)
 
     def take(self, *events: Event) -> dict[str, Any]:
         """Have these noted. Returns what is written then."""

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from phalanx._events.stream import EventStream
 
 
+class NoAttemptError(Exception):
+    """Raised by `Team.start` or `Team.is_up`: this attempt cannot be started, and none follows, whatever the policy."""
+
+
 class Team(ABC):
     """What is started anew in each attempt. Its methods are called by the thread that calls `Attempts.run`.
 
@@ -330,7 +334,7 @@ class Attempts:
     def _note_failed_start(self, error: Exception) -> bool:
         """See that a start has failed. Returns whether it was the first: then all is over."""
         if self._number:
-            self._note_end(AttemptEnd("not started", error=one_line(error)))
+            self._note_end(AttemptEnd("not started", error=one_line(error)), is_last=isinstance(error, NoAttemptError))
             return False
         self._under_way = False
         self._see("GIVE_UP")
@@ -347,8 +351,8 @@ class Attempts:
             self._team.stop(*self._order)
         self._due = ""
 
-    def _note_end(self, end: AttemptEnd) -> None:
-        """Note how the attempt ended, and see what follows."""
+    def _note_end(self, end: AttemptEnd, *, is_last: bool = False) -> None:
+        """Note how the attempt ended, and see what follows: nothing, if it ``is_last``."""
         with interrupts.deferred():
             stopping = self._state in ("STOPPING", "RESTARTING")
             if stopping and end.state == "not started":  # because it was to be stopped
@@ -366,14 +370,15 @@ class Attempts:
             if end.state == "succeeded" and (self._state, "ALL_SUCCEEDED") in life.TABLE:
                 self._see("ALL_SUCCEEDED")
             elif end.survivors if self._state == "RESTARTING" else end.failed:
-                self._follow(end, now)
+                self._follow(end, now, is_last=is_last)
             else:
                 self._see("GONE")
 
-    def _follow(self, end: AttemptEnd, now: float) -> None:
+    def _follow(self, end: AttemptEnd, now: float, *, is_last: bool) -> None:
         """Decide what follows a failure."""
         chance = int.from_bytes(os.urandom(4)) / (1 << 32)  # `random` would take 3 ms to import
-        self._decision = decision = decide(self._policy, self._ends, self._started, now, chance)
+        decision = decide(self._policy, self._ends, self._started, now, chance)
+        self._decision = decision = Decision(retries=False) if is_last else decision
         failed = describe_failure(end.replace(rank=None) if self._name else end)
         if decision.retries and self._state == "STOPPING":  # not this failure ends it, but the stop
             self._say(f"{failed}; it is stopped, and no other attempt follows")

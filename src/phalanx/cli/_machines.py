@@ -182,7 +182,7 @@ class MachineOptions(Declared):
         str,
         section=MACHINES,
         metavar="COMMAND",
-        sentence="What a machine runs before it takes part; it does not unless the command ends with exit code 0.",
+        sentence="What a machine runs before each attempt: no worker starts there unless it ends with exit code 0.",
     )
     exit_barrier_timeout = Option(
         time_of(),

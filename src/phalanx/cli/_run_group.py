@@ -9,7 +9,7 @@ from contextlib import suppress
 import click
 
 from phalanx._agent.attempt_end import AttemptEnd, Ending
-from phalanx._agent.attempts import Attempts
+from phalanx._agent.attempts import Attempts, NoAttemptError
 from phalanx._agent.common_stop import CommonStop
 from phalanx._agent.group_team import GroupTeam
 from phalanx._agent.history import describe_attempts
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from phalanx._agent.restart_policy import RestartPolicy
     from phalanx.cli._attempt_groups import AttemptGroups
+    from phalanx.cli._node_check import NodeCheck
     from phalanx.cli._run_logs import RunLogs
     from phalanx.cli._run_record import Observers
 
@@ -59,6 +60,7 @@ class RunTeam(GroupTeam):
         keep_runs: See `Recorder`.
         observers: See `RunRecord`.
         signals: Those that stop the run.
+        check: What this machine has to pass before each attempt; None: nothing.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class RunTeam(GroupTeam):
         keep_runs: int | None,
         observers: Observers,
         signals: Iterable[int],
+        check: NodeCheck | None = None,
     ) -> None:
         recorder = Recorder(
             groups.script, groups.envs, run_id=run_id, command=groups.command, warn=self.warn, keep_runs=keep_runs
@@ -86,6 +89,7 @@ class RunTeam(GroupTeam):
         self.error: ChildFailedError | None = None
         """The failures that the report is about; None: there are none."""
         self._standby = groups.standby
+        self.check: NodeCheck | None = check
 
     def warn(self, text: str) -> None:
         """Say a line, above those of the workers. By any thread."""
@@ -101,13 +105,40 @@ class RunTeam(GroupTeam):
         self.record.end(self._number, state, exitcode, cause)
 
     def start(self, attempt: int, wake: Callable[[], None]) -> None:
-        """See `Team`."""
-        self._number, self.not_started = attempt, None
+        """See `Team`. The workers are started when the machine has passed its check."""
+        self._number, self.not_started, self._wake = attempt, None, wake
         try:
-            super().start(attempt, wake)
+            self._prepare(attempt)
         except Exception as error:
             self.not_started = error
             raise
+        super().start(attempt, wake)
+
+    def _prepare(self, attempt: int) -> None:
+        """Begin what a start has to wait for. Raises OSError."""
+        if self.check is not None:
+            self.check.begin(f"attempt {attempt}", self._wake)
+
+    def _may_start(self) -> bool:
+        if self.check is None:
+            return True
+        try:
+            has_passed = self.check.has_passed()
+        finally:
+            self.poll_seconds = self.check.seconds_left
+        return has_passed
+
+    def _start_pending(self) -> None:
+        try:
+            super()._start_pending()
+        except Exception as error:
+            self.not_started = error
+            raise
+
+    def _start_group(self, attempt: int) -> None:
+        super()._start_group(attempt)
+        if self.check is not None:
+            self.check.write(self._groups.log_dir)
         if self._standby is not None and self.group is not None and self.policy.may_follow(attempt):
             self._standby.expect(attempt + 1, self.group)
         # Now: at the end there may be no descriptor, or no disk. And whole: a handler's exception in the midst of an
@@ -117,6 +148,9 @@ class RunTeam(GroupTeam):
 
     def ended(self) -> AttemptEnd | None:
         """See `Team`."""
+        if self.check is not None and self.check.is_under_way:
+            self.poll_seconds = self.check.seconds_left
+            return None
         end = super().ended()
         if self._standby is not None:
             if end is None:
@@ -128,6 +162,8 @@ class RunTeam(GroupTeam):
     def stop(self, death_signal: int, grace: float) -> None:
         """See `Team`."""
         self.drop_standby()
+        if self.check is not None:
+            self.check.stop(death_signal, grace)
         super().stop(death_signal, grace)
 
     def drop_standby(self) -> None:
@@ -141,6 +177,8 @@ class RunTeam(GroupTeam):
         super().close()
         if self._standby is not None:
             self._standby.close()
+        if self.check is not None:
+            self.check.close()
 
     def wait_shown(self) -> None:
         """Return when all lines of the workers are shown, or those that a slow console takes in 10 s."""
@@ -155,7 +193,7 @@ def see_through(team: RunTeam, specs: RunLogs, grace: float, *, colour: bool) ->
     try:
         try:
             ending, stopped = _run_all(team, grace)
-        except PreloadError as error:
+        except (PreloadError, NoAttemptError) as error:
             say(f"Error: {error}")
             team.record_end("failed", 1, str(error))
             return 1
@@ -268,6 +306,8 @@ def _say_stop(attempts: Attempts, team: RunTeam, death: signal.Signals, seconds:
         text = f"phalanx: {death.name}: {announced(team.group, death, seconds)}"
         if not team.group.say(text):
             mention(text)
+    elif team.check is not None and team.check.is_under_way:
+        mention(f"phalanx: {death.name}: ending --node-check; no attempt is started")
     elif team.is_put_off:
         mention(f"phalanx: {death.name}: the run is stopped; {GONE}")
 

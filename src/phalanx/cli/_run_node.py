@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from phalanx._rendezvous.effects import Finish
-    from phalanx._rendezvous.records import Job
+    from phalanx._rendezvous.records import Job, Stop
     from phalanx._rendezvous.settings import Machines
     from phalanx._store.store import Store
     from phalanx.cli._one_run import OneRun
@@ -56,10 +56,12 @@ def run_node(
 
     ``held``: what tells of another launcher that was started together with this one, which ends the job; None: nothing.
     """
-    if plan.config.node_check:
+    check = plan.node_check()
+    if check is not None:
         from phalanx.cli._node_check import pass_check
 
-        why = pass_check(plan.config.node_check, machines.join_timeout)
+        until_end.callback(check.close)
+        why = pass_check(check, machines.join_timeout)
         if why:
             msg = f"--node-check: {why}"
             raise click.ClickException(msg)
@@ -100,7 +102,7 @@ def run_node(
     team = MachineTeam(
         me, port, envs, groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs, observers=observers,
         where=machines.where, grace=config.grace, patience=machines.join_timeout, keeps=machines.keep,
-        signals=config.signals_to_handle,
+        signals=config.signals_to_handle, check=check,
     )  # fmt: skip
     notice = 0.0 if config.notice is None else config.notice[1]
     rules = machines.rules(plan.policy, config.grace, notice)
@@ -141,6 +143,7 @@ def see_node_through(run: JobRun, team: MachineTeam, logs: RunLogs, grace: float
     try:
         try:
             team.door = StackDoor(run.ask_look, team.warn)
+            team.leave = run.ask_leave
             finish, stopped = _run_all(run, team, grace)
         except (OSError, ValueError) as error:
             team.record_end("failed", 1, str(error))
@@ -194,14 +197,7 @@ def _conclude(finish: Finish, stopped: signal.Signals | None, team: MachineTeam,
         return _succeed(job, team)
     stop = None if job is None or job.verdict is None else job.verdict.stop
     if finish.state == "stopped":
-        number = stop.signal if stop is not None else stopped or signal.SIGTERM
-        code = 128 + number
-        cause = signal.Signals(number).name if stop is None else told(stop)
-        for line in [] if job is None else failed_attempts(job):
-            say(line)
-        say(f"the job was stopped: {cause}")
-        team.record_end("stopped", code, cause)
-        return code
+        return _conclude_stop(job, stop, stopped or signal.SIGTERM, team)
     why = finish.why
     if finish.state != "failed" or job is None:
         why = _failing(finish, team)
@@ -232,6 +228,17 @@ def _conclude(finish: Finish, stopped: signal.Signals | None, team: MachineTeam,
     team.error = report_failures(
         team.name, result, logs, earlier, why, colour=colour, log_dir=logs_of, lost=left.lost
     )  # fmt: skip
+    return code
+
+
+def _conclude_stop(job: Job | None, stop: Stop | None, stopped: signal.Signals, team: MachineTeam) -> int:
+    number = stopped if stop is None else stop.signal
+    code = 128 + number
+    cause = signal.Signals(number).name if stop is None else told(stop)
+    for line in [] if job is None else failed_attempts(job):
+        say(line)
+    say(f"the job was stopped: {cause}")
+    team.record_end("stopped", code, cause)
     return code
 
 

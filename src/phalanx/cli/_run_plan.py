@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from phalanx._agent.master_port import ReservedPort
+    from phalanx.cli._node_check import NodeCheck
     from phalanx.cli._run_config import RunConfig
     from phalanx.cli._run_events import RunEvents
 
@@ -123,6 +124,14 @@ class RunPlan:
             config.event_log_handler, run_id=self.run_id, role=config.role, backend=config.rdzv_backend,
             entry_point=config.script, nprocs=config.nproc_per_node,
         )  # fmt: skip
+
+    def node_check(self) -> NodeCheck | None:
+        """Return what this machine has to pass before each attempt; None: nothing."""
+        if not self.config.node_check:
+            return None
+        from phalanx.cli._node_check import NodeCheck
+
+        return NodeCheck(self.config.node_check)
 
     def groups(self, port: ReservedPort | None, variables: Mapping[str, str]) -> AttemptGroups:
         """Return what makes the groups of all attempts.

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import click
 
+from phalanx._agent.attempts import NoAttemptError
 from phalanx._agent.history import describe_workers
 from phalanx._base.rank_ranges import name_ranks
 from phalanx._engine import host_signals
@@ -35,7 +36,7 @@ def see_workers_through(teams: WorkerTeams, specs: RunLogs, grace: float, *, col
     try:
         try:
             stopped = _run_all(teams, grace)
-        except PreloadError as error:
+        except (PreloadError, NoAttemptError) as error:
             say(f"Error: {error}")
             teams.record_end("failed", 1, str(error))
             return 1
@@ -110,6 +111,8 @@ def _say_stop(teams: WorkerTeams, death: signal.Signals, seconds: float) -> None
         teams.say(f"phalanx: {death.name}: {announced(runs[0], death, seconds)}")
     elif any(team.is_put_off for team in teams.teams.values()):
         teams.say(f"phalanx: {death.name}: the run is stopped; {GONE}")
+    if teams.check is not None and teams.check.is_under_way:
+        teams.say(f"phalanx: {death.name}: ending --node-check; no attempt is started")
     if waits and death != signal.SIGKILL:
         teams.say(f"phalanx: {death.name}: {name_ranks(map(teams.number, waits))}: no other attempt is started")
 

@@ -146,6 +146,7 @@ def _run(plan: RunPlan, until_end: ExitStack) -> int:
             "limits": limits,
             "observers": observers,
             "signals": config.signals_to_handle,
+            "check": plan.node_check(),
         }
         team = WorkerTeams(groups, plan.specs, plan.policy, plan.console, **names)
         with choosing(config.signals_to_handle), forwarding(plan.forwarded, team):
@@ -153,7 +154,7 @@ def _run(plan: RunPlan, until_end: ExitStack) -> int:
     else:
         team = RunTeam(
             groups, plan.policy, run_id=plan.run_id, keep_runs=config.keep_runs, observers=observers,
-            signals=config.signals_to_handle,
+            signals=config.signals_to_handle, check=plan.node_check(),
         )  # fmt: skip
         with choosing(config.signals_to_handle), forwarding(plan.forwarded, team):
             code = see_through(team, plan.specs, config.grace, colour=colour)
