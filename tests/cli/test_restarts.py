@@ -192,6 +192,8 @@ def stopped_while_ending(
             assert ready.wait() == ["asked to end"]
         launcher.send(number)
         launcher.read_until(f"phalanx: {number.name}: stopping the workers")
+        if settles:
+            assert ready.wait() == ["asked to end"]
         os.kill(pids[1], signal.SIGKILL)
         return launcher.end()
 
