@@ -506,6 +506,11 @@ def test_the_logs_of_every_attempt_are_kept(place: Place) -> None:
         (("--min-uptime", "5:0"), ("like 30s:3",)),
         (("--backoff-jitter", "2"), ("expected a part, 0 to 1",)),
         (("--never-restart-on", "0"), ("'0': expected exit codes, 1 to 255, or names of signals",)),
+        (("--backoff", "5"), ("--backoff: nothing is restarted without --max-restarts N; give that, too",)),
+        (("--max-restarts", "0", "--backoff-jitter", "0"), ("--backoff-jitter: nothing is restarted",)),
+        (("--min-uptime", "5"), ("--min-uptime: nothing is restarted",)),
+        (("--max-no-progress", "5"), ("--max-no-progress: nothing is restarted",)),
+        (("--never-restart-on", "5"), ("--never-restart-on: nothing is restarted",)),
         (("--never-restart-on", "3", "--always-restart-on", "3"), ("--never-restart-on, --always-restart-on", "3")),
         (("--signals-forward", "KILL"), ("SIGKILL cannot be passed on",)),
         (("--signals-forward", "TERM"), ("SIGTERM stops the run",)),
@@ -514,3 +519,16 @@ def test_the_logs_of_every_attempt_are_kept(place: Place) -> None:
 )
 def test_what_is_refused(place: Place, options: tuple[str, ...], words: tuple[str, ...]) -> None:
     refused(place.run(*options, place.write("")), *words)
+
+
+def test_options_about_restarts_that_a_job_file_has_beside_none_are_told(place: Place) -> None:
+    job = place.write('max-restarts = 3\nbackoff = "1s:1m"\nmin-uptime = 30\n', "job.toml")
+    place.env["PHALANX_MAX_NO_PROGRESS"] = "3"
+    said = "phalanx: without effect without --max-restarts: --backoff, --min-uptime, --max-no-progress\n"
+    done = place.run("-f", job, "--max-restarts", 0, place.write(""))
+    assert (done.status, done.err.count(said)) == (0, 1), done
+    for heeded in ((), ("--max-restarts", 0, "--always-restart-on", 75)):
+        done = place.run("-f", job, *heeded, place.write(""))
+        assert (done.status, "without effect" in done.err) == (0, False), done
+    refused(place.run("-f", job, "--max-restarts", 0, "--backoff", 5, place.write("")), "--backoff: nothing is restarted")
+    assert place.run("--backoff", 0, place.write("")).status == 0, "that is what it is by default"

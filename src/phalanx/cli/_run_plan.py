@@ -17,7 +17,7 @@ from phalanx.cli._console import console_specs
 from phalanx.cli._meet import meet
 from phalanx.cli._placement import place
 from phalanx.cli._rdzv_conf import exposed
-from phalanx.cli._restarts import forwarded, restart_policy
+from phalanx.cli._restarts import check_heeded, forwarded, restart_policy
 from phalanx.cli._run_checks import (
     check_command,
     check_preload,
@@ -35,7 +35,7 @@ from phalanx.multiprocessing import Std
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
     from typing import Any
 
     from phalanx._agent.master_port import ReservedPort
@@ -52,11 +52,12 @@ class RunPlan:
     Args:
         config: What was asked for.
         makes_folder: Whether the default folder of runs is made, if it is not there yet.
+        typed: The names of the options that stand on the command line itself.
 
     Raises click.UsageError: what cannot be.
     """
 
-    def __init__(self, config: RunConfig, *, makes_folder: bool) -> None:
+    def __init__(self, config: RunConfig, *, makes_folder: bool, typed: Collection[str] = ()) -> None:
         nprocs = config.nproc_per_node
         self.config = config
         # As with torchrun, --run-path goes before these.
@@ -80,6 +81,7 @@ class RunPlan:
         settles = config.settle != type(config).settle.default_value()
         check_restart(config.restart, settles=settles, given=["--logs-specs"] if config.logs_specs else [])
         self.policy = restart_policy(config)
+        of_restarts = check_heeded(config, self.policy, typed)
         self.forwarded = forwarded(config.signals_forward, config.signals_to_handle)
         self._placement, self._extra, said = place(config, nprocs, config.env)
         self.console = console_specs(config, drain=config.drain)
@@ -110,7 +112,7 @@ class RunPlan:
         doubts = [] if self._no_python else _python.doubts(config.script)
         if self.meeting.machines is not None:
             doubts = [*doubts, *exposed(config.rdzv_conf)]
-        said = [*self.meeting.notes, *doubts, *said]
+        said = [*self.meeting.notes, *of_restarts, *doubts, *said]
         self.specs.notes = [*self.specs.notes, *said, *notes, *umask_notes(config.log_mode)]
         self._filters = filters
 
