@@ -530,5 +530,6 @@ def test_options_about_restarts_that_a_job_file_has_beside_none_are_told(place: 
     for heeded in ((), ("--max-restarts", 0, "--always-restart-on", 75)):
         done = place.run("-f", job, *heeded, place.write(""))
         assert (done.status, "without effect" in done.err) == (0, False), done
-    refused(place.run("-f", job, "--max-restarts", 0, "--backoff", 5, place.write("")), "--backoff: nothing is restarted")
+    done = place.run("-f", job, "--max-restarts", 0, "--backoff", 5, place.write(""))
+    refused(done, "--backoff: nothing is restarted")
     assert place.run("--backoff", 0, place.write("")).status == 0, "that is what it is by default"

@@ -197,7 +197,9 @@ class MachineOptions(Declared):
         sentence="With etcd: leave in it how the job has ended, until the next one of its id that is kept.",
     )
     standalone = Flag(
-        section="", torchrun="--standalone", sentence="One machine, without a store, whatever a scheduler says of others."
+        section="",
+        torchrun="--standalone",
+        sentence="One machine, without a store, whatever a scheduler says of others.",
     )
     nnodes = Maybe(
         read_nodes,
